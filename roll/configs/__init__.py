@@ -1,0 +1,4 @@
+"""What a run is: dataclasses, YAML loading, cross-field rules and the plan of a run.
+
+Imports nothing but the standard library and the YAML stack, so that `roll plan` works on a machine without torch.
+"""

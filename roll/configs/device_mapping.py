@@ -1,0 +1,72 @@
+"""Which devices a role owns, read from YAML without evaluating it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import Any
+
+ALLOWED = "a list of ranks, '0-7,16-23', or 'list(range(0,8))' and sums of these"
+
+
+def parse_device_mapping(value: Any) -> list[int]:
+    """Global device ranks in the order given, without duplicates.
+
+    Raises:
+        ValueError: the text is none of the allowed forms, a rank is negative, or a rank stands twice.
+    """
+    ranks = _ranks(value)
+    if any(rank < 0 for rank in ranks):
+        raise ValueError(f"{value!r} names a negative device")
+    twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
+    if twice:
+        raise ValueError(f"{value!r} names device {twice[0]} twice")
+    return ranks
+
+
+def _ranks(value: Any) -> list[int]:
+    if value is None:
+        return []
+    if isinstance(value, int) and not isinstance(value, bool):
+        return [value]
+    if isinstance(value, list | tuple):
+        if all(isinstance(item, int) and not isinstance(item, bool) for item in value):
+            return list(value)
+        raise ValueError(f"{value!r} is not a list of whole numbers; use {ALLOWED}")
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is not {ALLOWED}")
+    text = value.strip()
+    if re.fullmatch(r"\d+(-\d+)?(\s*,\s*\d+(-\d+)?)*", text):
+        return [rank for part in text.split(",") for rank in _span(part)]
+    try:
+        return _evaluate(ast.parse(text, mode="eval").body)
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"{value!r} is not {ALLOWED}") from error
+
+
+def _span(part: str) -> list[int]:
+    first, _, last = part.strip().partition("-")
+    ranks = list(range(int(first), int(last or first) + 1))
+    if not ranks:
+        raise ValueError(f"the span {part.strip()!r} is empty; write the smaller rank first")
+    return ranks
+
+
+def _evaluate(node: ast.expr) -> list[int]:
+    """Lists, `list(range(...))`, and their sums; anything else is refused."""
+    if isinstance(node, ast.List):
+        return [_whole(item) for item in node.elts]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _evaluate(node.left) + _evaluate(node.right)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
+        if node.func.id == "list" and len(node.args) == 1:
+            return _evaluate(node.args[0])
+        if node.func.id == "range" and 1 <= len(node.args) <= 3:
+            return list(range(*(_whole(item) for item in node.args)))
+    raise ValueError(ast.dump(node))
+
+
+def _whole(node: ast.expr) -> int:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    raise ValueError(ast.dump(node))
