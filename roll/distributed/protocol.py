@@ -1,0 +1,286 @@
+"""What travels between the driver and the workers: samples as tensors, their objects, and what is said about them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+PADDING: dict[str, int] = {"weight_version": -1}
+"""Value that fills a column beyond a sample's tokens; keys not named here are filled with 0."""
+
+
+class DataProto:
+    """Samples: `batch` (tensors, first dimension samples), `non_tensor_batch` (object arrays), `meta_info`.
+
+    Operations return a new object that shares tensors with this one where it can; `pop` is the one that changes it.
+    Pickling carries exactly the visible elements of each tensor, out of band, so that a slice of a large batch costs
+    what the slice holds and the object store keeps no second copy.
+
+    Attributes:
+        batch: tensors [B, ...]; those of two dimensions and more are [B, T, ...], right padded.
+        non_tensor_batch: object arrays [B].
+        meta_info: plain values about the whole.
+    """
+
+    def __init__(
+        self,
+        batch: TensorDict,
+        non_tensor_batch: dict[str, np.ndarray] | None = None,
+        meta_info: dict[str, Any] | None = None,
+    ) -> None:
+        self.batch = batch
+        self.non_tensor_batch = dict(non_tensor_batch or {})
+        self.meta_info = dict(meta_info or {})
+        for key, values in self.non_tensor_batch.items():
+            if len(values) != len(self):
+                raise ValueError(f"non_tensor_batch[{key!r}] has {len(values)} entries for {len(self)} samples")
+
+    @classmethod
+    def from_dict(
+        cls,
+        tensors: Mapping[str, torch.Tensor],
+        non_tensors: Mapping[str, Sequence[Any] | np.ndarray] | None = None,
+        meta_info: Mapping[str, Any] | None = None,
+    ) -> DataProto:
+        """Samples from plain dictionaries; the number of samples is the first dimension all of them share.
+
+        Raises:
+            ValueError: two entries disagree on the number of samples.
+        """
+        non_tensors = dict(non_tensors or {})
+        sizes = {key: len(value) for key, value in {**tensors, **non_tensors}.items()}
+        if len(set(sizes.values())) > 1:
+            raise ValueError(f"entries disagree on the number of samples: {sizes}")
+        samples = next(iter(sizes.values()), 0)
+        objects = {key: _object_array(values) for key, values in non_tensors.items()}
+        return cls(TensorDict(dict(tensors), batch_size=[samples]), objects, dict(meta_info or {}))
+
+    def __len__(self) -> int:
+        """Samples."""
+        return int(self.batch.batch_size[0])
+
+    def __repr__(self) -> str:
+        """Keys and shapes, never contents."""
+        shapes = {key: tuple(value.shape) for key, value in self.batch.items()}
+        return f"DataProto({len(self)} samples, {shapes}, objects {sorted(self.non_tensor_batch)}, meta {self.meta_info})"
+
+    def __contains__(self, key: str) -> bool:
+        """Whether a tensor or an object array has this name."""
+        return key in self.batch.keys() or key in self.non_tensor_batch
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Tensors as numpy views, so that pickle protocol 5 moves their bytes out of band."""
+        tensors = {key: _to_bytes(value) for key, value in self.batch.items()}
+        return _rebuild, (len(self), tensors, self.non_tensor_batch, self.meta_info)
+
+    def select(self, *keys: str) -> DataProto:
+        """Only these tensors and object arrays; meta_info stays.
+
+        Raises:
+            KeyError: a name is neither.
+        """
+        self._check(keys)
+        return self._with(
+            {key: value for key, value in self.batch.items() if key in keys},
+            {key: value for key, value in self.non_tensor_batch.items() if key in keys},
+            len(self),
+        )
+
+    def select_idxs(self, indices: Sequence[int] | np.ndarray | torch.Tensor) -> DataProto:
+        """The samples at these positions, in this order; a boolean mask of length B selects too."""
+        index = torch.as_tensor(indices)
+        if index.dtype == torch.bool:
+            index = index.nonzero(as_tuple=True)[0]
+        index = index.long()
+        places = index.numpy()
+        return self._with(
+            {key: value[index] for key, value in self.batch.items()},
+            {key: value[places] for key, value in self.non_tensor_batch.items()},
+            len(index),
+        )
+
+    def slice(self, start: int, stop: int) -> DataProto:
+        """Samples start to stop (exclusive), as views."""
+        part = slice(*slice(start, stop).indices(len(self)))
+        return self._with(
+            {key: value[part] for key, value in self.batch.items()},
+            {key: value[part] for key, value in self.non_tensor_batch.items()},
+            max(0, part.stop - part.start),
+        )
+
+    def chunk(self, parts: int) -> list[DataProto]:
+        """`parts` consecutive pieces whose sizes differ by at most one, the larger first.
+
+        Raises:
+            ValueError: parts is less than 1.
+        """
+        if parts < 1:
+            raise ValueError(f"chunk({parts}): the number of parts must be at least 1")
+        small, larger = divmod(len(self), parts)
+        edges = np.cumsum([0] + [small + (index < larger) for index in range(parts)])
+        return [self.slice(int(a), int(b)) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+
+    @classmethod
+    def concat(cls, parts: Sequence[DataProto]) -> DataProto:
+        """Samples of all parts in order; narrower parts are padded on the right to the widest (see `PADDING`).
+
+        meta_info keeps the entries on which all parts agree.
+
+        Raises:
+            ValueError: there is no part, or the parts have different keys.
+        """
+        if not parts:
+            raise ValueError("concat of no parts")
+        keys, objects = set(parts[0].batch.keys()), set(parts[0].non_tensor_batch)
+        for part in parts[1:]:
+            if set(part.batch.keys()) != keys or set(part.non_tensor_batch) != objects:
+                raise ValueError(f"concat of parts with different keys: {parts[0]!r} and {part!r}")
+        tensors = {key: _concat_padded(key, [part.batch[key] for part in parts]) for key in parts[0].batch.keys()}
+        arrays = {key: np.concatenate([part.non_tensor_batch[key] for part in parts]) for key in objects}
+        first = parts[0].meta_info
+        meta = {
+            key: value
+            for key, value in first.items()
+            if all(key in part.meta_info and _equal(part.meta_info[key], value) for part in parts[1:])
+        }
+        return cls(TensorDict(tensors, batch_size=[sum(len(part) for part in parts)]), arrays, meta)
+
+    def union(self, other: DataProto) -> DataProto:
+        """The entries of both, for the same samples.
+
+        Raises:
+            ValueError: the number of samples differs, or an entry that both have is not equal.
+        """
+        if len(self) != len(other):
+            raise ValueError(f"union of {len(self)} and {len(other)} samples")
+        for mine, theirs in (
+            (dict(self.batch.items()), dict(other.batch.items())),
+            (self.non_tensor_batch, other.non_tensor_batch),
+            (self.meta_info, other.meta_info),
+        ):
+            for key in mine.keys() & theirs.keys():
+                if not _equal(mine[key], theirs[key]):
+                    raise ValueError(f"union: both have {key!r} and the values differ")
+        return DataProto(
+            TensorDict({**dict(self.batch.items()), **dict(other.batch.items())}, batch_size=[len(self)]),
+            {**self.non_tensor_batch, **other.non_tensor_batch},
+            {**self.meta_info, **other.meta_info},
+        )
+
+    def pop(self, *keys: str) -> DataProto:
+        """Takes these tensors and object arrays out of this object and returns them."""
+        taken = self.select(*keys)
+        for key in keys:
+            if key in self.non_tensor_batch:
+                del self.non_tensor_batch[key]
+            else:
+                del self.batch[key]
+        return taken
+
+    def rename(self, names: Mapping[str, str]) -> DataProto:
+        """The same with tensors and object arrays renamed from key to value of `names`.
+
+        Raises:
+            ValueError: a new name is taken.
+        """
+        self._check(tuple(names))
+        kept = (set(self.batch.keys()) | set(self.non_tensor_batch)) - set(names)
+        if kept & set(names.values()) or len(set(names.values())) < len(names):
+            raise ValueError(f"rename to a name that is taken: {dict(names)}")
+        return self._with(
+            {names.get(key, key): value for key, value in self.batch.items()},
+            {names.get(key, key): value for key, value in self.non_tensor_batch.items()},
+            len(self),
+        )
+
+    def repeat(self, times: int, interleave: bool = True) -> DataProto:
+        """Every sample `times` times: a a b b when interleaved, else a b a b."""
+        index = torch.arange(len(self))
+        return self.select_idxs(index.repeat_interleave(times) if interleave else index.repeat(times))
+
+    def reorder(self, indices: Sequence[int] | np.ndarray | torch.Tensor) -> DataProto:
+        """Sample indices[i] at position i.
+
+        Raises:
+            ValueError: `indices` is not a permutation.
+        """
+        index = torch.as_tensor(indices, dtype=torch.long)
+        if sorted(index.tolist()) != list(range(len(self))):
+            raise ValueError(f"reorder of {len(self)} samples needs a permutation, got {index.tolist()}")
+        return self.select_idxs(index)
+
+    def trim(self) -> DataProto:
+        """Without the trailing columns in which `attention_mask` [B, T] is 0 for every sample; one column stays."""
+        mask = self.batch["attention_mask"]
+        width = mask.shape[1]
+        columns = mask.bool().any(dim=0).nonzero()
+        keep = max(1, int(columns[-1]) + 1 if len(columns) else 1)
+        return self._with(
+            {
+                key: value[:, :keep] if value.dim() > 1 and value.shape[1] == width else value
+                for key, value in self.batch.items()
+            },
+            self.non_tensor_batch,
+            len(self),
+        )
+
+    def _with(self, tensors: dict[str, torch.Tensor], objects: dict[str, np.ndarray], samples: int) -> DataProto:
+        return DataProto(TensorDict(tensors, batch_size=[samples]), objects, self.meta_info)
+
+    def _check(self, keys: Sequence[str]) -> None:
+        missing = [key for key in keys if key not in self]
+        if missing:
+            raise KeyError(f"no {missing} here; there are {sorted(self.batch.keys())} and {sorted(self.non_tensor_batch)}")
+
+
+def _object_array(values: Sequence[Any] | np.ndarray) -> np.ndarray:
+    """Object array [B] whose elements are never unpacked into a second dimension."""
+    array = np.empty(len(values), dtype=object)
+    for index, value in enumerate(values):
+        array[index] = value
+    return array
+
+
+def _concat_padded(key: str, tensors: list[torch.Tensor]) -> torch.Tensor:
+    if tensors[0].dim() < 2 or len({tensor.shape[1] for tensor in tensors}) == 1:
+        return torch.cat(tensors)
+    first, width = tensors[0], max(tensor.shape[1] for tensor in tensors)
+    joined = first.new_full((sum(map(len, tensors)), width, *first.shape[2:]), PADDING.get(key, 0))
+    row = 0
+    for tensor in tensors:
+        joined[row : row + len(tensor), : tensor.shape[1]] = tensor
+        row += len(tensor)
+    return joined
+
+
+def _equal(one: Any, two: Any) -> bool:
+    """Equality of tensors, arrays and plain values; NaN equals NaN in tensors."""
+    if one is two:
+        return True
+    if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
+        return one.dtype == two.dtype and one.shape == two.shape and torch.allclose(one, two, 0, 0, equal_nan=True)
+    if isinstance(one, np.ndarray) and isinstance(two, np.ndarray):
+        return one.shape == two.shape and all(_equal(a, b) for a, b in zip(one.tolist(), two.tolist(), strict=True))
+    return type(one) is type(two) and bool(one == two)
+
+
+def _to_bytes(tensor: torch.Tensor) -> tuple[np.ndarray, torch.dtype, tuple[int, ...]]:
+    """Bytes of the visible elements, whatever the dtype, with what is needed to read them."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy(), tensor.dtype, tuple(tensor.shape)
+
+
+def _from_bytes(data: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor of its own: what arrives may be a read-only view of the object store."""
+    tensor = torch.empty(shape, dtype=dtype)
+    tensor.reshape(-1).view(torch.uint8).numpy()[:] = data
+    return tensor
+
+
+def _rebuild(samples: int, tensors: dict[str, Any], objects: dict[str, np.ndarray], meta: dict[str, Any]) -> DataProto:
+    rebuilt = {key: _from_bytes(*value) for key, value in tensors.items()}
+    return DataProto(TensorDict(rebuilt, batch_size=[samples]), objects, meta)

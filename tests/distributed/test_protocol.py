@@ -1,0 +1,162 @@
+"""DataProto: its operations undo each other, pad as documented, and travel cheaply."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roll.distributed.protocol import DataProto
+
+
+def make(samples: int, width: int, seed: int = 0, **meta: object) -> DataProto:
+    """Samples with every dtype the pipelines use."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 99, (samples, width), generator=generator)
+    lengths = torch.randint(1, width + 1, (samples, 1), generator=generator)
+    mask = (torch.arange(width)[None] < lengths).long()
+    return DataProto.from_dict(
+        {
+            "input_ids": ids * mask,
+            "attention_mask": mask,
+            "response_mask": mask.bool(),
+            "behavior_log_probs": -torch.rand(samples, width, generator=generator) * mask,
+            "weight_version": torch.where(mask.bool(), 3, -1).int(),
+            "scores": torch.rand(samples, generator=generator).bfloat16(),
+        },
+        {"id": [f"{seed}-{index}" for index in range(samples)], "lists": [[1, index] for index in range(samples)]},
+        dict(meta),
+    )
+
+
+def same(one: DataProto, two: DataProto) -> None:
+    assert set(one.batch.keys()) == set(two.batch.keys())
+    for key, value in one.batch.items():
+        assert value.dtype == two.batch[key].dtype and torch.equal(value, two.batch[key]), key
+    assert {k: v.tolist() for k, v in one.non_tensor_batch.items()} == {
+        k: v.tolist() for k, v in two.non_tensor_batch.items()
+    }
+    assert one.meta_info == two.meta_info
+
+
+sizes = st.integers(0, 9)
+widths = st.integers(1, 6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(sizes, widths, st.integers(1, 12))
+def test_concat_undoes_chunk(samples: int, width: int, parts: int) -> None:
+    data = make(samples, width, temperature=0.7)
+    pieces = data.chunk(parts)
+    assert len(pieces) == parts and max(map(len, pieces)) - min(map(len, pieces)) <= 1
+    same(DataProto.concat(pieces), data)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 9).flatmap(lambda n: st.permutations(range(n))), widths)
+def test_reorder_by_the_inverse_permutation_restores_the_order(order: list[int], width: int) -> None:
+    data = make(len(order), width)
+    moved = data.reorder(order)
+    assert moved.non_tensor_batch["id"].tolist() == [data.non_tensor_batch["id"][index] for index in order]
+    same(moved.reorder(np.argsort(order)), data)
+
+
+@settings(max_examples=40, deadline=None)
+@given(sizes, widths, st.integers(1, 3), st.booleans())
+def test_repeat_keeps_every_sample_that_often(samples: int, width: int, times: int, interleave: bool) -> None:
+    data = make(samples, width)
+    repeated = data.repeat(times, interleave)
+    step = range(0, samples * times, times) if interleave else range(samples)
+    assert len(repeated) == samples * times
+    same(repeated.select_idxs(list(step)), data)
+
+
+@settings(max_examples=30, deadline=None)
+@given(sizes, widths)
+def test_pickling_returns_the_same_data(samples: int, width: int) -> None:
+    data = make(samples, width, step=4)
+    same(pickle.loads(pickle.dumps(data, protocol=5)), data)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 6), widths, st.integers(0, 4))
+def test_trim_undoes_padding(samples: int, width: int, extra: int) -> None:
+    data = make(samples, width).trim()
+    width = data.batch["input_ids"].shape[1]
+    wide = DataProto.concat([data, make(1, width + extra, seed=1)]).slice(0, samples)
+    same(wide.trim(), data)
+
+
+def test_a_slice_is_pickled_without_the_rest_of_its_batch() -> None:
+    data = DataProto.from_dict({"input_ids": torch.zeros(1000, 1000)})
+    buffers: list[pickle.PickleBuffer] = []
+    head = pickle.dumps(data.slice(0, 10), protocol=5, buffer_callback=buffers.append)
+    assert len(head) < 2_000
+    assert sum(buffer.raw().nbytes for buffer in buffers) == 10 * 1000 * 4
+
+
+def test_what_was_pickled_may_be_written_to() -> None:
+    buffers: list[pickle.PickleBuffer] = []
+    head = pickle.dumps(make(2, 3), protocol=5, buffer_callback=buffers.append)
+    frozen = [bytes(buffer.raw()) for buffer in buffers]
+    data = pickle.loads(head, buffers=frozen)
+    data.batch["input_ids"].add_(1)
+
+
+def test_concat_pads_narrow_parts_on_the_right() -> None:
+    data = DataProto.concat([make(1, 2), make(1, 4, seed=1)])
+    assert data.batch["input_ids"].shape == (2, 4)
+    assert data.batch["input_ids"][0, 2:].tolist() == [0, 0]
+    assert data.batch["weight_version"][0, 2:].tolist() == [-1, -1]
+
+
+def test_concat_keeps_meta_info_on_which_all_agree() -> None:
+    data = DataProto.concat([make(1, 2, step=1, rank=0), make(1, 2, step=1, rank=1)])
+    assert data.meta_info == {"step": 1}
+
+
+def test_concat_refuses_parts_with_other_keys() -> None:
+    with pytest.raises(ValueError, match="different keys"):
+        DataProto.concat([make(1, 2), make(1, 2).select("input_ids")])
+
+
+def test_union_joins_columns_and_refuses_a_conflict() -> None:
+    data = make(3, 4)
+    left, right = data.select("input_ids", "id"), data.select("id", "scores")
+    same(left.union(right), data.select("input_ids", "id", "scores"))
+    right.batch["input_ids"] = data.batch["input_ids"] + 1
+    with pytest.raises(ValueError, match="'input_ids' and the values differ"):
+        left.union(right)
+
+
+def test_pop_takes_out_what_select_would_show() -> None:
+    data = make(3, 4)
+    taken = data.pop("scores", "id")
+    assert set(taken.batch.keys()) == {"scores"} and set(taken.non_tensor_batch) == {"id"}
+    assert "scores" not in data and "id" not in data and "lists" in data
+
+
+def test_rename_refuses_a_taken_name() -> None:
+    data = make(2, 2).rename({"behavior_log_probs": "old_log_probs"})
+    assert "old_log_probs" in data and "behavior_log_probs" not in data
+    with pytest.raises(ValueError, match="taken"):
+        data.rename({"scores": "input_ids"})
+
+
+def test_a_missing_key_lists_what_there_is() -> None:
+    with pytest.raises(KeyError, match="attention_mask"):
+        make(1, 1).select("advantages")
+
+
+def test_entries_of_different_length_are_refused() -> None:
+    with pytest.raises(ValueError, match="number of samples"):
+        DataProto.from_dict({"a": torch.zeros(2), "b": torch.zeros(3)})
+
+
+def test_reorder_refuses_what_is_not_a_permutation() -> None:
+    with pytest.raises(ValueError, match="permutation"):
+        make(3, 2).reorder([0, 0, 1])
