@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
@@ -85,11 +85,3 @@ class TrainStrategy(InferenceStrategy):
     @abstractmethod
     def memory(self) -> dict[str, int]:
         """Bytes in use, by kind."""
-
-
-def role_seed(seed: int, *names: Any) -> int:
-    """A seed in [0, 2^31) that depends on the run's seed and on `names`, the same in every process and Python."""
-    import hashlib
-
-    text = "/".join(str(part) for part in (seed, *names))
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") & 0x7FFFFFFF

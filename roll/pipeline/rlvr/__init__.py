@@ -1,1 +1,1 @@
-"""PLACEHOLDER"""
+"""Reinforcement learning with verifiable rewards: prompts, groups of responses, scores, advantages."""

@@ -1,1 +1,1 @@
-"""PLACEHOLDER"""
+"""Supervised fine-tuning on prompt and answer pairs, on the same loop."""

@@ -1,0 +1,87 @@
+"""Checkpoints that are complete or absent: written aside, marked, renamed, pruned."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from roll.pipeline.errors import RunError
+
+MARKER = "COMPLETE"
+NAME = re.compile(r"step-(\d{6,})")
+
+
+class CheckpointManager:
+    """The folder `output_dir/checkpoints`, one `step-NNNNNN` folder for each checkpoint.
+
+    A checkpoint is written into a folder whose name ends in `.partial`, gets its marker last and is renamed; a run
+    that dies in between leaves nothing that could be taken for a checkpoint.
+    """
+
+    def __init__(self, folder: Path, max_to_keep: int) -> None:
+        """Takes the folder; `max_to_keep` 0 keeps every checkpoint."""
+        self._folder = folder
+        self._max_to_keep = max_to_keep
+
+    async def save(self, step: int, write: Callable[[Path], Awaitable[None]]) -> Path:
+        """Lets `write` fill a new checkpoint of `step`, then makes it visible and drops the oldest.
+
+        Returns:
+            The finished folder.
+        """
+        final = self._folder / f"step-{step:06d}"
+        partial = final.with_suffix(".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        await write(partial)
+        (partial / MARKER).touch()
+        _flush_to_disk(partial)
+        if final.exists():
+            shutil.rmtree(final)
+        os.rename(partial, final)
+        self._prune()
+        return final
+
+    def complete(self) -> list[Path]:
+        """Finished checkpoints, oldest first."""
+        if not self._folder.is_dir():
+            return []
+        found = [path for path in self._folder.iterdir() if NAME.fullmatch(path.name) and (path / MARKER).exists()]
+        return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+    def resume_path(self, wish: bool | str) -> Path | None:
+        """The checkpoint to go on from: None for false, the newest complete one for true (None when there is none).
+
+        Raises:
+            RunError: the path asked for is not a complete checkpoint.
+        """
+        if wish is False:
+            return None
+        if wish is True:
+            return next(reversed(self.complete()), None)
+        path = Path(wish)
+        if (path / MARKER).exists():
+            return path
+        inside = CheckpointManager(path / "checkpoints" if (path / "checkpoints").is_dir() else path, 0).complete()
+        if inside:
+            return inside[-1]
+        known = ", ".join(str(item) for item in self.complete()) or "none"
+        raise RunError(f"resume_from_checkpoint: {wish} holds no complete checkpoint; complete ones here: {known}")
+
+    def _prune(self) -> None:
+        if self._max_to_keep:
+            for path in self.complete()[: -self._max_to_keep]:
+                shutil.rmtree(path)
+
+
+def _flush_to_disk(folder: Path) -> None:
+    """Asks the system to write the folder's files before the rename makes them count."""
+    for path in [*folder.rglob("*"), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

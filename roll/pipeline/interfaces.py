@@ -1,0 +1,61 @@
+"""What the training loop asks of the parts that differ between pipelines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from roll.distributed.protocol import DataProto
+    from roll.pipeline.clock import StepClock
+
+
+@dataclass
+class SampleBatch:
+    """One batch to learn from, with the measures of how it came to be."""
+
+    data: DataProto
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class SampleSource(Protocol):
+    """Where samples come from. The loop does not know whether they were generated just now or ahead of time."""
+
+    async def next_batch(self, version: int, clock: StepClock) -> SampleBatch:
+        """The next batch, consumed at weight version `version`."""
+
+    async def validate(self, version: int) -> dict[str, float]:
+        """`val/...` metrics of the weights last published, the same prompts and seeds every time."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must be remembered to go on without a seam; JSON-able."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores `state_dict`."""
+
+    async def close(self) -> None:
+        """Ends every process the source started."""
+
+
+class Learner(Protocol):
+    """How a batch becomes an update of the weights."""
+
+    async def learn(self, batch: SampleBatch, clock: StepClock) -> dict[str, float]:
+        """Updates the weights once with the whole batch and returns `actor/...` and related metrics."""
+
+    async def save(self, folder: Path) -> None:
+        """Writes weights, optimizer, schedule and RNG of every trained role."""
+
+    async def load(self, folder: Path) -> None:
+        """Restores what `save` wrote."""
+
+    async def export_hf(self, folder: Path) -> None:
+        """Writes the trained model as a HF folder."""
+
+
+class Publisher(Protocol):
+    """Brings the trained weights to whoever generates."""
+
+    async def publish(self, version: int, clock: StepClock) -> dict[str, float]:
+        """One verified transfer of the weights of `version`."""

@@ -1,0 +1,108 @@
+"""The one training loop. What differs between pipelines is behind `SampleSource` and `Learner`."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from roll.configs.pipeline import BaseConfig
+from roll.pipeline.checkpoint import CheckpointManager
+from roll.pipeline.clock import StepClock
+from roll.pipeline.interfaces import Learner, Publisher, SampleSource
+from roll.pipeline.state import PipelineState
+
+if TYPE_CHECKING:
+    from roll.trackers import TrackerGroup
+
+logger = logging.getLogger(__name__)
+
+
+class TrainingLoop:
+    """Takes a batch, learns, publishes, validates, saves, reports; `max_steps` times.
+
+    The line of step k in metrics.jsonl describes the batch that step k learned from and, where a validation was due,
+    the weights after it. Line 0 is the validation before the first step.
+    """
+
+    def __init__(
+        self,
+        config: BaseConfig,
+        samples: SampleSource,
+        learner: Learner,
+        publisher: Publisher | None,
+        trackers: TrackerGroup,
+    ) -> None:
+        """Takes the parts; `publisher` is None where nobody generates."""
+        self._config = config
+        self._samples = samples
+        self._learner = learner
+        self._publisher = publisher
+        self._trackers = trackers
+        self._checkpoints = CheckpointManager(Path(config.output_dir) / "checkpoints", config.max_ckpt_to_keep)
+        self.state = PipelineState()
+
+    async def run(self) -> None:
+        """Runs every remaining step; the first publish is a handshake that proves the path before any work."""
+        clock = StepClock()
+        metrics = await self._publish(clock)
+        if self.state.step == 0 and self._config.eval_steps:
+            metrics |= await self._validate(clock)
+            self._trackers.log(0, {"step": 0, "version": 0, **metrics, **clock.metrics()})
+        while self.state.step < self._config.max_steps:
+            metrics = await self._step()
+            self._trackers.log(self.state.step, metrics)
+        if self._config.save_hf_model:
+            await self._learner.export_hf(Path(self._config.output_dir) / "hf_model")
+
+    async def _step(self) -> dict[str, float]:
+        state, clock = self.state, StepClock()
+        with clock.measure("wait_prev_gen"):
+            batch = await self._samples.next_batch(state.version, clock)
+        metrics = batch.metrics | await self._learner.learn(batch, clock)
+        state.step += 1
+        state.version += 1
+        metrics |= await self._publish(clock)
+        if self._due(self._config.eval_steps):
+            metrics |= await self._validate(clock)
+        if self._config.save_checkpoint and self._due(self._config.save_steps or self._config.max_steps):
+            with clock.measure("checkpoint"):
+                await self.save()
+        return {"step": state.step, "version": state.version, **metrics, **clock.metrics()}
+
+    def _due(self, every: int) -> bool:
+        """Whether something done every so many steps, and at the end, is due after the step just finished."""
+        step = self.state.step
+        return every > 0 and (step % every == 0 or step == self._config.max_steps)
+
+    async def _publish(self, clock: StepClock) -> dict[str, float]:
+        if self._publisher is None:
+            return {}
+        with clock.measure("publish"):
+            return await self._publisher.publish(self.state.version, clock)
+
+    async def _validate(self, clock: StepClock) -> dict[str, float]:
+        with clock.measure("val"):
+            return await self._samples.validate(self.state.version)
+
+    async def save(self) -> Path:
+        """Writes a complete checkpoint of the current step."""
+        self.state.samples = self._samples.state_dict()
+
+        async def write(folder: Path) -> None:
+            await self._learner.save(folder)
+            self.state.save(folder)
+
+        return await self._checkpoints.save(self.state.step, write)
+
+    async def resume(self) -> None:
+        """Goes on from the checkpoint that `resume_from_checkpoint` names, if there is one."""
+        folder = self._checkpoints.resume_path(self._config.resume_from_checkpoint)
+        if folder is None:
+            if self._config.resume_from_checkpoint:
+                logger.warning("no complete checkpoint in %s: starting at step 0", self._config.output_dir)
+            return
+        self.state = PipelineState.load(folder)
+        self._samples.load_state_dict(self.state.samples)
+        await self._learner.load(folder)
+        logger.info("resumed from %s at step %d, version %d", folder, self.state.step, self.state.version)
