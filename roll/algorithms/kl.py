@@ -1,0 +1,73 @@
+"""Estimators of the divergence between the policy and a reference, per token, from sampled log-probs alone.
+
+Source: Schulman, "Approximating KL divergence", 2020.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from roll.algorithms.registry import Registry
+
+KL_CLAMP = 10.0
+"""k3 grows exponentially: one token beyond this bound would drown the batch."""
+
+LOG_RATIO_CLAMP = 20.0
+"""Bound of a log ratio before exponentiation: e^20 is beyond every clip, and still finite, with its gradient, in fp32."""
+
+KL_ESTIMATORS: Registry[Callable[[Tensor], Tensor]] = Registry("kl_penalty")
+"""Each takes the log ratio log pi - log ref [any shape]."""
+
+
+@KL_ESTIMATORS.register("k1")
+def k1(log_ratio: Tensor) -> Tensor:
+    """The log ratio itself: unbiased, of either sign."""
+    return log_ratio
+
+
+@KL_ESTIMATORS.register("k2")
+def k2(log_ratio: Tensor) -> Tensor:
+    """(log pi - log ref)^2 / 2: never negative, biased, and its gradient is that of the KL on-policy."""
+    return 0.5 * log_ratio**2
+
+
+@KL_ESTIMATORS.register("k3")
+def k3(log_ratio: Tensor) -> Tensor:
+    """e^-k1 - 1 + k1, clamped to +- KL_CLAMP: unbiased and never negative."""
+    safe = log_ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    return (torch.expm1(-safe) + safe).clamp(-KL_CLAMP, KL_CLAMP)
+
+
+@KL_ESTIMATORS.register("abs")
+def absolute(log_ratio: Tensor) -> Tensor:
+    """|log pi - log ref|."""
+    return log_ratio.abs()
+
+
+def kl_divergence(log_probs: Tensor, ref_log_probs: Tensor, estimator: str) -> Tensor:
+    """Per-token estimate of KL(pi || ref), shaped like its inputs, differentiable in `log_probs`.
+
+    Args:
+        log_probs: log pi of the sampled tokens.
+        ref_log_probs: log-probs of the same tokens under the reference.
+        estimator: a name of KL_ESTIMATORS (`kl_penalty`).
+    """
+    return KL_ESTIMATORS[estimator](log_probs - ref_log_probs)
+
+
+@dataclass
+class FixedKLController:
+    """A KL coefficient that never moves; the interface adaptive ones share.
+
+    Attributes:
+        coefficient: weight of the KL in the token reward (`init_kl_coef`).
+    """
+
+    coefficient: float
+
+    def update(self, kl: float, samples: int) -> None:
+        """Told the mean KL of a batch of `samples`; a fixed coefficient takes no notice."""
