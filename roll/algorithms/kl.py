@@ -17,7 +17,7 @@ KL_CLAMP = 10.0
 """k3 grows exponentially: one token beyond this bound would drown the batch."""
 
 LOG_RATIO_CLAMP = 20.0
-"""Bound of a log ratio before exponentiation: e^20 is beyond every clip, and still finite, with its gradient, in fp32."""
+"""Bound of a log ratio before exponentiation: e^20 is beyond every clip, yet finite in fp32, gradient included."""
 
 KL_ESTIMATORS: Registry[Callable[[Tensor], Tensor]] = Registry("kl_penalty")
 """Each takes the log ratio log pi - log ref [any shape]."""

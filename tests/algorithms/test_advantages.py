@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from roll.algorithms.advantages import AdvantageConfig, compute_advantages, return_to_go, token_rewards
+from roll.configs.pipeline import RLVRConfig
+
+MASK = torch.tensor([[0, 1, 1, 0], [0, 1, 1, 1], [0, 1, 0, 0], [0, 1, 1, 0]])
+GROUPS = torch.tensor([0, 0, 1, 1])
+SCORES = torch.tensor([1.0, 0.0, 2.0, 6.0])
+GRPO = AdvantageConfig()
+REINFORCE = AdvantageConfig(adv_estimator="reinforce", gamma=0.5)
+
+
+def per_sample(result):
+    """The advantage of each sample's first response token."""
+    return result.advantages[:, 1].tolist()
+
+
+def test_grpo_standardises_within_the_group():
+    result = compute_advantages(SCORES, GROUPS, MASK, GRPO)
+    assert per_sample(result) == pytest.approx([2**-0.5, -(2**-0.5), -(2**-0.5), 2**-0.5], abs=1e-5)
+    assert (result.advantages[MASK == 0] == 0).all()
+    assert result.returns[0].tolist() == [0, 1, 1, 0]
+
+
+def test_grpo_without_the_deviation_only_centres():
+    result = compute_advantages(SCORES, GROUPS, MASK, replace(GRPO, grpo_norm_by_std=False))
+    assert per_sample(result) == [0.5, -0.5, -2.0, 2.0]
+
+
+def test_groups_without_spread_have_no_advantage_and_are_counted():
+    scores, groups = torch.tensor([0.1, 0.1, 0.1, 5.0]), torch.tensor([0, 0, 0, 1])
+    result = compute_advantages(scores, groups, MASK, GRPO)
+    assert (result.advantages == 0).all()
+    assert result.metrics["advantage/zero_spread_groups"] == 2
+    assert result.metrics["advantage/zero_spread_group_fraction"] == 1.0
+
+
+def test_reinforce_discounts_the_return_to_go():
+    result = compute_advantages(SCORES, GROUPS, MASK, REINFORCE)
+    assert result.advantages[0].tolist() == [0, 0.5, 1.0, 0]
+    assert result.advantages[3].tolist() == [0, 3.0, 6.0, 0]
+
+
+@pytest.mark.parametrize(
+    ("mean", "std", "expected"),
+    [
+        (None, None, [1.0, 0.0, 2.0, 6.0]),
+        ("batch", None, [-1.25, -2.25, -0.25, 3.75]),
+        ("group", None, [0.5, -0.5, -2.0, 2.0]),
+        ("batch", "batch", [-0.4754, -0.8558, -0.0951, 1.4263]),
+        (None, "batch", [0.3804, 0.0, 0.7607, 2.2822]),
+        ("batch", "group", [-1.7678, -3.1820, -0.0884, 1.3258]),
+    ],
+)
+def test_reinforce_normalises_scores_over_batch_or_group(mean, std, expected):
+    config = replace(REINFORCE, gamma=1.0, norm_mean_type=mean, norm_std_type=std)
+    assert per_sample(compute_advantages(SCORES, GROUPS, MASK, config)) == pytest.approx(expected, abs=1e-4)
+
+
+def test_token_kl_is_taken_from_every_token():
+    log_probs, ref = torch.zeros(4, 4), torch.full((4, 4), -0.5)
+    config = replace(REINFORCE, gamma=1.0, add_token_level_kl=True, kl_penalty="k1")
+    result = compute_advantages(SCORES, GROUPS, MASK, config, log_probs=log_probs, ref_log_probs=ref, kl_coef=0.2)
+    assert result.advantages[1].tolist() == pytest.approx([0, -0.3, -0.2, -0.1])
+    assert result.metrics["advantage/token_kl"] == pytest.approx(0.5)
+
+
+def test_token_kl_moves_grpo_through_the_sum_of_rewards():
+    config = replace(GRPO, add_token_level_kl=True, kl_penalty="k1", grpo_norm_by_std=False)
+    zeros, ref = torch.zeros(4, 4), torch.full((4, 4), -1.0)
+    result = compute_advantages(SCORES, GROUPS, MASK, config, log_probs=zeros, ref_log_probs=ref, kl_coef=0.1)
+    assert per_sample(result) == pytest.approx([0.55, -0.55, -1.95, 1.95])
+    with pytest.raises(ValueError, match="add_token_level_kl: true needs the log-probs"):
+        compute_advantages(SCORES, GROUPS, MASK, config)
+
+
+@pytest.mark.parametrize(
+    ("knob", "value"),
+    [
+        ("reward_clip", 1.5),
+        ("advantage_clip", 0.5),
+        ("whiten_rewards", True),
+        ("whiten_advantages", True),
+        ("gamma", 1.0),
+    ],
+)
+def test_every_knob_turns_the_advantages(knob, value):
+    before = compute_advantages(SCORES, GROUPS, MASK, REINFORCE).advantages
+    after = compute_advantages(SCORES, GROUPS, MASK, replace(REINFORCE, **{knob: value})).advantages
+    assert not torch.allclose(before, after)
+    assert (after[MASK == 0] == 0).all()
+
+
+def test_whitened_advantages_have_zero_mean_over_the_tokens_of_the_batch():
+    result = compute_advantages(SCORES, GROUPS, MASK, replace(REINFORCE, whiten_advantages=True))
+    assert result.metrics["advantage/mean"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_order_and_padding_do_not_matter():
+    config = replace(GRPO, whiten_advantages=True)
+    order = torch.tensor([3, 0, 2, 1])
+    plain = compute_advantages(SCORES, GROUPS, MASK, config).advantages
+    moved = compute_advantages(SCORES[order], GROUPS[order], torch.nn.functional.pad(MASK[order], (0, 3)), config)
+    torch.testing.assert_close(moved.advantages[:, :4], plain[order])
+
+
+def test_a_score_that_is_not_finite_is_refused():
+    with pytest.raises(ValueError, match=r"samples \[1\] are not finite"):
+        compute_advantages(torch.tensor([1.0, float("nan"), 0.0, 0.0]), GROUPS, MASK, GRPO)
+
+
+def test_rewards_sit_on_the_last_response_token_and_gaps_are_stepped_over():
+    mask = torch.tensor([[1, 0, 1, 0]])
+    rewards = token_rewards(torch.tensor([4.0]), torch.zeros(1, 4), mask)
+    assert rewards.tolist() == [[0, 0, 4, 0]]
+    assert return_to_go(rewards, mask, 0.5).tolist() == [[2, 0, 4, 0]]
+    assert return_to_go(rewards, mask, 1.0).tolist() == [[4, 0, 4, 0]]
+
+
+def test_a_sample_without_response_tokens_has_no_reward():
+    assert token_rewards(torch.tensor([4.0]), torch.zeros(1, 3), torch.zeros(1, 3)).abs().sum() == 0
+
+
+def test_the_settings_come_from_the_run():
+    assert AdvantageConfig.from_config(RLVRConfig(gamma=0.9, reward_clip=2.0)) == replace(
+        GRPO, gamma=0.9, reward_clip=2.0
+    )

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from roll.algorithms.kl import KL_CLAMP, KL_ESTIMATORS, FixedKLController, kl_divergence
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [("k1", 0.5), ("k2", 0.125), ("k3", math.exp(-0.5) - 1 + 0.5), ("abs", 0.5)],
+)
+def test_closed_form(estimator, expected):
+    assert kl_divergence(torch.tensor(-1.0), torch.tensor(-1.5), estimator).item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_the_mean_over_samples_of_the_policy_is_the_divergence(estimator):
+    policy, reference = torch.tensor([0.5, 0.3, 0.2]).double(), torch.tensor([0.2, 0.5, 0.3]).double()
+    exact = (policy * (policy / reference).log()).sum()
+    mean = (policy * kl_divergence(policy.log(), reference.log(), estimator)).sum()
+    assert mean.item() == pytest.approx(exact.item())
+
+
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+def test_gradient_by_finite_differences(estimator):
+    log_probs = torch.tensor([-1.0, -2.0, -0.3], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([-1.5, -1.0, -0.4], dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda x: kl_divergence(x, reference, estimator), (log_probs,))
+
+
+def test_k3_is_bounded_and_its_gradient_finite_however_far_the_policy_went():
+    log_probs = torch.tensor([-500.0, 0.0], requires_grad=True)
+    divergence = kl_divergence(log_probs, torch.tensor([0.0, -500.0]), "k3")
+    divergence.sum().backward()
+    assert divergence.abs().max().item() == KL_CLAMP
+    assert torch.isfinite(log_probs.grad).all()
+
+
+def test_a_fixed_controller_stays():
+    controller = FixedKLController(0.2)
+    controller.update(kl=5.0, samples=100)
+    assert controller.coefficient == 0.2

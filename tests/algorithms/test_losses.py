@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+
+from roll.algorithms.aggregation import LOSS_AGG_MODES
+from roll.algorithms.losses import LOSSES, LossScale, PolicyLossConfig
+from roll.algorithms.policy_losses import PG_VARIANTS
+from roll.configs.pipeline import RLVRConfig
+from tests.algorithms.batches import pad, random_batch, rows
+
+EVERYTHING = PolicyLossConfig(entropy_loss_coef=0.01, use_kl_loss=True, kl_loss_coef=0.1)
+SPLITS = {
+    "whole": [[0, 1, 2, 3, 4, 5, 6, 7]],
+    "two data ranks": [[0, 2, 4, 6], [1, 3, 5, 7]],
+    "one sample each": [[i] for i in range(8)],
+    "uneven": [[5], [1, 0, 7], [2, 3, 4, 6]],
+}
+
+
+def policy(batch, config, scale=None):
+    log_probs = batch["log_probs"].clone().requires_grad_()
+    entropy = batch["entropy"].clone().requires_grad_()
+    scale = scale or LossScale.of(batch["response_mask"], 16)
+    loss, metrics = LOSSES["policy"](log_probs, entropy, batch, scale, config)
+    loss.backward()
+    return loss.item(), log_probs.grad, entropy.grad, {name: value.item() for name, value in metrics.items()}
+
+
+@pytest.mark.parametrize("variant", PG_VARIANTS)
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("padding", [0, 5])
+def test_the_gradient_does_not_depend_on_how_the_batch_is_split_or_padded(variant, mode, split, padding):
+    batch, config = random_batch(), replace(EVERYTHING, pg_variant=variant, loss_agg_mode=mode)
+    scale = LossScale.of(batch["response_mask"], 16)
+    loss, gradient, entropy_gradient, metrics = policy(batch, config, scale)
+    total, sums = 0.0, dict.fromkeys(metrics, 0.0)
+    for indices in SPLITS[split]:
+        part, part_gradient, part_entropy, part_metrics = policy(pad(rows(batch, indices), padding), config, scale)
+        width = gradient.shape[1]
+        torch.testing.assert_close(part_gradient[:, :width], gradient[indices])
+        torch.testing.assert_close(part_entropy[:, :width], entropy_gradient[indices])
+        assert part_gradient[:, width:].abs().sum() == 0
+        total += part
+        for name, value in part_metrics.items():
+            sums[name] = max(sums[name], value) if name.endswith("_max") else sums[name] + value
+    assert total == pytest.approx(loss) and sums == pytest.approx(metrics)
+
+
+def test_the_loss_is_the_sum_of_its_reported_parts():
+    loss, _, _, metrics = policy(random_batch(), replace(EVERYTHING, loss_agg_mode="token-mean"))
+    assert loss == pytest.approx(metrics["pg_loss"] + 0.1 * metrics["kl_loss"] - 0.01 * metrics["entropy"])
+
+
+def test_on_policy_the_ratio_is_one_and_the_divergence_zero():
+    batch = random_batch()
+    _, _, _, metrics = policy(batch | {"log_probs": batch["old_log_probs"]}, EVERYTHING)
+    assert metrics["ratio_mean"] == pytest.approx(1.0) and metrics["ratio_max"] == 1.0
+    assert metrics["clip_fraction"] == 0.0 and metrics["policy_kl"] == 0.0
+
+
+def test_policy_gradient_by_finite_differences():
+    batch = random_batch(samples=2, tokens=5)
+    scale = LossScale.of(batch["response_mask"], 16)
+
+    def loss(log_probs, entropy):
+        return LOSSES["policy"](log_probs, entropy, batch, scale, EVERYTHING)[0]
+
+    assert torch.autograd.gradcheck(loss, (batch["log_probs"].requires_grad_(), batch["entropy"].requires_grad_()))
+
+
+@pytest.mark.parametrize(
+    ("knob", "value"),
+    [
+        ("pg_variant", "vanilla"),
+        ("loss_agg_mode", "token-mean"),
+        ("entropy_loss_coef", 0.5),
+        ("use_kl_loss", False),
+        ("kl_loss_coef", 0.5),
+        ("kl_penalty", "k2"),
+    ],
+)
+def test_every_knob_turns_the_loss(knob, value):
+    batch = random_batch()
+    assert policy(batch, EVERYTHING)[0] != pytest.approx(policy(batch, replace(EVERYTHING, **{knob: value}))[0])
+
+
+def test_entropy_without_gradient_is_reported_and_may_be_missing():
+    batch = random_batch()
+    scale = LossScale.of(batch["response_mask"], 16)
+    _, with_entropy = LOSSES["policy"](batch["log_probs"], batch["entropy"], batch, scale, PolicyLossConfig())
+    _, without = LOSSES["policy"](batch["log_probs"], None, batch, scale, PolicyLossConfig())
+    assert set(with_entropy) - set(without) == {"entropy"}
+    with pytest.raises(ValueError, match="entropy_loss_coef: 0.01 needs the entropy"):
+        LOSSES["policy"](batch["log_probs"], None, batch, scale, EVERYTHING)
+
+
+def test_not_a_number_outside_the_mask_reaches_neither_loss_nor_gradient():
+    batch = random_batch()
+    dirty = pad(batch, 3, junk=float("nan"))
+    loss, gradient, _, _ = policy(dirty, EVERYTHING)
+    assert loss == pytest.approx(policy(batch, EVERYTHING)[0])
+    assert torch.isfinite(gradient).all()
+
+
+def test_sft_is_the_mean_negative_log_likelihood_of_the_answer():
+    mask = torch.tensor([[0, 1, 1], [0, 0, 1]])
+    log_probs = torch.tensor([[-9.0, -1.0, -2.0], [-9.0, -9.0, -6.0]], requires_grad=True)
+    loss, metrics = LOSSES["sft"](log_probs, -log_probs.detach(), {"response_mask": mask}, LossScale.of(mask, 3), None)
+    loss.backward()
+    assert loss.item() == pytest.approx(3.0) and metrics["entropy"].item() == pytest.approx(3.0)
+    assert log_probs.grad.tolist() == pytest.approx([[0, -1 / 3, -1 / 3], [0, 0, -1 / 3]])
+
+
+def test_the_settings_come_from_the_run_and_survive_the_journey_to_a_rank():
+    config = RLVRConfig(pg_clip_low=0.1, kl_loss_coef=0.3)
+    config.actor_train.pg_variant = "vanilla"
+    settings = PolicyLossConfig.from_config(config)
+    assert (settings.pg_variant, settings.pg_clip_low, settings.kl_loss_coef) == ("vanilla", 0.1, 0.3)
+    assert pickle.loads(pickle.dumps(settings)) == settings
+    assert settings == replace(PolicyLossConfig(), pg_variant="vanilla", pg_clip_low=0.1, kl_loss_coef=0.3)

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import pytest
+
+from roll.algorithms.advantages import ADV_ESTIMATORS
+from roll.algorithms.aggregation import LOSS_AGG_MODES
+from roll.algorithms.kl import KL_ESTIMATORS
+from roll.algorithms.losses import LOSSES
+from roll.algorithms.policy_losses import PG_VARIANTS
+from roll.algorithms.registry import Registry
+from roll.configs import names
+
+
+def test_the_configuration_knows_exactly_the_registered_names():
+    assert set(PG_VARIANTS) == set(names.PG_VARIANTS)
+    assert set(ADV_ESTIMATORS) == set(names.ADV_ESTIMATORS)
+
+
+def test_every_spelling_the_configuration_allows_is_registered():
+    assert set(LOSS_AGG_MODES) == {
+        "token-mean",
+        "seq-mean-token-sum",
+        "seq-mean-token-mean",
+        "seq-mean-token-sum-norm",
+    }
+    assert set(KL_ESTIMATORS) == {"k1", "k2", "k3", "abs"}
+    assert set(LOSSES) == {"sft", "policy"}
+
+
+def test_an_unknown_name_lists_the_known_and_the_nearest():
+    with pytest.raises(KeyError, match="pg_variant: 'pppo' is none of vanilla, ppo; did you mean 'ppo'"):
+        PG_VARIANTS["pppo"]
+
+
+def test_a_name_is_registered_once():
+    registry: Registry = Registry("thing")
+    registry.register("one")(lambda: 1)
+    with pytest.raises(ValueError, match="'one' is registered twice"):
+        registry.register("one")
