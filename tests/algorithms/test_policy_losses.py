@@ -81,7 +81,7 @@ def test_every_knob_of_ppo_turns_the_loss(knob, value):
 
     def loss(settings):
         mask = batch["response_mask"]
-        base = batch["old_log_probs"] - 0.8
+        base = batch["old_log_probs"] + torch.tensor([-0.8, 0.8, 0.0]).repeat(3)
         terms = PG_VARIANTS["ppo"](batch["log_probs"], base, batch["advantages"], mask, None, settings)
         return terms.loss[mask].sum().item()
 
