@@ -1,0 +1,80 @@
+"""Megatron's distributed checkpoint of one training role."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
+"""Adam's state is stored per parameter, so that another layout could read it."""
+
+
+def save(folder: Path, wrapped: DistributedDataParallel, optimizer: MegatronOptimizer, optimizer_steps: int) -> None:
+    """Writes weights, optimizer, step count and random state; collective over all ranks, complete when it returns."""
+    if torch.distributed.get_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+    torch.distributed.barrier()
+    state = _sharded_state(wrapped, optimizer, loading=False)
+    state["optimizer_steps"] = optimizer_steps
+    dist_checkpointing.save(state, str(folder), content_metadata=OPTIMIZER_FORMAT)
+    torch.distributed.barrier()
+
+
+def load(folder: Path, wrapped: DistributedDataParallel, optimizer: MegatronOptimizer) -> int:
+    """Restores what `save` wrote at the same layout.
+
+    Returns:
+        Optimizer steps taken so far.
+
+    Raises:
+        FileNotFoundError: `folder` holds no checkpoint.
+    """
+    if not (folder / "metadata.json").is_file():
+        raise FileNotFoundError(f"{folder}: no Megatron checkpoint (metadata.json) here")
+    state = dist_checkpointing.load(_sharded_state(wrapped, optimizer, loading=True), str(folder))
+    wrapped.module.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    _set_random_state(state["random"])
+    return int(state["optimizer_steps"])
+
+
+def _sharded_state(wrapped: DistributedDataParallel, optimizer: MegatronOptimizer, loading: bool) -> dict[str, Any]:
+    model = wrapped.module.sharded_state_dict(metadata=OPTIMIZER_FORMAT)
+    return {
+        "model": model,
+        "optimizer": optimizer.sharded_state_dict(model, is_loading=loading, metadata=OPTIMIZER_FORMAT),
+        "random": _random_state(),
+    }
+
+
+def _random_state() -> ShardedObject:
+    """This rank's generators; every rank has its own."""
+    place = (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_data_parallel_rank(),
+    )
+    sizes = (
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_data_parallel_world_size(),
+    )
+    state = {
+        "torch": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state(),
+        "tracker": get_cuda_rng_tracker().get_states(),
+    }
+    return ShardedObject("random", state, sizes, place, replica_id=0)
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    torch.cuda.set_rng_state(state["device"])
+    get_cuda_rng_tracker().set_states(state["tracker"])

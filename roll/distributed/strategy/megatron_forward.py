@@ -1,0 +1,125 @@
+"""Forward passes of a Megatron stage: hidden states through the pipeline, scores at its end.
+
+Log-probs for the loss and log-probs on their own come from the same code on the same shapes, so that the ratio of a
+first optimizer step is 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from tensordict import TensorDict
+
+from roll.distributed.strategy.megatron_micro_batch import MicroBatch, make_micro_batch
+from roll.models.factory import HiddenStateModel
+from roll.models.hf_config import DecoderConfig
+from roll.models.scores import HeadSpec, head_scores
+
+LossFunction = Callable[[torch.Tensor, torch.Tensor, TensorDict], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+"""(log_probs [b, T], entropy [b, T], fields) -> (loss, metrics) of one micro-batch."""
+
+
+@dataclass
+class ForwardPass:
+    """Runs micro-batches through this rank's stage of the pipeline.
+
+    `wrapped` is what Megatron's schedule calls (the stage or its data-parallel wrapper); `stage` is the model inside.
+    """
+
+    wrapped: torch.nn.Module
+    stage: HiddenStateModel
+    model: DecoderConfig
+    device: torch.device
+
+    def log_probs(
+        self, batch: TensorDict, micro_batches: Sequence[Sequence[int]], temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Log-probs and entropies [B, T] float32 in the order of `batch`; None on all but the last stage."""
+
+        def scores(hidden: torch.Tensor, micro: MicroBatch, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            log_probs, entropy = self._scores(hidden, micro, temperature, entropy_gradient=False)
+            return micro.spread(log_probs), micro.spread(entropy)
+
+        with torch.no_grad():
+            rows = self._schedule(batch, micro_batches, scores, forward_only=True)
+        if not parallel_state.is_pipeline_last_stage():
+            return None
+        outputs = tuple(torch.zeros(batch["input_ids"].shape, dtype=torch.float32) for _ in range(2))
+        for indices, parts in zip(micro_batches, rows, strict=True):
+            for output, part in zip(outputs, parts, strict=True):
+                output[torch.as_tensor(list(indices)), : part.shape[1]] = part.cpu()
+        return outputs[0], outputs[1]
+
+    def backward(
+        self,
+        batch: TensorDict,
+        micro_batches: Sequence[Sequence[int]],
+        temperature: float,
+        loss: LossFunction,
+        entropy_gradient: bool,
+    ) -> list[dict[str, torch.Tensor]]:
+        """Accumulates the gradient of the sum of `loss` over micro-batches and data ranks.
+
+        Returns:
+            Each micro-batch's metrics with `loss` among them; empty on all but the last stage.
+        """
+
+        def loss_of(hidden: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+            log_probs, entropy = self._scores(hidden, micro, temperature, entropy_gradient)
+            value, metrics = loss(micro.spread(log_probs), micro.spread(entropy), micro.fields)
+            detached = {name: metric.detach() for name, metric in metrics.items()}
+            return value, torch.zeros((), dtype=torch.int, device=value.device), {"loss": value.detach().clone(), **detached}
+
+        return self._schedule(batch, micro_batches, loss_of, forward_only=False)
+
+    def _schedule(
+        self,
+        batch: TensorDict,
+        micro_batches: Sequence[Sequence[int]],
+        at_the_end: Callable[..., Any],
+        forward_only: bool,
+    ) -> list[Any]:
+        """Megatron's schedule over the micro-batches; `at_the_end` sees the last stage's hidden states."""
+        multiple = self.stage.config.tensor_model_parallel_size if self.stage.config.sequence_parallel else 1
+        prepared = (make_micro_batch(batch, indices, multiple, self.device) for indices in micro_batches)
+
+        def step(iterator: Iterator[MicroBatch], module: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
+            micro = next(iterator)
+            hidden = module(input_ids=micro.input_ids, position_ids=None, attention_mask=None)
+            return hidden, lambda output, **options: at_the_end(output, micro, **options)
+
+        return get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=prepared,
+            model=[self.wrapped],
+            num_microbatches=len(micro_batches),
+            seq_length=batch["input_ids"].shape[1],
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+
+    def _scores(
+        self, hidden: torch.Tensor, micro: MicroBatch, temperature: float, entropy_gradient: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs and entropies [N] of the micro-batch's scored tokens from the last hidden states."""
+        sequence_parallel = self.stage.config.sequence_parallel
+        group = parallel_state.get_tensor_model_parallel_group()
+        if sequence_parallel:
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, group=group)
+        weight = self.stage.head_weight()
+        first = parallel_state.get_tensor_model_parallel_rank() * weight.shape[0]
+        spec = HeadSpec(
+            first_token=first,
+            tokens=min(weight.shape[0], self.model.vocabulary - first),
+            temperature=temperature,
+            group=group if group.size() > 1 else None,
+            reduce_hidden_gradient=not sequence_parallel,
+        )
+        rows = hidden.flatten(0, 1).index_select(0, micro.hidden_rows)
+        return head_scores(rows, weight, micro.targets, spec, entropy_gradient)

@@ -1,0 +1,102 @@
+"""From some samples of a batch to what one forward pass needs, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from tensordict import TensorDict
+
+
+@dataclass
+class MicroBatch:
+    """b samples, cut to their longest and moved to the left edge.
+
+    `fields` keeps the caller's columns (T of them, trailing padding cut), `input_ids` [b, S] are right padded with S
+    rounded up for sequence parallel. Token n to score is `targets`[n] at (`samples`[n], `columns`[n]) of the caller's
+    columns, and the hidden state before it is row `hidden_rows`[n] of [S * b, H].
+    """
+
+    fields: TensorDict
+    input_ids: torch.Tensor
+    targets: torch.Tensor
+    samples: torch.Tensor
+    columns: torch.Tensor
+    hidden_rows: torch.Tensor
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """[N] values of the scored tokens as [b, T], 0 elsewhere; keeps the gradient."""
+        shape = (self.fields.batch_size[0], self.fields["attention_mask"].shape[1])
+        return values.new_zeros(shape).index_put((self.samples, self.columns), values)
+
+
+def make_micro_batch(
+    batch: TensorDict, indices: Sequence[int], multiple: int = 1, device: torch.device | str = "cpu"
+) -> MicroBatch:
+    """Takes samples `indices` of `batch`.
+
+    Tokens to score are those of `response_mask` where the batch has one, else all of `attention_mask`; the first token of a
+    sample has nothing before it and is never scored. Padding may be on either side: samples are moved so that it is on the
+    right, where causality hides it, and positions count from the first real token.
+
+    Args:
+        batch: `input_ids` and `attention_mask` [B, T], and whatever the loss reads.
+        indices: which samples.
+        multiple: S is a multiple of this (the tensor-parallel size under sequence parallel).
+        device: where the tensors go.
+
+    Raises:
+        ValueError: a sample is empty, or has padding between its tokens.
+    """
+    rows = torch.as_tensor(list(indices), dtype=torch.long)
+    fields = batch[rows]
+    mask = fields["attention_mask"].bool()
+    first, lengths = mask.int().argmax(dim=1), mask.sum(dim=1)
+    _check_padding(mask, first, lengths, rows)
+    width = int((first + lengths).max())
+    if width < mask.shape[1]:
+        fields, mask = _cut(fields, mask.shape[1], width), mask[:, :width]
+    scored = _scored(fields, mask, first)
+    samples, columns = scored.nonzero(as_tuple=True)
+    ids = _compact(fields["input_ids"], first, int(lengths.max()), multiple)
+    hidden_rows = (columns - first[samples] - 1) * len(rows) + samples
+    micro = MicroBatch(fields, ids, fields["input_ids"][samples, columns], samples, columns, hidden_rows)
+    return _to(micro, device)
+
+
+def _scored(fields: TensorDict, mask: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+    chosen = fields["response_mask"].bool() & mask if "response_mask" in fields.keys() else mask.clone()
+    chosen[torch.arange(len(first)), first] = False
+    return chosen
+
+
+def _compact(ids: torch.Tensor, first: torch.Tensor, longest: int, multiple: int) -> torch.Tensor:
+    """Each row from its first real token on, [b, S]; what lies behind a sample's end is arbitrary but valid ids."""
+    width = -(-longest // multiple) * multiple
+    columns = (first[:, None] + torch.arange(width)).clamp(max=ids.shape[1] - 1)
+    return ids.gather(1, columns)
+
+
+def _check_padding(mask: torch.Tensor, first: torch.Tensor, lengths: torch.Tensor, rows: torch.Tensor) -> None:
+    columns = torch.arange(mask.shape[1])
+    expected = (columns >= first[:, None]) & (columns < (first + lengths)[:, None])
+    bad = (lengths == 0) | (expected != mask).any(dim=1)
+    if bad.any():
+        sample = int(rows[bad.nonzero()[0, 0]])
+        raise ValueError(f"attention_mask: sample {sample} is empty or has padding between its tokens")
+
+
+def _cut(fields: TensorDict, old: int, new: int) -> TensorDict:
+    """Columns of the token tensors cut to the first `new`."""
+    tensors = {
+        key: value[:, :new] if value.dim() > 1 and value.shape[1] == old else value for key, value in fields.items()
+    }
+    return TensorDict(tensors, batch_size=fields.batch_size)
+
+
+def _to(micro: MicroBatch, device: torch.device | str) -> MicroBatch:
+    if torch.device(device).type == "cpu":
+        return micro
+    moved = (micro.fields, micro.input_ids, micro.targets, micro.samples, micro.columns, micro.hidden_rows)
+    return MicroBatch(*(part.to(device, non_blocking=True) for part in moved))

@@ -1,0 +1,98 @@
+"""Megatron's data-parallel wrapper and optimizer, set up so that gradients are plain sums."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+
+from roll.configs.arguments import MegatronConfig, TrainingArguments
+from roll.models.factory import HiddenStateModel
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or a gradient became infinite or not a number."""
+
+
+def wrap_model(stage: HiddenStateModel, megatron: MegatronConfig) -> DistributedDataParallel:
+    """`stage` with gradient buffers that are summed over data ranks."""
+    config = DistributedDataParallelConfig(
+        use_distributed_optimizer=megatron.use_distributed_optimizer,
+        grad_reduce_in_fp32=megatron.accumulate_allreduce_grads_in_fp32,
+        overlap_grad_reduce=megatron.overlap_grad_reduce,
+    )
+    wrapped = DistributedDataParallel(stage.config, config, stage)
+    stage.config.finalize_model_grads_func = _finalize_sums
+    stage.config.no_sync_func = wrapped.no_sync if megatron.overlap_grad_reduce else None
+    stage.config.grad_scale_func = None
+    return wrapped
+
+
+def build_optimizer(
+    wrapped: DistributedDataParallel, arguments: TrainingArguments, megatron: MegatronConfig, max_grad_norm: float
+) -> MegatronOptimizer:
+    """AdamW with decoupled weight decay on matrices (norms and biases have none).
+
+    Raises:
+        ValueError: fp16, which would need loss scaling and skipped steps.
+    """
+    dtype = wrapped.module.config.params_dtype
+    if dtype == torch.float16:
+        raise ValueError("actor_train.model_args.dtype: fp16 cannot be trained; use bf16 or fp32")
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=arguments.learning_rate,
+            min_lr=arguments.min_learning_rate,
+            weight_decay=arguments.weight_decay,
+            adam_beta1=arguments.adam_beta1,
+            adam_beta2=arguments.adam_beta2,
+            adam_eps=arguments.adam_epsilon,
+            clip_grad=max_grad_norm or math.inf,
+            use_distributed_optimizer=megatron.use_distributed_optimizer,
+            params_dtype=dtype,
+            bf16=dtype == torch.bfloat16,
+        ),
+        [wrapped],
+        use_gloo_process_groups=torch.cuda.is_available(),
+    )
+    for group in optimizer.param_groups:
+        group["weight_decay"] = arguments.weight_decay * group["wd_mult"]
+        if not torch.cuda.is_available():
+            group["fused"], group["foreach"] = True, False
+    return optimizer
+
+
+def update(optimizer: MegatronOptimizer, learning_rate: float, step: int) -> float:
+    """One optimizer step on the accumulated gradients.
+
+    Returns:
+        The norm of the gradient before clipping.
+
+    Raises:
+        NonFiniteError: the norm is not finite; the message names the step.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    updated, norm, _ = optimizer.step()
+    if not updated or norm is None or not math.isfinite(norm):
+        raise NonFiniteError(f"optimizer step {step}: the gradient norm is {norm}; the weights are spoilt, resume from a checkpoint")
+    return float(norm)
+
+
+def require_finite(loss: float, step: int) -> None:
+    """Stops before the weights are touched.
+
+    Raises:
+        NonFiniteError: the loss is not finite; the message names the step.
+    """
+    if not math.isfinite(loss):
+        raise NonFiniteError(f"optimizer step {step}: the loss is {loss}; the weights are those of the step before")
+
+
+def _finalize_sums(model: list[Any], num_tokens: torch.Tensor | None = None, **options: Any) -> None:
+    """Megatron's reductions without its division by a token count: the loss carries its own denominators."""
+    finalize_model_grads(model, None, **options)

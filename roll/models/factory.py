@@ -1,0 +1,163 @@
+"""The one place that builds a Megatron model."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from roll.models.hf_config import DecoderConfig
+from roll.models.layouts import padded_vocabulary
+from roll.models.rotary import rotary_frequencies
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """How the model is run, beside what it is."""
+
+    dtype: torch.dtype = torch.float32
+    tensor: int = 1
+    pipeline: int = 1
+    sequence_parallel: bool = False
+    recompute: str | None = None
+    """`full` recomputes whole layers in the backward pass, `selective` only attention."""
+    transformer_engine: bool = False
+    bias_activation_fusion: bool = False
+    apply_rope_fusion: bool = False
+
+
+class HiddenStateModel(GPTModel):
+    """A GPT whose last stage returns hidden states [S, B, H]: the caller applies the head to the tokens it needs."""
+
+    def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return hidden_states
+
+    def head_weight(self) -> torch.Tensor:
+        """This rank's rows of the output projection, [padded vocabulary / T, H]."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+
+def build_gpt_model(model: DecoderConfig, options: BuildOptions) -> HiddenStateModel:
+    """This rank's stage of the model, on its device, with weights that are not yet set.
+
+    Megatron's parallel state must be initialised; weights come from `hf_import.import_hf`.
+
+    Raises:
+        ValueError: the model cannot be cut as asked.
+    """
+    _check_cut(model, options)
+    config = transformer_config(model, options)
+    stage = HiddenStateModel(
+        config,
+        _block_spec(model, config, options),
+        vocab_size=padded_vocabulary(model.vocabulary, options.tensor),
+        max_sequence_length=model.max_positions,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=model.tied_embeddings,
+        parallel_output=True,
+    )
+    device = next(stage.parameters()).device
+    stage.rotary_pos_emb.inv_freq = rotary_frequencies(model.rotary, model.head_size).to(device)
+    return stage
+
+
+def transformer_config(model: DecoderConfig, options: BuildOptions) -> TransformerConfig:
+    """Megatron's description of the model. Gradients are sums over tokens: nothing is averaged behind the loss."""
+    full = options.recompute == "full"
+    return TransformerConfig(
+        num_layers=model.layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_size,
+        num_attention_heads=model.heads,
+        num_query_groups=model.kv_heads,
+        kv_channels=model.head_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=model.norm_epsilon,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=model.qkv_bias,
+        qk_layernorm=model.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        init_method=_leave_unset,
+        output_layer_init_method=_leave_unset,
+        params_dtype=options.dtype,
+        pipeline_dtype=options.dtype,
+        bf16=options.dtype == torch.bfloat16,
+        fp16=options.dtype == torch.float16,
+        tensor_model_parallel_size=options.tensor,
+        pipeline_model_parallel_size=options.pipeline,
+        sequence_parallel=options.sequence_parallel,
+        variable_seq_lengths=options.pipeline > 1,
+        moe_token_dispatcher_type="alltoall",
+        calculate_per_token_loss=True,
+        recompute_granularity=options.recompute,
+        recompute_method="uniform" if full else None,
+        recompute_num_layers=1 if full else None,
+        bias_activation_fusion=options.bias_activation_fusion,
+        apply_rope_fusion=options.apply_rope_fusion,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+    )
+
+
+def transformer_engine_available() -> bool:
+    """Whether NVIDIA's Transformer Engine can be imported."""
+    try:
+        import transformer_engine.pytorch  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def _block_spec(model: DecoderConfig, config: TransformerConfig, options: BuildOptions) -> TransformerBlockSubmodules:
+    """Transformer Engine's layers when asked for, else the portable ones; the log says which."""
+    if options.transformer_engine:
+        from megatron.core.extensions.transformer_engine import TENorm
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+        layer, norm, name = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=model.qk_norm), TENorm, "TE"
+    else:
+        from roll.models.portable import RMSNorm, portable_layer_spec
+
+        layer, norm, name = portable_layer_spec(model.qk_norm), RMSNorm, "portable torch"
+    layers = get_num_layers_to_build(config)
+    logger.info("%s: %d of %d layers on the %s path", model.architecture, layers, model.layers, name)
+    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=norm)
+
+
+def _check_cut(model: DecoderConfig, options: BuildOptions) -> None:
+    """Sizes that must divide."""
+    tensor, pipeline = options.tensor, options.pipeline
+    for name, size in (("attention heads", model.heads), ("FFN width", model.ffn_size)):
+        if size % tensor:
+            raise ValueError(f"tensor_model_parallel_size: {tensor} does not divide the model's {size} {name}")
+    if model.kv_heads % tensor and tensor % model.kv_heads:
+        raise ValueError(
+            f"tensor_model_parallel_size: {tensor} is neither a multiple nor a divisor of {model.kv_heads} KV heads"
+        )
+    if model.layers % pipeline:
+        raise ValueError(f"pipeline_model_parallel_size: {pipeline} does not divide the model's {model.layers} layers")
+    rows = padded_vocabulary(model.vocabulary, tensor) // tensor
+    if rows * (tensor - 1) >= model.vocabulary:
+        raise ValueError(f"tensor_model_parallel_size: {tensor} leaves ranks without any of {model.vocabulary} tokens")
+
+
+def _leave_unset(weight: torch.Tensor) -> torch.Tensor:
+    """Weights are imported, so drawing them first would be wasted."""
+    return weight

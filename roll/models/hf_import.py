@@ -1,0 +1,94 @@
+"""HF safetensors into a Megatron stage; each rank reads only the slices it owns."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from roll.models.families import Rule, stage_rules
+from roll.models.hf_config import DecoderConfig, UnsupportedModel
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+
+class HFTensors:
+    """The tensors of a HF folder by name, opened on demand."""
+
+    def __init__(self, folder: str | Path) -> None:
+        """Reads the index, or the single file's header.
+
+        Raises:
+            UnsupportedModel: the folder holds no safetensors.
+        """
+        self.folder = Path(folder)
+        self._files: dict[str, Any] = {}
+        index = self.folder / INDEX_NAME
+        if index.is_file():
+            self._file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        elif (self.folder / SINGLE_NAME).is_file():
+            self._file_of = dict.fromkeys(self._open(SINGLE_NAME).keys(), SINGLE_NAME)
+        else:
+            raise UnsupportedModel(f"{self.folder}: neither {INDEX_NAME} nor {SINGLE_NAME}; save the model as safetensors")
+
+    def slice_of(self, name: str) -> Any:
+        """A lazily read tensor that takes row and column slices.
+
+        Raises:
+            UnsupportedModel: there is no tensor of that name.
+        """
+        if name not in self._file_of:
+            raise UnsupportedModel(f"{self.folder}: tensor {name} is missing")
+        return self._open(self._file_of[name]).get_slice(name)
+
+    def _open(self, file: str) -> Any:
+        if file not in self._files:
+            self._files[file] = safe_open(self.folder / file, framework="pt")
+        return self._files[file]
+
+
+@torch.no_grad()
+def import_hf(model: torch.nn.Module, folder: str | Path, config: DecoderConfig, rank: int, ranks: int) -> None:
+    """Fills every parameter of this stage from `folder`, casting to the parameter's dtype; padding rows become zero.
+
+    Args:
+        model: a stage built by `build_gpt_model`.
+        folder: HF folder of the same shape.
+        config: its shape.
+        rank: this rank's place among the tensor-parallel ranks.
+        ranks: how many there are.
+
+    Raises:
+        UnsupportedModel: a tensor is missing or has another shape.
+    """
+    tensors = HFTensors(folder)
+    parameters = dict(model.named_parameters())
+    for rule in rules_of(model, config):
+        parameter = parameters.pop(rule.megatron)
+        shard = rule.layout.shard([tensors.slice_of(name) for name in rule.hf], config, rank, ranks)
+        _fill(parameter, shard, rule, tensors.folder)
+    if parameters:
+        raise UnsupportedModel(f"{folder}: no HF tensor is mapped to {sorted(parameters)} for family {config.family}")
+
+
+def rules_of(model: Any, config: DecoderConfig) -> list[Rule]:
+    """The mapping's rules for what this stage holds."""
+    layers = model.decoder.layers
+    first_layer = layers[0].layer_number - 1
+    return stage_rules(config, first_layer, len(layers), model.pre_process, model.post_process)
+
+
+def _fill(parameter: torch.Tensor, shard: torch.Tensor, rule: Rule, folder: Path) -> None:
+    rows = shard.shape[0]
+    fits = shard.shape[1:] == parameter.shape[1:] and rows <= parameter.shape[0]
+    padded = fits and rows < parameter.shape[0]
+    if not fits or (padded and "word_embeddings" not in rule.megatron and "output_layer" not in rule.megatron):
+        raise UnsupportedModel(
+            f"{folder}: {', '.join(rule.hf)} gives {tuple(shard.shape)} where config.json asks for {tuple(parameter.shape)}"
+        )
+    parameter[:rows].copy_(shard)
+    parameter[rows:].zero_()

@@ -1,0 +1,135 @@
+"""Megatron-Core on a machine without CUDA.
+
+Megatron-Core 0.16 calls `torch.cuda` unconditionally in places that have a meaning on a CPU too. `REPLACED` names
+every function this module replaces and the place in Megatron-Core that needs it; nothing else is touched. The layer
+is for processes that run Megatron ranks: it changes torch for the whole process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+CPU = torch.device("cpu")
+
+REPLACED: dict[str, str] = {
+    "torch.cuda.current_device": "transformer and tensor_parallel layers, rotary embedding, buffers: device= of factories",
+    "torch.cuda.current_stream": "pipeline_parallel/p2p_communication, distributed/param_and_grad_buffer",
+    "torch.cuda.default_stream": "distributed/param_and_grad_buffer",
+    "torch.cuda.Stream": "distributed/distributed_data_parallel, dist_checkpointing/strategies/async_utils",
+    "torch.cuda.Event": "transformer/cuda_graphs at import, timers",
+    "torch.cuda.stream": "distributed/param_and_grad_buffer",
+    "torch.cuda.synchronize": "pipeline_parallel/p2p_communication, dist_checkpointing/strategies/filesystem_async",
+    "torch.cuda.empty_cache": "dist_checkpointing/strategies/filesystem_async",
+    "torch.cuda.set_device": "dist_checkpointing worker processes",
+    "torch.cuda.nvtx.range_push": "utils.nvtx_range_push",
+    "torch.cuda.nvtx.range_pop": "utils.nvtx_range_pop",
+    "torch.cuda.memory_allocated": "optimizer and distributed logging",
+    "torch.cuda.memory_reserved": "optimizer and distributed logging",
+    "torch.cuda.FloatTensor": "optimizer/optimizer.py: tensor type lists",
+    "torch.cuda.HalfTensor": "optimizer/optimizer.py: tensor type lists",
+    "torch.cuda.BFloat16Tensor": "optimizer/optimizer.py: tensor type lists",
+    "torch.cuda.manual_seed": "tensor_parallel/random.py: the tracker's seeds",
+    "torch.cuda.get_rng_state": "tensor_parallel/random.py: the tracker's states",
+    "torch.cuda.set_rng_state": "tensor_parallel/random.py: activation recomputation",
+    "torch.cuda.random.get_rng_state": "tensor_parallel/random.py: _get_cuda_rng_state",
+    "torch.cuda.random.set_rng_state": "tensor_parallel/random.py: activation recomputation",
+    "torch.Tensor.cuda": "dist_checkpointing, optimizer/distrib_optimizer: moves of gathered state",
+    "torch.nn.Module.cuda": "transformer modules that move themselves",
+    "torch.Tensor.type": "optimizer: parameters are sorted by the text torch.cuda.FloatTensor",
+    "torch.zeros": "pipeline_parallel/schedules, optimizer/clip_grads: device='cuda'",
+    "torch.ones": "transformer/utils: device='cuda'",
+    "torch.tensor": "optimizer/optimizer.py, rerun_state_machine, dist_checkpointing: device='cuda'",
+    "torch.empty": "dist_checkpointing/exchange_utils: device='cuda'",
+    "torch.empty_like": "dist_checkpointing/exchange_utils: device='cuda'",
+    "megatron.core.tensor_parallel.random._get_cuda_rng_state": "the tracker's fork and recomputation",
+    "megatron.core.tensor_parallel.random._set_cuda_rng_state": "the tracker's fork and recomputation",
+}
+"""Full name of what is replaced, and which part of Megatron-Core needs it."""
+
+_applied = False
+
+
+class _Nothing:
+    """Stands for a CUDA stream or event: every method does nothing."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: None
+
+
+def put_megatron_on_cpu() -> None:
+    """Replaces what `REPLACED` names; a second call does nothing. Call it before importing Megatron-Core."""
+    global _applied
+    if _applied:
+        return
+    _applied = True
+    _replace_streams_and_devices(torch.cuda)
+    _replace_random_state(torch.cuda)
+    _replace_tensor_methods()
+    for factory in ("zeros", "ones", "tensor", "empty", "empty_like"):
+        setattr(torch, factory, _on_cpu(getattr(torch, factory)))
+    import megatron.core.tensor_parallel.random as megatron_random
+
+    megatron_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    megatron_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+
+
+def _replace_streams_and_devices(cuda: Any) -> None:
+    """Streams, events, waits and memory figures. Each name gets its own object: torch._dynamo refuses a shared one."""
+    cuda.current_device = lambda: CPU
+    cuda.current_stream = lambda *args, **kwargs: _Nothing()
+    cuda.default_stream = lambda *args, **kwargs: _Nothing()
+    cuda.Stream = type("Stream", (_Nothing,), {})
+    cuda.Event = type("Event", (_Nothing,), {})
+    cuda.stream = lambda stream: contextlib.nullcontext()
+    cuda.synchronize = lambda *args, **kwargs: None
+    cuda.empty_cache = lambda *args, **kwargs: None
+    cuda.set_device = lambda *args, **kwargs: None
+    cuda.nvtx.range_push = lambda *args, **kwargs: None
+    cuda.nvtx.range_pop = lambda *args, **kwargs: None
+    cuda.memory_allocated = lambda *args, **kwargs: 0
+    cuda.memory_reserved = lambda *args, **kwargs: 0
+
+
+def _replace_random_state(cuda: Any) -> None:
+    """There is one generator on this machine: torch's own."""
+    cuda.manual_seed = lambda seed: torch.manual_seed(seed)
+    cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    cuda.random.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    cuda.random.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+
+
+def _replace_tensor_methods() -> None:
+    """Tensors and modules are already where they belong, and their type reads as the optimizers expect."""
+    cuda: Any = torch.cuda
+    cuda.FloatTensor, cuda.HalfTensor, cuda.BFloat16Tensor = torch.FloatTensor, torch.HalfTensor, torch.BFloat16Tensor
+    tensor: Any = torch.Tensor
+    module: Any = torch.nn.Module
+    original_type = tensor.type
+    tensor.cuda = lambda self, *args, **kwargs: self
+    module.cuda = lambda self, *args, **kwargs: self
+
+    def tensor_type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:
+            return original_type(self, *args, **kwargs)
+        return original_type(self).replace("torch.", "torch.cuda.")
+
+    tensor.type = tensor_type
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`factory`, with a literal CUDA device read as the CPU."""
+
+    def on_cpu(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = CPU
+        return factory(*args, **kwargs)
+
+    on_cpu.__name__ = factory.__name__
+    return on_cpu
