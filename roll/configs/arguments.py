@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from roll.configs.fields import option
+from roll.configs.fields import one_or_many, option
 
 
 @dataclass
@@ -43,7 +43,7 @@ class TrainingArguments:
 class DataArguments:
     """Where prompts come from and what their columns are called."""
 
-    file_name: list[str] = option(factory=list, help="JSONL or parquet files; a single name is taken as a list of one.")
+    file_name: list[str] = option(factory=list, parse=one_or_many, help="JSONL or parquet files; a single name is taken as a list of one.")
     template: str = option("native", "Chat template: `native` is the tokenizer's own; `none` takes the prompt as it is.")
     id: str = option("id", "Column of the prompt's identity; missing ids are made from the file and line.")
     tag: str = option("tag", "Column that says which reward scores the sample.")
@@ -65,7 +65,7 @@ class GeneratingArguments:
     repetition_penalty: float = option(1.0, "1 is off; anything else biases every ratio.", above=0)
     num_return_sequences: int | None = option(None, "Samples per prompt; default: num_return_sequences_in_group.", minimum=1)
     num_beams: Literal[1] = option(1, "Beam search is not sampling: only 1.")
-    stop_strings: list[str] = option(factory=list, help="Strings that end a response; each must be one token of the tokenizer.")
+    stop_strings: list[str] = option(factory=list, parse=one_or_many, help="Strings that end a response; each must be one token of the tokenizer.")
 
 
 @dataclass

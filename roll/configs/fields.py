@@ -22,6 +22,7 @@ def option(
     Args:
         default: value when the YAML is silent; give `factory` instead for a mutable one.
         help: one sentence with the unit; the configuration reference is generated from it.
+        factory: makes the default of a mutable field.
         minimum: smallest value allowed.
         above: value that must be exceeded.
         maximum: largest value allowed.
@@ -31,3 +32,27 @@ def option(
     if factory is not MISSING:
         return field(default_factory=factory, metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def internal(factory: Callable[[], Any]) -> Any:
+    """A dataclass field that loading fills and no YAML may name."""
+    return field(default_factory=factory, metadata={"internal": True}, repr=False, compare=False)
+
+
+def one_or_many(value: Any) -> Any:
+    """A single name as a list of one; anything else as it is, for the type check to judge."""
+    return [value] if isinstance(value, str) else value
+
+
+def environment(value: Any) -> Any:
+    """Environment variables with numbers written as text; a bool is refused because nobody agrees on its spelling.
+
+    Raises:
+        ValueError: a value is a bool, a list or a mapping.
+    """
+    if not isinstance(value, dict):
+        return value
+    for name, item in value.items():
+        if isinstance(item, bool) or not isinstance(item, str | int | float):
+            raise ValueError(f"{name} is {item!r}; write the text the variable shall hold in quotes, such as '1'")
+    return {str(name): str(item) for name, item in value.items()}

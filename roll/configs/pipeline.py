@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from roll.configs.fields import option
+from roll.configs.arguments import StrategyArguments
+from roll.configs.fields import environment, internal, one_or_many, option
 from roll.configs.worker import WorkerConfig
+
+
+@dataclass
+class Source:
+    """Where a configuration came from: its file, the keys that were given, and what loading has to say about them."""
+
+    file: str = ""
+    given: list[str] = field(default_factory=list)
+    notes: list[tuple[str, str]] = field(default_factory=list)
+
+
+def _role(strategy_name: Any) -> WorkerConfig:
+    return WorkerConfig(strategy_args=StrategyArguments(strategy_name=strategy_name))
 
 
 @dataclass
@@ -20,7 +34,7 @@ class BaseConfig:
     num_devices_per_node: int | None = option(None, "Devices of one node; default on cpu: its cores, on cuda: its GPUs (8 when planning elsewhere).", minimum=1)
     output_dir: str = option("./output", "Everything the run writes.")
     logging_dir: str | None = option(None, "Log files; default: output_dir/logs.")
-    track_with: list[Literal["tensorboard", "stdout"]] = option(factory=lambda: ["tensorboard"], help="Trackers beside metrics.jsonl; a single name is taken as a list of one.")
+    track_with: list[Literal["tensorboard", "stdout"]] = option(factory=lambda: ["tensorboard"], parse=one_or_many, help="Trackers beside metrics.jsonl; a single name is taken as a list of one.")
     tracker_kwargs: dict[str, Any] = option(factory=dict, help="Options of the trackers by name, e.g. {tensorboard: {log_dir: PATH}}.")
     max_steps: int = option(100, "Batches to train on.", minimum=1)
     save_steps: int = option(0, "Checkpoint every so many steps, and at the end; 0: at the end only.", minimum=0)
@@ -42,9 +56,10 @@ class BaseConfig:
     max_sync_retries: int = option(3, "Publishes tried again before the run ends.", minimum=0)
     sync_retry_delay_s: float = option(1.0, "Seconds between them.", minimum=0)
     verify_weights: Literal["first", "always"] = option("first", "Compare names and checksums on both sides of a publish.")
-    system_envs: dict[str, str] = option(factory=dict, help="Environment variables of every process of the run.")
+    system_envs: dict[str, str] = option(factory=dict, parse=environment, help="Environment variables of every process of the run.")
     actor_train: WorkerConfig = option(factory=WorkerConfig, help="The role that learns.")
-    validation: WorkerConfig = option(factory=WorkerConfig, help="Data and sampling of validation; it owns no devices.")
+    validation: WorkerConfig = option(factory=WorkerConfig, help="Data and sampling of validation; it owns no devices. Keys of data_args and generating_args not given are those of training, but for file_name and num_return_sequences (1).")
+    source: Source = internal(factory=Source)
 
 
 @dataclass
@@ -72,8 +87,8 @@ class RewardConfig:
 class RLConfig(BaseConfig):
     """What reinforcement learning adds, whatever its samples are."""
 
-    actor_infer: WorkerConfig = option(factory=WorkerConfig, help="The role that generates.")
-    reference: WorkerConfig = option(factory=WorkerConfig, help="The frozen model of the KL terms.")
+    actor_infer: WorkerConfig = option(factory=lambda: _role("sglang"), help="The role that generates.")
+    reference: WorkerConfig = option(factory=lambda: _role("megatron_infer"), help="The frozen model of the KL terms.")
     reward_pretrain: str | None = option(None, "Model of a reward role; rule rewards have none.")
     rollout_batch_size: int = option(64, "Prompts (RLVR) of one step.", minimum=1)
     num_return_sequences_in_group: int = option(1, "Samples per prompt.", minimum=1)
@@ -100,7 +115,7 @@ class RLConfig(BaseConfig):
     kl_loss_coef: float = option(0.0, "Its weight.", minimum=0)
     add_token_level_kl: bool = option(False, "KL to the reference in the token reward.")
     init_kl_coef: float = option(0.0, "Its weight.", minimum=0)
-    kl_penalty: Literal["k1", "k2", "k3", "abs"] = option("k3", "KL estimator.")
+    kl_penalty: Literal["k1", "k2", "k3", "abs"] = option("k3", "KL estimator: the log ratio k1, its half square k2, the unbiased positive k3, or the absolute log ratio.")
     log_prob_parity_bound: float | None = option(None, "Largest |log p - log mu| tolerated in the first step; default 1e-3 in fp32, 0.5 in half precision.", above=0)
     truncated_sampling: Literal["warn", "refuse"] = option("warn", "What to do when top_p or top_k truncate the sampled distribution.")
     max_generation_retries: int = option(2, "Times a failed request is tried again before its group is dropped.", minimum=0)

@@ -12,7 +12,7 @@ from roll.configs.arguments import (
     TrainingArguments,
 )
 from roll.configs.device_mapping import parse_device_mapping
-from roll.configs.fields import option
+from roll.configs.fields import environment, option
 
 
 @dataclass
@@ -39,4 +39,4 @@ class WorkerConfig:
     pg_variant: str = option("ppo", "Policy loss; see docs/algorithms.md for the known ones.")
     max_running_requests: int = option(128, "Requests one engine runs at a time.", minimum=1)
     generation_timeout_s: float = option(120.0, "Seconds one request may take before it is aborted and retried.", above=0)
-    system_envs: dict[str, str] = option(factory=dict, help="Environment variables of the role's processes.")
+    system_envs: dict[str, str] = option(factory=dict, parse=environment, help="Environment variables of the role's processes.")

@@ -1,0 +1,58 @@
+"""The arithmetic of one training batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from roll.configs.layouts import role_layout
+from roll.configs.pipeline import BaseConfig
+
+
+@dataclass(frozen=True)
+class TrainingBatch:
+    """How the samples of one step become optimizer steps; all counts are over the whole run unless they say rank.
+
+    `optimizer_steps` counts `ppo_epochs`; `micro_batches` is None where they are formed by tokens.
+    """
+
+    prompts: int
+    samples: int
+    samples_per_optimizer_step: int
+    optimizer_steps: int
+    samples_per_rank: int
+    micro_batches: int | None
+    schedule_steps: int
+
+
+def samples_per_optimizer_step(config: BaseConfig) -> int:
+    """per_device_train_batch_size x gradient_accumulation_steps x data-parallel size of actor_train."""
+    training = config.actor_train.training_args
+    data_parallel = role_layout(config.actor_train).data
+    return training.per_device_train_batch_size * training.gradient_accumulation_steps * data_parallel
+
+
+def training_batch(config: Any) -> TrainingBatch:
+    """The batch of an RLVR or SFT run whose sizes divide.
+
+    SFT takes exactly one optimizer step per batch, so its batch is that product.
+    """
+    step_samples = samples_per_optimizer_step(config)
+    if config.pipeline == "sft":
+        prompts = samples = step_samples
+        epochs = 1
+    else:
+        prompts = config.rollout_batch_size
+        samples = prompts * config.num_return_sequences_in_group
+        epochs = config.ppo_epochs
+    optimizer_steps = samples // step_samples * epochs
+    worker = config.actor_train
+    return TrainingBatch(
+        prompts=prompts,
+        samples=samples,
+        samples_per_optimizer_step=step_samples,
+        optimizer_steps=optimizer_steps,
+        samples_per_rank=step_samples // role_layout(worker).data,
+        micro_batches=None if worker.use_dynamic_batching_in_train else worker.training_args.gradient_accumulation_steps,
+        schedule_steps=config.max_steps * optimizer_steps,
+    )

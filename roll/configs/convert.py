@@ -1,0 +1,133 @@
+"""Plain mappings laid over dataclass defaults: strict about keys, types and bounds, and complete about what is wrong."""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import is_dataclass
+from typing import Any, TypeVar
+
+from roll.configs.errors import Problem
+from roll.configs.schema import Key, declared, describe
+
+Instance = TypeVar("Instance")
+Unknown = Callable[[str, type], str]
+"""Says what an unknown path may have been meant to be, given the section it stands in."""
+
+
+class Converter:
+    """Converts one file, collecting every problem instead of stopping at the first."""
+
+    def __init__(self, suggest: Unknown) -> None:
+        """Takes what to say about unknown keys."""
+        self.problems: list[Problem] = []
+        self._suggest = suggest
+
+    def overlay(self, data: Any, default: Instance, path: str = "") -> Instance:
+        """`default`, changed in place where `data` says something."""
+        cls = type(default)
+        if not isinstance(data, Mapping):
+            self._fail(path, data, "a section of `key: value` lines")
+            return default
+        keys = declared(cls)
+        for name, value in data.items():
+            where = f"{path}.{name}" if path else str(name)
+            if name not in keys:
+                self.problems.append(Problem(where, f"unknown key; {self._suggest(where, cls)}"))
+                continue
+            setattr(default, name, self._field(value, keys[name], getattr(default, name), where))
+        return default
+
+    def _field(self, value: Any, key: Key, default: Any, path: str) -> Any:
+        parse = key.field.metadata.get("parse")
+        if parse is not None:
+            try:
+                value = parse(value)
+            except ValueError as error:
+                self.problems.append(Problem(path, str(error)))
+                return default
+        before = len(self.problems)
+        converted = self._value(value, key.hint, default, path)
+        if len(self.problems) > before:
+            return default
+        self._bounds(converted, key, path)
+        return converted
+
+    def _value(self, value: Any, hint: Any, default: Any, path: str) -> Any:
+        origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+        if hint is Any:
+            return value
+        if isinstance(hint, type) and is_dataclass(hint):
+            return self.overlay(value, default if isinstance(default, hint) else hint(), path)
+        if origin is typing.Literal:
+            return self._literal(value, hint, path)
+        if origin in (typing.Union, types.UnionType):
+            return self._union(value, hint, path)
+        if origin is list:
+            return self._list(value, hint, path)
+        if hint is dict or origin is dict:
+            return self._dict(value, arguments[1] if arguments else Any, path)
+        return self._scalar(value, hint, path)
+
+    def _scalar(self, value: Any, hint: type, path: str) -> Any:
+        if hint is float and isinstance(value, int | float | str) and not isinstance(value, bool):
+            try:
+                return float(value)
+            except ValueError:
+                return self._fail(path, value, describe(hint))
+        if type(value) is hint:
+            return value
+        advice = ""
+        if hint is int and isinstance(value, float) and value.is_integer():
+            advice = f"; write {int(value)}"
+        if hint is str and isinstance(value, bool | int | float):
+            advice = f"; put it in quotes: '{value}'"
+        return self._fail(path, value, describe(hint) + advice)
+
+    def _literal(self, value: Any, hint: Any, path: str) -> Any:
+        for item in typing.get_args(hint):
+            if value == item and type(value) is type(item):
+                return item
+        return self._fail(path, value, describe(hint))
+
+    def _union(self, value: Any, hint: Any, path: str) -> Any:
+        attempt = Converter(self._suggest)
+        for member in typing.get_args(hint):
+            if member is type(None):
+                if value is None:
+                    return None
+                continue
+            before = len(attempt.problems)
+            converted = attempt._value(value, member, None, path)
+            if len(attempt.problems) == before:
+                return converted
+        return self._fail(path, value, describe(hint))
+
+    def _list(self, value: Any, hint: Any, path: str) -> Any:
+        if not isinstance(value, list):
+            return self._fail(path, value, describe(hint))
+        (item_hint,) = typing.get_args(hint)
+        return [self._value(item, item_hint, None, f"{path}[{index}]") for index, item in enumerate(value)]
+
+    def _dict(self, value: Any, item_hint: Any, path: str) -> Any:
+        if not isinstance(value, Mapping):
+            return self._fail(path, value, "a section of `key: value` lines")
+        return {str(key): self._value(item, item_hint, None, f"{path}.{key}") for key, item in value.items()}
+
+    def _bounds(self, value: Any, key: Key, path: str) -> None:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return
+        limits = key.field.metadata
+        if not value == value:
+            self.problems.append(Problem(path, f"{value} is not a number"))
+        elif limits.get("minimum") is not None and value < limits["minimum"]:
+            self.problems.append(Problem(path, f"{value} is too small; the least allowed is {limits['minimum']}"))
+        elif limits.get("above") is not None and value <= limits["above"]:
+            self.problems.append(Problem(path, f"{value} is too small; it must be above {limits['above']}"))
+        elif limits.get("maximum") is not None and value > limits["maximum"]:
+            self.problems.append(Problem(path, f"{value} is too large; the most allowed is {limits['maximum']}"))
+
+    def _fail(self, path: str, value: Any, expected: str) -> None:
+        shown = "null" if value is None else repr(value)
+        self.problems.append(Problem(path, f"{shown} is not {expected}"))

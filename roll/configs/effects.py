@@ -1,0 +1,158 @@
+"""Which keys of a role have an effect, and which known keys have none in a given configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+ROLE_KEYS: dict[str, tuple[str, ...]] = {
+    "actor_train": (
+        "model_args",
+        "training_args",
+        "data_args",
+        "strategy_args",
+        "device_mapping",
+        "num_gpus_per_worker",
+        "infer_batch_size",
+        "use_dynamic_batching_*",
+        "max_tokens_per_microbatch_*",
+        "pg_variant",
+        "system_envs",
+    ),
+    "actor_infer": (
+        "model_args.model_name_or_path",
+        "model_args.dtype",
+        "generating_args",
+        "strategy_args",
+        "device_mapping",
+        "num_gpus_per_worker",
+        "max_running_requests",
+        "generation_timeout_s",
+        "system_envs",
+    ),
+    "reference": (
+        "model_args.model_name_or_path",
+        "model_args.dtype",
+        "model_args.attn_implementation",
+        "strategy_args",
+        "device_mapping",
+        "num_gpus_per_worker",
+        "infer_batch_size",
+        "use_dynamic_batching_in_infer",
+        "max_tokens_per_microbatch_in_infer",
+        "system_envs",
+    ),
+    "validation": ("data_args", "generating_args"),
+}
+"""What each role reads; a prefix stands for everything below it."""
+
+MISLEADING = ("validation.device_mapping", "validation.strategy_args.*", "actor_train.generating_args.*", "*.pg_variant")
+"""Keys without effect that would make a reader believe in something that does not happen: errors, not warnings."""
+
+ELSEWHERE = {
+    "actor_train.generating_args.*": "training samples are drawn by actor_infer.generating_args",
+    "actor_infer.data_args.*": "prompts are read by actor_train.data_args",
+    "actor_infer.infer_batch_size": "the engine forms its own batches; max_running_requests bounds them",
+    "actor_infer.model_args.*": "the engine chooses its own kernels",
+    "validation.device_mapping": "validation generates on actor_infer's devices",
+    "validation.strategy_args.*": "validation generates with actor_infer's engine",
+    "*.pg_variant": "only actor_train has a policy loss",
+    "*.training_args.*": "only actor_train has an optimizer",
+}
+"""Pattern -> where the effect lies instead."""
+
+
+def role_reads(path: str) -> bool:
+    """Whether a dotted path is read by its role; true for paths of no role."""
+    role, _, rest = path.partition(".")
+    if role not in ROLE_KEYS or not rest:
+        return True
+    return any(fnmatchcase(rest, prefix) or fnmatchcase(rest, f"{prefix}.*") for prefix in ROLE_KEYS[role])
+
+
+@dataclass(frozen=True)
+class Inert:
+    """Keys without effect where `when` holds, and why; `misleads` makes them errors."""
+
+    keys: tuple[str, ...]
+    when: Callable[[Any], bool]
+    reason: str
+    misleads: bool = False
+
+
+def _is_sft(config: Any) -> bool:
+    return config.pipeline == "sft"
+
+
+def _rlvr(test: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda config: config.pipeline == "rlvr" and test(config)
+
+
+def _uses_kl(config: Any) -> bool:
+    return config.use_kl_loss or config.add_token_level_kl
+
+
+INERT: tuple[Inert, ...] = (
+    Inert(("reward_pretrain",), _rlvr(lambda c: True), "rule rewards have no model"),
+    Inert(("kl_loss_coef",), _rlvr(lambda c: not c.use_kl_loss), "use_kl_loss is false; set it to true", misleads=True),
+    Inert(
+        ("init_kl_coef",),
+        _rlvr(lambda c: not c.add_token_level_kl),
+        "add_token_level_kl is false; set it to true",
+        misleads=True,
+    ),
+    Inert(("kl_penalty",), _rlvr(lambda c: not _uses_kl(c)), "neither use_kl_loss nor add_token_level_kl is on"),
+    Inert(("grpo_norm_by_std",), _rlvr(lambda c: c.adv_estimator != "grpo"), "adv_estimator is not grpo", misleads=True),
+    Inert(
+        ("norm_mean_type", "norm_std_type"),
+        _rlvr(lambda c: c.adv_estimator == "grpo"),
+        "grpo normalises scores by its own group; these belong to adv_estimator reinforce",
+        misleads=True,
+    ),
+    Inert(("gamma",), _rlvr(lambda c: c.adv_estimator == "grpo"), "grpo gives every token the same advantage"),
+    Inert(
+        ("pg_clip_low", "pg_clip_high", "dual_clip_loss", "dual_clip_c"),
+        _rlvr(lambda c: c.actor_train.pg_variant != "ppo"),
+        "actor_train.pg_variant is not ppo",
+    ),
+    Inert(("dual_clip_c",), _rlvr(lambda c: not c.dual_clip_loss), "dual_clip_loss is false"),
+    Inert(
+        (
+            "model_update_buffer_size_mb",
+            "sync_timeout_s",
+            "max_sync_retries",
+            "sync_retry_delay_s",
+            "verify_weights",
+            "validation.generating_args.*",
+        ),
+        _is_sft,
+        "supervised fine-tuning generates nothing and publishes no weights",
+    ),
+    Inert(("actor_train.pg_variant",), _is_sft, "supervised fine-tuning has no policy loss", misleads=True),
+    Inert(("max_ckpt_to_keep",), lambda c: not c.save_checkpoint, "save_checkpoint is false"),
+    Inert(("save_steps",), lambda c: not c.save_checkpoint, "save_checkpoint is false", misleads=True),
+    Inert(("validation.*",), lambda c: c.eval_steps == 0, "eval_steps is 0, so nothing is validated"),
+    Inert(
+        ("actor_train.max_tokens_per_microbatch_in_train",),
+        lambda c: not c.actor_train.use_dynamic_batching_in_train,
+        "use_dynamic_batching_in_train is false",
+    ),
+    Inert(
+        ("actor_train.max_tokens_per_microbatch_in_infer",),
+        lambda c: not c.actor_train.use_dynamic_batching_in_infer,
+        "use_dynamic_batching_in_infer is false",
+    ),
+    Inert(
+        ("reference.max_tokens_per_microbatch_in_infer",),
+        lambda c: not c.reference.use_dynamic_batching_in_infer if c.pipeline == "rlvr" else False,
+        "use_dynamic_batching_in_infer is false",
+    ),
+    Inert(
+        ("actor_train.infer_batch_size",),
+        lambda c: c.actor_train.use_dynamic_batching_in_infer,
+        "use_dynamic_batching_in_infer forms forward micro-batches by tokens",
+    ),
+)
+"""Known keys that have no effect in some configurations."""

@@ -1,0 +1,113 @@
+"""A YAML file and overrides as a checked configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from roll.configs.aliases import Tree, translate
+from roll.configs.arguments import MegatronConfig
+from roll.configs.convert import Converter
+from roll.configs.derive import derive
+from roll.configs.errors import ConfigError, Problem
+from roll.configs.foreign import drop_foreign
+from roll.configs.layouts import ROLES, is_megatron
+from roll.configs.pipeline import BaseConfig, RLVRConfig, SFTConfig, Source
+from roll.configs.rules import check
+from roll.configs.suggestions import nearest, suggest_for
+from roll.configs.vllm import vllm_problems
+from roll.configs.yaml_files import merge, override_tree, read_tree
+
+PIPELINES: dict[str, type[RLVRConfig] | type[SFTConfig]] = {"rlvr": RLVRConfig, "sft": SFTConfig}
+"""Values of the key `pipeline`."""
+
+
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), pipeline: str | None = None
+) -> RLVRConfig | SFTConfig:
+    """The configuration of one run, complete: interpolated, derived values filled in, every rule of the file checked.
+
+    Whether models and datasets are on this machine is not asked here.
+
+    Args:
+        path: YAML file; `defaults` in it names base files.
+        overrides: `a.b=value`, values in YAML.
+        pipeline: what the file must be for; None takes its key `pipeline`, or rlvr.
+
+    Raises:
+        ConfigError: with every unknown key, wrong type and value out of bounds; when there is none, with every rule
+            the values break together.
+    """
+    tree = merge(read_tree(Path(path)), override_tree(overrides))
+    return build_config(tree, pipeline, str(path))
+
+
+def build_config(tree: Tree, pipeline: str | None = None, source: str = "") -> RLVRConfig | SFTConfig:
+    """`load_config` for a mapping that is in memory."""
+    tree = _interpolated(tree, source)
+    cls = PIPELINES[_pipeline(tree, pipeline, source)]
+    engines = vllm_problems(tree)
+    if engines:
+        raise ConfigError(engines, source)
+    tree, notes, problems = drop_foreign(tree)
+    tree, translations = translate(tree)
+    converter = Converter(suggest_for(cls))
+    config = converter.overlay(tree, cls())
+    _convert_strategies(config, converter)
+    problems += converter.problems
+    if problems:
+        raise ConfigError(problems, source)
+    config.source = Source(source, _leaves(tree), [(note.path, note.message) for note in notes + translations])
+    problems = derive(config) or check(config).errors
+    if problems:
+        raise ConfigError(problems, source)
+    return config
+
+
+def _interpolated(tree: Tree, source: str) -> Tree:
+    """The tree with every `${...}` replaced."""
+    try:
+        resolved = OmegaConf.to_container(OmegaConf.create(tree), resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        path = getattr(error, "full_key", None) or ""
+        message = str(error.msg if hasattr(error, "msg") and error.msg else error).splitlines()[0]
+        raise ConfigError([Problem(path, f"cannot be interpolated: {message}")], source) from None
+    assert isinstance(resolved, dict)
+    return {str(key): value for key, value in resolved.items()}
+
+
+def _pipeline(tree: Tree, wanted: str | None, source: str) -> str:
+    named = tree.get("pipeline", wanted or "rlvr")
+    if named not in PIPELINES:
+        like = nearest(str(named), PIPELINES)
+        raise ConfigError(
+            [Problem("pipeline", f"{named!r} is not one of {', '.join(PIPELINES)}" + (f"; did you mean {like}?" if like else ""))],
+            source,
+        )
+    if wanted not in (None, named):
+        raise ConfigError([Problem("pipeline", f"the file is for {named}, but this starts {wanted}; use the {named} launcher")], source)
+    return str(named)
+
+
+def _convert_strategies(config: BaseConfig, converter: Converter) -> None:
+    """Checks Megatron's options where a role runs Megatron; SGLang's are checked by the rules."""
+    for role in ROLES:
+        worker = getattr(config, role, None)
+        if worker is None or not is_megatron(worker):
+            continue
+        options = worker.strategy_args.strategy_config
+        checked = converter.overlay(options, MegatronConfig(), f"{role}.strategy_args.strategy_config")
+        worker.strategy_args.strategy_config = {name: getattr(checked, name) for name in options if hasattr(checked, name)}
+
+
+def _leaves(tree: Mapping[str, Any], path: str = "") -> list[str]:
+    """Dotted paths of everything that was given."""
+    leaves: list[str] = []
+    for key, value in tree.items():
+        where = f"{path}.{key}" if path else str(key)
+        leaves += _leaves(value, where) if isinstance(value, Mapping) and value else [where]
+    return leaves

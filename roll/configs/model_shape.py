@@ -1,0 +1,108 @@
+"""The shape of a model from its config.json, and how many parameters each device holds; no torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+
+from roll.configs.names import ARCHITECTURES
+
+VOCABULARY_MULTIPLE = 128
+"""The vocabulary is padded to a multiple of this times the tensor-parallel size."""
+
+
+class ModelError(ValueError):
+    """A model folder that is there but cannot be used."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a dense decoder with grouped-query attention and a gated MLP."""
+
+    architecture: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocabulary: int
+    tied: bool
+    qkv_bias: bool
+    qk_norm: bool
+    max_positions: int | None
+
+    @property
+    def query_width(self) -> int:
+        """Width of all query heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Width of all key heads, which is that of all value heads."""
+        return self.kv_heads * self.head_dim
+
+    def padded_vocabulary(self, tensor: int) -> int:
+        """Rows of the embedding at a tensor-parallel size."""
+        unit = VOCABULARY_MULTIPLE * tensor
+        return ceil(self.vocabulary / unit) * unit
+
+    def layer_parameters(self, tensor: int = 1) -> int:
+        """Parameters of one layer on one of `tensor` ranks: matrices are split, norms are not."""
+        qkv = self.query_width + 2 * self.kv_width
+        matrices = self.hidden * (qkv + self.query_width) + 3 * self.hidden * self.intermediate
+        split = matrices + (qkv if self.qkv_bias else 0)
+        return split // tensor + 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
+
+    def total_parameters(self) -> int:
+        """Parameters of the model as published: no padding, tied weights once."""
+        embeddings = self.vocabulary * self.hidden * (1 if self.tied else 2)
+        return embeddings + self.layers * self.layer_parameters() + self.hidden
+
+    def stage_parameters(self, stage: int, stages: int, tensor: int) -> int:
+        """Parameters of one rank of one pipeline stage; with tied weights and several stages the last keeps a copy."""
+        count = self.layers // stages * self.layer_parameters(tensor)
+        table = self.padded_vocabulary(tensor) // tensor * self.hidden
+        first, last = stage == 0, stage == stages - 1
+        if first:
+            count += table
+        if last:
+            count += self.hidden + (0 if self.tied and first else table)
+        return count
+
+
+def read_model_shape(folder: str | Path) -> ModelShape | None:
+    """The shape of the model in `folder`, or None when there is no config.json to read.
+
+    Raises:
+        ModelError: the architecture is not supported or a size is missing.
+    """
+    file = Path(folder) / "config.json"
+    if not file.is_file():
+        return None
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        architecture = (config.get("architectures") or ["none"])[0]
+        if architecture not in ARCHITECTURES:
+            raise ModelError(f"architecture {architecture} is not supported; supported: {', '.join(ARCHITECTURES)}")
+        heads, hidden = config["num_attention_heads"], config["hidden_size"]
+        return ModelShape(
+            architecture=architecture,
+            layers=config["num_hidden_layers"],
+            hidden=hidden,
+            heads=heads,
+            kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or hidden // heads,
+            intermediate=config["intermediate_size"],
+            vocabulary=config["vocab_size"],
+            tied=bool(config.get("tie_word_embeddings", False)),
+            qkv_bias=architecture == "Qwen2ForCausalLM" or bool(config.get("attention_bias", False)),
+            qk_norm=architecture == "Qwen3ForCausalLM",
+            max_positions=config.get("max_position_embeddings"),
+        )
+    except KeyError as error:
+        raise ModelError(f"{file} has no {error.args[0]}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
+        raise ModelError(f"{file} is not a model configuration: {error}") from None

@@ -1,0 +1,29 @@
+"""Cross-field rules: one module per subject, each rule a function of the configuration that writes into a report.
+
+Rules read the configuration and, for models, a config.json where there is one; they never start or import an engine.
+"""
+
+from __future__ import annotations
+
+from roll.configs.errors import Report
+from roll.configs.pipeline import BaseConfig, RLConfig
+from roll.configs.rules import algorithm, batch, devices, engines, files, inert, model, sampling
+
+
+def check(config: BaseConfig) -> Report:
+    """Everything the rules say about a configuration that loading has completed."""
+    report = Report()
+    for path, message in config.source.notes:
+        report.warn(path, message)
+    devices.check_devices(config, report)
+    engines.check_engines(config, report)
+    batch.check_training(config, report)
+    if not report.errors:
+        batch.check_batch(config, report)
+    if isinstance(config, RLConfig):
+        algorithm.check_algorithm(config, report)
+        sampling.check_sampling(config, report)
+    inert.check_inert(config, report)
+    model.check_models(config, report)
+    files.check_files(config, report)
+    return report

@@ -1,0 +1,28 @@
+"""Datasets and checkpoints on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from roll.configs.errors import Report
+from roll.configs.pipeline import BaseConfig
+
+ENDINGS = (".jsonl", ".parquet")
+"""Files prompts are read from."""
+
+
+def check_files(config: BaseConfig, report: Report) -> None:
+    """Data files are of a known kind and here; a checkpoint named by path is here."""
+    roles = ["actor_train"] + (["validation"] if config.eval_steps else [])
+    for role in roles:
+        for name in getattr(config, role).data_args.file_name:
+            path = f"{role}.data_args.file_name"
+            if not name.endswith(ENDINGS):
+                report.error(path, f"{name} is not a file of lines or columns; use one that ends in {' or '.join(ENDINGS)}")
+            elif not Path(name).is_file():
+                report.absent(path, f"{name} is not a file on this machine")
+    if isinstance(config.resume_from_checkpoint, str) and not Path(config.resume_from_checkpoint).is_dir():
+        report.absent(
+            "resume_from_checkpoint",
+            f"{config.resume_from_checkpoint} is not a folder; use a checkpoint's path, or true for the newest of output_dir",
+        )

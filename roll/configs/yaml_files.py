@@ -1,0 +1,136 @@
+"""YAML files as plain mappings: duplicate keys refused, base files included, overrides put on top."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from roll.configs.aliases import Tree, rename
+from roll.configs.errors import ConfigError, Problem
+
+FLOAT = re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d+)([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
+"""YAML 1.2 floats: `1e-6` too, which YAML 1.1 reads as text."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that stands twice in one mapping."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        """Builds the mapping after looking for repeated keys."""
+        seen: dict[Any, int] = {}
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            line = key_node.start_mark.line + 1
+            if not isinstance(key, Hashable):
+                continue
+            if key in seen and key != "<<":
+                raise _DuplicateKey(f"stands on line {seen[key]} and again on line {line}; keep one", str(key))
+            seen[key] = line
+        return super().construct_mapping(node, deep)
+
+
+class _DuplicateKey(Exception):
+    """The message and the key."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:float"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"(?:{FLOAT.pattern})\\Z"), list("-+0123456789."))
+
+
+def parse_yaml(text: str, source: str) -> Any:
+    """The value `text` holds.
+
+    Raises:
+        ConfigError: it is not YAML, or a key stands twice.
+    """
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except _DuplicateKey as error:
+        message, key = error.args
+        raise ConfigError([Problem(key, message)], source) from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise ConfigError([Problem("", f"{where}not YAML: {getattr(error, 'problem', None) or error}")], source) from None
+
+
+def read_tree(path: Path, including: Sequence[Path] = ()) -> Tree:
+    """The mapping of one file over those of the base files its `defaults` lists, aliases renamed.
+
+    Later base files win over earlier ones and the file itself wins over all. Names in `defaults` are relative to the
+    file, with or without `.yaml`.
+
+    Raises:
+        ConfigError: a file is missing, is not a mapping, or includes itself.
+    """
+    path = path.resolve()
+    chain = [*including, path]
+    if path in including:
+        names = " -> ".join(item.name for item in chain[chain.index(path) :])
+        raise ConfigError([Problem("defaults", f"the files include each other: {names}")], str(including[0]))
+    tree = _mapping(path)
+    merged: Tree = {}
+    for name in _bases(tree.pop("defaults", None), path):
+        base = path.parent / (name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")
+        if not base.is_file():
+            raise ConfigError([Problem("defaults", f"{name!r} names no file: {base} does not exist")], str(path))
+        merged = merge(merged, read_tree(base, chain))
+    return merge(merged, rename(tree, str(path)))
+
+
+def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> Tree:
+    """`top` over `base`: mappings merge key by key, everything else is replaced."""
+    merged = dict(base)
+    for key, value in top.items():
+        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = merge(merged[key], value) if both else value
+    return merged
+
+
+def override_tree(overrides: Sequence[str]) -> Tree:
+    """The mapping that `a.b=value` overrides describe; values are YAML, later ones win.
+
+    Raises:
+        ConfigError: an override has no `=`, no key, or a sign in front.
+    """
+    tree: Tree = {}
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        key = key.strip()
+        if not equals or not key or not all(key.split(".")):
+            raise ConfigError([Problem("", f"override {text!r}: write key=value, such as actor_train.pg_variant=ppo")])
+        if key[0] in "+~":
+            raise ConfigError([Problem("", f"override {text!r}: write it without {key[0]!r}; every key exists already")])
+        item: Any = parse_yaml(value, f"override {key}") if value.strip() else None
+        for part in reversed(key.split(".")):
+            item = {part: item}
+        tree = merge(tree, item)
+    return rename(tree, "overrides")
+
+
+def _mapping(path: Path) -> Tree:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([Problem("", f"cannot be read: {error}")], str(path)) from None
+    tree = parse_yaml(text, str(path))
+    if not isinstance(tree, dict):
+        raise ConfigError([Problem("", "holds no `key: value` lines")], str(path))
+    return tree
+
+
+def _bases(defaults: Any, path: Path) -> list[str]:
+    """Names of base files; Hydra's `_self_` last and `@_here_` mean what happens anyway."""
+    names = [defaults] if isinstance(defaults, str) else defaults or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError([Problem("defaults", f"{defaults!r} is not a list of base files, such as [base.yaml]")], str(path))
+    if "_self_" in names[:-1]:
+        raise ConfigError([Problem("defaults", "a file always wins over its base files; put _self_ last")], str(path))
+    return [name.removesuffix("@_here_") for name in names if name != "_self_"]
