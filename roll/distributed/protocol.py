@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -32,6 +32,11 @@ class DataProto:
         non_tensor_batch: dict[str, np.ndarray] | None = None,
         meta_info: dict[str, Any] | None = None,
     ) -> None:
+        """Takes the tensors as they are.
+
+        Raises:
+            ValueError: an object array has another length than the batch.
+        """
         self.batch = batch
         self.non_tensor_batch = dict(non_tensor_batch or {})
         self.meta_info = dict(meta_info or {})
@@ -65,8 +70,9 @@ class DataProto:
 
     def __repr__(self) -> str:
         """Keys and shapes, never contents."""
-        shapes = {key: tuple(value.shape) for key, value in self.batch.items()}
-        return f"DataProto({len(self)} samples, {shapes}, objects {sorted(self.non_tensor_batch)}, meta {self.meta_info})"
+        shapes = {key: tuple(value.shape) for key, value in self.tensors().items()}
+        objects = sorted(self.non_tensor_batch)
+        return f"DataProto({len(self)} samples, {shapes}, objects {objects}, meta {self.meta_info})"
 
     def __contains__(self, key: str) -> bool:
         """Whether a tensor or an object array has this name."""
@@ -74,8 +80,12 @@ class DataProto:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Tensors as numpy views, so that pickle protocol 5 moves their bytes out of band."""
-        tensors = {key: _to_bytes(value) for key, value in self.batch.items()}
+        tensors = {key: _to_bytes(value) for key, value in self.tensors().items()}
         return _rebuild, (len(self), tensors, self.non_tensor_batch, self.meta_info)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors by name."""
+        return cast("dict[str, torch.Tensor]", dict(self.batch.items()))
 
     def select(self, *keys: str) -> DataProto:
         """Only these tensors and object arrays; meta_info stays.
@@ -85,7 +95,7 @@ class DataProto:
         """
         self._check(keys)
         return self._with(
-            {key: value for key, value in self.batch.items() if key in keys},
+            {key: value for key, value in self.tensors().items() if key in keys},
             {key: value for key, value in self.non_tensor_batch.items() if key in keys},
             len(self),
         )
@@ -98,7 +108,7 @@ class DataProto:
         index = index.long()
         places = index.numpy()
         return self._with(
-            {key: value[index] for key, value in self.batch.items()},
+            {key: value[index] for key, value in self.tensors().items()},
             {key: value[places] for key, value in self.non_tensor_batch.items()},
             len(index),
         )
@@ -107,7 +117,7 @@ class DataProto:
         """Samples start to stop (exclusive), as views."""
         part = slice(*slice(start, stop).indices(len(self)))
         return self._with(
-            {key: value[part] for key, value in self.batch.items()},
+            {key: value[part] for key, value in self.tensors().items()},
             {key: value[part] for key, value in self.non_tensor_batch.items()},
             max(0, part.stop - part.start),
         )
@@ -139,7 +149,7 @@ class DataProto:
         for part in parts[1:]:
             if set(part.batch.keys()) != keys or set(part.non_tensor_batch) != objects:
                 raise ValueError(f"concat of parts with different keys: {parts[0]!r} and {part!r}")
-        tensors = {key: _concat_padded(key, [part.batch[key] for part in parts]) for key in parts[0].batch.keys()}
+        tensors = {key: _concat_padded(key, [part.batch[key] for part in parts]) for key in parts[0].tensors()}
         arrays = {key: np.concatenate([part.non_tensor_batch[key] for part in parts]) for key in objects}
         first = parts[0].meta_info
         meta = {
@@ -158,7 +168,7 @@ class DataProto:
         if len(self) != len(other):
             raise ValueError(f"union of {len(self)} and {len(other)} samples")
         for mine, theirs in (
-            (dict(self.batch.items()), dict(other.batch.items())),
+            (self.tensors(), other.tensors()),
             (self.non_tensor_batch, other.non_tensor_batch),
             (self.meta_info, other.meta_info),
         ):
@@ -166,7 +176,7 @@ class DataProto:
                 if not _equal(mine[key], theirs[key]):
                     raise ValueError(f"union: both have {key!r} and the values differ")
         return DataProto(
-            TensorDict({**dict(self.batch.items()), **dict(other.batch.items())}, batch_size=[len(self)]),
+            TensorDict({**self.tensors(), **other.tensors()}, batch_size=[len(self)]),
             {**self.non_tensor_batch, **other.non_tensor_batch},
             {**self.meta_info, **other.meta_info},
         )
@@ -192,7 +202,7 @@ class DataProto:
         if kept & set(names.values()) or len(set(names.values())) < len(names):
             raise ValueError(f"rename to a name that is taken: {dict(names)}")
         return self._with(
-            {names.get(key, key): value for key, value in self.batch.items()},
+            {names.get(key, key): value for key, value in self.tensors().items()},
             {names.get(key, key): value for key, value in self.non_tensor_batch.items()},
             len(self),
         )
@@ -222,7 +232,7 @@ class DataProto:
         return self._with(
             {
                 key: value[:, :keep] if value.dim() > 1 and value.shape[1] == width else value
-                for key, value in self.batch.items()
+                for key, value in self.tensors().items()
             },
             self.non_tensor_batch,
             len(self),
@@ -234,7 +244,8 @@ class DataProto:
     def _check(self, keys: Sequence[str]) -> None:
         missing = [key for key in keys if key not in self]
         if missing:
-            raise KeyError(f"no {missing} here; there are {sorted(self.batch.keys())} and {sorted(self.non_tensor_batch)}")
+            known = sorted([*self.tensors(), *self.non_tensor_batch])
+            raise KeyError(f"no {missing} here; there are {known}")
 
 
 def _object_array(values: Sequence[Any] | np.ndarray) -> np.ndarray:

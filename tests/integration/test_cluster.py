@@ -1,0 +1,247 @@
+"""Clusters on Ray: dispatch, failures that name their rank, deadlines, devices that do not fit, no process left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from roll.configs.layout import ParallelLayout
+from roll.configs.pipeline import BaseConfig
+from roll.configs.worker import WorkerConfig
+from roll.distributed.cluster import Cluster
+from roll.distributed.dispatch import Collect, Dispatch, register
+from roll.distributed.pending import ClusterError
+from roll.distributed.protocol import DataProto
+from roll.distributed.resources import ResourceError, ResourceManager, start_ray, stop_ray
+from roll.distributed.worker import Worker
+
+pytestmark = pytest.mark.integration
+
+
+class Echo(Worker):
+    """Answers with what it was given, or misbehaves when told to."""
+
+    @register()
+    def same(self, value: Any, extra: int = 0) -> tuple[int, Any, int]:
+        return self.rank.rank, value, extra
+
+    @register(dispatch=Dispatch.ALL_TO_ALL)
+    def own(self, value: Any) -> Any:
+        return value
+
+    @register(dispatch=Dispatch.DP)
+    def shard(self, data: DataProto) -> tuple[int, list[int]]:
+        return self.rank.rank, data.batch["ids"].tolist()
+
+    @register(collect=Collect.FIRST)
+    def surroundings(self) -> dict[str, Any]:
+        return {
+            "affinity": sorted(os.sched_getaffinity(0)),
+            "threads": torch.get_num_threads(),
+            "env": {key: os.environ[key] for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "MINE")},
+        }
+
+    @register()
+    def stumble(self, rank: int) -> None:
+        if self.rank.rank == rank:
+            raise KeyError(f"rank {rank} lost its key")
+        time.sleep(0.2)
+        raise RuntimeError("the peer went away")
+
+    @register()
+    def sleep(self, rank: int, seconds: float) -> None:
+        if self.rank.rank == rank:
+            time.sleep(seconds)
+
+    @register()
+    def die(self, rank: int) -> None:
+        if self.rank.rank == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    @register()
+    def spawn(self) -> int:
+        return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
+
+
+class AsyncEcho(Worker):
+    """Calls that run side by side."""
+
+    concurrent = True
+
+    @register()
+    async def meet(self, name: str) -> float:
+        start = time.monotonic()
+        await asyncio.sleep(0.5)
+        return time.monotonic() - start
+
+
+LAYOUT = ParallelLayout(tensor=2, data=2, pipeline=1)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> BaseConfig:
+    folder = tmp_path_factory.mktemp("run")
+    return BaseConfig(output_dir=str(folder), rpc_timeout_s=60, start_timeout_s=60, system_envs={"MINE": "yes"})
+
+
+@pytest.fixture(scope="module")
+def resources(config: BaseConfig) -> Iterator[ResourceManager]:
+    start_ray(config, "cpu", num_devices=6)
+    yield ResourceManager("cpu", 6, {"echo": [0, 1, 2, 3], "side": [4]})
+    stop_ray()
+
+
+def make(config: BaseConfig, resources: ResourceManager) -> Cluster:
+    return Cluster("echo", Echo, WorkerConfig(device_mapping=[0, 1, 2, 3]), config, resources, LAYOUT)
+
+
+@pytest.fixture(scope="module")
+def echo(config: BaseConfig, resources: ResourceManager) -> Iterator[Cluster]:
+    cluster = make(config, resources)
+    yield cluster
+    cluster.shutdown()
+
+
+def test_one_to_all_gives_every_rank_the_same(echo: Cluster) -> None:
+    assert echo.same("x", extra=3).get() == [(rank, "x", 3) for rank in range(4)]
+
+
+def test_all_to_all_gives_every_rank_its_own(echo: Cluster) -> None:
+    assert echo.own([5, 6, 7, 8]).get() == [5, 6, 7, 8]
+    with pytest.raises(ValueError, match="one entry for each of 4 ranks, got 2 entries"):
+        echo.own([5, 6])
+
+
+def test_dp_gives_each_data_index_its_shard_and_collects_in_order(echo: Cluster) -> None:
+    data = DataProto.from_dict({"ids": torch.arange(5)})
+    assert asyncio.run(awaited(echo.shard(data.chunk(2)))) == [(0, [0, 1, 2]), (2, [3, 4])]
+
+
+async def awaited(pending: Any) -> Any:
+    return await pending
+
+
+def test_a_process_knows_its_cores_threads_and_environment(echo: Cluster) -> None:
+    found = echo.surroundings().get()
+    rank = echo.describe().get()[0]
+    assert tuple(found["affinity"]) == rank.cores and found["threads"] == rank.threads
+    assert found["env"] == {
+        "RANK": "0",
+        "WORLD_SIZE": "4",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(rank.master_port),
+        "MINE": "yes",
+    }
+
+
+def test_an_unknown_method_lists_the_known_ones(echo: Cluster) -> None:
+    with pytest.raises(AttributeError, match="echo has no method 'nothing'; its workers register .*'same'"):
+        echo.nothing()
+
+
+@pytest.mark.parametrize("waits", ["get", "await"])
+def test_the_traceback_of_the_first_rank_that_raised_comes_first(echo: Cluster, waits: str) -> None:
+    with pytest.raises(ClusterError) as caught:
+        pending = echo.stumble(2)
+        pending.get() if waits == "get" else asyncio.run(awaited(pending))
+    message = str(caught.value)
+    assert message.startswith("echo.stumble failed on rank 2 (node 0, devices 2, log ")
+    assert message.index("rank 2 lost its key") < message.index("then rank")
+    assert (caught.value.rank, caught.value.kind, caught.value.method) == (2, "KeyError", "stumble")
+
+
+@pytest.mark.parametrize("waits", ["get", "await"])
+def test_a_call_past_its_deadline_says_what_it_waited_for(echo: Cluster, waits: str) -> None:
+    pending = echo.sleep(1, 1.5).within(0.3)
+    with pytest.raises(ClusterError, match=r"echo.sleep: no answer within 0.3 s from rank 1 \(node 0,") as e:
+        pending.get() if waits == "get" else asyncio.run(awaited(pending))
+    assert e.value.kind == "Timeout"
+    echo.same(0).get()
+
+
+def test_concurrent_workers_run_calls_side_by_side(config: BaseConfig, resources: ResourceManager) -> None:
+    cluster = Cluster("side", AsyncEcho, WorkerConfig(device_mapping=[4]), config, resources, ParallelLayout())
+    cluster.meet("warm").get()
+    start = time.monotonic()
+    pendings = [cluster.meet(str(index)) for index in range(10)]
+    assert all(pending.get()[0] >= 0.5 for pending in pendings)
+    assert time.monotonic() - start < 3
+    cluster.shutdown()
+
+
+def test_a_dead_rank_is_named_and_shutdown_leaves_no_process(config: BaseConfig, resources: ResourceManager) -> None:
+    cluster = make(config, resources)
+    children = cluster.spawn().get()
+    own = [process.pid for process in cluster._processes]
+    with pytest.raises(ClusterError) as caught:
+        cluster.die(3).get()
+    assert (caught.value.rank, caught.value.kind) == (3, "ProcessDied")
+    cluster.shutdown()
+    assert not [pid for pid in own + children[:3] if psutil.pid_exists(pid)]
+    psutil.Process(children[3]).kill()
+
+
+def test_devices_that_do_not_fit_fail_at_once_with_the_table(resources: ResourceManager) -> None:
+    start = time.monotonic()
+    with pytest.raises(ResourceError, match="needs 2 node") as caught:
+        ResourceManager("cpu", 6, {"actor_train": [0, 1], "actor_infer": [6]})
+    assert time.monotonic() - start < 2
+    assert "no such node" in str(caught.value) and "actor_infer" in str(caught.value)
+    with pytest.raises(ResourceError, match="fit"):
+        ResourceManager("cpu", 8, {"actor_train": [0, 7]})
+
+
+def test_a_ray_that_does_not_answer_is_an_error_that_says_so(config: BaseConfig) -> None:
+    code = textwrap.dedent("""
+        from roll.configs.pipeline import BaseConfig
+        from roll.distributed.resources import RayStartError, start_ray
+        try:
+            start_ray(BaseConfig(), "cpu", 2)
+        except RayStartError as error:
+            print(error)
+    """)
+    expected = {"127.0.0.1:1": "no Ray answers at RAY_ADDRESS=127.0.0.1:1", "nowhere": "is not HOST:PORT"}
+    for address, said in expected.items():
+        environment = {**os.environ, "RAY_ADDRESS": address}
+        run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+        assert said in run.stdout, run.stderr
+
+
+def test_no_process_outlives_a_driver_that_was_killed(tmp_path: Path) -> None:
+    driver = tmp_path / "driver.py"
+    driver.write_text(
+        textwrap.dedent(f"""
+        import sys, time
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        from test_cluster import LAYOUT, BaseConfig, Cluster, Echo, ResourceManager, WorkerConfig, start_ray
+        if __name__ == "__main__":
+            config = BaseConfig(output_dir={str(tmp_path)!r}, system_envs={{"MINE": "orphan-{tmp_path.name}"}})
+            start_ray(config, "cpu", 4)
+            resources = ResourceManager("cpu", 4, {{"echo": [0, 1, 2, 3]}})
+            cluster = Cluster("echo", Echo, WorkerConfig(device_mapping=[0, 1, 2, 3]), config, resources, LAYOUT)
+            cluster.same(1).get()
+            print("ready", flush=True)
+            cluster.sleep(0, 600.0)
+            time.sleep(600)
+        """)
+    )
+    process = subprocess.Popen([sys.executable, str(driver)], stdout=subprocess.PIPE, text=True, cwd=Path.cwd())
+    assert process.stdout is not None and "ready" in process.stdout.readline()
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert len(family) > 4
+    process.kill()
+    process.wait()
+    _, alive = psutil.wait_procs(family, timeout=30)
+    assert not alive, [" ".join(p.cmdline()) for p in alive]
