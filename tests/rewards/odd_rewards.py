@@ -1,0 +1,28 @@
+"""A reward function that misbehaves on demand; the pool's processes import it by name."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from roll.configs.pipeline import RewardConfig
+
+SELF_TEST = (("1", "1", True), ("2", "1", True))
+
+
+def behave(response: str, ground_truth: str, config: RewardConfig) -> Any:
+    """Does what the response says; a response that is a number is its score."""
+    if response == "hang":
+        time.sleep(600)
+    if response == "raise":
+        raise RuntimeError("cannot judge this")
+    if response == "exit":
+        raise SystemExit(3)
+    if response == "die":
+        os._exit(7)
+    odd = {"nan": float("nan"), "infinite": float("-inf"), "text": "good", "nothing": None, "two": [1.0, 0.0]}
+    return odd[response] if response in odd else float(response)
+
+
+NOT_A_FUNCTION = 3

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from roll.configs.pipeline import RewardConfig
+from roll.rewards.math_rule import SELF_TEST, equal, math_reward
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected", "right"),
+    [
+        ("46", "46", True),
+        ("046", "46", True),
+        ("+46", "46", True),
+        ("1,234", "1234", True),
+        ("-5", "5", False),
+        ("123456789012345678901234567890", "123456789012345678901234567891", False),
+        ("0.5", r"\frac{1}{2}", True),
+        (r"\frac{2}{4}", "1/2", True),
+        ("2x+1", "1 + 2x", True),
+        (r"\{1, 2\}", r"\{2, 1\}", True),
+        ("x", "y", False),
+        ("", "4", False),
+        ("word salad", "4", False),
+    ],
+)
+def test_equality_is_mathematical(answer, expected, right):
+    assert equal(answer, expected) is right
+
+
+def test_a_ground_truth_that_is_not_mathematics_is_an_error_and_not_a_wrong_answer():
+    with pytest.raises(ValueError, match="ground truth '' is not readable"):
+        math_reward("46", "", RewardConfig())
+
+
+def test_scores_are_the_configured_ones():
+    config = RewardConfig(correct_score=2.0, wrong_score=-1.0)
+    assert math_reward("12+34=46", "46", config) == 2.0
+    assert math_reward("12+34=47", "46", config) == -1.0
+    assert math_reward("no idea", "46", config) == -1.0
+
+
+def test_the_ground_truth_may_be_a_worked_solution():
+    assert math_reward(r"\boxed{46}", r"12 + 34 is \boxed{46}", RewardConfig()) == 1.0
+
+
+@pytest.mark.parametrize("pattern", ["boxed", "last_number", "boxed_or_last_number"])
+def test_the_known_pairs_hold_under_every_pattern(pattern):
+    config = RewardConfig(answer_pattern=pattern)
+    for response, ground_truth, right in SELF_TEST:
+        assert math_reward(response, ground_truth, config) == float(right), response
+
+
+def test_rewards_import_neither_torch_nor_math_verify_before_it_is_needed():
+    code = "import sys, roll.rewards.pool, roll.rewards.math_rule; print({'torch', 'sympy'} & set(sys.modules))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout.strip() == "set()"
