@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from roll.algorithms.advantages import compute_advantages
-from roll.algorithms.correction import correction_diagnostics
+from roll.algorithms.advantages import AdvantageConfig, compute_advantages
+from roll.algorithms.correction import LOG_PROB_DIFF_MAX, diagnostics
 from roll.algorithms.losses import PolicyLossConfig
 from roll.configs.pipeline import RLConfig
 from roll.distributed.protocol import DataProto
 from roll.pipeline.clock import StepClock
 from roll.pipeline.errors import RunError
 from roll.pipeline.interfaces import SampleBatch
+from roll.pipeline.learner import ActorLearner
 from roll.pipeline.sharding import cluster_log_probs, training_plans, training_shards
 
 if TYPE_CHECKING:
@@ -24,19 +25,17 @@ FIRST_STEP_TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2, "fp16": 1e-2}
 """How far ratio may be from 1, and KL from 0, before any update. Half precision rounds differently when the forward
 pass for old log-probs and the training pass batch samples differently."""
 
-PARITY_BOUND = {"fp32": 1e-3, "bf16": 0.5, "fp16": 0.5}
-"""Default of log_prob_parity_bound: largest |log p - log mu| in the first step, by the less precise side."""
 
-
-class RLLearner:
+class RLLearner(ActorLearner):
     """Learns with actor_train; a reference cluster is there only when a KL term uses it."""
 
     def __init__(self, config: RLConfig, actor: Cluster, reference: Cluster | None) -> None:
         """Takes the clusters; `reference` is None when no KL term is on."""
+        super().__init__(actor)
         self._config = config
-        self._actor = actor
         self._reference = reference
         self._loss_config = PolicyLossConfig.from_config(config)
+        self._advantage_config = AdvantageConfig.from_config(config)
         self._updated = False
 
     async def learn(self, batch: SampleBatch, clock: StepClock) -> dict[str, float]:
@@ -49,17 +48,18 @@ class RLLearner:
         data.meta_info["temperature"] = config.actor_infer.generating_args.temperature
         with clock.measure("old_log_probs"):
             await self._add_log_probs(data)
-        metrics = correction_diagnostics(data.batch["old_log_probs"], data.batch["behavior_log_probs"], data.batch["response_mask"])
+        mask = data.batch["response_mask"]
+        metrics = diagnostics(data.batch["old_log_probs"], data.batch["behavior_log_probs"], mask)
         if not self._updated:
-            self._check_parity(metrics["correction/log_prob_max_abs_diff"])
+            self._check_parity(metrics[LOG_PROB_DIFF_MAX])
         with clock.measure("advantages"):
-            metrics |= compute_advantages(data.batch, config)
+            metrics |= self._add_advantages(data)
         with clock.measure("train"):
             metrics |= await self._train(data)
         return metrics
 
     async def _add_log_probs(self, data: DataProto) -> None:
-        if old_log_probs_source(self._config) == "behavior":
+        if self._config.old_log_probs_source == "behavior":
             data.batch["old_log_probs"] = data.batch["behavior_log_probs"].clone()
         else:
             answer = await cluster_log_probs(self._actor, data, self._config.actor_train)
@@ -67,6 +67,19 @@ class RLLearner:
         if self._reference is not None:
             answer = await cluster_log_probs(self._reference, data, self._config.reference)
             data.batch["ref_log_probs"] = answer.batch["log_probs"] * data.batch["response_mask"]
+
+    def _add_advantages(self, data: DataProto) -> dict[str, float]:
+        result = compute_advantages(
+            data.batch["scores"],
+            data.batch["group_ids"],
+            data.batch["response_mask"],
+            self._advantage_config,
+            log_probs=data.batch["old_log_probs"],
+            ref_log_probs=data.batch.get("ref_log_probs", None),
+            kl_coef=self._config.init_kl_coef,
+        )
+        data.batch["advantages"], data.batch["returns"] = result.advantages, result.returns
+        return result.metrics
 
     async def _train(self, data: DataProto) -> dict[str, float]:
         config = self._config
@@ -83,7 +96,7 @@ class RLLearner:
 
     def _check_first_update(self, metrics: dict[str, float]) -> None:
         """Before any update the current policy is the proximal one: ratio 1, KL 0."""
-        if old_log_probs_source(self._config) == "behavior":
+        if self._config.old_log_probs_source == "behavior":
             return
         tolerance = FIRST_STEP_TOLERANCE[self._config.actor_train.model_args.dtype]
         off = max(abs(metrics["ratio_mean"] - 1), abs(metrics["ratio_max"] - 1), abs(metrics["policy_kl"]))
@@ -96,34 +109,17 @@ class RLLearner:
 
     def _check_parity(self, difference: float) -> None:
         """On fresh weights the engine's log-probs and the trainer's are of one policy."""
-        config = self._config
-        dtypes = (config.actor_train.model_args.dtype, config.actor_infer.model_args.dtype)
-        bound = config.log_prob_parity_bound or max(PARITY_BOUND[dtype] for dtype in dtypes)
-        if not difference <= bound:
+        bound = self._config.log_prob_parity_bound
+        if bound is not None and not difference <= bound:
             raise RunError(
                 f"engine and trainer disagree about the log-prob of a sampled token by {difference:.3g}, more than "
                 f"log_prob_parity_bound {bound}: check that both load the same weights, temperature and dtype"
             )
 
-    async def save(self, folder: Path) -> None:
-        """Writes actor_train."""
-        await self._actor.save_checkpoint(str(folder / "actor_train"))
-
     async def load(self, folder: Path) -> None:
         """Restores actor_train; an update has been made before, so first-step checks are over."""
-        await self._actor.load_checkpoint(str(folder / "actor_train"))
+        await super().load(folder)
         self._updated = True
-
-    async def export_hf(self, folder: Path) -> None:
-        """Writes actor_train as a HF folder."""
-        await self._actor.export_hf(str(folder))
-
-
-def old_log_probs_source(config: RLConfig) -> str:
-    """`auto` resolved: behaviour log-probs when generation runs ahead, recomputed ones otherwise."""
-    if config.old_log_probs_source != "auto":
-        return config.old_log_probs_source
-    return "behavior" if config.async_generation_ratio > 0 else "recompute"
 
 
 def reduce_steps(name: str, values: list[float]) -> float:

@@ -41,6 +41,8 @@ class TrainingLoop:
         self._trackers = trackers
         self._checkpoints = CheckpointManager(Path(config.output_dir) / "checkpoints", config.max_ckpt_to_keep)
         self.state = PipelineState()
+        self.validation: dict[str, dict[str, float]] = {}
+        """Validation metrics by the number of steps finished when they were taken."""
 
     async def run(self) -> None:
         """Runs every remaining step; the first publish is a handshake that proves the path before any work."""
@@ -83,7 +85,9 @@ class TrainingLoop:
 
     async def _validate(self, clock: StepClock) -> dict[str, float]:
         with clock.measure("val"):
-            return await self._samples.validate(self.state.version)
+            metrics = await self._samples.validate(self.state.version)
+        self.validation[str(self.state.step)] = metrics
+        return metrics
 
     async def save(self) -> Path:
         """Writes a complete checkpoint of the current step."""

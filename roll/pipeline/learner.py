@@ -1,0 +1,31 @@
+"""What every learner with one trained role shares: saving, restoring and exporting it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from roll.distributed.cluster import Cluster
+
+ROLE = "actor_train"
+
+
+class ActorLearner:
+    """Saves and restores actor_train."""
+
+    def __init__(self, actor: Cluster) -> None:
+        """Takes the cluster that learns."""
+        self._actor = actor
+
+    async def save(self, folder: Path) -> None:
+        """Writes weights, optimizer, schedule and RNG."""
+        await self._actor.save_checkpoint(str(folder / ROLE))
+
+    async def load(self, folder: Path) -> None:
+        """Restores what `save` wrote."""
+        await self._actor.load_checkpoint(str(folder / ROLE))
+
+    async def export_hf(self, folder: Path) -> None:
+        """Writes the trained model as a HF folder."""
+        await self._actor.export_hf(str(folder))

@@ -1,0 +1,51 @@
+"""Memory of the whole run: this process and everything it started."""
+
+from __future__ import annotations
+
+import threading
+
+import psutil
+
+INTERVAL_S = 1.0
+"""Seconds between samples: the large allocations here live for many seconds, and a sample costs milliseconds."""
+
+
+def resident_bytes() -> int:
+    """Proportional resident memory of this process and its descendants, in bytes.
+
+    Shared pages are divided among the processes that share them, so that Ray's object store counts once.
+    """
+    own = psutil.Process()
+    total = 0
+    for process in [own, *own.children(recursive=True)]:
+        try:
+            total += process.memory_full_info().pss
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return total
+
+
+class PeakMemory:
+    """Samples `resident_bytes` on a thread; use as a context manager."""
+
+    def __init__(self) -> None:
+        """Starts at zero."""
+        self.peak_bytes = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample, name="peak-memory", daemon=True)
+
+    def __enter__(self) -> PeakMemory:
+        """Begins sampling."""
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Takes a last sample and stops."""
+        self._stop.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        while True:
+            self.peak_bytes = max(self.peak_bytes, resident_bytes())
+            if self._stop.wait(INTERVAL_S):
+                return

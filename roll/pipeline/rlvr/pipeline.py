@@ -1,0 +1,105 @@
+"""Assembles an RLVR run: prompts, tokenizer and rewards first, then engines and the learner."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from roll.configs.arguments import GeneratingArguments
+from roll.configs.pipeline import RLVRConfig
+from roll.configs.plan import make_plan
+from roll.datasets.prompts import load_prompts
+from roll.datasets.templates import EncodedPrompt, encode_prompts
+from roll.distributed.weight_sync.publisher import WeightPublisher
+from roll.models.tokenizer import load_tokenizer
+from roll.pipeline.engine_pool import EnginePool
+from roll.pipeline.errors import RunError
+from roll.pipeline.publishing import ClockedPublisher
+from roll.pipeline.rl_learner import RLLearner
+from roll.pipeline.rlvr.samples import RLVRSamples
+from roll.pipeline.rlvr.scoring import Scorer
+from roll.pipeline.training_loop import TrainingLoop
+from roll.rollout.types import SamplingParams
+from roll.trackers import TrackerGroup
+
+if TYPE_CHECKING:
+    from roll.distributed.cluster import Cluster
+
+logger = logging.getLogger(__name__)
+
+
+class RLVRPipeline:
+    """Everything that can be wrong with the inputs is found by `prepare`, before Ray or an engine starts."""
+
+    def __init__(self, config: RLVRConfig) -> None:
+        """Computes the plan; reads no data yet."""
+        self._config = config
+        self.plan = make_plan(config)
+
+    async def prepare(self) -> None:
+        """Reads and encodes the prompts, starts the rewards and tests them on known answers.
+
+        Raises:
+            RunError: a tag that no reward scores, a broken reward, no validation prompts though eval_steps asks.
+        """
+        config = self._config
+        self._tokenizer = load_tokenizer(config.actor_train.model_args.model_name_or_path)
+        self._prompts = self._read("actor_train", config.actor_train.data_args.file_name)
+        self._validation = self._read("validation", config.validation.data_args.file_name) if config.eval_steps else []
+        self._scorer = Scorer(config.rewards, self._tokenizer)
+        for tag in sorted({prompt.tag for prompt in [*self._prompts, *self._validation]}):
+            self._scorer.reward_of(tag)
+        await self._scorer.self_test()
+
+    def _read(self, role: str, files: list[str]) -> list[EncodedPrompt]:
+        args = getattr(self._config, role).data_args
+        if not files:
+            raise RunError(f"{role}.data_args.file_name: names no file")
+        prompts = load_prompts(files, args)
+        encoded, dropped = encode_prompts(prompts, self._tokenizer, args.template, self._config.prompt_length)
+        if dropped:
+            logger.warning(
+                "%s: %d of %d prompts are longer than prompt_length %d and were dropped",
+                role, dropped, len(prompts), self._config.prompt_length,
+            )  # fmt: skip
+        return encoded
+
+    async def build(self, clusters: dict[str, Cluster], trackers: TrackerGroup) -> TrainingLoop:
+        """The loop, its parts joined to the running clusters."""
+        config = self._config
+        publisher = WeightPublisher(clusters["actor_train"], clusters["actor_infer"], config)
+        await publisher.setup()
+        samples = RLVRSamples(
+            config,
+            self._prompts,
+            self._validation,
+            EnginePool(clusters["actor_infer"], config.max_generation_retries),
+            self._scorer,
+            self._sampling(config.actor_infer.generating_args),
+            self._sampling(config.validation.generating_args),
+        )
+        learner = RLLearner(config, clusters["actor_train"], clusters.get("reference"))
+        return TrainingLoop(config, samples, learner, ClockedPublisher(publisher), trackers)
+
+    def _sampling(self, args: GeneratingArguments) -> SamplingParams:
+        if args.max_new_tokens is None:
+            raise RunError("generating_args.max_new_tokens: is not set")
+        return SamplingParams(
+            max_new_tokens=args.max_new_tokens,
+            temperature=args.temperature,
+            top_p=args.top_p,
+            top_k=args.top_k,
+            repetition_penalty=args.repetition_penalty,
+            stop_token_ids=(self._tokenizer.eos_token_id, *self._stop_ids(args.stop_strings)),
+        )
+
+    def _stop_ids(self, stop_strings: list[str]) -> list[int]:
+        ids = [self._tokenizer.encode(text, add_special_tokens=False) for text in stop_strings]
+        for text, tokens in zip(stop_strings, ids, strict=True):
+            if len(tokens) != 1:
+                raise RunError(f"generating_args.stop_strings: {text!r} is {len(tokens)} tokens; it must be one")
+        return [tokens[0] for tokens in ids]
+
+    async def close(self) -> None:
+        """Ends the reward processes."""
+        self._scorer.close()

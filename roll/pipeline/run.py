@@ -1,0 +1,103 @@
+"""A checked configuration becomes a run: inputs first, then processes, then the loop, then the record."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.logging import RichHandler
+
+from roll.configs.pipeline import BaseConfig, RLVRConfig, SFTConfig
+from roll.pipeline.errors import RunError
+from roll.pipeline.memory import PeakMemory
+from roll.pipeline.rlvr.pipeline import RLVRPipeline
+from roll.pipeline.session import Session
+from roll.pipeline.sft.pipeline import SFTPipeline
+from roll.pipeline.training_loop import TrainingLoop
+from roll.trackers import TrackerGroup, make_trackers
+
+logger = logging.getLogger(__name__)
+
+PIPELINES: dict[type[BaseConfig], Any] = {RLVRConfig: RLVRPipeline, SFTConfig: SFTPipeline}
+
+
+@dataclass
+class RunSummary:
+    """How a run ended: what `run.json` and the last console line say."""
+
+    status: str = "failed"
+    steps: int = 0
+    seconds: float = 0.0
+    peak_memory_bytes: int = 0
+    validation: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+def run_pipeline(config: BaseConfig) -> int:
+    """Runs to the end.
+
+    Returns:
+        The exit code: 0, or 1 after an error that has been explained on the console.
+    """
+    configure_logging(config)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        asyncio.run(run(config))
+    except RunError as error:
+        logger.error("%s", error)
+        return 1
+    except KeyboardInterrupt:
+        logger.error("interrupted; go on from the last checkpoint with resume_from_checkpoint=true")
+        return 130
+    return 0
+
+
+async def run(config: BaseConfig) -> RunSummary:
+    """One run, its processes ended whatever happens.
+
+    Raises:
+        RunError: the run cannot go on; run.json says so too.
+    """
+    start = time.perf_counter()
+    pipeline = PIPELINES[type(config)](config)
+    await pipeline.prepare()
+    trackers = make_trackers(config, pipeline.plan)
+    summary = RunSummary()
+    with PeakMemory() as memory:
+        try:
+            await _train(config, pipeline, trackers, summary)
+        finally:
+            await pipeline.close()
+            summary.seconds = time.perf_counter() - start
+            summary.peak_memory_bytes = memory.peak_bytes
+            trackers.close(vars(summary))
+    return summary
+
+
+async def _train(config: BaseConfig, pipeline: Any, trackers: TrackerGroup, summary: RunSummary) -> None:
+    async with Session(config) as session:
+        loop: TrainingLoop = await pipeline.build(session.clusters, trackers)
+        await loop.resume()
+        if loop.state.step:
+            trackers.resume(loop.state.step)
+        try:
+            await loop.run()
+            summary.status = "finished"
+        finally:
+            summary.steps = loop.state.step
+            summary.validation = loop.validation
+
+
+def configure_logging(config: BaseConfig) -> None:
+    """Project messages to the console and to `logging_dir/driver.log`."""
+    folder = Path(config.logging_dir or Path(config.output_dir) / "logs")
+    folder.mkdir(parents=True, exist_ok=True)
+    file = logging.FileHandler(folder / "driver.log")
+    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger("roll")
+    root.setLevel(logging.INFO)
+    root.handlers = [RichHandler(show_path=False, rich_tracebacks=False), file]

@@ -1,0 +1,66 @@
+"""Ray, the devices and the clusters of one run: all started here, all ended here."""
+
+from __future__ import annotations
+
+import asyncio
+
+from roll.configs.layouts import device_roles, role_layout
+from roll.configs.pipeline import BaseConfig
+from roll.distributed.cluster import Cluster
+from roll.distributed.infer_worker import InferWorker
+from roll.distributed.resources import ResourceManager, start_ray, stop_ray
+from roll.distributed.train_worker import TrainWorker
+from roll.distributed.worker import Worker
+from roll.platforms import get_platform
+
+WORKERS: dict[str, type[Worker]] = {
+    "megatron_train": TrainWorker,
+    "megatron_infer": TrainWorker,
+    "sglang": InferWorker,
+}
+"""The worker that runs each `strategy_name`."""
+
+
+class Session:
+    """The clusters of every role that owns devices; leaving the block ends every process it started."""
+
+    def __init__(self, config: BaseConfig) -> None:
+        """Starts nothing yet."""
+        self._config = config
+        self._platform = get_platform(config.platform)
+        self._resources: ResourceManager | None = None
+        self.clusters: dict[str, Cluster] = {}
+
+    async def __aenter__(self) -> Session:
+        """Starts Ray, reserves the devices, and brings all roles up side by side."""
+        try:
+            await self._start()
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        """Ends clusters, reservation and Ray."""
+        self._stop()
+
+    async def _start(self) -> None:
+        config = self._config
+        roles = device_roles(config)
+        per_node = config.num_devices_per_node or self._platform.device_count()
+        start_ray(config, self._platform.name, per_node)
+        mappings = {role: worker.device_mapping for role, worker in roles.items()}
+        self._resources = ResourceManager(self._platform.name, per_node, mappings)
+        for role, worker in roles.items():
+            cls = WORKERS[worker.strategy_args.strategy_name]
+            self.clusters[role] = Cluster(role, cls, worker, config, self._resources, role_layout(worker))
+        calls = [asyncio.to_thread(cluster.initialize) for cluster in self.clusters.values()]
+        for pending in await asyncio.gather(*calls):
+            await pending
+
+    def _stop(self) -> None:
+        for cluster in self.clusters.values():
+            cluster.shutdown()
+        if self._resources is not None:
+            self._resources.release()
+        stop_ray()

@@ -1,0 +1,49 @@
+"""Assembles an SFT run: pairs and tokenizer first, then the learner."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from roll.configs.pipeline import SFTConfig
+from roll.configs.plan import make_plan
+from roll.datasets.sft import SFTExample, load_examples
+from roll.models.tokenizer import load_tokenizer
+from roll.pipeline.errors import RunError
+from roll.pipeline.sft.learner import SFTLearner
+from roll.pipeline.sft.samples import SFTSamples
+from roll.pipeline.training_loop import TrainingLoop
+from roll.trackers import TrackerGroup
+
+if TYPE_CHECKING:
+    from roll.distributed.cluster import Cluster
+
+
+class SFTPipeline:
+    """Everything that can be wrong with the inputs is found by `prepare`, before Ray starts."""
+
+    def __init__(self, config: SFTConfig) -> None:
+        """Computes the plan; reads no data yet."""
+        self._config = config
+        self.plan = make_plan(config)
+
+    async def prepare(self) -> None:
+        """Reads and encodes the pairs."""
+        config = self._config
+        self._tokenizer = load_tokenizer(config.actor_train.model_args.model_name_or_path)
+        self._examples = self._read("actor_train")
+        self._validation = self._read("validation") if config.eval_steps else []
+
+    def _read(self, role: str) -> list[SFTExample]:
+        args = getattr(self._config, role).data_args
+        if not args.file_name:
+            raise RunError(f"{role}.data_args.file_name: names no file")
+        return load_examples(args.file_name, args, self._tokenizer, self._config.sequence_length)
+
+    async def build(self, clusters: dict[str, Cluster], trackers: TrackerGroup) -> TrainingLoop:
+        """The loop, its parts joined to the running cluster."""
+        actor = clusters["actor_train"]
+        samples = SFTSamples(self._config, self._examples, self._validation, actor)
+        return TrainingLoop(self._config, samples, SFTLearner(self._config, actor), None, trackers)
+
+    async def close(self) -> None:
+        """Nothing was started."""
