@@ -1,0 +1,77 @@
+"""A checkpoint is complete or it is not there."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from roll.pipeline.checkpoint import MARKER, CheckpointManager
+from roll.pipeline.errors import RunError
+
+
+async def write_weights(folder: Path) -> None:
+    (folder / "weights").write_text("w")
+
+
+def save(manager: CheckpointManager, step: int) -> Path:
+    return asyncio.run(manager.save(step, write_weights))
+
+
+def test_a_saved_checkpoint_is_found_and_holds_what_was_written(tmp_path):
+    manager = CheckpointManager(tmp_path, max_to_keep=0)
+    folder = save(manager, 10)
+    assert manager.resume_path(True) == folder
+    assert (folder / "weights").read_text() == "w"
+
+
+def test_a_run_that_dies_while_saving_leaves_the_checkpoint_before(tmp_path):
+    manager = CheckpointManager(tmp_path, max_to_keep=0)
+    before = save(manager, 1)
+
+    async def die(folder: Path) -> None:
+        await write_weights(folder)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(manager.save(2, die))
+    assert manager.resume_path(True) == before
+    assert save(manager, 2).name == "step-000002"
+
+
+def test_a_folder_without_the_marker_is_never_chosen(tmp_path):
+    manager = CheckpointManager(tmp_path, max_to_keep=0)
+    save(manager, 3)
+    (save(manager, 7) / MARKER).unlink()
+    assert manager.resume_path(True) == tmp_path / "step-000003"
+
+
+def test_only_the_newest_are_kept(tmp_path):
+    manager = CheckpointManager(tmp_path, max_to_keep=2)
+    for step in (1, 2, 10, 9):
+        save(manager, step)
+    assert [path.name for path in manager.complete()] == ["step-000009", "step-000010"]
+
+
+def test_newest_means_the_largest_step_beyond_six_digits(tmp_path):
+    manager = CheckpointManager(tmp_path, max_to_keep=0)
+    for step in (999_999, 1_000_000):
+        save(manager, step)
+    assert manager.resume_path(True) == tmp_path / "step-1000000"
+
+
+def test_nothing_to_resume_from_is_none_but_a_wrong_path_is_an_error(tmp_path):
+    manager = CheckpointManager(tmp_path / "checkpoints", max_to_keep=0)
+    assert manager.resume_path(True) is None
+    assert manager.resume_path(False) is None
+    with pytest.raises(RunError, match="holds no complete checkpoint"):
+        manager.resume_path(str(tmp_path))
+
+
+def test_a_path_may_name_a_checkpoint_its_folder_or_a_run(tmp_path):
+    manager = CheckpointManager(tmp_path / "run" / "checkpoints", max_to_keep=0)
+    folder = save(manager, 4)
+    other = CheckpointManager(tmp_path / "elsewhere", max_to_keep=0)
+    for path in (folder, folder.parent, tmp_path / "run"):
+        assert other.resume_path(str(path)) == folder

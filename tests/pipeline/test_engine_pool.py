@@ -1,0 +1,71 @@
+"""Requests are spread evenly, groups stay together, and failures are tried elsewhere before they are reported."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roll.pipeline.engine_pool import EnginePool, assign_groups
+from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
+
+
+class FaultyEngines:
+    """Answers with the request's own ids; every (engine, request) pair in `broken` aborts."""
+
+    def __init__(self, engines: int, broken: set[tuple[int, str]]) -> None:
+        self.world_size = engines
+        self.broken = broken
+        self.asked: Counter[str] = Counter()
+
+    async def generate(self, shares: list[list[GenerateRequest]]) -> list[list[GenerateResult]]:
+        return [[self.answer(engine, request) for request in share] for engine, share in enumerate(shares)]
+
+    def answer(self, engine: int, request: GenerateRequest) -> GenerateResult:
+        self.asked[request.request_id] += 1
+        if (engine, request.request_id.split("#")[0]) in self.broken:
+            return GenerateResult(request.request_id, [], [], [], "abort", error="out of memory")
+        return GenerateResult(request.request_id, request.prompt_ids, [0.0], [0], "stop")
+
+
+def groups_of(sizes: list[int]) -> list[list[GenerateRequest]]:
+    sampling = SamplingParams(max_new_tokens=1)
+    return [[GenerateRequest(f"{g}-{i}", [g, i], sampling) for i in range(n)] for g, n in enumerate(sizes)]
+
+
+def generate(engines: FaultyEngines, retries: int, sizes: list[int]) -> list[list[GenerateResult]]:
+    return asyncio.run(EnginePool(engines, retries).generate(groups_of(sizes)))
+
+
+@given(st.lists(st.integers(0, 8), max_size=30), st.integers(1, 5))
+def test_answers_come_back_in_the_order_asked(sizes, engines):
+    answers = generate(FaultyEngines(engines, set()), 0, sizes)
+    assert [[a.response_ids for a in group] for group in answers] == [
+        [[g, i] for i in range(n)] for g, n in enumerate(sizes)
+    ]
+
+
+@given(st.lists(st.integers(1, 8), min_size=1, max_size=50), st.integers(1, 5))
+def test_no_engine_holds_more_than_one_group_above_another(sizes, engines):
+    load = Counter({engine: 0 for engine in range(engines)})
+    for home, size in zip(assign_groups(sizes, engines), sizes, strict=True):
+        load[home] += size
+    assert max(load.values()) - min(load.values()) <= max(sizes)
+
+
+def test_a_failed_request_is_tried_on_the_next_engine_under_its_own_name():
+    engines = FaultyEngines(2, {(0, "0-0")})
+    (group,) = generate(engines, 1, [2])
+    assert [answer.finish_reason for answer in group] == ["stop", "stop"]
+    assert [answer.request_id for answer in group] == ["0-0", "0-1"]
+    assert engines.asked == {"0-0": 1, "0-0#1": 1, "0-1": 1}
+
+
+def test_a_request_that_always_fails_comes_back_with_its_error_after_the_retries():
+    engines = FaultyEngines(1, {(0, "0-1")})
+    (group,) = generate(engines, 2, [2])
+    assert [answer.finish_reason for answer in group] == ["stop", "abort"]
+    assert group[1].error == "out of memory"
+    assert sum(count for name, count in engines.asked.items() if name.startswith("0-1")) == 3

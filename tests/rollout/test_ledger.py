@@ -1,0 +1,65 @@
+"""The ledger's law holds over any order of events, and a lost prompt is noticed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roll.rollout.ledger import Ledger, LedgerError
+
+EVENTS = st.lists(st.tuples(st.sampled_from(["submit", "finish", "drop", "consume"]), st.integers(1, 5)), max_size=200)
+
+
+def play(events: list[tuple[str, int]]) -> Ledger:
+    """Applies every event that is possible when it comes."""
+    ledger = Ledger()
+    for name, count in events:
+        if name == "submit":
+            ledger.submit(count)
+        elif name == "finish" and ledger.in_flight >= count:
+            ledger.finish(count)
+        elif name == "drop" and ledger.in_flight >= count:
+            ledger.drop("reward_timeout" if count % 2 else "generation_failed", count)
+        elif name == "consume" and ledger.buffered >= count:
+            ledger.consume(count)
+    return ledger
+
+
+@given(EVENTS)
+def test_every_prompt_is_accounted_for(events):
+    ledger = play(events)
+    accounted = ledger.consumed + sum(ledger.dropped.values()) + ledger.buffered + ledger.in_flight
+    assert ledger.submitted == accounted
+
+
+@given(EVENTS)
+def test_a_restored_ledger_keeps_what_was_settled_and_forgets_what_died_with_the_engines(events):
+    ledger = play(events)
+    restored = Ledger.from_state(json.loads(json.dumps(ledger.state_dict())))
+    assert (restored.consumed, restored.dropped) == (ledger.consumed, ledger.dropped)
+    assert (restored.buffered, restored.in_flight) == (0, 0)
+    assert restored.submitted == ledger.submitted - ledger.buffered - ledger.in_flight
+
+
+@pytest.mark.parametrize("event", ["finish", "consume"])
+def test_a_prompt_that_was_never_submitted_is_refused(event):
+    ledger = Ledger()
+    with pytest.raises(LedgerError, match="submitted 0 prompts"):
+        getattr(ledger, event)()
+
+
+def test_metrics_count_each_reason_apart():
+    ledger = Ledger()
+    ledger.submit(4)
+    ledger.finish(2)
+    ledger.drop("reward_raised")
+    assert ledger.metrics() == {
+        "ledger/submitted": 4.0,
+        "ledger/consumed": 0.0,
+        "ledger/buffered": 2.0,
+        "ledger/in_flight": 1.0,
+        "ledger/dropped_reward_raised": 1.0,
+    }
