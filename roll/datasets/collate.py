@@ -1,0 +1,76 @@
+"""From token lists to right-padded tensors, under the keys of a training batch (B samples, T padded tokens)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from roll.datasets.sft import SFTExample
+
+NO_VERSION = -1
+"""`weight_version` of a token that no policy sampled."""
+
+Sample = tuple[Sequence[int], Sequence[int], Sequence[float], Sequence[int]]
+"""(prompt ids, response ids, log-prob of each response token, weight version of each response token)."""
+
+
+def collate_samples(samples: Sequence[Sample], pad_token_id: int = 0, round_to: int = 1) -> dict[str, Tensor]:
+    """Generated samples as tensors [B, T].
+
+    Args:
+        samples: at least one; their response lists are equally long within a sample.
+        pad_token_id: fills `input_ids` beyond a sample's end; never attended to.
+        round_to: T is the longest sample rounded up to a multiple of this.
+
+    Returns:
+        `input_ids`, `attention_mask`, `position_ids` int64; `response_mask` bool; `behavior_log_probs` float32, 0 where
+        the policy did not sample; `weight_version` int32, -1 there.
+
+    Raises:
+        ValueError: there is no sample, or the lists of one differ in length.
+    """
+    for number, (_, response, log_probs, versions) in enumerate(samples):
+        if not len(response) == len(log_probs) == len(versions):
+            raise ValueError(
+                f"sample {number}: {len(response)} response tokens, {len(log_probs)} log-probs and "
+                f"{len(versions)} versions; they must be as many"
+            )
+    tensors = _collate_tokens([(prompt, response) for prompt, response, _, _ in samples], pad_token_id, round_to)
+    mask = tensors["response_mask"]
+    tensors["behavior_log_probs"] = torch.zeros(mask.shape, dtype=torch.float32)
+    tensors["weight_version"] = torch.full(mask.shape, NO_VERSION, dtype=torch.int32)
+    for row, (prompt, response, log_probs, versions) in enumerate(samples):
+        span = slice(len(prompt), len(prompt) + len(response))
+        tensors["behavior_log_probs"][row, span] = torch.tensor(log_probs, dtype=torch.float32)
+        tensors["weight_version"][row, span] = torch.tensor(versions, dtype=torch.int32)
+    return tensors
+
+
+def collate_examples(examples: Sequence[SFTExample], pad_token_id: int = 0, round_to: int = 1) -> dict[str, Tensor]:
+    """Prompt and answer pairs as tensors [B, T]: the first four keys of `collate_samples`, the mask on the answer."""
+    pairs = [(example.prompt_ids, example.answer_ids) for example in examples]
+    return _collate_tokens(pairs, pad_token_id, round_to)
+
+
+def _collate_tokens(
+    pairs: Sequence[tuple[Sequence[int], Sequence[int]]], pad_token_id: int, round_to: int
+) -> dict[str, Tensor]:
+    if not pairs:
+        raise ValueError("cannot collate a batch of no samples")
+    width = max(len(prompt) + len(response) for prompt, response in pairs)
+    width = -(-width // round_to) * round_to
+    input_ids = torch.full((len(pairs), width), pad_token_id, dtype=torch.int64)
+    for row, (prompt, response) in enumerate(pairs):
+        input_ids[row, : len(prompt) + len(response)] = torch.tensor([*prompt, *response], dtype=torch.int64)
+    positions = torch.arange(width)
+    starts = torch.tensor([len(prompt) for prompt, _ in pairs])[:, None]
+    ends = torch.tensor([len(prompt) + len(response) for prompt, response in pairs])[:, None]
+    attended = positions < ends
+    return {
+        "input_ids": input_ids,
+        "attention_mask": attended.long(),
+        "position_ids": positions * attended,
+        "response_mask": attended & (positions >= starts),
+    }
