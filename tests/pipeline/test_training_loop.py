@@ -1,0 +1,132 @@
+"""The loop's order, counters and resume, with parts that live in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roll.configs.pipeline import BaseConfig
+from roll.distributed.protocol import DataProto
+from roll.pipeline.clock import StepClock
+from roll.pipeline.interfaces import SampleBatch
+from roll.pipeline.training_loop import TrainingLoop
+
+
+class Counting:
+    """A sample source, learner and publisher in one: it counts, and notes what it was asked, in order."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.drawn = 0
+        self.weights = 0
+
+    async def next_batch(self, version: int, clock: StepClock) -> SampleBatch:
+        self.drawn += 1
+        self.events.append(f"batch {self.drawn} at version {version}")
+        return SampleBatch(DataProto.from_dict({}), {"rollout/reward_mean": float(self.drawn)})
+
+    async def validate(self, version: int) -> dict[str, float]:
+        self.events.append(f"validate version {version}")
+        return {"val/score": float(self.weights)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.drawn = state["drawn"]
+
+    async def close(self) -> None:
+        self.events.append("close")
+
+    async def learn(self, batch: SampleBatch, clock: StepClock) -> dict[str, float]:
+        self.weights += 1
+        self.events.append("learn")
+        return {"actor/loss": 1.0 / self.weights}
+
+    async def save(self, folder: Path) -> None:
+        (folder / "weights.json").write_text(json.dumps(self.weights))
+
+    async def load(self, folder: Path) -> None:
+        self.weights = json.loads((folder / "weights.json").read_text())
+
+    async def export_hf(self, folder: Path) -> None:
+        self.events.append(f"export {folder.name}")
+
+    async def publish(self, version: int, clock: StepClock) -> dict[str, float]:
+        self.events.append(f"publish {version}")
+        return {}
+
+
+class Lines:
+    """Keeps what was logged, times apart."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[int, dict[str, float]]] = []
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self.lines.append((step, {k: v for k, v in metrics.items() if not k.startswith("time/")}))
+
+
+def run(config: BaseConfig) -> tuple[Counting, Lines]:
+    parts, lines = Counting(), Lines()
+    loop = TrainingLoop(config, parts, parts, parts, lines)
+
+    async def go() -> None:
+        await loop.resume()
+        await loop.run()
+
+    asyncio.run(go())
+    return parts, lines
+
+
+def config_in(folder: Path, **keys: Any) -> BaseConfig:
+    return BaseConfig(output_dir=str(folder), **keys)
+
+
+def test_weights_are_published_before_anything_and_after_every_update(tmp_path):
+    parts, _ = run(config_in(tmp_path, max_steps=2, eval_steps=2, save_hf_model=True))
+    assert parts.events == [
+        "publish 0",
+        "validate version 0",
+        "batch 1 at version 0",
+        "learn",
+        "publish 1",
+        "batch 2 at version 1",
+        "learn",
+        "publish 2",
+        "validate version 2",
+        "export hf_model",
+    ]
+
+
+def test_one_line_a_step_and_line_zero_is_the_validation_before_training(tmp_path):
+    _, lines = run(config_in(tmp_path, max_steps=3, eval_steps=2))
+    assert [step for step, _ in lines.lines] == [0, 1, 2, 3]
+    assert [metrics.get("val/score") for _, metrics in lines.lines] == [0.0, None, 2.0, 3.0]
+    assert all(metrics["step"] == metrics["version"] == step for step, metrics in lines.lines)
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3, 4])
+def test_a_run_in_two_parts_writes_the_lines_of_a_run_in_one(tmp_path, stop):
+    _, whole = run(config_in(tmp_path / "whole", max_steps=5, eval_steps=2, save_steps=1))
+    _, first = run(config_in(tmp_path / "parts", max_steps=stop, save_steps=1))
+    parts, second = run(
+        config_in(tmp_path / "parts", max_steps=5, eval_steps=2, save_steps=1, resume_from_checkpoint=True)
+    )
+    assert [step for step, _ in second.lines] == list(range(stop + 1, 6))
+    assert second.lines == whole.lines[stop + 1 :]
+    assert parts.events[0] == f"publish {stop}"
+
+
+def test_only_the_end_is_saved_when_save_steps_is_zero(tmp_path):
+    run(config_in(tmp_path, max_steps=3, save_steps=0))
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000003"]
+
+
+def test_nothing_is_saved_when_checkpoints_are_off(tmp_path):
+    run(config_in(tmp_path, max_steps=1, save_checkpoint=False))
+    assert not (tmp_path / "checkpoints").exists()
