@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -21,7 +21,7 @@ Source = Any
 class Layout(Protocol):
     """One way to cut and join."""
 
-    is_split: bool
+    is_split: ClassVar[bool]
     """False where every rank holds the same."""
 
     def shard(self, sources: Sequence[Source], config: DecoderConfig, rank: int, ranks: int) -> torch.Tensor:
@@ -62,7 +62,7 @@ def _size(source: Source) -> int:
 class Replicated:
     """Every rank holds the whole tensor."""
 
-    is_split: bool = False
+    is_split: ClassVar[bool] = False
 
     def shard(self, sources: Sequence[Source], config: DecoderConfig, rank: int, ranks: int) -> torch.Tensor:
         """The whole tensor."""
@@ -81,7 +81,7 @@ class Replicated:
 class InputSplit:
     """Columns [out, in] are split: a row-parallel linear."""
 
-    is_split: bool = True
+    is_split: ClassVar[bool] = True
 
     def shard(self, sources: Sequence[Source], config: DecoderConfig, rank: int, ranks: int) -> torch.Tensor:
         """Columns of this rank."""
@@ -103,7 +103,7 @@ class InputSplit:
 class Vocabulary:
     """Rows are tokens: padded to `padded_vocabulary`, then split."""
 
-    is_split: bool = True
+    is_split: ClassVar[bool] = True
 
     def shard(self, sources: Sequence[Source], config: DecoderConfig, rank: int, ranks: int) -> torch.Tensor:
         """Token rows of this rank that exist; the caller leaves the rest zero."""
@@ -125,7 +125,7 @@ class Vocabulary:
 class GatedPair:
     """Gate and up projections: each rank holds [gate_i; up_i]."""
 
-    is_split: bool = True
+    is_split: ClassVar[bool] = True
 
     def shard(self, sources: Sequence[Source], config: DecoderConfig, rank: int, ranks: int) -> torch.Tensor:
         """Gate rows of this rank above its up rows."""
@@ -152,7 +152,7 @@ class GroupedQKV:
     only its slices are read.
     """
 
-    is_split: bool = True
+    is_split: ClassVar[bool] = True
 
     def shard(self, sources: Sequence[Source], config: DecoderConfig, rank: int, ranks: int) -> torch.Tensor:
         """This rank's block of the interleaved rows (works on weights and on biases)."""

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from roll.configs.layout import ParallelLayout, RankCoordinates
-from roll.distributed.strategy.base import role_seed
+from roll.configs.seeds import role_seed
 from roll.platforms.base import Platform
 
 

@@ -1,0 +1,57 @@
+"""Random HF models small enough to make on the spot, for tests, benchmarks and examples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+TINY_SHAPE: dict[str, Any] = {
+    "vocab_size": 101,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.2,
+}
+"""Head size times heads is not the hidden size and the vocabulary is odd, so that nothing fits by accident."""
+
+ARCHITECTURE_OF = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+
+def write_tiny_model(folder: str | Path, family: str, seed: int = 0, dtype: str = "float32", **overrides: Any) -> Path:
+    """Writes a HF folder (config and safetensors, no tokenizer) with random weights, norms and biases included.
+
+    Args:
+        folder: where; made if absent.
+        family: llama, qwen2 or qwen3.
+        seed: of the weights.
+        dtype: of the weights, by torch's name.
+        overrides: keys of the HF config that replace `TINY_SHAPE`'s, such as `tie_word_embeddings=True`.
+
+    Returns:
+        The folder.
+    """
+    import torch
+
+    from roll.platforms.sglang_cpu_plugin import define_torchvision_operators
+
+    if not torch.cuda.is_available():
+        define_torchvision_operators()
+    import transformers
+
+    model_class = getattr(transformers, ARCHITECTURE_OF[family])
+    config = model_class.config_class(**TINY_SHAPE | {"tie_word_embeddings": False} | overrides)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = model_class(config).to(getattr(torch, dtype))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.dim() == 1:
+                    parameter.add_(0.3 * torch.randn_like(parameter))
+    path = Path(folder)
+    model.save_pretrained(path)
+    return path
