@@ -18,6 +18,10 @@ ATTENTION_VARIABLE = "ROLL_CPU_ATTENTION"
 ATTENTION_CHOICES = ("batched", "stock")
 
 
+def _nothing_to_wait_for(device: Any = None) -> None:
+    """Operators on a CPU are done when they return."""
+
+
 class SglangCpuPlatform(SRTPlatform):
     """The `cpu` device for SGLang; one NUMA node's memory is shared by all engines on it."""
 
@@ -26,13 +30,16 @@ class SglangCpuPlatform(SRTPlatform):
     device_type = "cpu"
 
     def init_backend(self) -> None:
-        """Puts the batched attention and the seeded sampler in place.
+        """Puts the batched attention and the seeded sampler in place, in an engine's processes.
+
+        SGLang's weight checksums call `torch.cuda.synchronize` whatever the device, so that becomes a no-op.
 
         Raises:
             ValueError: `ROLL_CPU_ATTENTION` is neither `batched` nor `stock`.
         """
         from roll.platforms import sglang_cpu_sampling
 
+        torch.cuda.synchronize = _nothing_to_wait_for
         sglang_cpu_sampling.install()
         choice = os.environ.get(ATTENTION_VARIABLE, ATTENTION_CHOICES[0])
         if choice not in ATTENTION_CHOICES:

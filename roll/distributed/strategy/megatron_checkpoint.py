@@ -9,7 +9,7 @@ import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
@@ -40,9 +40,26 @@ def load(folder: Path, wrapped: DistributedDataParallel, optimizer: MegatronOpti
         raise FileNotFoundError(f"{folder}: no Megatron checkpoint (metadata.json) here")
     state = dist_checkpointing.load(_sharded_state(wrapped, optimizer, loading=True), str(folder))
     wrapped.module.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
+    _load_optimizer(optimizer, state["optimizer"])
     _set_random_state(state["random"])
     return int(state["optimizer_steps"])
+
+
+def _load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
+    """Loads `state`, minding the step counters of torch's Adam.
+
+    Megatron-Core 0.16 copies every entry of a parameter's state and finds no stored `step` for it, and it hands one
+    shared counter to all parameters, which would then advance once per parameter. So the counters are set here.
+    """
+    inner = optimizer.chained_optimizers[0] if isinstance(optimizer, ChainedOptimizer) else optimizer
+    sharded = state.pop("param_state", None)
+    optimizer.load_state_dict(state)
+    entries = [entry for entry in inner.optimizer.state.values() if "step" in entry]
+    counters = [entry.pop("step") for entry in entries]
+    if sharded is not None:
+        inner.load_parameter_state_from_fully_reshardable(sharded)
+    for entry, counter in zip(entries, counters, strict=True):
+        entry["step"] = counter.clone()
 
 
 def _sharded_state(wrapped: DistributedDataParallel, optimizer: MegatronOptimizer, loading: bool) -> dict[str, Any]:

@@ -224,7 +224,7 @@ class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
     def memory(self) -> dict[str, int]:
         """Also the bytes of gradient buffers and optimizer state."""
         gradients = sum(buffer.grad_data.nbytes for buffer in self.wrapped.buffers)
-        state = [value for values in self.optimizer.state.values() for value in values.values()]
+        state = [value for _, values in self.optimizer.state.items() for value in values.values()]
         return {**super().memory(), "gradients": gradients, "optimizer": _bytes(state)}
 
     def _build(self, folder: Path) -> None:

@@ -15,6 +15,9 @@ ABORT_GRACE_S = 5.0
 CONTROL_TIMEOUT_S = 60.0
 """Pausing, resuming and flushing take one step of the engine; longer means that it hangs."""
 
+IDLE_TIMEOUT_S = 2.0
+"""A scheduler that has answered its last request is idle one or two steps later."""
+
 ALL_TOKENS = -1
 """SGLang's `top_k` for no truncation."""
 
@@ -48,14 +51,16 @@ class Generation:
             return await self._generate_together(requests)
 
     async def flush_cache(self) -> None:
-        """Empties the prefix cache.
+        """Empties the prefix cache; an engine about to become idle is waited for.
 
         Raises:
             EngineError: requests are running, so it cannot be emptied.
         """
-        answer = await self._engine.guard(self._engine.manager.flush_cache(), "flush_cache", CONTROL_TIMEOUT_S)
-        if not answer.success:
-            raise EngineError(f"{self._engine.name}: the prefix cache cannot be emptied while requests run")
+        for idle_s in (None, IDLE_TIMEOUT_S):  # SGLang ignores retracted requests in the first form only
+            answer = self._engine.manager.flush_cache(idle_s)
+            if (await self._engine.guard(answer, "flush_cache", CONTROL_TIMEOUT_S)).success:
+                return
+        raise EngineError(f"{self._engine.name}: the prefix cache cannot be emptied while requests run")
 
     async def _generate_together(self, requests: list[GenerateRequest]) -> list[GenerateResult]:
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
