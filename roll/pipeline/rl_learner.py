@@ -86,7 +86,7 @@ class RLLearner(ActorLearner):
         data.meta_info |= {"loss": "policy", "loss_config": self._loss_config}
         steps: list[dict[str, float]] = []
         for _ in range(config.ppo_epochs):
-            for plan in training_plans(data, config.actor_train, self._actor.layout.data):
+            for plan in training_plans(data, config.actor_train, self._actor.layout):
                 step = (await self._actor.train_step(training_shards(data, plan)))[0]
                 if not self._updated:
                     self._check_first_update(step)

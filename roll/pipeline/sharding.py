@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from roll.configs.layout import ParallelLayout
 from roll.configs.worker import WorkerConfig
 from roll.datasets.micro_batches import OptimizerStepPlan, plan_forward, plan_optimizer_steps
 from roll.distributed.protocol import DataProto
@@ -27,14 +28,16 @@ def samples_per_optimizer_step(config: WorkerConfig, data_parallel: int) -> int:
     return args.per_device_train_batch_size * args.gradient_accumulation_steps * data_parallel
 
 
-def training_plans(data: DataProto, config: WorkerConfig, data_parallel: int) -> list[OptimizerStepPlan]:
+def training_plans(data: DataProto, config: WorkerConfig, layout: ParallelLayout) -> list[OptimizerStepPlan]:
     """The optimizer steps of one pass over `data`."""
+    dynamic = config.use_dynamic_batching_in_train
     return plan_optimizer_steps(
         sample_lengths(data),
-        data_parallel,
-        samples_per_step=samples_per_optimizer_step(config, data_parallel),
-        micro_batch_size=None if config.use_dynamic_batching_in_train else config.training_args.per_device_train_batch_size,
-        max_tokens=config.max_tokens_per_microbatch_in_train if config.use_dynamic_batching_in_train else None,
+        layout.data,
+        samples_per_step=samples_per_optimizer_step(config, layout.data),
+        micro_batch_size=None if dynamic else config.training_args.per_device_train_batch_size,
+        max_tokens=config.max_tokens_per_microbatch_in_train if dynamic else None,
+        round_to=layout.tensor,
     )
 
 
@@ -60,11 +63,13 @@ async def cluster_log_probs(cluster: Cluster, data: DataProto, config: WorkerCon
         data: a batch with `meta_info["temperature"]`.
         config: the cluster's role, for the size of its forward micro-batches.
     """
+    dynamic = config.use_dynamic_batching_in_infer
     plan = plan_forward(
         sample_lengths(data),
         cluster.layout.data,
-        micro_batch_size=None if config.use_dynamic_batching_in_infer else config.infer_batch_size,
-        max_tokens=config.max_tokens_per_microbatch_in_infer if config.use_dynamic_batching_in_infer else None,
+        micro_batch_size=None if dynamic else config.infer_batch_size,
+        max_tokens=config.max_tokens_per_microbatch_in_infer if dynamic else None,
+        round_to=cluster.layout.tensor,
     )
     inputs = data.select(*LOG_PROB_KEYS)
     shards = []
@@ -73,5 +78,4 @@ async def cluster_log_probs(cluster: Cluster, data: DataProto, config: WorkerCon
         shard.meta_info = {"temperature": data.meta_info["temperature"], "micro_batches": micro_batches}
         shards.append(shard)
     answers = DataProto.concat(await cluster.compute_log_probs(shards))
-    order = torch.tensor([index for share in plan.indices for index in share])
-    return answers.reorder(torch.argsort(order))
+    return answers.reorder(torch.tensor(plan.inverse))

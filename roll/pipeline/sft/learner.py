@@ -26,7 +26,7 @@ class SFTLearner(ActorLearner):
         """`actor/loss` and what the optimizer reports."""
         data = batch.data
         data.meta_info |= {"temperature": 1.0, "loss": "sft", "loss_config": None}
-        (plan,) = training_plans(data, self._config.actor_train, self._actor.layout.data)
+        (plan,) = training_plans(data, self._config.actor_train, self._actor.layout)
         with clock.measure("train"):
             metrics = (await self._actor.train_step(training_shards(data, plan)))[0]
         return {f"actor/{name}": value for name, value in metrics.items()}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from roll.configs.pipeline import SFTConfig
 from roll.configs.plan import make_plan
-from roll.datasets.sft import SFTExample, load_examples
+from roll.datasets.sft import SFTExample, encode_pairs, load_pairs
 from roll.models.tokenizer import load_tokenizer
 from roll.pipeline.errors import RunError
 from roll.pipeline.sft.learner import SFTLearner
@@ -16,6 +17,8 @@ from roll.trackers import TrackerGroup
 
 if TYPE_CHECKING:
     from roll.distributed.cluster import Cluster
+
+logger = logging.getLogger(__name__)
 
 
 class SFTPipeline:
@@ -37,7 +40,12 @@ class SFTPipeline:
         args = getattr(self._config, role).data_args
         if not args.file_name:
             raise RunError(f"{role}.data_args.file_name: names no file")
-        return load_examples(args.file_name, args, self._tokenizer, self._config.sequence_length)
+        pairs = load_pairs(args.file_name, args)
+        lengths = (self._config.prompt_length, self._config.sequence_length)
+        encoded, dropped = encode_pairs(pairs, self._tokenizer, args.template, *lengths)
+        if dropped:
+            logger.warning("%s: %d of %d pairs do not fit %d + answer <= %d tokens", role, dropped, len(pairs), *lengths)
+        return encoded
 
     async def build(self, clusters: dict[str, Cluster], trackers: TrackerGroup) -> TrainingLoop:
         """The loop, its parts joined to the running cluster."""
