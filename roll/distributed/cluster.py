@@ -39,6 +39,12 @@ class Cluster:
 
     Every method of `worker_cls` marked with `register` is a method here. It returns a `Pending` at once: `await` it
     or `.get()` it. Calls of one cluster reach each rank in the order they were made.
+
+    Attributes:
+        role: name of the cluster.
+        config: the role's section of the configuration.
+        layout: sizes of its parallel dimensions.
+        world_size: workers; an engine that spans the tensor-parallel devices is one.
     """
 
     def __init__(
@@ -56,7 +62,8 @@ class Cluster:
             ValueError: the devices do not divide among the layout's ranks.
         """
         self.role, self.config, self.layout = role, config, layout
-        self.world_size = layout.world_size
+        self._workers = ParallelLayout(data=layout.data) if worker_cls.spans_tensor_parallel else layout
+        self.world_size = self._workers.world_size
         self._worker_cls, self._pipeline_config, self._resources = worker_cls, pipeline_config, resources
         self._seats = resources.seats(role, self.world_size)
         self._logs = [str(_log_folder(pipeline_config) / f"{role}-{rank}.log") for rank in range(self.world_size)]
@@ -90,6 +97,16 @@ class Cluster:
             .remote(f"{self.role}-{rank}", rank, cores, self._logs[rank])
         )
 
+    @property
+    def platform(self) -> str:
+        """Name of the platform its devices are on."""
+        return self._resources.platform_name
+
+    @property
+    def nodes(self) -> int:
+        """Nodes its workers run on."""
+        return len({seat.node for seat in self._seats})
+
     @functools.cached_property
     def ranks(self) -> list[WorkerRank]:
         """What each rank knows about itself; the first use waits for the processes."""
@@ -106,7 +123,7 @@ class Cluster:
                 role=self.role,
                 rank=rank,
                 world_size=self.world_size,
-                coordinates=self.layout.coordinates(rank),
+                coordinates=self._workers.coordinates(rank),
                 device=0,
                 devices=seat.devices,
                 node=seat.node,
@@ -132,14 +149,14 @@ class Cluster:
 
     def _call(self, name: str, registration: Registration, *args: Any, **kwargs: Any) -> Pending:
         self._build()
-        wanted = answering_ranks(registration.collect, self.layout)
-        parts = arguments_by_rank(registration.dispatch, self.layout, f"{self.role}.{name}", args, kwargs)
+        wanted = answering_ranks(registration.collect, self._workers)
+        parts = arguments_by_rank(registration.dispatch, self._workers, f"{self.role}.{name}", args, kwargs)
         refs = [
             actor.call.remote(name, rank in wanted, *part, **named)
             for rank, (actor, (part, named)) in enumerate(zip(self._actors, parts, strict=True))
         ]
         collect = functools.partial(collect_answers, registration.collect, wanted)
-        return Pending(self._site(name), refs, collect, self._pipeline_config.rpc_timeout_s)
+        return Pending(self._site(name), refs, collect, getattr(self._pipeline_config, registration.deadline))
 
     def _build(self) -> None:
         """Makes the workers once, before the first call."""

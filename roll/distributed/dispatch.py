@@ -42,14 +42,23 @@ class Registration:
 
     dispatch: Dispatch
     collect: Collect
+    deadline: str
 
 
-def register(dispatch: Dispatch = Dispatch.ONE_TO_ALL, collect: Collect | None = None) -> Callable[[Method], Method]:
-    """Makes a worker's method callable on its cluster; DP dispatch is collected by DP unless said otherwise."""
+def register(
+    dispatch: Dispatch = Dispatch.ONE_TO_ALL, collect: Collect | None = None, deadline: str = "rpc_timeout_s"
+) -> Callable[[Method], Method]:
+    """Makes a worker's method callable on its cluster.
+
+    Args:
+        dispatch: what each rank is given.
+        collect: whose answers come back; by default DP for DP dispatch and ALL for the others.
+        deadline: key of the pipeline's configuration that bounds the call; `Pending.within` overrides it.
+    """
     chosen = collect or (Collect.DP if dispatch is Dispatch.DP else Collect.ALL)
 
     def mark(method: Method) -> Method:
-        setattr(method, _MARK, Registration(dispatch, chosen))
+        setattr(method, _MARK, Registration(dispatch, chosen, deadline))
         return method
 
     return mark

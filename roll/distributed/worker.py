@@ -56,10 +56,12 @@ class WorkerRank:
 class Worker:
     """Base of what runs in a cluster's processes; methods marked with `register` become methods of the cluster.
 
-    A subclass whose methods are coroutines says `concurrent = True`: its calls then run side by side.
+    A subclass whose methods are coroutines says `concurrent = True`: its calls then run side by side. One whose single
+    process drives all tensor-parallel devices says `spans_tensor_parallel = True`.
     """
 
     concurrent = False
+    spans_tensor_parallel = False
 
     def __init__(self, rank: WorkerRank, config: WorkerConfig, pipeline_config: BaseConfig) -> None:
         """Keeps what it is told; engines are built by `initialize`, so that all ranks can start at once."""

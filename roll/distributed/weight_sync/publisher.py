@@ -1,0 +1,209 @@
+"""Publishing from the driver: which ranks send to which engines, by which way, inside one transaction."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from roll.distributed.weight_sync.groups import WeightsGroup
+from roll.distributed.weight_sync.plan import Bucket, check_stages, differences, make_buckets
+from roll.distributed.weight_sync.sender import Fault, Sent, SourceInfo
+from roll.distributed.weight_sync.transaction import PublishReport, Transaction, Transfer, VerificationError
+
+if TYPE_CHECKING:
+    from roll.configs.pipeline import BaseConfig
+    from roll.distributed.cluster import Cluster
+
+PAUSE_MODE = "retract"
+"""Running requests go on under the new weights with a cache recomputed under them; the prefix cache can be emptied."""
+JOIN_TIMEOUT_S = 30.0
+"""A group of processes that all answer calls forms in milliseconds."""
+SHOWN_DIFFERENCES = 5
+"""Tensors named in the message of a failed verification."""
+MEGABYTE = 1 << 20
+
+
+class WeightPublisher:
+    """Publishes the weights of a training cluster to the engines of an inference cluster.
+
+    Equal device mappings are colocated: buckets are shared in memory (CUDA IPC on GPUs). Otherwise each pipeline
+    stage broadcasts to all engines in a group of its own.
+    """
+
+    def __init__(self, train: Cluster, infer: Cluster, config: BaseConfig) -> None:
+        """Joins nothing yet."""
+        self._config = config
+        self._transport = _transport(train, infer, config)
+        self._transaction = Transaction(
+            self._transport, config.sync_timeout_s, config.max_sync_retries, config.sync_retry_delay_s
+        )
+        self._verified = False
+
+    async def setup(self) -> None:
+        """Learns what every stage publishes, checks it, and joins the groups.
+
+        Raises:
+            PlanError: a tensor is published twice.
+            ClusterError: a group does not form.
+        """
+        await self._transport.setup()
+
+    async def publish(self, version: int, fault: Fault | None = None) -> PublishReport:
+        """Brings the weights of `version` to all engines; verified on the first success, and as `verify_weights` says.
+
+        Args:
+            version: integer that tokens sampled from then on carry.
+            fault: damage done on purpose, in tests.
+
+        Raises:
+            PublishError: no attempt succeeded; the engines serve nothing.
+        """
+        self._transport.fault = fault
+        verify = not self._verified or self._config.verify_weights == "always"
+        report = await self._transaction.run(version, verify)
+        self._verified = True
+        return report
+
+
+def _transport(train: Cluster, infer: Cluster, config: BaseConfig) -> ClusterTransport:
+    """The way weights go.
+
+    Raises:
+        ValueError: GPUs are shared over several nodes, where neither memory nor NCCL can be.
+    """
+    colocated = train.config.device_mapping == infer.config.device_mapping
+    if not colocated or (train.nodes > 1 and train.platform == "cpu"):
+        return BroadcastTransport(train, infer, config)
+    if train.nodes > 1:
+        raise ValueError(
+            f"{train.role} and {infer.role} share GPUs on {train.nodes} nodes; weights can be shared within one node: "
+            "give them disjoint device_mapping, or one node"
+        )
+    return SharedTransport(train, infer, config)
+
+
+class ClusterTransport:
+    """What both ways share: the engines' side of the transaction."""
+
+    def __init__(self, train: Cluster, infer: Cluster, config: BaseConfig) -> None:
+        """Takes the two clusters."""
+        self._train, self._infer, self._config = train, infer, config
+        self._sources: list[SourceInfo] = []
+        self.fault: Fault | None = None
+
+    async def setup(self) -> None:
+        """Asks every rank what it publishes."""
+        answers = await self._train.prepare_publishing(self._infer.layout.tensor)
+        self._sources = sorted((a for a in answers if a is not None), key=lambda source: source.stage)
+        check_stages([source.specs for source in self._sources])
+
+    def buckets(self) -> list[list[Bucket]]:
+        """Buckets of each stage."""
+        size = self._config.model_update_buffer_size_mb * MEGABYTE
+        dropped = self.fault.name if self.fault is not None and self.fault.kind == "drop" else None
+        return [make_buckets([spec for spec in source.specs if spec.name != dropped], size) for source in self._sources]
+
+    async def pause(self) -> None:
+        """Stops generation."""
+        await self._infer.pause(PAUSE_MODE)
+
+    async def begin(self, version: int) -> None:
+        """Opens the update on every engine."""
+        await self._infer.begin_update(version)
+
+    async def end(self, version: int) -> None:
+        """Closes it and names the version."""
+        await self._infer.end_update(version)
+
+    async def flush(self) -> None:
+        """Empties the prefix caches."""
+        await self._infer.flush_cache()
+
+    async def accept(self) -> None:
+        """Declares the engines whole."""
+        await self._infer.accept_update()
+
+    async def resume(self) -> None:
+        """Lets generation go on."""
+        await self._infer.resume()
+
+    async def verify(self, checksums: dict[str, str]) -> None:
+        """Compares names and checksums of every engine with what was sent."""
+        for engine, found in enumerate(await self._infer.checksums()):
+            wrong = differences(checksums, found)
+            if wrong:
+                more = f"; and {len(wrong) - SHOWN_DIFFERENCES} more" if len(wrong) > SHOWN_DIFFERENCES else ""
+                raise VerificationError(f"engine {engine}: {'; '.join(wrong[:SHOWN_DIFFERENCES])}{more}")
+
+    async def transfer(self, digest: bool) -> Transfer:
+        """Moves every tensor."""
+        raise NotImplementedError
+
+    async def recover(self) -> None:
+        """Frees whoever waits."""
+        await self._train.leave_weights_groups()
+
+
+class BroadcastTransport(ClusterTransport):
+    """One broadcast group per pipeline stage: its source, and every rank of every engine."""
+
+    _numbers = itertools.count()
+
+    async def setup(self) -> None:
+        """Also joins the groups, stage by stage in the same order everywhere."""
+        await super().setup()
+        world_size = 1 + self._infer.world_size * self._infer.layout.tensor
+        backend = "nccl" if self._train.platform == "cuda" else "gloo"
+        number = next(self._numbers)
+        self._groups = [
+            WeightsGroup(f"weights-{number}-stage-{s.stage}", s.address, s.port, world_size, backend)
+            for s in self._sources
+        ]
+        timeout_s = min(JOIN_TIMEOUT_S, self._config.sync_timeout_s)
+        await asyncio.gather(
+            self._train.join_weights_groups(self._groups, timeout_s), self._infer.join_weights_groups(self._groups)
+        )
+
+    async def transfer(self, digest: bool) -> Transfer:
+        """Sources and engines walk through the same buckets; the driver only waits."""
+        buckets = self.buckets()
+        sending = self._train.broadcast_weights(buckets, digest, self.fault)
+        receiving = self._infer.receive_broadcast(self._groups, buckets)
+        sent, _ = await asyncio.gather(sending, receiving)
+        return _total(sent)
+
+    async def recover(self) -> None:
+        """Leaves the groups, sources first, which frees engines that wait for them; then joins new ones."""
+        await super().recover()
+        await self._infer.leave_weights_groups()
+        await self.setup()
+
+
+class SharedTransport(ClusterTransport):
+    """Both clusters on the same devices of one node: engines open the memory that sources share."""
+
+    async def transfer(self, digest: bool) -> Transfer:
+        """Engines load one bucket while sources gather the next."""
+        buckets = self.buckets()
+        sent: list[Sent] = []
+        loading: list[asyncio.Future] = []
+        for index in range(max(map(len, buckets))):
+            offered = [s for s in await self._train.share_weights(buckets, index, digest, self.fault) if s is not None]
+            await asyncio.gather(*loading)
+            loading = [asyncio.ensure_future(self._load(offered))]
+            sent += offered
+        await asyncio.gather(*loading)
+        await self._train.leave_weights_groups()
+        return _total(sent)
+
+    async def _load(self, offered: list[Sent]) -> None:
+        for bucket in offered:
+            await self._infer.receive_shared(bucket.handle)
+
+
+def _total(sent: Sequence[Sent | None]) -> Transfer:
+    """Bytes and checksums of all sources together."""
+    parts = [part for part in sent if part is not None]
+    return Transfer(sum(p.num_bytes for p in parts), {name: value for p in parts for name, value in p.checksums.items()})
