@@ -53,6 +53,8 @@ def training_batch(config: Any) -> TrainingBatch:
         samples_per_optimizer_step=step_samples,
         optimizer_steps=optimizer_steps,
         samples_per_rank=step_samples // role_layout(worker).data,
-        micro_batches=None if worker.use_dynamic_batching_in_train else worker.training_args.gradient_accumulation_steps,
+        micro_batches=None
+        if worker.use_dynamic_batching_in_train
+        else worker.training_args.gradient_accumulation_steps,
         schedule_steps=config.max_steps * optimizer_steps,
     )

@@ -1,4 +1,4 @@
-"""Plain mappings laid over dataclass defaults: strict about keys, types and bounds, and complete about what is wrong."""
+"""Plain mappings laid over dataclass defaults: strict about keys, types and bounds, telling every problem at once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Converter:
         if not isinstance(data, Mapping):
             self._fail(path, data, "a section of `key: value` lines")
             return default
-        keys = declared(cls)
+        keys = declared(cls)  # type: ignore[arg-type]
         for name, value in data.items():
             where = f"{path}.{name}" if path else str(name)
             if name not in keys:

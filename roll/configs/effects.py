@@ -48,7 +48,12 @@ ROLE_KEYS: dict[str, tuple[str, ...]] = {
 }
 """What each role reads; a prefix stands for everything below it."""
 
-MISLEADING = ("validation.device_mapping", "validation.strategy_args.*", "actor_train.generating_args.*", "*.pg_variant")
+MISLEADING = (
+    "validation.device_mapping",
+    "validation.strategy_args.*",
+    "actor_train.generating_args.*",
+    "*.pg_variant",
+)
 """Keys without effect that would make a reader believe in something that does not happen: errors, not warnings."""
 
 ELSEWHERE = {
@@ -104,7 +109,9 @@ INERT: tuple[Inert, ...] = (
         misleads=True,
     ),
     Inert(("kl_penalty",), _rlvr(lambda c: not _uses_kl(c)), "neither use_kl_loss nor add_token_level_kl is on"),
-    Inert(("grpo_norm_by_std",), _rlvr(lambda c: c.adv_estimator != "grpo"), "adv_estimator is not grpo", misleads=True),
+    Inert(
+        ("grpo_norm_by_std",), _rlvr(lambda c: c.adv_estimator != "grpo"), "adv_estimator is not grpo", misleads=True
+    ),
     Inert(
         ("norm_mean_type", "norm_std_type"),
         _rlvr(lambda c: c.adv_estimator == "grpo"),

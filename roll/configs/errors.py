@@ -33,8 +33,8 @@ class ConfigError(ValueError):
 class Report:
     """What the rules say about a configuration.
 
-    `missing` holds models, datasets and checkpoints that are not on this machine: they cost a plan only some lines,
-    but a run cannot start without them.
+    `missing` holds what stops a run but not a plan: models, datasets and checkpoints that are not on this machine, and
+    what cannot be run yet.
     """
 
     def __init__(self) -> None:

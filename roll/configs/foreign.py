@@ -1,4 +1,4 @@
-"""Keys that recipes of this field carry and this project does not have: each is answered, none is skipped in silence."""
+"""Keys that other recipes of this field carry and this project does not have: each is answered, none is skipped."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ FOREIGN: tuple[ForeignKey, ...] = (
     ForeignKey("model_download_type", _off, "models are folders on disk; download the model and name its folder"),
     ForeignKey("tag_to_template", _off, "one template serves all prompts: actor_train.data_args.template"),
     ForeignKey("global_template", _off, "write actor_train.data_args.template"),
-    ForeignKey("*.worker_cls", _always, "workers follow from strategy_name, losses from pg_variant, rewards from function"),
+    ForeignKey(
+        "*.worker_cls", _always, "workers follow from strategy_name, losses from pg_variant, rewards from function"
+    ),
     ForeignKey("*.data_args.preprocessing_num_workers", _always, "prompts are prepared in one process"),
     ForeignKey(
         "*.data_args.domain_interleave_probs",
@@ -72,7 +74,9 @@ FOREIGN: tuple[ForeignKey, ...] = (
     ForeignKey("*.model_args.model_type", _off, "the type follows from the model's config.json"),
     ForeignKey("*.training_args.num_train_epochs", _always, "max_steps says how long the run is"),
     ForeignKey("*.training_args.dataloader_num_workers", _always, "there is no data loader"),
-    ForeignKey("*.generating_args.do_sample", bool, "responses are always sampled; use validation temperature 0 for greedy"),
+    ForeignKey(
+        "*.generating_args.do_sample", bool, "responses are always sampled; use validation temperature 0 for greedy"
+    ),
     ForeignKey("*.backend_timeout", _always, "start_timeout_s and rpc_timeout_s bound every wait"),
     ForeignKey("*.use_sequence_packing", _off, "samples are not packed; use dynamic batching by tokens"),
     ForeignKey("*.strategy_args.strategy_config.moe_*", _always, "the model families here are dense"),

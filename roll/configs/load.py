@@ -26,9 +26,7 @@ PIPELINES: dict[str, type[RLVRConfig] | type[SFTConfig]] = {"rlvr": RLVRConfig, 
 """Values of the key `pipeline`."""
 
 
-def load_config(
-    path: str | Path, overrides: Sequence[str] = (), pipeline: str | None = None
-) -> RLVRConfig | SFTConfig:
+def load_config(path: str | Path, overrides: Sequence[str] = (), pipeline: str | None = None) -> RLVRConfig | SFTConfig:
     """The configuration of one run, complete: interpolated, derived values filled in, every rule of the file checked.
 
     Whether models and datasets are on this machine is not asked here.
@@ -85,11 +83,19 @@ def _pipeline(tree: Tree, wanted: str | None, source: str) -> str:
     if named not in PIPELINES:
         like = nearest(str(named), PIPELINES)
         raise ConfigError(
-            [Problem("pipeline", f"{named!r} is not one of {', '.join(PIPELINES)}" + (f"; did you mean {like}?" if like else ""))],
+            [
+                Problem(
+                    "pipeline",
+                    f"{named!r} is not one of {', '.join(PIPELINES)}" + (f"; did you mean {like}?" if like else ""),
+                )
+            ],
             source,
         )
     if wanted not in (None, named):
-        raise ConfigError([Problem("pipeline", f"the file is for {named}, but this starts {wanted}; use the {named} launcher")], source)
+        raise ConfigError(
+            [Problem("pipeline", f"the file is for {named}, but this starts {wanted}; use the {named} launcher")],
+            source,
+        )
     return str(named)
 
 
@@ -101,7 +107,9 @@ def _convert_strategies(config: BaseConfig, converter: Converter) -> None:
             continue
         options = worker.strategy_args.strategy_config
         checked = converter.overlay(options, MegatronConfig(), f"{role}.strategy_args.strategy_config")
-        worker.strategy_args.strategy_config = {name: getattr(checked, name) for name in options if hasattr(checked, name)}
+        worker.strategy_args.strategy_config = {
+            name: getattr(checked, name) for name in options if hasattr(checked, name)
+        }
 
 
 def _leaves(tree: Mapping[str, Any], path: str = "") -> list[str]:

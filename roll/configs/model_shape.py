@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from math import ceil
+from math import lcm
 from pathlib import Path
 
 from roll.configs.names import ARCHITECTURES
 
-VOCABULARY_MULTIPLE = 128
-"""The vocabulary is padded to a multiple of this times the tensor-parallel size."""
+VOCABULARY_MULTIPLE = 16
+"""The trained vocabulary is padded to a multiple of this and of the tensor-parallel size."""
 
 
 class ModelError(ValueError):
@@ -34,27 +34,25 @@ class ModelShape:
     qk_norm: bool
     max_positions: int | None
 
-    @property
-    def query_width(self) -> int:
-        """Width of all query heads."""
-        return self.heads * self.head_dim
-
-    @property
-    def kv_width(self) -> int:
-        """Width of all key heads, which is that of all value heads."""
-        return self.kv_heads * self.head_dim
-
     def padded_vocabulary(self, tensor: int) -> int:
-        """Rows of the embedding at a tensor-parallel size."""
-        unit = VOCABULARY_MULTIPLE * tensor
-        return ceil(self.vocabulary / unit) * unit
+        """Rows of the trained embedding at a tensor-parallel size."""
+        unit = lcm(VOCABULARY_MULTIPLE, tensor)
+        return -(-self.vocabulary // unit) * unit
+
+    def query_width(self, tensor: int = 1) -> int:
+        """Width of the query heads of one of `tensor` ranks."""
+        return self.heads // tensor * self.head_dim
+
+    def kv_width(self, tensor: int = 1) -> int:
+        """Width of the key heads of one rank, which is that of its value heads; at least one head each."""
+        return max(1, self.kv_heads // tensor) * self.head_dim
 
     def layer_parameters(self, tensor: int = 1) -> int:
         """Parameters of one layer on one of `tensor` ranks: matrices are split, norms are not."""
-        qkv = self.query_width + 2 * self.kv_width
-        matrices = self.hidden * (qkv + self.query_width) + 3 * self.hidden * self.intermediate
-        split = matrices + (qkv if self.qkv_bias else 0)
-        return split // tensor + 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
+        query, qkv = self.query_width(tensor), self.query_width(tensor) + 2 * self.kv_width(tensor)
+        matrices = self.hidden * (qkv + query) + 3 * self.hidden * self.intermediate // tensor
+        norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
+        return matrices + norms + (qkv if self.qkv_bias else 0)
 
     def total_parameters(self) -> int:
         """Parameters of the model as published: no padding, tied weights once."""

@@ -1,4 +1,4 @@
-"""Names a configuration may choose from, importable without torch; `roll.algorithms` and `roll.models` agree with them."""
+"""Names a configuration may choose from, importable without torch; the registries that hold them agree with these."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ PG_VARIANTS = ("ppo", "vanilla")
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Values of `architectures` in a model's config.json that can be trained."""
 
-TEMPLATES = ("native", "none")
-"""Values of `data_args.template`."""
+TEMPLATES = ("native", "none", "chatml", "qwen2_5", "qwen3", "llama3")
+"""Values of `data_args.template`; `roll.datasets.templates` holds them."""

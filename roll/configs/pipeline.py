@@ -29,36 +29,64 @@ class BaseConfig:
 
     exp_name: str = option("roll", "Name of the run in trackers.")
     seed: int = option(42, "Every random choice of the run derives from it.", minimum=0)
-    deterministic: bool = option(False, "On CPU the same seed gives the same metrics bit for bit, at some cost in speed.")
+    deterministic: bool = option(
+        False, "On CPU the same seed gives the same metrics bit for bit, at some cost in speed."
+    )
     platform: Literal["auto", "cpu", "cuda"] = option("auto", "Where devices are: auto takes cuda when there is one.")
-    num_devices_per_node: int | None = option(None, "Devices of one node; default on cpu: its cores, on cuda: its GPUs (8 when planning elsewhere).", minimum=1)
+    num_devices_per_node: int | None = option(
+        None,
+        "Devices of one node; default on cpu: its cores, on cuda: its GPUs (8 when planning elsewhere).",
+        minimum=1,
+    )
     output_dir: str = option("./output", "Everything the run writes.")
     logging_dir: str | None = option(None, "Log files; default: output_dir/logs.")
-    track_with: list[Literal["tensorboard", "stdout"]] = option(factory=lambda: ["tensorboard"], parse=one_or_many, help="Trackers beside metrics.jsonl; a single name is taken as a list of one.")
-    tracker_kwargs: dict[str, Any] = option(factory=dict, help="Options of the trackers by name, e.g. {tensorboard: {log_dir: PATH}}.")
+    track_with: list[Literal["tensorboard", "stdout"]] = option(
+        factory=lambda: ["tensorboard"],
+        parse=one_or_many,
+        help="Trackers beside metrics.jsonl; a single name is taken as a list of one.",
+    )
+    tracker_kwargs: dict[str, Any] = option(
+        factory=dict, help="Options of the trackers by name, e.g. {tensorboard: {log_dir: PATH}}."
+    )
     max_steps: int = option(100, "Batches to train on.", minimum=1)
     save_steps: int = option(0, "Checkpoint every so many steps, and at the end; 0: at the end only.", minimum=0)
-    logging_steps: int = option(1, "Console and tracker lines every so many steps (metrics.jsonl has every step).", minimum=1)
+    logging_steps: int = option(
+        1, "Console and tracker lines every so many steps (metrics.jsonl has every step).", minimum=1
+    )
     eval_steps: int = option(0, "Validate before step 1, every so many steps, and at the end; 0: never.", minimum=0)
     max_ckpt_to_keep: int = option(2, "Newest checkpoints kept; 0 keeps all.", minimum=0)
-    resume_from_checkpoint: bool | str = option(False, "true: the newest complete checkpoint of output_dir; or the path of one.")
+    resume_from_checkpoint: bool | str = option(
+        False, "true: the newest complete checkpoint of output_dir; or the path of one."
+    )
     save_checkpoint: bool = option(True, "Write checkpoints at all.")
     save_hf_model: bool = option(False, "Export the final model as a HF folder, output_dir/hf_model.")
     pretrain: str | None = option(None, "HF model folder of every role that names none.")
     prompt_length: int = option(1024, "Longest prompt in tokens; longer ones are dropped and counted.", minimum=1)
     response_length: int | None = option(None, "Longest response in tokens.", minimum=1)
-    sequence_length: int | None = option(None, "prompt_length + response_length; give either this or response_length.", minimum=2)
+    sequence_length: int | None = option(
+        None, "prompt_length + response_length; give either this or response_length.", minimum=2
+    )
     max_grad_norm: float = option(1.0, "Gradient clipping by global norm; 0 turns it off.", minimum=0)
-    rpc_timeout_s: float = option(3600.0, "Longest wait for a worker before the run ends with what it waited for.", above=0)
+    rpc_timeout_s: float = option(
+        3600.0, "Longest wait for a worker before the run ends with what it waited for.", above=0
+    )
     start_timeout_s: float = option(600.0, "Longest wait for workers and engines to come up.", above=0)
     model_update_buffer_size_mb: int = option(512, "Bucket of one weight transfer.", minimum=1)
     sync_timeout_s: float = option(60.0, "Longest one publish of weights may take.", above=0)
     max_sync_retries: int = option(3, "Publishes tried again before the run ends.", minimum=0)
     sync_retry_delay_s: float = option(1.0, "Seconds between them.", minimum=0)
-    verify_weights: Literal["first", "always"] = option("first", "Compare names and checksums on both sides of a publish.")
-    system_envs: dict[str, str] = option(factory=dict, parse=environment, help="Environment variables of every process of the run.")
+    verify_weights: Literal["first", "always"] = option(
+        "first", "Compare names and checksums on both sides of a publish."
+    )
+    system_envs: dict[str, str] = option(
+        factory=dict, parse=environment, help="Environment variables of every process of the run."
+    )
     actor_train: WorkerConfig = option(factory=WorkerConfig, help="The role that learns.")
-    validation: WorkerConfig = option(factory=WorkerConfig, help="Data and sampling of validation; it owns no devices. Keys of data_args and generating_args not given are those of training, but for file_name and num_return_sequences (1).")
+    validation: WorkerConfig = option(
+        factory=WorkerConfig,
+        help="Data and sampling of validation; it owns no devices. Keys of data_args and generating_args that are not given "
+        "are those of training, but for file_name, and num_return_sequences, which is 1.",
+    )
     source: Source = internal(factory=Source)
 
 
@@ -73,14 +101,22 @@ class SFTConfig(BaseConfig):
 class RewardConfig:
     """One rule that scores samples."""
 
-    function: str = option("roll.rewards.math_rule:math_reward", "`module:function(response, ground_truth, config) -> float`.")
+    function: str = option(
+        "roll.rewards.math_rule:math_reward", "`module:function(response, ground_truth, config) -> float`."
+    )
     tag_included: list[str] = option(factory=list, help="Tags this reward scores; empty: every tag.")
     world_size: int = option(1, "Processes of its pool.", minimum=1)
-    timeout_s: float = option(5.0, "Seconds one sample may take; the process is killed then and the sample dropped.", above=0)
-    answer_pattern: Literal["boxed", "last_number", "boxed_or_last_number"] = option("boxed_or_last_number", "Where the answer stands in the response.")
+    timeout_s: float = option(
+        5.0, "Seconds one sample may take; the process is killed then and the sample dropped.", above=0
+    )
+    answer_pattern: Literal["boxed", "last_number", "boxed_or_last_number"] = option(
+        "boxed_or_last_number", "Where the answer stands in the response."
+    )
     correct_score: float = option(1.0, "Score of a right answer.")
     wrong_score: float = option(0.0, "Score of a wrong one.")
-    max_failure_rate: float = option(0.1, "Share of a batch whose reward may fail before the run ends.", minimum=0, maximum=1)
+    max_failure_rate: float = option(
+        0.1, "Share of a batch whose reward may fail before the run ends.", minimum=0, maximum=1
+    )
 
 
 @dataclass
@@ -104,22 +140,38 @@ class RLConfig(BaseConfig):
     advantage_clip: float | None = option(None, "Clip advantages to +- this.", above=0)
     whiten_rewards: bool = option(False, "Zero mean and unit variance of scores over the batch.")
     whiten_advantages: bool = option(False, "Zero mean and unit variance of advantages over the batch's tokens.")
-    old_log_probs_source: Literal["auto", "behavior", "recompute"] = option("auto", "Proximal log-probs; auto recomputes in synchronous training.")
+    old_log_probs_source: Literal["auto", "behavior", "recompute"] = option(
+        "auto", "Proximal log-probs; auto recomputes in synchronous training."
+    )
     pg_clip_low: float = option(0.2, "ppo: ratio clip below 1.", above=0, maximum=1)
     pg_clip_high: float = option(0.2, "ppo: ratio clip above 1.", above=0)
     dual_clip_loss: bool = option(False, "ppo: bound the loss of negative advantages.")
     dual_clip_c: float = option(3.0, "ppo: that bound in multiples of |A|.", above=1)
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = option("seq-mean-token-mean", "How token losses become one number.")
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
+        option("seq-mean-token-mean", "How token losses become one number.")
+    )
     entropy_loss_coef: float = option(0.0, "Weight of the entropy bonus.", minimum=0)
     use_kl_loss: bool = option(False, "KL to the reference in the loss.")
     kl_loss_coef: float = option(0.0, "Its weight.", minimum=0)
     add_token_level_kl: bool = option(False, "KL to the reference in the token reward.")
     init_kl_coef: float = option(0.0, "Its weight.", minimum=0)
-    kl_penalty: Literal["k1", "k2", "k3", "abs"] = option("k3", "KL estimator: the log ratio k1, its half square k2, the unbiased positive k3, or the absolute log ratio.")
-    log_prob_parity_bound: float | None = option(None, "Largest |log p - log mu| tolerated in the first step; default 1e-3 in fp32, 0.5 in half precision.", above=0)
-    truncated_sampling: Literal["warn", "refuse"] = option("warn", "What to do when top_p or top_k truncate the sampled distribution.")
-    max_generation_retries: int = option(2, "Times a failed request is tried again before its group is dropped.", minimum=0)
-    max_failure_rate: float = option(0.1, "Share of a batch's prompts that may be dropped before the run ends.", minimum=0, maximum=1)
+    kl_penalty: Literal["k1", "k2", "k3", "abs"] = option(
+        "k3", "KL estimator: the log ratio k1, its half square k2, the unbiased positive k3, or the absolute log ratio."
+    )
+    log_prob_parity_bound: float | None = option(
+        None,
+        "Largest |log p - log mu| tolerated in the first step; default 1e-3 in fp32, 0.5 in half precision.",
+        above=0,
+    )
+    truncated_sampling: Literal["warn", "refuse"] = option(
+        "warn", "What to do when top_p or top_k truncate the sampled distribution."
+    )
+    max_generation_retries: int = option(
+        2, "Times a failed request is tried again before its group is dropped.", minimum=0
+    )
+    max_failure_rate: float = option(
+        0.1, "Share of a batch's prompts that may be dropped before the run ends.", minimum=0, maximum=1
+    )
 
 
 @dataclass

@@ -54,12 +54,10 @@ def known_keys(cls: type, prefix: str = "") -> Iterator[Key]:
 
 def section_of(hint: Any) -> tuple[type | None, bool]:
     """The dataclass behind a type, and whether it is the value type of a mapping."""
-    if isinstance(hint, type) and is_dataclass(hint):
-        return hint, False
     arguments = typing.get_args(hint)
-    if typing.get_origin(hint) is dict and is_dataclass(arguments[1]):
-        return arguments[1], True
-    return None, False
+    inner = typing.get_origin(hint) is dict
+    section: Any = arguments[1] if inner else hint
+    return (section, inner) if is_dataclass(section) and isinstance(section, type) else (None, False)
 
 
 def describe(hint: Any) -> str:

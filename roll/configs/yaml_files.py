@@ -58,7 +58,9 @@ def parse_yaml(text: str, source: str) -> Any:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise ConfigError([Problem("", f"{where}not YAML: {getattr(error, 'problem', None) or error}")], source) from None
+        raise ConfigError(
+            [Problem("", f"{where}not YAML: {getattr(error, 'problem', None) or error}")], source
+        ) from None
 
 
 def read_tree(path: Path, including: Sequence[Path] = ()) -> Tree:
@@ -107,7 +109,9 @@ def override_tree(overrides: Sequence[str]) -> Tree:
         if not equals or not key or not all(key.split(".")):
             raise ConfigError([Problem("", f"override {text!r}: write key=value, such as actor_train.pg_variant=ppo")])
         if key[0] in "+~":
-            raise ConfigError([Problem("", f"override {text!r}: write it without {key[0]!r}; every key exists already")])
+            raise ConfigError(
+                [Problem("", f"override {text!r}: write it without {key[0]!r}; every key exists already")]
+            )
         item: Any = parse_yaml(value, f"override {key}") if value.strip() else None
         for part in reversed(key.split(".")):
             item = {part: item}
@@ -130,7 +134,9 @@ def _bases(defaults: Any, path: Path) -> list[str]:
     """Names of base files; Hydra's `_self_` last and `@_here_` mean what happens anyway."""
     names = [defaults] if isinstance(defaults, str) else defaults or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ConfigError([Problem("defaults", f"{defaults!r} is not a list of base files, such as [base.yaml]")], str(path))
+        raise ConfigError(
+            [Problem("defaults", f"{defaults!r} is not a list of base files, such as [base.yaml]")], str(path)
+        )
     if "_self_" in names[:-1]:
         raise ConfigError([Problem("defaults", "a file always wins over its base files; put _self_ last")], str(path))
     return [name.removesuffix("@_here_") for name in names if name != "_self_"]

@@ -18,7 +18,8 @@ def check_algorithm(config: RLConfig, report: Report) -> None:
     if config.adv_estimator == "grpo" and group == 1:
         report.error(
             "num_return_sequences_in_group",
-            "1 gives every sample of grpo advantage 0, so nothing is learned; use at least 2, or adv_estimator reinforce",
+            "1 gives every sample of grpo advantage 0, so nothing is learned; use at least 2, "
+            "or adv_estimator reinforce",
         )
     if not config.is_num_return_sequences_expand and group > 1:
         report.error(
@@ -30,8 +31,16 @@ def check_algorithm(config: RLConfig, report: Report) -> None:
     if config.add_token_level_kl and config.init_kl_coef == 0:
         report.error("init_kl_coef", "0 turns off the KL that add_token_level_kl asks for; use a weight such as 0.001")
     if config.adv_estimator == "grpo" and config.add_token_level_kl:
-        report.warn("add_token_level_kl", "with grpo the KL of a response is summed into its one score; use_kl_loss keeps it per token")
+        report.warn(
+            "add_token_level_kl",
+            "with grpo the KL of a response is summed into its one score; use_kl_loss keeps it per token",
+        )
     _check_old_log_probs(config, report)
+    if config.async_generation_ratio > 0:
+        report.absent(
+            "async_generation_ratio",
+            f"{config.async_generation_ratio:g} can be planned but not run yet: training is synchronous; set it to 0",
+        )
 
 
 def _check_name(path: str, name: str, known: Sequence[str], report: Report) -> None:

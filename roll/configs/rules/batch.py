@@ -15,7 +15,10 @@ def check_training(config: BaseConfig, report: Report) -> None:
     training = config.actor_train.training_args
     path = "actor_train.training_args"
     if training.warmup_steps and training.warmup_ratio:
-        report.error(f"{path}.warmup_ratio", f"{training.warmup_ratio} and warmup_steps {training.warmup_steps} exclude each other; keep one")
+        report.error(
+            f"{path}.warmup_ratio",
+            f"{training.warmup_ratio} and warmup_steps {training.warmup_steps} exclude each other; keep one",
+        )
     if training.min_learning_rate > training.learning_rate:
         report.error(
             f"{path}.min_learning_rate",
@@ -52,7 +55,7 @@ def check_batch(config: BaseConfig, report: Report) -> None:
     if training.warmup_steps > steps:
         report.warn(
             "actor_train.training_args.warmup_steps",
-            f"{training.warmup_steps} is longer than the whole run of {steps} optimizer steps: the peak is never reached",
+            f"{training.warmup_steps} is longer than the run of {steps} optimizer steps: the peak is never reached",
         )
 
 
@@ -72,10 +75,13 @@ def _check_fills(config: RLConfig, report: Report) -> None:
     advice = f"use rollout_batch_size {f'{below} or ' if below else ''}{below + unit}"
     if samples % (size * data_parallel) == 0:
         whole = samples // (size * data_parallel)
-        fitting = min((n for n in range(1, whole + 1) if whole % n == 0), key=lambda n: abs(n - training.gradient_accumulation_steps))
+        fitting = min(
+            (n for n in range(1, whole + 1) if whole % n == 0),
+            key=lambda n: abs(n - training.gradient_accumulation_steps),
+        )
         advice += f", or gradient_accumulation_steps {fitting}"
     report.error(
         "rollout_batch_size",
-        f"{prompts} prompts x num_return_sequences_in_group {group} = {samples} samples do not fill optimizer steps of {step} "
-        f"({product}); {advice}",
+        f"{prompts} prompts x num_return_sequences_in_group {group} = {samples} samples do not fill optimizer steps "
+        f"of {step} ({product}); {advice}",
     )

@@ -30,9 +30,14 @@ def _check_owned(config: BaseConfig, report: Report) -> None:
     if uses_reference(config) and not config.reference.device_mapping:
         terms = " and ".join(name for name in ("use_kl_loss", "add_token_level_kl") if getattr(config, name))
         devices = f"such as {config.actor_train.device_mapping}, the devices of actor_train, to share them"
-        report.error("reference.device_mapping", f"is empty, but {terms} needs the reference; name its devices, {devices}")
+        report.error(
+            "reference.device_mapping", f"is empty, but {terms} needs the reference; name its devices, {devices}"
+        )
     if config.reference.device_mapping and not uses_reference(config):
-        report.warn("reference", "is configured but not used: neither use_kl_loss nor add_token_level_kl is on; it is not loaded")
+        report.warn(
+            "reference",
+            "is configured but not used: neither use_kl_loss nor add_token_level_kl is on; it is not loaded",
+        )
 
 
 def _check_divides(role: str, worker: WorkerConfig, report: Report) -> None:
@@ -40,13 +45,16 @@ def _check_divides(role: str, worker: WorkerConfig, report: Report) -> None:
     if not is_megatron(worker):
         size = worker.num_gpus_per_worker
         if count % size:
-            report.error(path, f"{count} devices cannot hold engines of num_gpus_per_worker {size}; use {_multiples(count, size)}")
+            report.error(
+                path,
+                f"{count} devices cannot hold engines of num_gpus_per_worker {size}; use {_multiples(count, size)}",
+            )
         return
     if worker.num_gpus_per_worker != 1:
         report.error(
             f"{role}.num_gpus_per_worker",
-            f"{worker.num_gpus_per_worker} does not apply to {worker.strategy_args.strategy_name}: a rank owns one device; "
-            "set strategy_config.tensor_model_parallel_size instead",
+            f"{worker.num_gpus_per_worker} does not apply to {worker.strategy_args.strategy_name}: a rank owns one "
+            "device; set strategy_config.tensor_model_parallel_size instead",
         )
     megatron = megatron_config(worker)
     tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
@@ -95,7 +103,9 @@ def check_nodes(config: BaseConfig, devices_per_node: int, report: Report) -> No
             if is_megatron(worker):
                 report.warn(f"{role}.device_mapping", f"a tensor-parallel group spans nodes and will be slow: {spread}")
             else:
-                report.error(f"{role}.device_mapping", f"an engine must be on one node: {spread}; lower num_gpus_per_worker")
+                report.error(
+                    f"{role}.device_mapping", f"an engine must be on one node: {spread}; lower num_gpus_per_worker"
+                )
             break
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from roll.configs.errors import Report
 from roll.configs.layouts import ROLES, is_megatron, megatron_config
-from roll.configs.pipeline import BaseConfig
+from roll.configs.pipeline import BaseConfig, RLConfig
 from roll.configs.sglang_options import OWNED, server_options
 from roll.configs.suggestions import nearest
 from roll.configs.worker import WorkerConfig
@@ -29,17 +29,36 @@ def check_engines(config: BaseConfig, report: Report) -> None:
             _check_megatron(config, role, worker, report)
         else:
             _check_sglang(worker, f"{path}.strategy_config", report)
+    _check_precision(config, report)
     if config.deterministic and config.platform == "cuda":
-        report.error("deterministic", "true is not available on cuda, where kernels add in any order; use platform cpu or false")
-    _check_checkpoints(config, report)
+        report.error(
+            "deterministic", "true is not available on cuda, where kernels add in any order; use platform cpu or false"
+        )
+    _check_data(config, report)
     for name in config.tracker_kwargs:
         if name not in config.track_with:
             report.error(f"tracker_kwargs.{name}", f"track_with does not name {name}; add it there or remove this")
 
 
-def _check_checkpoints(config: BaseConfig, report: Report) -> None:
+def _check_precision(config: BaseConfig, report: Report) -> None:
+    """Both engines compute in one precision, else their log-probs differ by more than rounding."""
+    if not isinstance(config, RLConfig):
+        return
+    training, sampling = config.actor_train.model_args.dtype, config.actor_infer.model_args.dtype
+    if training != sampling:
+        report.warn(
+            "actor_infer.model_args.dtype",
+            f"{sampling} samples while actor_train computes in {training}: their log-probs differ by rounding; "
+            f"use {training}",
+        )
+
+
+def _check_data(config: BaseConfig, report: Report) -> None:
     if config.eval_steps and not config.validation.data_args.file_name:
-        report.error("validation.data_args.file_name", f"is empty, but eval_steps is {config.eval_steps}; name a file, or set eval_steps: 0")
+        report.error(
+            "validation.data_args.file_name",
+            f"is empty, but eval_steps is {config.eval_steps}; name a file, or set eval_steps: 0",
+        )
     if not config.actor_train.data_args.file_name:
         report.error("actor_train.data_args.file_name", "is empty; name the JSONL or parquet files to train on")
 
@@ -82,4 +101,7 @@ def _check_sglang(worker: WorkerConfig, path: str, report: Report) -> None:
         report.warn(path, f"sglang is not installed here: {', '.join(options)} were not checked against its options")
     share = options.get("mem_fraction_static")
     if share is not None and not (isinstance(share, int | float) and 0 < share < 1):
-        report.error(f"{path}.mem_fraction_static", f"{share!r} is not a share of the device's memory between 0 and 1, such as 0.8")
+        report.error(
+            f"{path}.mem_fraction_static",
+            f"{share!r} is not a share of the device's memory between 0 and 1, such as 0.8",
+        )

@@ -18,11 +18,14 @@ def check_files(config: BaseConfig, report: Report) -> None:
         for name in getattr(config, role).data_args.file_name:
             path = f"{role}.data_args.file_name"
             if not name.endswith(ENDINGS):
-                report.error(path, f"{name} is not a file of lines or columns; use one that ends in {' or '.join(ENDINGS)}")
+                report.error(
+                    path, f"{name} is not a file of lines or columns; use one that ends in {' or '.join(ENDINGS)}"
+                )
             elif not Path(name).is_file():
                 report.absent(path, f"{name} is not a file on this machine")
     if isinstance(config.resume_from_checkpoint, str) and not Path(config.resume_from_checkpoint).is_dir():
         report.absent(
             "resume_from_checkpoint",
-            f"{config.resume_from_checkpoint} is not a folder; use a checkpoint's path, or true for the newest of output_dir",
+            f"{config.resume_from_checkpoint} is not a folder; use a checkpoint's path, or true for the newest one of "
+            "output_dir",
         )

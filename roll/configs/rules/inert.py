@@ -17,7 +17,9 @@ def check_inert(config: BaseConfig, report: Report) -> None:
         if _value(config, path) == _value(defaults, path):
             continue
         if not role_reads(path):
-            reason = next((why for pattern, why in ELSEWHERE.items() if fnmatchcase(path, pattern)), "this role does not read it")
+            reason = next(
+                (why for pattern, why in ELSEWHERE.items() if fnmatchcase(path, pattern)), "this role does not read it"
+            )
             _say(report, path, reason, any(fnmatchcase(path, pattern) for pattern in MISLEADING))
             continue
         for inert in INERT:

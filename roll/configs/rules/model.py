@@ -52,7 +52,8 @@ def _check_positions(config: BaseConfig, path: str, shape: ModelShape, report: R
     if shape.max_positions and (config.sequence_length or 0) > shape.max_positions:
         report.error(
             "sequence_length",
-            f"{config.sequence_length} is above max_position_embeddings {shape.max_positions} of {path}; use at most that",
+            f"{config.sequence_length} is above max_position_embeddings {shape.max_positions} of {path}; "
+            "use at most that",
         )
 
 
@@ -60,21 +61,27 @@ def _check_splits(role: str, worker: WorkerConfig, shape: ModelShape, report: Re
     layout = role_layout(worker)
     tensor, stages = layout.tensor, layout.pipeline
     key = "strategy_args.strategy_config.tensor_model_parallel_size" if is_megatron(worker) else "num_gpus_per_worker"
-    sizes = {
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "intermediate_size": shape.intermediate,
-    }
-    if not is_megatron(worker) and tensor > shape.kv_heads and tensor % shape.kv_heads == 0:
-        del sizes["num_key_value_heads"]
-    broken = [f"{name} {size}" for name, size in sizes.items() if size % tensor]
-    if broken:
-        fitting = [n for n in range(1, shape.heads + 1) if not any(size % n for size in sizes.values())]
-        report.error(f"{role}.{key}", f"{tensor} does not divide the model's {', '.join(broken)}; use {_either(fitting)}")
+    if tensor not in _splits(shape):
+        sizes = (
+            f"{shape.heads} attention heads, {shape.kv_heads} key-value heads (a divisor or a multiple) and "
+            f"intermediate_size {shape.intermediate}"
+        )
+        report.error(f"{role}.{key}", f"{tensor} does not divide the model's {sizes}; use {_either(_splits(shape))}")
     if shape.layers % stages:
         fitting = [n for n in range(1, shape.layers + 1) if shape.layers % n == 0]
         where = f"{role}.strategy_args.strategy_config.pipeline_model_parallel_size"
         report.error(where, f"{stages} does not divide the model's {shape.layers} layers; use {_either(fitting)}")
+
+
+def _splits(shape: ModelShape) -> list[int]:
+    """Tensor-parallel sizes the model can be cut into."""
+    return [
+        size
+        for size in range(1, shape.heads + 1)
+        if shape.heads % size == 0
+        and shape.intermediate % size == 0
+        and (shape.kv_heads % size == 0 or size % shape.kv_heads == 0)
+    ]
 
 
 def _either(values: list[int]) -> str:

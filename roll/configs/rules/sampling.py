@@ -12,13 +12,14 @@ def check_sampling(config: RLConfig, report: Report) -> None:
     if sampling.temperature <= 0:
         report.error(
             f"{path}.temperature",
-            f"{sampling.temperature:g} is greedy: all samples of a prompt would be equal and have no log-prob to train on; "
+            f"{sampling.temperature:g} is greedy: all samples of a prompt would be equal, with no log-prob to train on; "
             "use above 0, such as 1.0 (validation may use 0)",
         )
     if sampling.num_return_sequences != config.num_return_sequences_in_group:
         report.error(
             f"{path}.num_return_sequences",
-            f"{sampling.num_return_sequences} is not num_return_sequences_in_group {config.num_return_sequences_in_group}; leave it out",
+            f"{sampling.num_return_sequences} is not num_return_sequences_in_group "
+            f"{config.num_return_sequences_in_group}; leave it out",
         )
     if sampling.repetition_penalty != 1:
         report.warn(
@@ -42,8 +43,8 @@ def _check_truncation(config: RLConfig, report: Report) -> None:
     if not cuts:
         return
     message = (
-        f"{' and '.join(cuts)} sample from a truncated distribution, but the engine returns log-probs of the whole one: "
-        "every ratio and KL is biased; use top_p 1.0 and top_k 0"
+        f"{' and '.join(cuts)} sample from a truncated distribution, but the engine returns log-probs of the whole "
+        "one: every ratio and KL is biased; use top_p 1.0 and top_k 0"
     )
     if config.truncated_sampling == "refuse":
         report.error("actor_infer.generating_args", f"{message} (truncated_sampling is refuse)")

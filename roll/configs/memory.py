@@ -1,0 +1,158 @@
+"""Memory of one device of each role, estimated from the model's shape; formulas carry their numbers.
+
+Estimates count what grows with the model, the batch and the context. Communication buffers, kernels' workspaces and
+fragmentation come on top: leave some of the device free.
+"""
+
+from __future__ import annotations
+
+from roll.configs.layouts import device_roles, megatron_config, role_layout
+from roll.configs.model_shape import ModelShape
+from roll.configs.pipeline import BaseConfig, RLConfig
+from roll.configs.plan_types import MemoryLine, MemoryPlan
+from roll.configs.worker import WorkerConfig
+
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+"""Bytes of one number."""
+
+HEAD_BYTES = 64 * 2**20
+"""Logits of one chunk of tokens in fp32: the output head never holds those of all tokens."""
+
+HEAD_KEPT_BYTES = 512 * 2**20
+"""Probabilities kept for the head's backward pass at most; beyond it they are computed again."""
+
+
+def memory_plans(config: BaseConfig, shapes: dict[str, ModelShape]) -> list[MemoryPlan]:
+    """One plan for each role whose model's shape is known."""
+    plans = []
+    for role, worker in device_roles(config).items():
+        if role not in shapes:
+            continue
+        shape = shapes[role]
+        if role == "actor_train":
+            plans.append(_training(config, worker, shape))
+        elif role == "actor_infer" and isinstance(config, RLConfig):
+            plans.append(_generation(config, worker, shape))
+        else:
+            plans.append(_forward(config, role, worker, shape))
+    return plans
+
+
+def _training(config: BaseConfig, worker: WorkerConfig, shape: ModelShape) -> MemoryPlan:
+    """The fullest pipeline stage."""
+    stages = role_layout(worker).pipeline
+    plans = [_training_stage(config, worker, shape, stage) for stage in range(stages)]
+    return max(plans, key=lambda plan: plan.total)
+
+
+def _training_stage(config: BaseConfig, worker: WorkerConfig, shape: ModelShape, stage: int) -> MemoryPlan:
+    layout, megatron = role_layout(worker), megatron_config(worker)
+    size = DTYPE_BYTES[worker.model_args.dtype]
+    count = shape.stage_parameters(stage, layout.pipeline, layout.tensor)
+    gradient = 4 if megatron.accumulate_allreduce_grads_in_fp32 else size
+    master = 0 if size == 4 else 4
+    shards = layout.data if megatron.use_distributed_optimizer else 1
+    state = f"{'fp32 weights 4 + ' if master else ''}Adam 4 + 4"
+    lines = [
+        MemoryLine("weights", count * size, f"{count:,} parameters x {size} B"),
+        MemoryLine("gradients", count * gradient, f"{count:,} parameters x {gradient} B"),
+        MemoryLine(
+            "optimizer",
+            count * (master + 8) // shards,
+            f"{count:,} parameters x ({state}) B / {shards} data-parallel shards",
+        ),
+        _activations(config, worker, shape, stage),
+    ]
+    if stage == layout.pipeline - 1:
+        lines.append(_head(_micro_batch_tokens(config, worker, "train"), shape, layout.tensor, keep=True))
+    return MemoryPlan("actor_train", f"pipeline stage {stage} of {layout.pipeline}", lines)
+
+
+def _activations(config: BaseConfig, worker: WorkerConfig, shape: ModelShape, stage: int) -> MemoryLine:
+    """What the forward pass keeps for the backward pass.
+
+    Without recompute a layer keeps, per token, the inputs of both norms and of both first matrices (4 hidden), q, k
+    and v before and after the rotation, the attention's output, and the MLP's two halves, their activation and their
+    product. Attention scores are never kept, so `selective` saves nothing on top. A pipeline stage keeps this for
+    each micro-batch in flight, which is the number of stages from it to the last.
+    """
+    layout, megatron = role_layout(worker), megatron_config(worker)
+    size, tensor = DTYPE_BYTES[worker.model_args.dtype], layout.tensor
+    tokens = _micro_batch_tokens(config, worker, "train")
+    spread = tensor if megatron.sequence_parallel else 1
+    query, kv = shape.query_width(tensor), shape.kv_width(tensor)
+    per_layer = 4 * shape.hidden // spread + 3 * query + 3 * kv + 4 * shape.intermediate // tensor
+    layers = shape.layers // layout.pipeline
+    in_flight = min(layout.pipeline - stage, worker.training_args.gradient_accumulation_steps)
+    if megatron.recompute_granularity == "full":
+        kept = shape.hidden // spread
+        values = tokens * (layers * in_flight * kept + per_layer)
+        inputs = f"{layers} layers x {in_flight} in flight x {kept:,}"
+        formula = f"{tokens:,} tokens x ({inputs} + one layer {per_layer:,}) x {size} B"
+    else:
+        values = tokens * layers * in_flight * per_layer
+        formula = f"{tokens:,} tokens x {layers} layers x {in_flight} in flight x {per_layer:,} values x {size} B"
+    return MemoryLine("activations", values * size, formula)
+
+
+def _head(tokens: int, shape: ModelShape, tensor: int, keep: bool) -> MemoryLine:
+    columns = shape.padded_vocabulary(tensor) // tensor
+    whole = tokens * columns * 4
+    kept = whole if keep and whole <= HEAD_KEPT_BYTES else 0
+    formula = f"logits of {tokens:,} tokens x {columns:,} x 4 B = {gibibytes(whole)}, in chunks of 64 MiB"
+    return MemoryLine("output head", min(whole, HEAD_BYTES) + kept, formula + (" and kept" if kept else ""))
+
+
+def _micro_batch_tokens(config: BaseConfig, worker: WorkerConfig, phase: str) -> int:
+    """Tokens of the largest micro-batch of one data-parallel rank."""
+    if getattr(worker, f"use_dynamic_batching_in_{phase}"):
+        return int(getattr(worker, f"max_tokens_per_microbatch_in_{phase}"))
+    samples = worker.training_args.per_device_train_batch_size if phase == "train" else worker.infer_batch_size
+    return samples * (config.sequence_length or 0)
+
+
+def _forward(config: BaseConfig, role: str, worker: WorkerConfig, shape: ModelShape) -> MemoryPlan:
+    """A frozen model: weights and one layer's values of a forward pass."""
+    layout, size = role_layout(worker), DTYPE_BYTES[worker.model_args.dtype]
+    last = layout.pipeline - 1
+    count = max(shape.stage_parameters(stage, layout.pipeline, layout.tensor) for stage in {0, last})
+    tokens = _micro_batch_tokens(config, worker, "infer")
+    per_token = 4 * shape.hidden + 3 * shape.intermediate // layout.tensor
+    lines = [
+        MemoryLine("weights", count * size, f"{count:,} parameters x {size} B"),
+        MemoryLine("activations", tokens * per_token * size, f"{tokens:,} tokens x {per_token:,} values x {size} B"),
+        _head(tokens, shape, layout.tensor, keep=False),
+    ]
+    return MemoryPlan(role, "fullest pipeline stage" if last else "every device", lines)
+
+
+def _generation(config: RLConfig, worker: WorkerConfig, shape: ModelShape) -> MemoryPlan:
+    """Weights, and the KV cache that the engine needs to keep `max_running_requests` full sequences at once."""
+    tensor, size = role_layout(worker).tensor, DTYPE_BYTES[worker.model_args.dtype]
+    count = shape.stage_parameters(0, 1, tensor)
+    per_token = 2 * shape.layers * shape.kv_width(tensor) * size
+    requests = min(worker.max_running_requests, _requests_per_engine(config, worker))
+    tokens = requests * (config.sequence_length or 0)
+    share = worker.strategy_args.strategy_config.get("mem_fraction_static")
+    limit = f"; weights and KV together get mem_fraction_static {share} of the device" if share else ""
+    lines = [
+        MemoryLine("weights", count * size, f"{count:,} parameters x {size} B"),
+        MemoryLine(
+            "KV cache",
+            tokens * per_token,
+            f"{requests} requests x {config.sequence_length:,} tokens x 2 x {shape.layers} layers x "
+            f"{shape.kv_width(tensor):,} values x {size} B ({per_token:,} B per token), at most{limit}",
+        ),
+    ]
+    return MemoryPlan("actor_infer", f"every device of {role_layout(worker).data} engines", lines)
+
+
+def _requests_per_engine(config: RLConfig, worker: WorkerConfig) -> int:
+    """Requests one engine gets of one step's batch, rounded up."""
+    samples = config.rollout_batch_size * config.num_return_sequences_in_group
+    return -(-samples // role_layout(worker).data)
+
+
+def gibibytes(count: int) -> str:
+    """Bytes as text, in MiB below 1 GiB."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
