@@ -83,8 +83,9 @@ def encode_pairs(
 
 def _pair(record: Record, data_args: DataArguments) -> Pair:
     asked, answer = question(record, data_args), record.row.get(data_args.response)
-    if answer is None and asked.messages and len(asked.messages) > 1 and asked.messages[-1]["role"] == "assistant":
-        asked, answer = Question(messages=asked.messages[:-1]), asked.messages[-1]["content"]
+    messages = asked.messages or ()
+    if answer is None and len(messages) > 1 and messages[-1]["role"] == "assistant":
+        asked, answer = Question(messages=messages[:-1]), messages[-1]["content"]
     if answer is None:
         record.fail_missing(data_args.response)
     if not isinstance(answer, str):

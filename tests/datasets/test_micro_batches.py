@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roll.datasets.micro_batches import OptimizerStepPlan, plan_forward, plan_optimizer_steps
+
+
+@st.composite
+def batches(draw):
+    """(lengths, data-parallel size, samples of a step) that divide."""
+    ranks, per_rank, steps = draw(st.integers(1, 4)), draw(st.integers(1, 8)), draw(st.integers(1, 3))
+    count = ranks * per_rank * steps
+    return draw(st.lists(st.integers(1, 50), min_size=count, max_size=count)), ranks, ranks * per_rank
+
+
+def groups(plan: OptimizerStepPlan) -> list[list[list[int]]]:
+    """For each rank its micro-batches, as positions in the batch."""
+    return [
+        [[shard[position] for position in micro] for micro in micros]
+        for shard, micros in zip(plan.indices, plan.micro_batches, strict=True)
+    ]
+
+
+def padded_tokens(lengths, micro_batch, round_to=1) -> int:
+    return -(-max(lengths[index] for index in micro_batch) // round_to) * round_to * len(micro_batch)
+
+
+@given(batches(), st.integers(1, 9))
+def test_by_count_every_sample_is_trained_once_on_ranks_in_step(batch, micro_batch_size):
+    lengths, ranks, samples_per_step = batch
+    plans = plan_optimizer_steps(lengths, ranks, samples_per_step=samples_per_step, micro_batch_size=micro_batch_size)
+    check_cover(plans, lengths, ranks, samples_per_step)
+    for plan in plans:
+        for micros in groups(plan):
+            assert len(micros) == -(-(samples_per_step // ranks) // micro_batch_size)
+            assert all(len(micro) <= micro_batch_size for micro in micros)
+
+
+@given(batches(), st.integers(56, 200), st.sampled_from([1, 4, 8]))
+def test_by_tokens_no_micro_batch_exceeds_the_budget(batch, max_tokens, round_to):
+    lengths, ranks, samples_per_step = batch
+    plans = plan_optimizer_steps(
+        lengths, ranks, samples_per_step=samples_per_step, max_tokens=max_tokens, round_to=round_to
+    )
+    check_cover(plans, lengths, ranks, samples_per_step)
+    for plan in plans:
+        for micros in groups(plan):
+            assert all(padded_tokens(lengths, micro, round_to) <= max_tokens for micro in micros)
+
+
+def check_cover(plans, lengths, ranks, samples_per_step):
+    for number, plan in enumerate(plans):
+        assert sorted(plan.permutation) == list(range(number * samples_per_step, (number + 1) * samples_per_step))
+        assert {len(shard) for shard in plan.indices} == {samples_per_step // ranks}
+        assert len({len(micros) for micros in plan.micro_batches}) == 1
+        for shard, micros in zip(plan.indices, plan.micro_batches, strict=True):
+            assert sorted(position for micro in micros for position in micro) == list(range(len(shard)))
+    assert len(plans) * samples_per_step == len(lengths)
+
+
+@given(st.integers(1, 4), st.lists(st.integers(1, 50), min_size=4, max_size=30), st.integers(1, 8))
+def test_a_forward_pass_covers_the_batch_and_its_order_is_restored(ranks, lengths, micro_batch_size):
+    plan = plan_forward(lengths, ranks, micro_batch_size=micro_batch_size)
+    assert sorted(plan.permutation) == list(range(len(lengths)))
+    sizes = [len(shard) for shard in plan.indices]
+    assert max(sizes) - min(sizes) <= 1
+    concatenated = [lengths[index] for index in plan.permutation]
+    assert [concatenated[position] for position in plan.inverse] == lengths
+
+
+def test_samples_of_like_length_are_padded_together():
+    lengths = [1, 100] * 8
+    (plan,) = plan_optimizer_steps(lengths, 2, samples_per_step=16, micro_batch_size=4)
+    assert all(len({lengths[index] for index in micro}) == 1 for micros in groups(plan) for micro in micros)
+    assert [lengths[micros[0][0]] for micros in groups(plan)] == [100, 100]
+
+
+def test_a_plan_is_the_same_every_time_and_ranks_have_like_work():
+    lengths = [(7 * n) % 31 + 1 for n in range(64)]
+    first, again = (plan_forward(lengths, 4, max_tokens=64) for _ in range(2))
+    assert first == again
+    work = [sum(lengths[index] for index in shard) for shard in first.indices]
+    assert max(work) - min(work) <= max(lengths)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"samples_per_step": 5, "micro_batch_size": 1}, "12 samples do not divide .* steps of 5; use 4 or 6"),
+        ({"samples_per_step": 3, "micro_batch_size": 1}, "3 samples of an optimizer step do not divide over 2 ranks"),
+        ({"samples_per_step": 4}, "give either micro_batch_size"),
+        ({"samples_per_step": 4, "micro_batch_size": 1, "max_tokens": 9}, "give either micro_batch_size"),
+        ({"samples_per_step": 4, "micro_batch_size": 0}, "micro_batch_size: 0 must be at least 1"),
+        ({"samples_per_step": 4, "max_tokens": 11}, r"sample 7 has 12 tokens \(12 padded\), more than max_tokens 11"),
+    ],
+)
+def test_what_cannot_be_planned_is_an_error(arguments, message):
+    lengths = [3, 3, 3, 3, 3, 3, 3, 12, 3, 3, 3, 3]
+    with pytest.raises(ValueError, match=message):
+        plan_optimizer_steps(lengths, 2, **arguments)
+
+
+def test_fewer_samples_than_ranks_cannot_be_passed_forward():
+    with pytest.raises(ValueError, match="1 samples leave some of 2 data-parallel ranks without any"):
+        plan_forward([3], 2, micro_batch_size=1)
