@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from roll.configs.pipeline import RewardConfig
+from roll.rewards.child import resolve
 from roll.rewards.pool import RewardFunctionError, RewardPool, RewardSelfTestError
 
 ODD = "tests.rewards.odd_rewards:behave"
@@ -94,12 +95,17 @@ def test_a_failed_self_test_names_the_pair_and_closing_cancels_who_waits():
         ("tests.rewards.odd_rewards:NOT_A_FUNCTION", "has no function NOT_A_FUNCTION"),
     ],
 )
-def test_an_unknown_function_is_an_error_before_anything_is_scored(function, message):
+def test_an_unknown_function_is_an_error_that_says_what_there_is(function, message):
+    with pytest.raises(RewardFunctionError, match=message):
+        resolve(function)
+
+
+def test_an_unknown_function_is_an_error_before_anything_is_scored():
     async def run():
-        async with RewardPool(RewardConfig(function=function)):
+        async with RewardPool(RewardConfig(function="tests.rewards.odd_rewards:behav")):
             pass
 
-    with pytest.raises(RewardFunctionError, match=message):
+    with pytest.raises(RewardFunctionError, match="has no function behav"):
         asyncio.run(run())
 
 
