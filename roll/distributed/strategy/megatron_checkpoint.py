@@ -8,12 +8,36 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch.distributed.checkpoint import FileSystemWriter
 
 OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
 """Adam's state is stored per parameter, so that another layout could read it."""
+
+
+class InProcessSave(TorchDistSaveShardedStrategy):
+    """Megatron's torch_dist format, written by this process.
+
+    Megatron's own writer forks a process per file and keeps a manager process for its results, even for a save that
+    is waited for; forking a process that holds threads, collectives and a Ray actor is not safe.
+    """
+
+    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
+        """Writes this rank's tensors; collective over all ranks."""
+        tensors, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
+        torch.distributed.checkpoint.save(
+            mcore_to_pyt_state_dict(tensors, False),
+            storage_writer=FileSystemWriter(checkpoint_dir, thread_count=self.thread_count),
+            planner=MCoreSavePlanner(dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False),
+        )
 
 
 def save(folder: Path, wrapped: DistributedDataParallel, optimizer: MegatronOptimizer, optimizer_steps: int) -> None:
@@ -23,7 +47,8 @@ def save(folder: Path, wrapped: DistributedDataParallel, optimizer: MegatronOpti
     torch.distributed.barrier()
     state = _sharded_state(wrapped, optimizer, loading=False)
     state["optimizer_steps"] = optimizer_steps
-    dist_checkpointing.save(state, str(folder), content_metadata=OPTIMIZER_FORMAT)
+    strategy = InProcessSave(backend="torch_dist", version=1, thread_count=1)
+    dist_checkpointing.save(state, str(folder), sharded_strategy=strategy, content_metadata=OPTIMIZER_FORMAT)
     torch.distributed.barrier()
 
 
@@ -38,11 +63,29 @@ def load(folder: Path, wrapped: DistributedDataParallel, optimizer: MegatronOpti
     """
     if not (folder / "metadata.json").is_file():
         raise FileNotFoundError(f"{folder}: no Megatron checkpoint (metadata.json) here")
+    _allocate_optimizer_state(optimizer)
     state = dist_checkpointing.load(_sharded_state(wrapped, optimizer, loading=True), str(folder))
     wrapped.module.load_state_dict(state["model"])
     _load_optimizer(optimizer, state["optimizer"])
     _set_random_state(state["random"])
     return int(state["optimizer_steps"])
+
+
+def _allocate_optimizer_state(optimizer: MegatronOptimizer) -> None:
+    """Gives torch's Adam, which allocates on its first step, the state that is about to be read."""
+    inner = _single(optimizer).optimizer
+    if not isinstance(inner, torch.optim.AdamW):
+        return
+    for group in inner.param_groups:
+        for parameter in group["params"]:
+            if not inner.state[parameter]:
+                moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+                inner.state[parameter] = {"step": torch.zeros(()), **moments}
+
+
+def _single(optimizer: MegatronOptimizer) -> Any:
+    """The one optimizer of a dense model inside Megatron's chain."""
+    return optimizer.chained_optimizers[0] if isinstance(optimizer, ChainedOptimizer) else optimizer
 
 
 def _load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
@@ -51,7 +94,7 @@ def _load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None
     Megatron-Core 0.16 copies every entry of a parameter's state and finds no stored `step` for it, and it hands one
     shared counter to all parameters, which would then advance once per parameter. So the counters are set here.
     """
-    inner = optimizer.chained_optimizers[0] if isinstance(optimizer, ChainedOptimizer) else optimizer
+    inner = _single(optimizer)
     sharded = state.pop("param_state", None)
     optimizer.load_state_dict(state)
     entries = [entry for entry in inner.optimizer.state.values() if "step" in entry]

@@ -1,0 +1,108 @@
+"""What every rank of a layout does for test_megatron_strategy.py, in one spawn."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from roll.distributed.protocol import DataProto
+from tests.integration.megatron_harness import RankContext
+
+STEPS = 20
+TEMPERATURE = 0.7
+SAMPLES, WIDTH = 8, 24
+LENGTHS = (24, 10, 15, 7, 20, 4, 12, 18)
+PROMPT = 2
+
+
+def token_batch(side: str = "right", vocabulary: int = 101) -> dict[str, torch.Tensor]:
+    """The same samples in every process, padded on either side."""
+    generator = torch.Generator().manual_seed(11)
+    ids = torch.randint(0, vocabulary, (SAMPLES, WIDTH), generator=generator)
+    mask = torch.arange(WIDTH) < torch.tensor(LENGTHS)[:, None]
+    if side == "left":
+        mask = mask.flip(1)
+        ids = torch.stack([row.roll(WIDTH - length) for row, length in zip(ids, LENGTHS, strict=True)])
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    return {"input_ids": ids, "attention_mask": mask.long(), "position_ids": positions}
+
+
+def training_batch(data_rank: int, data_ranks: int, size: int) -> DataProto:
+    """This data rank's share, cut into micro-batches of `size` samples."""
+    tensors = token_batch()
+    tensors["response_mask"] = tensors["attention_mask"].bool() & (torch.arange(WIDTH) >= PROMPT)
+    rows = list(range(data_rank, SAMPLES, data_ranks))
+    micro_batches = [list(range(start, min(start + size, len(rows)))) for start in range(0, len(rows), size)]
+    data = DataProto.from_dict({key: value[rows] for key, value in tensors.items()})
+    tokens = float(sum(length - PROMPT for length in LENGTHS))
+    plan = {"micro_batches": micro_batches, "tokens": tokens, "sequences": float(SAMPLES)}
+    data.meta_info = {"loss": "sft", "loss_config": None, "optimizer_steps": [plan], "temperature": 1.0}
+    return data
+
+
+def run(context: RankContext) -> None:
+    """Everything; `arguments`: models (family to folder), variants (name to options)."""
+    for family, model in context.arguments["models"].items():
+        _timed(context, f"score {family}", _score_and_export, context, family, Path(model))
+    for name, options in context.arguments["variants"].items():
+        _timed(context, f"train {name}", _train, context, name, Path(context.arguments["trained"]), dict(options))
+    for name, options in context.arguments["resumed"].items():
+        _timed(context, f"resume {name}", _resume, context, name, Path(context.arguments["trained"]), dict(options))
+
+
+def _timed(context: RankContext, name: str, function: Any, *arguments: Any) -> None:
+    start = time.monotonic()
+    function(*arguments)
+    context.results.setdefault("seconds", {})[name] = time.monotonic() - start
+
+
+def _score_and_export(context: RankContext, family: str, model: Path) -> None:
+    strategy = context.strategy(model, infer=True)
+    for side in ("right", "left"):
+        data = DataProto.from_dict(token_batch(side))
+        data.meta_info = {"temperature": TEMPERATURE, "micro_batches": [[0, 3, 5], [1, 2, 7, 4], [6]]}
+        scored = strategy.compute_log_probs(data)
+        context.results[f"log_probs/{family}/{side}"] = scored.batch["log_probs"].clone() if len(scored) else None
+    strategy.shutdown()
+    trainer = context.strategy(model)
+    specs, weights = trainer.weight_specs(), list(trainer.weights())
+    context.results[f"specs/{family}"] = [(spec.name, spec.shape, spec.dtype) for spec in specs]
+    context.results[f"names/{family}"] = [
+        (name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in weights
+    ]
+    trainer.export_hf(context.folder / family)
+    trainer.shutdown()
+
+
+def _train(context: RankContext, name: str, model: Path, options: dict[str, Any]) -> None:
+    size = options.pop("micro_batch_size")
+    strategy = context.strategy(model, **options)
+    data = training_batch(strategy.coordinates.data, context.layout.data, size)
+    context.results[f"steps/{name}"] = [strategy.train_step(data) for _ in range(STEPS)]
+    strategy.export_hf(context.folder / name)
+    context.results[f"memory/{name}"] = strategy.memory()
+    strategy.shutdown()
+
+
+def _resume(context: RankContext, name: str, model: Path, options: dict[str, Any]) -> None:
+    """Three steps, save, two more; then a new strategy loads and repeats the two."""
+    size = options.pop("micro_batch_size")
+    folder = context.folder / f"checkpoint_{name}"
+    training = {"lr_scheduler_type": "cosine", "warmup_steps": 2, "weight_decay": 0.1}
+    strategy = context.strategy(model, training=training, max_steps=6, **options)
+    data = training_batch(strategy.coordinates.data, context.layout.data, size)
+    for _ in range(3):
+        strategy.train_step(data)
+    strategy.save_checkpoint(folder)
+    unbroken = [strategy.train_step(data) for _ in range(2)]
+    weights = {key: value.clone() for key, value in strategy.weights()}
+    strategy.shutdown()
+    strategy = context.strategy(model, training=training, max_steps=6, **options)
+    strategy.load_checkpoint(folder)
+    resumed = [strategy.train_step(data) for _ in range(2)]
+    same = all(torch.equal(weights[key], value) for key, value in strategy.weights())
+    context.results[f"resume/{name}"] = {"unbroken": unbroken, "resumed": resumed, "same_weights": same}
+    strategy.shutdown()

@@ -1,0 +1,187 @@
+"""Megatron at every layout against transformers and against itself on one rank. Each layout is spawned once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from roll.configs.layout import ParallelLayout
+from roll.models.tiny import write_tiny_model
+from tests.integration.megatron_harness import run_on_ranks
+from tests.integration.megatron_scenario import STEPS, TEMPERATURE, token_batch
+
+pytestmark = pytest.mark.integration
+
+FAMILIES = {
+    "llama": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e4, "factor": 4.0, "low_freq_factor": 1.0,
+                                  "high_freq_factor": 4.0, "original_max_position_embeddings": 32}},
+    "qwen2": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+    "qwen3": {"tie_word_embeddings": True},
+}
+SEQUENCE_PARALLEL = {"sequence_parallel": True}
+PLAIN_OPTIMIZER = {"use_distributed_optimizer": False}
+VARIANTS = {
+    "tp1": {
+        "tp1": {"micro_batch_size": 8},
+        "tp1, micro-batches of 3": {"micro_batch_size": 3},
+        "tp1, full recompute": {"micro_batch_size": 4, "megatron": {"recompute_granularity": "full"}},
+        "tp1, selective recompute": {"micro_batch_size": 4, "megatron": {"recompute_granularity": "selective"}},
+        "tp1, plain optimizer": {"micro_batch_size": 4, "megatron": PLAIN_OPTIMIZER},
+        "tp1, bf16": {"micro_batch_size": 4, "dtype": "bf16"},
+    },
+    "tp2": {
+        "tp2": {"micro_batch_size": 4},
+        "tp2, sequence parallel": {"micro_batch_size": 3, "megatron": SEQUENCE_PARALLEL},
+        "tp2, sequence parallel, full recompute": {
+            "micro_batch_size": 3, "megatron": SEQUENCE_PARALLEL | {"recompute_granularity": "full"}
+        },
+    },
+    "pp2": {"pp2": {"micro_batch_size": 2}},
+    "dp2": {
+        "dp2": {"micro_batch_size": 2},
+        "dp2, overlapped reduction": {"micro_batch_size": 1, "megatron": {"overlap_grad_reduce": True}},
+        "dp2, plain optimizer": {"micro_batch_size": 3, "megatron": PLAIN_OPTIMIZER},
+    },
+    "tp2 x pp2": {"tp2 x pp2": {"micro_batch_size": 2, "megatron": SEQUENCE_PARALLEL}},
+}
+RESUMED = {
+    "tp1": {"bf16": {"micro_batch_size": 4, "dtype": "bf16"}, "plain": {"micro_batch_size": 4, "megatron": PLAIN_OPTIMIZER}},
+    "tp2": {},
+    "pp2": {},
+    "dp2": {"dp2": {"micro_batch_size": 2}},
+    "tp2 x pp2": {"tp2 x pp2": {"micro_batch_size": 2, "megatron": SEQUENCE_PARALLEL}},
+}
+LAYOUTS = {
+    "tp1": ParallelLayout(),
+    "tp2": ParallelLayout(tensor=2),
+    "pp2": ParallelLayout(pipeline=2),
+    "dp2": ParallelLayout(data=2),
+    "tp2 x pp2": ParallelLayout(tensor=2, pipeline=2),
+}
+SAME_AS_ONE_RANK = [
+    (layout, name) for layout, names in VARIANTS.items() for name in names if "bf16" not in name and name != "tp1"
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return {family: write_tiny_model(root / family, family, **options) for family, options in FAMILIES.items()}
+
+
+@pytest.fixture(scope="module")
+def run(models, tmp_path_factory):
+    """Results of a layout's ranks and the folder they wrote; each layout runs once."""
+    done: dict[str, tuple[list[dict], Path]] = {}
+
+    def results_of(layout: str):
+        if layout not in done:
+            folder = tmp_path_factory.mktemp(layout.replace(" ", ""))
+            arguments = {
+                "models": {} if layout == "dp2" else models,
+                "trained": models["qwen3"],
+                "variants": VARIANTS[layout],
+                "resumed": RESUMED[layout],
+            }
+            ranks = run_on_ranks("tests.integration.megatron_scenario:run", LAYOUTS[layout], folder, **arguments)
+            done[layout] = ranks, folder
+        return done[layout]
+
+    return results_of
+
+
+@pytest.fixture(scope="module")
+def expected(models):
+    """transformers' log-probs by family and padding side."""
+    import transformers
+
+    values = {}
+    for family, folder in models.items():
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        for side in ("right", "left"):
+            batch = token_batch(side)
+            with torch.no_grad():
+                logits = model(**batch).logits / TEMPERATURE
+            mask = batch["attention_mask"].bool()
+            picked = torch.log_softmax(logits[:, :-1], -1).gather(2, batch["input_ids"][:, 1:, None]).squeeze(2)
+            values[family, side] = torch.zeros(mask.shape)
+            values[family, side][:, 1:] = torch.where(mask[:, 1:] & mask[:, :-1], picked, 0.0)
+    return values
+
+
+@pytest.mark.parametrize("layout", ["tp1", "tp2", "pp2", "tp2 x pp2"])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_log_probs_agree_with_transformers(run, expected, layout, family, side):
+    ranks, _ = run(layout)
+    found = [rank[f"log_probs/{family}/{side}"] for rank in ranks]
+    last_stage = LAYOUTS[layout].tensor * LAYOUTS[layout].data
+    assert all(each is None for each in found[:-last_stage])
+    for log_probs in found[-last_stage:]:
+        torch.testing.assert_close(log_probs, expected[family, side], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("layout", ["tp1", "tp2", "pp2", "tp2 x pp2"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_return_to_hf_bit_for_bit(run, models, layout, family):
+    _, folder = run(layout)
+    original, exported = tensors_of(models[family]), tensors_of(folder / family)
+    assert original.keys() == exported.keys()
+    assert all(torch.equal(original[name], exported[name]) for name in original)
+
+
+@pytest.mark.parametrize("layout", ["tp1", "tp2", "pp2", "tp2 x pp2"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_specs_announce_what_weights_yield(run, layout, family):
+    ranks, _ = run(layout)
+    assert all(rank[f"specs/{family}"] == rank[f"names/{family}"] for rank in ranks)
+
+
+@pytest.mark.parametrize("layout, name", SAME_AS_ONE_RANK)
+def test_twenty_steps_agree_with_one_rank(run, layout, name):
+    (reference, *_), reference_folder = run("tp1")
+    ranks, folder = run(layout)
+    for rank in ranks:
+        for step in range(STEPS):
+            ours, theirs = rank[f"steps/{name}"][step], reference["steps/tp1"][step]
+            assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-4)
+            assert ours["entropy"] == pytest.approx(theirs["entropy"], abs=1e-3)
+            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
+            assert ours["lr"] == theirs["lr"]
+    trained, ours = tensors_of(reference_folder / "tp1"), tensors_of(folder / name)
+    for key in trained:
+        torch.testing.assert_close(ours[key], trained[key], atol=1e-3, rtol=0)
+
+
+def test_training_lowers_the_loss(run):
+    (rank,), _ = run("tp1")
+    for name in ("tp1", "tp1, bf16"):
+        losses = [step["loss"] for step in rank[f"steps/{name}"]]
+        assert losses[-1] < 0.2 * losses[0]
+
+
+def test_bf16_follows_fp32(run):
+    (rank,), _ = run("tp1")
+    assert rank["steps/tp1, bf16"][0]["loss"] == pytest.approx(rank["steps/tp1"][0]["loss"], rel=2e-2)
+
+
+@pytest.mark.parametrize("layout, name", [(layout, name) for layout, names in RESUMED.items() for name in names])
+def test_a_resumed_run_repeats_the_unbroken_one_bit_for_bit(run, layout, name):
+    ranks, _ = run(layout)
+    for rank in ranks:
+        outcome = rank[f"resume/{name}"]
+        assert outcome["resumed"] == outcome["unbroken"]
+        assert outcome["same_weights"]
+
+
+def test_the_distributed_optimizer_shards_its_state(run):
+    ranks, _ = run("dp2")
+    sharded, whole = (ranks[0][f"memory/{name}"]["optimizer"] for name in ("dp2", "dp2, plain optimizer"))
+    assert sharded < 0.6 * whole
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {key: value for file in folder.glob("*.safetensors") for key, value in load_file(file).items()}
