@@ -1,30 +1,15 @@
-"""From this project's configuration to SGLang's ServerArgs; no sglang import, so a plan can check options."""
+"""From this project's configuration to SGLang's ServerArgs, ports and threads."""
 
 from __future__ import annotations
 
-import ast
-import difflib
-import importlib.util
 import os
 import socket
-from pathlib import Path
 from typing import Any
 
 from roll.configs.pipeline import BaseConfig
 from roll.configs.worker import WorkerConfig
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-
-DERIVED = {
-    "model_path": "model_args.model_name_or_path",
-    "dtype": "model_args.dtype",
-    "tp_size": "num_gpus_per_worker",
-    "tensor_parallel_size": "num_gpus_per_worker",
-    "max_running_requests": "max_running_requests",
-    "random_seed": "seed",
-    "skip_tokenizer_init": "nothing: token ids are all that passes",
-}
-"""Options of SGLang that this project's own keys decide, and the key to use instead."""
 
 FIRST_PORT = 20000
 """Search for free ports starts here, away from Ray's and from the ephemeral range."""
@@ -34,7 +19,7 @@ PORTS = 10000
 
 
 def engine_arguments(
-    worker: WorkerConfig, pipeline: BaseConfig, platform_arguments: dict[str, Any], seed: int, nccl_port: int
+    worker: WorkerConfig, pipeline: BaseConfig, platform_arguments: dict[str, Any], seed: int
 ) -> dict[str, Any]:
     """ServerArgs of one engine: what the platform forces, what our keys decide, then `strategy_config` as it is.
 
@@ -49,16 +34,13 @@ def engine_arguments(
         "max_running_requests": worker.max_running_requests,
         "random_seed": seed,
         "skip_tokenizer_init": True,
-        "nccl_port": nccl_port,
         "weight_version": "0",
         "log_level": "error",
         **platform_arguments,
     }
     if arguments.get("device") == "cpu":
         arguments["max_total_tokens"] = worker.max_running_requests * full_length(pipeline)
-    elif pipeline.deterministic:
-        arguments["enable_deterministic_inference"] = True
-    return {**arguments, **options, "nccl_port": nccl_port}
+    return {**arguments, **options}
 
 
 def full_length(pipeline: BaseConfig) -> int:
@@ -74,46 +56,27 @@ def full_length(pipeline: BaseConfig) -> int:
     return pipeline.prompt_length + pipeline.response_length
 
 
-def check_engine_options(options: dict[str, Any], path: str) -> list[str]:
-    """What is wrong with the `strategy_config` at `path`, one sentence each; empty when SGLang is not installed."""
-    known = known_options()
-    problems = []
-    for name in options:
-        if name in DERIVED:
-            problems.append(f"{path}.{name}: this is decided by {DERIVED[name]}; set that instead")
-        elif known and name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            problems.append(f"{path}.{name}: SGLang has no such option{hint}")
-    return problems
-
-
-def known_options() -> frozenset[str]:
-    """Names of SGLang's ServerArgs, read from its source without importing it; empty when it is not installed."""
-    package = importlib.util.find_spec("sglang")
-    if package is None or not package.submodule_search_locations:
-        return frozenset()
-    source = Path(package.submodule_search_locations[0]) / "srt" / "arg_groups" / "field_order.py"
-    for node in ast.parse(source.read_text()).body:
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "POSITIONAL_FIELD_ORDER":
-            return frozenset(ast.literal_eval(node.value))
-    raise RuntimeError(f"{source} does not list SGLang's options; this project is built for the pinned SGLang")
-
-
 def free_port(first: int = FIRST_PORT, count: int = PORTS) -> int:
-    """The first port from `first` on that nothing holds, found by binding it on all interfaces.
+    """The first port from `first` on that nothing holds, found by binding it.
 
     Raises:
         RuntimeError: all `count` ports are in use.
     """
     for port in range(first, first + count):
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            try:
-                probe.bind(("", port))
-            except OSError:
-                continue
+        if is_free(port):
             return port
     raise RuntimeError(f"ports {first} to {first + count - 1} are all in use; end what holds them")
+
+
+def is_free(port: int) -> bool:
+    """Whether a server could listen on `port` of any interface now."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+        return True
 
 
 def thread_environment(tensor_parallel: int) -> dict[str, str]:

@@ -92,8 +92,9 @@ class EngineChecksums:
             ValueError: a part of a fused parameter never came.
         """
         for parameter, parts in self._parts.items():
-            missing = sorted({name for fused, names in FUSED.values() if fused in parameter for name in names} - set(parts))
-            raise ValueError(f"{parameter}: {', '.join(missing)} was not published, only {', '.join(parts)}")
+            order = next(names for fused, names in FUSED.values() if f".{fused}." in parameter)
+            missing = ", ".join(name for name in order if name not in parts)
+            raise ValueError(f"{parameter}: {missing} was not published, only {', '.join(parts)}")
         return dict(self._result)
 
     def _finish(self, parameter: str, parts: list[tuple[str, torch.Tensor]]) -> None:
@@ -135,10 +136,5 @@ def checksum(slices: list[torch.Tensor]) -> str:
         return cuda_checksum(torch.cat([part.contiguous().reshape(-1) for part in slices]))
     digest = hashlib.sha256()
     for part in slices:
-        digest.update(_bytes(part))
+        digest.update(part.contiguous().reshape(-1).view(torch.uint8).numpy())
     return digest.digest()[:8].hex()
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
-

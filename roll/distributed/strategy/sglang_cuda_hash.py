@@ -30,8 +30,8 @@ def cuda_checksum(tensor: torch.Tensor) -> str:
     for first in range(0, count, WORDS_AT_ONCE):
         part = words[first : first + WORDS_AT_ONCE].to(torch.int64) & _WORD
         position = torch.arange(first, first + part.numel(), device=part.device)
-        high, low = (_tiles(part, position, lane, count) for lane in (0, 1))
-        total += sum((h << 32) | l for h, l in zip(high.tolist(), low.tolist(), strict=True))
+        tiles = [_tiles(part, position, lane, count).tolist() for lane in (0, 1)]
+        total += sum((high << 32) | low for high, low in zip(*tiles, strict=True))
     return f"{_splitmix(total & _LONG):016x}"
 
 

@@ -7,7 +7,6 @@ import atexit
 import ctypes
 import os
 import signal
-import time
 from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -62,15 +61,19 @@ class Engine:
             raise EngineError(f"{self.name}: the engine is not running; initialize() starts it")
         return self._engine.tokenizer_manager
 
-    async def start(self, timeout_s: float) -> None:
-        """Starts the processes and waits until the model is loaded.
+    async def start(self, arguments: dict[str, Any], timeout_s: float) -> None:
+        """Starts the processes and waits until the model is loaded; after a failure it may be tried again.
+
+        Args:
+            arguments: further ServerArgs, for this start.
+            timeout_s: longest wait.
 
         Raises:
             EngineError: SGLang failed, with its reason, or was not up within `timeout_s`.
         """
         loop = asyncio.get_running_loop()
         before = set(psutil.Process().children(recursive=True))
-        start = loop.run_in_executor(self._thread, self._launch)
+        start = loop.run_in_executor(self._thread, self._launch, {**self.arguments, **arguments})
         try:
             self._engine = await asyncio.wait_for(asyncio.shield(start), timeout_s)
         except TimeoutError as error:
@@ -84,12 +87,12 @@ class Engine:
         self._death = loop.create_future()
         self._watcher = asyncio.create_task(self._watch())
 
-    def _launch(self) -> Any:
+    def _launch(self, arguments: dict[str, Any]) -> Any:
         os.environ.update(self._environment)
         _ignore_quit_signal()
         import sglang
 
-        engine = sglang.Engine(**self.arguments)
+        engine = sglang.Engine(**arguments)
         atexit.unregister(engine.shutdown)  # it would kill every child of this process, ours or not
         watchdog = engine.tokenizer_manager._subprocess_watchdog
         if watchdog is not None:
@@ -105,7 +108,8 @@ class Engine:
         if self._death is None:
             raise EngineError(f"{self.name}: {what}: the engine is not running")
         task = asyncio.ensure_future(answer)
-        await asyncio.wait({task, self._death}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        waited: set[asyncio.Future[Any]] = {task, self._death}
+        await asyncio.wait(waited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
         task.cancel()
@@ -149,7 +153,9 @@ class Engine:
                 process.kill()
         _, alive = psutil.wait_procs(self._processes, timeout=STOP_TIMEOUT_S)
         if alive:
-            raise EngineError(f"{self.name}: processes {[p.pid for p in alive]} live on {STOP_TIMEOUT_S:g} s after SIGKILL")
+            raise EngineError(
+                f"{self.name}: processes {[p.pid for p in alive]} live on {STOP_TIMEOUT_S:g} s after SIGKILL"
+            )
         self._processes = []
 
 
@@ -167,8 +173,3 @@ def _ignore_quit_signal() -> None:
     Python installs handlers in the main thread only, where a Ray actor's code does not run.
     """
     ctypes.CDLL(None).signal(signal.SIGQUIT, ctypes.c_void_p(1))
-
-
-def deadline(timeout_s: float) -> float:
-    """The monotonic time `timeout_s` from now."""
-    return time.monotonic() + timeout_s

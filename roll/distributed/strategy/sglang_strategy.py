@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any, Literal
 
 from roll.configs.pipeline import BaseConfig
 from roll.configs.worker import WorkerConfig
 from roll.distributed.strategy.base import WeightSpec
-from roll.distributed.strategy.sglang_arguments import FIRST_PORT, engine_arguments, free_port, thread_environment
+from roll.distributed.strategy.sglang_arguments import (
+    FIRST_PORT,
+    engine_arguments,
+    free_port,
+    is_free,
+    thread_environment,
+)
 from roll.distributed.strategy.sglang_engine import Engine, EngineError
 from roll.distributed.strategy.sglang_generation import CONTROL_TIMEOUT_S, Generation
 from roll.distributed.strategy.sglang_weights import WeightUpdates
@@ -19,6 +26,10 @@ PROBE_TOKEN = 1
 
 PORT_STRIDE = 16
 """Engines of one node start their search for a port this far apart, so that they rarely meet."""
+
+
+PORT_ATTEMPTS = 3
+"""Starts of one engine, as long as what it fails on is a port that was taken between choosing and binding it."""
 
 
 class SGLangStrategy:
@@ -41,9 +52,7 @@ class SGLangStrategy:
             rank: this engine among the engines of the role.
             seed: of the engine's own random state; each request brings its own seed.
         """
-        options = worker_config.strategy_args.strategy_config
-        port = free_port(options.get("nccl_port", FIRST_PORT + PORT_STRIDE * rank))
-        arguments = engine_arguments(worker_config, pipeline_config, platform_engine_arguments, seed, port)
+        arguments = engine_arguments(worker_config, pipeline_config, platform_engine_arguments, seed)
         environment = dict(worker_config.system_envs)
         if arguments.get("device") == "cpu":
             environment |= thread_environment(arguments["tp_size"])
@@ -52,6 +61,7 @@ class SGLangStrategy:
             self._engine, worker_config.generation_timeout_s, deterministic=pipeline_config.deterministic
         )
         self._weights = WeightUpdates(self._engine, pipeline_config.sync_timeout_s)
+        self._first_port = FIRST_PORT + PORT_STRIDE * rank
         self._start_timeout_s = pipeline_config.start_timeout_s
 
     async def initialize(self) -> None:
@@ -60,13 +70,25 @@ class SGLangStrategy:
         Raises:
             EngineError: it did not start, or did not answer, with SGLang's reason.
         """
-        await self._engine.start(self._start_timeout_s)
+        await self._start()
         probe = GenerateRequest("probe", [PROBE_TOKEN], SamplingParams(max_new_tokens=1), seed=0)
         [answer] = await self.generate([probe])
         if answer.error is not None or len(answer.response_ids) != 1:
             self.shutdown()
             raise EngineError(f"{self._engine.name}: started, but generates nothing: {answer.error}")
         await self.flush_cache()
+
+    async def _start(self) -> None:
+        """Starts the engine on a free port; where another process takes it meanwhile, on the next."""
+        until = time.monotonic() + self._start_timeout_s
+        for attempt in range(PORT_ATTEMPTS):
+            port = free_port(self._first_port)
+            try:
+                return await self._engine.start({"nccl_port": port}, until - time.monotonic())
+            except EngineError:
+                if is_free(port) or attempt == PORT_ATTEMPTS - 1:
+                    raise
+            self._first_port = port + 1
 
     async def generate(self, requests: list[GenerateRequest]) -> list[GenerateResult]:
         """One result per request, in order.
