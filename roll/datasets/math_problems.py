@@ -18,7 +18,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from roll.datasets.math_expressions import LEVELS, Expression, draw
 from roll.datasets.math_stories import tell
@@ -108,10 +108,27 @@ def held_out(expression: Expression) -> bool:
     return int.from_bytes(digest[:8], "big") % HELD_OUT_SHARE == 0
 
 
-def write(problems: Sequence[Problem], path: Path) -> None:
-    """Writes problems as JSONL, making the folder where needed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(asdict(problem)) + "\n" for problem in problems), encoding="utf-8")
+def write_problems(folder: Path, *, seed: int, train: int = 4000, val: int = 200, **options: Any) -> None:
+    """Writes `train` problems to folder/train.jsonl and `val` held-out ones to folder/val.jsonl.
+
+    Args:
+        folder: made where needed; files of an earlier call are overwritten.
+        seed: of both files.
+        train: problems to train on.
+        val: problems held out.
+        options: further arguments of `generate`.
+
+    Raises:
+        ValueError: as `generate`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    problems = {
+        "train": generate(train, split="train", seed=seed, **options),
+        "val": generate(val, split="val", seed=seed, **options),
+    }
+    for split, lines in problems.items():
+        text = "".join(json.dumps(asdict(problem)) + "\n" for problem in lines)
+        (folder / f"{split}.jsonl").write_text(text, encoding="utf-8")
 
 
 def _render(expression: Expression, words: bool, boxed: bool, source: random.Random) -> tuple[str, str]:
@@ -142,18 +159,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--words-share", type=float, default=0.5, help="share of word problems in style mixed")
     parser.add_argument("--plain-answer", action="store_true", help=r"worked solutions end in 46, not \boxed{46}")
     options = parser.parse_args(arguments)
-    for split, count in (("train", options.train), ("val", options.val)):
-        problems = generate(
-            count,
-            split=split,  # type: ignore[arg-type]
-            seed=options.seed,
-            levels=options.levels,
-            style=options.style,
-            words_share=options.words_share,
-            boxed=not options.plain_answer,
-        )
-        write(problems, options.out / f"{split}.jsonl")
-        print(f"{options.out / f'{split}.jsonl'}: {len(problems)} problems")
+    write_problems(
+        options.out,
+        seed=options.seed,
+        train=options.train,
+        val=options.val,
+        levels=options.levels,
+        style=options.style,
+        words_share=options.words_share,
+        boxed=not options.plain_answer,
+    )
+    print(f"{options.out}: {options.train} problems in train.jsonl, {options.val} held out in val.jsonl")
 
 
 if __name__ == "__main__":
