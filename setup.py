@@ -1,12 +1,48 @@
 """Packaging of `roll`."""
 
+import re
+from pathlib import Path
+
 from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+
+
+def version() -> str:
+    """`__version__` of the package, read without importing it."""
+    found = re.search(r'__version__ = "(.+)"', (ROOT / "roll/__init__.py").read_text())
+    if found is None:
+        raise RuntimeError("roll/__init__.py: has no __version__")
+    return found[1]
+
+
+def pinned(file: str, *names: str) -> list[str]:
+    """Lines of a requirement file that pin `names` (all lines when none is given)."""
+    lines = [line for line in (ROOT / "requirements" / file).read_text().splitlines() if line and line[0] != "#"]
+    return [line for line in lines if not names or re.split(r"[\[=]", line)[0] in names]
+
+
+# Without an extra the package brings what every machine needs. The engines come from requirements/cpu.txt or from the
+# extra `gpu`: SGLang's own dependencies hold the whole CUDA stack, which a machine without an accelerator cannot use.
+BASE = ("ray", "transformers", "tensordict", "safetensors", "omegaconf", "pyarrow", "math-verify", "pebble", "psutil")
+BASE += ("rich", "tensorboard", "matplotlib", "numpy", "megatron-core", "torch")
 
 setup(
     name="roll",
-    version="0.1.0",
+    version=version(),
+    description="Post-training of language models: Megatron-Core learns, SGLang generates, Ray holds them together.",
+    long_description=(ROOT / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
     packages=find_packages(include=["roll", "roll.*"]),
     python_requires=">=3.11",
+    install_requires=pinned("cpu.txt", *BASE),
+    extras_require={
+        "gpu": pinned("gpu.txt", "sglang", "transformer-engine"),
+        "dev": pinned("dev.txt", "hypothesis", "mypy", "pytest", "pytest-timeout", "ruff", "types-pyyaml"),
+        "docs": pinned("cpu.txt", "matplotlib"),
+    },
     entry_points={
         "console_scripts": ["roll=roll.cli:main"],
         "sglang.srt.platforms": ["roll_cpu=roll.platforms.sglang_cpu_plugin:activate"],

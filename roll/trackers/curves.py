@@ -1,0 +1,174 @@
+"""The picture of a run: reward, validation score, response length and step time over its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from roll.trackers.jsonl import FILE_NAME, read_metrics
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+INK, PALE, GRID = "#1f2933", "#7b8794", "#e4e7eb"
+PARTS = (
+    ("time/generate", "generate", "#2a9d8f"),
+    ("time/reward", "reward", "#e9c46a"),
+    ("time/old_log_probs", "log-probs", "#8ab17d"),
+    ("time/train", "train", "#2563a8"),
+    ("time/publish", "publish", "#e76f51"),
+    ("time/checkpoint", "checkpoint", "#9d8fb0"),
+)
+"""What a step's time is made of, in the order it is spent; the rest of `time/step` without `time/val` is overhead."""
+
+SMOOTHING_SHARE = 0.15
+"""A smooth line averages over this share of the run around each step: enough to show a trend, not to hide a fall."""
+
+Rows = list[dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One panel: shown when the run has the metric it is about."""
+
+    metric: str
+    title: str
+    draw: Callable[[Axes, Rows], None]
+
+
+def draw_curves(run_dir: Path, out_png: Path, title: str = "") -> Path:
+    """Draws `run_dir`/metrics.jsonl to `out_png`, and returns that path.
+
+    Args:
+        run_dir: output folder of a run.
+        out_png: file to write; its folder is made when missing.
+        title: above the picture.
+
+    Raises:
+        ValueError: the run has logged none of the metrics that are drawn.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    rows = read_metrics(run_dir / FILE_NAME)
+    panels = [panel for panel in PANELS if any(row.get(panel.metric) is not None for row in rows)]
+    if any(panel.metric == "rollout/reward_mean" for panel in panels):
+        panels = [panel for panel in panels if panel.metric != "actor/loss"]
+    if not panels:
+        raise ValueError(f"{run_dir / FILE_NAME}: holds nothing to draw; {len(rows)} lines")
+    columns = min(2, len(panels))
+    lines = -(-len(panels) // columns)
+    spacing = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12, hspace=0.04, wspace=0.03)
+    figure = Figure(figsize=(5.2 * columns, 3.1 * lines + (0.4 if title else 0)), dpi=160, layout=spacing)
+    FigureCanvasAgg(figure)
+    if title:
+        figure.suptitle(title, color=INK, fontsize=13, fontweight="bold", x=0.015, ha="left")
+    for number, panel in enumerate(panels):
+        axes = figure.add_subplot(lines, columns, number + 1)
+        _dress(axes, panel.title)
+        panel.draw(axes, rows)
+    out_png.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out_png, facecolor="white")
+    return out_png
+
+
+def smooth(values: list[float], share: float = SMOOTHING_SHARE) -> list[float]:
+    """Centred moving average over `share` of the values, narrower at both ends so that no point is invented."""
+    reach = int(len(values) * share / 2)
+    averages = []
+    for index in range(len(values)):
+        near = min(reach, index, len(values) - 1 - index)
+        window = values[index - near : index + near + 1]
+        averages.append(sum(window) / len(window))
+    return averages
+
+
+def series(rows: Rows, name: str) -> tuple[list[int], list[float]]:
+    """Steps and values of a metric, where it was logged and is a number."""
+    pairs = [(int(row["step"]), row[name]) for row in rows if row.get(name) is not None]
+    return [step for step, _ in pairs], [value for _, value in pairs]
+
+
+def _dress(axes: Axes, title: str) -> None:
+    axes.set_title(title, loc="left", color=INK, fontsize=10.5, fontweight="bold", pad=8)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(GRID)
+    axes.grid(axis="y", color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=PALE, labelsize=8, length=0)
+    axes.set_xlabel("step", color=PALE, fontsize=8)
+    axes.margins(x=0.02)
+
+
+def _trend(axes: Axes, rows: Rows, name: str, color: str) -> None:
+    """The values, pale, and their smooth line, with its last value written at its end."""
+    steps, values = series(rows, name)
+    line = smooth(values)
+    axes.plot(steps, values, color=color, alpha=0.28, linewidth=1.0)
+    axes.plot(steps, line, color=color, linewidth=2.0, solid_capstyle="round")
+    _mark_end(axes, steps[-1], line[-1], color)
+
+
+def _mark_end(axes: Axes, step: int, value: float, color: str) -> None:
+    text = f"{value:.2f}" if abs(value) < 10 else f"{value:.0f}"
+    axes.annotate(text, (step, value), (5, 0), textcoords="offset points", va="center", color=color, fontsize=8.5,
+                  fontweight="bold", annotation_clip=False)  # fmt: skip
+
+
+def _reward(axes: Axes, rows: Rows) -> None:
+    _trend(axes, rows, "rollout/reward_mean", "#2563a8")
+
+
+def _loss(axes: Axes, rows: Rows) -> None:
+    _trend(axes, rows, "actor/loss", "#2563a8")
+
+
+def _validation(axes: Axes, rows: Rows, name: str = "val/score") -> None:
+    steps, values = series(rows, name)
+    color = "#2a9d8f"
+    axes.plot(steps, values, color=color, linewidth=2.0, marker="o", markersize=4.5, markeredgecolor="white")
+    _mark_end(axes, steps[-1], values[-1], color)
+    if len(steps) > 1:
+        axes.axhline(values[0], color=PALE, linewidth=0.9, linestyle=(0, (4, 3)))
+        axes.annotate(f"before: {values[0]:.2f}", (steps[-1], values[0]), (0, 4), textcoords="offset points",
+                      ha="right", color=PALE, fontsize=8)  # fmt: skip
+
+
+def _validation_loss(axes: Axes, rows: Rows) -> None:
+    _validation(axes, rows, "val/loss")
+
+
+def _length(axes: Axes, rows: Rows) -> None:
+    _trend(axes, rows, "rollout/response_length_mean", "#b5651d")
+
+
+def _time(axes: Axes, rows: Rows) -> None:
+    """Stacked parts of every step, validation left out: it is not part of training."""
+    rows = [row for row in rows if row["step"] > 0 and row.get("time/step") is not None]
+    steps = [int(row["step"]) for row in rows]
+    parts = [([row.get(name) or 0.0 for row in rows], label, color) for name, label, color in PARTS]
+    parts = [part for part in parts if any(part[0])]
+    totals = [row["time/step"] - (row.get("time/val") or 0.0) for row in rows]
+    spent = [sum(column) for column in zip(*(values for values, _, _ in parts), strict=True)] or [0.0] * len(rows)
+    parts.append(([max(0.0, total - used) for total, used in zip(totals, spent, strict=True)], "other", "#cbd2d9"))
+    axes.stackplot(steps, *(values for values, _, _ in parts), colors=[color for _, _, color in parts],
+                   labels=[label for _, label, _ in parts], linewidth=0)  # fmt: skip
+    axes.set_ylim(0, 1.35 * sorted(totals)[int(0.95 * (len(totals) - 1))])  # one slow step must not flatten the rest
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(handles, labels, loc="upper right", ncols=4, fontsize=7.5, frameon=False, labelcolor=INK,
+                handlelength=0.9, handleheight=0.9, columnspacing=1.0, handletextpad=0.4)  # fmt: skip
+
+
+PANELS = (
+    Panel("rollout/reward_mean", "Reward, mean of the batch", _reward),
+    Panel("actor/loss", "Training loss", _loss),
+    Panel("val/score", "Validation score", _validation),
+    Panel("val/loss", "Validation loss", _validation_loss),
+    Panel("rollout/response_length_mean", "Response length, tokens", _length),
+    Panel("time/step", "Time of a step without validation, seconds", _time),
+)
+"""The panels, in order. A policy loss says nothing about progress: the loss is drawn where there is no reward."""

@@ -1,0 +1,75 @@
+"""All trackers of a run behind one `log`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from roll.configs.pipeline import BaseConfig
+from roll.trackers import console, tensorboard  # noqa: F401  (they register themselves)
+from roll.trackers.base import TRACKERS, Tracker
+from roll.trackers.jsonl import FILE_NAME, JsonlTracker
+from roll.trackers.metrics import undocumented
+from roll.trackers.run_json import write_run_json
+
+logger = logging.getLogger(__name__)
+
+
+class TrackerGroup:
+    """Hands every step to every tracker, and keeps run.json."""
+
+    def __init__(self, config: BaseConfig, trackers: list[Tracker], plan: Any = None) -> None:
+        """Writes run.json at once, so that even a run that dies early says what it was."""
+        self._config = config
+        self._trackers = trackers
+        self._plan = plan
+        self._warned: set[str] = set()
+        self._write_run_json(summary=None)
+
+    def resume(self, step: int) -> None:
+        """The run goes on after `step`: whatever was logged later is removed. Call it before the first `log`."""
+        for tracker in self._trackers:
+            tracker.resume(step)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Records one step; trackers other than metrics.jsonl get it every `logging_steps`, and the last one always."""
+        for name in set(undocumented(metrics)) - self._warned:
+            logger.warning("metric %r is not described in roll/trackers/metrics.py", name)
+            self._warned.add(name)
+        due = step % self._config.logging_steps == 0 or step == self._config.max_steps
+        for tracker in self._trackers:
+            if due or tracker.every_step:
+                tracker.log(step, metrics)
+
+    def close(self, summary: Mapping[str, Any] | None = None) -> None:
+        """Closes every tracker and completes run.json with `summary`."""
+        for tracker in self._trackers:
+            tracker.close()
+        self._write_run_json(summary)
+
+    def _write_run_json(self, summary: Mapping[str, Any] | None) -> None:
+        write_run_json(Path(self._config.output_dir), self._config, self._plan, summary=summary)
+
+
+def make_trackers(config: BaseConfig, plan: Any = None) -> TrackerGroup:
+    """metrics.jsonl and run.json in `output_dir`, and what `track_with` names.
+
+    Args:
+        config: the run's; `tracker_kwargs` holds each tracker's options under its name.
+        plan: what run.json says under `plan`; a dataclass or a mapping.
+
+    Raises:
+        ValueError: `track_with` or `tracker_kwargs` names no known tracker.
+    """
+    output_dir = Path(config.output_dir)
+    unused = set(config.tracker_kwargs) - set(config.track_with)
+    if unused:
+        raise ValueError(f"tracker_kwargs.{min(unused)}: has no effect, since track_with is {config.track_with}")
+    trackers: list[Tracker] = [JsonlTracker(output_dir / FILE_NAME)]
+    for name in config.track_with:
+        if name not in TRACKERS:
+            raise ValueError(f"track_with: {name!r} is unknown; use {', '.join(sorted(TRACKERS))}")
+        trackers.append(TRACKERS[name](config, output_dir, config.tracker_kwargs.get(name, {})))
+    return TrackerGroup(config, trackers, plan)

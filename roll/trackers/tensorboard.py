@@ -1,0 +1,56 @@
+"""TensorBoard: the same names as metrics.jsonl, as scalars."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from roll.configs.pipeline import BaseConfig
+from roll.trackers.base import Tracker, register_tracker
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+class TensorBoardTracker(Tracker):
+    """Writes event files to `log_dir`; on resume, points after the resumed step are purged by TensorBoard itself."""
+
+    def __init__(self, log_dir: Path, flush_secs: float = 30.0) -> None:
+        """Opens the event file with the first step.
+
+        Args:
+            log_dir: folder of the event files.
+            flush_secs: longest time a point stays in memory, in seconds.
+        """
+        self._log_dir = log_dir
+        self._flush_secs = flush_secs
+        self._purge_step: int | None = None
+        self._writer: SummaryWriter | None = None
+
+    def resume(self, step: int) -> None:
+        """Hides what an earlier run logged after `step`."""
+        self._purge_step = step + 1
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Adds one point to every curve; a value that is not finite leaves a gap."""
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(
+                str(self._log_dir), purge_step=self._purge_step, flush_secs=int(self._flush_secs)
+            )
+        for name, value in metrics.items():
+            if name != "step" and math.isfinite(value):
+                self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Flushes and closes the event file."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+@register_tracker("tensorboard")
+def _make(config: BaseConfig, output_dir: Path, options: dict[str, Any]) -> Tracker:
+    return TensorBoardTracker(**{"log_dir": output_dir / "tensorboard", **options})

@@ -1,0 +1,69 @@
+"""All trackers of a run together."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from roll.configs.pipeline import RLVRConfig
+from roll.trackers import make_trackers
+from roll.trackers.base import register_tracker
+from roll.trackers.jsonl import read_metrics
+
+
+def test_run_json_says_what_the_run_is_from_the_start_and_how_it_ended_at_the_end(config: RLVRConfig) -> None:
+    trackers = make_trackers(config, plan={"roles": ["actor_train"]})
+    path = Path(config.output_dir) / "run.json"
+    begun = json.loads(path.read_text())
+    assert begun["config"]["exp_name"] == "trial" and begun["plan"] == {"roles": ["actor_train"]}
+    assert begun["summary"] is None and "torch" in begun["versions"] and "python" in begun["versions"]
+    trackers.close({"seconds": 1.5})
+    assert json.loads(path.read_text())["summary"] == {"seconds": 1.5}
+    assert [file.name for file in path.parent.iterdir()] == ["run.json"]
+
+
+def test_metrics_jsonl_has_every_step_whatever_logging_steps_says(config: RLVRConfig, capsys) -> None:
+    trackers = make_trackers(replace(config, logging_steps=3, track_with=["stdout"]))
+    for step in range(1, 5):
+        trackers.log(step, {"step": step, "time/step": 1.0})
+    trackers.close()
+    assert [line["step"] for line in read_metrics(Path(config.output_dir) / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == ["3/4", "4/4"]
+
+
+def test_a_metric_without_a_description_is_named_once(config: RLVRConfig, caplog) -> None:
+    trackers = make_trackers(config)
+    with caplog.at_level(logging.WARNING):
+        trackers.log(1, {"actor/los": 1.0})
+        trackers.log(2, {"actor/los": 1.0})
+    assert [record.getMessage() for record in caplog.records] == [
+        "metric 'actor/los' is not described in roll/trackers/metrics.py"
+    ]
+
+
+def test_an_unknown_tracker_is_refused_with_the_known_ones(config: RLVRConfig) -> None:
+    with pytest.raises(ValueError, match="'carrier_pigeon' is unknown; use stdout, tensorboard"):
+        make_trackers(replace(config, track_with=["carrier_pigeon"]))
+
+
+def test_options_of_a_tracker_that_is_off_are_refused(config: RLVRConfig) -> None:
+    with pytest.raises(ValueError, match="tracker_kwargs.tensorboard: has no effect"):
+        make_trackers(replace(config, tracker_kwargs={"tensorboard": {"flush_secs": 1}}))
+
+
+def test_a_name_is_registered_once() -> None:
+    with pytest.raises(ValueError, match="'stdout' is registered already"):
+        register_tracker("stdout")(lambda config, folder, options: None)
+
+
+def test_the_known_trackers_are_those_a_config_may_name() -> None:
+    from typing import get_args, get_type_hints
+
+    from roll.trackers.base import TRACKERS
+
+    (names,) = get_args(get_type_hints(RLVRConfig)["track_with"])
+    assert set(get_args(names)) == set(TRACKERS)
