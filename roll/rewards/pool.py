@@ -36,7 +36,8 @@ class RewardPool:
     scored again one by one, each with the whole deadline to itself, so that only the guilty one fails. Every failure
     is an outcome with a reason, never a score.
 
-    Start it and score from one asyncio loop at a time. `close` kills what runs.
+    Start it and score from one asyncio loop at a time. `close` kills what runs. Processes are spawned, so each imports
+    the driver's main script first: keep heavy imports of such a script inside its functions.
     """
 
     def __init__(self, config: RewardConfig) -> None:
