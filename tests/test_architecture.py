@@ -1,0 +1,129 @@
+"""The rules that keep the house in order: who may import whom, and that everything public says what it is."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "roll"
+
+ORDER = [
+    "configs",
+    "algorithms",
+    "datasets",
+    "rewards",
+    "envs",
+    "rollout",
+    "platforms",
+    "models",
+    "distributed",
+    "trackers",
+    "pipeline",
+]
+"""A folder imports from those above it and from its own."""
+
+ABOVE_THE_LINE = ORDER[: ORDER.index("platforms")]
+"""Tested in milliseconds: no engine and no cluster is imported there."""
+
+ENGINES = {"ray", "sglang", "megatron"}
+
+
+def files() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def folder_of(path: Path) -> str:
+    """First folder inside roll/; modules beside the folders (cli.py) may import everything."""
+    parts = path.relative_to(PACKAGE).parts
+    return parts[0] if len(parts) > 1 else ""
+
+
+def type_checking_blocks(tree: ast.Module) -> set[ast.AST]:
+    """Nodes under `if TYPE_CHECKING:`; nothing there runs."""
+    blocks = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    return {inner for block in blocks for statement in block.body for inner in ast.walk(statement)}
+
+
+def imported(path: Path, at_run_time: bool = False) -> Iterator[tuple[int, str]]:
+    """Line and module of every import in a file; those for type checking only are left out with `at_run_time`."""
+    tree = ast.parse(path.read_text(), str(path))
+    ignored = type_checking_blocks(tree) if at_run_time else set()
+    for node in ast.walk(tree):
+        if node in ignored:
+            continue
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            yield node.lineno, node.module
+
+
+def test_every_folder_has_a_place_in_the_order() -> None:
+    assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} <= set(ORDER)
+
+
+def test_folders_import_only_from_above() -> None:
+    wrong = []
+    for path in files():
+        folder = folder_of(path)
+        for line, module in imported(path):
+            parts = module.split(".")
+            if not folder or parts[0] != "roll" or len(parts) < 2 or parts[1] not in ORDER:
+                continue
+            if ORDER.index(parts[1]) > ORDER.index(folder):
+                wrong.append(f"{path.relative_to(ROOT)}:{line} imports {module}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_nothing_above_the_line_imports_an_engine() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {module}"
+        for path in files()
+        if folder_of(path) in ABOVE_THE_LINE
+        for line, module in imported(path)
+        if module.split(".")[0] in ENGINES
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_configs_do_without_torch() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {module}"
+        for path in files()
+        if folder_of(path) == "configs"
+        for line, module in imported(path, at_run_time=True)
+        if module.split(".")[0] in {"torch", "transformers", "tensordict", "numpy"}
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def public_items(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
+    """Public functions and classes of a module, and the public methods of those classes."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+            yield node
+            if isinstance(node, ast.ClassDef):
+                yield from (
+                    method
+                    for method in node.body
+                    if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef)
+                    and not method.name.startswith("_")
+                    and not any("overload" in ast.unparse(mark) for mark in method.decorator_list)
+                )
+
+
+def test_every_module_and_public_item_says_what_it_is() -> None:
+    silent = []
+    for path in files():
+        tree = ast.parse(path.read_text())
+        where = path.relative_to(ROOT)
+        if not ast.get_docstring(tree):
+            silent.append(f"{where}: the module")
+        silent += [f"{where}:{node.lineno} {node.name}" for node in public_items(tree) if not ast.get_docstring(node)]
+    assert not silent, "\n".join(silent)
+
+
+def test_every_folder_has_an_init_that_says_what_lives_there() -> None:
+    folders = {path.parent for path in files()}
+    assert {folder for folder in folders if not (folder / "__init__.py").exists()} == set()

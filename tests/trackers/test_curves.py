@@ -1,0 +1,47 @@
+"""The picture of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from roll.trackers.curves import draw_curves, series, smooth
+from roll.trackers.jsonl import JsonlTracker
+
+
+def write(folder: Path, *lines: dict[str, float]) -> None:
+    tracker = JsonlTracker(folder / "metrics.jsonl")
+    for step, line in enumerate(lines):
+        tracker.log(step, line)
+    tracker.close()
+
+
+def test_a_run_becomes_a_png(tmp_path: Path) -> None:
+    steps = [{"rollout/reward_mean": 0.1 * step, "time/step": 2.0, "time/train": 1.0} for step in range(6)]
+    write(tmp_path, {"val/score": 0.2}, *steps, {"val/score": 0.6, "time/step": 3.0, "time/val": 1.0})
+    picture = draw_curves(tmp_path, tmp_path / "pictures" / "curves.png", "a run")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_without_rewards_shows_its_loss(tmp_path: Path) -> None:
+    write(tmp_path, {"val/loss": 2.0}, {"actor/loss": 1.0}, {"actor/loss": 0.5, "val/loss": 1.0})
+    assert draw_curves(tmp_path, tmp_path / "sft.png").stat().st_size > 0
+
+
+def test_a_run_with_nothing_to_draw_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="metrics.jsonl: holds nothing to draw; 1 lines"):
+        write(tmp_path, {"version": 0})
+        draw_curves(tmp_path, tmp_path / "none.png")
+
+
+def test_smoothing_keeps_the_length_and_the_ends() -> None:
+    values = [float(step % 2) for step in range(40)]
+    line = smooth(values)
+    assert len(line) == 40 and line[0] == values[0] and line[-1] == values[-1]
+    assert max(abs(value - 0.5) for value in line[5:-5]) < 0.1
+
+
+def test_a_step_without_a_number_is_left_out() -> None:
+    rows = [{"step": 1, "val/loss": 1.0}, {"step": 2}, {"step": 3, "val/loss": None}, {"step": 4, "val/loss": 0.5}]
+    assert series(rows, "val/loss") == ([1, 4], [1.0, 0.5])
