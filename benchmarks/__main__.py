@@ -1,0 +1,80 @@
+"""Runs every benchmark, each in a process of its own, and prints one table: `python -m benchmarks --json-dir DIR`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+BENCHMARKS = ("generate", "weight_sync", "train_step", "overhead")
+
+LONGEST_S = 1800.0
+"""A benchmark still running then is ended with all its processes."""
+
+
+def run(name: str, report: Path) -> tuple[list[dict], float]:
+    """Checks and seconds of one benchmark; one that fails is a check that failed, and its output is shown."""
+    start = time.perf_counter()
+    report.unlink(missing_ok=True)
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--json", str(report)]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        output, _ = process.communicate(timeout=LONGEST_S)
+        outcome = f"ends with code {process.returncode}"
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        outcome = f"took longer than {LONGEST_S:.0f} s"
+    seconds = time.perf_counter() - start
+    if process.returncode == 0 and report.exists():
+        return json.loads(report.read_text())["checks"], seconds
+    print(output, file=sys.stderr)
+    return [{"name": f"{name} {outcome}", "value": None, "target": None, "ok": False}], seconds
+
+
+def table_of(results: dict[str, tuple[list[dict], float]]) -> Table:
+    """One row for each check."""
+    table = Table(title="Benchmarks", title_justify="left")
+    for header in ("benchmark", "check"):
+        table.add_column(header)
+    for header in ("value", "target"):
+        table.add_column(header, justify="right")
+    table.add_column("")
+    for name, (checks, seconds) in results.items():
+        label = f"{name} ({seconds:.0f} s)"
+        for check in checks:
+            numbers = ["" if check[key] is None else f"{check[key]:.4g}" for key in ("value", "target")]
+            table.add_row(label, check["name"], *numbers, "[green]ok" if check["ok"] else "[bold red]missed")
+            label = ""
+        table.add_section()
+    return table
+
+
+def main() -> int:
+    """Exit code 0 when every check holds."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json-dir", type=Path, required=True, help="folder for one report per benchmark")
+    parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=BENCHMARKS, help="run these")
+    arguments = parser.parse_args()
+    arguments.json_dir.mkdir(parents=True, exist_ok=True)
+    console = Console()
+    results = {}
+    for name in arguments.only:
+        console.print(f"running {name} ...")
+        results[name] = run(name, arguments.json_dir / f"{name}.json")
+    console.print(table_of(results))
+    return 0 if all(check["ok"] for checks, _ in results.values() for check in checks) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
