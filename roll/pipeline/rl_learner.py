@@ -102,9 +102,9 @@ class RLLearner(ActorLearner):
         off = max(abs(metrics["ratio_mean"] - 1), abs(metrics["ratio_max"] - 1), abs(metrics["policy_kl"]))
         if not off <= tolerance:
             raise RunError(
-                f"the first optimizer step has ratio_mean {metrics['ratio_mean']}, ratio_max {metrics['ratio_max']} and "
-                f"policy_kl {metrics['policy_kl']}; before any update they must be 1, 1 and 0 to {tolerance}. The "
-                "training pass and the log-prob pass do not compute the same model"
+                f"the first optimizer step has ratio_mean {metrics['ratio_mean']}, ratio_max {metrics['ratio_max']} "
+                f"and policy_kl {metrics['policy_kl']}; before any update they must be 1, 1 and 0 to {tolerance}. "
+                "The training pass and the log-prob pass do not compute the same model"
             )
 
     def _check_parity(self, difference: float) -> None:

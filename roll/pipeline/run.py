@@ -13,15 +13,32 @@ from typing import Any
 from rich.logging import RichHandler
 
 from roll.configs.pipeline import BaseConfig, RLVRConfig, SFTConfig
+from roll.datasets.records import DatasetError
+from roll.distributed.pending import ClusterError
+from roll.distributed.resources import RayStartError, ResourceError
+from roll.distributed.weight_sync.transaction import PublishError
 from roll.pipeline.errors import RunError
 from roll.pipeline.memory import PeakMemory
 from roll.pipeline.rlvr.pipeline import RLVRPipeline
 from roll.pipeline.session import Session
 from roll.pipeline.sft.pipeline import SFTPipeline
 from roll.pipeline.training_loop import TrainingLoop
+from roll.rewards.pool import RewardFunctionError, RewardSelfTestError
 from roll.trackers import TrackerGroup, make_trackers
 
 logger = logging.getLogger(__name__)
+
+EXPLAINED = (
+    RunError,
+    DatasetError,
+    RewardFunctionError,
+    RewardSelfTestError,
+    RayStartError,
+    ResourceError,
+    ClusterError,
+    PublishError,
+)
+"""Errors whose message says what to do; anything else is a bug and keeps its traceback."""
 
 PIPELINES: dict[type[BaseConfig], Any] = {RLVRConfig: RLVRPipeline, SFTConfig: SFTPipeline}
 
@@ -47,7 +64,7 @@ def run_pipeline(config: BaseConfig) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         asyncio.run(run(config))
-    except RunError as error:
+    except EXPLAINED as error:
         logger.error("%s", error)
         return 1
     except KeyboardInterrupt:
@@ -60,21 +77,23 @@ async def run(config: BaseConfig) -> RunSummary:
     """One run, its processes ended whatever happens.
 
     Raises:
-        RunError: the run cannot go on; run.json says so too.
+        Exception: one of EXPLAINED when the run cannot go on; run.json says `failed`.
     """
     start = time.perf_counter()
     pipeline = PIPELINES[type(config)](config)
-    await pipeline.prepare()
-    trackers = make_trackers(config, pipeline.plan)
-    summary = RunSummary()
-    with PeakMemory() as memory:
-        try:
-            await _train(config, pipeline, trackers, summary)
-        finally:
-            await pipeline.close()
-            summary.seconds = time.perf_counter() - start
-            summary.peak_memory_bytes = memory.peak_bytes
-            trackers.close(vars(summary))
+    try:
+        await pipeline.prepare()
+        trackers = make_trackers(config, pipeline.plan)
+        summary = RunSummary()
+        with PeakMemory() as memory:
+            try:
+                await _train(config, pipeline, trackers, summary)
+            finally:
+                summary.seconds = time.perf_counter() - start
+                summary.peak_memory_bytes = memory.peak_bytes
+                trackers.close(vars(summary))
+    finally:
+        await pipeline.close()
     return summary
 
 

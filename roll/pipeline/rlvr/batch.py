@@ -18,9 +18,7 @@ def batch_of_groups(groups: list[Group]) -> DataProto:
     Adds `scores` [B] float32 and `group_ids` [B] int64 to the token tensors of architecture key names.
     """
     rows = [(group.prompt.ids, result) for group in groups for result in group.results]
-    tensors = collate_samples(
-        [(ids, result.response_ids, result.log_probs, result.versions) for ids, result in rows]
-    )
+    tensors = collate_samples([(ids, result.response_ids, result.log_probs, result.versions) for ids, result in rows])
     tensors["scores"] = torch.tensor([score for group in groups for score in group.scores], dtype=torch.float32)
     tensors["group_ids"] = torch.tensor([i for i, group in enumerate(groups) for _ in group.results])
     ids = np.array([group.prompt.id for group in groups for _ in group.results], dtype=object)

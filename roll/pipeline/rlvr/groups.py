@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from roll.datasets.templates import EncodedPrompt
 from roll.configs.seeds import role_seed
+from roll.datasets.templates import EncodedPrompt
 from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
 
 

@@ -11,13 +11,13 @@ from roll.configs.plan import make_plan
 from roll.datasets.prompts import load_prompts
 from roll.datasets.templates import EncodedPrompt, encode_prompts
 from roll.distributed.weight_sync.publisher import WeightPublisher
-from roll.models.tokenizer import load_tokenizer
 from roll.pipeline.engine_pool import EnginePool
 from roll.pipeline.errors import RunError
 from roll.pipeline.publishing import ClockedPublisher
 from roll.pipeline.rl_learner import RLLearner
 from roll.pipeline.rlvr.samples import RLVRSamples
 from roll.pipeline.rlvr.scoring import Scorer
+from roll.pipeline.tokenizer import load_tokenizer
 from roll.pipeline.training_loop import TrainingLoop
 from roll.rollout.types import SamplingParams
 from roll.trackers import TrackerGroup
@@ -35,6 +35,7 @@ class RLVRPipeline:
         """Computes the plan; reads no data yet."""
         self._config = config
         self.plan = make_plan(config)
+        self._scorer: Scorer | None = None
 
     async def prepare(self) -> None:
         """Reads and encodes the prompts, starts the rewards and tests them on known answers.
@@ -46,10 +47,10 @@ class RLVRPipeline:
         self._tokenizer = load_tokenizer(config.actor_train.model_args.model_name_or_path)
         self._prompts = self._read("actor_train", config.actor_train.data_args.file_name)
         self._validation = self._read("validation", config.validation.data_args.file_name) if config.eval_steps else []
-        self._scorer = Scorer(config.rewards, self._tokenizer)
+        self._scorer = scorer = Scorer(config.rewards, self._tokenizer)
         for tag in sorted({prompt.tag for prompt in [*self._prompts, *self._validation]}):
-            self._scorer.reward_of(tag)
-        await self._scorer.self_test()
+            scorer.reward_of(tag)
+        await scorer.self_test()
 
     def _read(self, role: str, files: list[str]) -> list[EncodedPrompt]:
         args = getattr(self._config, role).data_args
@@ -67,6 +68,7 @@ class RLVRPipeline:
     async def build(self, clusters: dict[str, Cluster], trackers: TrackerGroup) -> TrainingLoop:
         """The loop, its parts joined to the running clusters."""
         config = self._config
+        assert self._scorer is not None, "prepare comes first"
         publisher = WeightPublisher(clusters["actor_train"], clusters["actor_infer"], config)
         await publisher.setup()
         samples = RLVRSamples(
@@ -102,4 +104,5 @@ class RLVRPipeline:
 
     async def close(self) -> None:
         """Ends the reward processes."""
-        self._scorer.close()
+        if self._scorer is not None:
+            self._scorer.close()

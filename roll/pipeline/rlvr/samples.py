@@ -122,7 +122,9 @@ class RLVRSamples:
         await self._scorer.score(groups)
         unscored = next((group for group in groups if group.drop_reason is not None), None)
         if unscored is not None:
-            raise RunError(f"validation prompt {unscored.prompt.id}: {unscored.drop_reason}: {self._scorer.last_failure}")
+            raise RunError(
+                f"validation prompt {unscored.prompt.id}: {unscored.drop_reason}: {self._scorer.last_failure}"
+            )
         return {**validation_metrics(groups), "val/seconds": time.perf_counter() - start}
 
     def state_dict(self) -> dict[str, Any]:

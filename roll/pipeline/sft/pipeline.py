@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from roll.configs.pipeline import SFTConfig
 from roll.configs.plan import make_plan
 from roll.datasets.sft import SFTExample, encode_pairs, load_pairs
-from roll.models.tokenizer import load_tokenizer
 from roll.pipeline.errors import RunError
 from roll.pipeline.sft.learner import SFTLearner
 from roll.pipeline.sft.samples import SFTSamples
+from roll.pipeline.tokenizer import load_tokenizer
 from roll.pipeline.training_loop import TrainingLoop
 from roll.trackers import TrackerGroup
 
@@ -44,7 +44,9 @@ class SFTPipeline:
         lengths = (self._config.prompt_length, self._config.sequence_length)
         encoded, dropped = encode_pairs(pairs, self._tokenizer, args.template, *lengths)
         if dropped:
-            logger.warning("%s: %d of %d pairs do not fit %d + answer <= %d tokens", role, dropped, len(pairs), *lengths)
+            logger.warning(
+                "%s: %d of %d pairs do not fit %d + answer <= %d tokens", role, dropped, len(pairs), *lengths
+            )
         return encoded
 
     async def build(self, clusters: dict[str, Cluster], trackers: TrackerGroup) -> TrainingLoop:
