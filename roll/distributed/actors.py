@@ -61,10 +61,8 @@ class Host:
         return os.getpid()
 
     def free_port(self) -> int:
-        """A TCP port that nothing uses now."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return int(probe.getsockname()[1])
+        """A TCP port of this process's node that nothing uses now."""
+        return free_port()
 
     def build(
         self, worker_cls: type[Worker], rank: WorkerRank, config: WorkerConfig, pipeline_config: BaseConfig
@@ -113,6 +111,13 @@ class ConcurrentHost(Host):
         except Exception as error:
             return self._failed(error)
         return result if keep else None
+
+
+def free_port() -> int:
+    """A TCP port that nothing uses now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
 
 
 def _end_with_parent() -> None:

@@ -36,7 +36,7 @@ class InferWorker(Worker):
         super().__init__(rank, config, pipeline_config)
         self._dirty = ""
         self._strategy: Any = None
-        self._joined: list[str] = []
+        self._joined: set[str] = set()
 
     @register(deadline="start_timeout_s")
     async def initialize(self) -> None:
@@ -86,13 +86,15 @@ class InferWorker(Worker):
             await self._strategy.init_weights_group(
                 group.address, group.port, offset, group.world_size, group.name, group.backend
             )
-            self._joined.append(group.name)
+            self._joined.add(group.name)
 
     @register(deadline="sync_timeout_s")
-    async def leave_weights_groups(self) -> None:
-        """Leaves every group it joined."""
-        while self._joined:
-            await self._strategy.destroy_weights_group(self._joined.pop())
+    async def leave_weights_groups(self, groups: list[WeightsGroup]) -> None:
+        """Leaves those it has joined."""
+        for group in groups:
+            if group.name in self._joined:
+                self._joined.remove(group.name)
+                await self._strategy.destroy_weights_group(group.name)
 
     @register(deadline="sync_timeout_s")
     async def begin_update(self, version: int) -> None:

@@ -91,6 +91,11 @@ class TrainWorker(Worker):
         return self._sender.source_info()
 
     @register(deadline="sync_timeout_s")
+    def free_weights_port(self) -> int | None:
+        """A port for a new group, on the source of each stage."""
+        return self._publishing().free_port()
+
+    @register(deadline="sync_timeout_s")
     def join_weights_groups(self, groups: list[Any], timeout_s: float) -> None:
         """Joins the broadcast group of its stage where this rank is the source."""
         self._publishing().join(groups, timeout_s)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import subprocess
 import sys
 import textwrap
@@ -15,76 +14,16 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
+from cluster_workers import AsyncEcho, Echo
 
 from roll.configs.layout import ParallelLayout
 from roll.configs.pipeline import BaseConfig
 from roll.configs.worker import WorkerConfig
 from roll.distributed.cluster import Cluster
-from roll.distributed.dispatch import Collect, Dispatch, register
 from roll.distributed.pending import ClusterError
-from roll.distributed.protocol import DataProto
 from roll.distributed.resources import ResourceError, ResourceManager, start_ray, stop_ray
-from roll.distributed.worker import Worker
 
 pytestmark = pytest.mark.integration
-
-
-class Echo(Worker):
-    """Answers with what it was given, or misbehaves when told to."""
-
-    @register()
-    def same(self, value: Any, extra: int = 0) -> tuple[int, Any, int]:
-        return self.rank.rank, value, extra
-
-    @register(dispatch=Dispatch.ALL_TO_ALL)
-    def own(self, value: Any) -> Any:
-        return value
-
-    @register(dispatch=Dispatch.DP)
-    def shard(self, data: DataProto) -> tuple[int, list[int]]:
-        return self.rank.rank, data.batch["ids"].tolist()
-
-    @register(collect=Collect.FIRST)
-    def surroundings(self) -> dict[str, Any]:
-        return {
-            "affinity": sorted(os.sched_getaffinity(0)),
-            "threads": torch.get_num_threads(),
-            "env": {key: os.environ[key] for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "MINE")},
-        }
-
-    @register()
-    def stumble(self, rank: int) -> None:
-        if self.rank.rank == rank:
-            raise KeyError(f"rank {rank} lost its key")
-        time.sleep(0.2)
-        raise RuntimeError("the peer went away")
-
-    @register()
-    def sleep(self, rank: int, seconds: float) -> None:
-        if self.rank.rank == rank:
-            time.sleep(seconds)
-
-    @register()
-    def die(self, rank: int) -> None:
-        if self.rank.rank == rank:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    @register()
-    def spawn(self) -> int:
-        return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
-
-
-class AsyncEcho(Worker):
-    """Calls that run side by side."""
-
-    concurrent = True
-
-    @register()
-    async def meet(self, name: str) -> float:
-        start = time.monotonic()
-        await asyncio.sleep(0.5)
-        return time.monotonic() - start
 
 
 LAYOUT = ParallelLayout(tensor=2, data=2, pipeline=1)
@@ -125,8 +64,7 @@ def test_all_to_all_gives_every_rank_its_own(echo: Cluster) -> None:
 
 
 def test_dp_gives_each_data_index_its_shard_and_collects_in_order(echo: Cluster) -> None:
-    data = DataProto.from_dict({"ids": torch.arange(5)})
-    assert asyncio.run(awaited(echo.shard(data.chunk(2)))) == [(0, [0, 1, 2]), (2, [3, 4])]
+    assert asyncio.run(awaited(echo.shard([[0, 1, 2], [3, 4]]))) == [(0, [0, 1, 2]), (2, [3, 4])]
 
 
 async def awaited(pending: Any) -> Any:
@@ -241,7 +179,9 @@ def test_no_process_outlives_a_driver_that_was_killed(tmp_path: Path) -> None:
     assert process.stdout is not None and "ready" in process.stdout.readline()
     family = psutil.Process(process.pid).children(recursive=True)
     assert len(family) > 4
+    workers = [member for member in family if "Host" in " ".join(member.cmdline())]
     process.kill()
     process.wait()
-    _, alive = psutil.wait_procs(family, timeout=30)
+    assert len(workers) == 4 and not psutil.wait_procs(workers, timeout=15)[1]
+    _, alive = psutil.wait_procs(family, timeout=90)  # Ray's own agents look for their parent every few seconds
     assert not alive, [" ".join(p.cmdline()) for p in alive]

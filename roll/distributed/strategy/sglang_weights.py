@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from roll.distributed.strategy.base import WeightSpec
@@ -52,7 +53,9 @@ class WeightUpdates:
         from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
 
         if self._open:
-            await self.close()
+            with contextlib.suppress(EngineError):  # a close that came too late may have closed it meanwhile
+                await self.close()
+            self._open = False
         await self._ask("begin_weight_update", BeginWeightUpdateReqInput(), "begin the update")
         self._open = True
 

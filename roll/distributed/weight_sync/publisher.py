@@ -49,6 +49,7 @@ class WeightPublisher:
             ClusterError: a group does not form.
         """
         await self._transport.setup()
+        await self._transport.connect()
 
     async def publish(self, version: int, fault: Fault | None = None) -> PublishReport:
         """Brings the weights of `version` to all engines; verified on the first success, and as `verify_weights` says.
@@ -94,7 +95,7 @@ class ClusterTransport:
         self.fault: Fault | None = None
 
     async def setup(self) -> None:
-        """Asks every rank what it publishes."""
+        """Asks every rank what it publishes, and checks it."""
         answers = await self._train.prepare_publishing(self._infer.layout.tensor)
         self._sources = sorted((a for a in answers if a is not None), key=lambda source: source.stage)
         check_stages([source.specs for source in self._sources])
@@ -141,8 +142,11 @@ class ClusterTransport:
         """Moves every tensor."""
         raise NotImplementedError
 
-    async def recover(self) -> None:
-        """Frees whoever waits."""
+    async def connect(self) -> None:
+        """Nothing to do where memory is shared."""
+
+    async def abandon(self) -> None:
+        """Frees what sources hold for engines."""
         await self._train.leave_weights_groups()
 
 
@@ -151,15 +155,22 @@ class BroadcastTransport(ClusterTransport):
 
     _numbers = itertools.count()
 
-    async def setup(self) -> None:
-        """Also joins the groups, stage by stage in the same order everywhere."""
-        await super().setup()
+    def __init__(self, train: Cluster, infer: Cluster, config: BaseConfig) -> None:
+        """Takes the two clusters."""
+        super().__init__(train, infer, config)
+        self._groups: list[WeightsGroup] = []
+
+    async def connect(self) -> None:
+        """Joins the groups, stage by stage in the same order everywhere."""
+        if self._groups:
+            return
         world_size = 1 + self._infer.world_size * self._infer.layout.tensor
         backend = "nccl" if self._train.platform == "cuda" else "gloo"
         number = next(self._numbers)
+        ports = await self._train.free_weights_port()
         self._groups = [
-            WeightsGroup(f"weights-{number}-stage-{s.stage}", s.address, s.port, world_size, backend)
-            for s in self._sources
+            WeightsGroup(f"weights-{number}-stage-{source.stage}", source.address, port, world_size, backend)
+            for source, port in zip(self._sources, [port for port in ports if port is not None], strict=True)
         ]
         timeout_s = min(JOIN_TIMEOUT_S, self._config.sync_timeout_s)
         await asyncio.gather(
@@ -174,11 +185,11 @@ class BroadcastTransport(ClusterTransport):
         sent, _ = await asyncio.gather(sending, receiving)
         return _total(sent)
 
-    async def recover(self) -> None:
-        """Leaves the groups, sources first, which frees engines that wait for them; then joins new ones."""
-        await super().recover()
-        await self._infer.leave_weights_groups()
-        await self.setup()
+    async def abandon(self) -> None:
+        """Leaves the groups, sources first, which frees engines that wait for them."""
+        await super().abandon()
+        groups, self._groups = self._groups, []
+        await self._infer.leave_weights_groups(groups)
 
 
 class SharedTransport(ClusterTransport):
@@ -206,4 +217,6 @@ class SharedTransport(ClusterTransport):
 def _total(sent: Sequence[Sent | None]) -> Transfer:
     """Bytes and checksums of all sources together."""
     parts = [part for part in sent if part is not None]
-    return Transfer(sum(p.num_bytes for p in parts), {name: value for p in parts for name, value in p.checksums.items()})
+    return Transfer(
+        sum(p.num_bytes for p in parts), {name: value for p in parts for name, value in p.checksums.items()}
+    )

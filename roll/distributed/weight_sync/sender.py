@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 
+from roll.distributed.actors import free_port
 from roll.distributed.strategy.base import TrainStrategy, WeightSpec
 from roll.distributed.weight_sync.groups import WeightsGroup, join_as_source
 from roll.distributed.weight_sync.plan import Bucket
@@ -45,7 +45,6 @@ class SourceInfo:
     stage: int
     specs: list[WeightSpec]
     address: str
-    port: int
 
 
 @dataclass(frozen=True)
@@ -99,10 +98,11 @@ class WeightSender:
         """What this stage publishes and where engines find it; None on ranks that do not send."""
         if not self._is_source:
             return None
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port = int(probe.getsockname()[1])
-        return SourceInfo(self._stage, self._strategy.weight_specs(), self._rank.address, port)
+        return SourceInfo(self._stage, self._strategy.weight_specs(), self._rank.address)
+
+    def free_port(self) -> int | None:
+        """A port for a new group; None on ranks that do not send."""
+        return free_port() if self._is_source else None
 
     def join(self, groups: list[WeightsGroup], timeout_s: float) -> None:
         """Joins the group of this stage; a collective in it takes at most `timeout_s`."""

@@ -53,6 +53,9 @@ class PublishReport:
 class Transport(Protocol):
     """The steps of one publish, each for all engines."""
 
+    async def connect(self) -> None:
+        """Makes sure that sources and engines can reach each other; at once where they do already."""
+
     async def pause(self) -> None:
         """Stops generation."""
 
@@ -77,8 +80,8 @@ class Transport(Protocol):
     async def resume(self) -> None:
         """Lets generation go on."""
 
-    async def recover(self) -> None:
-        """After a failure: frees whoever still waits and makes a new attempt possible."""
+    async def abandon(self) -> None:
+        """After a failure: frees whoever still waits for a peer; `connect` starts anew."""
 
 
 class Transaction:
@@ -112,16 +115,16 @@ class Transaction:
         causes: list[str] = []
         last: Exception | None = None
         for attempt in range(1, self._retries + 2):
+            if attempt > 1:
+                await self._sleep(self._delay_s)
             try:
-                if attempt > 1:
-                    await self._sleep(self._delay_s)
-                    await self._bounded(self._transport.recover(), "recover")
                 pause_seconds, sent = await self._attempt(version, verify)
                 return PublishReport(version, time.perf_counter() - start, pause_seconds, sent.bytes, verify, attempt)
             except Exception as error:
                 last = error
                 causes.append(f"attempt {attempt}: {type(error).__name__}: {error}")
                 logger.warning("publish of version %d failed, %s", version, causes[-1])
+                await self._abandon(causes)
         raise PublishError(
             f"version {version} could not be published in {len(causes)} attempt(s) (max_sync_retries); "
             "the engines are paused and serve nothing\n" + "\n".join(causes)
@@ -129,6 +132,7 @@ class Transaction:
 
     async def _attempt(self, version: int, verify: bool) -> tuple[float, Transfer]:
         transport, until = self._transport, time.monotonic() + self._timeout_s
+        await self._bounded(transport.connect(), "connect", until)
         paused = time.perf_counter()
         await self._bounded(transport.pause(), "pause", until)
         self.dirty = True
@@ -143,9 +147,15 @@ class Transaction:
         await self._bounded(transport.resume(), "resume", until)
         return time.perf_counter() - paused, sent
 
-    async def _bounded(self, step: Awaitable[T], name: str, until: float | None = None) -> T:
-        remaining = self._timeout_s if until is None else until - time.monotonic()
+    async def _abandon(self, causes: list[str]) -> None:
+        """Frees who waits; that this fails as well is one more cause, and the next attempt will tell."""
         try:
-            return await asyncio.wait_for(step, max(0.0, remaining))
+            await self._bounded(self._transport.abandon(), "abandon", time.monotonic() + self._timeout_s)
+        except Exception as error:
+            causes[-1] += f"\nand abandoning it: {type(error).__name__}: {error}"
+
+    async def _bounded(self, step: Awaitable[T], name: str, until: float) -> T:
+        try:
+            return await asyncio.wait_for(step, max(0.0, until - time.monotonic()))
         except TimeoutError as error:
             raise PublishError(f"{name} was not done {self._timeout_s:g} s (sync_timeout_s) after the start") from error

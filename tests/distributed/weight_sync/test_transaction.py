@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from roll.distributed.weight_sync.transaction import PublishError, Transaction, Transfer, VerificationError
 
-STEPS = ("pause", "begin", "transfer", "end", "flush", "verify", "accept", "resume")
+STEPS = ("connect", "pause", "begin", "transfer", "end", "flush", "verify", "accept", "resume")
 
 
 class FaultyTransport:
@@ -57,9 +57,12 @@ class FaultyTransport:
     async def resume(self) -> None:
         await self._step("resume")
 
-    async def recover(self) -> None:
+    async def connect(self) -> None:
+        await self._step("connect")
+
+    async def abandon(self) -> None:
+        await self._step("abandon")
         self.attempt += 1
-        await self._step("recover")
 
 
 def publish(transport: FaultyTransport, retries: int = 2, timeout_s: float = 5.0, verify: bool = True):
@@ -93,13 +96,17 @@ def test_verification_is_left_out_when_not_due() -> None:
 def test_engines_resume_only_after_a_complete_attempt(faults: list[tuple[str, str] | None], retries: int) -> None:
     transport = FaultyTransport(faults)
     outcome, transaction, waits = publish(transport, retries)
-    attempts = " ".join(transport.steps).split("recover")
-    succeeded = attempts[-1].split() == list(STEPS) and not isinstance(outcome, PublishError)
-    assert len(attempts) <= retries + 1 and waits == [1.5] * (len(attempts) - 1)
-    assert succeeded == (None in [*faults, None][: retries + 1])
-    assert all(attempt.split() != list(STEPS) or "resume" in str(faults) for attempt in attempts[:-1])
-    if not succeeded:
-        assert isinstance(outcome, PublishError) and f"{retries + 1} attempt(s)" in str(outcome)
+    attempts = [attempt.split() for attempt in " ".join(transport.steps).split("abandon")]
+    planned = [*faults, *[None] * (retries + 1)][: retries + 1]
+    if None in planned:
+        failed = planned.index(None)
+        assert attempts[-1] == list(STEPS) and outcome.attempts == failed + 1 and not transaction.dirty
+    else:
+        failed = retries + 1
+        assert attempts[-1] == [] and f"{failed} attempt(s)" in str(outcome)
+    assert waits == [1.5] * min(failed, retries)
+    for fault, steps in zip(planned, attempts[:failed], strict=False):
+        assert steps == list(STEPS[: STEPS.index(fault[0]) + 1])
 
 
 def test_an_engine_that_failed_half_way_is_dirty_and_not_resumed() -> None:

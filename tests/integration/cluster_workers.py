@@ -1,0 +1,71 @@
+"""Workers of the cluster tests; they import no torch, so that their processes are up within a second."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+from roll.distributed.dispatch import Collect, Dispatch, register
+from roll.distributed.worker import Worker
+
+
+class Echo(Worker):
+    """Answers with what it was given, or misbehaves when told to."""
+
+    @register()
+    def same(self, value: Any, extra: int = 0) -> tuple[int, Any, int]:
+        return self.rank.rank, value, extra
+
+    @register(dispatch=Dispatch.ALL_TO_ALL)
+    def own(self, value: Any) -> Any:
+        return value
+
+    @register(dispatch=Dispatch.DP)
+    def shard(self, data: list[int]) -> tuple[int, list[int]]:
+        return self.rank.rank, data
+
+    @register(collect=Collect.FIRST)
+    def surroundings(self) -> dict[str, Any]:
+        return {
+            "affinity": sorted(os.sched_getaffinity(0)),
+            "threads": int(os.environ["OMP_NUM_THREADS"]),
+            "env": {key: os.environ[key] for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "MINE")},
+        }
+
+    @register()
+    def stumble(self, rank: int) -> None:
+        if self.rank.rank == rank:
+            raise KeyError(f"rank {rank} lost its key")
+        time.sleep(0.2)
+        raise RuntimeError("the peer went away")
+
+    @register()
+    def sleep(self, rank: int, seconds: float) -> None:
+        if self.rank.rank == rank:
+            time.sleep(seconds)
+
+    @register()
+    def die(self, rank: int) -> None:
+        if self.rank.rank == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    @register()
+    def spawn(self) -> int:
+        return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
+
+
+class AsyncEcho(Worker):
+    """Calls that run side by side."""
+
+    concurrent = True
+
+    @register()
+    async def meet(self, name: str) -> float:
+        start = time.monotonic()
+        await asyncio.sleep(0.5)
+        return time.monotonic() - start

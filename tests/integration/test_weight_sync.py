@@ -1,0 +1,196 @@
+"""Publishing from real Megatron ranks to a real engine: parity of log-probs, verification, faults, no process left."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import psutil
+import pytest
+import torch
+from weight_sync_workers import ScalingWorker
+
+from roll.configs.arguments import ModelArguments, StrategyArguments
+from roll.configs.layouts import role_layout
+from roll.configs.pipeline import RLVRConfig
+from roll.configs.worker import WorkerConfig
+from roll.distributed.cluster import Cluster
+from roll.distributed.infer_worker import InferWorker
+from roll.distributed.pending import ClusterError
+from roll.distributed.protocol import DataProto
+from roll.distributed.resources import ResourceManager, start_ray, stop_ray
+from roll.distributed.weight_sync.publisher import WeightPublisher
+from roll.distributed.weight_sync.sender import Fault
+from roll.distributed.weight_sync.transaction import PublishError, PublishReport
+from roll.models.tiny import write_tiny_model
+from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
+
+pytestmark = pytest.mark.integration
+
+SLOTS = 6
+DEVICES = {"tp2": [0, 1], "pp2": [2, 3], "actor_infer": [4]}
+
+
+def megatron(devices: list[int], **sizes: int) -> WorkerConfig:
+    return WorkerConfig(
+        model_args=ModelArguments(dtype="fp32"),
+        strategy_args=StrategyArguments("megatron_train", {"use_distributed_optimizer": True, **sizes}),
+        device_mapping=devices,
+    )
+
+
+@dataclass
+class World:
+    """Everything the tests share: two training clusters, one engine, and a publisher from each."""
+
+    config: RLVRConfig
+    clusters: dict[str, Cluster]
+    publishers: dict[str, WeightPublisher]
+    version: int = 0
+    requests: int = 0
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    folder = tmp_path_factory.mktemp("run")
+    config = RLVRConfig(
+        output_dir=str(folder),
+        pretrain=str(write_tiny_model(folder / "model", "qwen2", tie_word_embeddings=True, head_dim=16)),
+        prompt_length=32,
+        response_length=32,
+        verify_weights="always",
+        sync_timeout_s=60,
+        sync_retry_delay_s=0,
+        max_sync_retries=1,
+        start_timeout_s=240,
+        rpc_timeout_s=240,
+        model_update_buffer_size_mb=1,
+    )
+    start_ray(config, "cpu", SLOTS)
+    resources = ResourceManager("cpu", SLOTS, DEVICES)
+    roles = {
+        "tp2": (ScalingWorker, megatron(DEVICES["tp2"], tensor_model_parallel_size=2)),
+        "pp2": (ScalingWorker, megatron(DEVICES["pp2"], pipeline_model_parallel_size=2)),
+        "actor_infer": (
+            InferWorker,
+            WorkerConfig(
+                model_args=ModelArguments(dtype="fp32"),
+                strategy_args=StrategyArguments("sglang", {"load_format": "dummy"}),
+                device_mapping=DEVICES["actor_infer"],
+                max_running_requests=16,
+            ),
+        ),
+    }
+    clusters = {
+        role: Cluster(role, cls, worker, config, resources, role_layout(worker))
+        for role, (cls, worker) in roles.items()
+    }
+    try:
+        starting = [cluster.initialize() for cluster in clusters.values()]
+        for pending in starting:
+            pending.get()
+        engine = clusters["actor_infer"]
+        publishers = {role: WeightPublisher(clusters[role], engine, config) for role in ("tp2", "pp2")}
+        for publisher in publishers.values():
+            asyncio.run(publisher.setup())
+        yield World(config, clusters, publishers)
+    finally:
+        for cluster in clusters.values():
+            cluster.shutdown()
+        resources.release()
+        stop_ray()
+
+
+def publish(world: World, role: str, fault: Fault | None = None) -> PublishReport:
+    """The next version, from this training cluster."""
+    world.version += 1
+    return asyncio.run(world.publishers[role].publish(world.version, fault))
+
+
+def generate(world: World, temperature: float, count: int = 6) -> list[tuple[list[int], GenerateResult]]:
+    """Prompts of different lengths and what the engine answers."""
+    sampling = SamplingParams(max_new_tokens=12, temperature=temperature)
+    prompts = [[(7 * index + place) % 90 + 1 for place in range(3 + 2 * index)] for index in range(count)]
+    world.requests += 1
+    requests = [
+        GenerateRequest(f"{world.requests}-{index}", prompt, sampling, seed=index)
+        for index, prompt in enumerate(prompts)
+    ]
+    [answers] = world.clusters["actor_infer"].generate([requests]).get()
+    assert [answer.error for answer in answers] == [None] * count
+    return list(zip(prompts, answers, strict=True))
+
+
+def disagreement(world: World, role: str, temperature: float) -> float:
+    """Largest difference between the engine's log-probs and those Megatron computes for the same tokens."""
+    samples = generate(world, temperature)
+    assert {version for _, answer in samples for version in answer.versions} == {world.version}
+    width = max(len(prompt) + len(answer.response_ids) for prompt, answer in samples)
+    shape = (len(samples), width)
+    ids, mask, response = (torch.zeros(shape, dtype=torch.long) for _ in range(3))
+    behavior = torch.zeros(shape)
+    for row, (prompt, answer) in enumerate(samples):
+        start, stop = len(prompt), len(prompt) + len(answer.response_ids)
+        ids[row, :stop] = torch.tensor(prompt + answer.response_ids)
+        mask[row, :stop], response[row, start:stop] = 1, 1
+        behavior[row, start:stop] = torch.tensor(answer.log_probs)
+    data = DataProto.from_dict(
+        {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "position_ids": torch.arange(width).expand(shape).contiguous(),
+            "response_mask": response.bool(),
+        },
+        meta_info={"temperature": temperature, "micro_batches": [[0, 1, 2], [3, 4, 5]]},
+    )
+    [scored] = world.clusters[role].compute_log_probs([data]).get()
+    return ((scored.batch["log_probs"] - behavior) * response).abs().max().item()
+
+
+def test_an_engine_on_dummy_weights_serves_nothing_before_the_first_publish(world: World) -> None:
+    with pytest.raises(ClusterError, match="actor_infer-0 serves nothing: it started on dummy weights"):
+        generate(world, 1.0)
+
+
+@pytest.mark.parametrize("role", ["tp2", "pp2"])
+def test_log_probs_agree_before_and_after_three_publishes(world: World, role: str) -> None:
+    for _ in range(4):
+        report = publish(world, role)
+        assert report.verified and report.attempts == 1
+        assert disagreement(world, role, 1.0) < 1e-4
+        assert disagreement(world, role, 0.7) < 1e-4
+        world.clusters[role].scale_weights(0.97).get()
+
+
+def test_the_tiny_model_is_published_in_three_tenths_of_a_second(world: World) -> None:
+    world.config.verify_weights = "first"
+    reports = [publish(world, "tp2") for _ in range(5)]
+    world.config.verify_weights = "always"
+    assert sorted(report.seconds for report in reports)[2] < 0.3
+    assert all(0 < report.pause_seconds <= report.seconds and not report.verified for report in reports)
+
+
+@pytest.mark.parametrize("role", ["tp2", "pp2"])
+@pytest.mark.parametrize(
+    ("kind", "said"), [("corrupt", "arrived different"), ("drop", "was not published"), ("fail", "told to fail")]
+)
+def test_damage_is_detected_and_the_engine_serves_nothing_until_a_whole_publish(
+    world: World, role: str, kind: str, said: str
+) -> None:
+    name = "model.layers.3.mlp.down_proj.weight"
+    with pytest.raises(PublishError) as caught:
+        publish(world, role, Fault(kind, name))
+    message = str(caught.value)
+    assert said in message and "model.layers.3" in message and "2 attempt(s)" in message
+    with pytest.raises(ClusterError, match="serves nothing"):
+        generate(world, 1.0)
+    publish(world, role)
+    assert disagreement(world, role, 1.0) < 1e-4
+
+
+def test_nothing_is_left_running(world: World) -> None:
+    engine = world.clusters["actor_infer"].process_ids().get()[0]
+    assert len(engine) >= 3
+    world.clusters["actor_infer"].shutdown()
+    assert not [process for process in engine if psutil.pid_exists(process)]
