@@ -1,0 +1,37 @@
+import pytest
+
+from roll.configs.arguments import TrainingArguments
+from roll.configs.pipeline import RLVRConfig, SFTConfig
+from roll.configs.worker import WorkerConfig
+from roll.distributed.strategy.megatron_schedule import LearningRate, total_optimizer_steps
+
+
+def rates(steps=10, **options):
+    schedule = LearningRate.of(TrainingArguments(learning_rate=1.0, **options), steps)
+    return [schedule.at(step) for step in range(steps)]
+
+
+def test_warm_up_starts_above_zero_and_reaches_the_peak():
+    assert rates(warmup_steps=4)[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert rates(warmup_ratio=0.35)[:4] == [0.25, 0.5, 0.75, 1.0]
+
+
+def test_linear_ends_at_the_minimum():
+    assert rates(lr_scheduler_type="linear", min_learning_rate=0.5, steps=4) == [0.875, 0.75, 0.625, 0.5]
+
+
+def test_cosine_is_half_way_in_the_middle():
+    values = rates(lr_scheduler_type="cosine")
+    assert values[4] == pytest.approx(0.5) and values[-1] == pytest.approx(0.0) and values == sorted(values, reverse=True)
+
+
+def test_a_run_made_longer_stays_at_the_minimum():
+    schedule = LearningRate.of(TrainingArguments(learning_rate=1.0, lr_scheduler_type="linear"), 10)
+    assert schedule.at(50) == 0.0
+
+
+def test_schedule_counts_the_optimizer_steps_of_the_run():
+    worker = WorkerConfig(training_args=TrainingArguments(per_device_train_batch_size=4, gradient_accumulation_steps=2))
+    rlvr = RLVRConfig(rollout_batch_size=8, num_return_sequences_in_group=4, max_steps=5, ppo_epochs=2)
+    assert total_optimizer_steps(worker, rlvr, data_parallel=2) == 5 * 2 * 2
+    assert total_optimizer_steps(worker, SFTConfig(max_steps=7), data_parallel=2) == 7

@@ -1,0 +1,61 @@
+import json
+
+import pytest
+
+from roll.models.hf_config import RotaryConfig, UnsupportedModel, decoder_config, read_hf_config
+
+QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 2, "hidden_size": 8, "intermediate_size": 16,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 11, "tie_word_embeddings": True,
+}
+
+
+def test_reads_shapes_and_what_the_family_implies():
+    config = decoder_config(QWEN2)
+    assert (config.family, config.heads, config.kv_heads, config.head_size) == ("qwen2", 4, 2, 2)
+    assert config.qkv_bias and not config.qk_norm and config.tied_embeddings
+    assert decoder_config(QWEN2 | {"architectures": ["Qwen3ForCausalLM"], "head_dim": 5}).qk_norm
+
+
+def test_counts_parameters_like_transformers(tmp_path):
+    from safetensors.torch import load_file
+
+    from roll.models.tiny import write_tiny_model
+
+    for family, tied in (("llama", False), ("qwen2", True), ("qwen3", False)):
+        folder = write_tiny_model(tmp_path / family, family, tie_word_embeddings=tied)
+        counted = sum(tensor.numel() for tensor in load_file(folder / "model.safetensors").values())
+        assert read_hf_config(folder).parameters == counted
+
+
+def test_rotary_settings_are_read_in_both_spellings():
+    new = {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0}}
+    old = {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}}
+    common = {"base": 5e5, "kind": "linear", "factor": 4.0, "original_positions": 8192}
+    assert decoder_config(QWEN2 | new).rotary == RotaryConfig(**common)
+    assert decoder_config(QWEN2 | old).rotary == RotaryConfig(**common)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"architectures": ["Qwen2ForCausalML"]}, "nearest is Qwen2ForCausalLM"),
+        ({"architectures": None}, "known: LlamaForCausalLM"),
+        ({"hidden_act": "gelu"}, "hidden_act: 'gelu' is not supported for qwen2"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope type 'yarn'"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_by_name(change, message):
+    with pytest.raises(UnsupportedModel, match=message):
+        decoder_config(QWEN2 | change)
+
+
+def test_a_missing_folder_and_a_broken_file_are_named(tmp_path):
+    with pytest.raises(UnsupportedModel, match="no such file; give the folder of a HF model"):
+        read_hf_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UnsupportedModel, match="not JSON"):
+        read_hf_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(QWEN2))
+    assert read_hf_config(tmp_path).layers == 2
