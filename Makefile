@@ -2,7 +2,7 @@
 
 PYTHON ?= python3.11
 TORCH_INDEX_ARGS ?=
-CONFIG ?= examples/tiny_math/rlvr.yaml
+CONFIG ?= examples/tiny_math/rlvr_config.yaml
 BENCH_DIR ?= output/bench
 
 BIN := .venv/bin
@@ -30,7 +30,7 @@ $(READY): requirements/cpu.txt requirements/dev.txt setup.py
 	@touch $@
 
 demo: setup ## a small model gets better at math, in some minutes
-	$(BIN)/python examples/tiny_math/demo.py --out output/demo
+	$(BIN)/python -m examples.tiny_math.demo --out output/demo
 
 test: lint ## lint, then every test
 	$(BIN)/python -m pytest

@@ -1,9 +1,9 @@
 """The whole recipe in one command: make a model and problems, warm it up, improve it by reinforcement learning.
 
-    python examples/tiny_math/demo.py --out output/demo
+    python -m examples.tiny_math.demo --out output/demo
 
 Writes `summary.json` (validation accuracy before and after reinforcement learning, seconds, peak memory) and
-`curves.png` to the output folder.
+`curves.png` to the output folder. Heavy imports are inside functions, because the reward processes import this file.
 """
 
 from __future__ import annotations
@@ -14,20 +14,23 @@ import json
 import time
 from pathlib import Path
 
+from typing import TYPE_CHECKING
+
 from rich.console import Console
 
-from examples.tiny_math.prepare import prepare
-from roll.configs.load import load_config
-from roll.datasets.math_problems import write_problems
-from roll.pipeline.run import RunSummary, configure_logging, run
-from roll.trackers.curves import draw_curves
+if TYPE_CHECKING:
+    from roll.pipeline.run import RunSummary
 
 HERE = Path(__file__).parent
+TRAIN_PROBLEMS, VALIDATION_PROBLEMS = 8000, 400
 console = Console()
 
 
 def train(name: str, overrides: list[str]) -> RunSummary:
     """Runs one YAML of this folder to its end."""
+    from roll.configs.load import load_config
+    from roll.pipeline.run import configure_logging, run
+
     config = load_config(HERE / f"{name}_config.yaml", overrides)
     configure_logging(config)
     return asyncio.run(run(config))
@@ -41,10 +44,14 @@ def demo(out: Path, seed: int, overrides: list[str]) -> dict[str, float]:
         seed: of the weights, the problems, and both runs.
         overrides: `key=value` for the reinforcement learning run.
     """
+    from examples.tiny_math.prepare import prepare
+    from roll.datasets.math_problems import write_problems
+    from roll.trackers.curves import draw_curves
+
     start = time.perf_counter()
     console.rule("[bold]A small language model learns arithmetic")
     base = prepare(out / "base", seed)
-    write_problems(out / "data", seed=seed)
+    write_problems(out / "data", seed=seed, train=TRAIN_PROBLEMS, val=VALIDATION_PROBLEMS)
     data = [
         f"actor_train.data_args.file_name=[{out}/data/train.jsonl]",
         f"validation.data_args.file_name=[{out}/data/val.jsonl]",
