@@ -21,7 +21,6 @@ KEYS = {
 """Spelling in other recipes -> key here; they apply at any depth."""
 
 VALUES: dict[str, dict[Any, Any]] = {
-    "template": {name: "native" for name in ("qwen2_5", "qwen3", "llama3", "chatml", "default")},
     "kl_penalty": {"kl": "k1", "mse": "k2"},
     "top_k": {-1: 0},
 }
@@ -65,9 +64,5 @@ def translate(tree: Tree, path: str = "") -> tuple[Tree, list[Problem]]:
             notes += inner
         elif isinstance(value, str | int) and not isinstance(value, bool) and value in VALUES.get(key, {}):
             translated[key] = VALUES[key][value]
-            notes.append(Problem(where, f"{value} is read as {translated[key]}{_reason(key)}"))
+            notes.append(Problem(where, f"{value} is read as {translated[key]}"))
     return translated, notes
-
-
-def _reason(key: str) -> str:
-    return ": the chat template of the model's own tokenizer" if key == "template" else ""

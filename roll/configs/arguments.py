@@ -49,7 +49,7 @@ class DataArguments:
         factory=list, parse=one_or_many, help="JSONL or parquet files; a single name is taken as a list of one."
     )
     template: str = option(
-        "native", "Chat template: `native` is the tokenizer's own; `none` takes the prompt as it is."
+        "native", "Chat template: `native` is the tokenizer's own; `none` takes the prompt as it is; or one by name."
     )
     id: str = option("id", "Column of the prompt's identity; missing ids are made from the file and line.")
     tag: str = option("tag", "Column that says which reward scores the sample.")

@@ -144,7 +144,7 @@ def _generation(config: RLConfig, worker: WorkerConfig, shape: ModelShape) -> Me
             f"{shape.kv_width(tensor):,} values x {size} B ({per_token:,} B per token), at most{limit}",
         ),
     ]
-    return MemoryPlan("actor_infer", f"every device of {role_layout(worker).data} engines", lines)
+    return MemoryPlan("actor_infer", "every device", lines)
 
 
 def _requests_per_engine(config: RLConfig, worker: WorkerConfig) -> int:

@@ -84,8 +84,8 @@ class BaseConfig:
     actor_train: WorkerConfig = option(factory=WorkerConfig, help="The role that learns.")
     validation: WorkerConfig = option(
         factory=WorkerConfig,
-        help="Data and sampling of validation; it owns no devices. Keys of data_args and generating_args that are not given "
-        "are those of training, but for file_name, and num_return_sequences, which is 1.",
+        help="Data and sampling of validation; it owns no devices. Keys of data_args and generating_args that are not "
+        "given are those of training, but for file_name, and num_return_sequences, which is 1.",
     )
     source: Source = internal(factory=Source)
 

@@ -13,7 +13,7 @@ from roll.configs.memory import gibibytes
 from roll.configs.plan import shared_device_memory
 from roll.configs.plan_types import Plan
 
-WIDTH = 140
+WIDTH = 160
 """Columns where the output is not a terminal, so that formulas stay on one line."""
 
 

@@ -40,7 +40,8 @@ def declared(cls: type) -> dict[str, Key]:
 def known_keys(cls: type, prefix: str = "") -> Iterator[Key]:
     """Every key a file for `cls` may hold, sections before what is in them.
 
-    The name of an entry of a mapping (`rewards`) stands as `<name>`; `strategy_config` continues with Megatron's keys.
+    The name of an entry of a mapping (`rewards`) stands as `<name>`; `strategy_config` continues with Megatron's keys,
+    but not for actor_infer, whose engine has keys of its own.
     """
     for name, key in declared(cls).items():
         path = f"{prefix}.{name}" if prefix else name
@@ -48,7 +49,7 @@ def known_keys(cls: type, prefix: str = "") -> Iterator[Key]:
         section, inner = section_of(key.hint)
         if section is not None:
             yield from known_keys(section, f"{path}.<name>" if inner else path)
-        elif name == "strategy_config":
+        elif name == "strategy_config" and not path.startswith("actor_infer."):
             yield from known_keys(MegatronConfig, path)
 
 

@@ -17,6 +17,7 @@ OWNED = {
     "dtype": "set model_args.dtype",
     "tp_size": "set num_gpus_per_worker",
     "tensor_parallel_size": "set num_gpus_per_worker",
+    "tensor_model_parallel_size": "set num_gpus_per_worker",
     "dp_size": "engines follow from device_mapping and num_gpus_per_worker",
     "data_parallel_size": "engines follow from device_mapping and num_gpus_per_worker",
     "pp_size": "an engine has one pipeline stage",

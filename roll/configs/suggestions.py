@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable
 
+from roll.configs.effects import role_reads
 from roll.configs.schema import declared, known_keys
 
 
@@ -26,7 +27,7 @@ def suggest_for(root: type) -> Callable[[str, type], str]:
         if like:
             return f"did you mean {head + '.' if head else ''}{like}?"
         paths = [key.path for key in known_keys(root)]
-        elsewhere = [known for known in paths if known.rpartition(".")[2] == leaf]
+        elsewhere = [known for known in paths if known.rpartition(".")[2] == leaf and role_reads(known)]
         if elsewhere:
             return f"this key belongs at {_best(path, elsewhere)}"
         like = nearest(path, paths) or nearest(leaf, [known.rpartition(".")[2] for known in paths])
@@ -39,5 +40,6 @@ def suggest_for(root: type) -> Callable[[str, type], str]:
 
 
 def _best(path: str, candidates: list[str]) -> str:
-    """The candidate that shares most with `path`; the first declared among equals."""
-    return max(candidates, key=lambda known: difflib.SequenceMatcher(None, path, known).ratio())
+    """The candidate in the same first section as `path`, else the one declared first."""
+    head = path.partition(".")[0]
+    return next((known for known in candidates if known.startswith(f"{head}.")), candidates[0])

@@ -12,8 +12,8 @@ from roll.configs.suggestions import nearest
 
 def check_algorithm(config: RLConfig, report: Report) -> None:
     """Names are known, groups are large enough, and terms that are on have a weight."""
-    _check_name("adv_estimator", config.adv_estimator, ADV_ESTIMATORS, report)
-    _check_name("actor_train.pg_variant", config.actor_train.pg_variant, PG_VARIANTS, report)
+    check_name("adv_estimator", config.adv_estimator, ADV_ESTIMATORS, report)
+    check_name("actor_train.pg_variant", config.actor_train.pg_variant, PG_VARIANTS, report)
     group = config.num_return_sequences_in_group
     if config.adv_estimator == "grpo" and group == 1:
         report.error(
@@ -43,7 +43,8 @@ def check_algorithm(config: RLConfig, report: Report) -> None:
         )
 
 
-def _check_name(path: str, name: str, known: Sequence[str], report: Report) -> None:
+def check_name(path: str, name: str, known: Sequence[str], report: Report) -> None:
+    """An error that lists the known names where `name` is none of them."""
     if name not in known:
         like = nearest(name, known)
         hint = f"; did you mean {like}?" if like else ""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from roll.configs.errors import Report
+from roll.configs.names import TEMPLATES
 from roll.configs.pipeline import BaseConfig
+from roll.configs.rules.algorithm import check_name
 
 ENDINGS = (".jsonl", ".parquet")
 """Files prompts are read from."""
@@ -15,6 +17,7 @@ def check_files(config: BaseConfig, report: Report) -> None:
     """Data files are of a known kind and here; a checkpoint named by path is here."""
     roles = ["actor_train"] + (["validation"] if config.eval_steps else [])
     for role in roles:
+        check_name(f"{role}.data_args.template", getattr(config, role).data_args.template, TEMPLATES, report)
         for name in getattr(config, role).data_args.file_name:
             path = f"{role}.data_args.file_name"
             if not name.endswith(ENDINGS):

@@ -43,7 +43,7 @@ def _absence(name: str) -> str:
     if Path(name).exists():
         return f"{name} has no config.json, so it is not the folder of a HF model"
     fetch = ""
-    if name.count("/") == 1 and not name.startswith((".", "/")):
+    if name.count("/") == 1 and not name.startswith((".", "/", "models/")):
         fetch = f"; download it: hf download {name} --local-dir models/{name.split('/')[1]}"
     return f"{name} is not a folder on this machine{fetch}"
 

@@ -12,7 +12,7 @@ def check_sampling(config: RLConfig, report: Report) -> None:
     if sampling.temperature <= 0:
         report.error(
             f"{path}.temperature",
-            f"{sampling.temperature:g} is greedy: all samples of a prompt would be equal, with no log-prob to train on; "
+            f"{sampling.temperature:g} is greedy: all samples of a prompt would be equal, with nothing to train on; "
             "use above 0, such as 1.0 (validation may use 0)",
         )
     if sampling.num_return_sequences != config.num_return_sequences_in_group:

@@ -1,0 +1,8 @@
+"""Starts the sft pipeline: `--config_path DIR --config_name NAME [key=value ...]`, DIR relative to here or to examples/."""
+
+import sys
+
+from roll.cli import launch
+
+if __name__ == "__main__":
+    sys.exit(launch("sft"))

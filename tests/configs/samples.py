@@ -1,0 +1,89 @@
+"""A small configuration that is right, for tests to spoil."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from roll.configs.errors import ConfigError
+from roll.configs.load import load_config
+from roll.configs.machine import Machine
+from roll.configs.pipeline import RLVRConfig, SFTConfig
+
+DATA = Path(__file__).parents[1] / "data"
+MODEL = str(DATA / "models" / "qwen2.5-7B")
+"""config.json alone: 28 heads, 4 key-value heads, 28 layers."""
+
+LAPTOP = Machine(gpus=0, cores=2)
+SERVER = Machine(gpus=8, cores=64)
+
+RLVR = f"""
+pretrain: {MODEL}
+rollout_batch_size: 64
+num_return_sequences_in_group: 8
+prompt_length: 2048
+response_length: 1024
+actor_train:
+  training_args:
+    gradient_accumulation_steps: 64
+  data_args:
+    file_name: train.jsonl
+  strategy_args:
+    strategy_config:
+      tensor_model_parallel_size: 2
+  device_mapping: 0-15
+actor_infer:
+  device_mapping: 16-23
+"""
+
+SFT = f"""
+pipeline: sft
+pretrain: {MODEL}
+prompt_length: 24
+response_length: 8
+actor_train:
+  training_args:
+    per_device_train_batch_size: 4
+    gradient_accumulation_steps: 2
+  data_args:
+    file_name: [train.jsonl]
+  device_mapping: [0, 1]
+"""
+
+
+def write(folder: Path, text: str, name: str = "config.yaml") -> Path:
+    """The text as a file."""
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def rlvr(folder: Path, *overrides: str, text: str = RLVR) -> RLVRConfig:
+    """The RLVR sample with overrides."""
+    config = load_config(write(folder, text), overrides)
+    assert isinstance(config, RLVRConfig)
+    return config
+
+
+def sft(folder: Path, *overrides: str) -> SFTConfig:
+    """The SFT sample with overrides."""
+    config = load_config(write(folder, SFT), overrides)
+    assert isinstance(config, SFTConfig)
+    return config
+
+
+def refusal(folder: Path, *overrides: str, text: str = RLVR) -> str:
+    """What is said about a configuration that must not load."""
+    try:
+        load_config(write(folder, text), overrides)
+    except ConfigError as error:
+        return str(error)
+    raise AssertionError("this configuration loads")
+
+
+def override(path: str, value: Any) -> str:
+    """`path=value` with the value in YAML on one line."""
+    return f"{path}={yaml.safe_dump(value, default_flow_style=True).strip().removesuffix('...').strip()}"

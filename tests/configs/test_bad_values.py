@@ -1,0 +1,102 @@
+"""Every mistake in a file has a sentence that says path, value and what would work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.configs.samples import RLVR, SFT, refusal
+
+UNKNOWN = {
+    "rollout_batchsize=64": "rollout_batchsize: unknown key; did you mean rollout_batch_size?",
+    "pg_variant=ppo": "pg_variant: unknown key; this key belongs at actor_train.pg_variant",
+    "max_running_requests=8": "max_running_requests: unknown key; this key belongs at actor_infer.max_running_requests",
+    "tensor_model_parallel_size=2": "belongs at actor_train.strategy_args.strategy_config.tensor_model_parallel_size",
+    "actor_train.learning_rate=1e-6": "actor_train.learning_rate: unknown key; this key belongs at "
+    "actor_train.training_args.learning_rate",
+    "actor_infer.temperature=1": "actor_infer.temperature: unknown key; this key belongs at "
+    "actor_infer.generating_args.temperature",
+    "actor_train.strategy_args.strategy_config.tensor_model_paralel_size=2": "did you mean "
+    "actor_train.strategy_args.strategy_config.tensor_model_parallel_size?",
+    "rewards={math: {timeout: 3}}": "rewards.math.timeout: unknown key; did you mean rewards.math.timeout_s?",
+    "source={}": "source: unknown key",
+}
+
+MISTYPED = {
+    "rollout_batch_size=many": "rollout_batch_size: 'many' is not a whole number",
+    "rollout_batch_size=true": "rollout_batch_size: True is not a whole number",
+    "rollout_batch_size=64.5": "rollout_batch_size: 64.5 is not a whole number",
+    "rollout_batch_size=64.0": "rollout_batch_size: 64.0 is not a whole number; write 64",
+    "rollout_batch_size=~": "rollout_batch_size: null is not a whole number",
+    "gamma=high": "gamma: 'high' is not a number",
+    "gamma=true": "gamma: True is not a number",
+    "use_kl_loss=1": "use_kl_loss: 1 is not true or false",
+    "exp_name=7": "exp_name: 7 is not text; put it in quotes: '7'",
+    "kl_penalty=k4": "kl_penalty: 'k4' is not one of k1, k2, k3, abs",
+    "actor_train=ppo": "actor_train: 'ppo' is not a section",
+    "actor_train.model_args.dtype=bfloat16": "actor_train.model_args.dtype: 'bfloat16' is not one of fp32, bf16, fp16",
+    "actor_train.data_args.file_name=[1]": "actor_train.data_args.file_name[0]: 1 is not text; put it in quotes: '1'",
+    "actor_train.strategy_args.strategy_config.sequence_parallel=2": "sequence_parallel: 2 is not true or false",
+    "system_envs={A: true}": "system_envs: A is True; write the text the variable shall hold in quotes",
+    "resume_from_checkpoint=3": "resume_from_checkpoint: 3 is not true or false or text",
+    "track_with=wandb": "track_with[0]: 'wandb' is not one of tensorboard, stdout",
+}
+
+OUT_OF_BOUNDS = {
+    "rollout_batch_size=0": "rollout_batch_size: 0 is too small; the least allowed is 1",
+    "actor_train.training_args.learning_rate=0": "learning_rate: 0.0 is too small; it must be above 0",
+    "actor_infer.generating_args.top_p=1.5": "top_p: 1.5 is too large; the most allowed is 1",
+    "gamma=.nan": "gamma: nan is not a number",
+    "actor_infer.generating_args.num_beams=4": "num_beams: 4 is not one of 1",
+    "actor_train.strategy_args.strategy_config.context_parallel_size=2": "2 is too large; the most allowed is 1",
+}
+
+
+@pytest.mark.parametrize(("override", "said"), (UNKNOWN | MISTYPED | OUT_OF_BOUNDS).items())
+def test_a_bad_value_is_explained(tmp_path: Path, override: str, said: str) -> None:
+    assert said in refusal(tmp_path, override)
+
+
+def test_all_problems_of_a_file_are_told_together(tmp_path: Path) -> None:
+    said = refusal(tmp_path, "rollout_batchsize=64", "gamma=2", "actor_train.model_args.dtype=half")
+    assert said.splitlines()[0].endswith("config.yaml: 3 problems")
+    for path in ("rollout_batchsize:", "gamma:", "actor_train.model_args.dtype:"):
+        assert path in said
+
+
+def test_all_broken_rules_are_told_together(tmp_path: Path) -> None:
+    said = refusal(tmp_path, "actor_infer.generating_args.temperature=0", "adv_estimator=gpro", "use_kl_loss=true")
+    for path in ("actor_infer.generating_args.temperature:", "adv_estimator:", "reference.device_mapping:"):
+        assert path in said
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("seed: 1\nmax_steps: 2\nseed: 3\n", "seed: stands on line 1 and again on line 3; keep one"),
+        ("actor_train:\n  pg_variant: ppo\n  pg_variant: ppo\n", "pg_variant: stands on line 2 and again on line 3"),
+        ("seed: [1\n", "line 2, column 1: not YAML"),
+        ("- seed\n", "holds no `key: value` lines"),
+        ("", "holds no `key: value` lines"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_explained(tmp_path: Path, text: str, said: str) -> None:
+    assert said in refusal(tmp_path, text=text)
+
+
+def test_a_missing_file_is_told(tmp_path: Path) -> None:
+    from roll.configs.errors import ConfigError
+    from roll.configs.load import load_config
+
+    with pytest.raises(ConfigError, match="nowhere.yaml: 1 problem\ncannot be read"):
+        load_config(tmp_path / "nowhere.yaml")
+
+
+def test_generation_belongs_to_no_sft_file(tmp_path: Path) -> None:
+    assert "actor_infer: unknown key" in refusal(tmp_path, "actor_infer.device_mapping=[2]", text=SFT)
+
+
+def test_a_response_length_is_asked_for(tmp_path: Path) -> None:
+    text = RLVR.replace("response_length: 1024\n", "")
+    assert "response_length: is not given; write response_length" in refusal(tmp_path, text=text)

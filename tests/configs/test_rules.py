@@ -1,0 +1,234 @@
+"""Rules that hold between keys; each test reads what is said when one is broken."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from roll.configs.errors import Problem
+from roll.configs.rules import check
+from tests.configs.samples import MODEL, RLVR, SFT, refusal, rlvr, sft
+
+TP = "actor_train.strategy_args.strategy_config.tensor_model_parallel_size"
+PP = "actor_train.strategy_args.strategy_config.pipeline_model_parallel_size"
+SGLANG = "actor_infer.strategy_args.strategy_config"
+TRAINING = "actor_train.training_args"
+SAMPLING = "actor_infer.generating_args"
+
+DEVICES = {
+    "actor_train.device_mapping=[0,1,2]": "actor_train.device_mapping: 3 devices cannot hold tensor parallel 2; use 2 or 4",
+    "actor_train.device_mapping=[0]": "actor_train.device_mapping: 1 devices cannot hold tensor parallel 2; use 2",
+    "actor_train.device_mapping=[]": "actor_train.device_mapping: is empty; name the devices of this role",
+    "actor_infer.num_gpus_per_worker=3": "actor_infer.device_mapping: 8 devices cannot hold engines of "
+    "num_gpus_per_worker 3; use 6 or 9",
+    "actor_train.num_gpus_per_worker=2": "actor_train.num_gpus_per_worker: 2 does not apply to megatron_train",
+    "actor_infer.device_mapping=12-19": "actor_infer.device_mapping: overlaps actor_train.device_mapping in devices "
+    "12, 13, 14, 15; roles share all their devices or none",
+    "actor_infer.device_mapping=8-15,0-7": "lists the devices of actor_train in another order",
+    "actor_infer.device_mapping=sixteen": "actor_infer.device_mapping: 'sixteen' is not a list of ranks",
+    "actor_infer.device_mapping=[16,16]": "actor_infer.device_mapping: [16, 16] names device 16 twice",
+    "actor_infer.device_mapping=[-1]": "names a negative device",
+    "actor_infer.device_mapping=9-3": "'9-3'",
+    "actor_infer.device_mapping=__import__('os')": "is not a list of ranks",
+}
+
+BATCH = {
+    "rollout_batch_size=60": "rollout_batch_size: 60 prompts x num_return_sequences_in_group 8 = 480 samples do not fill "
+    "optimizer steps of 512 (per_device_train_batch_size 1 x gradient_accumulation_steps 64 x data parallel 8); "
+    "use rollout_batch_size 64, or gradient_accumulation_steps 60",
+    "rollout_batch_size=100": "use rollout_batch_size 64 or 128, or gradient_accumulation_steps 50",
+    f"{TRAINING}.warmup_ratio=0.1 {TRAINING}.warmup_steps=3": "warmup_ratio: 0.1 and warmup_steps 3 exclude each other",
+    f"{TRAINING}.min_learning_rate=1": "min_learning_rate: 1.0 is above learning_rate 1e-06",
+    f"{TRAINING}.adam_beta2=1": "adam_beta2: 1 never forgets",
+    "actor_train.use_dynamic_batching_in_train=true actor_train.max_tokens_per_microbatch_in_train=3000": "actor_train."
+    "max_tokens_per_microbatch_in_train: 3000 cannot hold one sample of sequence_length 3072; use at least that",
+    "sequence_length=4000": "sequence_length: 4000 is not prompt_length 2048 + response_length 1024 = 3072",
+}
+
+ALGORITHM = {
+    "adv_estimator=gpro": "adv_estimator: 'gpro' is not known; known: grpo, reinforce; did you mean grpo?",
+    "actor_train.pg_variant=topr": "actor_train.pg_variant: 'topr' is not known; known: ppo, vanilla",
+    "num_return_sequences_in_group=1 rollout_batch_size=512": "num_return_sequences_in_group: 1 gives every sample of "
+    "grpo advantage 0, so nothing is learned; use at least 2",
+    "is_num_return_sequences_expand=false": "is_num_return_sequences_expand: false is not available",
+    "use_kl_loss=true kl_loss_coef=0.01": "reference.device_mapping: is empty, but use_kl_loss needs the reference",
+    "add_token_level_kl=true init_kl_coef=0.01": "reference.device_mapping: is empty, but add_token_level_kl needs",
+    "use_kl_loss=true reference.device_mapping=0-15": "kl_loss_coef: 0 turns off the KL that use_kl_loss asks for",
+    "add_token_level_kl=true reference.device_mapping=0-15": "init_kl_coef: 0 turns off the KL that add_token_level_kl",
+    "kl_loss_coef=0.1": "kl_loss_coef: has no effect: use_kl_loss is false; set it to true",
+    "init_kl_coef=0.1": "init_kl_coef: has no effect: add_token_level_kl is false; set it to true",
+    "norm_mean_type=batch": "norm_mean_type: has no effect: grpo normalises scores by its own group",
+    "adv_estimator=reinforce grpo_norm_by_std=false": "grpo_norm_by_std: has no effect: adv_estimator is not grpo",
+}
+
+SAMPLES = {
+    f"{SAMPLING}.temperature=0": f"{SAMPLING}.temperature: 0 is greedy: all samples of a prompt would be equal",
+    f"{SAMPLING}.temperature=-1": f"{SAMPLING}.temperature: -1.0 is too small; the least allowed is 0",
+    f"{SAMPLING}.num_return_sequences=4": "num_return_sequences: 4 is not num_return_sequences_in_group 8; leave it out",
+    f"{SAMPLING}.max_new_tokens=2000": f"{SAMPLING}.max_new_tokens: 2000 is above response_length 1024",
+    f"truncated_sampling=refuse {SAMPLING}.top_p=0.9": "top_p 0.9 sample from a truncated distribution",
+    "prompt_length=200000": "sequence_length: 201024 is above max_position_embeddings 131072 of pretrain; use at most that",
+}
+
+ENGINES = {
+    f"{SGLANG}.mem_fraction_statik=0.8": f"{SGLANG}.mem_fraction_statik: SGLang has no option of this name; did you mean "
+    "mem_fraction_static?",
+    f"{SGLANG}.mem_fraction_static=80": "mem_fraction_static: 80 is not a share of the device's memory between 0 and 1",
+    f"{SGLANG}.tp_size=2": f"{SGLANG}.tp_size: 2: the framework sets this option; set num_gpus_per_worker",
+    f"{SGLANG}.random_seed=2": f"{SGLANG}.random_seed: 2: the framework sets this option; set seed",
+    f"{SGLANG}.model_path=x": "the framework sets this option; set model_args.model_name_or_path",
+    f"{SGLANG}.port=30000": "the framework sets this option; ports and addresses are allocated",
+    "actor_infer.strategy_args.strategy_name=megatron_infer": "megatron_infer cannot run actor_infer; use sglang",
+    "actor_train.strategy_args.strategy_name=sglang": "sglang cannot run actor_train; use megatron_train",
+    f"{TP}=1 actor_train.strategy_args.strategy_config.sequence_parallel=true rollout_batch_size=128": "sequence_parallel: "
+    "true splits the sequence over tensor-parallel ranks, and there is one; set it to false",
+    "platform=cpu actor_train.model_args.attn_implementation=fa2": "attn_implementation: fa2 needs a GPU",
+    "platform=cpu actor_train.strategy_args.strategy_config.apply_rope_fusion=true": "apply_rope_fusion: true needs a GPU",
+    "platform=cuda deterministic=true": "deterministic: true is not available on cuda",
+    "actor_train.model_args.dtype=fp16": "actor_train.model_args.dtype: fp16 needs loss scaling, which is not available",
+    "actor_train.model_args.disable_gradient_checkpointing=true "
+    "actor_train.strategy_args.strategy_config.recompute_granularity=full": "recompute_granularity: full contradicts",
+    "tracker_kwargs={stdout: {}}": "tracker_kwargs.stdout: track_with does not name stdout",
+    "eval_steps=5": "validation.data_args.file_name: is empty, but eval_steps is 5; name a file, or set eval_steps: 0",
+    "actor_train.data_args.file_name=[]": "actor_train.data_args.file_name: is empty; name the JSONL or parquet files",
+    "actor_train.data_args.file_name=a.csv": "actor_train.data_args.file_name: a.csv is not a file of lines or columns",
+    "actor_train.data_args.template=qwen2_6": "template: 'qwen2_6' is not known; known: native, none",
+}
+
+MODEL_SPLITS = {
+    f"{TP}=8 actor_train.device_mapping=0-7 actor_infer.device_mapping=[8] rollout_batch_size=64": f"{TP}: 8 does not "
+    "divide the model's 28 attention heads, 4 key-value heads (a divisor or a multiple) and intermediate_size 18944; "
+    "use 1, 2 or 4",
+    f"{TP}=1 {PP}=8": f"{PP}: 8 does not divide the model's 28 layers; use 1, 2, 4, 7, 14 or 28",
+    "actor_infer.num_gpus_per_worker=8": "actor_infer.num_gpus_per_worker: 8 does not divide the model's 28 attention heads",
+    "pretrain=null": "pretrain: is not given, and neither is actor_train.model_args.model_name_or_path",
+}
+
+MISLEADING = {
+    "actor_train.generating_args.temperature=0.5": "actor_train.generating_args.temperature: has no effect: training "
+    "samples are drawn by actor_infer.generating_args",
+    "actor_infer.pg_variant=vanilla": "actor_infer.pg_variant: has no effect: only actor_train has a policy loss",
+    "validation.device_mapping=[0]": "validation.device_mapping: has no effect: validation generates on actor_infer's",
+    "save_checkpoint=false save_steps=5": "save_steps: has no effect: save_checkpoint is false",
+    "checkpoint_config={type: file_system}": "checkpoint_config: this section is not available: checkpoints are written",
+    "difficulty_mask=true": "difficulty_mask: True is not available: prompts are not filtered by difficulty",
+    "critic={device_mapping: 0-7}": "critic: this section is not available: there is no critic; remove the section",
+}
+
+CASES = DEVICES | BATCH | ALGORITHM | SAMPLES | ENGINES | MODEL_SPLITS | MISLEADING
+
+
+@pytest.mark.parametrize(("overrides", "said"), CASES.items())
+def test_a_broken_rule_is_explained(tmp_path: Path, overrides: str, said: str) -> None:
+    assert said in refusal(tmp_path, *_split(overrides))
+
+
+HARMLESS = {
+    "reward_pretrain=x": "reward_pretrain: has no effect: rule rewards have no model",
+    "actor_infer.infer_batch_size=2": "actor_infer.infer_batch_size: has no effect: the engine forms its own batches",
+    "actor_infer.model_args.disable_gradient_checkpointing=true": "disable_gradient_checkpointing: has no effect",
+    "actor_infer.data_args.template=qwen2_5": "has no effect: prompts are read by actor_train.data_args",
+    "actor_train.pg_variant=vanilla pg_clip_low=0.1": "pg_clip_low: has no effect: actor_train.pg_variant is not ppo",
+    "value_clip=0.5": "value_clip: has no effect: there is no critic",
+    "hydra={run: {dir: .}}": "hydra: has no effect: configuration is not read by Hydra",
+    "max_len_mask=false": "max_len_mask: has no effect",
+    "actor_train.worker_cls=a.b.ActorPGWorker": "actor_train.worker_cls: has no effect",
+    f"{SAMPLING}.top_p=0.99 {SAMPLING}.top_k=100": f"{SAMPLING}: top_p 0.99 and top_k 100 sample from a truncated "
+    "distribution, but the engine returns log-probs of the whole one: every ratio and KL is biased",
+    f"{SAMPLING}.repetition_penalty=1.1": "repetition_penalty: 1.1 changes the distribution sampled from",
+    "actor_infer.model_args.dtype=fp16": "actor_infer.model_args.dtype: fp16 samples while actor_train computes in bf16",
+    "reference.device_mapping=0-15": "reference: is configured but not used",
+    "old_log_probs_source=behavior": "old_log_probs_source: behavior in synchronous training",
+    f"{TRAINING}.warmup_steps=1000": "warmup_steps: 1000 is longer than the run of 100 optimizer steps",
+    "validation.data_args.file_name=val.jsonl": "validation.data_args.file_name: has no effect: eval_steps is 0",
+    "num_nodes=3": "num_nodes: has no effect: nodes follow from device_mapping",
+}
+
+
+@pytest.mark.parametrize(("overrides", "said"), HARMLESS.items())
+def test_what_is_harmless_is_a_warning(tmp_path: Path, overrides: str, said: str) -> None:
+    warnings = [str(warning) for warning in check(rlvr(tmp_path, *_split(overrides))).warnings]
+    assert any(said in warning for warning in warnings), warnings
+
+
+def test_a_right_file_has_no_warning(tmp_path: Path) -> None:
+    assert check(rlvr(tmp_path)).warnings == []
+    assert check(sft(tmp_path)).warnings == []
+
+
+def test_a_default_written_out_is_no_warning(tmp_path: Path) -> None:
+    assert check(rlvr(tmp_path, "actor_infer.infer_batch_size=16", "kl_loss_coef=0")).warnings == []
+
+
+def test_generation_keys_have_no_effect_in_sft(tmp_path: Path) -> None:
+    said = [str(warning) for warning in check(sft(tmp_path, "sync_timeout_s=5")).warnings]
+    assert said == ["sync_timeout_s: has no effect: supervised fine-tuning generates nothing and publishes no weights"]
+    assert "actor_train.pg_variant: has no effect" in refusal(tmp_path, "actor_train.pg_variant=vanilla", text=SFT)
+
+
+def test_what_is_not_here_stops_a_run_only(tmp_path: Path) -> None:
+    config = rlvr(tmp_path, "pretrain=Qwen/Qwen2.5-7B", "resume_from_checkpoint=old/step_5", "async_generation_ratio=1")
+    assert check(config).missing == [
+        Problem(
+            "async_generation_ratio", "1 can be planned but not run yet: training is synchronous; set it to 0"
+        ),
+        Problem(
+            "pretrain",
+            "Qwen/Qwen2.5-7B is not a folder on this machine; download it: "
+            "hf download Qwen/Qwen2.5-7B --local-dir models/Qwen2.5-7B",
+        ),
+        Problem("actor_train.data_args.file_name", "train.jsonl is not a file on this machine"),
+        Problem(
+            "resume_from_checkpoint",
+            "old/step_5 is not a folder; use a checkpoint's path, or true for the newest one of output_dir",
+        ),
+    ]
+
+
+def test_an_unsupported_architecture_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["MambaForCausalLM"]}))
+    said = refusal(tmp_path, f"pretrain={tmp_path}")
+    assert f"pretrain: {tmp_path}: architecture MambaForCausalLM is not supported; supported: LlamaForCausalLM" in said
+
+
+@pytest.mark.parametrize(("text", "said"), [("{", "is not a model configuration"), ("[]", "is not a model configuration")])
+def test_a_broken_model_config_is_explained(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    assert said in refusal(tmp_path, f"pretrain={tmp_path}")
+
+
+def test_a_model_config_without_a_size_is_explained(tmp_path: Path) -> None:
+    shape = json.loads(Path(MODEL, "config.json").read_text())
+    del shape["hidden_size"]
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    assert "has no hidden_size" in refusal(tmp_path, f"pretrain={tmp_path}")
+
+
+def test_engine_options_are_not_checked_where_sglang_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from roll.configs.rules import engines
+
+    monkeypatch.setattr(engines, "server_options", lambda: None)
+    warnings = check(rlvr(tmp_path, f"{SGLANG}.anything=1")).warnings
+    assert [str(warning) for warning in warnings] == [
+        f"{SGLANG}: sglang is not installed here: anything were not checked against its options"
+    ]
+
+
+def test_a_vllm_role_is_shown_for_sglang(tmp_path: Path) -> None:
+    text = RLVR + (
+        "  strategy_args:\n    strategy_name: vllm\n    strategy_config:\n      gpu_memory_utilization: 0.8\n"
+        "      tensor_parallel_size: 2\n      swap_space: 4\n"
+    )
+    said = refusal(tmp_path, "rolout_batch_size=1", text=text)
+    assert "actor_infer.strategy_args.strategy_name: vllm is not an engine here; use sglang. The same block:" in said
+    assert "num_gpus_per_worker: 2" in said and "mem_fraction_static: 0.8" in said
+    assert "without equivalent, left out: swap_space" in said
+    assert "rolout_batch_size" not in said
+
+
+def _split(overrides: str) -> list[str]:
+    return overrides.split(" ") if "{" not in overrides else [overrides]
