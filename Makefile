@@ -52,6 +52,7 @@ bench: setup ## every benchmark, one table
 
 docs: setup ## the pages that are generated from the code
 	$(BIN)/python -m roll.trackers.metrics_page docs/metrics.md
+	$(BIN)/python -m roll.configs.reference
 
 plan: setup ## what CONFIG would run where, without starting it
 	$(BIN)/roll plan $(CONFIG)
