@@ -36,7 +36,9 @@ class InProcessSave(TorchDistSaveShardedStrategy):
         torch.distributed.checkpoint.save(
             mcore_to_pyt_state_dict(tensors, False),
             storage_writer=FileSystemWriter(checkpoint_dir, thread_count=self.thread_count),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False),
+            planner=MCoreSavePlanner(
+                dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
+            ),
         )
 
 

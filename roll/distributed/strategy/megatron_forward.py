@@ -69,11 +69,12 @@ class ForwardPass:
             Each micro-batch's metrics with `loss` among them; empty on all but the last stage.
         """
 
-        def loss_of(hidden: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        def loss_of(hidden: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
             log_probs, entropy = self._scores(hidden, micro, temperature, entropy_gradient)
             value, metrics = loss(micro.spread(log_probs), micro.spread(entropy), micro.fields)
-            detached = {name: metric.detach() for name, metric in metrics.items()}
-            return value, torch.zeros((), dtype=torch.int, device=value.device), {"loss": value.detach().clone(), **detached}
+            reported = {"loss": value.detach().clone(), **{name: each.detach() for name, each in metrics.items()}}
+            no_tokens = torch.zeros((), dtype=torch.int, device=value.device)
+            return value, no_tokens, reported
 
         return self._schedule(batch, micro_batches, loss_of, forward_only=False)
 

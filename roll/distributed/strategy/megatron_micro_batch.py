@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from tensordict import TensorDict
@@ -36,9 +36,9 @@ def make_micro_batch(
 ) -> MicroBatch:
     """Takes samples `indices` of `batch`.
 
-    Tokens to score are those of `response_mask` where the batch has one, else all of `attention_mask`; the first token of a
-    sample has nothing before it and is never scored. Padding may be on either side: samples are moved so that it is on the
-    right, where causality hides it, and positions count from the first real token.
+    Tokens to score are those of `response_mask` where the batch has one, else all of `attention_mask`; the first
+    token of a sample has nothing before it and is never scored. Padding may be on either side: samples are moved so
+    that it is on the right, where causality hides it, and positions count from the first real token.
 
     Args:
         batch: `input_ids` and `attention_mask` [B, T], and whatever the loss reads.
@@ -50,25 +50,25 @@ def make_micro_batch(
         ValueError: a sample is empty, or has padding between its tokens.
     """
     rows = torch.as_tensor(list(indices), dtype=torch.long)
-    fields = batch[rows]
-    mask = fields["attention_mask"].bool()
+    chosen = batch[rows]
+    mask = chosen["attention_mask"].bool()
     first, lengths = mask.int().argmax(dim=1), mask.sum(dim=1)
     _check_padding(mask, first, lengths, rows)
     width = int((first + lengths).max())
     if width < mask.shape[1]:
-        fields, mask = _cut(fields, mask.shape[1], width), mask[:, :width]
-    scored = _scored(fields, mask, first)
+        chosen, mask = _cut(chosen, mask.shape[1], width), mask[:, :width]
+    scored = _scored(chosen, mask, first)
     samples, columns = scored.nonzero(as_tuple=True)
-    ids = _compact(fields["input_ids"], first, int(lengths.max()), multiple)
+    ids = _compact(chosen["input_ids"], first, int(lengths.max()), multiple)
     hidden_rows = (columns - first[samples] - 1) * len(rows) + samples
-    micro = MicroBatch(fields, ids, fields["input_ids"][samples, columns], samples, columns, hidden_rows)
+    micro = MicroBatch(chosen, ids, chosen["input_ids"][samples, columns], samples, columns, hidden_rows)
     return _to(micro, device)
 
 
-def _scored(fields: TensorDict, mask: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-    chosen = fields["response_mask"].bool() & mask if "response_mask" in fields.keys() else mask.clone()
-    chosen[torch.arange(len(first)), first] = False
-    return chosen
+def _scored(batch: TensorDict, mask: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+    scored = batch["response_mask"].bool() & mask if "response_mask" in batch.keys() else mask.clone()
+    scored[torch.arange(len(first)), first] = False
+    return scored
 
 
 def _compact(ids: torch.Tensor, first: torch.Tensor, longest: int, multiple: int) -> torch.Tensor:
@@ -87,16 +87,16 @@ def _check_padding(mask: torch.Tensor, first: torch.Tensor, lengths: torch.Tenso
         raise ValueError(f"attention_mask: sample {sample} is empty or has padding between its tokens")
 
 
-def _cut(fields: TensorDict, old: int, new: int) -> TensorDict:
+def _cut(batch: TensorDict, old: int, new: int) -> TensorDict:
     """Columns of the token tensors cut to the first `new`."""
     tensors = {
-        key: value[:, :new] if value.dim() > 1 and value.shape[1] == old else value for key, value in fields.items()
+        key: value[:, :new] if value.dim() > 1 and value.shape[1] == old else value for key, value in batch.items()
     }
-    return TensorDict(tensors, batch_size=fields.batch_size)
+    return TensorDict(tensors, batch_size=batch.batch_size)
 
 
 def _to(micro: MicroBatch, device: torch.device | str) -> MicroBatch:
     if torch.device(device).type == "cpu":
         return micro
-    moved = (micro.fields, micro.input_ids, micro.targets, micro.samples, micro.columns, micro.hidden_rows)
-    return MicroBatch(*(part.to(device, non_blocking=True) for part in moved))
+    moved = {field.name: getattr(micro, field.name).to(device, non_blocking=True) for field in fields(micro)}
+    return MicroBatch(**moved)

@@ -79,7 +79,7 @@ def update(optimizer: MegatronOptimizer, learning_rate: float, step: int) -> flo
         group["lr"] = learning_rate
     updated, norm, _ = optimizer.step()
     if not updated or norm is None or not math.isfinite(norm):
-        raise NonFiniteError(f"optimizer step {step}: the gradient norm is {norm}; the weights are spoilt, resume from a checkpoint")
+        raise NonFiniteError(f"optimizer step {step}: the gradient norm is {norm}; resume from a checkpoint before it")
     return float(norm)
 
 

@@ -24,7 +24,8 @@ class LearningRate:
     def of(cls, arguments: TrainingArguments, total_steps: int) -> LearningRate:
         """The schedule of a run with that many optimizer steps."""
         warmup = arguments.warmup_steps or math.ceil(arguments.warmup_ratio * total_steps)
-        return cls(arguments.learning_rate, arguments.min_learning_rate, arguments.lr_scheduler_type, warmup, total_steps)
+        shape = arguments.lr_scheduler_type
+        return cls(arguments.learning_rate, arguments.min_learning_rate, shape, warmup, total_steps)
 
     def at(self, step: int) -> float:
         """The rate of optimizer step `step`, counted from 0.

@@ -69,10 +69,8 @@ class MegatronInferStrategy(InferenceStrategy):
         self.device = self.platform.torch_device(0)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        times = self.pipeline_config
-        self.coordinates = join_process_group(
-            self.platform, self.layout, self.rank, times.start_timeout_s, max(times.rpc_timeout_s, times.start_timeout_s)
-        )
+        start, call = self.pipeline_config.start_timeout_s, self.pipeline_config.rpc_timeout_s
+        self.coordinates = join_process_group(self.platform, self.layout, self.rank, start, max(start, call))
         seed_rank(self.pipeline_config.seed, self.role, self.coordinates)
         self._build(folder)
 
@@ -145,7 +143,7 @@ class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
     """A Megatron model that learns, publishes its weights and saves itself."""
 
     def train_step(self, data: DataProto) -> dict[str, float]:
-        """See `TrainStrategy`; `meta_info["temperature"]` divides the logits and is 1 where absent (there is none in SFT).
+        """See `TrainStrategy`; `meta_info["temperature"]` divides the logits and is 1 where absent (SFT has none).
 
         Raises:
             NonFiniteError: a loss or gradient norm is not finite; the message names the optimizer step.

@@ -37,6 +37,12 @@ VOCABULARY_MULTIPLE = 64
 """SGLang pads the vocabulary with rows of zeros to a multiple of this."""
 
 
+def engine_parameter(name: str) -> str:
+    """The engine's parameter that the tensor of HF name `name` is, or is a part of."""
+    match = re.fullmatch(r"(.*\.)(\w+)(\.weight|\.bias)", name)
+    return f"{match[1]}{FUSED[match[2]][0]}{match[3]}" if match is not None and match[2] in FUSED else name
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """The two sizes of a model that decide how its tensors are split: key heads, and whether embeddings are tied."""
@@ -72,15 +78,14 @@ class EngineChecksums:
 
         Parts of a fused parameter are kept until the last of them has come.
         """
-        match = re.fullmatch(r"(.*\.)(\w+)(\.weight|\.bias)", name)
-        if match is None or match[2] not in FUSED:
+        parameter, layer = engine_parameter(name), name.split(".")[-2]
+        if parameter == name:
             if not (self._shape.tied and name == "lm_head.weight"):
                 self._finish(name, [(name, tensor)])
             return
-        fused, order = FUSED[match[2]]
-        parameter = f"{match[1]}{fused}{match[3]}"
+        order = FUSED[layer][1]
         parts = self._parts.setdefault(parameter, {})
-        parts[match[2]] = tensor.detach().clone()
+        parts[layer] = tensor.detach().clone()
         if len(parts) == len(order):
             self._finish(parameter, [(part, parts[part]) for part in order])
             del self._parts[parameter]
@@ -136,5 +141,5 @@ def checksum(slices: list[torch.Tensor]) -> str:
         return cuda_checksum(torch.cat([part.contiguous().reshape(-1) for part in slices]))
     digest = hashlib.sha256()
     for part in slices:
-        digest.update(part.contiguous().reshape(-1).view(torch.uint8).numpy())
+        digest.update(part.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.digest()[:8].hex()

@@ -66,8 +66,7 @@ class Generation:
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 
         manager = self._engine.manager
-        async with manager.is_pause_cond:
-            await manager.is_pause_cond.wait_for(lambda: not manager.is_pause)
+        await self._engine.guard(self._unpaused(), "waiting for the end of a pause", self._timeout_s)
         await self.flush_cache()
         await manager._async_dispatch_to_scheduler(PauseGenerationReqInput(mode="in_place"))
         names = [self._name() for _ in requests]
@@ -80,6 +79,11 @@ class Generation:
         finally:
             await manager._async_dispatch_to_scheduler(ContinueGenerationReqInput(torch_empty_cache=False))
         return list(await asyncio.gather(*tasks))
+
+    async def _unpaused(self) -> None:
+        manager = self._engine.manager
+        async with manager.is_pause_cond:
+            await manager.is_pause_cond.wait_for(lambda: not manager.is_pause)
 
     async def _handed_over(self, tasks: dict[str, asyncio.Future[GenerateResult]]) -> None:
         states = self._engine.manager.rid_to_state

@@ -6,6 +6,7 @@ import contextlib
 from typing import Any
 
 from roll.distributed.strategy.base import WeightSpec
+from roll.distributed.strategy.sglang_checksums import engine_parameter
 from roll.distributed.strategy.sglang_engine import Engine, EngineError
 
 FLATTENED = "flattened_bucket"
@@ -24,6 +25,7 @@ class WeightUpdates:
         self._engine = engine
         self._timeout_s = timeout_s
         self._open = False
+        self._parameters: set[str] = set()
 
     async def init_group(
         self, address: str, port: int, rank_offset: int, world_size: int, group_name: str, backend: str
@@ -74,6 +76,10 @@ class WeightUpdates:
             group_name: group joined by `init_group`.
             flattened: the sender broadcasts one uint8 tensor, the bytes of all tensors one after the other; tensors
                 of one bucket then need one dtype. Otherwise it broadcasts each tensor by itself.
+
+        Raises:
+            EngineError: a tensor has another shape than the engine's, or a name the engine does not know. The bucket
+                was received by then, so that the sender does not hang.
         """
         from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqInput
 
@@ -86,13 +92,17 @@ class WeightUpdates:
             flush_cache=False,
             abort_all_requests=False,
         )
-        await self._ask("update_weights_from_distributed", message, f"receive {_span(specs)}")
+        await self._ask("update_weights_from_distributed", message, f"receive {_describe(specs)}")
+        unknown = [spec.name for spec in specs if engine_parameter(spec.name) not in self._parameters]
+        if unknown:  # SGLang drops these with a line in its log
+            raise EngineError(f"{self._engine.name}: the model has no parameter for {', '.join(unknown)}")
 
     async def receive_tensors(self, handles: list[bytes]) -> None:
         """Loads tensors that another process on this node shares.
 
         Args:
-            handles: one per rank of the engine, made by `roll.distributed.strategy.sglang_handles.share`.
+            handles: one per rank of the engine, made by `roll.distributed.strategy.sglang_handles.share`. SGLang ends
+                on a tensor of the wrong shape and drops one of an unknown name; `checksums` shows the second.
         """
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
@@ -135,7 +145,7 @@ class WeightUpdates:
             raise EngineError(f"{self._engine.name}: {what}: {reason}")
 
 
-def _span(specs: list[WeightSpec]) -> str:
+def _describe(specs: list[WeightSpec]) -> str:
     if not specs:
         return "no tensors"
     names = specs[0].name if len(specs) == 1 else f"{specs[0].name} to {specs[-1].name}"

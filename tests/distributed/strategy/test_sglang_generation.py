@@ -1,0 +1,55 @@
+"""What is asked of SGLang and how its answers are read."""
+
+from __future__ import annotations
+
+import pytest
+
+from roll.distributed.strategy.sglang_engine import EngineError
+from roll.distributed.strategy.sglang_generation import sampling_parameters, to_result, token_versions
+from roll.rollout.types import GenerateRequest, SamplingParams
+
+REQUEST = GenerateRequest("r", [1, 2], SamplingParams(4))
+
+
+def reply(reason: dict, rows: int = 3) -> dict:
+    return {
+        "output_ids": [5, 6, 7],
+        "meta_info": {
+            "finish_reason": reason,
+            "output_token_logprobs": [(-1.0, token, None) for token in [5, 6, 7][:rows]],
+            "weight_versions": [{"version": "1", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 3}],
+            "cached_tokens": 1,
+        },
+    }
+
+
+def test_versions_follow_the_spans():
+    spans = [{"version": "0", "start": 0, "end": 2}, {"version": "3", "start": 2, "end": 5}]
+    assert token_versions(spans, 5) == [0, 0, 3, 3, 3]
+
+
+def test_a_sample():
+    result = to_result(REQUEST, reply({"type": "stop", "matched": 7}), None)
+    assert (result.response_ids, result.log_probs, result.versions) == ([5, 6, 7], [-1.0, -1.0, -1.0], [1, 1, 4])
+    assert (result.finish_reason, result.cached_prompt_tokens, result.error) == ("stop", 1, None)
+
+
+def test_an_abort_keeps_what_was_drawn_and_says_why():
+    result = to_result(REQUEST, reply({"type": "abort", "message": "too long"}), None)
+    assert (result.finish_reason, result.error, result.response_ids) == ("abort", "too long", [5, 6, 7])
+
+
+def test_a_request_given_up_is_an_abort_even_if_it_ended_meanwhile():
+    assert to_result(REQUEST, reply({"type": "length"}), "aborted after 1 s").finish_reason == "abort"
+    assert to_result(REQUEST, None, "aborted after 1 s").response_ids == []
+
+
+def test_tokens_without_log_probs_are_no_sample():
+    with pytest.raises(EngineError, match="request r: 3 tokens came with 2 log-probs and 3 versions"):
+        to_result(REQUEST, reply({"type": "length"}, rows=2), None)
+
+
+def test_no_truncation_in_sglangs_words():
+    asked = sampling_parameters(SamplingParams(4, temperature=0.7, stop_token_ids=(2,)), seed=9)
+    assert (asked["top_k"], asked["stop_token_ids"], asked["sampling_seed"]) == (-1, [2], 9)
+    assert sampling_parameters(SamplingParams(4, top_k=5), None)["top_k"] == 5
