@@ -7,7 +7,7 @@ BENCH_DIR ?= output/bench
 
 BIN := .venv/bin
 READY := .venv/.ready
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --progress-bar off
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --progress-bar off --no-compile
 
 export RAY_USAGE_STATS_ENABLED = 0
 export HF_HUB_OFFLINE = 1
@@ -20,13 +20,15 @@ help: ## what there is
 
 setup: $(READY) ## everything that is needed, in .venv
 
-# PyTorch alone comes first, so that TORCH_INDEX_ARGS can choose its build; the lists after it are complete.
+# PyTorch alone comes first, so that TORCH_INDEX_ARGS can choose its build; the lists after it are complete. Compiling comes
+# last, on all cores: pip would do it on one. Some packages ship files that are no Python 3.11, which is not our concern.
 $(READY): requirements/cpu.txt requirements/dev.txt setup.py
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not here: install Python 3.11, or set PYTHON=PATH" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) $(TORCH_INDEX_ARGS) --constraint requirements/cpu.txt torch
 	$(PIP) --no-deps --requirement requirements/cpu.txt --requirement requirements/dev.txt
 	$(PIP) --no-deps --no-build-isolation --editable .
+	$(BIN)/python -m compileall -qq -j 0 .venv/lib || true
 	@touch $@
 
 demo: setup ## a small model gets better at math, in some minutes
