@@ -106,7 +106,7 @@ def decoder_config(raw: dict[str, Any], source: str = "config.json") -> DecoderC
         norm_epsilon=raw.get("rms_norm_eps", 1e-6),
         max_positions=raw.get("max_position_embeddings", 2048),
         tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        qkv_bias=family == "qwen2" or bool(raw.get("attention_bias", False)),
+        qkv_bias=family == "qwen2",
         qk_norm=family == "qwen3",
         rotary=_rotary(raw, source),
         dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
@@ -150,5 +150,7 @@ def _rotary(raw: dict[str, Any], source: str) -> RotaryConfig:
         factor=float(values.get("factor", 1.0)),
         low_frequency_factor=float(values.get("low_freq_factor", 1.0)),
         high_frequency_factor=float(values.get("high_freq_factor", 4.0)),
-        original_positions=int(values.get("original_max_position_embeddings", raw.get("max_position_embeddings", 8192))),
+        original_positions=int(
+            values.get("original_max_position_embeddings", raw.get("max_position_embeddings", 8192))
+        ),
     )

@@ -33,7 +33,7 @@ class HFTensors:
         elif (self.folder / SINGLE_NAME).is_file():
             self._file_of = dict.fromkeys(self._open(SINGLE_NAME).keys(), SINGLE_NAME)
         else:
-            raise UnsupportedModel(f"{self.folder}: neither {INDEX_NAME} nor {SINGLE_NAME}; save the model as safetensors")
+            raise UnsupportedModel(f"{self.folder}: neither {INDEX_NAME} nor {SINGLE_NAME}; save it as safetensors")
 
     def slice_of(self, name: str) -> Any:
         """A lazily read tensor that takes row and column slices.
@@ -88,7 +88,7 @@ def _fill(parameter: torch.Tensor, shard: torch.Tensor, rule: Rule, folder: Path
     padded = fits and rows < parameter.shape[0]
     if not fits or (padded and "word_embeddings" not in rule.megatron and "output_layer" not in rule.megatron):
         raise UnsupportedModel(
-            f"{folder}: {', '.join(rule.hf)} gives {tuple(shard.shape)} where config.json asks for {tuple(parameter.shape)}"
+            f"{folder}: {', '.join(rule.hf)} gives {tuple(shard.shape)}, config.json asks for {tuple(parameter.shape)}"
         )
     parameter[:rows].copy_(shard)
     parameter[rows:].zero_()

@@ -26,6 +26,7 @@ class RMSNorm(torch.nn.Module):
     """Root-mean-square norm over the last dimension; its weight's gradient is summed under sequence parallel."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        """Weights start at one."""
         super().__init__()
         self.eps = eps
         self.weight = _norm_weight(config, hidden_size)
@@ -39,6 +40,7 @@ class NormColumnParallelLinear(ColumnParallelLinear):
     """RMSNorm, then a linear whose rows are split over tensor-parallel ranks."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
+        """As Megatron's column-parallel linear."""
         super().__init__(input_size, output_size, config=config, **kwargs)
         self.layer_norm_weight = _norm_weight(config, input_size)
         self.eps = config.layernorm_epsilon
@@ -55,13 +57,14 @@ class CausalAttention(torch.nn.Module):
     """
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
+        """`softmax_scale` None is 1 / sqrt(head size)."""
         super().__init__()
         self.scale = softmax_scale
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None, **_: Any
     ) -> torch.Tensor:
-        """query [S, B, heads, D], key and value [S, B, groups, D] to [S, B, heads * D]."""
+        """Query [S, B, heads, D], key and value [S, B, groups, D] to [S, B, heads * D]."""
         query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, value))
         grouped = query.shape[1] != key.shape[1]
         context = F.scaled_dot_product_attention(

@@ -38,7 +38,7 @@ class HeadSpec:
 def head_scores(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, spec: HeadSpec, entropy_gradient: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """log softmax(hidden W^T / temperature)[target] and the entropy of the same distribution.
+    """The log-prob log softmax(hidden W^T / temperature)[target], and the entropy of the same distribution.
 
     Args:
         hidden: [N, H], the same on every rank of the group.
@@ -66,9 +66,8 @@ class _HeadScores(torch.autograd.Function):
         entropy_gradient: bool,
         keep: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        parts = [
-            _score_chunk(hidden[rows], weight, targets[rows], spec) for rows in _chunks(hidden.shape[0], weight.shape[0])
-        ]
+        chunks = _chunks(hidden.shape[0], weight.shape[0])
+        parts = [_score_chunk(hidden[rows], weight, targets[rows], spec) for rows in chunks]
         log_probs = torch.cat([part.log_probs for part in parts])
         entropy = torch.cat([part.entropy for part in parts])
         ctx.spec, ctx.entropy_gradient = spec, entropy_gradient

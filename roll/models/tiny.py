@@ -49,7 +49,7 @@ def write_tiny_model(folder: str | Path, family: str, seed: int = 0, dtype: str 
         torch.manual_seed(seed)
         model = model_class(config).to(getattr(torch, dtype))
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
+            for parameter in model.parameters():
                 if parameter.dim() == 1:
                     parameter.add_(0.3 * torch.randn_like(parameter))
     path = Path(folder)

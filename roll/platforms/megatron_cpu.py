@@ -16,7 +16,7 @@ import torch
 CPU = torch.device("cpu")
 
 REPLACED: dict[str, str] = {
-    "torch.cuda.current_device": "transformer and tensor_parallel layers, rotary embedding, buffers: device= of factories",
+    "torch.cuda.current_device": "transformer and tensor_parallel layers, rotary embedding, buffers: device=",
     "torch.cuda.current_stream": "pipeline_parallel/p2p_communication, distributed/param_and_grad_buffer",
     "torch.cuda.default_stream": "distributed/param_and_grad_buffer",
     "torch.cuda.Stream": "distributed/distributed_data_parallel, dist_checkpointing/strategies/async_utils",

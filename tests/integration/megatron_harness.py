@@ -82,7 +82,8 @@ def run_on_ranks(
     receivers, processes = [], []
     for rank in range(layout.world_size):
         receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_main, args=(sender, scenario, layout, rank, folder, arguments, ports), daemon=True)
+        job = (scenario, layout, rank, folder, arguments, ports)
+        process = context.Process(target=_main, args=(sender, job), daemon=True)
         process.start()
         sender.close()
         receivers.append(receiver)
@@ -120,7 +121,8 @@ def _receive(rank: int, receiver: Any) -> dict[str, Any]:
     return pickle.loads(result)
 
 
-def _main(sender: Any, scenario: str, layout: ParallelLayout, rank: int, folder: Path, arguments: Any, ports: Any) -> None:
+def _main(sender: Any, job: tuple[Any, ...]) -> None:
+    scenario, layout, rank, folder, arguments, ports = job
     warnings.filterwarnings("ignore")
     try:
         from roll.platforms import get_platform

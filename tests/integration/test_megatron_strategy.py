@@ -48,7 +48,10 @@ VARIANTS = {
     "tp2 x pp2": {"tp2 x pp2": {"micro_batch_size": 2, "megatron": SEQUENCE_PARALLEL}},
 }
 RESUMED = {
-    "tp1": {"bf16": {"micro_batch_size": 4, "dtype": "bf16"}, "plain": {"micro_batch_size": 4, "megatron": PLAIN_OPTIMIZER}},
+    "tp1": {
+        "bf16": {"micro_batch_size": 4, "dtype": "bf16"},
+        "plain": {"micro_batch_size": 4, "megatron": PLAIN_OPTIMIZER},
+    },
     "tp2": {},
     "pp2": {},
     "dp2": {"dp2": {"micro_batch_size": 2}},
@@ -95,7 +98,7 @@ def run(models, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(models):
-    """transformers' log-probs by family and padding side."""
+    """Log-probs of transformers by family and padding side."""
     import transformers
 
     values = {}

@@ -21,7 +21,7 @@ from roll.models.hf_config import DecoderConfig
 from roll.models.scores import HeadSpec, head_scores
 
 LossFunction = Callable[[torch.Tensor, torch.Tensor, TensorDict], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-"""(log_probs [b, T], entropy [b, T], fields) -> (loss, metrics) of one micro-batch."""
+"""(log_probs [b, T], entropy [b, T], samples) -> (loss, metrics) of one micro-batch."""
 
 
 @dataclass
@@ -71,7 +71,7 @@ class ForwardPass:
 
         def loss_of(hidden: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
             log_probs, entropy = self._scores(hidden, micro, temperature, entropy_gradient)
-            value, metrics = loss(micro.spread(log_probs), micro.spread(entropy), micro.fields)
+            value, metrics = loss(micro.spread(log_probs), micro.spread(entropy), micro.batch)
             reported = {"loss": value.detach().clone(), **{name: each.detach() for name, each in metrics.items()}}
             no_tokens = torch.zeros((), dtype=torch.int, device=value.device)
             return value, no_tokens, reported

@@ -13,12 +13,12 @@ from tensordict import TensorDict
 class MicroBatch:
     """b samples, cut to their longest and moved to the left edge.
 
-    `fields` keeps the caller's columns (T of them, trailing padding cut), `input_ids` [b, S] are right padded with S
+    `batch` keeps the caller's columns (T of them, trailing padding cut), `input_ids` [b, S] are right padded with S
     rounded up for sequence parallel. Token n to score is `targets`[n] at (`samples`[n], `columns`[n]) of the caller's
     columns, and the hidden state before it is row `hidden_rows`[n] of [S * b, H].
     """
 
-    fields: TensorDict
+    batch: TensorDict
     input_ids: torch.Tensor
     targets: torch.Tensor
     samples: torch.Tensor
@@ -27,7 +27,7 @@ class MicroBatch:
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
         """[N] values of the scored tokens as [b, T], 0 elsewhere; keeps the gradient."""
-        shape = (self.fields.batch_size[0], self.fields["attention_mask"].shape[1])
+        shape = (self.batch.batch_size[0], self.batch["attention_mask"].shape[1])
         return values.new_zeros(shape).index_put((self.samples, self.columns), values)
 
 

@@ -15,7 +15,7 @@ def batch(**more):
 def test_columns_behind_the_longest_sample_are_cut():
     micro = make_micro_batch(batch(), [0, 1])
     assert micro.input_ids.tolist() == [[1, 2, 3, 0], [4, 5, 6, 7]]
-    assert micro.fields["attention_mask"].shape == (2, 4) and micro.fields["scores"].tolist() == [1.0, 2.0]
+    assert micro.batch["attention_mask"].shape == (2, 4) and micro.batch["scores"].tolist() == [1.0, 2.0]
 
 
 def test_every_token_but_a_samples_first_is_scored():

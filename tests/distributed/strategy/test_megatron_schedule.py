@@ -22,7 +22,8 @@ def test_linear_ends_at_the_minimum():
 
 def test_cosine_is_half_way_in_the_middle():
     values = rates(lr_scheduler_type="cosine")
-    assert values[4] == pytest.approx(0.5) and values[-1] == pytest.approx(0.0) and values == sorted(values, reverse=True)
+    assert values[4] == pytest.approx(0.5) and values[-1] == pytest.approx(0.0)
+    assert values == sorted(values, reverse=True)
 
 
 def test_a_run_made_longer_stays_at_the_minimum():
