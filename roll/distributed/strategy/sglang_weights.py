@@ -58,6 +58,8 @@ class WeightUpdates:
             with contextlib.suppress(EngineError):  # a close that came too late may have closed it meanwhile
                 await self.close()
             self._open = False
+        if not self._parameters:
+            self._parameters = {name.rpartition("@")[0] for name in await self.checksums()}
         await self._ask("begin_weight_update", BeginWeightUpdateReqInput(), "begin the update")
         self._open = True
 
