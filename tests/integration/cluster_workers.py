@@ -55,6 +55,10 @@ class Echo(Worker):
             os.kill(os.getpid(), signal.SIGKILL)
 
     @register()
+    def process_id(self) -> int:
+        return os.getpid()
+
+    @register()
     def spawn(self) -> int:
         return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
 
