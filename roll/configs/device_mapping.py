@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from typing import Any
+
+MOST_DEVICES = 1_000_000
+"""More than anyone has: a slip of the keyboard must not fill the memory with ranks."""
 
 ALLOWED = "a list of ranks, '0-7,16-23', or 'list(range(0,8))' and sums of these"
 
@@ -18,7 +22,7 @@ def parse_device_mapping(value: Any) -> list[int]:
     ranks = _ranks(value)
     if any(rank < 0 for rank in ranks):
         raise ValueError(f"{value!r} names a negative device")
-    twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
+    twice = sorted(rank for rank, count in Counter(ranks).items() if count > 1)
     if twice:
         raise ValueError(f"{value!r} names device {twice[0]} twice")
     return ranks
@@ -40,13 +44,15 @@ def _ranks(value: Any) -> list[int]:
         return [rank for part in text.split(",") for rank in _span(part)]
     try:
         return _evaluate(ast.parse(text, mode="eval").body)
+    except _TooMany:
+        raise
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"{value!r} is not {ALLOWED}") from error
 
 
 def _span(part: str) -> list[int]:
     first, _, last = part.strip().partition("-")
-    ranks = list(range(int(first), int(last or first) + 1))
+    ranks = _listed(range(int(first), int(last or first) + 1))
     if not ranks:
         raise ValueError(f"the span {part.strip()!r} is empty; write the smaller rank first")
     return ranks
@@ -62,8 +68,18 @@ def _evaluate(node: ast.expr) -> list[int]:
         if node.func.id == "list" and len(node.args) == 1:
             return _evaluate(node.args[0])
         if node.func.id == "range" and 1 <= len(node.args) <= 3:
-            return list(range(*(_whole(item) for item in node.args)))
+            return _listed(range(*(_whole(item) for item in node.args)))
     raise ValueError(ast.dump(node))
+
+
+class _TooMany(ValueError):
+    """A span that cannot be meant."""
+
+
+def _listed(span: range) -> list[int]:
+    if len(span) > MOST_DEVICES:
+        raise _TooMany(f"{span.start} to {span.stop} names more than {MOST_DEVICES} devices")
+    return list(span)
 
 
 def _whole(node: ast.expr) -> int:

@@ -72,8 +72,9 @@ def _interpolated(tree: Tree, source: str) -> Tree:
         resolved = OmegaConf.to_container(OmegaConf.create(tree), resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         path = getattr(error, "full_key", None) or ""
-        message = str(error.msg if hasattr(error, "msg") and error.msg else error).splitlines()[0]
-        raise ConfigError([Problem(path, f"cannot be interpolated: {message}")], source) from None
+        message = str(error.msg or error).splitlines()[0]
+        advice = "; `${key}` sees what files and overrides give, not defaults" if "not found" in message else ""
+        raise ConfigError([Problem(path, f"cannot be interpolated: {message}{advice}")], source) from None
     assert isinstance(resolved, dict)
     return {str(key): value for key, value in resolved.items()}
 
@@ -101,9 +102,10 @@ def _pipeline(tree: Tree, wanted: str | None, source: str) -> str:
 
 def _convert_strategies(config: BaseConfig, converter: Converter) -> None:
     """Checks Megatron's options where a role runs Megatron; SGLang's are checked by the rules."""
+    unreadable = {problem.path for problem in converter.problems}
     for role in ROLES:
         worker = getattr(config, role, None)
-        if worker is None or not is_megatron(worker):
+        if worker is None or not is_megatron(worker) or f"{role}.strategy_args.strategy_name" in unreadable:
             continue
         options = worker.strategy_args.strategy_config
         checked = converter.overlay(options, MegatronConfig(), f"{role}.strategy_args.strategy_config")

@@ -97,6 +97,13 @@ def test_generation_belongs_to_no_sft_file(tmp_path: Path) -> None:
     assert "actor_infer: unknown key" in refusal(tmp_path, "actor_infer.device_mapping=[2]", text=SFT)
 
 
+def test_options_of_another_engine_make_no_noise(tmp_path: Path) -> None:
+    section = "actor_train.strategy_args={strategy_name: fsdp2_train, strategy_config: {offload: 1}}"
+    said = refusal(tmp_path, section)
+    assert "strategy_name: 'fsdp2_train' is not one of megatron_train, megatron_infer, sglang" in said
+    assert "offload" not in said
+
+
 def test_a_response_length_is_asked_for(tmp_path: Path) -> None:
     text = RLVR.replace("response_length: 1024\n", "")
     assert "response_length: is not given; write response_length" in refusal(tmp_path, text=text)

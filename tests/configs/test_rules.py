@@ -18,7 +18,8 @@ TRAINING = "actor_train.training_args"
 SAMPLING = "actor_infer.generating_args"
 
 DEVICES = {
-    "actor_train.device_mapping=[0,1,2]": "actor_train.device_mapping: 3 devices cannot hold tensor parallel 2; use 2 or 4",
+    "actor_train.device_mapping=[0,1,2]": "actor_train.device_mapping: 3 devices cannot hold tensor "
+    "parallel 2; use 2 or 4",
     "actor_train.device_mapping=[0]": "actor_train.device_mapping: 1 devices cannot hold tensor parallel 2; use 2",
     "actor_train.device_mapping=[]": "actor_train.device_mapping: is empty; name the devices of this role",
     "actor_infer.num_gpus_per_worker=3": "actor_infer.device_mapping: 8 devices cannot hold engines of "
@@ -35,8 +36,8 @@ DEVICES = {
 }
 
 BATCH = {
-    "rollout_batch_size=60": "rollout_batch_size: 60 prompts x num_return_sequences_in_group 8 = 480 samples do not fill "
-    "optimizer steps of 512 (per_device_train_batch_size 1 x gradient_accumulation_steps 64 x data parallel 8); "
+    "rollout_batch_size=60": "rollout_batch_size: 60 prompts x num_return_sequences_in_group 8 = 480 samples do not "
+    "fill optimizer steps of 512 (per_device_train_batch_size 1 x gradient_accumulation_steps 64 x data parallel 8); "
     "use rollout_batch_size 64, or gradient_accumulation_steps 60",
     "rollout_batch_size=100": "use rollout_batch_size 64 or 128, or gradient_accumulation_steps 50",
     f"{TRAINING}.warmup_ratio=0.1 {TRAINING}.warmup_steps=3": "warmup_ratio: 0.1 and warmup_steps 3 exclude each other",
@@ -66,15 +67,15 @@ ALGORITHM = {
 SAMPLES = {
     f"{SAMPLING}.temperature=0": f"{SAMPLING}.temperature: 0 is greedy: all samples of a prompt would be equal",
     f"{SAMPLING}.temperature=-1": f"{SAMPLING}.temperature: -1.0 is too small; the least allowed is 0",
-    f"{SAMPLING}.num_return_sequences=4": "num_return_sequences: 4 is not num_return_sequences_in_group 8; leave it out",
+    f"{SAMPLING}.num_return_sequences=4": "num_return_sequences: 4 is not num_return_sequences_in_group 8",
     f"{SAMPLING}.max_new_tokens=2000": f"{SAMPLING}.max_new_tokens: 2000 is above response_length 1024",
     f"truncated_sampling=refuse {SAMPLING}.top_p=0.9": "top_p 0.9 sample from a truncated distribution",
-    "prompt_length=200000": "sequence_length: 201024 is above max_position_embeddings 131072 of pretrain; use at most that",
+    "prompt_length=200000": "sequence_length: 201024 is above max_position_embeddings 131072 of pretrain; use at",
 }
 
 ENGINES = {
-    f"{SGLANG}.mem_fraction_statik=0.8": f"{SGLANG}.mem_fraction_statik: SGLang has no option of this name; did you mean "
-    "mem_fraction_static?",
+    f"{SGLANG}.mem_fraction_statik=0.8": f"{SGLANG}.mem_fraction_statik: SGLang has no option of this name; did you "
+    "mean mem_fraction_static?",
     f"{SGLANG}.mem_fraction_static=80": "mem_fraction_static: 80 is not a share of the device's memory between 0 and 1",
     f"{SGLANG}.tp_size=2": f"{SGLANG}.tp_size: 2: the framework sets this option; set num_gpus_per_worker",
     f"{SGLANG}.random_seed=2": f"{SGLANG}.random_seed: 2: the framework sets this option; set seed",
@@ -82,12 +83,12 @@ ENGINES = {
     f"{SGLANG}.port=30000": "the framework sets this option; ports and addresses are allocated",
     "actor_infer.strategy_args.strategy_name=megatron_infer": "megatron_infer cannot run actor_infer; use sglang",
     "actor_train.strategy_args.strategy_name=sglang": "sglang cannot run actor_train; use megatron_train",
-    f"{TP}=1 actor_train.strategy_args.strategy_config.sequence_parallel=true rollout_batch_size=128": "sequence_parallel: "
-    "true splits the sequence over tensor-parallel ranks, and there is one; set it to false",
+    f"{TP}=1 actor_train.strategy_args.strategy_config.sequence_parallel=true rollout_batch_size=128": "true "
+    "splits the sequence over tensor-parallel ranks, and there is one; set it to false",
     "platform=cpu actor_train.model_args.attn_implementation=fa2": "attn_implementation: fa2 needs a GPU",
-    "platform=cpu actor_train.strategy_args.strategy_config.apply_rope_fusion=true": "apply_rope_fusion: true needs a GPU",
+    "platform=cpu actor_train.strategy_args.strategy_config.apply_rope_fusion=true": "rope_fusion: true needs a GPU",
     "platform=cuda deterministic=true": "deterministic: true is not available on cuda",
-    "actor_train.model_args.dtype=fp16": "actor_train.model_args.dtype: fp16 needs loss scaling, which is not available",
+    "actor_train.model_args.dtype=fp16": "actor_train.model_args.dtype: fp16 needs loss scaling",
     "actor_train.model_args.disable_gradient_checkpointing=true "
     "actor_train.strategy_args.strategy_config.recompute_granularity=full": "recompute_granularity: full contradicts",
     "tracker_kwargs={stdout: {}}": "tracker_kwargs.stdout: track_with does not name stdout",
@@ -102,7 +103,7 @@ MODEL_SPLITS = {
     "divide the model's 28 attention heads, 4 key-value heads (a divisor or a multiple) and intermediate_size 18944; "
     "use 1, 2 or 4",
     f"{TP}=1 {PP}=8": f"{PP}: 8 does not divide the model's 28 layers; use 1, 2, 4, 7, 14 or 28",
-    "actor_infer.num_gpus_per_worker=8": "actor_infer.num_gpus_per_worker: 8 does not divide the model's 28 attention heads",
+    "actor_infer.num_gpus_per_worker=8": "actor_infer.num_gpus_per_worker: 8 does not divide the model's 28",
     "pretrain=null": "pretrain: is not given, and neither is actor_train.model_args.model_name_or_path",
 }
 
@@ -112,7 +113,7 @@ MISLEADING = {
     "actor_infer.pg_variant=vanilla": "actor_infer.pg_variant: has no effect: only actor_train has a policy loss",
     "validation.device_mapping=[0]": "validation.device_mapping: has no effect: validation generates on actor_infer's",
     "save_checkpoint=false save_steps=5": "save_steps: has no effect: save_checkpoint is false",
-    "checkpoint_config={type: file_system}": "checkpoint_config: this section is not available: checkpoints are written",
+    "checkpoint_config={type: file_system}": "checkpoint_config: this section is not available: checkpoints are",
     "difficulty_mask=true": "difficulty_mask: True is not available: prompts are not filtered by difficulty",
     "critic={device_mapping: 0-7}": "critic: this section is not available: there is no critic; remove the section",
 }
@@ -138,11 +139,12 @@ HARMLESS = {
     f"{SAMPLING}.top_p=0.99 {SAMPLING}.top_k=100": f"{SAMPLING}: top_p 0.99 and top_k 100 sample from a truncated "
     "distribution, but the engine returns log-probs of the whole one: every ratio and KL is biased",
     f"{SAMPLING}.repetition_penalty=1.1": "repetition_penalty: 1.1 changes the distribution sampled from",
-    "actor_infer.model_args.dtype=fp16": "actor_infer.model_args.dtype: fp16 samples while actor_train computes in bf16",
+    "actor_infer.model_args.dtype=fp16": "actor_infer.model_args.dtype: fp16 samples while actor_train computes in",
     "reference.device_mapping=0-15": "reference: is configured but not used",
     "old_log_probs_source=behavior": "old_log_probs_source: behavior in synchronous training",
     f"{TRAINING}.warmup_steps=1000": "warmup_steps: 1000 is longer than the run of 100 optimizer steps",
     "validation.data_args.file_name=val.jsonl": "validation.data_args.file_name: has no effect: eval_steps is 0",
+    "async_generation_ratio=1 actor_infer.device_mapping=0-15": "async_generation_ratio: 1 gains nothing while",
     "num_nodes=3": "num_nodes: has no effect: nodes follow from device_mapping",
 }
 
@@ -171,9 +173,7 @@ def test_generation_keys_have_no_effect_in_sft(tmp_path: Path) -> None:
 def test_what_is_not_here_stops_a_run_only(tmp_path: Path) -> None:
     config = rlvr(tmp_path, "pretrain=Qwen/Qwen2.5-7B", "resume_from_checkpoint=old/step_5", "async_generation_ratio=1")
     assert check(config).missing == [
-        Problem(
-            "async_generation_ratio", "1 can be planned but not run yet: training is synchronous; set it to 0"
-        ),
+        Problem("async_generation_ratio", "1 can be planned but not run yet: training is synchronous; set it to 0"),
         Problem(
             "pretrain",
             "Qwen/Qwen2.5-7B is not a folder on this machine; download it: "
@@ -193,7 +193,9 @@ def test_an_unsupported_architecture_is_explained(tmp_path: Path) -> None:
     assert f"pretrain: {tmp_path}: architecture MambaForCausalLM is not supported; supported: LlamaForCausalLM" in said
 
 
-@pytest.mark.parametrize(("text", "said"), [("{", "is not a model configuration"), ("[]", "is not a model configuration")])
+@pytest.mark.parametrize(
+    ("text", "said"), [("{", "is not a model configuration"), ("[]", "is not a model configuration")]
+)
 def test_a_broken_model_config_is_explained(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "config.json").write_text(text)
     assert said in refusal(tmp_path, f"pretrain={tmp_path}")

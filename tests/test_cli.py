@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from roll.cli import find_config, launch, main
+from roll.configs.errors import ConfigError
+from roll.configs.machine import Machine
+from roll.configs.run_checks import prepare_run
+from tests.configs.samples import LAPTOP, MODEL, RLVR, SERVER, SFT, rlvr, sft, write
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_plan_prints_devices_batch_memory_and_warnings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(write(tmp_path, RLVR)), "exp_name=mine", "num_devices_per_node=8", "platform=cuda"]) == 0
+    printed = capsys.readouterr().out
+    for part in ("mine: rlvr on cuda, 3 nodes x 8 devices", "actor_train", "16-23", "samples per step", "KV cache"):
+        assert part in printed
+    assert "64 prompts x 8 num_return_sequences_in_group" in printed
+    assert "train.jsonl is not a file on this machine" in printed
+
+
+def test_plan_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(write(tmp_path, RLVR)), "seed=3", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["roles"][0]["role"] == "actor_train" and plan["warnings"]
+
+
+def test_a_bad_file_is_explained_without_a_traceback(tmp_path: Path) -> None:
+    file = write(tmp_path, RLVR + "pg_variant: ppo\n")
+    run = subprocess.run(
+        [sys.executable, "-m", "roll", "plan", str(file)], capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
+    assert run.returncode == 2
+    assert run.stdout == ""
+    assert run.stderr == f"{file}: 1 problem\npg_variant: unknown key; this key belongs at actor_train.pg_variant\n"
+
+
+def test_run_refuses_what_is_not_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", str(write(tmp_path, RLVR)), "pretrain=/nowhere", "platform=cuda"]) == 2
+    said = capsys.readouterr().err
+    assert "pretrain: /nowhere is not a folder on this machine" in said
+    assert "actor_train.data_args.file_name: train.jsonl is not a file on this machine" in said
+
+
+def test_run_refuses_asynchronous_training_for_now(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", str(write(tmp_path, RLVR)), "async_generation_ratio=1"]) == 2
+    assert "async_generation_ratio: 1 can be planned but not run yet" in capsys.readouterr().err
+
+
+def test_run_refuses_more_devices_than_cores(tmp_path: Path) -> None:
+    config = rlvr(tmp_path, "platform=cpu")
+    with pytest.raises(ConfigError) as caught:
+        prepare_run(config, LAPTOP)
+    assert (
+        "actor_infer.device_mapping: device 23 does not exist: this machine has 2 cores, so devices 0 to 1; use those, "
+        "or set num_devices_per_node: 24 to put several on a core"
+    ) in str(caught.value)
+
+
+def test_slots_may_outnumber_cores_when_the_file_says_so(tmp_path: Path) -> None:
+    data = write(tmp_path, "{}", "train.jsonl")
+    config = rlvr(
+        tmp_path,
+        "platform=cpu",
+        "num_devices_per_node=24",
+        f"actor_train.data_args.file_name={data}",
+        "actor_infer.generating_args.top_k=9",
+    )
+    assert [warning.split(":")[0] for warning in prepare_run(config, LAPTOP)] == ["actor_infer.generating_args"]
+
+
+@pytest.mark.parametrize(("machine", "platform"), [(LAPTOP, "cpu"), (SERVER, "cuda")])
+def test_run_settles_the_platform(tmp_path: Path, machine: Machine, platform: str) -> None:
+    data = write(tmp_path, "{}", "train.jsonl")
+    config = sft(tmp_path, f"actor_train.data_args.file_name={data}")
+    prepare_run(config, machine)
+    assert config.platform == platform
+
+
+def test_a_launcher_takes_a_folder_and_a_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, SFT, "mine.yaml")
+    flags = ["--config_path", str(tmp_path), "--config_name", "mine", "pretrain=/nowhere"]
+    assert launch("sft", flags) == 2
+    assert "pretrain: /nowhere is not a folder" in capsys.readouterr().err
+    assert launch("rlvr", flags) == 2
+    assert "pipeline: the file is for sft, but this starts rlvr; use the sft launcher" in capsys.readouterr().err
+
+
+def test_a_launcher_finds_folders_of_examples_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    expected = ROOT / "examples" / "qwen2.5-0.5B-rlvr" / "rlvr_config.yaml"
+    assert find_config("qwen2.5-0.5B-rlvr", "rlvr_config") == expected
+    assert find_config(str(expected.parent), "rlvr_config.yaml") == expected
+
+
+@pytest.mark.parametrize("pipeline", ["rlvr", "sft"])
+def test_the_scripts_run_the_launcher(tmp_path: Path, pipeline: str) -> None:
+    script = ROOT / "examples" / f"start_{pipeline}_pipeline.py"
+    write(tmp_path, {"rlvr": RLVR, "sft": SFT}[pipeline], "mine.yaml")
+    command = [sys.executable, str(script), "--config_path", ".", "--config_name", "mine", f"pretrain={MODEL}"]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert run.returncode == 2
+    assert "train.jsonl is not a file on this machine" in run.stderr and "Traceback" not in run.stderr
