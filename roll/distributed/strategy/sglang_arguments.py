@@ -12,10 +12,13 @@ from roll.configs.worker import WorkerConfig
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 FIRST_PORT = 20000
-"""Search for free ports starts here, away from Ray's and from the ephemeral range."""
+"""Ports are taken from here on: above those of Ray's workers, below those the kernel hands out."""
 
-PORTS = 10000
+PORTS = 8000
 """Ports searched."""
+
+PORT_STRIDE = 16
+"""Owners of engines with neighbouring process ids start their search this far apart."""
 
 
 def engine_arguments(
@@ -56,7 +59,12 @@ def full_length(pipeline: BaseConfig) -> int:
     return pipeline.prompt_length + pipeline.response_length
 
 
-def free_port(first: int = FIRST_PORT, count: int = PORTS) -> int:
+def preferred_port(process_id: int) -> int:
+    """Where the owner of an engine starts to look for a port: owners on one node rarely meet there."""
+    return FIRST_PORT + process_id * PORT_STRIDE % PORTS
+
+
+def free_port(first: int, count: int = PORTS) -> int:
     """The first port from `first` on that nothing holds, found by binding it.
 
     Raises:

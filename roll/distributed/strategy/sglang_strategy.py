@@ -10,10 +10,10 @@ from roll.configs.pipeline import BaseConfig
 from roll.configs.worker import WorkerConfig
 from roll.distributed.strategy.base import WeightSpec
 from roll.distributed.strategy.sglang_arguments import (
-    FIRST_PORT,
     engine_arguments,
     free_port,
     is_free,
+    preferred_port,
     thread_environment,
 )
 from roll.distributed.strategy.sglang_engine import Engine, EngineError
@@ -23,10 +23,6 @@ from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
 
 PROBE_TOKEN = 1
 """Prompt of the request that proves the engine ready; any id does."""
-
-PORT_STRIDE = 16
-"""Engines of one node start their search for a port this far apart, so that they rarely meet."""
-
 
 PORT_ATTEMPTS = 3
 """Starts of one engine, as long as what it fails on is a port that was taken between choosing and binding it."""
@@ -61,7 +57,6 @@ class SGLangStrategy:
             self._engine, worker_config.generation_timeout_s, deterministic=pipeline_config.deterministic
         )
         self._weights = WeightUpdates(self._engine, pipeline_config.sync_timeout_s)
-        self._first_port = FIRST_PORT + PORT_STRIDE * rank
         self._start_timeout_s = pipeline_config.start_timeout_s
 
     async def initialize(self) -> None:
@@ -81,14 +76,15 @@ class SGLangStrategy:
     async def _start(self) -> None:
         """Starts the engine on a free port; where another process takes it meanwhile, on the next."""
         until = time.monotonic() + self._start_timeout_s
+        first = preferred_port(os.getpid())
         for attempt in range(PORT_ATTEMPTS):
-            port = free_port(self._first_port)
+            port = free_port(first)
             try:
                 return await self._engine.start({"nccl_port": port}, until - time.monotonic())
             except EngineError:
                 if is_free(port) or attempt == PORT_ATTEMPTS - 1:
                     raise
-            self._first_port = port + 1
+            first = port + 1
 
     async def generate(self, requests: list[GenerateRequest]) -> list[GenerateResult]:
         """One result per request, in order.

@@ -1,0 +1,94 @@
+"""A Ray actor that owns one engine, and the references its answers are compared with."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+
+from roll.configs.pipeline import RLVRConfig
+from roll.configs.worker import WorkerConfig
+from roll.distributed.strategy.sglang_generation import Generation
+from roll.distributed.strategy.sglang_handles import share
+from roll.distributed.strategy.sglang_strategy import SGLangStrategy
+from roll.platforms import get_platform
+from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
+
+CALL_TIMEOUT_S = 400.0
+"""No call of these tests takes longer, the start of an engine on a busy machine included."""
+
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actors do not see this folder
+
+
+class EngineHost:
+    """Calls methods of a strategy by name, several at a time."""
+
+    def __init__(self, folder: str, tensor_parallel: int, options: dict[str, Any]) -> None:
+        worker = WorkerConfig(num_gpus_per_worker=tensor_parallel, max_running_requests=32)
+        worker.model_args.model_name_or_path, worker.model_args.dtype = folder, "fp32"
+        worker.strategy_args.strategy_config = options
+        pipeline = RLVRConfig(prompt_length=56, response_length=2000, deterministic=True, sync_timeout_s=30)
+        self.strategy = SGLangStrategy(worker, pipeline, get_platform("cpu").engine_arguments(), rank=0, seed=1)
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        answer = getattr(self.strategy, method)(*arguments)
+        return await answer if inspect.isawaitable(answer) else answer
+
+    async def generate_within(self, requests: list[GenerateRequest], timeout_s: float) -> list[GenerateResult]:
+        return await Generation(self.strategy._engine, timeout_s, deterministic=False).generate(requests)
+
+
+class Sender:
+    """A process that offers tensors to engines, as a training worker does; it keeps the last it offered."""
+
+    def share(self, tensors: dict[str, torch.Tensor]) -> bytes:
+        self.tensors = [(name, tensor.clone()) for name, tensor in tensors.items()]
+        return share(self.tensors)
+
+
+class RemoteEngine:
+    """The actor seen from a test: `engine.pause("retract")` waits, `engine.start_generate(...)` does not."""
+
+    def __init__(self, folder: Path, tensor_parallel: int = 1, **options: Any) -> None:
+        host = ray.remote(max_concurrency=16, num_cpus=0)(EngineHost)
+        self.actor = host.remote(str(folder), tensor_parallel, options)
+
+    def __getattr__(self, method: str) -> Any:
+        return lambda *arguments: ray.get(self.actor.call.remote(method, *arguments), timeout=CALL_TIMEOUT_S)
+
+    def start_generate(self, requests: list[GenerateRequest]) -> ray.ObjectRef:
+        return self.actor.call.remote("generate", requests)
+
+    def generate_within(self, requests: list[GenerateRequest], timeout_s: float) -> list[GenerateResult]:
+        return ray.get(self.actor.generate_within.remote(requests, timeout_s), timeout=CALL_TIMEOUT_S)
+
+
+def requests(count: int, tokens: int, temperature: float = 1.0, first_seed: int = 0) -> list[GenerateRequest]:
+    """Requests with prompts of different lengths that share their beginning in pairs."""
+    sampling = SamplingParams(tokens, temperature)
+    return [
+        GenerateRequest(f"r{i}", [4, 9 + i // 2, *range(10, 12 + 3 * (i % 5))], sampling, seed=first_seed + i)
+        for i in range(count)
+    ]
+
+
+@torch.no_grad()
+def reference(model: torch.nn.Module, request: GenerateRequest, response: Sequence[int]) -> torch.Tensor:
+    """Log-probs [response] that transformers gives, at the request's temperature."""
+    prompt = request.prompt_ids
+    logits = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1].float()
+    log_probs = torch.log_softmax(logits / request.sampling.temperature, -1)
+    return log_probs.gather(-1, torch.tensor(response)[:, None])[:, 0]
+
+
+def largest_difference(model: torch.nn.Module, asked: list[GenerateRequest], answers: list[GenerateResult]) -> float:
+    """Largest absolute difference of any token's log-prob from the reference."""
+    return max(
+        (reference(model, request, answer.response_ids) - torch.tensor(answer.log_probs)).abs().max().item()
+        for request, answer in zip(asked, answers, strict=True)
+    )

@@ -1,0 +1,305 @@
+"""A real SGLang engine in a Ray actor: parity, seeds, determinism, deadlines, weight updates, and how it ends."""
+
+from __future__ import annotations
+
+import copy
+import socket
+import threading
+import time
+from dataclasses import replace
+
+import psutil
+import pytest
+import ray
+import torch
+from sglang_host import CALL_TIMEOUT_S, RemoteEngine, Sender, largest_difference, reference, requests
+
+from roll.configs.pipeline import BaseConfig
+from roll.distributed.resources import start_ray, stop_ray
+from roll.distributed.strategy.base import WeightSpec
+from roll.distributed.strategy.sglang_arguments import free_port, preferred_port
+from roll.distributed.strategy.sglang_checksums import EngineChecksums
+from roll.distributed.weight_sync.groups import WeightsGroup, join_as_source
+from roll.models.tiny import write_tiny_model
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+
+TOLERANCE = 1e-4
+
+RUNNING_TOKENS, RUNNING_S = 500, 0.3
+"""Requests of so many tokens still run after so many seconds, and have tokens by then."""
+
+SHAPE = {"max_position_embeddings": 2100, "eos_token_id": None, "vocab_size": 101}
+
+
+@pytest.fixture(scope="module")
+def on_ray(tmp_path_factory):
+    start_ray(BaseConfig(output_dir=str(tmp_path_factory.mktemp("run"))), "cpu", num_devices=2)
+    yield
+    stop_ray()
+
+
+def load(folder):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def llama_folder(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("llama"), "llama", **SHAPE)
+
+
+@pytest.fixture(scope="module")
+def engine(on_ray, llama_folder):
+    engine = RemoteEngine(llama_folder)
+    engine.initialize()
+    yield engine
+    engine.shutdown()
+    assert len(engine.process_ids()) == 1, "only the actor is left"
+
+
+@pytest.fixture(scope="module")
+def model(llama_folder):
+    """What the engine holds; tests that publish change it in place."""
+    return load(llama_folder)
+
+
+def change(model, factor):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(factor)
+
+
+@pytest.fixture(scope="module")
+def offer(on_ray):
+    """Offers tensors by name from a process of its own and gives their handle."""
+    sender = ray.remote(num_cpus=0)(Sender).remote()
+    yield lambda tensors: ray.get(sender.share.remote(tensors), timeout=60)
+    ray.kill(sender)
+
+
+@pytest.fixture(scope="module")
+def publish(offer):
+    """Brings a whole model to an engine in one bucket of shared memory."""
+
+    def publish(engine, model, version, ranks=1):
+        engine.begin_update()
+        engine.receive_tensors([offer(model.state_dict())] * ranks)
+        engine.end_update(version)
+
+    return publish
+
+
+def expected_checksums(model, folder, ranks):
+    checksums = EngineChecksums(folder, ranks)
+    for name, tensor in model.state_dict().items():
+        checksums.add(name, tensor)
+    return checksums.result()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_are_those_of_transformers(engine, model, temperature):
+    asked = requests(10, 24, temperature)
+    answers = engine.generate(asked)
+    assert [len(answer.response_ids) for answer in answers] == [24] * 10
+    assert {answer.finish_reason for answer in answers} == {"length"}
+    assert largest_difference(model, asked, answers) < TOLERANCE
+
+
+def test_the_same_requests_give_the_same_bits_whatever_came_before(engine):
+    asked = requests(24, 40)
+    first = engine.generate(asked)
+    engine.generate(requests(5, 17, first_seed=100))
+    assert engine.generate(asked) == first
+
+
+def test_a_sample_depends_on_its_seed_and_not_on_its_batch(engine):
+    asked = requests(8, 30)
+    together = engine.generate(asked)
+    [alone] = engine.generate(asked[3:4])
+    assert alone.response_ids == together[3].response_ids
+    assert max(abs(a - b) for a, b in zip(alone.log_probs, together[3].log_probs, strict=True)) < TOLERANCE
+    others = engine.generate(requests(8, 30, first_seed=50))
+    assert all(a.response_ids != b.response_ids for a, b in zip(together, others, strict=True))
+
+
+def test_a_stop_token_ends_the_response_and_belongs_to_it(engine):
+    [answer] = engine.generate(requests(1, 30))
+    stop = answer.response_ids[11]
+    until = answer.response_ids.index(stop) + 1
+    [asked] = requests(1, 30)
+    [stopped] = engine.generate([replace(asked, sampling=replace(asked.sampling, stop_token_ids=(stop,)))])
+    assert (stopped.finish_reason, stopped.response_ids) == ("stop", answer.response_ids[:until])
+
+
+def test_an_expired_request_is_aborted_with_what_it_has(engine):
+    answers = engine.generate_within(requests(3, 1900), 0.5)
+    assert {answer.finish_reason for answer in answers} == {"abort"}
+    assert all("aborted after 0.5 s" in answer.error for answer in answers)
+    assert all(0 < len(answer.response_ids) == len(answer.log_probs) < 1900 for answer in answers)
+
+
+def test_a_request_the_engine_refuses_comes_back_with_its_reason(engine):
+    [good, bad] = requests(2, 5)
+    bad.prompt_ids.extend([5] * 3000)
+    answers = engine.generate([bad, good])
+    assert answers[0].finish_reason == "abort"
+    assert "longer than" in answers[0].error
+    assert len(answers[1].response_ids) == 5
+
+
+@pytest.mark.parametrize(("mode", "version"), [("in_place", 5), ("retract", 6)])
+def test_versions_are_known_for_each_token_when_weights_change_under_a_request(engine, model, publish, mode, version):
+    before = copy.deepcopy(model)
+    old = engine.generate(requests(1, 1))[0].versions[0]
+    asked = requests(4, RUNNING_TOKENS)
+    pending = engine.start_generate(asked)
+    time.sleep(RUNNING_S)
+    change(model, 1.01)
+    engine.pause(mode)
+    publish(engine, model, version)
+    if mode == "retract":
+        engine.flush_cache()
+    engine.resume()
+    answers = ray.get(pending, timeout=CALL_TIMEOUT_S)
+    for request, answer in zip(asked, answers, strict=True):
+        assert (answer.finish_reason, len(answer.response_ids)) == ("length", RUNNING_TOKENS)
+        assert answer.versions == sorted(answer.versions) and set(answer.versions) == {old, version}
+        switch = answer.versions.index(version)
+        got = torch.tensor(answer.log_probs)
+        early = reference(before, request, answer.response_ids)[:switch]
+        torch.testing.assert_close(got[:switch], early, atol=TOLERANCE, rtol=0)
+        if mode == "retract":  # in place, the new weights attend to keys that the old ones made
+            after = reference(model, request, answer.response_ids)[switch:]
+            torch.testing.assert_close(got[switch:], after, atol=TOLERANCE, rtol=0)
+    engine.flush_cache()
+
+
+def test_an_update_is_proved_by_names_and_checksums(engine, model, publish, llama_folder):
+    change(model, 0.99)
+    engine.pause("retract")
+    publish(engine, model, 7)
+    engine.flush_cache()
+    engine.resume()
+    expected = expected_checksums(model, llama_folder, 1)
+    assert engine.checksums() == expected
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 0] += 1e-6
+    wrong = {name for name, value in expected_checksums(model, llama_folder, 1).items() if value != expected[name]}
+    assert wrong == {"model.layers.1.mlp.gate_up_proj.weight@0"}
+
+
+def broadcast(engine, group, sent, specs, flattened):
+    """Sends the tensors from this process while the engine receives what `specs` says."""
+
+    def send():
+        buffers = [torch.cat([t.reshape(-1).view(torch.uint8) for t in sent])] if flattened else sent
+        for buffer in buffers:
+            torch.distributed.broadcast(buffer, src=0, group=group)
+
+    sender = threading.Thread(target=send, daemon=True)
+    sender.start()
+    try:
+        engine.receive_broadcast(specs, "test", flattened)
+    finally:
+        sender.join(30)
+
+
+@pytest.fixture(scope="module")
+def group(engine):
+    port, joined = free_port(18000), []
+    plan = WeightsGroup("test", "127.0.0.1", port, 2, "gloo")
+    joiner = threading.Thread(target=lambda: joined.append(join_as_source(plan, 30)), daemon=True)
+    joiner.start()
+    engine.init_weights_group("127.0.0.1", port, 1, 2, "test", "gloo")
+    joiner.join(30)
+    yield joined[0]
+    engine.destroy_weights_group("test")
+    torch.distributed.destroy_process_group(joined[0])
+
+
+@pytest.mark.parametrize("flattened", [True, False])
+def test_tensors_arrive_by_broadcast(engine, group, model, llama_folder, flattened):
+    change(model, 1.02)
+    state = model.state_dict()
+    specs = [WeightSpec(name, tuple(t.shape), "float32") for name, t in state.items()]
+    engine.begin_update()
+    broadcast(engine, group, [t.contiguous() for t in state.values()], specs, flattened)
+    engine.end_update(8 + flattened)
+    engine.flush_cache()
+    assert engine.checksums() == expected_checksums(model, llama_folder, 1)
+    asked = requests(3, 20)
+    answers = engine.generate(asked)
+    assert largest_difference(model, asked, answers) < TOLERANCE
+    assert set(answers[0].versions) == {8 + flattened}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("model.layers.9.mlp.up_proj.weight", (96, 64), "has no parameter for model.layers.9.mlp.up_proj.weight"),
+        ("model.norm.weight", (65,), r"receive 1 tensors \(model.norm.weight\)"),
+    ],
+)
+def test_a_tensor_that_does_not_fit_is_an_error(engine, group, name, shape, message):
+    engine.begin_update()
+    with pytest.raises(ray.exceptions.RayTaskError, match=message):
+        broadcast(engine, group, [torch.zeros(shape)], [WeightSpec(name, shape, "float32")], True)
+
+
+def test_a_session_left_open_by_an_error_is_closed_by_the_next(engine):
+    engine.begin_update()
+    engine.begin_update()
+    engine.end_update(11)
+
+
+def test_updates_outside_a_session_are_refused(engine, model, offer):
+    handle = offer({"model.norm.weight": model.model.norm.weight.detach()})
+    with pytest.raises(ray.exceptions.RayTaskError, match="must run between"):
+        engine.receive_tensors([handle])
+    with pytest.raises(ray.exceptions.RayTaskError, match="no weight-update session is open"):
+        engine.end_update(12)
+
+
+def test_the_cache_is_not_emptied_under_running_requests(engine):
+    pending = engine.start_generate(requests(2, RUNNING_TOKENS))
+    time.sleep(RUNNING_S)
+    engine.pause("in_place")
+    with pytest.raises(ray.exceptions.RayTaskError, match="cannot be emptied while requests run"):
+        engine.flush_cache()
+    engine.resume()
+    answers = ray.get(pending, timeout=CALL_TIMEOUT_S)
+    assert [answer.finish_reason for answer in answers] == ["length", "length"]
+
+
+def test_an_engine_over_two_devices_from_dummy_weights_to_its_end(publish, tmp_path_factory):
+    """Its port is taken, its weights are dummies, it gets real ones, its scheduler is killed, its actor is killed."""
+    folder = write_tiny_model(tmp_path_factory.mktemp("qwen3"), "qwen3", **SHAPE)
+    model = load(folder)
+    engine = RemoteEngine(folder, tensor_parallel=2, load_format="dummy")
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("", free_port(preferred_port(engine.process_ids()[0]))))
+        holder.listen()
+        engine.initialize()
+    asked = requests(4, 16, 0.7)
+    assert largest_difference(model, asked, engine.generate(asked)) > 0.1
+    publish(engine, model, 1, ranks=2)
+    engine.flush_cache()
+    assert engine.checksums() == expected_checksums(model, folder, 2)
+    assert largest_difference(model, asked, engine.generate(asked)) < TOLERANCE
+
+    processes = [psutil.Process(pid) for pid in engine.process_ids()]
+    assert len(processes) >= 4
+    pending = engine.start_generate(requests(2, 1900))
+    time.sleep(0.5)
+    next(p for p in processes if "scheduler" in p.name()).kill()
+    start = time.monotonic()
+    with pytest.raises(ray.exceptions.RayTaskError, match="of the engine died"):
+        ray.get(pending, timeout=60)
+    assert time.monotonic() - start < 20
+
+    ray.kill(engine.actor)
+    _, alive = psutil.wait_procs(processes, timeout=20)
+    assert alive == []
