@@ -30,8 +30,8 @@ def _check_owned(config: BaseConfig, report: Report) -> None:
     if config.async_generation_ratio > 0 and config.actor_infer.device_mapping == config.actor_train.device_mapping:
         report.warn(
             "async_generation_ratio",
-            f"{config.async_generation_ratio:g} gains nothing while actor_infer shares the devices of actor_train: they "
-            "take turns; give them separate devices",
+            f"{config.async_generation_ratio:g} gains nothing while actor_infer shares the devices of actor_train: "
+            "they take turns; give them separate devices",
         )
     if uses_reference(config) and not config.reference.device_mapping:
         terms = " and ".join(name for name in ("use_kl_loss", "add_token_level_kl") if getattr(config, name))
