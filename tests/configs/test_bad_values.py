@@ -66,8 +66,19 @@ def test_all_problems_of_a_file_are_told_together(tmp_path: Path) -> None:
 
 
 def test_all_broken_rules_are_told_together(tmp_path: Path) -> None:
-    said = refusal(tmp_path, "actor_infer.generating_args.temperature=0", "adv_estimator=gpro", "use_kl_loss=true")
-    for path in ("actor_infer.generating_args.temperature:", "adv_estimator:", "reference.device_mapping:"):
+    said = refusal(
+        tmp_path,
+        "actor_infer.generating_args.temperature=0",
+        "adv_estimator=gpro",
+        "use_kl_loss=true",
+        "rollout_batch_size=3",
+    )
+    for path in (
+        "rollout_batch_size:",
+        "actor_infer.generating_args.temperature:",
+        "adv_estimator:",
+        "reference.device_mapping:",
+    ):
         assert path in said
 
 

@@ -47,9 +47,7 @@ def _check_token_budget(config: BaseConfig, role: str, phase: str, report: Repor
 
 def check_batch(config: BaseConfig, report: Report) -> None:
     """The samples of a step fill whole optimizer steps."""
-    if isinstance(config, RLConfig):
-        _check_fills(config, report)
-    if report.errors:
+    if isinstance(config, RLConfig) and not _fills(config, report):
         return
     training, steps = config.actor_train.training_args, training_batch(config).schedule_steps
     if training.warmup_steps > steps:
@@ -59,11 +57,12 @@ def check_batch(config: BaseConfig, report: Report) -> None:
         )
 
 
-def _check_fills(config: RLConfig, report: Report) -> None:
+def _fills(config: RLConfig, report: Report) -> bool:
+    """Whether they do; if not, the report says which sizes would."""
     prompts, group = config.rollout_batch_size, config.num_return_sequences_in_group
     samples, step = prompts * group, samples_per_optimizer_step(config)
     if samples % step == 0:
-        return
+        return True
     training, data_parallel = config.actor_train.training_args, role_layout(config.actor_train).data
     size = training.per_device_train_batch_size
     product = (
@@ -85,3 +84,4 @@ def _check_fills(config: RLConfig, report: Report) -> None:
         f"{prompts} prompts x num_return_sequences_in_group {group} = {samples} samples do not fill optimizer steps "
         f"of {step} ({product}); {advice}",
     )
+    return False
