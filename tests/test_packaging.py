@@ -1,0 +1,67 @@
+"""What is installed, and what the package says about itself."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from importlib.metadata import entry_points, packages_distributions
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+OPTIONAL = {"transformer_engine", "apex"}
+"""Accelerators that are detected, never required."""
+
+
+def lines(file: str) -> list[str]:
+    text = (ROOT / "requirements" / file).read_text()
+    return [line for line in text.splitlines() if line and not line.startswith("#")]
+
+
+def names(file: str) -> set[str]:
+    return {normal(re.split(r"[\[=]", line)[0]) for line in lines(file)}
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def third_party_imports(folder: str) -> set[str]:
+    found: set[str] = set()
+    for path in (ROOT / folder).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+                found.add(node.module.partition(".")[0])
+    return found - set(sys.stdlib_module_names) - {"roll", "tests", "examples", "benchmarks"}
+
+
+def test_every_requirement_is_pinned_once() -> None:
+    for file in ("cpu.txt", "gpu.txt", "dev.txt"):
+        assert all(re.fullmatch(r"[\w.\-]+(\[[\w,]+\])?==[\w.]+", line) for line in lines(file)), file
+        assert len(names(file)) == len(lines(file)), file
+
+
+def test_versions_agree_between_machines() -> None:
+    cpu, gpu = (dict(line.split("==") for line in lines(file)) for file in ("cpu.txt", "gpu.txt"))
+    differing = [name for name in cpu.keys() & gpu.keys() if cpu[name] != gpu[name]]
+    assert not differing
+
+
+def test_every_package_that_roll_imports_is_pinned() -> None:
+    providers = packages_distributions()
+    missing = {
+        module
+        for module in third_party_imports("roll") - OPTIONAL
+        if not {normal(name) for name in providers.get(module, [module])} & names("cpu.txt")
+    }
+    assert not missing
+
+
+def test_the_console_script_and_the_engine_plug_in_are_registered() -> None:
+    (script,) = entry_points(group="console_scripts", name="roll")
+    (plug_in,) = entry_points(group="sglang.srt.platforms", name="roll_cpu")
+    assert script.value == "roll.cli:main"
+    assert callable(plug_in.load())
