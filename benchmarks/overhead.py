@@ -54,6 +54,7 @@ def run_demo_steps(folder: Path) -> list[dict[str, float]]:
         f"validation.data_args.file_name=[{folder}/data/val.jsonl]",
         f"max_steps={STEPS}",
         "eval_steps=0",
+        "save_steps=0",
         "save_checkpoint=false",
     ]
     asyncio.run(run(load_config(HERE / "rlvr_config.yaml", overrides)))

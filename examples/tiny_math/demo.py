@@ -13,7 +13,6 @@ import asyncio
 import json
 import time
 from pathlib import Path
-
 from typing import TYPE_CHECKING
 
 from rich.console import Console
