@@ -104,7 +104,8 @@ def _time(step: Callable[[], float]) -> float:
 def _tokens(work: Work) -> Any:
     import torch
 
-    return torch.randint(0, SHAPE["vocab_size"], (work.samples, work.length), generator=torch.Generator().manual_seed(1))
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, SHAPE["vocab_size"], (work.samples, work.length), generator=generator)
 
 
 def _transformers_step(folder: Path, work: Work) -> Callable[[], float]:
@@ -149,8 +150,10 @@ def _megatron_step(layout: ParallelLayout, rank: int, folder: Path, work: Work) 
         model_args=ModelArguments(model_name_or_path=str(folder), dtype="fp32"),
         training_args=TrainingArguments(learning_rate=work.learning_rate),
         strategy_args=StrategyArguments(strategy_config=sizes),
+        device_mapping=list(range(layout.world_size)),
     )
-    strategy = MegatronTrainStrategy(worker, SFTConfig(response_length=work.length), layout, rank, get_platform("cpu"))
+    config = SFTConfig(response_length=work.length, actor_train=worker)
+    strategy = MegatronTrainStrategy(worker, config, layout, rank, get_platform("cpu"))
     strategy.initialize()
     ids = _tokens(work)[strategy.coordinates.data :: layout.data]
     mask = torch.ones_like(ids)

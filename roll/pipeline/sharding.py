@@ -14,7 +14,7 @@ from roll.distributed.protocol import DataProto
 if TYPE_CHECKING:
     from roll.distributed.cluster import Cluster
 
-LOG_PROB_KEYS = ("input_ids", "attention_mask", "position_ids")
+LOG_PROB_KEYS = ("input_ids", "attention_mask", "position_ids", "response_mask")
 
 
 def sample_lengths(data: DataProto) -> list[int]:

@@ -60,8 +60,10 @@ class RankContext:
             model_args=ModelArguments(model_name_or_path=str(model), dtype=dtype),
             training_args=TrainingArguments(**({"learning_rate": 1e-3} | (training or {}))),
             strategy_args=StrategyArguments(strategy_config=sizes | (megatron or {})),
+            device_mapping=list(range(self.layout.world_size)),
         )
-        config = SFTConfig(**({"start_timeout_s": 60.0, "rpc_timeout_s": 60.0, "response_length": 1024} | pipeline))
+        times = {"start_timeout_s": 60.0, "rpc_timeout_s": 60.0}
+        config = SFTConfig(**times | {"response_length": 1024, "actor_train": worker} | pipeline)
         kind = MegatronInferStrategy if infer else MegatronTrainStrategy
         strategy = kind(worker, config, self.layout, self.rank, get_platform("cpu"))
         strategy.initialize()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,8 @@ def run(context: RankContext) -> None:
         _timed(context, f"score {family}", _score_and_export, context, family, Path(model))
     for name, options in context.arguments["variants"].items():
         _timed(context, f"train {name}", _train, context, name, Path(context.arguments["trained"]), dict(options))
+    for name, options in context.arguments["policies"].items():
+        _timed(context, f"policy {name}", _policy, context, name, Path(context.arguments["trained"]), dict(options))
     for name, options in context.arguments["resumed"].items():
         _timed(context, f"resume {name}", _resume, context, name, Path(context.arguments["trained"]), dict(options))
 
@@ -84,6 +87,35 @@ def _train(context: RankContext, name: str, model: Path, options: dict[str, Any]
     context.results[f"steps/{name}"] = [strategy.train_step(data) for _ in range(STEPS)]
     strategy.export_hf(context.folder / name)
     context.results[f"memory/{name}"] = strategy.memory()
+    strategy.shutdown()
+
+
+def _policy(context: RankContext, name: str, model: Path, options: dict[str, Any]) -> None:
+    """Old log-probs by the same weights, two policy steps, then a learning rate that destroys the model.
+
+    The last micro-batch has no response token: it must cost nothing and break nothing.
+    """
+    from roll.algorithms.losses import PolicyLossConfig
+    from roll.distributed.strategy.megatron_optimizer import NonFiniteError
+
+    size = options.pop("micro_batch_size")
+    strategy = context.strategy(model, **options)
+    data = training_batch(strategy.coordinates.data, context.layout.data, size)
+    plan = data.meta_info["optimizer_steps"][0]
+    data.batch["response_mask"][plan["micro_batches"][-1]] = False
+    data.meta_info |= {"temperature": TEMPERATURE, "micro_batches": plan["micro_batches"], "loss": "policy"}
+    data.meta_info["loss_config"] = PolicyLossConfig(entropy_loss_coef=0.01)
+    scored = strategy.compute_log_probs(data)
+    shape = data.batch["input_ids"].shape
+    data.batch["old_log_probs"] = scored.batch["log_probs"] if len(scored) else torch.zeros(shape)
+    data.batch["advantages"] = torch.linspace(-1.0, 1.0, shape[0])[:, None].expand(shape).clone()
+    context.results[f"policy/{name}"] = [strategy.train_step(data) for _ in range(2)]
+    strategy.schedule = replace(strategy.schedule, peak=1e30)
+    try:
+        for _ in range(2):
+            strategy.train_step(data)
+    except NonFiniteError as error:
+        context.results[f"non-finite/{name}"] = str(error)
     strategy.shutdown()
 
 

@@ -57,6 +57,13 @@ RESUMED = {
     "dp2": {"dp2": {"micro_batch_size": 2}},
     "tp2 x pp2": {"tp2 x pp2": {"micro_batch_size": 2, "megatron": SEQUENCE_PARALLEL}},
 }
+POLICIES = {
+    "tp1": {"tp1": {"micro_batch_size": 3}},
+    "tp2": {"tp2": {"micro_batch_size": 3, "megatron": SEQUENCE_PARALLEL}},
+    "pp2": {"pp2": {"micro_batch_size": 2}},
+    "dp2": {},
+    "tp2 x pp2": {},
+}
 LAYOUTS = {
     "tp1": ParallelLayout(),
     "tp2": ParallelLayout(tensor=2),
@@ -87,6 +94,7 @@ def run(models, tmp_path_factory):
                 "models": {} if layout == "dp2" else models,
                 "trained": models["qwen3"],
                 "variants": VARIANTS[layout],
+                "policies": POLICIES[layout],
                 "resumed": RESUMED[layout],
             }
             ranks = run_on_ranks("tests.integration.megatron_scenario:run", LAYOUTS[layout], folder, **arguments)
@@ -169,6 +177,24 @@ def test_training_lowers_the_loss(run):
 def test_bf16_follows_fp32(run):
     (rank,), _ = run("tp1")
     assert rank["steps/tp1, bf16"][0]["loss"] == pytest.approx(rank["steps/tp1"][0]["loss"], rel=2e-2)
+
+
+@pytest.mark.parametrize("layout", [layout for layout in POLICIES if POLICIES[layout]])
+def test_first_policy_step_has_ratio_one_and_the_second_has_moved(run, layout):
+    ranks, _ = run(layout)
+    for rank in ranks:
+        first, second = rank[f"policy/{layout}"]
+        assert first["ratio_max"] == pytest.approx(1.0, abs=1e-5)
+        assert first["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+        assert abs(first["policy_kl"]) < 1e-5
+        assert abs(second["ratio_max"] - 1.0) > 1e-4
+
+
+@pytest.mark.parametrize("layout", [layout for layout in POLICIES if POLICIES[layout]])
+def test_a_loss_that_is_not_finite_stops_every_rank_with_the_step(run, layout):
+    ranks, _ = run(layout)
+    for rank in ranks:
+        assert rank[f"non-finite/{layout}"].startswith("optimizer step 3: the loss is nan")
 
 
 @pytest.mark.parametrize("layout, name", [(layout, name) for layout, names in RESUMED.items() for name in names])

@@ -48,7 +48,7 @@ def save(folder: Path, wrapped: DistributedDataParallel, optimizer: MegatronOpti
         folder.mkdir(parents=True, exist_ok=True)
     torch.distributed.barrier()
     state = _sharded_state(wrapped, optimizer, loading=False)
-    state["optimizer_steps"] = optimizer_steps
+    state |= {"optimizer_steps": optimizer_steps, "layout": _layout()}
     strategy = InProcessSave(backend="torch_dist", version=1, thread_count=1)
     dist_checkpointing.save(state, str(folder), sharded_strategy=strategy, content_metadata=OPTIMIZER_FORMAT)
     torch.distributed.barrier()
@@ -62,9 +62,13 @@ def load(folder: Path, wrapped: DistributedDataParallel, optimizer: MegatronOpti
 
     Raises:
         FileNotFoundError: `folder` holds no checkpoint.
+        ValueError: it was written at another layout.
     """
     if not (folder / "metadata.json").is_file():
         raise FileNotFoundError(f"{folder}: no Megatron checkpoint (metadata.json) here")
+    written = dist_checkpointing.load_common_state_dict(str(folder))["layout"]
+    if written != _layout():
+        raise ValueError(f"{folder}: written at {written}, this run has {_layout()}; resume at the same layout")
     _allocate_optimizer_state(optimizer)
     state = dist_checkpointing.load(_sharded_state(wrapped, optimizer, loading=True), str(folder))
     wrapped.module.load_state_dict(state["model"])
@@ -116,24 +120,28 @@ def _sharded_state(wrapped: DistributedDataParallel, optimizer: MegatronOptimize
     }
 
 
+def _layout() -> dict[str, int]:
+    """Sizes of the parallel dimensions, in the order of Megatron's ranks."""
+    return {
+        "tensor": parallel_state.get_tensor_model_parallel_world_size(),
+        "data": parallel_state.get_data_parallel_world_size(),
+        "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
+    }
+
+
 def _random_state() -> ShardedObject:
     """This rank's generators; every rank has its own."""
     place = (
-        parallel_state.get_pipeline_model_parallel_rank(),
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_data_parallel_rank(),
-    )
-    sizes = (
-        parallel_state.get_pipeline_model_parallel_world_size(),
-        parallel_state.get_tensor_model_parallel_world_size(),
-        parallel_state.get_data_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_rank(),
     )
     state = {
         "torch": torch.get_rng_state(),
         "device": torch.cuda.get_rng_state(),
         "tracker": get_cuda_rng_tracker().get_states(),
     }
-    return ShardedObject("random", state, sizes, place, replica_id=0)
+    return ShardedObject("random", state, tuple(_layout().values()), place, replica_id=0)
 
 
 def _set_random_state(state: dict[str, Any]) -> None:

@@ -40,6 +40,7 @@ def build_optimizer(
         ValueError: fp16, which would need loss scaling and skipped steps.
     """
     dtype = wrapped.module.config.params_dtype
+    on_cpu = next(wrapped.parameters()).device.type == "cpu"
     if dtype == torch.float16:
         raise ValueError("actor_train.model_args.dtype: fp16 cannot be trained; use bf16 or fp32")
     optimizer = get_megatron_optimizer(
@@ -57,11 +58,11 @@ def build_optimizer(
             bf16=dtype == torch.bfloat16,
         ),
         [wrapped],
-        use_gloo_process_groups=torch.cuda.is_available(),
+        use_gloo_process_groups=not on_cpu,
     )
     for group in optimizer.param_groups:
         group["weight_decay"] = arguments.weight_decay * group["wd_mult"]
-        if not torch.cuda.is_available():
+        if on_cpu:
             group["fused"], group["foreach"] = True, False
     return optimizer
 

@@ -6,8 +6,6 @@ import math
 from dataclasses import dataclass
 
 from roll.configs.arguments import TrainingArguments
-from roll.configs.pipeline import BaseConfig, RLConfig
-from roll.configs.worker import WorkerConfig
 
 
 @dataclass(frozen=True)
@@ -40,13 +38,3 @@ class LearningRate:
         progress = min(1.0, (step - self.warmup_steps + 1) / max(1, self.total_steps - self.warmup_steps))
         share = 1.0 - progress if self.shape == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
         return self.minimum + (self.peak - self.minimum) * share
-
-
-def total_optimizer_steps(worker: WorkerConfig, pipeline: BaseConfig, data_parallel: int) -> int:
-    """Optimizer steps of a whole run: those of one batch, times epochs, times batches."""
-    if not isinstance(pipeline, RLConfig):
-        return pipeline.max_steps
-    arguments = worker.training_args
-    per_step = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * data_parallel
-    samples = pipeline.rollout_batch_size * pipeline.num_return_sequences_in_group
-    return pipeline.max_steps * pipeline.ppo_epochs * max(1, math.ceil(samples / per_step))

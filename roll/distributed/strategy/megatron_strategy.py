@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tensordict import TensorDict
 
-from roll.configs.arguments import MegatronConfig
+from roll.configs.batches import training_batch
 from roll.configs.layout import ParallelLayout
+from roll.configs.layouts import megatron_config
 from roll.configs.pipeline import BaseConfig
 from roll.configs.worker import WorkerConfig
 from roll.distributed.protocol import DataProto
@@ -53,7 +54,7 @@ class MegatronInferStrategy(InferenceStrategy):
         self.rank = rank
         self.platform = platform
         self.role = role
-        self.megatron = MegatronConfig(**worker_config.strategy_args.strategy_config)
+        self.megatron = megatron_config(worker_config)
 
     def initialize(self) -> None:
         """Joins the role's process group (MASTER_ADDR and MASTER_PORT say where) and builds the model.
@@ -228,15 +229,14 @@ class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
     def _build(self, folder: Path) -> None:
         from roll.distributed.strategy.megatron_forward import ForwardPass
         from roll.distributed.strategy.megatron_optimizer import build_optimizer, wrap_model
-        from roll.distributed.strategy.megatron_schedule import LearningRate, total_optimizer_steps
+        from roll.distributed.strategy.megatron_schedule import LearningRate
 
         arguments = self.worker_config.training_args
         self.stage = self._imported_stage(folder)
         self.wrapped = wrap_model(self.stage, self.megatron)
         self.optimizer = build_optimizer(self.wrapped, arguments, self.megatron, self.pipeline_config.max_grad_norm)
         self.forward = ForwardPass(self.wrapped, self.stage, self.model, self.device)
-        total = total_optimizer_steps(self.worker_config, self.pipeline_config, self.layout.data)
-        self.schedule = LearningRate.of(arguments, total)
+        self.schedule = LearningRate.of(arguments, training_batch(self.pipeline_config).schedule_steps)
         self.optimizer_steps = 0
 
     def _loss_scale(self, plan: dict[str, Any]) -> Any:

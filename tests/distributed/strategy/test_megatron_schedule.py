@@ -1,9 +1,7 @@
 import pytest
 
 from roll.configs.arguments import TrainingArguments
-from roll.configs.pipeline import RLVRConfig, SFTConfig
-from roll.configs.worker import WorkerConfig
-from roll.distributed.strategy.megatron_schedule import LearningRate, total_optimizer_steps
+from roll.distributed.strategy.megatron_schedule import LearningRate
 
 
 def rates(steps=10, **options):
@@ -29,10 +27,3 @@ def test_cosine_is_half_way_in_the_middle():
 def test_a_run_made_longer_stays_at_the_minimum():
     schedule = LearningRate.of(TrainingArguments(learning_rate=1.0, lr_scheduler_type="linear"), 10)
     assert schedule.at(50) == 0.0
-
-
-def test_schedule_counts_the_optimizer_steps_of_the_run():
-    worker = WorkerConfig(training_args=TrainingArguments(per_device_train_batch_size=4, gradient_accumulation_steps=2))
-    rlvr = RLVRConfig(rollout_batch_size=8, num_return_sequences_in_group=4, max_steps=5, ppo_epochs=2)
-    assert total_optimizer_steps(worker, rlvr, data_parallel=2) == 5 * 2 * 2
-    assert total_optimizer_steps(worker, SFTConfig(max_steps=7), data_parallel=2) == 7

@@ -1,0 +1,40 @@
+import os
+import subprocess
+import sys
+
+import pytest
+
+from roll.platforms import detect, get_platform
+
+
+def test_auto_is_what_the_machine_has():
+    assert get_platform("auto").name == detect()
+
+
+def test_an_unknown_platform_lists_the_known():
+    with pytest.raises(ValueError, match="'tpu' is unknown; use auto, cpu or cuda"):
+        get_platform("tpu")
+
+
+def test_cpu_answers():
+    platform = get_platform("cpu")
+    memory = platform.memory()
+    assert (platform.device_type, platform.collective_backend) == ("cpu", "gloo")
+    assert platform.device_count() == len(os.sched_getaffinity(0))
+    assert 0 < memory["used"] <= memory["peak"] < memory["total"]
+    assert platform.torch_device(3).type == "cpu"
+
+
+def test_pinning_sets_affinity_and_threads_together():
+    program = (
+        "import os, torch\nfrom roll.platforms import get_platform\n"
+        "core = max(os.sched_getaffinity(0))\nget_platform('cpu').setup_process([core], 1)\n"
+        "print(os.sched_getaffinity(0) == {core}, torch.get_num_threads(), os.environ['OMP_NUM_THREADS'])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["True", "1", "1"], done.stderr
+
+
+def test_more_threads_than_cores_is_refused():
+    with pytest.raises(ValueError, match="3 threads cannot run on 2 cores"):
+        get_platform("cpu").setup_process([0, 1], 3)
