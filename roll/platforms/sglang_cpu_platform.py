@@ -22,6 +22,10 @@ def _nothing_to_wait_for(device: Any = None) -> None:
     """Operators on a CPU are done when they return."""
 
 
+def _unpadded(model_config: Any, attribute: str, multiple: int) -> Any:
+    return model_config
+
+
 class SglangCpuPlatform(SRTPlatform):
     """The `cpu` device for SGLang; one NUMA node's memory is shared by all engines on it."""
 
@@ -32,14 +36,19 @@ class SglangCpuPlatform(SRTPlatform):
     def init_backend(self) -> None:
         """Puts the batched attention and the seeded sampler in place, in an engine's processes.
 
-        SGLang's weight checksums call `torch.cuda.synchronize` whatever the device, so that becomes a no-op.
+        Two functions of SGLang do not suit torch operators and are replaced. Its weight checksums call
+        `torch.cuda.synchronize` whatever the device: that becomes a no-op. On a CPU it pads the intermediate size of
+        a model to what its compiled kernels want: that is left as it is, so that parameters keep their shapes.
 
         Raises:
             ValueError: `ROLL_CPU_ATTENTION` is neither `batched` nor `stock`.
         """
+        from sglang.srt.configs import update_config
+
         from roll.platforms import sglang_cpu_sampling
 
         torch.cuda.synchronize = _nothing_to_wait_for
+        update_config.update_intermediate_size = _unpadded
         sglang_cpu_sampling.install()
         choice = os.environ.get(ATTENTION_VARIABLE, ATTENTION_CHOICES[0])
         if choice not in ATTENTION_CHOICES:
