@@ -109,10 +109,10 @@ class InferWorker(Worker):
             for bucket in stage:
                 await self._strategy.receive_broadcast(list(bucket.specs), group.name, flattened=True)
 
-    @register(deadline="sync_timeout_s")
-    async def receive_shared(self, handle: bytes) -> None:
-        """Loads one bucket that a process on this node shares."""
-        await self._strategy.receive_tensors([handle] * self.config.num_gpus_per_worker)
+    @register(dispatch=Dispatch.ALL_TO_ALL, deadline="sync_timeout_s")
+    async def receive_shared(self, handles: list[bytes]) -> None:
+        """Loads one bucket that a process on this node shares; one handle for each rank of this engine."""
+        await self._strategy.receive_tensors(handles)
 
     @register(deadline="sync_timeout_s")
     async def end_update(self, version: int) -> None:

@@ -21,7 +21,7 @@ CPU_SLOT = "cpu_slot"
 """Ray resource that is one device on platform cpu; a node joined by hand declares it with `ray start --resources`."""
 OBJECT_STORE_BYTES = 1 << 29
 """Enough for the batches of a step; the store spills to disk beyond it."""
-RESERVE_TIMEOUT_S = 20.0
+RESERVE_TIMEOUT_S = 10.0
 """Reserving what is free takes under a second; longer means that something else holds the devices."""
 CONNECT_TIMEOUT_S = 5.0
 """A Ray that exists accepts a connection at once."""

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from roll.configs.layout import ParallelLayout
     from roll.configs.pipeline import BaseConfig
     from roll.configs.worker import WorkerConfig
+    from roll.distributed.weight_sync.groups import WeightsGroup
     from roll.distributed.weight_sync.plan import Bucket
-    from roll.distributed.weight_sync.sender import Fault, Sent, WeightSender
+    from roll.distributed.weight_sync.sender import Fault, Sent, SourceInfo, WeightSender
 
 STRATEGIES = {
     "megatron_train": "roll.distributed.strategy.megatron_strategy:MegatronTrainStrategy",
@@ -81,13 +82,12 @@ class TrainWorker(Worker):
         return self._strategy.memory()
 
     @register(deadline="sync_timeout_s")
-    def prepare_publishing(self, engine_tensor_parallel: int) -> Any:
+    def prepare_publishing(self) -> SourceInfo | None:
         """What this rank publishes: a `SourceInfo` on the source of each stage, None elsewhere."""
         from roll.distributed.weight_sync.sender import WeightSender
 
-        self._sender = WeightSender(
-            self._strategy, self.rank, self._layout, self._strategy.model_folder, engine_tensor_parallel
-        )
+        if self._sender is None:
+            self._sender = WeightSender(self._strategy, self.rank, self._layout, self._strategy.model_folder)
         return self._sender.source_info()
 
     @register(deadline="sync_timeout_s")
@@ -96,7 +96,7 @@ class TrainWorker(Worker):
         return self._publishing().free_port()
 
     @register(deadline="sync_timeout_s")
-    def join_weights_groups(self, groups: list[Any], timeout_s: float) -> None:
+    def join_weights_groups(self, groups: list[WeightsGroup], timeout_s: float) -> None:
         """Joins the broadcast group of its stage where this rank is the source."""
         self._publishing().join(groups, timeout_s)
 
@@ -106,16 +106,18 @@ class TrainWorker(Worker):
         self._publishing().leave()
 
     @register(deadline="sync_timeout_s")
-    def broadcast_weights(self, buckets: list[list[Bucket]], digest: bool, fault: Fault | None = None) -> Sent | None:
+    def broadcast_weights(
+        self, buckets: list[list[Bucket]], digest_ranks: int, fault: Fault | None
+    ) -> Sent | None:
         """Sends this stage's buckets; see `WeightSender.broadcast`."""
-        return self._publishing().broadcast(buckets, digest, fault)
+        return self._publishing().broadcast(buckets, digest_ranks, fault)
 
     @register(deadline="sync_timeout_s")
     def share_weights(
-        self, buckets: list[list[Bucket]], index: int, digest: bool, fault: Fault | None = None
+        self, buckets: list[list[Bucket]], index: int, receivers: int, digest_ranks: int, fault: Fault | None
     ) -> Sent | None:
         """Offers bucket `index` of this stage to engines on this node; see `WeightSender.share`."""
-        return self._publishing().share(buckets, index, digest, fault)
+        return self._publishing().share(buckets, index, receivers, digest_ranks, fault)
 
     def _publishing(self) -> WeightSender:
         if self._sender is None:

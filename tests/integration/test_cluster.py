@@ -142,7 +142,7 @@ def test_devices_that_do_not_fit_fail_at_once_with_the_table(resources: Resource
         ResourceManager("cpu", 8, {"actor_train": [0, 7]})
 
 
-def test_a_ray_that_does_not_answer_is_an_error_that_says_so(config: BaseConfig) -> None:
+def test_a_ray_that_cannot_be_had_is_an_error_that_says_why(config: BaseConfig) -> None:
     code = textwrap.dedent("""
         from roll.configs.pipeline import BaseConfig
         from roll.distributed.resources import RayStartError, start_ray
@@ -151,9 +151,13 @@ def test_a_ray_that_does_not_answer_is_an_error_that_says_so(config: BaseConfig)
         except RayStartError as error:
             print(error)
     """)
-    expected = {"127.0.0.1:1": "no Ray answers at RAY_ADDRESS=127.0.0.1:1", "nowhere": "is not HOST:PORT"}
-    for address, said in expected.items():
-        environment = {**os.environ, "RAY_ADDRESS": address}
+    expected = [
+        ({"RAY_ADDRESS": "127.0.0.1:1"}, "no Ray answers at RAY_ADDRESS=127.0.0.1:1"),
+        ({"RAY_ADDRESS": "nowhere"}, "is not HOST:PORT"),
+        ({"RAY_TMPDIR": "/proc/nowhere"}, "cannot start Ray on this machine for run 'roll': FileNotFoundError"),
+    ]
+    for variables, said in expected:
+        environment = {**os.environ, **variables}
         run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
         assert said in run.stdout, run.stderr
 

@@ -20,7 +20,7 @@ from roll.distributed.infer_worker import InferWorker
 from roll.distributed.pending import ClusterError
 from roll.distributed.protocol import DataProto
 from roll.distributed.resources import ResourceManager, start_ray, stop_ray
-from roll.distributed.weight_sync.publisher import WeightPublisher
+from roll.distributed.weight_sync.publisher import SharedTransport, WeightPublisher
 from roll.distributed.weight_sync.sender import Fault
 from roll.distributed.weight_sync.transaction import PublishError, PublishReport
 from roll.models.tiny import write_tiny_model
@@ -29,6 +29,7 @@ from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
 pytestmark = pytest.mark.integration
 
 SLOTS = 6
+MODEL = {"tie_word_embeddings": True, "hidden_size": 128, "intermediate_size": 384, "head_dim": 32}
 DEVICES = {"tp2": [0, 1], "pp2": [2, 3], "actor_infer": [4]}
 
 
@@ -42,7 +43,7 @@ def megatron(devices: list[int], **sizes: int) -> WorkerConfig:
 
 @dataclass
 class World:
-    """Everything the tests share: two training clusters, one engine, and a publisher from each."""
+    """Everything the tests share: two training clusters, one engine, and two publishers from each."""
 
     config: RLVRConfig
     clusters: dict[str, Cluster]
@@ -56,11 +57,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     folder = tmp_path_factory.mktemp("run")
     config = RLVRConfig(
         output_dir=str(folder),
-        pretrain=str(write_tiny_model(folder / "model", "qwen2", tie_word_embeddings=True, head_dim=16)),
+        pretrain=str(write_tiny_model(folder / "model", "qwen2", **MODEL)),
         prompt_length=32,
         response_length=32,
         verify_weights="always",
-        sync_timeout_s=60,
+        sync_timeout_s=30,
         sync_retry_delay_s=0,
         max_sync_retries=1,
         start_timeout_s=240,
@@ -91,7 +92,12 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         for pending in starting:
             pending.get()
         engine = clusters["actor_infer"]
-        publishers = {role: WeightPublisher(clusters[role], engine, config) for role in ("tp2", "pp2")}
+        publishers = {
+            "tp2": WeightPublisher(clusters["tp2"], engine, config),
+            "pp2": WeightPublisher(clusters["pp2"], engine, config),
+            "tp2 shared": WeightPublisher(clusters["tp2"], engine, config, SharedTransport),
+            "pp2 shared": WeightPublisher(clusters["pp2"], engine, config, SharedTransport),
+        }
         for publisher in publishers.values():
             asyncio.run(publisher.setup())
         yield World(config, clusters, publishers)
@@ -102,10 +108,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         stop_ray()
 
 
-def publish(world: World, role: str, fault: Fault | None = None) -> PublishReport:
-    """The next version, from this training cluster."""
+def publish(world: World, way: str, fault: Fault | None = None) -> PublishReport:
+    """The next version, from this training cluster and by this way."""
     world.version += 1
-    return asyncio.run(world.publishers[role].publish(world.version, fault))
+    return asyncio.run(world.publishers[way].publish(world.version, fault))
 
 
 def generate(world: World, temperature: float, count: int = 6) -> list[tuple[list[int], GenerateResult]]:
@@ -153,10 +159,11 @@ def test_an_engine_on_dummy_weights_serves_nothing_before_the_first_publish(worl
         generate(world, 1.0)
 
 
-@pytest.mark.parametrize("role", ["tp2", "pp2"])
-def test_log_probs_agree_before_and_after_three_publishes(world: World, role: str) -> None:
+@pytest.mark.parametrize("way", ["tp2", "pp2", "tp2 shared", "pp2 shared"])
+def test_log_probs_agree_before_and_after_three_publishes(world: World, way: str) -> None:
+    role = way.split()[0]
     for _ in range(4):
-        report = publish(world, role)
+        report = publish(world, way)
         assert report.verified and report.attempts == 1
         assert disagreement(world, role, 1.0) < 1e-4
         assert disagreement(world, role, 0.7) < 1e-4
@@ -171,26 +178,29 @@ def test_the_tiny_model_is_published_in_three_tenths_of_a_second(world: World) -
     assert all(0 < report.pause_seconds <= report.seconds and not report.verified for report in reports)
 
 
-@pytest.mark.parametrize("role", ["tp2", "pp2"])
+@pytest.mark.parametrize("way", ["tp2", "pp2", "pp2 shared"])
 @pytest.mark.parametrize(
     ("kind", "said"), [("corrupt", "arrived different"), ("drop", "was not published"), ("fail", "told to fail")]
 )
 def test_damage_is_detected_and_the_engine_serves_nothing_until_a_whole_publish(
-    world: World, role: str, kind: str, said: str
+    world: World, way: str, kind: str, said: str
 ) -> None:
     name = "model.layers.3.mlp.down_proj.weight"
     with pytest.raises(PublishError) as caught:
-        publish(world, role, Fault(kind, name))
+        publish(world, way, Fault(kind, name))
     message = str(caught.value)
     assert said in message and "model.layers.3" in message and "2 attempt(s)" in message
     with pytest.raises(ClusterError, match="serves nothing"):
         generate(world, 1.0)
-    publish(world, role)
-    assert disagreement(world, role, 1.0) < 1e-4
+    publish(world, way)
+    assert disagreement(world, way.split()[0], 1.0) < 1e-4
 
 
-def test_nothing_is_left_running(world: World) -> None:
-    engine = world.clusters["actor_infer"].process_ids().get()[0]
-    assert len(engine) >= 3
-    world.clusters["actor_infer"].shutdown()
-    assert not [process for process in engine if psutil.pid_exists(process)]
+def test_an_engine_ends_with_the_worker_that_owns_it(world: World) -> None:
+    [engine] = world.clusters["actor_infer"].process_ids().get()
+    processes = [psutil.Process(process) for process in engine]
+    assert len(processes) >= 3
+    processes[0].kill()
+    assert not psutil.wait_procs(processes, timeout=20)[1]
+    with pytest.raises(PublishError, match="actor_infer.* failed on rank 0"):
+        publish(world, "tp2")

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 PAUSE_MODE = "retract"
 """Running requests go on under the new weights with a cache recomputed under them; the prefix cache can be emptied."""
-JOIN_TIMEOUT_S = 30.0
-"""A group of processes that all answer calls forms in milliseconds."""
 SHOWN_DIFFERENCES = 5
 """Tensors named in the message of a failed verification."""
 MEGABYTE = 1 << 20
@@ -32,10 +30,12 @@ class WeightPublisher:
     stage broadcasts to all engines in a group of its own.
     """
 
-    def __init__(self, train: Cluster, infer: Cluster, config: BaseConfig) -> None:
-        """Joins nothing yet."""
+    def __init__(
+        self, train: Cluster, infer: Cluster, config: BaseConfig, way: type[ClusterTransport] | None = None
+    ) -> None:
+        """Joins nothing yet; the `way` is chosen by the device mappings where none is given."""
         self._config = config
-        self._transport = _transport(train, infer, config)
+        self._transport = (way or choose_way(train, infer))(train, infer, config)
         self._transaction = Transaction(
             self._transport, config.sync_timeout_s, config.max_sync_retries, config.sync_retry_delay_s
         )
@@ -68,21 +68,22 @@ class WeightPublisher:
         return report
 
 
-def _transport(train: Cluster, infer: Cluster, config: BaseConfig) -> ClusterTransport:
-    """The way weights go.
+def choose_way(train: Cluster, infer: Cluster) -> type[ClusterTransport]:
+    """Shared memory where both own the same devices of one node, else broadcast.
 
     Raises:
         ValueError: GPUs are shared over several nodes, where neither memory nor NCCL can be.
     """
-    colocated = train.config.device_mapping == infer.config.device_mapping
-    if not colocated or (train.nodes > 1 and train.platform == "cpu"):
-        return BroadcastTransport(train, infer, config)
-    if train.nodes > 1:
-        raise ValueError(
-            f"{train.role} and {infer.role} share GPUs on {train.nodes} nodes; weights can be shared within one node: "
-            "give them disjoint device_mapping, or one node"
-        )
-    return SharedTransport(train, infer, config)
+    if train.config.device_mapping != infer.config.device_mapping:
+        return BroadcastTransport
+    if train.nodes == 1:
+        return SharedTransport
+    if train.platform == "cpu":
+        return BroadcastTransport
+    raise ValueError(
+        f"{train.role} and {infer.role} share GPUs on {train.nodes} nodes; weights can be shared within one node only: "
+        "give them disjoint device_mapping, or one node"
+    )
 
 
 class ClusterTransport:
@@ -96,7 +97,7 @@ class ClusterTransport:
 
     async def setup(self) -> None:
         """Asks every rank what it publishes, and checks it."""
-        answers = await self._train.prepare_publishing(self._infer.layout.tensor)
+        answers = await self._train.prepare_publishing()
         self._sources = sorted((a for a in answers if a is not None), key=lambda source: source.stage)
         check_stages([source.specs for source in self._sources])
 
@@ -105,6 +106,9 @@ class ClusterTransport:
         size = self._config.model_update_buffer_size_mb * MEGABYTE
         dropped = self.fault.name if self.fault is not None and self.fault.kind == "drop" else None
         return [make_buckets([spec for spec in source.specs if spec.name != dropped], size) for source in self._sources]
+
+    def _digest_ranks(self, digest: bool) -> int:
+        return self._infer.layout.tensor if digest else 0
 
     async def pause(self) -> None:
         """Stops generation."""
@@ -172,15 +176,15 @@ class BroadcastTransport(ClusterTransport):
             WeightsGroup(f"weights-{number}-stage-{source.stage}", source.address, port, world_size, backend)
             for source, port in zip(self._sources, [port for port in ports if port is not None], strict=True)
         ]
-        timeout_s = min(JOIN_TIMEOUT_S, self._config.sync_timeout_s)
         await asyncio.gather(
-            self._train.join_weights_groups(self._groups, timeout_s), self._infer.join_weights_groups(self._groups)
+            self._train.join_weights_groups(self._groups, self._config.sync_timeout_s),
+            self._infer.join_weights_groups(self._groups),
         )
 
     async def transfer(self, digest: bool) -> Transfer:
         """Sources and engines walk through the same buckets; the driver only waits."""
         buckets = self.buckets()
-        sending = self._train.broadcast_weights(buckets, digest, self.fault)
+        sending = self._train.broadcast_weights(buckets, self._digest_ranks(digest), self.fault)
         receiving = self._infer.receive_broadcast(self._groups, buckets)
         sent, _ = await asyncio.gather(sending, receiving)
         return _total(sent)
@@ -198,20 +202,26 @@ class SharedTransport(ClusterTransport):
     async def transfer(self, digest: bool) -> Transfer:
         """Engines load one bucket while sources gather the next."""
         buckets = self.buckets()
+        receivers = self._infer.world_size * self._infer.layout.tensor
         sent: list[Sent] = []
-        loading: list[asyncio.Future] = []
+        loading: asyncio.Future[None] | None = None
         for index in range(max(map(len, buckets))):
-            offered = [s for s in await self._train.share_weights(buckets, index, digest, self.fault) if s is not None]
-            await asyncio.gather(*loading)
-            loading = [asyncio.ensure_future(self._load(offered))]
+            answers = await self._train.share_weights(buckets, index, receivers, self._digest_ranks(digest), self.fault)
+            offered = [answer for answer in answers if answer is not None]
+            if loading is not None:
+                await loading
+            loading = asyncio.ensure_future(self._load(offered))
             sent += offered
-        await asyncio.gather(*loading)
+        if loading is not None:
+            await loading
         await self._train.leave_weights_groups()
         return _total(sent)
 
     async def _load(self, offered: list[Sent]) -> None:
+        ranks = self._infer.layout.tensor
         for bucket in offered:
-            await self._infer.receive_shared(bucket.handle)
+            starts = range(0, len(bucket.handles), ranks)
+            await self._infer.receive_shared([list(bucket.handles[start : start + ranks]) for start in starts])
 
 
 def _total(sent: Sequence[Sent | None]) -> Transfer:

@@ -54,25 +54,18 @@ class Sent:
     Attributes:
         num_bytes: that went out.
         checksums: by the engine's names, of what was meant to go out; empty unless asked for.
-        handle: of a shared bucket; empty for a broadcast.
+        handles: of a shared bucket, one for each engine rank in the order of engines; empty for a broadcast.
     """
 
     num_bytes: int
     checksums: dict[str, str] = field(default_factory=dict)
-    handle: bytes = b""
+    handles: tuple[bytes, ...] = ()
 
 
 class WeightSender:
     """Publishes one pipeline stage. Ranks of data index 0 take part in the gather; tensor rank 0 of them sends."""
 
-    def __init__(
-        self,
-        strategy: TrainStrategy,
-        rank: WorkerRank,
-        layout: ParallelLayout,
-        model_folder: Path,
-        engine_tensor_parallel: int,
-    ) -> None:
+    def __init__(self, strategy: TrainStrategy, rank: WorkerRank, layout: ParallelLayout, model_folder: Path) -> None:
         """Joins nothing yet.
 
         Args:
@@ -80,7 +73,6 @@ class WeightSender:
             rank: of this process.
             layout: of the training role.
             model_folder: HF folder whose config.json says how engines fuse and split tensors.
-            engine_tensor_parallel: ranks of one engine.
         """
         self._strategy = strategy
         self._rank = rank
@@ -88,7 +80,7 @@ class WeightSender:
         self._stage = here.pipeline
         self._gathers = here.data == 0
         self._is_source = self._gathers and here.tensor == 0
-        self._folder, self._engine_ranks = model_folder, engine_tensor_parallel
+        self._folder = model_folder
         self._group: Any = None
         self._tensors: Iterator[tuple[str, torch.Tensor]] = iter(())
         self._checksums: Any = None
@@ -117,18 +109,25 @@ class WeightSender:
             dist.destroy_process_group(self._group)
             self._group = None
 
-    def broadcast(self, stages: list[list[Bucket]], digest: bool, fault: Fault | None) -> Sent | None:
+    def broadcast(self, stages: list[list[Bucket]], digest_ranks: int, fault: Fault | None) -> Sent | None:
         """Sends this stage's buckets, gathering the next while one is under way.
+
+        Args:
+            stages: buckets of every stage.
+            digest_ranks: tensor-parallel ranks of the engines whose checksums are wanted; 0 takes none.
+            fault: damage done on purpose.
 
         Returns:
             What was sent, on the source; None elsewhere.
 
         Raises:
-            SendError: the model yields other tensors than planned.
+            SendError: the model yields other tensors than planned, or no group was joined.
         """
         if not self._gathers:
             return None
-        self._start(digest)
+        if self._is_source and self._group is None:
+            raise SendError("there is no group to broadcast in; join comes first")
+        self._start(digest_ranks)
         sent = 0
         works: list[Any] = []
         for bucket in stages[self._stage]:
@@ -142,16 +141,20 @@ class WeightSender:
             sent += flat.nbytes
         for work in works:
             work.wait()
-        return self._finish(sent)
+        self._check_end()
+        return Sent(sent, self._result()) if self._is_source else None
 
-    def share(self, stages: list[list[Bucket]], index: int, digest: bool, fault: Fault | None) -> Sent | None:
+    def share(
+        self, stages: list[list[Bucket]], index: int, receivers: int, digest_ranks: int, fault: Fault | None
+    ) -> Sent | None:
         """Offers bucket `index` of this stage in memory that engines on this node open; call with 0, 1, 2 and so on.
 
         The bucket before stays valid meanwhile, so that an engine loads one while the next is gathered; `leave` frees
         what is left.
 
         Returns:
-            The bucket's handle on the source, with the checksums of all buckets on the last; None elsewhere.
+            Handles for `receivers` engine ranks on the source, each to be opened once, with the checksums of all
+            buckets on the last; None elsewhere and after the last.
 
         Raises:
             SendError: the model yields other tensors than planned.
@@ -160,21 +163,24 @@ class WeightSender:
         if not self._gathers or index >= len(buckets):
             return None
         if index == 0:
-            self._start(digest)
+            self._start(digest_ranks)
         flat = self._fill(buckets[index], fault)
+        if index == len(buckets) - 1:
+            self._check_end()
         if flat is None:
             return None
         from roll.distributed.strategy.sglang_handles import share
 
         self._kept = [*self._kept[-1:], flat]
-        handle = share(_views(flat, buckets[index]))
-        return self._finish(flat.nbytes, handle) if index == len(buckets) - 1 else Sent(flat.nbytes, handle=handle)
+        views = _views(flat, buckets[index])
+        handles = tuple(share(views) for _ in range(receivers))
+        return Sent(flat.nbytes, self._result() if index == len(buckets) - 1 else {}, handles)
 
-    def _start(self, digest: bool) -> None:
+    def _start(self, digest_ranks: int) -> None:
         from roll.distributed.strategy.sglang_checksums import EngineChecksums
 
         self._tensors = self._strategy.weights()
-        self._checksums = EngineChecksums(self._folder, self._engine_ranks) if digest and self._is_source else None
+        self._checksums = EngineChecksums(self._folder, digest_ranks) if digest_ranks and self._is_source else None
 
     def _fill(self, bucket: Bucket, fault: Fault | None) -> torch.Tensor | None:
         """The bucket's tensors one after the other as bytes [bucket.bytes] uint8; None on ranks that only gather."""
@@ -207,14 +213,13 @@ class WeightSender:
             raise SendError(f"planned {spec.name} {tuple(spec.shape)}, but the model yields {name} {shape}")
         return tensor
 
-    def _finish(self, sent: int, handle: bytes = b"") -> Sent | None:
-        """Sees that nothing unplanned is left, and answers for the source."""
+    def _check_end(self) -> None:
         left = next(self._tensors, None)
         if left is not None:
             raise SendError(f"the model yields {left[0]}, which is not in the plan")
-        if not self._is_source:
-            return None
-        return Sent(sent, {} if self._checksums is None else self._checksums.result(), handle)
+
+    def _result(self) -> dict[str, str]:
+        return {} if self._checksums is None else self._checksums.result()
 
 
 def _views(flat: torch.Tensor, bucket: Bucket) -> list[tuple[str, torch.Tensor]]:

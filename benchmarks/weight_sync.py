@@ -1,0 +1,180 @@
+"""Bytes per second of a publish, TP2 training to one engine, against a bare gloo broadcast of the same bytes.
+
+The bare broadcast runs between two processes of its own on the same machine, while the engine and the training ranks
+are idle. A publish counts whole: pause, session, gather over tensor parallel, broadcast, loading, flush, resume.
+Usage: python -m benchmarks.weight_sync --json FILE
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import Measurement, at_least, at_most, main, median
+
+TARGET_RATIO = 0.5
+"""Of the bandwidth of the bare broadcast."""
+TARGET_TINY_S = 0.3
+"""Seconds of a publish of the tiny model."""
+REPEATS = 7
+BUCKET_MB = 32
+"""Small enough that gathering, sending and loading overlap; the default suits models of many gigabytes."""
+DEVICES = {"actor_train": [0, 1], "actor_infer": [2]}
+
+LARGE: dict[str, Any] = {
+    "vocab_size": 8192,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.02,
+}
+"""226 MB in fp32."""
+TINY: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 384, "head_dim": 32, "tie_word_embeddings": True}
+
+
+def measure() -> Measurement:
+    """The figures of both models, and the checks."""
+    large, tiny = _published(LARGE), _published(TINY)
+    num_bytes = large["reports"][0]["bytes"]
+    bare_seconds = _bare_broadcast(num_bytes)
+    bare = num_bytes / median(bare_seconds)
+    ours = num_bytes / median(_unverified(large, "seconds"))
+    tiny_seconds = median(_unverified(tiny, "seconds"))
+    raw = {
+        "bucket_mb": BUCKET_MB,
+        "large": {"shape": LARGE, **large},
+        "tiny": {"shape": TINY, **tiny},
+        "bare_broadcast_seconds": bare_seconds,
+        "bytes": num_bytes,
+        "bytes_per_second": {"bare": bare, "publish": ours},
+        "pause_seconds": {
+            "large": median(_unverified(large, "pause_seconds")),
+            "tiny": median(_unverified(tiny, "pause_seconds")),
+        },
+    }
+    return raw, [
+        at_least("weight_sync: bytes of the large model", num_bytes, 200e6),
+        at_least("weight_sync: publish / bare gloo broadcast, bytes per second", ours / bare, TARGET_RATIO),
+        at_most("weight_sync: seconds to publish the tiny model", tiny_seconds, TARGET_TINY_S),
+    ]
+
+
+def _unverified(model: dict[str, Any], key: str) -> list[float]:
+    """Of the publishes after the first, which alone is verified."""
+    return [report[key] for report in model["reports"] if not report["verified"]]
+
+
+def _published(shape: dict[str, Any]) -> dict[str, Any]:
+    """Reports of `1 + REPEATS` publishes of a random model of this shape."""
+    with tempfile.TemporaryDirectory() as root, _clusters(Path(root), shape) as (config, train, infer):
+        return asyncio.run(_publish(config, train, infer))
+
+
+async def _publish(config: Any, train: Any, infer: Any) -> dict[str, Any]:
+    from roll.distributed.weight_sync.publisher import WeightPublisher
+
+    publisher = WeightPublisher(train, infer, config)
+    start = time.perf_counter()
+    await publisher.setup()
+    setup_seconds = time.perf_counter() - start
+    reports = [await publisher.publish(version) for version in range(1 + REPEATS)]
+    return {"setup_seconds": setup_seconds, "reports": [asdict(report) for report in reports]}
+
+
+@contextmanager
+def _clusters(root: Path, shape: dict[str, Any]) -> Iterator[tuple[Any, Any, Any]]:
+    """TP2 training ranks and one engine on Ray."""
+    from roll.configs.arguments import ModelArguments, StrategyArguments
+    from roll.configs.layouts import role_layout
+    from roll.configs.pipeline import RLVRConfig
+    from roll.configs.worker import WorkerConfig
+    from roll.distributed.cluster import Cluster
+    from roll.distributed.infer_worker import InferWorker
+    from roll.distributed.resources import ResourceManager, start_ray, stop_ray
+    from roll.distributed.train_worker import TrainWorker
+    from roll.models.tiny import write_tiny_model
+
+    config = RLVRConfig(
+        output_dir=str(root),
+        pretrain=str(write_tiny_model(root / "model", "qwen2", **shape)),
+        prompt_length=32,
+        response_length=32,
+        model_update_buffer_size_mb=BUCKET_MB,
+    )
+    options = {
+        "actor_train": StrategyArguments("megatron_train", {"tensor_model_parallel_size": 2}),
+        "actor_infer": StrategyArguments("sglang", {"load_format": "dummy"}),
+    }
+    roles = {
+        role: WorkerConfig(model_args=ModelArguments(dtype="fp32"), strategy_args=options[role], device_mapping=devices)
+        for role, devices in DEVICES.items()
+    }
+    start_ray(config, "cpu", 3)
+    resources = ResourceManager("cpu", 3, DEVICES)
+    clusters = {
+        role: Cluster(
+            role, TrainWorker if role == "actor_train" else InferWorker, worker, config, resources, role_layout(worker)
+        )
+        for role, worker in roles.items()
+    }
+    try:
+        for pending in [cluster.initialize() for cluster in clusters.values()]:
+            pending.get()
+        yield config, clusters["actor_train"], clusters["actor_infer"]
+    finally:
+        for cluster in clusters.values():
+            cluster.shutdown()
+        stop_ray()
+
+
+def _bare_broadcast(num_bytes: int) -> list[float]:
+    """Seconds of each of `REPEATS` broadcasts of one tensor between two processes."""
+    import torch.multiprocessing
+
+    context = torch.multiprocessing.get_context("spawn")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    answers = context.SimpleQueue()
+    processes = [context.Process(target=_broadcast, args=(rank, port, num_bytes, answers)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(300)
+        if process.exitcode != 0:
+            raise RuntimeError(f"the bare broadcast ended with code {process.exitcode}")
+    return answers.get()
+
+
+def _broadcast(rank: int, port: int, num_bytes: int, answers: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    tensor = torch.zeros(num_bytes, dtype=torch.uint8)
+    seconds = []
+    for _ in range(1 + REPEATS):
+        dist.barrier()
+        start = time.perf_counter()
+        dist.broadcast(tensor, src=0)
+        dist.barrier()
+        seconds.append(time.perf_counter() - start)
+    if rank == 1:
+        answers.put(seconds[1:])
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(measure, __doc__ or "")

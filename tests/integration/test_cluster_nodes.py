@@ -1,0 +1,52 @@
+"""A run over several nodes: two Ray nodes on this machine stand for two machines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster_workers import Echo
+from ray.cluster_utils import Cluster as RayNodes
+
+from roll.configs.layout import ParallelLayout
+from roll.configs.pipeline import BaseConfig
+from roll.configs.worker import WorkerConfig
+from roll.distributed.cluster import Cluster
+from roll.distributed.resources import CPU_SLOT, ResourceError, ResourceManager, start_ray, stop_ray
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture
+def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    node = {"num_cpus": 1, "resources": {CPU_SLOT: 2}, "object_store_memory": 100_000_000, "include_dashboard": False}
+    nodes = RayNodes(initialize_head=True, head_node_args=node)
+    node.pop("include_dashboard")
+    nodes.add_node(**node)
+    nodes.wait_for_nodes()
+    monkeypatch.setenv("RAY_ADDRESS", nodes.address)
+    yield
+    stop_ray()
+    nodes.shutdown()
+
+
+def test_devices_are_counted_through_the_nodes_of_a_joined_ray(two_nodes: None, tmp_path: Path) -> None:
+    config = BaseConfig(output_dir=str(tmp_path), start_timeout_s=120, rpc_timeout_s=60, system_envs={"MINE": "yes"})
+    start_ray(config, "cpu", 2)
+    with pytest.raises(ResourceError, match="needs 3 node"):
+        ResourceManager("cpu", 2, {"echo": [0, 4]})
+    resources = ResourceManager("cpu", 2, {"echo": [0, 1, 2, 3]})
+    with pytest.raises(ResourceError, match="another run holds them"):
+        ResourceManager("cpu", 2, {"other": [0]})
+    layout = ParallelLayout(data=2, tensor=2)
+    echo = Cluster("echo", Echo, WorkerConfig(device_mapping=[0, 1, 2, 3]), config, resources, layout)
+    ranks = echo.describe().get()
+    assert echo.nodes == 2
+    assert [(rank.node, rank.devices, rank.master_address) for rank in ranks] == [
+        (node, (device,), ranks[0].address) for node, device in ((0, 0), (0, 1), (1, 2), (1, 3))
+    ]
+    assert all(rank.address != "127.0.0.1" for rank in ranks)
+    assert echo.shard([[1], [2]]).get() == [(0, [1]), (2, [2])]
+    echo.shutdown()
+    resources.release()
