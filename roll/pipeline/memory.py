@@ -11,16 +11,17 @@ INTERVAL_S = 1.0
 
 
 def resident_bytes() -> int:
-    """Proportional resident memory of this process and its descendants, in bytes.
+    """Resident memory of this process and its descendants, in bytes.
 
-    Shared pages are divided among the processes that share them, so that Ray's object store counts once.
+    A page that several processes share counts for each of them, so this is an upper bound of what is in use; the share
+    of each (PSS) would cost a hundred times as much to ask for.
     """
     own = psutil.Process()
     total = 0
     for process in [own, *own.children(recursive=True)]:
         try:
-            total += process.memory_full_info().pss
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            total += process.memory_info().rss
+        except psutil.NoSuchProcess:
             continue
     return total
 
