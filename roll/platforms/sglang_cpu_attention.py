@@ -27,7 +27,7 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
     def __init__(self, model_runner: Any) -> None:
         """Takes the pools of `model_runner`, as the stock backend does."""
         super().__init__(model_runner)
-        self._plan: list[AttentionBatch] | None = None
+        self._plan: list[AttentionBatch | int] | None = None
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Forgets the plan of the last forward pass; the first layer makes the next, and all layers share it."""
@@ -59,6 +59,7 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
         if self._plan is None:
             self._plan = _plan(torch.ones_like(seq_lens), seq_lens, req_to_token, req_pool_indices, query, k_cache)
         for batch in self._plan:
+            assert isinstance(batch, AttentionBatch), "a single query's mask is never too large"
             _attend(batch, query, output, k_cache, v_cache, scaling)
         return output
 
@@ -89,11 +90,11 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
         if self._plan is None:
             self._plan = _plan(extend_seq_lens, seq_lens, req_to_token, req_pool_indices, query, k_cache)
         for batch in self._plan:
-            if _mask_elements(batch, query, k_cache) <= MASK_ELEMENTS:
+            if isinstance(batch, AttentionBatch):
                 _attend(batch, query, output, k_cache, v_cache, scaling)
                 continue
-            one, rows = batch.requests, batch.tokens[0][batch.filled[0]]
-            span = slice(int(rows[0]), int(rows[-1]) + 1)
+            one, end = [batch], int(extend_seq_lens[: batch + 1].sum())
+            span = slice(end - int(extend_seq_lens[batch]), end)
             super()._run_sdpa_forward_extend(
                 query[span], output[span], k_cache, v_cache, req_to_token, req_pool_indices[one], seq_lens[one],
                 extend_prefix_lens[one], extend_seq_lens[one], None, scaling, enable_gqa, causal,
@@ -108,18 +109,23 @@ def _plan(
     rows: torch.Tensor,
     query: torch.Tensor,
     k_cache: torch.Tensor,
-) -> list[AttentionBatch]:
-    starts = torch.cumsum(queries, 0) - queries
-    present = [index for index, count in enumerate(queries.tolist()) if count > 0]
+) -> list[AttentionBatch | int]:
+    """Batches for all layers of one forward pass; a request too long to be masked is left as its index."""
+    heads = query.shape[1], k_cache.shape[1]
     lengths, widths = queries.tolist(), keys.tolist()
-    groups = group_by_length(
-        [lengths[i] for i in present], [widths[i] for i in present], query.shape[1] // k_cache.shape[1]
-    )
-    return [build_batch([present[i] for i in group], starts, queries, keys, slot_table, rows) for group in groups]
-
-
-def _mask_elements(batch: AttentionBatch, query: torch.Tensor, k_cache: torch.Tensor) -> int:
-    return batch.mask.numel() * (query.shape[1] // k_cache.shape[1])
+    present = [index for index, length in enumerate(lengths) if length > 0]
+    groups = group_by_length([lengths[i] for i in present], [widths[i] for i in present], heads[0] // heads[1])
+    starts = torch.cumsum(queries, 0) - queries
+    slots = slot_table[rows, : max(widths)]
+    plan: list[AttentionBatch | int] = []
+    for group in groups:
+        requests = [present[i] for i in group]
+        first = requests[0]
+        if len(requests) == 1 and lengths[first] * widths[first] * heads[0] // heads[1] > MASK_ELEMENTS:
+            plan.append(first)
+        else:
+            plan.append(build_batch(requests, starts, queries, keys, slots, heads, query.dtype))
+    return plan
 
 
 def _attend(
@@ -131,13 +137,17 @@ def _attend(
     scaling: float | None,
 ) -> None:
     """Writes the attention of one group into `output`; heads that share a key head stand as further queries."""
-    requests, steps = batch.tokens.shape
-    key_heads, heads_per_key = k_cache.shape[1], query.shape[1] // k_cache.shape[1]
-    queries = query[batch.tokens].view(requests, steps, key_heads, heads_per_key, -1)
-    queries = queries.permute(0, 2, 3, 1, 4).reshape(requests, key_heads, heads_per_key * steps, -1)
-    keys = k_cache[batch.slots].transpose(1, 2).to(query.dtype)
-    values = v_cache[batch.slots].transpose(1, 2).to(query.dtype)
-    mask = batch.mask[:, None, None].expand(-1, -1, heads_per_key, -1, -1).flatten(2, 3)
-    result = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scaling)
-    result = result.view(requests, key_heads, heads_per_key, steps, -1).permute(0, 3, 1, 2, 4).flatten(2, 3)
-    output[batch.tokens[batch.filled]] = result[batch.filled].to(output.dtype)
+    requests, longest = len(batch.requests), batch.bias.shape[-1]
+    heads, key_heads = query.shape[1], k_cache.shape[1]
+    queries = query.index_select(0, batch.queries).view(requests, -1, key_heads, heads // key_heads, query.shape[2])
+    queries = queries.permute(0, 2, 3, 1, 4).flatten(2, 3)
+    keys, values = (
+        cache.view(-1, cache.shape[2])
+        .index_select(0, batch.keys)
+        .view(requests, key_heads, longest, -1)
+        .to(query.dtype)
+        for cache in (k_cache, v_cache)
+    )
+    result = scaled_dot_product_attention(queries, keys, values, attn_mask=batch.bias, scale=scaling)
+    result = result.unflatten(2, (heads // key_heads, -1)).permute(0, 3, 1, 2, 4).reshape(-1, heads, values.shape[3])
+    output.index_copy_(0, batch.targets, result.index_select(0, batch.filled).to(output.dtype))

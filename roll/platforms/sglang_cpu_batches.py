@@ -19,21 +19,25 @@ MASK_ELEMENTS = 1 << 24
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """Requests that share one padded attention call; b requests, q queries and k keys of the longest of them.
+    """Requests that share one padded attention call, as index tensors made once and used by every layer.
+
+    b requests, q queries and k keys of the longest of them, Hkv key heads, G query heads for each.
 
     Attributes:
         requests: [b] indices of the requests in the batch.
-        tokens: [b, q] rows of the flattened query tensor; padding repeats the request's last row.
-        filled: [b, q] true where `tokens` is not padding.
-        slots: [b, k] rows of the key and value cache; padding reads slot 0.
-        mask: [b, q, k] true where the query may see the key.
+        queries: [b * q] rows of the flattened query tensor; padding repeats the request's last row.
+        filled: [tokens] which of these are not padding.
+        targets: [tokens] the rows of the flattened output tensor they belong to.
+        keys: [b * Hkv * k] rows of the key and value cache seen as one row per head; padding reads slot 0.
+        bias: [b, 1, G * q, k] zero where the query may see the key, -inf elsewhere.
     """
 
     requests: list[int]
-    tokens: torch.Tensor
+    queries: torch.Tensor
     filled: torch.Tensor
-    slots: torch.Tensor
-    mask: torch.Tensor
+    targets: torch.Tensor
+    keys: torch.Tensor
+    bias: torch.Tensor
 
 
 def group_by_length(
@@ -64,8 +68,9 @@ def build_batch(
     starts: torch.Tensor,
     queries: torch.Tensor,
     keys: torch.Tensor,
-    slot_table: torch.Tensor,
-    rows: torch.Tensor,
+    slots: torch.Tensor,
+    heads: tuple[int, int],
+    dtype: torch.dtype,
 ) -> AttentionBatch:
     """Index tensors and causal mask of one group.
 
@@ -74,20 +79,23 @@ def build_batch(
         starts: [B] first row of each request in the flattened query tensor.
         queries: [B] new tokens of each request; they are the last ones of its keys.
         keys: [B] keys of each request, cached prefix included.
-        slot_table: [pool, context] cache slot of each position of each pool row.
-        rows: [B] pool row of each request.
+        slots: [B, context] cache slot of each position of each request.
+        heads: query heads and key heads.
+        dtype: of the queries.
     """
-    index = torch.tensor(requests)
+    index, key_heads = torch.tensor(requests), heads[1]
     start, query, key = starts[index, None], queries[index, None], keys[index, None]
-    steps = torch.arange(int(query.max()))[None]
-    positions = torch.arange(int(key.max()))[None]
-    exists = positions < key
-    slots = slot_table[rows[index], : positions.shape[1]].long().masked_fill_(~exists, 0)
-    visible_until = (key - query + steps).clamp(max=key - 1)
+    steps, positions = torch.arange(int(query.max()))[None], torch.arange(int(key.max()))[None]
+    rows = start + torch.minimum(steps, query - 1)
+    filled = (steps < query).view(-1).nonzero().view(-1)
+    slot = slots[index, : positions.shape[1]].long().masked_fill_(positions >= key, 0)
+    hidden = positions[:, None] > (key - query + steps).clamp(max=key - 1)[..., None]
+    bias = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
     return AttentionBatch(
         requests=requests,
-        tokens=start + torch.minimum(steps, query - 1),
-        filled=steps < query,
-        slots=slots,
-        mask=positions[:, None] <= visible_until[..., None],
+        queries=rows.view(-1),
+        filled=filled,
+        targets=rows.view(-1)[filled],
+        keys=(slot[:, None] * key_heads + torch.arange(key_heads)[:, None]).view(-1),
+        bias=bias[:, None, None].expand(-1, -1, heads[0] // key_heads, -1, -1).flatten(2, 3),
     )
