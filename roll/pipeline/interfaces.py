@@ -18,6 +18,11 @@ class SampleBatch:
     data: DataProto
     metrics: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def tokens(self) -> int:
+        """Prompt and response tokens, without padding."""
+        return int(self.data.batch["attention_mask"].sum())
+
 
 class SampleSource(Protocol):
     """Where samples come from. The loop does not know whether they were generated just now or ahead of time."""
@@ -43,6 +48,9 @@ class Learner(Protocol):
 
     async def learn(self, batch: SampleBatch, clock: StepClock) -> dict[str, float]:
         """Updates the weights once with the whole batch and returns `actor/...` and related metrics."""
+
+    async def memory(self) -> dict[str, float]:
+        """`memory/...` of every trained role, in bytes."""
 
     async def save(self, folder: Path) -> None:
         """Writes weights, optimizer, schedule and RNG of every trained role."""

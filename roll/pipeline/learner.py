@@ -18,6 +18,11 @@ class ActorLearner:
         """Takes the cluster that learns."""
         self._actor = actor
 
+    async def memory(self) -> dict[str, float]:
+        """`memory/actor_train_<kind>`: the largest of any rank, in bytes."""
+        ranks = await self._actor.memory()
+        return {f"memory/{ROLE}_{kind}": float(max(rank[kind] for rank in ranks)) for kind in ranks[0]}
+
     async def save(self, folder: Path) -> None:
         """Writes weights, optimizer, schedule and RNG."""
         await self._actor.save_checkpoint(str(folder / ROLE))

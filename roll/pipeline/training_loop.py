@@ -6,11 +6,13 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from roll.configs.layouts import device_roles
 from roll.configs.pipeline import BaseConfig
 from roll.pipeline.checkpoint import CheckpointManager
 from roll.pipeline.clock import StepClock
 from roll.pipeline.interfaces import Learner, Publisher, SampleSource
 from roll.pipeline.state import PipelineState
+from roll.pipeline.throughput import throughput
 
 if TYPE_CHECKING:
     from roll.trackers import TrackerGroup
@@ -40,6 +42,7 @@ class TrainingLoop:
         self._publisher = publisher
         self._trackers = trackers
         self._checkpoints = CheckpointManager(Path(config.output_dir) / "checkpoints", config.max_ckpt_to_keep)
+        self._devices = len({rank for role in device_roles(config).values() for rank in role.device_mapping}) or 1
         self.state = PipelineState()
         self.validation: dict[str, dict[str, float]] = {}
         """Validation metrics by the number of steps finished when they were taken."""
@@ -70,7 +73,10 @@ class TrainingLoop:
         if self._config.save_checkpoint and self._due(self._config.save_steps or self._config.max_steps):
             with clock.measure("checkpoint"):
                 await self.save()
-        return {"step": state.step, "version": state.version, **metrics, **clock.metrics()}
+        metrics |= await self._learner.memory()
+        times = clock.metrics()
+        metrics |= throughput(batch.tokens, self._devices, times)
+        return {"step": state.step, "version": state.version, **metrics, **times}
 
     def _due(self, every: int) -> bool:
         """Whether something done every so many steps, and at the end, is due after the step just finished."""

@@ -60,6 +60,16 @@ class Ledger:
         counts |= {f"dropped_{reason}": count for reason, count in sorted(self.dropped.items())}
         return {f"ledger/{name}": float(count) for name, count in counts.items()}
 
+    def queue_metrics(self, samples_per_prompt: int) -> dict[str, float]:
+        """`queue/...`: the same account in samples."""
+        counts = {
+            "size": self.buffered,
+            "total_produced": self.buffered + self.consumed,
+            "total_consumed": self.consumed,
+            "dropped_samples": sum(self.dropped.values()),
+        }
+        return {f"queue/{name}": float(count * samples_per_prompt) for name, count in counts.items()}
+
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps; work in flight or buffered does not survive the engines and is counted back."""
         lost = self.buffered + self.in_flight

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from roll.configs.pipeline import BaseConfig
 from roll.distributed.protocol import DataProto
@@ -27,7 +28,8 @@ class Counting:
     async def next_batch(self, version: int, clock: StepClock) -> SampleBatch:
         self.drawn += 1
         self.events.append(f"batch {self.drawn} at version {version}")
-        return SampleBatch(DataProto.from_dict({}), {"rollout/reward_mean": float(self.drawn)})
+        data = DataProto.from_dict({"attention_mask": torch.ones(2, 3, dtype=torch.int64)})
+        return SampleBatch(data, {"rollout/reward_mean": float(self.drawn)})
 
     async def validate(self, version: int) -> dict[str, float]:
         self.events.append(f"validate version {version}")
@@ -46,6 +48,9 @@ class Counting:
         self.weights += 1
         self.events.append("learn")
         return {"actor/loss": 1.0 / self.weights}
+
+    async def memory(self) -> dict[str, float]:
+        return {"memory/actor_train_used": 1.0}
 
     async def save(self, folder: Path) -> None:
         (folder / "weights.json").write_text(json.dumps(self.weights))
@@ -68,7 +73,7 @@ class Lines:
         self.lines: list[tuple[int, dict[str, float]]] = []
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        self.lines.append((step, {k: v for k, v in metrics.items() if not k.startswith("time/")}))
+        self.lines.append((step, {k: v for k, v in metrics.items() if not k.startswith(("time/", "throughput/"))}))
 
 
 def run(config: BaseConfig) -> tuple[Counting, Lines]:

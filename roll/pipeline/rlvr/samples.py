@@ -64,7 +64,8 @@ class RLVRSamples:
             self._check_failures(dropped_before)
         self._ledger.consume(wanted)
         metrics = rollout_metrics(groups, version, clock.seconds("generate"))
-        return SampleBatch(batch_of_groups(groups), metrics | self._ledger.metrics())
+        metrics |= self._ledger.metrics() | self._ledger.queue_metrics(self._config.num_return_sequences_in_group)
+        return SampleBatch(batch_of_groups(groups), metrics)
 
     def _draw(self, count: int) -> list[Group]:
         first = self._ledger.submitted
