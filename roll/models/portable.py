@@ -21,6 +21,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
+from roll.models.rms_norm import rms_norm
+
 
 class RMSNorm(torch.nn.Module):
     """Root-mean-square norm over the last dimension; its weight's gradient is summed under sequence parallel."""
@@ -33,7 +35,7 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., hidden_size] to the same shape."""
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):
@@ -47,7 +49,7 @@ class NormColumnParallelLinear(ColumnParallelLinear):
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Sequence-parallel input stays split until after the norm."""
-        return super().forward(F.rms_norm(x, (x.shape[-1],), self.layer_norm_weight, self.eps), *args, **kwargs)
+        return super().forward(rms_norm(x, self.layer_norm_weight, self.eps), *args, **kwargs)
 
 
 class CausalAttention(torch.nn.Module):

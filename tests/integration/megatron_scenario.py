@@ -103,6 +103,7 @@ def _policy(context: RankContext, name: str, model: Path, options: dict[str, Any
     data = training_batch(strategy.coordinates.data, context.layout.data, size)
     plan = data.meta_info["optimizer_steps"][0]
     data.batch["response_mask"][plan["micro_batches"][-1]] = False
+    plan["tokens"] = float(data.batch["response_mask"].sum())
     data.meta_info |= {"temperature": TEMPERATURE, "micro_batches": plan["micro_batches"], "loss": "policy"}
     data.meta_info["loss_config"] = PolicyLossConfig(entropy_loss_coef=0.01)
     scored = strategy.compute_log_probs(data)

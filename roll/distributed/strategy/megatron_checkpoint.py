@@ -15,9 +15,11 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint import FileSystemWriter
+
+from roll.distributed.strategy.megatron_optimizer import parts
 
 OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
 """Adam's state is stored per parameter, so that another layout could read it."""
@@ -79,7 +81,7 @@ def load(folder: Path, wrapped: DistributedDataParallel, optimizer: MegatronOpti
 
 def _allocate_optimizer_state(optimizer: MegatronOptimizer) -> None:
     """Gives torch's Adam, which allocates on its first step, the state that is about to be read."""
-    inner = _single(optimizer).optimizer
+    (inner,) = (part.optimizer for part in parts(optimizer))
     if not isinstance(inner, torch.optim.AdamW):
         return
     for group in inner.param_groups:
@@ -89,18 +91,13 @@ def _allocate_optimizer_state(optimizer: MegatronOptimizer) -> None:
                 inner.state[parameter] = {"step": torch.zeros(()), **moments}
 
 
-def _single(optimizer: MegatronOptimizer) -> Any:
-    """The one optimizer of a dense model inside Megatron's chain."""
-    return optimizer.chained_optimizers[0] if isinstance(optimizer, ChainedOptimizer) else optimizer
-
-
 def _load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
     """Loads `state`, minding the step counters of torch's Adam.
 
     Megatron-Core 0.16 copies every entry of a parameter's state and finds no stored `step` for it, and it hands one
     shared counter to all parameters, which would then advance once per parameter. So the counters are set here.
     """
-    inner = _single(optimizer)
+    (inner,) = parts(optimizer)
     sharded = state.pop("param_state", None)
     optimizer.load_state_dict(state)
     entries = [entry for entry in inner.optimizer.state.values() if "step" in entry]

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from roll.configs.arguments import MegatronConfig, TrainingArguments
 from roll.models.factory import HiddenStateModel
@@ -32,7 +33,7 @@ def wrap_model(stage: HiddenStateModel, megatron: MegatronConfig) -> Distributed
 
 
 def build_optimizer(
-    wrapped: DistributedDataParallel, arguments: TrainingArguments, megatron: MegatronConfig, max_grad_norm: float
+    wrapped: DistributedDataParallel, arguments: TrainingArguments, megatron: MegatronConfig
 ) -> MegatronOptimizer:
     """AdamW with decoupled weight decay on matrices (norms and biases have none).
 
@@ -52,7 +53,6 @@ def build_optimizer(
             adam_beta1=arguments.adam_beta1,
             adam_beta2=arguments.adam_beta2,
             adam_eps=arguments.adam_epsilon,
-            clip_grad=max_grad_norm or math.inf,
             use_distributed_optimizer=megatron.use_distributed_optimizer,
             params_dtype=dtype,
             bf16=dtype == torch.bfloat16,
@@ -67,31 +67,41 @@ def build_optimizer(
     return optimizer
 
 
-def update(optimizer: MegatronOptimizer, learning_rate: float, step: int) -> float:
-    """One optimizer step on the accumulated gradients.
+def update(optimizer: MegatronOptimizer, learning_rate: float, max_grad_norm: float, step: int) -> float:
+    """One optimizer step on the accumulated gradients, clipped to `max_grad_norm` (0: not clipped).
 
     Returns:
         The norm of the gradient before clipping.
 
     Raises:
-        NonFiniteError: the norm is not finite; the message names the step.
+        NonFiniteError: the norm is not finite; the message names the step, and the weights are untouched.
     """
+    optimizer.prepare_grads()
+    norm = float(optimizer.get_grad_norm())
+    require_finite("gradient norm", norm, step)
+    for part in parts(optimizer):
+        parameters = part.get_parameters()
+        if parameters and max_grad_norm:
+            clip_grad_by_total_norm_fp32(parameters, max_grad_norm, norm)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
-    updated, norm, _ = optimizer.step()
-    if not updated or norm is None or not math.isfinite(norm):
-        raise NonFiniteError(f"optimizer step {step}: the gradient norm is {norm}; resume from a checkpoint before it")
-    return float(norm)
+    optimizer.step_with_ready_grads()
+    return norm
 
 
-def require_finite(loss: float, step: int) -> None:
+def parts(optimizer: MegatronOptimizer) -> list[Any]:
+    """The optimizers inside Megatron's chain: one for a dense model."""
+    return optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+
+
+def require_finite(what: str, value: float, step: int) -> None:
     """Stops before the weights are touched.
 
     Raises:
-        NonFiniteError: the loss is not finite; the message names the step.
+        NonFiniteError: `value` is not finite; the message names the step.
     """
-    if not math.isfinite(loss):
-        raise NonFiniteError(f"optimizer step {step}: the loss is {loss}; the weights are those of the step before")
+    if not math.isfinite(value):
+        raise NonFiniteError(f"optimizer step {step}: the {what} is {value}; the weights are those of the step before")
 
 
 def _finalize_sums(model: list[Any], num_tokens: torch.Tensor | None = None, **options: Any) -> None:

@@ -180,9 +180,9 @@ class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
         temperature = data.meta_info.get("temperature", 1.0)
         rows = self.forward.backward(data.batch, micro_batches, temperature, loss, entropy_gradient)
         metrics = reduce_micro_batches(rows, self.device)
-        require_finite(metrics["loss"], self.optimizer_steps)
+        require_finite("loss", metrics["loss"], self.optimizer_steps)
         rate = self.schedule.at(self.optimizer_steps)
-        norm = update(self.optimizer, rate, self.optimizer_steps)
+        norm = update(self.optimizer, rate, self.pipeline_config.max_grad_norm, self.optimizer_steps)
         self.optimizer_steps += 1
         return {**metrics, "grad_norm": norm, "lr": rate}
 
@@ -234,7 +234,7 @@ class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
         arguments = self.worker_config.training_args
         self.stage = self._imported_stage(folder)
         self.wrapped = wrap_model(self.stage, self.megatron)
-        self.optimizer = build_optimizer(self.wrapped, arguments, self.megatron, self.pipeline_config.max_grad_norm)
+        self.optimizer = build_optimizer(self.wrapped, arguments, self.megatron)
         self.forward = ForwardPass(self.wrapped, self.stage, self.model, self.device)
         self.schedule = LearningRate.of(arguments, training_batch(self.pipeline_config).schedule_steps)
         self.optimizer_steps = 0
