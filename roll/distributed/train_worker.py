@@ -106,9 +106,7 @@ class TrainWorker(Worker):
         self._publishing().leave()
 
     @register(deadline="sync_timeout_s")
-    def broadcast_weights(
-        self, buckets: list[list[Bucket]], digest_ranks: int, fault: Fault | None
-    ) -> Sent | None:
+    def broadcast_weights(self, buckets: list[list[Bucket]], digest_ranks: int, fault: Fault | None) -> Sent | None:
         """Sends this stage's buckets; see `WeightSender.broadcast`."""
         return self._publishing().broadcast(buckets, digest_ranks, fault)
 
@@ -118,6 +116,11 @@ class TrainWorker(Worker):
     ) -> Sent | None:
         """Offers bucket `index` of this stage to engines on this node; see `WeightSender.share`."""
         return self._publishing().share(buckets, index, receivers, digest_ranks, fault)
+
+    @register(deadline="sync_timeout_s")
+    def release_weights(self) -> None:
+        """Lets go of buckets shared with engines."""
+        self._publishing().release()
 
     def _publishing(self) -> WeightSender:
         if self._sender is None:

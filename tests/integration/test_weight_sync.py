@@ -159,9 +159,12 @@ def test_an_engine_on_dummy_weights_serves_nothing_before_the_first_publish(worl
         generate(world, 1.0)
 
 
-@pytest.mark.parametrize("way", ["tp2", "pp2", "tp2 shared", "pp2 shared"])
-def test_log_probs_agree_before_and_after_three_publishes(world: World, way: str) -> None:
-    role = way.split()[0]
+@pytest.mark.parametrize("role", ["tp2", "pp2"])
+def test_log_probs_agree_before_and_after_three_publishes(world: World, role: str) -> None:
+    check_three_publishes(world, role, role)
+
+
+def check_three_publishes(world: World, role: str, way: str) -> None:
     for _ in range(4):
         report = publish(world, way)
         assert report.verified and report.attempts == 1
@@ -178,13 +181,18 @@ def test_the_tiny_model_is_published_in_three_tenths_of_a_second(world: World) -
     assert all(0 < report.pause_seconds <= report.seconds and not report.verified for report in reports)
 
 
-@pytest.mark.parametrize("way", ["tp2", "pp2", "pp2 shared"])
-@pytest.mark.parametrize(
-    ("kind", "said"), [("corrupt", "arrived different"), ("drop", "was not published"), ("fail", "told to fail")]
-)
+DAMAGE = [("corrupt", "arrived different"), ("drop", "was not published"), ("fail", "told to fail")]
+
+
+@pytest.mark.parametrize("way", ["tp2", "pp2"])
+@pytest.mark.parametrize(("kind", "said"), DAMAGE)
 def test_damage_is_detected_and_the_engine_serves_nothing_until_a_whole_publish(
     world: World, way: str, kind: str, said: str
 ) -> None:
+    check_damage(world, way, kind, said)
+
+
+def check_damage(world: World, way: str, kind: str, said: str) -> None:
     name = "model.layers.3.mlp.down_proj.weight"
     with pytest.raises(PublishError) as caught:
         publish(world, way, Fault(kind, name))
@@ -196,11 +204,22 @@ def test_damage_is_detected_and_the_engine_serves_nothing_until_a_whole_publish(
     assert disagreement(world, way.split()[0], 1.0) < 1e-4
 
 
+@pytest.mark.parametrize("role", ["tp2", "pp2"])
+def test_log_probs_agree_after_publishes_through_shared_memory(world: World, role: str) -> None:
+    check_three_publishes(world, role, f"{role} shared")
+
+
+@pytest.mark.parametrize(("kind", "said"), DAMAGE)
+def test_damage_in_shared_memory_is_detected(world: World, kind: str, said: str) -> None:
+    check_damage(world, "pp2 shared", kind, said)
+
+
 def test_an_engine_ends_with_the_worker_that_owns_it(world: World) -> None:
     [engine] = world.clusters["actor_infer"].process_ids().get()
     processes = [psutil.Process(process) for process in engine]
     assert len(processes) >= 3
     processes[0].kill()
     assert not psutil.wait_procs(processes, timeout=20)[1]
-    with pytest.raises(PublishError, match="actor_infer.* failed on rank 0"):
-        publish(world, "tp2")
+    with pytest.raises(ClusterError) as caught:
+        world.clusters["actor_infer"].resume().get()
+    assert caught.value.kind == "ProcessDied"

@@ -151,7 +151,7 @@ class ClusterTransport:
 
     async def abandon(self) -> None:
         """Frees what sources hold for engines."""
-        await self._train.leave_weights_groups()
+        await self._train.release_weights()
 
 
 class BroadcastTransport(ClusterTransport):
@@ -191,7 +191,7 @@ class BroadcastTransport(ClusterTransport):
 
     async def abandon(self) -> None:
         """Leaves the groups, sources first, which frees engines that wait for them."""
-        await super().abandon()
+        await self._train.leave_weights_groups()
         groups, self._groups = self._groups, []
         await self._infer.leave_weights_groups(groups)
 
@@ -214,7 +214,7 @@ class SharedTransport(ClusterTransport):
             sent += offered
         if loading is not None:
             await loading
-        await self._train.leave_weights_groups()
+        await self._train.release_weights()
         return _total(sent)
 
     async def _load(self, offered: list[Sent]) -> None:

@@ -103,11 +103,15 @@ class WeightSender:
 
     def leave(self) -> None:
         """Leaves the group, which frees an engine that waits in it; nothing happens outside of one."""
-        self._tensors = iter(())
-        self._kept = []
+        self.release()
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None
+
+    def release(self) -> None:
+        """Lets go of tensors kept for engines; their handles are void."""
+        self._tensors = iter(())
+        self._kept = []
 
     def broadcast(self, stages: list[list[Bucket]], digest_ranks: int, fault: Fault | None) -> Sent | None:
         """Sends this stage's buckets, gathering the next while one is under way.
@@ -142,6 +146,7 @@ class WeightSender:
         for work in works:
             work.wait()
         self._check_end()
+        self.release()
         return Sent(sent, self._result()) if self._is_source else None
 
     def share(
@@ -149,7 +154,7 @@ class WeightSender:
     ) -> Sent | None:
         """Offers bucket `index` of this stage in memory that engines on this node open; call with 0, 1, 2 and so on.
 
-        The bucket before stays valid meanwhile, so that an engine loads one while the next is gathered; `leave` frees
+        The bucket before stays valid meanwhile, so that an engine loads one while the next is gathered; `release` frees
         what is left.
 
         Returns:
