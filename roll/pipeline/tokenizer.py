@@ -7,12 +7,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from roll.pipeline.errors import RunError
 
 
-def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(folder: str | None) -> PreTrainedTokenizerBase:
     """Reads the tokenizer beside a model.
 
     Raises:
-        RunError: the folder has none, or it names no end-of-sequence token.
+        RunError: there is no folder, it has no tokenizer, or it names no end-of-sequence token.
     """
+    if folder is None:
+        raise RunError("pretrain: names no HF model folder")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:

@@ -63,7 +63,7 @@ def _timed(context: RankContext, name: str, function: Any, *arguments: Any) -> N
 
 
 def _score_and_export(context: RankContext, family: str, model: Path) -> None:
-    strategy = context.strategy(model, infer=True)
+    strategy = context.strategy(model, megatron={"sequence_parallel": context.layout.tensor > 1}, infer=True)
     for side in ("right", "left"):
         data = DataProto.from_dict(token_batch(side))
         data.meta_info = {"temperature": TEMPERATURE, "micro_batches": [[0, 3, 5], [1, 2, 7, 4], [6]]}

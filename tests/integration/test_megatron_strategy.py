@@ -17,8 +17,16 @@ from tests.integration.megatron_scenario import STEPS, TEMPERATURE, token_batch
 pytestmark = pytest.mark.integration
 
 FAMILIES = {
-    "llama": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e4, "factor": 4.0, "low_freq_factor": 1.0,
-                                  "high_freq_factor": 4.0, "original_max_position_embeddings": 32}},
+    "llama": {
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 5e4,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        }
+    },
     "qwen2": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
     "qwen3": {"tie_word_embeddings": True},
 }
@@ -37,7 +45,8 @@ VARIANTS = {
         "tp2": {"micro_batch_size": 4},
         "tp2, sequence parallel": {"micro_batch_size": 3, "megatron": SEQUENCE_PARALLEL},
         "tp2, sequence parallel, full recompute": {
-            "micro_batch_size": 3, "megatron": SEQUENCE_PARALLEL | {"recompute_granularity": "full"}
+            "micro_batch_size": 3,
+            "megatron": SEQUENCE_PARALLEL | {"recompute_granularity": "full"},
         },
     },
     "pp2": {"pp2": {"micro_batch_size": 2}},

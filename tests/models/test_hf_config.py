@@ -5,8 +5,14 @@ import pytest
 from roll.models.hf_config import RotaryConfig, UnsupportedModel, decoder_config, read_hf_config
 
 QWEN2 = {
-    "architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 2, "hidden_size": 8, "intermediate_size": 16,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 11, "tie_word_embeddings": True,
+    "architectures": ["Qwen2ForCausalLM"],
+    "num_hidden_layers": 2,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 11,
+    "tie_word_embeddings": True,
 }
 
 

@@ -7,8 +7,14 @@ from roll.models.layouts import GatedPair, GroupedQKV, InputSplit, Replicated, V
 
 CONFIG = decoder_config(
     {
-        "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 4, "hidden_size": 8, "intermediate_size": 16,
-        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 2, "vocab_size": 37,
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 4,
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 2,
+        "vocab_size": 37,
     }
 )
 CASES = {

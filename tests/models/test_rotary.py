@@ -8,7 +8,11 @@ SCALINGS = {
     "default": {"rope_type": "default", "rope_theta": 1e4},
     "linear": {"rope_type": "linear", "rope_theta": 1e6, "factor": 4.0},
     "llama3": {
-        "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64,
     },
 }

@@ -43,7 +43,7 @@ class Scorer:
         for name, pool in self._pools.items():
             mine = [group for group in groups if self.reward_of(group.prompt.tag) == name]
             items = [
-                (self._tokenizer.decode(result.response_ids, skip_special_tokens=True), group.prompt.ground_truth)
+                (self._text(result.response_ids), group.prompt.ground_truth)
                 for group in mine
                 for result in group.results
             ]
@@ -56,6 +56,9 @@ class Scorer:
                 else:
                     group.drop_reason = f"reward_{failed.reason}"
                     self.last_failure = f"reward {name}: {failed.reason} {failed.detail or ''}".strip()
+
+    def _text(self, response_ids: list[int]) -> str:
+        return str(self._tokenizer.decode(response_ids, skip_special_tokens=True))
 
     def close(self) -> None:
         """Ends every pool."""

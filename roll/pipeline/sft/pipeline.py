@@ -41,11 +41,11 @@ class SFTPipeline:
         if not args.file_name:
             raise RunError(f"{role}.data_args.file_name: names no file")
         pairs = load_pairs(args.file_name, args)
-        lengths = (self._config.prompt_length, self._config.sequence_length)
+        lengths = (self._config.prompt_length, self._config.sequence_length or 0)
         encoded, dropped = encode_pairs(pairs, self._tokenizer, args.template, *lengths)
         if dropped:
             logger.warning(
-                "%s: %d of %d pairs do not fit %d + answer <= %d tokens", role, dropped, len(pairs), *lengths
+                "%s: %d of %d pairs dropped: prompt over %d or pair over %d tokens", role, dropped, len(pairs), *lengths
             )
         return encoded
 
