@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import random
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,27 +21,8 @@ if TYPE_CHECKING:
     from roll.pipeline.run import RunSummary
 
 HERE = Path(__file__).parent
-TRAIN_PROBLEMS, VALIDATION_PROBLEMS = 8000, 400
-
-WRONG_SHARE = 0.45
-"""Of the worked problems the warm start learns from: like a pretrained model it has seen right and wrong answers, so it
-knows how to calculate and still answers wrongly about half of the time."""
-
-SLIPS = (-10, -1, 1, 10)
-"""What a wrong answer is off by."""
+TRAIN_PROBLEMS, VALIDATION_PROBLEMS, LEVELS = 340, 45, (1,)
 console = Console()
-
-
-def write_warm_start(problems: Path, out: Path, seed: int) -> None:
-    """Copies a JSONL of problems with WRONG_SHARE of the solutions off by a slip; ground truths stay."""
-    source = random.Random(f"{seed}/warm_start")
-    lines = []
-    for line in problems.read_text().splitlines():
-        problem = json.loads(line)
-        if source.random() < WRONG_SHARE:
-            problem["solution"] = str(int(problem["ground_truth"]) + source.choice(SLIPS))
-        lines.append(json.dumps(problem))
-    out.write_text("\n".join(lines) + "\n")
 
 
 def train(name: str, overrides: list[str]) -> RunSummary:
@@ -70,15 +50,16 @@ def demo(out: Path, seed: int, overrides: list[str]) -> dict[str, float]:
     start = time.perf_counter()
     console.rule("[bold]A small language model learns arithmetic")
     base = prepare(out / "base", seed)
-    write_problems(out / "data", seed=seed, train=TRAIN_PROBLEMS, val=VALIDATION_PROBLEMS)
-    write_warm_start(out / "data/train.jsonl", out / "data/warm_start.jsonl", seed)
-    data = [f"validation.data_args.file_name=[{out}/data/val.jsonl]", f"seed={seed}"]
+    write_problems(out / "data", seed=seed, train=TRAIN_PROBLEMS, val=VALIDATION_PROBLEMS, levels=LEVELS)
+    data = [
+        f"actor_train.data_args.file_name=[{out}/data/train.jsonl]",
+        f"validation.data_args.file_name=[{out}/data/val.jsonl]",
+        f"seed={seed}",
+    ]
     console.rule("1/2  Warm start: supervised fine-tuning")
-    files = f"actor_train.data_args.file_name=[{out}/data/warm_start.jsonl]"
-    warm = train("sft", [f"pretrain={base}", f"output_dir={out}/sft", files, *data])
+    warm = train("sft", [f"pretrain={base}", f"output_dir={out}/sft", *data])
     console.rule("2/2  Reinforcement learning: Megatron-Core trains, SGLang generates")
-    files = f"actor_train.data_args.file_name=[{out}/data/train.jsonl]"
-    rl = train("rlvr", [f"pretrain={out}/sft/hf_model", f"output_dir={out}/rlvr", files, *data, *overrides])
+    rl = train("rlvr", [f"pretrain={out}/sft/hf_model", f"output_dir={out}/rlvr", *data, *overrides])
     scores = {int(step): metrics["val/score"] for step, metrics in rl.validation.items()}
     summary = {
         "val_before": scores[min(scores)],

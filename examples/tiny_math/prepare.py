@@ -48,14 +48,14 @@ def make_tokenizer():
 
 
 def make_config(vocab_size: int):
-    """The architecture: a Qwen2 of 0.8 million weights, in fp32, with tied embeddings."""
+    """The architecture: a Qwen2 of 0.4 million weights, in fp32, with tied embeddings."""
     from transformers import Qwen2Config
 
     return Qwen2Config(
         vocab_size=vocab_size,
         hidden_size=128,
         intermediate_size=384,
-        num_hidden_layers=4,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=1024,
