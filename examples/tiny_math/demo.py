@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from roll.pipeline.run import RunSummary
 
 HERE = Path(__file__).parent
-TRAIN_PROBLEMS, VALIDATION_PROBLEMS, LEVELS = 340, 45, (1,)
+TRAIN_PROBLEMS, VALIDATION_PROBLEMS, LEVELS = 3200, 400, (1,)
 console = Console()
 
 

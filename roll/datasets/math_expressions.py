@@ -6,7 +6,8 @@ import random
 from dataclasses import dataclass
 
 LEVELS = (1, 2, 3, 4)
-"""1: two terms below 20. 2: two terms of two digits. 3: three terms below 100. 4: a product, alone or with a term."""
+"""1: two terms of two digits, nothing to carry or borrow. 2: two terms of two digits. 3: three terms below 100. 4: a
+product, alone or with a term."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def draw(source: random.Random, level: int) -> Expression:
 
 def _draw(source: random.Random, level: int) -> Expression:
     if level == 1:
-        return _sum(source, count=2, low=0, high=19)
+        return _without_carry(source)
     if level == 2:
         return _sum(source, count=2, low=10, high=99)
     if level == 3:
@@ -77,6 +78,16 @@ def _draw(source: random.Random, level: int) -> Expression:
 def _sum(source: random.Random, count: int, low: int, high: int) -> Expression:
     first, *rest = (source.randint(low, high) for _ in range(count))
     return Expression((Term(1, (first,)), *(Term(source.choice((1, -1)), (number,)) for number in rest)))
+
+
+def _without_carry(source: random.Random) -> Expression:
+    """Two terms of two digits that can be added or subtracted digit by digit."""
+    while True:
+        expression = _sum(source, count=2, low=10, high=99)
+        first, second = expression.terms
+        pairs = zip(divmod(first.value, 10), divmod(abs(second.value), 10), strict=True)
+        if all(0 <= one + second.sign * other <= 9 for one, other in pairs):
+            return expression
 
 
 def _never_negative(expression: Expression) -> bool:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -60,8 +61,8 @@ def test_a_mixture_has_the_share_of_words_asked_for():
 
 
 def test_too_many_or_unknown_problems_are_an_error():
-    with pytest.raises(ValueError, match=r"train: levels \[1\] in style compact hold 5\d\d problems, 2000 were asked"):
-        generate(2000, split="train", seed=1, levels=[1])
+    with pytest.raises(ValueError, match=r"train: levels \[1\] in style compact hold 3\d\d\d problems, 5000 were"):
+        generate(5000, split="train", seed=1, levels=[1])
     with pytest.raises(ValueError, match=r"levels \[9\]: there are 1, 2, 3, 4"):
         generate(1, split="train", seed=1, levels=[1, 9])
 
@@ -90,6 +91,14 @@ def test_the_command_writes_files_that_both_pipelines_read(tmp_path, capsys):
     assert {prompt.tag for prompt in prompts} == {"math_rule"}
     first = json.loads((tmp_path / "val.jsonl").read_text().splitlines()[0])
     assert list(first) == ["id", "tag", "level", "prompt", "solution", "ground_truth"]
+
+
+def test_nothing_is_carried_on_the_first_level():
+    for problem in generate(500, split="train", seed=3, levels=[1]):
+        digits = re.fullmatch(r"(\d)(\d)([+-])(\d)(\d)=", problem.prompt).groups()
+        sign = 1 if digits[2] == "+" else -1
+        assert 0 <= int(digits[0]) + sign * int(digits[3]) <= 9
+        assert 0 <= int(digits[1]) + sign * int(digits[4]) <= 9
 
 
 def test_levels_are_spans_and_lists():
