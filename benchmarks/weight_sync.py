@@ -76,20 +76,20 @@ def _unverified(model: dict[str, Any], key: str) -> list[float]:
 
 
 def _published(shape: dict[str, Any]) -> dict[str, Any]:
-    """Reports of `1 + REPEATS` publishes of a random model of this shape."""
+    """Reports of `1 + REPEATS` publishes of a random model of this shape by each way."""
     with tempfile.TemporaryDirectory() as root, _clusters(Path(root), shape) as (config, train, infer):
         return asyncio.run(_publish(config, train, infer))
 
 
 async def _publish(config: Any, train: Any, infer: Any) -> dict[str, Any]:
-    from roll.distributed.weight_sync.publisher import WeightPublisher
+    from roll.distributed.weight_sync.publisher import BroadcastTransport, SharedTransport, WeightPublisher
 
-    publisher = WeightPublisher(train, infer, config)
-    start = time.perf_counter()
-    await publisher.setup()
-    setup_seconds = time.perf_counter() - start
-    reports = [await publisher.publish(version) for version in range(1 + REPEATS)]
-    return {"setup_seconds": setup_seconds, "reports": [asdict(report) for report in reports]}
+    reports = {}
+    for name, way in (("broadcast", BroadcastTransport), ("shared", SharedTransport)):
+        publisher = WeightPublisher(train, infer, config, way)
+        await publisher.setup()
+        reports[name] = [asdict(await publisher.publish(version)) for version in range(1 + REPEATS)]
+    return reports
 
 
 @contextmanager

@@ -107,7 +107,7 @@ class InferWorker(Worker):
         """Receives the buckets of every stage from that stage's source, one stage after the other."""
         for group, stage in zip(groups, buckets, strict=True):
             for bucket in stage:
-                await self._strategy.receive_broadcast(list(bucket.specs), group.name, flattened=True)
+                await self._strategy.receive_broadcast(list(bucket.specs), group.name, flattened=False)
 
     @register(dispatch=Dispatch.ALL_TO_ALL, deadline="sync_timeout_s")
     async def receive_shared(self, handles: list[bytes]) -> None:

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from roll.configs.worker import WorkerConfig
     from roll.distributed.weight_sync.groups import WeightsGroup
     from roll.distributed.weight_sync.plan import Bucket
-    from roll.distributed.weight_sync.sender import Fault, Sent, SourceInfo, WeightSender
+    from roll.distributed.weight_sync.sender import Sent, SourceInfo, WeightSender
+    from roll.distributed.weight_sync.stage_tensors import Fault
 
 STRATEGIES = {
     "megatron_train": "roll.distributed.strategy.megatron_strategy:MegatronTrainStrategy",

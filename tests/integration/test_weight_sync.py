@@ -21,7 +21,7 @@ from roll.distributed.pending import ClusterError
 from roll.distributed.protocol import DataProto
 from roll.distributed.resources import ResourceManager, start_ray, stop_ray
 from roll.distributed.weight_sync.publisher import SharedTransport, WeightPublisher
-from roll.distributed.weight_sync.sender import Fault
+from roll.distributed.weight_sync.stage_tensors import Fault
 from roll.distributed.weight_sync.transaction import PublishError, PublishReport
 from roll.models.tiny import write_tiny_model
 from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams

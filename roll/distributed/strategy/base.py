@@ -71,6 +71,10 @@ class TrainStrategy(InferenceStrategy):
         """HF-named full tensors of this stage; collective over the stage's tensor-parallel ranks of data index 0."""
 
     @abstractmethod
+    def source_weights(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """As `weights()` on tensor rank 0 of the stage, which publishes; None for every name on the other ranks."""
+
+    @abstractmethod
     def save_checkpoint(self, folder: Path) -> None:
         """Writes weights, distributed optimizer, schedule and RNG; collective over all ranks."""
 

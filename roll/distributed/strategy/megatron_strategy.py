@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,6 +67,7 @@ class MegatronInferStrategy(InferenceStrategy):
         """
         folder = self.model_folder
         self.model: DecoderConfig = read_hf_config(folder)
+        warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
         self.platform.prepare_megatron()
         self.device = self.platform.torch_device(0)
         if self.device.type == "cuda":
@@ -197,6 +199,12 @@ class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
         from roll.distributed.strategy.megatron_weights import hf_weights
 
         return hf_weights(self.stage, self.model)
+
+    def source_weights(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """See `TrainStrategy`."""
+        from roll.distributed.strategy.megatron_weights import source_weights
+
+        return source_weights(self.stage, self.model)
 
     def save_checkpoint(self, folder: Path) -> None:
         """See `TrainStrategy`."""

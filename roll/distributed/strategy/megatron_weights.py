@@ -45,6 +45,26 @@ def hf_weights(stage: HiddenStateModel, model: DecoderConfig) -> Iterator[tuple[
         yield from zip(rule.hf, rule.layout.merge(shards, model), strict=True)
 
 
+@torch.no_grad()
+def source_weights(stage: HiddenStateModel, model: DecoderConfig) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """As `hf_weights` on tensor rank 0; the other ranks only send their shards to it, and get None.
+
+    That halves the traffic. The next parameter is under way while one is used.
+    """
+    parameters = dict(stage.named_parameters())
+    rules = published_rules(stage, model)
+    under_way = [_start_gather(parameters[rule.megatron].detach(), rule) for rule in rules[:1]]
+    for index, rule in enumerate(rules):
+        if index + 1 < len(rules):
+            following = rules[index + 1]
+            under_way.append(_start_gather(parameters[following.megatron].detach(), following))
+        work, shards = under_way.pop(0)
+        if work is not None:
+            work.wait()
+        tensors = [None] * len(rule.hf) if shards is None else rule.layout.merge(shards, model)
+        yield from zip(rule.hf, tensors, strict=True)
+
+
 def _gather(shard: torch.Tensor, rule: Rule) -> list[torch.Tensor]:
     """The shards of all tensor-parallel ranks, in order."""
     group = parallel_state.get_tensor_model_parallel_group()
@@ -53,3 +73,14 @@ def _gather(shard: torch.Tensor, rule: Rule) -> list[torch.Tensor]:
     shards = [torch.empty_like(shard) for _ in range(group.size())]
     dist.all_gather(shards, shard.contiguous(), group=group)
     return shards
+
+
+def _start_gather(shard: torch.Tensor, rule: Rule) -> tuple[dist.Work | None, list[torch.Tensor] | None]:
+    """A gather to tensor rank 0 under way, and where the shards will be there; None elsewhere."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    is_source = group.rank() == 0
+    if group.size() == 1 or not rule.layout.is_split:
+        return None, [shard] if is_source else None
+    shards = [torch.empty_like(shard) for _ in range(group.size())] if is_source else None
+    work = dist.gather(shard.contiguous(), shards, group=group, group_dst=0, async_op=True)
+    return work, shards

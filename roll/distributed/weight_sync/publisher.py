@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from roll.distributed.weight_sync.groups import WeightsGroup
 from roll.distributed.weight_sync.plan import Bucket, check_stages, differences, make_buckets
-from roll.distributed.weight_sync.sender import Fault, Sent, SourceInfo
+from roll.distributed.weight_sync.sender import Sent, SourceInfo
+from roll.distributed.weight_sync.stage_tensors import Fault
 from roll.distributed.weight_sync.transaction import PublishReport, Transaction, Transfer, VerificationError
 
 if TYPE_CHECKING:

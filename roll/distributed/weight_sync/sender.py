@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -14,28 +13,12 @@ from roll.distributed.actors import free_port
 from roll.distributed.strategy.base import TrainStrategy, WeightSpec
 from roll.distributed.weight_sync.groups import WeightsGroup, join_as_source
 from roll.distributed.weight_sync.plan import Bucket
+from roll.distributed.weight_sync.shared_buffers import SharedBuffers, views_of
+from roll.distributed.weight_sync.stage_tensors import Fault, SendError, StageTensors
 
 if TYPE_CHECKING:
     from roll.configs.layout import ParallelLayout
     from roll.distributed.worker import WorkerRank
-
-
-class SendError(RuntimeError):
-    """What the model yields is not what the plan says."""
-
-
-@dataclass(frozen=True)
-class Fault:
-    """Damage done on purpose to one publish, so that tests can see it detected; it is never read from a config.
-
-    Attributes:
-        kind: `corrupt` changes one element after the checksum was taken, as a broken wire would; `drop` leaves the
-            tensor out of the plan, as a mapping with a hole would; `fail` raises when the tensor's turn comes.
-        name: HF name of the tensor.
-    """
-
-    kind: Literal["corrupt", "drop", "fail"]
-    name: str
 
 
 @dataclass(frozen=True)
@@ -82,9 +65,8 @@ class WeightSender:
         self._is_source = self._gathers and here.tensor == 0
         self._folder = model_folder
         self._group: Any = None
-        self._tensors: Iterator[tuple[str, torch.Tensor]] = iter(())
-        self._checksums: Any = None
-        self._kept: list[torch.Tensor] = []
+        self._tensors: StageTensors | None = None
+        self._buffers = SharedBuffers()
 
     def source_info(self) -> SourceInfo | None:
         """What this stage publishes and where engines find it; None on ranks that do not send."""
@@ -109,12 +91,13 @@ class WeightSender:
             self._group = None
 
     def release(self) -> None:
-        """Lets go of tensors kept for engines; their handles are void."""
-        self._tensors = iter(())
-        self._kept = []
+        """Ends a publish that was left half way: sees the gather through, so that no rank waits in it."""
+        if self._tensors is not None:
+            self._tensors.drain()
+            self._tensors = None
 
     def broadcast(self, stages: list[list[Bucket]], digest_ranks: int, fault: Fault | None) -> Sent | None:
-        """Sends this stage's buckets, gathering the next while one is under way.
+        """Sends this stage's tensors, gathering those of the next bucket while those of one are under way.
 
         Args:
             stages: buckets of every stage.
@@ -131,108 +114,92 @@ class WeightSender:
             return None
         if self._is_source and self._group is None:
             raise SendError("there is no group to broadcast in; join comes first")
-        self._start(digest_ranks)
+        tensors = self._start(digest_ranks, fault)
+        try:
+            sent = self._broadcast(stages[self._stage], tensors)
+        finally:
+            self.release()
+        return Sent(sent, tensors.checksums()) if self._is_source else None
+
+    def _broadcast(self, buckets: list[Bucket], tensors: StageTensors) -> int:
         sent = 0
-        works: list[Any] = []
-        for bucket in stages[self._stage]:
-            flat = self._fill(bucket, fault)
-            if flat is None:
-                continue
-            for work in works:
-                work.wait()
-            works = [dist.broadcast(flat, src=0, group=self._group, async_op=True)]
-            self._kept = [*self._kept[-1:], flat]
-            sent += flat.nbytes
-        for work in works:
-            work.wait()
-        self._check_end()
-        self.release()
-        return Sent(sent, self._result()) if self._is_source else None
+        under_way: list[tuple[Any, torch.Tensor]] = []
+        for bucket in buckets:
+            before, under_way = under_way, []
+            for spec in bucket.specs:
+                tensor = tensors.take(spec)
+                if tensor is not None:
+                    under_way.append(self._send(tensor))
+                    sent += tensor.nbytes
+            _finish(before)
+        _finish(under_way)
+        tensors.check_end()
+        return sent
+
+    def _send(self, tensor: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        """A broadcast under way, with the tensor that must live as long."""
+        tensor = tensor.detach().contiguous()
+        return dist.broadcast(tensor, src=0, group=self._group, async_op=True), tensor
 
     def share(
         self, stages: list[list[Bucket]], index: int, receivers: int, digest_ranks: int, fault: Fault | None
     ) -> Sent | None:
         """Offers bucket `index` of this stage in memory that engines on this node open; call with 0, 1, 2 and so on.
 
-        The bucket before stays valid meanwhile, so that an engine loads one while the next is gathered; `release` frees
-        what is left.
+        The bucket before stays valid meanwhile, so that an engine loads one while the next is gathered.
 
         Returns:
             Handles for `receivers` engine ranks on the source, each to be opened once, with the checksums of all
             buckets on the last; None elsewhere and after the last.
 
         Raises:
-            SendError: the model yields other tensors than planned.
+            SendError: the model yields other tensors than planned, or shared memory is too small for two buckets.
         """
         buckets = stages[self._stage]
         if not self._gathers or index >= len(buckets):
             return None
-        if index == 0:
-            self._start(digest_ranks)
-        flat = self._fill(buckets[index], fault)
-        if index == len(buckets) - 1:
-            self._check_end()
+        if index == 0 or self._tensors is None:
+            self._buffers.reserve(max(bucket.bytes for bucket in buckets))
+            self._start(digest_ranks, fault)
+        assert self._tensors is not None
+        tensors, is_last = self._tensors, index == len(buckets) - 1
+        flat = self._fill(buckets[index], index, tensors)
+        if is_last:
+            tensors.check_end()
         if flat is None:
             return None
         from roll.distributed.strategy.sglang_handles import share
 
-        self._kept = [*self._kept[-1:], flat]
-        views = _views(flat, buckets[index])
-        handles = tuple(share(views) for _ in range(receivers))
-        return Sent(flat.nbytes, self._result() if index == len(buckets) - 1 else {}, handles)
+        named = views_of(flat, buckets[index].specs)
+        handles = tuple(share(named) for _ in range(receivers))
+        return Sent(flat.nbytes, tensors.checksums() if is_last else {}, handles)
 
-    def _start(self, digest_ranks: int) -> None:
-        from roll.distributed.strategy.sglang_checksums import EngineChecksums
-
-        self._tensors = self._strategy.weights()
-        self._checksums = EngineChecksums(self._folder, digest_ranks) if digest_ranks and self._is_source else None
-
-    def _fill(self, bucket: Bucket, fault: Fault | None) -> torch.Tensor | None:
-        """The bucket's tensors one after the other as bytes [bucket.bytes] uint8; None on ranks that only gather."""
+    def _fill(self, bucket: Bucket, index: int, tensors: StageTensors) -> torch.Tensor | None:
+        """The bucket as bytes [bucket.bytes] uint8; None on ranks that only gather."""
         flat: torch.Tensor | None = None
-        start = 0
+        views: dict[str, torch.Tensor] = {}
         for spec in bucket.specs:
-            tensor = self._next(spec, fault)
-            if not self._is_source:
+            tensor = tensors.take(spec)
+            if tensor is None:
                 continue
             if flat is None:
-                flat = torch.empty(bucket.bytes, dtype=torch.uint8, device=tensor.device)
-            if self._checksums is not None:
-                self._checksums.add(spec.name, tensor)
-            stop = start + tensor.nbytes
-            view = flat[start:stop].view(tensor.dtype).view(tensor.shape)
-            view.copy_(tensor)
-            if fault == Fault("corrupt", spec.name):
-                view.view(-1)[0] += 1
-            start = stop
+                flat = self._buffers.take(index, bucket.bytes, tensor.device)
+                views = dict(views_of(flat, bucket.specs))
+            views[spec.name].copy_(tensor)
         return flat
 
-    def _next(self, spec: WeightSpec, fault: Fault | None) -> torch.Tensor:
-        name, tensor = next(self._tensors, ("nothing", None))
-        if fault == Fault("drop", name):
-            name, tensor = next(self._tensors, ("nothing", None))
-        if fault == Fault("fail", name):
-            raise SendError(f"{name}: told to fail")
-        if tensor is None or name != spec.name or tuple(tensor.shape) != tuple(spec.shape):
-            shape = () if tensor is None else tuple(tensor.shape)
-            raise SendError(f"planned {spec.name} {tuple(spec.shape)}, but the model yields {name} {shape}")
-        return tensor
+    def _start(self, digest_ranks: int, fault: Fault | None) -> StageTensors:
+        self.release()
+        checksums = None
+        if digest_ranks and self._is_source:
+            from roll.distributed.strategy.sglang_checksums import EngineChecksums
 
-    def _check_end(self) -> None:
-        left = next(self._tensors, None)
-        if left is not None:
-            raise SendError(f"the model yields {left[0]}, which is not in the plan")
-
-    def _result(self) -> dict[str, str]:
-        return {} if self._checksums is None else self._checksums.result()
+            checksums = EngineChecksums(self._folder, digest_ranks)
+        self._tensors = StageTensors(self._strategy.source_weights(), checksums, fault)
+        return self._tensors
 
 
-def _views(flat: torch.Tensor, bucket: Bucket) -> list[tuple[str, torch.Tensor]]:
-    """The bucket's tensors as views of its bytes."""
-    views, start = [], 0
-    for spec in bucket.specs:
-        dtype = getattr(torch, spec.dtype)
-        count = torch.Size(spec.shape).numel() * dtype.itemsize
-        views.append((spec.name, flat[start : start + count].view(dtype).view(spec.shape)))
-        start += count
-    return views
+def _finish(broadcasts: list[tuple[Any, torch.Tensor]]) -> None:
+    """Waits until all have gone out."""
+    for work, _ in broadcasts:
+        work.wait()
