@@ -149,5 +149,6 @@ def _attend(
         for cache in (k_cache, v_cache)
     )
     result = scaled_dot_product_attention(queries, keys, values, attn_mask=batch.bias, scale=scaling)
-    result = result.unflatten(2, (heads // key_heads, -1)).permute(0, 3, 1, 2, 4).reshape(-1, heads, values.shape[3])
+    result = result.view(requests, key_heads, heads // key_heads, -1, values.shape[3]).permute(0, 3, 1, 2, 4)
+    result = result.reshape(-1, heads, values.shape[3])
     output.index_copy_(0, batch.targets, result.index_select(0, batch.filled).to(output.dtype))
