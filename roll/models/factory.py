@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from roll.models.hf_config import DecoderConfig
 from roll.models.layouts import padded_vocabulary
-from roll.models.rotary import rotary_frequencies
+from roll.models.rotary import RotaryTable, rotary_frequencies
 
 logger = logging.getLogger(__name__)
 
@@ -65,12 +65,12 @@ def build_gpt_model(model: DecoderConfig, options: BuildOptions) -> HiddenStateM
         max_sequence_length=model.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
-        position_embedding_type="rope",
+        position_embedding_type="rope" if options.transformer_engine else "none",
         share_embeddings_and_output_weights=model.tied_embeddings,
         parallel_output=True,
     )
-    device = next(stage.parameters()).device
-    stage.rotary_pos_emb.inv_freq = rotary_frequencies(model.rotary, model.head_size).to(device)
+    if options.transformer_engine:
+        stage.rotary_pos_emb.inv_freq = _frequencies(model)
     return stage
 
 
@@ -88,6 +88,7 @@ def transformer_config(model: DecoderConfig, options: BuildOptions) -> Transform
         layernorm_epsilon=model.norm_epsilon,
         gated_linear_unit=True,
         activation_func=F.silu,
+        use_te_activation_func=not (options.transformer_engine or options.bias_activation_fusion),
         add_bias_linear=False,
         add_qkv_bias=model.qkv_bias,
         qk_layernorm=model.qk_norm,
@@ -135,14 +136,21 @@ def _block_spec(model: DecoderConfig, config: TransformerConfig, options: BuildO
     else:
         from roll.models.portable import RMSNorm, portable_layer_spec
 
-        layer, norm, name = portable_layer_spec(model.qk_norm), RMSNorm, "portable torch"
+        rotary = RotaryTable(_frequencies(model))
+        layer, norm, name = portable_layer_spec(model.qk_norm, rotary), RMSNorm, "portable torch"
     layers = get_num_layers_to_build(config)
     logger.info("%s: %d of %d layers on the %s path", model.architecture, layers, model.layers, name)
     return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=norm)
 
 
+def _frequencies(model: DecoderConfig) -> torch.Tensor:
+    return rotary_frequencies(model.rotary, model.head_size).to(torch.cuda.current_device())
+
+
 def _check_cut(model: DecoderConfig, options: BuildOptions) -> None:
-    """Sizes that must divide."""
+    """Sizes that must divide, and options that would have no effect."""
+    if options.apply_rope_fusion and not options.transformer_engine:
+        raise ValueError("apply_rope_fusion: true needs Transformer Engine, which this role does not use")
     tensor, pipeline = options.tensor, options.pipeline
     for name, size in (("attention heads", model.heads), ("FFN width", model.ffn_size)):
         if size % tensor:

@@ -6,6 +6,7 @@ front of the linear, wherever the model runs.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from roll.models.rms_norm import rms_norm
+from roll.models.rotary import RotaryTable
+from roll.models.swiglu import swiglu
 
 
 class RMSNorm(torch.nn.Module):
@@ -53,30 +56,53 @@ class NormColumnParallelLinear(ColumnParallelLinear):
 
 
 class CausalAttention(torch.nn.Module):
-    """Causal attention by `scaled_dot_product_attention`: no scores and no mask are materialised.
+    """Rotary embedding, then causal attention by `scaled_dot_product_attention`: no scores, no mask.
 
-    Sequences are right padded, so causality alone keeps padding out of every valid token.
+    Sequences are right padded, so causality alone keeps padding out of every valid token. The rotation is here and
+    not in Megatron's attention because here it can write queries and keys in the order that attention reads.
     """
 
-    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, rotary: RotaryTable, softmax_scale: float | None = None, **_: Any
+    ) -> None:
         """`softmax_scale` None is 1 / sqrt(head size)."""
         super().__init__()
+        self.rotary = rotary
         self.scale = softmax_scale
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None, **_: Any
     ) -> torch.Tensor:
         """Query [S, B, heads, D], key and value [S, B, groups, D] to [S, B, heads * D]."""
-        query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, value))
-        grouped = query.shape[1] != key.shape[1]
         context = F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=self.scale, enable_gqa=grouped
+            self.rotary.rotate(query),
+            self.rotary.rotate(key),
+            value.permute(1, 2, 0, 3),
+            is_causal=True,
+            scale=self.scale,
+            enable_gqa=query.shape[2] != key.shape[2],
         )
         return context.permute(2, 0, 1, 3).flatten(2)
 
 
+class SwiGLU(torch.nn.Module):
+    """The MLP's activation on the fused gate and up projections."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        """Has no weights."""
+        super().__init__()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[S, B, 2F] to [S, B, F]."""
+        return swiglu(x)
+
+
 class PortableSpecProvider(LocalSpecProvider):
     """Which module stands for which part of a layer."""
+
+    def __init__(self, rotary: RotaryTable) -> None:
+        """`rotary` is shared by all layers."""
+        self.rotary = rotary
 
     def fuse_layernorm_and_linear(self) -> bool:
         """The norm belongs to the linear behind it."""
@@ -90,14 +116,18 @@ class PortableSpecProvider(LocalSpecProvider):
         """Norms that stand alone: final, query and key."""
         return RMSNorm
 
-    def core_attention(self) -> type:
+    def core_attention(self) -> Any:
         """Attention without materialised scores."""
-        return CausalAttention
+        return partial(CausalAttention, rotary=self.rotary)
+
+    def activation_func(self) -> type:
+        """The gated activation."""
+        return SwiGLU
 
 
-def portable_layer_spec(qk_norm: bool) -> ModuleSpec:
+def portable_layer_spec(qk_norm: bool, rotary: RotaryTable) -> ModuleSpec:
     """A dense decoder layer of these parts."""
-    backend = PortableSpecProvider()
+    backend = PortableSpecProvider(rotary)
     head_norm = backend.layer_norm(for_qk=True) if qk_norm else IdentityOp
     attention = SelfAttentionSubmodules(
         linear_qkv=backend.column_parallel_layer_norm_linear(),
@@ -114,7 +144,7 @@ def portable_layer_spec(qk_norm: bool) -> ModuleSpec:
             ),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=IdentityOp,
-            mlp=get_mlp_module_spec_for_backend(backend=backend),
+            mlp=get_mlp_module_spec_for_backend(backend=backend, use_te_activation_func=True),
             mlp_bda=get_bias_dropout_add,
         ),
     )

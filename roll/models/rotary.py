@@ -1,8 +1,9 @@
-"""Frequencies of the rotary position embedding."""
+"""The rotary position embedding: its frequencies, and the rotation of queries and keys."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -26,3 +27,49 @@ def rotary_frequencies(rotary: RotaryConfig, head_size: int) -> torch.Tensor:
     low, high = rotary.low_frequency_factor, rotary.high_frequency_factor
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return kept * frequencies + (1.0 - kept) * frequencies / rotary.factor
+
+
+class RotaryTable:
+    """Cosines and sines of every position so far asked for, shared by the layers of a model."""
+
+    def __init__(self, frequencies: torch.Tensor) -> None:
+        """`frequencies` is [D / 2] float32, on the model's device."""
+        self._frequencies = frequencies
+        self._tables: dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def rotate(self, x: torch.Tensor) -> torch.Tensor:
+        """Turns each channel pair (i, i + D/2) of position s by s f_i; [S, B, N, D] to [B, N, S, D] contiguous."""
+        length = x.shape[0]
+        if x.dtype not in self._tables or self._tables[x.dtype][0].shape[0] < length:
+            positions = torch.arange(1 << (length - 1).bit_length(), device=x.device, dtype=torch.float32)
+            angles = torch.outer(positions, self._frequencies)
+            self._tables[x.dtype] = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        cosine, sine = self._tables[x.dtype]
+        return _Rotate.apply(x, cosine[:length], sine[:length])
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cosine, sine)
+        length, batch, heads, size = x.shape
+        rotated = x.new_empty(batch, heads, length, size)
+        _turn(x.permute(1, 2, 0, 3), cosine, sine, 1.0, rotated)
+        return rotated
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        cosine, sine = ctx.saved_tensors
+        batch, heads, length, size = gradient.shape
+        back = gradient.new_empty(length, batch, heads, size)
+        _turn(gradient, cosine, sine, -1.0, back.permute(1, 2, 0, 3))
+        return back, None, None
+
+
+def _turn(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, direction: float, out: torch.Tensor) -> None:
+    """Writes the rotation of [B, N, S, D] by +angle (direction 1) or -angle (direction -1) to `out`."""
+    (first, second), (out_first, out_second) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
+    torch.mul(first, cosine, out=out_first)
+    out_first.addcmul_(second, sine, value=-direction)
+    torch.mul(second, cosine, out=out_second)
+    out_second.addcmul_(first, sine, value=direction)

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from roll.models.hf_config import decoder_config
-from roll.models.rotary import rotary_frequencies
+from roll.models.rotary import RotaryTable, rotary_frequencies
 
 SCALINGS = {
     "default": {"rope_type": "default", "rope_theta": 1e4},
@@ -27,3 +27,20 @@ def test_frequencies_are_those_of_transformers(kind):
     ours = decoder_config(hf.to_dict() | {"architectures": ["LlamaForCausalLM"]})
     expected = LlamaRotaryEmbedding(hf).inv_freq
     torch.testing.assert_close(rotary_frequencies(ours.rotary, ours.head_size), expected, rtol=1e-6, atol=0)
+
+
+def test_rotation_and_its_gradient_are_those_of_transformers():
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    torch.manual_seed(0)
+    frequencies = torch.rand(4)
+    x = torch.randn(5, 2, 3, 8, requires_grad=True)
+    upstream = torch.randn(2, 3, 5, 8)
+    angles = torch.outer(torch.arange(5.0), frequencies).repeat(1, 2)[None]
+    expected, _ = apply_rotary_pos_emb(x.permute(1, 2, 0, 3), x.permute(1, 2, 0, 3), angles.cos(), angles.sin())
+    table = RotaryTable(frequencies)
+    table.rotate(x[:2])
+    ours = table.rotate(x)
+    torch.testing.assert_close(ours, expected)
+    ours, theirs = (torch.autograd.grad(each, x, upstream)[0] for each in (ours, expected))
+    torch.testing.assert_close(ours, theirs)
