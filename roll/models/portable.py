@@ -96,6 +96,10 @@ class SwiGLU(torch.nn.Module):
         """[S, B, 2F] to [S, B, F]."""
         return swiglu(x)
 
+    def sharded_state_dict(self, *args: object, **kwargs: object) -> dict[str, object]:
+        """Nothing: Megatron asks every part of the MLP what a checkpoint must hold of it."""
+        return {}
+
 
 class PortableSpecProvider(LocalSpecProvider):
     """Which module stands for which part of a layer."""
