@@ -103,9 +103,9 @@ class Cluster:
         return self._resources.platform_name
 
     @property
-    def nodes(self) -> int:
-        """Nodes its workers run on."""
-        return len({seat.node for seat in self._seats})
+    def nodes(self) -> set[int]:
+        """Indices of the nodes its workers run on."""
+        return {seat.node for seat in self._seats}
 
     @functools.cached_property
     def ranks(self) -> list[WorkerRank]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from roll.distributed.dispatch import Dispatch, register
 from roll.distributed.protocol import DataProto
@@ -16,10 +15,14 @@ if TYPE_CHECKING:
     from roll.configs.layout import ParallelLayout
     from roll.configs.pipeline import BaseConfig
     from roll.configs.worker import WorkerConfig
+    from roll.distributed.weight_sync.broadcast import BroadcastSender
     from roll.distributed.weight_sync.groups import WeightsGroup
     from roll.distributed.weight_sync.plan import Bucket
-    from roll.distributed.weight_sync.sender import Sent, SourceInfo, WeightSender
+    from roll.distributed.weight_sync.sender import Sent, SourceInfo
+    from roll.distributed.weight_sync.sharing import SharedSender
     from roll.distributed.weight_sync.stage_tensors import Fault
+
+S = TypeVar("S")
 
 STRATEGIES = {
     "megatron_train": "roll.distributed.strategy.megatron_strategy:MegatronTrainStrategy",
@@ -35,8 +38,8 @@ class TrainWorker(Worker):
         """Builds nothing yet."""
         super().__init__(rank, config, pipeline_config)
         self._strategy: Any = None
-        self._sender: WeightSender | None = None
-        self._shared: Iterator[Any] | None = None
+        self._broadcast: BroadcastSender | None = None
+        self._shared: SharedSender | None = None
 
     @register(deadline="start_timeout_s")
     def initialize(self) -> None:
@@ -84,49 +87,69 @@ class TrainWorker(Worker):
 
     @register(deadline="sync_timeout_s")
     def prepare_publishing(self) -> SourceInfo | None:
-        """What this rank publishes: a `SourceInfo` on the source of each stage, None elsewhere."""
-        from roll.distributed.weight_sync.sender import WeightSender
+        """What this rank publishes, on the source of each stage; None elsewhere."""
+        from roll.distributed.weight_sync.broadcast import BroadcastSender
+        from roll.distributed.weight_sync.sender import SourceInfo, StageMember
+        from roll.distributed.weight_sync.sharing import SharedSender
 
-        if self._sender is None:
-            self._sender = WeightSender(self._strategy, self.rank, self._layout, self._strategy.model_folder)
-        return self._sender.source_info()
+        member = StageMember(self._strategy, self._layout, self.rank.rank, self._strategy.model_folder)
+        self._broadcast = self._broadcast or BroadcastSender(member)
+        self._shared = self._shared or SharedSender(member)
+        return SourceInfo(member.stage, self._strategy.weight_specs(), self.rank.address) if member.is_source else None
 
     @register(deadline="sync_timeout_s")
     def free_weights_port(self) -> int | None:
         """A port for a new group, on the source of each stage."""
-        return self._publishing().free_port()
+        return self._prepared(self._broadcast).free_port()
 
     @register(deadline="sync_timeout_s")
     def join_weights_groups(self, groups: list[WeightsGroup], timeout_s: float) -> None:
         """Joins the broadcast group of its stage where this rank is the source."""
-        self._publishing().join(groups, timeout_s)
+        self._prepared(self._broadcast).join(groups, timeout_s)
 
     @register(deadline="sync_timeout_s")
     def leave_weights_groups(self) -> None:
         """Leaves it; an engine that waits in it is freed."""
-        self._publishing().leave()
+        self._prepared(self._broadcast).leave()
 
     @register(deadline="sync_timeout_s")
     def broadcast_weights(self, buckets: list[list[Bucket]], digest_ranks: int, fault: Fault | None) -> Sent | None:
-        """Sends this stage's buckets; see `WeightSender.broadcast`."""
-        return self._publishing().broadcast(buckets, digest_ranks, fault)
+        """Sends this stage's buckets; see `BroadcastSender.broadcast`."""
+        return self._prepared(self._broadcast).broadcast(buckets, digest_ranks, fault)
 
     @register(deadline="sync_timeout_s")
-    def share_weights(
-        self, buckets: list[list[Bucket]], index: int, receivers: int, digest_ranks: int, fault: Fault | None
+    def reserve_shared_weights(self, num_bytes: list[int]) -> bytes | None:
+        """Makes shared memory for the largest bucket of each stage; see `SharedSender.reserve`."""
+        return self._prepared(self._shared).reserve(num_bytes)
+
+    @register(deadline="sync_timeout_s")
+    def attach_shared_weights(self, handles: list[bytes]) -> None:
+        """Opens the memory of the stage's source."""
+        self._prepared(self._shared).attach(handles)
+
+    @register(deadline="sync_timeout_s")
+    def fill_shared_weights(
+        self, buckets: list[list[Bucket]], index: int, digest_ranks: int, fault: Fault | None
+    ) -> None:
+        """Writes what this rank has of bucket `index`; see `SharedSender.fill`."""
+        self._prepared(self._shared).fill(buckets, index, digest_ranks, fault)
+
+    @register(deadline="sync_timeout_s")
+    def offer_shared_weights(
+        self, buckets: list[list[Bucket]], index: int, receivers: int, fault: Fault | None
     ) -> Sent | None:
-        """Offers bucket `index` of this stage to engines on this node; see `WeightSender.share`."""
-        return self._publishing().share(buckets, index, receivers, digest_ranks, fault)
+        """Offers bucket `index` once all ranks have filled it; see `SharedSender.offer`."""
+        return self._prepared(self._shared).offer(buckets, index, receivers, fault)
 
     @register(deadline="sync_timeout_s")
-    def release_weights(self) -> None:
-        """Lets go of buckets shared with engines."""
-        self._publishing().release()
+    def release_shared_weights(self) -> None:
+        """Ends a publish through shared memory."""
+        self._prepared(self._shared).release()
 
-    def _publishing(self) -> WeightSender:
-        if self._sender is None:
+    def _prepared(self, sender: S | None) -> S:
+        if sender is None:
             raise RuntimeError(f"{self.rank.name}: prepare_publishing comes first")
-        return self._sender
+        return sender
 
 
 def load(path: str) -> Any:

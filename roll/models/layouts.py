@@ -1,7 +1,8 @@
 """How one Megatron parameter is made of HF tensors, and how it is cut over tensor-parallel ranks.
 
 A layout has two directions. `shard` reads only the slices that a rank owns; `merge` takes the shards of all ranks in
-order and returns the HF tensors. They are inverse to each other, bit for bit.
+order and returns the HF tensors, and `write` puts one rank's part into HF tensors that all ranks fill together. They
+are inverse to each other, bit for bit.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ class Layout(Protocol):
 
     def merge(self, shards: Sequence[torch.Tensor], config: DecoderConfig) -> list[torch.Tensor]:
         """The HF tensors, from the shards of all ranks in order (padding rows included)."""
+        ...
+
+    def write(self, shard: torch.Tensor, target: torch.Tensor, part: int, config: DecoderConfig, rank: int) -> None:
+        """Copies what `rank` holds of HF tensor number `part` into that tensor, whole once every rank has done so."""
         ...
 
     def hf_shapes(self, shape: Sequence[int], ranks: int, config: DecoderConfig) -> list[tuple[int, ...]]:
@@ -72,6 +77,11 @@ class Replicated:
         """Any rank's tensor: the first."""
         return [shards[0]]
 
+    def write(self, shard: torch.Tensor, target: torch.Tensor, part: int, config: DecoderConfig, rank: int) -> None:
+        """The whole, by rank 0."""
+        if rank == 0:
+            target.copy_(shard)
+
     def hf_shapes(self, shape: Sequence[int], ranks: int, config: DecoderConfig) -> list[tuple[int, ...]]:
         """The shard's own."""
         return [tuple(shape)]
@@ -93,6 +103,11 @@ class InputSplit:
     def merge(self, shards: Sequence[torch.Tensor], config: DecoderConfig) -> list[torch.Tensor]:
         """Columns side by side."""
         return [torch.cat(list(shards), dim=1) if len(shards) > 1 else shards[0]]
+
+    def write(self, shard: torch.Tensor, target: torch.Tensor, part: int, config: DecoderConfig, rank: int) -> None:
+        """Columns of this rank."""
+        width = shard.shape[1]
+        target[:, rank * width : (rank + 1) * width].copy_(shard)
 
     def hf_shapes(self, shape: Sequence[int], ranks: int, config: DecoderConfig) -> list[tuple[int, ...]]:
         """Columns times ranks."""
@@ -116,6 +131,11 @@ class Vocabulary:
         whole = torch.cat(list(shards)) if len(shards) > 1 else shards[0]
         return [whole[: config.vocabulary]]
 
+    def write(self, shard: torch.Tensor, target: torch.Tensor, part: int, config: DecoderConfig, rank: int) -> None:
+        """Token rows of this rank that exist."""
+        own = target[rank * len(shard) : (rank + 1) * len(shard)]
+        own.copy_(shard[: len(own)])
+
     def hf_shapes(self, shape: Sequence[int], ranks: int, config: DecoderConfig) -> list[tuple[int, ...]]:
         """The vocabulary without padding."""
         return [(config.vocabulary, shape[1])]
@@ -138,6 +158,11 @@ class GatedPair:
         if len(halves) == 1:
             return list(halves[0])
         return [torch.cat([half[part] for half in halves]) for part in range(2)]
+
+    def write(self, shard: torch.Tensor, target: torch.Tensor, part: int, config: DecoderConfig, rank: int) -> None:
+        """Gate rows of this rank, or its up rows."""
+        half = shard.chunk(2)[part]
+        target[rank * len(half) : (rank + 1) * len(half)].copy_(half)
 
     def hf_shapes(self, shape: Sequence[int], ranks: int, config: DecoderConfig) -> list[tuple[int, ...]]:
         """Half a shard's rows, times ranks, twice."""
@@ -172,6 +197,16 @@ class GroupedQKV:
         grouped = whole.view(config.kv_heads, per_group + 2, config.head_size, *whole.shape[1:])
         parts = grouped.split([per_group, 1, 1], dim=1)
         return [part.reshape(-1, *whole.shape[1:]) for part in parts]
+
+    def write(self, shard: torch.Tensor, target: torch.Tensor, part: int, config: DecoderConfig, rank: int) -> None:
+        """This rank's query, key or value heads, each where its group has it."""
+        size, per_group = config.head_size, config.heads // config.kv_heads
+        heads = shard.view(-1, size, *shard.shape[1:])
+        for index, head in enumerate(heads, start=rank * len(heads)):
+            group, place = divmod(index, per_group + 2)
+            if max(0, place - per_group + 1) == part:
+                row = (group * per_group + place if part == 0 else group) * size
+                target[row : row + size].copy_(head)
 
     def hf_shapes(self, shape: Sequence[int], ranks: int, config: DecoderConfig) -> list[tuple[int, ...]]:
         """Query rows, key rows, value rows."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.distributed.placement import cores_of, nodes_needed, resource_table, seats_of, spans, threads_of
@@ -24,6 +24,7 @@ def test_devices_must_divide_among_workers() -> None:
         seats_of("actor_train", [0, 1, 2], workers=2, devices_per_node=8)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 16), st.integers(0, 48))
 def test_slots_with_a_core_each_share_none(slots: int, extra: int) -> None:
     cores = tuple(range(100, 100 + slots + extra))

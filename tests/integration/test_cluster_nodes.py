@@ -42,7 +42,7 @@ def test_devices_are_counted_through_the_nodes_of_a_joined_ray(two_nodes: None, 
     layout = ParallelLayout(data=2, tensor=2)
     echo = Cluster("echo", Echo, WorkerConfig(device_mapping=[0, 1, 2, 3]), config, resources, layout)
     ranks = echo.describe().get()
-    assert echo.nodes == 2
+    assert echo.nodes == {0, 1}
     assert [(rank.node, rank.devices, rank.master_address) for rank in ranks] == [
         (node, (device,), ranks[0].address) for node, device in ((0, 0), (0, 1), (1, 2), (1, 3))
     ]

@@ -20,7 +20,7 @@ from roll.distributed.infer_worker import InferWorker
 from roll.distributed.pending import ClusterError
 from roll.distributed.protocol import DataProto
 from roll.distributed.resources import ResourceManager, start_ray, stop_ray
-from roll.distributed.weight_sync.publisher import SharedTransport, WeightPublisher
+from roll.distributed.weight_sync.publisher import BroadcastTransport, WeightPublisher
 from roll.distributed.weight_sync.stage_tensors import Fault
 from roll.distributed.weight_sync.transaction import PublishError, PublishReport
 from roll.models.tiny import write_tiny_model
@@ -93,10 +93,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
             pending.get()
         engine = clusters["actor_infer"]
         publishers = {
-            "tp2": WeightPublisher(clusters["tp2"], engine, config),
-            "pp2": WeightPublisher(clusters["pp2"], engine, config),
-            "tp2 shared": WeightPublisher(clusters["tp2"], engine, config, SharedTransport),
-            "pp2 shared": WeightPublisher(clusters["pp2"], engine, config, SharedTransport),
+            "tp2": WeightPublisher(clusters["tp2"], engine, config, BroadcastTransport),
+            "pp2": WeightPublisher(clusters["pp2"], engine, config, BroadcastTransport),
+            "tp2 shared": WeightPublisher(clusters["tp2"], engine, config),
+            "pp2 shared": WeightPublisher(clusters["pp2"], engine, config),
         }
         for publisher in publishers.values():
             asyncio.run(publisher.setup())

@@ -29,7 +29,7 @@ CASES = {
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize("case", CASES)
-def test_merging_the_shards_gives_back_every_tensor(case, ranks):
+def test_merging_or_writing_the_shards_gives_back_every_tensor(case, ranks):
     layout, shapes = CASES[case]
     tensors = [torch.randn(shape) for shape in shapes]
     shards = [layout.shard(tensors, CONFIG, rank, ranks) for rank in range(ranks)]
@@ -38,6 +38,11 @@ def test_merging_the_shards_gives_back_every_tensor(case, ranks):
         shards = [torch.cat([shard, torch.zeros(height - len(shard), 8)]) for shard in shards]
     merged = layout.merge(shards, CONFIG)
     assert all(torch.equal(one, other) for one, other in zip(merged, tensors, strict=True))
+    written = [torch.full_like(tensor, torch.nan) for tensor in tensors]
+    for rank, shard in enumerate(shards):
+        for part, target in enumerate(written):
+            layout.write(shard, target, part, CONFIG, rank)
+    assert all(torch.equal(one, other) for one, other in zip(written, tensors, strict=True))
     assert layout.hf_shapes(shards[0].shape, ranks, CONFIG) == shapes
 
 

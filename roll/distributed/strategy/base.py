@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -73,6 +73,10 @@ class TrainStrategy(InferenceStrategy):
     @abstractmethod
     def source_weights(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         """As `weights()` on tensor rank 0 of the stage, which publishes; None for every name on the other ranks."""
+
+    @abstractmethod
+    def weight_slices(self) -> Iterator[tuple[str, Callable[[torch.Tensor], None]]]:
+        """For every name of `weights()` in order, what copies this rank's slice into the whole tensor, by itself."""
 
     @abstractmethod
     def save_checkpoint(self, folder: Path) -> None:

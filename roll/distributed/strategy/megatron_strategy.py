@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -205,6 +205,12 @@ class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
         from roll.distributed.strategy.megatron_weights import source_weights
 
         return source_weights(self.stage, self.model)
+
+    def weight_slices(self) -> Iterator[tuple[str, Callable[[torch.Tensor], None]]]:
+        """See `TrainStrategy`."""
+        from roll.distributed.strategy.megatron_weights import weight_slices
+
+        return weight_slices(self.stage, self.model)
 
     def save_checkpoint(self, folder: Path) -> None:
         """See `TrainStrategy`."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -63,6 +64,18 @@ def source_weights(stage: HiddenStateModel, model: DecoderConfig) -> Iterator[tu
             work.wait()
         tensors = [None] * len(rule.hf) if shards is None else rule.layout.merge(shards, model)
         yield from zip(rule.hf, tensors, strict=True)
+
+
+def weight_slices(
+    stage: HiddenStateModel, model: DecoderConfig
+) -> Iterator[tuple[str, Callable[[torch.Tensor], None]]]:
+    """For every HF name in publishing order, what copies this rank's slice into the whole tensor; no communication."""
+    parameters = dict(stage.named_parameters())
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    for rule in published_rules(stage, model):
+        shard = parameters[rule.megatron].detach()
+        for part, name in enumerate(rule.hf):
+            yield name, partial(rule.layout.write, shard, part=part, config=model, rank=rank)
 
 
 def _gather(shard: torch.Tensor, rule: Rule) -> list[torch.Tensor]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from roll.distributed.weight_sync.groups import WeightsGroup
-from roll.distributed.weight_sync.plan import Bucket, check_stages, differences, make_buckets
+from roll.distributed.weight_sync.plan import Bucket, check_stages, differences, make_buckets, spec_bytes
 from roll.distributed.weight_sync.sender import Sent, SourceInfo
 from roll.distributed.weight_sync.stage_tensors import Fault
 from roll.distributed.weight_sync.transaction import PublishReport, Transaction, Transfer, VerificationError
@@ -27,8 +27,8 @@ MEGABYTE = 1 << 20
 class WeightPublisher:
     """Publishes the weights of a training cluster to the engines of an inference cluster.
 
-    Equal device mappings are colocated: buckets are shared in memory (CUDA IPC on GPUs). Otherwise each pipeline
-    stage broadcasts to all engines in a group of its own.
+    Within one node buckets are shared in memory: always on CPU, and by CUDA IPC where both own the same GPUs. Otherwise
+    each pipeline stage broadcasts to all engines in a group of its own (NCCL or gloo).
     """
 
     def __init__(
@@ -70,21 +70,21 @@ class WeightPublisher:
 
 
 def choose_way(train: Cluster, infer: Cluster) -> type[ClusterTransport]:
-    """Shared memory where both own the same devices of one node, else broadcast.
+    """Shared memory where both own the same GPUs of one node, or any CPU slots of one; else broadcast.
 
     Raises:
         ValueError: GPUs are shared over several nodes, where neither memory nor NCCL can be.
     """
-    if train.config.device_mapping != infer.config.device_mapping:
-        return BroadcastTransport
-    if train.nodes == 1:
+    one_node = len(train.nodes | infer.nodes) == 1
+    colocated = train.config.device_mapping == infer.config.device_mapping
+    if one_node and (colocated or train.platform == "cpu"):
         return SharedTransport
-    if train.platform == "cpu":
-        return BroadcastTransport
-    raise ValueError(
-        f"{train.role} and {infer.role} share GPUs on {train.nodes} nodes; weights can be shared within one node only: "
-        "give them disjoint device_mapping, or one node"
-    )
+    if colocated and train.platform != "cpu":
+        raise ValueError(
+            f"{train.role} and {infer.role} share GPUs on {len(train.nodes)} nodes; weights can be shared within one "
+            "node only: give them disjoint device_mapping, or one node"
+        )
+    return BroadcastTransport
 
 
 class ClusterTransport:
@@ -148,11 +148,12 @@ class ClusterTransport:
         raise NotImplementedError
 
     async def connect(self) -> None:
-        """Nothing to do where memory is shared."""
+        """Prepares the way."""
+        raise NotImplementedError
 
     async def abandon(self) -> None:
-        """Frees what sources hold for engines."""
-        await self._train.release_weights()
+        """Frees whoever waits."""
+        raise NotImplementedError
 
 
 class BroadcastTransport(ClusterTransport):
@@ -198,16 +199,32 @@ class BroadcastTransport(ClusterTransport):
 
 
 class SharedTransport(ClusterTransport):
-    """Both clusters on the same devices of one node: engines open the memory that sources share."""
+    """Both clusters on one node: engines open the memory that sources share."""
+
+    _reserved = False
+
+    async def connect(self) -> None:
+        """On a CPU, gives all ranks of a stage the same memory to write to."""
+        if self._reserved or self._train.platform != "cpu":
+            return
+        size = self._config.model_update_buffer_size_mb * MEGABYTE
+        largest = [
+            min(sum(sizes), max(size, *sizes))
+            for sizes in ([spec_bytes(spec) for spec in source.specs] for source in self._sources)
+        ]
+        handles = await self._train.reserve_shared_weights(largest)
+        await self._train.attach_shared_weights([handle for handle in handles if handle is not None])
+        self._reserved = True
 
     async def transfer(self, digest: bool) -> Transfer:
-        """Engines load one bucket while sources gather the next."""
+        """Engines load one bucket while training ranks write the next."""
         buckets = self.buckets()
         receivers = self._infer.world_size * self._infer.layout.tensor
         sent: list[Sent] = []
         loading: asyncio.Future[None] | None = None
         for index in range(max(map(len, buckets))):
-            answers = await self._train.share_weights(buckets, index, receivers, self._digest_ranks(digest), self.fault)
+            await self._train.fill_shared_weights(buckets, index, self._digest_ranks(digest), self.fault)
+            answers = await self._train.offer_shared_weights(buckets, index, receivers, self.fault)
             offered = [answer for answer in answers if answer is not None]
             if loading is not None:
                 await loading
@@ -215,8 +232,12 @@ class SharedTransport(ClusterTransport):
             sent += offered
         if loading is not None:
             await loading
-        await self._train.release_weights()
+        await self._train.release_shared_weights()
         return _total(sent)
+
+    async def abandon(self) -> None:
+        """Ends the publish on every training rank."""
+        await self._train.release_shared_weights()
 
     async def _load(self, offered: list[Sent]) -> None:
         ranks = self._infer.layout.tensor

@@ -1,17 +1,16 @@
-"""The tensors of one publish in the order of the plan: checked, summed, and damaged where a test asks for it."""
+"""What a stage publishes, taken one by one in the order of the plan, and the damage that tests ask for."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Generic, Literal, TypeVar
 
 import torch
 
 from roll.distributed.strategy.base import WeightSpec
 
-if TYPE_CHECKING:
-    from roll.distributed.strategy.sglang_checksums import EngineChecksums
+T = TypeVar("T")
 
 
 class SendError(RuntimeError):
@@ -32,37 +31,28 @@ class Fault:
     name: str
 
 
-class StageTensors:
-    """Hands out the stage's tensors one by one; every rank that gathers must ask for all of them."""
+class StageTensors(Generic[T]):
+    """Takes what the strategy yields and sees that it is what was planned, no less and no more."""
 
-    def __init__(
-        self,
-        gathered: Iterator[tuple[str, torch.Tensor | None]],
-        checksums: EngineChecksums | None,
-        fault: Fault | None,
-    ) -> None:
-        """Takes what `TrainStrategy.source_weights` yields, and the sums to add to where they are wanted."""
-        self._gathered, self._checksums, self._fault = gathered, checksums, fault
+    def __init__(self, named: Iterator[tuple[str, T]], fault: Fault | None) -> None:
+        """Takes names in publishing order, each with the tensor or with what writes it."""
+        self._named, self._fault = named, fault
 
-    def take(self, spec: WeightSpec) -> torch.Tensor | None:
-        """The next tensor, which must be the one planned; None on ranks that only gather.
+    def take(self, spec: WeightSpec) -> T:
+        """What belongs to the next planned tensor.
 
         Raises:
             SendError: the model yields another, or none.
         """
-        name, tensor = next(self._gathered, ("nothing", None))
+        name, value = self._next()
         if self._fault == Fault("drop", name):
-            name, tensor = next(self._gathered, ("nothing", None))
+            name, value = self._next()
         if self._fault == Fault("fail", name):
             raise SendError(f"{name}: told to fail")
-        if name != spec.name or (tensor is not None and tuple(tensor.shape) != tuple(spec.shape)):
-            shape = () if tensor is None else tuple(tensor.shape)
+        if name != spec.name or (isinstance(value, torch.Tensor) and tuple(value.shape) != tuple(spec.shape)):
+            shape = tuple(value.shape) if isinstance(value, torch.Tensor) else ""
             raise SendError(f"planned {spec.name} {tuple(spec.shape)}, but the model yields {name} {shape}")
-        if tensor is None:
-            return None
-        if self._checksums is not None:
-            self._checksums.add(name, tensor)
-        return _corrupted(tensor) if self._fault == Fault("corrupt", name) else tensor
+        return value
 
     def check_end(self) -> None:
         """Sees that the plan covers all.
@@ -70,21 +60,22 @@ class StageTensors:
         Raises:
             SendError: a tensor is left.
         """
-        left = next(self._gathered, None)
+        left = next(self._named, None)
         if left is not None and self._fault != Fault("drop", left[0]):
             raise SendError(f"the model yields {left[0]}, which is not in the plan")
 
-    def checksums(self) -> dict[str, str]:
-        """Sums of what was meant to go out, by the engine's names; empty where none were wanted."""
-        return {} if self._checksums is None else self._checksums.result()
-
     def drain(self) -> None:
-        """Sees the gather through without using what comes."""
-        for _ in self._gathered:
+        """Sees a gather through without using what comes."""
+        for _ in self._named:
             pass
 
+    def _next(self) -> tuple[str, T]:
+        found = next(self._named, None)
+        if found is None:
+            raise SendError("the model yields fewer tensors than planned")
+        return found
 
-def _corrupted(tensor: torch.Tensor) -> torch.Tensor:
-    damaged = tensor.clone()
-    damaged.view(-1)[0] += 1
-    return damaged
+
+def damage(tensor: torch.Tensor) -> None:
+    """Changes one element, as a broken wire would."""
+    tensor.view(-1)[0] += 1

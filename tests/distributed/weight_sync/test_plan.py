@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.distributed.strategy.base import WeightSpec
@@ -16,6 +16,7 @@ specs_lists = st.lists(st.tuples(shapes, dtypes), max_size=30).map(
 )
 
 
+@settings(deadline=None)
 @given(specs_lists, st.integers(1, 4000))
 def test_buckets_hold_every_tensor_once_in_order_within_the_size(specs: list[WeightSpec], size: int) -> None:
     buckets = make_buckets(specs, size)
@@ -26,6 +27,7 @@ def test_buckets_hold_every_tensor_once_in_order_within_the_size(specs: list[Wei
         assert bucket.bytes <= size or len(bucket.specs) == 1 or bucket.bytes == spec_bytes(bucket.specs[-1])
 
 
+@settings(deadline=None)
 @given(specs_lists, st.integers(1, 4000))
 def test_no_bucket_could_have_taken_the_next_tensor(specs: list[WeightSpec], size: int) -> None:
     buckets = make_buckets(specs, size)

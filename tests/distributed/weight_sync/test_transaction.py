@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.distributed.weight_sync.transaction import PublishError, Transaction, Transfer, VerificationError
@@ -92,6 +92,7 @@ def test_verification_is_left_out_when_not_due() -> None:
     assert "verify" not in transport.steps
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from([None, *[(step, "raise") for step in STEPS]]), max_size=5), st.integers(0, 3))
 def test_engines_resume_only_after_a_complete_attempt(faults: list[tuple[str, str] | None], retries: int) -> None:
     transport = FaultyTransport(faults)
