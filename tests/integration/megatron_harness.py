@@ -17,7 +17,7 @@ from typing import Any
 
 from roll.configs.layout import ParallelLayout
 
-DEADLINE_S = 240.0
+DEADLINE_S = 270.0
 
 
 class RankFailed(AssertionError):

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from roll.configs.layout import ParallelLayout
 from roll.models.tiny import write_tiny_model
-from tests.integration.megatron_harness import run_on_ranks
+from tests.integration.megatron_harness import RankFailed, run_on_ranks
 from tests.integration.megatron_scenario import STEPS, TEMPERATURE, token_batch
 
 pytestmark = pytest.mark.integration
@@ -94,8 +94,8 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(models, tmp_path_factory):
-    """Results of a layout's ranks and the folder they wrote; each layout runs once."""
-    done: dict[str, tuple[list[dict], Path]] = {}
+    """Results of a layout's ranks and the folder they wrote; each layout runs once, even if it fails."""
+    done: dict[str, tuple[list[dict], Path] | RankFailed] = {}
 
     def results_of(layout: str):
         if layout not in done:
@@ -107,9 +107,15 @@ def run(models, tmp_path_factory):
                 "policies": POLICIES[layout],
                 "resumed": RESUMED[layout],
             }
-            ranks = run_on_ranks("tests.integration.megatron_scenario:run", LAYOUTS[layout], folder, **arguments)
-            done[layout] = ranks, folder
-        return done[layout]
+            try:
+                ranks = run_on_ranks("tests.integration.megatron_scenario:run", LAYOUTS[layout], folder, **arguments)
+                done[layout] = ranks, folder
+            except RankFailed as failure:
+                done[layout] = failure
+        outcome = done[layout]
+        if isinstance(outcome, RankFailed):
+            raise outcome
+        return outcome
 
     return results_of
 
