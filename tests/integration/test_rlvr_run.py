@@ -204,7 +204,7 @@ def test_pipeline_parallel_reference_and_token_budget_run_together(inputs, tmp_p
     code, output = finish(start(config))
     assert code == 0, output
     first, second = lines(tmp_path)
-    assert 0 <= first["actor/kl_loss"] < second["actor/kl_loss"]
+    assert first["actor/kl_loss"] > 0 and second["actor/kl_loss"] > 0, "the policy left the reference"
     from transformers import AutoModelForCausalLM
 
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "hf_model").num_parameters() > 0
