@@ -211,7 +211,8 @@ def test_pipeline_parallel_reference_and_token_budget_run_together(inputs, tmp_p
 
 
 def test_a_reward_that_fails_ends_the_run_with_its_cause(inputs, tmp_path):
-    config = recipe(inputs, tmp_path, rewards__math_rule={"function": "tests.integration.rewards:broken_reward"})
+    reward = {"function": "tests.integration.rewards:broken_reward"}
+    config = recipe(inputs, tmp_path, eval_steps=0, rewards__math_rule=reward)
     code, output = finish(start(config))
     assert code == 1
     text = " ".join(output.split())
