@@ -1,4 +1,4 @@
 """Generation policy: what is asked of the engines, what comes back, and who may ask for more.
 
-Plain Python and asyncio: imports no ray, torch, sglang or megatron.
+Plain Python: imports no ray, torch, sglang or megatron.
 """

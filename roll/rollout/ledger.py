@@ -41,15 +41,26 @@ class Ledger:
         self.dropped[reason] += count
         self.check()
 
+    def discard(self, reason: str, count: int = 1) -> None:
+        """Buffered prompts will never be consumed, for a reason."""
+        self.buffered -= count
+        self.dropped[reason] += count
+        self.check()
+
     def consume(self, count: int = 1) -> None:
         """Buffered prompts became part of a batch."""
         self.buffered -= count
         self.consumed += count
         self.check()
 
+    @property
+    def dropped_total(self) -> int:
+        """Prompts dropped for any reason."""
+        return sum(self.dropped.values())
+
     def check(self) -> None:
         """Raises LedgerError unless the law holds and no count is negative."""
-        accounted = self.consumed + sum(self.dropped.values()) + self.buffered + self.in_flight
+        accounted = self.consumed + self.dropped_total + self.buffered + self.in_flight
         if accounted != self.submitted or min(self.buffered, self.in_flight) < 0:
             raise LedgerError(f"submitted {self.submitted} prompts but can account for {accounted}: {self}")
 
@@ -66,7 +77,7 @@ class Ledger:
             "size": self.buffered,
             "total_produced": self.buffered + self.consumed,
             "total_consumed": self.consumed,
-            "dropped_samples": sum(self.dropped.values()),
+            "dropped_samples": self.dropped_total,
         }
         return {f"queue/{name}": float(count * samples_per_prompt) for name, count in counts.items()}
 

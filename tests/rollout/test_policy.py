@@ -1,0 +1,251 @@
+"""The policy of running ahead, case by case: admission, deadlines, batches, holds, restore."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from roll.rollout.admission import admission_bound, exact_ratio
+from roll.rollout.policy import PolicyError, PolicySettings, RolloutPolicy
+
+
+def policy(ratio: float, batch_size: int = 4, **settings: int) -> RolloutPolicy[str]:
+    return RolloutPolicy(PolicySettings(batch_size, ratio, **settings))
+
+
+def finish(made: RolloutPolicy[str], numbers: list[int] | range) -> None:
+    for number in numbers:
+        made.finish(number, f"item {number}", made.version)
+
+
+def numbers(tickets: list) -> list[int]:
+    return [getattr(ticket, "ticket", ticket).number for ticket in tickets]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "batch_size", "bounds"),
+    [
+        (0.0, 4, [4, 8, 12]),
+        (0.5, 4, [6, 10, 14]),
+        (1.0, 4, [8, 12, 16]),
+        (2.7, 10, [37, 47, 57]),
+        (0.29, 100, [129, 229, 329]),
+        (0.1 * 3, 10, [13, 23, 33]),
+        (0.1 * 3 + 0.7, 1, [2, 3, 4]),
+    ],
+)
+def test_admission_is_exact_where_floats_are_not(ratio: float, batch_size: int, bounds: list[int]) -> None:
+    assert [admission_bound(v, exact_ratio(ratio), batch_size) for v in range(3)] == bounds
+
+
+def test_ratio_0_is_synchronous_training() -> None:
+    made = policy(0)
+    for step in range(3):
+        made.submit(made.admissible())
+        finish(made, range(4 * step, 4 * step + 4))
+        assert made.admissible() == 0
+        assert numbers(made.take()) == list(range(4 * step, 4 * step + 4))
+        assert made.admissible() == 0
+        made.advance(step + 1)
+
+
+def test_ratio_1_generates_the_next_batch_while_one_is_learned_from() -> None:
+    made = policy(1)
+    assert [ticket.deadline for ticket in made.submit(8)] == [1] * 8
+    finish(made, [7, 1, 2, 5])
+    assert numbers(made.take()) == [1, 2, 5, 7]
+    assert made.admissible() == 0 and made.ledger.in_flight == 4
+    made.advance(1)
+    assert made.admissible() == 4
+
+
+def test_a_batch_waits_for_a_running_prompt_that_is_due_and_for_no_other() -> None:
+    made = policy(1)
+    made.submit(8)
+    finish(made, range(4))
+    made.take()
+    made.advance(1)
+    made.submit(4)
+    finish(made, [4, 5, 6, 8, 9])
+    assert not made.ready() and numbers(made.awaited()) == [7]
+    finish(made, [7])
+    assert made.awaited() == [] and numbers(made.take()) == [4, 5, 6, 7]
+
+
+def test_a_batch_also_waits_where_a_later_deadline_could_no_longer_be_met() -> None:
+    made = policy(2)
+    made.submit(12)
+    finish(made, range(4))
+    made.take()
+    made.advance(1)
+    made.submit(4)
+    finish(made, range(12, 16))
+    assert not made.ready(), "without one of 4 to 11 in this batch, the next would have to hold 8 prompts"
+    assert numbers(made.awaited()) == list(range(4, 12))
+    finish(made, range(4, 8))
+    assert numbers(made.take()) == [4, 5, 6, 7]
+
+
+def test_too_few_ready_awaits_everything_in_flight() -> None:
+    made = policy(0.5)
+    made.submit(6)
+    finish(made, [0, 3])
+    assert numbers(made.awaited()) == [1, 2, 4, 5]
+
+
+def test_a_dropped_prompt_gives_its_place_to_one_with_a_number_and_deadline_of_its_own() -> None:
+    made = policy(0)
+    made.submit(4)
+    finish(made, [0, 1, 2])
+    made.drop(3, "generation_failed")
+    assert made.admissible() == 1
+    assert numbers(made.submit(1)) == [4]
+    finish(made, [4])
+    assert numbers(made.take()) == [0, 1, 2, 4]
+    assert made.ledger.dropped == {"generation_failed": 1}
+
+
+def test_holds_nest_by_name() -> None:
+    made = policy(0)
+    for reason in ("validation", "validation", "closing"):
+        made.hold(reason)
+    assert made.admissible() == 0
+    for reason in ("validation", "closing"):
+        made.release(reason)
+    assert made.admissible() == 0 and made.held_by == ["validation"]
+    made.release("validation")
+    assert made.admissible() == 4
+    with pytest.raises(PolicyError, match="'validation' is released but not set"):
+        made.release("validation")
+
+
+def test_a_full_queue_blocks_submission_and_evicts_nothing() -> None:
+    made = policy(2, max_queue=5)
+    made.submit(5)
+    finish(made, range(5))
+    assert made.admissible() == 0 and made.ledger.buffered == 5
+    made.take()
+    assert made.admissible() == 4
+
+
+def test_no_more_is_admitted_than_the_run_consumes() -> None:
+    made = policy(3, total=8)
+    assert made.admissible() == 8
+    made.submit(8)
+    made.drop(7, "reward_timeout")
+    assert made.admissible() == 1
+    made.submit(1)
+    finish(made, [0, 1, 2, 3, 4, 5, 6, 8])
+    made.take()
+    made.take()
+    assert not made.ready() and made.awaited() == [] and made.admissible() == 0
+
+
+def test_min_batches_holds_the_first_batch_back_and_not_the_last() -> None:
+    made = policy(1, min_batches=2, total=12)
+    made.submit(8)
+    finish(made, range(4))
+    assert not made.ready()
+    finish(made, range(4, 8))
+    made.take()
+    made.advance(1)
+    finish(made, [ticket.number for ticket in made.submit(4)])
+    made.take()
+    made.advance(2)
+    assert made.ready(), "four prompts are all that is left of the run"
+
+
+def test_the_backstop_drops_what_is_too_old_and_frees_its_place() -> None:
+    made = policy(1)
+    made.submit(8)
+    finish(made, range(4))
+    made.finish(4, "sampled by weights from before the run", -1)
+    made.take()
+    assert made.ledger.dropped == {"stale": 1} and made.admissible() == 1
+    made.finish(5, "too old on arrival", -1)
+    assert made.ledger.dropped == {"stale": 2}
+
+
+def test_versions_follow_the_batches() -> None:
+    made = policy(1)
+    with pytest.raises(PolicyError, match="version 1 cannot follow version 0"):
+        made.advance(1)
+    made.submit(8)
+    finish(made, range(8))
+    made.take()
+    made.advance(1)
+    with pytest.raises(PolicyError, match="version 0 cannot follow version 1"):
+        made.advance(0)
+
+
+@pytest.mark.parametrize(
+    "event", [lambda p: p.finish(9, "", 0), lambda p: p.drop(9, "lost"), lambda p: p.finish(0, "", 0)]
+)
+def test_a_prompt_that_is_not_in_flight_neither_finishes_nor_drops(event) -> None:
+    made = policy(1)
+    made.submit(3)
+    finish(made, [0])
+    with pytest.raises(PolicyError, match="is not in flight; 2 others are"):
+        event(made)
+
+
+def test_what_is_not_allowed_says_what_is() -> None:
+    made = policy(0)
+    with pytest.raises(PolicyError, match="5 prompts may not be submitted at version 0: 4 may"):
+        made.submit(5)
+    made.hold("validation")
+    with pytest.raises(PolicyError, match="0 may; submission is held by validation"):
+        made.submit(1)
+    with pytest.raises(PolicyError, match="batch for version 0 is not ready: 0 of 4 prompts wait, 0 are in flight"):
+        made.take()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"ratio": -1}, "async_generation_ratio: -1 is not a finite number"),
+        ({"ratio": float("inf")}, "async_generation_ratio: inf is not a finite number"),
+        ({"batch_size": 0}, "batch_size: 0 is not at least 1"),
+        ({"ratio": 2.5, "max_staleness": 2}, "max_staleness: 2 would drop samples .* use at least 3"),
+        ({"ratio": 1.5, "min_batches": 3}, "min_batches: 3 is not within 1 to 2"),
+        ({"ratio": 1, "min_batches": 2, "max_queue": 7}, "max_queue: 7 prompts hold less .* use at least 8"),
+        ({"total": 6}, "total: 6 is not a whole number of batches of 4"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PolicySettings(**{"batch_size": 4, "ratio": 0, **settings})
+
+
+def test_a_restored_policy_goes_on_where_it_stopped() -> None:
+    made = policy(1)
+    made.submit(8)
+    finish(made, [0, 1, 2, 3, 6])
+    made.take()
+    made.drop(5, "reward_raised")
+    made.advance(1)
+    made.submit(made.admissible())
+    state = json.loads(json.dumps(made.state_dict(str.upper)))
+    back = RolloutPolicy.restore(made.settings, state, str.lower)
+    assert back.state_dict(str.upper) == state
+    assert numbers(back.resubmit()) == [4, 7, 8, 9, 10, 11, 12]
+    assert back.resubmit() == []
+    assert back.admissible() == 0
+    finish(back, [4, 7, 8])
+    assert [taken.item for taken in back.take()] == ["item 4", "item 6", "item 7", "item 8"]
+
+
+def test_a_checkpoint_of_another_batch_size_is_refused() -> None:
+    state = policy(1).state_dict(str)
+    with pytest.raises(ValueError, match="batch_size: 5 cannot go on from .* use 4"):
+        RolloutPolicy.restore(PolicySettings(5, 1), state, str)
+
+
+def test_a_run_that_starts_at_a_later_version_is_bounded_from_there() -> None:
+    made: RolloutPolicy[str] = RolloutPolicy(PolicySettings(4, 1, total=16), version=2)
+    assert [(ticket.version, ticket.deadline) for ticket in made.submit(made.admissible())] == [(2, 3)] * 8
+    finish(made, range(8))
+    made.take()
+    made.advance(3)
+    assert made.admissible() == 0, "the run consumes 16 prompts, 8 of them before version 2"
