@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from roll.configs.arguments import StrategyArguments
+from roll.configs.asynchronous import AsyncOptions
 from roll.configs.fields import environment, internal, one_or_many, option
 from roll.configs.worker import WorkerConfig
 
@@ -120,7 +121,7 @@ class RewardConfig:
 
 
 @dataclass
-class RLConfig(BaseConfig):
+class RLConfig(AsyncOptions, BaseConfig):
     """What reinforcement learning adds, whatever its samples are."""
 
     actor_infer: WorkerConfig = option(factory=lambda: _role("sglang"), help="The role that generates.")
@@ -129,7 +130,6 @@ class RLConfig(BaseConfig):
     rollout_batch_size: int = option(64, "Prompts (RLVR) of one step.", minimum=1)
     num_return_sequences_in_group: int = option(1, "Samples per prompt.", minimum=1)
     is_num_return_sequences_expand: bool = option(True, "Each sample is a request of its own, with its own seed.")
-    async_generation_ratio: float = option(0.0, "Batches generation may run ahead; 0 is synchronous.", minimum=0)
     ppo_epochs: int = option(1, "Passes over each batch.", minimum=1)
     adv_estimator: str = option("grpo", "Advantage estimator; see docs/algorithms.md for the known ones.")
     grpo_norm_by_std: bool = option(True, "Divide by the group's standard deviation; false is Dr. GRPO.")

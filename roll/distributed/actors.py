@@ -16,12 +16,7 @@ import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from roll.configs.pipeline import BaseConfig
-    from roll.configs.worker import WorkerConfig
-    from roll.distributed.worker import Worker, WorkerRank
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 
@@ -51,7 +46,7 @@ class Host:
     def __init__(self, name: str, rank: int, cores: tuple[int, ...], log_file: str) -> None:
         """Pins the process to its cores and sends what it prints to its log file."""
         self._name, self._rank = name, rank
-        self._worker: Worker | None = None
+        self._worker: Any = None
         _end_with_parent()
         _pin(cores)
         _print_to(log_file)
@@ -64,19 +59,11 @@ class Host:
         """A TCP port of this process's node that nothing uses now."""
         return free_port()
 
-    def build(
-        self, worker_cls: type[Worker], rank: WorkerRank, config: WorkerConfig, pipeline_config: BaseConfig
-    ) -> Failure | None:
-        """Makes the worker, with the variables torch's process group reads in its environment."""
-        os.environ.update(
-            MASTER_ADDR=rank.master_address,
-            MASTER_PORT=str(rank.master_port),
-            RANK=str(rank.rank),
-            WORLD_SIZE=str(rank.world_size),
-            LOCAL_RANK=str(rank.device),
-        )
+    def build(self, worker_cls: type, environment: dict[str, str], *args: Any) -> Failure | None:
+        """Makes the worker of these arguments, with these variables set."""
+        os.environ.update(environment)
         try:
-            self._worker = worker_cls(rank, config, pipeline_config)
+            self._worker = worker_cls(*args)
         except Exception as error:
             return self._failed(error)
         return None

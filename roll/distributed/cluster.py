@@ -16,6 +16,7 @@ import ray
 
 from roll.configs.layout import ParallelLayout
 from roll.distributed.actors import ConcurrentHost, Host
+from roll.distributed.client import ClusterClient
 from roll.distributed.dispatch import Registration, answering_ranks, arguments_by_rank, collect_answers, registrations
 from roll.distributed.pending import CallSite, Pending
 from roll.distributed.placement import Seat, spans
@@ -66,7 +67,7 @@ class Cluster:
         self.world_size = self._workers.world_size
         self._worker_cls, self._pipeline_config, self._resources = worker_cls, pipeline_config, resources
         self._seats = resources.seats(role, self.world_size)
-        self._logs = [str(_log_folder(pipeline_config) / f"{role}-{rank}.log") for rank in range(self.world_size)]
+        self._logs = [log_file(pipeline_config, f"{role}-{rank}") for rank in range(self.world_size)]
         self._actors = [self._start(rank, seat) for rank, seat in enumerate(self._seats)]
         self._processes: list[psutil.Process] = []
         self._built = self._ended = False
@@ -75,13 +76,7 @@ class Cluster:
     def _start(self, rank: int, seat: Seat) -> Any:
         cores, threads = self._resources.cores(seat), self._resources.threads(seat)
         host = ConcurrentHost if self._worker_cls.concurrent else Host
-        environment = {
-            "OMP_NUM_THREADS": str(threads),
-            "MKL_NUM_THREADS": str(threads),
-            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),  # what the driver can import
-            **self._pipeline_config.system_envs,
-            **self.config.system_envs,
-        }
+        environment = {**process_environment(self._pipeline_config, threads), **self.config.system_envs}
         if self._resources.platform_name == "cuda":
             environment["CUDA_VISIBLE_DEVICES"] = self._resources.visible_devices(seat)
         if len(self._resources.nodes) == 1:
@@ -116,7 +111,7 @@ class Cluster:
         here = ray.get_runtime_context().get_node_id()
         local = [self._resources.nodes[seat.node].node_id == here for seat in self._seats]
         self._processes = [psutil.Process(process) for process, near in zip(processes, local, strict=True) if near]
-        port = Pending(self._site("free_port"), [self._actors[0].free_port.remote()], list, timeout_s).get()[0]
+        port = Pending(self._site("free_port", 0), [self._actors[0].free_port.remote()], list, timeout_s).get()[0]
         nodes = self._resources.nodes
         return [
             WorkerRank(
@@ -163,18 +158,30 @@ class Cluster:
         if self._built:
             return
         refs = [
-            actor.build.remote(self._worker_cls, rank, self.config, self._pipeline_config)
+            actor.build.remote(self._worker_cls, rank.environment(), rank, self.config, self._pipeline_config)
             for actor, rank in zip(self._actors, self.ranks, strict=True)
         ]
         Pending(self._site("build"), refs, list, self._pipeline_config.start_timeout_s).get()
         self._built = True
 
-    def _site(self, method: str) -> CallSite:
-        places = tuple(
-            f"node {seat.node}, devices {spans(seat.devices)}, log {log}"
-            for seat, log in zip(self._seats, self._logs, strict=True)
+    def _site(self, method: str, *ranks: int) -> CallSite:
+        """Where `method` runs: on these ranks, or on all when none are named."""
+        return CallSite(self.role, method, {rank: self._place(rank) for rank in ranks or range(self.world_size)})
+
+    def _place(self, rank: int) -> str:
+        seat = self._seats[rank]
+        return f"node {seat.node}, devices {spans(seat.devices)}, log {self._logs[rank]}"
+
+    def client(self) -> ClusterClient:
+        """What other processes need to call single ranks; it can be sent to them."""
+        self._build()
+        config = self._pipeline_config
+        return ClusterClient(
+            self.role,
+            tuple(self._actors),
+            tuple(self._place(rank) for rank in range(self.world_size)),
+            {name: getattr(config, mark.deadline) for name, mark in registrations(self._worker_cls).items()},
         )
-        return CallSite(self.role, method, places)
 
     def dump_stacks(self) -> None:
         """Asks every process on this machine to write the stack of each of its threads to its log."""
@@ -187,20 +194,32 @@ class Cluster:
         if self._ended:
             return
         self._ended = True
-        children = [child for process in self._processes for child in _descendants(process)]
+        children = [child for process in self._processes for child in descendants(process)]
         closing = [actor.call.remote("close", False) for actor in self._actors] if self._built else []
         if closing:
             ray.wait(closing, num_returns=len(closing), timeout=CLOSE_TIMEOUT_S)
         for actor in self._actors:
             ray.kill(actor)
-        _end(children)
+        end(children)
 
 
-def _log_folder(config: BaseConfig) -> Path:
-    return Path(config.logging_dir or Path(config.output_dir) / "logs").absolute()
+def process_environment(config: BaseConfig, threads: int) -> dict[str, str]:
+    """Variables of every process of a run that computes with `threads` threads."""
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),  # what the driver can import
+        **config.system_envs,
+    }
 
 
-def _descendants(process: psutil.Process) -> list[psutil.Process]:
+def log_file(config: BaseConfig, name: str) -> str:
+    """Where a process of this name writes what it prints."""
+    folder = Path(config.logging_dir or Path(config.output_dir) / "logs").absolute()
+    return str(folder / f"{name}.log")
+
+
+def descendants(process: psutil.Process) -> list[psutil.Process]:
     """The process and all it started."""
     try:
         return [process, *process.children(recursive=True)]
@@ -208,7 +227,7 @@ def _descendants(process: psutil.Process) -> list[psutil.Process]:
         return []
 
 
-def _end(processes: list[psutil.Process]) -> None:
+def end(processes: list[psutil.Process]) -> None:
     """Waits for processes that are ending, and kills those that do not."""
     _, alive = psutil.wait_procs(processes, timeout=END_TIMEOUT_S)
     for process in alive:

@@ -11,6 +11,7 @@ from roll.platforms import get_platform
 from roll.rollout.types import GenerateRequest, GenerateResult
 
 if TYPE_CHECKING:
+    from roll.configs.asynchronous import InFlightPolicy
     from roll.configs.pipeline import BaseConfig
     from roll.configs.worker import WorkerConfig
     from roll.distributed.weight_sync.groups import WeightsGroup
@@ -64,7 +65,7 @@ class InferWorker(Worker):
         return await self._strategy.generate(requests)
 
     @register(deadline="sync_timeout_s")
-    async def pause(self, mode: str) -> None:
+    async def pause(self, mode: InFlightPolicy) -> None:
         """Stops generation until `resume`; see `SGLangStrategy.pause`."""
         await self._strategy.pause(mode)
 

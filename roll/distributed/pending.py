@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +43,7 @@ class CallSite:
 
     role: str
     method: str
-    places: tuple[str, ...]
+    places: Mapping[int, str]
 
     def failed(self, failures: Sequence[Failure]) -> ClusterError:
         """The error of a call on which these ranks failed; a process that ended comes first, then the earliest."""
@@ -73,8 +73,8 @@ class Pending:
     def __init__(
         self, site: CallSite, refs: list[ray.ObjectRef], collect: Callable[[list[Any]], Any], timeout_s: float
     ) -> None:
-        """Starts the clock; `refs` holds one answer per rank and `collect` picks from them."""
-        self._site, self._refs, self._collect = site, refs, collect
+        """Starts the clock; `refs` holds the answer of each rank of the site, `collect` takes them in that order."""
+        self._site, self._refs, self._collect = site, dict(zip(site.places, refs, strict=True)), collect
         self._timeout_s, self._start = timeout_s, time.monotonic()
 
     def within(self, timeout_s: float) -> Pending:
@@ -92,27 +92,27 @@ class Pending:
             self.within(timeout_s)
         answers: dict[int, Any] = {}
         while len(answers) < len(self._refs):
-            open_ranks = [rank for rank in range(len(self._refs)) if rank not in answers]
+            open_ranks = [rank for rank in self._refs if rank not in answers]
             ready, _ = ray.wait([self._refs[rank] for rank in open_ranks], timeout=self._remaining())
             if not ready:
                 raise self._site.late(open_ranks, self._timeout_s)
             self._fetch(answers, ready)
             if _failures(answers):
-                rest = [ref for rank, ref in enumerate(self._refs) if rank not in answers]
+                rest = [ref for rank, ref in self._refs.items() if rank not in answers]
                 more = ray.wait(rest, num_returns=len(rest), timeout=GRACE_S)[0] if rest else []
                 self._fetch(answers, more)
                 raise self._site.failed(_failures(answers))
-        return self._collect([answers[rank] for rank in range(len(self._refs))])
+        return self._collect([answers[rank] for rank in self._refs])
 
     def __await__(self) -> Generator[Any, None, Any]:
         """The collected answer; raises as `get` does."""
         return self._wait().__await__()
 
     async def _wait(self) -> Any:
-        waits = [asyncio.wrap_future(ref.future()) for ref in self._refs]
+        waits = {rank: asyncio.wrap_future(ref.future()) for rank, ref in self._refs.items()}
         answers: dict[int, Any] = {}
         while len(answers) < len(waits):
-            open_ranks = [rank for rank in range(len(waits)) if rank not in answers]
+            open_ranks = [rank for rank in waits if rank not in answers]
             done, _ = await asyncio.wait(
                 [waits[rank] for rank in open_ranks], timeout=self._remaining(), return_when=asyncio.FIRST_COMPLETED
             )
@@ -121,20 +121,21 @@ class Pending:
             self._settle(answers, waits)
             if _failures(answers):
                 if len(answers) < len(waits):
-                    await asyncio.wait(waits, timeout=GRACE_S)
+                    await asyncio.wait(waits.values(), timeout=GRACE_S)
                 self._settle(answers, waits)
                 raise self._site.failed(_failures(answers))
-        return self._collect([answers[rank] for rank in range(len(waits))])
+        return self._collect([answers[rank] for rank in waits])
 
-    def _settle(self, answers: dict[int, Any], waits: list[asyncio.Future]) -> None:
-        for rank, wait in enumerate(waits):
+    def _settle(self, answers: dict[int, Any], waits: dict[int, asyncio.Future]) -> None:
+        for rank, wait in waits.items():
             if wait.done() and rank not in answers:
                 error = wait.exception()
                 answers[rank] = wait.result() if error is None else _died(rank, error)
 
     def _fetch(self, answers: dict[int, Any], ready: list[ray.ObjectRef]) -> None:
+        ranks = {ref: rank for rank, ref in self._refs.items()}
         for ref in ready:
-            rank = self._refs.index(ref)
+            rank = ranks[ref]
             try:
                 answers[rank] = ray.get(ref)
             except ray.exceptions.RayError as error:

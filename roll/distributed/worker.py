@@ -52,6 +52,16 @@ class WorkerRank:
         """`actor_train-0`."""
         return f"{self.role}-{self.rank}"
 
+    def environment(self) -> dict[str, str]:
+        """The variables torch's process group reads."""
+        return {
+            "MASTER_ADDR": self.master_address,
+            "MASTER_PORT": str(self.master_port),
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.device),
+        }
+
 
 class Worker:
     """Base of what runs in a cluster's processes; methods marked with `register` become methods of the cluster.

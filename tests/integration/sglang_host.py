@@ -40,7 +40,9 @@ class EngineHost:
         return await answer if inspect.isawaitable(answer) else answer
 
     async def generate_within(self, requests: list[GenerateRequest], timeout_s: float) -> list[GenerateResult]:
-        return await Generation(self.strategy._engine, timeout_s, deterministic=False).generate(requests)
+        generation = Generation(self.strategy._engine, timeout_s, deterministic=False)
+        generation.version = self.strategy._generation.version
+        return await generation.generate(requests)
 
 
 class Sender:

@@ -21,6 +21,7 @@ from roll.distributed.strategy.sglang_arguments import free_port, preferred_port
 from roll.distributed.strategy.sglang_checksums import EngineChecksums
 from roll.distributed.weight_sync.groups import WeightsGroup, join_as_source
 from roll.models.tiny import write_tiny_model
+from roll.rollout.types import GenerateRequest, SamplingParams
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
@@ -149,8 +150,8 @@ def test_a_request_the_engine_refuses_comes_back_with_its_reason(engine):
     assert len(answers[1].response_ids) == 5
 
 
-@pytest.mark.parametrize(("mode", "version"), [("in_place", 5), ("retract", 6)])
-def test_versions_are_known_for_each_token_when_weights_change_under_a_request(engine, model, publish, mode, version):
+@pytest.mark.parametrize(("mode", "version"), [("in_place", 3), ("retract", 4), ("drain", 5), ("abort_resume", 6)])
+def test_no_running_request_is_lost_and_each_token_knows_its_version(engine, model, publish, mode, version):
     before = copy.deepcopy(model)
     old = engine.generate(requests(1, 1))[0].versions[0]
     asked = requests(4, RUNNING_TOKENS)
@@ -159,27 +160,42 @@ def test_versions_are_known_for_each_token_when_weights_change_under_a_request(e
     change(model, 1.01)
     engine.pause(mode)
     publish(engine, model, version)
-    if mode == "retract":
+    if mode != "in_place":
         engine.flush_cache()
     engine.resume()
     answers = ray.get(pending, timeout=CALL_TIMEOUT_S)
     for request, answer in zip(asked, answers, strict=True):
         assert (answer.finish_reason, len(answer.response_ids)) == ("length", RUNNING_TOKENS)
-        assert answer.versions == sorted(answer.versions) and set(answer.versions) == {old, version}
-        switch = answer.versions.index(version)
+        expected = {old} if mode == "drain" else {old, version}
+        assert answer.versions == sorted(answer.versions) and set(answer.versions) == expected
+        switch = RUNNING_TOKENS if mode == "drain" else answer.versions.index(version)
         got = torch.tensor(answer.log_probs)
         early = reference(before, request, answer.response_ids)[:switch]
         torch.testing.assert_close(got[:switch], early, atol=TOLERANCE, rtol=0)
-        if mode == "retract":  # in place, the new weights attend to keys that the old ones made
+        if mode != "in_place":  # there the new weights attend to keys that the old ones made
             after = reference(model, request, answer.response_ids)[switch:]
             torch.testing.assert_close(got[switch:], after, atol=TOLERANCE, rtol=0)
     engine.flush_cache()
 
 
+def test_prefixes_are_shared_within_one_version_only(engine, model, publish):
+    """In place the cache cannot be emptied, so it is kept apart by version."""
+    prompt = [GenerateRequest("long", list(range(4, 40)), SamplingParams(2), seed=1)]
+    first, again = (engine.generate_within(prompt, 30.0)[0].cached_prompt_tokens for _ in range(2))
+    assert (first, again > 0) == (0, True)
+    pending = engine.start_generate(requests(2, RUNNING_TOKENS))
+    time.sleep(RUNNING_S)
+    engine.pause("in_place")
+    publish(engine, model, 7)
+    engine.resume()
+    assert [engine.generate_within(prompt, 30.0)[0].cached_prompt_tokens > 0 for _ in range(2)] == [False, True]
+    ray.get(pending, timeout=CALL_TIMEOUT_S)
+
+
 def test_an_update_is_proved_by_names_and_checksums(engine, model, publish, llama_folder):
     change(model, 0.99)
     engine.pause("retract")
-    publish(engine, model, 7)
+    publish(engine, model, 8)
     engine.flush_cache()
     engine.resume()
     expected = expected_checksums(model, llama_folder, 1)
@@ -226,13 +242,13 @@ def test_tensors_arrive_by_broadcast(engine, group, model, llama_folder, flatten
     specs = [WeightSpec(name, tuple(t.shape), "float32") for name, t in state.items()]
     engine.begin_update()
     broadcast(engine, group, [t.contiguous() for t in state.values()], specs, flattened)
-    engine.end_update(8 + flattened)
+    engine.end_update(9 + flattened)
     engine.flush_cache()
     assert engine.checksums() == expected_checksums(model, llama_folder, 1)
     asked = requests(3, 20)
     answers = engine.generate(asked)
     assert largest_difference(model, asked, answers) < TOLERANCE
-    assert set(answers[0].versions) == {8 + flattened}
+    assert set(answers[0].versions) == {9 + flattened}
 
 
 @pytest.mark.parametrize(

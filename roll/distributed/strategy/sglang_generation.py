@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from typing import Any, Literal
+import time
+from dataclasses import replace
+from typing import Any
 
+from roll.configs.asynchronous import InFlightPolicy
 from roll.distributed.strategy.sglang_engine import Engine, EngineError
-from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
+from roll.distributed.strategy.sglang_replies import joined, sampling_parameters, to_result
+from roll.rollout.types import GenerateRequest, GenerateResult
 
 ABORT_GRACE_S = 5.0
 """An aborted request answers within one step of the engine; after this it is given up without its partial tokens."""
@@ -18,23 +22,29 @@ CONTROL_TIMEOUT_S = 60.0
 IDLE_TIMEOUT_S = 2.0
 """A scheduler that has answered its last request is idle one or two steps later."""
 
-ALL_TOKENS = -1
-"""SGLang's `top_k` for no truncation."""
-
 
 class Generation:
-    """Draws responses from one engine.
+    """Draws responses from one engine, and holds them while it is paused.
 
     With `deterministic`, the requests of one call are handed over while the scheduler is paused and with an empty
     prefix cache, and calls take turns. The scheduler then forms the same batches in every run, whatever the timing.
+
+    Attributes:
+        version: of the weights; requests share cached prefixes only with requests sent under the same one.
     """
 
     def __init__(self, engine: Engine, timeout_s: float, deterministic: bool) -> None:
-        """Requests of `engine` are aborted after `timeout_s` seconds each."""
+        """Requests of `engine` are aborted after `timeout_s` seconds each, pauses not counted."""
+        self.version = 0
         self._engine = engine
         self._timeout_s = timeout_s
         self._deterministic = deterministic
         self._turn = asyncio.Lock()
+        self._handing_over = asyncio.Lock()
+        self._open = asyncio.Event()
+        self._open.set()
+        self._running: dict[str, asyncio.Future[dict[str, Any]]] = {}
+        self._cut: set[str] = set()
         self._names = itertools.count()
 
     async def generate(self, requests: list[GenerateRequest]) -> list[GenerateResult]:
@@ -50,6 +60,30 @@ class Generation:
         async with self._turn:
             return await self._generate_together(requests)
 
+    async def pause(self, mode: InFlightPolicy) -> None:
+        """Stops generation until `resume`; requests that come meanwhile wait. See `SGLangStrategy.pause`."""
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+        async with self._handing_over:
+            self._open.clear()
+            if mode == "abort_resume":
+                self._cut.update(self._running)
+                for name in self._running:
+                    self._engine.manager.abort_request(name)
+            while mode in ("abort_resume", "drain") and self._running:
+                await asyncio.wait(self._running.values())
+                await asyncio.sleep(0)  # those who waited for these answers take them off the list
+            message = PauseGenerationReqInput(mode="retract" if mode == "retract" else "in_place")
+            await self._engine.guard(self._engine.manager.pause_generation(message), f"pause {mode}", CONTROL_TIMEOUT_S)
+
+    async def resume(self) -> None:
+        """Ends a pause."""
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+        message = ContinueGenerationReqInput(torch_empty_cache=False)
+        await self._engine.guard(self._engine.manager.continue_generation(message), "resume", CONTROL_TIMEOUT_S)
+        self._open.set()
+
     async def flush_cache(self) -> None:
         """Empties the prefix cache; an engine about to become idle is waited for.
 
@@ -63,10 +97,19 @@ class Generation:
         raise EngineError(f"{self._engine.name}: the prefix cache cannot be emptied while requests run")
 
     async def _generate_together(self, requests: list[GenerateRequest]) -> list[GenerateResult]:
+        while True:
+            await self._engine.guard(self._open.wait(), "waiting for the end of a pause", self._timeout_s)
+            async with self._handing_over:
+                if self._open.is_set():
+                    tasks = await self._hand_over(requests)
+                    break
+        return list(await asyncio.gather(*tasks))
+
+    async def _hand_over(self, requests: list[GenerateRequest]) -> list[asyncio.Future[GenerateResult]]:
+        """Enqueues the requests while the scheduler stands still."""
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 
         manager = self._engine.manager
-        await self._engine.guard(self._unpaused(), "waiting for the end of a pause", self._timeout_s)
         await self.flush_cache()
         await manager._async_dispatch_to_scheduler(PauseGenerationReqInput(mode="in_place"))
         names = [self._name() for _ in requests]
@@ -74,18 +117,13 @@ class Generation:
             asyncio.ensure_future(self._answer(request, name)) for request, name in zip(requests, names, strict=True)
         ]
         try:
-            arrived = self._handed_over(dict(zip(names, tasks, strict=True)))
+            arrived = self._arrival(dict(zip(names, tasks, strict=True)))
             await self._engine.guard(arrived, "enqueueing requests", CONTROL_TIMEOUT_S)
         finally:
             await manager._async_dispatch_to_scheduler(ContinueGenerationReqInput(torch_empty_cache=False))
-        return list(await asyncio.gather(*tasks))
+        return tasks
 
-    async def _unpaused(self) -> None:
-        manager = self._engine.manager
-        async with manager.is_pause_cond:
-            await manager.is_pause_cond.wait_for(lambda: not manager.is_pause)
-
-    async def _handed_over(self, tasks: dict[str, asyncio.Future[GenerateResult]]) -> None:
+    async def _arrival(self, tasks: dict[str, asyncio.Future[GenerateResult]]) -> None:
         states = self._engine.manager.rid_to_state
         for name, task in tasks.items():
             while not task.done() and not (name in states and states[name].dispatched):
@@ -96,21 +134,40 @@ class Generation:
         return f"{next(self._names):016d}"
 
     async def _answer(self, request: GenerateRequest, name: str) -> GenerateResult:
-        reply = asyncio.ensure_future(self._ask(request, name))
+        """The whole response, in as many parts as pauses cut it into."""
+        drawn: GenerateResult | None = None
+        left_s = self._timeout_s
+        while True:
+            if not self._open.is_set():
+                await self._open.wait()
+            start = time.monotonic()
+            rest = request if drawn is None else _rest(request, drawn)
+            part, was_cut = await self._part(rest, name, left_s)
+            drawn = part if drawn is None else joined(drawn, part)
+            if not was_cut:
+                return drawn
+            name, left_s = self._name(), left_s - (time.monotonic() - start)
+
+    async def _part(self, request: GenerateRequest, name: str, timeout_s: float) -> tuple[GenerateResult, bool]:
+        """What one stay in the engine yields, and whether a pause ended it."""
+        reply = self._running[name] = asyncio.ensure_future(self._ask(request, name, timeout_s))
         try:
-            await asyncio.wait({reply}, timeout=self._timeout_s)
+            await asyncio.wait({reply}, timeout=max(0.0, timeout_s))
             if reply.done():
-                return to_result(request, reply.result(), None)
+                result = to_result(request, reply.result(), None)
+                return result, name in self._cut and result.finish_reason == "abort"
             self._engine.manager.abort_request(name)
             await asyncio.wait({reply}, timeout=ABORT_GRACE_S)
             error = f"aborted after {self._timeout_s:g} s (generation_timeout_s)"
-            return to_result(request, reply.result() if reply.done() else None, error)
+            return to_result(request, reply.result() if reply.done() else None, error), False
         except ValueError as error:  # SGLang's refusal of one request, such as a prompt longer than its context
-            return to_result(request, None, str(error))
+            return to_result(request, None, str(error)), False
         finally:
             reply.cancel()
+            del self._running[name]
+            self._cut.discard(name)
 
-    async def _ask(self, request: GenerateRequest, name: str) -> dict[str, Any]:
+    async def _ask(self, request: GenerateRequest, name: str, timeout_s: float) -> dict[str, Any]:
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         ask = GenerateReqInput(
@@ -118,57 +175,18 @@ class Generation:
             sampling_params=sampling_parameters(request.sampling, request.seed),
             return_logprob=True,
             rid=name,
+            extra_key=f"version {self.version}",
         )
         answers = self._engine.manager.generate_request(ask, None)
         # The engine's death ends the wait; the deadline of the request is the caller's.
-        return await self._engine.guard(anext(answers), "generate", self._timeout_s + 2 * ABORT_GRACE_S)
+        return await self._engine.guard(anext(answers), "generate", timeout_s + 2 * ABORT_GRACE_S)
 
 
-def sampling_parameters(sampling: SamplingParams, seed: int | None) -> dict[str, Any]:
-    """SGLang's sampling parameters."""
-    return {
-        "max_new_tokens": sampling.max_new_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k or ALL_TOKENS,
-        "repetition_penalty": sampling.repetition_penalty,
-        "stop_token_ids": list(sampling.stop_token_ids),
-        "sampling_seed": seed,
-    }
-
-
-def to_result(request: GenerateRequest, reply: dict[str, Any] | None, error: str | None) -> GenerateResult:
-    """SGLang's `reply` to `request`; without a reply, or when it was aborted, `error` says why.
-
-    Raises:
-        EngineError: ids, log-probs and version spans of the reply do not cover the same tokens.
-    """
-    if reply is None:
-        return GenerateResult(request.request_id, [], [], [], "abort", error=error)
-    meta = reply["meta_info"]
-    ids = list(reply["output_ids"])
-    rows = meta.get("output_token_logprobs") or []
-    versions = token_versions(meta.get("weight_versions") or [], len(ids))
-    if [row[1] for row in rows] != ids or len(versions) != len(ids):
-        raise EngineError(
-            f"request {request.request_id}: {len(ids)} tokens came with {len(rows)} log-probs and "
-            f"{len(versions)} versions"
-        )
-    reason: Literal["stop", "length", "abort"] = meta["finish_reason"]["type"]
-    if reason == "abort" and error is None:
-        error = meta["finish_reason"].get("message") or "aborted by the engine"
-    return GenerateResult(
-        request_id=request.request_id,
-        response_ids=ids,
-        log_probs=[row[0] for row in rows],
-        versions=versions,
-        finish_reason="abort" if error else reason,
-        cached_prompt_tokens=meta.get("cached_tokens", 0),
-        error=error,
+def _rest(request: GenerateRequest, drawn: GenerateResult) -> GenerateRequest:
+    """What is still to be drawn: the tokens there are become part of the prompt, as they are."""
+    left = request.sampling.max_new_tokens - len(drawn.response_ids)
+    return replace(
+        request,
+        prompt_ids=[*request.prompt_ids, *drawn.response_ids],
+        sampling=replace(request.sampling, max_new_tokens=left),
     )
-
-
-def token_versions(spans: list[dict[str, Any]], tokens: int) -> list[int]:
-    """The weight version of each of the first `tokens` tokens, from spans {version, start, end} in order."""
-    versions = [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
-    return versions[:tokens]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Any, Literal
+from typing import Any
 
+from roll.configs.asynchronous import InFlightPolicy
 from roll.configs.pipeline import BaseConfig
 from roll.configs.worker import WorkerConfig
 from roll.distributed.strategy.base import WeightSpec
@@ -17,7 +18,7 @@ from roll.distributed.strategy.sglang_arguments import (
     thread_environment,
 )
 from roll.distributed.strategy.sglang_engine import Engine, EngineError
-from roll.distributed.strategy.sglang_generation import CONTROL_TIMEOUT_S, Generation
+from roll.distributed.strategy.sglang_generation import Generation
 from roll.distributed.strategy.sglang_weights import WeightUpdates
 from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
 
@@ -98,24 +99,18 @@ class SGLangStrategy:
         """
         return await self._generation.generate(requests)
 
-    async def pause(self, mode: Literal["in_place", "retract", "abort"]) -> None:
+    async def pause(self, mode: InFlightPolicy) -> None:
         """Stops generation until `resume`; requests that arrive meanwhile wait.
 
         Args:
-            mode: running requests keep their key-value cache (`in_place`), recompute it when resumed (`retract`), or
-                come back with what they have (`abort`).
+            mode: running requests keep their key-value cache (`in_place`), recompute it when resumed (`retract`), are
+                waited for (`drain`), or leave the engine and are continued from their exact tokens (`abort_resume`).
         """
-        from sglang.srt.managers.io_struct import PauseGenerationReqInput
-
-        message = PauseGenerationReqInput(mode=mode)
-        await self._engine.guard(self._engine.manager.pause_generation(message), f"pause {mode}", CONTROL_TIMEOUT_S)
+        await self._generation.pause(mode)
 
     async def resume(self) -> None:
         """Ends a pause."""
-        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
-
-        message = ContinueGenerationReqInput(torch_empty_cache=False)
-        await self._engine.guard(self._engine.manager.continue_generation(message), "resume", CONTROL_TIMEOUT_S)
+        await self._generation.resume()
 
     async def flush_cache(self) -> None:
         """Empties the prefix cache.
@@ -150,6 +145,7 @@ class SGLangStrategy:
     async def end_update(self, version: int) -> None:
         """Closes the update session; tokens sampled from now on carry `version`."""
         await self._weights.end(version)
+        self._generation.version = version
 
     async def checksums(self) -> dict[str, str]:
         """Checksum of every parameter on every rank, as `name@rank`; see `WeightUpdates.checksums`."""

@@ -14,11 +14,9 @@ from roll.distributed.weight_sync.stage_tensors import Fault
 from roll.distributed.weight_sync.transaction import PublishReport, Transaction, Transfer, VerificationError
 
 if TYPE_CHECKING:
-    from roll.configs.pipeline import BaseConfig
+    from roll.configs.pipeline import RLConfig
     from roll.distributed.cluster import Cluster
 
-PAUSE_MODE = "retract"
-"""Running requests go on under the new weights with a cache recomputed under them; the prefix cache can be emptied."""
 SHOWN_DIFFERENCES = 5
 """Tensors named in the message of a failed verification."""
 MEGABYTE = 1 << 20
@@ -32,7 +30,7 @@ class WeightPublisher:
     """
 
     def __init__(
-        self, train: Cluster, infer: Cluster, config: BaseConfig, way: type[ClusterTransport] | None = None
+        self, train: Cluster, infer: Cluster, config: RLConfig, way: type[ClusterTransport] | None = None
     ) -> None:
         """Joins nothing yet; the `way` is chosen by the device mappings where none is given."""
         self._config = config
@@ -90,7 +88,7 @@ def choose_way(train: Cluster, infer: Cluster) -> type[ClusterTransport]:
 class ClusterTransport:
     """What both ways share: the engines' side of the transaction."""
 
-    def __init__(self, train: Cluster, infer: Cluster, config: BaseConfig) -> None:
+    def __init__(self, train: Cluster, infer: Cluster, config: RLConfig) -> None:
         """Takes the two clusters."""
         self._train, self._infer, self._config = train, infer, config
         self._sources: list[SourceInfo] = []
@@ -112,8 +110,8 @@ class ClusterTransport:
         return self._infer.layout.tensor if digest else 0
 
     async def pause(self) -> None:
-        """Stops generation."""
-        await self._infer.pause(PAUSE_MODE)
+        """Stops generation; what becomes of running requests is the run's `in_flight_policy`."""
+        await self._infer.pause(self._config.in_flight_policy)
 
     async def begin(self, version: int) -> None:
         """Opens the update on every engine."""
@@ -124,8 +122,9 @@ class ClusterTransport:
         await self._infer.end_update(version)
 
     async def flush(self) -> None:
-        """Empties the prefix caches."""
-        await self._infer.flush_cache()
+        """Empties the prefix caches; in place they are in use, and kept apart by version instead."""
+        if self._config.in_flight_policy != "in_place":
+            await self._infer.flush_cache()
 
     async def accept(self) -> None:
         """Declares the engines whole."""
@@ -161,7 +160,7 @@ class BroadcastTransport(ClusterTransport):
 
     _numbers = itertools.count()
 
-    def __init__(self, train: Cluster, infer: Cluster, config: BaseConfig) -> None:
+    def __init__(self, train: Cluster, infer: Cluster, config: RLConfig) -> None:
         """Takes the two clusters."""
         super().__init__(train, infer, config)
         self._groups: list[WeightsGroup] = []

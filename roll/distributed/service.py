@@ -1,0 +1,71 @@
+"""One object in a process of its own that owns no device, such as the rollouter."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from roll.distributed.actors import ConcurrentHost
+from roll.distributed.cluster import CLOSE_TIMEOUT_S, descendants, end, log_file, process_environment
+from roll.distributed.pending import CallSite, Pending
+
+if TYPE_CHECKING:
+    from roll.configs.pipeline import BaseConfig
+
+CALLS = 100
+"""Calls one service holds at a time."""
+
+
+class Service:
+    """Runs `cls(*args)` beside the driver; coroutines of the object are called by name and run side by side."""
+
+    def __init__(self, name: str, config: BaseConfig, cores: tuple[int, ...], cls: type, *args: Any) -> None:
+        """Starts the process and makes the object.
+
+        Args:
+            name: for messages and the log file.
+            config: of the run.
+            cores: the process is pinned to.
+            cls: what to make; it has a coroutine `close`.
+            args: it is made of.
+
+        Raises:
+            ClusterError: it could not be made.
+        """
+        self._name, self._config, self._ended = name, config, False
+        self._log = log_file(config, name)
+        here = ray.get_runtime_context().get_node_id()
+        self._actor = (
+            ray.remote(ConcurrentHost)
+            .options(
+                num_cpus=0,
+                max_concurrency=CALLS,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
+                runtime_env={"env_vars": process_environment(config, threads=1)},
+            )
+            .remote(name, 0, cores, self._log)
+        )
+        started = self._pending("start", self._actor.process.remote(), config.start_timeout_s)
+        self._process = psutil.Process(started.get())
+        self._pending("build", self._actor.build.remote(cls, {}, *args), config.start_timeout_s).get()
+
+    def call(self, method: str, *args: Any) -> Pending:
+        """The answer of one of the object's coroutines, within `rpc_timeout_s`."""
+        return self._pending(method, self._actor.call.remote(method, True, *args), self._config.rpc_timeout_s)
+
+    def shutdown(self) -> None:
+        """Closes the object and ends the process and those it started; may be called twice."""
+        if self._ended:
+            return
+        self._ended = True
+        processes = descendants(self._process)
+        ray.wait([self._actor.call.remote("close", False)], timeout=CLOSE_TIMEOUT_S)
+        ray.kill(self._actor)
+        end(processes)
+
+    def _pending(self, method: str, answer: ray.ObjectRef, timeout_s: float) -> Pending:
+        site = CallSite(self._name, method, {0: f"log {self._log}"})
+        return Pending(site, [answer], lambda answers: answers[0], timeout_s)
