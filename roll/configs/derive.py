@@ -9,6 +9,7 @@ from typing import Any
 from roll.configs.errors import Problem
 from roll.configs.layouts import ROLES
 from roll.configs.pipeline import BaseConfig, RLConfig
+from roll.configs.queue import max_staleness
 
 PARITY_BOUND_FP32 = 1e-3
 """Both engines compute the same sums in another order: differences of a few 1e-6 are usual, 1e-3 means a fault."""
@@ -61,6 +62,8 @@ def _derive_rl(config: RLConfig) -> None:
     _inherit(config, "generating_args", sampling, skip=("num_return_sequences",))
     if config.validation.generating_args.num_return_sequences is None:
         config.validation.generating_args.num_return_sequences = 1
+    if config.async_training.max_staleness_allowed is None:
+        config.async_training.max_staleness_allowed = max_staleness(config)
     if config.old_log_probs_source == "auto":
         config.old_log_probs_source = "behavior" if config.async_generation_ratio > 0 else "recompute"
     if config.log_prob_parity_bound is None:

@@ -99,6 +99,25 @@ class SFTConfig(BaseConfig):
 
 
 @dataclass
+class FilterArguments:
+    """Thresholds of a query filter; each belongs to one type."""
+
+    threshold_up: float | None = option(None, "mean_filter: groups with this mean score or more are dropped.")
+    threshold_down: float | None = option(None, "mean_filter: groups with this mean score or less are dropped.")
+    std_threshold: float | None = option(
+        None, "std_filter: groups whose scores spread this much or less are dropped; default 0.", minimum=0
+    )
+
+
+@dataclass
+class QueryFilterConfig:
+    """Dynamic sampling: groups that teach nothing are replaced by fresh prompts."""
+
+    type: Literal["no_filter", "mean_filter", "std_filter"] = option("no_filter", "What a group is judged by.")
+    filter_args: FilterArguments = option(factory=FilterArguments, help="Its thresholds.")
+
+
+@dataclass
 class RewardConfig:
     """One rule that scores samples."""
 
@@ -115,8 +134,8 @@ class RewardConfig:
     )
     correct_score: float = option(1.0, "Score of a right answer.")
     wrong_score: float = option(0.0, "Score of a wrong one.")
-    max_failure_rate: float = option(
-        0.1, "Share of a batch whose reward may fail before the run ends.", minimum=0, maximum=1
+    query_filter_config: QueryFilterConfig = option(
+        factory=QueryFilterConfig, help="Which groups scored by this rule are learned from."
     )
 
 
@@ -170,7 +189,10 @@ class RLConfig(AsyncOptions, BaseConfig):
         2, "Times a failed request is tried again before its group is dropped.", minimum=0
     )
     max_failure_rate: float = option(
-        0.1, "Share of a batch's prompts that may be dropped before the run ends.", minimum=0, maximum=1
+        0.1, "Share of a batch's prompts that may fail before the run ends.", minimum=0, maximum=1
+    )
+    max_resample_factor: float = option(
+        10.0, "Groups that query filters may drop for one batch, in batches, before the run ends.", above=0
     )
 
 

@@ -28,8 +28,12 @@ RUN = (
 TIME = (
     Metric("time/step", "s", "The whole step, publishing and validation included."),
     Metric("time/wait_prev_gen", "s", "Waiting for the batch; generation itself when async_generation_ratio is 0."),
-    Metric("time/generate", "s", "Inside that: sampling responses."),
-    Metric("time/reward", "s", "Inside that: scoring them."),
+    Metric(
+        "time/generate",
+        "s",
+        "Time since the batch before in which responses were sampled.",
+    ),
+    Metric("time/reward", "s", "The same for scoring them."),
     Metric("time/old_log_probs", "s", "Log-probs of the batch under actor_train and the reference."),
     Metric("time/advantages", "s", "Advantages and corrections, on the driver."),
     Metric("time/train", "s", "Forward, backward and optimizer steps."),
@@ -62,6 +66,19 @@ LEDGER = (
     Metric("queue/total_produced", "samples", "Samples that entered the queue since the run began."),
     Metric("queue/total_consumed", "samples", "Samples that left it for a batch."),
     Metric("queue/dropped_samples", "samples", "Samples that left it unused."),
+)
+
+ACCOUNT = (
+    Metric("total_generated_samples", "samples", "Samples that came back from generation since the run began."),
+    Metric("generation_errors", "prompts", "Prompts given up because a response could not be generated."),
+    Metric("dropped_stale_samples", "samples", "Samples dropped for a token older than max_staleness_allowed."),
+    Metric("avg_sample_age", "versions", "Mean age of the oldest token of a group when it is learned from."),
+    Metric("max_sample_age", "versions", "The same, of the oldest group."),
+    Metric("stale_samples_ratio", "share", "Groups older than async_training.staleness_threshold."),
+    Metric("queue_size", "samples", "As queue/size."),
+    Metric("total_produced", "samples", "As queue/total_produced."),
+    Metric("total_consumed", "samples", "As queue/total_consumed."),
+    Metric("dropped_samples", "samples", "As queue/dropped_samples."),
 )
 
 ADVANTAGE = (
@@ -117,6 +134,7 @@ def sections() -> dict[str, tuple[Metric, ...]]:
         "Time": TIME,
         "Rollout and staleness": ROLLOUT,
         "The account of prompts": LEDGER,
+        "The account in other systems' terms": ACCOUNT,
         "Advantages": ADVANTAGE,
         "Actor": ACTOR,
         "Sampling policy against training policy": correction,

@@ -171,9 +171,8 @@ def test_generation_keys_have_no_effect_in_sft(tmp_path: Path) -> None:
 
 
 def test_what_is_not_here_stops_a_run_only(tmp_path: Path) -> None:
-    config = rlvr(tmp_path, "pretrain=Qwen/Qwen2.5-7B", "resume_from_checkpoint=old/step_5", "async_generation_ratio=1")
+    config = rlvr(tmp_path, "pretrain=Qwen/Qwen2.5-7B", "resume_from_checkpoint=old/step_5")
     assert check(config).missing == [
-        Problem("async_generation_ratio", "1 can be planned but not run yet: training is synchronous; set it to 0"),
         Problem(
             "pretrain",
             "Qwen/Qwen2.5-7B is not a folder on this machine; download it: "

@@ -36,11 +36,6 @@ def check_algorithm(config: RLConfig, report: Report) -> None:
             "with grpo the KL of a response is summed into its one score; use_kl_loss keeps it per token",
         )
     _check_old_log_probs(config, report)
-    if config.async_generation_ratio > 0:
-        report.absent(
-            "async_generation_ratio",
-            f"{config.async_generation_ratio:g} can be planned but not run yet: training is synchronous; set it to 0",
-        )
 
 
 def check_name(path: str, name: str, known: Sequence[str], report: Report) -> None:
