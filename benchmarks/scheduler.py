@@ -1,0 +1,131 @@
+"""What the policy of running ahead costs by itself: a million prompts on a thousand simulated engines.
+
+    python -m benchmarks.scheduler --json FILE
+
+Engines are a heap of finish times: a prompt goes to the engine with the fewest outstanding tokens and ends when that
+engine has done what it was given before. One in a hundred fails and is replaced. A trainer takes a batch as soon as
+there is one, learns for a while and publishes. What is timed is policy, balancer and heap; lengths are drawn before.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.common import Check, Measurement, at_most, main, median
+from roll.rollout.balance import Balancer
+from roll.rollout.policy import PolicySettings, RolloutPolicy, Ticket
+
+ENGINES = 1000
+BATCH_SIZE = 1000
+RATIO = 2.0
+FAILURE_RATE = 0.01
+SECONDS_PER_TOKEN = 0.01
+SIZES = (10_000, 100_000, 1_000_000)
+"""Prompts consumed by each run."""
+
+SHORT_RUNS = 10
+"""Times the shortest run is made before the longest and after it, for a machine that has other work too."""
+
+LENGTHS = 65_536
+"""Response lengths are drawn once, log-normal with a long tail, and used in turn."""
+
+
+@dataclass
+class Simulated:
+    """One run on a virtual clock."""
+
+    policy: RolloutPolicy[int]
+    lengths: list[int]
+    now: float = 0.0
+    balancer: Balancer = field(default_factory=lambda: Balancer(ENGINES))
+    free_at: list[float] = field(default_factory=lambda: [0.0] * ENGINES)
+    running: list[tuple[float, int, int, Ticket]] = field(default_factory=list)
+
+    def submit(self) -> None:
+        """Everything that is admissible goes to the engines."""
+        for ticket in self.policy.submit(self.policy.admissible()):
+            tokens = self.lengths[ticket.number % LENGTHS]
+            engine = self.balancer.choose()
+            self.balancer.add(engine, tokens)
+            self.free_at[engine] = end = max(self.now, self.free_at[engine]) + tokens * SECONDS_PER_TOKEN
+            heapq.heappush(self.running, (end, ticket.number, engine, ticket))
+
+    def end_one(self) -> None:
+        """The prompt that ends next does."""
+        self.now, number, engine, ticket = heapq.heappop(self.running)
+        self.balancer.remove(engine, self.lengths[number % LENGTHS])
+        if number % round(1 / FAILURE_RATE) == 7:
+            self.policy.drop(number, "generation_failed")
+            self.submit()
+        else:
+            self.policy.finish(number, number, ticket.version)
+
+    def step(self, train_seconds: float) -> None:
+        """One batch: waited for, taken, learned from while generation goes on, published."""
+        while not self.policy.ready():
+            self.end_one()
+        self.policy.take()
+        learned = self.now + train_seconds
+        while self.running and self.running[0][0] <= learned:
+            self.end_one()
+        self.now = learned
+        self.policy.advance(self.policy.learning_version)
+        self.submit()
+
+
+def resident_bytes() -> int:
+    """Memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def run(prompts: int, lengths: list[int]) -> dict[str, float]:
+    """Seconds and memory growth of a run that consumes so many prompts; memory counts from a tenth of the way on."""
+    policy: RolloutPolicy[int] = RolloutPolicy(PolicySettings(BATCH_SIZE, RATIO, total=prompts))
+    simulated = Simulated(policy, lengths)
+    batches = prompts // BATCH_SIZE
+    mean = sum(lengths) / len(lengths)
+    warm = peak = 0
+    start, processor = time.perf_counter(), time.process_time()
+    simulated.submit()
+    for batch in range(batches):
+        simulated.step(mean * SECONDS_PER_TOKEN * BATCH_SIZE / ENGINES)
+        if batch == batches // 10:
+            warm = resident_bytes()
+        peak = max(peak, resident_bytes())
+    seconds, processor = time.perf_counter() - start, time.process_time() - processor
+    if policy.ledger.consumed != prompts or policy.ledger.dropped["stale"]:
+        raise AssertionError(f"the run went wrong: {policy.ledger}")
+    return {
+        "prompts": prompts,
+        "submitted": policy.ledger.submitted,
+        "seconds": seconds,
+        "processor_seconds": processor,
+        "microseconds_per_prompt": 1e6 * processor / prompts,
+        "memory_growth_bytes": peak - warm,
+    }
+
+
+def measure() -> Measurement:
+    """Time, memory and cost per prompt over run lengths."""
+    draw = random.Random(1)
+    lengths = [min(32_768, 1 + int(draw.lognormvariate(6.0, 1.0))) for _ in range(LENGTHS)]
+    before = [run(SIZES[0], lengths) for _ in range(SHORT_RUNS)]
+    runs = [run(size, lengths) for size in SIZES[1:]]
+    after = [run(SIZES[0], lengths) for _ in range(SHORT_RUNS)]
+    short, longest = [made["microseconds_per_prompt"] for made in before + after], runs[-1]
+    growth = longest["microseconds_per_prompt"] / median(short)
+    checks: list[Check] = [
+        at_most("scheduler: seconds for 1,000,000 prompts", longest["seconds"], 60.0),
+        at_most("scheduler: cost per prompt, 1,000,000 to 10,000", growth, 1.5),
+        at_most("scheduler: memory growth after warm-up (MiB)", longest["memory_growth_bytes"] / 2**20, 8.0),
+    ]
+    runs = before + runs + after
+    return {"engines": ENGINES, "batch_size": BATCH_SIZE, "ratio": RATIO, "runs": runs}, checks
+
+
+if __name__ == "__main__":
+    main(measure, __doc__ or "")

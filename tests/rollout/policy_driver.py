@@ -1,0 +1,188 @@
+"""A random run of the policy beside a model that counts everything on its own, and the laws checked after every event."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+import pytest
+
+from roll.rollout.policy import PolicyError, PolicySettings, RolloutPolicy, Ticket
+
+
+@dataclass
+class Model:
+    """Where every prompt is, by number, kept without looking at the policy."""
+
+    version: int = 0
+    batches: int = 0
+    running: dict[int, Ticket] = field(default_factory=dict)
+    buffered: dict[int, tuple[Ticket, int]] = field(default_factory=dict)
+    consumed: set[int] = field(default_factory=set)
+    dropped: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def submitted(self) -> int:
+        return len(self.running) + len(self.buffered) + len(self.consumed) + len(self.dropped)
+
+
+class Driver:
+    """Draws events from one seed: submissions, ends in any order, drops, batches, publishes, holds, crashes."""
+
+    def __init__(self, ratio: str, seed: int) -> None:
+        self.draw = random.Random(f"{ratio}/{seed}")
+        self.ratio = Fraction(ratio)
+        self.batch_size = self.draw.randint(1, 9)
+        most_batches = math.floor(1 + self.ratio)
+        min_batches = self.draw.choice([1, 1, self.draw.randint(1, most_batches)])
+        self.settings = PolicySettings(
+            batch_size=self.batch_size,
+            ratio=float(ratio),
+            max_staleness=self.draw.choice([None, math.ceil(self.ratio), math.ceil(self.ratio) + 2]),
+            max_queue=self.draw.choice([None, None, min_batches * self.batch_size + self.draw.randint(0, 12)]),
+            min_batches=min_batches,
+            total=self.draw.choice([None, self.draw.randint(most_batches, 60) * self.batch_size]),
+        )
+        self.policy: RolloutPolicy[dict] = RolloutPolicy(self.settings)
+        self.model = Model()
+        self.holds: list[str] = []
+        self.saved: tuple[str, Model] | None = None
+        self.events: Counter[str] = Counter()
+        self.drop_rate = self.draw.choice([0.0, 0.02, 0.3])
+
+    def play(self, events: int) -> None:
+        """Draws that many events, then lets the run end."""
+        names = ["submit", "end", "end", "end", "take", "advance", "hold", "release", "crash", "save"]
+        weights = [10, 10, 10, 10, 10, 6, 1, 3, 0.3, 0.3]
+        for name in self.draw.choices(names, weights, k=events):
+            getattr(self, name)()
+            self.events[name] += 1
+            self.check()
+        self.run_dry()
+
+    def submit(self) -> None:
+        allowed = self.policy.admissible()
+        if self.holds:
+            assert allowed == 0
+        with pytest.raises(PolicyError):
+            self.policy.submit(allowed + 1)
+        first = self.model.submitted
+        for offset, ticket in enumerate(self.policy.submit(self.draw.randint(0, allowed))):
+            deadline = self.model.version + math.ceil(self.ratio)
+            assert ticket == Ticket(first + offset, self.model.version, deadline)
+            self.model.running[ticket.number] = ticket
+
+    def end(self) -> None:
+        """Any running prompt ends, early or late, whole or not."""
+        if not self.model.running:
+            return
+        number = self.draw.choice(list(self.model.running))
+        ticket = self.model.running.pop(number)
+        if self.draw.random() < self.drop_rate:
+            reason = self.draw.choice(["generation_failed", "reward_timeout", "filtered_no_spread"])
+            self.policy.drop(number, reason)
+            self.model.dropped[number] = reason
+        else:
+            oldest = self.draw.randint(ticket.version, self.model.version)
+            self.policy.finish(number, {"number": number}, oldest)
+            self.model.buffered[number] = (ticket, oldest)
+
+    def take(self) -> None:
+        assert self.policy.ready() == self.batch_can_go()
+        assert (not self.policy.awaited()) or not self.policy.ready()
+        if not self.policy.ready():
+            with pytest.raises(PolicyError):
+                self.policy.take()
+            return
+        earliest = sorted((ticket.deadline, number) for number, (ticket, _) in self.model.buffered.items())
+        batch = self.policy.take()
+        assert [taken.ticket.number for taken in batch] == [number for _, number in earliest[: self.batch_size]]
+        for taken in batch:
+            ticket, oldest = self.model.buffered.pop(taken.ticket.number)
+            assert (taken.ticket, taken.oldest_version, taken.item) == (ticket, oldest, {"number": ticket.number})
+            assert ticket.deadline >= self.model.batches, "learned from after its deadline"
+            assert self.model.batches - oldest <= math.ceil(self.ratio), "staler than the bound"
+            self.model.consumed.add(ticket.number)
+        left = [*self.model.running.values(), *(ticket for ticket, _ in self.model.buffered.values())]
+        assert all(ticket.deadline > self.model.batches for ticket in left), "left behind though it was due"
+        self.model.batches += 1
+
+    def batch_can_go(self) -> bool:
+        """By going through the batches to come: what stays behind, earliest deadline first, must fit into them."""
+        needed = self.settings.min_batches * self.batch_size
+        if self.settings.total is not None:
+            needed = min(needed, self.settings.total - len(self.model.consumed))
+        ready = sorted((ticket.deadline, number) for number, (ticket, _) in self.model.buffered.items())
+        if needed <= 0 or len(ready) < needed:
+            return False
+        left = [deadline for deadline, _ in ready[self.batch_size :]]
+        left += [ticket.deadline for ticket in self.model.running.values()]
+        next_batch = self.model.batches + 1
+        return all(deadline >= next_batch + i // self.batch_size for i, deadline in enumerate(sorted(left)))
+
+    def advance(self) -> None:
+        with pytest.raises(PolicyError):
+            self.policy.advance(self.model.batches + 1)
+        self.model.version = self.draw.randint(self.model.version, self.model.batches)
+        self.policy.advance(self.model.version)
+
+    def hold(self) -> None:
+        self.holds.append(self.draw.choice(["validation", "closing"]))
+        self.policy.hold(self.holds[-1])
+
+    def release(self) -> None:
+        if self.holds:
+            self.policy.release(self.holds.pop(self.draw.randrange(len(self.holds))))
+
+    def state(self) -> str:
+        return json.dumps(self.policy.state_dict(lambda item: item["number"]))
+
+    def save(self) -> None:
+        self.saved = (self.state(), copy.deepcopy(self.model))
+
+    def crash(self) -> None:
+        """Back to the last checkpoint, or to this moment: what was in flight is generated again."""
+        state, model = self.saved or (self.state(), self.model)
+        self.model = copy.deepcopy(model)
+        self.policy = RolloutPolicy.restore(self.settings, json.loads(state), lambda number: {"number": number})
+        self.holds = []
+        assert self.state() == state
+        assert self.policy.resubmit() == [self.model.running[number] for number in sorted(self.model.running)]
+
+    def check(self) -> None:
+        """The laws that hold after every event."""
+        model, ledger = self.model, self.policy.ledger
+        ledger.check()
+        counts = (len(model.consumed), len(model.buffered), len(model.running), len(model.dropped))
+        assert (ledger.consumed, ledger.buffered, ledger.in_flight, ledger.dropped_total) == counts
+        assert ledger.submitted == model.submitted
+        alive = model.submitted - len(model.dropped)
+        assert alive <= math.floor((model.version + 1 + self.ratio) * self.batch_size)
+        assert self.settings.total is None or alive <= self.settings.total
+        assert self.settings.max_queue is None or len(model.buffered) + len(model.running) <= self.settings.max_queue
+        assert "stale" not in ledger.dropped, "admission bounds staleness by itself"
+
+    def run_dry(self) -> None:
+        """Every hold released and every prompt ending in finite time, the next batches come: nothing is stuck."""
+        while self.holds:
+            self.release()
+        self.drop_rate = 0.0
+        target = self.model.batches + 5
+        if self.settings.total is not None:
+            target = min(target, self.settings.total // self.batch_size)
+        while self.model.batches < target:
+            self.model.version = self.model.batches
+            self.policy.advance(self.model.version)
+            for ticket in self.policy.submit(self.policy.admissible()):
+                self.model.running[ticket.number] = ticket
+            while not self.policy.ready():
+                assert self.policy.awaited(), "not ready, and nothing to wait for"
+                self.end()
+                self.check()
+            self.take()
+            self.check()
