@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-ADV_ESTIMATORS = ("grpo", "reinforce")
+ADV_ESTIMATORS = ("grpo", "reinforce", "rloo", "lite_ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 """Values of `adv_estimator`."""
 
-PG_VARIANTS = ("ppo", "vanilla")
+PG_VARIANTS = ("ppo", "vanilla", "tis", "topr", "cispo", "kimi15", "gspo", "decoupled_ppo")
 """Values of `pg_variant`."""
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")

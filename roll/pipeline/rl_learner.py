@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from roll.algorithms.advantages import AdvantageConfig, compute_advantages
+from roll.algorithms.advantages import compute_advantages
 from roll.algorithms.correction import LOG_PROB_DIFF_MAX, diagnostics
+from roll.algorithms.estimators import AdvantageConfig
 from roll.algorithms.losses import PolicyLossConfig
 from roll.configs.pipeline import RLConfig
 from roll.distributed.protocol import DataProto
