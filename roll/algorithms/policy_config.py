@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from roll.configs.pipeline import RLConfig
 from roll.configs.policy import CorrectionOptions, proximal_source, ratio_base
@@ -42,7 +43,7 @@ class PolicyLossConfig:
         """The settings of a run; `pg_variant` is actor_train's, all others stand at the top level."""
         variant = config.actor_train.pg_variant
         source = proximal_source(config, variant, config.async_generation_ratio)
-        settled = {
+        settled: dict[str, Any] = {
             "pg_variant": variant,
             "old_log_probs_source": source,
             "pg_ratio_base": ratio_base(config, variant, source),
