@@ -8,6 +8,7 @@ from typing import Any, Literal
 from roll.configs.arguments import StrategyArguments
 from roll.configs.asynchronous import AsyncOptions
 from roll.configs.fields import environment, internal, one_or_many, option
+from roll.configs.policy import PolicyOptions
 from roll.configs.worker import WorkerConfig
 
 
@@ -140,7 +141,7 @@ class RewardConfig:
 
 
 @dataclass
-class RLConfig(AsyncOptions, BaseConfig):
+class RLConfig(AsyncOptions, PolicyOptions, BaseConfig):
     """What reinforcement learning adds, whatever its samples are."""
 
     actor_infer: WorkerConfig = option(factory=lambda: _role("sglang"), help="The role that generates.")
@@ -159,19 +160,6 @@ class RLConfig(AsyncOptions, BaseConfig):
     advantage_clip: float | None = option(None, "Clip advantages to +- this.", above=0)
     whiten_rewards: bool = option(False, "Zero mean and unit variance of scores over the batch.")
     whiten_advantages: bool = option(False, "Zero mean and unit variance of advantages over the batch's tokens.")
-    old_log_probs_source: Literal["auto", "behavior", "recompute"] = option(
-        "auto", "Proximal log-probs; auto recomputes in synchronous training."
-    )
-    pg_clip_low: float = option(0.2, "ppo: ratio clip below 1.", above=0, maximum=1)
-    pg_clip_high: float = option(0.2, "ppo: ratio clip above 1.", above=0)
-    dual_clip_loss: bool = option(False, "ppo: bound the loss of negative advantages.")
-    dual_clip_c: float = option(3.0, "ppo: that bound in multiples of |A|.", above=1)
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
-        option("seq-mean-token-mean", "How token losses become one number.")
-    )
-    entropy_loss_coef: float = option(0.0, "Weight of the entropy bonus.", minimum=0)
-    use_kl_loss: bool = option(False, "KL to the reference in the loss.")
-    kl_loss_coef: float = option(0.0, "Its weight.", minimum=0)
     add_token_level_kl: bool = option(False, "KL to the reference in the token reward.")
     init_kl_coef: float = option(0.0, "Its weight.", minimum=0)
     kl_penalty: Literal["k1", "k2", "k3", "abs"] = option(

@@ -98,10 +98,12 @@ ACTOR = (
     Metric("actor/pg_loss", "", "Its policy term."),
     Metric("actor/kl_loss", "nats", "Its KL to the reference, before the coefficient."),
     Metric("actor/entropy", "nats", "Mean entropy of the next token."),
-    Metric("actor/policy_kl", "nats", "KL estimate (k3) between the policy now and the proximal one."),
-    Metric("actor/ratio_mean", "ratio", "Mean of policy now over proximal policy; 1 before the first update."),
+    Metric("actor/policy_kl", "nats", "KL estimate (k3) between the policy now and pg_ratio_base."),
+    Metric("actor/ratio_mean", "ratio", "Mean of policy now over that base; 1 before the first update."),
     Metric("actor/ratio_max", "ratio", "Largest such ratio."),
-    Metric("actor/clip_fraction", "share", "Tokens whose ratio the clip cut off."),
+    Metric("actor/ratio_deviation_max", "ratio", "Largest distance of such a ratio from 1."),
+    Metric("actor/log_ratio_abs_max", "nats", "Largest log ratio of a token, either sign, before any clamp."),
+    Metric("actor/clip_fraction", "share", "Tokens whose ratio or weight a clip cut off."),
     Metric("actor/grad_norm", "", "Global norm of the gradient before clipping."),
     Metric("actor/lr", "", "Learning rate of the optimizer step."),
 )
@@ -126,9 +128,10 @@ SYSTEM = (
 
 def sections() -> dict[str, tuple[Metric, ...]]:
     """Every metric by subject; those of the correction are explained where they are computed."""
-    from roll.algorithms.correction import CORRECTION_METRICS
+    from roll.algorithms.correction import CORRECTION_METRICS, INERT
 
     correction = tuple(Metric(name, "", meaning) for name, meaning in CORRECTION_METRICS.items())
+    inert = Metric(INERT, "0 or 1", "Whether the samples were stale and yet every ratio and weight was 1: an error.")
     return {
         "The run": RUN,
         "Time": TIME,
@@ -137,7 +140,7 @@ def sections() -> dict[str, tuple[Metric, ...]]:
         "The account in other systems' terms": ACCOUNT,
         "Advantages": ADVANTAGE,
         "Actor": ACTOR,
-        "Sampling policy against training policy": correction,
+        "Sampling policy against training policy": (*correction, inert),
         "Validation": VALIDATION,
         "System": SYSTEM,
     }
