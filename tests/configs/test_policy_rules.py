@@ -80,6 +80,7 @@ REFUSED = {
     f"{WEIGHTS}.level=word": "correction.weights.level: 'word' is not one of token, sequence, geometric or null",
     f"{WEIGHTS}.uper=3": "correction.weights.uper: unknown key; did you mean correction.weights.upper?",
     "actor_train.tis_upper_bound=2": "actor_train.tis_upper_bound: unknown key; this key belongs at tis_upper_bound",
+    "target_kl=0.1": "target_kl: has no effect: add_token_level_kl is false; set it to true",
     "adv_estimator=rloo grpo_norm_by_std=false": "grpo_norm_by_std: has no effect: adv_estimator is not grpo",
     "adv_estimator=reinforce_plus_plus norm_std_type=batch": "norm_std_type: has no effect: only adv_estimator",
 }
