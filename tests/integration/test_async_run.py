@@ -109,7 +109,7 @@ def test_a_killed_run_goes_on_with_what_was_buffered_and_running(inputs, tmp_pat
 
 
 def test_dull_groups_are_replaced_within_the_bound(inputs, tmp_path):
-    rule = {"type": "std_filter", "filter_args": {"std_threshold": 0.06}}
+    rule = {"type": "std_filter", "filter_args": {"std_threshold": 0.4}}
     config = asynchronous(
         inputs, tmp_path, 1, eval_steps=0, max_resample_factor=100, rewards__math_rule__query_filter_config=rule
     )
