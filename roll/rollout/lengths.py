@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 import random
-from statistics import NormalDist, fmean
+from bisect import bisect_left
+from functools import cache
+from itertools import accumulate
+from statistics import NormalDist
 
 COUNT = 16_384
 """Lengths of one table: quantiles of the distribution in random order, so that their mean is exact."""
@@ -33,16 +36,9 @@ def response_lengths(mean: float, longest: float, of: int, limit: float, seed: i
     sigma = spread(longest / mean, of)
     if sigma == 0:
         return [float(mean)] * COUNT
-    normal = NormalDist()
-    shape = [math.exp(sigma * normal.inv_cdf((i + 0.5) / COUNT)) for i in range(COUNT)]
-    low, high = 0.0, float(limit)
-    for _ in range(60):
-        scale = (low + high) / 2
-        if fmean(_cut(shape, scale, limit)) < mean:
-            low = scale
-        else:
-            high = scale
-    lengths = _cut(shape, high, limit)
+    shape = [math.exp(sigma * quantile) for quantile in _normal_quantiles()]
+    scale = _scale(shape, mean, limit)
+    lengths = [min(limit, max(1.0, scale * value)) for value in shape]
     random.Random(seed).shuffle(lengths)
     return lengths
 
@@ -56,5 +52,21 @@ def spread(longest_by_mean: float, of: int) -> float:
     return z - math.sqrt(under) if under > 0 else z
 
 
-def _cut(shape: list[float], scale: float, limit: float) -> list[float]:
-    return [min(limit, max(1.0, scale * value)) for value in shape]
+@cache
+def _normal_quantiles() -> list[float]:
+    return [NormalDist().inv_cdf((i + 0.5) / COUNT) for i in range(COUNT)]
+
+
+def _scale(shape: list[float], mean: float, limit: float) -> float:
+    """The factor at which ascending lengths, cut at 1 and at the limit, have that mean; by bisection."""
+    sums = [0.0, *accumulate(shape)]
+    low, high = 0.0, limit / shape[0]
+    for _ in range(60):
+        middle = (low + high) / 2
+        short, whole = bisect_left(shape, 1 / middle), bisect_left(shape, limit / middle)
+        total = short + middle * (sums[whole] - sums[short]) + (COUNT - whole) * limit
+        if total < mean * COUNT:
+            low = middle
+        else:
+            high = middle
+    return high

@@ -41,7 +41,14 @@ def as_dict(prediction: Prediction, model: Model, notes: list[str]) -> dict[str,
 def _entry(candidate: Candidate) -> dict[str, Any]:
     outcome = asdict(candidate.outcome)
     staleness = {str(age): share for age, share in outcome.pop("staleness").items()}
-    return {**asdict(candidate.split), "async_generation_ratio": candidate.ratio, **outcome, "staleness": staleness}
+    alone = {"generate_seconds_alone": candidate.generate_seconds, "train_seconds_alone": candidate.train_seconds}
+    return {
+        **asdict(candidate.split),
+        **alone,
+        "async_generation_ratio": candidate.ratio,
+        **outcome,
+        "staleness": staleness,
+    }
 
 
 def print_prediction(
@@ -113,25 +120,25 @@ def split_text(split: Split) -> str:
 
 
 def staleness_text(candidate: Candidate) -> str:
-    """Share of samples by age."""
-    return ", ".join(f"{age}: {share:.0%}" for age, share in candidate.outcome.staleness.items())
+    """Share of samples by age, those of less than half a percent left out."""
+    return ", ".join(f"{age}: {share:.0%}" for age, share in candidate.outcome.staleness.items() if share >= 0.005)
 
 
 def _sentences(prediction: Prediction) -> list[str]:
     """The closed form beside what was simulated, and the advice."""
-    generate, train, devices = prediction.generate_seconds, prediction.train_seconds, prediction.devices
     best, own = prediction.best, prediction.configured
+    generate, train = prediction.generate_seconds, prediction.train_seconds
     lines = [
-        f"On all {devices} devices a batch would take G = {generate:.4g} s to generate and T = {train:.4g} s to learn "
-        f"from, if both scale: in turns G + T = {generate + train:.4g} s."
+        f"On all {prediction.devices} devices a batch takes G = {generate:.4g} s to generate and T = {train:.4g} s to "
+        f"learn from: in turns G + T = {generate + train:.4g} s."
     ]
-    split = best.split if own.split.shared else own.split
-    if not split.shared:
-        share = split.infer_devices / devices
+    beside = best if own.split.shared else own
+    if not beside.split.shared:
+        generate, train = beside.generate_seconds, beside.train_seconds
+        side = "generation" if generate > train else "training"
         lines[0] += (
-            f" Split {split_text(split)}, one beside the other, max(G / {share:.2f}, T / {1 - share:.2f}) = "
-            f"{max(generate / share, train / (1 - share)):.4g} s; even at G / (G + T) = "
-            f"{generate / (generate + train):.2f} for generation."
+            f" Split {split_text(beside.split)} at ratio {beside.ratio:g}: {generate:.4g} s and {train:.4g} s, one "
+            f"beside the other at best {max(generate, train):.4g} s, bound by {side}."
         )
     gain = own.outcome.step_seconds / best.outcome.step_seconds - 1
     if best == own:
