@@ -48,11 +48,6 @@ def test_run_refuses_what_is_not_on_this_machine(tmp_path: Path, capsys: pytest.
     assert "actor_train.data_args.file_name: train.jsonl is not a file on this machine" in said
 
 
-def test_run_refuses_asynchronous_training_for_now(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", str(write(tmp_path, RLVR)), "async_generation_ratio=1"]) == 2
-    assert "async_generation_ratio: 1 can be planned but not run yet" in capsys.readouterr().err
-
-
 def test_run_refuses_more_devices_than_cores(tmp_path: Path) -> None:
     config = rlvr(tmp_path, "platform=cpu")
     with pytest.raises(ConfigError) as caught:

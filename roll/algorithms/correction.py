@@ -1,12 +1,17 @@
 """How far the sampling policy mu is from the policy p that the update assumes: always measured, always logged.
 
-With l = log p - log mu per token, clamped to +-LOG_RATIO_CLAMP, and w = e^l unless other weights are in use.
+With l = log p - log mu per token, clamped to +-LOG_RATIO_CLAMP, and w = e^l unless other weights are in use. Where
+there is no proximal policy (bypass), the current policy pi stands in the place of p, and the loss measures it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
+from roll.algorithms.aggregation import LossScale
+from roll.algorithms.importance import clamped_log_ratio
 from roll.algorithms.kl import LOG_RATIO_CLAMP
 from roll.algorithms.masking import masked, masked_max, masked_mean, masked_sum
 
@@ -20,6 +25,7 @@ WEIGHT_MAX = "correction/is_weight_max"
 MASKED_FRACTION = "correction/masked_fraction"
 LOG_PROB_DIFF_MAX = "correction/log_prob_diff_max"
 LOG_PPL_DIFF = "correction/log_ppl_diff"
+INERT = "correction/inert"
 
 CORRECTION_METRICS = {
     ESS: "Effective share of the tokens, (sum w)^2 / (n sum w^2); 1 when all weights are equal.",
@@ -33,7 +39,10 @@ CORRECTION_METRICS = {
     LOG_PROB_DIFF_MAX: "Largest |log p - log mu|, not clamped; with fresh weights a parity check of the engines.",
     LOG_PPL_DIFF: "Mean over samples of log-perplexity under p minus that under mu.",
 }
-"""Every metric of this module, with its meaning."""
+"""What `diagnostics` measures, with its meaning."""
+
+WEIGHT_SQUARE_MEAN = "correction/is_weight_square_mean"
+"""What `shares` give in place of the ESS, which is no sum."""
 
 
 def diagnostics(
@@ -52,37 +61,62 @@ def diagnostics(
         weights: [B, T] importance weights the loss uses; default the plain ratio e^l.
         kept_mask: [B, T] tokens left after rejection; default all of the response mask.
     """
+    scale = LossScale.of(response_mask, response_mask.shape[-1])
+    parts = shares(log_probs, behavior_log_probs, response_mask, scale, weights, kept_mask)
+    return complete({name: float(value) for name, value in parts.items()})
+
+
+def shares(
+    log_probs: Tensor,
+    behavior_log_probs: Tensor,
+    response_mask: Tensor,
+    scale: LossScale,
+    weights: Tensor | None = None,
+    kept_mask: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """What one micro-batch contributes to the diagnostics of its global batch; 0-d tensors for `complete`.
+
+    Names ending in `_max` combine by max over micro-batches, all others by sum. Arguments as `diagnostics`, and:
+
+    Args:
+        log_probs: log p or log pi [b, T].
+        behavior_log_probs: log mu [b, T].
+        response_mask: [b, T].
+        scale: counts over the global batch.
+        weights: [b, T]; default the plain ratio.
+        kept_mask: [b, T]; default the response mask.
+    """
     mask = response_mask.bool()
     difference = masked((log_probs - behavior_log_probs).detach().double(), mask)
-    log_ratio = difference.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    log_ratio = clamped_log_ratio(log_probs, behavior_log_probs, mask)
     ratio = log_ratio.exp()
     weights = ratio if weights is None else masked(weights.detach().double(), mask)
-    kept = mask if kept_mask is None else mask & kept_mask.bool()
+    rejected = mask.new_zeros(mask.shape) if kept_mask is None else mask & ~kept_mask.bool()
+    tokens, samples = max(scale.tokens, 1.0), max(scale.sequences, 1.0)
+    any_token = mask.any(-1)
     return {
-        ESS: effective_sample_share(weights, mask),
-        BEHAVIOR_K1: float(masked_mean(log_ratio, mask)),
-        BEHAVIOR_K3: float(masked_mean(log_ratio.expm1() - log_ratio, mask)),
-        CHI2_TOKEN: float(masked_mean(ratio**2 - 1, mask)),
-        CHI2_SEQUENCE: _chi2_sequence(difference, mask),
-        WEIGHT_MEAN: float(masked_mean(weights, mask)),
-        WEIGHT_MAX: float(masked_max(weights, mask)),
-        MASKED_FRACTION: 1 - float(kept.sum() / mask.sum().clamp(min=1)) if mask.any() else 0.0,
-        LOG_PROB_DIFF_MAX: float(difference.abs().max()) if difference.numel() else 0.0,
-        LOG_PPL_DIFF: _sample_mean(-masked_mean(difference, mask, dim=-1), mask),
+        WEIGHT_MEAN: masked_sum(weights, mask) / tokens,
+        WEIGHT_SQUARE_MEAN: masked_sum(weights**2, mask) / tokens,
+        BEHAVIOR_K1: masked_sum(log_ratio, mask) / tokens,
+        BEHAVIOR_K3: masked_sum(log_ratio.expm1() - log_ratio, mask) / tokens,
+        CHI2_TOKEN: masked_sum(ratio**2 - 1, mask) / tokens,
+        CHI2_SEQUENCE: masked_sum(_square_of_samples(difference) - 1, any_token) / samples,
+        WEIGHT_MAX: masked_max(weights, mask),
+        MASKED_FRACTION: rejected.sum().double() / tokens,
+        LOG_PROB_DIFF_MAX: masked_max(difference.abs(), mask),
+        LOG_PPL_DIFF: masked_sum(-masked_mean(difference, mask, dim=-1), any_token) / samples,
     }
 
 
-def effective_sample_share(weights: Tensor, mask: Tensor) -> float:
-    """ESS / n = (sum w)^2 / (n sum w^2) over the mask, in (0, 1]; 0 where all weights are 0 or there are none."""
-    squares = float(masked_sum(weights**2, mask))
-    return float(masked_sum(weights, mask)) ** 2 / (float(mask.sum()) * squares) if squares else 0.0
+def complete(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics with the ESS, (mean w)^2 / mean w^2, in place of the mean square it is computed from."""
+    done = {name: value for name, value in metrics.items() if name != WEIGHT_SQUARE_MEAN}
+    if WEIGHT_SQUARE_MEAN in metrics:
+        square = metrics[WEIGHT_SQUARE_MEAN]
+        done[ESS] = metrics[WEIGHT_MEAN] ** 2 / square if square else 0.0
+    return done
 
 
-def _chi2_sequence(difference: Tensor, mask: Tensor) -> float:
-    log_ratio = difference.sum(-1).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
-    return _sample_mean((2 * log_ratio).exp() - 1, mask)
-
-
-def _sample_mean(values: Tensor, mask: Tensor) -> float:
-    """Mean of values [B] over the samples that have any token."""
-    return float(masked_mean(values, mask.any(-1)))
+def _square_of_samples(difference: Tensor) -> Tensor:
+    """e^2L [B], with L the clamped sum of the sample's log ratios."""
+    return (2 * difference.sum(-1).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)).exp()

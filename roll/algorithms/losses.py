@@ -13,6 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from roll.algorithms.aggregation import LossScale, aggregate
+from roll.algorithms.correction import shares
+from roll.algorithms.importance import Correction, correct
 from roll.algorithms.kl import k3, kl_divergence
 from roll.algorithms.masking import masked, masked_max
 from roll.algorithms.policy_config import PolicyLossConfig
@@ -52,46 +54,86 @@ def policy(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss pg + kl_loss_coef KL(pi || ref) - entropy_loss_coef H, each term aggregated by `loss_agg_mode`.
 
+    The correction multiplies its weights on the policy term and takes rejected tokens out of every term; the
+    denominators still count them unless `renormalize` (then `scale` must count the kept tokens only).
+
     Args:
         log_probs: log pi [b, T] with gradient, of logits divided by the sampling temperature.
         entropy: [b, T]; with gradient when `entropy_loss_coef` is not 0; otherwise only reported, and may be None.
-        micro: `response_mask`, `old_log_probs` (the base of the ratio), `advantages` [b, T]; `ref_log_probs` [b, T]
-            with `use_kl_loss`; `scores` [b] for the variants that ask for them.
+        micro: `response_mask`, `advantages` and the base of the ratio, `old_log_probs` or `behavior_log_probs` as
+            `pg_ratio_base` says [b, T]; `ref_log_probs` [b, T] with `use_kl_loss`; `scores` [b] for the variants that
+            ask for them; with a correction `correction_weights` and `correction_kept` [b, T], or in bypass
+            `behavior_log_probs`, from which they are computed here.
         scale: counts over the global batch.
         config: names the variant and holds the coefficients.
 
     Returns:
         The 0-d loss, and the metrics `pg_loss`, `kl_loss` (aggregated like the loss, before its coefficient), `entropy`
-        (mean over tokens), `ratio_mean`, `ratio_max`, `clip_fraction` (of tokens), `policy_kl` (k3 of log pi - log
-        base: how far this update is from the policy it is corrected against).
+        (mean over tokens), `ratio_mean`, `ratio_max`, `ratio_deviation_max` (largest |r - 1|), `clip_fraction` (of
+        tokens), `policy_kl` (k3 of log pi - log base), `log_ratio_abs_max` (largest |log pi - log base| of a token);
+        in bypass also the shares of the correction's diagnostics.
 
     Raises:
         ValueError: an entropy bonus is asked for and no entropy is given.
         KeyError: the variant is unknown, or `micro` lacks a tensor.
     """
     mask = micro["response_mask"]
-    log_probs, base, advantages = (masked(x, mask) for x in (log_probs, micro["old_log_probs"], micro["advantages"]))
+    log_probs, base, advantages = (masked(x, mask) for x in (log_probs, micro[config.base_key], micro["advantages"]))
     terms = PG_VARIANTS[config.pg_variant](log_probs, base, advantages, mask, micro.get("scores"), config)
-    loss = aggregate(terms.loss, mask, config.loss_agg_mode, scale)
+    correction = _correction(log_probs, micro, config)
+    weighted = terms.loss if correction is None else terms.loss * correction.weights
+    kept = mask if correction is None else correction.kept
+    counted = kept if config.correction.renormalize else mask
+
+    def term(values: Tensor) -> Tensor:
+        return aggregate(masked(values, kept), counted, config.loss_agg_mode, scale)
+
+    loss = term(weighted)
+    log_ratio = masked(log_probs.detach() - base, counted)
     metrics = {
         "pg_loss": loss.detach(),
-        "ratio_mean": _token_mean(terms.ratio, mask, scale),
-        "ratio_max": masked_max(terms.ratio, mask),
-        "clip_fraction": _token_mean(terms.clipped.to(log_probs.dtype), mask, scale),
-        "policy_kl": _token_mean(k3(log_probs.detach() - base), mask, scale),
+        "ratio_mean": _token_mean(terms.ratio, counted, scale),
+        "ratio_max": masked_max(terms.ratio, counted),
+        "ratio_deviation_max": masked_max((terms.ratio - 1).abs(), counted),
+        "clip_fraction": _token_mean(terms.clipped.to(log_probs.dtype), counted, scale),
+        "policy_kl": _token_mean(k3(log_ratio), counted, scale),
+        "log_ratio_abs_max": masked_max(log_ratio.abs(), counted),
     }
+    if config.bypass:
+        metrics |= _diagnostics(log_probs, micro, scale, config, correction)
     if config.use_kl_loss:
         divergence = kl_divergence(log_probs, masked(micro["ref_log_probs"], mask), config.kl_penalty)
-        kl = aggregate(divergence, mask, config.loss_agg_mode, scale)
+        kl = term(divergence)
         loss = loss + config.kl_loss_coef * kl
         metrics["kl_loss"] = kl.detach()
     if entropy is not None:
-        metrics["entropy"] = _token_mean(entropy, mask, scale)
+        metrics["entropy"] = _token_mean(entropy, counted, scale)
     if config.entropy_loss_coef:
         if entropy is None:
             raise ValueError(f"entropy_loss_coef: {config.entropy_loss_coef} needs the entropy of the logits; got None")
-        loss = loss - config.entropy_loss_coef * aggregate(entropy, mask, config.loss_agg_mode, scale)
+        loss = loss - config.entropy_loss_coef * term(entropy)
     return loss, metrics
+
+
+def _correction(log_probs: Tensor, micro: Mapping[str, Tensor], config: PolicyLossConfig) -> Correction | None:
+    """The correction in use, if any: computed on the driver, or here against the current policy."""
+    if not config.correction.active:
+        return None
+    if config.bypass:
+        return correct(log_probs, micro["behavior_log_probs"], micro["response_mask"], config.correction)
+    return Correction(micro["correction_weights"], micro["correction_kept"])
+
+
+def _diagnostics(
+    log_probs: Tensor,
+    micro: Mapping[str, Tensor],
+    scale: LossScale,
+    config: PolicyLossConfig,
+    correction: Correction | None,
+) -> dict[str, Tensor]:
+    weights = correction.weights if correction is not None and config.correction.weighted else None
+    kept = None if correction is None else correction.kept
+    return shares(log_probs, micro["behavior_log_probs"], micro["response_mask"], scale, weights, kept)
 
 
 def _token_mean(values: Tensor, mask: Tensor, scale: LossScale) -> Tensor:

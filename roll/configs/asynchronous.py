@@ -20,8 +20,8 @@ class AsyncTrainingConfig:
     )
     max_staleness_allowed: int | None = option(
         None,
-        "Versions; a group with an older token is dropped when a batch is taken. At least ceil(async_generation_ratio); "
-        "default: 5, or that where it is more.",
+        "Versions; a group with an older token is dropped when a batch is taken. At least "
+        "ceil(async_generation_ratio); default: 5, or that where it is more.",
         minimum=0,
     )
     max_queue_size: int | None = option(
@@ -40,8 +40,8 @@ class AsyncTrainingConfig:
     )
     rollouter: Literal["auto", "actor", "inline"] = option(
         "auto",
-        "Where generation is driven: in a process of its own beside training, or inline, batch by batch. auto: an actor "
-        "when async_generation_ratio is above 0.",
+        "Where generation is driven: in a process of its own beside training (actor), or inline, batch by batch. "
+        "auto: actor when async_generation_ratio is above 0.",
     )
 
 
@@ -52,8 +52,8 @@ class AsyncOptions:
     async_generation_ratio: float = option(0.0, "Batches generation may run ahead; 0 is synchronous.", minimum=0)
     in_flight_policy: InFlightPolicy = option(
         "retract",
-        "Requests running at a publish: recompute their cache under the new weights (retract), go on with the old cache "
-        "(in_place), are waited for (drain), or are cut and continued from their exact tokens (abort_resume).",
+        "Requests running at a publish recompute their cache under the new weights (retract), go on with the old "
+        "cache (in_place), are waited for (drain), or are cut and continued from their exact tokens (abort_resume).",
     )
     async_training: AsyncTrainingConfig = option(
         factory=AsyncTrainingConfig, help="Bounds and waits of asynchronous training."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -119,8 +120,8 @@ class Converter:
         if isinstance(value, bool) or not isinstance(value, int | float):
             return
         limits = key.field.metadata
-        if not value == value:
-            self.problems.append(Problem(path, f"{value} is not a number"))
+        if not math.isfinite(value):
+            self.problems.append(Problem(path, f"{value} is not a finite number"))
         elif limits.get("minimum") is not None and value < limits["minimum"]:
             self.problems.append(Problem(path, f"{value} is too small; the least allowed is {limits['minimum']}"))
         elif limits.get("above") is not None and value <= limits["above"]:

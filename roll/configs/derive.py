@@ -9,6 +9,8 @@ from typing import Any
 from roll.configs.errors import Problem
 from roll.configs.layouts import ROLES
 from roll.configs.pipeline import BaseConfig, RLConfig
+from roll.configs.policy import proximal_source, ratio_base
+from roll.configs.queue import max_staleness
 
 PARITY_BOUND_FP32 = 1e-3
 """Both engines compute the same sums in another order: differences of a few 1e-6 are usual, 1e-3 means a fault."""
@@ -61,11 +63,22 @@ def _derive_rl(config: RLConfig) -> None:
     _inherit(config, "generating_args", sampling, skip=("num_return_sequences",))
     if config.validation.generating_args.num_return_sequences is None:
         config.validation.generating_args.num_return_sequences = 1
-    if config.old_log_probs_source == "auto":
-        config.old_log_probs_source = "behavior" if config.async_generation_ratio > 0 else "recompute"
+    if config.async_training.max_staleness_allowed is None:
+        config.async_training.max_staleness_allowed = max_staleness(config)
+    _derive_policy(config)
     if config.log_prob_parity_bound is None:
         dtypes = {config.actor_train.model_args.dtype, config.actor_infer.model_args.dtype}
         config.log_prob_parity_bound = PARITY_BOUND_FP32 if dtypes == {"fp32"} else PARITY_BOUND_HALF
+
+
+def _derive_policy(config: RLConfig) -> None:
+    """Settles which policies the loss compares, and the weights that decoupled_ppo is made of."""
+    variant, weights = config.actor_train.pg_variant, config.correction.weights
+    if variant == "decoupled_ppo" and weights.level is None:
+        weights.level = "token"
+    source = proximal_source(config, variant, config.async_generation_ratio)
+    config.old_log_probs_source = source  # type: ignore[assignment]
+    config.pg_ratio_base = ratio_base(config, variant, source)  # type: ignore[assignment]
 
 
 def _inherit(config: BaseConfig, section: str, training: Any, skip: tuple[str, ...]) -> None:

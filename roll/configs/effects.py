@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
+
+from roll.configs.names import GROUP_ESTIMATORS
+from roll.configs.policy import VARIANT_KNOBS
 
 ROLE_KEYS: dict[str, tuple[str, ...]] = {
     "actor_train": (
@@ -99,6 +102,17 @@ def _uses_kl(config: Any) -> bool:
     return config.use_kl_loss or config.add_token_level_kl
 
 
+def _variant_knobs() -> Iterator[Inert]:
+    """The knobs of a policy loss mislead wherever another one is in use."""
+
+    def unused(variants: tuple[str, ...]) -> Callable[[Any], bool]:
+        return _rlvr(lambda config: config.actor_train.pg_variant not in variants)
+
+    for key, variants in VARIANT_KNOBS.items():
+        reason = f"it belongs to actor_train.pg_variant {' or '.join(variants)}"
+        yield Inert((key,), unused(variants), reason, misleads=True)
+
+
 INERT: tuple[Inert, ...] = (
     Inert(("reward_pretrain",), _rlvr(lambda c: True), "rule rewards have no model"),
     Inert(("kl_loss_coef",), _rlvr(lambda c: not c.use_kl_loss), "use_kl_loss is false; set it to true", misleads=True),
@@ -114,15 +128,43 @@ INERT: tuple[Inert, ...] = (
     ),
     Inert(
         ("norm_mean_type", "norm_std_type"),
-        _rlvr(lambda c: c.adv_estimator == "grpo"),
-        "grpo normalises scores by its own group; these belong to adv_estimator reinforce",
+        _rlvr(lambda c: c.adv_estimator != "reinforce"),
+        "only adv_estimator reinforce reads it; the others normalise in a way of their own",
         misleads=True,
     ),
-    Inert(("gamma",), _rlvr(lambda c: c.adv_estimator == "grpo"), "grpo gives every token the same advantage"),
     Inert(
-        ("pg_clip_low", "pg_clip_high", "dual_clip_loss", "dual_clip_c"),
-        _rlvr(lambda c: c.actor_train.pg_variant != "ppo"),
-        "actor_train.pg_variant is not ppo",
+        ("gamma",),
+        _rlvr(lambda c: c.adv_estimator in GROUP_ESTIMATORS),
+        "this adv_estimator gives every token of a response the same advantage",
+    ),
+    Inert(
+        ("whiten_advantages",),
+        _rlvr(lambda c: c.adv_estimator in ("reinforce_plus_plus", "reinforce_plus_plus_baseline")),
+        "this adv_estimator whitens its advantages anyway",
+    ),
+    *_variant_knobs(),
+    Inert(
+        ("correction.weights.mode", "correction.weights.lower", "correction.weights.upper"),
+        _rlvr(lambda c: not c.correction.weighted),
+        "correction.weights.level is null; set it to token, sequence or geometric",
+        misleads=True,
+    ),
+    Inert(
+        ("correction.rejection.level", "correction.rejection.lower", "correction.rejection.upper"),
+        _rlvr(lambda c: c.correction.rejection.statistic is None),
+        "correction.rejection.statistic is null; set it to k1, k2 or k3",
+        misleads=True,
+    ),
+    Inert(
+        ("correction.renormalize",),
+        _rlvr(lambda c: not c.correction.rejects),
+        "nothing is rejected; set correction.rejection, correction.veto_threshold or correction.weights.mode: mask",
+        misleads=True,
+    ),
+    Inert(
+        ("allow_uncorrected_off_policy",),
+        _rlvr(lambda c: c.async_generation_ratio == 0),
+        "async_generation_ratio is 0, so samples are never stale",
     ),
     Inert(("dual_clip_c",), _rlvr(lambda c: not c.dual_clip_loss), "dual_clip_loss is false"),
     Inert(

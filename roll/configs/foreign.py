@@ -81,7 +81,6 @@ FOREIGN: tuple[ForeignKey, ...] = (
     ForeignKey("*.use_sequence_packing", _off, "samples are not packed; use dynamic batching by tokens"),
     ForeignKey("*.strategy_args.strategy_config.moe_*", _always, "the model families here are dense"),
     ForeignKey("rewards.*.infer_batch_size", _always, "rewards score one sample at a time"),
-    ForeignKey("rewards.*.query_filter_config", _never, "prompts are not filtered by their scores; remove the section"),
     ForeignKey("rewards.*.reward_type", _always, "the rule returns the score"),
 )
 """What is known about keys that stand in other projects' recipes."""

@@ -15,6 +15,7 @@ from roll.configs.convert import Converter
 from roll.configs.derive import derive
 from roll.configs.errors import ConfigError, Problem
 from roll.configs.foreign import drop_foreign
+from roll.configs.importance_sampling import expand_importance_sampling
 from roll.configs.layouts import ROLES, is_megatron
 from roll.configs.pipeline import BaseConfig, RLVRConfig, SFTConfig, Source
 from roll.configs.rules import check
@@ -52,14 +53,16 @@ def build_config(tree: Tree, pipeline: str | None = None, source: str = "") -> R
     if engines:
         raise ConfigError(engines, source)
     tree, notes, problems = drop_foreign(tree)
+    tree, more_notes, more_problems = expand_importance_sampling(tree)
     tree, translations = translate(tree)
     converter = Converter(suggest_for(cls))
     config = converter.overlay(tree, cls())
     _convert_strategies(config, converter)
-    problems += converter.problems
+    problems += more_problems + converter.problems
     if problems:
         raise ConfigError(problems, source)
-    config.source = Source(source, _leaves(tree), [(note.path, note.message) for note in notes + translations])
+    notes += more_notes + translations
+    config.source = Source(source, _leaves(tree), [(note.path, note.message) for note in notes])
     problems = derive(config) or check(config).errors
     if problems:
         raise ConfigError(problems, source)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-ADV_ESTIMATORS = ("grpo", "reinforce")
+ADV_ESTIMATORS = ("grpo", "reinforce", "rloo", "lite_ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 """Values of `adv_estimator`."""
 
-PG_VARIANTS = ("ppo", "vanilla")
+GROUP_ESTIMATORS = ("grpo", "rloo", "lite_ppo", "reinforce_plus_plus_baseline")
+"""Those that compare a response with the others to its prompt and give all its tokens one advantage."""
+
+PG_VARIANTS = ("ppo", "vanilla", "tis", "topr", "cispo", "kimi15", "gspo", "decoupled_ppo")
 """Values of `pg_variant`."""
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from roll.configs.arguments import StrategyArguments
 from roll.configs.asynchronous import AsyncOptions
 from roll.configs.fields import environment, internal, one_or_many, option
+from roll.configs.policy import PolicyOptions
 from roll.configs.worker import WorkerConfig
 
 
@@ -99,6 +100,25 @@ class SFTConfig(BaseConfig):
 
 
 @dataclass
+class FilterArguments:
+    """Thresholds of a query filter; each belongs to one type."""
+
+    threshold_up: float | None = option(None, "mean_filter: groups with this mean score or more are dropped.")
+    threshold_down: float | None = option(None, "mean_filter: groups with this mean score or less are dropped.")
+    std_threshold: float | None = option(
+        None, "std_filter: groups whose scores spread this much or less are dropped; default 0.", minimum=0
+    )
+
+
+@dataclass
+class QueryFilterConfig:
+    """Dynamic sampling: groups that teach nothing are replaced by fresh prompts."""
+
+    type: Literal["no_filter", "mean_filter", "std_filter"] = option("no_filter", "What a group is judged by.")
+    filter_args: FilterArguments = option(factory=FilterArguments, help="Its thresholds.")
+
+
+@dataclass
 class RewardConfig:
     """One rule that scores samples."""
 
@@ -115,13 +135,13 @@ class RewardConfig:
     )
     correct_score: float = option(1.0, "Score of a right answer.")
     wrong_score: float = option(0.0, "Score of a wrong one.")
-    max_failure_rate: float = option(
-        0.1, "Share of a batch whose reward may fail before the run ends.", minimum=0, maximum=1
+    query_filter_config: QueryFilterConfig = option(
+        factory=QueryFilterConfig, help="Which groups scored by this rule are learned from."
     )
 
 
 @dataclass
-class RLConfig(AsyncOptions, BaseConfig):
+class RLConfig(AsyncOptions, PolicyOptions, BaseConfig):
     """What reinforcement learning adds, whatever its samples are."""
 
     actor_infer: WorkerConfig = option(factory=lambda: _role("sglang"), help="The role that generates.")
@@ -140,19 +160,6 @@ class RLConfig(AsyncOptions, BaseConfig):
     advantage_clip: float | None = option(None, "Clip advantages to +- this.", above=0)
     whiten_rewards: bool = option(False, "Zero mean and unit variance of scores over the batch.")
     whiten_advantages: bool = option(False, "Zero mean and unit variance of advantages over the batch's tokens.")
-    old_log_probs_source: Literal["auto", "behavior", "recompute"] = option(
-        "auto", "Proximal log-probs; auto recomputes in synchronous training."
-    )
-    pg_clip_low: float = option(0.2, "ppo: ratio clip below 1.", above=0, maximum=1)
-    pg_clip_high: float = option(0.2, "ppo: ratio clip above 1.", above=0)
-    dual_clip_loss: bool = option(False, "ppo: bound the loss of negative advantages.")
-    dual_clip_c: float = option(3.0, "ppo: that bound in multiples of |A|.", above=1)
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
-        option("seq-mean-token-mean", "How token losses become one number.")
-    )
-    entropy_loss_coef: float = option(0.0, "Weight of the entropy bonus.", minimum=0)
-    use_kl_loss: bool = option(False, "KL to the reference in the loss.")
-    kl_loss_coef: float = option(0.0, "Its weight.", minimum=0)
     add_token_level_kl: bool = option(False, "KL to the reference in the token reward.")
     init_kl_coef: float = option(0.0, "Its weight.", minimum=0)
     kl_penalty: Literal["k1", "k2", "k3", "abs"] = option(
@@ -170,7 +177,10 @@ class RLConfig(AsyncOptions, BaseConfig):
         2, "Times a failed request is tried again before its group is dropped.", minimum=0
     )
     max_failure_rate: float = option(
-        0.1, "Share of a batch's prompts that may be dropped before the run ends.", minimum=0, maximum=1
+        0.1, "Share of a batch's prompts that may fail before the run ends.", minimum=0, maximum=1
+    )
+    max_resample_factor: float = option(
+        10.0, "Groups that query filters may drop for one batch, in batches, before the run ends.", above=0
     )
 
 

@@ -21,6 +21,7 @@ from roll.configs.arguments import (
 from roll.configs.foreign import FOREIGN
 from roll.configs.names import ADV_ESTIMATORS, ARCHITECTURES, PG_VARIANTS, TEMPLATES
 from roll.configs.pipeline import BaseConfig, RewardConfig, RLConfig, RLVRConfig, SFTConfig
+from roll.configs.policy import CorrectionOptions, PolicyOptions, RejectionOptions, WeightOptions
 from roll.configs.schema import Key, declared, describe
 from roll.configs.sglang_options import OWNED
 from roll.configs.worker import WorkerConfig
@@ -28,21 +29,25 @@ from roll.configs.worker import WorkerConfig
 PATH = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 """The generated page."""
 
-SECTIONS: tuple[tuple[str, str, type, type | None], ...] = (
-    ("Every pipeline", "", BaseConfig, None),
-    ("Reinforcement learning", "", RLConfig, BaseConfig),
-    ("`pipeline: rlvr`", "", RLVRConfig, RLConfig),
-    ("`pipeline: sft`", "", SFTConfig, BaseConfig),
-    ("A reward", "rewards.<name>.", RewardConfig, None),
-    ("A role", "<role>.", WorkerConfig, None),
-    ("The model of a role", "<role>.model_args.", ModelArguments, None),
-    ("The optimizer", "<role>.training_args.", TrainingArguments, None),
-    ("The data", "<role>.data_args.", DataArguments, None),
-    ("The sampling", "<role>.generating_args.", GeneratingArguments, None),
-    ("The engine", "<role>.strategy_args.", StrategyArguments, None),
-    ("Options of megatron_train and megatron_infer", "<role>.strategy_args.strategy_config.", MegatronConfig, None),
+SECTIONS: tuple[tuple[str, str, type, tuple[type, ...]], ...] = (
+    ("Every pipeline", "", BaseConfig, ()),
+    ("Reinforcement learning", "", RLConfig, (BaseConfig, PolicyOptions)),
+    ("The policy loss", "", PolicyOptions, ()),
+    ("The off-policy correction", "correction.", CorrectionOptions, ()),
+    ("Its weights", "correction.weights.", WeightOptions, ()),
+    ("Its rejection", "correction.rejection.", RejectionOptions, ()),
+    ("`pipeline: rlvr`", "", RLVRConfig, (RLConfig,)),
+    ("`pipeline: sft`", "", SFTConfig, (BaseConfig,)),
+    ("A reward", "rewards.<name>.", RewardConfig, ()),
+    ("A role", "<role>.", WorkerConfig, ()),
+    ("The model of a role", "<role>.model_args.", ModelArguments, ()),
+    ("The optimizer", "<role>.training_args.", TrainingArguments, ()),
+    ("The data", "<role>.data_args.", DataArguments, ()),
+    ("The sampling", "<role>.generating_args.", GeneratingArguments, ()),
+    ("The engine", "<role>.strategy_args.", StrategyArguments, ()),
+    ("Options of megatron_train and megatron_infer", "<role>.strategy_args.strategy_config.", MegatronConfig, ()),
 )
-"""Title, path, dataclass, and the base whose keys stand elsewhere."""
+"""Title, path, dataclass, and the bases whose keys stand elsewhere."""
 
 INTRODUCTION = """# Configuration
 
@@ -61,8 +66,8 @@ r // `num_devices_per_node`. Two roles with equal `device_mapping` share their d
 def render() -> str:
     """The whole page as Markdown."""
     parts = [INTRODUCTION]
-    for title, path, cls, base in SECTIONS:
-        parts.append(f"## {title}\n\n" + _table(cls, path, base))
+    for title, path, cls, bases in SECTIONS:
+        parts.append(f"## {title}\n\n" + _table(cls, path, bases))
     parts.append("## Names\n\n" + _names())
     parts.append(
         "## Options of sglang\n\n`strategy_config` of `actor_infer` takes every option of SGLang's `ServerArgs` by "
@@ -77,8 +82,8 @@ def render() -> str:
     return "\n".join(parts)
 
 
-def _table(cls: type, path: str, base: type | None) -> str:
-    inherited = declared(base) if base else {}
+def _table(cls: type, path: str, bases: tuple[type, ...]) -> str:
+    inherited = {name for base in bases for name in declared(base)}
     rows = [_row(key, path) for name, key in declared(cls).items() if name not in inherited]
     return _rows(("key", "type", "default", "meaning"), rows)
 
@@ -118,6 +123,10 @@ def _names() -> str:
 def _spellings() -> Iterator[tuple[str, str]]:
     for other, name in KEYS.items():
         yield f"`{other}`", f"`{name}`"
+    yield (
+        "`importance_sampling: true` with `is_clip_range: [0.5, 2.0]`",
+        "`correction.weights: {level: token, mode: clamp, lower: 0.5, upper: 2.0}`",
+    )
     for key, values in VALUES.items():
         for other, value in values.items():
             yield f"`{key}: {other}`", f"`{key}: {value}`"

@@ -14,6 +14,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,11 +60,11 @@ class Host:
         """A TCP port of this process's node that nothing uses now."""
         return free_port()
 
-    def build(self, worker_cls: type, environment: dict[str, str], *args: Any) -> Failure | None:
-        """Makes the worker of these arguments, with these variables set."""
+    def build(self, make: Callable[..., Any], environment: dict[str, str], *args: Any) -> Failure | None:
+        """Makes the worker, with these variables set."""
         os.environ.update(environment)
         try:
-            self._worker = worker_cls(*args)
+            self._worker = make(*args)
         except Exception as error:
             return self._failed(error)
         return None

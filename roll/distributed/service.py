@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -20,17 +21,19 @@ CALLS = 100
 
 
 class Service:
-    """Runs `cls(*args)` beside the driver; coroutines of the object are called by name and run side by side."""
+    """Runs `make(*args)` beside the driver; coroutines of the object are called by name and run side by side."""
 
-    def __init__(self, name: str, config: BaseConfig, cores: tuple[int, ...], cls: type, *args: Any) -> None:
+    def __init__(
+        self, name: str, config: BaseConfig, cores: tuple[int, ...], make: Callable[..., Any], *args: Any
+    ) -> None:
         """Starts the process and makes the object.
 
         Args:
             name: for messages and the log file.
             config: of the run.
             cores: the process is pinned to.
-            cls: what to make; it has a coroutine `close`.
-            args: it is made of.
+            make: gives the object, which has a coroutine `close`.
+            args: of `make`.
 
         Raises:
             ClusterError: it could not be made.
@@ -38,19 +41,16 @@ class Service:
         self._name, self._config, self._ended = name, config, False
         self._log = log_file(config, name)
         here = ray.get_runtime_context().get_node_id()
-        self._actor = (
-            ray.remote(ConcurrentHost)
-            .options(
-                num_cpus=0,
-                max_concurrency=CALLS,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
-                runtime_env={"env_vars": process_environment(config, threads=1)},
-            )
-            .remote(name, 0, cores, self._log)
-        )
+        host: Any = ray.remote(ConcurrentHost)
+        self._actor = host.options(
+            num_cpus=0,
+            max_concurrency=CALLS,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
+            runtime_env={"env_vars": process_environment(config, threads=1)},
+        ).remote(name, 0, cores, self._log)
         started = self._pending("start", self._actor.process.remote(), config.start_timeout_s)
         self._process = psutil.Process(started.get())
-        self._pending("build", self._actor.build.remote(cls, {}, *args), config.start_timeout_s).get()
+        self._pending("build", self._actor.build.remote(make, {}, *args), config.start_timeout_s).get()
 
     def call(self, method: str, *args: Any) -> Pending:
         """The answer of one of the object's coroutines, within `rpc_timeout_s`."""

@@ -1,70 +1,119 @@
-"""All engines of actor_infer as one: requests are spread by group, failures are tried again, then reported."""
+"""All engines of actor_infer as one: groups go where the least is to do, failures are tried again, then reported."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from roll.rollout.balance import Balancer
 from roll.rollout.types import GenerateRequest, GenerateResult
 
-if TYPE_CHECKING:
-    from roll.distributed.cluster import Cluster
+QUEUED = 2
+"""Requests sent to an engine, in multiples of those it runs at a time: enough that none ever waits for work."""
+
+
+class Engines(Protocol):
+    """The engines, reached one by one."""
+
+    @property
+    def world_size(self) -> int:
+        """How many there are."""
+
+    def call(self, rank: int, method: str, *args: list[GenerateRequest]) -> Awaitable[list[GenerateResult]]:
+        """The answer of one engine to `generate`."""
 
 
 class EnginePool:
     """Sends groups of requests to engines; the members of a group share an engine, and so its prefix cache."""
 
-    def __init__(self, cluster: Cluster, retries: int) -> None:
-        """Takes the engines' cluster; a request is tried `retries` more times before it comes back aborted."""
-        self._cluster = cluster
-        self._retries = retries
+    def __init__(self, engines: Engines, retries: int, max_running: int) -> None:
+        """Takes the engines.
 
-    async def generate(self, groups: list[list[GenerateRequest]]) -> list[list[GenerateResult]]:
-        """One result for each request, in the order asked; an aborted result carries its `error`."""
+        Args:
+            engines: to send to.
+            retries: a request is tried so many more times before it comes back aborted.
+            max_running: requests one engine runs at a time.
+        """
+        self._engines = engines
+        self._retries = retries
+        self._balancer = Balancer(engines.world_size)
+        self._capacity = QUEUED * max_running * engines.world_size
+        self._sent = 0
+        self._line = asyncio.Lock()
+        self._returned = asyncio.Event()
+
+    async def generate(self, groups: Sequence[list[GenerateRequest]]) -> list[list[GenerateResult]]:
+        """One result for each request, in the order asked; an aborted result carries its `error`.
+
+        The groups of one call are sent together, when the engines have room for more.
+        """
         flat = [request for group in groups for request in group]
-        homes = assign_groups([len(group) for group in groups], self._cluster.world_size)
-        engines = [homes[index] for index, group in enumerate(groups) for _ in group]
-        results: list[GenerateResult | None] = [None] * len(flat)
-        pending = list(range(len(flat)))
-        for attempt in range(self._retries + 1):
-            await self._try(flat, engines, pending, results, attempt)
-            pending = [index for index in pending if _failed(results[index])]
-            if not pending:
-                break
-            engines = [(engine + 1) % self._cluster.world_size for engine in engines]
-        answers = iter(result for result in results if result is not None)
+        await self._room(len(flat))
+        try:
+            results = await self._generate(groups, flat)
+        finally:
+            self._sent -= len(flat)
+            self._returned.set()
+        answers = iter(results)
         return [[next(answers) for _ in group] for group in groups]
 
+    async def _room(self, count: int) -> None:
+        """Waits in line until the engines can take more requests."""
+        async with self._line:
+            while self._sent >= self._capacity:
+                self._returned.clear()
+                await self._returned.wait()
+            self._sent += count
+
+    async def _generate(
+        self, groups: Sequence[list[GenerateRequest]], flat: list[GenerateRequest]
+    ) -> list[GenerateResult]:
+        loads = [sum(map(_tokens, group)) for group in groups]
+        homes = [self._home(load) for load in loads]
+        engines = [home for home, group in zip(homes, groups, strict=True) for _ in group]
+        results: dict[int, GenerateResult] = {}
+        pending = list(range(len(flat)))
+        try:
+            for attempt in range(self._retries + 1):
+                results |= await self._try(flat, engines, pending, attempt)
+                pending = [index for index in pending if results[index].finish_reason == "abort"]
+                if not pending:
+                    break
+                engines = [(engine + 1) % self._engines.world_size for engine in engines]
+        finally:
+            for home, load in zip(homes, loads, strict=True):
+                self._balancer.remove(home, load)
+        return [results[index] for index in range(len(flat))]
+
+    def _home(self, load: int) -> int:
+        engine = self._balancer.choose()
+        self._balancer.add(engine, load)
+        return engine
+
     async def _try(
-        self,
-        requests: list[GenerateRequest],
-        engines: list[int],
-        pending: list[int],
-        results: list[GenerateResult | None],
-        attempt: int,
-    ) -> None:
-        """Sends the pending requests once and files what comes back."""
-        shares = [[index for index in pending if engines[index] == e] for e in range(self._cluster.world_size)]
-        sent = [[_named(requests[index], attempt) for index in share] for share in shares]
-        replies = await self._cluster.generate(sent)
-        for share, answers in zip(shares, replies, strict=True):
-            for index, answer in zip(share, answers, strict=True):
-                results[index] = replace(answer, request_id=requests[index].request_id)
+        self, requests: list[GenerateRequest], engines: list[int], pending: list[int], attempt: int
+    ) -> dict[int, GenerateResult]:
+        """Sends the pending requests once; what comes back, by index."""
+        shares: dict[int, list[int]] = {}
+        for index in pending:
+            shares.setdefault(engines[index], []).append(index)
+        calls = [
+            self._engines.call(engine, "generate", [_named(requests[index], attempt) for index in share])
+            for engine, share in shares.items()
+        ]
+        replies = await asyncio.gather(*calls)
+        return {
+            index: replace(answer, request_id=requests[index].request_id)
+            for share, answers in zip(shares.values(), replies, strict=True)
+            for index, answer in zip(share, answers, strict=True)
+        }
 
 
-def assign_groups(sizes: list[int], engines: int) -> list[int]:
-    """The engine of each group: always the one with the fewest requests so far, the lowest index among equals."""
-    load = [0] * engines
-    homes = []
-    for size in sizes:
-        home = load.index(min(load))
-        load[home] += size
-        homes.append(home)
-    return homes
-
-
-def _failed(result: GenerateResult | None) -> bool:
-    return result is None or result.finish_reason == "abort"
+def _tokens(request: GenerateRequest) -> int:
+    """What a request may at most cost."""
+    return len(request.prompt_ids) + request.sampling.max_new_tokens
 
 
 def _named(request: GenerateRequest, attempt: int) -> GenerateRequest:

@@ -30,13 +30,16 @@ class SampleSource(Protocol):
     async def next_batch(self, version: int, clock: StepClock) -> SampleBatch:
         """The next batch, consumed at weight version `version`."""
 
+    async def advance(self, version: int) -> None:
+        """The weights of `version` are published, and validated where that was due: generation may go on from them."""
+
     async def validate(self, version: int) -> dict[str, float]:
         """`val/...` metrics of the weights last published, the same prompts and seeds every time."""
 
-    def state_dict(self) -> dict[str, Any]:
+    async def state_dict(self) -> dict[str, Any]:
         """What must be remembered to go on without a seam; JSON-able."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    async def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores `state_dict`."""
 
     async def close(self) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from roll.algorithms.advantages import AdvantageConfig, compute_advantages
-from roll.algorithms.correction import LOG_PROB_DIFF_MAX, diagnostics
+from roll.algorithms.advantages import compute_advantages
+from roll.algorithms.correction import INERT, LOG_PROB_DIFF_MAX, WEIGHT_MAX, WEIGHT_MEAN, complete, diagnostics
+from roll.algorithms.estimators import AdvantageConfig
+from roll.algorithms.importance import correct
 from roll.algorithms.losses import PolicyLossConfig
 from roll.configs.pipeline import RLConfig
 from roll.distributed.protocol import DataProto
@@ -16,14 +19,13 @@ from roll.pipeline.clock import StepClock
 from roll.pipeline.errors import RunError
 from roll.pipeline.interfaces import SampleBatch
 from roll.pipeline.learner import ActorLearner
+from roll.pipeline.ratio_checks import first_update_fault, is_inert
 from roll.pipeline.sharding import cluster_log_probs, training_plans, training_shards
 
 if TYPE_CHECKING:
     from roll.distributed.cluster import Cluster
 
-FIRST_STEP_TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2, "fp16": 1e-2}
-"""How far ratio may be from 1, and KL from 0, before any update. Half precision rounds differently when the forward
-pass for old log-probs and the training pass batch samples differently."""
+logger = logging.getLogger(__name__)
 
 
 class RLLearner(ActorLearner):
@@ -39,27 +41,23 @@ class RLLearner(ActorLearner):
         self._updated = False
 
     async def learn(self, batch: SampleBatch, clock: StepClock) -> dict[str, float]:
-        """Old and reference log-probs, advantages, then `ppo_epochs` passes of optimizer steps.
+        """Old and reference log-probs, correction, advantages, then `ppo_epochs` passes of optimizer steps.
 
         Raises:
             RunError: the first step contradicts itself: ratio is not 1, or log-probs disagree with the engine's.
         """
-        config, data = self._config, batch.data
-        data.meta_info["temperature"] = config.actor_infer.generating_args.temperature
+        data = batch.data
+        data.meta_info["temperature"] = self._config.actor_infer.generating_args.temperature
         with clock.measure("old_log_probs"):
             await self._add_log_probs(data)
-        mask = data.batch["response_mask"]
-        metrics = diagnostics(data.batch["old_log_probs"], data.batch["behavior_log_probs"], mask)
-        if not self._updated:
-            self._check_parity(metrics[LOG_PROB_DIFF_MAX])
         with clock.measure("advantages"):
-            metrics |= self._add_advantages(data)
+            metrics = self._add_correction(data) | self._add_advantages(data)
         with clock.measure("train"):
             metrics |= await self._train(data)
-        return metrics
+        return metrics | self._watch(metrics, batch.metrics.get("staleness/max", 0.0))
 
     async def _add_log_probs(self, data: DataProto) -> None:
-        if self._config.old_log_probs_source == "behavior":
+        if self._loss_config.bypass:
             data.batch["old_log_probs"] = data.batch["behavior_log_probs"].clone()
         else:
             answer = await cluster_log_probs(self._actor, data, self._config.actor_train)
@@ -67,6 +65,25 @@ class RLLearner(ActorLearner):
         if self._reference is not None:
             answer = await cluster_log_probs(self._reference, data, self._config.reference)
             data.batch["ref_log_probs"] = answer.batch["log_probs"] * data.batch["response_mask"]
+
+    def _add_correction(self, data: DataProto) -> dict[str, float]:
+        """Weights and kept tokens against the proximal policy, and how far it is from the one that sampled.
+
+        Without a proximal policy (bypass) both are up to the loss, which sees the current one.
+        """
+        if self._loss_config.bypass:
+            return {}
+        proximal, behavior = data.batch["old_log_probs"], data.batch["behavior_log_probs"]
+        mask, options = data.batch["response_mask"], self._loss_config.correction
+        weights = kept = None
+        if options.active:
+            correction = correct(proximal, behavior, mask, options)
+            data.batch["correction_weights"], data.batch["correction_kept"] = correction.weights, correction.kept
+            weights, kept = correction.weights if options.weighted else None, correction.kept
+        metrics = diagnostics(proximal, behavior, mask, weights, kept)
+        if not self._updated:
+            self._check_parity(metrics[LOG_PROB_DIFF_MAX])
+        return metrics
 
     def _add_advantages(self, data: DataProto) -> dict[str, float]:
         result = compute_advantages(
@@ -84,28 +101,41 @@ class RLLearner(ActorLearner):
     async def _train(self, data: DataProto) -> dict[str, float]:
         config = self._config
         data.meta_info |= {"loss": "policy", "loss_config": self._loss_config}
+        counted = data.batch["correction_kept"] if config.correction.renormalize else None
         steps: list[dict[str, float]] = []
         for _ in range(config.ppo_epochs):
             for plan in training_plans(data, config.actor_train, self._actor.layout):
-                step = (await self._actor.train_step(training_shards(data, plan)))[0]
+                step = complete((await self._actor.train_step(training_shards(data, plan, counted)))[0])
                 if not self._updated:
                     self._check_first_update(step)
                     self._updated = True
                 steps.append(step)
-        return {f"actor/{name}": reduce_steps(name, [step[name] for step in steps]) for name in steps[0]}
+        return {metric_name(name): reduce_steps(name, [step[name] for step in steps]) for name in steps[0]}
 
-    def _check_first_update(self, metrics: dict[str, float]) -> None:
-        """Before any update the current policy is the proximal one: ratio 1, KL 0."""
-        if self._config.old_log_probs_source == "behavior":
-            return
-        tolerance = FIRST_STEP_TOLERANCE[self._config.actor_train.model_args.dtype]
-        off = max(abs(metrics["ratio_mean"] - 1), abs(metrics["ratio_max"] - 1), abs(metrics["policy_kl"]))
-        if not off <= tolerance:
-            raise RunError(
-                f"the first optimizer step has ratio_mean {metrics['ratio_mean']}, ratio_max {metrics['ratio_max']} "
-                f"and policy_kl {metrics['policy_kl']}; before any update they must be 1, 1 and 0 to {tolerance}. "
-                "The training pass and the log-prob pass do not compute the same model"
+    def _check_first_update(self, step: dict[str, float]) -> None:
+        config = self._config
+        dtype, bound = config.actor_train.model_args.dtype, config.log_prob_parity_bound
+        fault = first_update_fault(step, self._loss_config.pg_ratio_base, dtype, bound)
+        if fault:
+            raise RunError(fault)
+
+    def _watch(self, metrics: dict[str, float], staleness: float) -> dict[str, float]:
+        """Counts a batch of stale samples for which nothing was corrected, and says so where that was not asked for."""
+        weights = None
+        if self._loss_config.correction.weighted:
+            weights = max(abs(metrics[WEIGHT_MAX] - 1), abs(metrics[WEIGHT_MEAN] - 1))
+        inert = is_inert(metrics["actor/ratio_deviation_max"], weights, staleness)
+        uncorrected = self._loss_config.pg_variant == "vanilla" and weights is None
+        if inert and not uncorrected and not self._config.allow_uncorrected_off_policy:
+            logger.error(
+                "the correction is not working: samples are up to %g versions old, and every ratio and weight is 1 "
+                "(pg_variant %s, pg_ratio_base %s, old_log_probs_source %s)",
+                staleness,
+                self._loss_config.pg_variant,
+                self._loss_config.pg_ratio_base,
+                self._loss_config.old_log_probs_source,
             )
+        return {INERT: float(inert)}
 
     def _check_parity(self, difference: float) -> None:
         """On fresh weights the engine's log-probs and the trainer's are of one policy."""
@@ -120,6 +150,11 @@ class RLLearner(ActorLearner):
         """Restores actor_train; an update has been made before, so first-step checks are over."""
         await super().load(folder)
         self._updated = True
+
+
+def metric_name(name: str) -> str:
+    """The name of a training metric in a run: those of the correction have theirs, all others are the actor's."""
+    return name if name.startswith("correction/") else f"actor/{name}"
 
 
 def reduce_steps(name: str, values: list[float]) -> float:

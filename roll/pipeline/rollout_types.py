@@ -32,7 +32,7 @@ class Item(Protocol):
         """Weight version of its oldest token."""
 
 
-I = TypeVar("I", bound=Item)
+ItemT = TypeVar("ItemT", bound=Item)
 
 
 class Meter(Protocol):
@@ -42,32 +42,35 @@ class Meter(Protocol):
         """Counts the block as work of that name."""
 
 
-class Producer(Protocol[I]):
+class Producer(Protocol[ItemT]):
     """How samples come to be: what differs between single responses and agents."""
 
-    def draw(self, tickets: Iterable[Ticket]) -> list[I]:
+    def draw(self, tickets: Iterable[Ticket]) -> list[ItemT]:
         """The next prompts of the data, one for each ticket, nothing generated yet."""
 
-    async def produce(self, items: list[I], meter: Meter) -> None:
+    async def produce(self, items: list[ItemT], meter: Meter) -> None:
         """Generates and scores; afterwards each item is complete or has a `drop_reason`."""
+
+    def filtered(self, item: ItemT) -> tuple[str, str] | None:
+        """Why a complete item is not worth learning from, and the filter's path in the configuration; None keeps it."""
 
     async def validate(self, version: int) -> dict[str, float]:
         """`val/...` metrics of the weights last published, the same prompts and seeds every time."""
 
-    def batch(self, items: list[I]) -> DataProto:
+    def batch(self, items: list[ItemT]) -> DataProto:
         """The tensors the learner takes."""
 
-    def metrics(self, items: list[I], version: int) -> dict[str, float]:
+    def metrics(self, items: list[ItemT], version: int) -> dict[str, float]:
         """`rollout/...` and `staleness/...` of a batch learned from by the weights of `version`."""
 
     @property
     def last_failure(self) -> str | None:
         """What the last item was dropped for, in words."""
 
-    def encode(self, item: I) -> Any:
+    def encode(self, item: ItemT) -> Any:
         """An item as plain values, ready for JSON."""
 
-    def decode(self, state: Any) -> I:
+    def decode(self, state: Any) -> ItemT:
         """The item that `encode` was given."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -81,7 +84,7 @@ class Producer(Protocol[I]):
 
 
 @dataclass(frozen=True)
-class RolloutBatch(Generic[I]):
+class RolloutBatch(Generic[ItemT]):
     """One batch on its way to the learner.
 
     Attributes:

@@ -99,7 +99,7 @@ async def run(config: BaseConfig) -> RunSummary:
 
 async def _train(config: BaseConfig, pipeline: Any, trackers: TrackerGroup, summary: RunSummary) -> None:
     async with Session(config) as session:
-        loop: TrainingLoop = await pipeline.build(session.clusters, trackers)
+        loop: TrainingLoop = await pipeline.build(session, trackers)
         await loop.resume()
         if loop.state.step:
             trackers.resume(loop.state.step)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from typing import Any
 
 from roll.configs.layouts import device_roles, role_layout
 from roll.configs.pipeline import BaseConfig
 from roll.distributed.cluster import Cluster
 from roll.distributed.infer_worker import InferWorker
 from roll.distributed.resources import ResourceManager, start_ray, stop_ray
+from roll.distributed.service import Service
 from roll.distributed.train_worker import TrainWorker
 from roll.distributed.worker import Worker
 from roll.platforms import get_platform
@@ -30,6 +33,7 @@ class Session:
         self._platform = get_platform(config.platform)
         self._resources: ResourceManager | None = None
         self.clusters: dict[str, Cluster] = {}
+        self._services: list[Service] = []
 
     async def __aenter__(self) -> Session:
         """Starts Ray, reserves the devices, and brings all roles up side by side."""
@@ -58,7 +62,15 @@ class Session:
         for pending in await asyncio.gather(*calls):
             await pending
 
+    def start_service(self, name: str, make: Callable[..., Any], *args: Any) -> Service:
+        """Runs `make(*args)` in a process of its own, on the cores of the engines, which it feeds."""
+        service = Service(name, self._config, self.clusters["actor_infer"].ranks[0].cores, make, *args)
+        self._services.append(service)
+        return service
+
     def _stop(self) -> None:
+        for service in self._services:
+            service.shutdown()
         for cluster in self.clusters.values():
             cluster.shutdown()
         if self._resources is not None:

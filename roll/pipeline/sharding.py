@@ -41,15 +41,22 @@ def training_plans(data: DataProto, config: WorkerConfig, layout: ParallelLayout
     )
 
 
-def training_shards(data: DataProto, plan: OptimizerStepPlan) -> list[DataProto]:
-    """One shard for each data-parallel rank, with its micro-batches and the global denominators of the loss."""
-    mask = data.batch["response_mask"].bool()
+def training_shards(data: DataProto, plan: OptimizerStepPlan, counted: torch.Tensor | None = None) -> list[DataProto]:
+    """One shard for each data-parallel rank, with its micro-batches and the global denominators of the loss.
+
+    Args:
+        data: the batch.
+        plan: one optimizer step of it.
+        counted: [B, T] tokens the denominators count, if not all of the response mask; samples without any do not
+            count either.
+    """
     rows = [index for share in plan.indices for index in share]
-    tokens = float(mask[rows].sum())
+    mask = (data.batch["response_mask"] if counted is None else counted).bool()[rows]
+    tokens, sequences = float(mask.sum()), float(len(rows) if counted is None else mask.any(-1).sum())
     shards = []
     for indices, micro_batches in zip(plan.indices, plan.micro_batches, strict=True):
         shard = data.select_idxs(indices)
-        step = {"micro_batches": micro_batches, "tokens": tokens, "sequences": float(len(rows))}
+        step = {"micro_batches": micro_batches, "tokens": tokens, "sequences": sequences}
         shard.meta_info = {**data.meta_info, "optimizer_steps": [step]}
         shards.append(shard)
     return shards

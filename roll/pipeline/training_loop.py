@@ -54,6 +54,7 @@ class TrainingLoop:
         if self.state.step == 0 and self._config.eval_steps:
             metrics |= await self._validate(clock)
             self._trackers.log(0, {"step": 0, "version": 0, **metrics, **clock.metrics()})
+        await self._samples.advance(self.state.version)
         while self.state.step < self._config.max_steps:
             metrics = await self._step()
             self._trackers.log(self.state.step, metrics)
@@ -70,6 +71,7 @@ class TrainingLoop:
         metrics |= await self._publish(clock)
         if self._due(self._config.eval_steps):
             metrics |= await self._validate(clock)
+        await self._samples.advance(state.version)
         if self._config.save_checkpoint and self._due(self._config.save_steps or self._config.max_steps):
             with clock.measure("checkpoint"):
                 await self.save()
@@ -97,7 +99,7 @@ class TrainingLoop:
 
     async def save(self) -> Path:
         """Writes a complete checkpoint of the current step."""
-        self.state.samples = self._samples.state_dict()
+        self.state.samples = await self._samples.state_dict()
 
         async def write(folder: Path) -> None:
             await self._learner.save(folder)
@@ -113,6 +115,6 @@ class TrainingLoop:
                 logger.warning("no complete checkpoint in %s: starting at step 0", self._config.output_dir)
             return
         self.state = PipelineState.load(folder)
-        self._samples.load_state_dict(self.state.samples)
+        await self._samples.load_state_dict(self.state.samples)
         await self._learner.load(folder)
         logger.info("resumed from %s at step %d, version %d", folder, self.state.step, self.state.version)

@@ -28,8 +28,12 @@ RUN = (
 TIME = (
     Metric("time/step", "s", "The whole step, publishing and validation included."),
     Metric("time/wait_prev_gen", "s", "Waiting for the batch; generation itself when async_generation_ratio is 0."),
-    Metric("time/generate", "s", "Inside that: sampling responses."),
-    Metric("time/reward", "s", "Inside that: scoring them."),
+    Metric(
+        "time/generate",
+        "s",
+        "Time since the batch before in which responses were sampled.",
+    ),
+    Metric("time/reward", "s", "The same for scoring them."),
     Metric("time/old_log_probs", "s", "Log-probs of the batch under actor_train and the reference."),
     Metric("time/advantages", "s", "Advantages and corrections, on the driver."),
     Metric("time/train", "s", "Forward, backward and optimizer steps."),
@@ -64,6 +68,19 @@ LEDGER = (
     Metric("queue/dropped_samples", "samples", "Samples that left it unused."),
 )
 
+ACCOUNT = (
+    Metric("total_generated_samples", "samples", "Samples that came back from generation since the run began."),
+    Metric("generation_errors", "prompts", "Prompts given up because a response could not be generated."),
+    Metric("dropped_stale_samples", "samples", "Samples dropped for a token older than max_staleness_allowed."),
+    Metric("avg_sample_age", "versions", "Mean age of the oldest token of a group when it is learned from."),
+    Metric("max_sample_age", "versions", "The same, of the oldest group."),
+    Metric("stale_samples_ratio", "share", "Groups older than async_training.staleness_threshold."),
+    Metric("queue_size", "samples", "As queue/size."),
+    Metric("total_produced", "samples", "As queue/total_produced."),
+    Metric("total_consumed", "samples", "As queue/total_consumed."),
+    Metric("dropped_samples", "samples", "As queue/dropped_samples."),
+)
+
 ADVANTAGE = (
     Metric("advantage/mean", "", "Mean advantage over response tokens."),
     Metric("advantage/std", "", "Its standard deviation."),
@@ -81,10 +98,12 @@ ACTOR = (
     Metric("actor/pg_loss", "", "Its policy term."),
     Metric("actor/kl_loss", "nats", "Its KL to the reference, before the coefficient."),
     Metric("actor/entropy", "nats", "Mean entropy of the next token."),
-    Metric("actor/policy_kl", "nats", "KL estimate (k3) between the policy now and the proximal one."),
-    Metric("actor/ratio_mean", "ratio", "Mean of policy now over proximal policy; 1 before the first update."),
+    Metric("actor/policy_kl", "nats", "KL estimate (k3) between the policy now and pg_ratio_base."),
+    Metric("actor/ratio_mean", "ratio", "Mean of policy now over that base; 1 before the first update."),
     Metric("actor/ratio_max", "ratio", "Largest such ratio."),
-    Metric("actor/clip_fraction", "share", "Tokens whose ratio the clip cut off."),
+    Metric("actor/ratio_deviation_max", "ratio", "Largest distance of such a ratio from 1."),
+    Metric("actor/log_ratio_abs_max", "nats", "Largest log ratio of a token, either sign, before any clamp."),
+    Metric("actor/clip_fraction", "share", "Tokens whose ratio or weight a clip cut off."),
     Metric("actor/grad_norm", "", "Global norm of the gradient before clipping."),
     Metric("actor/lr", "", "Learning rate of the optimizer step."),
 )
@@ -109,17 +128,19 @@ SYSTEM = (
 
 def sections() -> dict[str, tuple[Metric, ...]]:
     """Every metric by subject; those of the correction are explained where they are computed."""
-    from roll.algorithms.correction import CORRECTION_METRICS
+    from roll.algorithms.correction import CORRECTION_METRICS, INERT
 
     correction = tuple(Metric(name, "", meaning) for name, meaning in CORRECTION_METRICS.items())
+    inert = Metric(INERT, "0 or 1", "Whether the samples were stale and yet every ratio and weight was 1: an error.")
     return {
         "The run": RUN,
         "Time": TIME,
         "Rollout and staleness": ROLLOUT,
         "The account of prompts": LEDGER,
+        "The account in other systems' terms": ACCOUNT,
         "Advantages": ADVANTAGE,
         "Actor": ACTOR,
-        "Sampling policy against training policy": correction,
+        "Sampling policy against training policy": (*correction, inert),
         "Validation": VALIDATION,
         "System": SYSTEM,
     }

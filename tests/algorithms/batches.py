@@ -24,6 +24,7 @@ def random_batch(samples: int = 8, tokens: int = 9, seed: int = 0) -> Batch:
         "response_mask": mask,
         "old_log_probs": old,
         "log_probs": old + draw(0.3),
+        "behavior_log_probs": old + draw(0.3),
         "ref_log_probs": old + draw(0.3),
         "advantages": draw(1.0) * mask,
         "entropy": draw(1.0).abs(),

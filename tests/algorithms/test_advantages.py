@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from roll.algorithms.advantages import AdvantageConfig, compute_advantages, return_to_go, token_rewards
+from roll.algorithms.advantages import compute_advantages
+from roll.algorithms.estimators import ADV_ESTIMATORS, AdvantageConfig, return_to_go, token_rewards
 from roll.configs.pipeline import RLVRConfig
 
 MASK = torch.tensor([[0, 1, 1, 0], [0, 1, 1, 1], [0, 1, 0, 0], [0, 1, 1, 0]])
@@ -60,6 +61,62 @@ def test_reinforce_discounts_the_return_to_go():
 def test_reinforce_normalises_scores_over_batch_or_group(mean, std, expected):
     config = replace(REINFORCE, gamma=1.0, norm_mean_type=mean, norm_std_type=std)
     assert per_sample(compute_advantages(SCORES, GROUPS, MASK, config)) == pytest.approx(expected, abs=1e-4)
+
+
+def estimate(name, **settings):
+    return compute_advantages(SCORES, GROUPS, MASK, replace(GRPO, adv_estimator=name, **settings))
+
+
+def test_rloo_compares_with_the_other_responses_of_the_group():
+    result = estimate("rloo")
+    assert per_sample(result) == pytest.approx([1.0 - 0.0, 0.0 - 1.0, 2.0 - 6.0, 6.0 - 2.0])
+    assert result.returns[0].tolist() == [0, 1, 1, 0]
+    three = compute_advantages(SCORES, torch.tensor([0, 0, 0, 1]), MASK, replace(GRPO, adv_estimator="rloo"))
+    assert per_sample(three) == pytest.approx([1.0 - 1.0, 0.0 - 1.5, 2.0 - 0.5, 0.0], abs=1e-6)
+
+
+def test_lite_ppo_divides_by_the_deviation_of_the_batch():
+    deviation = SCORES.std().item()
+    assert per_sample(estimate("lite_ppo")) == pytest.approx([x / deviation for x in (0.5, -0.5, -2.0, 2.0)], abs=1e-5)
+
+
+def test_reinforce_plus_plus_whitens_the_return_to_go_over_the_tokens_of_the_batch():
+    result = estimate("reinforce_plus_plus", gamma=0.5)
+    returns = torch.tensor([0.5, 1.0, 0.0, 0.0, 0.0, 2.0, 3.0, 6.0])
+    expected = (returns - returns.mean()) / (returns.std() + 1e-6)
+    assert result.advantages[MASK.bool()].tolist() == pytest.approx(expected.tolist(), abs=1e-6)
+    assert result.returns[MASK.bool()].tolist() == returns.tolist()
+
+
+def test_reinforce_plus_plus_baseline_whitens_what_is_left_of_the_group():
+    centred = torch.tensor([0.5, 0.5, -0.5, -0.5, -0.5, -2.0, 2.0, 2.0])
+    expected = (centred - centred.mean()) / (centred.std() + 1e-6)
+    result = estimate("reinforce_plus_plus_baseline")
+    assert result.advantages[MASK.bool()].tolist() == pytest.approx(expected.tolist(), abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ADV_ESTIMATORS)
+def test_equal_scores_of_single_responses_teach_nothing(name):
+    flat = compute_advantages(torch.ones(4), torch.arange(4), MASK, replace(GRPO, adv_estimator=name))
+    assert torch.isfinite(flat.advantages).all()
+    assert name == "reinforce" or (flat.advantages == 0).all()
+
+
+@pytest.mark.parametrize("name", ADV_ESTIMATORS)
+def test_no_estimator_depends_on_order_or_padding(name):
+    order, config = torch.tensor([3, 0, 2, 1]), replace(GRPO, adv_estimator=name)
+    moved = compute_advantages(SCORES[order], GROUPS[order], torch.nn.functional.pad(MASK[order], (0, 3)), config)
+    torch.testing.assert_close(moved.advantages[:, :4], estimate(name).advantages[order])
+
+
+@pytest.mark.parametrize("name", ADV_ESTIMATORS)
+def test_token_kl_reaches_every_estimator(name):
+    config = replace(GRPO, adv_estimator=name, add_token_level_kl=True, kl_penalty="k1")
+    log_probs, ref = torch.zeros(4, 4), -torch.arange(16.0).reshape(4, 4) / 16
+    groups = torch.zeros(4, dtype=torch.int64)
+    moved = compute_advantages(SCORES, groups, MASK, config, log_probs=log_probs, ref_log_probs=ref, kl_coef=0.5)
+    plain = compute_advantages(SCORES, groups, MASK, replace(GRPO, adv_estimator=name))
+    assert not torch.allclose(moved.advantages, plain.advantages)
 
 
 def test_token_kl_is_taken_from_every_token():

@@ -59,6 +59,7 @@ def test_the_loss_is_the_sum_of_its_reported_parts():
 def test_on_policy_the_ratio_is_one_and_the_divergence_zero():
     batch = random_batch()
     _, _, _, metrics = policy(batch | {"log_probs": batch["old_log_probs"]}, EVERYTHING)
+    assert metrics["ratio_deviation_max"] == metrics["log_ratio_abs_max"] == 0.0
     assert metrics["ratio_mean"] == pytest.approx(1.0) and metrics["ratio_max"] == 1.0
     assert metrics["clip_fraction"] == 0.0 and metrics["policy_kl"] == 0.0
 
@@ -107,6 +108,25 @@ def test_not_a_number_outside_the_mask_reaches_neither_loss_nor_gradient():
     assert torch.isfinite(gradient).all()
 
 
+def test_the_ratio_is_taken_against_the_base_that_is_named():
+    batch = random_batch()
+    junk = torch.full_like(batch["old_log_probs"], torch.nan)
+    proximal = policy(batch | {"behavior_log_probs": junk}, EVERYTHING)
+    behavior = policy(batch | {"old_log_probs": junk}, replace(EVERYTHING, pg_ratio_base="behavior"))
+    assert proximal[0] != pytest.approx(behavior[0])
+    swapped = batch | {"old_log_probs": batch["behavior_log_probs"]}
+    assert policy(swapped, EVERYTHING)[0] == pytest.approx(behavior[0])
+
+
+def test_how_far_ratios_are_from_one_is_reported():
+    batch = random_batch()
+    mask = batch["response_mask"]
+    off = (batch["log_probs"] - batch["old_log_probs"])[mask]
+    _, _, _, metrics = policy(batch, EVERYTHING)
+    assert metrics["log_ratio_abs_max"] == pytest.approx(off.abs().max().item())
+    assert metrics["ratio_deviation_max"] == pytest.approx((off.exp() - 1).abs().max().item())
+
+
 def test_sft_is_the_mean_negative_log_likelihood_of_the_answer():
     mask = torch.tensor([[0, 1, 1], [0, 0, 1]])
     log_probs = torch.tensor([[-9.0, -1.0, -2.0], [-9.0, -9.0, -6.0]], requires_grad=True)
@@ -119,6 +139,7 @@ def test_sft_is_the_mean_negative_log_likelihood_of_the_answer():
 def test_the_settings_come_from_the_run_and_survive_the_journey_to_a_rank():
     config = RLVRConfig(pg_clip_low=0.1, kl_loss_coef=0.3)
     config.actor_train.pg_variant = "vanilla"
+    assert PolicyLossConfig.from_config(RLVRConfig()) == PolicyLossConfig()
     settings = PolicyLossConfig.from_config(config)
     assert (settings.pg_variant, settings.pg_clip_low, settings.kl_loss_coef) == ("vanilla", 0.1, 0.3)
     assert pickle.loads(pickle.dumps(settings)) == settings

@@ -8,6 +8,7 @@ import torch
 
 from roll.algorithms.policy_config import PolicyLossConfig
 from roll.algorithms.policy_losses import PG_VARIANTS
+from roll.configs.policy import VARIANT_KNOBS
 from tests.algorithms.batches import random_batch
 
 CONFIG = PolicyLossConfig(pg_clip_low=0.2, pg_clip_high=0.3)
@@ -52,7 +53,46 @@ def test_dual_clip_bounds_the_loss_of_negative_advantages():
     assert one_token("ppo", 5.0, 2.0, dual)[0] == one_token("ppo", 5.0, 2.0)[0]
 
 
-@pytest.mark.parametrize("variant", PG_VARIANTS)
+GSPO = replace(CONFIG, pg_variant="gspo", gspo_clip_low=0.2, gspo_clip_high=0.3)
+
+
+def response(variant, log_ratios, advantage, config):
+    """Losses, clipped flags and gradient of one response whose tokens are off from their base by `log_ratios`."""
+    base = -torch.arange(1.0, 1.0 + len(log_ratios), dtype=torch.float64)[None]
+    log_probs = (base + torch.tensor([log_ratios])).requires_grad_()
+    mask = torch.ones_like(base, dtype=torch.bool)
+    terms = PG_VARIANTS[variant](log_probs, base, torch.full_like(base, advantage), mask, torch.ones(1), config)
+    (gradient,) = torch.autograd.grad(terms.loss.sum(), log_probs)
+    return terms.loss[0].tolist(), terms.clipped[0].tolist(), gradient[0].tolist()
+
+
+def test_gspo_gives_all_tokens_of_a_response_the_ratio_of_its_mean():
+    losses, clipped, gradient = response("gspo", [0.3, -0.1], 2.0, GSPO)
+    ratio = math.exp(0.1)
+    assert losses == pytest.approx([-2 * ratio] * 2) and clipped == [False, False]
+    assert gradient == pytest.approx([-2 * ratio] * 2)
+
+
+def test_gspo_clips_a_response_as_a_whole():
+    losses, clipped, gradient = response("gspo", [1.0, 0.0], 2.0, GSPO)
+    assert losses == pytest.approx([-2.6] * 2) and clipped == [True, True] and gradient == [0.0, 0.0]
+    losses, clipped, gradient = response("gspo", [-1.0, 0.0], -2.0, GSPO)
+    assert losses == pytest.approx([1.6] * 2) and clipped == [True, True] and gradient == [0.0, 0.0]
+    assert response("gspo", [1.0, 0.0], -2.0, GSPO)[1] == [False, False]
+
+
+def test_gspo_of_one_token_is_ppo_with_bounds_of_its_own():
+    for ratio in (0.5, 1.1, 1.5):
+        for advantage in (-2.0, 2.0):
+            assert one_token("gspo", ratio, advantage, GSPO) == pytest.approx(one_token("ppo", ratio, advantage))
+
+
+def test_decoupled_ppo_is_ppo_before_its_weights():
+    for ratio in (0.5, 1.1, 1.5):
+        assert one_token("decoupled_ppo", ratio, -2.0) == one_token("ppo", ratio, -2.0)
+
+
+@pytest.mark.parametrize("variant", ["vanilla", "ppo", "decoupled_ppo", "kimi15"])
 @pytest.mark.parametrize("dual", [False, True])
 def test_gradient_by_finite_differences(variant, dual):
     batch = random_batch(samples=3, tokens=5, seed=1)
@@ -67,24 +107,88 @@ def test_gradient_by_finite_differences(variant, dual):
     assert torch.autograd.gradcheck(loss, (batch["log_probs"].requires_grad_(),))
 
 
+def test_gspo_has_the_gradient_of_the_surrogate_whose_sequence_ratio_is_frozen():
+    batch = random_batch(samples=3, tokens=5, seed=1)
+    mask, frozen = batch["response_mask"], batch["log_probs"].detach().clone()
+    off = torch.where(mask, frozen - batch["old_log_probs"], 0.0)
+    sequence_ratio = (off.sum(-1) / mask.sum(-1)).exp()[:, None]
+
+    def surrogate(log_probs):
+        ratio = sequence_ratio * (log_probs - frozen).exp()
+        free = -ratio * batch["advantages"]
+        return torch.maximum(free, -ratio.clamp(0.8, 1.3) * batch["advantages"])[mask]
+
+    log_probs = batch["log_probs"].requires_grad_()
+    assert torch.autograd.gradcheck(surrogate, (log_probs,))
+    terms = PG_VARIANTS["gspo"](log_probs, batch["old_log_probs"], batch["advantages"], mask, None, GSPO)
+    ours = torch.autograd.grad(terms.loss[mask].sum(), log_probs)[0]
+    torch.testing.assert_close(ours, torch.autograd.grad(surrogate(log_probs).sum(), log_probs)[0])
+
+
 def test_a_ratio_beyond_all_bounds_stays_finite():
     loss, _, gradient = one_token("ppo", math.exp(-90.0), -1.0)
     assert math.isfinite(loss) and math.isfinite(gradient)
 
 
-@pytest.mark.parametrize(
-    ("knob", "value"), [("pg_clip_low", 0.01), ("pg_clip_high", 0.01), ("dual_clip_loss", True), ("dual_clip_c", 1.1)]
-)
-def test_every_knob_of_ppo_turns_the_loss(knob, value):
-    batch = random_batch(seed=2)
-    config = replace(CONFIG, dual_clip_loss=knob == "dual_clip_c")
+@pytest.mark.parametrize("variant", PG_VARIANTS)
+@pytest.mark.parametrize("log_ratio", [-900.0, 900.0])
+def test_every_variant_is_finite_where_the_policies_have_nothing_in_common(variant, log_ratio):
+    losses, _, gradient = response(variant, [log_ratio, 0.1], -1.0, CONFIG)
+    assert all(map(math.isfinite, losses + gradient))
 
-    def loss(settings):
-        mask = batch["response_mask"]
-        base = batch["old_log_probs"] + torch.tensor([-0.8, 0.8, 0.0]).repeat(3)
-        terms = PG_VARIANTS["ppo"](batch["log_probs"], base, batch["advantages"], mask, None, settings)
+
+KNOBS = {
+    "ppo": {"pg_clip_low": 0.01, "pg_clip_high": 0.01, "dual_clip_loss": True, "dual_clip_c": 1.1},
+    "decoupled_ppo": {"pg_clip_low": 0.01, "pg_clip_high": 0.01, "dual_clip_loss": True, "dual_clip_c": 1.1},
+    "gspo": {"gspo_clip_low": 0.1, "gspo_clip_high": 0.1},
+    "tis": {"tis_lower_bound": 0.9, "tis_upper_bound": 1.5},
+    "topr": {"topr_positive_weight": 0.5, "topr_negative_weight": 0.5, "topr_level": "sequence"},
+    "cispo": {"cispo_epsilon_low": 0.5, "cispo_epsilon_high": 0.5, "cispo_use_unified_mask": True},
+    "kimi15": {"kimi15_tau": 0.2},
+}
+
+
+@pytest.mark.parametrize(
+    ("variant", "knob", "value"),
+    [(name, knob, value) for name, knobs in KNOBS.items() for knob, value in knobs.items()],
+)
+def test_every_knob_turns_the_loss_of_its_variant_and_of_no_other(variant, knob, value):
+    batch = random_batch(seed=2)
+    mask, base = batch["response_mask"], batch["old_log_probs"] + torch.tensor([-0.8, 0.8, 0.0]).repeat(3)
+    config = replace(CONFIG, dual_clip_loss=knob == "dual_clip_c", dual_clip_c=1.2)
+
+    def loss(name, settings):
+        terms = PG_VARIANTS[name](batch["log_probs"], base, batch["advantages"], mask, batch["scores"], settings)
         return terms.loss[mask].sum().item()
 
-    if knob == "dual_clip_loss":
-        config = replace(config, dual_clip_c=1.2)
-    assert loss(config) != pytest.approx(loss(replace(config, **{knob: value})))
+    for name in PG_VARIANTS:
+        moved = loss(name, config) != pytest.approx(loss(name, replace(config, **{knob: value})))
+        assert moved == (name in VARIANT_KNOBS[knob]), name
+
+
+def test_every_knob_has_a_test():
+    assert {knob for knobs in KNOBS.values() for knob in knobs} == set(VARIANT_KNOBS)
+
+
+def gradients(base, seed=3):
+    """Gradient of every variant with ratios against `base`, knobs wide enough that few tokens are clipped."""
+    batch = random_batch(seed=seed)
+    mask, result = batch["response_mask"], {}
+    for name, variant in PG_VARIANTS.items():
+        log_probs = batch["log_probs"].clone().requires_grad_()
+        terms = variant(log_probs, batch[base], batch["advantages"], mask, batch["scores"], CONFIG)
+        (result[name],) = torch.autograd.grad(terms.loss[mask].sum(), log_probs)
+    return result
+
+
+def test_on_stale_samples_no_two_variants_have_the_same_gradient():
+    found = gradients("behavior_log_probs")
+    names = [name for name in found if name != "decoupled_ppo"]
+    for first in names:
+        for second in names:
+            assert first == second or not torch.allclose(found[first], found[second]), (first, second)
+
+
+def test_with_the_current_policy_as_base_all_variants_have_the_same_gradient():
+    for name, gradient in gradients("log_probs").items():
+        torch.testing.assert_close(gradient, gradients("log_probs")["vanilla"], msg=name)

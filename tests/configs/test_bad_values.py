@@ -47,7 +47,7 @@ OUT_OF_BOUNDS = {
     "rollout_batch_size=0": "rollout_batch_size: 0 is too small; the least allowed is 1",
     "actor_train.training_args.learning_rate=0": "learning_rate: 0.0 is too small; it must be above 0",
     "actor_infer.generating_args.top_p=1.5": "top_p: 1.5 is too large; the most allowed is 1",
-    "gamma=.nan": "gamma: nan is not a number",
+    "gamma=.nan": "gamma: nan is not a finite number",
     "actor_infer.generating_args.num_beams=4": "num_beams: 4 is not one of 1",
     "actor_train.strategy_args.strategy_config.context_parallel_size=2": "2 is too large; the most allowed is 1",
 }

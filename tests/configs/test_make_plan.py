@@ -221,7 +221,6 @@ def test_the_published_rlvr_recipe_plans() -> None:
     said = "\n".join(plan.warnings)
     assert "top_p 0.99 and top_k 100 sample from a truncated distribution" in said
     assert "reward_pretrain: has no effect" in said
-    assert "async_generation_ratio: 1 can be planned but not run yet" in said
     assert "fp16 samples while actor_train computes in bf16" in said
 
 

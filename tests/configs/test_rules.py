@@ -49,8 +49,9 @@ BATCH = {
 }
 
 ALGORITHM = {
-    "adv_estimator=gpro": "adv_estimator: 'gpro' is not known; known: grpo, reinforce; did you mean grpo?",
-    "actor_train.pg_variant=topr": "actor_train.pg_variant: 'topr' is not known; known: ppo, vanilla",
+    "adv_estimator=gpro": "adv_estimator: 'gpro' is not known; known: grpo, reinforce, rloo, ",
+    "actor_train.pg_variant=topper": "actor_train.pg_variant: 'topper' is not known; known: ppo, vanilla, tis, topr, "
+    "cispo, kimi15, gspo, decoupled_ppo; did you mean topr?",
     "num_return_sequences_in_group=1 rollout_batch_size=512": "num_return_sequences_in_group: 1 gives every sample of "
     "grpo advantage 0, so nothing is learned; use at least 2",
     "is_num_return_sequences_expand=false": "is_num_return_sequences_expand: false is not available",
@@ -60,7 +61,7 @@ ALGORITHM = {
     "add_token_level_kl=true reference.device_mapping=0-15": "init_kl_coef: 0 turns off the KL that add_token_level_kl",
     "kl_loss_coef=0.1": "kl_loss_coef: has no effect: use_kl_loss is false; set it to true",
     "init_kl_coef=0.1": "init_kl_coef: has no effect: add_token_level_kl is false; set it to true",
-    "norm_mean_type=batch": "norm_mean_type: has no effect: grpo normalises scores by its own group",
+    "norm_mean_type=batch": "norm_mean_type: has no effect: only adv_estimator reinforce reads it",
     "adv_estimator=reinforce grpo_norm_by_std=false": "grpo_norm_by_std: has no effect: adv_estimator is not grpo",
 }
 
@@ -112,6 +113,8 @@ MISLEADING = {
     "samples are drawn by actor_infer.generating_args",
     "actor_infer.pg_variant=vanilla": "actor_infer.pg_variant: has no effect: only actor_train has a policy loss",
     "validation.device_mapping=[0]": "validation.device_mapping: has no effect: validation generates on actor_infer's",
+    "actor_train.pg_variant=vanilla pg_clip_low=0.1": "pg_clip_low: has no effect: it belongs to "
+    "actor_train.pg_variant ppo or decoupled_ppo",
     "save_checkpoint=false save_steps=5": "save_steps: has no effect: save_checkpoint is false",
     "checkpoint_config={type: file_system}": "checkpoint_config: this section is not available: checkpoints are",
     "difficulty_mask=true": "difficulty_mask: True is not available: prompts are not filtered by difficulty",
@@ -131,7 +134,6 @@ HARMLESS = {
     "actor_infer.infer_batch_size=2": "actor_infer.infer_batch_size: has no effect: the engine forms its own batches",
     "actor_infer.model_args.disable_gradient_checkpointing=true": "disable_gradient_checkpointing: has no effect",
     "actor_infer.data_args.template=qwen2_5": "has no effect: prompts are read by actor_train.data_args",
-    "actor_train.pg_variant=vanilla pg_clip_low=0.1": "pg_clip_low: has no effect: actor_train.pg_variant is not ppo",
     "value_clip=0.5": "value_clip: has no effect: there is no critic",
     "hydra={run: {dir: .}}": "hydra: has no effect: configuration is not read by Hydra",
     "max_len_mask=false": "max_len_mask: has no effect",
@@ -171,9 +173,8 @@ def test_generation_keys_have_no_effect_in_sft(tmp_path: Path) -> None:
 
 
 def test_what_is_not_here_stops_a_run_only(tmp_path: Path) -> None:
-    config = rlvr(tmp_path, "pretrain=Qwen/Qwen2.5-7B", "resume_from_checkpoint=old/step_5", "async_generation_ratio=1")
+    config = rlvr(tmp_path, "pretrain=Qwen/Qwen2.5-7B", "resume_from_checkpoint=old/step_5")
     assert check(config).missing == [
-        Problem("async_generation_ratio", "1 can be planned but not run yet: training is synchronous; set it to 0"),
         Problem(
             "pretrain",
             "Qwen/Qwen2.5-7B is not a folder on this machine; download it: "

@@ -8,7 +8,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll.pipeline.engine_pool import EnginePool, assign_groups
+from roll.pipeline.engine_pool import EnginePool
 from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
 
 
@@ -19,9 +19,17 @@ class FaultyEngines:
         self.world_size = engines
         self.broken = broken
         self.asked: Counter[str] = Counter()
+        self.running: Counter[int] = Counter()
+        self.most: Counter[int] = Counter()
+        self.seconds = 0.0
 
-    async def generate(self, shares: list[list[GenerateRequest]]) -> list[list[GenerateResult]]:
-        return [[self.answer(engine, request) for request in share] for engine, share in enumerate(shares)]
+    async def call(self, rank: int, method: str, requests: list[GenerateRequest]) -> list[GenerateResult]:
+        assert method == "generate" and requests
+        self.running[rank] += len(requests)
+        self.most[rank] = max(self.most[rank], self.running[rank])
+        await asyncio.sleep(self.seconds)
+        self.running[rank] -= len(requests)
+        return [self.answer(rank, request) for request in requests]
 
     def answer(self, engine: int, request: GenerateRequest) -> GenerateResult:
         self.asked[request.request_id] += 1
@@ -36,7 +44,7 @@ def groups_of(sizes: list[int]) -> list[list[GenerateRequest]]:
 
 
 def generate(engines: FaultyEngines, retries: int, sizes: list[int]) -> list[list[GenerateResult]]:
-    return asyncio.run(EnginePool(engines, retries).generate(groups_of(sizes)))
+    return asyncio.run(EnginePool(engines, retries, max_running=4).generate(groups_of(sizes)))
 
 
 @given(st.lists(st.integers(0, 8), max_size=30), st.integers(1, 5))
@@ -49,10 +57,23 @@ def test_answers_come_back_in_the_order_asked(sizes, engines):
 
 @given(st.lists(st.integers(1, 8), min_size=1, max_size=50), st.integers(1, 5))
 def test_no_engine_holds_more_than_one_group_above_another(sizes, engines):
-    load = Counter({engine: 0 for engine in range(engines)})
-    for home, size in zip(assign_groups(sizes, engines), sizes, strict=True):
-        load[home] += size
-    assert max(load.values()) - min(load.values()) <= max(sizes)
+    faultless = FaultyEngines(engines, set())
+    generate(faultless, 0, sizes)
+    loads = [faultless.most[engine] for engine in range(engines)]
+    assert max(loads) - min(loads) <= max(sizes)
+
+
+def test_groups_sent_one_by_one_go_where_the_least_is_to_do_and_wait_for_room():
+    engines = FaultyEngines(2, set())
+    engines.seconds = 0.001
+
+    async def one_by_one() -> None:
+        pool = EnginePool(engines, 0, max_running=4)
+        await asyncio.gather(*(pool.generate([group]) for group in groups_of([2] * 40)))
+
+    asyncio.run(one_by_one())
+    assert sum(engines.asked.values()) == 80
+    assert engines.most == {0: 8, 1: 8}
 
 
 def test_a_failed_request_is_tried_on_the_next_engine_under_its_own_name():

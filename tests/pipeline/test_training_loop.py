@@ -35,10 +35,13 @@ class Counting:
         self.events.append(f"validate version {version}")
         return {"val/score": float(self.weights)}
 
-    def state_dict(self) -> dict[str, Any]:
+    async def advance(self, version: int) -> None:
+        self.events.append(f"advance {version}")
+
+    async def state_dict(self) -> dict[str, Any]:
         return {"drawn": self.drawn}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    async def load_state_dict(self, state: dict[str, Any]) -> None:
         self.drawn = state["drawn"]
 
     async def close(self) -> None:
@@ -97,13 +100,16 @@ def test_weights_are_published_before_anything_and_after_every_update(tmp_path):
     assert parts.events == [
         "publish 0",
         "validate version 0",
+        "advance 0",
         "batch 1 at version 0",
         "learn",
         "publish 1",
+        "advance 1",
         "batch 2 at version 1",
         "learn",
         "publish 2",
         "validate version 2",
+        "advance 2",
         "export hf_model",
     ]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from roll.configs.errors import Report
 from roll.configs.pipeline import BaseConfig, RLConfig
-from roll.configs.rules import algorithm, batch, devices, engines, files, inert, model, sampling
+from roll.configs.rules import algorithm, asynchronous, batch, devices, engines, files, inert, model, policy, sampling
 
 
 def check(config: BaseConfig) -> Report:
@@ -22,6 +22,8 @@ def check(config: BaseConfig) -> Report:
         batch.check_batch(config, report)
     if isinstance(config, RLConfig):
         algorithm.check_algorithm(config, report)
+        asynchronous.check_asynchronous(config, report)
+        policy.check_policy(config, report)
         sampling.check_sampling(config, report)
     inert.check_inert(config, report)
     model.check_models(config, report)

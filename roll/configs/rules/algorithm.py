@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from roll.configs.errors import Report
-from roll.configs.names import ADV_ESTIMATORS, PG_VARIANTS
+from roll.configs.names import ADV_ESTIMATORS, GROUP_ESTIMATORS, PG_VARIANTS
 from roll.configs.pipeline import RLConfig
 from roll.configs.suggestions import nearest
 
@@ -15,12 +15,14 @@ def check_algorithm(config: RLConfig, report: Report) -> None:
     check_name("adv_estimator", config.adv_estimator, ADV_ESTIMATORS, report)
     check_name("actor_train.pg_variant", config.actor_train.pg_variant, PG_VARIANTS, report)
     group = config.num_return_sequences_in_group
-    if config.adv_estimator == "grpo" and group == 1:
+    if config.adv_estimator in GROUP_ESTIMATORS and group == 1:
         report.error(
             "num_return_sequences_in_group",
-            "1 gives every sample of grpo advantage 0, so nothing is learned; use at least 2, "
+            f"1 gives every sample of {config.adv_estimator} advantage 0, so nothing is learned; use at least 2, "
             "or adv_estimator reinforce",
         )
+    if config.adv_estimator == "lite_ppo" and config.loss_agg_mode != "token-mean":
+        report.warn("loss_agg_mode", f"{config.loss_agg_mode} is not what lite_ppo was made for; use token-mean")
     if not config.is_num_return_sequences_expand and group > 1:
         report.error(
             "is_num_return_sequences_expand",
@@ -30,17 +32,13 @@ def check_algorithm(config: RLConfig, report: Report) -> None:
         report.error("kl_loss_coef", "0 turns off the KL that use_kl_loss asks for; use a weight such as 0.001")
     if config.add_token_level_kl and config.init_kl_coef == 0:
         report.error("init_kl_coef", "0 turns off the KL that add_token_level_kl asks for; use a weight such as 0.001")
-    if config.adv_estimator == "grpo" and config.add_token_level_kl:
+    if config.adv_estimator in GROUP_ESTIMATORS and config.add_token_level_kl:
         report.warn(
             "add_token_level_kl",
-            "with grpo the KL of a response is summed into its one score; use_kl_loss keeps it per token",
+            f"with {config.adv_estimator} the KL of a response is summed into its one score; use_kl_loss keeps it per "
+            "token",
         )
     _check_old_log_probs(config, report)
-    if config.async_generation_ratio > 0:
-        report.absent(
-            "async_generation_ratio",
-            f"{config.async_generation_ratio:g} can be planned but not run yet: training is synchronous; set it to 0",
-        )
 
 
 def check_name(path: str, name: str, known: Sequence[str], report: Report) -> None:

@@ -105,7 +105,7 @@ class Generation:
                     break
         return list(await asyncio.gather(*tasks))
 
-    async def _hand_over(self, requests: list[GenerateRequest]) -> list[asyncio.Future[GenerateResult]]:
+    async def _hand_over(self, requests: list[GenerateRequest]) -> list[asyncio.Task[GenerateResult]]:
         """Enqueues the requests while the scheduler stands still."""
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 
@@ -114,7 +114,7 @@ class Generation:
         await manager._async_dispatch_to_scheduler(PauseGenerationReqInput(mode="in_place"))
         names = [self._name() for _ in requests]
         tasks = [
-            asyncio.ensure_future(self._answer(request, name)) for request, name in zip(requests, names, strict=True)
+            asyncio.create_task(self._answer(request, name)) for request, name in zip(requests, names, strict=True)
         ]
         try:
             arrived = self._arrival(dict(zip(names, tasks, strict=True)))
@@ -123,7 +123,7 @@ class Generation:
             await manager._async_dispatch_to_scheduler(ContinueGenerationReqInput(torch_empty_cache=False))
         return tasks
 
-    async def _arrival(self, tasks: dict[str, asyncio.Future[GenerateResult]]) -> None:
+    async def _arrival(self, tasks: dict[str, asyncio.Task[GenerateResult]]) -> None:
         states = self._engine.manager.rid_to_state
         for name, task in tasks.items():
             while not task.done() and not (name in states and states[name].dispatched):

@@ -25,8 +25,8 @@ def batch_of_groups(groups: list[Group]) -> DataProto:
     return DataProto.from_dict(tensors, {"id": ids})
 
 
-def rollout_metrics(groups: list[Group], version: int, generate_seconds: float) -> dict[str, float]:
-    """`rollout/...` and `staleness/...` of one batch consumed at `version`."""
+def rollout_metrics(groups: list[Group], version: int) -> dict[str, float]:
+    """`rollout/...` and `staleness/...` of one batch that the weights of `version` learn from."""
     results = [result for group in groups for result in group.results]
     scores = [score for group in groups for score in group.scores]
     lengths = [len(result.response_ids) for result in results]
@@ -38,9 +38,19 @@ def rollout_metrics(groups: list[Group], version: int, generate_seconds: float) 
         "rollout/response_length_mean": statistics.fmean(lengths),
         "rollout/response_length_max": float(max(lengths)),
         "rollout/truncated_fraction": statistics.fmean(result.finish_reason == "length" for result in results),
-        "rollout/tokens_per_second": sum(lengths) / max(generate_seconds, 1e-9),
         "staleness/mean": statistics.fmean(oldest),
         "staleness/max": float(max(oldest)),
         "staleness/token_mean": statistics.fmean(ages),
         "staleness/token_max": float(max(ages)),
     }
+
+
+def validation_metrics(groups: list[Group]) -> dict[str, float]:
+    """Mean score over all responses, and by tag."""
+    by_tag: dict[str, list[float]] = {}
+    for group in groups:
+        by_tag.setdefault(group.prompt.tag, []).extend(group.scores)
+    every = [score for scores in by_tag.values() for score in scores]
+    lengths = [len(result.response_ids) for group in groups for result in group.results]
+    metrics = {f"val/{tag}/score": sum(scores) / len(scores) for tag, scores in sorted(by_tag.items())}
+    return {**metrics, "val/score": sum(every) / len(every), "val/response_length_mean": sum(lengths) / len(lengths)}

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 from roll.configs.arguments import GeneratingArguments
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.plan import make_plan
+from roll.configs.queue import runs_in_background
 from roll.datasets.prompts import load_prompts
 from roll.datasets.templates import EncodedPrompt, encode_prompts
 from roll.distributed.weight_sync.publisher import WeightPublisher
-from roll.pipeline.engine_pool import EnginePool
 from roll.pipeline.errors import RunError
 from roll.pipeline.publishing import ClockedPublisher
 from roll.pipeline.rl_learner import RLLearner
-from roll.pipeline.rlvr.samples import RLVRSamples
+from roll.pipeline.rlvr.rollouter import RolloutInputs, make_rollouter
 from roll.pipeline.rlvr.scoring import Scorer
+from roll.pipeline.samples import Ask, RolloutSamples, here
+from roll.pipeline.session import Session
 from roll.pipeline.tokenizer import load_tokenizer
 from roll.pipeline.training_loop import TrainingLoop
 from roll.rollout.types import SamplingParams
 from roll.trackers import TrackerGroup
-
-if TYPE_CHECKING:
-    from roll.distributed.cluster import Cluster
 
 logger = logging.getLogger(__name__)
 
@@ -65,23 +63,31 @@ class RLVRPipeline:
             )  # fmt: skip
         return encoded
 
-    async def build(self, clusters: dict[str, Cluster], trackers: TrackerGroup) -> TrainingLoop:
+    async def build(self, session: Session, trackers: TrackerGroup) -> TrainingLoop:
         """The loop, its parts joined to the running clusters."""
-        config = self._config
-        assert self._scorer is not None, "prepare comes first"
+        config, clusters = self._config, session.clusters
         publisher = WeightPublisher(clusters["actor_train"], clusters["actor_infer"], config)
         await publisher.setup()
-        samples = RLVRSamples(
+        learner = RLLearner(config, clusters["actor_train"], clusters.get("reference"))
+        samples = RolloutSamples(self._rollouter(session))
+        return TrainingLoop(config, samples, learner, ClockedPublisher(publisher), trackers)
+
+    def _rollouter(self, session: Session) -> Ask:
+        """The way to the rollouter: here, or in a process of its own when it runs in the background."""
+        config = self._config
+        engines = session.clusters["actor_infer"].client()
+        inputs = RolloutInputs(
             config,
             self._prompts,
             self._validation,
-            EnginePool(clusters["actor_infer"], config.max_generation_retries),
-            self._scorer,
             self._sampling(config.actor_infer.generating_args),
             self._sampling(config.validation.generating_args),
         )
-        learner = RLLearner(config, clusters["actor_train"], clusters.get("reference"))
-        return TrainingLoop(config, samples, learner, ClockedPublisher(publisher), trackers)
+        if not runs_in_background(config):
+            return here(make_rollouter(inputs, engines, self._scorer))
+        assert self._scorer is not None, "prepare comes first"
+        self._scorer.close()
+        return session.start_service("rollouter", make_rollouter, inputs, engines).call
 
     def _sampling(self, args: GeneratingArguments) -> SamplingParams:
         if args.max_new_tokens is None:

@@ -68,6 +68,10 @@ class RLVRProducer:
         with meter.measure("reward"):
             await self._scorer.score([group for group in items if group.drop_reason is None])
 
+    def filtered(self, item: Group) -> tuple[str, str] | None:
+        """What the filter of the group's reward says."""
+        return self._scorer.filtered(item)
+
     @property
     def last_failure(self) -> str | None:
         """Reward and reason of the last sample that could not be scored, else what the engine said."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from transformers import PreTrainedTokenizerBase
 
-from roll.configs.pipeline import RewardConfig
+from roll.configs.pipeline import QueryFilterConfig, RewardConfig
 from roll.pipeline.errors import RunError
 from roll.pipeline.rlvr.groups import Group
 from roll.rewards.pool import RewardPool
+from roll.rollout.filters import QueryFilter
 
 
 class Scorer:
@@ -17,6 +18,7 @@ class Scorer:
         """Starts the pools; the first reward whose `tag_included` has the tag, or is empty, scores a sample."""
         self._rewards = rewards
         self._pools = {name: RewardPool(config) for name, config in rewards.items()}
+        self._filters = {name: query_filter(config.query_filter_config) for name, config in rewards.items()}
         self._tokenizer = tokenizer
         self.last_failure: str | None = None
         """Reward and reason of the last sample that could not be scored."""
@@ -32,6 +34,12 @@ class Scorer:
                 return name
         known = {name: config.tag_included for name, config in self._rewards.items()}
         raise RunError(f"no reward scores samples tagged {tag!r}; rewards and their tag_included: {known}")
+
+    def filtered(self, group: Group) -> tuple[str, str] | None:
+        """Why a scored group is not worth learning from, and the filter's path; None keeps it."""
+        name = self.reward_of(group.prompt.tag)
+        reason = self._filters[name].reason(group.scores)
+        return None if reason is None else (reason, f"rewards.{name}.query_filter_config")
 
     async def self_test(self) -> None:
         """Runs every reward on known pairs, so that a broken one ends the run before step 1."""
@@ -64,3 +72,9 @@ class Scorer:
         """Ends every pool."""
         for pool in self._pools.values():
             pool.close()
+
+
+def query_filter(config: QueryFilterConfig) -> QueryFilter:
+    """The filter of a reward; thresholds that are not given have the type's own values."""
+    given = {name: value for name, value in vars(config.filter_args).items() if value is not None}
+    return QueryFilter.from_config({"type": config.type, "filter_args": given})

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 from roll.configs.pipeline import SFTConfig
 from roll.configs.plan import make_plan
 from roll.datasets.sft import SFTExample, encode_pairs, load_pairs
 from roll.pipeline.errors import RunError
+from roll.pipeline.session import Session
 from roll.pipeline.sft.learner import SFTLearner
 from roll.pipeline.sft.samples import SFTSamples
 from roll.pipeline.tokenizer import load_tokenizer
 from roll.pipeline.training_loop import TrainingLoop
 from roll.trackers import TrackerGroup
-
-if TYPE_CHECKING:
-    from roll.distributed.cluster import Cluster
 
 logger = logging.getLogger(__name__)
 
@@ -49,9 +46,9 @@ class SFTPipeline:
             )
         return encoded
 
-    async def build(self, clusters: dict[str, Cluster], trackers: TrackerGroup) -> TrainingLoop:
+    async def build(self, session: Session, trackers: TrackerGroup) -> TrainingLoop:
         """The loop, its parts joined to the running cluster."""
-        actor = clusters["actor_train"]
+        actor = session.clusters["actor_train"]
         samples = SFTSamples(self._config, self._examples, self._validation, actor)
         return TrainingLoop(self._config, samples, SFTLearner(self._config, actor), None, trackers)
 

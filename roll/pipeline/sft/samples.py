@@ -46,11 +46,14 @@ class SFTSamples:
         mask = data.batch["response_mask"]
         return {"val/loss": float(-(answer.batch["log_probs"] * mask).sum() / mask.sum())}
 
-    def state_dict(self) -> dict[str, Any]:
+    async def advance(self, version: int) -> None:
+        """Nothing is generated."""
+
+    async def state_dict(self) -> dict[str, Any]:
         """The data cursor."""
         return {"sampler": self._sampler.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    async def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores `state_dict`."""
         self._sampler.load_state_dict(state["sampler"])
 

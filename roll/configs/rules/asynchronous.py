@@ -1,0 +1,95 @@
+"""Bounds on running ahead that fit together."""
+
+from __future__ import annotations
+
+import math
+
+from roll.configs.errors import Report
+from roll.configs.pipeline import QueryFilterConfig, RLConfig, RLVRConfig
+from roll.configs.queue import versions_ahead
+
+FILTER_ARGUMENTS = {
+    "no_filter": (),
+    "mean_filter": ("threshold_up", "threshold_down"),
+    "std_filter": ("std_threshold",),
+}
+"""Thresholds of each type of query filter."""
+
+
+def check_asynchronous(config: RLConfig, report: Report) -> None:
+    """Staleness, queue and batches agree with the ratio; query filters keep something."""
+    _check_staleness(config, report)
+    _check_queue(config, report)
+    _check_waits(config, report)
+    if isinstance(config, RLVRConfig):
+        for name, reward in config.rewards.items():
+            _check_filter(f"rewards.{name}.query_filter_config", reward.query_filter_config, report)
+
+
+def _check_staleness(config: RLConfig, report: Report) -> None:
+    ratio, allowed = config.async_generation_ratio, config.async_training.max_staleness_allowed
+    least = versions_ahead(config)
+    if allowed is not None and allowed < least:
+        report.error(
+            "async_training.max_staleness_allowed",
+            f"{allowed} would drop samples that async_generation_ratio {ratio:g} makes on purpose, up to {least} "
+            f"version(s) old; use at least {least}, or a ratio of at most {allowed}",
+        )
+    if config.async_training.rollouter == "inline" and ratio > 0:
+        report.error(
+            "async_training.rollouter",
+            f"inline generates each batch when it is asked for, so nothing runs ahead and async_generation_ratio "
+            f"{ratio:g} has no effect; use auto, or a ratio of 0",
+        )
+
+
+def _check_queue(config: RLConfig, report: Report) -> None:
+    asynchronous = config.async_training
+    batches, most = asynchronous.min_batch_count, math.floor(round(1 + config.async_generation_ratio, 6))
+    if batches > most:
+        report.error(
+            "async_training.min_batch_count",
+            f"{batches} batches are never ready at a time: async_generation_ratio {config.async_generation_ratio:g} "
+            f"admits {most}; use at most {most}, or a ratio of at least {batches - 1}",
+        )
+    samples = config.rollout_batch_size * config.num_return_sequences_in_group
+    queue = asynchronous.max_queue_size
+    if queue is not None and queue < batches * samples:
+        report.error(
+            "async_training.max_queue_size",
+            f"{queue} samples cannot hold {batches} batch(es) of rollout_batch_size {config.rollout_batch_size} x "
+            f"num_return_sequences_in_group {config.num_return_sequences_in_group} = {samples}, so no batch would ever "
+            f"be ready; use at least {batches * samples}",
+        )
+
+
+def _check_waits(config: RLConfig, report: Report) -> None:
+    asynchronous = config.async_training
+    if asynchronous.batch_deadline_s < asynchronous.batch_timeout_s:
+        report.error(
+            "async_training.batch_deadline_s",
+            f"{asynchronous.batch_deadline_s:g} ends the run before batch_timeout_s {asynchronous.batch_timeout_s:g} "
+            "reports what it waits for; use a longer one",
+        )
+    longest = config.actor_infer.generation_timeout_s
+    if config.in_flight_policy == "drain" and config.sync_timeout_s < longest:
+        report.warn(
+            "sync_timeout_s",
+            f"{config.sync_timeout_s:g} s is the longest a publish may take, and in_flight_policy drain waits for "
+            f"requests of up to actor_infer.generation_timeout_s {longest:g} s first; use at least that",
+        )
+
+
+def _check_filter(path: str, config: QueryFilterConfig, report: Report) -> None:
+    arguments = config.filter_args
+    for name in ("threshold_up", "threshold_down", "std_threshold"):
+        if getattr(arguments, name) is not None and name not in FILTER_ARGUMENTS[config.type]:
+            owner = next(kind for kind, names in FILTER_ARGUMENTS.items() if name in names)
+            report.error(f"{path}.filter_args.{name}", f"belongs to type {owner}, but type is {config.type}")
+    low, high = arguments.threshold_down, arguments.threshold_up
+    if low is not None and high is not None and low >= high:
+        report.error(
+            f"{path}.filter_args",
+            f"no mean score lies between threshold_down {low:g} and threshold_up {high:g}; "
+            "threshold_down must be the smaller",
+        )

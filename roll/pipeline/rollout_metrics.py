@@ -1,0 +1,34 @@
+"""The account of a batch in the terms that users of asynchronous trainers know."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from roll.pipeline.rollout_types import Item
+from roll.rollout.ledger import Ledger
+from roll.rollout.policy import STALE
+
+if TYPE_CHECKING:
+    from roll.pipeline.rollouter import RolloutOptions
+
+
+def account_metrics(ledger: Ledger, taken: Sequence[Item], version: int, options: RolloutOptions) -> dict[str, float]:
+    """`ledger/...` in prompts, `queue/...` in samples, and the ages of the batch that `version` learns from."""
+    samples = options.samples_per_item
+    ages = [version - item.oldest_version for item in taken]
+    return {
+        **ledger.metrics(),
+        **ledger.queue_metrics(samples),
+        "total_generated_samples": float((ledger.submitted - ledger.in_flight) * samples),
+        "dropped_stale_samples": float(ledger.dropped[STALE] * samples),
+        "generation_errors": float(ledger.dropped["generation_failed"]),
+        "avg_sample_age": statistics.fmean(ages),
+        "max_sample_age": float(max(ages)),
+        "stale_samples_ratio": statistics.fmean(age > options.stale_from for age in ages),
+        "queue_size": float(ledger.buffered * samples),
+        "total_produced": float((ledger.buffered + ledger.consumed) * samples),
+        "total_consumed": float(ledger.consumed * samples),
+        "dropped_samples": float(ledger.dropped_total * samples),
+    }

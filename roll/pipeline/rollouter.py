@@ -1,0 +1,256 @@
+"""Keeps generation going as far as the policy allows, and hands out batches. Knows neither Ray nor engines.
+
+Inline, a batch is produced when it is asked for: that is synchronous training. In the background, prompts are
+submitted whenever the policy admits them, and training takes what is ready.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic
+
+from roll.pipeline.errors import RunError
+from roll.pipeline.rollout_metrics import account_metrics
+from roll.pipeline.rollout_types import ItemT, Producer, RolloutBatch
+from roll.rollout.filters import StarvationLimit
+from roll.rollout.intervals import Busy
+from roll.rollout.policy import PolicySettings, RolloutPolicy, Ticket
+
+logger = logging.getLogger(__name__)
+
+WORK = ("generate", "reward")
+"""Kinds of work whose time is measured."""
+
+
+@dataclass(frozen=True)
+class RolloutOptions:
+    """How a rollouter behaves besides what the policy decides.
+
+    Attributes:
+        background: produce ahead of demand.
+        together: what is admitted at one moment is generated in one call, so that runs repeat.
+        samples_per_item: for counts in samples.
+        failures: prompts of one batch that may be dropped for failures.
+        resample_factor: groups that may be filtered for one batch, in batches.
+        report_s: a batch that takes longer is reported, each time this passes.
+        deadline_s: a batch that takes longer ends the run.
+        interval_s: least time between submissions.
+        stale_from: versions; samples older than this are counted as stale.
+    """
+
+    background: bool
+    together: bool
+    samples_per_item: int
+    failures: float
+    resample_factor: float
+    report_s: float
+    deadline_s: float
+    interval_s: float
+    stale_from: int
+
+
+class Rollouter(Generic[ItemT]):
+    """Submits, produces, buffers, hands out; every wait has a deadline and names what it waits for."""
+
+    def __init__(
+        self,
+        producer: Producer[ItemT],
+        settings: PolicySettings,
+        options: RolloutOptions,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Starts nothing: `advance` does, once the first weights are published."""
+        self.policy: RolloutPolicy[ItemT] = RolloutPolicy(settings)
+        self._producer, self._options, self._clock = producer, options, clock
+        self._changed = asyncio.Condition()
+        self._submitting: asyncio.Task[None] | None = None
+        self._work: set[asyncio.Task[None]] = set()
+        self._error: BaseException | None = None
+        self._busy = {name: Busy(clock()) for name in WORK}
+        self._starvation = StarvationLimit(settings.batch_size, options.resample_factor)
+        self._failed = 0
+        self._in_flight: dict[int, ItemT] = {}
+        self._again: list[ItemT] = []
+
+    @contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        """Counts the block as work of that name; blocks that overlap count once."""
+        self._busy[name].enter(self._clock())
+        try:
+            yield
+        finally:
+            self._busy[name].exit(self._clock())
+
+    async def advance(self, version: int) -> None:
+        """The weights of `version` are published. The first call sets background production going."""
+        async with self._changed:
+            self.policy.advance(version)
+            self._changed.notify_all()
+        if self._options.background and self._submitting is None:
+            self._submitting = asyncio.create_task(self._submit_always())
+
+    async def take(self) -> RolloutBatch[ItemT]:
+        """The next batch, earliest deadline first.
+
+        Raises:
+            RunError: too much failed, a filter starves the batch, or it was not ready within `deadline_s`.
+        """
+        if not self._options.background:
+            await self._fill()
+        version = self.policy.learning_version
+        await self._until_ready()
+        taken = [entry.item for entry in self.policy.take()]
+        async with self._changed:
+            self._changed.notify_all()
+        self._failed = 0
+        self._starvation.taken()
+        seconds = {name: busy.lap(self._clock()).busy for name, busy in self._busy.items()}
+        metrics = self._producer.metrics(taken, version)
+        tokens = metrics["rollout/response_length_mean"] * len(taken) * self._options.samples_per_item
+        metrics["rollout/tokens_per_second"] = tokens / max(seconds["generate"], 1e-9)
+        metrics |= account_metrics(self.policy.ledger, taken, version, self._options)
+        return RolloutBatch(self._producer.batch(taken), metrics, seconds)
+
+    async def validate(self, version: int) -> dict[str, float]:
+        """Measures the weights last published; nothing is submitted for training meanwhile."""
+        start = self._clock()
+        self.policy.hold("validation")
+        try:
+            metrics = await self._producer.validate(version)
+        finally:
+            self.policy.release("validation")
+            async with self._changed:
+                self._changed.notify_all()
+        return {**metrics, "val/seconds": self._clock() - start}
+
+    async def state_dict(self) -> dict[str, Any]:
+        """The account, the buffer, what is in flight, and the data cursor, all of one moment."""
+        again = {item.number: item for item in self._again}
+        return {
+            "policy": self.policy.state_dict(self._producer.encode),
+            "in_flight": [self._producer.encode(item) for item in {**self._in_flight, **again}.values()],
+            "producer": self._producer.state_dict(),
+        }
+
+    async def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores `state_dict`; what was in flight is generated again, under its old numbers and deadlines."""
+        self._producer.load_state_dict(state["producer"])
+        self.policy = RolloutPolicy.restore(self.policy.settings, state["policy"], self._producer.decode)
+        unfinished = {item.number: item for item in map(self._producer.decode, state["in_flight"])}
+        self._again = [unfinished[ticket.number] for ticket in self.policy.resubmit()]
+
+    async def close(self) -> None:
+        """Ends production; what is in flight is given up."""
+        running = [task for task in (self._submitting, *self._work) if task is not None]
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        self._producer.close()
+
+    async def _fill(self) -> None:
+        """Produces in waves until a batch is ready."""
+        while not self.policy.ready():
+            items = self._next(self.policy.admissible())
+            if not items:
+                raise RunError(f"no batch can be made: {self._state()}")
+            await self._produce(items)
+
+    async def _submit_always(self) -> None:
+        """Submits whatever is admitted, until closed."""
+        last = -self._options.interval_s
+        while True:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._again or self.policy.admissible())
+            await asyncio.sleep(max(0.0, last + self._options.interval_s - self._clock()))
+            last = self._clock()
+            items = self._next(min(self.policy.admissible(), self.policy.settings.batch_size))
+            for share in [items] if self._options.together else [[item] for item in items]:
+                task = asyncio.create_task(self._produce_noting_errors(share))
+                self._work.add(task)
+                task.add_done_callback(self._work.discard)
+
+    def _next(self, count: int) -> list[ItemT]:
+        """What was in flight at a restart, then fresh prompts."""
+        again, self._again = self._again, []
+        items = [*again, *self._producer.draw(self.policy.submit(count))]
+        self._in_flight |= {item.number: item for item in items}
+        return items
+
+    async def _produce_noting_errors(self, items: list[ItemT]) -> None:
+        """An exception belongs to whoever waits for the batch."""
+        try:
+            await self._produce(items)
+        except Exception as error:
+            self._error = self._error or error
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def _produce(self, items: list[ItemT]) -> None:
+        """Every item ends as finished or dropped, with a reason, in the account."""
+        await self._producer.produce(items, self)
+        for item in items:
+            del self._in_flight[item.number]
+            reason = item.drop_reason
+            if reason is not None:
+                self._failed += 1
+            else:
+                reason = self._filter(item)
+            if reason is None:
+                self.policy.finish(item.number, item, item.oldest_version)
+            else:
+                self.policy.drop(item.number, reason)
+        if self._failed > self._options.failures:
+            raise RunError(self._failures())
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _filter(self, item: ItemT) -> str | None:
+        filtered = self._producer.filtered(item)
+        if filtered is None:
+            self._starvation.keep()
+            return None
+        reason, path = filtered
+        starved = self._starvation.filtered(reason, path)
+        if starved is not None:
+            raise RunError(starved)
+        return reason
+
+    async def _until_ready(self) -> None:
+        until = self._clock() + self._options.deadline_s
+        while self._error is None and not self.policy.ready():
+            wait = min(self._options.report_s, until - self._clock())
+            if wait <= 0:
+                raise RunError(f"no batch within {self._options.deadline_s:g} s (batch_deadline_s): {self._state()}")
+            try:
+                async with asyncio.timeout(wait), self._changed:
+                    await self._changed.wait_for(lambda: self._error is not None or self.policy.ready())
+            except TimeoutError:
+                logger.warning("still waiting for a batch: %s", self._state())
+        if self._error is not None:
+            raise self._error
+
+    def _failures(self) -> str:
+        size = self.policy.settings.batch_size
+        return (
+            f"{self._failed} prompts of one batch were dropped {dict(self.policy.ledger.dropped)}, more than "
+            f"max_failure_rate allows of {size}; last cause: {self._producer.last_failure or 'see the engine log'}"
+        )
+
+    def _state(self) -> str:
+        """What there is and what is missing, for messages."""
+        policy, awaited = self.policy, self.policy.awaited()
+        shown = ", ".join(_named(ticket) for ticket in awaited[:3])
+        held = f", submission held by {', '.join(policy.held_by)}" if policy.held_by else ""
+        return (
+            f"{policy.ledger.buffered} of {policy.settings.batch_size} prompts are ready, {policy.ledger.in_flight} "
+            f"are running; it waits for {len(awaited)}{f' ({shown} ...)' if shown else ''}{held}"
+        )
+
+
+def _named(ticket: Ticket) -> str:
+    return f"prompt {ticket.number} of version {ticket.version}"

@@ -1,0 +1,74 @@
+"""The smallest policy there is, a table of next-token scores, behind what a learner asks of a cluster."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from roll.algorithms.losses import LOSSES, LossScale
+from roll.configs.layout import ParallelLayout
+from roll.datasets.collate import collate_samples
+from roll.distributed.protocol import DataProto
+
+WORDS = 5
+
+
+class BigramCluster:
+    """Two data-parallel ranks that share one table; a training step is plain gradient descent."""
+
+    layout = ParallelLayout(data=2)
+
+    def __init__(self, learning_rate: float = 0.5) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.table = torch.randn(WORDS, WORDS, generator=generator).requires_grad_()
+        self._rate = learning_rate
+
+    def log_probs(self, ids: Tensor) -> Tensor:
+        """Of each token given the one before, [b, T]; 0 for the first."""
+        scores = self.table.log_softmax(-1)[ids[:, :-1], ids[:, 1:]]
+        return torch.nn.functional.pad(scores, (1, 0))
+
+    async def compute_log_probs(self, shards: list[DataProto]) -> list[DataProto]:
+        with torch.no_grad():
+            return [DataProto.from_dict({"log_probs": self.log_probs(shard.batch["input_ids"])}) for shard in shards]
+
+    async def train_step(self, shards: list[DataProto]) -> list[dict[str, float]]:
+        rows: list[dict[str, Tensor]] = []
+        for shard in shards:
+            (step,) = shard.meta_info["optimizer_steps"]
+            scale = LossScale(step["tokens"], step["sequences"], 16)
+            for indices in step["micro_batches"]:
+                micro = shard.batch[torch.tensor(indices)]
+                config: Any = shard.meta_info["loss_config"]
+                loss, metrics = LOSSES["policy"](self.log_probs(micro["input_ids"]), None, micro, scale, config)
+                loss.backward()
+                rows.append({"loss": loss.detach(), **metrics})
+        self._descend()
+        combined = {name: torch.stack([row[name].double() for row in rows]) for name in rows[0]}
+        metrics = {name: (each.max() if name.endswith("_max") else each.sum()) for name, each in combined.items()}
+        return [{name: float(value) for name, value in metrics.items()}] * len(shards)
+
+    def _descend(self) -> None:
+        assert self.table.grad is not None
+        with torch.no_grad():
+            self.table -= self._rate * self.table.grad
+        self.table.grad = None
+
+    def sample(self, seed: int, samples: int = 8) -> DataProto:
+        """A batch as rollout delivers it: responses of different lengths, sampled from the table as it is now."""
+        generator = torch.Generator().manual_seed(seed)
+        drawn = []
+        for number in range(samples):
+            prompt, response, scores = [0, number % WORDS], [], []
+            for _ in range(3 + number % 4):
+                log_probs = self.table.detach()[(prompt + response)[-1]].log_softmax(-1)
+                token = int(torch.multinomial(log_probs.exp(), 1, generator=generator))
+                response.append(token)
+                scores.append(float(log_probs[token]))
+            drawn.append((prompt, response, scores, [0] * len(response)))
+        tensors = collate_samples(drawn)
+        tensors["scores"] = (tensors["input_ids"] * tensors["response_mask"] == 3).sum(-1).float() - 1
+        tensors["group_ids"] = torch.arange(samples) // 4
+        return DataProto.from_dict(tensors)

@@ -1,0 +1,198 @@
+"""From scored samples to an update: which policies are compared, what corrects for age, and what is checked."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from roll.configs.names import PG_VARIANTS
+from roll.configs.pipeline import RLVRConfig
+from roll.pipeline.clock import StepClock
+from roll.pipeline.errors import RunError
+from roll.pipeline.interfaces import SampleBatch
+from roll.pipeline.ratio_checks import first_update_fault, is_inert
+from roll.pipeline.rl_learner import RLLearner
+from tests.configs.samples import RLVR, rlvr
+from tests.pipeline.bigram import BigramCluster
+
+SMALL = (
+    "rollout_batch_size=2",
+    "num_return_sequences_in_group=4",
+    "actor_train.training_args.gradient_accumulation_steps=4",
+    "actor_train.model_args.dtype=fp32",
+    "actor_infer.model_args.dtype=fp32",
+    "actor_train.device_mapping=[0,1]",
+    "actor_train.strategy_args.strategy_config.tensor_model_parallel_size=1",
+    "actor_infer.device_mapping=[2]",
+)
+ASYNC = "async_generation_ratio=1"
+
+
+def learner(folder: Path, *overrides: str) -> tuple[RLLearner, BigramCluster]:
+    config: RLVRConfig = rlvr(folder, *SMALL, *overrides, text=RLVR)
+    cluster = BigramCluster()
+    return RLLearner(config, cluster, None), cluster  # type: ignore[arg-type]
+
+
+def learn(parts: tuple[RLLearner, BigramCluster], data, staleness: float = 0.0) -> dict[str, float]:
+    return asyncio.run(parts[0].learn(SampleBatch(data, {"staleness/max": staleness}), StepClock()))
+
+
+def aged(folder: Path, *overrides: str) -> tuple[dict[str, float], torch.Tensor]:
+    """Metrics and change of weights of the second of two batches that were both sampled before the first update."""
+    parts = learner(folder, *overrides)
+    first, second = parts[1].sample(1), parts[1].sample(2)
+    learn(parts, first)
+    before = parts[1].table.detach().clone()
+    return learn(parts, second, staleness=1.0), parts[1].table.detach() - before
+
+
+@pytest.mark.parametrize("variant", PG_VARIANTS)
+@pytest.mark.parametrize("mode", ["", ASYNC])
+def test_the_first_step_of_every_variant_passes_its_checks_and_moves_the_weights(tmp_path, variant, mode):
+    parts = learner(tmp_path, f"actor_train.pg_variant={variant}", *mode.split())
+    before = parts[1].table.detach().clone()
+    metrics = learn(parts, parts[1].sample(1))
+    assert metrics["actor/ratio_mean"] == pytest.approx(1, abs=1e-5) and metrics["correction/inert"] == 0
+    assert metrics["correction/ess"] == pytest.approx(1, abs=1e-5)
+    assert not torch.equal(parts[1].table.detach(), before)
+
+
+def test_fresh_samples_are_learned_from_alike_with_and_without_a_forward_pass_for_old_log_probs(tmp_path):
+    changes = []
+    for mode in ([], [ASYNC]):
+        parts = learner(tmp_path, *mode)
+        learn(parts, parts[1].sample(1))
+        changes.append(parts[1].table.detach())
+    torch.testing.assert_close(changes[0], changes[1])
+
+
+@pytest.mark.parametrize("variant", [name for name in PG_VARIANTS if name != "vanilla"])
+def test_samples_that_aged_are_corrected_and_no_longer_learned_from_as_vanilla_does(tmp_path, variant):
+    metrics, change = aged(tmp_path, ASYNC, f"actor_train.pg_variant={variant}")
+    _, plain = aged(tmp_path, ASYNC, "actor_train.pg_variant=vanilla")
+    assert metrics["correction/inert"] == 0 and metrics["correction/log_prob_diff_max"] > 1e-3
+    assert (metrics["actor/ratio_deviation_max"] > 1e-3) == (variant != "decoupled_ppo")
+    assert not torch.allclose(change, plain, rtol=1e-3, atol=1e-6)
+
+
+def test_a_ratio_that_is_one_on_stale_samples_is_an_error_and_is_counted(tmp_path, caplog):
+    parts = learner(tmp_path)
+    learn(parts, parts[1].sample(1))
+    with caplog.at_level(logging.ERROR):
+        assert learn(parts, parts[1].sample(2), staleness=0.0)["correction/inert"] == 0
+        assert not caplog.records
+        assert learn(parts, parts[1].sample(3), staleness=2.0)["correction/inert"] == 1
+    assert "the correction is not working: samples are up to 2 versions old" in caplog.text
+
+
+def test_no_error_where_uncorrected_training_was_asked_for(tmp_path, caplog):
+    overrides = (ASYNC, "old_log_probs_source=recompute", "allow_uncorrected_off_policy=true")
+    with caplog.at_level(logging.ERROR):
+        metrics, _ = aged(tmp_path, *overrides)
+    assert metrics["correction/inert"] == 1 and not caplog.records
+
+
+def test_decoupled_weights_and_rejection_are_those_reported(tmp_path):
+    metrics, _ = aged(
+        tmp_path,
+        "correction.weights.level=token",
+        "correction.weights.upper=1.01",
+        "correction.rejection.statistic=k1",
+        "correction.rejection.lower=0.99",
+    )
+    assert metrics["correction/is_weight_max"] == pytest.approx(1.01) and metrics["correction/is_weight_mean"] < 1.01
+    assert 0 < metrics["correction/masked_fraction"] < 1
+    assert metrics["actor/ratio_max"] == pytest.approx(1)
+
+
+def test_in_bypass_weights_are_measured_where_the_loss_is_computed(tmp_path):
+    metrics, _ = aged(
+        tmp_path,
+        ASYNC,
+        "actor_train.pg_variant=vanilla",
+        "correction.weights.level=token",
+        "correction.weights.upper=1.01",
+        "correction.rejection.statistic=k3",
+        "correction.rejection.upper=1e-4",
+    )
+    assert metrics["correction/is_weight_max"] == pytest.approx(1.01) and 0 < metrics["correction/ess"] < 1
+    assert 0 < metrics["correction/masked_fraction"] < 1
+    assert "correction/is_weight_square_mean" not in metrics
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
+def test_renormalised_updates_are_larger_than_diluted_ones(tmp_path, mode):
+    rejection = (
+        f"loss_agg_mode={mode}",
+        "actor_train.pg_variant=vanilla",
+        "correction.rejection.statistic=k1",
+        "correction.rejection.level=sequence-mean",
+        "correction.rejection.lower=1.0",
+    )
+    _, diluted = aged(tmp_path, *rejection)
+    metrics, whole = aged(tmp_path, *rejection, "correction.renormalize=true")
+    assert 0 < metrics["correction/masked_fraction"] < 1
+    factor = (whole.norm() / diluted.norm()).item()
+    torch.testing.assert_close(whole, diluted * factor, rtol=1e-3, atol=1e-6)
+    assert factor > 1.05
+    if mode == "token-mean":
+        assert factor == pytest.approx(1 / (1 - metrics["correction/masked_fraction"]), rel=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["", ASYNC])
+def test_an_engine_of_another_temperature_is_found_in_the_first_step(tmp_path, mode):
+    parts = learner(tmp_path, *mode.split())
+    data = parts[1].sample(1)
+    data.batch["behavior_log_probs"] = data.batch["behavior_log_probs"] * 0.9
+    with pytest.raises(RunError, match="check that both load the same weights, temperature and dtype"):
+        learn(parts, data)
+
+
+def test_in_half_precision_small_disagreements_of_the_engine_are_tolerated(tmp_path):
+    parts = learner(tmp_path, ASYNC, "actor_infer.model_args.dtype=bf16")
+    data = parts[1].sample(1)
+    data.batch["behavior_log_probs"] = data.batch["behavior_log_probs"] - 0.1
+    assert learn(parts, data)["actor/ratio_mean"] == pytest.approx(1.105, abs=1e-3)
+
+
+STEP = {"log_ratio_abs_max": 1e-4, "policy_kl": 1e-8, "ratio_mean": 1.0, "ratio_max": 1.0001}
+
+
+@pytest.mark.parametrize(
+    ("base", "dtype", "bound", "faulty"),
+    [
+        ("proximal", "fp32", 1e-3, True),
+        ("proximal", "bf16", 1e-3, False),
+        ("behavior", "fp32", 1e-3, False),
+        ("behavior", "fp32", 1e-5, True),
+        ("behavior", "bf16", None, False),
+    ],
+)
+def test_the_tolerance_of_the_first_step_fits_the_base(base, dtype, bound, faulty):
+    assert (first_update_fault(STEP, base, dtype, bound) is not None) == faulty
+
+
+def test_a_first_step_that_is_not_a_number_is_a_fault():
+    assert first_update_fault(STEP | {"log_ratio_abs_max": float("nan")}, "behavior", "bf16", 0.5)
+    assert first_update_fault(STEP | {"policy_kl": float("nan")}, "proximal", "bf16", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "weight", "staleness", "inert"),
+    [
+        (0.0, None, 1.0, True),
+        (9e-7, None, 1.0, True),
+        (2e-6, None, 1.0, False),
+        (0.0, None, 0.0, False),
+        (0.0, 1e-3, 1.0, False),
+        (0.0, 0.0, 1.0, True),
+        (float("nan"), None, 1.0, False),
+    ],
+)
+def test_a_correction_is_inert_where_all_ratios_and_weights_are_one(ratio, weight, staleness, inert):
+    assert is_inert(ratio, weight, staleness) == inert
