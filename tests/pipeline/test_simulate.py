@@ -137,12 +137,13 @@ def test_slots_that_outnumber_cores_slow_both_sides_down(tmp_path: Path) -> None
     assert build_model(config, options, Machine(gpus=0, cores=4))[0].slowdown == 1.0
 
 
-def test_log_probs_cost_nothing_where_the_engines_are_taken(tmp_path: Path) -> None:
+def test_log_probs_cost_nothing_where_those_of_the_engines_are_taken(tmp_path: Path) -> None:
     def log_probs(ratio: float, *overrides: str) -> float:
         return truth(small(tmp_path, *overrides)).scenario(2, 2, ratio, 1).costs.log_probs
 
     assert [log_probs(0), log_probs(1)] == [1.0, 0.0]
-    assert log_probs(0, "old_log_probs_source=recompute") == 1.0
+    assert log_probs(1, "old_log_probs_source=recompute") == 1.0
+    assert log_probs(1, "actor_train.pg_variant=decoupled_ppo") == 1.0
     reference = ("use_kl_loss=true", "kl_loss_coef=0.01", "reference.device_mapping=[0,1]")
     assert log_probs(1, *reference) == 0.5
 

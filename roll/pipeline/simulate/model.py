@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from roll.configs.layouts import uses_reference
 from roll.configs.pipeline import RLConfig
+from roll.configs.policy import proximal_source
 from roll.pipeline.simulate.measured import Measured, Shape, doubling_batch
 from roll.rollout.admission import PolicySettings
 from roll.rollout.lengths import response_lengths
@@ -65,14 +66,15 @@ class Model:
     def _log_probs_share(self, ratio: float) -> float:
         """Part of the measured log-prob time that a run with this ratio spends.
 
-        A run ahead takes the engine's log-probs unless the file says otherwise; what is left then is the reference's,
-        half of the two.
+        Where none are recomputed, what is left is the reference's, half of the two. Loading has settled what the file
+        leaves to `auto` for its own ratio; it is settled anew for this one.
         """
-        explicit = "old_log_probs_source" in self.config.source.given
-        recomputed = self.config.old_log_probs_source == "recompute" if explicit else ratio == 0
-        if recomputed:
+        config = self.config
+        left_open = {"old_log_probs_source", "pg_ratio_base"} - set(config.source.given)
+        anew = replace(config, **dict.fromkeys(left_open, "auto"))
+        if proximal_source(anew, config.actor_train.pg_variant, ratio) == "recompute":
             return 1.0
-        return 0.5 if uses_reference(self.config) else 0.0
+        return 0.5 if uses_reference(config) else 0.0
 
 
 def _settings(config: RLConfig, ratio: float) -> PolicySettings:

@@ -137,7 +137,7 @@ class _Alone:
         return self._known[engines]
 
     def generate_roughly(self, devices: int) -> float:
-        """p + q / engines through the fewest and the most engines: enough to leave out what is far off."""
+        """By p + q / engines through the fewest and the most engines: enough to leave out what is far off."""
         few, many = self.generate(self._per_engine), self.generate(self._most * self._per_engine)
         slope = (few - many) / (1 - 1 / self._most) if self._most > 1 else 0.0
         return few - slope + slope / self._engines(devices)
