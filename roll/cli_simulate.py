@@ -6,6 +6,9 @@ import argparse
 import math
 from pathlib import Path
 
+SHORTEST_S = 1e-6
+"""Generating a batch takes at least this long: a simulated engine cannot be infinitely fast."""
+
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Gives the command its options."""
@@ -22,7 +25,8 @@ def add_options(command: argparse.ArgumentParser) -> None:
         ("reward", "scoring it"),
         ("publish", "publishing weights"),
     ):
-        command.add_argument(f"--{name}", type=seconds, metavar="S", help=f"seconds of {text}")
+        kind = some_seconds if name == "generate" else seconds
+        command.add_argument(f"--{name}", type=kind, metavar="S", help=f"seconds of {text}")
     command.add_argument(
         "--response-length", type=response_length, metavar="MEAN[:MAX]", help="tokens; MAX is the longest of a batch"
     )
@@ -61,6 +65,15 @@ def seconds(text: str) -> float:
         argparse.ArgumentTypeError: it is not a number of at least 0.
     """
     return _number(text, least=0.0, what="seconds, a number of at least 0")
+
+
+def some_seconds(text: str) -> float:
+    """A time that passes.
+
+    Raises:
+        argparse.ArgumentTypeError: it is not a number of at least SHORTEST_S.
+    """
+    return _number(text, least=SHORTEST_S, what=f"seconds, a number of at least {SHORTEST_S:g}")
 
 
 def positive(text: str) -> float:

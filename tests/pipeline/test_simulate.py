@@ -230,6 +230,7 @@ def test_only_pipelines_that_generate_are_simulated(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--train", "-1"], "argument --train: '-1' is not seconds, a number of at least 0"),
+        (["--generate", "0"], "argument --generate: '0' is not seconds, a number of at least 1e-06"),
         (["--slowdown", "0.5"], "argument --slowdown: '0.5' is not a number of at least 1"),
         (["--response-length", "300:200"], "argument --response-length: '300:200' has a mean beyond its longest"),
     ],

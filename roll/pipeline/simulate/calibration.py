@@ -58,14 +58,16 @@ def synchronous(measured: Measured, folder: Path) -> Measured:
     """The run, if its parts were measured one at a time.
 
     Raises:
-        ConfigError: it is not; with both sides going on at once, times hold a slowdown that cannot be taken apart.
+        ConfigError: it is not, or lacks the time of generation; with both sides going on at once, times hold a slowdown that cannot be taken apart.
     """
-    if measured.shape.ratio > 0 or measured.times.generate <= 0:
+    if measured.shape.ratio > 0:
         raise _wrong(
             "--from",
             f"{folder} ran with async_generation_ratio {measured.shape.ratio:g}; give a run with 0, in which every "
             f"part is measured alone, and name this one with --overlap",
         )
+    if measured.times.generate <= 0:
+        raise _wrong("--from", f"{folder / METRICS} says of no step how long generation took (time/generate)")
     return measured
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from roll.configs.layouts import uses_reference
 from roll.configs.pipeline import RLConfig
@@ -71,7 +72,8 @@ class Model:
         """
         config = self.config
         left_open = {"old_log_probs_source", "pg_ratio_base"} - set(config.source.given)
-        anew = replace(config, **dict.fromkeys(left_open, "auto"))
+        settle: dict[str, Any] = dict.fromkeys(left_open, "auto")
+        anew = replace(config, **settle)
         if proximal_source(anew, config.actor_train.pg_variant, ratio) == "recompute":
             return 1.0
         return 0.5 if uses_reference(config) else 0.0
@@ -143,4 +145,4 @@ def with_slowdown_of(model: Model, run: Measured) -> Model:
             low = middle
         else:
             high = middle
-    return replace(model, slowdown=high if high < SLOWDOWNS[1] else SLOWDOWNS[1])
+    return replace(model, slowdown=high)
