@@ -95,18 +95,24 @@ def run_ahead(folder: Path, config: RLVRConfig, step_seconds: float) -> Path:
     return write_run(folder, config, [line | lengths] * 6)
 
 
+@pytest.fixture(scope="module")
+def in_turns(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a synchronous run."""
+    folder = tmp_path_factory.mktemp("in_turns")
+    return synchronous_run(folder / "run", small(folder))
+
+
 @pytest.mark.parametrize("ratio", [0, 1, 2])
-def test_a_synchronous_run_foretells_the_steps_of_runs_ahead(tmp_path: Path, ratio: float) -> None:
+def test_a_synchronous_run_foretells_the_steps_of_runs_ahead(tmp_path: Path, in_turns: Path, ratio: float) -> None:
     config = small(tmp_path)
-    folder = synchronous_run(tmp_path / "run", config)
-    model, _ = build_model(config, Options(from_run=folder), MACHINE)
+    model, _ = build_model(config, Options(from_run=in_turns), MACHINE)
     assert outcome_of(model, ratio).step_seconds == pytest.approx(
         outcome_of(truth(config), ratio).step_seconds, rel=0.08
     )
 
 
-def test_the_cost_of_a_larger_batch_is_told_from_steps_of_different_lengths(tmp_path: Path) -> None:
-    measured = read_run(synchronous_run(tmp_path / "run", small(tmp_path)), "--from")
+def test_the_cost_of_a_larger_batch_is_told_from_steps_of_different_lengths(in_turns: Path) -> None:
+    measured = read_run(in_turns, "--from")
     told = doubling_batch(measured)
     assert told is not None and 32 <= told <= 128
     alike = replace(measured, batches=[Batch(3.0, 200, 700)] * 20)
@@ -115,12 +121,12 @@ def test_the_cost_of_a_larger_batch_is_told_from_steps_of_different_lengths(tmp_
 
 
 @pytest.mark.parametrize("slowdown", [1.0, 1.4, 2.0])
-def test_a_run_with_overlap_tells_what_sharing_cores_costs(tmp_path: Path, slowdown: float) -> None:
+def test_a_run_with_overlap_tells_what_sharing_cores_costs(tmp_path: Path, in_turns: Path, slowdown: float) -> None:
     config = small(tmp_path)
     ahead = small(tmp_path, "async_generation_ratio=1")
     real = truth(config, slowdown)
     options = Options(
-        from_run=synchronous_run(tmp_path / "run", config),
+        from_run=in_turns,
         overlap_run=run_ahead(tmp_path / "ahead", ahead, outcome_of(real, 1).step_seconds),
     )
     model, _ = build_model(config, options, MACHINE)
@@ -181,11 +187,11 @@ def test_the_prediction_says_what_is_configured_and_what_is_best(tmp_path: Path)
     assert "all responses are taken to be 1024 tokens" in shown.getvalue()
 
 
-def test_the_command_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_json(tmp_path: Path, in_turns: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = small(tmp_path)
     overrides = ["rollout_batch_size=16", "num_return_sequences_in_group=4", *FOUR_DEVICES, "platform=cuda"]
     overrides += ["actor_train.training_args.gradient_accumulation_steps=8", "async_generation_ratio=1"]
-    arguments = ["--from", str(synchronous_run(tmp_path / "run", config)), "--slowdown", "1.1", "--json"]
+    arguments = ["--from", str(in_turns), "--slowdown", "1.1", "--json"]
     assert main(["simulate", config.source.file, *overrides, *arguments]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["configured"]["async_generation_ratio"] == 1 and said["configured"]["staleness"].keys() <= {"0", "1"}
@@ -198,13 +204,13 @@ def refused(config: RLVRConfig, options: Options) -> str:
     return str(caught.value)
 
 
-def test_runs_that_cannot_be_used_are_refused_by_name(tmp_path: Path) -> None:
+def test_runs_that_cannot_be_used_are_refused_by_name(tmp_path: Path, in_turns: Path) -> None:
     config, ahead = small(tmp_path), small(tmp_path, "async_generation_ratio=1")
     nowhere, empty, broken = tmp_path / "nowhere", write_run(tmp_path / "empty", config, []), tmp_path / "broken"
     broken.mkdir()
     (broken / "run.json").write_text('{"config": {}}')
     unlike = small(tmp_path, "rollout_batch_size=32", "async_generation_ratio=1")
-    good, run = synchronous_run(tmp_path / "run", config), run_ahead(tmp_path / "ahead", ahead, 3.0)
+    good, run = in_turns, run_ahead(tmp_path / "ahead", ahead, 3.0)
     assert (
         refused(config, Options(from_run=nowhere)) == f"--from: {nowhere} has no run.json; give the output_dir of a run"
     )

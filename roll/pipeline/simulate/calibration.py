@@ -58,7 +58,8 @@ def synchronous(measured: Measured, folder: Path) -> Measured:
     """The run, if its parts were measured one at a time.
 
     Raises:
-        ConfigError: it is not, or lacks the time of generation; with both sides going on at once, times hold a slowdown that cannot be taken apart.
+        ConfigError: it lacks the time of generation, or both sides went on at once: then times hold a slowdown that
+            cannot be taken apart.
     """
     if measured.shape.ratio > 0:
         raise _wrong(
