@@ -1,4 +1,4 @@
-"""The command line: `roll run CONFIG`, `roll plan CONFIG`, and the launchers of `examples/`."""
+"""The command line: `roll run CONFIG`, `roll plan CONFIG`, `roll simulate CONFIG`, and the launchers of `examples/`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from roll import cli_simulate
 from roll.configs.errors import ConfigError
 
 BAD_CONFIGURATION = 2
@@ -20,6 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments.command == "plan":
             return plan(arguments.config, arguments.overrides, as_json=arguments.json)
+        if arguments.command == "simulate":
+            return cli_simulate.simulate(arguments)
         return run(arguments.config, arguments.overrides)
     except ConfigError as error:
         print(error, file=sys.stderr)
@@ -79,10 +82,16 @@ def run(config: str | Path, overrides: Sequence[str], pipeline: str | None = Non
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="roll", description="Post-training of language models.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, text in (("run", "train as a YAML file says"), ("plan", "show what a YAML file means; starts nothing")):
+    for name, text in (
+        ("run", "train as a YAML file says"),
+        ("plan", "show what a YAML file means; starts nothing"),
+        ("simulate", "predict step times, idle shares and staleness, and look for the best split and ratio"),
+    ):
         command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         command.add_argument("config", help="YAML file")
         command.add_argument("overrides", nargs="*", metavar="key=value", help="values that replace those of the file")
         if name == "plan":
             command.add_argument("--json", action="store_true", help="print JSON")
+        elif name == "simulate":
+            cli_simulate.add_options(command)
     return parser
