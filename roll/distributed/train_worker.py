@@ -118,12 +118,12 @@ class TrainWorker(Worker):
         return self._prepared(self._broadcast).broadcast(buckets, digest_ranks, fault)
 
     @register(deadline="sync_timeout_s")
-    def reserve_shared_weights(self, num_bytes: list[int]) -> bytes | None:
+    def reserve_shared_weights(self, num_bytes: list[int]) -> list[str] | None:
         """Makes shared memory for the largest bucket of each stage; see `SharedSender.reserve`."""
         return self._prepared(self._shared).reserve(num_bytes)
 
     @register(deadline="sync_timeout_s")
-    def attach_shared_weights(self, handles: list[bytes]) -> None:
+    def attach_shared_weights(self, handles: list[list[str]]) -> None:
         """Opens the memory of the stage's source."""
         self._prepared(self._shared).attach(handles)
 

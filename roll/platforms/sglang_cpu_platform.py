@@ -14,6 +14,8 @@ import torch
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
+from roll.platforms import shared_memory
+
 ATTENTION_VARIABLE = "ROLL_CPU_ATTENTION"
 ATTENTION_CHOICES = ("batched", "stock")
 
@@ -26,6 +28,20 @@ def _unpadded(model_config: Any, attribute: str, multiple: int) -> Any:
     return model_config
 
 
+def _accept_offers() -> None:
+    """Lets `update_weights_from_tensor` take offers of shared memory beside SGLang's own handles."""
+    from sglang.srt.utils import MultiprocessingSerializer
+
+    own = MultiprocessingSerializer.deserialize
+
+    def deserialize(data: Any) -> Any:
+        if isinstance(data, bytes) and shared_memory.is_offer(data):
+            return shared_memory.accept(data)
+        return own(data)
+
+    MultiprocessingSerializer.deserialize = staticmethod(deserialize)
+
+
 class SglangCpuPlatform(SRTPlatform):
     """The `cpu` device for SGLang; one NUMA node's memory is shared by all engines on it."""
 
@@ -34,7 +50,7 @@ class SglangCpuPlatform(SRTPlatform):
     device_type = "cpu"
 
     def init_backend(self) -> None:
-        """Puts the batched attention and the seeded sampler in place, in an engine's processes.
+        """Puts the batched attention, the seeded sampler and shared memory in place, in an engine's processes.
 
         Two functions of SGLang do not suit torch operators and are replaced. Its weight checksums call
         `torch.cuda.synchronize` whatever the device: that becomes a no-op. On a CPU it pads the intermediate size of
@@ -50,6 +66,7 @@ class SglangCpuPlatform(SRTPlatform):
         torch.cuda.synchronize = _nothing_to_wait_for
         update_config.update_intermediate_size = _unpadded
         sglang_cpu_sampling.install()
+        _accept_offers()
         choice = os.environ.get(ATTENTION_VARIABLE, ATTENTION_CHOICES[0])
         if choice not in ATTENTION_CHOICES:
             raise ValueError(f"{ATTENTION_VARIABLE}={choice!r}: use one of {', '.join(ATTENTION_CHOICES)}")

@@ -13,10 +13,12 @@ import torch
 
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.worker import WorkerConfig
+from roll.distributed.strategy.base import WeightSpec
 from roll.distributed.strategy.sglang_generation import Generation
-from roll.distributed.strategy.sglang_handles import share
 from roll.distributed.strategy.sglang_strategy import SGLangStrategy
+from roll.distributed.weight_sync.shared_memory import placed, views_of
 from roll.platforms import get_platform
+from roll.platforms.shared_memory import SharedMemory, offer
 from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
 
 CALL_TIMEOUT_S = 400.0
@@ -49,8 +51,11 @@ class Sender:
     """A process that offers tensors to engines, as a training worker does; it keeps the last it offered."""
 
     def share(self, tensors: dict[str, torch.Tensor]) -> bytes:
-        self.tensors = [(name, tensor.clone()) for name, tensor in tensors.items()]
-        return share(self.tensors)
+        specs = [WeightSpec(name, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()]
+        self.memory = SharedMemory.create(sum(tensor.nbytes for tensor in tensors.values()))
+        for name, view in views_of(self.memory.tensor, specs):
+            view.copy_(tensors[name])
+        return offer(self.memory, placed(specs))
 
 
 class RemoteEngine:

@@ -139,7 +139,7 @@ class SGLangStrategy:
         await self._weights.receive_broadcast(specs, group_name, flattened)
 
     async def receive_tensors(self, handles: list[bytes]) -> None:
-        """Loads one bucket shared on this node: one handle per rank of this engine, from `sglang_handles.share`."""
+        """Loads one bucket shared on this node: one handle per rank of this engine."""
         await self._weights.receive_tensors(handles)
 
     async def end_update(self, version: int) -> None:

@@ -31,7 +31,7 @@ class SharedSender:
         self._checksums: EngineChecksums | None = None
         self._kept: list[torch.Tensor] = []
 
-    def reserve(self, num_bytes: list[int]) -> bytes | None:
+    def reserve(self, num_bytes: list[int]) -> list[str] | None:
         """Makes room on a CPU for the largest bucket of each stage.
 
         Returns:
@@ -46,7 +46,7 @@ class SharedSender:
             self._slots = SharedSlots.create(num_bytes[self._member.stage])
         return self._slots.handle()
 
-    def attach(self, handles: list[bytes]) -> None:
+    def attach(self, handles: list[list[str]]) -> None:
         """Opens the memory of the stage's source; `handles` has one for each stage."""
         if self._member.takes_part and not self._member.is_source:
             self._slots = SharedSlots.open(handles[self._member.stage])
@@ -81,8 +81,6 @@ class SharedSender:
         buckets = stages[self._member.stage]
         if not self._member.is_source or index >= len(buckets):
             return None
-        from roll.distributed.strategy.sglang_handles import share
-
         bucket = buckets[index]
         flat = self._kept[-1] if self._slots is None else self._slots.bucket(index, bucket)
         named = views_of(flat, bucket.specs)
@@ -93,7 +91,16 @@ class SharedSender:
                 damage(tensor)
         is_last = index == len(buckets) - 1
         checksums = self._checksums.result() if self._checksums is not None and is_last else {}
-        return Sent(flat.nbytes, checksums, tuple(share(named) for _ in range(receivers)))
+        return Sent(flat.nbytes, checksums, self._handles(index, bucket, named, receivers))
+
+    def _handles(
+        self, index: int, bucket: Bucket, named: list[tuple[str, torch.Tensor]], receivers: int
+    ) -> tuple[bytes, ...]:
+        if self._slots is not None:
+            return (self._slots.offer(index, bucket),) * receivers
+        from roll.distributed.strategy.sglang_handles import share
+
+        return tuple(share(named) for _ in range(receivers))
 
     def release(self) -> None:
         """Ends a publish, also one left half way: sees a gather through and lets go of memory that is not kept."""

@@ -1,0 +1,67 @@
+"""What running ahead saves: steps per hour at ratio 0, 1 and 2, beside what it could save at best.
+
+    python -m benchmarks.async_overlap --json FILE
+
+With G the time a batch takes to generate and T the rest of a step, taking turns costs G + T. The ideal of overlap is
+max(G', T'), where G' and T' are measured with the other core kept busy, because cores share caches, memory and clock.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from benchmarks.common import Measurement, at_least, at_most, main
+from benchmarks.overlap_runs import busy_cores, mean, run_at, write_recipe
+
+EFFICIENCY = 0.85
+"""Of the ideal speed-up, at ratio 1."""
+BALANCE = 1.2
+"""G and T differ by no more than this factor; else there is little to overlap."""
+NOISE = 0.97
+"""Two runs of one recipe differ by as much."""
+
+
+def measure() -> Measurement:
+    """Steps per hour, speed-ups and their share of the ideal."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = write_recipe(Path(folder))
+        lines = {ratio: run_at(config, ratio, f"ratio-{ratio}") for ratio in (0, 1, 2)}
+        with busy_cores():
+            busy = run_at(config, 0, "busy")
+    generate, rest = _parts(lines[0])
+    busy_generate, busy_rest = _parts(busy)
+    seconds = {ratio: mean(found, "time/step") for ratio, found in lines.items()}
+    ideal = (generate + rest) / max(busy_generate, busy_rest)
+    speed_up = {ratio: seconds[0] / seconds[ratio] for ratio in (1, 2)}
+    longest = max(line["rollout/response_length_max"] for line in lines[0])
+    raw = {
+        "seconds_per_step": seconds,
+        "steps_per_hour": {ratio: 3600 / value for ratio, value in seconds.items()},
+        "generate_seconds": {"alone": generate, "other_core_busy": busy_generate},
+        "rest_seconds": {"alone": rest, "other_core_busy": busy_rest},
+        "ideal_speed_up": ideal,
+        "speed_up": speed_up,
+        "share_of_ideal": {ratio: value / ideal for ratio, value in speed_up.items()},
+        "response_length": {"mean": mean(lines[0], "rollout/response_length_mean"), "longest": longest},
+        "staleness_mean": {ratio: mean(found, "staleness/mean") for ratio, found in lines.items()},
+    }
+    return raw, [
+        at_most("async_overlap: the longer of G and T over the other", _ratio(generate, rest), BALANCE),
+        at_least("async_overlap: speed-up of ratio 1 over the ideal", speed_up[1] / ideal, EFFICIENCY),
+        at_least("async_overlap: ratio 2 over ratio 1, steps per hour", seconds[1] / seconds[2], NOISE),
+    ]
+
+
+def _parts(lines: list[dict[str, float]]) -> tuple[float, float]:
+    """Seconds of a synchronous step spent waiting for samples, and the others."""
+    waiting = mean(lines, "time/wait_prev_gen")
+    return waiting, mean(lines, "time/step") - waiting
+
+
+def _ratio(first: float, second: float) -> float:
+    return max(first, second) / min(first, second)
+
+
+if __name__ == "__main__":
+    main(measure, __doc__ or "")

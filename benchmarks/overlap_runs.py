@@ -1,0 +1,115 @@
+"""Runs of one recipe at several ratios, for the benchmarks that compare them: one core trains, one generates.
+
+Response lengths have a long tail: a random model draws one of the stop tokens with about the same chance at every step,
+so lengths are geometric and the longest of a batch is some five times the mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+STEPS = 24
+WARM_UP_STEPS = 4
+"""Left out: engines and allocators warm up, and a run ahead fills its buffer."""
+SPIN = "import os\nos.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))\nwhile True:\n    sum(range(100000))"
+"""Keeps a core busy that nothing else wants."""
+
+RECIPE: dict[str, Any] = {
+    "pipeline": "rlvr",
+    "platform": "cpu",
+    "num_devices_per_node": 2,
+    "track_with": [],
+    "max_steps": STEPS,
+    "save_checkpoint": False,
+    "rollout_batch_size": 16,
+    "num_return_sequences_in_group": 8,
+    "prompt_length": 24,
+    "response_length": 400,
+    "loss_agg_mode": "token-mean",
+    "actor_train": {
+        "model_args": {"dtype": "fp32"},
+        "training_args": {
+            "learning_rate": 1.0e-5,
+            "per_device_train_batch_size": 8,
+            "gradient_accumulation_steps": 16,
+        },
+        "data_args": {"template": "native"},
+        "use_dynamic_batching_in_train": True,
+        "max_tokens_per_microbatch_in_train": 4096,
+        "use_dynamic_batching_in_infer": True,
+        "max_tokens_per_microbatch_in_infer": 8192,
+        "device_mapping": [0],
+    },
+    "actor_infer": {
+        "model_args": {"dtype": "fp32"},
+        "generating_args": {"stop_strings": ["a", "b", "c"]},
+        "strategy_args": {"strategy_name": "sglang", "strategy_config": {"load_format": "dummy"}},
+        "device_mapping": [1],
+        "max_running_requests": 128,
+    },
+    "rewards": {"digits": {"function": "benchmarks.overlap_runs:digits"}},
+}
+
+
+def digits(response: str, ground_truth: str, config: Any) -> float:
+    """Share of characters that are digits: something that varies."""
+    return sum(character.isdigit() for character in response) / max(1, len(response))
+
+
+def write_recipe(folder: Path) -> Path:
+    """Model, problems and configuration below `folder`; returns the configuration."""
+    from examples.tiny_math.prepare import prepare
+    from roll.datasets.math_problems import write_problems
+
+    prepare(folder / "base")
+    write_problems(folder / "data", seed=1, train=1000, val=10, levels=(1,))
+    tree = {**RECIPE, "pretrain": str(folder / "base")}
+    tree["actor_train"] = {
+        **RECIPE["actor_train"],
+        "data_args": {"template": "native", "file_name": [f"{folder}/data/train.jsonl"]},
+    }
+    config = folder / "config.yaml"
+    config.write_text(yaml.safe_dump(tree))
+    return config
+
+
+def run_at(config: Path, ratio: float, name: str, *overrides: str) -> list[dict[str, float]]:
+    """Lines of metrics.jsonl of one run, its warm-up left out; the run's folder is `name` beside the configuration."""
+    from roll.configs.load import load_config
+    from roll.pipeline.run import run
+    from roll.trackers.jsonl import read_metrics
+
+    folder = config.parent / name
+    ratio_keys = [f"async_generation_ratio={ratio}", f"output_dir={folder}", *overrides]
+    asyncio.run(run(load_config(config, ratio_keys)))
+    return read_metrics(folder / "metrics.jsonl")[WARM_UP_STEPS:]
+
+
+@contextmanager
+def busy_cores() -> Iterator[None]:
+    """Every core is kept busy by a process that yields to any other."""
+    spinners = []
+    try:
+        for core in sorted(os.sched_getaffinity(0)):
+            spinner = subprocess.Popen([sys.executable, "-c", SPIN])
+            os.sched_setaffinity(spinner.pid, {core})
+            spinners.append(spinner)
+        yield
+    finally:
+        for spinner in spinners:
+            spinner.kill()
+            spinner.wait()
+
+
+def mean(lines: list[dict[str, float]], name: str) -> float:
+    """Of one metric over the lines."""
+    return sum(line[name] for line in lines) / len(lines)
