@@ -146,6 +146,9 @@ class RLConfig(AsyncOptions, PolicyOptions, BaseConfig):
 
     actor_infer: WorkerConfig = option(factory=lambda: _role("sglang"), help="The role that generates.")
     reference: WorkerConfig = option(factory=lambda: _role("megatron_infer"), help="The frozen model of the KL terms.")
+    rollout_dump_dir: str | None = option(
+        None, "Folder for the samples of every step: ids, log-probs, versions, scores and advantages, one JSONL a step."
+    )
     reward_pretrain: str | None = option(None, "Model of a reward role; rule rewards have none.")
     rollout_batch_size: int = option(64, "Prompts (RLVR) of one step.", minimum=1)
     num_return_sequences_in_group: int = option(1, "Samples per prompt.", minimum=1)

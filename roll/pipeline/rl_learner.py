@@ -22,6 +22,7 @@ from roll.pipeline.errors import RunError
 from roll.pipeline.interfaces import SampleBatch
 from roll.pipeline.learner import ActorLearner
 from roll.pipeline.ratio_checks import first_update_fault, is_inert
+from roll.pipeline.rollout_dump import dump_samples
 from roll.pipeline.sharding import cluster_log_probs, training_plans, training_shards
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class RLLearner(ActorLearner):
         self._kl = kl_controller(config.init_kl_coef, config.target_kl, config.kl_horizon)
         self._updated = False
 
-    async def learn(self, batch: SampleBatch, clock: StepClock) -> dict[str, float]:
+    async def learn(self, batch: SampleBatch, step: int, clock: StepClock) -> dict[str, float]:
         """Old and reference log-probs, correction, advantages, then `ppo_epochs` passes of optimizer steps.
 
         Raises:
@@ -58,6 +59,8 @@ class RLLearner(ActorLearner):
             await self._add_log_probs(data)
         with clock.measure("advantages"):
             metrics = self._add_correction(data) | self._add_advantages(data)
+        if self._config.rollout_dump_dir:
+            dump_samples(data, Path(self._config.rollout_dump_dir), step)
         with clock.measure("train"):
             metrics |= await self._train(data)
         return metrics | self._watch(metrics, batch.metrics.get("staleness/max", 0.0))

@@ -65,7 +65,7 @@ class TrainingLoop:
         state, clock = self.state, StepClock()
         with clock.measure("wait_prev_gen"):
             batch = await self._samples.next_batch(state.version, clock)
-        metrics = batch.metrics | await self._learner.learn(batch, clock)
+        metrics = batch.metrics | await self._learner.learn(batch, state.step + 1, clock)
         state.step += 1
         state.version += 1
         metrics |= await self._publish(clock)

@@ -39,7 +39,7 @@ def learner(folder: Path, *overrides: str) -> tuple[RLLearner, BigramCluster]:
 
 
 def learn(parts: tuple[RLLearner, BigramCluster], data, staleness: float = 0.0) -> dict[str, float]:
-    return asyncio.run(parts[0].learn(SampleBatch(data, {"staleness/max": staleness}), StepClock()))
+    return asyncio.run(parts[0].learn(SampleBatch(data, {"staleness/max": staleness}), 1, StepClock()))
 
 
 def aged(folder: Path, *overrides: str) -> tuple[dict[str, float], torch.Tensor]:

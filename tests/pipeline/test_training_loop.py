@@ -47,7 +47,7 @@ class Counting:
     async def close(self) -> None:
         self.events.append("close")
 
-    async def learn(self, batch: SampleBatch, clock: StepClock) -> dict[str, float]:
+    async def learn(self, batch: SampleBatch, step: int, clock: StepClock) -> dict[str, float]:
         self.weights += 1
         self.events.append("learn")
         return {"actor/loss": 1.0 / self.weights}

@@ -22,7 +22,7 @@ class SFTLearner(ActorLearner):
         super().__init__(actor)
         self._config = config
 
-    async def learn(self, batch: SampleBatch, clock: StepClock) -> dict[str, float]:
+    async def learn(self, batch: SampleBatch, step: int, clock: StepClock) -> dict[str, float]:
         """`actor/loss` and what the optimizer reports."""
         data = batch.data
         data.meta_info |= {"temperature": 1.0, "loss": "sft", "loss_config": None}

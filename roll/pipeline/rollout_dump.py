@@ -1,0 +1,52 @@
+"""The samples of a step in a file, to be looked at or computed with again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from roll.distributed.protocol import DataProto
+
+TOKEN_VALUES = ("behavior_log_probs", "weight_version", "old_log_probs", "ref_log_probs", "advantages")
+"""Tensors [B, T] of which the response's values are written, where the batch has them."""
+
+
+def dump_path(folder: Path, step: int) -> Path:
+    """The file of one step."""
+    return folder / f"step-{step:06d}.jsonl"
+
+
+def dump_samples(data: DataProto, folder: Path, step: int) -> Path:
+    """Writes one line for each sample, and gives the file.
+
+    A line has `id`, `group`, `score`, `prompt_ids`, `response_ids`, and for each response token what TOKEN_VALUES names.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = dump_path(folder, step)
+    with path.open("w") as file:
+        for sample in _samples(data):
+            file.write(json.dumps(sample) + "\n")
+    return path
+
+
+def read_samples(folder: Path, step: int) -> list[dict[str, Any]]:
+    """The lines that `dump_samples` wrote."""
+    return [json.loads(line) for line in dump_path(folder, step).read_text().splitlines()]
+
+
+def _samples(data: DataProto) -> Iterator[dict[str, Any]]:
+    batch, names = data.batch, [name for name in TOKEN_VALUES if name in data.batch.keys()]
+    for row in range(len(batch["input_ids"])):
+        response = batch["response_mask"][row].bool()
+        attended = batch["attention_mask"][row].bool()
+        first = int(response.float().argmax())
+        yield {
+            "id": data.non_tensor_batch["id"][row],
+            "group": int(batch["group_ids"][row]),
+            "score": float(batch["scores"][row]),
+            "prompt_ids": batch["input_ids"][row, :first][attended[:first]].tolist(),
+            "response_ids": batch["input_ids"][row][response].tolist(),
+            **{name: batch[name][row][response].tolist() for name in names},
+        }
