@@ -18,6 +18,7 @@ from roll.configs.arguments import (
     StrategyArguments,
     TrainingArguments,
 )
+from roll.configs.asynchronous import AsyncTrainingConfig
 from roll.configs.foreign import FOREIGN
 from roll.configs.names import ADV_ESTIMATORS, ARCHITECTURES, PG_VARIANTS, TEMPLATES
 from roll.configs.pipeline import BaseConfig, RewardConfig, RLConfig, RLVRConfig, SFTConfig
@@ -36,6 +37,7 @@ SECTIONS: tuple[tuple[str, str, type, tuple[type, ...]], ...] = (
     ("The off-policy correction", "correction.", CorrectionOptions, ()),
     ("Its weights", "correction.weights.", WeightOptions, ()),
     ("Its rejection", "correction.rejection.", RejectionOptions, ()),
+    ("Asynchronous training", "async_training.", AsyncTrainingConfig, ()),
     ("`pipeline: rlvr`", "", RLVRConfig, (RLConfig,)),
     ("`pipeline: sft`", "", SFTConfig, (BaseConfig,)),
     ("A reward", "rewards.<name>.", RewardConfig, ()),
