@@ -51,7 +51,7 @@ def decoupled_ppo(
     """PPO against the proximal policy: the clip measures this update, the correction weight p / mu the data's age.
 
     The weight is that of the correction block, which the configuration turns on for this variant and the `policy` loss
-    multiplies on every token. Source: Hilton et al. 2021 (arXiv 2110.00641) eq. 3; AReaL (arXiv 2505.24298).
+    multiplies on every token. Source: Hilton et al. 2021 (arXiv 2110.00641); AReaL (arXiv 2505.24298).
     """
     return clipped_surrogate(policy_ratio(log_probs, base_log_probs, response_mask), advantages, _ppo_clip(config))
 

@@ -71,3 +71,34 @@ class FixedKLController:
 
     def update(self, kl: float, samples: int) -> None:
         """Told the mean KL of a batch of `samples`; a fixed coefficient takes no notice."""
+
+
+KL_ERROR_CLIP = 0.2
+"""However far the KL is off its target, the coefficient moves as if by a fifth: one odd batch must not swing it."""
+
+
+@dataclass
+class AdaptiveKLController(FixedKLController):
+    """A KL coefficient that rises while the KL is above its target and falls while it is below.
+
+    c <- c (1 + clip(KL / target - 1, +-KL_ERROR_CLIP) samples / horizon), never below 0. Source: Ziegler et al. 2019
+    (arXiv 1909.08593) section 2.2.
+
+    Attributes:
+        coefficient: where it stands now.
+        target: mean KL of a token to steer to, in nats (`target_kl`).
+        horizon: samples over which the coefficient moves (`kl_horizon`).
+    """
+
+    target: float
+    horizon: int
+
+    def update(self, kl: float, samples: int) -> None:
+        """Moves the coefficient after a batch of `samples` whose mean KL per token was `kl`."""
+        error = min(max(kl / self.target - 1, -KL_ERROR_CLIP), KL_ERROR_CLIP)
+        self.coefficient = max(self.coefficient * (1 + error * samples / self.horizon), 0.0)
+
+
+def kl_controller(coefficient: float, target: float | None, horizon: int) -> FixedKLController:
+    """Adaptive where there is a target, fixed otherwise."""
+    return FixedKLController(coefficient) if target is None else AdaptiveKLController(coefficient, target, horizon)

@@ -36,7 +36,7 @@ def tis(
     """-sg(clip(r, lower, upper)) A log pi: truncated importance sampling (Ionides 2008), per token.
 
     Between the bounds the gradient is that of -r A; the upper bound trades variance for bias. Source of the form for
-    policies: IMPALA (arXiv 1802.01561) section 4.1.
+    policies: IMPALA (arXiv 1802.01561) section 4.
     """
     ratio = policy_ratio(log_probs, base_log_probs, response_mask).detach()
     weight = ratio.clamp(config.tis_lower_bound, config.tis_upper_bound)

@@ -117,11 +117,12 @@ INERT: tuple[Inert, ...] = (
     Inert(("reward_pretrain",), _rlvr(lambda c: True), "rule rewards have no model"),
     Inert(("kl_loss_coef",), _rlvr(lambda c: not c.use_kl_loss), "use_kl_loss is false; set it to true", misleads=True),
     Inert(
-        ("init_kl_coef",),
+        ("init_kl_coef", "target_kl"),
         _rlvr(lambda c: not c.add_token_level_kl),
         "add_token_level_kl is false; set it to true",
         misleads=True,
     ),
+    Inert(("kl_horizon",), _rlvr(lambda c: c.target_kl is None), "target_kl is null, so the weight of the KL is fixed"),
     Inert(("kl_penalty",), _rlvr(lambda c: not _uses_kl(c)), "neither use_kl_loss nor add_token_level_kl is on"),
     Inert(
         ("grpo_norm_by_std",), _rlvr(lambda c: c.adv_estimator != "grpo"), "adv_estimator is not grpo", misleads=True

@@ -160,11 +160,6 @@ class RLConfig(AsyncOptions, PolicyOptions, BaseConfig):
     advantage_clip: float | None = option(None, "Clip advantages to +- this.", above=0)
     whiten_rewards: bool = option(False, "Zero mean and unit variance of scores over the batch.")
     whiten_advantages: bool = option(False, "Zero mean and unit variance of advantages over the batch's tokens.")
-    add_token_level_kl: bool = option(False, "KL to the reference in the token reward.")
-    init_kl_coef: float = option(0.0, "Its weight.", minimum=0)
-    kl_penalty: Literal["k1", "k2", "k3", "abs"] = option(
-        "k3", "KL estimator: the log ratio k1, its half square k2, the unbiased positive k3, or the absolute log ratio."
-    )
     log_prob_parity_bound: float | None = option(
         None,
         "Largest |log p - log mu| tolerated in the first step; default 1e-3 in fp32, 0.5 in half precision.",

@@ -140,6 +140,15 @@ class PolicyOptions:
     entropy_loss_coef: float = option(0.0, "Weight of the entropy bonus.", minimum=0)
     use_kl_loss: bool = option(False, "KL to the reference in the loss.")
     kl_loss_coef: float = option(0.0, "Its weight.", minimum=0)
+    add_token_level_kl: bool = option(False, "KL to the reference in the token reward.")
+    init_kl_coef: float = option(0.0, "Its weight; with target_kl the first one.", minimum=0)
+    target_kl: float | None = option(
+        None, "KL of the token reward in nats per token that its weight is steered to; null: a fixed weight.", above=0
+    )
+    kl_horizon: int = option(10000, "Samples over which that weight moves: the more, the slower.", minimum=1)
+    kl_penalty: Literal["k1", "k2", "k3", "abs"] = option(
+        "k3", "KL estimator: the log ratio k1, its half square k2, the unbiased positive k3, or the absolute log ratio."
+    )
 
 
 def proximal_source(options: PolicyOptions, pg_variant: str, async_generation_ratio: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from roll.algorithms.advantages import compute_advantages
 from roll.algorithms.correction import INERT, LOG_PROB_DIFF_MAX, WEIGHT_MAX, WEIGHT_MEAN, complete, diagnostics
 from roll.algorithms.estimators import AdvantageConfig
 from roll.algorithms.importance import correct
+from roll.algorithms.kl import kl_controller
 from roll.algorithms.losses import PolicyLossConfig
 from roll.configs.pipeline import RLConfig
 from roll.distributed.protocol import DataProto
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LEARNER_STATE = "rl_learner.json"
+"""File of a checkpoint: what a learner remembers beside its roles."""
+
 
 class RLLearner(ActorLearner):
     """Learns with actor_train; a reference cluster is there only when a KL term uses it."""
@@ -38,6 +43,7 @@ class RLLearner(ActorLearner):
         self._reference = reference
         self._loss_config = PolicyLossConfig.from_config(config)
         self._advantage_config = AdvantageConfig.from_config(config)
+        self._kl = kl_controller(config.init_kl_coef, config.target_kl, config.kl_horizon)
         self._updated = False
 
     async def learn(self, batch: SampleBatch, clock: StepClock) -> dict[str, float]:
@@ -93,8 +99,10 @@ class RLLearner(ActorLearner):
             self._advantage_config,
             log_probs=data.batch["old_log_probs"],
             ref_log_probs=data.batch.get("ref_log_probs", None),
-            kl_coef=self._config.init_kl_coef,
+            kl_coef=self._kl.coefficient,
         )
+        if self._config.add_token_level_kl:
+            self._kl.update(result.metrics["advantage/token_kl"], len(data))
         data.batch["advantages"], data.batch["returns"] = result.advantages, result.returns
         return result.metrics
 
@@ -146,9 +154,20 @@ class RLLearner(ActorLearner):
                 f"log_prob_parity_bound {bound}: check that both load the same weights, temperature and dtype"
             )
 
+    async def save(self, folder: Path) -> None:
+        """Writes actor_train and the KL coefficient."""
+        await super().save(folder)
+        (folder / LEARNER_STATE).write_text(json.dumps({"kl_coefficient": self._kl.coefficient}), encoding="utf-8")
+
     async def load(self, folder: Path) -> None:
-        """Restores actor_train; an update has been made before, so first-step checks are over."""
+        """Restores what `save` wrote; an update has been made before, so first-step checks are over.
+
+        A fixed KL coefficient is that of the configuration, which may have changed.
+        """
         await super().load(folder)
+        if self._config.target_kl is not None:
+            state = json.loads((folder / LEARNER_STATE).read_text(encoding="utf-8"))
+            self._kl.coefficient = float(state["kl_coefficient"])
         self._updated = True
 
 

@@ -58,8 +58,8 @@ REFUSED = {
     f"{ASYNC} pg_ratio_base=proximal {VARIANT}=tis": "pg_ratio_base: proximal with async_generation_ratio 1",
     f"{ASYNC} pg_ratio_base=proximal {VARIANT}=kimi15": "or set allow_uncorrected_off_policy: true",
     f"{ASYNC} old_log_probs_source=recompute correction.veto_threshold=0.1": "or set allow_uncorrected_off_policy",
-    "async_generation_ratio=.nan": "async_generation_ratio: nan is not a number",
-    "async_generation_ratio=.inf": "async_generation_ratio: inf bounds nothing",
+    "async_generation_ratio=.nan": "async_generation_ratio: nan is not a finite number",
+    "async_generation_ratio=.inf": "async_generation_ratio: inf is not a finite number",
     "async_generation_ratio=-1": "async_generation_ratio: -1.0 is too small; the least allowed is 0",
     "async_generation_ratio=half": "async_generation_ratio: 'half' is not a number",
     f"{VARIANT}=decoupled_ppo pg_ratio_base=behavior": "pg_ratio_base: behavior leaves decoupled_ppo without",
@@ -80,6 +80,7 @@ REFUSED = {
     f"{WEIGHTS}.level=word": "correction.weights.level: 'word' is not one of token, sequence, geometric or null",
     f"{WEIGHTS}.uper=3": "correction.weights.uper: unknown key; did you mean correction.weights.upper?",
     "actor_train.tis_upper_bound=2": "actor_train.tis_upper_bound: unknown key; this key belongs at tis_upper_bound",
+    "target_kl=0.1": "target_kl: has no effect: add_token_level_kl is false; set it to true",
     "adv_estimator=rloo grpo_norm_by_std=false": "grpo_norm_by_std: has no effect: adv_estimator is not grpo",
     "adv_estimator=reinforce_plus_plus norm_std_type=batch": "norm_std_type: has no effect: only adv_estimator",
 }

@@ -5,129 +5,19 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-
-from roll.datasets.math_problems import write_problems
+from runs import finish, inputs_in, lines, recipe, start, wait_for_line
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
-
-MEASURED = ("time/", "memory/", "throughput/", "val/seconds", "rollout/tokens_per_second")
-"""Metrics that are clock or memory readings, and so never the same twice."""
-
-ROOT = Path(__file__).parents[2]
-START_DEADLINE_S = 240
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> dict[str, Any]:
     """The part of a recipe that says where model and problems are."""
-    data = tmp_path_factory.mktemp("problems")
-    write_problems(data, seed=3, train=64, val=16, levels=(1,))
-    return {
-        "pretrain": str(tiny_model_dir),
-        "actor_train": {"data_args": {"file_name": [f"{data}/train.jsonl"]}},
-        "validation": {"data_args": {"file_name": [f"{data}/val.jsonl"]}},
-    }
-
-
-def recipe(inputs: dict[str, Any], folder: Path, **keys: Any) -> Path:
-    """A small RLVR run, TP2 beside one engine, with dotted `keys` replaced."""
-    tree: dict[str, Any] = {
-        "pipeline": "rlvr",
-        "platform": "cpu",
-        "num_devices_per_node": 3,
-        "deterministic": True,
-        "output_dir": str(folder / "run"),
-        "track_with": [],
-        "max_steps": 4,
-        "save_steps": 2,
-        "eval_steps": 2,
-        "rollout_batch_size": 4,
-        "num_return_sequences_in_group": 4,
-        "prompt_length": 24,
-        "response_length": 6,
-        "max_failure_rate": 0.0,
-        "pretrain": inputs["pretrain"],
-        "actor_train": {
-            "model_args": {"dtype": "fp32"},
-            "training_args": {
-                "learning_rate": 1e-3,
-                "per_device_train_batch_size": 8,
-                "gradient_accumulation_steps": 2,
-            },
-            "data_args": inputs["actor_train"]["data_args"],
-            "strategy_args": {"strategy_config": {"tensor_model_parallel_size": 2, "sequence_parallel": True}},
-            "device_mapping": [0, 1],
-        },
-        "actor_infer": {
-            "model_args": {"dtype": "fp32"},
-            "strategy_args": {"strategy_name": "sglang", "strategy_config": {"load_format": "dummy"}},
-            "device_mapping": [2],
-        },
-        "validation": inputs["validation"],
-        "rewards": {"math_rule": {"function": "tests.integration.rewards:length_reward"}},
-    }
-    for path, value in keys.items():
-        *parents, last = path.split("__")
-        section = tree
-        for name in parents:
-            section = section.setdefault(name, {})
-        section[last] = value
-    file = folder / "config.yaml"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(yaml.safe_dump(tree))
-    return file
-
-
-def start(config: Path, *overrides: str) -> subprocess.Popen[str]:
-    """`roll run` in a process of its own, in a session of its own."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "roll", "run", str(config), *overrides],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """Exit code and output; a run past its deadline is killed and fails the test."""
-    try:
-        output, _ = process.communicate(timeout=START_DEADLINE_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        pytest.fail(f"the run did not end within {START_DEADLINE_S} s:\n{output[-3000:]}")
-    return process.returncode, output
-
-
-def lines(folder: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl without clock readings."""
-    text = (folder / "run" / "metrics.jsonl").read_text()
-    return [
-        {name: value for name, value in json.loads(line).items() if not name.startswith(MEASURED)}
-        for line in text.splitlines()
-    ]
-
-
-def wait_for_line(folder: Path, step: int) -> None:
-    """Until metrics.jsonl holds `step`."""
-    deadline = time.monotonic() + START_DEADLINE_S
-    while time.monotonic() < deadline:
-        file = folder / "run" / "metrics.jsonl"
-        if file.exists() and f'"step": {step},' in file.read_text():
-            return
-        time.sleep(0.05)
-    pytest.fail(f"step {step} was not reached within {START_DEADLINE_S} s")
+    return inputs_in(tmp_path_factory.mktemp("problems"), tiny_model_dir)
 
 
 @pytest.fixture(scope="module")

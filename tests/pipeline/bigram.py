@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,6 +50,13 @@ class BigramCluster:
         combined = {name: torch.stack([row[name].double() for row in rows]) for name in rows[0]}
         metrics = {name: (each.max() if name.endswith("_max") else each.sum()) for name, each in combined.items()}
         return [{name: float(value) for name, value in metrics.items()}] * len(shards)
+
+    async def save_checkpoint(self, folder: str) -> None:
+        Path(folder).mkdir(parents=True)
+        torch.save(self.table, Path(folder) / "table.pt")
+
+    async def load_checkpoint(self, folder: str) -> None:
+        self.table = torch.load(Path(folder) / "table.pt")
 
     def _descend(self) -> None:
         assert self.table.grad is not None

@@ -160,6 +160,30 @@ def test_in_half_precision_small_disagreements_of_the_engine_are_tolerated(tmp_p
     assert learn(parts, data)["actor/ratio_mean"] == pytest.approx(1.105, abs=1e-3)
 
 
+def test_an_adaptive_kl_weight_moves_and_is_remembered(tmp_path):
+    settings = (
+        "adv_estimator=reinforce",
+        "add_token_level_kl=true",
+        "init_kl_coef=0.1",
+        "reference.device_mapping=[0,1]",
+    )
+    adaptive = (*settings, "target_kl=1e-9", "kl_horizon=80")
+
+    def with_reference(*overrides):
+        config = rlvr(tmp_path, *SMALL, *overrides, text=RLVR)
+        return RLLearner(config, BigramCluster(), BigramCluster())
+
+    first = with_reference(*adaptive)
+    data = [BigramCluster().sample(seed) for seed in (1, 2)]
+    weights = [learn((first, None), batch)["advantage/kl_coef"] for batch in data]
+    assert weights == pytest.approx([0.1, 0.1 * (1 - 0.2 * 8 / 80)])
+    asyncio.run(first.save(tmp_path))
+    for overrides, expected in ((adaptive, 0.1 * 0.98 * 1.02), (settings, 0.1)):
+        second = with_reference(*overrides)
+        asyncio.run(second.load(tmp_path))
+        assert learn((second, None), BigramCluster().sample(1))["advantage/kl_coef"] == pytest.approx(expected)
+
+
 STEP = {"log_ratio_abs_max": 1e-4, "policy_kl": 1e-8, "ratio_mean": 1.0, "ratio_max": 1.0001}
 
 

@@ -1,4 +1,4 @@
-"""A random run of the policy beside a model that counts everything on its own, and the laws checked after every event."""
+"""A random run of the policy beside a model that counts on its own, and the laws checked after every event."""
 
 from __future__ import annotations
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from roll.configs.errors import Report
 from roll.configs.pipeline import RLConfig
 from roll.configs.policy import RATIO_WEIGHTED_VARIANTS
@@ -21,9 +19,7 @@ def check_policy(config: RLConfig, report: Report) -> None:
             "they depend on the current policy; set that to recompute, or leave renormalize out",
         )
     _check_counted_once(config, report)
-    if math.isinf(config.async_generation_ratio):
-        report.error("async_generation_ratio", "inf bounds nothing; use a number of batches, such as 1")
-    elif config.async_generation_ratio > 0:
+    if config.async_generation_ratio > 0:
         _check_corrected(config, report)
 
 
