@@ -9,7 +9,7 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
-from roll.configs.aliases import KEYS, VALUES
+from roll.configs.aliases import KEYS, PLACE_VALUES, PLACES, VALUES
 from roll.configs.arguments import (
     DataArguments,
     GeneratingArguments,
@@ -125,6 +125,11 @@ def _names() -> str:
 def _spellings() -> Iterator[tuple[str, str]]:
     for other, name in KEYS.items():
         yield f"`{other}`", f"`{name}`"
+    for other, name in PLACES.items():
+        if other not in PLACE_VALUES:
+            yield f"`{other}`", f"`{name}`"
+        for value, here in PLACE_VALUES.get(other, {}).items():
+            yield f"`{other}: {json.dumps(value)}`", f"`{name}: {here}`"
     yield (
         "`importance_sampling: true` with `is_clip_range: [0.5, 2.0]`",
         "`correction.weights: {level: token, mode: clamp, lower: 0.5, upper: 2.0}`",
