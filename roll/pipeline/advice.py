@@ -37,12 +37,14 @@ class Split:
         generation: devices of actor_infer.
         training: devices of actor_train.
         shared: they are the same devices.
+        drains: `in_flight_policy` is drain, so a publish waits for running responses.
     """
 
     ratio: float
     generation: int
     training: int
     shared: bool
+    drains: bool = False
 
     @property
     def there(self) -> str:
@@ -58,6 +60,7 @@ class Means:
 
     step: float
     wait: float
+    drain: float
     generate: float
     train: float
     trainer_idle: float
@@ -66,14 +69,15 @@ class Means:
 
     @property
     def waits(self) -> float:
-        """Share of a step that training waits for its batch."""
-        return self.wait / self.step
+        """Share of a step that training waits for responses."""
+        return (self.wait + self.drain) / self.step
 
     @property
     def numbers(self) -> str:
         """What the advice is based on."""
+        drain = f" and time/publish_pause {self.drain:.2f} s" if self.drain else ""
         return (
-            f"time/wait_prev_gen {self.wait:.2f} s of time/step {self.step:.2f} s, "
+            f"time/wait_prev_gen {self.wait:.2f} s{drain} of time/step {self.step:.2f} s, "
             f"trainer_idle {self.trainer_idle:.0%}, rollout_idle {self.rollout_idle:.0%}, "
             f"longest response {self.tail:.1f} x the mean"
         )
@@ -85,15 +89,15 @@ def advise(lines: Lines, split: Split) -> str:
     Generation and training take G and T seconds. Taking turns, a step takes G + T; side by side, the larger of both,
     and it is least where devices are split in proportion to G and T times the devices each has now.
     """
-    means = measure(lines)
+    means = measure(lines, split.drains)
     if means is None:
         return ""
     told = _synchronous(means, split) if split.ratio == 0 else _asynchronous(means, split)
     return f"{told} ({means.numbers}; {split.there})"
 
 
-def measure(lines: Lines) -> Means | None:
-    """Means over steps, without the first where there are more."""
+def measure(lines: Lines, drains: bool = False) -> Means | None:
+    """Means over steps, without the first where there are more; `drains` as in `Split`."""
     steps = [line for line in lines if _at(line, "step") > 0 and line.get("time/wait_prev_gen") is not None]
     steps = steps[WARM_UP:] or steps
     if not steps:
@@ -106,6 +110,7 @@ def measure(lines: Lines) -> Means | None:
     return Means(
         step=max(mean("time/step") - mean("time/val", "time/checkpoint"), 1e-9),
         wait=mean("time/wait_prev_gen"),
+        drain=mean("time/publish_pause") if drains else 0.0,
         generate=mean("time/generate"),
         train=mean(*TRAINING),
         trainer_idle=mean("throughput/trainer_idle"),

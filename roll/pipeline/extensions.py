@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -80,12 +82,16 @@ def load_extensions(config: BaseConfig) -> Extensions:
 def load_class(name: str, base: type) -> type:
     """The class `module:Class`, which must be a subclass of `base` (or have its methods, if that is a protocol).
 
+    Modules are looked for in the current folder too, which the command `roll` by itself does not search.
+
     Raises:
         ValueError: with what is wrong, and what the module does offer.
     """
     module_name, colon, class_name = name.partition(":")
     if not (module_name and colon and class_name):
         raise ValueError(f"{name!r} names no class; write module:Class")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
     try:
         module = importlib.import_module(module_name)
     except Exception as error:

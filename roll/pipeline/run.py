@@ -129,7 +129,8 @@ def split_advice(config: BaseConfig) -> str:
     if not isinstance(config, RLConfig):
         return ""
     generation, training = config.actor_infer.device_mapping, config.actor_train.device_mapping
-    split = Split(config.async_generation_ratio, len(generation), len(training), generation == training)
+    drains = config.in_flight_policy == "drain"
+    split = Split(config.async_generation_ratio, len(generation), len(training), generation == training, drains)
     told = advise(read_metrics(Path(config.output_dir) / FILE_NAME), split)
     if told:
         logger.info("%s", told)

@@ -48,6 +48,14 @@ def test_waiting_for_engines_that_stand_still_asks_for_a_higher_ratio():
     assert "each waited for the other; try async_generation_ratio 1.5" in told
 
 
+def test_a_publish_that_waits_for_running_responses_counts_as_waiting():
+    waiting = lines(time__publish_pause=5, time__generate=10, time__train=4)
+    assert "neither side waited" in advise(waiting, APART)
+    told = advise(waiting, Split(1, 4, 12, False, drains=True))
+    assert "training waited for generation" in told
+    assert "time/wait_prev_gen 0.20 s and time/publish_pause 5.00 s of time/step" in told
+
+
 def test_idle_engines_give_devices_to_training():
     told = advise(lines(throughput__rollout_idle=0.6, time__generate=4), Split(1, 8, 8, False))
     assert "the engines waited for training; try 5 devices for generation and 11 for training" in told
