@@ -61,6 +61,7 @@ def start_ray(config: BaseConfig, platform_name: str, num_devices: int) -> None:
     options: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 lets anything else on the machine go first
     if address:
         _probe(address)
         options = {"address": address, "log_to_driver": False, "logging_level": "ERROR"}
