@@ -11,7 +11,7 @@ from pathlib import Path
 
 from roll.ablation.grid import Cell, check_grid
 from roll.ablation.picture import draw_ablation
-from roll.ablation.process import last_lines, run_process
+from roll.ablation.process import held, last_lines, run_process
 from roll.ablation.record import forget, progress, read_record
 from roll.ablation.rows import Row, Status, make_row
 from roll.ablation.table import markdown
@@ -57,35 +57,36 @@ class Ablation:
             The exit code: 0, 1 when a run failed, 130 when interrupted.
 
         Raises:
-            ConfigError: a run of the grid could not start.
+            ConfigError: a run of the grid could not start, or another grid is at work in the folder.
         """
         configs, warnings = check_grid(self.config, self.cells, self.out, self.given)
         for warning in warnings:
             print(f"warning: {warning}", file=sys.stderr)
-        rows = {cell: self._found(cell, configs[cell]) for cell in self.cells}
-        try:
-            for number, cell in enumerate(self.cells, 1):
-                if rows[cell].status != "finished":
-                    print(f"[{number}/{len(self.cells)}] {cell.name}", flush=True)
-                    rows[cell] = self._run(cell, configs[cell])
-                    write_results(self, list(rows.values()))
-                print(f"[{number}/{len(self.cells)}] {cell.name}: {_told(rows[cell])}", flush=True)
-        except KeyboardInterrupt:
-            print("interrupted; the same command goes on", file=sys.stderr)
-            return 130
-        finally:
-            write_results(self, list(rows.values()))
+        with held(self.out) as lock:
+            rows = {cell: self._found(cell, configs[cell]) for cell in self.cells}
+            try:
+                for number, cell in enumerate(self.cells, 1):
+                    if rows[cell].status != "finished":
+                        print(f"[{number}/{len(self.cells)}] {cell.name}", flush=True)
+                        rows[cell] = self._run(cell, configs[cell], lock)
+                        write_results(self, list(rows.values()))
+                    print(f"[{number}/{len(self.cells)}] {cell.name}: {_told(rows[cell])}", flush=True)
+            except KeyboardInterrupt:
+                print("interrupted; the same command goes on", file=sys.stderr)
+                return 130
+            finally:
+                write_results(self, list(rows.values()))
         print(f"{self.out}/ablation.md   {self.out}/ablation.json   {self.out}/ablation.png")
         return int(any(row.status != "finished" for row in rows.values()))
 
-    def _run(self, cell: Cell, config: RLConfig) -> Row:
+    def _run(self, cell: Cell, config: RLConfig, lock: int) -> Row:
         folder = self.out / cell.name
         overrides = cell.overrides(self.out, self.given)
         if progress(folder, config) == "resumable":
             overrides.append("resume_from_checkpoint=true")
         else:
             forget(folder)
-        code = run_process(self.command(self.config, overrides), folder / CONSOLE)
+        code = run_process(self.command(self.config, overrides), folder / CONSOLE, inherit=[lock])
         if code == 0 and progress(folder, config) == "finished":
             return self._row(cell, "finished")
         cause = f"exit code {code}\n{last_lines(folder / CONSOLE)}".rstrip()

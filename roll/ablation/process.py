@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+
+from roll.configs.errors import ConfigError, Problem
 
 GRACE_S = 60.0
 """After SIGTERM a run ends its workers and engines by itself; what is left after this is killed."""
@@ -14,11 +18,35 @@ GRACE_S = 60.0
 CAUSE_LINES = 12
 """Lines of output that say why a run failed: the message, and for a bug the end of its traceback."""
 
+LOCK = ".lock"
+"""File in the folder of a grid that whoever works there holds."""
+
 TAIL_BYTES = 20_000
 """Where those lines are looked for."""
 
 
-def run_process(command: Sequence[str], log: Path, grace_s: float = GRACE_S) -> int:
+@contextmanager
+def held(folder: Path) -> Iterator[int]:
+    """Keeps other grids out of a folder; gives the descriptor that does.
+
+    A run that inherits it keeps the folder held when it outlives its grid, so that no second one joins it.
+
+    Raises:
+        ConfigError: another grid, or a run it left behind, is at work there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            advice = (
+                f"another grid, or a run it left behind, is at work in {folder}; wait for it, or use another folder"
+            )
+            raise ConfigError([Problem("--out", advice)]) from None
+        yield file.fileno()
+
+
+def run_process(command: Sequence[str], log: Path, grace_s: float = GRACE_S, inherit: Sequence[int] = ()) -> int:
     """Runs a command to its end, its output appended to `log`, and returns its exit code.
 
     It gets a session of its own, so Ctrl-C reaches this process only: then the command is asked to end, and after
@@ -30,7 +58,12 @@ def run_process(command: Sequence[str], log: Path, grace_s: float = GRACE_S) -> 
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            pass_fds=inherit,
         )
         try:
             return process.wait()

@@ -52,10 +52,10 @@ class HealthFile:
 async def watched(
     ask: Callable[[], Awaitable[Health]], monitor: Monitor, interval_s: float = INTERVAL_S
 ) -> AsyncIterator[None]:
-    """Reports what `ask` answers while the block runs, and how the block ended.
+    """Reports what `ask` answers while the block runs, and once more how the block ended.
 
-    A component that gives no answer within `interval_s` is reported as that. A monitor or component that raises is
-    logged and watched no longer; the run goes on.
+    A component that fails, or gives no answer within `interval_s`, is reported as that. A monitor that raises is
+    logged; the run goes on.
     """
     task = asyncio.create_task(_watch(ask, monitor, interval_s))
     status = "failed"
@@ -65,21 +65,27 @@ async def watched(
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        try:
-            monitor.report({"status": status, "time": time.time()})
-        except Exception:
-            logger.exception("the monitor failed at the end of the run")
+        _report(monitor, status, await _answer(ask, interval_s))
 
 
 async def _watch(ask: Callable[[], Awaitable[Health]], monitor: Monitor, interval_s: float) -> None:
+    while True:
+        _report(monitor, "running", await _answer(ask, interval_s))
+        await asyncio.sleep(interval_s)
+
+
+async def _answer(ask: Callable[[], Awaitable[Health]], within_s: float) -> Health:
     try:
-        while True:
-            try:
-                async with asyncio.timeout(interval_s):
-                    components = await ask()
-            except TimeoutError:
-                components = {"error": f"no answer within {interval_s:g} s"}
-            monitor.report({"status": "running", "time": time.time(), **components})
-            await asyncio.sleep(interval_s)
+        async with asyncio.timeout(within_s):
+            return await ask()
+    except TimeoutError:
+        return {"error": f"no answer within {within_s:g} s"}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def _report(monitor: Monitor, status: str, components: Health) -> None:
+    try:
+        monitor.report({"status": status, "time": time.time(), **components})
     except Exception:
-        logger.exception("health is no longer watched")
+        logger.exception("the monitor failed")

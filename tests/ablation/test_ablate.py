@@ -13,7 +13,7 @@ import pytest
 
 from roll.ablation.ablate import Ablation
 from roll.ablation.grid import Cell, cells, check_grid
-from roll.ablation.process import last_lines, run_process
+from roll.ablation.process import held, last_lines, run_process
 from roll.cli import main
 from roll.configs.errors import ConfigError
 from tests.ablation.conftest import fake, written
@@ -121,6 +121,23 @@ def test_an_interruption_ends_the_run_and_what_it_started(config, tmp_path):
         assert time.monotonic() < deadline, f"process {child} is left behind"
         time.sleep(0.05)
     assert [row["status"] for row in written(out)["rows"]] == ["open", "open"]
+
+
+def test_two_grids_do_not_share_a_folder(config, tmp_path):
+    with held(tmp_path / "out"), pytest.raises(ConfigError, match="another grid, or a run it left behind, is at work"):
+        ablation(config, tmp_path / "out", "ppo").run()
+    assert ablation(config, tmp_path / "out", "ppo").run() == 0
+
+
+def test_a_run_that_outlives_its_grid_keeps_the_folder(tmp_path):
+    with held(tmp_path) as lock:
+        run = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], pass_fds=[lock])
+    with pytest.raises(ConfigError), held(tmp_path):
+        pass
+    run.kill()
+    run.wait()
+    with held(tmp_path):
+        pass
 
 
 def test_the_last_lines_of_a_log(tmp_path):

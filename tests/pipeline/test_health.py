@@ -32,7 +32,7 @@ def test_a_run_is_reported_while_it_lives_and_at_its_end():
     watch(well, monitor)
     assert [health["status"] for health in monitor.heard[:2]] == ["running", "running"]
     assert monitor.heard[0]["driver"] == {"step": 3} and monitor.heard[0]["time"] > 1e9
-    assert monitor.heard[-1]["status"] == "finished"
+    assert (monitor.heard[-1]["status"], monitor.heard[-1]["driver"]) == ("finished", {"step": 3})
 
 
 def test_a_run_that_fails_says_so_and_keeps_its_error():
@@ -55,13 +55,22 @@ def test_a_component_that_does_not_answer_is_reported_and_asked_again():
     assert len(calls) > 1
 
 
+def test_a_component_that_fails_is_reported_with_its_error():
+    async def broken() -> dict[str, Any]:
+        raise RuntimeError("the process died")
+
+    monitor = Listening(None)
+    watch(broken, monitor)
+    assert monitor.heard[0]["error"] == monitor.heard[-1]["error"] == "RuntimeError: the process died"
+
+
 def test_a_monitor_that_raises_does_not_end_the_run(caplog):
     class Broken:
         def report(self, health: Any) -> None:
             raise OSError("no space left")
 
     watch(well, Broken())
-    assert "health is no longer watched" in caplog.text and "no space left" in caplog.text
+    assert "the monitor failed" in caplog.text and "no space left" in caplog.text
 
 
 def test_the_file_holds_the_last_report(tmp_path):
