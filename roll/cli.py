@@ -1,4 +1,4 @@
-"""The command line: `roll run CONFIG`, `roll plan CONFIG`, `roll simulate CONFIG`, and the launchers of `examples/`."""
+"""The command line: `roll run | plan | simulate | ablate CONFIG`, and the launchers of `examples/`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from roll import cli_simulate
+from roll import cli_ablate, cli_simulate
 from roll.configs.errors import ConfigError
 
 BAD_CONFIGURATION = 2
@@ -17,12 +17,14 @@ BAD_CONFIGURATION = 2
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code."""
-    arguments = _parser().parse_args(argv)
+    arguments = _parse(argv)
     try:
         if arguments.command == "plan":
             return plan(arguments.config, arguments.overrides, as_json=arguments.json)
         if arguments.command == "simulate":
             return cli_simulate.simulate(arguments)
+        if arguments.command == "ablate":
+            return cli_ablate.ablate(arguments)
         return run(arguments.config, arguments.overrides)
     except ConfigError as error:
         print(error, file=sys.stderr)
@@ -79,6 +81,17 @@ def run(config: str | Path, overrides: Sequence[str], pipeline: str | None = Non
     return run_pipeline(loaded)
 
 
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments, with `key=value` also after flags, where argparse by itself knows none."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    unknown = [text for text in rest if text.startswith("-") or "=" not in text]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    arguments.overrides = [*arguments.overrides, *rest]
+    return arguments
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="roll", description="Post-training of language models.")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -86,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         ("run", "train as a YAML file says"),
         ("plan", "show what a YAML file means; starts nothing"),
         ("simulate", "predict step times, idle shares and staleness, and look for the best split and ratio"),
+        ("ablate", "run a grid of policy losses, ratios and seeds; the same command again runs what is missing"),
     ):
         command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         command.add_argument("config", help="YAML file")
@@ -94,4 +108,6 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--json", action="store_true", help="print JSON")
         elif name == "simulate":
             cli_simulate.add_options(command)
+        elif name == "ablate":
+            cli_ablate.add_options(command)
     return parser

@@ -21,6 +21,7 @@ ORDER = [
     "distributed",
     "trackers",
     "pipeline",
+    "ablation",
 ]
 """A folder imports from those above it and from its own."""
 

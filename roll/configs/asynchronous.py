@@ -43,6 +43,14 @@ class AsyncTrainingConfig:
         "Where generation is driven: in a process of its own beside training (actor), or inline, batch by batch. "
         "auto: actor when async_generation_ratio is above 0.",
     )
+    rollouter_class: str | None = option(None, "`module:Class`, a subclass of roll.pipeline.rollouter.Rollouter.")
+    trainer_class: str | None = option(None, "`module:Class`, a subclass of roll.pipeline.rl_learner.RLLearner.")
+    metrics_class: str | None = option(
+        None, "`module:Class`, a roll.trackers.base.Metrics: sees the metrics of every step and may add some."
+    )
+    monitor_class: str | None = option(
+        None, "`module:Class`, a roll.pipeline.health.Monitor; default: one that writes output_dir/health.json."
+    )
 
 
 @dataclass

@@ -41,6 +41,14 @@ FOREIGN: tuple[ForeignKey, ...] = (
     ForeignKey("enable_reference", _off, "the reference is used when use_kl_loss or add_token_level_kl is on"),
     ForeignKey("enable_old_logprobs_recompute", _off, "write old_log_probs_source: recompute"),
     ForeignKey("force_disable_old_logprobs_recompute", _off, "write old_log_probs_source: behavior"),
+    *(
+        ForeignKey(pattern, bool, "engines always return log-probs; whether they are used: old_log_probs_source")
+        for pattern in ("calculate_log_probs", "*.calculate_log_probs")
+    ),
+    *(
+        ForeignKey(pattern, _off, "engines keep their memory between steps; set it to false")
+        for pattern in ("free_cache_engine", "*.free_cache_engine")
+    ),
     ForeignKey("pg_clip", _never, "write pg_clip_low and pg_clip_high"),
     ForeignKey("value_clip", _always, "there is no critic"),
     ForeignKey("lambd", _always, "no advantage estimator here uses it"),

@@ -41,12 +41,15 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), pipeline: str |
         ConfigError: with every unknown key, wrong type and value out of bounds; when there is none, with every rule
             the values break together.
     """
-    tree = merge(read_tree(Path(path)), override_tree(overrides))
-    return build_config(tree, pipeline, str(path))
+    settled: list[Problem] = []
+    tree = merge(read_tree(Path(path), settled), override_tree(overrides, settled))
+    return build_config(tree, pipeline, str(path), settled)
 
 
-def build_config(tree: Tree, pipeline: str | None = None, source: str = "") -> RLVRConfig | SFTConfig:
-    """`load_config` for a mapping that is in memory."""
+def build_config(
+    tree: Tree, pipeline: str | None = None, source: str = "", settled: Sequence[Problem] = ()
+) -> RLVRConfig | SFTConfig:
+    """`load_config` for a mapping that is in memory, with what there is to say about how it was written."""
     tree = _interpolated(tree, source)
     cls = PIPELINES[_pipeline(tree, pipeline, source)]
     engines = vllm_problems(tree)
@@ -61,7 +64,7 @@ def build_config(tree: Tree, pipeline: str | None = None, source: str = "") -> R
     problems += more_problems + converter.problems
     if problems:
         raise ConfigError(problems, source)
-    notes += more_notes + translations
+    notes = [*settled, *notes, *more_notes, *translations]
     config.source = Source(source, _leaves(tree), [(note.path, note.message) for note in notes])
     problems = derive(config) or check(config).errors
     if problems:

@@ -9,7 +9,7 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
-from roll.configs.aliases import KEYS, VALUES
+from roll.configs.aliases import KEYS, PLACE_VALUES, PLACES, VALUES
 from roll.configs.arguments import (
     DataArguments,
     GeneratingArguments,
@@ -18,6 +18,7 @@ from roll.configs.arguments import (
     StrategyArguments,
     TrainingArguments,
 )
+from roll.configs.asynchronous import AsyncTrainingConfig
 from roll.configs.foreign import FOREIGN
 from roll.configs.names import ADV_ESTIMATORS, ARCHITECTURES, PG_VARIANTS, TEMPLATES
 from roll.configs.pipeline import BaseConfig, RewardConfig, RLConfig, RLVRConfig, SFTConfig
@@ -36,6 +37,7 @@ SECTIONS: tuple[tuple[str, str, type, tuple[type, ...]], ...] = (
     ("The off-policy correction", "correction.", CorrectionOptions, ()),
     ("Its weights", "correction.weights.", WeightOptions, ()),
     ("Its rejection", "correction.rejection.", RejectionOptions, ()),
+    ("Asynchronous training", "async_training.", AsyncTrainingConfig, ()),
     ("`pipeline: rlvr`", "", RLVRConfig, (RLConfig,)),
     ("`pipeline: sft`", "", SFTConfig, (BaseConfig,)),
     ("A reward", "rewards.<name>.", RewardConfig, ()),
@@ -123,6 +125,11 @@ def _names() -> str:
 def _spellings() -> Iterator[tuple[str, str]]:
     for other, name in KEYS.items():
         yield f"`{other}`", f"`{name}`"
+    for other, name in PLACES.items():
+        if other not in PLACE_VALUES:
+            yield f"`{other}`", f"`{name}`"
+        for value, here in PLACE_VALUES.get(other, {}).items():
+            yield f"`{other}: {json.dumps(value)}`", f"`{name}: {here}`"
     yield (
         "`importance_sampling: true` with `is_clip_range: [0.5, 2.0]`",
         "`correction.weights: {level: token, mode: clamp, lower: 0.5, upper: 2.0}`",

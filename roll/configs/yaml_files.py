@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from roll.configs.aliases import Tree, rename
+from roll.configs.aliases import Tree, settle
 from roll.configs.errors import ConfigError, Problem
 
 FLOAT = re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d+)([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
@@ -63,11 +63,11 @@ def parse_yaml(text: str, source: str) -> Any:
         ) from None
 
 
-def read_tree(path: Path, including: Sequence[Path] = ()) -> Tree:
-    """The mapping of one file over those of the base files its `defaults` lists, aliases renamed.
+def read_tree(path: Path, notes: list[Problem], including: Sequence[Path] = ()) -> Tree:
+    """The mapping of one file over those of the base files its `defaults` lists, other spellings settled.
 
     Later base files win over earlier ones and the file itself wins over all. Names in `defaults` are relative to the
-    file, with or without `.yaml`.
+    file, with or without `.yaml`. `notes` gets what settling has to say.
 
     Raises:
         ConfigError: a file is missing, is not a mapping, or includes itself.
@@ -83,8 +83,8 @@ def read_tree(path: Path, including: Sequence[Path] = ()) -> Tree:
         base = path.parent / (name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")
         if not base.is_file():
             raise ConfigError([Problem("defaults", f"{name!r} names no file: {base} does not exist")], str(path))
-        merged = merge(merged, read_tree(base, chain))
-    return merge(merged, rename(tree, str(path)))
+        merged = merge(merged, read_tree(base, notes, chain))
+    return merge(merged, settle(tree, str(path), notes))
 
 
 def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> Tree:
@@ -96,8 +96,8 @@ def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> Tree:
     return merged
 
 
-def override_tree(overrides: Sequence[str]) -> Tree:
-    """The mapping that `a.b=value` overrides describe; values are YAML, later ones win.
+def override_tree(overrides: Sequence[str], notes: list[Problem]) -> Tree:
+    """The mapping that `a.b=value` overrides describe; values are YAML, later ones win. `notes` as in `read_tree`.
 
     Raises:
         ConfigError: an override has no `=`, no key, or a sign in front.
@@ -116,7 +116,7 @@ def override_tree(overrides: Sequence[str]) -> Tree:
         for part in reversed(key.split(".")):
             item = {part: item}
         tree = merge(tree, item)
-    return rename(tree, "overrides")
+    return settle(tree, "overrides", notes)
 
 
 def _mapping(path: Path) -> Tree:

@@ -42,6 +42,9 @@ class SampleSource(Protocol):
     async def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores `state_dict`."""
 
+    async def health(self) -> dict[str, Any]:
+        """How the source is doing, JSON-able; empty where it has no state of its own."""
+
     async def close(self) -> None:
         """Ends every process the source started."""
 

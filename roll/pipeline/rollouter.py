@@ -76,6 +76,7 @@ class Rollouter(Generic[ItemT]):
         self._failed = 0
         self._in_flight: dict[int, ItemT] = {}
         self._again: list[ItemT] = []
+        self._progress = clock()
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
@@ -108,6 +109,7 @@ class Rollouter(Generic[ItemT]):
         async with self._changed:
             self._changed.notify_all()
         self._failed = 0
+        self._progress = self._clock()
         self._starvation.taken()
         seconds = {name: busy.lap(self._clock()).busy for name, busy in self._busy.items()}
         metrics = self._producer.metrics(taken, version)
@@ -127,6 +129,21 @@ class Rollouter(Generic[ItemT]):
             async with self._changed:
                 self._changed.notify_all()
         return {**metrics, "val/seconds": self._clock() - start}
+
+    async def health(self) -> dict[str, Any]:
+        """What is ready, running and awaited, what holds submission, and how long nothing has come or gone; JSON-able.
+
+        Prompts are counted, not samples.
+        """
+        policy = self.policy
+        return {
+            "buffered": policy.ledger.buffered,
+            "in_flight": policy.ledger.in_flight,
+            "awaited": len(policy.awaited()),
+            "held_by": sorted(policy.held_by),
+            "seconds_since_progress": round(self._clock() - self._progress, 3),
+            "error": None if self._error is None else str(self._error),
+        }
 
     async def state_dict(self) -> dict[str, Any]:
         """The account, the buffer, what is in flight, and the data cursor, all of one moment."""
@@ -195,6 +212,7 @@ class Rollouter(Generic[ItemT]):
         await self._producer.produce(items, self)
         for item in items:
             del self._in_flight[item.number]
+            self._progress = self._clock()
             reason = item.drop_reason
             if reason is not None:
                 self._failed += 1

@@ -12,12 +12,15 @@ from typing import Any
 
 from rich.logging import RichHandler
 
-from roll.configs.pipeline import BaseConfig, RLVRConfig, SFTConfig
+from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig, SFTConfig
 from roll.datasets.records import DatasetError
 from roll.distributed.pending import ClusterError
 from roll.distributed.resources import RayStartError, ResourceError
 from roll.distributed.weight_sync.transaction import PublishError
+from roll.pipeline.advice import Split, advise
 from roll.pipeline.errors import RunError
+from roll.pipeline.extensions import load_extensions
+from roll.pipeline.health import HealthFile, Monitor, watched
 from roll.pipeline.memory import PeakMemory
 from roll.pipeline.rlvr.pipeline import RLVRPipeline
 from roll.pipeline.session import Session
@@ -25,6 +28,7 @@ from roll.pipeline.sft.pipeline import SFTPipeline
 from roll.pipeline.training_loop import TrainingLoop
 from roll.rewards.pool import RewardFunctionError, RewardSelfTestError
 from roll.trackers import TrackerGroup, make_trackers
+from roll.trackers.jsonl import FILE_NAME, read_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -45,13 +49,14 @@ PIPELINES: dict[type[BaseConfig], Any] = {RLVRConfig: RLVRPipeline, SFTConfig: S
 
 @dataclass
 class RunSummary:
-    """How a run ended: what `run.json` and the last console line say."""
+    """How a run ended: what `run.json` and the last console line say; `advice` is on the split of devices."""
 
     status: str = "failed"
     steps: int = 0
     seconds: float = 0.0
     peak_memory_bytes: int = 0
     validation: dict[str, dict[str, float]] = field(default_factory=dict)
+    advice: str = ""
 
 
 def run_pipeline(config: BaseConfig) -> int:
@@ -77,17 +82,21 @@ async def run(config: BaseConfig) -> RunSummary:
     """One run, its processes ended whatever happens.
 
     Raises:
+        ConfigError: a class that the configuration names is not there.
         Exception: one of EXPLAINED when the run cannot go on; run.json says `failed`.
     """
     start = time.perf_counter()
+    extensions = load_extensions(config)
     pipeline = PIPELINES[type(config)](config)
     try:
         await pipeline.prepare()
-        trackers = make_trackers(config, pipeline.plan)
+        metrics = extensions.metrics(config) if extensions.metrics else None
+        trackers = make_trackers(config, pipeline.plan, metrics)
+        monitor = (extensions.monitor or HealthFile)(config)
         summary = RunSummary()
         with PeakMemory() as memory:
             try:
-                await _train(config, pipeline, trackers, summary)
+                await _train(config, pipeline, trackers, monitor, summary)
             finally:
                 summary.seconds = time.perf_counter() - start
                 summary.peak_memory_bytes = memory.peak_bytes
@@ -97,18 +106,35 @@ async def run(config: BaseConfig) -> RunSummary:
     return summary
 
 
-async def _train(config: BaseConfig, pipeline: Any, trackers: TrackerGroup, summary: RunSummary) -> None:
+async def _train(
+    config: BaseConfig, pipeline: Any, trackers: TrackerGroup, monitor: Monitor, summary: RunSummary
+) -> None:
     async with Session(config) as session:
         loop: TrainingLoop = await pipeline.build(session, trackers)
         await loop.resume()
         if loop.state.step:
             trackers.resume(loop.state.step)
         try:
-            await loop.run()
+            async with watched(loop.health, monitor):
+                await loop.run()
             summary.status = "finished"
+            summary.advice = split_advice(config)
         finally:
             summary.steps = loop.state.step
             summary.validation = loop.validation
+
+
+def split_advice(config: BaseConfig) -> str:
+    """What the finished run says about its devices and its ratio, logged too; empty where nobody generates."""
+    if not isinstance(config, RLConfig):
+        return ""
+    generation, training = config.actor_infer.device_mapping, config.actor_train.device_mapping
+    drains = config.in_flight_policy == "drain"
+    split = Split(config.async_generation_ratio, len(generation), len(training), generation == training, drains)
+    told = advise(read_metrics(Path(config.output_dir) / FILE_NAME), split)
+    if told:
+        logger.info("%s", told)
+    return told
 
 
 def configure_logging(config: BaseConfig) -> None:

@@ -43,6 +43,10 @@ class RolloutSamples:
         """Restores it."""
         await self._ask("load_state_dict", state)
 
+    async def health(self) -> dict[str, Any]:
+        """See `Rollouter.health`."""
+        return await self._ask("health")
+
     async def close(self) -> None:
         """Ends generation."""
         await self._ask("close")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from roll.configs.layouts import device_roles
 from roll.configs.pipeline import BaseConfig
@@ -46,6 +47,7 @@ class TrainingLoop:
         self.state = PipelineState()
         self.validation: dict[str, dict[str, float]] = {}
         """Validation metrics by the number of steps finished when they were taken."""
+        self._stepped = time.monotonic()
 
     async def run(self) -> None:
         """Runs every remaining step; the first publish is a handshake that proves the path before any work."""
@@ -57,6 +59,7 @@ class TrainingLoop:
         await self._samples.advance(self.state.version)
         while self.state.step < self._config.max_steps:
             metrics = await self._step()
+            self._stepped = time.monotonic()
             self._trackers.log(self.state.step, metrics)
         if self._config.save_hf_model:
             await self._learner.export_hf(Path(self._config.output_dir) / "hf_model")
@@ -106,6 +109,15 @@ class TrainingLoop:
             self.state.save(folder)
 
         return await self._checkpoints.save(self.state.step, write)
+
+    async def health(self) -> dict[str, Any]:
+        """Where the driver is and how long it has been there, and what the sample source says of itself."""
+        driver = {
+            "step": self.state.step,
+            "version": self.state.version,
+            "seconds_since_step": round(time.monotonic() - self._stepped, 3),
+        }
+        return {"driver": driver, "rollouter": await self._samples.health()}
 
     async def resume(self) -> None:
         """Goes on from the checkpoint that `resume_from_checkpoint` names, if there is one."""

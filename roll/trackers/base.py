@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from roll.configs.pipeline import BaseConfig
 
@@ -25,6 +25,14 @@ class Tracker(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Writes what is still held back and lets go of files; nothing is logged afterwards."""
+
+
+@runtime_checkable
+class Metrics(Protocol):
+    """Metrics of one's own: `async_training.metrics_class` names a class that is made with the run's config."""
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        """What to add to the metrics of a step; a name that is there already keeps its value."""
 
 
 TrackerFactory = Callable[[BaseConfig, Path, dict[str, Any]], Tracker]

@@ -68,7 +68,7 @@ def draw_curves(run_dir: Path, out_png: Path, title: str = "") -> Path:
         figure.suptitle(title, color=INK, fontsize=13, fontweight="bold", x=0.015, ha="left")
     for number, panel in enumerate(panels):
         axes = figure.add_subplot(lines, columns, number + 1)
-        _dress(axes, panel.title)
+        dress(axes, panel.title)
         panel.draw(axes, rows)
     out_png.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out_png, facecolor="white")
@@ -92,7 +92,8 @@ def series(rows: Rows, name: str) -> tuple[list[int], list[float]]:
     return [step for step, _ in pairs], [value for _, value in pairs]
 
 
-def _dress(axes: Axes, title: str) -> None:
+def dress(axes: Axes, title: str) -> None:
+    """Gives a panel over steps its title and the look all pictures share."""
     axes.set_title(title, loc="left", color=INK, fontsize=10.5, fontweight="bold", pad=8)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)

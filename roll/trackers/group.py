@@ -9,7 +9,7 @@ from typing import Any
 
 from roll.configs.pipeline import BaseConfig
 from roll.trackers import console, tensorboard  # noqa: F401  (they register themselves)
-from roll.trackers.base import TRACKERS, Tracker
+from roll.trackers.base import TRACKERS, Metrics, Tracker
 from roll.trackers.jsonl import FILE_NAME, JsonlTracker
 from roll.trackers.metrics import undocumented
 from roll.trackers.run_json import write_run_json
@@ -20,9 +20,19 @@ logger = logging.getLogger(__name__)
 class TrackerGroup:
     """Hands every step to every tracker, and keeps run.json."""
 
-    def __init__(self, config: BaseConfig, trackers: list[Tracker], plan: Any = None) -> None:
-        """Writes run.json at once, so that even a run that dies early says what it was."""
+    def __init__(
+        self, config: BaseConfig, trackers: list[Tracker], plan: Any = None, metrics: Metrics | None = None
+    ) -> None:
+        """Writes run.json at once, so that even a run that dies early says what it was.
+
+        Args:
+            config: of the run.
+            trackers: that record its steps.
+            plan: for run.json.
+            metrics: adds its own to those of every step.
+        """
         self._config = config
+        self._metrics = metrics
         self._trackers = trackers
         self._plan = plan
         self._warned: set[str] = set()
@@ -38,6 +48,8 @@ class TrackerGroup:
         for name in set(undocumented(metrics)) - self._warned:
             logger.warning("metric %r is not described in roll/trackers/metrics.py", name)
             self._warned.add(name)
+        if self._metrics is not None:
+            metrics = {**self._metrics.step(step, metrics), **metrics}
         due = step % self._config.logging_steps == 0 or step == self._config.max_steps
         for tracker in self._trackers:
             if due or tracker.every_step:
@@ -53,12 +65,13 @@ class TrackerGroup:
         write_run_json(Path(self._config.output_dir), self._config, self._plan, summary=summary)
 
 
-def make_trackers(config: BaseConfig, plan: Any = None) -> TrackerGroup:
+def make_trackers(config: BaseConfig, plan: Any = None, metrics: Metrics | None = None) -> TrackerGroup:
     """metrics.jsonl and run.json in `output_dir`, and what `track_with` names.
 
     Args:
         config: the run's; `tracker_kwargs` holds each tracker's options under its name.
         plan: what run.json says under `plan`; a dataclass or a mapping.
+        metrics: adds its own to those of every step.
 
     Raises:
         ValueError: `track_with` or `tracker_kwargs` names no known tracker.
@@ -72,4 +85,4 @@ def make_trackers(config: BaseConfig, plan: Any = None) -> TrackerGroup:
         if name not in TRACKERS:
             raise ValueError(f"track_with: {name!r} is unknown; use {', '.join(sorted(TRACKERS))}")
         trackers.append(TRACKERS[name](config, output_dir, config.tracker_kwargs.get(name, {})))
-    return TrackerGroup(config, trackers, plan)
+    return TrackerGroup(config, trackers, plan, metrics)

@@ -260,3 +260,29 @@ def test_submissions_keep_their_distance():
         assert len(gaps) >= 3 and min(gaps) >= 0.049
 
     asyncio.run(run())
+
+
+def test_health_says_what_is_ready_what_runs_and_since_when_nothing_moved():
+    async def run() -> None:
+        now = [100.0]
+        producer = Scripted(turns=[1, 1, 1, 10**9])
+        made = Rollouter(producer, PolicySettings(batch_size=BATCH, ratio=0, total=BATCH), OPTIONS, lambda: now[0])
+        made.policy.hold("validation")
+        assert (await made.health())["held_by"] == ["validation"]
+        made.policy.release("validation")
+        await made.advance(0)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        now[0] += 7
+        health = await made.health()
+        assert json.loads(json.dumps(health)) == {
+            "buffered": 3,
+            "in_flight": 1,
+            "awaited": 1,
+            "held_by": [],
+            "seconds_since_progress": 7.0,
+            "error": None,
+        }
+        await made.close()
+
+    asyncio.run(run())

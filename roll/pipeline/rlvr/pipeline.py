@@ -12,6 +12,7 @@ from roll.datasets.prompts import load_prompts
 from roll.datasets.templates import EncodedPrompt, encode_prompts
 from roll.distributed.weight_sync.publisher import WeightPublisher
 from roll.pipeline.errors import RunError
+from roll.pipeline.extensions import load_extensions
 from roll.pipeline.publishing import ClockedPublisher
 from roll.pipeline.rl_learner import RLLearner
 from roll.pipeline.rlvr.rollouter import RolloutInputs, make_rollouter
@@ -68,7 +69,9 @@ class RLVRPipeline:
         config, clusters = self._config, session.clusters
         publisher = WeightPublisher(clusters["actor_train"], clusters["actor_infer"], config)
         await publisher.setup()
-        learner = RLLearner(config, clusters["actor_train"], clusters.get("reference"))
+        learner = (load_extensions(config).trainer or RLLearner)(
+            config, clusters["actor_train"], clusters.get("reference")
+        )
         samples = RolloutSamples(self._rollouter(session))
         return TrainingLoop(config, samples, learner, ClockedPublisher(publisher), trackers)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from roll.configs.pipeline import RLVRConfig
 from roll.datasets.templates import EncodedPrompt
 from roll.pipeline.engine_pool import EnginePool
+from roll.pipeline.extensions import load_extensions
 from roll.pipeline.rlvr.groups import Group
 from roll.pipeline.rlvr.producer import RLVRProducer
 from roll.pipeline.rlvr.scoring import Scorer
@@ -55,4 +56,5 @@ def make_rollouter(inputs: RolloutInputs, engines: ClusterClient, scorer: Scorer
         inputs.validation_sampling,
     )
     samples = config.num_return_sequences_in_group
-    return Rollouter(producer, policy_settings(config, samples), rollout_options(config, samples))
+    rollouter = load_extensions(config).rollouter or Rollouter
+    return rollouter(producer, policy_settings(config, samples), rollout_options(config, samples))

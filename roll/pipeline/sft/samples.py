@@ -57,5 +57,9 @@ class SFTSamples:
         """Restores `state_dict`."""
         self._sampler.load_state_dict(state["sampler"])
 
+    async def health(self) -> dict[str, Any]:
+        """Nothing runs beside the loop."""
+        return {}
+
     async def close(self) -> None:
         """Nothing was started."""

@@ -1,0 +1,101 @@
+"""One run as a process group of its own: started, waited for, and ended whatever happens."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from roll.configs.errors import ConfigError, Problem
+
+GRACE_S = 60.0
+"""After SIGTERM a run ends its workers and engines by itself; what is left after this is killed."""
+
+CAUSE_LINES = 12
+"""Lines of output that say why a run failed: the message, and for a bug the end of its traceback."""
+
+LOCK = ".lock"
+"""File in the folder of a grid that whoever works there holds."""
+
+TAIL_BYTES = 20_000
+"""Where those lines are looked for."""
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[int]:
+    """Keeps other grids out of a folder; gives the descriptor that does.
+
+    A run that inherits it keeps the folder held when it outlives its grid, so that no second one joins it.
+
+    Raises:
+        ConfigError: another grid, or a run it left behind, is at work there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            advice = (
+                f"another grid, or a run it left behind, is at work in {folder}; wait for it, or use another folder"
+            )
+            raise ConfigError([Problem("--out", advice)]) from None
+        yield file.fileno()
+
+
+def run_process(command: Sequence[str], log: Path, grace_s: float = GRACE_S, inherit: Sequence[int] = ()) -> int:
+    """Runs a command to its end, its output appended to `log`, and returns its exit code.
+
+    It gets a session of its own, so Ctrl-C reaches this process only: then the command is asked to end, and after
+    `grace_s`, or at a second Ctrl-C, its whole process group is killed.
+
+    Raises:
+        KeyboardInterrupt: after the group has ended.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            pass_fds=inherit,
+        )
+        try:
+            return process.wait()
+        except BaseException:
+            process.send_signal(signal.SIGTERM)
+            _wait(process, grace_s)
+            raise
+        finally:
+            _kill_group(process.pid)
+            process.wait()
+
+
+def last_lines(log: Path, count: int = CAUSE_LINES) -> str:
+    """The last lines of a log that say something; empty when there is none."""
+    if not log.is_file():
+        return ""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+        lines = file.read().decode(errors="replace").splitlines()
+    return "\n".join([line.rstrip() for line in lines if line.strip()][-count:])
+
+
+def _wait(process: subprocess.Popen[bytes], grace_s: float) -> None:
+    try:
+        process.wait(grace_s)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+        return
+
+
+def _kill_group(pid: int) -> None:
+    """Whatever the run has left in its session's group; nothing, as a rule."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return

@@ -1,0 +1,40 @@
+"""Options of `roll ablate` and their checks."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Gives the command its options."""
+    command.add_argument("--variants", type=_list_of(str), required=True, help="values of actor_train.pg_variant: a,b")
+    command.add_argument("--ratios", type=_list_of(float), required=True, help="values of async_generation_ratio: 0,2")
+    command.add_argument("--seeds", type=_list_of(int), required=True, help="seeds: 1,2")
+    command.add_argument("--out", type=Path, default=Path("output/ablation"), help="folder (default: output/ablation)")
+    command.add_argument("--target", type=float, help="validation score whose first step is reported")
+
+
+def ablate(arguments: argparse.Namespace) -> int:
+    """Runs the command; returns the exit code."""
+    from roll.ablation.ablate import Ablation
+    from roll.ablation.grid import cells
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    grid = cells(arguments.variants, arguments.ratios, arguments.seeds)
+    return Ablation(arguments.config, grid, arguments.out, arguments.overrides, arguments.target).run()
+
+
+def _list_of(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """A parser of `a,b,c`."""
+
+    def parse(text: str) -> list[Any]:
+        try:
+            return [kind(item.strip()) for item in text.split(",")]
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a list such as 1,2") from None
+
+    return parse

@@ -1,0 +1,91 @@
+"""Whether the components of a run are alive and getting on, said every few seconds while it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from roll.configs.pipeline import BaseConfig
+
+logger = logging.getLogger(__name__)
+
+FILE_NAME = "health.json"
+
+INTERVAL_S = 5.0
+"""Between two reports: often enough to watch, too seldom to cost anything."""
+
+Health = Mapping[str, Any]
+"""`status` (running, finished or failed), `time` (seconds since 1970), and per component what it says of itself."""
+
+
+@runtime_checkable
+class Monitor(Protocol):
+    """Watches a run: `async_training.monitor_class` names a class that is made with the run's config."""
+
+    def report(self, health: Health) -> None:
+        """Takes the health of the run, every few seconds and once at its end; must not block."""
+
+
+class HealthFile:
+    """Keeps output_dir/health.json: a `time` long past says that the driver hangs or is gone."""
+
+    def __init__(self, config: BaseConfig) -> None:
+        """Takes the run's config."""
+        self._path = Path(config.output_dir) / FILE_NAME
+
+    def report(self, health: Health) -> None:
+        """Replaces the file, so that a reader never sees half of it."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        aside = self._path.with_suffix(".partial")
+        aside.write_text(json.dumps(health, indent=2) + "\n")
+        os.replace(aside, self._path)
+
+
+@asynccontextmanager
+async def watched(
+    ask: Callable[[], Awaitable[Health]], monitor: Monitor, interval_s: float = INTERVAL_S
+) -> AsyncIterator[None]:
+    """Reports what `ask` answers while the block runs, and once more how the block ended.
+
+    A component that fails, or gives no answer within `interval_s`, is reported as that. A monitor that raises is
+    logged; the run goes on.
+    """
+    task = asyncio.create_task(_watch(ask, monitor, interval_s))
+    status = "failed"
+    try:
+        yield
+        status = "finished"
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        _report(monitor, status, await _answer(ask, interval_s))
+
+
+async def _watch(ask: Callable[[], Awaitable[Health]], monitor: Monitor, interval_s: float) -> None:
+    while True:
+        _report(monitor, "running", await _answer(ask, interval_s))
+        await asyncio.sleep(interval_s)
+
+
+async def _answer(ask: Callable[[], Awaitable[Health]], within_s: float) -> Health:
+    try:
+        async with asyncio.timeout(within_s):
+            return await ask()
+    except TimeoutError:
+        return {"error": f"no answer within {within_s:g} s"}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def _report(monitor: Monitor, status: str, components: Health) -> None:
+    try:
+        monitor.report({"status": status, "time": time.time(), **components})
+    except Exception:
+        logger.exception("the monitor failed")

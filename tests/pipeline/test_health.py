@@ -1,0 +1,80 @@
+"""Health is reported while a run lives, at its end, and about components that do not answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from roll.configs.pipeline import RLVRConfig
+from roll.pipeline.health import HealthFile, watched
+from tests.pipeline.my_parts import Listening
+
+
+async def well() -> dict[str, Any]:
+    return {"driver": {"step": 3}}
+
+
+def watch(ask: Any, monitor: Any, seconds: float = 0.05, error: Exception | None = None) -> None:
+    async def run() -> None:
+        async with watched(ask, monitor, interval_s=0.01):
+            await asyncio.sleep(seconds)
+            if error:
+                raise error
+
+    asyncio.run(run())
+
+
+def test_a_run_is_reported_while_it_lives_and_at_its_end():
+    monitor = Listening(None)
+    watch(well, monitor)
+    assert [health["status"] for health in monitor.heard[:2]] == ["running", "running"]
+    assert monitor.heard[0]["driver"] == {"step": 3} and monitor.heard[0]["time"] > 1e9
+    assert (monitor.heard[-1]["status"], monitor.heard[-1]["driver"]) == ("finished", {"step": 3})
+
+
+def test_a_run_that_fails_says_so_and_keeps_its_error():
+    monitor = Listening(None)
+    with pytest.raises(ValueError, match="broken"):
+        watch(well, monitor, error=ValueError("broken"))
+    assert monitor.heard[-1]["status"] == "failed"
+
+
+def test_a_component_that_does_not_answer_is_reported_and_asked_again():
+    monitor, calls = Listening(None), []
+
+    async def silent() -> dict[str, Any]:
+        calls.append(1)
+        await asyncio.sleep(60)
+        return {}
+
+    watch(silent, monitor, seconds=0.1)
+    assert monitor.heard[0]["error"] == "no answer within 0.01 s"
+    assert len(calls) > 1
+
+
+def test_a_component_that_fails_is_reported_with_its_error():
+    async def broken() -> dict[str, Any]:
+        raise RuntimeError("the process died")
+
+    monitor = Listening(None)
+    watch(broken, monitor)
+    assert monitor.heard[0]["error"] == monitor.heard[-1]["error"] == "RuntimeError: the process died"
+
+
+def test_a_monitor_that_raises_does_not_end_the_run(caplog):
+    class Broken:
+        def report(self, health: Any) -> None:
+            raise OSError("no space left")
+
+    watch(well, Broken())
+    assert "the monitor failed" in caplog.text and "no space left" in caplog.text
+
+
+def test_the_file_holds_the_last_report(tmp_path):
+    config = RLVRConfig(output_dir=str(tmp_path / "run"))
+    watch(well, HealthFile(config))
+    assert json.loads((tmp_path / "run" / "health.json").read_text())["status"] == "finished"
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["health.json"]
