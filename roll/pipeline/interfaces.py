@@ -53,7 +53,7 @@ class Learner(Protocol):
     """How a batch becomes an update of the weights."""
 
     async def learn(self, batch: SampleBatch, step: int, clock: StepClock) -> dict[str, float]:
-        """Updates the weights once with the whole batch, as step number `step`, and returns `actor/...` and related metrics."""
+        """Updates the weights with the whole batch, as step number `step`; gives `actor/...` and related metrics."""
 
     async def memory(self) -> dict[str, float]:
         """`memory/...` of every trained role, in bytes."""

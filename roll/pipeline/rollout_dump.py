@@ -21,7 +21,7 @@ def dump_path(folder: Path, step: int) -> Path:
 def dump_samples(data: DataProto, folder: Path, step: int) -> Path:
     """Writes one line for each sample, and gives the file.
 
-    A line has `id`, `group`, `score`, `prompt_ids`, `response_ids`, and for each response token what TOKEN_VALUES names.
+    A line has `id`, `group`, `score`, `prompt_ids`, `response_ids`, and for each response token TOKEN_VALUES.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = dump_path(folder, step)

@@ -21,6 +21,7 @@ def account_metrics(ledger: Ledger, taken: Sequence[Item], version: int, options
     return {
         **ledger.metrics(),
         **ledger.queue_metrics(samples),
+        "processed_samples": float(ledger.consumed * samples),
         "total_generated_samples": float((ledger.submitted - ledger.in_flight) * samples),
         "dropped_stale_samples": float(ledger.dropped[STALE] * samples),
         "generation_errors": float(ledger.dropped["generation_failed"]),

@@ -81,7 +81,8 @@ class TrainingLoop:
         metrics |= await self._learner.memory()
         times = clock.metrics()
         metrics |= throughput(batch.tokens, self._devices, times)
-        return {"step": state.step, "version": state.version, **metrics, **times}
+        own = {"global_steps": float(state.step), "current_param_version": float(state.version)}
+        return {"step": state.step, "version": state.version, **own, **metrics, **times}
 
     def _due(self, every: int) -> bool:
         """Whether something done every so many steps, and at the end, is due after the step just finished."""

@@ -69,6 +69,12 @@ LEDGER = (
 )
 
 ACCOUNT = (
+    Metric("global_steps", "steps", "As step."),
+    Metric("current_param_version", "versions", "As version."),
+    Metric("processed_samples", "samples", "Samples learned from since the run began."),
+    Metric("param_sync_count", "publishes", "Weights brought to the engines since the process started."),
+    Metric("param_sync_requests", "attempts", "Attempts at that, the failed ones included."),
+    Metric("sync_failures", "attempts", "The failed ones."),
     Metric("total_generated_samples", "samples", "Samples that came back from generation since the run began."),
     Metric("generation_errors", "prompts", "Prompts given up because a response could not be generated."),
     Metric("dropped_stale_samples", "samples", "Samples dropped for a token older than max_staleness_allowed."),

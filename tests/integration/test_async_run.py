@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -11,7 +12,9 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from runs import (
+    ROOT,
     assert_nothing_is_left,
     finish,
     inputs_in,
@@ -21,6 +24,11 @@ from runs import (
     start,
     wait_for_line,
 )
+
+from roll.algorithms.aggregation import LossScale
+from roll.algorithms.losses import LOSSES
+from roll.algorithms.policy_config import PolicyLossConfig
+from roll.pipeline.rollout_dump import read_samples
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
@@ -82,6 +90,76 @@ def test_staleness_is_bounded_and_every_sample_accounted_for(inputs, tmp_path, r
     assert any(line["actor/ratio_deviation_max"] > 1e-3 for line in steps[1:]), "nothing was corrected"
     assert not any(line["correction/inert"] for line in steps)
     assert_nothing_is_left(tmp_path)
+
+
+VARIANTS = ("vanilla", "ppo", "tis", "topr", "cispo", "kimi15")
+
+
+def test_on_samples_of_a_real_run_every_variant_gives_a_gradient_of_its_own(inputs, tmp_path):
+    config = asynchronous(
+        inputs,
+        tmp_path,
+        2,
+        eval_steps=0,
+        rollout_dump_dir=str(tmp_path / "samples"),
+        old_log_probs_source="recompute",
+        actor_train__pg_variant="tis",
+        actor_train__training_args__learning_rate=5e-3,
+    )
+    code, output = finish(start(config))
+    assert code == 0, output
+    rows = [row for row in read_samples(tmp_path / "samples", STEPS) if min(row["weight_version"]) < STEPS - 1]
+    assert rows, "the last batch has no stale sample"
+    gradients = {variant: gradient_of(rows, variant) for variant in VARIANTS}
+    for one, other in itertools.combinations(VARIANTS, 2):
+        difference = (gradients[one] - gradients[other]).norm() / gradients["vanilla"].norm()
+        assert difference > 1e-3, f"{one} and {other} differ by {difference:.2g} of vanilla's gradient only"
+
+
+def gradient_of(rows: list[dict[str, Any]], variant: str) -> torch.Tensor:
+    """The gradient in the current log-probs [b, T] of stale samples, the policy being that before their update."""
+
+    def padded(name: str) -> torch.Tensor:
+        return torch.nn.utils.rnn.pad_sequence([torch.tensor(row[name]) for row in rows], batch_first=True)
+
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones(len(row["response_ids"])) for row in rows], batch_first=True)
+    log_probs = padded("old_log_probs").requires_grad_()
+    scores = torch.tensor([row["score"] for row in rows])
+    micro = {
+        "response_mask": mask.bool(),
+        "old_log_probs": padded("old_log_probs"),
+        "behavior_log_probs": padded("behavior_log_probs"),
+        "advantages": padded("advantages"),
+        "scores": scores - scores.median(),  # topr asks which samples were good
+    }
+    settings = PolicyLossConfig(pg_variant=variant, pg_ratio_base="behavior", loss_agg_mode="token-mean")
+    loss, _ = LOSSES["policy"](log_probs, None, micro, LossScale(float(mask.sum()), float(len(rows))), settings)
+    loss.backward()
+    assert log_probs.grad is not None
+    return log_probs.grad
+
+
+@pytest.mark.parametrize("name", ["one_step_off", "rlvr_async", "fully_async", "offpolicy_buffer"])
+def test_the_recipes_of_four_systems_run(inputs, tmp_path, name):
+    data = json.dumps(inputs["actor_train"]["data_args"]["file_name"])
+    validation = json.dumps(inputs["validation"]["data_args"]["file_name"])
+    run = start(
+        ROOT / "examples" / name / "rlvr_config.yaml",
+        f"pretrain={inputs['pretrain']}",
+        f"output_dir={tmp_path}/run",
+        f"actor_train.data_args.file_name={data}",
+        f"validation.data_args.file_name={validation}",
+        "max_steps=4",
+    )
+    code, output = finish(run)
+    assert code == 0, output
+    steps = lines(tmp_path)
+    assert steps[-1]["step"] == steps[-1]["global_steps"] == 4
+    assert steps[-1]["processed_samples"] == 4 * 16 * 8
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    ratio = record["config"]["async_generation_ratio"]
+    assert ratio > 0 and record["summary"]["advice"]
+    assert max(line.get("staleness/max", 0) for line in steps) <= math.ceil(ratio)
 
 
 def test_ratio_0_through_the_rollouter_is_synchronous_training_bit_for_bit(inputs, tmp_path):
