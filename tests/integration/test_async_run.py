@@ -37,8 +37,8 @@ STEPS = 6
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> dict[str, Any]:
-    """The part of a recipe that says where model and problems are."""
-    return inputs_in(tmp_path_factory.mktemp("problems"), tiny_model_dir)
+    """The part of a recipe that says where model and problems are; the problems run out in the middle of a batch."""
+    return inputs_in(tmp_path_factory.mktemp("problems"), tiny_model_dir, train=10)
 
 
 def asynchronous(inputs: dict[str, Any], folder: Path, ratio: float, **keys: Any) -> Path:
