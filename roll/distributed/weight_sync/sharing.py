@@ -85,7 +85,7 @@ class SharedSender:
         """Takes the checksums of bucket `index` once all ranks have filled it, then does the damage that is asked for.
 
         Returns:
-            On the source, the checksums of all buckets with the last of them, before that nothing; None elsewhere and after the last.
+            On the source: with the last bucket the checksums of all, before that none. None elsewhere and after it.
         """
         buckets = stages[self._member.stage]
         if not self._member.is_source or index >= len(buckets):
