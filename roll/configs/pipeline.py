@@ -97,6 +97,9 @@ class SFTConfig(BaseConfig):
     """Supervised fine-tuning: loss on the answer only. A batch is one optimizer step of actor_train."""
 
     pipeline: Literal["sft"] = option("sft", "Which pipeline this file is for.")
+    target_loss: float | None = option(
+        None, "The run ends early, once a validation finds val/loss at or below this.", above=0
+    )
 
 
 @dataclass

@@ -14,13 +14,14 @@ FILE_NAME = "pipeline.json"
 class PipelineState:
     """Counters and cursors of the driver.
 
-    `step` counts finished steps, `version` the weight updates since the start (0 before the first). `samples` is what
-    the sample source remembers. The driver draws no random numbers of its own: every seed derives from the run's
-    seed and these counters.
+    `step` counts finished steps, `version` the weight updates since the start (0 before the first). `reached` says that
+    a validation found what the run was for, so no step is left. `samples` is what the sample source remembers. The
+    driver draws no random numbers of its own: every seed derives from the run's seed and these counters.
     """
 
     step: int = 0
     version: int = 0
+    reached: bool = False
     samples: dict[str, Any] = field(default_factory=dict)
 
     def save(self, folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,13 +36,24 @@ class TrainingLoop:
         learner: Learner,
         publisher: Publisher | None,
         trackers: TrackerGroup,
+        reached: Callable[[dict[str, float]], bool] | None = None,
     ) -> None:
-        """Takes the parts; `publisher` is None where nobody generates."""
+        """Takes the parts.
+
+        Args:
+            config: of the run.
+            samples: where batches come from.
+            learner: what they update.
+            publisher: None where nobody generates.
+            trackers: where lines go.
+            reached: whether validation metrics are what the run was for, so that it ends early; None: never.
+        """
         self._config = config
         self._samples = samples
         self._learner = learner
         self._publisher = publisher
         self._trackers = trackers
+        self._reached = reached or (lambda metrics: False)
         self._checkpoints = CheckpointManager(Path(config.output_dir) / "checkpoints", config.max_ckpt_to_keep)
         self._devices = len({rank for role in device_roles(config).values() for rank in role.device_mapping}) or 1
         self.state = PipelineState()
@@ -57,7 +69,7 @@ class TrainingLoop:
             metrics |= await self._validate(clock)
             self._trackers.log(0, {"step": 0, "version": 0, **metrics, **clock.metrics()})
         await self._samples.advance(self.state.version)
-        while self.state.step < self._config.max_steps:
+        while not self._at_end:
             metrics = await self._step()
             self._stepped = time.monotonic()
             self._trackers.log(self.state.step, metrics)
@@ -87,7 +99,11 @@ class TrainingLoop:
     def _due(self, every: int) -> bool:
         """Whether something done every so many steps, and at the end, is due after the step just finished."""
         step = self.state.step
-        return every > 0 and (step % every == 0 or step == self._config.max_steps)
+        return every > 0 and (step % every == 0 or self._at_end)
+
+    @property
+    def _at_end(self) -> bool:
+        return self.state.reached or self.state.step >= self._config.max_steps
 
     async def _publish(self, clock: StepClock) -> dict[str, float]:
         if self._publisher is None:
@@ -99,6 +115,7 @@ class TrainingLoop:
         with clock.measure("val"):
             metrics = await self._samples.validate(self.state.version)
         self.validation[str(self.state.step)] = metrics
+        self.state.reached = self._reached(metrics)
         return metrics
 
     async def save(self) -> Path:

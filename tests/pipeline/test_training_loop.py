@@ -133,6 +133,19 @@ def test_a_run_in_two_parts_writes_the_lines_of_a_run_in_one(tmp_path, stop):
     assert parts.events[0] == f"publish {stop}"
 
 
+def test_a_run_ends_early_when_a_validation_finds_what_it_was_for(tmp_path):
+    config = config_in(tmp_path, max_steps=9, eval_steps=2, save_steps=5)
+    parts, lines = Counting(), Lines()
+    loop = TrainingLoop(config, parts, parts, parts, lines, lambda metrics: metrics["val/score"] >= 3)
+    asyncio.run(loop.run())
+    assert [step for step, _ in lines.lines] == [0, 1, 2, 3, 4]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000004"]
+    again = TrainingLoop(config_in(tmp_path, max_steps=9, resume_from_checkpoint=True), parts, parts, parts, lines)
+    asyncio.run(again.resume())
+    asyncio.run(again.run())
+    assert again.state.step == 4, "a run that reached its target goes on"
+
+
 def test_only_the_end_is_saved_when_save_steps_is_zero(tmp_path):
     run(config_in(tmp_path, max_steps=3, save_steps=0))
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000003"]

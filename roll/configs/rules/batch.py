@@ -7,13 +7,17 @@ from math import gcd
 from roll.configs.batches import samples_per_optimizer_step, training_batch
 from roll.configs.errors import Report
 from roll.configs.layouts import device_roles, is_megatron, role_layout
-from roll.configs.pipeline import BaseConfig, RLConfig
+from roll.configs.pipeline import BaseConfig, RLConfig, SFTConfig
 
 
 def check_training(config: BaseConfig, report: Report) -> None:
     """The optimizer's schedule and the token budgets of dynamic batching."""
     training = config.actor_train.training_args
     path = "actor_train.training_args"
+    if isinstance(config, SFTConfig) and config.target_loss is not None and config.eval_steps == 0:
+        report.error(
+            "target_loss", f"{config.target_loss:g} is never measured, since eval_steps is 0; use eval_steps 10"
+        )
     if training.warmup_steps and training.warmup_ratio:
         report.error(
             f"{path}.warmup_ratio",

@@ -50,7 +50,12 @@ class SFTPipeline:
         """The loop, its parts joined to the running cluster."""
         actor = session.clusters["actor_train"]
         samples = SFTSamples(self._config, self._examples, self._validation, actor)
-        return TrainingLoop(self._config, samples, SFTLearner(self._config, actor), None, trackers)
+        learner = SFTLearner(self._config, actor)
+        return TrainingLoop(self._config, samples, learner, None, trackers, self._reached)
+
+    def _reached(self, metrics: dict[str, float]) -> bool:
+        target = self._config.target_loss
+        return target is not None and metrics["val/loss"] <= target
 
     async def close(self) -> None:
         """Nothing was started."""
