@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from roll.configs.layouts import device_roles, role_layout
@@ -62,9 +62,12 @@ class Session:
         for pending in await asyncio.gather(*calls):
             await pending
 
-    def start_service(self, name: str, make: Callable[..., Any], *args: Any) -> Service:
-        """Runs `make(*args)` in a process of its own, on the cores of the engines, which it feeds."""
-        service = Service(name, self._config, self.clusters["actor_infer"].ranks[0].cores, make, *args)
+    def start_service(
+        self, name: str, deadlines: Mapping[str, float], make: Callable[..., Any], *args: Any
+    ) -> Service:
+        """Runs `make(*args)` in a process of its own, on the cores of the engines, which it feeds; see `Service`."""
+        cores = self.clusters["actor_infer"].ranks[0].cores
+        service = Service(name, self._config, cores, deadlines, make, *args)
         self._services.append(service)
         return service
 
