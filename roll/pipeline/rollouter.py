@@ -156,9 +156,16 @@ class Rollouter(Generic[ItemT]):
         }
 
     async def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores `state_dict`; what was in flight is generated again, under its old numbers and deadlines."""
-        self._producer.load_state_dict(state["producer"])
-        self.policy = RolloutPolicy.restore(self.policy.settings, state["policy"], self._producer.decode)
+        """Restores `state_dict`; what was in flight is generated again, under its old numbers and deadlines.
+
+        Raises:
+            RunError: it was taken with other data, another seed, or batches of another size.
+        """
+        try:
+            self._producer.load_state_dict(state["producer"])
+            self.policy = RolloutPolicy.restore(self.policy.settings, state["policy"], self._producer.decode)
+        except ValueError as error:
+            raise RunError(f"resume_from_checkpoint: {error}") from error
         unfinished = {item.number: item for item in map(self._producer.decode, state["in_flight"])}
         self._again = [unfinished[ticket.number] for ticket in self.policy.resubmit()]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -72,10 +73,12 @@ class Session:
         return service
 
     def _stop(self) -> None:
-        for service in self._services:
-            service.shutdown()
-        for cluster in self.clusters.values():
-            cluster.shutdown()
-        if self._resources is not None:
-            self._resources.release()
-        stop_ray()
+        """Services first, Ray last; each is ended though the one before it could not be."""
+        with contextlib.ExitStack() as ends:
+            ends.callback(stop_ray)
+            if self._resources is not None:
+                ends.callback(self._resources.release)
+            for cluster in reversed(self.clusters.values()):
+                ends.callback(cluster.shutdown)
+            for service in self._services:
+                ends.callback(service.shutdown)

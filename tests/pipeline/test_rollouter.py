@@ -187,6 +187,16 @@ def test_what_was_buffered_or_running_survives_a_restart(ratio, cut):
     asyncio.run(run())
 
 
+def test_a_checkpoint_of_batches_of_another_size_is_refused_with_a_reason():
+    async def run() -> None:
+        state = await rollouter(Scripted([1]), 1.0, steps=6).state_dict()
+        larger = Rollouter(Scripted([1]), PolicySettings(batch_size=2 * BATCH, ratio=1.0), OPTIONS)
+        with pytest.raises(RunError, match="resume_from_checkpoint: batch_size: 8 cannot go on from a checkpoint"):
+            await larger.load_state_dict(state)
+
+    asyncio.run(run())
+
+
 def test_validation_holds_submission_and_lets_it_go_again():
     async def run() -> None:
         producer = Scripted([3])
