@@ -9,6 +9,7 @@ from typing import Any
 
 from roll.configs.names import GROUP_ESTIMATORS
 from roll.configs.policy import VARIANT_KNOBS
+from roll.configs.queue import runs_in_background
 
 ROLE_KEYS: dict[str, tuple[str, ...]] = {
     "actor_train": (
@@ -166,6 +167,11 @@ INERT: tuple[Inert, ...] = (
         ("allow_uncorrected_off_policy",),
         _rlvr(lambda c: c.async_generation_ratio == 0),
         "async_generation_ratio is 0, so samples are never stale",
+    ),
+    Inert(
+        ("async_training.batch_generation_interval_s",),
+        _rlvr(lambda c: not runs_in_background(c)),
+        "nothing is generated ahead, so each batch is generated when it is asked for",
     ),
     Inert(("dual_clip_c",), _rlvr(lambda c: not c.dual_clip_loss), "dual_clip_loss is false"),
     Inert(

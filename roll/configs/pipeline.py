@@ -178,10 +178,17 @@ class RLConfig(AsyncOptions, PolicyOptions, BaseConfig):
         2, "Times a failed request is tried again before its group is dropped.", minimum=0
     )
     max_failure_rate: float = option(
-        0.1, "Share of a batch's prompts that may fail before the run ends.", minimum=0, maximum=1
+        0.1,
+        "Prompts that may fail from one batch to the next before the run ends, as a share of those that come back "
+        "whole meanwhile, or of a batch where fewer do.",
+        minimum=0,
+        maximum=1,
     )
     max_resample_factor: float = option(
-        10.0, "Groups that query filters may drop for one batch, in batches, before the run ends.", above=0
+        10.0,
+        "Groups that query filters may drop from one batch to the next before the run ends, for each that they keep, "
+        "or in batches where they keep fewer.",
+        above=0,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 from roll.configs.seeds import role_seed
@@ -25,8 +26,8 @@ class DirtyEngineError(RuntimeError):
 class InferWorker(Worker):
     """Wraps the engine, and remembers whether its weights are whole.
 
-    From `begin_update` to a verified end the engine is dirty and refuses to generate, however the update ended. An
-    engine that started on dummy weights is dirty from the start.
+    From `begin_update` to a verified end the engine is dirty: requests wait while the publish goes on, and are refused
+    once it was given up. An engine that started on dummy weights is dirty from the start.
     """
 
     concurrent = True
@@ -36,6 +37,8 @@ class InferWorker(Worker):
         """Starts no engine yet."""
         super().__init__(rank, config, pipeline_config)
         self._dirty = ""
+        self._settled = asyncio.Event()
+        self._settled.set()
         self._strategy: Any = None
         self._joined: set[str] = set()
 
@@ -55,11 +58,12 @@ class InferWorker(Worker):
 
     @register(dispatch=Dispatch.ALL_TO_ALL)
     async def generate(self, requests: list[GenerateRequest]) -> list[GenerateResult]:
-        """One result per request, in order.
+        """One result per request, in order; what arrives during a publish waits for its end.
 
         Raises:
-            DirtyEngineError: the engine holds no whole version of the weights.
+            DirtyEngineError: the engine holds no whole version of the weights, and none is on its way.
         """
+        await self._settled.wait()
         if self._dirty:
             raise DirtyEngineError(f"{self.rank.name} serves nothing: {self._dirty}")
         return await self._strategy.generate(requests)
@@ -101,6 +105,7 @@ class InferWorker(Worker):
     async def begin_update(self, version: int) -> None:
         """Opens an update session; the engine is dirty until `accept_update`."""
         self._dirty = f"the publish of version {version} did not complete"
+        self._settled.clear()
         await self._strategy.begin_update()
 
     @register(deadline="sync_timeout_s")
@@ -129,6 +134,12 @@ class InferWorker(Worker):
     async def accept_update(self) -> None:
         """Declares the weights whole: the engine may serve again."""
         self._dirty = ""
+        self._settled.set()
+
+    @register(deadline="sync_timeout_s")
+    async def give_up_update(self) -> None:
+        """No attempt follows: an engine that is dirty now refuses what waits."""
+        self._settled.set()
 
     @register()
     async def process_ids(self) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -24,7 +24,13 @@ class Service:
     """Runs `make(*args)` beside the driver; coroutines of the object are called by name and run side by side."""
 
     def __init__(
-        self, name: str, config: BaseConfig, cores: tuple[int, ...], make: Callable[..., Any], *args: Any
+        self,
+        name: str,
+        config: BaseConfig,
+        cores: tuple[int, ...],
+        deadlines: Mapping[str, float],
+        make: Callable[..., Any],
+        *args: Any,
     ) -> None:
         """Starts the process and makes the object.
 
@@ -32,13 +38,14 @@ class Service:
             name: for messages and the log file.
             config: of the run.
             cores: the process is pinned to.
+            deadlines: seconds by the coroutine's name, where it is not `rpc_timeout_s`.
             make: gives the object, which has a coroutine `close`.
             args: of `make`.
 
         Raises:
             ClusterError: it could not be made.
         """
-        self._name, self._config, self._ended = name, config, False
+        self._name, self._config, self._deadlines, self._ended = name, config, deadlines, False
         self._log = log_file(config, name)
         here = ray.get_runtime_context().get_node_id()
         host: Any = ray.remote(ConcurrentHost)
@@ -53,8 +60,9 @@ class Service:
         self._pending("build", self._actor.build.remote(make, {}, *args), config.start_timeout_s).get()
 
     def call(self, method: str, *args: Any) -> Pending:
-        """The answer of one of the object's coroutines, within `rpc_timeout_s`."""
-        return self._pending(method, self._actor.call.remote(method, True, *args), self._config.rpc_timeout_s)
+        """The answer of one of the object's coroutines, within its deadline."""
+        deadline_s = self._deadlines.get(method, self._config.rpc_timeout_s)
+        return self._pending(method, self._actor.call.remote(method, True, *args), deadline_s)
 
     def shutdown(self) -> None:
         """Closes the object and ends the process and those it started; may be called twice."""

@@ -45,9 +45,6 @@ class SampleSource(Protocol):
     async def health(self) -> dict[str, Any]:
         """How the source is doing, JSON-able; empty where it has no state of its own."""
 
-    async def close(self) -> None:
-        """Ends every process the source started."""
-
 
 class Learner(Protocol):
     """How a batch becomes an update of the weights."""

@@ -29,7 +29,7 @@ def rollout_options(config: RLConfig, samples_per_item: int) -> RolloutOptions:
         background=runs_in_background(config),
         together=config.deterministic or not runs_in_background(config),
         samples_per_item=samples_per_item,
-        failures=config.max_failure_rate * config.rollout_batch_size,
+        failure_rate=config.max_failure_rate,
         resample_factor=config.max_resample_factor,
         report_s=asynchronous.batch_timeout_s,
         deadline_s=asynchronous.batch_deadline_s,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic
@@ -35,7 +35,7 @@ class RolloutOptions:
         background: produce ahead of demand.
         together: what is admitted at one moment is generated in one call, so that runs repeat.
         samples_per_item: for counts in samples.
-        failures: prompts of one batch that may be dropped for failures.
+        failure_rate: share of the prompts of a batch that may be dropped for failures.
         resample_factor: groups that may be filtered for one batch, in batches.
         report_s: a batch that takes longer is reported, each time this passes.
         deadline_s: a batch that takes longer ends the run.
@@ -46,7 +46,7 @@ class RolloutOptions:
     background: bool
     together: bool
     samples_per_item: int
-    failures: float
+    failure_rate: float
     resample_factor: float
     report_s: float
     deadline_s: float
@@ -68,12 +68,12 @@ class Rollouter(Generic[ItemT]):
         self.policy: RolloutPolicy[ItemT] = RolloutPolicy(settings)
         self._producer, self._options, self._clock = producer, options, clock
         self._changed = asyncio.Condition()
-        self._submitting: asyncio.Task[None] | None = None
+        self._submitting = False
         self._work: set[asyncio.Task[None]] = set()
         self._error: BaseException | None = None
         self._busy = {name: Busy(clock()) for name in WORK}
         self._starvation = StarvationLimit(settings.batch_size, options.resample_factor)
-        self._failed = 0
+        self._failed = self._whole = 0
         self._in_flight: dict[int, ItemT] = {}
         self._again: list[ItemT] = []
         self._progress = clock()
@@ -92,8 +92,9 @@ class Rollouter(Generic[ItemT]):
         async with self._changed:
             self.policy.advance(version)
             self._changed.notify_all()
-        if self._options.background and self._submitting is None:
-            self._submitting = asyncio.create_task(self._submit_always())
+        if self._options.background and not self._submitting:
+            self._submitting = True
+            self._start(self._submit_always)
 
     async def take(self) -> RolloutBatch[ItemT]:
         """The next batch, earliest deadline first.
@@ -101,14 +102,14 @@ class Rollouter(Generic[ItemT]):
         Raises:
             RunError: too much failed, a filter starves the batch, or it was not ready within `deadline_s`.
         """
-        if not self._options.background:
-            await self._fill()
+        if not self._options.background and not self.policy.ready():
+            self._start(self._fill)
         version = self.policy.learning_version
         await self._until_ready()
         taken = [entry.item for entry in self.policy.take()]
         async with self._changed:
             self._changed.notify_all()
-        self._failed = 0
+        self._failed = self._whole = 0
         self._progress = self._clock()
         self._starvation.taken()
         seconds = {name: busy.lap(self._clock()).busy for name, busy in self._busy.items()}
@@ -155,15 +156,22 @@ class Rollouter(Generic[ItemT]):
         }
 
     async def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores `state_dict`; what was in flight is generated again, under its old numbers and deadlines."""
-        self._producer.load_state_dict(state["producer"])
-        self.policy = RolloutPolicy.restore(self.policy.settings, state["policy"], self._producer.decode)
+        """Restores `state_dict`; what was in flight is generated again, under its old numbers and deadlines.
+
+        Raises:
+            RunError: it was taken with other data, another seed, or batches of another size.
+        """
+        try:
+            self._producer.load_state_dict(state["producer"])
+            self.policy = RolloutPolicy.restore(self.policy.settings, state["policy"], self._producer.decode)
+        except ValueError as error:
+            raise RunError(f"resume_from_checkpoint: {error}") from error
         unfinished = {item.number: item for item in map(self._producer.decode, state["in_flight"])}
         self._again = [unfinished[ticket.number] for ticket in self.policy.resubmit()]
 
     async def close(self) -> None:
         """Ends production; what is in flight is given up."""
-        running = [task for task in (self._submitting, *self._work) if task is not None]
+        running = list(self._work)
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
@@ -187,9 +195,7 @@ class Rollouter(Generic[ItemT]):
             last = self._clock()
             items = self._next(min(self.policy.admissible(), self.policy.settings.batch_size))
             for share in [items] if self._options.together else [[item] for item in items]:
-                task = asyncio.create_task(self._produce_noting_errors(share))
-                self._work.add(task)
-                task.add_done_callback(self._work.discard)
+                self._start(self._produce, share)
 
     def _next(self, count: int) -> list[ItemT]:
         """What was in flight at a restart, then fresh prompts."""
@@ -198,10 +204,16 @@ class Rollouter(Generic[ItemT]):
         self._in_flight |= {item.number: item for item in items}
         return items
 
-    async def _produce_noting_errors(self, items: list[ItemT]) -> None:
+    def _start(self, work: Callable[..., Awaitable[None]], *args: Any) -> None:
+        """Lets work run beside everything else, until it ends or `close` ends it."""
+        task = asyncio.create_task(self._noting_errors(work, *args))
+        self._work.add(task)
+        task.add_done_callback(self._work.discard)
+
+    async def _noting_errors(self, work: Callable[..., Awaitable[None]], *args: Any) -> None:
         """An exception belongs to whoever waits for the batch."""
         try:
-            await self._produce(items)
+            await work(*args)
         except Exception as error:
             self._error = self._error or error
             async with self._changed:
@@ -211,18 +223,19 @@ class Rollouter(Generic[ItemT]):
         """Every item ends as finished or dropped, with a reason, in the account."""
         await self._producer.produce(items, self)
         for item in items:
-            del self._in_flight[item.number]
             self._progress = self._clock()
             reason = item.drop_reason
             if reason is not None:
                 self._failed += 1
             else:
+                self._whole += 1
                 reason = self._filter(item)
             if reason is None:
                 self.policy.finish(item.number, item, item.oldest_version)
             else:
                 self.policy.drop(item.number, reason)
-        if self._failed > self._options.failures:
+            del self._in_flight[item.number]
+        if self._failed > self._options.failure_rate * max(self.policy.settings.batch_size, self._whole):
             raise RunError(self._failures())
         async with self._changed:
             self._changed.notify_all()
@@ -253,10 +266,11 @@ class Rollouter(Generic[ItemT]):
             raise self._error
 
     def _failures(self) -> str:
-        size = self.policy.settings.batch_size
+        size = max(self.policy.settings.batch_size, self._whole)
         return (
-            f"{self._failed} prompts of one batch were dropped {dict(self.policy.ledger.dropped)}, more than "
-            f"max_failure_rate allows of {size}; last cause: {self._producer.last_failure or 'see the engine log'}"
+            f"{self._failed} prompts failed since the last batch, more than max_failure_rate "
+            f"{self._options.failure_rate:g} allows of {size}; dropped so far: {dict(self.policy.ledger.dropped)}; "
+            f"last cause: {self._producer.last_failure or 'see the engine log'}"
         )
 
     def _state(self) -> str:

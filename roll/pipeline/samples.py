@@ -47,10 +47,6 @@ class RolloutSamples:
         """See `Rollouter.health`."""
         return await self._ask("health")
 
-    async def close(self) -> None:
-        """Ends generation."""
-        await self._ask("close")
-
 
 def here(rollouter: Rollouter[Any]) -> Ask:
     """Asks a rollouter of this process."""

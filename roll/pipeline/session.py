@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from roll.configs.layouts import device_roles, role_layout
@@ -62,17 +63,22 @@ class Session:
         for pending in await asyncio.gather(*calls):
             await pending
 
-    def start_service(self, name: str, make: Callable[..., Any], *args: Any) -> Service:
-        """Runs `make(*args)` in a process of its own, on the cores of the engines, which it feeds."""
-        service = Service(name, self._config, self.clusters["actor_infer"].ranks[0].cores, make, *args)
+    def start_service(
+        self, name: str, deadlines: Mapping[str, float], make: Callable[..., Any], *args: Any
+    ) -> Service:
+        """Runs `make(*args)` in a process of its own, on the cores of the engines, which it feeds; see `Service`."""
+        cores = self.clusters["actor_infer"].ranks[0].cores
+        service = Service(name, self._config, cores, deadlines, make, *args)
         self._services.append(service)
         return service
 
     def _stop(self) -> None:
-        for service in self._services:
-            service.shutdown()
-        for cluster in self.clusters.values():
-            cluster.shutdown()
-        if self._resources is not None:
-            self._resources.release()
-        stop_ray()
+        """Services first, Ray last; each is ended though the one before it could not be."""
+        with contextlib.ExitStack() as ends:
+            ends.callback(stop_ray)
+            if self._resources is not None:
+                ends.callback(self._resources.release)
+            for cluster in reversed(self.clusters.values()):
+                ends.callback(cluster.shutdown)
+            for service in self._services:
+                ends.callback(service.shutdown)

@@ -81,7 +81,8 @@ class QueryFilter:
 class StarvationLimit:
     """Notices that a filter keeps a batch from ever being full.
 
-    Rule: while one batch is filled, at most `max_resample_factor` * `batch_size` groups may be filtered.
+    Rule: from one batch to the next, at most `max_resample_factor` groups may be filtered for each that is kept, or
+    that times `batch_size` while fewer are kept. So more may be filtered while more than one batch is filled ahead.
     """
 
     def __init__(self, batch_size: int, max_resample_factor: float) -> None:
@@ -110,14 +111,15 @@ class StarvationLimit:
         """
         self._filtered[f"{filter_name}: {reason}"] += 1
         total = sum(self._filtered.values())
-        if total <= self._factor * self._batch_size:
+        allowed = self._factor * max(self._batch_size, self._kept)
+        if total <= allowed:
             return None
         worst, count = self._filtered.most_common(1)[0]
         counts = ", ".join(f"{name} {count}" for name, count in self._filtered.most_common())
         return (
             f"{worst} starves the batch: it dropped {count} of the {total + self._kept} groups that came back since "
-            f"the last batch, and {self._kept} of {self._batch_size} were kept; max_resample_factor {self._factor:g} "
-            f"allows {self._factor * self._batch_size:g} to be filtered ({counts}). Widen the filter, use prompts of "
+            f"the last batch of {self._batch_size}, and {self._kept} were kept; max_resample_factor {self._factor:g} "
+            f"allows {allowed:g} to be filtered ({counts}). Widen the filter, use prompts of "
             f"a fitting difficulty, or raise max_resample_factor"
         )
 

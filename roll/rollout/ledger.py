@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
 
 
 class LedgerError(RuntimeError):
@@ -80,15 +79,3 @@ class Ledger:
             "dropped_samples": self.dropped_total,
         }
         return {f"queue/{name}": float(count * samples_per_prompt) for name, count in counts.items()}
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps; work in flight or buffered does not survive the engines and is counted back."""
-        lost = self.buffered + self.in_flight
-        return {"submitted": self.submitted - lost, "consumed": self.consumed, "dropped": dict(self.dropped)}
-
-    @classmethod
-    def from_state(cls, state: dict[str, Any]) -> Ledger:
-        """Restores `state_dict`."""
-        ledger = cls(state["submitted"], state["consumed"], dropped=Counter(state["dropped"]))
-        ledger.check()
-        return ledger

@@ -59,6 +59,14 @@ def test_a_drain_that_may_outlast_the_publish_is_a_warning(tmp_path: Path) -> No
     assert any("drain waits for requests of up to" in str(warning) for warning in warnings)
 
 
+def test_a_distance_between_submissions_that_nothing_keeps_is_a_warning(tmp_path: Path) -> None:
+    said = "async_training.batch_generation_interval_s: has no effect: nothing is generated ahead"
+    interval = "async_training.batch_generation_interval_s=1"
+    assert any(said in str(warning) for warning in check(rlvr(tmp_path, interval)).warnings)
+    ahead = check(rlvr(tmp_path, interval, "async_generation_ratio=1")).warnings
+    assert not any("interval" in str(warning) for warning in ahead)
+
+
 @pytest.mark.parametrize(
     ("ratio", "ahead", "allowed"), [(0, 0, 5), (0.5, 1, 5), (0.1 * 3 + 0.7, 1, 5), (1, 1, 5), (6.5, 7, 7)]
 )

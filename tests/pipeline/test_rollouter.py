@@ -97,7 +97,7 @@ OPTIONS = RolloutOptions(
     background=True,
     together=False,
     samples_per_item=2,
-    failures=BATCH,
+    failure_rate=1.0,
     resample_factor=2.0,
     report_s=0.05,
     deadline_s=5.0,
@@ -187,6 +187,16 @@ def test_what_was_buffered_or_running_survives_a_restart(ratio, cut):
     asyncio.run(run())
 
 
+def test_a_checkpoint_of_batches_of_another_size_is_refused_with_a_reason():
+    async def run() -> None:
+        state = await rollouter(Scripted([1]), 1.0, steps=6).state_dict()
+        larger = Rollouter(Scripted([1]), PolicySettings(batch_size=2 * BATCH, ratio=1.0), OPTIONS)
+        with pytest.raises(RunError, match="resume_from_checkpoint: batch_size: 8 cannot go on from a checkpoint"):
+            await larger.load_state_dict(state)
+
+    asyncio.run(run())
+
+
 def test_validation_holds_submission_and_lets_it_go_again():
     async def run() -> None:
         producer = Scripted([3])
@@ -228,10 +238,12 @@ def test_a_filter_that_starves_the_batch_is_named(background):
     assert "rewards.dull: filtered_no_spread starves the batch" in said and "max_resample_factor 2" in said
 
 
-def test_a_batch_that_never_comes_ends_the_run_with_what_it_waited_for(caplog):
-    said = error_of(Scripted([10**9]), deadline_s=0.2)
+@pytest.mark.parametrize("background", [True, False])
+def test_a_batch_that_never_comes_ends_the_run_with_what_it_waited_for(caplog, background):
+    said = error_of(Scripted([10**9]), ratio=float(background), deadline_s=0.2, background=background)
+    running = 8 if background else 4
     assert "no batch within 0.2 s (batch_deadline_s)" in said
-    assert "0 of 4 prompts are ready, 8 are running; it waits for 8 (prompt 0 of version 0" in said
+    assert f"0 of 4 prompts are ready, {running} are running; it waits for {running} (prompt 0 of version 0" in said
     assert "still waiting for a batch" in caplog.text
 
 
@@ -241,6 +253,51 @@ def test_an_exception_while_producing_reaches_whoever_waits():
             raise RunError("the engine died")
 
     assert error_of(Broken([1])) == "the engine died"
+
+
+def test_failures_are_a_share_of_all_that_is_made_ahead():
+    async def run(failing: set[int]) -> None:
+        producer = Scripted([1], failing=failing)
+        made = rollouter(producer, 4.0, steps=6, failure_rate=0.25)
+        await made.advance(0)
+        for _ in range(200):
+            await asyncio.sleep(0)
+        assert made.policy.ledger.buffered == 5 * BATCH
+        try:
+            await made.take()
+        finally:
+            await made.close()
+
+    asyncio.run(run({3, 9, 14, 19}))
+    with pytest.raises(RunError, match="more than max_failure_rate 0.25 allows of"):
+        asyncio.run(run({3, 4}))
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_an_exception_while_drawing_prompts_reaches_whoever_waits(background):
+    class Empty(Scripted):
+        def draw(self, tickets: Iterable[Ticket]) -> list[Draft]:
+            raise RunError("there are no prompts")
+
+    assert error_of(Empty([1]), ratio=float(background), background=background) == "there are no prompts"
+
+
+def test_a_checkpoint_taken_after_a_filter_starved_the_batch_can_be_restored():
+    async def run() -> None:
+        producer = Scripted([1], dull=set(range(4, 1000)))
+        made = rollouter(producer, 1.0, steps=6)
+        await made.advance(0)
+        for _ in range(200):
+            await asyncio.sleep(0)
+        assert "starves the batch" in ((await made.health())["error"] or "")
+        state = json.loads(json.dumps(await made.state_dict()))
+        await made.close()
+        restored = rollouter(Scripted([1]), 1.0, steps=6)
+        await restored.load_state_dict(state)
+        assert len(await train(restored, restored._producer, range(1))) == 1
+        await restored.close()
+
+    asyncio.run(run())
 
 
 def test_submissions_keep_their_distance():

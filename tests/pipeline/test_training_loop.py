@@ -44,9 +44,6 @@ class Counting:
     async def load_state_dict(self, state: dict[str, Any]) -> None:
         self.drawn = state["drawn"]
 
-    async def close(self) -> None:
-        self.events.append("close")
-
     async def learn(self, batch: SampleBatch, step: int, clock: StepClock) -> dict[str, float]:
         self.weights += 1
         self.events.append("learn")

@@ -63,8 +63,17 @@ def test_a_starved_batch_names_the_filter_and_counts() -> None:
     text = limit.filtered("filtered_mean_low", path)
     assert text is not None
     assert text.startswith(f"{path}: filtered_mean_low starves the batch: it dropped 3 of the 5 groups")
-    assert "1 of 2 were kept; max_resample_factor 1.5 allows 3" in text
+    assert "the last batch of 2, and 1 were kept; max_resample_factor 1.5 allows 3" in text
     assert f"{path}: filtered_mean_high 1" in text
+
+
+def test_while_several_batches_are_filled_ahead_the_limit_is_that_of_all() -> None:
+    limit = StarvationLimit(batch_size=1, max_resample_factor=2)
+    for _ in range(5):
+        limit.keep()
+        assert [limit.filtered("filtered_no_spread") for _ in range(2)] == [None, None]
+    text = limit.filtered("filtered_no_spread")
+    assert text is not None and "allows 10 to be filtered" in text
 
 
 def test_every_batch_has_the_whole_limit() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,15 +31,6 @@ def test_every_prompt_is_accounted_for(events):
     ledger = play(events)
     accounted = ledger.consumed + sum(ledger.dropped.values()) + ledger.buffered + ledger.in_flight
     assert ledger.submitted == accounted
-
-
-@given(EVENTS)
-def test_a_restored_ledger_keeps_what_was_settled_and_forgets_what_died_with_the_engines(events):
-    ledger = play(events)
-    restored = Ledger.from_state(json.loads(json.dumps(ledger.state_dict())))
-    assert (restored.consumed, restored.dropped) == (ledger.consumed, ledger.dropped)
-    assert (restored.buffered, restored.in_flight) == (0, 0)
-    assert restored.submitted == ledger.submitted - ledger.buffered - ledger.in_flight
 
 
 @pytest.mark.parametrize("event", ["finish", "consume"])

@@ -99,8 +99,10 @@ class Engine:
             watchdog.stop()  # `_watch` replaces it
         return engine
 
-    async def guard(self, answer: Awaitable[T], what: str, timeout_s: float) -> T:
+    async def guard(self, answer: Awaitable[T], what: str, timeout_s: float | None) -> T:
         """Awaits the engine's `answer`, but no longer than the engine lives or `timeout_s` seconds.
+
+        None leaves the deadline to the caller.
 
         Raises:
             EngineError: the engine died, or there was no answer in time; `what` is named.

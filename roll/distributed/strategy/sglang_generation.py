@@ -10,14 +10,19 @@ from typing import Any
 
 from roll.configs.asynchronous import InFlightPolicy
 from roll.distributed.strategy.sglang_engine import Engine, EngineError
-from roll.distributed.strategy.sglang_replies import joined, sampling_parameters, to_result
+from roll.distributed.strategy.sglang_replies import completed, joined, sampling_parameters, to_result
 from roll.rollout.types import GenerateRequest, GenerateResult
 
 ABORT_GRACE_S = 5.0
 """An aborted request answers within one step of the engine; after this it is given up without its partial tokens."""
 
+<<<<<<< HEAD
 CUT_AGAIN_S = 0.2
 """How often a pause that cuts requests looks for those it has missed."""
+=======
+LOOK_S = 0.1
+"""Between two looks: of a pause, at which requests SGLang can abort by now; of a request that is due, at the pause."""
+>>>>>>> f8b378761035a3b0f76c990834b45fc807bafa0c
 
 CONTROL_TIMEOUT_S = 60.0
 """Pausing, resuming and flushing take one step of the engine; longer means that it hangs."""
@@ -46,6 +51,8 @@ class Generation:
         self._handing_over = asyncio.Lock()
         self._open = asyncio.Event()
         self._open.set()
+        self._stood_s = 0.0
+        self._stands_since: float | None = None
         self._running: dict[str, asyncio.Future[dict[str, Any]]] = {}
         self._cut: set[str] = set()
         self._names = itertools.count()
@@ -72,10 +79,15 @@ class Generation:
             while mode in ("abort_resume", "drain") and self._running:
                 if mode == "abort_resume":
                     self._cut_running()
+<<<<<<< HEAD
                 await asyncio.wait(self._running.values(), timeout=CUT_AGAIN_S)
+=======
+                await asyncio.wait(self._running.values(), timeout=LOOK_S)
+>>>>>>> f8b378761035a3b0f76c990834b45fc807bafa0c
                 await asyncio.sleep(0)  # those who waited for these answers take them off the list
             message = PauseGenerationReqInput(mode="retract" if mode == "retract" else "in_place")
             await self._engine.guard(self._engine.manager.pause_generation(message), f"pause {mode}", CONTROL_TIMEOUT_S)
+            self._stands_since = self._stands_since or time.monotonic()
 
     def _cut_running(self) -> None:
         """Aborts what runs; SGLang ignores a name that it does not know yet, so this is done until all are back."""
@@ -89,6 +101,9 @@ class Generation:
 
         message = ContinueGenerationReqInput(torch_empty_cache=False)
         await self._engine.guard(self._engine.manager.continue_generation(message), "resume", CONTROL_TIMEOUT_S)
+        if self._stands_since is not None:
+            self._stood_s += time.monotonic() - self._stands_since
+            self._stands_since = None
         self._open.set()
 
     async def flush_cache(self) -> None:
@@ -103,9 +118,22 @@ class Generation:
                 return
         raise EngineError(f"{self._engine.name}: the prefix cache cannot be emptied while requests run")
 
+    def _cut_running(self) -> None:
+        """Aborts what the scheduler has; what is still on its way there SGLang would not find, and never abort again."""
+        states = self._engine.manager.rid_to_state
+        self._cut.update(self._running)
+        for name in self._running:
+            if name in states and states[name].dispatched:
+                self._engine.manager.abort_request(name)
+
+    def _seconds(self) -> float:
+        """A clock that stands still while generation does."""
+        now = time.monotonic() if self._stands_since is None else self._stands_since
+        return now - self._stood_s
+
     async def _generate_together(self, requests: list[GenerateRequest]) -> list[GenerateResult]:
         while True:
-            await self._engine.guard(self._open.wait(), "waiting for the end of a pause", self._timeout_s)
+            await self._open.wait()
             async with self._handing_over:
                 if self._open.is_set():
                     tasks = await self._hand_over(requests)
@@ -145,23 +173,27 @@ class Generation:
         drawn: GenerateResult | None = None
         left_s = self._timeout_s
         while True:
-            if not self._open.is_set():
+            while not self._open.is_set():
                 await self._open.wait()
-            start = time.monotonic()
+            start = self._seconds()
             rest = request if drawn is None else _rest(request, drawn)
             part, was_cut = await self._part(rest, name, left_s)
             drawn = part if drawn is None else joined(drawn, part)
             if not was_cut:
                 return drawn
-            name, left_s = self._name(), left_s - (time.monotonic() - start)
+            name, left_s = self._name(), left_s - (self._seconds() - start)
 
     async def _part(self, request: GenerateRequest, name: str, timeout_s: float) -> tuple[GenerateResult, bool]:
         """What one stay in the engine yields, and whether a pause ended it."""
-        reply = self._running[name] = asyncio.ensure_future(self._ask(request, name, timeout_s))
+        reply = self._running[name] = asyncio.ensure_future(self._ask(request, name))
+        until = self._seconds() + timeout_s
         try:
-            await asyncio.wait({reply}, timeout=max(0.0, timeout_s))
+            while not reply.done() and (left_s := until - self._seconds()) > 0:
+                await asyncio.wait({reply}, timeout=max(left_s, LOOK_S))
             if reply.done():
                 result = to_result(request, reply.result(), None)
+                if name in self._cut:
+                    result = completed(request, result, self._stop_ids(request))
                 return result, name in self._cut and result.finish_reason == "abort"
             self._engine.manager.abort_request(name)
             await asyncio.wait({reply}, timeout=ABORT_GRACE_S)
@@ -174,7 +206,11 @@ class Generation:
             del self._running[name]
             self._cut.discard(name)
 
-    async def _ask(self, request: GenerateRequest, name: str, timeout_s: float) -> dict[str, Any]:
+    def _stop_ids(self, request: GenerateRequest) -> set[int]:
+        """Tokens that end a response: those asked for, and the model's own."""
+        return {*request.sampling.stop_token_ids, *(self._engine.manager.model_config.hf_eos_token_id or ())}
+
+    async def _ask(self, request: GenerateRequest, name: str) -> dict[str, Any]:
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         ask = GenerateReqInput(
@@ -186,7 +222,7 @@ class Generation:
         )
         answers = self._engine.manager.generate_request(ask, None)
         # The engine's death ends the wait; the deadline of the request is the caller's.
-        return await self._engine.guard(anext(answers), "generate", timeout_s + 2 * ABORT_GRACE_S)
+        return await self._engine.guard(anext(answers), "generate", None)
 
 
 def _rest(request: GenerateRequest, drawn: GenerateResult) -> GenerateRequest:

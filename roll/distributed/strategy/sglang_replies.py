@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import replace
 from typing import Any, Literal
 
 from roll.distributed.strategy.sglang_engine import EngineError
@@ -59,6 +61,20 @@ def token_versions(spans: list[dict[str, Any]], tokens: int) -> list[int]:
     """The weight version of each of the first `tokens` tokens, from spans {version, start, end} in order."""
     versions = [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
     return versions[:tokens]
+
+
+def completed(request: GenerateRequest, cut: GenerateResult, stop_token_ids: Collection[int]) -> GenerateResult:
+    """A part that a pause cut off; where its last token was to be the last anyway, the end that it is.
+
+    SGLang reports an abort before it looks whether the token drawn meanwhile ends the response.
+    """
+    if cut.finish_reason != "abort" or not cut.response_ids:
+        return cut
+    if cut.response_ids[-1] in stop_token_ids:
+        return replace(cut, finish_reason="stop", error=None)
+    if len(cut.response_ids) >= request.sampling.max_new_tokens:
+        return replace(cut, finish_reason="length", error=None)
+    return cut
 
 
 def joined(first: GenerateResult, then: GenerateResult) -> GenerateResult:

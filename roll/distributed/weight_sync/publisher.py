@@ -130,6 +130,10 @@ class ClusterTransport:
         """Declares the engines whole."""
         await self._infer.accept_update()
 
+    async def give_up(self) -> None:
+        """Engines refuse what waits for the weights."""
+        await self._infer.give_up_update()
+
     async def resume(self) -> None:
         """Lets generation go on."""
         await self._infer.resume()

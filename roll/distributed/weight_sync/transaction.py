@@ -83,6 +83,9 @@ class Transport(Protocol):
     async def abandon(self) -> None:
         """After a failure: frees whoever still waits for a peer; `connect` starts anew."""
 
+    async def give_up(self) -> None:
+        """After the last failure: refuses whoever waits for the weights."""
+
 
 class Transaction:
     """Publishes through a transport with a deadline for each attempt and a bound on attempts.
@@ -124,7 +127,8 @@ class Transaction:
                 last = error
                 causes.append(f"attempt {attempt}: {type(error).__name__}: {error}")
                 logger.warning("publish of version %d failed, %s", version, causes[-1])
-                await self._abandon(causes)
+                await self._after_failure(self._transport.abandon(), "abandon", causes)
+        await self._after_failure(self._transport.give_up(), "give up", causes)
         raise PublishError(
             f"version {version} could not be published in {len(causes)} attempt(s) (max_sync_retries); "
             "the engines are paused and serve nothing\n" + "\n".join(causes)
@@ -147,12 +151,12 @@ class Transaction:
         await self._bounded(transport.resume(), "resume", until)
         return time.perf_counter() - paused, sent
 
-    async def _abandon(self, causes: list[str]) -> None:
+    async def _after_failure(self, step: Awaitable[None], name: str, causes: list[str]) -> None:
         """Frees who waits; that this fails as well is one more cause, and the next attempt will tell."""
         try:
-            await self._bounded(self._transport.abandon(), "abandon", time.monotonic() + self._timeout_s)
+            await self._bounded(step, name, time.monotonic() + self._timeout_s)
         except Exception as error:
-            causes[-1] += f"\nand abandoning it: {type(error).__name__}: {error}"
+            causes[-1] += f"\nand then {name}: {type(error).__name__}: {error}"
 
     async def _bounded(self, step: Awaitable[T], name: str, until: float) -> T:
         try:

@@ -26,6 +26,9 @@ from roll.trackers import TrackerGroup
 
 logger = logging.getLogger(__name__)
 
+OWN_DEADLINE_GRACE_S = 60.0
+"""Added to a deadline that the rollouter keeps itself: its message says what it waits for, so it must come first."""
+
 
 class RLVRPipeline:
     """Everything that can be wrong with the inputs is found by `prepare`, before Ray or an engine starts."""
@@ -90,7 +93,8 @@ class RLVRPipeline:
             return here(make_rollouter(inputs, engines, self._scorer))
         assert self._scorer is not None, "prepare comes first"
         self._scorer.close()
-        return session.start_service("rollouter", make_rollouter, inputs, engines).call
+        deadlines = {"take": config.async_training.batch_deadline_s + OWN_DEADLINE_GRACE_S}
+        return session.start_service("rollouter", deadlines, make_rollouter, inputs, engines).call
 
     def _sampling(self, args: GeneratingArguments) -> SamplingParams:
         if args.max_new_tokens is None:

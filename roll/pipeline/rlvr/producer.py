@@ -43,7 +43,8 @@ class RLVRProducer:
         self._validation_sampling = validation_sampling
         data_args = config.actor_train.data_args
         self._sampler = PromptSampler(len(prompts), role_seed(config.seed, "prompts"), data_args.shuffle)
-        self._engine_failure: str | None = None
+        self.last_failure: str | None = None
+        """What the last group was dropped for: reward and reason, or what the engine said."""
 
     def draw(self, tickets: Iterable[Ticket]) -> list[Group]:
         """The next prompt for each ticket."""
@@ -64,18 +65,16 @@ class RLVRProducer:
                 failed = next((result for result in results if result.finish_reason == "abort"), None)
                 if failed is not None:
                     group.drop_reason = "generation_failed"
-                    self._engine_failure = f"generation: {failed.error}"
+                    self.last_failure = f"generation: {failed.error}"
         with meter.measure("reward"):
-            await self._scorer.score([group for group in items if group.drop_reason is None])
+            whole = [group for group in items if group.drop_reason is None]
+            await self._scorer.score(whole)
+        if any(group.drop_reason is not None for group in whole):
+            self.last_failure = self._scorer.last_failure
 
     def filtered(self, item: Group) -> tuple[str, str] | None:
         """What the filter of the group's reward says."""
         return self._scorer.filtered(item)
-
-    @property
-    def last_failure(self) -> str | None:
-        """Reward and reason of the last sample that could not be scored, else what the engine said."""
-        return self._scorer.last_failure or self._engine_failure
 
     async def validate(self, version: int) -> dict[str, float]:
         """`val/<tag>/score`, `val/score` and lengths over the validation prompts, with the same seeds every time.

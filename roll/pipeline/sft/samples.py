@@ -60,6 +60,3 @@ class SFTSamples:
     async def health(self) -> dict[str, Any]:
         """Nothing runs beside the loop."""
         return {}
-
-    async def close(self) -> None:
-        """Nothing was started."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from roll.distributed.strategy.sglang_engine import EngineError
-from roll.distributed.strategy.sglang_replies import sampling_parameters, to_result, token_versions
+from roll.distributed.strategy.sglang_replies import completed, sampling_parameters, to_result, token_versions
 from roll.rollout.types import GenerateRequest, SamplingParams
 
 REQUEST = GenerateRequest("r", [1, 2], SamplingParams(4))
@@ -42,6 +42,19 @@ def test_an_abort_keeps_what_was_drawn_and_says_why():
 def test_a_request_given_up_is_an_abort_even_if_it_ended_meanwhile():
     assert to_result(REQUEST, reply({"type": "length"}), "aborted after 1 s").finish_reason == "abort"
     assert to_result(REQUEST, None, "aborted after 1 s").response_ids == []
+
+
+def cut_after_three(max_new_tokens: int, stop_token_ids: set[int]) -> tuple[str, str | None]:
+    result = to_result(REQUEST, reply({"type": "abort", "message": "cut"}), None)
+    end = completed(GenerateRequest("r", [1, 2], SamplingParams(max_new_tokens)), result, stop_token_ids)
+    assert end.response_ids == result.response_ids
+    return end.finish_reason, end.error
+
+
+def test_a_response_cut_at_its_last_token_is_whole_and_not_continued():
+    assert cut_after_three(4, {7}) == cut_after_three(3, {7}) == ("stop", None)
+    assert cut_after_three(3, {9}) == ("length", None)
+    assert cut_after_three(4, {5, 9}) == ("abort", "cut")
 
 
 def test_tokens_without_log_probs_are_no_sample():
