@@ -16,13 +16,8 @@ from roll.rollout.types import GenerateRequest, GenerateResult
 ABORT_GRACE_S = 5.0
 """An aborted request answers within one step of the engine; after this it is given up without its partial tokens."""
 
-<<<<<<< HEAD
-CUT_AGAIN_S = 0.2
-"""How often a pause that cuts requests looks for those it has missed."""
-=======
 LOOK_S = 0.1
 """Between two looks: of a pause, at which requests SGLang can abort by now; of a request that is due, at the pause."""
->>>>>>> f8b378761035a3b0f76c990834b45fc807bafa0c
 
 CONTROL_TIMEOUT_S = 60.0
 """Pausing, resuming and flushing take one step of the engine; longer means that it hangs."""
@@ -79,21 +74,11 @@ class Generation:
             while mode in ("abort_resume", "drain") and self._running:
                 if mode == "abort_resume":
                     self._cut_running()
-<<<<<<< HEAD
-                await asyncio.wait(self._running.values(), timeout=CUT_AGAIN_S)
-=======
                 await asyncio.wait(self._running.values(), timeout=LOOK_S)
->>>>>>> f8b378761035a3b0f76c990834b45fc807bafa0c
                 await asyncio.sleep(0)  # those who waited for these answers take them off the list
             message = PauseGenerationReqInput(mode="retract" if mode == "retract" else "in_place")
             await self._engine.guard(self._engine.manager.pause_generation(message), f"pause {mode}", CONTROL_TIMEOUT_S)
             self._stands_since = self._stands_since or time.monotonic()
-
-    def _cut_running(self) -> None:
-        """Aborts what runs; SGLang ignores a name that it does not know yet, so this is done until all are back."""
-        self._cut.update(self._running)
-        for name in self._running:
-            self._engine.manager.abort_request(name)
 
     async def resume(self) -> None:
         """Ends a pause."""
