@@ -57,6 +57,8 @@ class Converter:
         converted = self._value(value, key.hint, default, path)
         if len(self.problems) > before:
             return default
+        if converted == "":
+            self.problems.append(Problem(path, "'' is empty; give it a value, or leave the key out"))
         self._bounds(converted, key, path)
         return converted
 

@@ -20,6 +20,8 @@ UNKNOWN = {
     "actor_train.strategy_args.strategy_config.tensor_model_paralel_size=2": "did you mean "
     "actor_train.strategy_args.strategy_config.tensor_model_parallel_size?",
     "rewards={math: {timeout: 3}}": "rewards.math.timeout: unknown key; did you mean rewards.math.timeout_s?",
+    "top_k=5": "top_k: unknown key; this key belongs at actor_infer.generating_args.top_k",
+    "async_training.async_generation_ratio=1": "unknown key; this key belongs at async_generation_ratio",
     "source={}": "source: unknown key",
 }
 
@@ -39,6 +41,11 @@ MISTYPED = {
     "actor_train.data_args.file_name=[1]": "actor_train.data_args.file_name[0]: 1 is not text; put it in quotes: '1'",
     "actor_train.strategy_args.strategy_config.sequence_parallel=2": "sequence_parallel: 2 is not true or false",
     "system_envs={A: true}": "system_envs: A is True; write the text the variable shall hold in quotes",
+    "system_envs={'A=B': x}": "system_envs: 'A=B' cannot name an environment variable",
+    "tracker_kwargs={tensorboard: 5}": "tracker_kwargs.tensorboard: 5 is not a section",
+    "output_dir=''": "output_dir: '' is empty; give it a value, or leave the key out",
+    "resume_from_checkpoint=''": "resume_from_checkpoint: '' is empty; give it a value",
+    "rollout_dump_dir=''": "rollout_dump_dir: '' is empty; give it a value",
     "resume_from_checkpoint=3": "resume_from_checkpoint: 3 is not true or false or text",
     "pipeline=[rlvr]": "pipeline: ['rlvr'] is not one of rlvr, sft; did you mean rlvr?",
     "pipeline=~": "pipeline: null is not one of rlvr, sft",

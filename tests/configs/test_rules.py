@@ -77,6 +77,8 @@ SAMPLES = {
 ENGINES = {
     f"{SGLANG}.mem_fraction_statik=0.8": f"{SGLANG}.mem_fraction_statik: SGLang has no option of this name; did you "
     "mean mem_fraction_static?",
+    f"{SGLANG}.gpu_memory_utilization=0.8": "SGLang has no option of this name; did you mean mem_fraction_static?",
+    f"{SGLANG}.max_num_seqs=8": "SGLang has no option of this name; set actor_infer.max_running_requests",
     f"{SGLANG}.mem_fraction_static=80": "mem_fraction_static: 80 is not a share of the device's memory between 0 and 1",
     f"{SGLANG}.tp_size=2": f"{SGLANG}.tp_size: 2: the framework sets this option; set num_gpus_per_worker",
     f"{SGLANG}.random_seed=2": f"{SGLANG}.random_seed: 2: the framework sets this option; set seed",
@@ -236,6 +238,19 @@ def test_what_is_not_here_stops_a_run_only(tmp_path: Path) -> None:
             "old/step_5 is not a folder; use a checkpoint's path, or true for the newest one of output_dir",
         ),
     ]
+
+
+@pytest.mark.parametrize("key", ["output_dir", "logging_dir", "rollout_dump_dir"])
+def test_a_folder_below_a_file_stops_a_run_only(tmp_path: Path, key: str) -> None:
+    (tmp_path / "file").touch()
+    missing = check(rlvr(tmp_path, f"{key}={tmp_path / 'file' / 'x'}")).missing
+    said = f"{tmp_path / 'file' / 'x'} cannot be a folder, since {tmp_path / 'file'} is a file; name another"
+    assert Problem(key, said) in missing
+
+
+def test_a_folder_that_is_not_there_yet_is_fine(tmp_path: Path) -> None:
+    missing = check(rlvr(tmp_path, "output_dir=some/where", f"rollout_dump_dir={tmp_path}/new/er")).missing
+    assert [problem.path for problem in missing] == ["actor_train.data_args.file_name"]
 
 
 def test_an_unsupported_architecture_is_explained(tmp_path: Path) -> None:
