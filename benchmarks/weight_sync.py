@@ -25,6 +25,10 @@ TARGET_RATIO = 0.5
 TARGET_TINY_S = 0.3
 """Seconds of a publish of the tiny model."""
 REPEATS = 7
+RUNNING, RUNNING_TOKENS, RUNNING_PUBLISHES, RUNNING_GAP_S = 128, 96, 5, 1.5
+"""Requests that run during publishes in place, their tokens, and the publishes."""
+TARGET_PAUSE_RATIO = 2.0
+"""Seconds engines stand still, of the bare broadcast's."""
 BUCKET_MB = 32
 """Small enough that writing and loading overlap; the default suits models of many gigabytes."""
 DEVICES = {"actor_train": [0, 1], "actor_infer": [2]}
@@ -51,6 +55,7 @@ def measure() -> Measurement:
     bare_seconds = _bare_broadcast(num_bytes)
     speed = {way: num_bytes / _median(reports, "seconds") for way, reports in large.items()}
     bare = num_bytes / median(bare_seconds)
+    pause = _median(large["running"], "pause_seconds") / median(bare_seconds)
     raw = {
         "bucket_mb": BUCKET_MB,
         "large": {"shape": LARGE, **large},
@@ -67,6 +72,7 @@ def measure() -> Measurement:
     return raw, [
         at_least("weight_sync: bytes of the large model", num_bytes, 200e6),
         at_least("weight_sync: publish / bare gloo broadcast, bytes per second", speed["shared"] / bare, TARGET_RATIO),
+        at_most("weight_sync: pause under 128 running requests / bare broadcast", pause, TARGET_PAUSE_RATIO),
         at_most("weight_sync: seconds to publish the tiny model", _median(tiny["shared"], "seconds"), TARGET_TINY_S),
     ]
 
@@ -79,10 +85,10 @@ def _median(reports: list[dict[str, Any]], key: str) -> float:
 def _published(shape: dict[str, Any]) -> dict[str, Any]:
     """Reports of `1 + REPEATS` publishes of a random model of this shape by each way."""
     with tempfile.TemporaryDirectory() as root, _clusters(Path(root), shape) as (config, train, infer):
-        return asyncio.run(_publish(config, train, infer))
+        return asyncio.run(_publish(shape, config, train, infer))
 
 
-async def _publish(config: Any, train: Any, infer: Any) -> dict[str, Any]:
+async def _publish(shape: dict[str, Any], config: Any, train: Any, infer: Any) -> dict[str, Any]:
     from roll.distributed.weight_sync.publisher import BroadcastTransport, SharedTransport, WeightPublisher
 
     reports = {}
@@ -90,7 +96,37 @@ async def _publish(config: Any, train: Any, infer: Any) -> dict[str, Any]:
         publisher = WeightPublisher(train, infer, config, way)
         await publisher.setup()
         reports[name] = [asdict(await publisher.publish(version)) for version in range(1 + REPEATS)]
+    if shape is LARGE:
+        reports["running"] = await _publish_while_running(config, train, infer)
     return reports
+
+
+async def _publish_while_running(config: Any, train: Any, infer: Any) -> list[dict[str, Any]]:
+    """Reports of publishes under requests that go on in place; all of them must come back whole."""
+    from roll.distributed.weight_sync.publisher import SharedTransport, WeightPublisher
+    from roll.rollout.types import GenerateRequest, SamplingParams
+
+    config.in_flight_policy = "in_place"
+    publisher = WeightPublisher(train, infer, config, SharedTransport)
+    await publisher.setup()
+    sampling = SamplingParams(max_new_tokens=RUNNING_TOKENS)
+    requests = [GenerateRequest(str(i), [5 + i] * 8, sampling, seed=i) for i in range(RUNNING)]
+    answers = asyncio.ensure_future(_waited(infer.generate([requests])))
+    reports = []
+    for version in range(1 + RUNNING_PUBLISHES):
+        await asyncio.sleep(RUNNING_GAP_S)
+        if answers.done():
+            raise RuntimeError("the requests ended before the last publish; let them draw more tokens")
+        reports.append(asdict(await publisher.publish(version)))
+    (results,) = await answers
+    lost = sum(len(result.response_ids) != RUNNING_TOKENS for result in results)
+    if lost:
+        raise RuntimeError(f"{lost} of {RUNNING} requests did not come back whole")
+    return reports
+
+
+async def _waited(pending: Any) -> Any:
+    return await pending
 
 
 @contextmanager
@@ -110,7 +146,7 @@ def _clusters(root: Path, shape: dict[str, Any]) -> Iterator[tuple[Any, Any, Any
         output_dir=str(root),
         pretrain=str(write_tiny_model(root / "model", "qwen2", **shape)),
         prompt_length=32,
-        response_length=32,
+        response_length=RUNNING_TOKENS,
         model_update_buffer_size_mb=BUCKET_MB,
     )
     options = {

@@ -129,17 +129,17 @@ class TrainWorker(Worker):
 
     @register(deadline="sync_timeout_s")
     def fill_shared_weights(
-        self, buckets: list[list[Bucket]], index: int, digest_ranks: int, fault: Fault | None
-    ) -> None:
-        """Writes what this rank has of bucket `index`; see `SharedSender.fill`."""
-        self._prepared(self._shared).fill(buckets, index, digest_ranks, fault)
-
-    @register(deadline="sync_timeout_s")
-    def offer_shared_weights(
         self, buckets: list[list[Bucket]], index: int, receivers: int, fault: Fault | None
     ) -> Sent | None:
-        """Offers bucket `index` once all ranks have filled it; see `SharedSender.offer`."""
-        return self._prepared(self._shared).offer(buckets, index, receivers, fault)
+        """Writes what this rank has of bucket `index`; see `SharedSender.fill`."""
+        return self._prepared(self._shared).fill(buckets, index, receivers, fault)
+
+    @register(deadline="sync_timeout_s")
+    def inspect_shared_weights(
+        self, buckets: list[list[Bucket]], index: int, digest_ranks: int, fault: Fault | None
+    ) -> dict[str, str] | None:
+        """Takes checksums of bucket `index` once all ranks have filled it; see `SharedSender.inspect`."""
+        return self._prepared(self._shared).inspect(buckets, index, digest_ranks, fault)
 
     @register(deadline="sync_timeout_s")
     def release_shared_weights(self) -> None:

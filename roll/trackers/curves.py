@@ -13,18 +13,32 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 INK, PALE, GRID = "#1f2933", "#7b8794", "#e4e7eb"
-PARTS = (
+GENERATION = (
     ("time/generate", "generate", "#2a9d8f"),
     ("time/reward", "reward", "#e9c46a"),
+)
+"""What waiting for a batch is made of in synchronous training."""
+
+WAITING = (("time/wait_prev_gen", "wait for samples", "#2a9d8f"),)
+"""What is left of it when generation runs ahead."""
+
+LEARNING = (
     ("time/old_log_probs", "log-probs", "#8ab17d"),
     ("time/train", "train", "#2563a8"),
     ("time/publish", "publish", "#e76f51"),
     ("time/checkpoint", "checkpoint", "#9d8fb0"),
 )
-"""What a step's time is made of, in the order it is spent; the rest of `time/step` without `time/val` is overhead."""
+"""What the rest of a step is made of, in the order it is spent; what remains of `time/step` without `time/val` is
+overhead."""
+
+OVERLAP = 1.1
+"""Generation ran beside training where its time exceeds the wait for it by this factor, over the run."""
 
 SMOOTHING_SHARE = 0.15
 """A smooth line averages over this share of the run around each step: enough to show a trend, not to hide a fall."""
+
+TIME_SMOOTHING_SHARE = 0.05
+"""The same for the time of steps, where single slow steps are of interest."""
 
 Rows = list[dict[str, float]]
 
@@ -148,20 +162,33 @@ def _length(axes: Axes, rows: Rows) -> None:
 
 
 def _time(axes: Axes, rows: Rows) -> None:
-    """Stacked parts of every step, validation left out: it is not part of training."""
+    """Stacked parts of every step, a little smoothed, validation left out: it is not part of training."""
     rows = [row for row in rows if row["step"] > 0 and row.get("time/step") is not None]
     steps = [int(row["step"]) for row in rows]
-    parts = [([row.get(name) or 0.0 for row in rows], label, color) for name, label, color in PARTS]
+    ahead = _ran_ahead(rows)
+    stack = (WAITING if ahead else GENERATION) + LEARNING
+    parts = [([row.get(name) or 0.0 for row in rows], label, color) for name, label, color in stack]
     parts = [part for part in parts if any(part[0])]
     totals = [row["time/step"] - (row.get("time/val") or 0.0) for row in rows]
     spent = [sum(column) for column in zip(*(values for values, _, _ in parts), strict=True)] or [0.0] * len(rows)
     parts.append(([max(0.0, total - used) for total, used in zip(totals, spent, strict=True)], "other", "#cbd2d9"))
-    axes.stackplot(steps, *(values for values, _, _ in parts), colors=[color for _, _, color in parts],
+    areas = [smooth(values, TIME_SMOOTHING_SHARE) for values, _, _ in parts]
+    axes.stackplot(steps, *areas, colors=[color for _, _, color in parts],
                    labels=[label for _, label, _ in parts], linewidth=0)  # fmt: skip
+    if ahead:
+        beside = smooth([row.get("time/generate") or 0.0 for row in rows])
+        axes.plot(steps, beside, color=INK, linewidth=1.2, linestyle=(0, (3, 2)), label="generation, beside")
     axes.set_ylim(0, 1.35 * sorted(totals)[int(0.95 * (len(totals) - 1))])  # one slow step must not flatten the rest
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles, labels, loc="upper right", ncols=4, fontsize=7.5, frameon=False, labelcolor=INK,
                 handlelength=0.9, handleheight=0.9, columnspacing=1.0, handletextpad=0.4)  # fmt: skip
+
+
+def _ran_ahead(rows: Rows) -> bool:
+    """Whether generation took place beside training."""
+    waited = sum(row.get("time/wait_prev_gen") or 0.0 for row in rows)
+    generated = sum((row.get("time/generate") or 0.0) + (row.get("time/reward") or 0.0) for row in rows)
+    return "time/wait_prev_gen" in rows[-1] and generated > OVERLAP * waited
 
 
 PANELS = (

@@ -38,7 +38,7 @@ TIME = (
     Metric("time/advantages", "s", "Advantages and corrections, on the driver."),
     Metric("time/train", "s", "Forward, backward and optimizer steps."),
     Metric("time/publish", "s", "Bringing the new weights to the engines, verification included."),
-    Metric("time/publish_pause", "s", "Inside that: the time engines stood still."),
+    Metric("time/publish_pause", "s", "Inside that: the time engines stood still, from the end of their last step on."),
     Metric("time/val", "s", "Validation."),
     Metric("time/checkpoint", "s", "Writing a checkpoint."),
 )

@@ -30,6 +30,10 @@ from tests.configs.samples import refusal, rlvr
             ["async_generation_ratio=1", "async_training.min_batch_count=3"],
             "async_training.min_batch_count: 3 batches are never ready at a time: async_generation_ratio 1 admits 2",
         ),
+        (
+            ["async_generation_ratio=0.5", "deterministic=true", "platform=cpu"],
+            "deterministic: true cannot hold at async_generation_ratio 0.5",
+        ),
         (["async_training.max_queue_size=7"], "async_training.max_queue_size: 7 samples cannot hold 1 batch(es)"),
         (["async_training.batch_deadline_s=5"], "async_training.batch_deadline_s: 5 ends the run before"),
         (

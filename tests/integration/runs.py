@@ -24,9 +24,9 @@ ROOT = Path(__file__).parents[2]
 START_DEADLINE_S = 240
 
 
-def inputs_in(data: Path, model: Path) -> dict[str, Any]:
+def inputs_in(data: Path, model: Path, train: int = 64) -> dict[str, Any]:
     """The part of a recipe that says where model and problems are; writes the problems to `data`."""
-    write_problems(data, seed=3, train=64, val=16, levels=(1,))
+    write_problems(data, seed=3, train=train, val=16, levels=(1,))
     return {
         "pretrain": str(model),
         "actor_train": {"data_args": {"file_name": [f"{data}/train.jsonl"]}},

@@ -49,11 +49,11 @@ def test_waiting_for_engines_that_stand_still_asks_for_a_higher_ratio():
 
 
 def test_a_publish_that_waits_for_running_responses_counts_as_waiting():
-    waiting = lines(time__publish_pause=5, time__generate=10, time__train=4)
+    waiting = lines(time__publish=5, time__generate=10, time__train=4)
     assert "neither side waited" in advise(waiting, APART)
     told = advise(waiting, Split(1, 4, 12, False, drains=True))
     assert "training waited for generation" in told
-    assert "time/wait_prev_gen 0.20 s and time/publish_pause 5.00 s of time/step" in told
+    assert "time/wait_prev_gen 0.20 s and time/publish 5.00 s of time/step" in told
 
 
 def test_idle_engines_give_devices_to_training():

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from roll.trackers import curves
 from roll.trackers.curves import draw_curves, series, smooth
 from roll.trackers.jsonl import JsonlTracker
 
@@ -22,6 +23,18 @@ def test_a_run_becomes_a_png(tmp_path: Path) -> None:
     write(tmp_path, {"val/score": 0.2}, *steps, {"val/score": 0.6, "time/step": 3.0, "time/val": 1.0})
     picture = draw_curves(tmp_path, tmp_path / "pictures" / "curves.png", "a run")
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_where_generation_ran_beside_training_only_the_wait_is_part_of_a_step(tmp_path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    for generated, shown in ((0.5, {"generate", "train", "other"}), (1.8, {"wait for samples", "train", "other"})):
+        line = {"step": 1, "time/step": 2.0, "time/train": 1.4, "time/wait_prev_gen": 0.5, "time/generate": generated}
+        axes = Figure().add_subplot()
+        curves._time(axes, [line, {**line, "step": 2}])
+        labels = {text.get_text() for text in axes.get_legend().get_texts()}
+        assert labels - {"generation, beside"} == shown
+        assert ("generation, beside" in labels) == (generated > 1)
 
 
 def test_a_run_without_rewards_shows_its_loss(tmp_path: Path) -> None:

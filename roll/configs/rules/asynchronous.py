@@ -19,6 +19,7 @@ FILTER_ARGUMENTS = {
 def check_asynchronous(config: RLConfig, report: Report) -> None:
     """Staleness, queue and batches agree with the ratio; query filters keep something."""
     _check_staleness(config, report)
+    _check_repeatable(config, report)
     _check_queue(config, report)
     _check_waits(config, report)
     if isinstance(config, RLVRConfig):
@@ -41,6 +42,15 @@ def _check_staleness(config: RLConfig, report: Report) -> None:
             "async_training.rollouter",
             f"inline generates each batch when it is asked for, so nothing runs ahead and async_generation_ratio "
             f"{ratio:g} has no effect; use auto, or a ratio of 0",
+        )
+
+
+def _check_repeatable(config: RLConfig, report: Report) -> None:
+    if config.deterministic and config.async_generation_ratio > 0:
+        report.error(
+            "deterministic",
+            f"true cannot hold at async_generation_ratio {config.async_generation_ratio:g}: which weights a token is "
+            "sampled from depends on timing; use a ratio of 0, or false",
         )
 
 

@@ -16,6 +16,9 @@ from roll.rollout.types import GenerateRequest, GenerateResult
 ABORT_GRACE_S = 5.0
 """An aborted request answers within one step of the engine; after this it is given up without its partial tokens."""
 
+CUT_AGAIN_S = 0.2
+"""How often a pause that cuts requests looks for those it has missed."""
+
 CONTROL_TIMEOUT_S = 60.0
 """Pausing, resuming and flushing take one step of the engine; longer means that it hangs."""
 
@@ -66,15 +69,19 @@ class Generation:
 
         async with self._handing_over:
             self._open.clear()
-            if mode == "abort_resume":
-                self._cut.update(self._running)
-                for name in self._running:
-                    self._engine.manager.abort_request(name)
             while mode in ("abort_resume", "drain") and self._running:
-                await asyncio.wait(self._running.values())
+                if mode == "abort_resume":
+                    self._cut_running()
+                await asyncio.wait(self._running.values(), timeout=CUT_AGAIN_S)
                 await asyncio.sleep(0)  # those who waited for these answers take them off the list
             message = PauseGenerationReqInput(mode="retract" if mode == "retract" else "in_place")
             await self._engine.guard(self._engine.manager.pause_generation(message), f"pause {mode}", CONTROL_TIMEOUT_S)
+
+    def _cut_running(self) -> None:
+        """Aborts what runs; SGLang ignores a name that it does not know yet, so this is done until all are back."""
+        self._cut.update(self._running)
+        for name in self._running:
+            self._engine.manager.abort_request(name)
 
     async def resume(self) -> None:
         """Ends a pause."""

@@ -220,11 +220,15 @@ class SharedTransport(ClusterTransport):
         buckets = self.buckets()
         receivers = self._infer.world_size * self._infer.layout.tensor
         sent: list[Sent] = []
+        checksums: dict[str, str] = {}
         loading: asyncio.Future[None] | None = None
         for index in range(max(map(len, buckets))):
-            await self._train.fill_shared_weights(buckets, index, self._digest_ranks(digest), self.fault)
-            answers = await self._train.offer_shared_weights(buckets, index, receivers, self.fault)
+            answers = await self._train.fill_shared_weights(buckets, index, receivers, self.fault)
             offered = [answer for answer in answers if answer is not None]
+            if digest or self.fault is not None:
+                ranks = self._digest_ranks(digest)
+                for found in await self._train.inspect_shared_weights(buckets, index, ranks, self.fault):
+                    checksums |= found or {}
             if loading is not None:
                 await loading
             loading = asyncio.ensure_future(self._load(offered))
@@ -232,7 +236,7 @@ class SharedTransport(ClusterTransport):
         if loading is not None:
             await loading
         await self._train.release_shared_weights()
-        return _total(sent)
+        return Transfer(_total(sent).bytes, checksums)
 
     async def abandon(self) -> None:
         """Ends the publish on every training rank."""

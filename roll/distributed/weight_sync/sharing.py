@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class SharedSender:
-    """Offers one pipeline stage bucket by bucket: `fill` on every rank, then `offer` once all have filled.
+    """Offers one pipeline stage bucket by bucket: `fill` on every rank, then `inspect` where checksums are wanted.
 
     On a CPU all tensor-parallel ranks write their slices into the same memory, so nothing is gathered. On a GPU the
     source gathers into memory of its own.
@@ -51,19 +51,23 @@ class SharedSender:
         if self._member.takes_part and not self._member.is_source:
             self._slots = SharedSlots.open(handles[self._member.stage])
 
-    def fill(self, stages: list[list[Bucket]], index: int, digest_ranks: int, fault: Fault | None) -> None:
+    def fill(self, stages: list[list[Bucket]], index: int, receivers: int, fault: Fault | None) -> Sent | None:
         """Writes what this rank has of bucket `index`, called with 0, 1, 2 and so on; too high an index does nothing.
 
         The bucket before stays valid meanwhile, so that an engine loads one while the next is written.
+
+        Returns:
+            On the source, handles of the bucket for `receivers` engine ranks, each to be opened once all ranks have
+            filled it; None elsewhere and after the last.
 
         Raises:
             SendError: the model yields other tensors than planned.
         """
         buckets = stages[self._member.stage]
         if not self._member.takes_part or index >= len(buckets):
-            return
+            return None
         if index == 0:
-            self._start(digest_ranks, fault)
+            self._start(fault)
         assert self._tensors is not None
         if self._slots is not None:
             self._write(self._slots.bucket(index, buckets[index]), buckets[index], self._tensors)
@@ -71,35 +75,41 @@ class SharedSender:
             self._gather(buckets[index], self._tensors)
         if index == len(buckets) - 1:
             self._tensors.check_end()
+        if not self._member.is_source:
+            return None
+        return Sent(buckets[index].bytes, {}, self._handles(index, buckets[index], receivers))
 
-    def offer(self, stages: list[list[Bucket]], index: int, receivers: int, fault: Fault | None) -> Sent | None:
-        """Handles of bucket `index` for `receivers` engine ranks, each to be opened once.
+    def inspect(
+        self, stages: list[list[Bucket]], index: int, digest_ranks: int, fault: Fault | None
+    ) -> dict[str, str] | None:
+        """Takes the checksums of bucket `index` once all ranks have filled it, then does the damage that is asked for.
 
         Returns:
-            On the source, with the checksums of all buckets on the last; None elsewhere and after the last.
+            On the source: with the last bucket the checksums of all, before that none. None elsewhere and after it.
         """
         buckets = stages[self._member.stage]
         if not self._member.is_source or index >= len(buckets):
             return None
-        bucket = buckets[index]
-        flat = self._kept[-1] if self._slots is None else self._slots.bucket(index, bucket)
-        named = views_of(flat, bucket.specs)
-        for name, tensor in named:
+        if index == 0:
+            self._checksums = self._member.new_checksums(digest_ranks)
+        for name, tensor in views_of(self._bucket(index, buckets[index]), buckets[index].specs):
             if self._checksums is not None:
                 self._checksums.add(name, tensor)
             if fault == Fault("corrupt", name):
                 damage(tensor)
         is_last = index == len(buckets) - 1
-        checksums = self._checksums.result() if self._checksums is not None and is_last else {}
-        return Sent(flat.nbytes, checksums, self._handles(index, bucket, named, receivers))
+        return self._checksums.result() if self._checksums is not None and is_last else {}
 
-    def _handles(
-        self, index: int, bucket: Bucket, named: list[tuple[str, torch.Tensor]], receivers: int
-    ) -> tuple[bytes, ...]:
+    def _bucket(self, index: int, bucket: Bucket) -> torch.Tensor:
+        """Its memory [bucket.bytes] uint8."""
+        return self._kept[-1] if self._slots is None else self._slots.bucket(index, bucket)
+
+    def _handles(self, index: int, bucket: Bucket, receivers: int) -> tuple[bytes, ...]:
         if self._slots is not None:
             return (self._slots.offer(index, bucket),) * receivers
         from roll.distributed.strategy.sglang_handles import share
 
+        named = views_of(self._bucket(index, bucket), bucket.specs)
         return tuple(share(named) for _ in range(receivers))
 
     def release(self) -> None:
@@ -108,12 +118,11 @@ class SharedSender:
             self._tensors.drain()
         self._tensors, self._checksums, self._kept = None, None, []
 
-    def _start(self, digest_ranks: int, fault: Fault | None) -> None:
+    def _start(self, fault: Fault | None) -> None:
         self.release()
         strategy = self._member.strategy
         named = strategy.source_weights() if self._slots is None else strategy.weight_slices()
         self._tensors = StageTensors(iter(named), fault)
-        self._checksums = self._member.new_checksums(digest_ranks)
 
     def _write(self, flat: torch.Tensor, bucket: Bucket, writers: StageTensors[Callable[[torch.Tensor], None]]) -> None:
         for spec, (_, target) in zip(bucket.specs, views_of(flat, bucket.specs), strict=True):

@@ -36,7 +36,7 @@ class PublishReport:
     Attributes:
         version: of the weights.
         seconds: from the first pause to the last resume, retries included.
-        pause_seconds: that engines stood still in the attempt that succeeded.
+        pause_seconds: that engines stood still in the attempt that succeeded, from the end of their last step on.
         bytes: of weights sent, once for all engines.
         verified: whether names and checksums were compared.
         attempts: 1 when nothing failed.
@@ -133,10 +133,10 @@ class Transaction:
     async def _attempt(self, version: int, verify: bool) -> tuple[float, Transfer]:
         transport, until = self._transport, time.monotonic() + self._timeout_s
         await self._bounded(transport.connect(), "connect", until)
-        paused = time.perf_counter()
         await self._bounded(transport.pause(), "pause", until)
         self.dirty = True
         await self._bounded(transport.begin(version), "begin", until)
+        paused = time.perf_counter()  # an engine answers once the step it was computing is done
         sent = await self._bounded(transport.transfer(verify), "transfer", until)
         await self._bounded(transport.end(version), "end", until)
         await self._bounded(transport.flush(), "flush", until)
