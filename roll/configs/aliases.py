@@ -71,6 +71,9 @@ def _move(tree: Mapping[str, Any], source: str, notes: list[Problem]) -> Tree:
         if _is_given(moved, target):
             advice = f"is the other spelling of {target}, which is given too; keep one"
             raise ConfigError([Problem(path, advice)], source)
+        there = target.rpartition(".")[0]
+        if there and not isinstance(moved.get(there) or {}, Mapping):
+            raise ConfigError([Problem(there, f"{moved[there]!r} is not a section of `key: value` lines")], source)
         value, note = _value_there(path, target, section[key], source)
         notes.append(note)
         moved = _put(_without(moved, head, key), target, value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -13,6 +14,10 @@ from roll.configs.errors import Problem
 from roll.configs.schema import Key, declared, describe
 
 Instance = TypeVar("Instance")
+
+LARGEST = 2**63 - 1
+"""Of whole numbers: what tensors and engines hold; a slip of the keyboard is explained instead of overflowing."""
+
 Unknown = Callable[[str, type], str]
 """Says what an unknown path may have been meant to be, given the section it stands in."""
 
@@ -52,6 +57,8 @@ class Converter:
         converted = self._value(value, key.hint, default, path)
         if len(self.problems) > before:
             return default
+        if converted == "":
+            self.problems.append(Problem(path, "'' is empty; give it a value, or leave the key out"))
         self._bounds(converted, key, path)
         return converted
 
@@ -77,6 +84,8 @@ class Converter:
                 return float(value)
             except ValueError:
                 return self._fail(path, value, describe(hint))
+            except OverflowError:
+                return self._too_large(path, value)  # type: ignore[arg-type]
         if type(value) is hint:
             return value
         advice = ""
@@ -120,7 +129,9 @@ class Converter:
         if isinstance(value, bool) or not isinstance(value, int | float):
             return
         limits = key.field.metadata
-        if not math.isfinite(value):
+        if isinstance(value, int) and abs(value) > LARGEST:
+            self._too_large(path, value)
+        elif not math.isfinite(value):
             self.problems.append(Problem(path, f"{value} is not a finite number"))
         elif limits.get("minimum") is not None and value < limits["minimum"]:
             self.problems.append(Problem(path, f"{value} is too small; the least allowed is {limits['minimum']}"))
@@ -128,6 +139,9 @@ class Converter:
             self.problems.append(Problem(path, f"{value} is too small; it must be above {limits['above']}"))
         elif limits.get("maximum") is not None and value > limits["maximum"]:
             self.problems.append(Problem(path, f"{value} is too large; the most allowed is {limits['maximum']}"))
+
+    def _too_large(self, path: str, value: int) -> None:
+        self.problems.append(Problem(path, f"{reprlib.repr(value)} is too large; nothing here is beyond {LARGEST}"))
 
     def _fail(self, path: str, value: Any, expected: str) -> None:
         shown = "null" if value is None else repr(value)

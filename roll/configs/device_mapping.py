@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import reprlib
 from collections import Counter
 from typing import Any
 
@@ -22,6 +23,10 @@ def parse_device_mapping(value: Any) -> list[int]:
     ranks = _ranks(value)
     if any(rank < 0 for rank in ranks):
         raise ValueError(f"{value!r} names a negative device")
+    if ranks and max(ranks) >= MOST_DEVICES:
+        raise ValueError(
+            f"{reprlib.repr(value)} names device {reprlib.repr(max(ranks))}; the last is {MOST_DEVICES - 1}"
+        )
     twice = sorted(rank for rank, count in Counter(ranks).items() if count > 1)
     if twice:
         raise ValueError(f"{value!r} names device {twice[0]} twice")

@@ -73,6 +73,15 @@ ELSEWHERE = {
 """Pattern -> where the effect lies instead."""
 
 
+TRAINING_OPTIONS = (
+    "use_distributed_optimizer",
+    "overlap_grad_reduce",
+    "recompute_granularity",
+    "accumulate_allreduce_grads_in_fp32",
+)
+"""Megatron options that act on gradients alone."""
+
+
 def role_reads(path: str) -> bool:
     """Whether a dotted path is read by its role; true for paths of no role."""
     role, _, rest = path.partition(".")
@@ -101,6 +110,10 @@ def _rlvr(test: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 def _uses_kl(config: Any) -> bool:
     return config.use_kl_loss or config.add_token_level_kl
+
+
+def _filters(config: Any) -> bool:
+    return any(reward.query_filter_config.type != "no_filter" for reward in config.rewards.values())
 
 
 def _variant_knobs() -> Iterator[Inert]:
@@ -169,10 +182,26 @@ INERT: tuple[Inert, ...] = (
         "async_generation_ratio is 0, so samples are never stale",
     ),
     Inert(
+        ("in_flight_policy",),
+        _rlvr(lambda c: c.async_generation_ratio == 0),
+        "async_generation_ratio is 0, so no request runs when weights are published",
+    ),
+    Inert(
+        ("async_training.staleness_threshold", "async_training.max_staleness_allowed"),
+        _rlvr(lambda c: c.async_generation_ratio == 0),
+        "async_generation_ratio is 0, so samples are never stale",
+    ),
+    Inert(
+        ("async_training.max_queue_size",),
+        _rlvr(lambda c: c.async_generation_ratio == 0),
+        "async_generation_ratio is 0, so there is never more than one batch",
+    ),
+    Inert(
         ("async_training.batch_generation_interval_s",),
         _rlvr(lambda c: not runs_in_background(c)),
-        "nothing is generated ahead, so each batch is generated when it is asked for",
+        "each batch is generated when it is asked for; set async_generation_ratio or async_training.rollouter: actor",
     ),
+    Inert(("max_resample_factor",), _rlvr(lambda c: not _filters(c)), "every query_filter_config is of type no_filter"),
     Inert(("dual_clip_c",), _rlvr(lambda c: not c.dual_clip_loss), "dual_clip_loss is false"),
     Inert(
         (
@@ -187,9 +216,33 @@ INERT: tuple[Inert, ...] = (
         "supervised fine-tuning generates nothing and publishes no weights",
     ),
     Inert(("actor_train.pg_variant",), _is_sft, "supervised fine-tuning has no policy loss", misleads=True),
+    Inert(("*.data_args.tag", "*.data_args.ground_truth"), _is_sft, "supervised fine-tuning scores no response"),
+    Inert(
+        ("actor_train.infer_batch_size", "actor_train.*_in_infer"),
+        lambda c: _is_sft(c) and c.eval_steps == 0,
+        "eval_steps is 0, and only validation makes forward passes by themselves",
+    ),
+    Inert(("sync_retry_delay_s",), lambda c: c.max_sync_retries == 0, "max_sync_retries is 0"),
+    Inert(("logging_steps",), lambda c: not c.track_with, "track_with is empty, and metrics.jsonl has every step"),
+    Inert(
+        ("actor_train.training_args.min_learning_rate",),
+        lambda c: c.actor_train.training_args.lr_scheduler_type == "constant",
+        "lr_scheduler_type is constant; use linear or cosine",
+    ),
     Inert(("max_ckpt_to_keep",), lambda c: not c.save_checkpoint, "save_checkpoint is false"),
     Inert(("save_steps",), lambda c: not c.save_checkpoint, "save_checkpoint is false", misleads=True),
+    Inert(
+        ("reference.*",),
+        _rlvr(lambda c: not _uses_kl(c) and not c.reference.device_mapping),
+        "neither use_kl_loss nor add_token_level_kl is on, so there is no reference",
+    ),
+    Inert(
+        tuple(f"reference.strategy_args.strategy_config.{key}" for key in TRAINING_OPTIONS),
+        _rlvr(_uses_kl),
+        "the reference is not trained",
+    ),
     Inert(("validation.*",), lambda c: c.eval_steps == 0, "eval_steps is 0, so nothing is validated"),
+    Inert(("validation.data_args.shuffle",), lambda c: True, "validation runs over all of its data"),
     Inert(
         ("actor_train.max_tokens_per_microbatch_in_train",),
         lambda c: not c.actor_train.use_dynamic_batching_in_train,

@@ -48,11 +48,13 @@ def environment(value: Any) -> Any:
     """Environment variables with numbers written as text; a bool is refused because nobody agrees on its spelling.
 
     Raises:
-        ValueError: a value is a bool, a list or a mapping.
+        ValueError: a value is a bool, a list or a mapping, or the system takes no variable of that name or value.
     """
     if not isinstance(value, dict):
         return value
     for name, item in value.items():
+        if not str(name) or "=" in str(name) or "\0" in f"{name}{item}":
+            raise ValueError(f"{name!r} cannot name an environment variable, or {item!r} not be the value of one")
         if isinstance(item, bool) or not isinstance(item, str | int | float):
             raise ValueError(f"{name} is {item!r}; write the text the variable shall hold in quotes, such as '1'")
     return {str(name): str(item) for name, item in value.items()}

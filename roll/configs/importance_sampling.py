@@ -24,13 +24,15 @@ def expand_importance_sampling(tree: Tree) -> tuple[Tree, list[Problem], list[Pr
         return rest, [], [problem]
     if not switch:
         return rest, [Problem(SWITCH, "false is the default; no weights are used")], []
+    correction = tree.get("correction") or {}
+    if not isinstance(correction, dict):
+        return rest, [], []  # the section itself is told to be none
     weights: Tree = {"level": "token", "mode": "clamp"}
     if RANGE in tree:
         weights["lower"], weights["upper"] = tree[RANGE]
-    correction = dict(tree.get("correction") or {})
-    correction["weights"] = weights
     shown = ", ".join(f"{key}: {value}" for key, value in weights.items())
-    return {**rest, "correction": correction}, [Problem(SWITCH, f"true is read as correction.weights {{{shown}}}")], []
+    rest["correction"] = {**correction, "weights": weights}
+    return rest, [Problem(SWITCH, f"true is read as correction.weights {{{shown}}}")], []
 
 
 def _problem(tree: Tree, switch: Any) -> Problem | None:

@@ -87,13 +87,14 @@ def _interpolated(tree: Tree, source: str) -> Tree:
 
 def _pipeline(tree: Tree, wanted: str | None, source: str) -> str:
     named = tree.get("pipeline", wanted or "rlvr")
-    if named not in PIPELINES:
+    if not isinstance(named, str) or named not in PIPELINES:
+        shown = "null" if named is None else repr(named)
         like = nearest(str(named), PIPELINES)
         raise ConfigError(
             [
                 Problem(
                     "pipeline",
-                    f"{named!r} is not one of {', '.join(PIPELINES)}" + (f"; did you mean {like}?" if like else ""),
+                    f"{shown} is not one of {', '.join(PIPELINES)}" + (f"; did you mean {like}?" if like else ""),
                 )
             ],
             source,

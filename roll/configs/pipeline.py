@@ -47,7 +47,7 @@ class BaseConfig:
         parse=one_or_many,
         help="Trackers beside metrics.jsonl; a single name is taken as a list of one.",
     )
-    tracker_kwargs: dict[str, Any] = option(
+    tracker_kwargs: dict[str, dict[str, Any]] = option(
         factory=dict, help="Options of the trackers by name, e.g. {tensorboard: {log_dir: PATH}}."
     )
     max_steps: int = option(100, "Batches to train on.", minimum=1)

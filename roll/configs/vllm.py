@@ -40,7 +40,8 @@ def vllm_problems(tree: Tree) -> list[Problem]:
 
 def sglang_block(section: Tree) -> tuple[Tree, list[str]]:
     """The keys of a role that change from vLLM to SGLang, and the options that have no equivalent."""
-    options: dict[str, Any] = section["strategy_args"].get("strategy_config") or {}
+    given = section["strategy_args"].get("strategy_config")
+    options: dict[str, Any] = given if isinstance(given, dict) else {}
     role: Tree = {}
     engine: Tree = {}
     dropped: list[str] = []

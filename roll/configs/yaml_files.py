@@ -12,8 +12,14 @@ import yaml
 from roll.configs.aliases import Tree, settle
 from roll.configs.errors import ConfigError, Problem
 
-FLOAT = re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d+)([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
+FLOAT = re.compile(r"[-+]?((?!0\d)\d[\d_]*\.?[\d_]*|\.\d+)([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 """YAML 1.2 floats: `1e-6` too, which YAML 1.1 reads as text."""
+
+INT = re.compile(r"[-+]?(0|[1-9][\d_]*|0x[\da-fA-F_]+)")
+"""Whole numbers: `017` and `1:30`, which YAML 1.1 reads as 15 and 90, are none."""
+
+REPLACED = ("tag:yaml.org,2002:float", "tag:yaml.org,2002:int", "tag:yaml.org,2002:timestamp")
+"""Types that YAML 1.1 sees in more texts than people mean; dates are text here."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -38,9 +44,10 @@ class _DuplicateKey(Exception):
 
 
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:float"]
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in REPLACED]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(f"(?:{INT.pattern})\\Z"), list("-+0123456789"))
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"(?:{FLOAT.pattern})\\Z"), list("-+0123456789."))
 
 
@@ -51,7 +58,7 @@ def parse_yaml(text: str, source: str) -> Any:
         ConfigError: it is not YAML, or a key stands twice.
     """
     try:
-        return yaml.load(text, Loader=_Loader)
+        value = yaml.load(text, Loader=_Loader)
     except _DuplicateKey as error:
         message, key = error.args
         raise ConfigError([Problem(key, message)], source) from None
@@ -61,6 +68,19 @@ def parse_yaml(text: str, source: str) -> Any:
         raise ConfigError(
             [Problem("", f"{where}not YAML: {getattr(error, 'problem', None) or error}")], source
         ) from None
+    except (ValueError, AttributeError) as error:
+        raise ConfigError([Problem("", f"holds a value that is not of its type: {error}")], source) from None
+    if _holds_itself(value):
+        raise ConfigError([Problem("", "an alias (*name) stands inside what its anchor (&name) names")], source)
+    return value
+
+
+def _holds_itself(value: Any, inside: tuple[int, ...] = ()) -> bool:
+    """Whether following a mapping or list leads back to it."""
+    if not isinstance(value, dict | list):
+        return False
+    items = value.values() if isinstance(value, dict) else value
+    return id(value) in inside or any(_holds_itself(item, (*inside, id(value))) for item in items)
 
 
 def read_tree(path: Path, notes: list[Problem], including: Sequence[Path] = ()) -> Tree:

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from roll.configs.pipeline import BaseConfig
 from roll.pipeline.errors import RunError
 
 MARKER = "COMPLETE"
@@ -75,6 +76,11 @@ class CheckpointManager:
         if self._max_to_keep:
             for path in self.complete()[: -self._max_to_keep]:
                 shutil.rmtree(path)
+
+
+def checkpoint_folder(config: BaseConfig) -> CheckpointManager:
+    """The checkpoints of a run."""
+    return CheckpointManager(Path(config.output_dir) / "checkpoints", config.max_ckpt_to_keep)
 
 
 def _flush_to_disk(folder: Path) -> None:

@@ -12,12 +12,14 @@ from typing import Any
 
 from rich.logging import RichHandler
 
+from roll.configs.errors import ConfigError, Problem
 from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig, SFTConfig
 from roll.datasets.records import DatasetError
 from roll.distributed.pending import ClusterError
 from roll.distributed.resources import RayStartError, ResourceError
 from roll.distributed.weight_sync.transaction import PublishError
 from roll.pipeline.advice import Split, advise
+from roll.pipeline.checkpoint import checkpoint_folder
 from roll.pipeline.errors import RunError
 from roll.pipeline.extensions import load_extensions
 from roll.pipeline.health import HealthFile, Monitor, watched
@@ -87,6 +89,7 @@ async def run(config: BaseConfig) -> RunSummary:
     """
     start = time.perf_counter()
     extensions = load_extensions(config)
+    checkpoint_folder(config).resume_path(config.resume_from_checkpoint)
     pipeline = PIPELINES[type(config)](config)
     try:
         await pipeline.prepare()
@@ -138,10 +141,19 @@ def split_advice(config: BaseConfig) -> str:
 
 
 def configure_logging(config: BaseConfig) -> None:
-    """Project messages to the console and to `logging_dir/driver.log`."""
+    """Project messages to the console and to `logging_dir/driver.log`.
+
+    Raises:
+        ConfigError: that cannot be written.
+    """
     folder = Path(config.logging_dir or Path(config.output_dir) / "logs")
-    folder.mkdir(parents=True, exist_ok=True)
-    file = logging.FileHandler(folder / "driver.log")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = logging.FileHandler(folder / "driver.log")
+    except OSError as error:
+        raise ConfigError(
+            [Problem("logging_dir", f"{folder} cannot be written: {error}")], config.source.file
+        ) from None
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger("roll")
     root.setLevel(logging.INFO)

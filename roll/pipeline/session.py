@@ -63,9 +63,7 @@ class Session:
         for pending in await asyncio.gather(*calls):
             await pending
 
-    def start_service(
-        self, name: str, deadlines: Mapping[str, float], make: Callable[..., Any], *args: Any
-    ) -> Service:
+    def start_service(self, name: str, deadlines: Mapping[str, float], make: Callable[..., Any], *args: Any) -> Service:
         """Runs `make(*args)` in a process of its own, on the cores of the engines, which it feeds; see `Service`."""
         cores = self.clusters["actor_infer"].ranks[0].cores
         service = Service(name, self._config, cores, deadlines, make, *args)

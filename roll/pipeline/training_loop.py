@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from roll.configs.layouts import device_roles
 from roll.configs.pipeline import BaseConfig
-from roll.pipeline.checkpoint import CheckpointManager
+from roll.pipeline.checkpoint import checkpoint_folder
 from roll.pipeline.clock import StepClock
+from roll.pipeline.errors import RunError
 from roll.pipeline.interfaces import Learner, Publisher, SampleSource
 from roll.pipeline.state import PipelineState
 from roll.pipeline.throughput import throughput
@@ -54,7 +55,7 @@ class TrainingLoop:
         self._publisher = publisher
         self._trackers = trackers
         self._reached = reached or (lambda metrics: False)
-        self._checkpoints = CheckpointManager(Path(config.output_dir) / "checkpoints", config.max_ckpt_to_keep)
+        self._checkpoints = checkpoint_folder(config)
         self._devices = len({rank for role in device_roles(config).values() for rank in role.device_mapping}) or 1
         self.state = PipelineState()
         self.validation: dict[str, dict[str, float]] = {}
@@ -138,13 +139,21 @@ class TrainingLoop:
         return {"driver": driver, "rollouter": await self._samples.health()}
 
     async def resume(self) -> None:
-        """Goes on from the checkpoint that `resume_from_checkpoint` names, if there is one."""
+        """Goes on from the checkpoint that `resume_from_checkpoint` names, if there is one.
+
+        Raises:
+            RunError: it is none, or one of a run that this one cannot go on from.
+        """
         folder = self._checkpoints.resume_path(self._config.resume_from_checkpoint)
         if folder is None:
             if self._config.resume_from_checkpoint:
                 logger.warning("no complete checkpoint in %s: starting at step 0", self._config.output_dir)
             return
         self.state = PipelineState.load(folder)
-        await self._samples.load_state_dict(self.state.samples)
-        await self._learner.load(folder)
+        try:
+            await self._samples.load_state_dict(self.state.samples)
+            await self._learner.load(folder)
+        except (ValueError, KeyError) as error:
+            told = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+            raise RunError(f"resume_from_checkpoint: {folder} does not fit this run: {told}") from error
         logger.info("resumed from %s at step %d, version %d", folder, self.state.step, self.state.version)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from roll.configs.errors import ConfigError, Problem
 from roll.configs.pipeline import BaseConfig
 from roll.trackers import console, tensorboard  # noqa: F401  (they register themselves)
 from roll.trackers.base import TRACKERS, Metrics, Tracker
@@ -75,6 +76,7 @@ def make_trackers(config: BaseConfig, plan: Any = None, metrics: Metrics | None 
 
     Raises:
         ValueError: `track_with` or `tracker_kwargs` names no known tracker.
+        ConfigError: a tracker has no such option.
     """
     output_dir = Path(config.output_dir)
     unused = set(config.tracker_kwargs) - set(config.track_with)
@@ -84,5 +86,8 @@ def make_trackers(config: BaseConfig, plan: Any = None, metrics: Metrics | None 
     for name in config.track_with:
         if name not in TRACKERS:
             raise ValueError(f"track_with: {name!r} is unknown; use {', '.join(sorted(TRACKERS))}")
-        trackers.append(TRACKERS[name](config, output_dir, config.tracker_kwargs.get(name, {})))
+        try:
+            trackers.append(TRACKERS[name](config, output_dir, config.tracker_kwargs.get(name, {})))
+        except TypeError as error:
+            raise ConfigError([Problem(f"tracker_kwargs.{name}", str(error))], config.source.file) from None
     return TrackerGroup(config, trackers, plan, metrics)

@@ -63,9 +63,15 @@ LEDGER = (
     Metric("ledger/in_flight", "prompts", "Being generated or scored."),
     Metric("ledger/dropped_<reason>", "prompts", "Given up for that reason. All of the above add up to submitted."),
     Metric("queue/size", "samples", "Samples waiting to be learned from."),
-    Metric("queue/total_produced", "samples", "Samples that waited for a batch and were not dropped, since the run began."),
+    Metric(
+        "queue/total_produced", "samples", "Samples that waited for a batch and were not dropped, since the run began."
+    ),
     Metric("queue/total_consumed", "samples", "Samples that left it for a batch."),
-    Metric("queue/dropped_samples", "samples", "Samples given up for any reason, whether they were waiting or still being generated."),
+    Metric(
+        "queue/dropped_samples",
+        "samples",
+        "Samples given up for any reason, whether they were waiting or still being generated.",
+    ),
 )
 
 ACCOUNT = (

@@ -37,6 +37,19 @@ from tests.configs.samples import refusal, rlvr
         (["async_training.max_queue_size=7"], "async_training.max_queue_size: 7 samples cannot hold 1 batch(es)"),
         (["async_training.batch_deadline_s=5"], "async_training.batch_deadline_s: 5 ends the run before"),
         (
+            ["rewards.math_rule.query_filter_config.type=mean_filter"],
+            "query_filter_config.type: mean_filter without thresholds drops nothing; give filter_args",
+        ),
+        (
+            [
+                "rewards.math_rule.query_filter_config.type=std_filter",
+                "adv_estimator=reinforce",
+                "num_return_sequences_in_group=1",
+                "rollout_batch_size=512",
+            ],
+            "std_filter drops every group, since num_return_sequences_in_group 1 leaves no spread",
+        ),
+        (
             ["rewards.math_rule.query_filter_config.filter_args.std_threshold=0.1"],
             "std_threshold: belongs to type std_filter, but type is no_filter",
         ),

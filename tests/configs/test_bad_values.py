@@ -20,6 +20,8 @@ UNKNOWN = {
     "actor_train.strategy_args.strategy_config.tensor_model_paralel_size=2": "did you mean "
     "actor_train.strategy_args.strategy_config.tensor_model_parallel_size?",
     "rewards={math: {timeout: 3}}": "rewards.math.timeout: unknown key; did you mean rewards.math.timeout_s?",
+    "top_k=5": "top_k: unknown key; this key belongs at actor_infer.generating_args.top_k",
+    "async_training.async_generation_ratio=1": "unknown key; this key belongs at async_generation_ratio",
     "source={}": "source: unknown key",
 }
 
@@ -39,7 +41,19 @@ MISTYPED = {
     "actor_train.data_args.file_name=[1]": "actor_train.data_args.file_name[0]: 1 is not text; put it in quotes: '1'",
     "actor_train.strategy_args.strategy_config.sequence_parallel=2": "sequence_parallel: 2 is not true or false",
     "system_envs={A: true}": "system_envs: A is True; write the text the variable shall hold in quotes",
+    "system_envs={'A=B': x}": "system_envs: 'A=B' cannot name an environment variable",
+    "tracker_kwargs={tensorboard: 5}": "tracker_kwargs.tensorboard: 5 is not a section",
+    "output_dir=''": "output_dir: '' is empty; give it a value, or leave the key out",
+    "resume_from_checkpoint=''": "resume_from_checkpoint: '' is empty; give it a value",
+    "rollout_dump_dir=''": "rollout_dump_dir: '' is empty; give it a value",
     "resume_from_checkpoint=3": "resume_from_checkpoint: 3 is not true or false or text",
+    "pipeline=[rlvr]": "pipeline: ['rlvr'] is not one of rlvr, sft; did you mean rlvr?",
+    "pipeline=~": "pipeline: null is not one of rlvr, sft",
+    "seed=017": "seed: '017' is not a whole number",
+    "seed=1:30": "seed: '1:30' is not a whole number",
+    "exp_name=&a [*a]": "an alias (*name) stands inside what its anchor (&name) names",
+    "exp_name=!!timestamp abc": "holds a value that is not of its type",
+    "actor_infer.strategy_args={strategy_name: vllm, strategy_config: [1]}": "vllm is not an engine here; use sglang",
     "track_with=wandb": "track_with[0]: 'wandb' is not one of tensorboard, stdout",
 }
 
@@ -47,6 +61,10 @@ OUT_OF_BOUNDS = {
     "rollout_batch_size=0": "rollout_batch_size: 0 is too small; the least allowed is 1",
     "actor_train.training_args.learning_rate=0": "learning_rate: 0.0 is too small; it must be above 0",
     "actor_infer.generating_args.top_p=1.5": "top_p: 1.5 is too large; the most allowed is 1",
+    f"gamma=1{'0' * 400}": "gamma: 100000000000000000...0000000000000000000 is too large; nothing here is beyond 9223",
+    f"seed=1{'0' * 400}": "seed: 100000000000000000...0000000000000000000 is too large",
+    f"seed=1{'0' * 5000}": "holds a value that is not of its type: Exceeds the limit (4300 digits)",
+    "actor_infer.device_mapping=[1000000]": "actor_infer.device_mapping: [1000000] names device 1000000; the last is",
     "gamma=.nan": "gamma: nan is not a finite number",
     "actor_infer.generating_args.num_beams=4": "num_beams: 4 is not one of 1",
     "actor_train.strategy_args.strategy_config.context_parallel_size=2": "2 is too large; the most allowed is 1",

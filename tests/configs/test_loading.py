@@ -168,3 +168,7 @@ def test_rewards_are_those_given(tmp_path: Path) -> None:
     config = rlvr(tmp_path, "rewards={strict: {answer_pattern: boxed}}")
     assert list(config.rewards) == ["strict"]
     assert config.rewards["strict"].answer_pattern == "boxed"
+
+
+def test_a_date_is_text(tmp_path: Path) -> None:
+    assert rlvr(tmp_path, "exp_name=2025-01-31").exp_name == "2025-01-31"

@@ -124,3 +124,16 @@ def test_an_override_wins_in_any_spelling(tmp_path: Path) -> None:
 def test_a_base_file_may_use_another_spelling(tmp_path: Path) -> None:
     write(tmp_path, RLVR + "buffer_size: 2\n", "base.yaml")
     assert rlvr(tmp_path, text="defaults: base\nasync_generation_ratio: 1\n").async_generation_ratio == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ("rollout_gpu_ids=16-23 actor_infer=5", "actor_infer: 5 is not a section"),
+        ("async_training.generation_timeout=5 actor_infer=5", "actor_infer: 5 is not a section"),
+        ("importance_sampling=true correction=strong", "correction: 'strong' is not a section"),
+        ("importance_sampling=true correction=[weights]", "correction: ['weights'] is not a section"),
+    ],
+)
+def test_what_stands_in_place_of_a_section_is_told(tmp_path: Path, overrides: str, said: str) -> None:
+    assert said in refusal(tmp_path, *overrides.split())

@@ -98,6 +98,7 @@ WARNED = {
     f"{REJECTION}.statistic=k1 {REJECTION}.upper=0.9": "rejects what has not aged at all: k1 of equal policies is 1",
     f"{REJECTION}.statistic=k3 {REJECTION}.lower=0.1": "rejects what has not aged at all: k3 of equal policies is 0",
     f"{TOKENS} {WEIGHTS}.mode=mask {WEIGHTS}.lower=1.1": "mask leaves out what has not aged at all",
+    "correction.veto_threshold=5": "correction.veto_threshold: 5 rejects what has not aged at all: its ratio is 1",
     "adv_estimator=lite_ppo": "loss_agg_mode: seq-mean-token-mean is not what lite_ppo was made for; use token-mean",
     "adv_estimator=rloo gamma=0.9": "gamma: has no effect: this adv_estimator gives every token",
     "adv_estimator=reinforce_plus_plus whiten_advantages=true": "whiten_advantages: has no effect",

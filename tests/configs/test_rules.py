@@ -77,6 +77,8 @@ SAMPLES = {
 ENGINES = {
     f"{SGLANG}.mem_fraction_statik=0.8": f"{SGLANG}.mem_fraction_statik: SGLang has no option of this name; did you "
     "mean mem_fraction_static?",
+    f"{SGLANG}.gpu_memory_utilization=0.8": "SGLang has no option of this name; did you mean mem_fraction_static?",
+    f"{SGLANG}.max_num_seqs=8": "SGLang has no option of this name; set actor_infer.max_running_requests",
     f"{SGLANG}.mem_fraction_static=80": "mem_fraction_static: 80 is not a share of the device's memory between 0 and 1",
     f"{SGLANG}.tp_size=2": f"{SGLANG}.tp_size: 2: the framework sets this option; set num_gpus_per_worker",
     f"{SGLANG}.random_seed=2": f"{SGLANG}.random_seed: 2: the framework sets this option; set seed",
@@ -121,7 +123,20 @@ MISLEADING = {
     "critic={device_mapping: 0-7}": "critic: this section is not available: there is no critic; remove the section",
 }
 
-CASES = DEVICES | BATCH | ALGORITHM | SAMPLES | ENGINES | MODEL_SPLITS | MISLEADING
+REWARD = "rewards.math_rule"
+
+REWARDS = {
+    "rewards={}": "rewards: is empty, so nothing scores a response; describe one, such as math_rule: {}",
+    "rewards={a: {}, b: {}}": "rewards.b: scores nothing: rewards.a before it takes every tag; change tag_included",
+    "rewards={a: {tag_included: [x]}, b: {tag_included: [y]}, c: {tag_included: [x, y]}}": "rewards.c: scores nothing: "
+    "rewards.a and rewards.b before it takes its tags",
+    f"{REWARD}.function=math_reward": f"{REWARD}.function: 'math_reward' names no function; write module:function",
+    f"{REWARD}.function=a/b.py:f": "'a/b.py:f' names no function; write module:function",
+    f"{REWARD}.correct_score=0": f"{REWARD}.correct_score: 0 is wrong_score too, so every answer is worth the same",
+    "async_training.rollouter_class=mine.Rollouter": "rollouter_class: 'mine.Rollouter' names no class; write module:",
+}
+
+CASES = REWARDS | DEVICES | BATCH | ALGORITHM | SAMPLES | ENGINES | MODEL_SPLITS | MISLEADING
 
 
 @pytest.mark.parametrize(("overrides", "said"), CASES.items())
@@ -147,6 +162,21 @@ HARMLESS = {
     f"{TRAINING}.warmup_steps=1000": "warmup_steps: 1000 is longer than the run of 100 optimizer steps",
     "validation.data_args.file_name=val.jsonl": "validation.data_args.file_name: has no effect: eval_steps is 0",
     "async_generation_ratio=1 actor_infer.device_mapping=0-15": "async_generation_ratio: 1 gains nothing while",
+    "in_flight_policy=abort_resume": "in_flight_policy: has no effect: async_generation_ratio is 0, so no request runs",
+    "async_training.staleness_threshold=1": "staleness_threshold: has no effect: async_generation_ratio is 0",
+    "async_training.max_staleness_allowed=1": "max_staleness_allowed: has no effect: async_generation_ratio is 0",
+    "async_training.max_queue_size=600": "max_queue_size: has no effect: async_generation_ratio is 0",
+    "async_training.batch_generation_interval=1": "batch_generation_interval_s: has no effect: each batch is generated "
+    "when it is asked for",
+    "max_resample_factor=3": "max_resample_factor: has no effect: every query_filter_config is of type no_filter",
+    "max_sync_retries=0 sync_retry_delay_s=4": "sync_retry_delay_s: has no effect: max_sync_retries is 0",
+    "track_with=[] logging_steps=5": "logging_steps: has no effect: track_with is empty",
+    f"{TRAINING}.min_learning_rate=1e-8": "min_learning_rate: has no effect: lr_scheduler_type is constant",
+    "reference.model_args.dtype=fp32": "reference.model_args.dtype: has no effect: neither use_kl_loss nor",
+    "use_kl_loss=true kl_loss_coef=0.1 reference.device_mapping=0-15 "
+    "reference.strategy_args.strategy_config.recompute_granularity=full": "recompute_granularity: has no effect: the "
+    "reference is not trained",
+    "eval_steps=1 validation.data_args.file_name=a.jsonl validation.data_args.shuffle=false": "shuffle: has no effect",
     "num_nodes=3": "num_nodes: has no effect: nodes follow from device_mapping",
 }
 
@@ -172,6 +202,28 @@ def test_generation_keys_have_no_effect_in_sft(tmp_path: Path) -> None:
     assert "actor_train.pg_variant: has no effect" in refusal(tmp_path, "actor_train.pg_variant=vanilla", text=SFT)
 
 
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("actor_train.data_args.tag=domain", "tag: has no effect: supervised fine-tuning scores no response"),
+        ("actor_train.infer_batch_size=3", "infer_batch_size: has no effect: eval_steps is 0, and only validation"),
+    ],
+)
+def test_what_only_reinforcement_learning_reads_has_no_effect_in_sft(tmp_path: Path, override: str, said: str) -> None:
+    (warning,) = check(sft(tmp_path, override)).warnings
+    assert said in str(warning)
+
+
+def test_a_reward_may_take_what_others_leave(tmp_path: Path) -> None:
+    rewards = "rewards={a: {tag_included: [x]}, b: {tag_included: [x, y]}, c: {}}"
+    assert check(rlvr(tmp_path, rewards)).warnings == []
+
+
+def test_submissions_are_spaced_where_generation_has_a_process_of_its_own(tmp_path: Path) -> None:
+    given = ["async_training.batch_generation_interval_s=1", "async_training.rollouter=actor"]
+    assert check(rlvr(tmp_path, *given)).warnings == []
+
+
 def test_what_is_not_here_stops_a_run_only(tmp_path: Path) -> None:
     config = rlvr(tmp_path, "pretrain=Qwen/Qwen2.5-7B", "resume_from_checkpoint=old/step_5")
     assert check(config).missing == [
@@ -186,6 +238,19 @@ def test_what_is_not_here_stops_a_run_only(tmp_path: Path) -> None:
             "old/step_5 is not a folder; use a checkpoint's path, or true for the newest one of output_dir",
         ),
     ]
+
+
+@pytest.mark.parametrize("key", ["output_dir", "logging_dir", "rollout_dump_dir"])
+def test_a_folder_below_a_file_stops_a_run_only(tmp_path: Path, key: str) -> None:
+    (tmp_path / "file").touch()
+    missing = check(rlvr(tmp_path, f"{key}={tmp_path / 'file' / 'x'}")).missing
+    said = f"{tmp_path / 'file' / 'x'} cannot be a folder, since {tmp_path / 'file'} is a file; name another"
+    assert Problem(key, said) in missing
+
+
+def test_a_folder_that_is_not_there_yet_is_fine(tmp_path: Path) -> None:
+    missing = check(rlvr(tmp_path, "output_dir=some/where", f"rollout_dump_dir={tmp_path}/new/er")).missing
+    assert [problem.path for problem in missing] == ["actor_train.data_args.file_name"]
 
 
 def test_an_unsupported_architecture_is_explained(tmp_path: Path) -> None:

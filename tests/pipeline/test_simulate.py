@@ -247,3 +247,31 @@ def test_options_that_cannot_be_meant_are_refused(
     with pytest.raises(SystemExit):
         main(["simulate", "config.yaml", *arguments])
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        ("run.json", b"\xff\xfe", "run.json is not the record of an RL run: UnicodeDecodeError"),
+        ("metrics.jsonl", b'{"step": 1, "time', "metrics.jsonl does not hold the steps of a run"),
+        ("metrics.jsonl", b"[1]", "metrics.jsonl does not hold the steps of a run"),
+        ("metrics.jsonl", b'{"step": 1, "time/step": "long"}', "has steps without time/step, time/train"),
+        (
+            "metrics.jsonl",
+            b'{"step": 1, "time/step": 3, "time/train": 1, "time/generate": 1, "rollout/response_length_mean": 0, '
+            b'"rollout/response_length_max": 0}',
+            "has responses of less than 1 token",
+        ),
+    ],
+)
+def test_a_broken_record_is_explained(tmp_path: Path, file: str, text: bytes, said: str) -> None:
+    config = small(tmp_path)
+    run = write_run(tmp_path / "run", config, [])
+    (run / file).write_bytes(text + b"\n")
+    assert said in refused(config, Options(from_run=run))
+
+
+def test_a_file_is_no_run(tmp_path: Path) -> None:
+    config, file = small(tmp_path), tmp_path / "file"
+    file.touch()
+    assert "has no run.json; give the output_dir of a run" in refused(config, Options(from_run=file))

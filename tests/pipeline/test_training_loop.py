@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from roll.configs.pipeline import BaseConfig
+from roll.configs.pipeline import BaseConfig, RLVRConfig
 from roll.distributed.protocol import DataProto
 from roll.pipeline.clock import StepClock
+from roll.pipeline.errors import RunError
 from roll.pipeline.interfaces import SampleBatch
+from roll.pipeline.run import run as run_whole
 from roll.pipeline.training_loop import TrainingLoop
 
 
@@ -151,3 +153,30 @@ def test_only_the_end_is_saved_when_save_steps_is_zero(tmp_path):
 def test_nothing_is_saved_when_checkpoints_are_off(tmp_path):
     run(config_in(tmp_path, max_steps=1, save_checkpoint=False))
     assert not (tmp_path / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (ValueError("batch_size: 2 cannot go on from batches of 4"), "this run: batch_size: 2 cannot go on from"),
+        (KeyError("producer"), "this run: it has no 'producer'"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_explained(tmp_path, fault, said):
+    run(config_in(tmp_path, max_steps=1))
+
+    class Other(Counting):
+        async def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise fault
+
+    parts = Other()
+    loop = TrainingLoop(config_in(tmp_path, resume_from_checkpoint=True), parts, parts, parts, Lines())
+    with pytest.raises(RunError, match="resume_from_checkpoint: .*step-000001 does not fit") as error:
+        asyncio.run(loop.resume())
+    assert said in str(error.value)
+
+
+def test_a_folder_without_checkpoints_is_told_before_anything_starts(tmp_path):
+    config = RLVRConfig(output_dir=str(tmp_path), resume_from_checkpoint=str(tmp_path))
+    with pytest.raises(RunError, match="resume_from_checkpoint: .* holds no complete checkpoint"):
+        asyncio.run(run_whole(config))

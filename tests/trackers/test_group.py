@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from roll.configs.errors import ConfigError
 from roll.configs.pipeline import RLVRConfig
 from roll.trackers import make_trackers
 from roll.trackers.base import register_tracker
@@ -67,3 +68,8 @@ def test_the_known_trackers_are_those_a_config_may_name() -> None:
 
     (names,) = get_args(get_type_hints(RLVRConfig)["track_with"])
     assert set(get_args(names)) == set(TRACKERS)
+
+
+def test_an_option_that_a_tracker_lacks_is_explained(config):
+    with pytest.raises(ConfigError, match="tracker_kwargs.tensorboard: .*unexpected keyword argument 'flush'"):
+        make_trackers(replace(config, track_with=["tensorboard"], tracker_kwargs={"tensorboard": {"flush": 1}}))

@@ -7,7 +7,19 @@ from __future__ import annotations
 
 from roll.configs.errors import Report
 from roll.configs.pipeline import BaseConfig, RLConfig
-from roll.configs.rules import algorithm, asynchronous, batch, devices, engines, files, inert, model, policy, sampling
+from roll.configs.rules import (
+    algorithm,
+    asynchronous,
+    batch,
+    devices,
+    engines,
+    files,
+    inert,
+    model,
+    policy,
+    rewards,
+    sampling,
+)
 
 
 def check(config: BaseConfig) -> Report:
@@ -25,6 +37,7 @@ def check(config: BaseConfig) -> Report:
         asynchronous.check_asynchronous(config, report)
         policy.check_policy(config, report)
         sampling.check_sampling(config, report)
+        rewards.check_rewards(config, report)
     inert.check_inert(config, report)
     model.check_models(config, report)
     files.check_files(config, report)

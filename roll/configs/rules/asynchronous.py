@@ -24,7 +24,8 @@ def check_asynchronous(config: RLConfig, report: Report) -> None:
     _check_waits(config, report)
     if isinstance(config, RLVRConfig):
         for name, reward in config.rewards.items():
-            _check_filter(f"rewards.{name}.query_filter_config", reward.query_filter_config, report)
+            path = f"rewards.{name}.query_filter_config"
+            _check_filter(path, reward.query_filter_config, config.num_return_sequences_in_group, report)
 
 
 def _check_staleness(config: RLConfig, report: Report) -> None:
@@ -90,13 +91,25 @@ def _check_waits(config: RLConfig, report: Report) -> None:
         )
 
 
-def _check_filter(path: str, config: QueryFilterConfig, report: Report) -> None:
+def _check_filter(path: str, config: QueryFilterConfig, group: int, report: Report) -> None:
     arguments = config.filter_args
     for name in ("threshold_up", "threshold_down", "std_threshold"):
         if getattr(arguments, name) is not None and name not in FILTER_ARGUMENTS[config.type]:
             owner = next(kind for kind, names in FILTER_ARGUMENTS.items() if name in names)
             report.error(f"{path}.filter_args.{name}", f"belongs to type {owner}, but type is {config.type}")
     low, high = arguments.threshold_down, arguments.threshold_up
+    if config.type == "mean_filter" and low is None and high is None:
+        report.error(
+            f"{path}.type",
+            "mean_filter without thresholds drops nothing; give filter_args, such as threshold_down: 0.1, "
+            "threshold_up: 0.9",
+        )
+    if config.type == "std_filter" and group == 1:
+        report.error(
+            f"{path}.type",
+            "std_filter drops every group, since num_return_sequences_in_group 1 leaves no spread; use at least 2, or "
+            "another type",
+        )
     if low is not None and high is not None and low >= high:
         report.error(
             f"{path}.filter_args",

@@ -7,6 +7,7 @@ from roll.configs.layouts import ROLES, is_megatron, megatron_config
 from roll.configs.pipeline import BaseConfig, RLConfig
 from roll.configs.sglang_options import OWNED, server_options
 from roll.configs.suggestions import nearest
+from roll.configs.vllm import OPTIONS, ROLE_OPTIONS
 from roll.configs.worker import WorkerConfig
 
 ENGINES = {"actor_train": "megatron_train", "actor_infer": "sglang", "reference": "megatron_infer"}
@@ -94,8 +95,10 @@ def _check_sglang(worker: WorkerConfig, path: str, report: Report) -> None:
         if name in OWNED:
             report.error(f"{path}.{name}", f"{value!r}: the framework sets this option; {OWNED[name]}")
         elif known is not None and name not in known:
-            like = nearest(name, known - OWNED.keys())
+            like = OPTIONS.get(name) or nearest(name, known - OWNED.keys())
             hint = f"; did you mean {like}?" if like else ""
+            if name in ROLE_OPTIONS:
+                hint = f"; set actor_infer.{ROLE_OPTIONS[name]}"
             report.error(f"{path}.{name}", f"SGLang has no option of this name{hint}")
     if known is None and options:
         report.warn(path, f"sglang is not installed here: {', '.join(options)} were not checked against its options")

@@ -63,14 +63,18 @@ def _check_bounds(config: RLConfig, report: Report) -> None:
 
 def _check_rejection(config: RLConfig, report: Report) -> None:
     rejection, path = config.correction.rejection, "correction.rejection"
-    if rejection.statistic is not None and rejection.lower is None and rejection.upper is None:
+    if rejection.statistic is not None and not rejection.lower and rejection.upper is None:
         bounds = {"k1": "lower: 0.5, upper: 2.0", "k2": "upper: 0.1", "k3": "upper: 0.01"}[rejection.statistic]
-        report.error(
-            f"{path}.statistic", f"{rejection.statistic} without bounds rejects nothing; give some, such as {bounds}"
-        )
+        given = "without bounds" if rejection.lower is None else "with a lower bound of 0 alone"
+        report.error(f"{path}.statistic", f"{rejection.statistic} {given} rejects nothing; give some, such as {bounds}")
     agreement = 1.0 if rejection.statistic == "k1" else 0.0
     if rejection.statistic is not None and not _inside(agreement, rejection.lower, rejection.upper):
         report.warn(path, f"rejects what has not aged at all: {rejection.statistic} of equal policies is {agreement:g}")
+    veto = config.correction.veto_threshold
+    if veto is not None and veto > 1:
+        report.warn(
+            "correction.veto_threshold", f"{veto:g} rejects what has not aged at all: its ratio is 1; use less than 1"
+        )
     weights = config.correction.weights
     if config.correction.weighted and weights.mode == "mask" and not _inside(1.0, weights.lower, weights.upper):
         report.warn("correction.weights", "mask leaves out what has not aged at all: its weight is 1")

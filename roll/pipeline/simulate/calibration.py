@@ -30,17 +30,22 @@ def read_run(folder: Path, flag: str) -> Measured:
     """
     try:
         shape = Shape.of_record(json.loads((folder / RUN).read_text())["config"])
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise _wrong(flag, f"{folder} has no {RUN}; give the output_dir of a run") from None
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
         raise _wrong(flag, f"{folder / RUN} is not the record of an RL run: {type(error).__name__} {error}") from None
-    lines = [line for line in read_metrics(folder / METRICS) if line.get("step", 0) > 0]
+    try:
+        lines = [line for line in read_metrics(folder / METRICS) if line.get("step", 0) > 0]
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise _wrong(flag, f"{folder / METRICS} does not hold the steps of a run: {error}") from None
     if not lines:
         raise _wrong(flag, f"{folder / METRICS} holds no step; let the run make some, for example max_steps=20")
     lines = lines[min(WARM_UP_STEPS, len(lines) // 3) :]
-    missing = [name for name in NEEDED if any(line.get(name) is None for line in lines)]
+    missing = [name for name in NEEDED if any(not isinstance(line.get(name), int | float) for line in lines)]
     if missing:
         raise _wrong(flag, f"{folder / METRICS} has steps without {', '.join(missing)}; give a run of `roll run`")
+    if _median(lines, "rollout/response_length_mean") < 1:
+        raise _wrong(flag, f"{folder / METRICS} has responses of less than 1 token; give a run that answers")
     return Measured(
         shape=shape,
         times=_times(lines),
