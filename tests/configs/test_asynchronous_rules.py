@@ -73,7 +73,7 @@ def test_a_drain_that_may_outlast_the_publish_is_a_warning(tmp_path: Path) -> No
 
 
 def test_a_distance_between_submissions_that_nothing_keeps_is_a_warning(tmp_path: Path) -> None:
-    said = "async_training.batch_generation_interval_s: has no effect: nothing is generated ahead"
+    said = "async_training.batch_generation_interval_s: has no effect: each batch is generated when it is asked for"
     interval = "async_training.batch_generation_interval_s=1"
     assert any(said in str(warning) for warning in check(rlvr(tmp_path, interval)).warnings)
     ahead = check(rlvr(tmp_path, interval, "async_generation_ratio=1")).warnings

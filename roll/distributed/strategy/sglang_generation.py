@@ -104,7 +104,7 @@ class Generation:
         raise EngineError(f"{self._engine.name}: the prefix cache cannot be emptied while requests run")
 
     def _cut_running(self) -> None:
-        """Aborts what the scheduler has; what is still on its way there SGLang would not find, and never abort again."""
+        """Aborts what the scheduler has; SGLang would not find what is on its way there, and never abort it again."""
         states = self._engine.manager.rid_to_state
         self._cut.update(self._running)
         for name in self._running:
