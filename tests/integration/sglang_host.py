@@ -42,7 +42,7 @@ class EngineHost:
         return await answer if inspect.isawaitable(answer) else answer
 
     async def generate_within(self, requests: list[GenerateRequest], timeout_s: float) -> list[GenerateResult]:
-        generation = Generation(self.strategy._engine, timeout_s, deterministic=False)
+        generation = Generation(self.strategy._engine, timeout_s, deterministic=False, running=32)
         generation.version = self.strategy._generation.version
         return await generation.generate(requests)
 

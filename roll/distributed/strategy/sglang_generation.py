@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import time
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,9 @@ ABORT_GRACE_S = 5.0
 
 LOOK_S = 0.1
 """Between two looks: of a pause, at which requests SGLang can abort by now; of a request that is due, at the pause."""
+
+AT_HAND = 1.25
+"""Requests in the engine, in multiples of those it runs at a time: some are at hand when others end."""
 
 CONTROL_TIMEOUT_S = 60.0
 """Pausing, resuming and flushing take one step of the engine; longer means that it hangs."""
@@ -36,12 +40,21 @@ class Generation:
         version: of the weights; requests share cached prefixes only with requests sent under the same one.
     """
 
-    def __init__(self, engine: Engine, timeout_s: float, deterministic: bool) -> None:
-        """Requests of `engine` are aborted after `timeout_s` seconds each, pauses not counted."""
+    def __init__(self, engine: Engine, timeout_s: float, deterministic: bool, running: int) -> None:
+        """Starts with nothing running.
+
+        Args:
+            engine: to draw from.
+            timeout_s: a request is aborted after so many seconds in the engine; waiting for a place there and pauses
+                are not counted, but with `deterministic`, where the engine forms its own queue.
+            deterministic: see above.
+            running: requests the engine runs at a time.
+        """
         self.version = 0
         self._engine = engine
         self._timeout_s = timeout_s
         self._deterministic = deterministic
+        self._places = asyncio.Semaphore(math.ceil(running * AT_HAND))
         self._turn = asyncio.Lock()
         self._handing_over = asyncio.Lock()
         self._open = asyncio.Event()
@@ -61,7 +74,7 @@ class Generation:
         if not requests:
             return []
         if not self._deterministic:
-            return list(await asyncio.gather(*(self._answer(request, self._name()) for request in requests)))
+            return list(await asyncio.gather(*map(self._answer_in_place, requests)))
         async with self._turn:
             return await self._generate_together(requests)
 
@@ -152,6 +165,10 @@ class Generation:
     def _name(self) -> str:
         """A name of fixed width: SGLang aborts every request whose name begins with the one given."""
         return f"{next(self._names):016d}"
+
+    async def _answer_in_place(self, request: GenerateRequest) -> GenerateResult:
+        async with self._places:
+            return await self._answer(request, self._name())
 
     async def _answer(self, request: GenerateRequest, name: str) -> GenerateResult:
         """The whole response, in as many parts as pauses cut it into."""

@@ -55,7 +55,10 @@ class SGLangStrategy:
             environment |= thread_environment(arguments["tp_size"])
         self._engine = Engine(f"actor_infer[{rank}]", arguments, environment)
         self._generation = Generation(
-            self._engine, worker_config.generation_timeout_s, deterministic=pipeline_config.deterministic
+            self._engine,
+            worker_config.generation_timeout_s,
+            deterministic=pipeline_config.deterministic,
+            running=worker_config.max_running_requests,
         )
         self._weights = WeightUpdates(self._engine, pipeline_config.sync_timeout_s)
         self._start_timeout_s = pipeline_config.start_timeout_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -205,6 +206,7 @@ class SharedTransport(ClusterTransport):
     """Both clusters on one node: engines open the memory that sources share."""
 
     _reserved = False
+    _loading: asyncio.Future[None] | None = None
 
     async def connect(self) -> None:
         """On a CPU, gives all ranks of a stage the same memory to write to."""
@@ -225,7 +227,6 @@ class SharedTransport(ClusterTransport):
         receivers = self._infer.world_size * self._infer.layout.tensor
         sent: list[Sent] = []
         checksums: dict[str, str] = {}
-        loading: asyncio.Future[None] | None = None
         for index in range(max(map(len, buckets))):
             answers = await self._train.fill_shared_weights(buckets, index, receivers, self.fault)
             offered = [answer for answer in answers if answer is not None]
@@ -233,18 +234,24 @@ class SharedTransport(ClusterTransport):
                 ranks = self._digest_ranks(digest)
                 for found in await self._train.inspect_shared_weights(buckets, index, ranks, self.fault):
                     checksums |= found or {}
-            if loading is not None:
-                await loading
-            loading = asyncio.ensure_future(self._load(offered))
+            await self._loaded()
+            self._loading = asyncio.ensure_future(self._load(offered))
             sent += offered
-        if loading is not None:
-            await loading
+        await self._loaded()
         await self._train.release_shared_weights()
         return Transfer(_total(sent).bytes, checksums)
 
     async def abandon(self) -> None:
-        """Ends the publish on every training rank."""
+        """Ends the publish on every training rank, once no engine reads what the next attempt will overwrite."""
+        with contextlib.suppress(Exception):  # it is among the causes, or came after them
+            await self._loaded()
         await self._train.release_shared_weights()
+
+    async def _loaded(self) -> None:
+        """Waits until the engines have loaded what they were offered last."""
+        loading, self._loading = self._loading, None
+        if loading is not None:
+            await loading
 
     async def _load(self, offered: list[Sent]) -> None:
         ranks = self._infer.layout.tensor
