@@ -14,11 +14,13 @@ from roll.envs.options import choices, read_config
 
 NAMES = {
     "frozen_lake": "roll/FrozenLake-v0",
+    "sokoban": "roll/Sokoban-v0",
 }
 """What a YAML calls our environments, and what gymnasium does."""
 
 ENTRY_POINTS = {
     "roll/FrozenLake-v0": "roll.envs.frozen_lake:FrozenLake",
+    "roll/Sokoban-v0": "roll.envs.sokoban:Sokoban",
 }
 
 for _id, _entry_point in ENTRY_POINTS.items():
