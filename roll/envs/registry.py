@@ -15,12 +15,14 @@ from roll.envs.options import choices, read_config
 NAMES = {
     "frozen_lake": "roll/FrozenLake-v0",
     "sokoban": "roll/Sokoban-v0",
+    "calculator": "roll/Calculator-v0",
 }
 """What a YAML calls our environments, and what gymnasium does."""
 
 ENTRY_POINTS = {
     "roll/FrozenLake-v0": "roll.envs.frozen_lake:FrozenLake",
     "roll/Sokoban-v0": "roll.envs.sokoban:Sokoban",
+    "roll/Calculator-v0": "roll.envs.calculator:Calculator",
 }
 
 for _id, _entry_point in ENTRY_POINTS.items():
