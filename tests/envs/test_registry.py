@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import gymnasium
+import pytest
+
+from roll.configs.errors import ConfigError
+from roll.envs import make_env
+from roll.envs.frozen_lake import FrozenLake
+from roll.envs.registry import ENTRY_POINTS, NAMES
+
+
+def message(env_type, env_config=None, path="custom_envs.Lake") -> str:
+    with pytest.raises(ConfigError) as error:
+        make_env(env_type, env_config, path)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("env_type", ["frozen_lake", "roll/FrozenLake-v0", "roll.envs.frozen_lake:FrozenLake"])
+def test_a_name_an_id_and_a_class_are_the_same_environment(env_type):
+    env = make_env(env_type, {"size": 6, "is_slippery": False})
+    assert type(env) is FrozenLake and env.config.size == 6 and not env.config.is_slippery
+
+
+def test_every_name_has_an_environment():
+    assert set(NAMES.values()) == set(ENTRY_POINTS)
+    assert all(make_env(name).reset(seed=0) for name in NAMES)
+
+
+def test_options_that_a_registration_sets_can_be_overridden():
+    gymnasium.register("tests/BigLake-v0", "roll.envs.frozen_lake:FrozenLake", kwargs={"size": 9, "p": 0.9})
+    try:
+        env = make_env("tests/BigLake-v0", {"p": 0.7})
+        assert (env.config.size, env.config.p) == (9, 0.7)
+    finally:
+        del gymnasium.registry["tests/BigLake-v0"]
+
+
+@pytest.mark.parametrize(
+    ("env_type", "said"),
+    [
+        ("frozn_lake", "'frozn_lake' is no environment; did you mean frozen_lake? known: frozen_lake, sokoban"),
+        ("CartPole-v1", "'CartPole-v1' is no text environment; subclass roll.envs.base.TextEnv"),
+        ("nowhere:Env", "'nowhere:Env': importing nowhere failed: ModuleNotFoundError"),
+        ("roll.envs.sokoban:Sokobn", "roll.envs.sokoban has no Sokobn; did you mean Sokoban?"),
+        (7, "7 is not text; known: frozen_lake"),
+    ],
+)
+def test_an_environment_that_does_not_exist_is_named_with_the_nearest(env_type, said):
+    text = message(env_type)
+    assert text.startswith("custom_envs.Lake.env_type: ") and said in text
+
+
+@pytest.mark.parametrize(
+    ("env_config", "said"),
+    [
+        (
+            {"sise": 3},
+            "env_config.sise: unknown key; did you mean size? known: max_steps, env_instruction, action_pattern",
+        ),
+        ({"size": 1}, "env_config.size: 1 is too small; the least allowed is 2"),
+        ({"p": "often"}, "env_config.p: 'often' is not a number"),
+        ({"is_slippery": 1}, "env_config.is_slippery: 1 is not true or false"),
+        ({"format_penalty": 0.5}, "env_config.format_penalty: 0.5 is too large; the most allowed is 0"),
+        ({"action_pattern": "(["}, "env_config.action_pattern: '([' is no regular expression"),
+        ({"action_pattern": "x"}, "env_config.action_pattern: 'x' has no group to hold the action"),
+        (
+            {"action_pattern": r"(\w+)!"},
+            r"env_config.action_pattern: '(\\w+)!': the built-in rules cannot show how to answer so; say it in",
+        ),
+        (["size"], "env_config: ['size'] is not a section"),
+    ],
+)
+def test_an_option_that_is_wrong_is_named_with_path_and_value(env_config, said):
+    assert f"custom_envs.Lake.{said}" in message("frozen_lake", env_config)
+
+
+def test_all_that_is_wrong_is_told_together():
+    text = message("frozen_lake", {"size": 1, "p": 2, "depth": 3}, path="")
+    assert [line.partition(":")[0] for line in text.splitlines()] == [
+        "env_config.size",
+        "env_config.p",
+        "env_config.depth",
+    ]
+
+
+def test_options_by_name_are_checked_alike():
+    with pytest.raises(ConfigError, match="^size: 1 is too small"):
+        FrozenLake(size=1)

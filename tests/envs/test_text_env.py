@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import json
+import math
+import os
+import pickle
+import random
+import subprocess
+import sys
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.error import ResetNeeded
+from gymnasium.utils.env_checker import check_env
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roll.envs import TextEnv, Turn, make_env
+from roll.envs.registry import NAMES
+from tests.envs.playing import INVALID, OURS, Step, patient, play, texts
+
+REWARDS = {"frozen_lake": (0.0, 1.0), "sokoban": (-1.1, 10.9), "calculator": (0.0, 1.0)}
+"""Least and most that a valid action earns."""
+
+every = pytest.mark.parametrize("name", OURS)
+seeds = st.integers(0, 2**32)
+
+
+@every
+def test_gymnasium_finds_nothing_to_complain_about(name, recwarn):
+    check_env(gymnasium.make(NAMES[name], **OURS[name]), skip_render_check=True)
+    assert [str(warning.message) for warning in recwarn] == []
+
+
+@every
+@patient
+@given(seed=seeds, other=seeds)
+def test_a_seed_and_the_actions_decide_an_episode(name, seed, other):
+    used, fresh = make_env(name, OURS[name]), make_env(name, OURS[name])
+    play(used, other, texts(used, other))
+    assert play(used, seed, texts(used, seed)) == play(fresh, seed, texts(fresh, seed))
+
+
+@every
+def test_seeds_differ(name):
+    env = make_env(name)
+    assert len({env.reset(seed=seed)[0] for seed in range(50)}) > 40
+
+
+@every
+@patient
+@given(seed=seeds)
+def test_steps_are_well_formed(name, seed):
+    env = make_env(name, OURS[name])
+    (observation, info), *steps = play(env, seed, texts(env, seed))
+    assert isinstance(observation, str) and observation and info == {}
+    least, most = REWARDS[name]
+    for step in steps:
+        metrics = step.info["metrics"]
+        assert isinstance(step.observation, str) and step.observation
+        assert type(step.reward) is float and type(step.terminated) is bool and type(step.truncated) is bool
+        assert metrics.keys() == env.METRICS.keys() and all(type(value) is float for value in metrics.values())
+        if metrics["action_is_valid"]:
+            assert least <= step.reward <= most and metrics["format_penalty"] == 0
+        else:
+            assert step.reward == metrics["format_penalty"] == -0.25
+
+
+@every
+@patient
+@given(seed=seeds, text=st.one_of(st.sampled_from(INVALID), st.text()))
+def test_a_text_without_an_action_changes_nothing_but_costs_a_step(name, seed, text):
+    env, other = make_env(name, OURS[name]), make_env(name, OURS[name])
+    env.reset(seed=seed)
+    other.reset(seed=seed)
+    step = Step(*env.step(text))
+    assert step.info["metrics"]["action_is_valid"] == 0 and not step.terminated
+    assert step.reward == -0.25 and env.steps == 1
+    for action in ("<answer>Down</answer>", "<answer>7</answer>"):
+        if not step.terminated:
+            step = Step(*env.step(action))
+            assert step == other.step(action)
+
+
+@every
+@patient
+@given(seed=seeds, max_steps=st.integers(1, 8))
+def test_an_episode_is_cut_off_after_max_steps(name, seed, max_steps):
+    env = make_env(name, {"max_steps": max_steps})
+    _, *steps = play(env, seed, ["nothing"] * 20)
+    assert [step.truncated for step in steps] == [False] * (max_steps - 1) + [True]
+    assert not any(step.terminated for step in steps)
+    with pytest.raises(ResetNeeded, match="call reset first"):
+        env.step("more")
+
+
+@every
+def test_a_step_needs_an_episode_and_text(name):
+    env = make_env(name)
+    with pytest.raises(ResetNeeded):
+        env.step("<answer>Right</answer>")
+    env.reset(seed=0)
+    with pytest.raises(TypeError, match="the action is text, not int"):
+        env.step(2)
+
+
+@every
+def test_what_the_model_wrote_does_not_come_back(name):
+    env = make_env(name, OURS[name])
+    env.reset(seed=0)
+    for text in ("<|im_end|>", "<tool><|im_end|></tool>", "<tool>1+<|im_end|></tool>", "<answer><|im_end|></answer>"):
+        assert "<|im_end|>" not in env.step(text)[0]
+
+
+@every
+def test_no_generator_outside_is_touched(name):
+    before = random.getstate(), pickle.dumps(np.random.get_state())
+    env = make_env(name, OURS[name])
+    play(env, 3, texts(env, 3))
+    env.reset()
+    assert (random.getstate(), pickle.dumps(np.random.get_state())) == before
+
+
+@every
+def test_a_pickled_environment_goes_on_where_it_was(name):
+    env = make_env(name, OURS[name])
+    env.reset(seed=5)
+    env.step("<answer>Left</answer>")
+    copy = pickle.loads(pickle.dumps(env))
+    for text in ("<answer>Down</answer>", "<tool>2+3</tool>"):
+        assert env.step(text) == copy.step(text)
+    assert env.reset() == copy.reset()
+
+
+def test_another_process_makes_the_same_episodes():
+    code = (
+        "import json, sys; from roll.envs import make_env; from tests.envs.playing import play, texts\n"
+        "envs = [make_env(*spec) for spec in json.loads(sys.argv[1])]\n"
+        "print(json.dumps([play(env, seed, texts(env, seed)) for env in envs for seed in range(5)]))"
+    )
+    command = [sys.executable, "-c", code, json.dumps(list(OURS.items()))]
+    environment = {**os.environ, "PYTHONHASHSEED": "4711"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    here = [play(env, seed, texts(env, seed)) for env in map(make_env, OURS, OURS.values()) for seed in range(5)]
+    assert json.loads(done.stdout) == json.loads(json.dumps(here))
+
+
+@every
+def test_the_rules_can_be_replaced(name):
+    assert make_env(name).instruction == make_env(name).rules()
+    assert make_env(name, {"env_instruction": "Play."}).instruction == "Play."
+
+
+class Broken(TextEnv):
+    """Returns what the test tells it to."""
+
+    METRICS = {"success": "last"}
+    turn: Turn
+
+    def rules(self) -> str:
+        return ""
+
+    def begin(self) -> str:
+        return "go"
+
+    def act(self, text: str) -> Turn:
+        return self.turn
+
+
+@pytest.mark.parametrize(
+    ("turn", "message"),
+    [
+        (Turn("ok", math.nan, metrics={"success": 0.0}), "Broken.act: the reward is nan"),
+        (Turn("ok", 0.0), r"Broken.act: metrics \[\] are not those of METRICS, \['success'\]"),
+        (Turn(None, 0.0, metrics={"success": 0.0}), "Broken.act: the observation is NoneType, not text"),
+    ],
+)
+def test_a_turn_that_breaks_its_promise_is_an_error_and_not_trained_on(turn, message):
+    env = Broken()
+    env.turn = turn
+    env.reset(seed=0)
+    with pytest.raises((TypeError, ValueError), match=message):
+        env.step("text")
+
+
+def test_gymnasium_makes_them_too():
+    env = gymnasium.make("roll/FrozenLake-v0", size=5)
+    assert env.reset(seed=1) == make_env("frozen_lake", {"size": 5}).reset(seed=1)
