@@ -1,0 +1,63 @@
+"""The example of docs/environments.md runs as it stands there, and its tables tell the truth."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from gymnasium.utils.env_checker import check_env
+
+from roll.configs.schema import declared
+from roll.envs import make_env
+from roll.envs.registry import NAMES
+
+PAGE = (Path(__file__).parents[2] / "docs" / "environments.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture
+def guess(tmp_path, monkeypatch):
+    """The environment of the page, made from its file and its YAML."""
+    (code,) = blocks("python")
+    (tmp_path / "my_envs").mkdir()
+    (tmp_path / "my_envs" / "guess.py").write_text(code, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield make_env(**yaml.safe_load(blocks("yaml")[-1]))
+    for module in ("my_envs.guess", "my_envs"):
+        sys.modules.pop(module, None)
+
+
+def test_the_example_is_one_short_file():
+    (code,) = blocks("python")
+    assert len(code.splitlines()) < 40
+
+
+def test_the_example_is_an_environment_that_can_be_won(guess):
+    check_env(guess, skip_render_check=True)
+    for seed in range(20):
+        low, high, said = 1, 20, guess.reset(seed=seed)[0]
+        while said != "Right.":
+            middle = (low + high) // 2
+            said, reward, terminated, truncated, info = guess.step(f"<answer>{middle}</answer>")
+            low, high = (middle + 1, high) if said == "Higher." else (low, middle - 1)
+        assert (reward, terminated, truncated, info["metrics"]["success"]) == (1.0, True, False, 1.0)
+
+
+def test_the_first_entry_of_the_page_can_be_made():
+    env = make_env(**yaml.safe_load(blocks("yaml")[0]))
+    assert env.config.max_steps == 10 and "slippery" not in env.instruction
+
+
+def test_the_tables_name_every_environment_option_and_metric():
+    envs = [make_env(name) for name in NAMES]
+    options = {key for env in envs for key in declared(env.config_class)}
+    metrics = {metric for env in envs for metric in env.METRICS}
+    ids = set(NAMES.values())
+    missing = {name for name in {*NAMES, *ids, *options, *metrics} if f"`{name}`" not in PAGE}
+    assert not missing
