@@ -43,6 +43,7 @@ RECIPE: dict[str, Any] = {
             "gradient_accumulation_steps": 16,
         },
         "data_args": {"template": "native"},
+        "pg_variant": "decoupled_ppo",  # computes the same at every ratio: log-probs, then a ratio against them
         "use_dynamic_batching_in_train": True,
         "max_tokens_per_microbatch_in_train": 4096,
         "use_dynamic_batching_in_infer": True,
