@@ -146,7 +146,9 @@ def gradient_of(rows: list[dict[str, Any]], variant: str) -> torch.Tensor:
         "scores": scores - scores.median(),  # topr asks which samples were good
     }
     settings = PolicyLossConfig(pg_variant=variant, pg_ratio_base="behavior", loss_agg_mode="token-mean")
-    loss, _ = LOSSES["policy"](log_probs, None, micro, LossScale(float(mask.sum()), float(len(rows))), settings)
+    loss, _ = LOSSES["policy"](
+        log_probs, None, micro, LossScale(float(mask.sum()), float(len(rows)), mask.shape[1]), settings
+    )
     loss.backward()
     assert log_probs.grad is not None
     return log_probs.grad
