@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -68,12 +70,20 @@ def start_ray(config: BaseConfig, platform_name: str, num_devices: int) -> None:
     else:
         options.update(num_cpus=len(os.sched_getaffinity(0)), object_store_memory=OBJECT_STORE_BYTES)
         options.update({"num_gpus": num_devices} if platform_name == "cuda" else {"resources": {CPU_SLOT: num_devices}})
+    at_end = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(**options)
     except (OSError, RuntimeError, ValueError, TimeoutError, ray.exceptions.RayError) as error:
         ray.shutdown()
         where = f"join the Ray at RAY_ADDRESS={address}" if address else "start Ray on this machine"
         raise RayStartError(f"cannot {where} for run {config.exp_name!r}: {type(error).__name__}: {error}") from error
+    _handle_sigterm(at_end)
+
+
+def _handle_sigterm(handler: Any) -> None:
+    """Puts a handler back in the place of Ray's, which aborts the process and leaves everything running."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
 
 
 def stop_ray() -> None:

@@ -72,7 +72,11 @@ def evaluate(expression: str) -> Fraction:
 def _value(node: ast.expr, text: str) -> Fraction:
     """Value of a part; MAX_LENGTH keeps the recursion shallow."""
     if isinstance(node, ast.Constant):
-        return _bounded(Fraction(ast.get_source_segment(text, node) or ""))
+        try:
+            number = Fraction(ast.get_source_segment(text, node) or "")
+        except ValueError:  # such as ..., which Python reads as a constant of its own
+            raise CalculatorError("this is not a complete expression") from None
+        return _bounded(number)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.UAdd | ast.USub):
         value = _value(node.operand, text)
         return -value if isinstance(node.op, ast.USub) else value

@@ -46,6 +46,8 @@ class RLLearner(ActorLearner):
         self._advantage_config = AdvantageConfig.from_config(config)
         self._kl = kl_controller(config.init_kl_coef, config.target_kl, config.kl_horizon)
         self._updated = False
+        self._unmoved = 0
+        """Steps without a gradient up to now: samples that are no older were drawn from the policy as it is."""
 
     async def learn(self, batch: SampleBatch, step: int, clock: StepClock) -> dict[str, float]:
         """Old and reference log-probs, correction, advantages, then `ppo_epochs` passes of optimizer steps.
@@ -135,7 +137,8 @@ class RLLearner(ActorLearner):
         weights = None
         if self._loss_config.correction.weighted:
             weights = max(abs(metrics[WEIGHT_MAX] - 1), abs(metrics[WEIGHT_MEAN] - 1))
-        inert = is_inert(metrics["actor/ratio_deviation_max"], weights, staleness)
+        inert = staleness > self._unmoved and is_inert(metrics["actor/ratio_deviation_max"], weights, staleness)
+        self._unmoved = self._unmoved + 1 if metrics.get("actor/grad_norm") == 0 else 0
         uncorrected = self._loss_config.pg_variant == "vanilla" and weights is None
         if inert and not uncorrected and not self._config.allow_uncorrected_off_policy:
             logger.error(

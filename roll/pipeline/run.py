@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,13 +69,12 @@ def run_pipeline(config: BaseConfig) -> int:
         The exit code: 0, or 1 after an error that has been explained on the console.
     """
     configure_logging(config)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         asyncio.run(run(config))
     except EXPLAINED as error:
         logger.error("%s", error)
         return 1
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         logger.error("interrupted; go on from the last checkpoint with resume_from_checkpoint=true")
         return 130
     return 0
@@ -87,6 +87,7 @@ async def run(config: BaseConfig) -> RunSummary:
         ConfigError: a class that the configuration names is not there.
         Exception: one of EXPLAINED when the run cannot go on; run.json says `failed`.
     """
+    _end_at_sigterm()
     start = time.perf_counter()
     extensions = load_extensions(config)
     checkpoint_folder(config).resume_path(config.resume_from_checkpoint)
@@ -107,6 +108,13 @@ async def run(config: BaseConfig) -> RunSummary:
     finally:
         await pipeline.close()
     return summary
+
+
+def _end_at_sigterm() -> None:
+    """Lets SIGTERM cancel the run, which ends its processes; asyncio does so for an interrupt from the keyboard."""
+    task = asyncio.current_task()
+    if task is not None and threading.current_thread() is threading.main_thread():
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
 
 
 async def _train(

@@ -203,7 +203,7 @@ def test_a_killed_run_goes_on_with_what_was_buffered_and_running(inputs, tmp_pat
 
 def test_requests_that_never_end_are_dropped_and_the_cause_is_told(inputs, tmp_path):
     config = asynchronous(
-        inputs, tmp_path, 1, eval_steps=0, response_length=2000, actor_infer__generation_timeout_s=0.5
+        inputs, tmp_path, 1, eval_steps=0, response_length=1000, actor_infer__generation_timeout_s=0.5
     )
     code, output = finish(start(config))
     assert code == 1
