@@ -38,7 +38,7 @@ test: lint ## lint, then every test
 	$(BIN)/python -m pytest
 
 test-fast: setup ## the tests that start no engine
-	$(BIN)/python -m pytest -m "not integration"
+	$(BIN)/python -m pytest -n 2 -m "not integration"
 
 lint: setup ## ruff and mypy
 	$(BIN)/ruff check .

@@ -40,7 +40,9 @@ setup(
     install_requires=pinned("cpu.txt", *BASE),
     extras_require={
         "gpu": pinned("gpu.txt", "sglang", "transformer-engine"),
-        "dev": pinned("dev.txt", "hypothesis", "mypy", "pytest", "pytest-timeout", "ruff", "types-pyyaml"),
+        "dev": pinned(
+            "dev.txt", "hypothesis", "mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "types-pyyaml"
+        ),
         "docs": pinned("cpu.txt", "matplotlib"),
     },
     entry_points={

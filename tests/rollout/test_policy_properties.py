@@ -10,7 +10,7 @@ from tests.rollout.policy_driver import Driver
 
 RATIOS = ["0", "0.5", "1", "2", "3", "2.7", "0.3"]
 EVENTS_PER_RUN = 500
-RUNS_PER_RATIO = 64
+RUNS_PER_RATIO = 34
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
