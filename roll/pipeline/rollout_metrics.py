@@ -15,21 +15,22 @@ if TYPE_CHECKING:
 
 
 def account_metrics(ledger: Ledger, taken: Sequence[Item], version: int, options: RolloutOptions) -> dict[str, float]:
-    """`ledger/...` in prompts, `queue/...` in samples, and the ages of the batch that `version` learns from."""
+    """The account in prompts and in samples, some of it under other names too, and the ages as `version` learns."""
     samples = options.samples_per_item
+    queue = ledger.queue_metrics(samples)
     ages = [version - item.oldest_version for item in taken]
     return {
         **ledger.metrics(),
-        **ledger.queue_metrics(samples),
-        "processed_samples": float(ledger.consumed * samples),
+        **queue,
+        "processed_samples": queue["queue/total_consumed"],
         "total_generated_samples": float((ledger.submitted - ledger.in_flight) * samples),
         "dropped_stale_samples": float(ledger.dropped[STALE] * samples),
         "generation_errors": float(ledger.dropped["generation_failed"]),
         "avg_sample_age": statistics.fmean(ages),
         "max_sample_age": float(max(ages)),
         "stale_samples_ratio": statistics.fmean(age > options.stale_from for age in ages),
-        "queue_size": float(ledger.buffered * samples),
-        "total_produced": float((ledger.buffered + ledger.consumed) * samples),
-        "total_consumed": float(ledger.consumed * samples),
-        "dropped_samples": float(ledger.dropped_total * samples),
+        "queue_size": queue["queue/size"],
+        "total_produced": queue["queue/total_produced"],
+        "total_consumed": queue["queue/total_consumed"],
+        "dropped_samples": queue["queue/dropped_samples"],
     }

@@ -114,6 +114,7 @@ class _Simulation:
         self._ages: Counter[int] = Counter()
 
     def play(self) -> Outcome:
+        """See `simulate`."""
         warm_up = 2 + 2 * self._scenario.settings.versions_ahead
         self._submit()
         start = self._until(warm_up)

@@ -1,67 +1,38 @@
-"""From prompts to scored groups: what fails is dropped whole, and the cause that is told is that of the last."""
+"""What the RLVR producer remembers, and what it refuses to go on from."""
 
 from __future__ import annotations
 
-import asyncio
-from contextlib import nullcontext
 from typing import Any
+
+import pytest
 
 from roll.configs.pipeline import RLVRConfig
 from roll.datasets.templates import EncodedPrompt
-from roll.pipeline.rlvr.groups import Group
 from roll.pipeline.rlvr.producer import RLVRProducer
 from roll.rollout.policy import Ticket
-from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
+from roll.rollout.types import SamplingParams
 
 
-class Engines:
-    """Answers every request with one token, or with an error while `broken`."""
-
-    broken = False
-
-    async def generate(self, groups: list[list[GenerateRequest]]) -> list[list[GenerateResult]]:
-        return [[self.answer(request) for request in group] for group in groups]
-
-    def answer(self, request: GenerateRequest) -> GenerateResult:
-        if self.broken:
-            return GenerateResult(request.request_id, [], [], [], "abort", error="out of memory")
-        return GenerateResult(request.request_id, [7], [-0.5], [0], "stop")
+def producer(samples: int) -> RLVRProducer:
+    config = RLVRConfig(num_return_sequences_in_group=samples)
+    prompts = [EncodedPrompt(id=str(i), tag="math", ids=[i], ground_truth="1") for i in range(5)]
+    nothing: Any = None
+    sampling = SamplingParams(max_new_tokens=1)
+    return RLVRProducer(config, prompts, [], nothing, nothing, sampling, sampling)
 
 
-class Scores:
-    """Scores every group with 1, or with a failure while `broken`."""
-
-    broken = False
-    last_failure: str | None = None
-
-    async def score(self, groups: list[Group]) -> None:
-        for group in groups:
-            if self.broken:
-                group.drop_reason, self.last_failure = "reward_timeout", "reward math: timeout"
-            else:
-                group.scores = [1.0] * len(group.results)
+def drawn(made: RLVRProducer, first: int, count: int) -> list[int]:
+    return [group.index for group in made.draw(Ticket(first + i, 0, 0) for i in range(count))]
 
 
-class Untimed:
-    def measure(self, name: str) -> Any:
-        return nullcontext()
+def test_the_cursor_goes_on_where_it_stood_also_in_the_middle_of_a_pass():
+    whole, first, second = producer(4), producer(4), producer(4)
+    order = drawn(whole, 0, 12)
+    assert drawn(first, 0, 7) == order[:7]
+    second.load_state_dict(first.state_dict())
+    assert drawn(second, 7, 5) == order[7:]
 
 
-def test_the_last_cause_is_told_whether_generation_or_a_reward_failed():
-    engines, scores = Engines(), Scores()
-    prompts = [EncodedPrompt("p", "math", [1, 2], "3")]
-    sampling = SamplingParams(1)
-    producer: Any = RLVRProducer(RLVRConfig(), prompts, [], engines, scores, sampling, sampling)  # type: ignore[arg-type]
-
-    def dropped(number: int) -> tuple[str | None, str | None]:
-        [group] = producer.draw([Ticket(number, 0, 0)])
-        asyncio.run(producer.produce([group], Untimed()))
-        return group.drop_reason, producer.last_failure
-
-    assert dropped(0) == (None, None)
-    scores.broken = True
-    assert dropped(1) == ("reward_timeout", "reward math: timeout")
-    engines.broken = True
-    assert dropped(2) == ("generation_failed", "generation: out of memory")
-    engines.broken = False
-    assert dropped(3) == ("reward_timeout", "reward math: timeout")
+def test_groups_of_another_size_are_refused_with_the_size_that_fits():
+    with pytest.raises(ValueError, match="num_return_sequences_in_group: 8 cannot go on .* groups of 4; use 4"):
+        producer(8).load_state_dict(producer(4).state_dict())

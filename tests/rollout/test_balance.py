@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from roll.rollout.balance import Balancer, NoEngine
+from roll.rollout.balance import Balancer
 
 
 def test_the_engine_with_the_fewest_tokens_comes_first_and_the_lowest_number_among_equals() -> None:
@@ -18,18 +18,6 @@ def test_the_engine_with_the_fewest_tokens_comes_first_and_the_lowest_number_amo
     assert balancer.choose() == 0
 
 
-def test_an_excluded_engine_gets_nothing_and_keeps_its_account() -> None:
-    balancer = Balancer(2)
-    balancer.add(0, 3)
-    balancer.exclude(1)
-    assert balancer.choose() == 0
-    balancer.exclude(0)
-    with pytest.raises(NoEngine, match="none of 2 engines"):
-        balancer.choose()
-    balancer.include(0)
-    assert balancer.choose() == 0 and balancer.outstanding(0) == 3
-
-
 def test_tokens_that_are_not_outstanding_cannot_end() -> None:
     balancer = Balancer(1)
     balancer.add(0, 3)
@@ -39,20 +27,14 @@ def test_tokens_that_are_not_outstanding_cannot_end() -> None:
 
 @pytest.mark.parametrize("engines", [1, 2, 5, 13])
 def test_it_chooses_as_a_search_over_all_engines_would(engines: int) -> None:
-    draw, balancer, loads, out = random.Random(engines), Balancer(engines), [0] * engines, set()
+    draw, balancer, loads = random.Random(engines), Balancer(engines), [0] * engines
     for _ in range(3000):
         engine, tokens = draw.randrange(engines), draw.randrange(9)
-        event = draw.choice(("add", "add", "remove", "exclude", "include"))
+        event = draw.choice(("add", "add", "remove"))
         if event == "add":
             balancer.add(engine, tokens)
             loads[engine] += tokens
-        elif event == "remove":
+        else:
             balancer.remove(engine, min(tokens, loads[engine]))
             loads[engine] -= min(tokens, loads[engine])
-        elif event == "exclude" and len(out | {engine}) < engines:
-            balancer.exclude(engine)
-            out.add(engine)
-        elif event == "include":
-            balancer.include(engine)
-            out.discard(engine)
-        assert balancer.choose() == min((load, i) for i, load in enumerate(loads) if i not in out)[1]
+        assert balancer.choose() == min((load, i) for i, load in enumerate(loads))[1]

@@ -116,12 +116,22 @@ class RLVRProducer:
         return Group.from_state(state, self._prompts)
 
     def state_dict(self) -> dict[str, Any]:
-        """The data cursor."""
-        return self._sampler.state_dict()
+        """The data cursor, and the size of the groups that a checkpoint may hold."""
+        return {"sampler": self._sampler.state_dict(), "samples": self._config.num_return_sequences_in_group}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores `state_dict`."""
-        self._sampler.load_state_dict(state)
+        """Restores `state_dict`.
+
+        Raises:
+            ValueError: it was taken with other data, another seed, or groups of another size.
+        """
+        samples = self._config.num_return_sequences_in_group
+        if state["samples"] != samples:
+            raise ValueError(
+                f"num_return_sequences_in_group: {samples} cannot go on from a checkpoint with groups of "
+                f"{state['samples']}; use {state['samples']}"
+            )
+        self._sampler.load_state_dict(state["sampler"])
 
     def close(self) -> None:
         """Ends the reward processes."""
