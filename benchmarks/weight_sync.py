@@ -29,8 +29,8 @@ RUNNING, RUNNING_TOKENS, RUNNING_PUBLISHES, RUNNING_GAP_S = 128, 96, 5, 1.5
 """Requests that run during publishes in place, their tokens, and the publishes."""
 TARGET_PAUSE_RATIO = 2.0
 """Seconds engines stand still, of the bare broadcast's."""
-BUCKET_MB = 32
-"""Small enough that writing and loading overlap; the default suits models of many gigabytes."""
+BUCKET_MB = 128
+"""Two buckets of the large model, so that writing and loading overlap; the default holds it in one."""
 DEVICES = {"actor_train": [0, 1], "actor_infer": [2]}
 
 LARGE: dict[str, Any] = {
