@@ -111,20 +111,20 @@ def _plan(
     k_cache: torch.Tensor,
 ) -> list[AttentionBatch | int]:
     """Batches for all layers of one forward pass; a request too long to be masked is left as its index."""
-    heads = query.shape[1], k_cache.shape[1]
+    heads_per_key = query.shape[1] // k_cache.shape[1]
     lengths, widths = queries.tolist(), keys.tolist()
     present = [index for index, length in enumerate(lengths) if length > 0]
-    groups = group_by_length([lengths[i] for i in present], [widths[i] for i in present], heads[0] // heads[1])
+    groups = group_by_length([lengths[i] for i in present], [widths[i] for i in present], heads_per_key)
     starts = torch.cumsum(queries, 0) - queries
     slots = slot_table[rows, : max(widths)]
     plan: list[AttentionBatch | int] = []
     for group in groups:
         requests = [present[i] for i in group]
         first = requests[0]
-        if len(requests) == 1 and lengths[first] * widths[first] * heads[0] // heads[1] > MASK_ELEMENTS:
+        if len(requests) == 1 and lengths[first] * widths[first] * heads_per_key > MASK_ELEMENTS:
             plan.append(first)
         else:
-            plan.append(build_batch(requests, starts, queries, keys, slots, heads, query.dtype))
+            plan.append(build_batch(requests, starts, queries, keys, slots, heads_per_key, query.dtype))
     return plan
 
 
@@ -142,9 +142,10 @@ def _attend(
     queries = query.index_select(0, batch.queries).view(requests, -1, key_heads, heads // key_heads, query.shape[2])
     queries = queries.permute(0, 2, 3, 1, 4).flatten(2, 3)
     keys, values = (
-        cache.view(-1, cache.shape[2])
+        cache.flatten(1)
         .index_select(0, batch.keys)
-        .view(requests, key_heads, longest, -1)
+        .view(requests, longest, key_heads, -1)
+        .transpose(1, 2)
         .to(query.dtype)
         for cache in (k_cache, v_cache)
     )

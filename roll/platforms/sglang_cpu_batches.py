@@ -21,14 +21,14 @@ MASK_ELEMENTS = 1 << 24
 class AttentionBatch:
     """Requests that share one padded attention call, as index tensors made once and used by every layer.
 
-    b requests, q queries and k keys of the longest of them, Hkv key heads, G query heads for each.
+    b requests, q queries and k keys of the longest of them, G query heads for each key head.
 
     Attributes:
         requests: [b] indices of the requests in the batch.
         queries: [b * q] rows of the flattened query tensor; padding repeats the request's last row.
         filled: [tokens] which of these are not padding.
         targets: [tokens] the rows of the flattened output tensor they belong to.
-        keys: [b * Hkv * k] rows of the key and value cache seen as one row per head; padding reads slot 0.
+        keys: [b * k] slots of the key and value cache; padding reads slot 0.
         bias: [b, 1, G * q, k] zero where the query may see the key, -inf elsewhere.
     """
 
@@ -69,7 +69,7 @@ def build_batch(
     queries: torch.Tensor,
     keys: torch.Tensor,
     slots: torch.Tensor,
-    heads: tuple[int, int],
+    heads_per_key: int,
     dtype: torch.dtype,
 ) -> AttentionBatch:
     """Index tensors and causal mask of one group.
@@ -80,10 +80,10 @@ def build_batch(
         queries: [B] new tokens of each request; they are the last ones of its keys.
         keys: [B] keys of each request, cached prefix included.
         slots: [B, context] cache slot of each position of each request.
-        heads: query heads and key heads.
+        heads_per_key: query heads that share a key head.
         dtype: of the queries.
     """
-    index, key_heads = torch.tensor(requests), heads[1]
+    index = torch.tensor(requests)
     start, query, key = starts[index, None], queries[index, None], keys[index, None]
     steps, positions = torch.arange(int(query.max()))[None], torch.arange(int(key.max()))[None]
     rows = start + torch.minimum(steps, query - 1)
@@ -96,6 +96,6 @@ def build_batch(
         queries=rows.view(-1),
         filled=filled,
         targets=rows.view(-1)[filled],
-        keys=(slot[:, None] * key_heads + torch.arange(key_heads)[:, None]).view(-1),
-        bias=bias[:, None, None].expand(-1, -1, heads[0] // key_heads, -1, -1).flatten(2, 3),
+        keys=slot.view(-1),
+        bias=bias[:, None, None].expand(-1, -1, heads_per_key, -1, -1).flatten(2, 3),
     )

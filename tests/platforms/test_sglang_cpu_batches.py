@@ -32,13 +32,11 @@ def test_equal_lengths_are_one_group_in_order():
 def test_a_batch_points_at_queries_cache_rows_and_visible_keys():
     slots = torch.tensor([[10, 11, 12, 13], [20, 21, 22, 23]], dtype=torch.int32)
     queries, keys = torch.tensor([1, 2]), torch.tensor([4, 3])
-    batch = build_batch([0, 1], torch.tensor([0, 1]), queries, keys, slots, (2, 2), torch.float32)
+    batch = build_batch([0, 1], torch.tensor([0, 1]), queries, keys, slots, 1, torch.float32)
     assert batch.queries.tolist() == [0, 0, 1, 2]
     assert batch.filled.tolist() == [0, 2, 3]
     assert batch.targets.tolist() == [0, 1, 2]
-    first, second = batch.keys.view(2, 2, 4).tolist()
-    assert first == [[20, 22, 24, 26], [21, 23, 25, 27]]
-    assert second == [[40, 42, 44, 0], [41, 43, 45, 1]]
+    assert batch.keys.view(2, 4).tolist() == [[10, 11, 12, 13], [20, 21, 22, 0]]
     visible = (batch.bias == 0).squeeze(1)
     assert visible[0].tolist() == [[True] * 4, [True] * 4]
     assert visible[1].tolist() == [[True, True, False, False], [True, True, True, False]]
@@ -46,6 +44,6 @@ def test_a_batch_points_at_queries_cache_rows_and_visible_keys():
 
 def test_heads_that_share_a_key_head_see_the_same_keys():
     slots, one = torch.arange(6)[None], torch.tensor([1])
-    batch = build_batch([0], torch.tensor([0]), one * 2, one * 6, slots, (6, 2), torch.float32)
+    batch = build_batch([0], torch.tensor([0]), one * 2, one * 6, slots, 3, torch.float32)
     assert batch.bias.shape == (1, 1, 6, 6)
     assert torch.equal(batch.bias[0, 0, :2], batch.bias[0, 0, 4:])
