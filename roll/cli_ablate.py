@@ -32,8 +32,11 @@ def _list_of(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     """A parser of `a,b,c`."""
 
     def parse(text: str) -> list[Any]:
+        items = [item.strip() for item in text.split(",")]
+        if "" in items:
+            raise argparse.ArgumentTypeError(f"{text!r} has an empty entry; leave out the comma too many")
         try:
-            return [kind(item.strip()) for item in text.split(",")]
+            return [kind(item) for item in items]
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r} is not a list such as 1,2") from None
 

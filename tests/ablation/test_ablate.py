@@ -65,11 +65,18 @@ def test_what_no_run_could_do_is_told_once(config, tmp_path, given, said):
     assert said in str(caught.value) and len(caught.value.problems) == 1 and "(in" not in str(caught.value)
 
 
-def test_numbers_that_are_none_are_refused(config, capsys):
+@pytest.mark.parametrize(
+    ("variants", "seeds", "said"),
+    [
+        ("ppo", "one", "'one' is not a list such as 1,2"),
+        ("ppo,", "1", "'ppo,' has an empty entry; leave out the comma too many"),
+    ],
+)
+def test_lists_that_are_none_are_refused(config, capsys, variants, seeds, said):
     with pytest.raises(SystemExit) as caught:
-        main(["ablate", str(config), "--variants", "ppo", "--ratios", "0", "--seeds", "one"])
+        main(["ablate", str(config), "--variants", variants, "--ratios", "0", "--seeds", seeds])
     assert caught.value.code == 2
-    assert "'one' is not a list such as 1,2" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
 
 
 def test_a_failed_run_is_recorded_and_the_grid_goes_on(config, tmp_path, monkeypatch):

@@ -80,6 +80,14 @@ def test_a_distance_between_submissions_that_nothing_keeps_is_a_warning(tmp_path
     assert not any("interval" in str(warning) for warning in ahead)
 
 
+def test_a_ratio_beyond_the_length_of_the_run_is_a_warning(tmp_path: Path) -> None:
+    said = "async_generation_ratio: 10 batches ahead are more than follow in a run of max_steps 10"
+    warnings = check(rlvr(tmp_path, "max_steps=10", "async_generation_ratio=10")).warnings
+    assert any(said in str(warning) for warning in warnings)
+    enough = check(rlvr(tmp_path, "max_steps=10", "async_generation_ratio=9")).warnings
+    assert not any("batches ahead" in str(warning) for warning in enough)
+
+
 @pytest.mark.parametrize(
     ("ratio", "ahead", "allowed"), [(0, 0, 5), (0.5, 1, 5), (0.1 * 3 + 0.7, 1, 5), (1, 1, 5), (6.5, 7, 7)]
 )

@@ -43,6 +43,12 @@ def _check_staleness(config: RLConfig, report: Report) -> None:
             f"inline generates each batch when it is asked for, so nothing runs ahead and async_generation_ratio "
             f"{ratio:g} has no effect; use auto, or a ratio of 0",
         )
+    if ratio > max(1, config.max_steps - 1):
+        report.warn(
+            "async_generation_ratio",
+            f"{ratio:g} batches ahead are more than follow in a run of max_steps {config.max_steps}; anything above "
+            f"{config.max_steps - 1} has no further effect",
+        )
 
 
 def _check_repeatable(config: RLConfig, report: Report) -> None:

@@ -48,6 +48,11 @@ class RLVRPipeline:
         config = self._config
         self._tokenizer = load_tokenizer(config.actor_train.model_args.model_name_or_path)
         self._prompts = self._read("actor_train", config.actor_train.data_args.file_name)
+        if len(self._prompts) < config.rollout_batch_size:
+            logger.warning(
+                "actor_train: %d prompts for a rollout_batch_size of %d: every batch holds some more than once",
+                len(self._prompts), config.rollout_batch_size,
+            )  # fmt: skip
         self._validation = self._read("validation", config.validation.data_args.file_name) if config.eval_steps else []
         self._scorer = scorer = Scorer(config.rewards, self._tokenizer)
         for tag in sorted({prompt.tag for prompt in [*self._prompts, *self._validation]}):
