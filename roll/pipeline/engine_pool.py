@@ -70,35 +70,43 @@ class EnginePool:
     async def _generate(
         self, groups: Sequence[list[GenerateRequest]], flat: list[GenerateRequest]
     ) -> list[GenerateResult]:
-        loads = [sum(map(_tokens, group)) for group in groups]
-        homes = [self._home(load) for load in loads]
-        engines = [home for home, group in zip(homes, groups, strict=True) for _ in group]
+        engines: dict[int, int] = dict(enumerate(self._homes(groups)))
         results: dict[int, GenerateResult] = {}
-        pending = list(range(len(flat)))
         try:
             for attempt in range(self._retries + 1):
-                results |= await self._try(flat, engines, pending, attempt)
-                pending = [index for index in pending if results[index].finish_reason == "abort"]
-                if not pending:
+                answers = await self._try(flat, engines, attempt)
+                results |= answers
+                for index in answers:
+                    engine = engines.pop(index)
+                    self._balancer.remove(engine, _tokens(flat[index]))
+                    if answers[index].finish_reason == "abort" and attempt < self._retries:
+                        engines[index] = self._take((engine + 1) % self._engines.world_size, flat[index])
+                if not engines:
                     break
-                engines = [(engine + 1) % self._engines.world_size for engine in engines]
         finally:
-            for home, load in zip(homes, loads, strict=True):
-                self._balancer.remove(home, load)
+            for index, engine in engines.items():
+                self._balancer.remove(engine, _tokens(flat[index]))
         return [results[index] for index in range(len(flat))]
 
-    def _home(self, load: int) -> int:
-        engine = self._balancer.choose()
-        self._balancer.add(engine, load)
+    def _homes(self, groups: Sequence[list[GenerateRequest]]) -> list[int]:
+        """An engine for each request; a group goes where the least is to do when its turn comes."""
+        homes = []
+        for group in groups:
+            engine = self._balancer.choose()
+            homes += [self._take(engine, request) for request in group]
+        return homes
+
+    def _take(self, engine: int, request: GenerateRequest) -> int:
+        self._balancer.add(engine, _tokens(request))
         return engine
 
     async def _try(
-        self, requests: list[GenerateRequest], engines: list[int], pending: list[int], attempt: int
+        self, requests: list[GenerateRequest], engines: dict[int, int], attempt: int
     ) -> dict[int, GenerateResult]:
-        """Sends the pending requests once; what comes back, by index."""
+        """Sends each request whose engine is given once; what comes back, by index."""
         shares: dict[int, list[int]] = {}
-        for index in pending:
-            shares.setdefault(engines[index], []).append(index)
+        for index, engine in engines.items():
+            shares.setdefault(engine, []).append(index)
         calls = [
             self._engines.call(engine, "generate", [_named(requests[index], attempt) for index in share])
             for engine, share in shares.items()

@@ -84,6 +84,22 @@ def test_a_failed_request_is_tried_on_the_next_engine_under_its_own_name():
     assert engines.asked == {"0-0": 1, "0-0#1": 1, "0-1": 1}
 
 
+def test_the_load_of_a_retry_counts_where_it_runs_and_nothing_is_left_after_it():
+    engines = FaultyEngines(3, {(0, "0-0"), (1, "0-0")})
+    engines.seconds = 0.01
+    pool = EnginePool(engines, 2, max_running=4)
+    seen = []
+
+    async def watched(rank, method, requests, call=engines.call):
+        seen.append((rank, [pool._balancer.outstanding(engine) for engine in range(3)]))
+        return await call(rank, method, requests)
+
+    engines.call = watched
+    asyncio.run(pool.generate(groups_of([2])))
+    assert seen == [(0, [6, 0, 0]), (1, [0, 3, 0]), (2, [0, 0, 3])]
+    assert [pool._balancer.outstanding(engine) for engine in range(3)] == [0, 0, 0]
+
+
 def test_a_request_that_always_fails_comes_back_with_its_error_after_the_retries():
     engines = FaultyEngines(1, {(0, "0-1")})
     (group,) = generate(engines, 2, [2])
