@@ -198,16 +198,20 @@ def test_a_checkpoint_of_batches_of_another_size_is_refused_with_a_reason():
 
 
 def test_validation_holds_submission_and_lets_it_go_again():
+    """The prompts that run when it begins fail before it ends, so that there is room to submit into."""
+
     async def run() -> None:
-        producer = Scripted([3])
+        producer = Scripted([1] * BATCH + [3] * BATCH, failing=set(range(BATCH, 2 * BATCH)))
         made = rollouter(producer, 1.0, steps=3)
         await made.advance(0)
         await made.take()
+        drawn = producer.drawn
         metrics = await made.validate(0)
         assert metrics["val/score"] == 0.0 and metrics["val/seconds"] >= 0
-        producer.version = 1
-        await made.advance(1)
+        assert made.policy.ledger.dropped == {"generation_failed": BATCH}
+        assert producer.drawn == drawn and made.policy.admissible() == BATCH
         await made.take()
+        assert producer.drawn > drawn
         await made.close()
 
     asyncio.run(run())
