@@ -217,6 +217,39 @@ def test_validation_holds_submission_and_lets_it_go_again():
     asyncio.run(run())
 
 
+class Timed(Scripted):
+    """Generating takes 3 s on a clock of its own, validating 2."""
+
+    now = 0.0
+
+    async def produce(self, items: list[Draft], meter: Meter) -> None:
+        with meter.measure("generate"):
+            self.now += 3.0
+        await super().produce(items, meter)
+
+    async def validate(self, version: int) -> dict[str, float]:
+        self.now += 2.0
+        return {}
+
+
+def test_the_engines_idle_while_training_and_not_while_validating():
+    async def run() -> list[float]:
+        producer, shares = Timed([1]), []
+        bounds = PolicySettings(batch_size=BATCH, ratio=0, total=3 * BATCH)
+        made = Rollouter(producer, bounds, replace(OPTIONS, background=False, together=True), lambda: producer.now)
+        producer.now = 100.0
+        for version in range(3):
+            producer.version = version
+            await made.advance(version)
+            shares.append((await made.take()).metrics["throughput/rollout_idle"])
+            producer.now += 5.0
+            with made.measure("generate"):
+                await made.validate(version)
+        return shares
+
+    assert asyncio.run(run()) == pytest.approx([0.0, 0.5, 0.5])
+
+
 def error_of(producer: Scripted, ratio: float = 1.0, **options: Any) -> str:
     async def run() -> None:
         made = rollouter(producer, ratio, steps=6, **options)
