@@ -138,9 +138,7 @@ SYSTEM = (
         "Tokens learned from, prompts included, by the step's time and devices.",
     ),
     Metric("throughput/trainer_idle", "share", "Share of the step in which actor_train did nothing."),
-    Metric(
-        "throughput/rollout_idle", "share", "Share of the time since the last batch in which no engine generated."
-    ),
+    Metric("throughput/rollout_idle", "share", "Share of the time since the last batch in which no engine generated."),
 )
 
 
