@@ -43,7 +43,8 @@ def test_what_stands_in_the_way_of_several_folders_is_told_once(tmp_path: Path) 
     assert list(told) == ["output_dir"]
 
 
-def test_a_folder_that_is_not_there_yet_is_fine(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_there_yet_is_fine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     assert said(tmp_path, "output_dir=some/where", f"rollout_dump_dir={tmp_path}/new/er") == {}
 
 
