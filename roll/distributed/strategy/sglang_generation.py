@@ -26,8 +26,8 @@ AT_HAND = 1.25
 CONTROL_TIMEOUT_S = 60.0
 """Pausing, resuming and flushing take one step of the engine; longer means that it hangs."""
 
-IDLE_TIMEOUT_S = 2.0
-"""A scheduler that has answered its last request is idle one or two steps later."""
+IDLE_TIMEOUT_S = 15.0
+"""A scheduler that has answered its last request is idle one or two steps later, which takes longer on a busy machine."""
 
 
 class Generation:
@@ -89,6 +89,8 @@ class Generation:
                     self._cut_running()
                 await asyncio.wait(self._running.values(), timeout=LOOK_S)
                 await asyncio.sleep(0)  # those who waited for these answers take them off the list
+            if mode in ("abort_resume", "drain"):
+                await self.flush_cache()  # an engine that pauses before its last steps are over never becomes idle
             message = PauseGenerationReqInput(mode="retract" if mode == "retract" else "in_place")
             await self._engine.guard(self._engine.manager.pause_generation(message), f"pause {mode}", CONTROL_TIMEOUT_S)
             self._stands_since = self._stands_since or time.monotonic()
