@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -21,7 +20,7 @@ from roll.configs.pipeline import BaseConfig, RLVRConfig, SFTConfig, Source
 from roll.configs.rules import check
 from roll.configs.suggestions import nearest, suggest_for
 from roll.configs.vllm import vllm_problems
-from roll.configs.yaml_files import merge, override_tree, read_tree
+from roll.configs.yaml_files import leaves, merge, override_tree, read_tree
 
 PIPELINES: dict[str, type[RLVRConfig] | type[SFTConfig]] = {"rlvr": RLVRConfig, "sft": SFTConfig}
 """Values of the key `pipeline`."""
@@ -46,6 +45,16 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), pipeline: str |
     return build_config(tree, pipeline, str(path), settled)
 
 
+def read_pipeline(path: str | Path, overrides: Sequence[str] = ()) -> str:
+    """Which pipeline a file and overrides are for; nothing else of them is checked.
+
+    Raises:
+        ConfigError: they cannot be read, or name no pipeline there is.
+    """
+    tree = merge(read_tree(Path(path), []), override_tree(overrides, []))
+    return _pipeline(_interpolated(tree, str(path)), None, str(path))
+
+
 def build_config(
     tree: Tree, pipeline: str | None = None, source: str = "", settled: Sequence[Problem] = ()
 ) -> RLVRConfig | SFTConfig:
@@ -65,7 +74,7 @@ def build_config(
     if problems:
         raise ConfigError(problems, source)
     notes = [*settled, *notes, *more_notes, *translations]
-    config.source = Source(source, _leaves(tree), [(note.path, note.message) for note in notes])
+    config.source = Source(source, list(leaves(tree)), [(note.path, note.message) for note in notes])
     problems = derive(config) or check(config).errors
     if problems:
         raise ConfigError(problems, source)
@@ -119,12 +128,3 @@ def _convert_strategies(config: BaseConfig, converter: Converter) -> None:
         worker.strategy_args.strategy_config = {
             name: getattr(checked, name) for name in options if hasattr(checked, name)
         }
-
-
-def _leaves(tree: Mapping[str, Any], path: str = "") -> list[str]:
-    """Dotted paths of everything that was given."""
-    leaves: list[str] = []
-    for key, value in tree.items():
-        where = f"{path}.{key}" if path else str(key)
-        leaves += _leaves(value, where) if isinstance(value, Mapping) and value else [where]
-    return leaves
