@@ -27,7 +27,9 @@ DEVICES = {
     "actor_train.num_gpus_per_worker=2": "actor_train.num_gpus_per_worker: 2 does not apply to megatron_train",
     "actor_infer.device_mapping=12-19": "actor_infer.device_mapping: overlaps actor_train.device_mapping in devices "
     "12, 13, 14, 15; roles share all their devices or none",
-    "actor_infer.device_mapping=8-15,0-7": "lists the devices of actor_train in another order",
+    "actor_infer.device_mapping=8-15,0-7": "lists the devices of actor_train in another order; to share them write "
+    "0-15",
+    "actor_train.device_mapping=0-999999": "write 0-999999 to share, or devices outside, such as 1000000-1000007, to",
     "actor_infer.device_mapping=sixteen": "actor_infer.device_mapping: 'sixteen' is not a list of ranks",
     "actor_infer.device_mapping=[16,16]": "actor_infer.device_mapping: [16, 16] names device 16 twice",
     "actor_infer.device_mapping=[-1]": "names a negative device",
@@ -39,6 +41,7 @@ BATCH = {
     "rollout_batch_size=60": "rollout_batch_size: 60 prompts x num_return_sequences_in_group 8 = 480 samples do not "
     "fill optimizer steps of 512 (per_device_train_batch_size 1 x gradient_accumulation_steps 64 x data parallel 8); "
     "use rollout_batch_size 64, or gradient_accumulation_steps 60",
+    "rollout_batch_size=1000000000001": "or gradient_accumulation_steps 73",
     "rollout_batch_size=100": "use rollout_batch_size 64 or 128, or gradient_accumulation_steps 50",
     f"{TRAINING}.warmup_ratio=0.1 {TRAINING}.warmup_steps=3": "warmup_ratio: 0.1 and warmup_steps 3 exclude each other",
     f"{TRAINING}.min_learning_rate=1": "min_learning_rate: 1.0 is above learning_rate 1e-06",
