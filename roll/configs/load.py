@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -41,8 +41,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), pipeline: str |
             the values break together.
     """
     settled: list[Problem] = []
-    tree = merge(read_tree(Path(path), settled), override_tree(overrides, settled))
-    return build_config(tree, pipeline, str(path), settled)
+    base, top = read_tree(Path(path), settled), override_tree(overrides, settled)
+    return build_config(merge(base, top), pipeline, str(path), settled, set(leaves(top)))
 
 
 def read_pipeline(path: str | Path, overrides: Sequence[str] = ()) -> str:
@@ -56,9 +56,21 @@ def read_pipeline(path: str | Path, overrides: Sequence[str] = ()) -> str:
 
 
 def build_config(
-    tree: Tree, pipeline: str | None = None, source: str = "", settled: Sequence[Problem] = ()
+    tree: Tree,
+    pipeline: str | None = None,
+    source: str = "",
+    settled: Sequence[Problem] = (),
+    overridden: Collection[str] = (),
 ) -> RLVRConfig | SFTConfig:
-    """`load_config` for a mapping that is in memory, with what there is to say about how it was written."""
+    """`load_config` for a mapping that is in memory.
+
+    Args:
+        tree: as `read_tree` gives it.
+        pipeline: as in `load_config`.
+        source: for messages.
+        settled: what there is to say about how it was written.
+        overridden: paths whose values come from a command line.
+    """
     tree = _interpolated(tree, source)
     cls = PIPELINES[_pipeline(tree, pipeline, source)]
     engines = vllm_problems(tree)
@@ -67,7 +79,7 @@ def build_config(
     tree, notes, problems = drop_foreign(tree)
     tree, more_notes, more_problems = expand_importance_sampling(tree)
     tree, translations = translate(tree)
-    converter = Converter(suggest_for(cls))
+    converter = Converter(suggest_for(cls, PIPELINES), overridden)
     config = converter.overlay(tree, cls())
     _convert_strategies(config, converter)
     problems += more_problems + converter.problems
