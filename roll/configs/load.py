@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -19,6 +20,7 @@ from roll.configs.layouts import ROLES, is_megatron
 from roll.configs.pipeline import BaseConfig, RLVRConfig, SFTConfig, Source
 from roll.configs.rules import check
 from roll.configs.suggestions import nearest, suggest_for
+from roll.configs.trackers import TRACKER_OPTIONS
 from roll.configs.vllm import vllm_problems
 from roll.configs.yaml_files import leaves, merge, override_tree, read_tree
 
@@ -82,6 +84,10 @@ def build_config(
     converter = Converter(suggest_for(cls, PIPELINES), overridden)
     config = converter.overlay(tree, cls())
     _convert_strategies(config, converter)
+    for name, cls_of_options in TRACKER_OPTIONS.items():
+        if name in config.tracker_kwargs:
+            options = config.tracker_kwargs[name]
+            config.tracker_kwargs[name] = _checked(options, cls_of_options(), f"tracker_kwargs.{name}", converter)
     problems += more_problems + converter.problems
     if problems:
         raise ConfigError(problems, source)
@@ -135,8 +141,13 @@ def _convert_strategies(config: BaseConfig, converter: Converter) -> None:
         worker = getattr(config, role, None)
         if worker is None or not is_megatron(worker) or f"{role}.strategy_args.strategy_name" in unreadable:
             continue
-        options = worker.strategy_args.strategy_config
-        checked = converter.overlay(options, MegatronConfig(), f"{role}.strategy_args.strategy_config")
-        worker.strategy_args.strategy_config = {
-            name: getattr(checked, name) for name in options if hasattr(checked, name)
-        }
+        path = f"{role}.strategy_args.strategy_config"
+        worker.strategy_args.strategy_config = _checked(
+            worker.strategy_args.strategy_config, MegatronConfig(), path, converter
+        )
+
+
+def _checked(options: Tree, defaults: Any, path: str, converter: Converter) -> Tree:
+    """The options that were given, as the types of `defaults` have them."""
+    checked = converter.overlay(options, defaults, path)
+    return {name: getattr(checked, name) for name in options if hasattr(checked, name)}

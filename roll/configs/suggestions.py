@@ -114,7 +114,7 @@ class _Suggestions:
         like = nearest(_plain(leaf), here)
         if like:
             return f"did you mean {head + '.' if head else ''}{like}?"
-        return self._like(path) or f"known here: {', '.join(sorted(here))}"
+        return self._like(path) or (f"known here: {', '.join(sorted(here))}" if here else "nothing is known here")
 
     def _like(self, path: str) -> str:
         """The key whose last part is most like that of the path, in the same role if there is one."""

@@ -54,6 +54,10 @@ MISTYPED = {
     "actor_train.strategy_args.strategy_config.sequence_parallel=2": "sequence_parallel: 2 is not true or false",
     "system_envs={A: true}": "system_envs: A is True; write the text the variable shall hold in quotes",
     "system_envs={'A=B': x}": "system_envs: 'A=B' cannot name an environment variable",
+    "tracker_kwargs={tensorboard: {foo: 1}}": "tracker_kwargs.tensorboard.foo: unknown key; known here: flush_secs, "
+    "log_dir",
+    "tracker_kwargs={tensorboard: {flush_secs: soon}}": "tracker_kwargs.tensorboard.flush_secs: 'soon' is not a number",
+    "tracker_kwargs={stdout: {stream: 1}}": "tracker_kwargs.stdout.stream: unknown key; nothing is known here",
     "tracker_kwargs={tensorboard: 5}": "tracker_kwargs.tensorboard: 5 is not a section",
     "output_dir=''": "output_dir: '' is empty; give it a value, or leave the key out",
     "resume_from_checkpoint=''": "resume_from_checkpoint: '' is empty; give it a value",

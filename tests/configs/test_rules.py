@@ -83,6 +83,10 @@ ENGINES = {
     f"{SGLANG}.gpu_memory_utilization=0.8": "SGLang has no option of this name; did you mean mem_fraction_static?",
     f"{SGLANG}.max_num_seqs=8": "SGLang has no option of this name; set actor_infer.max_running_requests",
     f"{SGLANG}.mem_fraction_static=80": "mem_fraction_static: 80 is not a share of the device's memory between 0 and 1",
+    f"{SGLANG}.page_size=banana": f"{SGLANG}.page_size: 'banana' is not a whole number or null",
+    f"{SGLANG}.chunked_prefill_size=0.5": "chunked_prefill_size: 0.5 is not a whole number",
+    f"{SGLANG}.disable_radix_cache=1": f"{SGLANG}.disable_radix_cache: 1 is not true or false",
+    f"{SGLANG}.kv_cache_dtype=fp9": f"{SGLANG}.kv_cache_dtype: 'fp9' is not one of auto, ",
     f"{SGLANG}.tp_size=2": f"{SGLANG}.tp_size: 2: the framework sets this option; set num_gpus_per_worker",
     f"{SGLANG}.random_seed=2": f"{SGLANG}.random_seed: 2: the framework sets this option; set seed",
     f"{SGLANG}.model_path=x": "the framework sets this option; set model_args.model_name_or_path",
@@ -180,6 +184,7 @@ HARMLESS = {
     "reference.strategy_args.strategy_config.recompute_granularity=full": "recompute_granularity: has no effect: the "
     "reference is not trained",
     "eval_steps=1 validation.data_args.file_name=a.jsonl validation.data_args.shuffle=false": "shuffle: has no effect",
+    f"{SGLANG}.load_format=nope": f"{SGLANG}.load_format: 'nope' is not one of SGLang's own: auto, pt, safetensors, ",
     "num_nodes=3": "num_nodes: has no effect: nodes follow from device_mapping",
 }
 
