@@ -33,7 +33,7 @@ RECIPE: dict[str, Any] = {
     "rollout_batch_size": 16,
     "num_return_sequences_in_group": 8,
     "prompt_length": 24,
-    "response_length": 400,
+    "response_length": 256,
     "loss_agg_mode": "token-mean",
     "actor_train": {
         "model_args": {"dtype": "fp32"},
@@ -48,6 +48,10 @@ RECIPE: dict[str, Any] = {
         "max_tokens_per_microbatch_in_train": 4096,
         "use_dynamic_batching_in_infer": True,
         "max_tokens_per_microbatch_in_infer": 8192,
+        "strategy_args": {
+            "strategy_name": "megatron_train",
+            "strategy_config": {"recompute_granularity": "full"},  # so that a step takes as long as its samples
+        },
         "device_mapping": [0],
     },
     "actor_infer": {

@@ -11,6 +11,7 @@ from typing import Any
 import ray
 
 from roll.distributed.actors import Failure
+from roll.distributed.deadlines import seconds_left
 
 GRACE_S = 1.0
 """After a first failure, how long others may still fail: a broken collective fails on several ranks within milliseconds
@@ -73,9 +74,16 @@ class Pending:
     def __init__(
         self, site: CallSite, refs: list[ray.ObjectRef], collect: Callable[[list[Any]], Any], timeout_s: float
     ) -> None:
-        """Starts the clock; `refs` holds the answer of each rank of the site, `collect` takes them in that order."""
+        """Starts the clock, which a block of `calls_end_by` may shorten.
+
+        Args:
+            site: what was called where.
+            refs: the answer of each rank of the site.
+            collect: takes the answers in that order.
+            timeout_s: until all must be there.
+        """
         self._site, self._refs, self._collect = site, dict(zip(site.places, refs, strict=True)), collect
-        self._timeout_s, self._start = timeout_s, time.monotonic()
+        self._timeout_s, self._start = seconds_left(timeout_s), time.monotonic()
 
     def within(self, timeout_s: float) -> Pending:
         """The same with another deadline, counted from the call."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,6 @@ class Service:
         self,
         name: str,
         config: BaseConfig,
-        cores: tuple[int, ...],
         deadlines: Mapping[str, float],
         make: Callable[..., Any],
         *args: Any,
@@ -37,7 +37,6 @@ class Service:
         Args:
             name: for messages and the log file.
             config: of the run.
-            cores: the process is pinned to.
             deadlines: seconds by the coroutine's name, where it is not `rpc_timeout_s`.
             make: gives the object, which has a coroutine `close`.
             args: of `make`.
@@ -47,6 +46,7 @@ class Service:
         """
         self._name, self._config, self._deadlines, self._ended = name, config, deadlines, False
         self._log = log_file(config, name)
+        cores = tuple(sorted(os.sched_getaffinity(0)))
         here = ray.get_runtime_context().get_node_id()
         host: Any = ray.remote(ConcurrentHost)
         self._actor = host.options(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -46,12 +47,29 @@ class CheckpointManager:
         self._prune()
         return final
 
+    def begin(self, resumed: Path | None) -> list[Path]:
+        """Sets aside the checkpoints that the run starting now does not follow from: it would mistake them for its own.
+
+        Args:
+            resumed: the checkpoint it goes on from; None at step 0.
+
+        Returns:
+            Their new places, `step-NNNNNN.old`; they are never chosen or pruned, and `resume_path` takes them by name.
+        """
+        own = resumed is not None and resumed.resolve() in [path.resolve() for path in self.complete()]
+        others = [path for path in self.complete() if not (own and resumed and _step(path) <= _step(resumed))]
+        moved = []
+        for path in others:
+            names = (path.with_suffix(".old" if number == 1 else f".old{number}") for number in itertools.count(1))
+            moved.append(path.rename(next(place for place in names if not place.exists())))
+        return moved
+
     def complete(self) -> list[Path]:
         """Finished checkpoints, oldest first."""
         if not self._folder.is_dir():
             return []
         found = [path for path in self._folder.iterdir() if NAME.fullmatch(path.name) and (path / MARKER).exists()]
-        return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+        return sorted(found, key=_step)
 
     def resume_path(self, wish: bool | str) -> Path | None:
         """The checkpoint to go on from: None for false, the newest complete one for true (None when there is none).
@@ -81,6 +99,11 @@ class CheckpointManager:
 def checkpoint_folder(config: BaseConfig) -> CheckpointManager:
     """The checkpoints of a run."""
     return CheckpointManager(Path(config.output_dir) / "checkpoints", config.max_ckpt_to_keep)
+
+
+def _step(checkpoint: Path) -> int:
+    """The step it was made at, by its name, which may end in `.old`."""
+    return int(checkpoint.stem.removeprefix("step-"))
 
 
 def _flush_to_disk(folder: Path) -> None:

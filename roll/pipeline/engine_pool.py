@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Sequence
-from dataclasses import replace
 from typing import Protocol
 
 from roll.rollout.balance import Balancer
@@ -74,7 +73,7 @@ class EnginePool:
         results: dict[int, GenerateResult] = {}
         try:
             for attempt in range(self._retries + 1):
-                answers = await self._try(flat, engines, attempt)
+                answers = await self._try(flat, engines)
                 results |= answers
                 for index in answers:
                     engine = engines.pop(index)
@@ -100,20 +99,18 @@ class EnginePool:
         self._balancer.add(engine, _tokens(request))
         return engine
 
-    async def _try(
-        self, requests: list[GenerateRequest], engines: dict[int, int], attempt: int
-    ) -> dict[int, GenerateResult]:
+    async def _try(self, requests: list[GenerateRequest], engines: dict[int, int]) -> dict[int, GenerateResult]:
         """Sends each request whose engine is given once; what comes back, by index."""
         shares: dict[int, list[int]] = {}
         for index, engine in engines.items():
             shares.setdefault(engine, []).append(index)
         calls = [
-            self._engines.call(engine, "generate", [_named(requests[index], attempt) for index in share])
+            self._engines.call(engine, "generate", [requests[index] for index in share])
             for engine, share in shares.items()
         ]
         replies = await asyncio.gather(*calls)
         return {
-            index: replace(answer, request_id=requests[index].request_id)
+            index: answer
             for share, answers in zip(shares.values(), replies, strict=True)
             for index, answer in zip(share, answers, strict=True)
         }
@@ -122,8 +119,3 @@ class EnginePool:
 def _tokens(request: GenerateRequest) -> int:
     """What a request may at most cost."""
     return len(request.prompt_ids) + request.sampling.max_new_tokens
-
-
-def _named(request: GenerateRequest, attempt: int) -> GenerateRequest:
-    """The same request under an id of its own, since an engine may still hold the failed one."""
-    return request if attempt == 0 else replace(request, request_id=f"{request.request_id}#{attempt}")

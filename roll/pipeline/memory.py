@@ -41,7 +41,7 @@ class PeakMemory:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Takes a last sample and stops."""
+        """Stops sampling."""
         self._stop.set()
         self._thread.join()
 

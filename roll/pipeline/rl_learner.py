@@ -161,9 +161,10 @@ class RLLearner(ActorLearner):
             )
 
     async def save(self, folder: Path) -> None:
-        """Writes actor_train and the KL coefficient."""
+        """Writes actor_train, the KL coefficient, and how long no gradient has moved the policy."""
         await super().save(folder)
-        (folder / LEARNER_STATE).write_text(json.dumps({"kl_coefficient": self._kl.coefficient}), encoding="utf-8")
+        state = {"kl_coefficient": self._kl.coefficient, "unmoved": self._unmoved}
+        (folder / LEARNER_STATE).write_text(json.dumps(state), encoding="utf-8")
 
     async def load(self, folder: Path) -> None:
         """Restores what `save` wrote; an update has been made before, so first-step checks are over.
@@ -171,9 +172,10 @@ class RLLearner(ActorLearner):
         A fixed KL coefficient is that of the configuration, which may have changed.
         """
         await super().load(folder)
+        state = json.loads((folder / LEARNER_STATE).read_text(encoding="utf-8"))
         if self._config.target_kl is not None:
-            state = json.loads((folder / LEARNER_STATE).read_text(encoding="utf-8"))
             self._kl.coefficient = float(state["kl_coefficient"])
+        self._unmoved = int(state["unmoved"])
         self._updated = True
 
 

@@ -23,7 +23,9 @@ def account_metrics(ledger: Ledger, taken: Sequence[Item], version: int, options
         **ledger.metrics(),
         **queue,
         "processed_samples": queue["queue/total_consumed"],
-        "total_generated_samples": float((ledger.submitted - ledger.in_flight) * samples),
+        "total_generated_samples": float(
+            (ledger.submitted - ledger.in_flight - ledger.dropped["generation_failed"]) * samples
+        ),
         "dropped_stale_samples": float(ledger.dropped[STALE] * samples),
         "generation_errors": float(ledger.dropped["generation_failed"]),
         "avg_sample_age": statistics.fmean(ages),

@@ -24,7 +24,9 @@ from roll.rollout.policy import PolicySettings, RolloutPolicy, Ticket
 logger = logging.getLogger(__name__)
 
 WORK = ("generate", "reward")
-"""Kinds of work whose time is measured."""
+"""Kinds of work of which a batch tells the seconds."""
+ENGINES = "engines"
+"""What keeps engines busy: generating for training and for validation, once where both go on."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +70,10 @@ class Rollouter(Generic[ItemT]):
         self.policy: RolloutPolicy[ItemT] = RolloutPolicy(settings)
         self._producer, self._options, self._clock = producer, options, clock
         self._changed = asyncio.Condition()
-        self._submitting = False
+        self._begun = False
         self._work: set[asyncio.Task[None]] = set()
         self._error: BaseException | None = None
-        self._busy = {name: Busy(clock()) for name in WORK}
+        self._busy = {name: Busy(clock()) for name in (*WORK, ENGINES)}
         self._starvation = StarvationLimit(settings.batch_size, options.resample_factor)
         self._failed = self._whole = 0
         self._in_flight: dict[int, ItemT] = {}
@@ -81,20 +83,26 @@ class Rollouter(Generic[ItemT]):
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
         """Counts the block as work of that name; blocks that overlap count once."""
-        self._busy[name].enter(self._clock())
+        names = (name, ENGINES) if name == "generate" else (name,)
+        for busy in names:
+            self._busy[busy].enter(self._clock())
         try:
             yield
         finally:
-            self._busy[name].exit(self._clock())
+            for busy in names:
+                self._busy[busy].exit(self._clock())
 
     async def advance(self, version: int) -> None:
-        """The weights of `version` are published. The first call sets background production going."""
+        """The weights of `version` are published. The first call sets measuring and background production going."""
         async with self._changed:
             self.policy.advance(version)
             self._changed.notify_all()
-        if self._options.background and not self._submitting:
-            self._submitting = True
-            self._start(self._submit_always)
+        if not self._begun:
+            self._begun = True
+            for busy in self._busy.values():
+                busy.lap(self._clock())
+            if self._options.background:
+                self._start(self._submit_always)
 
     async def take(self) -> RolloutBatch[ItemT]:
         """The next batch, earliest deadline first.
@@ -112,10 +120,12 @@ class Rollouter(Generic[ItemT]):
         self._failed = self._whole = 0
         self._progress = self._clock()
         self._starvation.taken()
-        seconds = {name: busy.lap(self._clock()).busy for name, busy in self._busy.items()}
+        laps = {name: busy.lap(self._clock()) for name, busy in self._busy.items()}
+        seconds = {name: laps[name].busy for name in WORK}
         metrics = self._producer.metrics(taken, version)
         tokens = metrics["rollout/response_length_mean"] * len(taken) * self._options.samples_per_item
         metrics["rollout/tokens_per_second"] = tokens / max(seconds["generate"], 1e-9)
+        metrics["throughput/rollout_idle"] = laps[ENGINES].idle_share
         metrics |= account_metrics(self.policy.ledger, taken, version, self._options)
         return RolloutBatch(self._producer.batch(taken), metrics, seconds)
 
@@ -124,7 +134,8 @@ class Rollouter(Generic[ItemT]):
         start = self._clock()
         self.policy.hold("validation")
         try:
-            metrics = await self._producer.validate(version)
+            with self.measure(ENGINES):
+                metrics = await self._producer.validate(version)
         finally:
             self.policy.release("validation")
             async with self._changed:

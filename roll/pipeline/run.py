@@ -66,7 +66,7 @@ def run_pipeline(config: BaseConfig) -> int:
     """Runs to the end.
 
     Returns:
-        The exit code: 0, or 1 after an error that has been explained on the console.
+        The exit code: 0, 1 after an error that has been explained on the console, 130 when interrupted.
     """
     configure_logging(config)
     try:

@@ -64,9 +64,8 @@ class Session:
             await pending
 
     def start_service(self, name: str, deadlines: Mapping[str, float], make: Callable[..., Any], *args: Any) -> Service:
-        """Runs `make(*args)` in a process of its own, on the cores of the engines, which it feeds; see `Service`."""
-        cores = self.clusters["actor_infer"].ranks[0].cores
-        service = Service(name, self._config, cores, deadlines, make, *args)
+        """Runs `make(*args)` in a process of its own; see `Service`."""
+        service = Service(name, self._config, deadlines, make, *args)
         self._services.append(service)
         return service
 

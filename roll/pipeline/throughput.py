@@ -7,9 +7,6 @@ from collections.abc import Mapping
 TRAINER_WORK = ("time/old_log_probs", "time/train")
 """Times in which actor_train computes."""
 
-ROLLOUT_WORK = ("time/generate", "time/val")
-"""Times in which the engines compute."""
-
 
 def throughput(tokens: int, devices: int, times: Mapping[str, float]) -> dict[str, float]:
     """`throughput/...` of one step.
@@ -22,10 +19,5 @@ def throughput(tokens: int, devices: int, times: Mapping[str, float]) -> dict[st
     step = max(times["time/step"], 1e-9)
     return {
         "throughput/tokens_per_second": tokens / step / devices,
-        "throughput/trainer_idle": _idle(TRAINER_WORK, times, step),
-        "throughput/rollout_idle": _idle(ROLLOUT_WORK, times, step),
+        "throughput/trainer_idle": max(0.0, 1 - sum(times.get(name, 0.0) for name in TRAINER_WORK) / step),
     }
-
-
-def _idle(work: tuple[str, ...], times: Mapping[str, float], step: float) -> float:
-    return max(0.0, 1 - sum(times.get(name, 0.0) for name in work) / step)

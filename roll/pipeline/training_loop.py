@@ -148,6 +148,7 @@ class TrainingLoop:
         if folder is None:
             if self._config.resume_from_checkpoint:
                 logger.warning("no complete checkpoint in %s: starting at step 0", self._config.output_dir)
+            self._set_aside(None)
             return
         self.state = PipelineState.load(folder)
         try:
@@ -156,4 +157,10 @@ class TrainingLoop:
         except (ValueError, KeyError) as error:
             told = f"it has no {error}" if isinstance(error, KeyError) else str(error)
             raise RunError(f"resume_from_checkpoint: {folder} does not fit this run: {told}") from error
+        self._set_aside(folder)
         logger.info("resumed from %s at step %d, version %d", folder, self.state.step, self.state.version)
+
+    def _set_aside(self, resumed: Path | None) -> None:
+        moved = self._checkpoints.begin(resumed)
+        if moved:
+            logger.warning("checkpoints of an earlier run are set aside: %s", ", ".join(map(str, moved)))

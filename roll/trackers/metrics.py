@@ -132,9 +132,13 @@ SYSTEM = (
     Metric("publish/bytes", "bytes", "Weights brought to the engines."),
     Metric("publish/verified", "0 or 1", "Whether names and checksums were compared on both sides."),
     Metric("memory/<name>", "bytes", "Memory in use, by role and kind."),
-    Metric("throughput/tokens_per_second", "tokens/s", "Tokens learned from (prompt and response) by the step's time."),
+    Metric(
+        "throughput/tokens_per_second",
+        "tokens/s",
+        "Tokens learned from, prompts included, by the step's time and devices.",
+    ),
     Metric("throughput/trainer_idle", "share", "Share of the step in which actor_train did nothing."),
-    Metric("throughput/rollout_idle", "share", "Share of the step in which the engines did nothing."),
+    Metric("throughput/rollout_idle", "share", "Share of the time since the last batch in which no engine generated."),
 )
 
 

@@ -1,4 +1,4 @@
-"""Whole RLVR and SFT runs on real engines: reproducible, resumable after SIGKILL, and clear when something breaks."""
+"""Whole RLVR runs on real engines: reproducible, resumable after SIGKILL, and clear when something breaks."""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -22,7 +24,7 @@ from roll.distributed.protocol import DataProto
 from roll.distributed.resources import ResourceManager, start_ray, stop_ray
 from roll.distributed.weight_sync.publisher import BroadcastTransport, WeightPublisher
 from roll.distributed.weight_sync.stage_tensors import Fault
-from roll.distributed.weight_sync.transaction import PublishError, PublishReport, Transfer
+from roll.distributed.weight_sync.transaction import GRACE_S, PublishError, PublishReport, Transfer
 from roll.models.tiny import write_tiny_model
 from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
 
@@ -235,6 +237,18 @@ def test_log_probs_agree_after_publishes_through_shared_memory(world: World, rol
 @pytest.mark.parametrize(("kind", "said"), DAMAGE)
 def test_damage_in_shared_memory_is_detected(world: World, kind: str, said: str) -> None:
     check_damage(world, "pp2 shared", kind, said)
+
+
+def test_a_publish_that_hangs_ends_in_time_and_names_whom_it_waited_for(world: World) -> None:
+    hasty = dataclasses.replace(world.config, sync_timeout_s=2, max_sync_retries=0)
+    publisher = WeightPublisher(world.clusters["tp2"], world.clusters["actor_infer"], hasty)
+    asyncio.run(publisher.setup())
+    start = time.monotonic()
+    with pytest.raises(PublishError, match=r"tp2.fill_shared_weights: no answer within .* s from rank [01] \("):
+        asyncio.run(publisher.publish(world.version, Fault("hang", "model.layers.3.mlp.down_proj.weight")))
+    assert time.monotonic() - start < 3 * hasty.sync_timeout_s + 2 * GRACE_S
+    publish(world, "tp2 shared")
+    assert disagreement(world, "tp2", 1.0) < 1e-4
 
 
 def test_an_engine_ends_with_the_worker_that_owns_it(world: World) -> None:

@@ -75,3 +75,32 @@ def test_a_path_may_name_a_checkpoint_its_folder_or_a_run(tmp_path):
     other = CheckpointManager(tmp_path / "elsewhere", max_to_keep=0)
     for path in (folder, folder.parent, tmp_path / "run"):
         assert other.resume_path(str(path)) == folder
+
+
+def test_a_fresh_run_sets_aside_what_an_earlier_one_left_and_keeps_its_own(tmp_path):
+    manager = CheckpointManager(tmp_path, max_to_keep=2)
+    earlier = [save(manager, step) for step in (90, 180)]
+    moved = manager.begin(None)
+    assert [path.name for path in moved] == ["step-000090.old", "step-000180.old"]
+    assert all((path / "weights").exists() for path in moved) and not any(path.exists() for path in earlier)
+    assert manager.resume_path(True) is None
+    assert save(manager, 10).exists()
+    assert manager.resume_path(True) == tmp_path / "step-000010"
+    assert manager.resume_path(str(moved[1])) == moved[1]
+
+
+def test_a_run_resumed_from_an_early_step_sets_aside_the_later_ones(tmp_path):
+    manager = CheckpointManager(tmp_path, max_to_keep=2)
+    early, late = (save(manager, step) for step in (4, 6))
+    assert manager.begin(manager.resume_path(str(early))) == [tmp_path / "step-000006.old"]
+    assert [path.name for path in manager.complete()] == ["step-000004"] and not late.exists()
+    save(manager, 6)
+    manager.begin(early)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000004", "step-000006.old", "step-000006.old2"]
+
+
+def test_a_run_resumed_from_elsewhere_sets_aside_everything_here(tmp_path):
+    manager = CheckpointManager(tmp_path / "here", max_to_keep=2)
+    save(manager, 3)
+    manager.begin(save(CheckpointManager(tmp_path / "there", 0), 5))
+    assert manager.complete() == []

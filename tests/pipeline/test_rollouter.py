@@ -198,19 +198,56 @@ def test_a_checkpoint_of_batches_of_another_size_is_refused_with_a_reason():
 
 
 def test_validation_holds_submission_and_lets_it_go_again():
+    """The prompts that run when it begins fail before it ends, so that there is room to submit into."""
+
     async def run() -> None:
-        producer = Scripted([3])
+        producer = Scripted([1] * BATCH + [3] * BATCH, failing=set(range(BATCH, 2 * BATCH)))
         made = rollouter(producer, 1.0, steps=3)
         await made.advance(0)
         await made.take()
+        drawn = producer.drawn
         metrics = await made.validate(0)
         assert metrics["val/score"] == 0.0 and metrics["val/seconds"] >= 0
-        producer.version = 1
-        await made.advance(1)
+        assert made.policy.ledger.dropped == {"generation_failed": BATCH}
+        assert producer.drawn == drawn and made.policy.admissible() == BATCH
         await made.take()
+        assert producer.drawn > drawn
         await made.close()
 
     asyncio.run(run())
+
+
+class Timed(Scripted):
+    """Generating takes 3 s on a clock of its own, validating 2."""
+
+    now = 0.0
+
+    async def produce(self, items: list[Draft], meter: Meter) -> None:
+        with meter.measure("generate"):
+            self.now += 3.0
+        await super().produce(items, meter)
+
+    async def validate(self, version: int) -> dict[str, float]:
+        self.now += 2.0
+        return {}
+
+
+def test_the_engines_idle_while_training_and_not_while_validating():
+    async def run() -> list[float]:
+        producer, shares = Timed([1]), []
+        bounds = PolicySettings(batch_size=BATCH, ratio=0, total=3 * BATCH)
+        made = Rollouter(producer, bounds, replace(OPTIONS, background=False, together=True), lambda: producer.now)
+        producer.now = 100.0
+        for version in range(3):
+            producer.version = version
+            await made.advance(version)
+            shares.append((await made.take()).metrics["throughput/rollout_idle"])
+            producer.now += 5.0
+            with made.measure("generate"):
+                await made.validate(version)
+        return shares
+
+    assert asyncio.run(run()) == pytest.approx([0.0, 0.5, 0.5])
 
 
 def error_of(producer: Scripted, ratio: float = 1.0, **options: Any) -> str:

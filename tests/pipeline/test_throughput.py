@@ -7,14 +7,9 @@ import pytest
 from roll.pipeline.throughput import throughput
 
 
-def test_idle_shares_and_tokens_are_those_of_the_step():
+def test_the_idle_share_and_tokens_are_those_of_the_step():
     times = {"time/step": 10.0, "time/generate": 4.0, "time/old_log_probs": 1.0, "time/train": 2.0, "time/val": 1.0}
     assert throughput(600, 3, times) == {
         "throughput/tokens_per_second": pytest.approx(20.0),
         "throughput/trainer_idle": pytest.approx(0.7),
-        "throughput/rollout_idle": pytest.approx(0.5),
     }
-
-
-def test_a_step_that_only_trains_leaves_the_engines_idle():
-    assert throughput(1, 1, {"time/step": 2.0, "time/train": 2.0})["throughput/rollout_idle"] == 1.0

@@ -32,10 +32,13 @@ class Model:
 
 
 class Driver:
-    """Draws events from one seed: submissions, ends in any order, drops, batches, publishes, holds, crashes."""
+    """Draws events: submissions, ends in any order, drops, batches, publishes, holds, crashes.
 
-    def __init__(self, ratio: str, seed: int) -> None:
-        self.draw = random.Random(f"{ratio}/{seed}")
+    An event returns whether anything changed; only those are counted.
+    """
+
+    def __init__(self, ratio: str, draw: random.Random) -> None:
+        self.draw = draw
         self.ratio = Fraction(ratio)
         self.batch_size = self.draw.randint(1, 9)
         most_batches = math.floor(1 + self.ratio)
@@ -60,12 +63,11 @@ class Driver:
         names = ["submit", "end", "end", "end", "take", "advance", "hold", "release", "crash", "save"]
         weights = [10, 10, 10, 10, 10, 6, 1, 3, 0.3, 0.3]
         for name in self.draw.choices(names, weights, k=events):
-            getattr(self, name)()
-            self.events[name] += 1
+            self.events[name] += getattr(self, name)()
             self.check()
         self.run_dry()
 
-    def submit(self) -> None:
+    def submit(self) -> bool:
         allowed = self.policy.admissible()
         if self.holds:
             assert allowed == 0
@@ -76,11 +78,12 @@ class Driver:
             deadline = self.model.version + math.ceil(self.ratio)
             assert ticket == Ticket(first + offset, self.model.version, deadline)
             self.model.running[ticket.number] = ticket
+        return self.model.submitted > first
 
-    def end(self) -> None:
+    def end(self) -> bool:
         """Any running prompt ends, early or late, whole or not."""
         if not self.model.running:
-            return
+            return False
         number = self.draw.choice(list(self.model.running))
         ticket = self.model.running.pop(number)
         if self.draw.random() < self.drop_rate:
@@ -91,14 +94,15 @@ class Driver:
             oldest = self.draw.randint(ticket.version, self.model.version)
             self.policy.finish(number, {"number": number}, oldest)
             self.model.buffered[number] = (ticket, oldest)
+        return True
 
-    def take(self) -> None:
+    def take(self) -> bool:
         assert self.policy.ready() == self.batch_can_go()
         assert (not self.policy.awaited()) or not self.policy.ready()
         if not self.policy.ready():
             with pytest.raises(PolicyError):
                 self.policy.take()
-            return
+            return False
         earliest = sorted((ticket.deadline, number) for number, (ticket, _) in self.model.buffered.items())
         batch = self.policy.take()
         assert [taken.ticket.number for taken in batch] == [number for _, number in earliest[: self.batch_size]]
@@ -111,6 +115,7 @@ class Driver:
         left = [*self.model.running.values(), *(ticket for ticket, _ in self.model.buffered.values())]
         assert all(ticket.deadline > self.model.batches for ticket in left), "left behind though it was due"
         self.model.batches += 1
+        return True
 
     def batch_can_go(self) -> bool:
         """By going through the batches to come: what stays behind, earliest deadline first, must fit into them."""
@@ -125,27 +130,33 @@ class Driver:
         next_batch = self.model.batches + 1
         return all(deadline >= next_batch + i // self.batch_size for i, deadline in enumerate(sorted(left)))
 
-    def advance(self) -> None:
+    def advance(self) -> bool:
         with pytest.raises(PolicyError):
             self.policy.advance(self.model.batches + 1)
-        self.model.version = self.draw.randint(self.model.version, self.model.batches)
+        before = self.model.version
+        self.model.version = self.draw.randint(before, self.model.batches)
         self.policy.advance(self.model.version)
+        return self.model.version > before
 
-    def hold(self) -> None:
+    def hold(self) -> bool:
         self.holds.append(self.draw.choice(["validation", "closing"]))
         self.policy.hold(self.holds[-1])
+        return True
 
-    def release(self) -> None:
-        if self.holds:
-            self.policy.release(self.holds.pop(self.draw.randrange(len(self.holds))))
+    def release(self) -> bool:
+        if not self.holds:
+            return False
+        self.policy.release(self.holds.pop(self.draw.randrange(len(self.holds))))
+        return True
 
     def state(self) -> str:
         return json.dumps(self.policy.state_dict(lambda item: item["number"]))
 
-    def save(self) -> None:
+    def save(self) -> bool:
         self.saved = (self.state(), copy.deepcopy(self.model))
+        return True
 
-    def crash(self) -> None:
+    def crash(self) -> bool:
         """Back to the last checkpoint, or to this moment: what was in flight is generated again."""
         state, model = self.saved or (self.state(), self.model)
         self.model = copy.deepcopy(model)
@@ -153,6 +164,7 @@ class Driver:
         self.holds = []
         assert self.state() == state
         assert self.policy.resubmit() == [self.model.running[number] for number in sorted(self.model.running)]
+        return True
 
     def check(self) -> None:
         """The laws that hold after every event."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
@@ -11,6 +12,9 @@ import torch
 from roll.distributed.strategy.base import WeightSpec
 
 T = TypeVar("T")
+
+HANG_S = 6.0
+"""Seconds that a fault of kind `hang` takes."""
 
 
 class SendError(RuntimeError):
@@ -23,11 +27,12 @@ class Fault:
 
     Attributes:
         kind: `corrupt` changes one element after the checksum was taken, as a broken wire would; `drop` leaves the
-            tensor out of the plan, as a mapping with a hole would; `fail` raises when the tensor's turn comes.
+            tensor out of the plan, as a mapping with a hole would; `fail` raises when the tensor's turn comes; `hang`
+            lets `HANG_S` pass first.
         name: HF name of the tensor.
     """
 
-    kind: Literal["corrupt", "drop", "fail"]
+    kind: Literal["corrupt", "drop", "fail", "hang"]
     name: str
 
 
@@ -49,6 +54,8 @@ class StageTensors(Generic[T]):
             name, value = self._next()
         if self._fault == Fault("fail", name):
             raise SendError(f"{name}: told to fail")
+        if self._fault == Fault("hang", name):
+            time.sleep(HANG_S)
         if name != spec.name or (isinstance(value, torch.Tensor) and tuple(value.shape) != tuple(spec.shape)):
             shape = tuple(value.shape) if isinstance(value, torch.Tensor) else ""
             raise SendError(f"planned {spec.name} {tuple(spec.shape)}, but the model yields {name} {shape}")

@@ -9,12 +9,14 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from roll.distributed.deadlines import calls_end_by
+
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
 class PublishError(RuntimeError):
-    """The weights could not be published; engines stay paused and serve nothing."""
+    """The weights could not be published; once an update was opened, engines stay paused and serve nothing."""
 
 
 class VerificationError(RuntimeError):
@@ -48,6 +50,10 @@ class PublishReport:
     bytes: int
     verified: bool
     attempts: int
+
+
+GRACE_S = 1.0
+"""What a step gets beyond the deadline of its calls, to say whom it waited for."""
 
 
 class Transport(Protocol):
@@ -129,9 +135,10 @@ class Transaction:
                 logger.warning("publish of version %d failed, %s", version, causes[-1])
                 await self._after_failure(self._transport.abandon(), "abandon", causes)
         await self._after_failure(self._transport.give_up(), "give up", causes)
+        state = "the engines are paused and serve nothing" if self.dirty else "nothing was sent"
         raise PublishError(
-            f"version {version} could not be published in {len(causes)} attempt(s) (max_sync_retries); "
-            "the engines are paused and serve nothing\n" + "\n".join(causes)
+            f"version {version} could not be published in {len(causes)} attempt(s) (max_sync_retries); {state}\n"
+            + "\n".join(causes)
         ) from last
 
     async def _attempt(self, version: int, verify: bool) -> tuple[float, Transfer]:
@@ -160,6 +167,7 @@ class Transaction:
 
     async def _bounded(self, step: Awaitable[T], name: str, until: float) -> T:
         try:
-            return await asyncio.wait_for(step, max(0.0, until - time.monotonic()))
+            with calls_end_by(until):
+                return await asyncio.wait_for(step, max(0.0, until - time.monotonic()) + GRACE_S)
         except TimeoutError as error:
             raise PublishError(f"{name} was not done {self._timeout_s:g} s (sync_timeout_s) after the start") from error

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from roll.distributed.deadlines import seconds_left
 from roll.distributed.weight_sync.transaction import PublishError, Transaction, Transfer, VerificationError
 
 STEPS = ("connect", "pause", "begin", "transfer", "end", "flush", "verify", "accept", "resume")
@@ -113,6 +114,29 @@ def test_engines_resume_only_after_a_complete_attempt(faults: list[tuple[str, st
         assert steps == list(STEPS[: STEPS.index(fault[0]) + 1])
 
 
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [("connect", "nothing was sent"), ("pause", "nothing was sent"), ("begin", "paused and serve nothing")],
+)
+def test_the_error_says_whether_the_engines_were_touched(step: str, said: str) -> None:
+    error, _, _ = publish(FaultyTransport([(step, "raise")]), retries=0)
+    assert said in str(error)
+
+
+def test_calls_of_a_step_end_with_its_attempt() -> None:
+    transport, left = FaultyTransport([]), []
+
+    async def slow_pause() -> None:
+        await asyncio.sleep(0.05)
+
+    async def end(version: int) -> None:
+        left.append(seconds_left(60.0))
+
+    transport.pause, transport.end = slow_pause, end
+    publish(transport, timeout_s=5.0)
+    assert 0 < left[0] <= 4.95 and seconds_left(60.0) == 60.0
+
+
 def test_an_engine_that_failed_half_way_is_dirty_and_not_resumed() -> None:
     transport = FaultyTransport([("transfer", "raise")] * 3)
     error, transaction, _ = publish(transport, retries=2)
@@ -121,6 +145,7 @@ def test_an_engine_that_failed_half_way_is_dirty_and_not_resumed() -> None:
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_a_step_that_hangs_is_ended_by_the_deadline_and_named(step: str) -> None:
+def test_a_step_that_hangs_is_ended_by_the_deadline_and_named(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("roll.distributed.weight_sync.transaction.GRACE_S", 0.0)
     error, _, _ = publish(FaultyTransport([(step, "hang")]), retries=0, timeout_s=0.3)
     assert f"{step} was not done 0.3 s (sync_timeout_s) after the start" in str(error)
