@@ -101,6 +101,8 @@ class Converter:
         text = f"'{str(value).lower() if isinstance(value, bool) else value}'"
         if path in self._overridden:
             return f'put it in quotes, and these in others for the shell: {path}="{text}"'
+        if path.partition("[")[0] in self._overridden:
+            return f'put it in quotes, and these in others for the shell: "{text}"'
         return f"put it in quotes: {text}"
 
     def _literal(self, value: Any, hint: Any, path: str) -> Any:

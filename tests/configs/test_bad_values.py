@@ -50,7 +50,8 @@ MISTYPED = {
     "kl_penalty=k4": "kl_penalty: 'k4' is not one of k1, k2, k3, abs",
     "actor_train=ppo": "actor_train: 'ppo' is not a section",
     "actor_train.model_args.dtype=bfloat16": "actor_train.model_args.dtype: 'bfloat16' is not one of fp32, bf16, fp16",
-    "actor_train.data_args.file_name=[1]": "actor_train.data_args.file_name[0]: 1 is not text; put it in quotes: '1'",
+    "actor_train.data_args.file_name=[1]": "actor_train.data_args.file_name[0]: 1 is not text; put it in quotes, "
+    """and these in others for the shell: "'1'\"""",
     "actor_train.strategy_args.strategy_config.sequence_parallel=2": "sequence_parallel: 2 is not true or false",
     "system_envs={A: true}": "system_envs: A is True; write the text the variable shall hold in quotes",
     "system_envs={'A=B': x}": "system_envs: 'A=B' cannot name an environment variable",
@@ -97,6 +98,11 @@ OUT_OF_BOUNDS = {
 )
 def test_a_key_of_the_other_pipeline_says_so(tmp_path: Path, override: str, said: str) -> None:
     assert said in refusal(tmp_path, override, text=SFT)
+
+
+def test_quotes_in_a_file_need_no_others(tmp_path: Path) -> None:
+    said = refusal(tmp_path, text=RLVR + "exp_name: 7\n")
+    assert said.endswith("exp_name: 7 is not text; put it in quotes: '7'")
 
 
 def test_a_file_without_its_sections_is_shown_them(tmp_path: Path) -> None:

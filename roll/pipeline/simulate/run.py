@@ -15,7 +15,8 @@ from roll.configs.plan import place
 from roll.pipeline.simulate.calibration import overlapping, read_run, synchronous
 from roll.pipeline.simulate.measured import Measured, Shape, Times, doubling_batch
 from roll.pipeline.simulate.model import Model, make_model, with_slowdown_of
-from roll.pipeline.simulate.search import check_size, configured_split, predict
+from roll.pipeline.simulate.search import configured_split, predict
+from roll.pipeline.simulate.size import check_size
 from roll.pipeline.simulate.text import as_dict, print_prediction
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from roll.configs.batches import samples_per_optimizer_step
-from roll.configs.errors import ConfigError, Problem
 from roll.configs.layouts import is_megatron, megatron_config
 from roll.configs.pipeline import RLConfig
-from roll.configs.queue import versions_ahead
 from roll.pipeline.simulate.measured import Shape
 from roll.pipeline.simulate.model import Model
+from roll.pipeline.simulate.size import devices_of
 from roll.rollout.simulation import Outcome, generation_seconds, simulate
 
 RATIOS = (0.0, 0.5, 1.0, 2.0)
@@ -27,15 +26,6 @@ SAMPLES = 400_000
 
 FEWEST_STEPS, MOST_STEPS = 4, 30
 """Batches measured for one placement."""
-
-MOST_SAMPLES = 100_000
-"""Samples of a batch that are simulated; some minutes."""
-
-MOST_SAMPLES_AHEAD = 10_000_000
-"""Samples generated before training is in its stride that are simulated; some minutes."""
-
-MOST_DEVICES = 10_000
-"""Devices that are simulated; a minute."""
 
 
 @dataclass(frozen=True)
@@ -75,51 +65,10 @@ class Prediction:
     best: Candidate
 
 
-def check_size(config: RLConfig) -> None:
-    """Asks that simulating the configuration ends in minutes.
-
-    Raises:
-        ConfigError: its batch, ratio or devices are too many for that.
-    """
-    prompts, group, ratio = (
-        config.rollout_batch_size,
-        config.num_return_sequences_in_group,
-        config.async_generation_ratio,
-    )
-    samples, devices = prompts * group, len(_devices(config))
-    problems = []
-    if samples > MOST_SAMPLES:
-        problems.append(
-            Problem(
-                "rollout_batch_size",
-                f"{prompts} prompts x num_return_sequences_in_group {group} = {samples} samples of a batch take hours "
-                f"to simulate; use at most {MOST_SAMPLES} samples",
-            )
-        )
-    elif samples * versions_ahead(config) > MOST_SAMPLES_AHEAD:
-        problems.append(
-            Problem(
-                "async_generation_ratio",
-                f"{ratio:g} batches ahead of {samples} samples take hours to simulate; use at most "
-                f"{MOST_SAMPLES_AHEAD // samples}",
-            )
-        )
-    if devices > MOST_DEVICES:
-        problems.append(
-            Problem("device_mapping", f"{devices} devices take hours to simulate; use at most {MOST_DEVICES}")
-        )
-    if problems:
-        raise ConfigError(problems, config.source.file)
-
-
-def _devices(config: RLConfig) -> set[int]:
-    return set(config.actor_train.device_mapping) | set(config.actor_infer.device_mapping)
-
-
 def predict(model: Model) -> Prediction:
     """Simulates the configuration as it is, then the other splits and ratios of its devices."""
     config = model.config
-    own, total = configured_split(config), len(_devices(config))
+    own, total = configured_split(config), len(devices_of(config))
     alone = _Alone(model, total)
     tried = [(own, config.async_generation_ratio)]
     splits = [Split(total, total, shared=True), *_promising(model, alone, total)] if total > 1 else []
