@@ -34,8 +34,8 @@ $(READY): requirements/cpu.txt requirements/dev.txt setup.py
 demo: setup ## a small model gets better at math, in some minutes
 	$(BIN)/python -m examples.tiny_math.demo --out output/demo
 
-test: lint ## lint, then every test
-	$(BIN)/python -m pytest
+test: lint test-fast ## lint, then every test
+	$(BIN)/python -m pytest -m integration
 
 test-fast: setup ## the tests that start no engine
 	$(BIN)/python -m pytest -n 2 -m "not integration"

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.common import Measurement, at_least, at_most, main
-from benchmarks.overlap_runs import busy_cores, mean, run_at, write_recipe
+from benchmarks.overlap_runs import GENERATE_CORE, TRAIN_CORE, busy_core, mean, run_at, write_recipe
 
 EFFICIENCY = 0.85
 """Of the ideal speed-up, at ratio 1."""
@@ -27,10 +27,11 @@ def measure() -> Measurement:
     with tempfile.TemporaryDirectory() as folder:
         config = write_recipe(Path(folder))
         lines = {ratio: run_at(config, ratio, f"ratio-{ratio}") for ratio in (0, 1, 2)}
-        with busy_cores():
-            busy = run_at(config, 0, "busy")
+        with busy_core(TRAIN_CORE):
+            busy_generate, _ = _parts(run_at(config, 0, "train-core-busy"))
+        with busy_core(GENERATE_CORE):
+            _, busy_rest = _parts(run_at(config, 0, "generate-core-busy"))
     generate, rest = _parts(lines[0])
-    busy_generate, busy_rest = _parts(busy)
     seconds = {ratio: mean(found, "time/step") for ratio, found in lines.items()}
     ideal = (generate + rest) / max(busy_generate, busy_rest)
     speed_up = {ratio: seconds[0] / seconds[ratio] for ratio in (1, 2)}

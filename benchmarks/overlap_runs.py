@@ -20,8 +20,10 @@ import yaml
 STEPS = 24
 WARM_UP_STEPS = 4
 """Left out: engines and allocators warm up, and a run ahead fills its buffer."""
-SPIN = "import os\nos.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))\nwhile True:\n    sum(range(100000))"
-"""Keeps a core busy that nothing else wants."""
+SPIN = "import torch\ntorch.set_num_threads(1)\nmatrix = torch.randn(256, 256)\nwhile True:\n    matrix @ matrix"
+"""Keeps a core as busy as training or generation does."""
+TRAIN_CORE, GENERATE_CORE = 0, 1
+"""Which of the machine's cores each side is pinned to, by its device."""
 
 RECIPE: dict[str, Any] = {
     "pipeline": "rlvr",
@@ -100,19 +102,15 @@ def run_at(config: Path, ratio: float, name: str, *overrides: str) -> list[dict[
 
 
 @contextmanager
-def busy_cores() -> Iterator[None]:
-    """Every core is kept busy by a process that yields to any other."""
-    spinners = []
+def busy_core(number: int) -> Iterator[None]:
+    """That core of the machine has something else to do as well."""
+    spinner = subprocess.Popen([sys.executable, "-c", SPIN])
     try:
-        for core in sorted(os.sched_getaffinity(0)):
-            spinner = subprocess.Popen([sys.executable, "-c", SPIN])
-            os.sched_setaffinity(spinner.pid, {core})
-            spinners.append(spinner)
+        os.sched_setaffinity(spinner.pid, {sorted(os.sched_getaffinity(0))[number]})
         yield
     finally:
-        for spinner in spinners:
-            spinner.kill()
-            spinner.wait()
+        spinner.kill()
+        spinner.wait()
 
 
 def mean(lines: list[dict[str, float]], name: str) -> float:

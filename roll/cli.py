@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,7 +51,7 @@ def find_config(folder: str, name: str) -> Path:
     file = name if name.endswith((".yaml", ".yml")) else f"{name}.yaml"
     examples = Path(__file__).resolve().parents[1] / "examples"
     candidates = [Path(folder) / file, examples / folder / file]
-    return next((path for path in candidates if path.is_file()), candidates[0])
+    return next((path for path in candidates if os.path.isfile(path)), candidates[0])
 
 
 def plan(config: str | Path, overrides: Sequence[str], as_json: bool = False) -> int:

@@ -32,10 +32,14 @@ def held(folder: Path) -> Iterator[int]:
     A run that inherits it keeps the folder held when it outlives its grid, so that no second one joins it.
 
     Raises:
-        ConfigError: another grid, or a run it left behind, is at work there.
+        ConfigError: the folder cannot be written, or another grid, or a run it left behind, is at work there.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK).open("w") as file:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / LOCK).open("w")
+    except OSError as error:
+        raise ConfigError([Problem("--out", f"{folder} cannot be written: {error.strerror}; name another")]) from None
+    with lock as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import reprlib
 import types
 import typing
@@ -17,6 +18,9 @@ Instance = TypeVar("Instance")
 
 LARGEST = 2**63 - 1
 """Of whole numbers: what tensors and engines hold; a slip of the keyboard is explained instead of overflowing."""
+
+NO_TEXT = re.compile("[\0\ud800-\udfff]")
+"""Characters that YAML lets one write, but that stand in no path and in no UTF-8."""
 
 Unknown = Callable[[str, type, Any], list[Problem]]
 """Says what an unknown path may have been meant to be, given the section it stands in and its value."""
@@ -58,8 +62,7 @@ class Converter:
         converted = self._value(value, key.hint, default, path)
         if len(self.problems) > before:
             return default
-        if converted == "":
-            self.problems.append(Problem(path, "'' is empty; give it a value, or leave the key out"))
+        self._text(converted, path)
         self._bounds(converted, key, path)
         return converted
 
@@ -128,12 +131,23 @@ class Converter:
         if not isinstance(value, list):
             return self._fail(path, value, describe(hint))
         (item_hint,) = typing.get_args(hint)
-        return [self._value(item, item_hint, None, f"{path}[{index}]") for index, item in enumerate(value)]
+        items = [self._value(item, item_hint, None, f"{path}[{index}]") for index, item in enumerate(value)]
+        for index, item in enumerate(items):
+            self._text(item, f"{path}[{index}]")
+        return items
 
     def _dict(self, value: Any, item_hint: Any, path: str) -> Any:
         if not isinstance(value, Mapping):
             return self._fail(path, value, SECTION)
         return {str(key): self._value(item, item_hint, None, f"{path}.{key}") for key, item in value.items()}
+
+    def _text(self, value: Any, path: str) -> None:
+        if value == "":
+            self.problems.append(Problem(path, "'' is empty; give it a value, or leave it out"))
+        elif isinstance(value, str) and NO_TEXT.search(value):
+            self.problems.append(
+                Problem(path, f"{value!r} holds a character that no file or tokenizer takes; remove it")
+            )
 
     def _bounds(self, value: Any, key: Key, path: str) -> None:
         if isinstance(value, bool) or not isinstance(value, int | float):

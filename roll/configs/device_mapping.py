@@ -63,6 +63,8 @@ def _ranks(value: Any) -> list[int]:
         return _evaluate(ast.parse(text, mode="eval").body)
     except _TooMany:
         raise
+    except (RecursionError, MemoryError):
+        raise ValueError(f"{reprlib.repr(value)} has too many parts; write spans, such as '0-7,16-23'") from None
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"{value!r} is not {ALLOWED}") from error
 

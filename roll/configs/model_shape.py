@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
+import os
 from dataclasses import dataclass
 from math import lcm
 from pathlib import Path
 
-from roll.configs.names import ARCHITECTURES
+from roll.configs.model_config import CONFIG_NAME, read_model_config
+from roll.configs.paths import unreachable
 
 VOCABULARY_MULTIPLE = 16
 """The trained vocabulary is padded to a multiple of this and of the tensor-parallel size."""
-
-
-class ModelError(ValueError):
-    """A model folder that is there but cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -75,32 +72,25 @@ def read_model_shape(folder: str | Path) -> ModelShape | None:
     """The shape of the model in `folder`, or None when there is no config.json to read.
 
     Raises:
-        ModelError: the architecture is not supported or a size is missing.
+        UnsupportedModel: as `check_model_config`.
     """
-    file = Path(folder) / "config.json"
-    if not file.is_file():
+    file = Path(folder) / CONFIG_NAME
+    if not os.path.isfile(file) or unreachable(file):
         return None
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-        architecture = (config.get("architectures") or ["none"])[0]
-        if architecture not in ARCHITECTURES:
-            raise ModelError(f"architecture {architecture} is not supported; supported: {', '.join(ARCHITECTURES)}")
-        heads, hidden = config["num_attention_heads"], config["hidden_size"]
-        return ModelShape(
-            architecture=architecture,
-            layers=config["num_hidden_layers"],
-            hidden=hidden,
-            heads=heads,
-            kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or hidden // heads,
-            intermediate=config["intermediate_size"],
-            vocabulary=config["vocab_size"],
-            tied=bool(config.get("tie_word_embeddings", False)),
-            qkv_bias=architecture == "Qwen2ForCausalLM" or bool(config.get("attention_bias", False)),
-            qk_norm=architecture == "Qwen3ForCausalLM",
-            max_positions=config.get("max_position_embeddings"),
-        )
-    except KeyError as error:
-        raise ModelError(f"{file} has no {error.args[0]}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
-        raise ModelError(f"{file} is not a model configuration: {error}") from None
+    config = read_model_config(file)
+    architecture = config["architectures"][0]
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    return ModelShape(
+        architecture=architecture,
+        layers=config["num_hidden_layers"],
+        hidden=hidden,
+        heads=heads,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or hidden // heads,
+        intermediate=config["intermediate_size"],
+        vocabulary=config["vocab_size"],
+        tied=config.get("tie_word_embeddings", False),
+        qkv_bias=architecture == "Qwen2ForCausalLM",
+        qk_norm=architecture == "Qwen3ForCausalLM",
+        max_positions=config.get("max_position_embeddings"),
+    )

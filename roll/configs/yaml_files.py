@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import yaml
 
 from roll.configs.aliases import Tree, settle
 from roll.configs.errors import ConfigError, Problem
+from roll.configs.paths import unreachable
 
 FLOAT = re.compile(r"[-+]?((?!0\d)\d[\d_]*\.?[\d_]*|\.\d+)([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 """YAML 1.2 floats: `1e-6` too, which YAML 1.1 reads as text."""
@@ -21,22 +23,30 @@ INT = re.compile(r"[-+]?(0|[1-9][\d_]*|0x[\da-fA-F_]+)")
 REPLACED = ("tag:yaml.org,2002:float", "tag:yaml.org,2002:int", "tag:yaml.org,2002:timestamp")
 """Types that YAML 1.1 sees in more texts than people mean; dates are text here."""
 
+MERGE = "tag:yaml.org,2002:merge"
+"""The key `<<`, which puts the keys of other mappings into its own."""
+
+DEEPEST = 32
+"""Levels of sections and lists; no key here needs a third of them."""
+
+TOO_DEEP = f"sections or lists stand inside each other more than {DEEPEST} deep; close some of them"
+
 
 class _Loader(yaml.SafeLoader):
     """Refuses a key that stands twice in one mapping."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        """Builds the mapping after looking for repeated keys."""
-        seen: dict[Any, int] = {}
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            line = key_node.start_mark.line + 1
-            if not isinstance(key, Hashable):
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """The mapping as written, before `<<` puts others into it, looked through for repeated keys."""
+        node = super().compose_mapping_node(anchor)
+        seen: dict[tuple[str, str], int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag == MERGE:
                 continue
-            if key in seen and key != "<<":
-                raise _DuplicateKey(f"stands on line {seen[key]} and again on line {line}; keep one", str(key))
-            seen[key] = line
-        return super().construct_mapping(node, deep)
+            line, known = key.start_mark.line + 1, (key.tag, key.value)
+            if known in seen:
+                raise _DuplicateKey(f"stands on line {seen[known]} and again on line {line}; keep one", key.value)
+            seen[known] = line
+        return node
 
 
 class _DuplicateKey(Exception):
@@ -70,17 +80,24 @@ def parse_yaml(text: str, source: str) -> Any:
         ) from None
     except (ValueError, AttributeError) as error:
         raise ConfigError([Problem("", f"holds a value that is not of its type: {error}")], source) from None
-    if _holds_itself(value):
-        raise ConfigError([Problem("", "an alias (*name) stands inside what its anchor (&name) names")], source)
+    except RecursionError:
+        raise ConfigError([Problem("", TOO_DEEP)], source) from None
+    wrong = _nesting_problem(value)
+    if wrong:
+        raise ConfigError([Problem("", wrong)], source)
     return value
 
 
-def _holds_itself(value: Any, inside: tuple[int, ...] = ()) -> bool:
-    """Whether following a mapping or list leads back to it."""
+def _nesting_problem(value: Any, inside: tuple[int, ...] = ()) -> str | None:
+    """What is wrong where following a mapping or list leads back to it, or too far."""
     if not isinstance(value, dict | list):
-        return False
+        return None
+    if id(value) in inside:
+        return "an alias (*name) stands inside what its anchor (&name) names"
+    if len(inside) == DEEPEST:
+        return TOO_DEEP
     items = value.values() if isinstance(value, dict) else value
-    return id(value) in inside or any(_holds_itself(item, (*inside, id(value))) for item in items)
+    return next(filter(None, (_nesting_problem(item, (*inside, id(value))) for item in items)), None)
 
 
 def read_tree(path: Path, notes: list[Problem], including: Sequence[Path] = ()) -> Tree:
@@ -92,7 +109,7 @@ def read_tree(path: Path, notes: list[Problem], including: Sequence[Path] = ()) 
     Raises:
         ConfigError: a file is missing, is not a mapping, or includes itself.
     """
-    path = path.resolve()
+    path = Path(os.path.realpath(path))
     chain = [*including, path]
     if path in including:
         names = " -> ".join(item.name for item in chain[chain.index(path) :])
@@ -101,8 +118,9 @@ def read_tree(path: Path, notes: list[Problem], including: Sequence[Path] = ()) 
     merged: Tree = {}
     for name in _bases(tree.pop("defaults", None), path):
         base = path.parent / (name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")
-        if not base.is_file():
-            raise ConfigError([Problem("defaults", f"{name!r} names no file: {base} does not exist")], str(path))
+        if not os.path.isfile(base):
+            why = unreachable(base) or "there is none"
+            raise ConfigError([Problem("defaults", f"{name!r} names no file: {base}: {why}")], str(path))
         merged = merge(merged, read_tree(base, notes, chain))
     return merge(merged, settle(tree, str(path), notes))
 
@@ -153,7 +171,9 @@ def _mapping(path: Path) -> Tree:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError([Problem("", f"cannot be read: {error}")], str(path)) from None
+        raise ConfigError(
+            [Problem("", f"cannot be read: {getattr(error, 'strerror', None) or error}")], str(path)
+        ) from None
     tree = parse_yaml(text, str(path))
     if not isinstance(tree, dict):
         raise ConfigError([Problem("", "holds no `key: value` lines")], str(path))

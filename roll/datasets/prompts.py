@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,9 @@ from roll.datasets.records import DatasetError, Record, read_records
 
 DEFAULT_TAG = "default"
 """Tag of a prompt whose file has none; a reward without `tag_included` scores it."""
+
+CHAT_ROLES = ("system", "user", "assistant", "tool")
+"""Who may speak in chat messages."""
 
 Message = dict[str, str]
 
@@ -48,8 +51,8 @@ def load_prompts(files: str | list[str], data_args: DataArguments) -> list[Promp
     the index with the data source before it. A prompt without an id gets its file and line.
 
     Raises:
-        DatasetError: a file is missing, empty or has a bad line; a column is missing (with those there are); an id
-            stands twice.
+        DatasetError: a file is missing, empty or has a bad line; a column is missing (with those there are) or holds
+            nothing that could be asked or compared with; an id stands twice.
     """
     records = read_records(files)
     prompts = [
@@ -61,13 +64,16 @@ def load_prompts(files: str | list[str], data_args: DataArguments) -> list[Promp
         )
         for record in records
     ]
-    require_unique([prompt.id for prompt in prompts])
+    require_unique([prompt.id for prompt in prompts], records)
     return prompts
 
 
-def require_unique(ids: list[str]) -> None:
-    """Raises a DatasetError naming the ids that stand more than once."""
-    twice = [key for key, count in Counter(ids).items() if count > 1]
+def require_unique(ids: list[str], records: list[Record]) -> None:
+    """Raises a DatasetError naming the ids that stand more than once, and where."""
+    places: dict[str, list[str]] = {}
+    for key, record in zip(ids, records, strict=True):
+        places.setdefault(key, []).append(record.place)
+    twice = [f"{key} ({found[0]} and {found[1]})" for key, found in places.items() if len(found) > 1]
     if twice:
         more = f" and {len(twice) - 5} more" if len(twice) > 5 else ""
         raise DatasetError(f"ids that stand more than once: {', '.join(twice[:5])}{more}; ids must be unique")
@@ -81,7 +87,7 @@ def question(record: Record, data_args: DataArguments) -> Question:
     """
     for column in (data_args.messages, data_args.prompt):
         value = record.row.get(column)
-        if isinstance(value, str) and value:
+        if isinstance(value, str) and value.strip():
             return Question(text=value)
         if isinstance(value, list) and value:
             return Question(messages=tuple(_message(record, column, item) for item in value))
@@ -92,10 +98,15 @@ def question(record: Record, data_args: DataArguments) -> Question:
 
 def record_id(record: Record, data_args: DataArguments) -> str:
     """The row's identity, from its columns, else from its file and line."""
-    row, extra = record.row, record.row.get("extra_info") or {}
-    for value in (row.get(data_args.id), row.get("uid"), extra.get("uid")):
+    row = record.row
+    for value in (row.get(data_args.id), row.get("uid")):
         if value is not None:
             return str(value)
+    extra = row.get("extra_info") or {}
+    if not isinstance(extra, dict):
+        record.fail(f"column 'extra_info' holds a {type(extra).__name__}; it takes an object, such as {{'index': 7}}")
+    if extra.get("uid") is not None:
+        return str(extra["uid"])
     for value in (row.get("index"), extra.get("index")):
         if value is not None:
             return f"{row.get('data_source') or record.file.stem}/{value}"
@@ -114,6 +125,8 @@ def _ground_truth(record: Record, data_args: DataArguments) -> str:
         data_args.response: record.row.get(data_args.response),
     }
     for column, value in candidates.items():
+        if isinstance(value, str) and not value.strip() or isinstance(value, float) and not math.isfinite(value):
+            record.fail(f"column {column!r} holds {value!r}; no response could be compared with that")
         if isinstance(value, str | int | float) and not isinstance(value, bool):
             return str(value)
         if value is not None:
@@ -122,6 +135,8 @@ def _ground_truth(record: Record, data_args: DataArguments) -> str:
 
 
 def _message(record: Record, column: str, item: Any) -> Message:
-    if isinstance(item, dict) and isinstance(item.get("role"), str) and isinstance(item.get("content"), str):
-        return {"role": item["role"], "content": item["content"]}
-    record.fail(f"column {column!r} holds {item!r}; a message is an object with a role and a content, both text")
+    if not isinstance(item, dict) or not isinstance(item.get("role"), str) or not isinstance(item.get("content"), str):
+        record.fail(f"column {column!r} holds {item!r}; a message is an object with a role and a content, both text")
+    if item["role"] not in CHAT_ROLES:
+        record.fail(f"column {column!r} holds a message of {item['role']!r}; a role is one of {', '.join(CHAT_ROLES)}")
+    return {"role": item["role"], "content": item["content"]}

@@ -39,8 +39,9 @@ def load_pairs(files: str | list[str], data_args: DataArguments) -> list[Pair]:
     Raises:
         DatasetError: as `load_prompts`.
     """
-    pairs = [_pair(record, data_args) for record in read_records(files)]
-    require_unique([pair.id for pair in pairs])
+    records = read_records(files)
+    pairs = [_pair(record, data_args) for record in records]
+    require_unique([pair.id for pair in pairs], records)
     return pairs
 
 

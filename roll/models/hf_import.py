@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from roll.configs.model_config import UnsupportedModel
 from roll.models.families import Rule, stage_rules
-from roll.models.hf_config import DecoderConfig, UnsupportedModel
+from roll.models.hf_config import DecoderConfig
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"

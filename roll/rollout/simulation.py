@@ -153,12 +153,12 @@ class _Simulation:
         scenario, touched = self._scenario, set()
         for ticket in self._policy.submit(self._policy.admissible()):
             self._unfinished[ticket.number] = scenario.samples_per_prompt
+            engine = self._balancer.choose()
+            self._balancer.add(engine, scenario.samples_per_prompt)
+            touched.add(engine)
             for sample in range(scenario.samples_per_prompt):
-                engine = self._balancer.choose()
-                self._balancer.add(engine, 1)
                 place = ticket.number * scenario.samples_per_prompt + sample
                 self._engines[engine].put(ticket.number, scenario.lengths[place % len(scenario.lengths)])
-                touched.add(engine)
         for engine in sorted(touched):
             self._on_engine(engine)
 

@@ -156,6 +156,11 @@ def test_two_grids_do_not_share_a_folder(config, tmp_path):
     assert ablation(config, tmp_path / "out", "ppo").run() == 0
 
 
+def test_a_folder_that_cannot_be_made_is_told():
+    with pytest.raises(ConfigError, match="--out: /proc/x cannot be written: "), held(Path("/proc/x")):
+        pass
+
+
 def test_a_run_that_outlives_its_grid_keeps_the_folder(tmp_path):
     with held(tmp_path) as lock:
         run = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], pass_fds=[lock])

@@ -60,15 +60,21 @@ MISTYPED = {
     "tracker_kwargs={tensorboard: {flush_secs: soon}}": "tracker_kwargs.tensorboard.flush_secs: 'soon' is not a number",
     "tracker_kwargs={stdout: {stream: 1}}": "tracker_kwargs.stdout.stream: unknown key; nothing is known here",
     "tracker_kwargs={tensorboard: 5}": "tracker_kwargs.tensorboard: 5 is not a section",
-    "output_dir=''": "output_dir: '' is empty; give it a value, or leave the key out",
+    "output_dir=''": "output_dir: '' is empty; give it a value, or leave it out",
     "resume_from_checkpoint=''": "resume_from_checkpoint: '' is empty; give it a value",
     "rollout_dump_dir=''": "rollout_dump_dir: '' is empty; give it a value",
+    "actor_infer.generating_args.stop_strings=['']": "stop_strings[0]: '' is empty; give it a value, or leave it out",
+    "actor_train.data_args.file_name=[a.jsonl, '']": "actor_train.data_args.file_name[1]: '' is empty",
+    r'output_dir="a\0b"': r"output_dir: 'a\x00b' holds a character that no file or tokenizer takes; remove it",
+    r'exp_name="\ud800"': r"exp_name: '\ud800' holds a character that no file or tokenizer takes",
     "resume_from_checkpoint=3": "resume_from_checkpoint: 3 is not true or false or text",
     "pipeline=[rlvr]": "pipeline: ['rlvr'] is not one of rlvr, sft; did you mean rlvr?",
     "pipeline=~": "pipeline: null is not one of rlvr, sft",
     "seed=017": "seed: '017' is not a whole number",
     "seed=1:30": "seed: '1:30' is not a whole number",
     "exp_name=&a [*a]": "an alias (*name) stands inside what its anchor (&name) names",
+    "exp_name=" + "[" * 3000: "sections or lists stand inside each other more than 32 deep",
+    f"exp_name={'[' * 33}{']' * 33}": "sections or lists stand inside each other more than 32 deep",
     "exp_name=!!timestamp abc": "holds a value that is not of its type",
     "actor_infer.strategy_args={strategy_name: vllm, strategy_config: [1]}": "vllm is not an engine here; use sglang",
     "track_with=wandb": "track_with[0]: 'wandb' is not one of tensorboard, stdout",
@@ -144,6 +150,7 @@ def test_all_broken_rules_are_told_together(tmp_path: Path) -> None:
     [
         ("seed: 1\nmax_steps: 2\nseed: 3\n", "seed: stands on line 1 and again on line 3; keep one"),
         ("actor_train:\n  pg_variant: ppo\n  pg_variant: ppo\n", "pg_variant: stands on line 2 and again on line 3"),
+        ("a: {seed: 1, seed: 1}\n", "seed: stands on line 1 and again on line 1"),
         ("seed: [1\n", "line 2, column 1: not YAML"),
         ("- seed\n", "holds no `key: value` lines"),
         ("", "holds no `key: value` lines"),
@@ -159,6 +166,15 @@ def test_a_missing_file_is_told(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="nowhere.yaml: 1 problem\ncannot be read"):
         load_config(tmp_path / "nowhere.yaml")
+
+
+def test_a_file_that_is_a_link_to_itself_is_told(tmp_path: Path) -> None:
+    from roll.configs.errors import ConfigError
+    from roll.configs.load import load_config
+
+    (tmp_path / "loop.yaml").symlink_to("loop.yaml")
+    with pytest.raises(ConfigError, match="loop.yaml: 1 problem\ncannot be read: Too many levels of symbolic links"):
+        load_config(tmp_path / "loop.yaml")
 
 
 def test_generation_belongs_to_no_sft_file(tmp_path: Path) -> None:

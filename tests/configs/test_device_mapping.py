@@ -52,6 +52,7 @@ def test_any_other_text_is_refused_and_never_run(text: str) -> None:
         ("list(range(0,1000000000))", "names more than"),
         ("[-1]", "is not a list of ranks"),
         ("open('x')", "is not a list of ranks"),
+        ("+".join(["[0]"] * 5000), "has too many parts; write spans, such as '0-7,16-23'"),
         ("[i for i in range(3)]", "is not a list of ranks"),
     ],
 )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from roll.configs.errors import Problem
 from roll.configs.rules import check
-from tests.configs.samples import MODEL, RLVR, SFT, refusal, rlvr, sft
+from tests.configs.samples import RLVR, SFT, refusal, rlvr, sft
 
 TP = "actor_train.strategy_args.strategy_config.tensor_model_parallel_size"
 PP = "actor_train.strategy_args.strategy_config.pipeline_model_parallel_size"
@@ -246,40 +245,6 @@ def test_what_is_not_here_stops_a_run_only(tmp_path: Path) -> None:
             "old/step_5 is not a folder; use a checkpoint's path, or true for the newest one of output_dir",
         ),
     ]
-
-
-@pytest.mark.parametrize("key", ["output_dir", "logging_dir", "rollout_dump_dir"])
-def test_a_folder_below_a_file_stops_a_run_only(tmp_path: Path, key: str) -> None:
-    (tmp_path / "file").touch()
-    missing = check(rlvr(tmp_path, f"{key}={tmp_path / 'file' / 'x'}")).missing
-    said = f"{tmp_path / 'file' / 'x'} cannot be a folder, since {tmp_path / 'file'} is a file; name another"
-    assert Problem(key, said) in missing
-
-
-def test_a_folder_that_is_not_there_yet_is_fine(tmp_path: Path) -> None:
-    missing = check(rlvr(tmp_path, "output_dir=some/where", f"rollout_dump_dir={tmp_path}/new/er")).missing
-    assert [problem.path for problem in missing] == ["actor_train.data_args.file_name"]
-
-
-def test_an_unsupported_architecture_is_explained(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["MambaForCausalLM"]}))
-    said = refusal(tmp_path, f"pretrain={tmp_path}")
-    assert f"pretrain: {tmp_path}: architecture MambaForCausalLM is not supported; supported: LlamaForCausalLM" in said
-
-
-@pytest.mark.parametrize(
-    ("text", "said"), [("{", "is not a model configuration"), ("[]", "is not a model configuration")]
-)
-def test_a_broken_model_config_is_explained(tmp_path: Path, text: str, said: str) -> None:
-    (tmp_path / "config.json").write_text(text)
-    assert said in refusal(tmp_path, f"pretrain={tmp_path}")
-
-
-def test_a_model_config_without_a_size_is_explained(tmp_path: Path) -> None:
-    shape = json.loads(Path(MODEL, "config.json").read_text())
-    del shape["hidden_size"]
-    (tmp_path / "config.json").write_text(json.dumps(shape))
-    assert "has no hidden_size" in refusal(tmp_path, f"pretrain={tmp_path}")
 
 
 def test_engine_options_are_not_checked_where_sglang_is_not_installed(

@@ -84,6 +84,40 @@ def test_a_bad_line_is_named_by_its_number(tmp_path):
     assert "data.jsonl:1: holds a list; write one JSON object per line" in failure("[1]", folder=tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"prompt": "\xff"}', "not UTF-8 at byte 13; save the file as UTF-8"),
+        (b'{"index": ' + b"1" * 5000 + b"}", "a number has too many digits; put it in quotes"),
+        (b"[" * 100_000, "objects or lists stand inside each other too deep"),
+    ],
+)
+def test_bytes_that_are_no_row_are_named_by_their_line(tmp_path, line, message):
+    (tmp_path / "data.jsonl").write_bytes(b"\n" + line + b"\n")
+    with pytest.raises(DatasetError, match=f"data.jsonl:2: {message}"):
+        load_prompts(str(tmp_path / "data.jsonl"), ARGUMENTS)
+
+
+def test_a_character_written_in_two_halves_is_whole(tmp_path):
+    (prompt,) = load_prompts(jsonl(tmp_path, row(1, prompt="\U0001f600")), ARGUMENTS)
+    assert prompt.question.text == "\U0001f600"
+
+
+def test_a_damaged_parquet_file_is_named(tmp_path):
+    path = tmp_path / "data.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row(number) for number in range(100)]), path)
+    whole = bytearray(path.read_bytes())
+    whole[4:64] = b"\xff" * 60
+    path.write_bytes(whole)
+    with pytest.raises(DatasetError, match="data.parquet: not a parquet file, or a damaged one: "):
+        load_prompts(str(path), ARGUMENTS)
+
+
+def test_a_path_that_cannot_be_read_is_told():
+    with pytest.raises(DatasetError, match="cannot be read: File name too long"):
+        load_prompts("a" * 300 + ".jsonl", ARGUMENTS)
+
+
 def test_a_missing_column_is_named_with_those_there_are(tmp_path):
     message = failure({"id": 1, "problem": "q", "answer": "a"}, folder=tmp_path)
     assert "data.jsonl:1: no column 'prompt' or 'messages'; the columns are id, problem, answer" in message
@@ -96,16 +130,31 @@ def test_a_missing_column_is_named_with_those_there_are(tmp_path):
     ("columns", "message"),
     [
         ({"prompt": ""}, "column 'prompt' holds ''"),
+        ({"prompt": " \n"}, r"column 'prompt' holds ' \n'; it takes a text or a list of messages, not empty"),
         ({"prompt": 5}, "column 'prompt' holds 5"),
-        ({"messages": [{"role": "user"}]}, "a message is an object with a role and a content"),
+        (
+            {"messages": [{"role": "user"}]},
+            "column 'messages' holds {'role': 'user'}; a message is an object with a role and a content",
+        ),
+        (
+            {"messages": [{"role": "human", "content": "Hi"}]},
+            "column 'messages' holds a message of 'human'; a role is one of system, user, assistant, tool",
+        ),
+        ({"ground_truth": None}, "column 'ground_truth' is empty (null); give it a value"),
+        ({"ground_truth": ""}, "column 'ground_truth' holds ''; no response could be compared with that"),
+        ({"ground_truth": float("nan")}, "column 'ground_truth' holds nan; no response could be compared with that"),
+        ({"id": None, "extra_info": "x"}, "column 'extra_info' holds a str; it takes an object, such as {'index': 7}"),
+        ({"id": None, "extra_info": [7]}, "column 'extra_info' holds a list; it takes an object"),
+        ({"prompt": "\ud800"}, r"\ud800 is half a character; remove it, or write the other half too"),
         ({"ground_truth": ["1"]}, "column 'ground_truth' holds a list"),
         ({"ground_truth": True}, "column 'ground_truth' holds a bool"),
     ],
 )
 def test_a_column_of_the_wrong_kind_is_an_error(tmp_path, columns, message):
-    assert message in failure(row(1, **columns), folder=tmp_path)
+    assert f"data.jsonl:1: {message}" in failure(row(1, **columns), folder=tmp_path)
 
 
 def test_ids_that_stand_twice_are_named(tmp_path):
     message = failure(row(1), row(2), row(1), folder=tmp_path)
-    assert "ids that stand more than once: p1; ids must be unique" in message
+    file = tmp_path / "data.jsonl"
+    assert f"ids that stand more than once: p1 ({file}:1 and {file}:3); ids must be unique" in message

@@ -2,7 +2,8 @@ import json
 
 import pytest
 
-from roll.models.hf_config import RotaryConfig, UnsupportedModel, decoder_config, read_hf_config
+from roll.configs.model_config import UnsupportedModel
+from roll.models.hf_config import RotaryConfig, decoder_config, read_hf_config
 
 QWEN2 = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -42,26 +43,14 @@ def test_rotary_settings_are_read_in_both_spellings():
     assert decoder_config(QWEN2 | old).rotary == RotaryConfig(**common)
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"architectures": ["Qwen2ForCausalML"]}, "nearest is Qwen2ForCausalLM"),
-        ({"architectures": None}, "known: LlamaForCausalLM"),
-        ({"hidden_act": "gelu"}, "hidden_act: 'gelu' is not supported for qwen2"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "rope type 'yarn'"),
-        ({"use_sliding_window": True}, "use_sliding_window"),
-    ],
-)
-def test_what_cannot_be_run_is_refused_by_name(change, message):
-    with pytest.raises(UnsupportedModel, match=message):
-        decoder_config(QWEN2 | change)
-
-
 def test_a_missing_folder_and_a_broken_file_are_named(tmp_path):
     with pytest.raises(UnsupportedModel, match="no such file; give the folder of a HF model"):
         read_hf_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UnsupportedModel, match="not JSON"):
+        read_hf_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(QWEN2 | {"hidden_act": "gelu"}))
+    with pytest.raises(UnsupportedModel, match='config.json: hidden_act: "gelu" is not supported; allowed: "silu"'):
         read_hf_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(QWEN2))
     assert read_hf_config(tmp_path).layers == 2

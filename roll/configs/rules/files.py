@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import reprlib
 from pathlib import Path
 
 from roll.configs.errors import Report
 from roll.configs.names import TEMPLATES
+from roll.configs.paths import unreachable
 from roll.configs.pipeline import BaseConfig
 from roll.configs.rules.algorithm import check_name
 
@@ -25,25 +27,42 @@ def check_files(config: BaseConfig, report: Report) -> None:
                 report.error(
                     path, f"{name} is not a file of lines or columns; use one that ends in {' or '.join(ENDINGS)}"
                 )
-            elif not Path(name).is_file():
-                report.absent(path, f"{name} is not a file on this machine")
-    for key in ("output_dir", "logging_dir", "rollout_dump_dir"):
-        folder = getattr(config, key, None)
-        own = key == "output_dir" or not Path(folder or ".").is_relative_to(config.output_dir)
-        if folder is not None and own:
-            _check_folder(key, Path(folder), report)
-    if isinstance(config.resume_from_checkpoint, str) and not Path(config.resume_from_checkpoint).is_dir():
+            elif not os.path.isfile(name) or unreachable(name):
+                report.absent(path, f"{name} {_absence(name, 'is not a file on this machine')}")
+    _check_folders(config, report)
+    checkpoint = config.resume_from_checkpoint
+    if isinstance(checkpoint, str) and (not os.path.isdir(checkpoint) or unreachable(checkpoint)):
         report.absent(
             "resume_from_checkpoint",
-            f"{config.resume_from_checkpoint} is not a folder; use a checkpoint's path, or true for the newest one of "
-            "output_dir",
+            f"{checkpoint} {_absence(checkpoint, 'is not a folder')}; use a checkpoint's path, or true for the newest "
+            "one of output_dir",
         )
 
 
-def _check_folder(key: str, folder: Path, report: Report) -> None:
-    """What is there of the folder can be written to."""
-    there = next(path for path in (folder, *folder.parents) if path.exists() or path == path.parent or str(path) == ".")
+def _absence(name: str, otherwise: str) -> str:
+    why = unreachable(name)
+    return f"cannot be read: {why}" if why else otherwise
+
+
+def _check_folders(config: BaseConfig, report: Report) -> None:
+    """What the run writes can be written; folders that the same thing stands in the way of are told once."""
+    told: set[str] = set()
+    for key in ("output_dir", "logging_dir", "rollout_dump_dir"):
+        folder = getattr(config, key, None)
+        why = _obstacle(Path(folder)) if folder is not None else None
+        if why is not None and why not in told:
+            report.absent(key, f"{folder} {why}; name another")
+            told.add(why)
+
+
+def _obstacle(folder: Path) -> str | None:
+    """Why the folder cannot be made or written to."""
+    there = next(path for path in (folder, *folder.parents) if os.path.exists(path) or path == path.parent)
     if not there.is_dir():
-        report.absent(key, f"{folder} cannot be a folder, since {there} is a file; name another")
-    elif not os.access(there, os.W_OK | os.X_OK):
-        report.absent(key, f"{folder} cannot be written, since {there} is closed to this user; name another")
+        return f"cannot be a folder, since {there} is a file"
+    if not os.access(there, os.W_OK | os.X_OK):
+        return f"cannot be written, since {there} is closed to this user"
+    for path in (folder, *(there / name for name in folder.relative_to(there).parts)):
+        if (why := unreachable(path)) is not None:
+            return f"cannot be used, since {reprlib.repr(path.name)} cannot be reached: {why}"
+    return None

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from roll.configs.errors import Report
 from roll.configs.layouts import device_roles, is_megatron, role_layout
-from roll.configs.model_shape import ModelError, ModelShape, read_model_shape
+from roll.configs.model_config import CONFIG_NAME, UnsupportedModel
+from roll.configs.model_shape import ModelShape, read_model_shape
+from roll.configs.paths import unreachable
 from roll.configs.pipeline import BaseConfig
 from roll.configs.worker import WorkerConfig
 
@@ -25,9 +28,9 @@ def check_models(config: BaseConfig, report: Report) -> None:
         path = "pretrain" if name == config.pretrain else path
         try:
             shape = read_model_shape(name)
-        except ModelError as error:
+        except UnsupportedModel as error:
             if name not in seen:
-                report.error(path, f"{name}: {error}")
+                report.error(path, str(error))
             seen.add(name)
             continue
         if shape is None and name not in seen:
@@ -40,8 +43,11 @@ def check_models(config: BaseConfig, report: Report) -> None:
 
 
 def _absence(name: str) -> str:
-    if Path(name).exists():
-        return f"{name} has no config.json, so it is not the folder of a HF model"
+    why = unreachable(Path(name, CONFIG_NAME))
+    if why is not None:
+        return f"{name} cannot be read: {why}"
+    if os.path.exists(name):
+        return f"{name} has no {CONFIG_NAME}, so it is not the folder of a HF model"
     fetch = ""
     if name.count("/") == 1 and not name.startswith((".", "/", "models/")):
         fetch = f"; download it: hf download {name} --local-dir models/{name.split('/')[1]}"

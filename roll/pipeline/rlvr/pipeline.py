@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 
-from roll.configs.arguments import GeneratingArguments
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.plan import make_plan
 from roll.configs.queue import runs_in_background
 from roll.datasets.prompts import load_prompts
+from roll.datasets.records import naming
 from roll.datasets.templates import EncodedPrompt, encode_prompts
 from roll.distributed.weight_sync.publisher import WeightPublisher
 from roll.pipeline.errors import RunError
@@ -43,10 +43,12 @@ class RLVRPipeline:
         """Reads and encodes the prompts, starts the rewards and tests them on known answers.
 
         Raises:
-            RunError: a tag that no reward scores, a broken reward, no validation prompts though eval_steps asks.
+            RunError: a tag that no reward scores, a broken reward, no validation prompts though eval_steps asks, a
+                stop string that is not one token.
         """
         config = self._config
         self._tokenizer = load_tokenizer(config.actor_train.model_args.model_name_or_path)
+        self._samplings = self._sampling("actor_infer"), self._sampling("validation")
         self._prompts = self._read("actor_train", config.actor_train.data_args.file_name)
         if len(self._prompts) < config.rollout_batch_size:
             logger.warning(
@@ -64,7 +66,8 @@ class RLVRPipeline:
         if not files:
             raise RunError(f"{role}.data_args.file_name: names no file")
         prompts = load_prompts(files, args)
-        encoded, dropped = encode_prompts(prompts, self._tokenizer, args.template, self._config.prompt_length)
+        with naming(f"{role} ({', '.join(files)})"):
+            encoded, dropped = encode_prompts(prompts, self._tokenizer, args.template, self._config.prompt_length)
         if dropped:
             logger.warning(
                 "%s: %d of %d prompts are longer than prompt_length %d and were dropped",
@@ -87,13 +90,7 @@ class RLVRPipeline:
         """The way to the rollouter: here, or in a process of its own when it runs in the background."""
         config = self._config
         engines = session.clusters["actor_infer"].client()
-        inputs = RolloutInputs(
-            config,
-            self._prompts,
-            self._validation,
-            self._sampling(config.actor_infer.generating_args),
-            self._sampling(config.validation.generating_args),
-        )
+        inputs = RolloutInputs(config, self._prompts, self._validation, *self._samplings)
         if not runs_in_background(config):
             return here(make_rollouter(inputs, engines, self._scorer))
         assert self._scorer is not None, "prepare comes first"
@@ -101,24 +98,23 @@ class RLVRPipeline:
         deadlines = {"take": config.async_training.batch_deadline_s + OWN_DEADLINE_GRACE_S}
         return session.start_service("rollouter", deadlines, make_rollouter, inputs, engines).call
 
-    def _sampling(self, args: GeneratingArguments) -> SamplingParams:
+    def _sampling(self, role: str) -> SamplingParams:
+        args = getattr(self._config, role).generating_args
+        path = f"{role}.generating_args"
         if args.max_new_tokens is None:
-            raise RunError("generating_args.max_new_tokens: is not set")
+            raise RunError(f"{path}.max_new_tokens: is not set")
+        stops = [self._tokenizer.encode(text, add_special_tokens=False) for text in args.stop_strings]
+        for text, tokens in zip(args.stop_strings, stops, strict=True):
+            if len(tokens) != 1:
+                raise RunError(f"{path}.stop_strings: {text!r} is {len(tokens)} tokens; it must be one")
         return SamplingParams(
             max_new_tokens=args.max_new_tokens,
             temperature=args.temperature,
             top_p=args.top_p,
             top_k=args.top_k,
             repetition_penalty=args.repetition_penalty,
-            stop_token_ids=(self._tokenizer.eos_token_id, *self._stop_ids(args.stop_strings)),
+            stop_token_ids=(self._tokenizer.eos_token_id, *(tokens[0] for tokens in stops)),
         )
-
-    def _stop_ids(self, stop_strings: list[str]) -> list[int]:
-        ids = [self._tokenizer.encode(text, add_special_tokens=False) for text in stop_strings]
-        for text, tokens in zip(stop_strings, ids, strict=True):
-            if len(tokens) != 1:
-                raise RunError(f"generating_args.stop_strings: {text!r} is {len(tokens)} tokens; it must be one")
-        return [tokens[0] for tokens in ids]
 
     async def close(self) -> None:
         """Ends the reward processes."""

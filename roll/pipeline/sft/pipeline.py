@@ -6,6 +6,7 @@ import logging
 
 from roll.configs.pipeline import SFTConfig
 from roll.configs.plan import make_plan
+from roll.datasets.records import naming
 from roll.datasets.sft import SFTExample, encode_pairs, load_pairs
 from roll.pipeline.errors import RunError
 from roll.pipeline.session import Session
@@ -39,7 +40,8 @@ class SFTPipeline:
             raise RunError(f"{role}.data_args.file_name: names no file")
         pairs = load_pairs(args.file_name, args)
         lengths = (self._config.prompt_length, self._config.sequence_length or 0)
-        encoded, dropped = encode_pairs(pairs, self._tokenizer, args.template, *lengths)
+        with naming(f"{role} ({', '.join(args.file_name)})"):
+            encoded, dropped = encode_pairs(pairs, self._tokenizer, args.template, *lengths)
         if dropped:
             logger.warning(
                 "%s: %d of %d pairs dropped: prompt over %d or pair over %d tokens", role, dropped, len(pairs), *lengths

@@ -22,27 +22,23 @@ def check_size(config: RLConfig) -> None:
     Raises:
         ConfigError: its batch, ratio or devices are too many for that.
     """
-    prompts, group, ratio = (
-        config.rollout_batch_size,
-        config.num_return_sequences_in_group,
-        config.async_generation_ratio,
-    )
+    prompts, group = config.rollout_batch_size, config.num_return_sequences_in_group
     samples, devices = prompts * group, len(devices_of(config))
     problems = []
     if samples > MOST_SAMPLES:
         problems.append(
             Problem(
                 "rollout_batch_size",
-                f"{prompts} prompts x num_return_sequences_in_group {group} = {samples} samples of a batch take too long "
-                f"to simulate; use at most {MOST_SAMPLES} samples",
+                f"{prompts} prompts x num_return_sequences_in_group {group} = {samples} samples of a batch take too "
+                f"long to simulate; use at most {MOST_SAMPLES} samples",
             )
         )
     elif samples * versions_ahead(config) > MOST_SAMPLES_AHEAD:
         problems.append(
             Problem(
                 "async_generation_ratio",
-                f"{ratio:g} batches ahead of {samples} samples take too long to simulate; use at most "
-                f"{MOST_SAMPLES_AHEAD // samples}",
+                f"{config.async_generation_ratio:g} batches ahead of {samples} samples take too long to "
+                f"simulate; use at most {MOST_SAMPLES_AHEAD // samples}",
             )
         )
     if devices > MOST_DEVICES:

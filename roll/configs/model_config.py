@@ -1,0 +1,151 @@
+"""A model's config.json, read and checked: what the folder must say to be trained here; no torch."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from roll.configs.names import ARCHITECTURES
+
+CONFIG_NAME = "config.json"
+
+SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+"""Whole numbers that a model must give."""
+
+OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
+"""Whole numbers that follow from others, or are unknown, where they are null or left out."""
+
+ONLY: dict[str, Any] = {
+    "hidden_act": "silu",
+    "mlp_bias": False,
+    "attention_bias": False,
+    "use_sliding_window": False,
+    "quantization_config": None,
+}
+"""Options that change the arithmetic, and the one value of each that is computed here; left out means that value."""
+
+ROPE_TYPES = ("default", "linear", "llama3")
+
+ROPE_NUMBERS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+LONGEST_SHOWN = 80
+"""Characters of a value in a message."""
+
+
+class UnsupportedModel(ValueError):
+    """The folder is not a HF model, or one this framework cannot run; the message says what would work."""
+
+
+def read_model_config(file: Path) -> dict[str, Any]:
+    """The checked contents of a model's config.json.
+
+    Raises:
+        UnsupportedModel: it cannot be read; or as `check_model_config`.
+    """
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UnsupportedModel(f"{file}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise UnsupportedModel(f"{file}: is not a model configuration: not JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise UnsupportedModel(f"{file}: is not a model configuration: it holds a {type(raw).__name__}")
+    check_model_config(raw, str(file))
+    return raw
+
+
+def check_model_config(raw: Mapping[str, Any], source: str = CONFIG_NAME) -> None:
+    """Nothing, for a model that can be trained; `source` names the file in errors.
+
+    Raises:
+        UnsupportedModel: an unknown architecture, a size that is missing or none, or an option that changes the
+            arithmetic in a way that is not implemented.
+    """
+    try:
+        _check_architecture(raw)
+        _check_sizes(raw)
+        _check_options(raw)
+        _check_rotary(raw)
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{source}: {error}") from None
+
+
+def rotary_values(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary settings in one mapping: `rope_parameters` of transformers 5, or what older files spread.
+
+    Raises:
+        UnsupportedModel: a section is none.
+    """
+    values = {key: raw[key] for key in ("rope_theta", "partial_rotary_factor") if key in raw}
+    for key in ("rope_scaling", "rope_parameters"):
+        section = raw.get(key) or {}
+        if not isinstance(section, dict):
+            raise UnsupportedModel(f"{key}: {_shown(section)} is not an object")
+        values |= section
+    return values
+
+
+def _check_architecture(raw: Mapping[str, Any]) -> None:
+    named = raw.get("architectures")
+    name = named[0] if isinstance(named, list) and named else None
+    if name in ARCHITECTURES:
+        return
+    known = ", ".join(ARCHITECTURES)
+    if not isinstance(name, str):
+        raise UnsupportedModel(f"architectures: {_shown(named)} is not a list with a name; known: {known}")
+    near = difflib.get_close_matches(name, ARCHITECTURES, n=1)
+    hint = f"; nearest is {near[0]}" if near else ""
+    raise UnsupportedModel(f"architectures: {name} is not supported; known: {known}{hint}")
+
+
+def _check_sizes(raw: Mapping[str, Any]) -> None:
+    for key in (*SIZES, *OPTIONAL_SIZES):
+        value = raw.get(key)
+        if value is None and key in OPTIONAL_SIZES:
+            continue
+        if key not in raw:
+            raise UnsupportedModel(f"has no {key}; give a whole number above 0")
+        if type(value) is not int or value < 1:
+            raise UnsupportedModel(f"{key}: {_shown(value)} is not a whole number above 0")
+    heads, hidden = raw["num_attention_heads"], raw["hidden_size"]
+    if raw.get("head_dim") is None and hidden % heads:
+        raise UnsupportedModel(f"num_attention_heads: {heads} does not divide hidden_size {hidden}; give head_dim")
+    kv_heads = raw.get("num_key_value_heads") or heads
+    if heads % kv_heads:
+        raise UnsupportedModel(f"num_key_value_heads: {kv_heads} does not divide num_attention_heads {heads}")
+
+
+def _check_options(raw: Mapping[str, Any]) -> None:
+    for key, only in ONLY.items():
+        value = raw.get(key, only)
+        if (value != only) if only else value:
+            raise UnsupportedModel(f"{key}: {_shown(value)} is not supported; allowed: {_shown(only)}")
+    if not isinstance(raw.get("tie_word_embeddings", False), bool):
+        raise UnsupportedModel(f"tie_word_embeddings: {_shown(raw['tie_word_embeddings'])} is not true or false")
+    _check_number(raw, "rms_norm_eps")
+
+
+def _check_rotary(raw: Mapping[str, Any]) -> None:
+    values = rotary_values(raw)
+    kind = values.get("rope_type") or values.get("type") or "default"
+    if kind not in ROPE_TYPES:
+        raise UnsupportedModel(f"rope_type: {_shown(kind)} is not supported; known: {', '.join(ROPE_TYPES)}")
+    if values.get("partial_rotary_factor", 1.0) != 1.0:
+        raise UnsupportedModel(f"partial_rotary_factor: {_shown(values['partial_rotary_factor'])}; allowed: 1.0")
+    for key in ROPE_NUMBERS:
+        _check_number(values, key)
+
+
+def _check_number(values: Mapping[str, Any], key: str) -> None:
+    value = values.get(key, 1.0)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise UnsupportedModel(f"{key}: {_shown(value)} is not a number above 0")
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN - 3]}..."

@@ -1,0 +1,71 @@
+"""What a model's config.json may hold, and what is said of a plan for any other."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roll.configs.model_config import check_model_config
+from roll.configs.model_shape import read_model_shape
+from tests.configs.samples import MODEL, refusal
+
+QWEN = json.loads(Path(MODEL, "config.json").read_text())
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (
+        {"architectures": ["Qwen2ForCausalML"]},
+        "architectures: Qwen2ForCausalML is not supported; known: LlamaForCausal",
+    ),
+    ({"architectures": ["Qwen2ForCausalML"]}, "nearest is Qwen2ForCausalLM"),
+    ({"architectures": None}, "architectures: null is not a list with a name; known: LlamaForCausalLM, Qwen2"),
+    ({"architectures": "Qwen2ForCausalLM"}, 'architectures: "Qwen2ForCausalLM" is not a list with a name'),
+    ({"architectures": 5}, "architectures: 5 is not a list with a name"),
+    ({"hidden_act": "gelu"}, 'hidden_act: "gelu" is not supported; allowed: "silu"'),
+    ({"use_sliding_window": True}, "use_sliding_window: true is not supported; allowed: false"),
+    ({"architectures": ["LlamaForCausalLM"], "attention_bias": True}, "attention_bias: true is not supported"),
+    ({"quantization_config": {"bits": 4}}, 'quantization_config: {"bits": 4} is not supported; allowed: null'),
+    ({"rope_scaling": {"rope_type": "yarn"}}, 'rope_type: "yarn" is not supported; known: default, linear, llama3'),
+    ({"rope_scaling": "linear"}, 'rope_scaling: "linear" is not an object'),
+    ({"rope_theta": "1e6"}, 'rope_theta: "1e6" is not a number above 0'),
+    ({"rms_norm_eps": None}, "rms_norm_eps: null is not a number above 0"),
+    ({"tie_word_embeddings": "false"}, 'tie_word_embeddings: "false" is not true or false'),
+    ({"num_hidden_layers": 0}, "num_hidden_layers: 0 is not a whole number above 0"),
+    ({"num_attention_heads": "4"}, 'num_attention_heads: "4" is not a whole number above 0'),
+    ({"num_attention_heads": 0}, "num_attention_heads: 0 is not a whole number above 0"),
+    ({"num_attention_heads": None}, "num_attention_heads: null is not a whole number above 0"),
+    ({"num_attention_heads": 27}, "num_attention_heads: 27 does not divide hidden_size 3584; give head_dim"),
+    ({"num_key_value_heads": 3}, "num_key_value_heads: 3 does not divide num_attention_heads 28"),
+    ({"vocab_size": -1}, "vocab_size: -1 is not a whole number above 0"),
+]
+
+
+def model(folder: Path, **changes: Any) -> Path:
+    (folder / "config.json").write_text(json.dumps(QWEN | changes))
+    return folder
+
+
+@pytest.mark.parametrize(("changes", "said"), REFUSED)
+def test_a_plan_refuses_a_model_that_cannot_be_trained(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    told = refusal(tmp_path, f"pretrain={model(tmp_path, **changes)}")
+    assert f"pretrain: {tmp_path}/config.json: " in told and said in told
+
+
+def test_what_is_left_out_or_off_is_allowed(tmp_path: Path) -> None:
+    off = {"use_sliding_window": False, "quantization_config": None, "num_key_value_heads": None, "rope_scaling": None}
+    shape = read_model_shape(model(tmp_path, **off))
+    assert shape is not None and shape.kv_heads == shape.heads
+    check_model_config(QWEN)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "[" * 100_000, "1" * 5000, "\ud800"])
+def test_a_file_that_is_no_model_configuration_is_explained(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_bytes(text.encode(errors="surrogatepass"))
+    assert f"{tmp_path}/config.json: is not a model configuration" in refusal(tmp_path, f"pretrain={tmp_path}")
+
+
+def test_a_model_without_a_size_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({key: QWEN[key] for key in QWEN if key != "hidden_size"}))
+    assert "config.json: has no hidden_size; give a whole number" in refusal(tmp_path, f"pretrain={tmp_path}")

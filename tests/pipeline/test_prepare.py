@@ -1,0 +1,46 @@
+"""What is wrong with the inputs of a run is told before any process starts."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from examples.tiny_math.prepare import make_tokenizer
+from roll.configs.pipeline import RLVRConfig
+from roll.datasets.records import DatasetError
+from roll.pipeline.errors import RunError
+from roll.pipeline.rlvr.pipeline import RLVRPipeline
+from tests.configs.samples import MODEL, rlvr
+from tests.datasets.files import jsonl, row
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """Config and tokenizer, without weights."""
+    folder = tmp_path / "model"
+    make_tokenizer().save_pretrained(folder)
+    (folder / "config.json").write_text(Path(MODEL, "config.json").read_text())
+    return folder
+
+
+def prepared(config: RLVRConfig) -> None:
+    asyncio.run(RLVRPipeline(config).prepare())
+
+
+def test_a_stop_string_of_several_tokens_is_told_with_its_role(tmp_path: Path, model: Path) -> None:
+    file = jsonl(tmp_path, row(1))
+    given = [f"pretrain={model}", f"actor_train.data_args.file_name={file}"]
+    said = r"actor_infer.generating_args.stop_strings: 'ab' is 2 tokens; it must be one"
+    with pytest.raises(RunError, match=said):
+        prepared(rlvr(tmp_path, *given, "actor_infer.generating_args.stop_strings=[ab]"))
+    with pytest.raises(RunError, match="validation.generating_args.stop_strings: 'ab' is 2 tokens"):
+        prepared(rlvr(tmp_path, *given, "validation.generating_args.stop_strings=[ab]"))
+
+
+def test_prompts_of_which_none_fits_are_told_with_role_and_file(tmp_path: Path, model: Path) -> None:
+    file = jsonl(tmp_path, row(1, prompt="1" * 30))
+    with pytest.raises(DatasetError) as caught:
+        prepared(rlvr(tmp_path, f"pretrain={model}", f"actor_train.data_args.file_name={file}", "prompt_length=24"))
+    assert str(caught.value).startswith(f"actor_train ({file}): prompt_length: all 1 prompts are longer than 24 tokens")
