@@ -18,7 +18,7 @@ BAD_CONFIGURATION = 2
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code."""
-    arguments = _parse(argv)
+    arguments = _parse(_parser(), argv)
     try:
         if arguments.command == "plan":
             return plan(arguments.config, arguments.overrides, as_json=arguments.json)
@@ -38,7 +38,7 @@ def launch(pipeline: str, argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--config_path", required=True, help="folder, relative to here or to examples/")
     parser.add_argument("--config_name", required=True, help="file in it, with or without .yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that replace those of the file")
-    arguments = parser.parse_args(argv)
+    arguments = _parse(parser, argv)
     try:
         return run(find_config(arguments.config_path, arguments.config_name), arguments.overrides, pipeline)
     except ConfigError as error:
@@ -82,9 +82,8 @@ def run(config: str | Path, overrides: Sequence[str], pipeline: str | None = Non
     return run_pipeline(loaded)
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def _parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
     """The arguments, with `key=value` also after flags, where argparse by itself knows none."""
-    parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
     unknown = [text for text in rest if text.startswith("-") or "=" not in text]
     if unknown:
@@ -112,3 +111,7 @@ def _parser() -> argparse.ArgumentParser:
         elif name == "ablate":
             cli_ablate.add_options(command)
     return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

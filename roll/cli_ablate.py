@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--ratios", type=_list_of(float), required=True, help="values of async_generation_ratio: 0,2")
     command.add_argument("--seeds", type=_list_of(int), required=True, help="seeds: 1,2")
     command.add_argument("--out", type=Path, default=Path("output/ablation"), help="folder (default: output/ablation)")
-    command.add_argument("--target", type=float, help="validation score whose first step is reported")
+    command.add_argument("--target", type=_finite, help="validation score whose first step is reported")
 
 
 def ablate(arguments: argparse.Namespace) -> int:
@@ -26,6 +27,16 @@ def ablate(arguments: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     grid = cells(arguments.variants, arguments.ratios, arguments.seeds)
     return Ablation(arguments.config, grid, arguments.out, arguments.overrides, arguments.target).run()
+
+
+def _finite(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
+    return value
 
 
 def _list_of(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:

@@ -94,6 +94,26 @@ def test_a_launcher_finds_folders_of_examples_from_anywhere(tmp_path: Path, monk
     assert find_config(str(expected.parent), "rlvr_config.yaml") == expected
 
 
+def test_a_launcher_takes_overrides_before_and_after_its_flags(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, SFT, "mine.yaml")
+    flags = ["--config_path", str(tmp_path), "--config_name", "mine"]
+    assert launch("sft", ["max_step=3", *flags, "sed=3"]) == 2
+    said = capsys.readouterr().err
+    assert "did you mean max_steps?" in said and "did you mean seed?" in said
+    with pytest.raises(SystemExit):
+        launch("sft", [*flags, "--sed", "3"])
+    assert "unrecognized arguments: --sed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("module", ["roll", "roll.cli"])
+def test_the_module_is_the_command(module: str) -> None:
+    run = subprocess.run([sys.executable, "-m", module, "plan"], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert run.returncode == 2
+    assert "the following arguments are required: config" in run.stderr
+
+
 @pytest.mark.parametrize("pipeline", ["rlvr", "sft"])
 def test_the_scripts_run_the_launcher(tmp_path: Path, pipeline: str) -> None:
     script = ROOT / "examples" / f"start_{pipeline}_pipeline.py"

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from roll.configs.errors import ConfigError, Problem
-from roll.configs.load import load_config
+from roll.configs.load import load_config, read_pipeline
 from roll.configs.pipeline import RLConfig
 from roll.configs.policy import VARIANT_KNOBS
 from roll.configs.run_checks import prepare_run
+from roll.configs.yaml_files import leaves, override_tree
 from roll.pipeline.extensions import load_extensions
 
 OWNED = {
@@ -37,7 +38,7 @@ class Cell:
     @property
     def name(self) -> str:
         """Its folder below the grid's: `<variant>-ratio<r>-seed<s>`."""
-        return f"{self.variant}-ratio{self.ratio:g}-seed{self.seed}"
+        return f"{self.variant}-ratio{exact(self.ratio)}-seed{self.seed}"
 
     def overrides(self, out: Path, given: Sequence[str] = ()) -> list[str]:
         """`key=value` of this run: those given for all, without knobs that belong to other variants, then its own."""
@@ -45,11 +46,16 @@ class Cell:
         return [
             *(text for text in given if self.variant in VARIANT_KNOBS.get(_key(text), (self.variant,))),
             f"actor_train.pg_variant={self.variant}",
-            f"async_generation_ratio={self.ratio:g}",
+            f"async_generation_ratio={exact(self.ratio)}",
             f"seed={self.seed}",
             f"output_dir={json.dumps(str(folder))}",
             f"logging_dir={json.dumps(str(folder / 'logs'))}",
         ]
+
+
+def exact(number: float) -> str:
+    """The shortest text that is read back as the same number."""
+    return f"{number:g}" if float(f"{number:g}") == number else repr(number)
 
 
 def cells(variants: Sequence[str], ratios: Sequence[float], seeds: Sequence[int]) -> list[Cell]:
@@ -69,9 +75,12 @@ def check_grid(
     Raises:
         ConfigError: with every problem of every run; one that not all runs have says which do.
     """
-    owned = [Problem(key, f"is set by the grid: {OWNED[key]}") for key in map(_key, given) if key in OWNED]
-    if owned:
-        raise ConfigError(owned, str(config))
+    if read_pipeline(config, given) == "sft":
+        message = "sft has no policy loss to compare; use a file of another pipeline"
+        raise ConfigError([Problem("pipeline", message)], str(config))
+    misplaced = _misplaced(given, {cell.variant for cell in grid})
+    if misplaced:
+        raise ConfigError(misplaced, str(config))
     loaded: dict[Cell, RLConfig] = {}
     problems: dict[Problem, list[str]] = {}
     warnings: list[str] = []
@@ -87,10 +96,21 @@ def check_grid(
     return loaded, list(dict.fromkeys(warnings))
 
 
+def _misplaced(given: Sequence[str], variants: set[str]) -> list[Problem]:
+    """What is given and set by the grid, or read by none of its variants."""
+    problems = []
+    for key in leaves(override_tree(given, [])):
+        owners = VARIANT_KNOBS.get(key)
+        if key in OWNED:
+            problems.append(Problem(key, f"is set by the grid: {OWNED[key]}"))
+        elif owners is not None and variants.isdisjoint(owners):
+            problems.append(Problem(key, f"belongs to {' or '.join(owners)}, none of which is in --variants"))
+    return problems
+
+
 def _load(config: str | Path, overrides: Sequence[str]) -> tuple[RLConfig, list[str]]:
     loaded = load_config(config, overrides)
-    if not isinstance(loaded, RLConfig):
-        raise ConfigError([Problem("pipeline", "sft has no policy loss to compare; use a file of another pipeline")])
+    assert isinstance(loaded, RLConfig)
     if not loaded.eval_steps:
         raise ConfigError([Problem("eval_steps", "0 validates nothing, so there is nothing to compare; set it")])
     warnings = prepare_run(loaded)

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
+from roll.ablation.grid import exact
 from roll.ablation.rows import Row
 from roll.trackers.curves import INK, dress
 
@@ -32,7 +33,7 @@ def draw_ablation(rows: Sequence[Row], out_png: Path) -> Path | None:
     shared = None
     for number, ratio in enumerate(ratios):
         axes = shared = figure.add_subplot(1, len(ratios), number + 1, sharey=shared)
-        dress(axes, f"Validation score, ratio {ratio:g}")
+        dress(axes, f"Validation score, ratio {exact(ratio)}")
         for index, variant in enumerate(variants):
             group = [row for row in rows if (row.ratio, row.variant) == (ratio, variant)]
             if not group:

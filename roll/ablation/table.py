@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from roll.ablation.grid import exact
 from roll.ablation.rows import Row
 
 
@@ -94,7 +95,7 @@ def markdown(rows: Sequence[Row], config: str, target: float | None) -> str:
 
 def _row(line: Line, columns: Sequence[Column]) -> str:
     seeds = str(line.seeds) if line.finished == line.seeds else f"{line.finished} of {line.seeds}"
-    cells = [line.variant, f"{line.ratio:g}", seeds]
+    cells = [line.variant, exact(line.ratio), seeds]
     cells += [_cell(line, column) for column in columns]
     return "| " + " | ".join(cells) + " |"
 

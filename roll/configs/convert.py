@@ -7,12 +7,12 @@ import re
 import reprlib
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import is_dataclass
 from typing import Any, TypeVar
 
 from roll.configs.errors import Problem
-from roll.configs.schema import Key, declared, describe
+from roll.configs.schema import SECTION, Key, declared, describe
 
 Instance = TypeVar("Instance")
 
@@ -22,29 +22,30 @@ LARGEST = 2**63 - 1
 NO_TEXT = re.compile("[\0\ud800-\udfff]")
 """Characters that YAML lets one write, but that stand in no path and in no UTF-8."""
 
-Unknown = Callable[[str, type], str]
-"""Says what an unknown path may have been meant to be, given the section it stands in."""
+Unknown = Callable[[str, type, Any], list[Problem]]
+"""Says what an unknown path may have been meant to be, given the section it stands in and its value."""
 
 
 class Converter:
     """Converts one file, collecting every problem instead of stopping at the first."""
 
-    def __init__(self, suggest: Unknown) -> None:
-        """Takes what to say about unknown keys."""
+    def __init__(self, suggest: Unknown, overridden: Collection[str] = ()) -> None:
+        """Takes what to say about unknown keys, and the paths whose values come from a command line."""
         self.problems: list[Problem] = []
         self._suggest = suggest
+        self._overridden = overridden
 
     def overlay(self, data: Any, default: Instance, path: str = "") -> Instance:
         """`default`, changed in place where `data` says something."""
         cls = type(default)
         if not isinstance(data, Mapping):
-            self._fail(path, data, "a section of `key: value` lines")
+            self._fail(path, data, SECTION)
             return default
         keys = declared(cls)  # type: ignore[arg-type]
         for name, value in data.items():
             where = f"{path}.{name}" if path else str(name)
             if name not in keys:
-                self.problems.append(Problem(where, f"unknown key; {self._suggest(where, cls)}"))
+                self.problems += self._suggest(where, cls, value)
                 continue
             setattr(default, name, self._field(value, keys[name], getattr(default, name), where))
         return default
@@ -95,8 +96,17 @@ class Converter:
         if hint is int and isinstance(value, float) and value.is_integer():
             advice = f"; write {int(value)}"
         if hint is str and isinstance(value, bool | int | float):
-            advice = f"; put it in quotes: '{value}'"
+            advice = f"; {self._quoted(value, path)}"
         return self._fail(path, value, describe(hint) + advice)
+
+    def _quoted(self, value: bool | int | float, path: str) -> str:
+        """How a value is made text; a shell takes the outer quotes for itself."""
+        text = f"'{str(value).lower() if isinstance(value, bool) else value}'"
+        if path in self._overridden:
+            return f'put it in quotes, and these in others for the shell: {path}="{text}"'
+        if path.partition("[")[0] in self._overridden:
+            return f'put it in quotes, and these in others for the shell: "{text}"'
+        return f"put it in quotes: {text}"
 
     def _literal(self, value: Any, hint: Any, path: str) -> Any:
         for item in typing.get_args(hint):
@@ -105,7 +115,7 @@ class Converter:
         return self._fail(path, value, describe(hint))
 
     def _union(self, value: Any, hint: Any, path: str) -> Any:
-        attempt = Converter(self._suggest)
+        attempt = Converter(self._suggest, self._overridden)
         for member in typing.get_args(hint):
             if member is type(None):
                 if value is None:
@@ -128,7 +138,7 @@ class Converter:
 
     def _dict(self, value: Any, item_hint: Any, path: str) -> Any:
         if not isinstance(value, Mapping):
-            return self._fail(path, value, "a section of `key: value` lines")
+            return self._fail(path, value, SECTION)
         return {str(key): self._value(item, item_hint, None, f"{path}.{key}") for key, item in value.items()}
 
     def _text(self, value: Any, path: str) -> None:

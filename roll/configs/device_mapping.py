@@ -6,6 +6,7 @@ import ast
 import re
 import reprlib
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 MOST_DEVICES = 1_000_000
@@ -31,6 +32,17 @@ def parse_device_mapping(value: Any) -> list[int]:
     if twice:
         raise ValueError(f"{value!r} names device {twice[0]} twice")
     return ranks
+
+
+def spans(ranks: Sequence[int]) -> str:
+    """Ranks as `0-7,16-23`, in the order given."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][1] + 1:
+            parts[-1][1] = rank
+        else:
+            parts.append([rank, rank])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
 
 
 def _ranks(value: Any) -> list[int]:

@@ -23,7 +23,7 @@ def expand_importance_sampling(tree: Tree) -> tuple[Tree, list[Problem], list[Pr
     if problem is not None:
         return rest, [], [problem]
     if not switch:
-        return rest, [Problem(SWITCH, "false is the default; no weights are used")], []
+        return rest, [Problem(SWITCH, "false is the default; correction.weights stays as it is without it")], []
     correction = tree.get("correction") or {}
     if not isinstance(correction, dict):
         return rest, [], []  # the section itself is told to be none
@@ -40,11 +40,11 @@ def _problem(tree: Tree, switch: Any) -> Problem | None:
     if not isinstance(switch, bool):
         ratio = {"seq": "write actor_train.pg_variant: gspo", "token": "leave it out; ratios are those of tokens"}
         return Problem(SWITCH, f"{switch!r} is not true or false; {ratio.get(str(switch), 'use true')}")
+    correction = tree.get("correction")
+    if isinstance(correction, dict) and "weights" in correction and SWITCH in tree:
+        return Problem(SWITCH, "is the other spelling of correction.weights, which is given too; keep one")
     if not switch:
         return Problem(RANGE, f"has no effect without {SWITCH}: true") if RANGE in tree else None
-    correction = tree.get("correction")
-    if isinstance(correction, dict) and "weights" in correction:
-        return Problem(SWITCH, "is the other spelling of correction.weights, which is given too; keep one")
     bounds = tree.get(RANGE, [0, 1])
     numbers = isinstance(bounds, list) and all(
         isinstance(item, int | float) and not isinstance(item, bool) for item in bounds

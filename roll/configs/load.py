@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ from roll.configs.layouts import ROLES, is_megatron
 from roll.configs.pipeline import BaseConfig, RLVRConfig, SFTConfig, Source
 from roll.configs.rules import check
 from roll.configs.suggestions import nearest, suggest_for
+from roll.configs.trackers import TRACKER_OPTIONS
 from roll.configs.vllm import vllm_problems
-from roll.configs.yaml_files import merge, override_tree, read_tree
+from roll.configs.yaml_files import leaves, merge, override_tree, read_tree
 
 PIPELINES: dict[str, type[RLVRConfig] | type[SFTConfig]] = {"rlvr": RLVRConfig, "sft": SFTConfig}
 """Values of the key `pipeline`."""
@@ -42,14 +43,36 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), pipeline: str |
             the values break together.
     """
     settled: list[Problem] = []
-    tree = merge(read_tree(Path(path), settled), override_tree(overrides, settled))
-    return build_config(tree, pipeline, str(path), settled)
+    base, top = read_tree(Path(path), settled), override_tree(overrides, settled)
+    return build_config(merge(base, top), pipeline, str(path), settled, set(leaves(top)))
+
+
+def read_pipeline(path: str | Path, overrides: Sequence[str] = ()) -> str:
+    """Which pipeline a file and overrides are for; nothing else of them is checked.
+
+    Raises:
+        ConfigError: they cannot be read, or name no pipeline there is.
+    """
+    tree = merge(read_tree(Path(path), []), override_tree(overrides, []))
+    return _pipeline(_interpolated(tree, str(path)), None, str(path))
 
 
 def build_config(
-    tree: Tree, pipeline: str | None = None, source: str = "", settled: Sequence[Problem] = ()
+    tree: Tree,
+    pipeline: str | None = None,
+    source: str = "",
+    settled: Sequence[Problem] = (),
+    overridden: Collection[str] = (),
 ) -> RLVRConfig | SFTConfig:
-    """`load_config` for a mapping that is in memory, with what there is to say about how it was written."""
+    """`load_config` for a mapping that is in memory.
+
+    Args:
+        tree: as `read_tree` gives it.
+        pipeline: as in `load_config`.
+        source: for messages.
+        settled: what there is to say about how it was written.
+        overridden: paths whose values come from a command line.
+    """
     tree = _interpolated(tree, source)
     cls = PIPELINES[_pipeline(tree, pipeline, source)]
     engines = vllm_problems(tree)
@@ -58,14 +81,18 @@ def build_config(
     tree, notes, problems = drop_foreign(tree)
     tree, more_notes, more_problems = expand_importance_sampling(tree)
     tree, translations = translate(tree)
-    converter = Converter(suggest_for(cls))
+    converter = Converter(suggest_for(cls, PIPELINES), overridden)
     config = converter.overlay(tree, cls())
     _convert_strategies(config, converter)
+    for name, cls_of_options in TRACKER_OPTIONS.items():
+        if name in config.tracker_kwargs:
+            options = config.tracker_kwargs[name]
+            config.tracker_kwargs[name] = _checked(options, cls_of_options(), f"tracker_kwargs.{name}", converter)
     problems += more_problems + converter.problems
     if problems:
         raise ConfigError(problems, source)
     notes = [*settled, *notes, *more_notes, *translations]
-    config.source = Source(source, _leaves(tree), [(note.path, note.message) for note in notes])
+    config.source = Source(source, list(leaves(tree)), [(note.path, note.message) for note in notes])
     problems = derive(config) or check(config).errors
     if problems:
         raise ConfigError(problems, source)
@@ -114,17 +141,13 @@ def _convert_strategies(config: BaseConfig, converter: Converter) -> None:
         worker = getattr(config, role, None)
         if worker is None or not is_megatron(worker) or f"{role}.strategy_args.strategy_name" in unreadable:
             continue
-        options = worker.strategy_args.strategy_config
-        checked = converter.overlay(options, MegatronConfig(), f"{role}.strategy_args.strategy_config")
-        worker.strategy_args.strategy_config = {
-            name: getattr(checked, name) for name in options if hasattr(checked, name)
-        }
+        path = f"{role}.strategy_args.strategy_config"
+        worker.strategy_args.strategy_config = _checked(
+            worker.strategy_args.strategy_config, MegatronConfig(), path, converter
+        )
 
 
-def _leaves(tree: Mapping[str, Any], path: str = "") -> list[str]:
-    """Dotted paths of everything that was given."""
-    leaves: list[str] = []
-    for key, value in tree.items():
-        where = f"{path}.{key}" if path else str(key)
-        leaves += _leaves(value, where) if isinstance(value, Mapping) and value else [where]
-    return leaves
+def _checked(options: Tree, defaults: Any, path: str, converter: Converter) -> Tree:
+    """The options that were given, as the types of `defaults` have them."""
+    checked = converter.overlay(options, defaults, path)
+    return {name: getattr(checked, name) for name in options if hasattr(checked, name)}

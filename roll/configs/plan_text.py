@@ -9,6 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from roll.configs.device_mapping import spans
 from roll.configs.memory import gibibytes
 from roll.configs.plan import shared_device_memory
 from roll.configs.plan_types import Plan
@@ -94,14 +95,3 @@ def _memory(plan: Plan) -> Table:
         ]
         rows.append(("", "total", gibibytes(memory.total), memory.where))
     return _table("Memory per device", ["role", "", "", "formula"], rows)
-
-
-def spans(ranks: Sequence[int]) -> str:
-    """Ranks as `0-7,16-23`, in the order given."""
-    parts: list[list[int]] = []
-    for rank in ranks:
-        if parts and rank == parts[-1][1] + 1:
-            parts[-1][1] = rank
-        else:
-            parts.append([rank, rank])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)

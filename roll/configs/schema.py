@@ -11,6 +11,9 @@ from typing import Any
 
 from roll.configs.arguments import MegatronConfig
 
+SECTION = "a section of `key: value` lines"
+"""What a value is that holds keys of its own."""
+
 
 @dataclass(frozen=True)
 class Key:
@@ -73,4 +76,4 @@ def describe(hint: Any) -> str:
         return " or ".join("null" if item is type(None) else describe(item) for item in arguments)
     if origin is list:
         return f"a list ({describe(arguments[0])} each)"
-    return "a section of `key: value` lines"
+    return SECTION

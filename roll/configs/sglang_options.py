@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any, Literal, Optional, Union
+
+from roll.configs.schema import describe
 
 DECLARATIONS = Path("srt", "arg_groups", "fields")
 """Folder of the sglang package whose classes declare the fields of ServerArgs."""
@@ -39,23 +45,116 @@ OWNED = {
 """Option -> what to write instead; setting these by hand would contradict the rest of the file."""
 
 
+TYPES: dict[str, Any] = {"bool": bool, "int": int, "float": float, "str": str, "None": type(None)}
+"""Names in annotations that are checked; others take any value."""
+
+
+@dataclass(frozen=True)
+class ServerOption:
+    """What an option of SGLang takes: values of a type, and where `choices` are given one of these.
+
+    `open` choices are those that a plugin of SGLang may add to.
+    """
+
+    hint: Any
+    choices: tuple[Any, ...] = ()
+    open: bool = False
+
+    def refuses(self, value: Any) -> str:
+        """Why a value cannot be given; empty where it can."""
+        shown = "null" if value is None else repr(value)
+        if not _is_of(value, self.hint):
+            return f"{shown} is not {describe(self.hint)}"
+        return f"{shown} is not one of {self._listed()}" if self._unlisted(value) and not self.open else ""
+
+    def doubts(self, value: Any) -> str:
+        """What to say of a value that only a plugin can have added; empty where it is SGLang's own."""
+        unknown = self._unlisted(value) and self.open and not self.refuses(value)
+        return f"{value!r} is not one of SGLang's own: {self._listed()}; only a plugin can add it" if unknown else ""
+
+    def _unlisted(self, value: Any) -> bool:
+        return bool(self.choices) and isinstance(value, str | int | float) and value not in self.choices
+
+    def _listed(self) -> str:
+        return ", ".join(str(choice) for choice in self.choices)
+
+
 @cache
-def server_options() -> frozenset[str] | None:
-    """Names of every option, or None when SGLang is not installed or keeps its options elsewhere."""
+def server_options() -> dict[str, ServerOption] | None:
+    """Every option by its name, or None when SGLang is not installed or keeps its options elsewhere."""
     spec = importlib.util.find_spec("sglang")
     if spec is None or not spec.submodule_search_locations:
         return None
-    files = sorted((Path(next(iter(spec.submodule_search_locations))) / DECLARATIONS).glob("*.py"))
-    names = [name for file in files for name in _declared(file)]
-    return frozenset(names) or None
+    folder = Path(next(iter(spec.submodule_search_locations))) / DECLARATIONS
+    lists = _lists(folder.parent / "choices.py")
+    return dict(item for file in sorted(folder.glob("*.py")) for item in _declared(file, lists)) or None
 
 
-def _declared(file: Path) -> list[str]:
+def _declared(file: Path, lists: dict[str, tuple[Any, ...]]) -> Iterator[tuple[str, ServerOption]]:
     """Annotated names of the classes of one module."""
-    return [
-        item.target.id
-        for node in ast.parse(file.read_text(encoding="utf-8")).body
-        if isinstance(node, ast.ClassDef)
-        for item in node.body
-        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and not item.target.id.startswith("_")
-    ]
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        for item in node.body if isinstance(node, ast.ClassDef) else []:
+            if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+                if not item.target.id.startswith("_"):
+                    yield item.target.id, _option(item.annotation, lists)
+
+
+def _option(annotation: ast.expr, lists: dict[str, tuple[Any, ...]]) -> ServerOption:
+    """From `A[type, Arg(choices=...)]`, `A[type, "help"]` or a bare type; a `type_parser` lets text in too."""
+    if not (isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "A"):
+        return ServerOption(_hint(annotation))
+    parts = annotation.slice.elts if isinstance(annotation.slice, ast.Tuple) else [annotation.slice]
+    calls = [part for part in parts[1:] if isinstance(part, ast.Call)]
+    given = {keyword.arg: keyword.value for call in calls for keyword in call.keywords}
+    hint = Any if "type_parser" in given else _hint(parts[0])
+    choices = given.get("choices")
+    if isinstance(choices, ast.Name):
+        return ServerOption(hint, lists.get(choices.id, ()), open=True)
+    return ServerOption(hint, _constants(choices))
+
+
+def _lists(file: Path) -> dict[str, tuple[Any, ...]]:
+    """Lists of constants that a module assigns, by name."""
+    body = ast.parse(file.read_text(encoding="utf-8")).body if file.is_file() else []
+    assigned = [node for node in body if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)]
+    return {ast.unparse(node.targets[0]): _constants(node.value) for node in assigned}
+
+
+def _constants(node: ast.expr | None) -> tuple[Any, ...]:
+    """The items of a list of constants; none where it is anything else."""
+    if not isinstance(node, ast.List | ast.Tuple) or not all(isinstance(item, ast.Constant) for item in node.elts):
+        return ()
+    return tuple(ast.literal_eval(node))
+
+
+def _hint(node: ast.expr) -> Any:
+    """The type that an annotation names, with Any for what is not in TYPES."""
+    if not isinstance(node, ast.Subscript):
+        return TYPES.get(ast.unparse(node), Any)
+    inner = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+    match ast.unparse(node.value).rpartition(".")[2].lower():
+        case "literal":
+            return Literal[tuple(ast.literal_eval(item) for item in inner)]  # type: ignore[misc]
+        case "optional":
+            return Optional[_hint(inner[0])]  # noqa: UP045  (built from a value)
+        case "union":
+            return Union[tuple(_hint(item) for item in inner)]  # noqa: UP007  (built from a value)
+        case "list":
+            return list[_hint(inner[0])]  # type: ignore[misc]
+        case "dict":
+            return dict
+    return Any
+
+
+def _is_of(value: Any, hint: Any) -> bool:
+    """Whether a value of a YAML file is of a type made by `_hint`."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return True
+    if origin is Union:
+        return any(_is_of(value, item) for item in inner)
+    if origin is Literal:
+        return any(value == item and type(value) is type(item) for item in inner)
+    if origin is list:
+        return isinstance(value, list) and all(_is_of(item, inner[0]) for item in value)
+    return type(value) is hint or (hint is float and type(value) is int)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +132,16 @@ def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> Tree:
         both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
         merged[key] = merge(merged[key], value) if both else value
     return merged
+
+
+def leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    """Dotted paths of everything that a tree gives."""
+    for key, value in tree.items():
+        where = f"{path}.{key}" if path else str(key)
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, where)
+        else:
+            yield where
 
 
 def override_tree(overrides: Sequence[str], notes: list[Problem]) -> Tree:

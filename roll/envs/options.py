@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 from roll.configs.convert import Converter
 from roll.configs.errors import ConfigError, Problem
 from roll.configs.schema import declared
-from roll.configs.suggestions import nearest
+from roll.configs.suggestions import nearest, unknown
 
 
 class Checkable(Protocol):
@@ -51,5 +51,5 @@ def choices(name: str, known: Iterable[str]) -> str:
     return f"{f'did you mean {like}? ' if like else ''}known: {', '.join(names)}"
 
 
-def _suggest(path: str, section: type) -> str:
-    return choices(path.rpartition(".")[2], declared(section))
+def _suggest(path: str, section: type, value: Any) -> list[Problem]:
+    return [unknown(path, choices(path.rpartition(".")[2], declared(section)))]

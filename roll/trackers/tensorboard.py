@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll.configs.pipeline import BaseConfig
+from roll.configs.trackers import TensorBoardOptions
 from roll.trackers.base import Tracker, register_tracker
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 class TensorBoardTracker(Tracker):
     """Writes event files to `log_dir`; on resume, points after the resumed step are purged by TensorBoard itself."""
 
-    def __init__(self, log_dir: Path, flush_secs: float = 30.0) -> None:
+    def __init__(self, log_dir: Path, flush_secs: float = TensorBoardOptions.flush_secs) -> None:
         """Opens the event file with the first step.
 
         Args:
@@ -53,4 +54,5 @@ class TensorBoardTracker(Tracker):
 
 @register_tracker("tensorboard")
 def _make(config: BaseConfig, output_dir: Path, options: dict[str, Any]) -> Tracker:
-    return TensorBoardTracker(**{"log_dir": output_dir / "tensorboard", **options})
+    given = TensorBoardOptions(**options)
+    return TensorBoardTracker(Path(given.log_dir or output_dir / "tensorboard"), given.flush_secs)

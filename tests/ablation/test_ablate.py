@@ -17,6 +17,7 @@ from roll.ablation.process import held, last_lines, run_process
 from roll.cli import main
 from roll.configs.errors import ConfigError
 from tests.ablation.conftest import fake, written
+from tests.configs.samples import SFT, write
 
 
 def ablation(config: Path, out: Path, *variants: str, given: tuple[str, ...] = ()) -> Ablation:
@@ -34,6 +35,12 @@ def test_a_grid_is_every_combination_once():
         "tis-ratio1.5-seed3",
         "topr-ratio1.5-seed3",
     ]
+
+
+def test_ratios_keep_every_digit(tmp_path):
+    first, second, large = (Cell("tis", ratio, 1) for ratio in (0.12345671, 0.12345672, 1234567.5))
+    assert (first.name, second.name) == ("tis-ratio0.12345671-seed1", "tis-ratio0.12345672-seed1")
+    assert "async_generation_ratio=1234567.5" in large.overrides(tmp_path)
 
 
 def test_knobs_on_the_command_line_go_to_the_variants_that_have_them(tmp_path):
@@ -55,6 +62,8 @@ def test_every_run_is_checked_before_the_first_starts(config, tmp_path, capsys):
     ("given", "said"),
     [
         ("seed=3", "seed: is set by the grid: use --seeds"),
+        ("actor_train={pg_variant: tis}", "actor_train.pg_variant: is set by the grid: use --variants"),
+        ("pg_clip_low=banana", "pg_clip_low: belongs to ppo or decoupled_ppo, none of which is in --variants"),
         ("eval_steps=0", "eval_steps: 0 validates nothing"),
         ("tis_lower_bound=2", "tis_lower_bound: 2 is above the upper bound 1; exchange them"),
     ],
@@ -77,6 +86,17 @@ def test_lists_that_are_none_are_refused(config, capsys, variants, seeds, said):
         main(["ablate", str(config), "--variants", variants, "--ratios", "0", "--seeds", seeds])
     assert caught.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_target_is_a_number(config, capsys):
+    with pytest.raises(SystemExit):
+        main(["ablate", str(config), "--variants", "ppo", "--ratios", "0", "--seeds", "1", "--target", "nan"])
+    assert "argument --target: 'nan' is not a number" in capsys.readouterr().err
+
+
+def test_a_pipeline_without_a_policy_loss_is_told_first(tmp_path):
+    with pytest.raises(ConfigError, match="pipeline: sft has no policy loss to compare; use a file of another"):
+        check_grid(write(tmp_path, SFT), cells(["tis"], [0], [1]), tmp_path)
 
 
 def test_a_failed_run_is_recorded_and_the_grid_goes_on(config, tmp_path, monkeypatch):

@@ -23,6 +23,17 @@ UNKNOWN = {
     "top_k=5": "top_k: unknown key; this key belongs at actor_infer.generating_args.top_k",
     "async_training.async_generation_ratio=1": "unknown key; this key belongs at async_generation_ratio",
     "source={}": "source: unknown key",
+    "MAX_STEPS=1": "MAX_STEPS: unknown key; did you mean max_steps?",
+    "actor_infer.tempurature=1": "the nearest key is actor_infer.generating_args.temperature",
+    "actor_train.max_new_token=8": "the nearest key is actor_infer.generating_args.max_new_tokens",
+    "correction.clip=1": "unknown key; known here: rejection, renormalize, veto_threshold, weights",
+    "async_trainning.min_batch_count=1": "async_trainning: unknown key; did you mean async_training?",
+    "actor_train.world_size=2": "actor_train.world_size: unknown key; here that is actor_train.device_mapping",
+    "actor_train.strategy_args.strategy_config.tp_size=2": "here that is actor_train.strategy_args.strategy_config."
+    "tensor_model_parallel_size",
+    "actor_infer.tp_size=2": "here that is actor_infer.num_gpus_per_worker",
+    "actor_train.training_args.lr=1": "here that is actor_train.training_args.learning_rate",
+    "target_loss=1": "target_loss: unknown key; it belongs to pipeline sft, and this is rlvr",
 }
 
 MISTYPED = {
@@ -34,14 +45,20 @@ MISTYPED = {
     "gamma=high": "gamma: 'high' is not a number",
     "gamma=true": "gamma: True is not a number",
     "use_kl_loss=1": "use_kl_loss: 1 is not true or false",
-    "exp_name=7": "exp_name: 7 is not text; put it in quotes: '7'",
+    "exp_name=7": """exp_name: 7 is not text; put it in quotes, and these in others for the shell: exp_name="'7'\"""",
+    "exp_name=true": """exp_name="'true'\"""",
     "kl_penalty=k4": "kl_penalty: 'k4' is not one of k1, k2, k3, abs",
     "actor_train=ppo": "actor_train: 'ppo' is not a section",
     "actor_train.model_args.dtype=bfloat16": "actor_train.model_args.dtype: 'bfloat16' is not one of fp32, bf16, fp16",
-    "actor_train.data_args.file_name=[1]": "actor_train.data_args.file_name[0]: 1 is not text; put it in quotes: '1'",
+    "actor_train.data_args.file_name=[1]": "actor_train.data_args.file_name[0]: 1 is not text; put it in quotes, "
+    """and these in others for the shell: "'1'\"""",
     "actor_train.strategy_args.strategy_config.sequence_parallel=2": "sequence_parallel: 2 is not true or false",
     "system_envs={A: true}": "system_envs: A is True; write the text the variable shall hold in quotes",
     "system_envs={'A=B': x}": "system_envs: 'A=B' cannot name an environment variable",
+    "tracker_kwargs={tensorboard: {foo: 1}}": "tracker_kwargs.tensorboard.foo: unknown key; known here: flush_secs, "
+    "log_dir",
+    "tracker_kwargs={tensorboard: {flush_secs: soon}}": "tracker_kwargs.tensorboard.flush_secs: 'soon' is not a number",
+    "tracker_kwargs={stdout: {stream: 1}}": "tracker_kwargs.stdout.stream: unknown key; nothing is known here",
     "tracker_kwargs={tensorboard: 5}": "tracker_kwargs.tensorboard: 5 is not a section",
     "output_dir=''": "output_dir: '' is empty; give it a value, or leave it out",
     "resume_from_checkpoint=''": "resume_from_checkpoint: '' is empty; give it a value",
@@ -75,6 +92,28 @@ OUT_OF_BOUNDS = {
     "actor_infer.generating_args.num_beams=4": "num_beams: 4 is not one of 1",
     "actor_train.strategy_args.strategy_config.context_parallel_size=2": "2 is too large; the most allowed is 1",
 }
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    {
+        "rollout_batch_size=8": "rollout_batch_size: unknown key; it belongs to pipeline rlvr, and this is sft",
+        "actor_infer.device_mapping=[1]": "actor_infer: unknown key; it belongs to pipeline rlvr, and this is sft",
+        "num_generations=8": "here that is num_return_sequences_in_group, of pipeline rlvr (docs/coming_from.md)",
+    }.items(),
+)
+def test_a_key_of_the_other_pipeline_says_so(tmp_path: Path, override: str, said: str) -> None:
+    assert said in refusal(tmp_path, override, text=SFT)
+
+
+def test_quotes_in_a_file_need_no_others(tmp_path: Path) -> None:
+    said = refusal(tmp_path, text=RLVR + "exp_name: 7\n")
+    assert said.endswith("exp_name: 7 is not text; put it in quotes: '7'")
+
+
+def test_a_file_without_its_sections_is_shown_them(tmp_path: Path) -> None:
+    said = refusal(tmp_path, text=RLVR + "'actor_train.training_args.warmup_steps': 1\n")
+    assert "in a file a dot opens no section; write actor_train: {training_args: {warmup_steps: ...}}" in said
 
 
 @pytest.mark.parametrize(("override", "said"), (UNKNOWN | MISTYPED | OUT_OF_BOUNDS).items())

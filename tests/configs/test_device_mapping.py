@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.configs.device_mapping import parse_device_mapping
-from roll.configs.plan_text import spans
+from roll.configs.device_mapping import parse_device_mapping, spans
 
 RANKS = st.lists(st.integers(0, 200), min_size=1, max_size=40, unique=True)
 

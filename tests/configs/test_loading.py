@@ -61,10 +61,11 @@ def test_merge_keys_put_a_mapping_into_others(tmp_path: Path) -> None:
     text = RLVR + (
         "  generating_args: &train {temperature: 0.9, top_p: 0.8}\n"
         "validation:\n  generating_args: &sharper {<<: *train, temperature: 0.5}\n"
-        "tracker_kwargs: {tensorboard: {<<: [*sharper, *train], log_dir: x}}\n"
+        "reference:\n  generating_args: {<<: [*sharper, *train], top_k: 3}\n"
     )
     config = rlvr(tmp_path, text=text)
     assert (config.validation.generating_args.temperature, config.validation.generating_args.top_p) == (0.5, 0.8)
+    assert (config.reference.generating_args.temperature, config.reference.generating_args.top_k) == (0.5, 3)
 
 
 def test_files_that_include_each_other_are_told(tmp_path: Path) -> None:

@@ -155,7 +155,8 @@ def test_importance_sampling_is_another_spelling_of_token_weights(tmp_path: Path
 def test_importance_sampling_that_is_off_is_said_to_be_the_default(tmp_path: Path) -> None:
     config = rlvr(tmp_path, "importance_sampling=false", "correction.veto_threshold=0.01")
     assert not config.correction.weighted and config.correction.veto_threshold == 0.01
-    assert [path for path, _ in config.source.notes] == ["importance_sampling"]
+    said = "false is the default; correction.weights stays as it is without it"
+    assert config.source.notes == [("importance_sampling", said)]
 
 
 @pytest.mark.parametrize(
@@ -165,6 +166,7 @@ def test_importance_sampling_that_is_off_is_said_to_be_the_default(tmp_path: Pat
         (["importance_sampling=true", "is_clip_range=2"], "is_clip_range: 2 is not a lower and an upper bound; write"),
         (["importance_sampling=true", "is_clip_range=[2.0, 0.5]"], "correction.weights.lower: 2 is above the upper"),
         (["importance_sampling=true", f"{WEIGHTS}.upper=3"], "is the other spelling of correction.weights"),
+        (["importance_sampling=false", f"{WEIGHTS}.level=token"], "which is given too; keep one"),
         (["importance_sampling=seq"], "importance_sampling: 'seq' is not true or false; write actor_train.pg_variant"),
         (["importance_sampling=token"], "'token' is not true or false; leave it out; ratios are those of tokens"),
     ],

@@ -44,7 +44,7 @@ def test_the_padding_of_the_vocabulary_is_that_of_training() -> None:
 def test_options_of_the_installed_engine_are_found() -> None:
     known = server_options()
     assert known is not None
-    assert {"mem_fraction_static", "load_format", "page_size", "attention_backend", "model_path"} <= known
+    assert {"mem_fraction_static", "load_format", "page_size", "attention_backend", "model_path"} <= known.keys()
     assert {"model_path", "tp_size", "port", "skip_tokenizer_init", "random_seed"} <= OWNED.keys()
 
 

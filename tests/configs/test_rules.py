@@ -26,7 +26,9 @@ DEVICES = {
     "actor_train.num_gpus_per_worker=2": "actor_train.num_gpus_per_worker: 2 does not apply to megatron_train",
     "actor_infer.device_mapping=12-19": "actor_infer.device_mapping: overlaps actor_train.device_mapping in devices "
     "12, 13, 14, 15; roles share all their devices or none",
-    "actor_infer.device_mapping=8-15,0-7": "lists the devices of actor_train in another order",
+    "actor_infer.device_mapping=8-15,0-7": "lists the devices of actor_train in another order; to share them write "
+    "0-15",
+    "actor_train.device_mapping=0-999999": "write 0-999999 to share, or devices outside, such as 1000000-1000007, to",
     "actor_infer.device_mapping=sixteen": "actor_infer.device_mapping: 'sixteen' is not a list of ranks",
     "actor_infer.device_mapping=[16,16]": "actor_infer.device_mapping: [16, 16] names device 16 twice",
     "actor_infer.device_mapping=[-1]": "names a negative device",
@@ -38,6 +40,7 @@ BATCH = {
     "rollout_batch_size=60": "rollout_batch_size: 60 prompts x num_return_sequences_in_group 8 = 480 samples do not "
     "fill optimizer steps of 512 (per_device_train_batch_size 1 x gradient_accumulation_steps 64 x data parallel 8); "
     "use rollout_batch_size 64, or gradient_accumulation_steps 60",
+    "rollout_batch_size=1000000000001": "or gradient_accumulation_steps 73",
     "rollout_batch_size=100": "use rollout_batch_size 64 or 128, or gradient_accumulation_steps 50",
     f"{TRAINING}.warmup_ratio=0.1 {TRAINING}.warmup_steps=3": "warmup_ratio: 0.1 and warmup_steps 3 exclude each other",
     f"{TRAINING}.min_learning_rate=1": "min_learning_rate: 1.0 is above learning_rate 1e-06",
@@ -79,6 +82,10 @@ ENGINES = {
     f"{SGLANG}.gpu_memory_utilization=0.8": "SGLang has no option of this name; did you mean mem_fraction_static?",
     f"{SGLANG}.max_num_seqs=8": "SGLang has no option of this name; set actor_infer.max_running_requests",
     f"{SGLANG}.mem_fraction_static=80": "mem_fraction_static: 80 is not a share of the device's memory between 0 and 1",
+    f"{SGLANG}.page_size=banana": f"{SGLANG}.page_size: 'banana' is not a whole number or null",
+    f"{SGLANG}.chunked_prefill_size=0.5": "chunked_prefill_size: 0.5 is not a whole number",
+    f"{SGLANG}.disable_radix_cache=1": f"{SGLANG}.disable_radix_cache: 1 is not true or false",
+    f"{SGLANG}.kv_cache_dtype=fp9": f"{SGLANG}.kv_cache_dtype: 'fp9' is not one of auto, ",
     f"{SGLANG}.tp_size=2": f"{SGLANG}.tp_size: 2: the framework sets this option; set num_gpus_per_worker",
     f"{SGLANG}.random_seed=2": f"{SGLANG}.random_seed: 2: the framework sets this option; set seed",
     f"{SGLANG}.model_path=x": "the framework sets this option; set model_args.model_name_or_path",
@@ -176,6 +183,7 @@ HARMLESS = {
     "reference.strategy_args.strategy_config.recompute_granularity=full": "recompute_granularity: has no effect: the "
     "reference is not trained",
     "eval_steps=1 validation.data_args.file_name=a.jsonl validation.data_args.shuffle=false": "shuffle: has no effect",
+    f"{SGLANG}.load_format=nope": f"{SGLANG}.load_format: 'nope' is not one of SGLang's own: auto, pt, safetensors, ",
     "num_nodes=3": "num_nodes: has no effect: nodes follow from device_mapping",
 }
 

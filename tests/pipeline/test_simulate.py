@@ -225,6 +225,29 @@ def test_runs_that_cannot_be_used_are_refused_by_name(tmp_path: Path, in_turns: 
     assert refused(config, Options(generate=1.0)).startswith("--train: is not given; name a finished run with --from")
 
 
+def test_options_that_contradict_are_refused(tmp_path: Path, in_turns: Path) -> None:
+    config, times = small(tmp_path), {"generate": 1.0, "train": 1.0}
+    said = refused(config, Options(overlap_run=in_turns, slowdown=2.0, **times))
+    assert said == "--slowdown: is what --overlap takes from a run; keep one"
+    said = refused(config, Options(response_length=(100, 2000), **times))
+    assert said == "--response-length: 2000 is above response_length 1024; give at most that"
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("rollout_batch_size=1000000", "= 4000000 samples of a batch take too long to simulate; use at most 100000"),
+        (
+            "async_generation_ratio=1000000",
+            "async_generation_ratio: 1e+06 batches ahead of 64 samples take too long to",
+        ),
+        ("actor_infer.device_mapping=2-99999", "device_mapping: 100000 devices take too long to simulate; use at most"),
+    ],
+)
+def test_what_would_never_end_is_refused(tmp_path: Path, override: str, said: str) -> None:
+    assert said in refused(small(tmp_path, override), Options(generate=1.0, train=1.0))
+
+
 def test_only_pipelines_that_generate_are_simulated(tmp_path: Path) -> None:
     from tests.configs.samples import SFT, write
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from math import gcd
+from math import gcd, isqrt
 
 from roll.configs.batches import samples_per_optimizer_step, training_batch
 from roll.configs.errors import Report
 from roll.configs.layouts import device_roles, is_megatron, role_layout
 from roll.configs.pipeline import BaseConfig, RLConfig, SFTConfig
+
+MOST_TRIES = 1_000_000
+"""Numbers that are tried as divisors: all up to the square root of any batch that fits a machine."""
 
 
 def check_training(config: BaseConfig, report: Report) -> None:
@@ -77,15 +80,17 @@ def _fills(config: RLConfig, report: Report) -> bool:
     below = prompts // unit * unit
     advice = f"use rollout_batch_size {f'{below} or ' if below else ''}{below + unit}"
     if samples % (size * data_parallel) == 0:
-        whole = samples // (size * data_parallel)
-        fitting = min(
-            (n for n in range(1, whole + 1) if whole % n == 0),
-            key=lambda n: abs(n - training.gradient_accumulation_steps),
-        )
-        advice += f", or gradient_accumulation_steps {fitting}"
+        accumulation = _nearest_divisor(samples // (size * data_parallel), training.gradient_accumulation_steps)
+        advice += f", or gradient_accumulation_steps {accumulation}"
     report.error(
         "rollout_batch_size",
         f"{prompts} prompts x num_return_sequences_in_group {group} = {samples} samples do not fill optimizer steps "
         f"of {step} ({product}); {advice}",
     )
     return False
+
+
+def _nearest_divisor(number: int, wanted: int) -> int:
+    """The divisor of `number` nearest to `wanted`, of those that MOST_TRIES find with their partners."""
+    small = [n for n in range(1, min(isqrt(number), MOST_TRIES) + 1) if number % n == 0]
+    return min(small + [number // n for n in small], key=lambda n: (abs(n - wanted), n))

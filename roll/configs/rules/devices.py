@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import combinations
 
+from roll.configs.device_mapping import spans
 from roll.configs.errors import Report
 from roll.configs.layouts import device_roles, is_megatron, megatron_config, role_layout, uses_reference
 from roll.configs.machine import Machine
@@ -35,7 +36,7 @@ def _check_owned(config: BaseConfig, report: Report) -> None:
         )
     if uses_reference(config) and not config.reference.device_mapping:
         terms = " and ".join(name for name in ("use_kl_loss", "add_token_level_kl") if getattr(config, name))
-        devices = f"such as {config.actor_train.device_mapping}, the devices of actor_train, to share them"
+        devices = f"such as {spans(config.actor_train.device_mapping)}, the devices of actor_train, to share them"
         report.error(
             "reference.device_mapping", f"is empty, but {terms} needs the reference; name its devices, {devices}"
         )
@@ -81,13 +82,13 @@ def _check_overlap(first: str, one: list[int], second: str, other: list[int], re
         return
     path = f"{second}.device_mapping"
     if set(one) == set(other):
-        report.error(path, f"lists the devices of {first} in another order; to share them write {one}")
+        report.error(path, f"lists the devices of {first} in another order; to share them write {spans(one)}")
         return
-    free = max(one) + 1
+    outside = spans(range(max(one) + 1, max(one) + 1 + len(other)))
     report.error(
         path,
         f"overlaps {first}.device_mapping in {_short(shared)}; roles share all their devices or none: "
-        f"write {one} to share, or devices outside, such as list(range({free},{free + len(other)})), to separate",
+        f"write {spans(one)} to share, or devices outside, such as {outside}, to separate",
     )
 
 
@@ -105,7 +106,7 @@ def check_nodes(config: BaseConfig, devices_per_node: int, report: Report) -> No
             nodes = sorted({rank // devices_per_node for rank in group})
             if len(nodes) == 1:
                 continue
-            spread = f"devices {group} are on nodes {nodes} ({devices_per_node} devices per node)"
+            spread = f"devices {spans(group)} are on nodes {spans(nodes)} ({devices_per_node} devices per node)"
             if is_megatron(worker):
                 report.warn(f"{role}.device_mapping", f"a tensor-parallel group spans nodes and will be slow: {spread}")
             else:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from roll.configs.errors import Report
 from roll.configs.layouts import ROLES, is_megatron, megatron_config
 from roll.configs.pipeline import BaseConfig, RLConfig
-from roll.configs.sglang_options import OWNED, server_options
+from roll.configs.sglang_options import OWNED, ServerOption, server_options
 from roll.configs.suggestions import nearest
 from roll.configs.vllm import OPTIONS, ROLE_OPTIONS
 from roll.configs.worker import WorkerConfig
@@ -95,16 +97,27 @@ def _check_sglang(worker: WorkerConfig, path: str, report: Report) -> None:
         if name in OWNED:
             report.error(f"{path}.{name}", f"{value!r}: the framework sets this option; {OWNED[name]}")
         elif known is not None and name not in known:
-            like = OPTIONS.get(name) or nearest(name, known - OWNED.keys())
+            like = OPTIONS.get(name) or nearest(name, known.keys() - OWNED.keys())
             hint = f"; did you mean {like}?" if like else ""
             if name in ROLE_OPTIONS:
                 hint = f"; set actor_infer.{ROLE_OPTIONS[name]}"
             report.error(f"{path}.{name}", f"SGLang has no option of this name{hint}")
+        elif name == "mem_fraction_static":
+            _check_share(f"{path}.{name}", value, report)
+        elif known is not None:
+            _check_value(f"{path}.{name}", value, known[name], report)
     if known is None and options:
         report.warn(path, f"sglang is not installed here: {', '.join(options)} were not checked against its options")
-    share = options.get("mem_fraction_static")
+
+
+def _check_share(path: str, share: Any, report: Report) -> None:
     if share is not None and not (isinstance(share, int | float) and 0 < share < 1):
-        report.error(
-            f"{path}.mem_fraction_static",
-            f"{share!r} is not a share of the device's memory between 0 and 1, such as 0.8",
-        )
+        report.error(path, f"{share!r} is not a share of the device's memory between 0 and 1, such as 0.8")
+
+
+def _check_value(path: str, value: Any, option: ServerOption, report: Report) -> None:
+    refusal, doubt = option.refuses(value), option.doubts(value)
+    if refusal:
+        report.error(path, refusal)
+    if doubt:
+        report.warn(path, doubt)

@@ -16,6 +16,7 @@ from roll.pipeline.simulate.calibration import overlapping, read_run, synchronou
 from roll.pipeline.simulate.measured import Measured, Shape, Times, doubling_batch
 from roll.pipeline.simulate.model import Model, make_model, with_slowdown_of
 from roll.pipeline.simulate.search import configured_split, predict
+from roll.pipeline.simulate.size import check_size
 from roll.pipeline.simulate.text import as_dict, print_prediction
 
 
@@ -67,7 +68,12 @@ def simulate_config(
 
 
 def build_model(config: RLConfig, options: Options, machine: Machine) -> tuple[Model, list[str]]:
-    """The model of a configuration's speed, and what was assumed because nothing said otherwise."""
+    """The model of a configuration's speed, and what was assumed because nothing said otherwise.
+
+    Raises:
+        ConfigError: options contradict each other or the configuration, a run cannot be used, or it takes too long.
+    """
+    _check(config, options)
     notes: list[str] = []
     platform = place(config, machine, Report())[0]
     measured = _measured(config, options, notes)
@@ -93,6 +99,17 @@ def build_model(config: RLConfig, options: Options, machine: Machine) -> tuple[M
             f"cores say; give a run with overlap (--overlap) or --slowdown"
         )
     return replace(model, slowdown=slowdown), notes
+
+
+def _check(config: RLConfig, options: Options) -> None:
+    check_size(config)
+    if options.overlap_run is not None and options.slowdown is not None:
+        raise ConfigError([Problem("--slowdown", "is what --overlap takes from a run; keep one")])
+    longest, limit = (options.response_length or (0, 0))[1], config.response_length
+    if limit is not None and longest > limit:
+        raise ConfigError(
+            [Problem("--response-length", f"{longest:g} is above response_length {limit}; give at most that")]
+        )
 
 
 def _measured(config: RLConfig, options: Options, notes: list[str]) -> Measured:

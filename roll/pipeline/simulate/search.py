@@ -9,6 +9,7 @@ from roll.configs.layouts import is_megatron, megatron_config
 from roll.configs.pipeline import RLConfig
 from roll.pipeline.simulate.measured import Shape
 from roll.pipeline.simulate.model import Model
+from roll.pipeline.simulate.size import devices_of
 from roll.rollout.simulation import Outcome, generation_seconds, simulate
 
 RATIOS = (0.0, 0.5, 1.0, 2.0)
@@ -67,8 +68,7 @@ class Prediction:
 def predict(model: Model) -> Prediction:
     """Simulates the configuration as it is, then the other splits and ratios of its devices."""
     config = model.config
-    devices = set(config.actor_train.device_mapping) | set(config.actor_infer.device_mapping)
-    own, total = configured_split(config), len(devices)
+    own, total = configured_split(config), len(devices_of(config))
     alone = _Alone(model, total)
     tried = [(own, config.async_generation_ratio)]
     splits = [Split(total, total, shared=True), *_promising(model, alone, total)] if total > 1 else []
