@@ -27,7 +27,7 @@ CONTROL_TIMEOUT_S = 60.0
 """Pausing, resuming and flushing take one step of the engine; longer means that it hangs."""
 
 IDLE_TIMEOUT_S = 15.0
-"""A scheduler that has answered its last request is idle one or two steps later, which takes longer on a busy machine."""
+"""A scheduler that has answered its last request is idle one or two steps later, on a busy machine not at once."""
 
 
 class Generation:
