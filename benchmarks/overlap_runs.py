@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-STEPS = 24
+STEPS = 20
 WARM_UP_STEPS = 4
 """Left out: engines and allocators warm up, and a run ahead fills its buffer."""
 SPIN = "import torch\ntorch.set_num_threads(1)\nmatrix = torch.randn(256, 256)\nwhile True:\n    matrix @ matrix"
