@@ -28,7 +28,7 @@ def draw_ablation(rows: Sequence[Row], out_png: Path) -> Path | None:
         return None
     ratios, variants = sorted({row.ratio for row in rows}), list(dict.fromkeys(row.variant for row in rows))
     spacing = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
-    figure = Figure(figsize=(4.6 * len(ratios) + 0.6, 3.6), dpi=160, layout=spacing)
+    figure = Figure(figsize=(4.6 * len(ratios) + 1.4, 3.6), dpi=160, layout=spacing)
     FigureCanvasAgg(figure)
     shared = None
     for number, ratio in enumerate(ratios):
@@ -43,7 +43,10 @@ def draw_ablation(rows: Sequence[Row], out_png: Path) -> Path | None:
             axes.plot(steps, middle, color=color, linewidth=2.0, marker="o", markersize=3.5, label=variant)
             if len(group) > 1:
                 axes.fill_between(steps, low, high, color=color, alpha=0.16, linewidth=0)
-        axes.legend(loc="lower right", fontsize=8, frameon=False, labelcolor=INK)
+    lines = {line.get_label(): line for axes in figure.axes for line in axes.get_lines()}
+    named = [variant for variant in variants if variant in lines]
+    handles = [lines[variant] for variant in named]
+    figure.legend(handles, named, loc="outside right upper", fontsize=9, frameon=False, labelcolor=INK)
     out_png.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out_png, facecolor="white")
     return out_png
