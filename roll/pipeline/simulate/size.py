@@ -7,13 +7,13 @@ from roll.configs.pipeline import RLConfig
 from roll.configs.queue import versions_ahead
 
 MOST_SAMPLES = 100_000
-"""Samples of a batch that are simulated; some minutes."""
+"""Samples of a batch that are simulated; a third of them took two minutes."""
 
 MOST_SAMPLES_AHEAD = 2_000_000
-"""Samples generated before training is in its stride that are simulated; some minutes."""
+"""Samples generated before training is in its stride that are simulated; near it that takes more than two minutes."""
 
 MOST_DEVICES = 10_000
-"""Devices that are simulated; a minute."""
+"""Devices that are simulated; 4,100 took half a minute."""
 
 
 def check_size(config: RLConfig) -> None:
