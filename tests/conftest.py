@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what it starts in the background ignore it
 
 os.environ.update(
     HF_HUB_OFFLINE="1",  # nothing in a test may depend on a network
