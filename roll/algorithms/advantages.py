@@ -68,7 +68,7 @@ def compute_advantages(
         advantages = whiten(advantages, mask)
     if config.advantage_clip is not None:
         advantages = advantages.clamp(-config.advantage_clip, config.advantage_clip)
-    metrics = _metrics(advantages, returns, scores, groups, mask)
+    metrics = _metrics(advantages, returns, shaped.scores, groups, mask)
     if config.add_token_level_kl:
         metrics |= {"advantage/token_kl": float(masked_mean(kl, mask)), "advantage/kl_coef": kl_coef}
     return Advantages(advantages, returns, metrics)
