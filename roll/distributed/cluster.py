@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import ray
 
+from roll.configs.device_mapping import spans
 from roll.configs.layout import ParallelLayout
 from roll.distributed.actors import ConcurrentHost, Host
 from roll.distributed.client import ClusterClient
 from roll.distributed.dispatch import Registration, answering_ranks, arguments_by_rank, collect_answers, registrations
 from roll.distributed.pending import CallSite, Pending
-from roll.distributed.placement import Seat, spans
+from roll.distributed.placement import Seat
 from roll.distributed.worker import Worker, WorkerRank
 
 if TYPE_CHECKING:
@@ -170,7 +171,7 @@ class Cluster:
 
     def _place(self, rank: int) -> str:
         seat = self._seats[rank]
-        return f"node {seat.node}, devices {spans(seat.devices)}, log {self._logs[rank]}"
+        return f"node {seat.node}, devices {spans(sorted(seat.devices))}, log {self._logs[rank]}"
 
     def client(self) -> ClusterClient:
         """What other processes need to call single ranks; it can be sent to them."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from roll.configs.device_mapping import spans
+
 
 @dataclass(frozen=True)
 class Seat:
@@ -66,17 +68,6 @@ def threads_of(slots: Sequence[int], num_slots: int, num_cores: int) -> int:
     return len(cores_of(slots, num_slots, range(num_cores)))
 
 
-def spans(ranks: Sequence[int]) -> str:
-    """Ranks as text, consecutive ones joined: `0-3,6`."""
-    parts: list[list[int]] = []
-    for rank in sorted(ranks):
-        if parts and rank == parts[-1][-1] + 1:
-            parts[-1].append(rank)
-        else:
-            parts.append([rank])
-    return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
-
-
 def resource_table(
     roles: Mapping[str, Sequence[int]], devices_per_node: int, nodes: Sequence[tuple[str, float]], device_word: str
 ) -> str:
@@ -96,5 +87,5 @@ def resource_table(
         asked = {d for devices in roles.values() for d in devices if first <= d < first + devices_per_node}
         lines.append(f"{node:<6}{first}-{first + devices_per_node - 1:<10}{len(asked):<8}{count:<8g}{address}")
     lines.append(f"{'role':<18}{device_word}")
-    lines.extend(f"{role:<18}{spans(devices)}" for role, devices in roles.items())
+    lines.extend(f"{role:<18}{spans(sorted(devices))}" for role, devices in roles.items())
     return "\n".join(lines)

@@ -14,6 +14,10 @@ def test_spans_are_read_back(ranks: list[int]) -> None:
     assert parse_device_mapping(spans(ranks)) == ranks
 
 
+def test_spans_join_consecutive_ranks() -> None:
+    assert (spans([0, 1, 2, 3, 6]), spans([6, 0, 1])) == ("0-3,6", "6,0-1")
+
+
 @given(RANKS)
 def test_lists_are_read_back_as_values_and_as_text(ranks: list[int]) -> None:
     assert parse_device_mapping(ranks) == ranks

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.distributed.placement import cores_of, nodes_needed, resource_table, seats_of, spans, threads_of
+from roll.distributed.placement import cores_of, nodes_needed, resource_table, seats_of, threads_of
 
 
 def test_devices_are_dealt_in_the_order_of_the_mapping() -> None:
@@ -42,10 +42,6 @@ def test_more_slots_than_cores_share_all_cores_with_a_fair_share_of_threads() ->
 
 def test_nodes_up_to_the_highest_device_are_needed() -> None:
     assert nodes_needed({"a": [0, 1], "b": [17], "c": []}, 8) == 3
-
-
-def test_spans_join_consecutive_ranks() -> None:
-    assert spans([6, 0, 1, 2, 3]) == "0-3,6"
 
 
 def test_the_table_shows_the_node_that_is_missing() -> None:

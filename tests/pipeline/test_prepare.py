@@ -44,3 +44,18 @@ def test_prompts_of_which_none_fits_are_told_with_role_and_file(tmp_path: Path, 
     with pytest.raises(DatasetError) as caught:
         prepared(rlvr(tmp_path, f"pretrain={model}", f"actor_train.data_args.file_name={file}", "prompt_length=24"))
     assert str(caught.value).startswith(f"actor_train ({file}): prompt_length: all 1 prompts are longer than 24 tokens")
+
+
+def test_too_few_prompts_for_a_batch_are_told(tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = jsonl(tmp_path, row(1))
+    given = (f"pretrain={model}", f"actor_train.data_args.file_name={file}", "eval_steps=0")
+    pipeline = RLVRPipeline(rlvr(tmp_path, *given))
+
+    async def prepare_and_close() -> None:
+        try:
+            await pipeline.prepare()
+        finally:
+            await pipeline.close()
+
+    asyncio.run(prepare_and_close())
+    assert "1 prompts for a rollout_batch_size of" in caplog.text

@@ -184,6 +184,14 @@ def test_an_adaptive_kl_weight_moves_and_is_remembered(tmp_path):
         assert learn((second, None), BigramCluster().sample(1))["advantage/kl_coef"] == pytest.approx(expected)
 
 
+def test_how_long_nothing_moved_the_policy_outlives_a_restart(tmp_path):
+    first, second = (learner(tmp_path)[0] for _ in range(2))
+    first._unmoved = 3
+    asyncio.run(first.save(tmp_path))
+    asyncio.run(second.load(tmp_path))
+    assert second._unmoved == 3
+
+
 STEP = {"log_ratio_abs_max": 1e-4, "policy_kl": 1e-8, "ratio_mean": 1.0, "ratio_max": 1.0001}
 
 
