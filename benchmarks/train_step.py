@@ -174,17 +174,25 @@ def _spawn(layout: ParallelLayout, job: Callable[..., Any], folder: Path, work: 
     """What rank 0 found, each rank on a core and a process of its own."""
     import torch
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    from roll.distributed.ports import open_port
+
     result = folder / "result.pickle"
-    torch.multiprocessing.spawn(_rank_main, (layout, job, folder, work, port, result), nprocs=layout.world_size)
+    with open_port() as listener:
+        arguments = (layout, job, folder, work, listener, result)
+        torch.multiprocessing.spawn(_rank_main, arguments, nprocs=layout.world_size)
     return pickle.loads(result.read_bytes())
 
 
 def _rank_main(
-    rank: int, layout: ParallelLayout, job: Callable[..., Any], folder: Path, work: Work, port: int, result: Path
+    rank: int,
+    layout: ParallelLayout,
+    job: Callable[..., Any],
+    folder: Path,
+    work: Work,
+    listener: socket.socket,
+    result: Path,
 ) -> None:
+    from roll.distributed.ports import hold_port
     from roll.platforms import get_platform
     from roll.platforms.sglang_cpu_plugin import define_torchvision_operators
 
@@ -192,6 +200,9 @@ def _rank_main(
     define_torchvision_operators()
     cores = sorted(os.sched_getaffinity(0))
     get_platform("cpu").setup_process([cores[rank % len(cores)]], threads=1)
+    port = listener.getsockname()[1]
+    if rank == 0:
+        hold_port(listener)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     found = job(layout, rank, folder, work)
     if rank == 0:

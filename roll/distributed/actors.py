@@ -10,7 +10,6 @@ import faulthandler
 import inspect
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -18,6 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from roll.distributed.ports import hold_port
 
 _PR_SET_PDEATHSIG = 1
 
@@ -56,9 +57,9 @@ class Host:
         """The process id."""
         return os.getpid()
 
-    def free_port(self) -> int:
-        """A TCP port of this process's node that nothing uses now."""
-        return free_port()
+    def hold_port(self) -> int:
+        """A TCP port of this process's node, held by it until its worker's store serves on it."""
+        return hold_port()
 
     def build(self, make: Callable[..., Any], environment: dict[str, str], *args: Any) -> Failure | None:
         """Makes the worker, with these variables set."""
@@ -99,13 +100,6 @@ class ConcurrentHost(Host):
         except Exception as error:
             return self._failed(error)
         return result if keep else None
-
-
-def free_port() -> int:
-    """A TCP port that nothing uses now."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 def _end_with_parent() -> None:

@@ -112,7 +112,7 @@ class Cluster:
         here = ray.get_runtime_context().get_node_id()
         local = [self._resources.nodes[seat.node].node_id == here for seat in self._seats]
         self._processes = [psutil.Process(process) for process, near in zip(processes, local, strict=True) if near]
-        port = Pending(self._site("free_port", 0), [self._actors[0].free_port.remote()], list, timeout_s).get()[0]
+        port = Pending(self._site("hold_port", 0), [self._actors[0].hold_port.remote()], list, timeout_s).get()[0]
         nodes = self._resources.nodes
         return [
             WorkerRank(

@@ -98,9 +98,9 @@ class TrainWorker(Worker):
         return SourceInfo(member.stage, self._strategy.weight_specs(), self.rank.address) if member.is_source else None
 
     @register(deadline="sync_timeout_s")
-    def free_weights_port(self) -> int | None:
+    def hold_weights_port(self) -> int | None:
         """A port for a new group, on the source of each stage."""
-        return self._prepared(self._broadcast).free_port()
+        return self._prepared(self._broadcast).hold_port()
 
     @register(deadline="sync_timeout_s")
     def join_weights_groups(self, groups: list[WeightsGroup], timeout_s: float) -> None:

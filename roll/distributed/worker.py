@@ -27,7 +27,7 @@ class WorkerRank:
         node: index of the node it runs on.
         address: address of that node for other ranks.
         master_address: address of rank 0's node.
-        master_port: free port there, for the cluster's process group.
+        master_port: held by rank 0's process for the cluster's process group.
         cores: cores the process is pinned to.
         threads: compute threads that go with them.
         platform: cpu or cuda.

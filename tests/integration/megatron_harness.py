@@ -7,17 +7,21 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
-import socket
 import time
 import traceback
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from roll.configs.layout import ParallelLayout
+from roll.distributed.ports import hold_port, open_port
+
+if TYPE_CHECKING:
+    import socket
 
 DEADLINE_S = 270.0
+STRATEGIES = 40  # most that one scenario builds; each has a port of its own
 
 
 class RankFailed(AssertionError):
@@ -26,7 +30,7 @@ class RankFailed(AssertionError):
 
 @dataclass
 class RankContext:
-    """What a scenario gets: who it is, where to write, and strategies on fresh ports."""
+    """What a scenario gets: who it is, where to write, and strategies, each on a port that rank 0 holds."""
 
     layout: ParallelLayout
     rank: int
@@ -79,17 +83,19 @@ def run_on_ranks(
         RankFailed: with the first traceback; the other ranks are ended.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    ports = _free_ports(40)
+    listeners = [open_port() for _ in range(STRATEGIES)]
     context = multiprocessing.get_context("spawn")
     receivers, processes = [], []
     for rank in range(layout.world_size):
         receiver, sender = context.Pipe(duplex=False)
-        job = (scenario, layout, rank, folder, arguments, ports)
+        job = (scenario, layout, rank, folder, arguments, listeners if rank == 0 else _ports(listeners))
         process = context.Process(target=_main, args=(sender, job), daemon=True)
         process.start()
         sender.close()
         receivers.append(receiver)
         processes.append(process)
+    for listener in listeners:
+        listener.close()
     try:
         return _collect(receivers, time.monotonic() + deadline_s, deadline_s)
     finally:
@@ -125,6 +131,8 @@ def _receive(rank: int, receiver: Any) -> dict[str, Any]:
 
 def _main(sender: Any, job: tuple[Any, ...]) -> None:
     scenario, layout, rank, folder, arguments, ports = job
+    if rank == 0:
+        ports = [hold_port(listener) for listener in ports]
     warnings.filterwarnings("ignore")
     try:
         from roll.platforms import get_platform
@@ -139,12 +147,5 @@ def _main(sender: Any, job: tuple[Any, ...]) -> None:
         sender.send((traceback.format_exc(), b""))
 
 
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
+def _ports(listeners: list[socket.socket]) -> list[int]:
+    return [listener.getsockname()[1] for listener in listeners]

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from roll.configs.layout import ParallelLayout, RankCoordinates
 from roll.configs.seeds import role_seed
+from roll.distributed.ports import serve_store
 from roll.platforms.base import Platform
 
 
@@ -34,9 +35,11 @@ def join_process_group(
     """
     address, port = _master()
     _check_environment(layout, rank)
-    store = dist.TCPStore(
-        address, port, layout.world_size, is_master=rank == 0, timeout=timedelta(seconds=start_timeout_s)
-    )
+    timeout = timedelta(seconds=start_timeout_s)
+    if rank == 0:
+        store = serve_store(address, port, layout.world_size, timeout)
+    else:
+        store = dist.TCPStore(address, port, layout.world_size, is_master=False, timeout=timeout)
     dist.init_process_group(
         platform.collective_backend,
         store=store,

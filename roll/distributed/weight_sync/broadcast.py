@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from roll.distributed.actors import free_port
+from roll.distributed.ports import hold_port, release_port
 from roll.distributed.weight_sync.groups import WeightsGroup, join_as_source
 from roll.distributed.weight_sync.plan import Bucket
 from roll.distributed.weight_sync.sender import Sent, StageMember
@@ -24,10 +24,12 @@ class BroadcastSender:
         """Joins nothing yet."""
         self._member = member
         self._group: Any = None
+        self._port: int | None = None
 
-    def free_port(self) -> int | None:
-        """A port for a new group; None on ranks that do not send."""
-        return free_port() if self._member.is_source else None
+    def hold_port(self) -> int | None:
+        """A port for a new group, held until the group is left; None on ranks that do not send."""
+        self._port = hold_port() if self._member.is_source else None
+        return self._port
 
     def join(self, groups: list[WeightsGroup], timeout_s: float) -> None:
         """Joins the group of this stage; a collective in it takes at most `timeout_s`."""
@@ -39,6 +41,9 @@ class BroadcastSender:
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None
+        if self._port is not None:
+            release_port(self._port)
+            self._port = None
 
     def broadcast(self, stages: list[list[Bucket]], digest_ranks: int, fault: Fault | None) -> Sent | None:
         """Sends this stage's tensors, gathering those of the next bucket while those of one are under way.

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from roll.distributed.ports import serve_store
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -17,7 +19,7 @@ class WeightsGroup:
     Attributes:
         name: unique in a run, also after a retry.
         address: of the source's node.
-        port: free port there.
+        port: held by the source.
         world_size: 1 + the ranks of all engines.
         backend: gloo or nccl.
     """
@@ -42,7 +44,7 @@ def join_as_source(group: WeightsGroup, timeout_s: float) -> ProcessGroup:
     from torch.distributed import distributed_c10d as c10d
 
     timeout = timedelta(seconds=timeout_s)
-    store = dist.TCPStore(group.address, group.port, group.world_size, is_master=True, timeout=timeout)
+    store = serve_store(group.address, group.port, group.world_size, timeout)
     joined, _ = c10d._new_process_group_helper(
         group.world_size,
         0,

@@ -177,7 +177,7 @@ class BroadcastTransport(ClusterTransport):
         world_size = 1 + self._infer.world_size * self._infer.layout.tensor
         backend = "nccl" if self._train.platform == "cuda" else "gloo"
         number = next(self._numbers)
-        ports = await self._train.free_weights_port()
+        ports = await self._train.hold_weights_port()
         self._groups = [
             WeightsGroup(f"weights-{number}-stage-{source.stage}", source.address, port, world_size, backend)
             for source, port in zip(self._sources, [port for port in ports if port is not None], strict=True)
