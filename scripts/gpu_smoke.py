@@ -177,6 +177,7 @@ async def smoke(platform: str, dtype: str, folder: Path) -> list[Row]:
     config, bounds, rows = configuration(platform, dtype, folder), BOUNDS[dtype], []
     reference = Reference(folder / "model")
     async with Session(config) as session:
+        await session.ready()
         actor, engine = session.clusters["actor_train"], session.clusters["actor_infer"]
         publisher = WeightPublisher(actor, engine, config)
         await publisher.setup()

@@ -32,7 +32,7 @@ class Service:
         make: Callable[..., Any],
         *args: Any,
     ) -> None:
-        """Starts the process and makes the object.
+        """Starts the process, in which the object is then made; `ready` waits for it.
 
         Args:
             name: for messages and the log file.
@@ -42,7 +42,7 @@ class Service:
             args: of `make`.
 
         Raises:
-            ClusterError: it could not be made.
+            ClusterError: the process did not start.
         """
         self._name, self._config, self._deadlines, self._ended = name, config, deadlines, False
         self._log = log_file(config, name)
@@ -57,7 +57,15 @@ class Service:
         ).remote(name, 0, cores, self._log)
         started = self._pending("start", self._actor.process.remote(), config.start_timeout_s)
         self._process = psutil.Process(started.get())
-        self._pending("build", self._actor.build.remote(make, {}, *args), config.start_timeout_s).get()
+        self._built = self._pending("build", self._actor.build.remote(make, {}, *args), config.start_timeout_s)
+
+    async def ready(self) -> None:
+        """Waits until the object is made.
+
+        Raises:
+            ClusterError: it could not be.
+        """
+        await self._built
 
     def call(self, method: str, *args: Any) -> Pending:
         """The answer of one of the object's coroutines, within its deadline."""

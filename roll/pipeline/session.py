@@ -26,7 +26,11 @@ WORKERS: dict[str, type[Worker]] = {
 
 
 class Session:
-    """The clusters of every role that owns devices; leaving the block ends every process it started."""
+    """The clusters of every role that owns devices, and services beside them.
+
+    Entering the block starts the clusters' processes, `ready` waits until they can be used; a service that is started
+    in between comes up beside them. Leaving the block ends every process it started.
+    """
 
     def __init__(self, config: BaseConfig) -> None:
         """Starts nothing yet."""
@@ -37,9 +41,9 @@ class Session:
         self._services: list[Service] = []
 
     async def __aenter__(self) -> Session:
-        """Starts Ray, reserves the devices, and brings all roles up side by side."""
+        """Starts Ray, reserves the devices, and starts the processes of all roles."""
         try:
-            await self._start()
+            self._start()
         except BaseException:
             self._stop()
             raise
@@ -49,7 +53,7 @@ class Session:
         """Ends clusters, reservation and Ray."""
         self._stop()
 
-    async def _start(self) -> None:
+    def _start(self) -> None:
         config = self._config
         roles = device_roles(config)
         per_node = config.num_devices_per_node or self._platform.device_count()
@@ -59,9 +63,18 @@ class Session:
         for role, worker in roles.items():
             cls = WORKERS[worker.strategy_args.strategy_name]
             self.clusters[role] = Cluster(role, cls, worker, config, self._resources, role_layout(worker))
+
+    async def ready(self) -> None:
+        """Brings all roles up side by side, and waits for them and for the services.
+
+        Raises:
+            ClusterError: one of them did not come up.
+        """
         calls = [asyncio.to_thread(cluster.initialize) for cluster in self.clusters.values()]
         for pending in await asyncio.gather(*calls):
             await pending
+        for service in self._services:
+            await service.ready()
 
     def start_service(self, name: str, deadlines: Mapping[str, float], make: Callable[..., Any], *args: Any) -> Service:
         """Runs `make(*args)` in a process of its own; see `Service`."""

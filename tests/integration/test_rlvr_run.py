@@ -24,7 +24,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> di
 def unbroken(inputs: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A deterministic run from start to end: its folder and what it printed."""
     folder = tmp_path_factory.mktemp("unbroken")
-    code, output = finish(start(recipe(inputs, folder)))
+    code, output = finish(start(recipe(inputs, folder, async_training__rollouter="inline")))
     assert code == 0, output
     return folder, output
 
@@ -58,13 +58,19 @@ def test_run_json_says_what_ran_and_how_it_ended(unbroken):
 
 def test_a_killed_and_resumed_run_writes_what_an_unbroken_one_does(unbroken, inputs, tmp_path):
     """The checkpoint is of step 2, after a validation at that step had filled the prefix cache."""
-    config = recipe(inputs, tmp_path)
+    config = recipe(inputs, tmp_path, async_training__rollouter="inline")
     first = start(config)
     wait_for_line(tmp_path, 3)
     os.kill(first.pid, signal.SIGKILL)
     finish(first)
     assert lines(tmp_path)[:3] == lines(unbroken[0])[:3], "two runs with one seed differ"
     code, output = finish(start(config, "resume_from_checkpoint=true"))
+    assert code == 0, output
+    assert lines(tmp_path) == lines(unbroken[0])
+
+
+def test_ratio_0_through_the_rollouter_is_synchronous_training_bit_for_bit(unbroken, inputs, tmp_path):
+    code, output = finish(start(recipe(inputs, tmp_path, async_training__rollouter="actor")))
     assert code == 0, output
     assert lines(tmp_path) == lines(unbroken[0])
 

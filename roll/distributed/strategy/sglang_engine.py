@@ -27,7 +27,7 @@ class EngineError(RuntimeError):
 
 
 class Engine:
-    """SGLang's scheduler and detokenizer processes, seen from the process that owns them.
+    """SGLang's scheduler processes, seen from the process that owns them.
 
     SGLang asks the kernel to kill its processes when the thread that started them ends, so they are started by a
     thread that lives as long as this object: they end with the owner, however it ends.
@@ -90,9 +90,7 @@ class Engine:
     def _launch(self, arguments: dict[str, Any]) -> Any:
         os.environ.update(self._environment)
         _ignore_quit_signal()
-        import sglang
-
-        engine = sglang.Engine(**arguments)
+        engine = _engine_class()(**arguments)
         atexit.unregister(engine.shutdown)  # it would kill every child of this process, ours or not
         watchdog = engine.tokenizer_manager._subprocess_watchdog
         if watchdog is not None:
@@ -159,6 +157,18 @@ class Engine:
                 f"{self.name}: processes {[p.pid for p in alive]} live on {STOP_TIMEOUT_S:g} s after SIGKILL"
             )
         self._processes = []
+
+
+def _engine_class() -> Any:
+    """SGLang's engine without its detokenizer: token ids come out, so that process would start and do nothing."""
+    from sglang.srt.entrypoints.engine import Engine as SGLangEngine
+
+    class TokenEngine(SGLangEngine):
+        @classmethod
+        def _launch_detokenizer_subprocesses(cls, *_: Any, **__: Any) -> tuple[list[Any], list[str]]:
+            return [], []
+
+    return TokenEngine
 
 
 def _alive(process: psutil.Process) -> bool:

@@ -78,13 +78,14 @@ class RLVRPipeline:
     async def build(self, session: Session, trackers: TrackerGroup) -> TrainingLoop:
         """The loop, its parts joined to the running clusters."""
         config, clusters = self._config, session.clusters
+        rollouter = self._rollouter(session)
+        await session.ready()
         publisher = WeightPublisher(clusters["actor_train"], clusters["actor_infer"], config)
         await publisher.setup()
         learner = (load_extensions(config).trainer or RLLearner)(
             config, clusters["actor_train"], clusters.get("reference")
         )
-        samples = RolloutSamples(self._rollouter(session))
-        return TrainingLoop(config, samples, learner, ClockedPublisher(publisher), trackers)
+        return TrainingLoop(config, RolloutSamples(rollouter), learner, ClockedPublisher(publisher), trackers)
 
     def _rollouter(self, session: Session) -> Ask:
         """The way to the rollouter: here, or in a process of its own when it runs in the background."""
