@@ -32,17 +32,17 @@ RECIPE: dict[str, Any] = {
     "track_with": [],
     "max_steps": STEPS,
     "save_checkpoint": False,
-    "rollout_batch_size": 16,
+    "rollout_batch_size": 22,
     "num_return_sequences_in_group": 8,
     "prompt_length": 24,
-    "response_length": 192,
+    "response_length": 160,
     "loss_agg_mode": "token-mean",
     "actor_train": {
         "model_args": {"dtype": "fp32"},
         "training_args": {
             "learning_rate": 1.0e-5,
             "per_device_train_batch_size": 8,
-            "gradient_accumulation_steps": 16,
+            "gradient_accumulation_steps": 22,
         },
         "data_args": {"template": "native"},
         "pg_variant": "decoupled_ppo",  # computes the same at every ratio: log-probs, then a ratio against them
@@ -61,7 +61,7 @@ RECIPE: dict[str, Any] = {
         "generating_args": {"stop_strings": ["a", "b", "c"]},
         "strategy_args": {"strategy_name": "sglang", "strategy_config": {"load_format": "dummy"}},
         "device_mapping": [1],
-        "max_running_requests": 128,
+        "max_running_requests": 176,
     },
     "rewards": {"digits": {"function": "benchmarks.overlap_runs:digits"}},
 }

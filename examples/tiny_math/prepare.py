@@ -23,18 +23,21 @@ CHAT_TEMPLATE = (
 """The question as it is, then one marker after which the answer starts: a small model has nothing to learn about it."""
 
 
-def make_tokenizer():
+def make_tokenizer(words: tuple[str, ...] = ()):
     """A `Qwen2Tokenizer` with one token per byte, so one per character of a problem: the id is the byte plus three.
 
     It is Qwen's own class because transformers loads any folder of a Qwen2 model with that one. Every text comes back
     as it was, whatever its characters.
+
+    Args:
+        words: texts that are one token each, after those of the bytes.
     """
     from transformers import Qwen2Tokenizer
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     vocabulary = {PAD: 0, END: 1, ANSWER: 2}
     vocabulary |= {character: 3 + byte for byte, character in bytes_to_unicode().items()}
-    return Qwen2Tokenizer(
+    tokenizer = Qwen2Tokenizer(
         vocab=vocabulary,
         merges=[],
         pad_token=PAD,
@@ -45,6 +48,8 @@ def make_tokenizer():
         clean_up_tokenization_spaces=False,
         model_max_length=1024,
     )
+    tokenizer.add_tokens(list(words))
+    return tokenizer
 
 
 def make_config(vocab_size: int):
@@ -110,17 +115,18 @@ def make_weights(config, seed: int) -> dict:
     return {name: draw(name, shape) for name, shape in shapes.items()}
 
 
-def prepare(folder: Path, seed: int = 42) -> Path:
+def prepare(folder: Path, seed: int = 42, words: tuple[str, ...] = ()) -> Path:
     """Writes model and tokenizer to `folder` and returns it; the same seed writes the same bytes.
 
     Args:
         folder: made when missing; files of an earlier call are overwritten.
         seed: of the random weights.
+        words: see `make_tokenizer`.
     """
     from safetensors.torch import save_file
     from transformers import GenerationConfig
 
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer(words)
     config = make_config(len(tokenizer))
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(folder)

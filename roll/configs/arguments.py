@@ -59,6 +59,9 @@ class DataArguments:
         "solution", "Column with the answer: SFT's target, and the ground truth where `ground_truth` is absent."
     )
     ground_truth: str = option("ground_truth", "Column with the exact answer the reward compares with.")
+    mask_history: bool = option(
+        True, "SFT: learn the last answer of a conversation only; false learns every answer of the assistant."
+    )
     shuffle: bool = option(True, "Draw a new order, seeded, for every pass over the data.")
 
 

@@ -13,7 +13,9 @@ NO_VERSION = -1
 """`weight_version` of a token that no policy sampled."""
 
 Sample = tuple[Sequence[int], Sequence[int], Sequence[float], Sequence[int]]
-"""(prompt ids, response ids, log-prob of each response token, weight version of each response token)."""
+"""(prompt ids, response ids, log-prob of each response token, weight version of each response token).
+
+A response token of NO_VERSION stands between answers, such as what an environment said; it is not learned from."""
 
 
 def collate_samples(samples: Sequence[Sample], pad_token_id: int = 0, round_to: int = 1) -> dict[str, Tensor]:
@@ -45,13 +47,19 @@ def collate_samples(samples: Sequence[Sample], pad_token_id: int = 0, round_to: 
         span = slice(len(prompt), len(prompt) + len(response))
         tensors["behavior_log_probs"][row, span] = torch.tensor(log_probs, dtype=torch.float32)
         tensors["weight_version"][row, span] = torch.tensor(versions, dtype=torch.int32)
+    tensors["response_mask"] &= tensors["weight_version"] != NO_VERSION
     return tensors
 
 
 def collate_examples(examples: Sequence[SFTExample], pad_token_id: int = 0, round_to: int = 1) -> dict[str, Tensor]:
-    """Prompt and answer pairs as tensors [B, T]: the first four keys of `collate_samples`, the mask on the answer."""
+    """Pairs as tensors [B, T]: the first four keys of `collate_samples`, the mask on what is learned."""
     pairs = [(example.prompt_ids, example.answer_ids) for example in examples]
-    return _collate_tokens(pairs, pad_token_id, round_to)
+    tensors = _collate_tokens(pairs, pad_token_id, round_to)
+    for row, example in enumerate(examples):
+        if example.learned is not None:
+            start = len(example.prompt_ids)
+            tensors["response_mask"][row, start : start + len(example.learned)] &= torch.tensor(example.learned)
+    return tensors
 
 
 def _collate_tokens(

@@ -116,8 +116,8 @@ class QuestionEncoder:
         """Ids of each text as it is, with nothing added."""
         return self._tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
 
-    def render(self, question: Question) -> str:
-        """The text that the ids of `encode` stand for."""
+    def render(self, question: Question, open_answer: bool = True) -> str:
+        """The text that the ids of `encode` stand for; the assistant's turn is opened at its end or not."""
         if self._template == NONE:
             if question.text is None:
                 raise DatasetError("data_args.template: 'none' takes a text, and this prompt is made of messages")
@@ -125,7 +125,7 @@ class QuestionEncoder:
         messages = question.messages or ({"role": "user", "content": question.text or ""},)
         jinja = BUILT_IN[self._template].jinja if self._template in BUILT_IN else None
         return self._tokenizer.apply_chat_template(
-            list(messages), chat_template=jinja, tokenize=False, add_generation_prompt=True
+            list(messages), chat_template=jinja, tokenize=False, add_generation_prompt=open_answer
         )
 
 

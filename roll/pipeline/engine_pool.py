@@ -43,15 +43,22 @@ class EnginePool:
         self._line = asyncio.Lock()
         self._returned = asyncio.Event()
 
-    async def generate(self, groups: Sequence[list[GenerateRequest]]) -> list[list[GenerateResult]]:
+    def home(self) -> int:
+        """The engine with the least to do now, for requests that follow each other and share a prefix."""
+        return self._balancer.choose()
+
+    async def generate(
+        self, groups: Sequence[list[GenerateRequest]], engine: int | None = None
+    ) -> list[list[GenerateResult]]:
         """One result for each request, in the order asked; an aborted result carries its `error`.
 
-        The groups of one call are sent together, when the engines have room for more.
+        The groups of one call are sent together, when the engines have room for more: all to `engine`, or each where
+        the least is to do.
         """
         flat = [request for group in groups for request in group]
         await self._room(len(flat))
         try:
-            results = await self._generate(groups, flat)
+            results = await self._generate(groups, flat, engine)
         finally:
             self._sent -= len(flat)
             self._returned.set()
@@ -67,32 +74,32 @@ class EnginePool:
             self._sent += count
 
     async def _generate(
-        self, groups: Sequence[list[GenerateRequest]], flat: list[GenerateRequest]
+        self, groups: Sequence[list[GenerateRequest]], flat: list[GenerateRequest], engine: int | None
     ) -> list[GenerateResult]:
-        engines: dict[int, int] = dict(enumerate(self._homes(groups)))
+        engines: dict[int, int] = dict(enumerate(self._homes(groups, engine)))
         results: dict[int, GenerateResult] = {}
         try:
             for attempt in range(self._retries + 1):
                 answers = await self._try(flat, engines)
                 results |= answers
                 for index in answers:
-                    engine = engines.pop(index)
-                    self._balancer.remove(engine, _tokens(flat[index]))
+                    tried = engines.pop(index)
+                    self._balancer.remove(tried, _tokens(flat[index]))
                     if answers[index].finish_reason == "abort" and attempt < self._retries:
-                        engines[index] = self._take((engine + 1) % self._engines.world_size, flat[index])
+                        engines[index] = self._take((tried + 1) % self._engines.world_size, flat[index])
                 if not engines:
                     break
         finally:
-            for index, engine in engines.items():
-                self._balancer.remove(engine, _tokens(flat[index]))
+            for index, sent_to in engines.items():
+                self._balancer.remove(sent_to, _tokens(flat[index]))
         return [results[index] for index in range(len(flat))]
 
-    def _homes(self, groups: Sequence[list[GenerateRequest]]) -> list[int]:
-        """An engine for each request; a group goes where the least is to do when its turn comes."""
+    def _homes(self, groups: Sequence[list[GenerateRequest]], engine: int | None) -> list[int]:
+        """An engine for each request; without one given a group goes where the least is to do when its turn comes."""
         homes = []
         for group in groups:
-            engine = self._balancer.choose()
-            homes += [self._take(engine, request) for request in group]
+            home = self.home() if engine is None else engine
+            homes += [self._take(home, request) for request in group]
         return homes
 
     def _take(self, engine: int, request: GenerateRequest) -> int:

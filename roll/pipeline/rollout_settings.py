@@ -8,17 +8,17 @@ from roll.pipeline.rollouter import RolloutOptions
 from roll.rollout.policy import PolicySettings
 
 
-def policy_settings(config: RLConfig, samples_per_item: int) -> PolicySettings:
+def policy_settings(config: RLConfig, items_per_batch: int, samples_per_item: int) -> PolicySettings:
     """Bounds of the run, in items; the rules of the configuration have checked that they go together."""
     asynchronous = config.async_training
     queue = asynchronous.max_queue_size
     return PolicySettings(
-        batch_size=config.rollout_batch_size,
+        batch_size=items_per_batch,
         ratio=config.async_generation_ratio,
         max_staleness=asynchronous.max_staleness_allowed,
         max_queue=None if queue is None else queue // samples_per_item,
         min_batches=asynchronous.min_batch_count,
-        total=config.max_steps * config.rollout_batch_size,
+        total=config.max_steps * items_per_batch,
     )
 
 

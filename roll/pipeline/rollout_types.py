@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -42,8 +42,22 @@ class Meter(Protocol):
         """Counts the block as work of that name."""
 
 
+class Unmeasured:
+    """A meter for work that nobody asks the time of."""
+
+    def measure(self, name: str) -> AbstractContextManager[None]:
+        """Does nothing."""
+        return nullcontext()
+
+
 class Producer(Protocol[ItemT]):
-    """How samples come to be: what differs between single responses and agents."""
+    """How samples come to be: what differs between single responses and agents.
+
+    Attributes:
+        work: kinds of work it measures, `generate` among them; a batch tells the seconds of each.
+    """
+
+    work: tuple[str, ...]
 
     def draw(self, tickets: Iterable[Ticket]) -> list[ItemT]:
         """The next prompts of the data, one for each ticket, nothing generated yet."""
@@ -90,7 +104,7 @@ class RolloutBatch(Generic[ItemT]):
     Attributes:
         data: its tensors.
         metrics: how it came to be.
-        seconds: `generate`, `reward`: time since the batch before in which such work was running.
+        seconds: by the producer's kinds of work: time since the batch before in which such work was running.
     """
 
     data: DataProto

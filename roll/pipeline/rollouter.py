@@ -23,8 +23,6 @@ from roll.rollout.policy import PolicySettings, RolloutPolicy, Ticket
 
 logger = logging.getLogger(__name__)
 
-WORK = ("generate", "reward")
-"""Kinds of work of which a batch tells the seconds."""
 ENGINES = "engines"
 """What keeps engines busy: generating for training and for validation, once where both go on."""
 
@@ -73,7 +71,7 @@ class Rollouter(Generic[ItemT]):
         self._begun = False
         self._work: set[asyncio.Task[None]] = set()
         self._error: BaseException | None = None
-        self._busy = {name: Busy(clock()) for name in (*WORK, ENGINES)}
+        self._busy = {name: Busy(clock()) for name in (*producer.work, ENGINES)}
         self._starvation = StarvationLimit(settings.batch_size, options.resample_factor)
         self._failed = self._whole = 0
         self._in_flight: dict[int, ItemT] = {}
@@ -121,7 +119,7 @@ class Rollouter(Generic[ItemT]):
         self._progress = self._clock()
         self._starvation.taken()
         laps = {name: busy.lap(self._clock()) for name, busy in self._busy.items()}
-        seconds = {name: laps[name].busy for name in WORK}
+        seconds = {name: laps[name].busy for name in self._producer.work}
         metrics = self._producer.metrics(taken, version)
         tokens = metrics["rollout/response_length_mean"] * len(taken) * self._options.samples_per_item
         metrics["rollout/tokens_per_second"] = tokens / max(seconds["generate"], 1e-9)

@@ -23,6 +23,8 @@ from roll.rollout.types import SamplingParams
 class RLVRProducer:
     """Draws prompts in a seeded order; a group of which any response failed is dropped whole, with a reason."""
 
+    work = ("generate", "reward")
+
     def __init__(
         self,
         config: RLVRConfig,

@@ -57,4 +57,6 @@ def make_rollouter(inputs: RolloutInputs, engines: ClusterClient, scorer: Scorer
     )
     samples = config.num_return_sequences_in_group
     rollouter = load_extensions(config).rollouter or Rollouter
-    return rollouter(producer, policy_settings(config, samples), rollout_options(config, samples))
+    return rollouter(
+        producer, policy_settings(config, config.rollout_batch_size, samples), rollout_options(config, samples)
+    )

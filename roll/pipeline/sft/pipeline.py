@@ -41,7 +41,7 @@ class SFTPipeline:
         pairs = load_pairs(args.file_name, args)
         lengths = (self._config.prompt_length, self._config.sequence_length or 0)
         with naming(f"{role} ({', '.join(args.file_name)})"):
-            encoded, dropped = encode_pairs(pairs, self._tokenizer, args.template, *lengths)
+            encoded, dropped = encode_pairs(pairs, self._tokenizer, args.template, *lengths, args.mask_history)
         if dropped:
             logger.warning(
                 "%s: %d of %d pairs dropped: prompt over %d or pair over %d tokens", role, dropped, len(pairs), *lengths

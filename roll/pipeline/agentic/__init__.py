@@ -1,0 +1,1 @@
+"""Agents: trajectories of many turns, played between engines and environments."""
