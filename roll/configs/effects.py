@@ -122,7 +122,7 @@ def _variant_knobs() -> Iterator[Inert]:
 
 INERT: tuple[Inert, ...] = (
     *AGENTIC,
-    Inert(("reward_pretrain",), _rl(lambda c: True), "rewards come from rules and environments, which have no model"),
+    Inert(("reward_pretrain",), _rl(lambda c: True), "rule rewards have no model"),
     Inert(("kl_loss_coef",), _rl(lambda c: not c.use_kl_loss), "use_kl_loss is false; set it to true", misleads=True),
     Inert(
         ("init_kl_coef", "target_kl"),

@@ -33,9 +33,10 @@ AGENTIC: tuple[Inert, ...] = (
     Inert(
         tuple(f"*.data_args.{key}" for key in COLUMNS), _is_agentic, "environments say what comes next, no file does"
     ),
+    Inert(("reward_pretrain",), _is_agentic, "environments give the rewards"),
     Inert(("max_resample_factor",), _is_agentic, "every complete group is trained on"),
     Inert(
-        ("val_batch_size", "val_env_manager.*"), lambda c: c.eval_steps == 0, "eval_steps is 0, so nothing is played"
+        ("val_batch_size", "val_env_manager.*"), lambda c: c.eval_steps == 0, "eval_steps is 0, so nothing is validated"
     ),
     Inert(
         ("max_actions_per_traj",),

@@ -52,8 +52,11 @@ AGENTS = (
     ForeignKey("custom_envs.*.max_env_step_concurrent", _off, "lower num_env_groups to have fewer steps at a time"),
     ForeignKey("custom_envs.*.history_length", _never, "a turn is told all earlier ones; leave it out"),
     ForeignKey("custom_envs.*.tool_wrapper", _never, "tools are the environment's own; see env_type calculator"),
-    ForeignKey("env_monitor.enable", bool, "every wait has a deadline: env_step_timeout_s, trajectory_timeout_s"),
-    ForeignKey("env_monitor.monitor_interval", _always, "deadlines are watched all the time"),
+    ForeignKey(
+        "env_monitor",
+        lambda value: isinstance(value, dict) and bool(value.get("enable", True)),
+        "every wait has a deadline: env_step_timeout_s, trajectory_timeout_s; remove the section",
+    ),
     ForeignKey("partial_gpu_mode", _off, "roles share all their devices or none; set it to false"),
     ForeignKey("render_save_dir", _off, "write rollout_dump_dir for the texts of every step"),
 )

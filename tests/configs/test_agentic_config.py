@@ -154,7 +154,7 @@ def test_a_monitor_of_hung_environments_is_a_deadline(tmp_path: Path) -> None:
     assert config.trajectory_timeout_s == 900
     notes = dict(config.source.notes)
     assert notes["env_monitor.hung_timeout"] == "is read as trajectory_timeout_s"
-    assert notes["env_monitor.enable"].startswith("has no effect: every wait has a deadline")
+    assert notes["env_monitor"].startswith("has no effect: every wait has a deadline")
 
 
 def test_options_of_an_environment_are_its_own(tmp_path: Path) -> None:

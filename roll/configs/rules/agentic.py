@@ -116,10 +116,10 @@ def _check_lengths(config: AgenticConfig, report: Report) -> None:
                 f"{entry.max_steps} turns of up to {tokens} tokens fill sequence_length {whole} without any "
                 "observation: long trajectories are cut there",
             )
-    limits = [entry.max_tokens_per_step or 0 for entry in config.custom_envs.values()]
-    path = "actor_infer.generating_args.max_new_tokens"
-    if limits and max(limits) < longest and path in given:
-        report.warn(path, f"{longest} is never reached: max_tokens_per_step ends every turn at {max(limits)}")
+    for role in ("actor_infer", "validation"):
+        path, most = f"{role}.generating_args.max_new_tokens", getattr(config, role).generating_args.max_new_tokens
+        if path in given and most > (config.response_length or 0):
+            report.warn(path, f"{most} is never reached: max_tokens_per_step ends turns at {config.response_length}")
 
 
 def _check_deadlines(config: AgenticConfig, report: Report) -> None:

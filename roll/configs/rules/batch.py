@@ -68,9 +68,10 @@ def check_batch(config: BaseConfig, report: Report) -> None:
 def _fills(config: RLConfig, report: Report) -> bool:
     """Whether they do; if not, the report says which sizes would. Turns never do by count: their batch is padded."""
     agentic = isinstance(config, AgenticConfig)
+    turns = isinstance(config, AgenticConfig) and config.sample_by == "step"
     prompts, group = config.rollout_batch_size, config.num_return_sequences_in_group
     samples, step = config.samples_per_batch, samples_per_optimizer_step(config)
-    if samples % step == 0 or (agentic and (config.sample_by == "step" or prompts % group)):
+    if samples % step == 0 or turns or (agentic and prompts % group):
         return True
     training, data_parallel = config.actor_train.training_args, role_layout(config.actor_train).data
     size = training.per_device_train_batch_size

@@ -30,13 +30,14 @@ def check_sampling(config: RLConfig, report: Report) -> None:
             "returns: every ratio is biased; use 1.0",
         )
     _check_truncation(config, report)
-    limit = "max_tokens_per_step" if agentic else "response_length"
+    if agentic:
+        return
     for role in ("actor_infer", "validation"):
         longest = getattr(config, role).generating_args.max_new_tokens
         if longest is not None and config.response_length is not None and longest > config.response_length:
             report.error(
                 f"{role}.generating_args.max_new_tokens",
-                f"{longest} is above {limit} {config.response_length}; use at most that, or leave it out",
+                f"{longest} is above response_length {config.response_length}; use at most that, or leave it out",
             )
 
 
