@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from roll.configs.agent_templates import SYSTEM_TEMPLATE, TURN_TEMPLATE, system_template, turn_template
-from roll.configs.fields import option
+from roll.configs.fields import one_or_many, option
 from roll.configs.pipeline import RLConfig
 
 SampleBy = Literal["traj", "step"]
@@ -95,7 +95,11 @@ class EnvManagerConfig:
     group_size_redundancy: int = option(
         0, "Environments of a group beyond group_size: it is complete when group_size of them have ended.", minimum=0
     )
-    tags: list[str] = option(factory=list, help="Names in custom_envs that play; empty: all.")
+    tags: list[str] = option(
+        factory=list,
+        parse=one_or_many,
+        help="Names in custom_envs that play; a single one is a list of one; empty: all.",
+    )
     num_groups_partition: list[int] = option(
         factory=list,
         help="Of num_env_groups, how many are of each of `tags`; empty: equal parts. Groups are dealt to tags in these "

@@ -42,21 +42,20 @@ def _lengths(config: AgenticConfig) -> list[Problem]:
         problems.append(
             Problem("sequence_length", "is not given; write the longest trajectory in tokens, such as 8192")
         )
+    limits = [entry.max_tokens_per_step for entry in config.custom_envs.values()]
     if config.max_tokens_per_step is None:
         config.max_tokens_per_step = sampling.max_new_tokens
-    if config.max_tokens_per_step is None:
+    if config.max_tokens_per_step is None and (None in limits or not limits):
         advice = "write the longest text of one turn in tokens, such as 128"
         other = "actor_infer.generating_args.max_new_tokens"
         problems.append(Problem("max_tokens_per_step", f"is not given, and neither is {other}; {advice}"))
     if problems:
         return problems
-    assert config.max_tokens_per_step is not None and config.sequence_length is not None
+    assert config.sequence_length is not None
     for entry in config.custom_envs.values():
         if entry.max_tokens_per_step is None:
             entry.max_tokens_per_step = config.max_tokens_per_step
-    longest = max(
-        (entry.max_tokens_per_step or 0 for entry in config.custom_envs.values()), default=config.max_tokens_per_step
-    )
+    longest = max([entry.max_tokens_per_step or 0 for entry in config.custom_envs.values()] or [1])
     if sampling.max_new_tokens is None:
         sampling.max_new_tokens = longest
     config.response_length = longest

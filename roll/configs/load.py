@@ -82,12 +82,12 @@ def build_config(
         overridden: paths whose values come from a command line.
     """
     tree = _interpolated(tree, source)
-    name = _pipeline(tree, pipeline, source)
-    cls = PIPELINES[name]
+    kind = _pipeline(tree, pipeline, source)
+    cls = PIPELINES[kind]
     engines = vllm_problems(tree)
     if engines:
         raise ConfigError(engines, source)
-    tree, notes, problems = drop_foreign(tree, name)
+    tree, notes, problems = drop_foreign(tree, kind)
     tree, more_notes, more_problems = expand_importance_sampling(tree)
     tree, translations = translate(tree)
     converter = Converter(suggest_for(cls, PIPELINES), overridden)

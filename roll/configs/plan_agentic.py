@@ -19,8 +19,8 @@ def agentic_lines(config: AgenticConfig) -> list[Line]:
             f"{config.rollout_batch_size} trajectories / {manager.group_size} train_env_manager.group_size",
         ),
         *_manager_lines("", manager, config),
-        Line("turns per trajectory, at most", turns, _turns(config)),
-        Line("tokens per turn, at most", config.response_length or 0, "max_tokens_per_step"),
+        Line("turns per trajectory, at most", turns, _of_tags("max_steps", config)),
+        Line("tokens per turn, at most", _tokens(config), _of_tags("max_tokens_per_step", config)),
         Line("tokens per trajectory, at most", config.sequence_length or 0, "sequence_length"),
         _samples_line(config, turns),
         *_request_lines(config),
@@ -52,9 +52,15 @@ def _manager_lines(suffix: str, manager: EnvManagerConfig, config: AgenticConfig
     ]
 
 
-def _turns(config: AgenticConfig) -> str:
+def _tokens(config: AgenticConfig) -> int:
     tags = config.playing(config.train_env_manager)
-    return "max_steps of " + ", ".join(f"{tag} ({config.custom_envs[tag].max_steps})" for tag in tags)
+    return max((config.custom_envs[tag].max_tokens_per_step or 0 for tag in tags), default=0)
+
+
+def _of_tags(key: str, config: AgenticConfig) -> str:
+    """A key of the entries that are trained on, with its values."""
+    tags = config.playing(config.train_env_manager)
+    return f"{key} of " + ", ".join(f"{tag} ({getattr(config.custom_envs[tag], key)})" for tag in tags)
 
 
 def _samples_line(config: AgenticConfig, turns: int) -> Line:

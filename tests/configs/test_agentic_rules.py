@@ -89,6 +89,7 @@ REFUSED = {
     "custom_env={A: {}}": "custom_env: this section is not available: write the entries themselves under custom_envs",
     "custom_envs.Lake.history_length=3": "custom_envs.Lake.history_length: 3 is not available: a turn is told all",
     "custom_envs.Lake.tool_wrapper={}": "custom_envs.Lake.tool_wrapper: this section is not available",
+    "actor_train.data_args.template=none": "actor_train.data_args.template: none cannot tell the messages of a",
     "env_monitor={enable: false}": "env_monitor: this section is not available: every wait has a deadline",
     "partial_gpu_mode=true": "partial_gpu_mode: True is not available: roles share all their devices or none",
 }
@@ -101,8 +102,10 @@ def test_what_is_refused(tmp_path: Path, overrides: str, said: str) -> None:
 
 
 WARNED = {
-    "custom_envs.Third.env_type=sokoban val_env_manager.tags=[Room]": "custom_envs.Third: has no effect: no env_manager "
-    "has it in its tags",
+    "custom_envs.Third.env_type=sokoban val_env_manager.tags=[Room]": "custom_envs.Third: has no effect: no env_manage",
+    "async_training.batch_deadline_s=600": "async_training.batch_deadline_s: 600 ends the run before a trajectory that",
+    "custom_envs.Lake.max_tokens_per_step=9 custom_envs.Room.max_tokens_per_step=9 max_tokens_per_step=5": "max_tokens_"
+    "per_step: has no effect: every entry of custom_envs has max_tokens_per_step of its own",
     f"{TRAIN}.num_env_groups=32 {TRAIN}.num_groups_partition=[16,16]": f"{TRAIN}.num_env_groups: 32 groups never play "
     "at a time: async_generation_ratio and rollout_batch_size admit 16; use that",
     "val_batch_size=8 val_env_manager.num_env_groups=10": "val_env_manager.num_env_groups: 10 groups never play at a "

@@ -25,6 +25,7 @@ def check_agentic(config: AgenticConfig, report: Report) -> None:
     _check_ahead(config, report)
     _check_lengths(config, report)
     _check_deadlines(config, report)
+    _check_talk(config, report)
     _check_schedule(config, report)
 
 
@@ -133,6 +134,22 @@ def _check_deadlines(config: AgenticConfig, report: Report) -> None:
             report.error(
                 path, f"{part:g} is never reached: trajectory_timeout_s {whole:g} ends it first; use at most that"
             )
+    deadline = config.async_training.batch_deadline_s
+    if deadline < whole:
+        report.warn(
+            "async_training.batch_deadline_s",
+            f"{deadline:g} ends the run before a trajectory that hangs has failed, at trajectory_timeout_s {whole:g}; "
+            "use more than that",
+        )
+
+
+def _check_talk(config: AgenticConfig, report: Report) -> None:
+    """Messages of several turns are joined by a chat template."""
+    if config.actor_train.data_args.template == "none":
+        report.error(
+            "actor_train.data_args.template",
+            "none cannot tell the messages of a trajectory apart; use native, or a chat template by name",
+        )
 
 
 def _check_schedule(config: AgenticConfig, report: Report) -> None:
