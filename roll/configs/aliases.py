@@ -33,6 +33,7 @@ PLACES = {
     "buffer_size": "async_generation_ratio",
     "max_staleness": "async_training.max_staleness_allowed",
     "bypass_mode": "old_log_probs_source",
+    "env_monitor.hung_timeout": "trajectory_timeout_s",
 }
 """Path in other recipes -> path here."""
 

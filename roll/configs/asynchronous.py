@@ -26,7 +26,7 @@ class AsyncTrainingConfig:
     )
     max_queue_size: int | None = option(
         None,
-        "Samples that may be running or waiting; production blocks at it, nothing is evicted. "
+        "Samples (agentic: trajectories) that may be running or waiting; production blocks at it, nothing is evicted. "
         "Default: what async_generation_ratio admits.",
         minimum=1,
     )

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from roll.configs.agentic import AgenticConfig
 from roll.configs.layouts import role_layout
-from roll.configs.pipeline import BaseConfig
+from roll.configs.pipeline import BaseConfig, RLConfig
 
 
 @dataclass(frozen=True)
@@ -33,19 +34,19 @@ def samples_per_optimizer_step(config: BaseConfig) -> int:
 
 
 def training_batch(config: Any) -> TrainingBatch:
-    """The batch of an RLVR or SFT run whose sizes divide.
+    """The batch of a run whose sizes divide.
 
-    SFT takes exactly one optimizer step per batch, so its batch is that product.
+    SFT takes exactly one optimizer step per batch, so its batch is that product. Where a sample is one turn of a
+    trajectory, samples and optimizer steps are the most there can be, since trajectories end early.
     """
     step_samples = samples_per_optimizer_step(config)
     if config.pipeline == "sft":
         prompts = samples = step_samples
         epochs = 1
     else:
-        prompts = config.rollout_batch_size
-        samples = prompts * config.num_return_sequences_in_group
+        prompts, samples = config.groups_per_batch, config.samples_per_batch
         epochs = config.ppo_epochs
-    optimizer_steps = samples // step_samples * epochs
+    optimizer_steps = -(-samples // step_samples) * epochs
     worker = config.actor_train
     return TrainingBatch(
         prompts=prompts,
@@ -58,3 +59,14 @@ def training_batch(config: Any) -> TrainingBatch:
         else worker.training_args.gradient_accumulation_steps,
         schedule_steps=config.max_steps * optimizer_steps,
     )
+
+
+def requests_per_engine(config: RLConfig) -> int:
+    """Requests that one engine may have at a time, rounded up: its share of a batch, or of the environments that play.
+
+    An environment waits for one turn before it asks for the next.
+    """
+    at_a_time = config.samples_per_batch
+    if isinstance(config, AgenticConfig):
+        at_a_time = config.train_env_manager.environments
+    return -(-at_a_time // role_layout(config.actor_infer).data)

@@ -6,6 +6,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from roll.configs.agentic import AgenticConfig
+from roll.configs.agentic_derive import derive_agentic
 from roll.configs.errors import Problem
 from roll.configs.layouts import ROLES
 from roll.configs.pipeline import BaseConfig, RLConfig
@@ -21,7 +23,7 @@ PARITY_BOUND_HALF = 0.5
 
 def derive(config: BaseConfig) -> list[Problem]:
     """Fills what the file left open; returns what cannot be filled in."""
-    problems = _lengths(config)
+    problems = derive_agentic(config) if isinstance(config, AgenticConfig) else _lengths(config)
     if problems:
         return problems
     config.logging_dir = config.logging_dir or str(Path(config.output_dir) / "logs")

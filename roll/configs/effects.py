@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from roll.configs.effects_agentic import AGENTIC
+from roll.configs.inert import Inert
 from roll.configs.names import GROUP_ESTIMATORS
 from roll.configs.policy import VARIANT_KNOBS
 from roll.configs.queue import runs_in_background
@@ -90,22 +91,12 @@ def role_reads(path: str) -> bool:
     return any(fnmatchcase(rest, prefix) or fnmatchcase(rest, f"{prefix}.*") for prefix in ROLE_KEYS[role])
 
 
-@dataclass(frozen=True)
-class Inert:
-    """Keys without effect where `when` holds, and why; `misleads` makes them errors."""
-
-    keys: tuple[str, ...]
-    when: Callable[[Any], bool]
-    reason: str
-    misleads: bool = False
-
-
 def _is_sft(config: Any) -> bool:
     return config.pipeline == "sft"
 
 
-def _rlvr(test: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda config: config.pipeline == "rlvr" and test(config)
+def _rl(test: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda config: config.pipeline in ("rlvr", "agentic") and test(config)
 
 
 def _uses_kl(config: Any) -> bool:
@@ -113,14 +104,16 @@ def _uses_kl(config: Any) -> bool:
 
 
 def _filters(config: Any) -> bool:
-    return any(reward.query_filter_config.type != "no_filter" for reward in config.rewards.values())
+    return config.pipeline == "rlvr" and any(
+        reward.query_filter_config.type != "no_filter" for reward in config.rewards.values()
+    )
 
 
 def _variant_knobs() -> Iterator[Inert]:
     """The knobs of a policy loss mislead wherever another one is in use."""
 
     def unused(variants: tuple[str, ...]) -> Callable[[Any], bool]:
-        return _rlvr(lambda config: config.actor_train.pg_variant not in variants)
+        return _rl(lambda config: config.actor_train.pg_variant not in variants)
 
     for key, variants in VARIANT_KNOBS.items():
         reason = f"it belongs to actor_train.pg_variant {' or '.join(variants)}"
@@ -128,81 +121,80 @@ def _variant_knobs() -> Iterator[Inert]:
 
 
 INERT: tuple[Inert, ...] = (
-    Inert(("reward_pretrain",), _rlvr(lambda c: True), "rule rewards have no model"),
-    Inert(("kl_loss_coef",), _rlvr(lambda c: not c.use_kl_loss), "use_kl_loss is false; set it to true", misleads=True),
+    *AGENTIC,
+    Inert(("reward_pretrain",), _rl(lambda c: True), "rule rewards have no model"),
+    Inert(("kl_loss_coef",), _rl(lambda c: not c.use_kl_loss), "use_kl_loss is false; set it to true", misleads=True),
     Inert(
         ("init_kl_coef", "target_kl"),
-        _rlvr(lambda c: not c.add_token_level_kl),
+        _rl(lambda c: not c.add_token_level_kl),
         "add_token_level_kl is false; set it to true",
         misleads=True,
     ),
-    Inert(("kl_horizon",), _rlvr(lambda c: c.target_kl is None), "target_kl is null, so the weight of the KL is fixed"),
-    Inert(("kl_penalty",), _rlvr(lambda c: not _uses_kl(c)), "neither use_kl_loss nor add_token_level_kl is on"),
-    Inert(
-        ("grpo_norm_by_std",), _rlvr(lambda c: c.adv_estimator != "grpo"), "adv_estimator is not grpo", misleads=True
-    ),
+    Inert(("kl_horizon",), _rl(lambda c: c.target_kl is None), "target_kl is null, so the weight of the KL is fixed"),
+    Inert(("kl_penalty",), _rl(lambda c: not _uses_kl(c)), "neither use_kl_loss nor add_token_level_kl is on"),
+    Inert(("grpo_norm_by_std",), _rl(lambda c: c.adv_estimator != "grpo"), "adv_estimator is not grpo", misleads=True),
     Inert(
         ("norm_mean_type", "norm_std_type"),
-        _rlvr(lambda c: c.adv_estimator != "reinforce"),
+        _rl(lambda c: c.adv_estimator != "reinforce"),
         "only adv_estimator reinforce reads it; the others normalise in a way of their own",
         misleads=True,
     ),
     Inert(
         ("gamma",),
-        _rlvr(lambda c: c.adv_estimator in GROUP_ESTIMATORS),
+        _rl(lambda c: c.adv_estimator in GROUP_ESTIMATORS),
         "this adv_estimator gives every token of a response the same advantage",
     ),
     Inert(
         ("whiten_advantages",),
-        _rlvr(lambda c: c.adv_estimator in ("reinforce_plus_plus", "reinforce_plus_plus_baseline")),
+        _rl(lambda c: c.adv_estimator in ("reinforce_plus_plus", "reinforce_plus_plus_baseline")),
         "this adv_estimator whitens its advantages anyway",
     ),
     *_variant_knobs(),
     Inert(
         ("correction.weights.mode", "correction.weights.lower", "correction.weights.upper"),
-        _rlvr(lambda c: not c.correction.weighted),
+        _rl(lambda c: not c.correction.weighted),
         "correction.weights.level is null; set it to token, sequence or geometric",
         misleads=True,
     ),
     Inert(
         ("correction.rejection.level", "correction.rejection.lower", "correction.rejection.upper"),
-        _rlvr(lambda c: c.correction.rejection.statistic is None),
+        _rl(lambda c: c.correction.rejection.statistic is None),
         "correction.rejection.statistic is null; set it to k1, k2 or k3",
         misleads=True,
     ),
     Inert(
         ("correction.renormalize",),
-        _rlvr(lambda c: not c.correction.rejects),
+        _rl(lambda c: not c.correction.rejects),
         "nothing is rejected; set correction.rejection, correction.veto_threshold or correction.weights.mode: mask",
         misleads=True,
     ),
     Inert(
         ("allow_uncorrected_off_policy",),
-        _rlvr(lambda c: c.async_generation_ratio == 0),
+        _rl(lambda c: c.async_generation_ratio == 0),
         "async_generation_ratio is 0, so samples are never stale",
     ),
     Inert(
         ("in_flight_policy",),
-        _rlvr(lambda c: c.async_generation_ratio == 0),
+        _rl(lambda c: c.async_generation_ratio == 0),
         "async_generation_ratio is 0, so no request runs when weights are published",
     ),
     Inert(
         ("async_training.staleness_threshold", "async_training.max_staleness_allowed"),
-        _rlvr(lambda c: c.async_generation_ratio == 0),
+        _rl(lambda c: c.async_generation_ratio == 0),
         "async_generation_ratio is 0, so samples are never stale",
     ),
     Inert(
         ("async_training.max_queue_size",),
-        _rlvr(lambda c: c.async_generation_ratio == 0),
+        _rl(lambda c: c.async_generation_ratio == 0),
         "async_generation_ratio is 0, so there is never more than one batch",
     ),
     Inert(
         ("async_training.batch_generation_interval_s",),
-        _rlvr(lambda c: not runs_in_background(c)),
+        _rl(lambda c: not runs_in_background(c)),
         "each batch is generated when it is asked for; set async_generation_ratio or async_training.rollouter: actor",
     ),
-    Inert(("max_resample_factor",), _rlvr(lambda c: not _filters(c)), "every query_filter_config is of type no_filter"),
-    Inert(("dual_clip_c",), _rlvr(lambda c: not c.dual_clip_loss), "dual_clip_loss is false"),
+    Inert(("max_resample_factor",), _rl(lambda c: not _filters(c)), "every query_filter_config is of type no_filter"),
+    Inert(("dual_clip_c",), _rl(lambda c: not c.dual_clip_loss), "dual_clip_loss is false"),
     Inert(
         (
             "model_update_buffer_size_mb",
@@ -233,12 +225,12 @@ INERT: tuple[Inert, ...] = (
     Inert(("save_steps",), lambda c: not c.save_checkpoint, "save_checkpoint is false", misleads=True),
     Inert(
         ("reference.*",),
-        _rlvr(lambda c: not _uses_kl(c) and not c.reference.device_mapping),
+        _rl(lambda c: not _uses_kl(c) and not c.reference.device_mapping),
         "neither use_kl_loss nor add_token_level_kl is on, so there is no reference",
     ),
     Inert(
         tuple(f"reference.strategy_args.strategy_config.{key}" for key in TRAINING_OPTIONS),
-        _rlvr(_uses_kl),
+        _rl(_uses_kl),
         "the reference is not trained",
     ),
     Inert(("validation.*",), lambda c: c.eval_steps == 0, "eval_steps is 0, so nothing is validated"),
@@ -255,7 +247,7 @@ INERT: tuple[Inert, ...] = (
     ),
     Inert(
         ("reference.max_tokens_per_microbatch_in_infer",),
-        lambda c: not c.reference.use_dynamic_batching_in_infer if c.pipeline == "rlvr" else False,
+        _rl(lambda c: not c.reference.use_dynamic_batching_in_infer),
         "use_dynamic_batching_in_infer is false",
     ),
     Inert(

@@ -25,17 +25,47 @@ def _off(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class ForeignKey:
-    """A key by pattern; harmless values are dropped with a warning, others are errors. `reason` says what to do."""
+    """A key by pattern; harmless values are dropped with a warning, others are errors. `reason` says what to do.
+
+    `pipelines` are those that do not have it.
+    """
 
     pattern: str
     harmless: Callable[[Any], bool]
     reason: str
+    pipelines: tuple[str, ...] = ("rlvr", "sft", "agentic")
 
+
+AGENTS = (
+    ForeignKey("*_env_manager.format_penalty", _never, "write env_config.format_penalty of the entries in custom_envs"),
+    ForeignKey("train_env_manager.generating_args", _never, "write actor_infer.generating_args"),
+    ForeignKey("val_env_manager.generating_args", _never, "write validation.generating_args"),
+    ForeignKey("*_env_manager.world_size", _always, "processes follow from max_env_num_per_worker"),
+    ForeignKey("*_env_manager.group_filter_cls", _off, "every complete group is trained on; leave it out"),
+    ForeignKey(
+        "*_env_manager.llm_proxy",
+        lambda value: isinstance(value, dict) and value.get("proxy_type") == "policy",
+        "actions are always the policy's; leave it out",
+    ),
+    ForeignKey("custom_env", _never, "write the entries themselves under custom_envs; remove the section"),
+    ForeignKey("custom_envs.*.use_thread_lock", _always, "environments share no state"),
+    ForeignKey("custom_envs.*.max_env_step_concurrent", _off, "lower num_env_groups to have fewer steps at a time"),
+    ForeignKey("custom_envs.*.history_length", _never, "a turn is told all earlier ones; leave it out"),
+    ForeignKey("custom_envs.*.tool_wrapper", _never, "tools are the environment's own; see env_type calculator"),
+    ForeignKey(
+        "env_monitor",
+        lambda value: isinstance(value, dict) and bool(value.get("enable", True)),
+        "every wait has a deadline: env_step_timeout_s, trajectory_timeout_s; remove the section",
+    ),
+    ForeignKey("partial_gpu_mode", _off, "roles share all their devices or none; set it to false"),
+    ForeignKey("render_save_dir", _off, "write rollout_dump_dir for the texts of every step"),
+)
+"""Keys of recipes for agents."""
 
 FOREIGN: tuple[ForeignKey, ...] = (
     ForeignKey("hydra", _always, "configuration is not read by Hydra; remove the section"),
     ForeignKey("num_nodes", _always, "nodes follow from device_mapping and num_devices_per_node"),
-    ForeignKey("val_batch_size", _always, "validation runs over the whole validation set"),
+    ForeignKey("val_batch_size", _always, "validation runs over the whole validation set", ("rlvr", "sft")),
     ForeignKey("checkpoint_config", _never, "checkpoints are written to output_dir/checkpoints; remove the section"),
     ForeignKey("generate_opt_level", _always, "requests are always scheduled one by one"),
     ForeignKey("enable_reference", _off, "the reference is used when use_kl_loss or add_token_level_kl is on"),
@@ -53,9 +83,9 @@ FOREIGN: tuple[ForeignKey, ...] = (
     ForeignKey("value_clip", _always, "there is no critic"),
     ForeignKey("lambd", _always, "no advantage estimator here uses it"),
     ForeignKey("critic", _never, "there is no critic; remove the section"),
-    ForeignKey("reward", _never, "rewards are rules; describe them under `rewards`"),
-    ForeignKey("custom_envs", _never, "there are no environments; the pipelines are rlvr and sft"),
-    ForeignKey("*_env_manager", _never, "there are no environments; the pipelines are rlvr and sft"),
+    ForeignKey("reward", _never, "environments give the rewards; remove the section", ("agentic",)),
+    ForeignKey("reward", _never, "rewards are rules; describe them under `rewards`", ("rlvr", "sft")),
+    *AGENTS,
     ForeignKey("max_len_mask", _off, "responses cut at their length are trained on like others; set it to false"),
     ForeignKey("difficulty_mask", _off, "prompts are not filtered by difficulty; set it to false"),
     ForeignKey("difficulty_low_threshold", _always, "prompts are not filtered by difficulty"),
@@ -94,16 +124,20 @@ FOREIGN: tuple[ForeignKey, ...] = (
 """What is known about keys that stand in other projects' recipes."""
 
 
-def drop_foreign(tree: Tree, path: str = "") -> tuple[Tree, list[Problem], list[Problem]]:
-    """The tree without foreign keys, notes on the harmless ones, and problems for the others."""
+OPAQUE = ("env_config",)
+"""Sections whose keys are those of a class of someone's own."""
+
+
+def drop_foreign(tree: Tree, pipeline: str, path: str = "") -> tuple[Tree, list[Problem], list[Problem]]:
+    """The tree of a pipeline without foreign keys, notes on the harmless ones, and problems for the others."""
     kept: Tree = {}
     notes: list[Problem] = []
     problems: list[Problem] = []
     for key, value in tree.items():
         where = f"{path}.{key}" if path else str(key)
-        foreign = next((item for item in FOREIGN if fnmatchcase(where, item.pattern)), None)
-        if foreign is None and isinstance(value, dict):
-            kept[key], inner_notes, inner_problems = drop_foreign(value, where)
+        foreign = _known(where, pipeline)
+        if foreign is None and isinstance(value, dict) and key not in OPAQUE:
+            kept[key], inner_notes, inner_problems = drop_foreign(value, pipeline, where)
             notes += inner_notes
             problems += inner_problems
         elif foreign is None:
@@ -113,6 +147,10 @@ def drop_foreign(tree: Tree, path: str = "") -> tuple[Tree, list[Problem], list[
         else:
             problems.append(Problem(where, f"{_shown(value)} is not available: {foreign.reason}"))
     return kept, notes, problems
+
+
+def _known(path: str, pipeline: str) -> ForeignKey | None:
+    return next((item for item in FOREIGN if pipeline in item.pipelines and fnmatchcase(path, item.pattern)), None)
 
 
 def _shown(value: Any) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from roll.configs.agentic import AgenticConfig
 from roll.configs.aliases import Tree, translate
 from roll.configs.arguments import MegatronConfig
 from roll.configs.convert import Converter
@@ -19,16 +20,23 @@ from roll.configs.importance_sampling import expand_importance_sampling
 from roll.configs.layouts import ROLES, is_megatron
 from roll.configs.pipeline import BaseConfig, RLVRConfig, SFTConfig, Source
 from roll.configs.rules import check
+from roll.configs.schema import declared
 from roll.configs.suggestions import nearest, suggest_for
 from roll.configs.trackers import TRACKER_OPTIONS
 from roll.configs.vllm import vllm_problems
 from roll.configs.yaml_files import leaves, merge, override_tree, read_tree
 
-PIPELINES: dict[str, type[RLVRConfig] | type[SFTConfig]] = {"rlvr": RLVRConfig, "sft": SFTConfig}
+AnyConfig = RLVRConfig | SFTConfig | AgenticConfig
+"""The configuration of one run."""
+
+PIPELINES: dict[str, type[AnyConfig]] = {"rlvr": RLVRConfig, "sft": SFTConfig, "agentic": AgenticConfig}
 """Values of the key `pipeline`."""
 
+AGENTIC_KEYS = declared(AgenticConfig).keys() - declared(RLVRConfig).keys()
+"""Keys by which a file without the key `pipeline` is taken to be agentic."""
 
-def load_config(path: str | Path, overrides: Sequence[str] = (), pipeline: str | None = None) -> RLVRConfig | SFTConfig:
+
+def load_config(path: str | Path, overrides: Sequence[str] = (), pipeline: str | None = None) -> AnyConfig:
     """The configuration of one run, complete: interpolated, derived values filled in, every rule of the file checked.
 
     Whether models and datasets are on this machine is not asked here.
@@ -36,7 +44,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), pipeline: str |
     Args:
         path: YAML file; `defaults` in it names base files.
         overrides: `a.b=value`, values in YAML.
-        pipeline: what the file must be for; None takes its key `pipeline`, or rlvr.
+        pipeline: what the file must be for; None takes its key `pipeline`, or what its other keys are of, or rlvr.
 
     Raises:
         ConfigError: with every unknown key, wrong type and value out of bounds; when there is none, with every rule
@@ -63,7 +71,7 @@ def build_config(
     source: str = "",
     settled: Sequence[Problem] = (),
     overridden: Collection[str] = (),
-) -> RLVRConfig | SFTConfig:
+) -> AnyConfig:
     """`load_config` for a mapping that is in memory.
 
     Args:
@@ -74,11 +82,12 @@ def build_config(
         overridden: paths whose values come from a command line.
     """
     tree = _interpolated(tree, source)
-    cls = PIPELINES[_pipeline(tree, pipeline, source)]
+    kind = _pipeline(tree, pipeline, source)
+    cls = PIPELINES[kind]
     engines = vllm_problems(tree)
     if engines:
         raise ConfigError(engines, source)
-    tree, notes, problems = drop_foreign(tree)
+    tree, notes, problems = drop_foreign(tree, kind)
     tree, more_notes, more_problems = expand_importance_sampling(tree)
     tree, translations = translate(tree)
     converter = Converter(suggest_for(cls, PIPELINES), overridden)
@@ -113,7 +122,7 @@ def _interpolated(tree: Tree, source: str) -> Tree:
 
 
 def _pipeline(tree: Tree, wanted: str | None, source: str) -> str:
-    named = tree.get("pipeline", wanted or "rlvr")
+    named = tree.get("pipeline", wanted or ("agentic" if _is_agentic(tree) else "rlvr"))
     if not isinstance(named, str) or named not in PIPELINES:
         shown = "null" if named is None else repr(named)
         like = nearest(str(named), PIPELINES)
@@ -132,6 +141,19 @@ def _pipeline(tree: Tree, wanted: str | None, source: str) -> str:
             source,
         )
     return str(named)
+
+
+def _is_agentic(tree: Tree) -> bool:
+    """Whether a file that does not say what it is for describes agents.
+
+    `val_batch_size` alone says so where there are neither rewards nor prompts.
+    """
+    keys = AGENTIC_KEYS & tree.keys()
+    if keys != {"val_batch_size"}:
+        return bool(keys)
+    training = tree.get("actor_train")
+    data = training.get("data_args") if isinstance(training, dict) else None
+    return "rewards" not in tree and not (isinstance(data, dict) and "file_name" in data)
 
 
 def _convert_strategies(config: BaseConfig, converter: Converter) -> None:

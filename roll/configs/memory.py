@@ -6,6 +6,7 @@ fragmentation come on top: leave some of the device free.
 
 from __future__ import annotations
 
+from roll.configs.batches import requests_per_engine
 from roll.configs.layouts import device_roles, megatron_config, role_layout
 from roll.configs.model_shape import ModelShape
 from roll.configs.pipeline import BaseConfig, RLConfig
@@ -131,7 +132,7 @@ def _generation(config: RLConfig, worker: WorkerConfig, shape: ModelShape) -> Me
     tensor, size = role_layout(worker).tensor, DTYPE_BYTES[worker.model_args.dtype]
     count = shape.stage_parameters(0, 1, tensor)
     per_token = 2 * shape.layers * shape.kv_width(tensor) * size
-    requests = min(worker.max_running_requests, _requests_per_engine(config, worker))
+    requests = min(worker.max_running_requests, requests_per_engine(config))
     tokens = requests * (config.sequence_length or 0)
     share = worker.strategy_args.strategy_config.get("mem_fraction_static")
     limit = f"; weights and KV together get mem_fraction_static {share} of the device" if share else ""
@@ -145,12 +146,6 @@ def _generation(config: RLConfig, worker: WorkerConfig, shape: ModelShape) -> Me
         ),
     ]
     return MemoryPlan("actor_infer", "every device", lines)
-
-
-def _requests_per_engine(config: RLConfig, worker: WorkerConfig) -> int:
-    """Requests one engine gets of one step's batch, rounded up."""
-    samples = config.rollout_batch_size * config.num_return_sequences_in_group
-    return -(-samples // role_layout(worker).data)
 
 
 def gibibytes(count: int) -> str:

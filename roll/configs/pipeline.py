@@ -153,8 +153,10 @@ class RLConfig(AsyncOptions, PolicyOptions, BaseConfig):
         None, "Folder for the samples of every step: ids, log-probs, versions, scores and advantages, one JSONL a step."
     )
     reward_pretrain: str | None = option(None, "Model of a reward role; rule rewards have none.")
-    rollout_batch_size: int = option(64, "Prompts (RLVR) of one step.", minimum=1)
-    num_return_sequences_in_group: int = option(1, "Samples per prompt.", minimum=1)
+    rollout_batch_size: int = option(64, "Prompts (rlvr) or trajectories (agentic) of one step.", minimum=1)
+    num_return_sequences_in_group: int = option(
+        1, "Samples per prompt; agentic: train_env_manager.group_size.", minimum=1
+    )
     is_num_return_sequences_expand: bool = option(True, "Each sample is a request of its own, with its own seed.")
     ppo_epochs: int = option(1, "Passes over each batch.", minimum=1)
     adv_estimator: str = option("grpo", "Advantage estimator; see docs/algorithms.md for the known ones.")
@@ -190,6 +192,16 @@ class RLConfig(AsyncOptions, PolicyOptions, BaseConfig):
         "or in batches where they keep fewer.",
         above=0,
     )
+
+    @property
+    def groups_per_batch(self) -> int:
+        """Groups of samples of one step: those to one prompt."""
+        return self.rollout_batch_size
+
+    @property
+    def samples_per_batch(self) -> int:
+        """Samples of one step."""
+        return self.rollout_batch_size * self.num_return_sequences_in_group
 
 
 @dataclass

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from roll.configs.batches import training_batch
+from roll.configs.agentic import AgenticConfig
+from roll.configs.batches import requests_per_engine, training_batch
 from roll.configs.layouts import role_layout
 from roll.configs.pipeline import BaseConfig, RLConfig
+from roll.configs.plan_agentic import agentic_lines
 from roll.configs.plan_types import Line
 from roll.configs.worker import WorkerConfig
 
@@ -14,7 +16,9 @@ def batch_lines(config: BaseConfig) -> list[Line]:
     batch, worker = training_batch(config), config.actor_train
     training, data = worker.training_args, role_layout(worker).data
     lines = []
-    if isinstance(config, RLConfig):
+    if isinstance(config, AgenticConfig):
+        lines += agentic_lines(config)
+    elif isinstance(config, RLConfig):
         group = config.num_return_sequences_in_group
         lines += [
             Line("prompts per step", batch.prompts, "rollout_batch_size"),
@@ -38,6 +42,8 @@ def batch_lines(config: BaseConfig) -> list[Line]:
     ]
     if isinstance(config, RLConfig):
         formula = f"{batch.samples} samples / {batch.samples_per_optimizer_step} x {config.ppo_epochs} ppo_epochs"
+        if batch.samples % batch.samples_per_optimizer_step:
+            formula = f"{formula}, the last one padded"
         lines.append(Line("optimizer steps per batch", batch.optimizer_steps, formula))
         lines.append(_forward_line(config, batch.samples))
     else:
@@ -67,7 +73,7 @@ def batch_lines(config: BaseConfig) -> list[Line]:
 def _generation_lines(config: RLConfig, samples: int) -> list[Line]:
     worker = config.actor_infer
     engines, limit = role_layout(worker).data, worker.max_running_requests
-    share = -(-samples // engines)
+    share = requests_per_engine(config)
     return [
         Line("requests per engine and step", share, f"{samples} samples / {engines} engines, rounded up"),
         Line("requests at a time on one engine", min(share, limit), f"max_running_requests {limit}"),

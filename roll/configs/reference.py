@@ -9,6 +9,7 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
+from roll.configs.agentic import AgenticConfig, CustomEnvConfig, EnvManagerConfig
 from roll.configs.aliases import KEYS, PLACE_VALUES, PLACES, VALUES
 from roll.configs.arguments import (
     DataArguments,
@@ -19,7 +20,7 @@ from roll.configs.arguments import (
     TrainingArguments,
 )
 from roll.configs.asynchronous import AsyncTrainingConfig
-from roll.configs.foreign import FOREIGN
+from roll.configs.foreign import FOREIGN, ForeignKey
 from roll.configs.names import ADV_ESTIMATORS, ARCHITECTURES, PG_VARIANTS, TEMPLATES
 from roll.configs.pipeline import BaseConfig, RewardConfig, RLConfig, RLVRConfig, SFTConfig
 from roll.configs.policy import CorrectionOptions, PolicyOptions, RejectionOptions, WeightOptions
@@ -40,6 +41,9 @@ SECTIONS: tuple[tuple[str, str, type, tuple[type, ...]], ...] = (
     ("Asynchronous training", "async_training.", AsyncTrainingConfig, ()),
     ("`pipeline: rlvr`", "", RLVRConfig, (RLConfig,)),
     ("`pipeline: sft`", "", SFTConfig, (BaseConfig,)),
+    ("`pipeline: agentic`", "", AgenticConfig, (RLConfig,)),
+    ("An environment", "custom_envs.<name>.", CustomEnvConfig, ()),
+    ("Who plays", "<train or val>_env_manager.", EnvManagerConfig, ()),
     ("A reward", "rewards.<name>.", RewardConfig, ()),
     ("A role", "<role>.", WorkerConfig, ()),
     ("The model of a role", "<role>.model_args.", ModelArguments, ()),
@@ -76,7 +80,7 @@ def render() -> str:
         "name, except those that follow from the rest of the file:\n\n" + _rows(("option", "instead"), OWNED.items())
     )
     parts.append("## Other spellings\n\n" + _rows(("in other recipes", "here"), _spellings()))
-    foreign = ((f"`{item.pattern}`", item.reason) for item in FOREIGN)
+    foreign = ((f"`{item.pattern}`{_of(item)}", item.reason) for item in FOREIGN)
     parts.append(
         "## Keys of other projects\n\nThese have no counterpart. Where the value asks for nothing they are a warning, "
         "else an error.\n\n" + _rows(("key", "why"), foreign)
@@ -110,6 +114,11 @@ def _default(value: Any) -> str:
     if isinstance(value, dict) and any(is_dataclass(item) for item in value.values()):
         return f"`{', '.join(value)}`"
     return f"`{json.dumps(value)}`"
+
+
+def _of(item: ForeignKey) -> str:
+    """The pipelines a foreign key is answered in, where they are not all."""
+    return "" if item.pipelines == ForeignKey("", bool, "").pipelines else f" ({', '.join(item.pipelines)})"
 
 
 def _names() -> str:

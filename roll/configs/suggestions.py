@@ -66,7 +66,7 @@ class _Suggestions:
     def _certain(self, path: str, names: Collection[str] = ()) -> str:
         """What a path says without guessing, in a section of these `names`; empty where it says nothing."""
         plain = _plain(path)
-        known = re.sub(r"^rewards\.[^.]+", "rewards.<name>", plain)
+        known = re.sub(r"^(rewards|custom_envs)\.[^.]+", r"\1.<name>", plain)
         if known in self._paths:
             return _nested(path) if plain == path else f"did you mean {plain}?"
         for name, paths in self._others.items():

@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import ConfigError
 from roll.configs.load import load_config
 from roll.configs.machine import Machine
@@ -53,6 +54,36 @@ actor_train:
 """
 
 
+AGENTIC = f"""
+pipeline: agentic
+pretrain: {MODEL}
+rollout_batch_size: 64
+sequence_length: 2048
+max_tokens_per_step: 64
+eval_steps: 5
+custom_envs:
+  Lake:
+    env_type: frozen_lake
+    env_config: {{size: 4, is_slippery: false}}
+    max_steps: 6
+  Room:
+    env_type: sokoban
+train_env_manager:
+  num_env_groups: 8
+  group_size: 4
+  group_size_redundancy: 1
+  tags: [Lake, Room]
+  num_groups_partition: [6, 2]
+actor_train:
+  training_args:
+    per_device_train_batch_size: 2
+    gradient_accumulation_steps: 8
+  device_mapping: 0-3
+actor_infer:
+  device_mapping: 4-5
+"""
+
+
 def write(folder: Path, text: str, name: str = "config.yaml") -> Path:
     """The text as a file."""
     path = folder / name
@@ -72,6 +103,13 @@ def sft(folder: Path, *overrides: str) -> SFTConfig:
     """The SFT sample with overrides."""
     config = load_config(write(folder, SFT), overrides)
     assert isinstance(config, SFTConfig)
+    return config
+
+
+def agentic(folder: Path, *overrides: str, text: str = AGENTIC) -> AgenticConfig:
+    """The agentic sample with overrides."""
+    config = load_config(write(folder, text), overrides)
+    assert isinstance(config, AgenticConfig)
     return config
 
 

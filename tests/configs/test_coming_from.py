@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from roll.configs.agentic import AgenticConfig
 from roll.configs.aliases import KEYS, PLACES
 from roll.configs.coming_from import NAMES, SHORT
 from roll.configs.foreign import FOREIGN
@@ -29,7 +30,7 @@ def rows() -> list[list[str]]:
 
 
 def test_every_key_of_the_tables_exists() -> None:
-    known = {key.path for key in known_keys(RLVRConfig)}
+    known = {key.path for cls in (RLVRConfig, AgenticConfig) for key in known_keys(cls)}
     known |= {re.sub(r"^actor_train", "<role>", path) for path in known}
     known |= {f"{ENGINE}{name}" for name in server_options() or ()}
     named = [key for row in rows() for key in re.findall(r"`([^`]+)`", row[1])]
@@ -39,7 +40,8 @@ def test_every_key_of_the_tables_exists() -> None:
 
 def is_read(name: str) -> bool:
     """Whether a key of another framework is known or answered without the data."""
-    own = {key.path.rpartition(".")[2] for key in known_keys(RLVRConfig) if not key.path.startswith("rewards.")}
+    keys = [key.path for cls in (RLVRConfig, AgenticConfig) for key in known_keys(cls)]
+    own = {path.rpartition(".")[2] for path in keys if not path.startswith("rewards.")}
     moved = {*KEYS, *(path.rpartition(".")[2] for path in PLACES), SWITCH, RANGE}
     return name in own | moved or any(
         fnmatchcase(path, item.pattern) for item in FOREIGN for path in (name, f"role.{name}")

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from roll.configs import names
-from roll.configs.pipeline import RLVRConfig, SFTConfig
+from roll.configs.load import PIPELINES
 from roll.configs.reference import PATH, render
 from roll.configs.schema import known_keys
 from roll.configs.sglang_options import OWNED, server_options
@@ -17,7 +17,7 @@ def test_the_page_is_up_to_date() -> None:
 
 
 def test_every_key_has_a_help_text() -> None:
-    for cls in (RLVRConfig, SFTConfig):
+    for cls in PIPELINES.values():
         for key in known_keys(cls):
             assert key.field.metadata["help"], key.path
 

@@ -249,10 +249,12 @@ def test_what_would_never_end_is_refused(tmp_path: Path, override: str, said: st
 
 
 def test_only_pipelines_that_generate_are_simulated(tmp_path: Path) -> None:
-    from tests.configs.samples import SFT, write
+    from tests.configs.samples import AGENTIC, SFT, write
 
     with pytest.raises(ConfigError, match="pipeline: nothing is generated in this pipeline"):
         simulate_config(write(tmp_path, SFT, "sft.yaml"), [], Options(generate=1.0, train=1.0))
+    with pytest.raises(ConfigError, match="pipeline: responses of several turns are not simulated"):
+        simulate_config(write(tmp_path, AGENTIC, "agentic.yaml"), [], Options(generate=1.0, train=1.0))
 
 
 @pytest.mark.parametrize(

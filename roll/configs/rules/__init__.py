@@ -5,14 +5,17 @@ Rules read the configuration and, for models, a config.json where there is one; 
 
 from __future__ import annotations
 
+from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import Report
 from roll.configs.pipeline import BaseConfig, RLConfig
 from roll.configs.rules import (
+    agentic,
     algorithm,
     asynchronous,
     batch,
     devices,
     engines,
+    environments,
     files,
     inert,
     model,
@@ -38,6 +41,9 @@ def check(config: BaseConfig) -> Report:
         policy.check_policy(config, report)
         sampling.check_sampling(config, report)
         rewards.check_rewards(config, report)
+    if isinstance(config, AgenticConfig):
+        agentic.check_agentic(config, report)
+        environments.check_environments(config, report)
     inert.check_inert(config, report)
     model.check_models(config, report)
     files.check_files(config, report)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import Report
 from roll.configs.names import ADV_ESTIMATORS, GROUP_ESTIMATORS, PG_VARIANTS
 from roll.configs.pipeline import RLConfig
@@ -17,7 +18,7 @@ def check_algorithm(config: RLConfig, report: Report) -> None:
     group = config.num_return_sequences_in_group
     if config.adv_estimator in GROUP_ESTIMATORS and group == 1:
         report.error(
-            "num_return_sequences_in_group",
+            "train_env_manager.group_size" if isinstance(config, AgenticConfig) else "num_return_sequences_in_group",
             f"1 gives every sample of {config.adv_estimator} advantage 0, so nothing is learned; use at least 2, "
             "or adv_estimator reinforce",
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import Report
 from roll.configs.pipeline import QueryFilterConfig, RLConfig, RLVRConfig
 from roll.configs.queue import versions_ahead
@@ -69,14 +70,15 @@ def _check_queue(config: RLConfig, report: Report) -> None:
             f"{batches} batches are never ready at a time: async_generation_ratio {config.async_generation_ratio:g} "
             f"admits {most}; use at most {most}, or a ratio of at least {batches - 1}",
         )
-    samples = config.rollout_batch_size * config.num_return_sequences_in_group
-    queue = asynchronous.max_queue_size
+    samples, queue = config.samples_per_batch, asynchronous.max_queue_size
+    unit, product = "samples", f" x num_return_sequences_in_group {config.num_return_sequences_in_group} = {samples}"
+    if isinstance(config, AgenticConfig):
+        samples, unit, product = config.rollout_batch_size, "trajectories", ""
     if queue is not None and queue < batches * samples:
         report.error(
             "async_training.max_queue_size",
-            f"{queue} samples cannot hold {batches} batch(es) of rollout_batch_size {config.rollout_batch_size} x "
-            f"num_return_sequences_in_group {config.num_return_sequences_in_group} = {samples}, so no batch would ever "
-            f"be ready; use at least {batches * samples}",
+            f"{queue} {unit} cannot hold {batches} batch(es) of rollout_batch_size {config.rollout_batch_size}"
+            f"{product}, so no batch would ever be ready; use at least {batches * samples}",
         )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from math import gcd, isqrt
+from math import gcd, isqrt, lcm
 
+from roll.configs.agentic import AgenticConfig
 from roll.configs.batches import samples_per_optimizer_step, training_batch
 from roll.configs.errors import Report
 from roll.configs.layouts import device_roles, is_megatron, role_layout
@@ -65,10 +66,12 @@ def check_batch(config: BaseConfig, report: Report) -> None:
 
 
 def _fills(config: RLConfig, report: Report) -> bool:
-    """Whether they do; if not, the report says which sizes would."""
+    """Whether they do; if not, the report says which sizes would. Turns never do by count: their batch is padded."""
+    agentic = isinstance(config, AgenticConfig)
+    turns = isinstance(config, AgenticConfig) and config.sample_by == "step"
     prompts, group = config.rollout_batch_size, config.num_return_sequences_in_group
-    samples, step = prompts * group, samples_per_optimizer_step(config)
-    if samples % step == 0:
+    samples, step = config.samples_per_batch, samples_per_optimizer_step(config)
+    if samples % step == 0 or turns or (agentic and prompts % group):
         return True
     training, data_parallel = config.actor_train.training_args, role_layout(config.actor_train).data
     size = training.per_device_train_batch_size
@@ -76,15 +79,16 @@ def _fills(config: RLConfig, report: Report) -> bool:
         f"per_device_train_batch_size {size} x gradient_accumulation_steps "
         f"{training.gradient_accumulation_steps} x data parallel {data_parallel}"
     )
-    unit = step // gcd(step, group)
+    unit = lcm(step, group) if agentic else step // gcd(step, group)
     below = prompts // unit * unit
     advice = f"use rollout_batch_size {f'{below} or ' if below else ''}{below + unit}"
     if samples % (size * data_parallel) == 0:
         accumulation = _nearest_divisor(samples // (size * data_parallel), training.gradient_accumulation_steps)
         advice += f", or gradient_accumulation_steps {accumulation}"
+    count = f"{prompts} prompts x num_return_sequences_in_group {group} = {samples} samples"
     report.error(
         "rollout_batch_size",
-        f"{prompts} prompts x num_return_sequences_in_group {group} = {samples} samples do not fill optimizer steps "
+        f"{f'{prompts} trajectories' if agentic else count} do not fill optimizer steps "
         f"of {step} ({product}); {advice}",
     )
     return False

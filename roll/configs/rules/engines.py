@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import Report
 from roll.configs.layouts import ROLES, is_megatron, megatron_config
 from roll.configs.pipeline import BaseConfig, RLConfig
@@ -37,7 +38,8 @@ def check_engines(config: BaseConfig, report: Report) -> None:
         report.error(
             "deterministic", "true is not available on cuda, where kernels add in any order; use platform cpu or false"
         )
-    _check_data(config, report)
+    if not isinstance(config, AgenticConfig):
+        _check_data(config, report)
     for name in config.tracker_kwargs:
         if name not in config.track_with:
             report.error(f"tracker_kwargs.{name}", f"track_with does not name {name}; add it there or remove this")

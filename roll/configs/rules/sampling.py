@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import Report
 from roll.configs.pipeline import RLConfig
 
@@ -15,7 +16,8 @@ def check_sampling(config: RLConfig, report: Report) -> None:
             f"{sampling.temperature:g} is greedy: all samples of a prompt would be equal, with nothing to train on; "
             "use above 0, such as 1.0 (validation may use 0)",
         )
-    if sampling.num_return_sequences != config.num_return_sequences_in_group:
+    agentic = isinstance(config, AgenticConfig)
+    if not agentic and sampling.num_return_sequences != config.num_return_sequences_in_group:
         report.error(
             f"{path}.num_return_sequences",
             f"{sampling.num_return_sequences} is not num_return_sequences_in_group "
@@ -28,6 +30,8 @@ def check_sampling(config: RLConfig, report: Report) -> None:
             "returns: every ratio is biased; use 1.0",
         )
     _check_truncation(config, report)
+    if agentic:
+        return
     for role in ("actor_infer", "validation"):
         longest = getattr(config, role).generating_args.max_new_tokens
         if longest is not None and config.response_length is not None and longest > config.response_length:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import ConfigError, Problem, Report
 from roll.configs.load import load_config
 from roll.configs.machine import Machine, this_machine
@@ -53,6 +54,10 @@ def simulate_config(
     if not isinstance(loaded, RLConfig):
         raise ConfigError(
             [Problem("pipeline", "nothing is generated in this pipeline; simulate an RL one")], str(config)
+        )
+    if isinstance(loaded, AgenticConfig):
+        raise ConfigError(
+            [Problem("pipeline", "responses of several turns are not simulated; simulate an rlvr one")], str(config)
         )
     if not loaded.actor_train.device_mapping or not loaded.actor_infer.device_mapping:
         raise ConfigError(
