@@ -1,0 +1,1 @@
+"""Reinforcement learning of agents: a policy talks with environments over several turns."""
