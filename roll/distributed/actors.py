@@ -49,9 +49,9 @@ class Host:
         """Pins the process to its cores and sends what it prints to its log file."""
         self._name, self._rank = name, rank
         self._worker: Any = None
-        _end_with_parent()
+        end_with_parent()
         _pin(cores)
-        _print_to(log_file)
+        print_to(log_file)
 
     def process(self) -> int:
         """The process id."""
@@ -102,7 +102,7 @@ class ConcurrentHost(Host):
         return result if keep else None
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Asks the kernel to end this process with the Ray daemon that started it, however that one ends."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -113,7 +113,7 @@ def _pin(cores: tuple[int, ...]) -> None:
         os.sched_setaffinity(int(thread), cores)
 
 
-def _print_to(log_file: str) -> None:
+def print_to(log_file: str) -> None:
     """Sends stdout and stderr, those of child processes too, to the log; SIGUSR1 adds the stack of every thread."""
     path = Path(log_file)
     path.parent.mkdir(parents=True, exist_ok=True)

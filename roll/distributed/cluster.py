@@ -206,11 +206,15 @@ class Cluster:
 
 def process_environment(config: BaseConfig, threads: int) -> dict[str, str]:
     """Variables of every process of a run that computes with `threads` threads."""
+    return {**thread_environment(threads), **config.system_envs}
+
+
+def thread_environment(threads: int) -> dict[str, str]:
+    """Variables of a process that computes with `threads` threads and imports what the driver can."""
     return {
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
-        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),  # what the driver can import
-        **config.system_envs,
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
     }
 
 

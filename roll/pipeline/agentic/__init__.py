@@ -1,1 +1,1 @@
-"""Agents: trajectories of many turns, played between engines and environments."""
+"""Reinforcement learning of agents: a policy talks with environments over several turns."""

@@ -1,0 +1,74 @@
+"""A worker of the pool of environments, as a Ray actor on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import psutil
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from roll.distributed.cluster import END_TIMEOUT_S, descendants, end, thread_environment
+from roll.pipeline.agentic.env_host import EnvHost
+
+OWN_CALLS = 2
+"""Calls that a worker holds besides one for each environment: `watch`, which stays, and `process`."""
+
+
+class RayEnvWorker:
+    """Starts with its making. It owns no core and no device, and computes with one thread."""
+
+    def __init__(self, capacity: int, log: str | None, variables: Mapping[str, str]) -> None:
+        """Begins to start the process.
+
+        Args:
+            capacity: environments it holds, and so threads beside the main one.
+            log: file that gets what it prints, or None.
+            variables: of its environment.
+        """
+        here = ray.get_runtime_context().get_node_id()
+        host: Any = ray.remote(EnvHost)
+        self._actor = host.options(
+            num_cpus=0,
+            max_concurrency=capacity + OWN_CALLS,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
+            runtime_env={"env_vars": {**thread_environment(threads=1), **variables}},
+        ).remote(log)
+        self._started = self._actor.process.remote()
+        self._processes: list[psutil.Process] | None = None
+
+    async def ready(self) -> None:
+        """Returns once the process takes calls."""
+        process = await asyncio.wrap_future(self._started.future())
+        self._processes = [psutil.Process(process)]
+
+    def call(self, method: str, *args: Any) -> asyncio.Future[Any]:
+        """The answer of a method of `EnvHost`."""
+        return asyncio.wrap_future(getattr(self._actor, method).remote(*args).future())
+
+    def death(self, error: BaseException) -> str | None:
+        """How the process ended, in Ray's words, if that is what the error means."""
+        if not isinstance(error, ray.exceptions.RayActorError):
+            return None
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return " ".join(lines[:1] + [line for line in lines[1:] if "exit detail" in line])
+
+    def kill(self) -> None:
+        """Kills the process and those its environments started."""
+        if self._processes:
+            self._processes = descendants(self._processes[0])
+        if ray.is_initialized():
+            ray.kill(self._actor)  # not a signal: Ray reports a process that a signal ended as an unexpected death
+        for child in (self._processes or [])[1:]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+
+    def join(self) -> None:
+        """Waits until a killed process is gone; one that was killed while it started may have come up meanwhile."""
+        if self._processes is None and ray.is_initialized():
+            with contextlib.suppress(ray.exceptions.RayError, psutil.NoSuchProcess):
+                self._processes = descendants(psutil.Process(ray.get(self._started, timeout=END_TIMEOUT_S)))
+        end(self._processes or [])

@@ -1,0 +1,52 @@
+"""Environments that go wrong when they are told to."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+from roll.envs import TextEnv, Turn
+
+
+class Trouble(TextEnv):
+    """Counts, and does what the action says."""
+
+    METRICS = {"count": "last"}
+
+    def rules(self) -> str:
+        return "count"
+
+    def begin(self) -> str:
+        self.start = int(self.np_random.integers(1000))
+        return f"{self.start}"
+
+    def act(self, text: str) -> Turn:
+        if text == "raise":
+            raise KeyError("lost")
+        if text == "leave":
+            sys.exit(3)
+        if text == "exit":
+            os._exit(3)
+        while text == "spin":
+            pass
+        if text == "child":
+            return self.turn(str(subprocess.Popen(["sleep", "600"]).pid))
+        if text.startswith("sleep"):
+            time.sleep(float(text.split()[1]))
+        if text == "number":
+            return Turn(7, 0.0, metrics={"count": 0.0})  # type: ignore[arg-type]
+        if text == "process":
+            return self.turn(f"{os.getpid()} {os.environ['OMP_NUM_THREADS']} {'torch' in sys.modules}")
+        return self.turn(f"{self.start + self.steps}")
+
+    def turn(self, observation: str) -> Turn:
+        return Turn(observation, 0.5, metrics={"count": float(self.steps)})
+
+
+class Forgetful(Trouble):
+    """Starts elsewhere in every process."""
+
+    def begin(self) -> str:
+        return f"{os.getpid()}"

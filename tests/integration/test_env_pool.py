@@ -1,0 +1,241 @@
+"""Environments in real processes: what raises, hangs or dies costs what it must and no more; nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import textwrap
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from subprocess import PIPE, Popen
+from sys import executable
+from typing import Any
+
+import psutil
+import pytest
+import ray
+
+from roll.configs.pipeline import BaseConfig
+from roll.distributed.cluster import thread_environment
+from roll.distributed.resources import start_ray, stop_ray
+from roll.envs import make_env
+from roll.pipeline.agentic.env_pool import Env, EnvFailure, EnvPool, EnvSpec
+
+pytestmark = pytest.mark.integration
+
+TROUBLE = EnvSpec("env_troubles:Trouble", {"max_steps": 100})
+STEP_TIMEOUT_S = 2.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def started_ray() -> Iterator[None]:
+    start_ray(BaseConfig(), "cpu", num_devices=1)
+    yield
+    stop_ray()
+
+
+@asynccontextmanager
+async def started(workers: int, log: Path | None = None) -> AsyncIterator[EnvPool]:
+    pool = EnvPool(workers, STEP_TIMEOUT_S, 60.0, log=str(log) if log else None)
+    try:
+        await pool.start()
+        yield pool
+    finally:
+        pool.close()
+
+
+async def process_of(env: Env) -> int:
+    return int((await env.step("process")).observation.split()[0])
+
+
+async def gone(process: int) -> None:
+    """Waits until the process has ended."""
+    for _ in range(200):
+        if not psutil.pid_exists(process):
+            return
+        await asyncio.sleep(0.1)
+    raise AssertionError(f"process {process} still runs")
+
+
+def test_an_episode_through_the_pool_is_the_episode_itself() -> None:
+    spec = EnvSpec("frozen_lake", {"size": 5})
+    actions = ["<answer>Right</answer>", "no idea", "<answer>Down</answer>"]
+
+    async def play() -> None:
+        async with started(1) as pool:
+            env, opened = await pool.open(spec, 3)
+            alone = make_env(spec.env_type, spec.env_config)
+            assert opened.observation == alone.reset(seed=3)[0]
+            assert (opened.instruction, opened.metric_rules) == (alone.instruction, alone.METRICS)
+            for action in actions:
+                stepped = await env.step(action)
+                observation, reward, terminated, truncated, info = alone.step(action)
+                assert (stepped.observation, stepped.reward) == (observation, reward)
+                assert (stepped.terminated, stepped.truncated) == (terminated, truncated)
+                assert stepped.metrics == info["metrics"]
+
+    asyncio.run(play())
+
+
+def test_workers_compute_with_one_thread_without_torch_and_share_the_environments() -> None:
+    async def play() -> None:
+        async with started(2) as pool:
+            envs = [(await pool.open(TROUBLE, seed))[0] for seed in range(4)]
+            said = [(await env.step("process")).observation for env in envs]
+            processes = [text.split()[0] for text in said]
+            assert [processes.count(process) for process in set(processes)] == [2, 2]
+            assert {text.partition(" ")[2] for text in said} == {"1 False"}
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize(
+    ("action", "says"),
+    [
+        ("raise", r"turn 2: KeyError: 'lost' \(.*env_troubles.py:\d+ in act\)"),
+        ("leave", "turn 2: SystemExit: 3"),
+        ("number", "turn 2: TypeError: Trouble.act: the observation is int, not text"),
+    ],
+)
+def test_what_raises_fails_alone(action: str, says: str, tmp_path: Path) -> None:
+    log = tmp_path / "envs.log"
+
+    async def play() -> None:
+        async with started(1, log) as pool:
+            guilty, other = [(await pool.open(TROUBLE, seed))[0] for seed in (8, 9)]
+            process = await process_of(guilty)
+            with pytest.raises(EnvFailure, match=f"env_troubles:Trouble with seed 8, {says}") as caught:
+                await guilty.step(action)
+            assert caught.value.reason == "env_raised"
+            await guilty.close()
+            assert await process_of(other) == process
+            assert pool.failures == {"env_raised": 1}
+
+    asyncio.run(play())
+    assert "Traceback" in log.read_text()
+
+
+@pytest.mark.parametrize("action", ["sleep 600", "spin"])
+def test_what_hangs_fails_alone_and_its_worker_goes_with_its_last_environment(action: str) -> None:
+    async def play() -> None:
+        async with started(1) as pool:
+            guilty, other = [(await pool.open(TROUBLE, seed))[0] for seed in range(2)]
+            process = await process_of(other)
+            call = asyncio.create_task(guilty.step(action))
+            await asyncio.sleep(0.2)
+            start = time.monotonic()
+            await other.step("count")
+            assert time.monotonic() - start < 1.0, "delayed by one that hangs"
+            with pytest.raises(EnvFailure, match="turn 1: no answer within step_timeout_s = 2") as caught:
+                await call
+            assert caught.value.reason == "env_hung"
+            fresh, _ = await pool.open(TROUBLE, 3)
+            assert await process_of(fresh) != process
+            assert await process_of(other) == process
+            await other.close()
+            await gone(process)
+            assert pool.failures == {"env_hung": 1}
+
+    asyncio.run(play())
+
+
+def test_a_dead_process_takes_those_in_a_call_and_the_others_are_repeated_elsewhere() -> None:
+    async def play() -> None:
+        async with started(1) as pool:
+            guilty, waiting, idle = [(await pool.open(TROUBLE, seed))[0] for seed in range(3)]
+            forgetful, _ = await pool.open(EnvSpec("env_troubles:Forgetful", {}), 3)
+            process = await process_of(waiting)
+            before = int((await idle.step("count")).observation)
+            call = asyncio.create_task(waiting.step("sleep 600"))
+            await asyncio.sleep(0.2)
+            for failing in (guilty.step("exit"), call):
+                with pytest.raises(EnvFailure, match="worker 0 died: ") as caught:
+                    await failing
+                assert caught.value.reason == "env_died"
+            stepped = await idle.step("count")
+            assert int(stepped.observation) == before + 1 and stepped.metrics == {"count": 2.0}
+            assert await process_of(idle) != process
+            with pytest.raises(EnvFailure, match="it is not repeatable"):
+                await forgetful.step("count")
+            await waiting.close()
+            assert pool.failures == {"env_died": 3}
+
+    asyncio.run(play())
+
+
+def test_a_process_killed_while_all_are_between_calls_costs_no_episode() -> None:
+    async def play() -> None:
+        async with started(1) as pool:
+            env, _ = await pool.open(TROUBLE, 1)
+            before = int((await env.step("count")).observation)
+            other, _ = await pool.open(TROUBLE, 2)
+            process = await process_of(other)
+            await other.close()
+            psutil.Process(process).kill()
+            await gone(process)
+            await asyncio.sleep(1.0)
+            assert int((await env.step("count")).observation) == before + 1
+            assert not pool.failures
+
+    asyncio.run(play())
+
+
+def test_close_ends_every_process_also_those_that_environments_started() -> None:
+    async def play() -> list[int]:
+        async with started(2) as pool:
+            envs = [(await pool.open(TROUBLE, seed))[0] for seed in range(3)]
+            processes = [await process_of(env) for env in envs]
+            child = int((await envs[0].step("child")).observation)
+            call = asyncio.create_task(envs[1].step("sleep 600"))
+            await asyncio.sleep(0.2)
+            pool.close()
+            with pytest.raises(EnvFailure, match="the pool was closed"):
+                await call
+            return [*processes, child]
+
+    assert not [process for process in asyncio.run(play()) if psutil.pid_exists(process)]
+
+
+class Owner:
+    """Has a pool in a process of its own."""
+
+    async def open(self) -> int:
+        self.pool = EnvPool(1, STEP_TIMEOUT_S, 60.0)
+        self.env, _ = await self.pool.open(TROUBLE, 1)
+        process = await process_of(self.env)
+        self.call = asyncio.create_task(self.env.step("spin"))
+        await asyncio.sleep(0.2)
+        return process
+
+
+def test_a_pool_does_not_outlive_the_actor_that_owns_it() -> None:
+    variables = {"env_vars": thread_environment(threads=1)}
+    owner: Any = ray.remote(Owner).options(num_cpus=0, runtime_env=variables).remote()
+    process = ray.get(owner.open.remote(), timeout=60)
+    assert psutil.pid_exists(process)
+    ray.kill(owner)
+    asyncio.run(gone(process))
+
+
+def test_a_pool_does_not_outlive_a_driver_that_was_killed(tmp_path: Path) -> None:
+    driver = tmp_path / "driver.py"
+    driver.write_text(
+        textwrap.dedent(f"""
+        import asyncio, sys
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        from test_env_pool import BaseConfig, Owner, start_ray
+        async def main():
+            print(await Owner().open(), flush=True)
+            await asyncio.sleep(600)
+        if __name__ == "__main__":
+            start_ray(BaseConfig(), "cpu", 1)
+            asyncio.run(main())
+        """)
+    )
+    process = Popen([executable, str(driver)], stdout=PIPE, text=True, cwd=Path.cwd())
+    assert process.stdout is not None
+    worker = int(process.stdout.readline())
+    process.kill()
+    process.wait()
+    asyncio.run(gone(worker))
