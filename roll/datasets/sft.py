@@ -8,7 +8,7 @@ from typing import Any
 
 from roll.configs.arguments import DataArguments
 from roll.datasets.conversation import ConversationEncoder
-from roll.datasets.prompts import Question, question, record_id, require_unique
+from roll.datasets.prompts import Message, Question, question, record_id, require_unique
 from roll.datasets.records import DatasetError, Record, read_records
 from roll.datasets.templates import QuestionEncoder
 
@@ -111,8 +111,10 @@ def _every_answer(pairs: Sequence[Pair], tokenizer: Any, template: str) -> list[
     examples = []
     for pair in pairs:
         messages = pair.question.messages or ({"role": "user", "content": pair.question.text or ""},)
-        asked, ids, learned = [], [], []
+        asked: list[Message] = []
         prompt: list[int] = []
+        ids: list[int] = []
+        learned: list[bool] = []
         for message in [*messages, {"role": "assistant", "content": pair.answer}]:
             if message["role"] != "assistant":
                 asked.append(message)

@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.logging import RichHandler
 
+from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import ConfigError, Problem
 from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig, SFTConfig
 from roll.datasets.records import DatasetError
@@ -20,6 +21,8 @@ from roll.distributed.pending import ClusterError
 from roll.distributed.resources import RayStartError, ResourceError
 from roll.distributed.weight_sync.transaction import PublishError
 from roll.pipeline.advice import Split, advise
+from roll.pipeline.agentic.env_types import EnvWorkerError
+from roll.pipeline.agentic.pipeline import AgenticPipeline
 from roll.pipeline.checkpoint import checkpoint_folder
 from roll.pipeline.errors import RunError
 from roll.pipeline.extensions import load_extensions
@@ -44,10 +47,15 @@ EXPLAINED = (
     ResourceError,
     ClusterError,
     PublishError,
+    EnvWorkerError,
 )
 """Errors whose message says what to do; anything else is a bug and keeps its traceback."""
 
-PIPELINES: dict[type[BaseConfig], Any] = {RLVRConfig: RLVRPipeline, SFTConfig: SFTPipeline}
+PIPELINES: dict[type[BaseConfig], Any] = {
+    AgenticConfig: AgenticPipeline,
+    RLVRConfig: RLVRPipeline,
+    SFTConfig: SFTPipeline,
+}
 
 
 @dataclass

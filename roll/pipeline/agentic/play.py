@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from roll.datasets.conversation import ConversationEncoder
 from roll.pipeline.agentic.env_pool import EnvFailure, EnvPool
@@ -72,35 +72,32 @@ class Player:
     ) -> None:
         """Plays all groups in lock-step: every turn waits for all, and all its requests are sent in one call."""
         failed: dict[Episode, str] = {}
-        open_episodes = [episode for _, episodes in plays for episode in episodes]
+        everyone = [episode for _, episodes in plays for episode in episodes]
 
-        async def guarded(episode: Episode, step: Callable[[], object]) -> None:
-            failed_by = await self._reason(step())
-            if failed_by is not None:
-                failed[episode] = failed_by
+        async def unless_it_fails(episode: Episode, work: Awaitable[None]) -> None:
+            reason = await self._reason(work)
+            if reason is not None:
+                failed[episode] = reason
 
         with meter.measure("env"):
-            await asyncio.gather(
-                *(guarded(each, lambda each=each: each.begin(self._environments)) for each in open_episodes)
-            )
+            await asyncio.gather(*(unless_it_fails(each, each.begin(self._environments)) for each in everyone))
         while True:
-            asked = [(each, each.request()) for each in open_episodes if each not in failed]
+            asked = [(each, each.request()) for each in everyone if each not in failed]
             turn = [(episode, request) for episode, request in asked if request is not None]
             if not turn:
                 break
             with meter.measure("generate"):
                 answers = await self._engines.generate([[request] for _, request in turn])
+            reactions = [
+                unless_it_fails(episode, self._accept(episode, request, answer))
+                for (episode, request), [answer] in zip(turn, answers, strict=True)
+            ]
             with meter.measure("env"):
-                await asyncio.gather(
-                    *(
-                        guarded(episode, lambda e=episode, r=request, a=answer: self._accept(e, r, a[0]))
-                        for (episode, request), answer in zip(turn, answers, strict=True)
-                    )
-                )
+                await asyncio.gather(*reactions)
         for group, episodes in plays:
             done = [episode for episode in episodes if episode not in failed]
             self._settle(group, done, wanted, [failed[episode] for episode in episodes if episode in failed])
-        await asyncio.gather(*(episode.close() for episode in open_episodes))
+        await asyncio.gather(*(episode.close() for episode in everyone))
 
     async def _finish(self, episode: Episode, engine: int, meter: Meter) -> str | None:
         """Plays one episode to its end; the reason where it failed."""
@@ -127,7 +124,7 @@ class Player:
     async def _accept(self, episode: Episode, request: GenerateRequest, answer: GenerateResult) -> None:
         await episode.accept(request, answer, self._decode(answer.response_ids))
 
-    async def _reason(self, work) -> str | None:
+    async def _reason(self, work: Awaitable[None]) -> str | None:
         """Awaits the work; a failure of this one episode becomes its reason."""
         try:
             await work

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from roll.configs.agentic import AgenticConfig
 from roll.configs.layouts import role_layout
 from roll.datasets.conversation import ConversationEncoder
-from roll.distributed.cluster import log_file
+from roll.distributed.cluster import log_file, process_environment
 from roll.pipeline.agentic.env_pool import EnvPool
 from roll.pipeline.agentic.episode import Task
 from roll.pipeline.agentic.groups import TrajectoryGroup
@@ -48,11 +48,14 @@ def make_rollouter(inputs: AgenticInputs, engines: ClusterClient) -> Rollouter[T
     """A rollouter that asks these engines and plays environments in processes of its own."""
     config = inputs.config
     tokenizer = load_tokenizer(config.actor_train.model_args.model_name_or_path)
+    managers = config.train_env_manager, config.val_env_manager
     environments = EnvPool(
-        max(config.train_env_manager.processes, config.val_env_manager.processes),
+        max(manager.processes for manager in managers),
         config.env_step_timeout_s,
         config.start_timeout_s,
-        log_file(config, "environments"),
+        capacity=max(manager.max_env_num_per_worker or manager.environments for manager in managers),
+        log=log_file(config, "environments"),
+        variables=process_environment(config, threads=1),
     )
     player = Player(
         EnginePool(engines, config.max_generation_retries, config.actor_infer.max_running_requests),
