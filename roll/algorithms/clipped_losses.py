@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from roll.algorithms.kl import LOG_RATIO_CLAMP
-from roll.algorithms.masking import masked, masked_mean
 from roll.algorithms.policy_config import PolicyLossConfig
+from roll.algorithms.ratio_type import tied_base
 from roll.algorithms.variant import PG_VARIANTS, TokenLosses, policy_ratio
 
 
@@ -70,9 +69,8 @@ def gspo(
     All tokens of a response share the value of the ratio, and are clipped or not together; the gradient flows through
     each token's own log-prob. Source: GSPO (arXiv 2507.18071), its token-level form.
     """
-    log_ratio = masked(log_probs - base_log_probs, response_mask).detach()
-    mean = masked_mean(log_ratio, response_mask, dim=-1).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
-    ratio = (mean[:, None] + masked(log_probs - log_probs.detach(), response_mask)).exp()
+    base = tied_base(log_probs, base_log_probs, response_mask, "sequence")
+    ratio = policy_ratio(log_probs, base, response_mask).to(log_probs.dtype)
     return clipped_surrogate(ratio, advantages, Clip(config.gspo_clip_low, config.gspo_clip_high))
 
 

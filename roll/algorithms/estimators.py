@@ -1,84 +1,23 @@
 """Advantage estimators by name (`adv_estimator`): what a response is worth beyond what was to be expected.
 
-R is the sum of a response's token rewards: its score, less the KL penalty of its tokens where there is one.
+R is the sum of a response's token rewards: its score, less the KL penalty of its tokens where there is one. Where
+samples are trajectories R is that of the trajectory, which statistics count once in however many samples it stands.
+Those that look into the turns of a trajectory are in `roll.algorithms.turn_estimators`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
-from roll.algorithms.masking import EPSILON, group_mean, group_std, masked, whiten, zero_spread
-from roll.algorithms.registry import Registry
-from roll.configs.pipeline import RLConfig
+from roll.algorithms import turn_estimators
+from roll.algorithms.advantage_config import AdvantageConfig
+from roll.algorithms.estimation import ADV_ESTIMATORS, Shaped, normalize, return_to_go, token_rewards
+from roll.algorithms.masking import masked, whiten
 
-
-@dataclass(frozen=True)
-class AdvantageConfig:
-    """Settings of the advantages, under the names and meanings of the YAML keys."""
-
-    adv_estimator: str = "grpo"
-    grpo_norm_by_std: bool = True
-    norm_mean_type: str | None = None
-    norm_std_type: str | None = None
-    gamma: float = 1.0
-    reward_clip: float | None = None
-    advantage_clip: float | None = None
-    whiten_rewards: bool = False
-    whiten_advantages: bool = False
-    add_token_level_kl: bool = False
-    kl_penalty: str = "k3"
-
-    @classmethod
-    def from_config(cls, config: RLConfig) -> AdvantageConfig:
-        """The settings of a run."""
-        return cls(**{field.name: getattr(config, field.name) for field in fields(cls)})
-
-
-@dataclass(frozen=True)
-class Shaped:
-    """What an estimator sees, after the scores were clipped and whitened.
-
-    Attributes:
-        scores: R_i [B].
-        token_kl: [B, T] the penalty of each token (coefficient times KL), zeros without `add_token_level_kl`.
-        groups: [B] int64, equal for the samples of one prompt.
-        response_mask: [B, T] bool.
-    """
-
-    scores: Tensor
-    token_kl: Tensor
-    groups: Tensor
-    response_mask: Tensor
-
-
-Estimator = Callable[[Shaped, AdvantageConfig], tuple[Tensor, Tensor]]
-ADV_ESTIMATORS: Registry[Estimator] = Registry("adv_estimator")
-"""f(shaped, config) -> (advantages [B, T], returns [B, T])."""
-
-
-def token_rewards(scores: Tensor, token_kl: Tensor, response_mask: Tensor) -> Tensor:
-    """Rewards [B, T]: the score [B] on the last response token of each sample, minus the KL penalty of every token."""
-    mask = response_mask.bool()
-    positions = torch.arange(mask.shape[1], device=mask.device)
-    last = torch.where(mask, positions, -1).amax(dim=1, keepdim=True)
-    return torch.where(mask & (positions == last), scores[:, None], 0.0) - masked(token_kl, mask)
-
-
-def return_to_go(rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor:
-    """G_t = r_t + gamma G_{t+1} over the response tokens [B, T]; gaps in the mask are stepped over, not discounted."""
-    if gamma == 1.0:
-        return masked(masked(rewards, response_mask).flip(-1).cumsum(-1).flip(-1), response_mask)
-    returns = torch.zeros_like(rewards)
-    following = rewards.new_zeros(rewards.shape[0])
-    for t in range(rewards.shape[1] - 1, -1, -1):
-        here = response_mask[:, t].bool()
-        following = torch.where(here, rewards[:, t] + gamma * following, following)
-        returns[:, t] = torch.where(here, following, 0.0)
-    return returns
+__all__ = ["ADV_ESTIMATORS", "AdvantageConfig", "Shaped", "return_to_go", "token_rewards", "turn_estimators"]
 
 
 @ADV_ESTIMATORS.register("grpo")
@@ -88,7 +27,7 @@ def grpo(shaped: Shaped, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
     `grpo_norm_by_std: false` leaves the division out (Dr. GRPO, arXiv 2503.20783). Source: DeepSeekMath, arXiv
     2402.03300 section 4.1. A group of one or of equal R has A = 0.
     """
-    return _by_response(shaped, "group" if config.grpo_norm_by_std else None)
+    return _by_response(shaped, _centred("group" if config.grpo_norm_by_std else None))
 
 
 @ADV_ESTIMATORS.register("rloo")
@@ -98,9 +37,12 @@ def rloo(shaped: Shaped, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
     The baseline does not depend on the response it is taken from, so the gradient is unbiased. Source: Ahmadian et al.
     2024 (arXiv 2402.14740), after Kool et al. 2019. A group of one has A = 0.
     """
-    advantages, returns = _by_response(shaped, None)
-    sizes = torch.bincount(shaped.groups)[shaped.groups].to(advantages.dtype)
-    return advantages * (sizes / (sizes - 1).clamp(min=1))[:, None], returns
+
+    def beside_the_others(rewards: Tensor, groups: Tensor) -> Tensor:
+        sizes = torch.bincount(groups)[groups].to(rewards.dtype)
+        return normalize(rewards, groups, "group", None) * (sizes / (sizes - 1).clamp(min=1))
+
+    return _by_response(shaped, beside_the_others)
 
 
 @ADV_ESTIMATORS.register("lite_ppo")
@@ -110,7 +52,7 @@ def lite_ppo(shaped: Shaped, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
     The deviation of the batch does not blow up the advantages of prompts whose responses hardly differ. Source: Liu et
     al. 2025, "Tricks or Traps?" (arXiv 2508.08221).
     """
-    return _by_response(shaped, "batch")
+    return _by_response(shaped, _centred("batch"))
 
 
 @ADV_ESTIMATORS.register("reinforce_plus_plus_baseline")
@@ -119,7 +61,7 @@ def reinforce_plus_plus_baseline(shaped: Shaped, config: AdvantageConfig) -> tup
 
     Source: REINFORCE++ (arXiv 2501.03262), its variant with a group baseline.
     """
-    advantages, returns = _by_response(shaped, None)
+    advantages, returns = _by_response(shaped, _centred(None))
     return whiten(advantages, shaped.response_mask), returns
 
 
@@ -139,32 +81,20 @@ def reinforce_plus_plus(shaped: Shaped, config: AdvantageConfig) -> tuple[Tensor
 def reinforce(shaped: Shaped, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
     """A_t = G_t, the return to go discounted by gamma, of scores normalised as norm_mean_type and norm_std_type say."""
     mask = shaped.response_mask
-    scores = normalize(shaped.scores, shaped.groups, config.norm_mean_type, config.norm_std_type)
-    returns = return_to_go(token_rewards(scores, shaped.token_kl, mask), mask, config.gamma)
+    episodes = shaped.episodes
+    scores = normalize(episodes.once(shaped.scores), shaped.episode_groups, config.norm_mean_type, config.norm_std_type)
+    returns = return_to_go(token_rewards(episodes.spread(scores), shaped.token_kl, mask), mask, config.gamma)
     return returns, returns
 
 
-def normalize(scores: Tensor, groups: Tensor, mean_type: str | None, std_type: str | None) -> Tensor:
-    """(R - mean) / (std + EPSILON) [B], each over the batch, over the group, or not at all (None).
-
-    Standard deviations are unbiased. Where the scores a mean or deviation is taken over are all equal (a group of one
-    among them), the result is exactly 0: they tell nothing apart.
-    """
-    over = {"group": groups, "batch": torch.zeros_like(groups)}
-    result = scores
-    if mean_type is not None:
-        result = result - group_mean(scores, over[mean_type])
-    if std_type is not None:
-        result = result / (group_std(scores, over[std_type]) + EPSILON)
-    for kind in (mean_type, std_type):
-        if kind is not None:
-            result = torch.where(zero_spread(scores, over[kind]), 0.0, result)
-    return result
+def _centred(std_type: str | None) -> Callable[[Tensor, Tensor], Tensor]:
+    """f(R [E], groups [E]): R less the group's mean, divided by a deviation or not."""
+    return lambda rewards, groups: normalize(rewards, groups, "group", std_type)
 
 
-def _by_response(shaped: Shaped, std_type: str | None) -> tuple[Tensor, Tensor]:
-    """R less the group's mean, divided by a deviation or not, on every token; and the undiscounted return to go."""
+def _by_response(shaped: Shaped, advantage: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """f(R [E], groups [E]) of each episode on every token of it; and the undiscounted return to go."""
     mask = shaped.response_mask
     rewards = token_rewards(shaped.scores, shaped.token_kl, mask)
-    centred = normalize(rewards.sum(-1), shaped.groups, "group", std_type)
-    return masked(centred[:, None].expand_as(rewards), mask), return_to_go(rewards, mask, 1.0)
+    worth = shaped.episodes.spread(advantage(shaped.episode_rewards, shaped.episode_groups))
+    return masked(worth[:, None].expand_as(rewards), mask), return_to_go(rewards, mask, 1.0)

@@ -19,6 +19,7 @@ from roll.algorithms.kl import k3, kl_divergence
 from roll.algorithms.masking import masked, masked_max
 from roll.algorithms.policy_config import PolicyLossConfig
 from roll.algorithms.policy_losses import PG_VARIANTS
+from roll.algorithms.ratio_type import tied_base
 from roll.algorithms.registry import Registry
 
 __all__ = ["LOSSES", "LossScale", "PolicyLossConfig", "policy", "sft"]
@@ -62,8 +63,8 @@ def policy(
         entropy: [b, T]; with gradient when `entropy_loss_coef` is not 0; otherwise only reported, and may be None.
         micro: `response_mask`, `advantages` and the base of the ratio, `old_log_probs` or `behavior_log_probs` as
             `pg_ratio_base` says [b, T]; `ref_log_probs` [b, T] with `use_kl_loss`; `scores` [b] for the variants that
-            ask for them; with a correction `correction_weights` and `correction_kept` [b, T], or in bypass
-            `behavior_log_probs`, from which they are computed here.
+            ask for them; `turn_index` [b, T] with `ratio_type: segment`; with a correction `correction_weights` and
+            `correction_kept` [b, T], or in bypass `behavior_log_probs`, from which they are computed here.
         scale: counts over the global batch.
         config: names the variant and holds the coefficients.
 
@@ -74,14 +75,16 @@ def policy(
         in bypass also the shares of the correction's diagnostics.
 
     Raises:
-        ValueError: an entropy bonus is asked for and no entropy is given.
+        ValueError: an entropy bonus is asked for and no entropy is given, or ratios of segments without `turn_index`.
         KeyError: the variant is unknown, or `micro` lacks a tensor.
     """
     mask = micro["response_mask"]
     log_probs, base, advantages = (masked(x, mask) for x in (log_probs, micro[config.base_key], micro["advantages"]))
-    terms = PG_VARIANTS[config.pg_variant](log_probs, base, advantages, mask, micro.get("scores"), config)
+    against = tied_base(log_probs, base, mask, config.ratio_type, micro.get("turn_index", None))
+    terms = PG_VARIANTS[config.pg_variant](log_probs, against, advantages, mask, micro.get("scores"), config)
+    losses = terms.loss.to(log_probs.dtype)
     correction = _correction(log_probs, micro, config)
-    weighted = terms.loss if correction is None else terms.loss * correction.weights
+    weighted = losses if correction is None else losses * correction.weights
     kept = mask if correction is None else correction.kept
     counted = kept if config.correction.renormalize else mask
 

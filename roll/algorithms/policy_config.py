@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
+from roll.configs.agentic_learning import keys_of
 from roll.configs.pipeline import RLConfig
 from roll.configs.policy import CorrectionOptions, proximal_source, ratio_base
 
@@ -16,6 +17,7 @@ class PolicyLossConfig:
     pg_variant: str = "ppo"
     pg_ratio_base: str = "proximal"
     old_log_probs_source: str = "recompute"
+    ratio_type: str = "token"
     correction: CorrectionOptions = field(default_factory=CorrectionOptions)
     pg_clip_low: float = 0.2
     pg_clip_high: float = 0.2
@@ -40,7 +42,10 @@ class PolicyLossConfig:
 
     @classmethod
     def from_config(cls, config: RLConfig) -> PolicyLossConfig:
-        """The settings of a run; `pg_variant` is actor_train's, all others stand at the top level."""
+        """The settings of a run; `pg_variant` is actor_train's, all others stand at the top level.
+
+        A run without turns has no `ratio_type`; its ratios are those of tokens.
+        """
         variant = config.actor_train.pg_variant
         source = proximal_source(config, variant, config.async_generation_ratio)
         settled: dict[str, Any] = {
@@ -48,7 +53,7 @@ class PolicyLossConfig:
             "old_log_probs_source": source,
             "pg_ratio_base": ratio_base(config, variant, source),
         }
-        shared = {item.name: getattr(config, item.name) for item in fields(cls) if item.name not in settled}
+        shared = {name: getattr(config, name) for name in keys_of(cls, config) if name not in settled}
         return cls(**settled, **shared)
 
     @property
@@ -60,6 +65,11 @@ class PolicyLossConfig:
     def bypass(self) -> bool:
         """Whether there is no proximal policy: the correction compares the current policy with the sampling one."""
         return self.old_log_probs_source == "behavior"
+
+    @property
+    def reads_turns(self) -> bool:
+        """Whether the loss needs `turn_index`."""
+        return self.ratio_type == "segment"
 
     @property
     def base_key(self) -> str:

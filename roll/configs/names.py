@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-ADV_ESTIMATORS = ("grpo", "reinforce", "rloo", "lite_ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+TURN_ESTIMATORS = ("gigpo", "step_reinforce", "agentic_reinforce")
+"""Values of `adv_estimator` that look into the turns of a trajectory."""
+
+ADV_ESTIMATORS = (
+    "grpo",
+    "reinforce",
+    "rloo",
+    "lite_ppo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    *TURN_ESTIMATORS,
+)
 """Values of `adv_estimator`."""
 
 GROUP_ESTIMATORS = ("grpo", "rloo", "lite_ppo", "reinforce_plus_plus_baseline")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from roll.configs.agentic import AgenticConfig, CustomEnvConfig, EnvManagerConfig
+from roll.configs.agentic_learning import AgenticLearningOptions, RewardNormalization
 from roll.configs.aliases import KEYS, PLACE_VALUES, PLACES, VALUES
 from roll.configs.arguments import (
     DataArguments,
@@ -39,6 +40,8 @@ SECTIONS: tuple[tuple[str, str, type, tuple[type, ...]], ...] = (
     ("Its weights", "correction.weights.", WeightOptions, ()),
     ("Its rejection", "correction.rejection.", RejectionOptions, ()),
     ("Asynchronous training", "async_training.", AsyncTrainingConfig, ()),
+    ("Learning from trajectories", "", AgenticLearningOptions, ()),
+    ("Their rewards", "reward_normalization.", RewardNormalization, ()),
     ("`pipeline: rlvr`", "", RLVRConfig, (RLConfig,)),
     ("`pipeline: sft`", "", SFTConfig, (BaseConfig,)),
     ("`pipeline: agentic`", "", AgenticConfig, (RLConfig,)),

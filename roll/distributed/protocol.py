@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-PADDING: dict[str, int] = {"weight_version": -1, "turn_index": -1}
+PADDING: dict[str, int] = {"weight_version": -1, "turn_index": -1, "state_ids": -1}
 """Value that fills a column beyond a sample's tokens; keys not named here are filled with 0."""
 
 

@@ -15,6 +15,7 @@ from roll.algorithms.estimators import AdvantageConfig
 from roll.algorithms.importance import correct
 from roll.algorithms.kl import kl_controller
 from roll.algorithms.losses import PolicyLossConfig
+from roll.algorithms.turns import TURN_KEYS, read_turns
 from roll.configs.pipeline import RLConfig
 from roll.distributed.protocol import DataProto
 from roll.pipeline.clock import StepClock
@@ -105,15 +106,18 @@ class RLLearner(ActorLearner):
             log_probs=data.batch["old_log_probs"],
             ref_log_probs=data.batch.get("ref_log_probs", None),
             kl_coef=self._kl.coefficient,
+            turns=read_turns(data.batch),
         )
         if self._config.add_token_level_kl:
-            self._kl.update(result.metrics["advantage/token_kl"], len(data))
+            samples = int(data.batch["response_mask"].bool().any(-1).sum())
+            self._kl.update(result.metrics["advantage/token_kl"], samples)
         data.batch["advantages"], data.batch["returns"] = result.advantages, result.returns
         return result.metrics
 
     async def _train(self, data: DataProto) -> dict[str, float]:
         config = self._config
         data.meta_info |= {"loss": "policy", "loss_config": self._loss_config}
+        data = self._without_turns(data)
         counted = data.batch["correction_kept"] if config.correction.renormalize else None
         steps: list[dict[str, float]] = []
         for _ in range(config.ppo_epochs):
@@ -124,6 +128,12 @@ class RLLearner(ActorLearner):
                     self._updated = True
                 steps.append(step)
         return {metric_name(name): reduce_steps(name, [step[name] for step in steps]) for name in steps[0]}
+
+    def _without_turns(self, data: DataProto) -> DataProto:
+        """The batch without what only the advantages read of its turns."""
+        read = ("turn_index",) if self._loss_config.reads_turns else ()
+        keys = [*data.tensors(), *data.non_tensor_batch]
+        return data.select(*(key for key in keys if key not in TURN_KEYS or key in read))
 
     def _check_first_update(self, step: dict[str, float]) -> None:
         config = self._config

@@ -47,12 +47,12 @@ def training_shards(data: DataProto, plan: OptimizerStepPlan, counted: torch.Ten
     Args:
         data: the batch.
         plan: one optimizer step of it.
-        counted: [B, T] tokens the denominators count, if not all of the response mask; samples without any do not
-            count either.
+        counted: [B, T] tokens the denominators count, if not all of the response mask. Samples without any, padding
+            among them, do not count either.
     """
     rows = [index for share in plan.indices for index in share]
     mask = (data.batch["response_mask"] if counted is None else counted).bool()[rows]
-    tokens, sequences = float(mask.sum()), float(len(rows) if counted is None else mask.any(-1).sum())
+    tokens, sequences = float(mask.sum()), float(mask.any(-1).sum())
     shards = []
     for indices, micro_batches in zip(plan.indices, plan.micro_batches, strict=True):
         shard = data.select_idxs(indices)

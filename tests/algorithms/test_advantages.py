@@ -7,7 +7,9 @@ import torch
 
 from roll.algorithms.advantages import compute_advantages
 from roll.algorithms.estimators import ADV_ESTIMATORS, AdvantageConfig, return_to_go, token_rewards
+from roll.configs.names import TURN_ESTIMATORS
 from roll.configs.pipeline import RLVRConfig
+from tests.algorithms.trajectories import single_turns
 
 MASK = torch.tensor([[0, 1, 1, 0], [0, 1, 1, 1], [0, 1, 0, 0], [0, 1, 1, 0]])
 GROUPS = torch.tensor([0, 0, 1, 1])
@@ -104,7 +106,8 @@ def test_reinforce_plus_plus_baseline_whitens_what_is_left_of_the_group():
 
 @pytest.mark.parametrize("name", ADV_ESTIMATORS)
 def test_equal_scores_of_single_responses_teach_nothing(name):
-    flat = compute_advantages(torch.ones(4), torch.arange(4), MASK, replace(GRPO, adv_estimator=name))
+    scores, config = torch.ones(4), replace(GRPO, adv_estimator=name)
+    flat = compute_advantages(scores, torch.arange(4), MASK, config, turns=single_turns(scores, MASK))
     assert torch.isfinite(flat.advantages).all()
     assert name == "reinforce" or (flat.advantages == 0).all()
 
@@ -112,17 +115,28 @@ def test_equal_scores_of_single_responses_teach_nothing(name):
 @pytest.mark.parametrize("name", ADV_ESTIMATORS)
 def test_no_estimator_depends_on_order_or_padding(name):
     order, config = torch.tensor([3, 0, 2, 1]), replace(GRPO, adv_estimator=name)
-    moved = compute_advantages(SCORES[order], GROUPS[order], torch.nn.functional.pad(MASK[order], (0, 3)), config)
-    torch.testing.assert_close(moved.advantages[:, :4], estimate(name).advantages[order])
+    scores, mask = SCORES[order], torch.nn.functional.pad(MASK[order], (0, 3))
+    moved = compute_advantages(scores, GROUPS[order], mask, config, turns=single_turns(scores, mask))
+    plain = compute_advantages(SCORES, GROUPS, MASK, config, turns=single_turns(SCORES, MASK))
+    torch.testing.assert_close(moved.advantages[:, :4], plain.advantages[order])
+
+
+@pytest.mark.parametrize("name", [name for name in ADV_ESTIMATORS if name not in TURN_ESTIMATORS])
+def test_responses_are_worth_the_same_whether_or_not_they_are_said_to_be_turns(name):
+    config = replace(GRPO, adv_estimator=name)
+    turns = compute_advantages(SCORES, GROUPS, MASK, config, turns=single_turns(SCORES, MASK))
+    assert turns.metrics == estimate(name).metrics
+    assert torch.equal(turns.advantages, estimate(name).advantages)
 
 
 @pytest.mark.parametrize("name", ADV_ESTIMATORS)
 def test_token_kl_reaches_every_estimator(name):
     config = replace(GRPO, adv_estimator=name, add_token_level_kl=True, kl_penalty="k1")
     log_probs, ref = torch.zeros(4, 4), -torch.arange(16.0).reshape(4, 4) / 16
-    groups = torch.zeros(4, dtype=torch.int64)
-    moved = compute_advantages(SCORES, groups, MASK, config, log_probs=log_probs, ref_log_probs=ref, kl_coef=0.5)
-    plain = compute_advantages(SCORES, groups, MASK, replace(GRPO, adv_estimator=name))
+    groups, turns = torch.zeros(4, dtype=torch.int64), single_turns(SCORES, MASK)
+    penalty = {"log_probs": log_probs, "ref_log_probs": ref, "kl_coef": 0.5}
+    moved = compute_advantages(SCORES, groups, MASK, config, turns=turns, **penalty)
+    plain = compute_advantages(SCORES, groups, MASK, replace(GRPO, adv_estimator=name), turns=turns)
     assert not torch.allclose(moved.advantages, plain.advantages)
 
 

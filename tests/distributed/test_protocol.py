@@ -114,6 +114,12 @@ def test_concat_pads_narrow_parts_on_the_right() -> None:
     assert data.batch["weight_version"][0, 2:].tolist() == [-1, -1]
 
 
+def test_concat_gives_padding_neither_turn_nor_state() -> None:
+    parts = [DataProto.from_dict({"turn_index": torch.zeros(1, n), "state_ids": torch.zeros(1, n)}) for n in (1, 2)]
+    data = DataProto.concat(parts)
+    assert data.batch["turn_index"][0].tolist() == data.batch["state_ids"][0].tolist() == [0, -1]
+
+
 def test_concat_keeps_meta_info_on_which_all_agree() -> None:
     data = DataProto.concat([make(1, 2, step=1, rank=0), make(1, 2, step=1, rank=1)])
     assert data.meta_info == {"step": 1}

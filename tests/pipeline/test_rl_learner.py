@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
-from roll.configs.names import PG_VARIANTS
+from roll.algorithms.turns import TURN_KEYS
+from roll.configs.agentic_learning import AgenticLearningOptions
+from roll.configs.names import ADV_ESTIMATORS, PG_VARIANTS
 from roll.configs.pipeline import RLVRConfig
+from roll.distributed.protocol import DataProto
 from roll.pipeline.clock import StepClock
 from roll.pipeline.errors import RunError
 from roll.pipeline.interfaces import SampleBatch
@@ -190,6 +194,57 @@ def test_how_long_nothing_moved_the_policy_outlives_a_restart(tmp_path):
     asyncio.run(first.save(tmp_path))
     asyncio.run(second.load(tmp_path))
     assert second._unmoved == 3
+
+
+@dataclass
+class Agent(AgenticLearningOptions, RLVRConfig):
+    """A run whose samples have turns."""
+
+
+class RecordingCluster(BigramCluster):
+    """Remembers which tensors reached the loss."""
+
+    async def train_step(self, shards):
+        self.seen = set(shards[0].tensors())
+        return await super().train_step(shards)
+
+
+def learn_trajectories(folder: Path, padding: int = 0, **settings) -> tuple[dict[str, float], RecordingCluster]:
+    """One step on samples of two turns, followed by `padding` samples that are masked out."""
+    cluster = RecordingCluster()
+    data = cluster.sample(1)
+    mask = data.batch["response_mask"].bool()
+    turn = (mask.cumsum(-1) > 2).long()
+    more = {
+        "turn_index": torch.where(mask, turn, -1),
+        "turn_rewards": torch.stack([torch.zeros(8), data.batch["scores"]], dim=1),
+        "turn_count": torch.full((8,), 2),
+        "state_ids": torch.stack([data.batch["group_ids"] * 2, data.batch["group_ids"] * 2 + 1], dim=1),
+        "trajectory_ids": torch.arange(8),
+        "tag_ids": torch.zeros(8, dtype=torch.int64),
+    }
+    data = DataProto.from_dict(data.tensors() | more)
+    idle = data.slice(0, padding).tensors() | {"group_ids": torch.arange(padding) + 8}
+    idle |= {"response_mask": torch.zeros_like(idle["response_mask"]), "trajectory_ids": torch.arange(padding) + 8}
+    data = DataProto.concat([data, DataProto.from_dict(idle)]) if padding else data
+    config = Agent(**vars(rlvr(folder, *SMALL, text=RLVR)) | settings)
+    config.actor_train.training_args.gradient_accumulation_steps += padding // 2
+    return learn((RLLearner(config, cluster, None), cluster), data), cluster
+
+
+@pytest.mark.parametrize("ratio_type", ["token", "segment", "sequence"])
+def test_the_loss_sees_the_turns_of_tokens_only_where_it_needs_them(tmp_path, ratio_type):
+    metrics, cluster = learn_trajectories(tmp_path, ratio_type=ratio_type)
+    assert cluster.seen & set(TURN_KEYS) == ({"turn_index"} if ratio_type == "segment" else set())
+    assert metrics["actor/ratio_mean"] == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize("estimator", ADV_ESTIMATORS)
+def test_padding_changes_nothing_of_an_update(tmp_path, estimator):
+    plain, cluster = learn_trajectories(tmp_path, adv_estimator=estimator)
+    padded, other = learn_trajectories(tmp_path, padding=2, adv_estimator=estimator)
+    assert padded == pytest.approx(plain, abs=1e-5)
+    torch.testing.assert_close(other.table, cluster.table)
 
 
 STEP = {"log_ratio_abs_max": 1e-4, "policy_kl": 1e-8, "ratio_mean": 1.0, "ratio_max": 1.0001}

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import Report
-from roll.configs.names import ADV_ESTIMATORS, GROUP_ESTIMATORS, PG_VARIANTS
-from roll.configs.pipeline import RLConfig
+from roll.configs.names import ADV_ESTIMATORS, GROUP_ESTIMATORS, PG_VARIANTS, TURN_ESTIMATORS
+from roll.configs.pipeline import RLConfig, RLVRConfig
 from roll.configs.suggestions import nearest
 
 
@@ -15,6 +15,12 @@ def check_algorithm(config: RLConfig, report: Report) -> None:
     """Names are known, groups are large enough, and terms that are on have a weight."""
     check_name("adv_estimator", config.adv_estimator, ADV_ESTIMATORS, report)
     check_name("actor_train.pg_variant", config.actor_train.pg_variant, PG_VARIANTS, report)
+    if config.adv_estimator in TURN_ESTIMATORS and isinstance(config, RLVRConfig):
+        report.error(
+            "adv_estimator",
+            f"{config.adv_estimator} is for trajectories of several turns, and a response of pipeline rlvr is one; use "
+            "grpo or reinforce",
+        )
     group = config.num_return_sequences_in_group
     if config.adv_estimator in GROUP_ESTIMATORS and group == 1:
         report.error(

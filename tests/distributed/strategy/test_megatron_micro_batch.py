@@ -54,3 +54,9 @@ def test_empty_or_torn_samples_are_named(row):
     torn["attention_mask"] = torch.cat([MASK[:2], torch.tensor([row])])
     with pytest.raises(ValueError, match="sample 2 is empty or has padding between its tokens"):
         make_micro_batch(torn, [0, 2])
+
+
+def test_the_turns_of_tokens_travel_with_them():
+    turns = torch.tensor([[-1, 0, 1, -1, -1, -1], [-1, 0, -1, 1, -1, -1], [-1, -1, -1, -1, 0, 0]])
+    micro = make_micro_batch(batch(turn_index=turns), [1, 0])
+    assert micro.batch["turn_index"].tolist() == [[-1, 0, -1, 1], [-1, 0, 1, -1]]
