@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from roll.configs.agent_templates import SYSTEM_TEMPLATE, TURN_TEMPLATE, system_template, turn_template
+from roll.configs.agentic_learning import AgenticLearningOptions
 from roll.configs.fields import one_or_many, option
 from roll.configs.pipeline import RLConfig
 
@@ -64,8 +65,8 @@ class CustomEnvConfig:
     max_tokens_per_step: int | None = option(
         None, "Longest text of one turn in tokens; default: the pipeline's max_tokens_per_step.", minimum=1
     )
-    agent_system_template: str = option(
-        SYSTEM_TEMPLATE, "System message; may hold {env_instruction}.", parse=system_template
+    agent_system_template: str | None = option(
+        SYSTEM_TEMPLATE, "System message, null for none; may hold {env_instruction}.", parse=system_template
     )
     agent_template: str = option(
         TURN_TEMPLATE,
@@ -126,9 +127,8 @@ def _frozen_lake() -> dict[str, CustomEnvConfig]:
     return {"FrozenLake": CustomEnvConfig(env_type="frozen_lake", env_config=options)}
 
 
-# The options of rewards per turn (AgenticLearningOptions) are mixed in here, before RLConfig.
 @dataclass
-class AgenticConfig(RLConfig):
+class AgenticConfig(AgenticLearningOptions, RLConfig):
     """Reinforcement learning of agents that act in environments over several turns.
 
     `rollout_batch_size` counts trajectories. What other keys settle is filled in by loading: see `derive_agentic`.

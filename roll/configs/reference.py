@@ -44,7 +44,7 @@ SECTIONS: tuple[tuple[str, str, type, tuple[type, ...]], ...] = (
     ("Their rewards", "reward_normalization.", RewardNormalization, ()),
     ("`pipeline: rlvr`", "", RLVRConfig, (RLConfig,)),
     ("`pipeline: sft`", "", SFTConfig, (BaseConfig,)),
-    ("`pipeline: agentic`", "", AgenticConfig, (RLConfig,)),
+    ("`pipeline: agentic`", "", AgenticConfig, (RLConfig, AgenticLearningOptions)),
     ("An environment", "custom_envs.<name>.", CustomEnvConfig, ()),
     ("Who plays", "<train or val>_env_manager.", EnvManagerConfig, ()),
     ("A reward", "rewards.<name>.", RewardConfig, ()),

@@ -42,7 +42,7 @@ class AgenticPipeline(RLPipeline[AgenticConfig]):
             spec=EnvSpec(env.env_type, env.env_config),
             max_actions=made.config.max_steps,
             max_tokens=env.max_tokens_per_step or config.max_tokens_per_step or 0,
-            system=env.agent_system_template,
+            system=env.agent_system_template or "",
             template=env.agent_template,
         )
 
