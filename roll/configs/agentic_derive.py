@@ -58,6 +58,8 @@ def _lengths(config: AgenticConfig) -> list[Problem]:
     longest = max([entry.max_tokens_per_step or 0 for entry in config.custom_envs.values()] or [1])
     if sampling.max_new_tokens is None:
         sampling.max_new_tokens = longest
+    if config.validation.generating_args.max_new_tokens is None:
+        config.validation.generating_args.max_new_tokens = longest
     config.response_length = longest
     config.prompt_length = max(1, config.sequence_length - longest)
     return []

@@ -116,6 +116,8 @@ def test_tokens_of_a_turn_come_from_the_entry_the_pipeline_or_the_sampling(tmp_p
     text = LEAST.replace("max_tokens_per_step: 32\n", "")
     own = agentic(tmp_path, "custom_envs={Room: {env_type: sokoban, max_tokens_per_step: 30}}", text=text)
     assert own.actor_infer.generating_args.max_new_tokens == 30
+    nothing = agentic(tmp_path, "validation.generating_args.max_new_tokens=null")
+    assert nothing.validation.generating_args.max_new_tokens == 64
     sampled = agentic(tmp_path, "actor_infer.generating_args.max_new_tokens=20", text=text)
     assert (sampled.max_tokens_per_step, sampled.validation.generating_args.max_new_tokens) == (20, 20)
 

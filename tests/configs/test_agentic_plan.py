@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from io import StringIO
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from roll.configs.agentic import AgenticConfig
 from roll.configs.load import load_config
 from roll.configs.plan import make_plan
 from roll.configs.plan_text import print_plan
-from tests.configs.samples import DATA, LAPTOP, SERVER, agentic
+from tests.configs.samples import AGENTIC, DATA, LAPTOP, SERVER, agentic, write
 from tests.configs.test_agentic_config import recipe
 from tests.configs.test_make_plan import EXAMPLES, bytes_of, lines
 
@@ -96,3 +98,15 @@ def test_our_recipes_for_agents_plan(name: str, ratio: float) -> None:
     assert lines(plan)["samples per step"] == 1024
     assert [role.devices for role in plan.roles] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert all(item.total < 70 * 2**30 for item in plan.memory)
+
+
+def test_planning_agents_makes_their_environments_without_an_engine(tmp_path: Path) -> None:
+    path = write(tmp_path, AGENTIC)
+    code = (
+        "import sys, roll.configs.load, roll.configs.plan\n"
+        f"roll.configs.plan.make_plan(roll.configs.load.load_config({str(path)!r}))\n"
+        "names = ('roll.envs', 'torch', 'ray', 'sglang', 'megatron', 'transformers')\n"
+        "print([name for name in names if name in sys.modules])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert run.stdout.strip() == "['roll.envs']"

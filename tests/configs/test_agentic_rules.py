@@ -63,8 +63,8 @@ REFUSED = {
     "response_length=100": "response_length: a trajectory has several turns",
     "sequence_length=null": "sequence_length: is not given; write the longest trajectory in tokens, such as 8192",
     "max_tokens_per_step=null": "max_tokens_per_step: is not given, and neither is actor_infer.generating_args.max_new",
-    "max_tokens_per_step=2048": "max_tokens_per_step: 2048 tokens for one turn leave no room for an observation in "
-    "sequence_length 2048; use less, such as 170",
+    "max_tokens_per_step=2048": "1 problem\nmax_tokens_per_step: 2048 tokens for one turn leave no room for an "
+    "observation in sequence_length 2048; use less, such as 102",
     "custom_envs.Room.max_tokens_per_step=4096": "custom_envs.Room.max_tokens_per_step: 4096 tokens for one turn leave",
     f"{SAMPLING}.max_new_tokens=32": f"max_tokens_per_step: 64 is above {SAMPLING}.max_new_tokens 32; use at most",
     "batch_adjust_mode=copy": "batch_adjust_mode: copy is not available: a copied sample would be trained on twice; "
@@ -103,6 +103,7 @@ def test_what_is_refused(tmp_path: Path, overrides: str, said: str) -> None:
 
 WARNED = {
     "custom_envs.Third.env_type=sokoban val_env_manager.tags=[Room]": "custom_envs.Third: has no effect: no env_manage",
+    "val_env_manager.group_size=2 validation.generating_args.temperature=0": "val_env_manager.group_size: 2 plays each",
     "async_training.batch_deadline_s=600": "async_training.batch_deadline_s: 600 ends the run before a trajectory that",
     "custom_envs.Lake.max_tokens_per_step=9 custom_envs.Room.max_tokens_per_step=9 max_tokens_per_step=5": "max_tokens_"
     "per_step: has no effect: every entry of custom_envs has max_tokens_per_step of its own",

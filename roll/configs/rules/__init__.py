@@ -17,6 +17,7 @@ from roll.configs.rules import (
     engines,
     environments,
     files,
+    groups,
     inert,
     model,
     policy,
@@ -42,6 +43,7 @@ def check(config: BaseConfig) -> Report:
         sampling.check_sampling(config, report)
         rewards.check_rewards(config, report)
     if isinstance(config, AgenticConfig):
+        groups.check_groups(config, report)
         agentic.check_agentic(config, report)
         environments.check_environments(config, report)
     inert.check_inert(config, report)

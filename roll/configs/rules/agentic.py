@@ -1,126 +1,56 @@
-"""Groups, environments, turns and deadlines of agents that fit together."""
+"""Turns, deadlines and schedules of agents that fit together."""
 
 from __future__ import annotations
 
-import math
-
-from roll.configs.agentic import AgenticConfig, EnvManagerConfig
+from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import Report
-from roll.configs.suggestions import nearest
 
 
 def check_agentic(config: AgenticConfig, report: Report) -> None:
-    """Batches are whole groups, managers name tags that exist, trajectories have room, and deadlines are in order."""
-    managers = {"train_env_manager": config.train_env_manager}
-    batches = {"rollout_batch_size": (config.rollout_batch_size, "train_env_manager")}
-    if config.eval_steps:
-        managers["val_env_manager"] = config.val_env_manager
-        batches["val_batch_size"] = (config.val_batch_size or 0, "val_env_manager")
-    for key, (size, name) in batches.items():
-        _check_groups(key, size, name, managers[name].group_size, report)
-    for name, manager in managers.items():
-        _check_tags(name, manager, config, report)
-        _check_partition(name, manager, report)
-    _check_unused(config, report)
-    _check_ahead(config, report)
+    """Trajectories have room for their turns, deadlines are in order, and messages and schedules are of a kind."""
     _check_lengths(config, report)
     _check_deadlines(config, report)
     _check_talk(config, report)
     _check_schedule(config, report)
 
 
-def _check_groups(key: str, size: int, manager: str, group: int, report: Report) -> None:
-    if size % group:
-        below = size // group * group
-        report.error(
-            key,
-            f"{size} trajectories are not whole groups of {manager}.group_size {group}; "
-            f"use {f'{below} or ' if below else ''}{below + group}",
-        )
-
-
-def _check_tags(name: str, manager: EnvManagerConfig, config: AgenticConfig, report: Report) -> None:
-    for index, tag in enumerate(manager.tags):
-        if tag not in config.custom_envs:
-            like = nearest(tag, config.custom_envs)
-            hint = f"; did you mean {like}?" if like else ""
-            report.error(f"{name}.tags", f"{tag!r} is not in custom_envs; known: {', '.join(config.custom_envs)}{hint}")
-        elif tag in manager.tags[:index]:
-            report.error(f"{name}.tags", f"names {tag} twice; once, with its share in num_groups_partition")
-
-
-def _check_partition(name: str, manager: EnvManagerConfig, report: Report) -> None:
-    parts, tags, groups = manager.num_groups_partition, manager.tags, manager.num_env_groups or 1
-    path = f"{name}.num_groups_partition"
-    if not parts:
-        below = groups // len(tags) * len(tags) if tags else 0
-        sizes = f"{f'{below} or ' if below else ''}{below + len(tags)}"
-        report.error(
-            path,
-            f"is not given, and num_env_groups {groups} does not divide into equal parts for {len(tags)} tags; "
-            f"use num_env_groups {sizes}, or write the parts",
-        )
-    elif len(parts) != len(tags):
-        report.error(
-            path,
-            f"{parts} has {len(parts)} part(s) for {len(tags)} tag(s), {', '.join(tags)}; write one part for each",
-        )
-    elif min(parts) < 1:
-        report.error(path, f"{parts} leaves a tag without groups; use at least 1 each, or remove the tag from tags")
-    elif sum(parts) != groups:
-        report.error(path, f"{parts} adds up to {sum(parts)}, but num_env_groups is {groups}; use the same for both")
-
-
-def _check_unused(config: AgenticConfig, report: Report) -> None:
-    played = {*config.train_env_manager.tags, *(config.val_env_manager.tags if config.eval_steps else [])}
-    for tag in config.custom_envs:
-        if tag not in played:
-            report.warn(f"custom_envs.{tag}", "has no effect: no env_manager has it in its tags")
-
-
-def _check_ahead(config: AgenticConfig, report: Report) -> None:
-    """No more groups at a time than may be submitted."""
-    admitted = math.floor(round((1 + config.async_generation_ratio) * config.groups_per_batch, 6))
-    limits = {"train_env_manager": (admitted, "async_generation_ratio and rollout_batch_size admit")}
-    if config.eval_steps and config.val_batch_size:
-        limits["val_env_manager"] = (config.val_batch_size // config.val_env_manager.group_size, "val_batch_size has")
-    for name, (limit, why) in limits.items():
-        groups = getattr(config, name).num_env_groups
-        if groups > max(limit, 1):
-            report.warn(f"{name}.num_env_groups", f"{groups} groups never play at a time: {why} {limit}; use that")
-
-
 def _check_lengths(config: AgenticConfig, report: Report) -> None:
-    whole, longest = config.sequence_length or 0, config.actor_infer.generating_args.max_new_tokens or 0
-    entries = {f"custom_envs.{tag}": entry for tag, entry in config.custom_envs.items()}
-    given = set(config.source.given)
-    for path, entry in entries.items():
-        tokens, own = entry.max_tokens_per_step or 0, f"{path}.max_tokens_per_step"
-        where = own if own in given else "max_tokens_per_step"
-        if "max_tokens_per_step" not in given and own not in given:
-            where = "actor_infer.generating_args.max_new_tokens"
-        if tokens >= whole:
-            report.error(
-                where,
-                f"{tokens} tokens for one turn leave no room for an observation in sequence_length {whole}; "
-                f"use less, such as {max(1, whole // (2 * (entry.max_steps or 1)))}",
-            )
-        elif tokens > longest:
-            report.error(
-                where,
-                f"{tokens} is above actor_infer.generating_args.max_new_tokens {longest}; use at most that, or leave "
-                "max_new_tokens out",
-            )
-        elif (entry.max_steps or 1) * tokens >= whole:
-            report.warn(
-                where,
-                f"{entry.max_steps} turns of up to {tokens} tokens fill sequence_length {whole} without any "
-                "observation: long trajectories are cut there",
-            )
+    """Each limit of a turn once, at the key it comes from, for the entry with the most turns."""
+    given, sampling = set(config.source.given), "actor_infer.generating_args.max_new_tokens"
+    common = "max_tokens_per_step" if "max_tokens_per_step" in given else sampling
+    turns: dict[tuple[str, int], int] = {}
+    for tag, entry in config.custom_envs.items():
+        own = f"custom_envs.{tag}.max_tokens_per_step"
+        limit = (own if own in given else common, entry.max_tokens_per_step or 0)
+        turns[limit] = max(turns.get(limit, 1), entry.max_steps or 1)
+    for (path, tokens), most in turns.items():
+        _check_turns(path, tokens, most, config, report)
     for role in ("actor_infer", "validation"):
-        path, most = f"{role}.generating_args.max_new_tokens", getattr(config, role).generating_args.max_new_tokens
-        if path in given and most > (config.response_length or 0):
-            report.warn(path, f"{most} is never reached: max_tokens_per_step ends turns at {config.response_length}")
+        path, longest = f"{role}.generating_args.max_new_tokens", getattr(config, role).generating_args.max_new_tokens
+        if path in given and longest > (config.response_length or 0):
+            report.warn(path, f"{longest} is never reached: max_tokens_per_step ends turns at {config.response_length}")
+
+
+def _check_turns(path: str, tokens: int, turns: int, config: AgenticConfig, report: Report) -> None:
+    whole, longest = config.sequence_length or 0, config.actor_infer.generating_args.max_new_tokens or 0
+    if tokens >= whole:
+        report.error(
+            path,
+            f"{tokens} tokens for one turn leave no room for an observation in sequence_length {whole}; use less, such "
+            f"as {max(1, whole // (2 * turns))}",
+        )
+    elif tokens > longest:
+        report.error(
+            path,
+            f"{tokens} is above actor_infer.generating_args.max_new_tokens {longest}; use at most that, or leave "
+            "max_new_tokens out",
+        )
+    elif turns * tokens >= whole:
+        report.warn(
+            path,
+            f"{turns} turns of up to {tokens} tokens fill sequence_length {whole} without any observation: long "
+            "trajectories are cut there",
+        )
 
 
 def _check_deadlines(config: AgenticConfig, report: Report) -> None:
