@@ -36,6 +36,8 @@ class Draft:
 class Scripted:
     """Prompts take as many turns of the event loop as `turns` says, and fail or are dull where told."""
 
+    work = ("generate", "reward")
+
     def __init__(self, turns: list[int], failing: set[int] = frozenset(), dull: set[int] = frozenset()) -> None:
         self.turns, self.failing, self.dull = turns, failing, dull
         self.drawn = self.version = self.running = self.validations = 0

@@ -50,7 +50,7 @@ def make_rollouter(inputs: AgenticInputs, engines: ClusterClient) -> Rollouter[T
     tokenizer = load_tokenizer(config.actor_train.model_args.model_name_or_path)
     managers = config.train_env_manager, config.val_env_manager
     environments = EnvPool(
-        max(manager.processes for manager in managers),
+        sum(manager.processes for manager in managers),  # training goes on while validation plays
         config.env_step_timeout_s,
         config.start_timeout_s,
         capacity=max(manager.max_env_num_per_worker or manager.environments for manager in managers),

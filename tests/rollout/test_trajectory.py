@@ -1,0 +1,82 @@
+"""Trajectories: ids that only grow, and who sampled them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roll.rollout.trajectory import NOT_SAMPLED, Trajectory, TrajectoryError
+from roll.rollout.types import GenerateResult
+
+
+def result(ids: list[int], version: int = 0, cached: int = 0, **parts: list) -> GenerateResult:
+    parts = {"log_probs": [-0.5] * len(ids), "versions": [version] * len(ids)} | parts
+    return GenerateResult("r", ids, **parts, finish_reason="stop", cached_prompt_tokens=cached)
+
+
+turns = st.lists(
+    st.tuples(st.lists(st.integers(0, 9), max_size=5), st.lists(st.integers(0, 9), min_size=1, max_size=5), st.integers(0, 3)),
+    min_size=1,
+    max_size=6,
+)  # fmt: skip
+
+
+@given(turns)
+def test_every_turn_is_an_exact_prefix_of_the_next_and_masks_follow_who_spoke(script):
+    trajectory, asked, sampled = Trajectory(), [], []
+    for said, answered, version in script:
+        trajectory.say(said)
+        prompt = list(trajectory.ids)
+        trajectory.answer(prompt, result(answered, version), "seen", "told")
+        asked.append(prompt)
+        sampled += answered
+        assert trajectory.ids == prompt + answered
+    assert all(later[: len(earlier)] == earlier for earlier, later in zip(asked, asked[1:], strict=False))
+    assert [i for i, v in zip(trajectory.ids, trajectory.versions, strict=True) if v != NOT_SAMPLED] == sampled
+    assert [i for turn in trajectory.turns for i in trajectory.ids[turn.start : turn.end]] == sampled
+    assert all(lp == 0 for lp, v in zip(trajectory.log_probs, trajectory.versions, strict=True) if v == NOT_SAMPLED)
+    assert trajectory.oldest_version == min(version for _, _, version in script)
+    assert Trajectory.from_state(json.loads(json.dumps(trajectory.state_dict()))) == trajectory
+
+
+def test_an_answer_to_another_prompt_is_refused_with_the_first_difference():
+    trajectory = Trajectory()
+    trajectory.say([5, 6, 7])
+    with pytest.raises(
+        TrajectoryError, match="asked with 3 tokens and the trajectory has 3, different from position 1"
+    ):
+        trajectory.answer([5, 9, 7], result([1]), "", "")
+    with pytest.raises(
+        TrajectoryError, match="asked with 2 tokens and the trajectory has 3, different from position 2"
+    ):
+        trajectory.answer([5, 6], result([1]), "", "")
+
+
+def test_an_answer_whose_parts_do_not_match_is_refused():
+    trajectory = Trajectory()
+    with pytest.raises(TrajectoryError, match=r"are \(2, 1, 2\), not equally many"):
+        trajectory.answer([], result([1, 2], log_probs=[-0.1]), "", "")
+    with pytest.raises(TrajectoryError, match=r"are \(0, 0, 0\)"):
+        trajectory.answer([], result([]), "", "")
+
+
+def test_a_prefix_could_be_reused_only_under_the_weights_of_the_turn_before():
+    trajectory = Trajectory()
+    trajectory.say([1, 2])
+    first = trajectory.answer(trajectory.ids, result([3], version=0), "", "")
+    trajectory.say([4])
+    same = trajectory.answer(trajectory.ids, result([5], version=0, cached=3), "", "")
+    trajectory.say([6])
+    other = trajectory.answer(trajectory.ids, result([7], version=1), "", "")
+    assert (first.reusable, same.reusable, other.reusable) == (0, 3, 0)
+    assert same.cached == 3
+
+
+def test_the_score_is_the_sum_of_the_turns():
+    trajectory = Trajectory()
+    for reward in (0.25, -0.5, 1.0):
+        trajectory.answer(trajectory.ids, result([1]), "", "").reward = reward
+    assert trajectory.score == 0.75
