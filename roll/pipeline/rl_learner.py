@@ -64,6 +64,7 @@ class RLLearner(ActorLearner):
             metrics = self._add_correction(data) | self._add_advantages(data)
         if self._config.rollout_dump_dir:
             dump_samples(data, Path(self._config.rollout_dump_dir), step)
+        data.non_tensor_batch.clear()  # for people, not for ranks
         with clock.measure("train"):
             metrics |= await self._train(data)
         return metrics | self._watch(metrics, batch.metrics.get("staleness/max", 0.0))

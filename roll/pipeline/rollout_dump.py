@@ -21,7 +21,9 @@ def dump_path(folder: Path, step: int) -> Path:
 def dump_samples(data: DataProto, folder: Path, step: int) -> Path:
     """Writes one line for each sample, and gives the file.
 
-    A line has `id`, `group`, `score`, `prompt_ids`, `response_ids`, and for each response token TOKEN_VALUES.
+    A line has `id`, `group`, `score`, `prompt_ids`, `response_ids`, and for each response token TOKEN_VALUES; that of a
+    trajectory also `episode`: `tag`, `seed`, `stop`, `outcome`, `metrics`, and `turns`, each with `observation`, `text`,
+    `reward` and `versions`. Samples without a response, which only fill a batch, are left out.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = dump_path(folder, step)
@@ -40,6 +42,8 @@ def _samples(data: DataProto) -> Iterator[dict[str, Any]]:
     batch, names = data.batch, [name for name in TOKEN_VALUES if name in data.batch.keys()]
     for row in range(len(batch["input_ids"])):
         response = batch["response_mask"][row].bool()
+        if not response.any():
+            continue
         attended = batch["attention_mask"][row].bool()
         first = int(response.float().argmax())
         yield {
@@ -49,4 +53,5 @@ def _samples(data: DataProto) -> Iterator[dict[str, Any]]:
             "prompt_ids": batch["input_ids"][row, :first][attended[:first]].tolist(),
             "response_ids": batch["input_ids"][row][response].tolist(),
             **{name: batch[name][row][response].tolist() for name in names},
+            **({"episode": data.non_tensor_batch["episode"][row]} if "episode" in data else {}),
         }

@@ -17,11 +17,12 @@ def result(ids: list[int], version: int = 0, cached: int = 0, **parts: list) -> 
     return GenerateResult("r", ids, **parts, finish_reason="stop", cached_prompt_tokens=cached)
 
 
+token = st.integers(0, 9)
 turns = st.lists(
-    st.tuples(st.lists(st.integers(0, 9), max_size=5), st.lists(st.integers(0, 9), min_size=1, max_size=5), st.integers(0, 3)),
+    st.tuples(st.lists(token, max_size=5), st.lists(token, min_size=1, max_size=5), st.integers(0, 3)),
     min_size=1,
     max_size=6,
-)  # fmt: skip
+)
 
 
 @given(turns)

@@ -67,7 +67,7 @@ def batch_of_groups(groups: Sequence[TrajectoryGroup], sample_by: SampleBy, mult
     told = np.empty(len(rows), dtype=object)
     for index, row in enumerate(rows):
         told[index] = _told(row, groups)
-    ids = np.array([each.get("id", "padding") for each in told], dtype=object)
+    ids = np.array([each.pop("id", "padding") for each in told], dtype=object)
     return DataProto.from_dict(tensors, {"id": ids, "episode": told})
 
 
