@@ -13,7 +13,7 @@ export RAY_USAGE_STATS_ENABLED = 0
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help setup demo test test-fast lint format bench docs plan clean
+.PHONY: help setup demo demo-agentic test test-fast lint format bench docs plan clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -33,6 +33,9 @@ $(READY): requirements/cpu.txt requirements/dev.txt setup.py
 
 demo: setup ## a small model gets better at math, in some minutes
 	$(BIN)/python -m examples.tiny_math.demo --out output/demo
+
+demo-agentic: setup ## a small model gets better at crossing frozen lakes, over many turns
+	$(BIN)/python -m examples.tiny_frozen_lake.demo --out output/demo-agentic
 
 test: lint test-fast ## lint, then every test
 	$(BIN)/python -m pytest -m integration
