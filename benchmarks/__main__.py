@@ -14,7 +14,16 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-BENCHMARKS = ("scheduler", "generate", "weight_sync", "train_step", "overhead", "async_overlap", "simulate")
+BENCHMARKS = (
+    "scheduler",
+    "generate",
+    "weight_sync",
+    "train_step",
+    "overhead",
+    "async_overlap",
+    "simulate",
+    "agentic_rollout",
+)
 
 LONGEST_S = 1800.0
 """A benchmark still running then is ended with all its processes."""

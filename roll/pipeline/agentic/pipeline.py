@@ -48,13 +48,14 @@ class AgenticPipeline(RLPipeline[AgenticConfig]):
 
     def rollouter_here(self, engines: ClusterClient) -> Rollouter[TrajectoryGroup]:
         """Its environments are in processes of their own all the same."""
-        return make_rollouter(self._inputs(), engines)
+        return make_rollouter(self.inputs(), engines)
 
     def rollouter_elsewhere(self, engines: ClusterClient) -> tuple[Any, ...]:
         """Nothing is held here."""
-        return make_rollouter, self._inputs(), engines
+        return make_rollouter, self.inputs(), engines
 
-    def _inputs(self) -> AgenticInputs:
+    def inputs(self) -> AgenticInputs:
+        """What a rollouter is made of; `prepare` comes first."""
         return AgenticInputs(self._config, self._tasks, *self._samplings)
 
     async def close(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.layouts import role_layout
@@ -15,16 +14,13 @@ from roll.pipeline.agentic.episode import Task
 from roll.pipeline.agentic.groups import TrajectoryGroup
 from roll.pipeline.agentic.play import Player
 from roll.pipeline.agentic.producer import AgenticProducer
-from roll.pipeline.engine_pool import EnginePool
+from roll.pipeline.engine_pool import EnginePool, Engines
 from roll.pipeline.extensions import load_extensions
 from roll.pipeline.rollout_settings import policy_settings, rollout_options
 from roll.pipeline.rollouter import Rollouter
 from roll.pipeline.sharding import samples_per_optimizer_step
 from roll.pipeline.tokenizer import load_tokenizer
 from roll.rollout.types import SamplingParams
-
-if TYPE_CHECKING:
-    from roll.distributed.client import ClusterClient
 
 
 @dataclass(frozen=True)
@@ -44,8 +40,16 @@ class AgenticInputs:
     validation_sampling: SamplingParams
 
 
-def make_rollouter(inputs: AgenticInputs, engines: ClusterClient) -> Rollouter[TrajectoryGroup]:
+def make_rollouter(inputs: AgenticInputs, engines: Engines) -> Rollouter[TrajectoryGroup]:
     """A rollouter that asks these engines and plays environments in processes of its own."""
+    config, size = inputs.config, inputs.config.train_env_manager.group_size
+    settings, options = policy_settings(config, config.groups_per_batch, size), rollout_options(config, size)
+    rollouter = load_extensions(config).rollouter or Rollouter
+    return rollouter(make_producer(inputs, engines), settings, options)
+
+
+def make_producer(inputs: AgenticInputs, engines: Engines) -> AgenticProducer:
+    """What plays for it."""
     config = inputs.config
     tokenizer = load_tokenizer(config.actor_train.model_args.model_name_or_path)
     managers = config.train_env_manager, config.val_env_manager
@@ -66,9 +70,6 @@ def make_rollouter(inputs: AgenticInputs, engines: ClusterClient) -> Rollouter[T
         config.trajectory_timeout_s,
     )
     multiple = samples_per_optimizer_step(config.actor_train, role_layout(config.actor_train).data)
-    producer = AgenticProducer(
+    return AgenticProducer(
         config, inputs.tasks, player, environments, inputs.sampling, inputs.validation_sampling, multiple
     )
-    size = config.train_env_manager.group_size
-    rollouter = load_extensions(config).rollouter or Rollouter
-    return rollouter(producer, policy_settings(config, config.groups_per_batch, size), rollout_options(config, size))
