@@ -13,6 +13,10 @@ STAND_IN = "stand-in"
 """Takes the assistant's place while the text around it is found; it never becomes a token."""
 
 
+_BEFORE: tuple[Message, ...] = ({"role": "user", "content": "first"}, {"role": "assistant", "content": STAND_IN})
+"""A conversation up to the end of a response, around which what follows is rendered."""
+
+
 class ConversationEncoder:
     """Applies one chat template to the new messages of a conversation only.
 
@@ -30,7 +34,8 @@ class ConversationEncoder:
         self._encoder = QuestionEncoder(tokenizer, template)
         self._end = tokenizer.eos_token
         self._end_id = tokenizer.eos_token_id
-        self._closing = self._around_stand_in()
+        self._closed = self._encoder.render(Question(messages=_BEFORE), open_answer=False)
+        self._closing = self._after_stand_in()
 
     def start(self, messages: Sequence[Message]) -> list[int]:
         """Ids of the first messages, ready for the assistant."""
@@ -46,9 +51,7 @@ class ConversationEncoder:
         closing = self._closing
         if last == self._end_id and closing.startswith(self._end):
             closing = closing.removeprefix(self._end)
-        before = [*_FIRST, _assistant()]
-        opened = self._encoder.render(Question(messages=(*before, *messages)))
-        closed = self._closed(before)
+        opened, closed = self._encoder.render(Question(messages=(*_BEFORE, *messages))), self._closed
         if not opened.startswith(closed):
             became = opened[: len(closed)][-40:]
             raise DatasetError(
@@ -57,20 +60,8 @@ class ConversationEncoder:
             )
         return self._encoder.encode_text([closing + opened[len(closed) :]])[0]
 
-    def _around_stand_in(self) -> str:
-        rendered = self._closed([*_FIRST, _assistant()])
-        _, found, closing = rendered.rpartition(STAND_IN)
+    def _after_stand_in(self) -> str:
+        _, found, closing = self._closed.rpartition(STAND_IN)
         if not found:
             raise DatasetError("data_args.template: the template leaves out or changes what the assistant said")
         return closing
-
-    def _closed(self, messages: list[Message]) -> str:
-        """The conversation up to the end of its last turn, nothing opened after it."""
-        return self._encoder.render(Question(messages=tuple(messages)), open_answer=False)
-
-
-_FIRST: list[Message] = [{"role": "user", "content": "first"}]
-
-
-def _assistant() -> Message:
-    return {"role": "assistant", "content": STAND_IN}
