@@ -1,4 +1,4 @@
-"""The command line: `roll run | plan | simulate | ablate CONFIG`, and the launchers of `examples/`."""
+"""The command line: `roll run | plan | simulate | ablate CONFIG`, `roll show RUN_DIR`, the launchers of `examples/`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from roll import cli_ablate, cli_simulate
+from roll import cli_ablate, cli_show, cli_simulate
 from roll.configs.errors import ConfigError
 
 BAD_CONFIGURATION = 2
@@ -26,6 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return cli_simulate.simulate(arguments)
         if arguments.command == "ablate":
             return cli_ablate.ablate(arguments)
+        if arguments.command == "show":
+            return cli_show.show(arguments)
         return run(arguments.config, arguments.overrides)
     except ConfigError as error:
         print(error, file=sys.stderr)
@@ -85,10 +87,12 @@ def run(config: str | Path, overrides: Sequence[str], pipeline: str | None = Non
 def _parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
     """The arguments, with `key=value` also after flags, where argparse by itself knows none."""
     arguments, rest = parser.parse_known_args(argv)
-    unknown = [text for text in rest if text.startswith("-") or "=" not in text]
+    overrides = getattr(arguments, "overrides", None)
+    unknown = [text for text in rest if overrides is None or text.startswith("-") or "=" not in text]
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    arguments.overrides = [*arguments.overrides, *rest]
+    if overrides is not None:
+        arguments.overrides = [*overrides, *rest]
     return arguments
 
 
@@ -110,6 +114,8 @@ def _parser() -> argparse.ArgumentParser:
             cli_simulate.add_options(command)
         elif name == "ablate":
             cli_ablate.add_options(command)
+    text = "show the samples of a step: trajectories turn by turn, or responses"
+    cli_show.add_options(commands.add_parser("show", help=text, description=text[0].upper() + text[1:] + "."))
     return parser
 
 

@@ -22,6 +22,7 @@ ORDER = [
     "trackers",
     "pipeline",
     "ablation",
+    "show",
 ]
 """A folder imports from those above it and from its own."""
 

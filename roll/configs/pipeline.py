@@ -150,7 +150,9 @@ class RLConfig(AsyncOptions, PolicyOptions, BaseConfig):
     actor_infer: WorkerConfig = option(factory=lambda: _role("sglang"), help="The role that generates.")
     reference: WorkerConfig = option(factory=lambda: _role("megatron_infer"), help="The frozen model of the KL terms.")
     rollout_dump_dir: str | None = option(
-        None, "Folder for the samples of every step: ids, log-probs, versions, scores and advantages, one JSONL a step."
+        None,
+        "Folder for the samples of every step: ids, log-probs, versions, scores and advantages, one JSONL a step; "
+        "`roll show` shows them.",
     )
     reward_pretrain: str | None = option(None, "Model of a reward role; rule rewards have none.")
     rollout_batch_size: int = option(64, "Prompts (rlvr) or trajectories (agentic) of one step.", minimum=1)

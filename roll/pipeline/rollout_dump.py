@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from roll.distributed.protocol import DataProto
+if TYPE_CHECKING:
+    from roll.distributed.protocol import DataProto
 
 TOKEN_VALUES = ("behavior_log_probs", "weight_version", "old_log_probs", "ref_log_probs", "advantages")
 """Tensors [B, T] of which the response's values are written, where the batch has them."""
@@ -18,18 +20,26 @@ def dump_path(folder: Path, step: int) -> Path:
     return folder / f"step-{step:06d}.jsonl"
 
 
+def dumped_steps(folder: Path) -> list[int]:
+    """The steps that have a file there, in order; none where there is no folder."""
+    numbers = (path.stem.removeprefix("step-") for path in folder.glob("step-*.jsonl"))
+    return sorted(int(number) for number in numbers if number.isdecimal())
+
+
 def dump_samples(data: DataProto, folder: Path, step: int) -> Path:
-    """Writes one line for each sample, and gives the file.
+    """Writes one line for each sample, and gives the file, which is there whole or not at all.
 
     A line has `id`, `group`, `score`, `prompt_ids`, `response_ids`, and for each response token TOKEN_VALUES; that of a
-    trajectory also `episode`: `tag`, `seed`, `stop`, `outcome`, `metrics`, and `turns` of `observation`, `text`,
-    `reward` and `versions`. Samples without a response, which only fill a batch, are left out.
+    trajectory also `episode`: `tag`, `seed`, `stop`, `outcome`, `metrics`, and `turns`, each with `observation`,
+    `text`, `reward` and `versions`. Samples without a response, which only fill a batch, are left out.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = dump_path(folder, step)
-    with path.open("w") as file:
+    aside = path.with_suffix(".partial")
+    with aside.open("w") as file:
         for sample in _samples(data):
             file.write(json.dumps(sample) + "\n")
+    os.replace(aside, path)
     return path
 
 
