@@ -9,7 +9,7 @@ from typing import Any
 from roll.configs.seeds import role_seed
 from roll.datasets.conversation import ConversationEncoder
 from roll.envs.metrics import Aggregation, episode_metrics
-from roll.pipeline.agentic.env_pool import Env, EnvPool, EnvSpec
+from roll.pipeline.agentic.environments import Env, EnvPool, EnvSpec
 from roll.rollout.trajectory import Trajectory
 from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
 

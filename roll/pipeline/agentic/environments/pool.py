@@ -9,21 +9,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from roll.pipeline.agentic.env_episode import Env
-from roll.pipeline.agentic.env_ray import RayEnvWorker
-from roll.pipeline.agentic.env_types import (
-    EnvFailure,
-    EnvSpec,
-    EnvWorker,
-    EnvWorkerError,
-    Opened,
-    Raised,
-    Reason,
-    Stepped,
-)
-from roll.pipeline.agentic.env_workers import EnvWorkers
-
-__all__ = ["Env", "EnvFailure", "EnvPool", "EnvSpec", "EnvWorkerError", "Opened", "Stepped"]
+from roll.pipeline.agentic.environments.hosted import Env
+from roll.pipeline.agentic.environments.ray_worker import RayEnvWorker
+from roll.pipeline.agentic.environments.types import EnvFailure, EnvSpec, EnvWorker, Opened, Raised, Reason
+from roll.pipeline.agentic.environments.workers import EnvWorkers
 
 CAPACITY = 256
 """Environments of one worker: each may hold a thread, and Ray makes them all when the worker starts."""

@@ -7,8 +7,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from roll.pipeline.agentic.env_fleet import Fleet
-from roll.pipeline.agentic.env_types import EnvWorker, EnvWorkerError
+from roll.pipeline.agentic.environments.fleet import Fleet
+from roll.pipeline.agentic.environments.types import EnvWorker, EnvWorkerError
 
 logger = logging.getLogger(__name__)
 
