@@ -48,7 +48,7 @@ def make_rollouter(inputs: AgenticInputs, engines: ClusterClient) -> Rollouter[T
     """A rollouter that asks these engines and plays environments in processes of its own."""
     config = inputs.config
     tokenizer = load_tokenizer(config.actor_train.model_args.model_name_or_path)
-    managers = config.train_env_manager, config.val_env_manager
+    managers = [config.train_env_manager, *([config.val_env_manager] if config.eval_steps else [])]
     environments = EnvPool(
         sum(manager.processes for manager in managers),  # training goes on while validation plays
         config.env_step_timeout_s,
