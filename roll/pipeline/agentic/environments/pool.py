@@ -61,7 +61,7 @@ class EnvPool:
         self._workers = EnvWorkers(workers, capacity, start_timeout_s, launch)
         self._step_timeout_s = step_timeout_s
         self._keys = itertools.count()
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing: dict[int, asyncio.Task[None]] = {}
         self.failures: Counter[Reason] = Counter()
 
     async def start(self) -> None:
@@ -79,13 +79,13 @@ class EnvPool:
             EnvFailure: it raised, hung or died.
             EnvWorkerError: there is no worker for it.
         """
-        env = Env(self, next(self._keys), spec, seed)
+        key = next(self._keys)
+        env = Env(self, key, spec, seed)
         try:
             return env, await env.open()
         except BaseException:
-            closing = asyncio.create_task(env.close())
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
+            self._closing[key] = asyncio.create_task(env.close())
+            self._closing[key].add_done_callback(lambda _: self._closing.pop(key))
             raise
 
     def close(self) -> None:
@@ -93,7 +93,12 @@ class EnvPool:
         self._workers.close()
 
     async def place(self, key: int) -> None:
-        """Gives an environment a worker; raises EnvWorkerError where there is none."""
+        """Gives an environment a worker; raises EnvWorkerError where there is none.
+
+        Where all are full, it waits for those that were given up while they opened: they hold their place until then.
+        """
+        while self._workers.full and (leaving := [self._closing[one] for one in self._closing if self.hosted(one)]):
+            await asyncio.wait(leaving, return_when=asyncio.FIRST_COMPLETED)
         await self._workers.place(key)
 
     def hosted(self, key: int) -> bool:

@@ -38,6 +38,11 @@ class EnvWorkers:
         self.closed = False
         self.leave, self.hung = self._fleet.leave, self._fleet.hung
 
+    @property
+    def full(self) -> bool:
+        """Whether a worker takes environments but none has room."""
+        return self._fleet.full
+
     async def start(self) -> None:
         """Waits until all workers are up.
 
