@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 from roll.rollout.balance import Balancer
@@ -38,14 +39,24 @@ class EnginePool:
         self._engines = engines
         self._retries = retries
         self._balancer = Balancer(engines.world_size)
+        self._residents = Balancer(engines.world_size)
         self._capacity = QUEUED * max_running * engines.world_size
         self._sent = 0
         self._line = asyncio.Lock()
         self._returned = asyncio.Event()
 
-    def home(self) -> int:
-        """The engine with the least to do now, for requests that follow each other and share a prefix."""
-        return self._balancer.choose()
+    @contextmanager
+    def home(self, members: int) -> Iterator[int]:
+        """The engine with the fewest residents, for conversations that share a prefix, as long as the block runs.
+
+        Residents are counted, not tokens: conversations that begin together have asked nothing yet.
+        """
+        engine = self._residents.choose()
+        self._residents.add(engine, members)
+        try:
+            yield engine
+        finally:
+            self._residents.remove(engine, members)
 
     async def generate(
         self, groups: Sequence[list[GenerateRequest]], engine: int | None = None
@@ -98,7 +109,7 @@ class EnginePool:
         """An engine for each request; without one given a group goes where the least is to do when its turn comes."""
         homes = []
         for group in groups:
-            home = self.home() if engine is None else engine
+            home = self._balancer.choose() if engine is None else engine
             homes += [self._take(home, request) for request in group]
         return homes
 

@@ -21,7 +21,7 @@ from roll.distributed.pending import ClusterError
 from roll.distributed.resources import RayStartError, ResourceError
 from roll.distributed.weight_sync.transaction import PublishError
 from roll.pipeline.advice import Split, advise
-from roll.pipeline.agentic.env_types import EnvWorkerError
+from roll.pipeline.agentic.environments import EnvWorkerError
 from roll.pipeline.agentic.pipeline import AgenticPipeline
 from roll.pipeline.checkpoint import checkpoint_folder
 from roll.pipeline.errors import RunError

@@ -20,7 +20,7 @@ from roll.configs.pipeline import BaseConfig
 from roll.distributed.cluster import thread_environment
 from roll.distributed.resources import start_ray, stop_ray
 from roll.envs import make_env
-from roll.pipeline.agentic.env_pool import Env, EnvFailure, EnvPool, EnvSpec
+from roll.pipeline.agentic.environments import Env, EnvFailure, EnvPool, EnvSpec
 
 pytestmark = pytest.mark.integration
 

@@ -7,7 +7,7 @@ import selectors
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from roll.pipeline.agentic.env_types import Opened, Raised, Stepped
+from roll.pipeline.agentic.environments.types import Opened, Raised, Stepped
 
 
 class Ended(Exception):

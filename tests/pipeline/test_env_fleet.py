@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.pipeline.agentic.env_fleet import Fleet
+from roll.pipeline.agentic.environments.fleet import Fleet
 
 EVENTS = st.lists(
     st.tuples(

@@ -13,7 +13,7 @@ from env_workers import FakeWorker, JumpingLoop, Workers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.pipeline.agentic.env_pool import EnvFailure, EnvPool, EnvSpec, EnvWorkerError, Stepped
+from roll.pipeline.agentic.environments import EnvFailure, EnvPool, EnvSpec, EnvWorkerError, Stepped
 
 STEP_TIMEOUT_S = 10.0
 PLAIN = EnvSpec("plain", {})

@@ -9,7 +9,7 @@ from typing import Any
 from roll.configs.seeds import role_seed
 from roll.datasets.conversation import ConversationEncoder
 from roll.envs.metrics import Aggregation, episode_metrics
-from roll.pipeline.agentic.env_pool import Env, EnvPool, EnvSpec
+from roll.pipeline.agentic.environments import Env, EnvPool, EnvSpec
 from roll.rollout.trajectory import Trajectory
 from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
 
@@ -68,7 +68,7 @@ class Episode:
             task: of its tag.
             env_seed: decides the environment.
             seed: from which those of the answers derive.
-            sampling: of the answers.
+            sampling: of the answers; none is longer than it allows.
             sequence_length: most tokens of the whole trajectory.
             chat: from messages to ids.
         """
@@ -105,7 +105,7 @@ class Episode:
         trajectory, turn = self.trajectory, len(self.trajectory.turns)
         if trajectory.stop is not None:
             return None
-        room = min(self._task.max_tokens, self._sequence_length - len(trajectory.ids))
+        room = min(self._longest, self._sequence_length - len(trajectory.ids))
         return GenerateRequest(
             request_id=f"{self._name}-{turn}",
             prompt_ids=list(trajectory.ids),
@@ -151,6 +151,11 @@ class Episode:
         if self._env is not None:
             await self._env.close()
 
+    @property
+    def _longest(self) -> int:
+        """Tokens an answer may have where the sequence has room for them; sampling may allow fewer than the task."""
+        return min(self._task.max_tokens, self._sampling.max_new_tokens)
+
     def _first(self, instruction: str) -> str:
         """The first message: the rules stand before it, unless a template says where."""
         if any("{env_instruction}" in template for template in (self._task.system, self._task.template)):
@@ -163,7 +168,7 @@ class Episode:
             "turn_idx": turn + 1,
             "observation": self._observation,
             "actions_left": self._task.max_actions - turn,
-            "max_response_length": self._task.max_tokens,
+            "max_response_length": self._longest,
             "env_instruction": instruction,
         }
         return self._task.template.format(**fields)

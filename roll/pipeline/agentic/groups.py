@@ -16,6 +16,7 @@ class TrajectoryGroup:
         tag: which of `custom_envs` it plays.
         seed: of the environment, the same for every member.
         drop_reason: why it cannot be learned from; None while it can.
+        failure: the same in words.
     """
 
     number: int
@@ -23,6 +24,7 @@ class TrajectoryGroup:
     seed: int
     trajectories: list[Trajectory] = field(default_factory=list)
     drop_reason: str | None = None
+    failure: str | None = None
 
     @property
     def scores(self) -> list[float]:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 from roll.datasets.conversation import ConversationEncoder
-from roll.pipeline.agentic.env_pool import EnvFailure, EnvPool
+from roll.pipeline.agentic.environments import EnvFailure, EnvPool
 from roll.pipeline.agentic.episode import Episode, EpisodeFailed, Task
 from roll.pipeline.agentic.groups import TrajectoryGroup
+from roll.pipeline.agentic.side_by_side import give_up, side_by_side
 from roll.pipeline.engine_pool import EnginePool
 from roll.pipeline.rollout_types import Meter
 from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
 
 Decode = Callable[[list[int]], str]
 """From sampled ids to the text an environment reads."""
+
+Failure = EpisodeFailed | EnvFailure
+"""What one episode can fail with; both have a `reason`."""
 
 
 class Player:
@@ -49,66 +54,84 @@ class Player:
     async def play(self, group: TrajectoryGroup, episodes: Sequence[Episode], wanted: int, meter: Meter) -> None:
         """Plays side by side; the first `wanted` that end well are the group's, in the order they were begun.
 
-        What is not needed any more is given up. With fewer than `wanted` the group has a `drop_reason`.
+        What is not needed any more is given up, also where too many failed. With fewer than `wanted` the group has a
+        `drop_reason`.
         """
-        engine = self._engines.home()
-        tasks = {asyncio.create_task(self._finish(episode, engine, meter)): episode for episode in episodes}
-        done: list[Episode] = []
-        try:
-            for ended in asyncio.as_completed(tasks):
-                await ended
-                done = [episode for task, episode in tasks.items() if task.done() and task.result() is None]
-                if len(done) >= wanted:
-                    break
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        reasons = [task.result() for task in tasks if task.done() and not task.cancelled()]
-        self._settle(group, done, wanted, [reason for reason in reasons if reason is not None])
+        well: list[Episode] = []
+        failures: list[Failure] = []
+
+        async def finish(episode: Episode, engine: int) -> None:
+            failure = await self._finish(episode, engine, meter)
+            if failure is None:
+                well.append(episode)
+            else:
+                failures.append(failure)
+
+        with self._engines.home(len(episodes)) as engine:
+            tasks = [asyncio.create_task(finish(episode, engine)) for episode in episodes]
+            try:
+                for ended in asyncio.as_completed(tasks):
+                    await ended
+                    if len(well) >= wanted or len(failures) > len(episodes) - wanted:
+                        break
+            finally:
+                await give_up(tasks)
+        self._settle(group, sorted(well[:wanted], key=episodes.index), wanted, failures)
 
     async def play_together(
         self, plays: Sequence[tuple[TrajectoryGroup, Sequence[Episode]]], wanted: int, meter: Meter
     ) -> None:
-        """Plays all groups in lock-step: every turn waits for all, and all its requests are sent in one call."""
-        failed: dict[Episode, str] = {}
-        everyone = [episode for _, episodes in plays for episode in episodes]
+        """Plays all groups in lock-step: every turn waits for all, and all its requests are sent in one call.
 
-        async def unless_it_fails(episode: Episode, work: Awaitable[None]) -> None:
-            reason = await self._reason(work)
-            if reason is not None:
-                failed[episode] = reason
+        Of a group the first `wanted` that end well are taken in the order they were begun, however long they took.
+        """
+        everyone = [episode for _, episodes in plays for episode in episodes]
+        failed: dict[Episode, Failure] = {}
+        try:
+            async with asyncio.timeout(self._timeout_s) as deadline:
+                await self._in_step(everyone, failed, meter)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            failed |= {each: self._late() for each in everyone if each not in failed and each.trajectory.stop is None}
+        finally:
+            await side_by_side(episode.close() for episode in everyone)
+        for group, episodes in plays:
+            well = [episode for episode in episodes if episode not in failed]
+            self._settle(group, well[:wanted], wanted, [failed[each] for each in episodes if each in failed])
+
+    async def _in_step(self, everyone: list[Episode], failed: dict[Episode, Failure], meter: Meter) -> None:
+        """Turn by turn to the end of all; who fails is put into `failed` and asked nothing more."""
+
+        async def unless_it_fails(episode: Episode, work: Callable[..., Awaitable[None]], *args: Any) -> None:
+            failure = await _failure(work, *args)
+            if failure is not None:
+                failed[episode] = failure
 
         with meter.measure("env"):
-            await asyncio.gather(*(unless_it_fails(each, each.begin(self._environments)) for each in everyone))
+            await side_by_side(unless_it_fails(each, each.begin, self._environments) for each in everyone)
         while True:
             asked = [(each, each.request()) for each in everyone if each not in failed]
             turn = [(episode, request) for episode, request in asked if request is not None]
             if not turn:
-                break
+                return
             with meter.measure("generate"):
                 answers = await self._engines.generate([[request] for _, request in turn])
-            reactions = [
-                unless_it_fails(episode, self._accept(episode, request, answer))
-                for (episode, request), [answer] in zip(turn, answers, strict=True)
-            ]
             with meter.measure("env"):
-                await asyncio.gather(*reactions)
-        for group, episodes in plays:
-            done = [episode for episode in episodes if episode not in failed]
-            self._settle(group, done, wanted, [failed[episode] for episode in episodes if episode in failed])
-        await asyncio.gather(*(episode.close() for episode in everyone))
+                await side_by_side(
+                    unless_it_fails(episode, self._accept, episode, request, answer)
+                    for (episode, request), [answer] in zip(turn, answers, strict=True)
+                )
 
-    async def _finish(self, episode: Episode, engine: int, meter: Meter) -> str | None:
-        """Plays one episode to its end; the reason where it failed."""
+    async def _finish(self, episode: Episode, engine: int, meter: Meter) -> Failure | None:
+        """Plays one episode to its end; what it failed with, if it did."""
         try:
             async with asyncio.timeout(self._timeout_s) as deadline:
-                return await self._reason(self._play(episode, engine, meter))
+                return await _failure(self._play, episode, engine, meter)
         except TimeoutError:
             if not deadline.expired():
                 raise
-            self.last_failure = f"a trajectory was not over after {self._timeout_s:g} s (trajectory_timeout_s)"
-            return "trajectory_timeout"
+            return self._late()
         finally:
             await episode.close()
 
@@ -124,18 +147,22 @@ class Player:
     async def _accept(self, episode: Episode, request: GenerateRequest, answer: GenerateResult) -> None:
         await episode.accept(request, answer, self._decode(answer.response_ids))
 
-    async def _reason(self, work: Awaitable[None]) -> str | None:
-        """Awaits the work; a failure of this one episode becomes its reason."""
-        try:
-            await work
-        except (EpisodeFailed, EnvFailure) as failure:
-            self.last_failure = str(failure)
-            return failure.reason
-        return None
+    def _late(self) -> EpisodeFailed:
+        words = f"a trajectory was not over after {self._timeout_s:g} s (trajectory_timeout_s)"
+        return EpisodeFailed("trajectory_timeout", words)
 
-    @staticmethod
-    def _settle(group: TrajectoryGroup, done: list[Episode], wanted: int, reasons: list[str]) -> None:
-        if len(done) >= wanted:
-            group.trajectories = [episode.trajectory for episode in done[:wanted]]
+    def _settle(self, group: TrajectoryGroup, well: list[Episode], wanted: int, failures: list[Failure]) -> None:
+        if len(well) == wanted:
+            group.trajectories = [episode.trajectory for episode in well]
         else:
-            group.drop_reason = reasons[0]
+            group.drop_reason, group.failure = failures[0].reason, str(failures[0])
+            self.last_failure = group.failure
+
+
+async def _failure(work: Callable[..., Awaitable[None]], *args: Any) -> Failure | None:
+    """Does the work of one episode; what it failed with, if it did. Any other exception is a mistake and goes on."""
+    try:
+        await work(*args)
+    except (EpisodeFailed, EnvFailure) as failure:
+        return failure
+    return None

@@ -10,11 +10,12 @@ from roll.configs.agentic import AgenticConfig, EnvManagerConfig
 from roll.configs.seeds import role_seed
 from roll.distributed.protocol import DataProto
 from roll.pipeline.agentic.batch import batch_of_groups
-from roll.pipeline.agentic.env_pool import EnvPool
+from roll.pipeline.agentic.environments import EnvPool
 from roll.pipeline.agentic.episode import Episode, Task
 from roll.pipeline.agentic.groups import TagCycle, TrajectoryGroup
 from roll.pipeline.agentic.metrics import rollout_metrics, validation_metrics
 from roll.pipeline.agentic.play import Player
+from roll.pipeline.agentic.side_by_side import side_by_side
 from roll.pipeline.errors import RunError
 from roll.pipeline.rollout_types import Meter, Unmeasured
 from roll.rollout.policy import Ticket
@@ -43,7 +44,7 @@ class AgenticProducer:
         train, val = config.train_env_manager, config.val_env_manager
         self._cycle = TagCycle(train.tags, train.num_groups_partition)
         self._val_cycle = TagCycle(val.tags, val.num_groups_partition)
-        self._places = asyncio.Semaphore(train.num_env_groups or 1)
+        self._places = self._places_of(train, 1)
 
     @property
     def last_failure(self) -> str | None:
@@ -59,7 +60,7 @@ class AgenticProducer:
         ]
 
     async def produce(self, items: list[TrajectoryGroup], meter: Meter) -> None:
-        """Plays the groups, no more of them at a time than there are environment groups."""
+        """Plays the groups; never more of them at a time than there are environment groups, whoever asks beside."""
         await self._play(items, "train", self._config.train_env_manager, self._sampling, self._places, meter)
 
     async def _play(
@@ -78,15 +79,20 @@ class AgenticProducer:
         ]
         if self._config.deterministic:
             at_a_time = manager.num_env_groups or len(plays)
-            for first in range(0, len(plays), at_a_time):
-                await self._player.play_together(plays[first : first + at_a_time], manager.group_size, meter)
+            async with places:
+                for first in range(0, len(plays), at_a_time):
+                    await self._player.play_together(plays[first : first + at_a_time], manager.group_size, meter)
             return
 
         async def one(group: TrajectoryGroup, episodes: list[Episode]) -> None:
             async with places:
                 await self._player.play(group, episodes, manager.group_size, meter)
 
-        await asyncio.gather(*(one(group, episodes) for group, episodes in plays))
+        await side_by_side(one(group, episodes) for group, episodes in plays)
+
+    def _places_of(self, manager: EnvManagerConfig, groups: int) -> asyncio.Semaphore:
+        """For each environment group; in lock-step one for all of them."""
+        return asyncio.Semaphore(1 if self._config.deterministic else manager.num_env_groups or groups)
 
     def filtered(self, item: TrajectoryGroup) -> None:
         """Every whole group is learned from."""
@@ -103,11 +109,11 @@ class AgenticProducer:
             TrajectoryGroup(number, self._val_cycle.tag(number), role_seed(config.seed, "val_env", number))
             for number in range((config.val_batch_size or 0) // manager.group_size)
         ]
-        places = asyncio.Semaphore(manager.num_env_groups or len(groups))
+        places = self._places_of(manager, len(groups))
         await self._play(groups, "val", manager, self._validation_sampling, places, Unmeasured())
         failed = next((group for group in groups if group.drop_reason is not None), None)
         if failed is not None:
-            raise RunError(f"validation environment {failed.number}: {failed.drop_reason}: {self.last_failure}")
+            raise RunError(f"validation environment {failed.number}: {failed.drop_reason}: {failed.failure}")
         return validation_metrics(groups)
 
     def batch(self, items: list[TrajectoryGroup]) -> DataProto:

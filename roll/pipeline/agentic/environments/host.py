@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from roll.distributed.actors import end_with_parent, print_to
 from roll.envs import TextEnv, make_env
-from roll.pipeline.agentic.env_types import Opened, Raised, Stepped
+from roll.pipeline.agentic.environments.types import Opened, Raised, Stepped
 
 AnswerT = TypeVar("AnswerT")
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, Protocol, TypeVar
 
-from roll.pipeline.agentic.env_types import EnvFailure, EnvSpec, Opened, Reason, Stepped
+from roll.pipeline.agentic.environments.types import EnvFailure, EnvSpec, Opened, Reason, Stepped
 
 AnswerT = TypeVar("AnswerT")
 

@@ -12,7 +12,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from roll.distributed.cluster import END_TIMEOUT_S, descendants, end, thread_environment
-from roll.pipeline.agentic.env_host import EnvHost
+from roll.pipeline.agentic.environments.host import EnvHost
 
 OWN_CALLS = 2
 """Calls that a worker holds besides one for each environment: `watch`, which stays, and `process`."""

@@ -9,21 +9,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from roll.pipeline.agentic.env_episode import Env
-from roll.pipeline.agentic.env_ray import RayEnvWorker
-from roll.pipeline.agentic.env_types import (
-    EnvFailure,
-    EnvSpec,
-    EnvWorker,
-    EnvWorkerError,
-    Opened,
-    Raised,
-    Reason,
-    Stepped,
-)
-from roll.pipeline.agentic.env_workers import EnvWorkers
-
-__all__ = ["Env", "EnvFailure", "EnvPool", "EnvSpec", "EnvWorkerError", "Opened", "Stepped"]
+from roll.pipeline.agentic.environments.hosted import Env
+from roll.pipeline.agentic.environments.ray_worker import RayEnvWorker
+from roll.pipeline.agentic.environments.types import EnvFailure, EnvSpec, EnvWorker, Opened, Raised, Reason
+from roll.pipeline.agentic.environments.workers import EnvWorkers
 
 CAPACITY = 256
 """Environments of one worker: each may hold a thread, and Ray makes them all when the worker starts."""
@@ -72,7 +61,7 @@ class EnvPool:
         self._workers = EnvWorkers(workers, capacity, start_timeout_s, launch)
         self._step_timeout_s = step_timeout_s
         self._keys = itertools.count()
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing: dict[int, asyncio.Task[None]] = {}
         self.failures: Counter[Reason] = Counter()
 
     async def start(self) -> None:
@@ -90,13 +79,13 @@ class EnvPool:
             EnvFailure: it raised, hung or died.
             EnvWorkerError: there is no worker for it.
         """
-        env = Env(self, next(self._keys), spec, seed)
+        key = next(self._keys)
+        env = Env(self, key, spec, seed)
         try:
             return env, await env.open()
         except BaseException:
-            closing = asyncio.create_task(env.close())
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
+            self._closing[key] = asyncio.create_task(env.close())
+            self._closing[key].add_done_callback(lambda _: self._closing.pop(key))
             raise
 
     def close(self) -> None:
@@ -104,7 +93,12 @@ class EnvPool:
         self._workers.close()
 
     async def place(self, key: int) -> None:
-        """Gives an environment a worker; raises EnvWorkerError where there is none."""
+        """Gives an environment a worker; raises EnvWorkerError where there is none.
+
+        Where all are full, it waits for those that were given up while they opened: they hold their place until then.
+        """
+        while self._workers.full and (leaving := [self._closing[one] for one in self._closing if self.hosted(one)]):
+            await asyncio.wait(leaving, return_when=asyncio.FIRST_COMPLETED)
         await self._workers.place(key)
 
     def hosted(self, key: int) -> bool:

@@ -7,8 +7,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from roll.pipeline.agentic.env_fleet import Fleet
-from roll.pipeline.agentic.env_types import EnvWorker, EnvWorkerError
+from roll.pipeline.agentic.environments.fleet import Fleet
+from roll.pipeline.agentic.environments.types import EnvWorker, EnvWorkerError
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,11 @@ class EnvWorkers:
         self._not_started: list[str] = []
         self.closed = False
         self.leave, self.hung = self._fleet.leave, self._fleet.hung
+
+    @property
+    def full(self) -> bool:
+        """Whether a worker takes environments but none has room."""
+        return self._fleet.full
 
     async def start(self) -> None:
         """Waits until all workers are up.

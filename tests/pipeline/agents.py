@@ -1,0 +1,192 @@
+"""A table for agents: engines that answer from the request alone, and real environments in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from env_workers import JumpingLoop
+
+from examples.tiny_math.prepare import make_tokenizer
+from roll.configs.seeds import role_seed
+from roll.datasets.conversation import ConversationEncoder
+from roll.envs.base import EnvConfig, TextEnv, Turn
+from roll.pipeline.agentic.environments import EnvPool, EnvSpec
+from roll.pipeline.agentic.environments.host import EnvHost
+from roll.pipeline.agentic.episode import Episode, Task
+from roll.pipeline.agentic.play import Player
+from roll.pipeline.engine_pool import EnginePool
+from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
+
+SAMPLING = SamplingParams(max_new_tokens=64)
+STEP_TIMEOUT_S = 10.0
+TRAJECTORY_TIMEOUT_S = 100.0
+
+
+class Steps(TextEnv):
+    """Every answer is a step. `gold` pays 1 and ends it, `fall` ends it, `boom` is a mistake, the rest pays a bit."""
+
+    config_class = EnvConfig
+    METRICS = {"letters": "sum", "gold": "last"}
+
+    def rules(self) -> str:
+        return "Walk."
+
+    def begin(self) -> str:
+        self.place = int(self.np_random.integers(1000))
+        return f"start {self.place}"
+
+    def act(self, text: str) -> Turn:
+        if "boom" in text:
+            raise ArithmeticError("the ground gave way")
+        gold = "gold" in text
+        metrics = {"letters": float(len(text)), "gold": float(gold)}
+        return Turn(f"saw {text}", 1.0 if gold else 0.125, gold or "fall" in text, metrics)
+
+
+class Host(EnvHost):
+    """The host of environments as it is, in this process."""
+
+    def __init__(self) -> None:
+        self._envs = {}
+
+
+class Worker:
+    """Answers after as many seconds as `pause` says of a method and its arguments."""
+
+    def __init__(self, pause: Callable[..., float]) -> None:
+        self.host, self.pause = Host(), pause
+
+    async def ready(self) -> None:
+        pass
+
+    def call(self, method: str, *args: Any) -> asyncio.Future[Any]:
+        if method == "watch":
+            return asyncio.get_running_loop().create_future()
+        return asyncio.ensure_future(self._answer(method, *args))
+
+    async def _answer(self, method: str, *args: Any) -> Any:
+        await asyncio.sleep(self.pause(method, *args))
+        return getattr(self.host, method)(*args)
+
+    def death(self, error: BaseException) -> str | None:
+        return None
+
+    def kill(self) -> None:
+        pass
+
+    join = kill
+
+
+def one_of(*texts: str) -> Callable[[GenerateRequest], str]:
+    """What is said follows from prompt and seed, as in an engine that repeats."""
+    return lambda request: texts[role_seed(request.seed or 0, request.prompt_ids) % len(texts)]
+
+
+def in_turn(*texts: str) -> Callable[[GenerateRequest], str]:
+    """The first text in the first turn, and so on; a request's name ends with its turn."""
+    return lambda request: texts[int(request.request_id.rpartition("-")[2])]
+
+
+@dataclass
+class Engines:
+    """Says what it is told to, cut at the request's limit; `None` is an abort."""
+
+    say: Callable[[GenerateRequest], str | None]
+    seconds: Callable[[GenerateRequest], float] = lambda request: 0.0
+    world_size: int = 1
+    version: int = 0
+    calls: list[list[GenerateRequest]] = field(default_factory=list)
+    by_engine: Counter[int] = field(default_factory=Counter)
+
+    async def call(self, rank: int, method: str, requests: list[GenerateRequest]) -> list[GenerateResult]:
+        assert method == "generate"
+        self.calls.append(requests)
+        self.by_engine[rank] += len(requests)
+        await asyncio.sleep(max(map(self.seconds, requests)))
+        return [await self.answer(request) for request in requests]
+
+    async def answer(self, request: GenerateRequest) -> GenerateResult:
+        text = self.say(request)
+        if text is None:
+            return GenerateResult(request.request_id, [], [], [], "abort", error="out of memory")
+        tokens = tokenizer()
+        whole = [*tokens.encode(text, add_special_tokens=False), tokens.eos_token_id]
+        ids = whole[: request.sampling.max_new_tokens]
+        log_probs = [-0.25 - place / 64 for place in range(len(ids))]
+        reason = "stop" if ids == whole else "length"
+        return GenerateResult(request.request_id, ids, log_probs, [self.version] * len(ids), reason)
+
+    @property
+    def asked(self) -> list[GenerateRequest]:
+        return [request for call in self.calls for request in call]
+
+
+@cache
+def tokenizer() -> Any:
+    return make_tokenizer()
+
+
+@cache
+def chat() -> ConversationEncoder:
+    return ConversationEncoder(tokenizer(), "native")
+
+
+def decode(ids: list[int]) -> str:
+    return str(tokenizer().decode(ids, skip_special_tokens=True))
+
+
+def task(env_type: str = "agents:Steps", max_steps: int = 3, max_tokens: int = 32, **options: Any) -> Task:
+    spec = EnvSpec(env_type, {"max_steps": max_steps, **options})
+    return Task("Steps", spec, max_steps, max_tokens, "", "{turn_idx}: {observation}")
+
+
+class Table:
+    """A pool of environments and a player; `open` counts environments that nobody has closed."""
+
+    def __init__(
+        self,
+        engines: Engines,
+        pause: Callable[..., float] = lambda *call: 0.0,
+        sequence_length: int = 1000,
+        timeout_s: float = TRAJECTORY_TIMEOUT_S,
+        capacity: int = 256,
+    ) -> None:
+        self.engines, self.workers = engines, []
+        self.pool = EnvPool(1, STEP_TIMEOUT_S, 30.0, capacity=capacity, launch=lambda: self._launch(pause))
+        self.player = Player(EnginePool(engines, 0, 64), self.pool, chat(), decode, sequence_length, timeout_s)
+
+    def _launch(self, pause: Callable[..., float]) -> Worker:
+        self.workers.append(Worker(pause))
+        return self.workers[-1]
+
+    @property
+    def open(self) -> int:
+        return sum(len(worker.host._envs) for worker in self.workers)
+
+
+def episode(what: Task, sequence_length: int = 1000, sampling: SamplingParams = SAMPLING) -> Episode:
+    return Episode("train-0-0", what, 7, 1, sampling, sequence_length, chat())
+
+
+async def play(one: Episode, table: Table) -> Episode:
+    """Plays an episode to its end, without a player."""
+    try:
+        await one.begin(table.pool)
+        while (request := one.request()) is not None:
+            [answer] = await table.engines.call(0, "generate", [request])
+            await one.accept(request, answer, decode(answer.response_ids))
+    finally:
+        await one.close()
+    assert table.open == 0
+    return one
+
+
+def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """On a loop whose seconds take no time."""
+    with asyncio.Runner(loop_factory=JumpingLoop) as runner:
+        return runner.run(coroutine)
