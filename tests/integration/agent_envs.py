@@ -8,7 +8,7 @@ import time
 from roll.envs.base import Turn
 from roll.envs.frozen_lake import FrozenLake
 
-KINDS = 12
+KINDS = 16
 """One seed in so many raises, one hangs, one ends its process; in the second action, so that a part was played."""
 
 
