@@ -26,6 +26,7 @@ PADDING = Trajectory(ids=[0, 0], log_probs=[0.0, 0.0], versions=[-1, -1])
 class Row:
     """One sample: a trajectory up to the end of the last of its `turns`, of which only these are learned from."""
 
+    name: str
     trajectory: Trajectory
     turns: Sequence[Turn]
     number: int
@@ -50,7 +51,7 @@ def batch_of_groups(groups: Sequence[TrajectoryGroup], sample_by: SampleBy, mult
     rows = list(_rows(groups, sample_by))
     empty = -len(rows) % multiple
     last = rows[-1]
-    rows += [Row(PADDING, (), last.number + 1 + place, last.group + 1 + place, "") for place in range(empty)]
+    rows += [Row("padding", PADDING, (), last.number + 1 + place, last.group + 1 + place, "") for place in range(empty)]
     tensors = collate_samples([_sample(row) for row in rows])
     tags = {tag: index for index, tag in enumerate(dict.fromkeys(row.tag for row in rows))}
     most = max(len(row.turns) for row in rows)
@@ -67,17 +68,21 @@ def batch_of_groups(groups: Sequence[TrajectoryGroup], sample_by: SampleBy, mult
     told = np.empty(len(rows), dtype=object)
     for index, row in enumerate(rows):
         told[index] = _told(row, groups)
-    ids = np.array([each.pop("id", "padding") for each in told], dtype=object)
+    ids = np.array([row.name for row in rows], dtype=object)
     return DataProto.from_dict(tensors, {"id": ids, "episode": told})
 
 
 def _rows(groups: Sequence[TrajectoryGroup], sample_by: SampleBy) -> Iterator[Row]:
+    """Named after tag, group, member and, where a row is a turn, the turn."""
     number = 0
     for index, group in enumerate(groups):
-        for trajectory in group.trajectories:
-            shares = [trajectory.turns] if sample_by == "traj" else [[turn] for turn in trajectory.turns]
-            for turns in shares:
-                yield Row(trajectory, turns, number, index, group.tag)
+        for member, trajectory in enumerate(group.trajectories):
+            name = f"{group.tag}-{group.number}-{member}"
+            shares = {name: trajectory.turns}
+            if sample_by == "step":
+                shares = {f"{name}-{place}": [turn] for place, turn in enumerate(trajectory.turns)}
+            for share, turns in shares.items():
+                yield Row(share, trajectory, turns, number, index, group.tag)
             number += 1
 
 
@@ -117,7 +122,6 @@ def _told(row: Row, groups: Sequence[TrajectoryGroup]) -> dict[str, Any]:
         return {}
     group, trajectory = groups[row.group], row.trajectory
     return {
-        "id": f"{group.tag}-{group.number}-{row.number}",
         "tag": group.tag,
         "seed": group.seed,
         "stop": trajectory.stop,
