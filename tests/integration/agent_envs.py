@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 
 from roll.envs.base import Turn
 from roll.envs.frozen_lake import FrozenLake
 
-KINDS = 16
-"""One seed in so many raises, one hangs, one ends its process; in the second action, so that a part was played."""
+RAISES, HANGS, DIES, KINDS = range(4), range(4, 6), range(6, 7), 32
+"""Of every 32 seeds; in the second action, so that a part was played."""
 
 
 class ThinIce(FrozenLake):
@@ -21,11 +22,15 @@ class ThinIce(FrozenLake):
         return super().reset(seed=seed, options=options)
 
     def act(self, text: str) -> Turn:
-        """Goes wrong in the second action where the seed says so."""
-        if self.steps == 2 and self._kind == 0:
+        """Goes wrong in the second action where the seed says so; different characters are worth something.
+
+        An untrained model hardly ever names a move, and groups of equal scores would teach it nothing.
+        """
+        if self.steps == 2 and self._kind in RAISES:
             raise RuntimeError("the ice broke")
-        if self.steps == 2 and self._kind == 1:
+        if self.steps == 2 and self._kind in HANGS:
             time.sleep(1000)
-        if self.steps == 2 and self._kind == 2:
+        if self.steps == 2 and self._kind in DIES:
             os._exit(3)
-        return super().act(text)
+        turn = super().act(text)
+        return replace(turn, reward=turn.reward + 0.1 * len(set(text)))
