@@ -30,8 +30,9 @@ def dump_samples(data: DataProto, folder: Path, step: int) -> Path:
     """Writes one line for each sample, and gives the file, which is there whole or not at all.
 
     A line has `id`, `group`, `score`, `prompt_ids`, `response_ids`, and for each response token TOKEN_VALUES; that of a
-    trajectory also `episode`: `tag`, `seed`, `stop`, `outcome`, `metrics`, and `turns`, each with `observation`,
-    `text`, `reward` and `versions`. Samples without a response, which only fill a batch, are left out.
+    trajectory also `episode`: `trajectory` (its name), `tag`, `seed`, `stop`, `outcome`, `metrics`, and `turns`, each
+    with `observation`, `text`, `reward` and `versions`. Samples without a response, which only fill up a batch, are
+    left out.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = dump_path(folder, step)

@@ -76,7 +76,7 @@ class SampleGroup:
 def groups_of(rows: Iterable[Mapping[str, Any]]) -> list[SampleGroup]:
     """Groups in the order of the dump.
 
-    Rows of one group and id that have an `episode` are turns of one trajectory; responses to one prompt share their id
+    Rows whose `episode` names one trajectory are turns of it; responses to one prompt share their id
     and stay apart.
 
     Raises:
@@ -84,7 +84,7 @@ def groups_of(rows: Iterable[Mapping[str, Any]]) -> list[SampleGroup]:
     """
     groups: dict[int, dict[Any, list[Mapping[str, Any]]]] = {}
     for place, row in enumerate(rows):
-        name = ("trajectory", row["id"]) if "episode" in row else ("response", place)
+        name = ("trajectory", row["episode"]["trajectory"]) if "episode" in row else ("response", place)
         groups.setdefault(row["group"], {}).setdefault(name, []).append(row)
     return [SampleGroup(number, [_sample(same) for same in samples.values()]) for number, samples in groups.items()]
 
@@ -93,7 +93,7 @@ def _sample(rows: Sequence[Mapping[str, Any]]) -> Sample:
     """Of the rows of one trajectory, or of the one row of a response."""
     first = rows[0]
     return Sample(
-        id=str(first["id"]),
+        id=str(first["episode"]["trajectory"] if "episode" in first else first["id"]),
         score=float(first["score"]),
         advantages=[value for row in rows for value in row.get("advantages", [])],
         versions=sorted({version for row in rows for version in row.get("weight_version", [])}),

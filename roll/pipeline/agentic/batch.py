@@ -32,6 +32,7 @@ class Row:
     number: int
     group: int
     tag: str
+    trajectory_name: str = ""
 
 
 def batch_of_groups(groups: Sequence[TrajectoryGroup], sample_by: SampleBy, multiple: int = 1) -> DataProto:
@@ -82,7 +83,7 @@ def _rows(groups: Sequence[TrajectoryGroup], sample_by: SampleBy) -> Iterator[Ro
             if sample_by == "step":
                 shares = {f"{name}-{place}": [turn] for place, turn in enumerate(trajectory.turns)}
             for share, turns in shares.items():
-                yield Row(share, trajectory, turns, number, index, group.tag)
+                yield Row(share, trajectory, turns, number, index, group.tag, name)
             number += 1
 
 
@@ -122,6 +123,7 @@ def _told(row: Row, groups: Sequence[TrajectoryGroup]) -> dict[str, Any]:
         return {}
     group, trajectory = groups[row.group], row.trajectory
     return {
+        "trajectory": row.trajectory_name,
         "tag": group.tag,
         "seed": group.seed,
         "stop": trajectory.stop,
