@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import replace
 
 from roll.envs.base import Turn
 from roll.envs.frozen_lake import FrozenLake
 
-RAISES, HANGS, DIES, KINDS = range(4), range(4, 6), range(6, 7), 32
-"""Of every 32 seeds; in the second action, so that a part was played."""
+KINDS, RAISES, HANGS = 32, 9, 10
+"""Of every 32 seeds one raises and one hangs, in the second action, so that a part was played."""
 
 
 class ThinIce(FrozenLake):
@@ -26,11 +25,9 @@ class ThinIce(FrozenLake):
 
         An untrained model hardly ever names a move, and groups of equal scores would teach it nothing.
         """
-        if self.steps == 2 and self._kind in RAISES:
+        if self.steps == 2 and self._kind == RAISES:
             raise RuntimeError("the ice broke")
-        if self.steps == 2 and self._kind in HANGS:
+        if self.steps == 2 and self._kind == HANGS:
             time.sleep(1000)
-        if self.steps == 2 and self._kind in DIES:
-            os._exit(3)
         turn = super().act(text)
         return replace(turn, reward=turn.reward + 0.1 * len(set(text)))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from agent_envs import DIES, KINDS
+from agent_envs import HANGS, KINDS, RAISES
 from runs import assert_nothing_is_left, finish, lines, recipe, start, wait_for_line
 from transformers import AutoTokenizer
 
@@ -114,7 +114,7 @@ def test_trajectories_run_ahead_and_environments_that_fail_are_not_learned_from(
         old_log_probs_source="recompute",
         actor_train__pg_variant="tis",
         train_env_manager={"group_size": GROUP, "group_size_redundancy": 1, "num_env_groups": GROUPS},
-        env_step_timeout_s=1.0,
+        env_step_timeout_s=3.0,
         eval_steps=0,
         verify_weights="always",
     )
@@ -128,11 +128,11 @@ def test_trajectories_run_ahead_and_environments_that_fail_are_not_learned_from(
     rows = check_samples(tmp_path / "samples", inputs["pretrain"])
     groups = Counter((row["episode"]["seed"]) for row in rows)
     assert set(groups.values()) == {GROUP}, "a group was learned from in parts, or an environment twice"
-    assert not any(seed % KINDS in range(DIES.stop) and turns(seed, rows) > 1 for seed in groups), (
-        "a failed environment was learned from"
+    assert not any(seed % KINDS in (RAISES, HANGS) and turns(seed, rows) > 1 for seed in groups), (
+        "a failure was learned from"
     )
-    dropped = {name for name in steps[-1] if name.startswith("ledger/dropped_")}
-    assert dropped & {"ledger/dropped_env_raised", "ledger/dropped_env_hung", "ledger/dropped_env_died"}, steps[-1]
+    assert steps[-1]["ledger/dropped_env_raised"] >= 1 and steps[-1]["ledger/dropped_env_hung"] >= 1
+    assert steps[-1]["env/failures_raised"] >= GROUP and steps[-1]["env/failures_hung"] >= 1
     assert_nothing_is_left(tmp_path)
 
 
