@@ -83,6 +83,11 @@ REFUSED = {
     "rewards={math_rule: {}}": "rewards: unknown key; it belongs to pipeline rlvr, and this is agentic",
     "target_loss=0.1": "target_loss: unknown key; it belongs to pipeline sft, and this is agentic",
     "reward={device_mapping: [0]}": "reward: this section is not available: environments give the rewards",
+    "reward_normalization.norm_std_type=null": "reward_normalization.norm_std_type: has no effect: only adv_estimator",
+    "step_reward_weight=0.5": "step_reward_weight: has no effect: only adv_estimator gigpo reads it",
+    "adv_estimator=step_reinforce episode_reward_weight=2": "episode_reward_weight: has no effect: only adv_estimator",
+    "adv_estimator=agentic_reinforce step_reward_gamma=0.5": "step_reward_gamma: has no effect: only adv_estimator gi",
+    "ratio_type=segment actor_train.pg_variant=gspo": "ratio_type: has no effect: this actor_train.pg_variant has",
     "actor_train.data_args.file_name=a.jsonl": "actor_train.data_args.file_name: has no effect: what is played is",
     "validation.data_args.template=qwen3": "validation.data_args.template: has no effect: training and validation",
     # keys of recipes for agents
