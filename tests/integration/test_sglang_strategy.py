@@ -55,6 +55,8 @@ def llama_folder(tmp_path_factory):
 def engine(on_ray, llama_folder):
     engine = RemoteEngine(llama_folder)
     engine.initialize()
+    names = [psutil.Process(process).name() for process in engine.process_ids()]
+    assert not any("detoken" in name for name in names), "a process that has nothing to do was started"
     yield engine
     engine.shutdown()
     assert len(engine.process_ids()) == 1, "only the actor is left"
