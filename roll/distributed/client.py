@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from roll.distributed.pending import CallSite, Pending
+import ray
+
+from roll.distributed.actors import Failure
+from roll.distributed.deadlines import seconds_left
+from roll.distributed.mail import Outbox
+from roll.distributed.pending import CallSite, died
 
 
 @dataclass(frozen=True)
 class ClusterClient:
-    """Calls single ranks of a cluster; made by `Cluster.client`, and can be pickled.
+    """Calls single ranks of a cluster; made by `Cluster.client`, and can be pickled before its first call.
 
     Attributes:
         role: name of the cluster.
@@ -24,17 +30,34 @@ class ClusterClient:
     actors: tuple[Any, ...]
     places: tuple[str, ...]
     deadlines: Mapping[str, float]
+    _outboxes: dict[int, Outbox] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def world_size(self) -> int:
         """Ranks."""
         return len(self.actors)
 
-    def call(self, rank: int, method: str, *args: Any) -> Pending:
-        """The answer of one rank; see `Pending`."""
+    async def call(self, rank: int, method: str, *args: Any) -> Any:
+        """The answer of one rank. Calls made together travel together, see `roll.distributed.mail`.
+
+        Raises:
+            ClusterError: the rank raised, died, or did not answer in time.
+        """
         site = CallSite(self.role, method, {rank: self.places[rank]})
-        return Pending(site, [self.actors[rank].call.remote(method, True, *args)], _only, self.deadlines[method])
+        timeout_s = seconds_left(self.deadlines[method])
+        if rank not in self._outboxes:
+            self._outboxes[rank] = outbox(self.actors[rank])
+        try:
+            answer = await asyncio.wait_for(self._outboxes[rank].call(method, *args), timeout_s)
+        except TimeoutError:
+            raise site.late([rank], timeout_s) from None
+        except ray.exceptions.RayError as error:
+            answer = died(rank, error)
+        if isinstance(answer, Failure):
+            raise site.failed([answer])
+        return answer
 
 
-def _only(answers: list[Any]) -> Any:
-    return answers[0]
+def outbox(actor: Any) -> Outbox:
+    """To an actor with an inbox, whose methods `submit` and `collect` lead there."""
+    return Outbox(actor.submit.remote, lambda name: asyncio.wrap_future(actor.collect.remote(name).future()))

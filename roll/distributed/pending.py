@@ -138,7 +138,7 @@ class Pending:
         for rank, wait in waits.items():
             if wait.done() and rank not in answers:
                 error = wait.exception()
-                answers[rank] = wait.result() if error is None else _died(rank, error)
+                answers[rank] = wait.result() if error is None else died(rank, error)
 
     def _fetch(self, answers: dict[int, Any], ready: list[ray.ObjectRef]) -> None:
         ranks = {ref: rank for rank, ref in self._refs.items()}
@@ -147,7 +147,7 @@ class Pending:
             try:
                 answers[rank] = ray.get(ref)
             except ray.exceptions.RayError as error:
-                answers[rank] = _died(rank, error)
+                answers[rank] = died(rank, error)
 
     def _remaining(self) -> float:
         return max(0.0, self._start + self._timeout_s - time.monotonic())
@@ -157,7 +157,7 @@ def _failures(answers: dict[int, Any]) -> list[Failure]:
     return [answer for answer in answers.values() if isinstance(answer, Failure)]
 
 
-def _died(rank: int, error: BaseException) -> Failure:
+def died(rank: int, error: BaseException) -> Failure:
     """Ray's own error about a call: as a rule the process has ended."""
     kind = "ProcessDied" if isinstance(error, ray.exceptions.RayActorError) else type(error).__name__
     return Failure(rank, time.time(), kind, str(error).splitlines()[0], str(error))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import sys
 from collections.abc import Sequence
@@ -46,6 +47,13 @@ class EngineHost:
         generation.version = self.strategy._generation.version
         return await generation.generate(requests)
 
+    async def give_up(self, requests: list[GenerateRequest], after_s: float) -> None:
+        """Cancels a call in the middle of its generation."""
+        asking = asyncio.create_task(self.strategy.generate(requests))
+        await asyncio.wait([asking], timeout=after_s)
+        assert not asking.done(), "it was over before it was given up"
+        asking.cancel()
+
 
 class Sender:
     """A process that offers tensors to engines, as a training worker does; it keeps the last it offered."""
@@ -67,6 +75,9 @@ class RemoteEngine:
 
     def __getattr__(self, method: str) -> Any:
         return lambda *arguments: ray.get(self.actor.call.remote(method, *arguments), timeout=CALL_TIMEOUT_S)
+
+    def give_up(self, requests: list[GenerateRequest], after_s: float) -> None:
+        ray.get(self.actor.give_up.remote(requests, after_s), timeout=CALL_TIMEOUT_S)
 
     def start_generate(self, requests: list[GenerateRequest]) -> ray.ObjectRef:
         return self.actor.call.remote("generate", requests)

@@ -300,6 +300,14 @@ def test_the_cache_is_not_emptied_under_running_requests(engine):
     assert [answer.finish_reason for answer in answers] == ["length", "length"]
 
 
+def test_requests_that_are_given_up_leave_the_engine(engine):
+    quarter_s = seconds_of_a_quarter(engine)
+    engine.give_up(requests(2, 4 * RUNNING_TOKENS), quarter_s)
+    start = time.monotonic()
+    engine.flush_cache()  # possible without running requests only
+    assert time.monotonic() - start < quarter_s, "they ran on"
+
+
 def test_an_engine_over_two_devices_from_dummy_weights_to_its_end(publish, tmp_path_factory):
     """Its port is taken, its weights are dummies, it gets real ones, its scheduler is killed, its actor is killed."""
     folder = write_tiny_model(tmp_path_factory.mktemp("qwen3"), "qwen3", **SHAPE)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 import threading
 import traceback
@@ -30,10 +29,6 @@ class EnvHost:
         if log is not None:
             print_to(log)
         self._envs: dict[int, TextEnv] = {}
-
-    def process(self) -> int:
-        """The process id."""
-        return os.getpid()
 
     def watch(self) -> None:
         """Never returns, so the call ends with the process and tells of its end."""

@@ -15,7 +15,7 @@ from roll.pipeline.agentic.environments.types import EnvFailure, EnvSpec, EnvWor
 from roll.pipeline.agentic.environments.workers import EnvWorkers
 
 CAPACITY = 256
-"""Environments of one worker: each may hold a thread, and Ray makes them all when the worker starts."""
+"""Environments of one worker: each may hold a thread."""
 
 logger = logging.getLogger(__name__)
 

@@ -4,18 +4,47 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from roll.distributed.client import outbox
 from roll.distributed.cluster import END_TIMEOUT_S, descendants, end, thread_environment
+from roll.distributed.mail import Answer, Call, Inbox
 from roll.pipeline.agentic.environments.host import EnvHost
 
-OWN_CALLS = 2
-"""Calls that a worker holds besides one for each environment: `watch`, which stays, and `process`."""
+OWN_CALLS = 1
+"""Calls that hold a thread besides one for each environment: `watch`, which stays."""
+
+
+class EnvActor:
+    """An `EnvHost` in a process of its own. Calls come by mail, and each runs in a thread."""
+
+    def __init__(self, capacity: int, log: str | None) -> None:
+        """See `RayEnvWorker`."""
+        self._host = EnvHost(log)
+        self._threads = ThreadPoolExecutor(capacity + OWN_CALLS)
+        self._inbox = Inbox(self._run)
+
+    async def process(self) -> int:
+        """The process id."""
+        return os.getpid()
+
+    async def submit(self, box: str, calls: list[Call], given_up: list[int]) -> None:
+        """Begins and cancels calls, see `Inbox`."""
+        self._inbox.submit(box, calls, given_up)
+
+    async def collect(self, box: str) -> list[Answer]:
+        """Their answers, see `Inbox`."""
+        return await self._inbox.collect(box)
+
+    async def _run(self, method: str, *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, getattr(self._host, method), *args)
 
 
 class RayEnvWorker:
@@ -30,13 +59,13 @@ class RayEnvWorker:
             variables: of its environment.
         """
         here = ray.get_runtime_context().get_node_id()
-        host: Any = ray.remote(EnvHost)
-        self._actor = host.options(
+        actor: Any = ray.remote(EnvActor)
+        self._actor = actor.options(
             num_cpus=0,
-            max_concurrency=capacity + OWN_CALLS,
             scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
             runtime_env={"env_vars": {**thread_environment(threads=1), **variables}},
-        ).remote(log)
+        ).remote(capacity, log)
+        self._outbox = outbox(self._actor)
         self._started = self._actor.process.remote()
         self._processes: list[psutil.Process] | None = None
 
@@ -47,7 +76,7 @@ class RayEnvWorker:
 
     def call(self, method: str, *args: Any) -> asyncio.Future[Any]:
         """The answer of a method of `EnvHost`."""
-        return asyncio.wrap_future(getattr(self._actor, method).remote(*args).future())
+        return self._outbox.call(method, *args)
 
     def death(self, error: BaseException) -> str | None:
         """How the process ended, in Ray's words, if that is what the error means."""
