@@ -71,8 +71,8 @@ class CustomEnvConfig:
     agent_template: str = option(
         TURN_TEMPLATE,
         "Message of every turn, with the fields {turn_idx} (from 1), {observation}, {actions_left}, "
-        "{max_response_length} and {env_instruction}. Where neither template has {env_instruction}, the first turn "
-        "begins with it.",
+        "{max_response_length} and {env_instruction}, which is empty after the first turn. Where neither template has "
+        "{env_instruction}, the first turn begins with it.",
         parse=turn_template,
     )
     env_manager_cls: SampleBy | None = option(

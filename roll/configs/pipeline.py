@@ -183,8 +183,8 @@ class RLConfig(AsyncOptions, PolicyOptions, BaseConfig):
     )
     max_failure_rate: float = option(
         0.1,
-        "Prompts that may fail from one batch to the next before the run ends, as a share of those that come back "
-        "whole meanwhile, or of a batch where fewer do.",
+        "Prompts, or groups of trajectories, that may fail from one batch to the next before the run ends, as a share "
+        "of those that come back whole meanwhile, or of a batch where fewer do; above 0 it allows one.",
         minimum=0,
         maximum=1,
     )

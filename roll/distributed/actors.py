@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from roll.distributed.garbage import leave_out_what_is_here
-from roll.distributed.mail import Answer, Call, Inbox
+from roll.distributed.garbage import freeze_heap
+from roll.distributed.mail import Inbox, Mailed
 from roll.distributed.ports import hold_port
 
 _PR_SET_PDEATHSIG = 1
@@ -70,7 +70,7 @@ class Host:
             self._worker = make(*args)
         except Exception as error:
             return self._failed(error)
-        leave_out_what_is_here()
+        freeze_heap()
         return None
 
     def call(self, method: str, keep: bool, *args: Any, **kwargs: Any) -> Any:
@@ -87,7 +87,7 @@ class Host:
         return Failure(self._rank, time.time(), type(error).__name__, str(error), text)
 
 
-class ConcurrentHost(Host):
+class ConcurrentHost(Mailed, Host):
     """Runs one worker whose methods are coroutines, side by side on one event loop; also calls that come by mail."""
 
     def __init__(self, *args: Any) -> None:
@@ -108,14 +108,6 @@ class ConcurrentHost(Host):
         except Exception as error:
             return self._failed(error)
         return result if keep else None
-
-    async def submit(self, box: str, calls: list[Call], given_up: list[int]) -> None:
-        """Begins and cancels calls, see `Inbox`."""
-        self._inbox.submit(box, calls, given_up)
-
-    async def collect(self, box: str) -> list[Answer]:
-        """Their answers, see `Inbox`."""
-        return await self._inbox.collect(box)
 
 
 def end_with_parent() -> None:

@@ -11,13 +11,13 @@ import ray
 
 from roll.distributed.actors import Failure
 from roll.distributed.deadlines import seconds_left
-from roll.distributed.mail import Outbox
+from roll.distributed.mail import Outbox, outbox
 from roll.distributed.pending import CallSite, died
 
 
 @dataclass(frozen=True)
 class ClusterClient:
-    """Calls single ranks of a cluster; made by `Cluster.client`, and can be pickled before its first call.
+    """Calls single ranks of a cluster; made by `Cluster.client`; it can be pickled, and serves one event loop.
 
     Attributes:
         role: name of the cluster.
@@ -30,7 +30,11 @@ class ClusterClient:
     actors: tuple[Any, ...]
     places: tuple[str, ...]
     deadlines: Mapping[str, float]
-    _outboxes: dict[int, Outbox] = field(default_factory=dict, repr=False, compare=False)
+    _outboxes: dict[int, Outbox] = field(init=False, default_factory=dict, repr=False, compare=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles without what is under way."""
+        return ClusterClient, (self.role, self.actors, self.places, self.deadlines)
 
     @property
     def world_size(self) -> int:
@@ -48,7 +52,8 @@ class ClusterClient:
         if rank not in self._outboxes:
             self._outboxes[rank] = outbox(self.actors[rank])
         try:
-            answer = await asyncio.wait_for(self._outboxes[rank].call(method, *args), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                answer = await self._outboxes[rank].call(method, *args)
         except TimeoutError:
             raise site.late([rank], timeout_s) from None
         except ray.exceptions.RayError as error:
@@ -56,8 +61,3 @@ class ClusterClient:
         if isinstance(answer, Failure):
             raise site.failed([answer])
         return answer
-
-
-def outbox(actor: Any) -> Outbox:
-    """To an actor with an inbox, whose methods `submit` and `collect` lead there."""
-    return Outbox(actor.submit.remote, lambda name: asyncio.wrap_future(actor.collect.remote(name).future()))

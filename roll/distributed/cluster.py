@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from roll.distributed.resources import ResourceManager
 
 CONCURRENT_CALLS = 1000
-"""Calls one concurrent worker holds at a time; its engine does its own queueing."""
+"""Calls of a cluster and letters that one concurrent worker holds at a time; its engine does its own queueing."""
 CLOSE_TIMEOUT_S = 20.0
 """Time a worker has to end its engine before it is killed."""
 END_TIMEOUT_S = 5.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 
 
-def leave_out_what_is_here() -> None:
-    """Takes all objects there are out of the collector's sight, once a process has started.
+def freeze_heap() -> None:
+    """Takes all objects there are out of the collector's sight; for a process that has just started.
 
     Modules such as torch and SGLang leave millions of objects that stay. Every full collection would walk through them,
     half a second at a time, and small objects that come and go, such as requests, are what brings one about.
@@ -15,6 +15,6 @@ def leave_out_what_is_here() -> None:
     gc.freeze()
 
 
-def take_in_all() -> None:
-    """Ends that; a process that exits is to find what nobody needs any more."""
+def unfreeze_heap() -> None:
+    """Gives all objects back to the collector, which at a process's exit is to find what nobody needs any more."""
     gc.unfreeze()

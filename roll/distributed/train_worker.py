@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from roll.distributed.dispatch import Dispatch, register
-from roll.distributed.garbage import leave_out_what_is_here
+from roll.distributed.garbage import freeze_heap
 from roll.distributed.protocol import DataProto
 from roll.distributed.worker import Worker, WorkerRank
 from roll.platforms import get_platform
@@ -55,7 +55,7 @@ class TrainWorker(Worker):
             self.config, self.pipeline_config, self._layout, self.rank.rank, platform, role=self.rank.role
         )
         self._strategy.initialize()
-        leave_out_what_is_here()
+        freeze_heap()
 
     @register(dispatch=Dispatch.DP)
     def compute_log_probs(self, data: DataProto) -> DataProto:

@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal, get_args
 
 Aggregation = Literal["mean", "sum", "last"]
 """How the values of an episode's actions become one: their mean over all actions, their sum, or the last action's."""
+
+RESERVED = ("score", "num_actions")
+"""What a run tells of every episode under these names."""
+
+
+def rules_fault(rules: Mapping[Any, Any]) -> str | None:
+    """What is wrong with an environment's METRICS, in words; None where nothing is."""
+    for name, rule in rules.items():
+        if not isinstance(name, str) or rule not in get_args(Aggregation):
+            return f"METRICS has {name!r}: {rule!r}; it maps names to {', '.join(get_args(Aggregation))}"
+        if name in RESERVED:
+            return f"METRICS has {name!r}, which a run tells of every episode; call it by another name"
+    return None
 
 
 def episode_metrics(rules: Mapping[str, Aggregation], steps: Sequence[Mapping[str, float]]) -> dict[str, float]:

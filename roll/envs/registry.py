@@ -10,6 +10,7 @@ import gymnasium
 
 from roll.configs.errors import ConfigError, Problem
 from roll.envs.base import TextEnv
+from roll.envs.metrics import rules_fault
 from roll.envs.options import choices, read_config
 
 NAMES = {
@@ -78,5 +79,8 @@ def _imported(entry_point: str, path: str) -> Any:
 
 def _text_env(found: Any, env_type: str, path: str) -> type[TextEnv]:
     if isinstance(found, type) and issubclass(found, TextEnv):
+        fault = rules_fault(found.METRICS)
+        if fault is not None:
+            raise ConfigError([Problem(path, f"{env_type!r}: {fault}")])
         return found
     raise ConfigError([Problem(path, f"{env_type!r} is no text environment; subclass roll.envs.base.TextEnv")])

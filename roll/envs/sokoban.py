@@ -42,7 +42,7 @@ class SokobanConfig(MoveConfig):
     dim_room: list[int] = option(factory=lambda: [6, 6], help="Rows and columns with the walls around, 5 to 12 each.")
     num_boxes: int = option(1, "Boxes, and as many targets.", minimum=1, maximum=6)
     search_depth: int = option(
-        20, "No room needs more moves than this; at most `max_steps`, or some are not to be won.", minimum=1
+        20, "No room needs more moves than this, nor more than `max_steps`: every room can be won.", minimum=1
     )
 
     def check(self) -> Iterable[Problem]:
@@ -55,16 +55,17 @@ class SokobanConfig(MoveConfig):
         if self.num_boxes * CELLS_PER_BOX > cells:
             most = cells // CELLS_PER_BOX
             yield Problem("num_boxes", f"{self.num_boxes} do not fit into {self.dim_room}; at most {most} do")
-        if self.search_depth < self.num_boxes * MOVES_PER_BOX:
-            least = self.num_boxes * MOVES_PER_BOX
-            yield Problem("search_depth", f"{self.search_depth} is too small for {self.num_boxes} boxes; write {least}")
+        least = self.num_boxes * MOVES_PER_BOX
+        for name in ("search_depth", "max_steps"):
+            if getattr(self, name) < least:
+                yield Problem(name, f"{getattr(self, name)} is too small for {self.num_boxes} boxes; write {least}")
 
 
 class Sokoban(MoveEnv):
     """Push every box onto a target: -0.1 a move, 1 a box, 10 at the end, which is when all are in place.
 
-    The room is a function of the seed of `reset` and the options alone. It can be solved in `search_depth` moves; a box
-    pushed into a corner cannot come out again, and the episode goes on until `max_steps`.
+    The room is a function of the seed of `reset` and the options alone. It can be solved in `search_depth` moves and in
+    `max_steps`; a box pushed into a corner cannot come out again, and the episode goes on until `max_steps`.
     """
 
     config_class = SokobanConfig
@@ -77,7 +78,8 @@ class Sokoban(MoveEnv):
     def begin(self) -> str:
         """A new room."""
         rows, columns = self.config.dim_room
-        self._room = draw_room(self.np_random, rows, columns, self.config.num_boxes, self.config.search_depth)
+        depth = min(self.config.search_depth, self.config.max_steps)
+        self._room = draw_room(self.np_random, rows, columns, self.config.num_boxes, depth)
         return self.draw()
 
     def draw(self) -> str:

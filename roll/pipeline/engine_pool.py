@@ -123,10 +123,14 @@ class EnginePool:
         for index, engine in engines.items():
             shares.setdefault(engine, []).append(index)
         calls = [
-            self._engines.call(engine, "generate", [requests[index] for index in share])
+            asyncio.ensure_future(self._engines.call(engine, "generate", [requests[index] for index in share]))
             for engine, share in shares.items()
         ]
-        replies = await asyncio.gather(*calls)
+        try:
+            replies = await asyncio.gather(*calls)
+        finally:
+            for call in calls:
+                call.cancel()
         return {
             index: answer
             for share, answers in zip(shares.values(), replies, strict=True)

@@ -71,7 +71,9 @@ class RLPipeline(ABC, Generic[ConfigT]):
         """The way to the rollouter: here, or in a process of its own when it runs in the background."""
         config, engines = self._config, session.clusters["actor_infer"].client()
         if not runs_in_background(config):
-            return here(self.rollouter_here(engines))
+            rollouter = self.rollouter_here(engines)
+            session.close_first(rollouter.close)
+            return here(rollouter)
         deadlines = {"take": config.async_training.batch_deadline_s + OWN_DEADLINE_GRACE_S}
         return session.start_service("rollouter", deadlines, *self.rollouter_elsewhere(engines)).call
 

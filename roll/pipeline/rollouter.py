@@ -183,8 +183,8 @@ class Rollouter(Generic[ItemT]):
         running = list(self._work)
         for task in running:
             task.cancel()
+        self._producer.close()  # before they are waited for: one may be waiting for what never answers
         await asyncio.gather(*running, return_exceptions=True)
-        self._producer.close()
 
     async def _fill(self) -> None:
         """Produces in waves until a batch is ready."""
@@ -244,7 +244,7 @@ class Rollouter(Generic[ItemT]):
             else:
                 self.policy.drop(item.number, reason)
             del self._in_flight[item.number]
-        if self._failed > self._options.failure_rate * max(self.policy.settings.batch_size, self._whole):
+        if self._failed > self._allowed():
             raise RunError(self._failures())
         async with self._changed:
             self._changed.notify_all()
@@ -273,6 +273,11 @@ class Rollouter(Generic[ItemT]):
                 logger.warning("still waiting for a batch: %s", self._state())
         if self._error is not None:
             raise self._error
+
+    def _allowed(self) -> float:
+        """Failures since the last batch; a rate above 0 allows one, however small the batch."""
+        share = self._options.failure_rate * max(self.policy.settings.batch_size, self._whole)
+        return max(share, 1.0) if share else 0.0
 
     def _failures(self) -> str:
         size = max(self.policy.settings.batch_size, self._whole)

@@ -17,7 +17,7 @@ from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import ConfigError, Problem
 from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig, SFTConfig
 from roll.datasets.records import DatasetError
-from roll.distributed.garbage import leave_out_what_is_here, take_in_all
+from roll.distributed.garbage import freeze_heap, unfreeze_heap
 from roll.distributed.pending import ClusterError
 from roll.distributed.resources import RayStartError, ResourceError
 from roll.distributed.weight_sync.transaction import PublishError
@@ -135,13 +135,13 @@ async def _train(
         if loop.state.step:
             trackers.resume(loop.state.step)
         try:
-            leave_out_what_is_here()
+            freeze_heap()
             async with watched(loop.health, monitor):
                 await loop.run()
             summary.status = "finished"
             summary.advice = split_advice(config)
         finally:
-            take_in_all()
+            unfreeze_heap()
             summary.steps = loop.state.step
             summary.validation = loop.validation
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from roll.configs.layouts import device_roles, role_layout
@@ -39,6 +39,7 @@ class Session:
         self._resources: ResourceManager | None = None
         self.clusters: dict[str, Cluster] = {}
         self._services: list[Service] = []
+        self._first: list[Callable[[], Awaitable[None]]] = []
 
     async def __aenter__(self) -> Session:
         """Starts Ray, reserves the devices, and starts the processes of all roles."""
@@ -50,8 +51,12 @@ class Session:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        """Ends clusters, reservation and Ray."""
-        self._stop()
+        """Ends what runs in this process, then clusters, reservation and Ray."""
+        try:
+            for close in self._first:
+                await close()
+        finally:
+            self._stop()
 
     def _start(self) -> None:
         config = self._config
@@ -81,6 +86,10 @@ class Session:
         service = Service(name, self._config, deadlines, make, *args)
         self._services.append(service)
         return service
+
+    def close_first(self, close: Callable[[], Awaitable[None]]) -> None:
+        """Has a coroutine function called when the block is left, before anything else is ended."""
+        self._first.append(close)
 
     def _stop(self) -> None:
         """Services first, Ray last; each is ended though the one before it could not be."""

@@ -164,6 +164,11 @@ class Table:
         self.workers.append(Worker(pause))
         return self.workers[-1]
 
+    async def all_left(self) -> None:
+        """Waits for the environments that are being closed; whoever played them does not."""
+        while self.pool._closing:
+            await asyncio.wait(list(self.pool._closing.values()))
+
     @property
     def open(self) -> int:
         return sum(len(worker.host._envs) for worker in self.workers)
@@ -181,7 +186,8 @@ async def play(one: Episode, table: Table) -> Episode:
             [answer] = await table.engines.call(0, "generate", [request])
             await one.accept(request, answer, decode(answer.response_ids))
     finally:
-        await one.close()
+        one.leave()
+        await table.all_left()
     assert table.open == 0
     return one
 

@@ -120,6 +120,19 @@ def test_an_abort_fails_with_what_the_engine_said():
     assert caught.value.reason == "generation_failed"
 
 
+def test_an_empty_answer_is_a_failure():
+    engines = Engines(in_turn("left", "right"))
+    answer = engines.answer
+
+    async def empty(request):
+        return replace(await answer(request), response_ids=[], log_probs=[], versions=[])
+
+    engines.answer = empty
+    with pytest.raises(EpisodeFailed, match="train-0-0-0: the answer is empty") as caught:
+        played(engines)
+    assert caught.value.reason == "generation_failed"
+
+
 def test_a_mistake_of_the_environment_fails_with_its_own_words():
     with pytest.raises(EnvFailure, match="turn 2: ArithmeticError: the ground gave way") as caught:
         played(Engines(in_turn("left", "boom")))

@@ -52,6 +52,7 @@ async def play_on(table: Table, groups: list[TrajectoryGroup], wanted: int, extr
 
 
 async def nothing_left(table: Table) -> None:
+    await table.all_left()
     await asyncio.sleep(0)  # a worker that starts to be watched, a cancelled call that ends
     assert {task.get_name() for task in asyncio.all_tasks()} <= {asyncio.current_task().get_name()}
     assert table.open == 0
@@ -118,6 +119,23 @@ def test_what_is_given_up_is_asked_nothing_more():
     [one] = run(play(Table(engines), [group()], 2, extra=1))
     assert one.drop_reason is None and len(one.trajectories) == 2
     assert [request.request_id for request in engines.asked if member(request) == 2] == ["train-0-2-0"]
+
+
+@pytest.mark.parametrize("slow", ["step", "close"])
+def test_a_group_does_not_wait_for_an_environment_it_does_not_need(slow):
+    """Member 2 hangs, or all take their time to close; the next group comes into its own all the same."""
+    pause = {"step": lambda key: 100.0 * (key == 2), "close": lambda key: STEP_TIMEOUT_S - 1}[slow]
+    table = Table(Engines(one_of("gold")), lambda method, key, *args: pause(key) if method == slow else 0.0, capacity=3)
+
+    async def scenario() -> float:
+        await play_on(table, [one := group()], 2, extra=1)
+        seconds = asyncio.get_running_loop().time()
+        await play_on(table, [other := group(1)], 2)
+        assert one.drop_reason is None and other.drop_reason is None
+        await table.all_left()
+        return seconds
+
+    assert run(scenario()) < 1
 
 
 def test_lock_step_takes_the_first_that_ended_well():

@@ -119,8 +119,21 @@ def test_a_validation_that_fails_in_part_is_no_validation_and_tells_its_own_caus
         return "gold" if not request.request_id.startswith("val-1-") else None
 
     made = producer(Table(Engines(say)))
-    with pytest.raises(RunError, match="^validation environment 1: generation_failed: val-1-0-0: out of memory$"):
+    said = "validation environment 1: failed 3 times, last with generation_failed: val-1-0-0: out of memory"
+    with pytest.raises(RunError, match=f"^{said}$"):
         run(made.validate(0))
+
+
+def test_a_group_that_fails_in_a_validation_is_played_again_with_the_same_seeds():
+    broken = ["val-1-0-0"]
+
+    def say(request: Any) -> str | None:
+        return None if request.request_id in broken and not broken.clear() else "gold"
+
+    unbroken, mended = producer(Table(Engines(lambda request: "gold"))), producer(Table(Engines(say)))
+    told = run(unbroken.validate(0))
+    assert told["val/replayed_groups"] == 0
+    assert run(mended.validate(0)) == told | {"val/replayed_groups": 1.0}
 
 
 def test_groups_travel_through_a_checkpoint():
@@ -187,7 +200,7 @@ def test_metrics_of_a_batch():
     assert told["rollout/truncated_fraction"] == pytest.approx(1 / 3)
     assert told["rollout/turns_mean"] == 2 and told["rollout/versions_max"] == 2
     assert told["rollout/prefix_reuse"] == (4 + 5) / (8 + 8), "the third turn has other weights than the second"
-    assert told["env/Near/gold"] == 1.0, "an episode without an action in the environment measures nothing"
+    assert told["env/Near/gold"] == 0.5, "an episode cut off before its first action has not won"
     assert told["env/Near/num_actions"] == 2 and told["env/Far/letters"] == 8
     assert told["staleness/max"] == 2 and told["staleness/mean"] == pytest.approx((1 + 1 + 2) / 3)
     assert told["staleness/token_mean"] == pytest.approx((4 + 0 + 1 + 6) / 12)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from env_workers import JumpingLoop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -312,6 +313,20 @@ def test_failures_are_a_share_of_all_that_is_made_ahead():
         asyncio.run(run({3, 4}))
 
 
+@pytest.mark.parametrize(("rate", "failing", "allowed"), [(0.1, {1}, True), (0.1, {1, 2}, False), (0.0, {1}, False)])
+def test_a_rate_above_nought_allows_one_failure_however_small_the_batch(rate, failing, allowed):
+    async def run() -> None:
+        made = rollouter(Scripted([1], failing=failing), 0.0, steps=1, background=False, failure_rate=rate)
+        await made.advance(0)
+        await made.take()
+
+    if allowed:
+        asyncio.run(run())
+    else:
+        with pytest.raises(RunError, match="more than max_failure_rate"):
+            asyncio.run(run())
+
+
 @pytest.mark.parametrize("background", [True, False])
 def test_an_exception_while_drawing_prompts_reaches_whoever_waits(background):
     class Empty(Scripted):
@@ -348,14 +363,16 @@ def test_submissions_keep_their_distance():
             return super().draw(tickets)
 
     async def run() -> None:
-        producer = Noting([1])
-        made = rollouter(producer, 2.0, steps=4, interval_s=0.05)
+        producer, bounds = Noting([1]), PolicySettings(batch_size=BATCH, ratio=2.0, total=4 * BATCH)
+        clock = asyncio.get_running_loop().time
+        made = Rollouter(producer, bounds, replace(OPTIONS, interval_s=0.05), clock)
         await train(made, producer, range(4))
         await made.close()
         gaps = [later - earlier for earlier, later in zip(producer.times, producer.times[1:], strict=False)]
-        assert len(gaps) >= 3 and min(gaps) >= 0.049
+        assert len(gaps) >= 3 and min(gaps) == pytest.approx(0.05)
 
-    asyncio.run(run())
+    with asyncio.Runner(loop_factory=JumpingLoop) as runner:  # real time would add what the machine does beside
+        runner.run(run())
 
 
 def test_health_says_what_is_ready_what_runs_and_since_when_nothing_moved():

@@ -109,12 +109,10 @@ class Engine:
             raise EngineError(f"{self.name}: {what}: the engine is not running")
         task = asyncio.ensure_future(answer)
         waited: set[asyncio.Future[Any]] = {task, self._death}
-        try:
-            await asyncio.wait(waited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-        finally:
-            task.cancel()  # where it is not done, also because whoever waited was cancelled
+        await asyncio.wait(waited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        task.cancel()
         if self._death.done():
             raise EngineError(f"{self.name}: {what}: {self._death.result()}")
         raise EngineError(f"{self.name}: {what}: no answer within {timeout_s:g} s")

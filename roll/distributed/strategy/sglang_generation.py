@@ -154,6 +154,10 @@ class Generation:
         try:
             arrived = self._arrival(dict(zip(names, tasks, strict=True)))
             await self._engine.guard(arrived, "enqueueing requests", CONTROL_TIMEOUT_S)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            raise
         finally:
             await manager._async_dispatch_to_scheduler(ContinueGenerationReqInput(torch_empty_cache=False))
         return tasks
@@ -224,9 +228,11 @@ class Generation:
             rid=name,
             extra_key=f"version {self.version}",
         )
-        answers = self._engine.manager.generate_request(ask, None)
-        # The engine's death ends the wait; the deadline of the request is the caller's.
-        return await self._engine.guard(anext(answers), "generate", None)
+        answer = asyncio.ensure_future(anext(self._engine.manager.generate_request(ask, None)))
+        try:  # the engine's death ends the wait; the deadline of the request is the caller's
+            return await self._engine.guard(answer, "generate", None)
+        finally:
+            answer.cancel()  # SGLang aborts what nobody waits for
 
 
 def _rest(request: GenerateRequest, drawn: GenerateResult) -> GenerateRequest:

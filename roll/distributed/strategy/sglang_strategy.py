@@ -9,7 +9,7 @@ from typing import Any
 from roll.configs.asynchronous import InFlightPolicy
 from roll.configs.pipeline import BaseConfig
 from roll.configs.worker import WorkerConfig
-from roll.distributed.garbage import leave_out_what_is_here
+from roll.distributed.garbage import freeze_heap
 from roll.distributed.strategy.base import WeightSpec
 from roll.distributed.strategy.sglang_arguments import (
     engine_arguments,
@@ -77,8 +77,8 @@ class SGLangStrategy:
             self.shutdown()
             raise EngineError(f"{self._engine.name}: started, but generates nothing: {answer.error}")
         await self.flush_cache()
-        leave_out_what_is_here()
-        await self._engine.manager.freeze_gc()  # the same for the scheduler's processes
+        freeze_heap()
+        await self._engine.manager.freeze_gc()  # in the scheduler's processes too
 
     async def _start(self) -> None:
         """Starts the engine on a free port; where another process takes it meanwhile, on the next."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,8 @@ def batch_of_groups(groups: Sequence[TrajectoryGroup], sample_by: SampleBy, mult
     Args:
         groups: complete ones.
         sample_by: what a row is.
-        multiple: masked rows are added until the number of rows is one of this; a row is never there twice.
+        multiple: masked rows are added until the number of rows is one of this, as many to each run of so many rows, so
+            that optimizer steps learn from about as many samples; a row is never there twice.
 
     Returns:
         The token tensors [B, T] of `collate_samples` and, with K the most turns of a row:
@@ -49,10 +51,7 @@ def batch_of_groups(groups: Sequence[TrajectoryGroup], sample_by: SampleBy, mult
         `turn_count` [B]; `turn_rewards` [B, K] float32; `state_ids` [B, K] int64, equal for turns of one group that
         answered the same observation; `scores` [B] of the whole episode; `group_ids`, `trajectory_ids`, `tag_ids` [B].
     """
-    rows = list(_rows(groups, sample_by))
-    empty = -len(rows) % multiple
-    last = rows[-1]
-    rows += [Row("padding", PADDING, (), last.number + 1 + place, last.group + 1 + place, "") for place in range(empty)]
+    rows = _filled(list(_rows(groups, sample_by)), multiple)
     tensors = collate_samples([_sample(row) for row in rows])
     tags = {tag: index for index, tag in enumerate(dict.fromkeys(row.tag for row in rows))}
     most = max(len(row.turns) for row in rows)
@@ -85,6 +84,21 @@ def _rows(groups: Sequence[TrajectoryGroup], sample_by: SampleBy) -> Iterator[Ro
             for share, turns in shares.items():
                 yield Row(share, trajectory, turns, number, index, group.tag, name)
             number += 1
+
+
+def _filled(rows: Sequence[Row], multiple: int) -> list[Row]:
+    """The rows in their order, with masked ones at the end of each run of `multiple`."""
+    runs = -(-len(rows) // multiple)
+    empty, last = runs * multiple - len(rows), rows[-1]
+    real = iter(rows)
+    masked = iter(
+        Row("padding", PADDING, (), last.number + 1 + place, last.group + 1 + place, "") for place in range(empty)
+    )
+    filled: list[Row] = []
+    for run in range(runs):
+        share = empty // runs + (run < empty % runs)
+        filled += [*islice(real, multiple - share), *islice(masked, share)]
+    return filled
 
 
 def _sample(row: Row) -> Sample:

@@ -125,6 +125,10 @@ class Episode:
             raise EpisodeFailed(
                 "generation_failed", f"{request.request_id}: {result.error or 'generation was aborted'}"
             )
+        if not result.response_ids:
+            raise EpisodeFailed(
+                "generation_failed", f"{request.request_id}: the answer is empty, not even its end came"
+            )
         trajectory = self.trajectory
         turn = trajectory.answer(request.prompt_ids, result, self._observation, text)
         if result.finish_reason == "length" and len(trajectory.ids) >= self._sequence_length:
@@ -146,10 +150,10 @@ class Episode:
             return
         trajectory.say(said)
 
-    async def close(self) -> None:
-        """Gives the environment back."""
+    def leave(self) -> None:
+        """Gives the environment back; one that is in a call leaves after it, and nobody waits for that."""
         if self._env is not None:
-            await self._env.close()
+            self._env.leave()
 
     @property
     def _longest(self) -> int:

@@ -49,16 +49,16 @@ def validation_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
 
 
 def _by_tag(groups: Sequence[TrajectoryGroup], family: str) -> dict[str, float]:
-    """Means over the episodes of a tag; an episode cut off before its first action reached the environment has none."""
+    """Means over the episodes of a tag; one cut off before its first action reached the environment counts as zeros."""
     episodes: dict[str, list[Trajectory]] = {}
     for group in groups:
         episodes.setdefault(group.tag, []).extend(group.trajectories)
     told = {}
     for tag, trajectories in sorted(episodes.items()):
         told[f"{family}/{tag}/num_actions"] = statistics.fmean(len(trajectory.turns) for trajectory in trajectories)
-        measured = [trajectory.metrics for trajectory in trajectories if trajectory.metrics]
-        for name in measured[0] if measured else ():
-            told[f"{family}/{tag}/{name}"] = statistics.fmean(metrics[name] for metrics in measured)
+        names = dict.fromkeys(name for trajectory in trajectories for name in trajectory.metrics)
+        for name in names:
+            told[f"{family}/{tag}/{name}"] = statistics.fmean(each.metrics.get(name, 0.0) for each in trajectories)
     return told
 
 

@@ -95,7 +95,8 @@ class Player:
                 raise
             failed |= {each: self._late() for each in everyone if each not in failed and each.trajectory.stop is None}
         finally:
-            await side_by_side(episode.close() for episode in everyone)
+            for episode in everyone:
+                episode.leave()
         for group, episodes in plays:
             well = [episode for episode in episodes if episode not in failed]
             self._settle(group, well[:wanted], wanted, [failed[each] for each in episodes if each in failed])
@@ -133,7 +134,7 @@ class Player:
                 raise
             return self._late()
         finally:
-            await episode.close()
+            episode.leave()
 
     async def _play(self, episode: Episode, engine: int, meter: Meter) -> None:
         with meter.measure("env"):

@@ -21,6 +21,9 @@ from roll.pipeline.rollout_types import Meter, Unmeasured
 from roll.rollout.policy import Ticket
 from roll.rollout.types import SamplingParams
 
+VALIDATION_TRIES = 3
+"""Of a group whose environment or generation failed; one that always fails is a mistake somewhere."""
+
 
 class AgenticProducer:
     """Draws environments in a seeded order; a group that cannot be completed is dropped whole, with a reason."""
@@ -101,20 +104,34 @@ class AgenticProducer:
     async def validate(self, version: int) -> dict[str, float]:
         """`val/...` over `val_batch_size` trajectories: the same environments and seeds every time.
 
+        A group that failed is played again, with the same seeds.
+
         Raises:
-            RunError: an episode failed; a score over a part would not be comparable.
+            RunError: one failed VALIDATION_TRIES times; a score over a part would not be comparable.
         """
         config, manager = self._config, self._config.val_env_manager
-        groups = [
-            TrajectoryGroup(number, self._val_cycle.tag(number), role_seed(config.seed, "val_env", number))
-            for number in range((config.val_batch_size or 0) // manager.group_size)
-        ]
-        places = self._places_of(manager, len(groups))
-        await self._play(groups, "val", manager, self._validation_sampling, places, Unmeasured())
-        failed = next((group for group in groups if group.drop_reason is not None), None)
-        if failed is not None:
-            raise RunError(f"validation environment {failed.number}: {failed.drop_reason}: {failed.failure}")
-        return validation_metrics(groups)
+        whole: dict[int, TrajectoryGroup] = {}
+        missing = list(range((config.val_batch_size or 0) // manager.group_size))
+        places, replayed = self._places_of(manager, len(missing)), 0
+        for attempt in range(VALIDATION_TRIES):
+            groups = [
+                TrajectoryGroup(number, self._val_cycle.tag(number), role_seed(config.seed, "val_env", number))
+                for number in missing
+            ]
+            await self._play(groups, "val", manager, self._validation_sampling, places, Unmeasured())
+            whole |= {group.number: group for group in groups if group.drop_reason is None}
+            failed = [group for group in groups if group.drop_reason is not None]
+            if not failed:
+                break
+            if attempt == VALIDATION_TRIES - 1:
+                first = failed[0]
+                raise RunError(
+                    f"validation environment {first.number}: failed {VALIDATION_TRIES} times, last with "
+                    f"{first.drop_reason}: {first.failure}"
+                )
+            missing, replayed = [group.number for group in failed], replayed + len(failed)
+        told = validation_metrics([whole[number] for number in sorted(whole)])
+        return told | {"val/replayed_groups": float(replayed)}
 
     def batch(self, items: list[TrajectoryGroup]) -> DataProto:
         """One row for each trajectory or turn, made to divide into optimizer steps by masked ones."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -29,10 +28,6 @@ class EnvHost:
         if log is not None:
             print_to(log)
         self._envs: dict[int, TextEnv] = {}
-
-    def watch(self) -> None:
-        """Never returns, so the call ends with the process and tells of its end."""
-        threading.Event().wait()
 
     def open(self, key: int, env_type: str, env_config: Mapping[str, Any], seed: int) -> Opened | Raised:
         """Makes an environment and resets it."""

@@ -20,6 +20,9 @@ class EnvCalls(Protocol):
     def hosted(self, key: int) -> bool:
         """Whether it has one."""
 
+    def leaving(self, key: int, closing: asyncio.Task[None]) -> None:
+        """It is being closed, and holds its place until that is done."""
+
     async def call(self, key: int, what: str, method: str, *args: Any) -> Any:
         """The answer of its worker; `what` names environment and turn in the failure."""
 
@@ -60,11 +63,20 @@ class Env:
         """
         return await self._alone(self._step(text))
 
-    async def close(self) -> None:
-        """Ends it, after its open call if there is one; nothing happens the second time, or where it is gone."""
+    def leave(self) -> asyncio.Task[None]:
+        """Begins to end it, after its open call if there is one; nothing happens the second time, or where it is gone.
+
+        Returns:
+            What can be awaited, and need not be.
+        """
         if self._closing is None:
             self._closing = asyncio.create_task(self._close())
-        await asyncio.shield(self._closing)
+            self._pool.leaving(self._key, self._closing)
+        return self._closing
+
+    async def close(self) -> None:
+        """Ends it; see `leave`."""
+        await asyncio.shield(self.leave())
 
     async def _alone(self, coroutine: Coroutine[Any, Any, AnswerT]) -> AnswerT:
         busy = self._call is not None and not self._call.done()
@@ -89,7 +101,7 @@ class Env:
         return self._opened
 
     async def _step(self, text: str) -> Stepped:
-        if not self._pool.hosted(self._key):
+        while not self._pool.hosted(self._key):  # also where the next worker dies at once
             await self._replay()
         what = f"{self._name}, turn {len(self._steps) + 1}"
         stepped = await self._pool.call(self._key, what, "step", text)

@@ -84,8 +84,7 @@ class EnvPool:
         try:
             return env, await env.open()
         except BaseException:
-            self._closing[key] = asyncio.create_task(env.close())
-            self._closing[key].add_done_callback(lambda _: self._closing.pop(key))
+            env.leave()
             raise
 
     def close(self) -> None:
@@ -95,11 +94,16 @@ class EnvPool:
     async def place(self, key: int) -> None:
         """Gives an environment a worker; raises EnvWorkerError where there is none.
 
-        Where all are full, it waits for those that were given up while they opened: they hold their place until then.
+        Where all are full, it waits for those that are leaving: they hold their place until then.
         """
         while self._workers.full and (leaving := [self._closing[one] for one in self._closing if self.hosted(one)]):
             await asyncio.wait(leaving, return_when=asyncio.FIRST_COMPLETED)
         await self._workers.place(key)
+
+    def leaving(self, key: int, closing: asyncio.Task[None]) -> None:
+        """Remembers an environment that is being closed."""
+        self._closing[key] = closing
+        closing.add_done_callback(lambda _: self._closing.pop(key))
 
     def hosted(self, key: int) -> bool:
         """Whether an environment has a worker."""

@@ -13,37 +13,27 @@ import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from roll.distributed.client import outbox
 from roll.distributed.cluster import END_TIMEOUT_S, descendants, end, thread_environment
-from roll.distributed.mail import Answer, Call, Inbox
+from roll.distributed.mail import Inbox, Mailed, outbox
 from roll.pipeline.agentic.environments.host import EnvHost
 
-OWN_CALLS = 1
-"""Calls that hold a thread besides one for each environment: `watch`, which stays."""
 
-
-class EnvActor:
-    """An `EnvHost` in a process of its own. Calls come by mail, and each runs in a thread."""
+class EnvActor(Mailed):
+    """An `EnvHost` in a process of its own; every call of an environment runs in a thread."""
 
     def __init__(self, capacity: int, log: str | None) -> None:
         """See `RayEnvWorker`."""
         self._host = EnvHost(log)
-        self._threads = ThreadPoolExecutor(capacity + OWN_CALLS)
+        self._threads = ThreadPoolExecutor(capacity)
         self._inbox = Inbox(self._run)
 
     async def process(self) -> int:
         """The process id."""
         return os.getpid()
 
-    async def submit(self, box: str, calls: list[Call], given_up: list[int]) -> None:
-        """Begins and cancels calls, see `Inbox`."""
-        self._inbox.submit(box, calls, given_up)
-
-    async def collect(self, box: str) -> list[Answer]:
-        """Their answers, see `Inbox`."""
-        return await self._inbox.collect(box)
-
     async def _run(self, method: str, *args: Any) -> Any:
+        if method == "watch":  # never answers, so the call ends with the process and tells of its end
+            await asyncio.Event().wait()
         return await asyncio.get_running_loop().run_in_executor(self._threads, getattr(self._host, method), *args)
 
 
@@ -54,7 +44,7 @@ class RayEnvWorker:
         """Begins to start the process.
 
         Args:
-            capacity: environments it holds, and so threads beside the main one.
+            capacity: environments it holds, and so threads at most.
             log: file that gets what it prints, or None.
             variables: of its environment.
         """
