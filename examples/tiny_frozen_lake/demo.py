@@ -2,8 +2,8 @@
 
     python -m examples.tiny_frozen_lake.demo --out output/demo-agentic
 
-Writes `summary.json` (share of 200 lakes crossed before and after reinforcement learning, seconds, peak memory) and
-`curves.png` to the output folder.
+Writes to the output folder: `summary.json` (share of crossings of 200 lakes before and after reinforcement learning,
+seconds, peak memory), `curves.png`, and `last_step.html`, trajectories of the last step turn by turn.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ def demo(out: Path, seed: int, overrides: list[str]) -> dict[str, float]:
     """
     from examples.tiny_frozen_lake.play import WORDS, write_play
     from examples.tiny_math.prepare import prepare
+    from roll.show.command import Options, show
     from roll.trackers.curves import draw_curves
 
     start = time.perf_counter()
@@ -44,8 +45,11 @@ def demo(out: Path, seed: int, overrides: list[str]) -> dict[str, float]:
     places = [f"pretrain={out}/sft/hf_model", f"output_dir={out}/agentic", f"seed={seed}"]
     rl = stages.train(HERE / "agentic_config.yaml", [*places, *overrides])
     draw_curves(out / "agentic", out / "curves.png")
+    show(out / "agentic", Options(html=out / "last_step.html"))
     return stages.summarise(out, seed, start, warm, rl, "val/FrozenLake/success")
 
 
 if __name__ == "__main__":
-    stages.main(__doc__ or "", "output/demo-agentic", "... of 200 lakes crossed that were not trained on", demo)
+    stages.main(
+        __doc__ or "", "output/demo-agentic", "... of crossings of 200 lakes from seeds of their own arrived", demo
+    )

@@ -105,7 +105,7 @@ def test_actions_come_from_the_entry_its_options_or_the_pipeline(tmp_path: Path)
     config = agentic(tmp_path, "max_actions_per_traj=9")
     assert [entry.max_steps for entry in config.custom_envs.values()] == [6, 9]
     assert [entry.env_config["max_steps"] for entry in config.custom_envs.values()] == [6, 9]
-    assert agentic(tmp_path, "custom_envs.Room.env_config={max_steps: 3}").custom_envs["Room"].max_steps == 3
+    assert agentic(tmp_path, "custom_envs.Room.env_config={max_steps: 7}").custom_envs["Room"].max_steps == 7
     assert config.turns == 9
 
 

@@ -45,9 +45,6 @@ REFUSED = {
     "rollout_batch_size=65": f"rollout_batch_size: 65 trajectories are not whole groups of {TRAIN}.group_size 4; use "
     "64 or 68",
     "rollout_batch_size=3": "3 trajectories are not whole groups of train_env_manager.group_size 4; use 4",
-    "rollout_batch_size=96": "rollout_batch_size: 96 trajectories do not fill optimizer steps of 64 "
-    "(per_device_train_batch_size 2 x gradient_accumulation_steps 8 x data parallel 4); use rollout_batch_size 64 or "
-    "128, or gradient_accumulation_steps 6",
     "val_batch_size=9 val_env_manager.group_size=2": "val_batch_size: 9 trajectories are not whole groups of "
     "val_env_manager.group_size 2; use 8 or 10",
     f"{TRAIN}.max_traj_per_env=3": f"{TRAIN}.max_traj_per_env: 3 is not one of -1",
@@ -121,11 +118,13 @@ WARNED = {
     "turns at 64",
     "validation.generating_args.max_new_tokens=65": "validation.generating_args.max_new_tokens: 65 is never reached",
     "sample_by=step actor_train.training_args.lr_scheduler_type=linear": "linear is laid out for the most turns a run",
+    "rollout_batch_size=96": "96 trajectories do not fill optimizer steps of 64: 32 samples of every batch are masked "
+    "padding; use 128 to learn from all",
     "eval_steps=0 val_batch_size=8": "val_batch_size: has no effect: eval_steps is 0, so nothing is validated",
     "eval_steps=0 val_env_manager.tags=[Lake]": "val_env_manager.tags: has no effect: eval_steps is 0",
     "max_resample_factor=2": "max_resample_factor: has no effect: every complete group is trained on",
     "actor_train.data_args.prompt=question": "actor_train.data_args.prompt: has no effect: environments say what",
-    "custom_envs.Room.max_steps=4 max_actions_per_traj=3": "max_actions_per_traj: has no effect: every entry of",
+    "custom_envs.Room.max_steps=5 max_actions_per_traj=3": "max_actions_per_traj: has no effect: every entry of",
     f"{TRAIN}.world_size=8": f"{TRAIN}.world_size: has no effect: processes follow from max_env_num_per_worker",
     "custom_envs.Lake.use_thread_lock=true": "use_thread_lock: has no effect: environments share no state",
     "reward_pretrain=x": "reward_pretrain: has no effect: environments give the rewards",

@@ -15,6 +15,7 @@ from agent_envs import HANGS, KINDS, RAISES
 from runs import assert_nothing_is_left, finish, lines, recipe, start, wait_for_line
 from transformers import AutoTokenizer
 
+from roll.envs import make_env
 from roll.pipeline.rollout_dump import read_samples
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
@@ -98,6 +99,26 @@ def check_samples(folder: Path, model: str) -> list[dict[str, Any]]:
     return rows
 
 
+def check_maps(rows: list[dict[str, Any]], size: int) -> None:
+    """The members of a group begin on the same lake, which is that of the group's seed."""
+    lake = make_env("frozen_lake", {"size": size, "is_slippery": False})
+    for seed in {row["episode"]["seed"] for row in rows}:
+        first = {row["episode"]["turns"][0]["observation"] for row in rows if row["episode"]["seed"] == seed}
+        assert first == {lake.reset(seed=seed)[0]}
+
+
+def check_ages(folder: Path, steps: list[dict[str, Any]]) -> None:
+    """A trajectory is as old as its oldest token, also where it goes on after a publish."""
+    spans = 0
+    for line in steps:
+        versions = [row["weight_version"] for row in read_samples(folder, line["step"])]
+        ages = [line["step"] - 1 - min(each) for each in versions]
+        assert line["staleness/mean"] == pytest.approx(sum(ages) / len(ages))
+        assert line["staleness/max"] == max(ages)
+        spans += sum(len(set(each)) > 1 for each in versions)
+    assert spans, "no trajectory saw a publish, so nothing was told apart"
+
+
 def ascii_of(text: str) -> str:
     """What does not depend on where bytes are cut into texts: an untrained model says any bytes."""
     return "".join(character for character in text if character.isascii())
@@ -126,6 +147,8 @@ def test_trajectories_run_ahead_and_environments_that_fail_are_not_learned_from(
     assert max(line["staleness/max"] for line in steps) == 1, "nothing ran ahead"
     assert any(line["actor/ratio_deviation_max"] > 1e-3 for line in steps[1:]), "nothing was corrected"
     rows = check_samples(tmp_path / "samples", inputs["pretrain"])
+    check_maps(rows, size=3)
+    check_ages(tmp_path / "samples", steps)
     groups = Counter((row["episode"]["seed"]) for row in rows)
     assert set(groups.values()) == {GROUP}, "a group was learned from in parts, or an environment twice"
     assert not any(seed % KINDS in (RAISES, HANGS) and turns(seed, rows) > 1 for seed in groups), (
@@ -134,6 +157,43 @@ def test_trajectories_run_ahead_and_environments_that_fail_are_not_learned_from(
     assert steps[-1]["ledger/dropped_env_raised"] >= 1 and steps[-1]["ledger/dropped_env_hung"] >= 1
     assert steps[-1]["env/failures_raised"] >= GROUP and steps[-1]["env/failures_hung"] >= 1
     assert_nothing_is_left(tmp_path)
+
+
+def test_a_sequence_that_is_full_in_the_first_turn_ends_it_and_validation_beside_play_repeats(inputs, tmp_path):
+    """The first message is 17 tokens, so an answer is cut off after 3, unless it ends by itself: nothing is learned."""
+    room = 3
+    config = agentic(
+        inputs,
+        tmp_path,
+        deterministic=False,
+        async_generation_ratio=1,
+        max_steps=2,
+        save_steps=2,
+        eval_steps=1,
+        sequence_length=17 + room,
+        max_tokens_per_step=8,
+        actor_train__training_args__learning_rate=1e-12,
+    )
+    code, output = finish(start(config))
+    assert code == 0, output
+    first, *steps = lines(tmp_path)
+    check_laws(steps, 1)
+    rows = [row for step in (1, 2) for row in read_samples(tmp_path / "samples", step)]
+    end = AutoTokenizer.from_pretrained(inputs["pretrain"]).eos_token_id
+    cut = [row for row in rows if row["response_ids"][-1] != end]
+    assert len(cut) > len(rows) / 2
+    for row in cut:
+        assert len(row["prompt_ids"]) + len(row["response_ids"]) == 17 + room
+        [turn] = row["episode"]["turns"]
+        assert (turn["reward"], row["score"], row["episode"]["stop"]) == (0.0, 0.0, "sequence_length")
+        assert row["episode"]["metrics"] == {}, "a word cut off in the middle was taken for an action"
+    validated = [{name: value for name, value in line.items() if is_result(name)} for line in (first, *steps)]
+    assert len(validated[0]) > 3 and validated == [validated[0]] * 3, "a validation met other lakes than the one before"
+
+
+def is_result(name: str) -> bool:
+    """Whether a metric says how a validation went, and not how long it took."""
+    return name.startswith("val/") and name != "val/seconds"
 
 
 def turns(seed: int, rows: list[dict[str, Any]]) -> int:
@@ -163,3 +223,4 @@ def test_a_run_killed_in_mid_episode_leaves_nothing_and_goes_on_as_if_it_had_not
     assert json.loads((whole / "run" / "run.json").read_text())["summary"]["status"] == "finished"
     stops = Counter(row["episode"]["stop"] for row in read_samples(whole / "samples", 1))
     assert stops["sequence_length"] > 0, stops
+    check_maps([row for row in read_samples(whole / "samples", 1) if row["id"].endswith("-0")], size=3)

@@ -66,12 +66,13 @@ def check_batch(config: BaseConfig, report: Report) -> None:
 
 
 def _fills(config: RLConfig, report: Report) -> bool:
-    """Whether they do; if not, the report says which sizes would. Turns never do by count: their batch is padded."""
-    agentic = isinstance(config, AgenticConfig)
-    turns = isinstance(config, AgenticConfig) and config.sample_by == "step"
+    """Whether they do; if not, the report says which sizes would. A batch of an agent is padded, so it always does."""
     prompts, group = config.rollout_batch_size, config.num_return_sequences_in_group
     samples, step = config.samples_per_batch, samples_per_optimizer_step(config)
-    if samples % step == 0 or turns or (agentic and prompts % group):
+    if samples % step == 0:
+        return True
+    if isinstance(config, AgenticConfig):
+        _warn_of_padding(config, step, report)
         return True
     training, data_parallel = config.actor_train.training_args, role_layout(config.actor_train).data
     size = training.per_device_train_batch_size
@@ -79,7 +80,7 @@ def _fills(config: RLConfig, report: Report) -> bool:
         f"per_device_train_batch_size {size} x gradient_accumulation_steps "
         f"{training.gradient_accumulation_steps} x data parallel {data_parallel}"
     )
-    unit = lcm(step, group) if agentic else step // gcd(step, group)
+    unit = step // gcd(step, group)
     below = prompts // unit * unit
     advice = f"use rollout_batch_size {f'{below} or ' if below else ''}{below + unit}"
     if samples % (size * data_parallel) == 0:
@@ -88,10 +89,22 @@ def _fills(config: RLConfig, report: Report) -> bool:
     count = f"{prompts} prompts x num_return_sequences_in_group {group} = {samples} samples"
     report.error(
         "rollout_batch_size",
-        f"{f'{prompts} trajectories' if agentic else count} do not fill optimizer steps "
-        f"of {step} ({product}); {advice}",
+        f"{count} do not fill optimizer steps of {step} ({product}); {advice}",
     )
     return False
+
+
+def _warn_of_padding(config: AgenticConfig, step: int, report: Report) -> None:
+    """Trajectories that leave optimizer steps unfilled, and how many would not; turns are not known before."""
+    trajectories, group = config.rollout_batch_size, config.train_env_manager.group_size
+    if config.sample_by == "step" or trajectories % group:
+        return
+    empty, unit = -trajectories % step, lcm(step, group)
+    report.warn(
+        "rollout_batch_size",
+        f"{trajectories} trajectories do not fill optimizer steps of {step}: {empty} samples of every batch are masked "
+        f"padding; use {-(-trajectories // unit) * unit} to learn from all",
+    )
 
 
 def _nearest_divisor(number: int, wanted: int) -> int:
