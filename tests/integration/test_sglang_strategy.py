@@ -30,7 +30,7 @@ TOLERANCE = 1e-4
 RUNNING_TOKENS = 500
 """Requests of so many tokens still run after so many seconds, and have tokens by then."""
 
-SHAPE = {"max_position_embeddings": 2100, "eos_token_id": None, "vocab_size": 101}
+SHAPE = {"max_position_embeddings": 2056, "eos_token_id": None, "vocab_size": 101}
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +150,19 @@ def test_a_request_the_engine_refuses_comes_back_with_its_reason(engine):
     assert answers[0].finish_reason == "abort"
     assert "longer than" in answers[0].error
     assert len(answers[1].response_ids) == 5
+
+
+def test_a_sequence_may_end_at_the_last_position_of_the_model(engine):
+    """The harness's longest sequence is that; what goes on after a pause has prompts that end shortly before."""
+    longest = SHAPE["max_position_embeddings"]
+    asked = [
+        GenerateRequest(f"r{room}", [7] * (longest - room), SamplingParams(max_new_tokens=room), seed=room)
+        for room in (1, 2, 5, 9)
+    ]
+    answers = engine.generate(asked)
+    assert [(len(answer.response_ids), answer.finish_reason, answer.error) for answer in answers] == [
+        (room, "length", None) for room in (1, 2, 5, 9)
+    ]
 
 
 def seconds_of_a_quarter(engine):

@@ -11,6 +11,13 @@ from roll.configs.worker import WorkerConfig
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
+CONTEXT_MARGIN = 8
+"""SGLang refuses prompts that leave less than 6 tokens of its context, and ends responses 2 before its end. Responses
+that go on after a pause, and last turns of a conversation, get there."""
+
+LONGER_CONTEXT = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+"""Allows the margin where the longest sequence is all that the model has positions for; none beyond is ever used."""
+
 FIRST_PORT = 20000
 """Ports are taken from here on: above those of Ray's workers, below those the kernel hands out."""
 
@@ -26,6 +33,8 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """ServerArgs of one engine: what the platform forces, what our keys decide, then `strategy_config` as it is.
 
+    The engine's context is the longest sequence and CONTEXT_MARGIN: it may end at the model's last position.
+
     On a CPU the key-value pool is sized for `max_running_requests` sequences of full length, because SGLang has no
     device memory to measure there; `strategy_config.max_total_tokens` overrides it.
     """
@@ -39,10 +48,11 @@ def engine_arguments(
         "skip_tokenizer_init": True,
         "weight_version": "0",
         "log_level": "error",
+        "context_length": full_length(pipeline) + CONTEXT_MARGIN,
         **platform_arguments,
     }
     if arguments.get("device") == "cpu":
-        arguments["max_total_tokens"] = worker.max_running_requests * full_length(pipeline)
+        arguments["max_total_tokens"] = worker.max_running_requests * arguments["context_length"]
     return {**arguments, **options}
 
 

@@ -12,6 +12,7 @@ from roll.configs.worker import WorkerConfig
 from roll.distributed.garbage import freeze_heap
 from roll.distributed.strategy.base import WeightSpec
 from roll.distributed.strategy.sglang_arguments import (
+    LONGER_CONTEXT,
     engine_arguments,
     free_port,
     is_free,
@@ -51,7 +52,7 @@ class SGLangStrategy:
             seed: of the engine's own random state; each request brings its own seed.
         """
         arguments = engine_arguments(worker_config, pipeline_config, platform_engine_arguments, seed)
-        environment = dict(worker_config.system_envs)
+        environment = {**LONGER_CONTEXT, **worker_config.system_envs}
         if arguments.get("device") == "cpu":
             environment |= thread_environment(arguments["tp_size"])
         self._engine = Engine(f"actor_infer[{rank}]", arguments, environment)

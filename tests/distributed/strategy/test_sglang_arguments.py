@@ -9,7 +9,13 @@ import pytest
 
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.worker import WorkerConfig
-from roll.distributed.strategy.sglang_arguments import engine_arguments, free_port, full_length, thread_environment
+from roll.distributed.strategy.sglang_arguments import (
+    CONTEXT_MARGIN,
+    engine_arguments,
+    free_port,
+    full_length,
+    thread_environment,
+)
 
 
 def test_our_keys_decide_and_engine_options_pass_through():
@@ -25,7 +31,9 @@ def test_our_keys_decide_and_engine_options_pass_through():
 
 def test_the_cache_on_cpu_holds_every_running_request_at_full_length():
     worker, pipeline = WorkerConfig(max_running_requests=8), RLVRConfig(prompt_length=100, response_length=50)
-    assert engine_arguments(worker, pipeline, {"device": "cpu"}, 0)["max_total_tokens"] == 8 * 150
+    arguments = engine_arguments(worker, pipeline, {"device": "cpu"}, 0)
+    assert arguments["context_length"] == 150 + CONTEXT_MARGIN
+    assert arguments["max_total_tokens"] == 8 * arguments["context_length"]
     assert "max_total_tokens" not in engine_arguments(worker, pipeline, {}, 0)
 
 
