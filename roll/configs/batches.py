@@ -34,7 +34,7 @@ def samples_per_optimizer_step(config: BaseConfig) -> int:
 
 
 def training_batch(config: Any) -> TrainingBatch:
-    """The batch of a run whose sizes divide.
+    """The batch of a run; one of an agent that does not divide is filled up with masked samples.
 
     SFT takes exactly one optimizer step per batch, so its batch is that product. Where a sample is one turn of a
     trajectory, samples and optimizer steps are the most there can be, since trajectories end early.

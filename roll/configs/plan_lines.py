@@ -43,9 +43,10 @@ def batch_lines(config: BaseConfig) -> list[Line]:
     if isinstance(config, RLConfig):
         formula = f"{batch.samples} samples / {batch.samples_per_optimizer_step} x {config.ppo_epochs} ppo_epochs"
         if batch.samples % batch.samples_per_optimizer_step:
-            formula = f"{formula}, the last one padded"
+            formula = f"{formula}, filled up with masked samples"
         lines.append(Line("optimizer steps per batch", batch.optimizer_steps, formula))
-        lines.append(_forward_line(config, batch.samples))
+        filled = -(-batch.samples // batch.samples_per_optimizer_step) * batch.samples_per_optimizer_step
+        lines.append(_forward_line(config, filled))
     else:
         lines.append(Line("optimizer steps per batch", 1, "a batch is one optimizer step"))
     warmup = training.warmup_steps or round(training.warmup_ratio * batch.schedule_steps)

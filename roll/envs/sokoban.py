@@ -56,9 +56,10 @@ class SokobanConfig(MoveConfig):
             most = cells // CELLS_PER_BOX
             yield Problem("num_boxes", f"{self.num_boxes} do not fit into {self.dim_room}; at most {most} do")
         least = self.num_boxes * MOVES_PER_BOX
-        for name in ("search_depth", "max_steps"):
+        for name, also in (("search_depth", ""), ("max_steps", " (max_actions_per_traj, where a run sets none)")):
             if getattr(self, name) < least:
-                yield Problem(name, f"{getattr(self, name)} is too small for {self.num_boxes} boxes; write {least}")
+                said = f"{getattr(self, name)} is too small for {self.num_boxes} boxes; write {least}{also}"
+                yield Problem(name, said)
 
 
 class Sokoban(MoveEnv):

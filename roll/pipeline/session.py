@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -16,6 +17,8 @@ from roll.distributed.service import Service
 from roll.distributed.train_worker import TrainWorker
 from roll.distributed.worker import Worker
 from roll.platforms import get_platform
+
+logger = logging.getLogger(__name__)
 
 WORKERS: dict[str, type[Worker]] = {
     "megatron_train": TrainWorker,
@@ -51,10 +54,17 @@ class Session:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        """Ends what runs in this process, then clusters, reservation and Ray."""
+        """Ends what runs in this process, then clusters, reservation and Ray.
+
+        What fails in this is raised, unless the run has failed already: then it is logged, for the cause is the other.
+        """
         try:
             for close in self._first:
                 await close()
+        except Exception:
+            if error[0] is None:
+                raise
+            logger.exception("closing failed after the run did")
         finally:
             self._stop()
 

@@ -4,7 +4,7 @@ import gymnasium
 import pytest
 
 from roll.configs.errors import ConfigError
-from roll.envs import make_env
+from roll.envs import TextEnv, Turn, make_env
 from roll.envs.frozen_lake import FrozenLake
 from roll.envs.registry import ENTRY_POINTS, NAMES
 
@@ -86,3 +86,32 @@ def test_all_that_is_wrong_is_told_together():
 def test_options_by_name_are_checked_alike():
     with pytest.raises(ConfigError, match="^size: 1 is too small"):
         FrozenLake(size=1)
+
+
+class Walk(TextEnv):
+    """What a test says its METRICS are."""
+
+    def rules(self) -> str:
+        return "Walk."
+
+    def begin(self) -> str:
+        return "here"
+
+    def act(self, text: str) -> Turn:
+        return Turn("there", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "said"),
+    [
+        ({"steps": "max"}, "METRICS has 'steps': 'max'; it maps names to mean, sum, last"),
+        ({3: "sum"}, "METRICS has 3: 'sum'"),
+        ({"score": "last"}, "METRICS has 'score', which a run tells of every episode; call it by another name"),
+        (["steps"], "METRICS is list; it maps names to mean, sum, last"),
+    ],
+)
+def test_metrics_that_a_run_cannot_tell_are_refused(monkeypatch, metrics, said):
+    monkeypatch.setattr(Walk, "METRICS", metrics)
+    with pytest.raises(ConfigError) as caught:
+        make_env(f"{__name__}:Walk", {}, "custom_envs.Walk")
+    assert said in str(caught.value) and "custom_envs.Walk.env_type" in str(caught.value)

@@ -186,7 +186,7 @@ def test_a_sequence_that_is_full_in_the_first_turn_ends_it_and_validation_beside
         assert len(row["prompt_ids"]) + len(row["response_ids"]) == 17 + room
         [turn] = row["episode"]["turns"]
         assert (turn["reward"], row["score"], row["episode"]["stop"]) == (0.0, 0.0, "sequence_length")
-        assert row["episode"]["metrics"] == {}, "a word cut off in the middle was taken for an action"
+        assert row["episode"]["metrics"] == {"success": 0.0}, "a word cut off in the middle was taken for an action"
     validated = [{name: value for name, value in line.items() if is_result(name)} for line in (first, *steps)]
     assert len(validated[0]) > 3 and validated == [validated[0]] * 3, "a validation met other lakes than the one before"
 

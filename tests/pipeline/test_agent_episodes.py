@@ -85,7 +85,7 @@ def test_the_sequence_ends_an_answer_in_the_first_turn():
     trajectory = played(Engines(in_turn("gold")), sequence_length=first + 3)
     [turn] = trajectory.turns
     assert (len(trajectory.ids), trajectory.stop, trajectory.score) == (first + 3, "sequence_length", 0.0)
-    assert (turn.text, turn.metrics, trajectory.metrics, trajectory.outcome) == ("gol", {}, {}, "")
+    assert (turn.text, turn.metrics, trajectory.metrics, trajectory.outcome) == ("gol", {}, {"gold": 0.0}, "")
 
 
 def test_the_sequence_ends_an_answer_in_a_later_turn_and_what_was_earned_stays():

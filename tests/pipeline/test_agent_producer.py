@@ -200,7 +200,7 @@ def test_metrics_of_a_batch():
     assert told["rollout/truncated_fraction"] == pytest.approx(1 / 3)
     assert told["rollout/turns_mean"] == 2 and told["rollout/versions_max"] == 2
     assert told["rollout/prefix_reuse"] == (4 + 5) / (8 + 8), "the third turn has other weights than the second"
-    assert told["env/Near/gold"] == 0.5, "an episode cut off before its first action has not won"
+    assert told["env/Near/gold"] == 1.0, "an episode without the metric has no part in it"
     assert told["env/Near/num_actions"] == 2 and told["env/Far/letters"] == 8
     assert told["staleness/max"] == 2 and told["staleness/mean"] == pytest.approx((1 + 1 + 2) / 3)
     assert told["staleness/token_mean"] == pytest.approx((4 + 0 + 1 + 6) / 12)

@@ -157,6 +157,7 @@ class Generation:
         except BaseException:
             for task in tasks:
                 task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             raise
         finally:
             await manager._async_dispatch_to_scheduler(ContinueGenerationReqInput(torch_empty_cache=False))

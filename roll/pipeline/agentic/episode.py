@@ -8,7 +8,7 @@ from typing import Any
 
 from roll.configs.seeds import role_seed
 from roll.datasets.conversation import ConversationEncoder
-from roll.envs.metrics import Aggregation, episode_metrics
+from roll.envs.metrics import Aggregation, episode_metrics, metrics_without_action
 from roll.pipeline.agentic.environments import Env, EnvPool, EnvSpec
 from roll.rollout.trajectory import Trajectory
 from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
@@ -133,6 +133,8 @@ class Episode:
         turn = trajectory.answer(request.prompt_ids, result, self._observation, text)
         if result.finish_reason == "length" and len(trajectory.ids) >= self._sequence_length:
             trajectory.stop = "sequence_length"  # the answer was cut off in mid-word, so it is none
+            if len(trajectory.turns) == 1:
+                trajectory.metrics = metrics_without_action(self._rules)
             return
         stepped = await self._env.step(text)
         turn.reward, turn.metrics = stepped.reward, dict(stepped.metrics)

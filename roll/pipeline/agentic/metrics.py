@@ -49,7 +49,7 @@ def validation_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
 
 
 def _by_tag(groups: Sequence[TrajectoryGroup], family: str) -> dict[str, float]:
-    """Means over the episodes of a tag; one cut off before its first action reached the environment counts as zeros."""
+    """Means over the episodes of a tag that have the metric: one cut off before its first action has few, see there."""
     episodes: dict[str, list[Trajectory]] = {}
     for group in groups:
         episodes.setdefault(group.tag, []).extend(group.trajectories)
@@ -58,7 +58,8 @@ def _by_tag(groups: Sequence[TrajectoryGroup], family: str) -> dict[str, float]:
         told[f"{family}/{tag}/num_actions"] = statistics.fmean(len(trajectory.turns) for trajectory in trajectories)
         names = dict.fromkeys(name for trajectory in trajectories for name in trajectory.metrics)
         for name in names:
-            told[f"{family}/{tag}/{name}"] = statistics.fmean(each.metrics.get(name, 0.0) for each in trajectories)
+            values = [trajectory.metrics[name] for trajectory in trajectories if name in trajectory.metrics]
+            told[f"{family}/{tag}/{name}"] = statistics.fmean(values)
     return told
 
 

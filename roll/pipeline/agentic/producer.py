@@ -107,7 +107,7 @@ class AgenticProducer:
         A group that failed is played again, with the same seeds.
 
         Raises:
-            RunError: one failed VALIDATION_TRIES times; a score over a part would not be comparable.
+            RunError: one failed VALIDATION_TRIES times, or was late; a score over a part would not be comparable.
         """
         config, manager = self._config, self._config.val_env_manager
         whole: dict[int, TrajectoryGroup] = {}
@@ -123,10 +123,11 @@ class AgenticProducer:
             failed = [group for group in groups if group.drop_reason is not None]
             if not failed:
                 break
-            if attempt == VALIDATION_TRIES - 1:
-                first = failed[0]
+            late = next((group for group in failed if group.drop_reason == "trajectory_timeout"), None)
+            if late is not None or attempt == VALIDATION_TRIES - 1:  # there is no time to wait as long again
+                first = late or failed[0]
                 raise RunError(
-                    f"validation environment {first.number}: failed {VALIDATION_TRIES} times, last with "
+                    f"validation environment {first.number}: failed {attempt + 1} times, last with "
                     f"{first.drop_reason}: {first.failure}"
                 )
             missing, replayed = [group.number for group in failed], replayed + len(failed)

@@ -62,6 +62,7 @@ class EnvPool:
         self._step_timeout_s = step_timeout_s
         self._keys = itertools.count()
         self._closing: dict[int, asyncio.Task[None]] = {}
+        self._line = asyncio.Lock()
         self.failures: Counter[Reason] = Counter()
 
     async def start(self) -> None:
@@ -94,10 +95,13 @@ class EnvPool:
     async def place(self, key: int) -> None:
         """Gives an environment a worker; raises EnvWorkerError where there is none.
 
-        Where all are full, it waits for those that are leaving: they hold their place until then.
+        Where all are full, it waits in line for those that are leaving, which hold their place until then, and for
+        workers that start.
         """
-        while self._workers.full and (leaving := [self._closing[one] for one in self._closing if self.hosted(one)]):
-            await asyncio.wait(leaving, return_when=asyncio.FIRST_COMPLETED)
+        async with self._line:
+            while self._workers.full and (leaving := [self._closing[one] for one in self._closing if self.hosted(one)]):
+                coming = [*leaving, *self._workers.starting]
+                await asyncio.wait(coming, return_when=asyncio.FIRST_COMPLETED)
         await self._workers.place(key)
 
     def leaving(self, key: int, closing: asyncio.Task[None]) -> None:

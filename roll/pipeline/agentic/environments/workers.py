@@ -43,6 +43,11 @@ class EnvWorkers:
         """Whether a worker takes environments but none has room."""
         return self._fleet.full
 
+    @property
+    def starting(self) -> list[asyncio.Task[None]]:
+        """Workers that are being brought up."""
+        return list(self._starting.values())
+
     async def start(self) -> None:
         """Waits until all workers are up.
 
