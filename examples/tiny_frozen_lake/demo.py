@@ -50,6 +50,4 @@ def demo(out: Path, seed: int, overrides: list[str]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    stages.main(
-        __doc__ or "", "output/demo-agentic", "... of crossings of 200 lakes from seeds of their own arrived", demo
-    )
+    stages.main(__doc__ or "", "output/demo-agentic", "... of the crossings of 200 held-out lakes arrived", demo)
