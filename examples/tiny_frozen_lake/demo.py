@@ -14,7 +14,6 @@ from pathlib import Path
 from examples import stages
 
 HERE = Path(__file__).parent
-TRAIN_EPISODES, VALIDATION_EPISODES, RANDOM_MOVES = 5000, 100, 0.15
 
 
 def demo(out: Path, seed: int, overrides: list[str]) -> dict[str, float]:
@@ -25,15 +24,16 @@ def demo(out: Path, seed: int, overrides: list[str]) -> dict[str, float]:
         seed: of the weights, the play, the lakes and both runs.
         overrides: `key=value` for the reinforcement learning run.
     """
-    from examples.tiny_frozen_lake.play import WORDS, write_play
+    from examples.tiny_frozen_lake import play
     from examples.tiny_math.prepare import prepare
     from roll.show.command import Options, show
     from roll.trackers.curves import draw_curves
 
     start = time.perf_counter()
     stages.console.rule("[bold]A small language model learns to cross frozen lakes")
-    base = prepare(out / "base", seed, WORDS)
-    data = write_play(out / "data", seed, TRAIN_EPISODES, VALIDATION_EPISODES, RANDOM_MOVES)
+    base = prepare(out / "base", seed, play.WORDS)
+    sizes = play.TRAIN_EPISODES, play.VALIDATION_EPISODES, play.RANDOM_MOVES
+    data = play.write_play(out / "data", seed, *sizes)
     stages.console.rule("1/2  Warm start: supervised fine-tuning on play with random moves in it")
     files = [
         f"actor_train.data_args.file_name=[{data}/train.jsonl]",

@@ -20,6 +20,7 @@ from roll.envs.moves import MOVES
 
 LAKE = {"size": 4, "p": 0.8, "is_slippery": False, "max_steps": 10, "env_instruction": "Go."}
 STEPS = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}
+TRAIN_EPISODES, VALIDATION_EPISODES, RANDOM_MOVES = 5000, 100, 0.15
 WORDS = ("<answer>", "</answer>", *MOVES)
 """One token each for the tiny model; a cell of the lake is one anyway."""
 
@@ -74,9 +75,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--seed", type=int, default=42, help="seed of lakes and moves")
-    parser.add_argument("--train", type=int, default=4000, help="episodes to learn from")
-    parser.add_argument("--val", type=int, default=100, help="episodes to measure with")
-    parser.add_argument("--chance", type=float, default=0.3, help="share of moves that are random")
+    parser.add_argument("--train", type=int, default=TRAIN_EPISODES, help="episodes to learn from")
+    parser.add_argument("--val", type=int, default=VALIDATION_EPISODES, help="episodes to measure with")
+    parser.add_argument("--chance", type=float, default=RANDOM_MOVES, help="share of moves that are random")
     arguments = parser.parse_args()
     print(f"wrote {write_play(arguments.out, arguments.seed, arguments.train, arguments.val, arguments.chance)}")
 
