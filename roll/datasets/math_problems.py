@@ -1,13 +1,4 @@
-r"""Arithmetic and word problems of graded difficulty with exact whole answers, deterministic from a seed.
-
-    python -m roll.datasets.math_problems --out DIR --train N --val N --levels 1-4 --seed S
-
-writes DIR/train.jsonl and DIR/val.jsonl with the columns id, tag, prompt, solution and ground_truth.
-
-Whether a problem may be trained on depends on its canonical form alone: one in HELD_OUT_SHARE of all forms, by hash, is
-held out for validation. So no validation problem is ever trained on, in whatever order of terms, style, seed or size
-the two files, or the files of two calls, were made.
-"""
+"""Sums, differences and small products with whole answers that are never negative."""
 
 from __future__ import annotations
 
@@ -20,8 +11,126 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from roll.datasets.math_expressions import LEVELS, Expression, draw
-from roll.datasets.math_stories import tell
+LEVELS = (1, 2, 3, 4)
+"""1: two terms of two digits, nothing to carry or borrow. 2: two terms of two digits. 3: three terms below 100. 4: a
+product, alone or with a term."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """A product of one or two factors, added or subtracted."""
+
+    sign: int
+    factors: tuple[int, ...]
+
+    @property
+    def value(self) -> int:
+        """With its sign."""
+        product = 1
+        for factor in self.factors:
+            product *= factor
+        return self.sign * product
+
+    @property
+    def text(self) -> str:
+        """Without its sign, such as 3*14."""
+        return "*".join(map(str, self.factors))
+
+
+@dataclass(frozen=True)
+class Expression:
+    """Terms in the order they are written; the first is positive."""
+
+    terms: tuple[Term, ...]
+
+    @property
+    def value(self) -> int:
+        """The exact answer."""
+        return sum(term.value for term in self.terms)
+
+    @property
+    def text(self) -> str:
+        """As written, such as 12+34-5."""
+        first, *rest = self.terms
+        return first.text + "".join("+-"[term.sign < 0] + term.text for term in rest)
+
+    @property
+    def canonical(self) -> str:
+        """The same for all orders of terms and factors: 12+34 and 34+12 are one problem."""
+        return " ".join(sorted("+-"[term.sign < 0] + "*".join(map(str, sorted(term.factors))) for term in self.terms))
+
+
+def draw_expression(source: random.Random, level: int) -> Expression:
+    """A random expression of a level; every prefix of it is at least 0, so a story about it can be told."""
+    expression = _draw_unchecked(source, level)
+    while not _never_negative(expression):
+        expression = _draw_unchecked(source, level)
+    return expression
+
+
+def _draw_unchecked(source: random.Random, level: int) -> Expression:
+    if level == 1:
+        return _without_carry(source)
+    if level == 2:
+        return _sum(source, count=2, low=10, high=99)
+    if level == 3:
+        return _sum(source, count=3, low=1, high=99)
+    product = Term(1, (source.randint(2, 12), source.randint(2, 30)))
+    if source.random() < 0.5:
+        return Expression((product,))
+    return Expression((product, Term(source.choice((1, -1)), (source.randint(1, 99),))))
+
+
+def _sum(source: random.Random, count: int, low: int, high: int) -> Expression:
+    first, *rest = (source.randint(low, high) for _ in range(count))
+    return Expression((Term(1, (first,)), *(Term(source.choice((1, -1)), (number,)) for number in rest)))
+
+
+def _without_carry(source: random.Random) -> Expression:
+    """Two terms of two digits that can be added or subtracted digit by digit."""
+    while True:
+        expression = _sum(source, count=2, low=10, high=99)
+        first, second = expression.terms
+        pairs = zip(divmod(first.value, 10), divmod(abs(second.value), 10), strict=True)
+        if all(0 <= one + second.sign * other <= 9 for one, other in pairs):
+            return expression
+
+
+def _never_negative(expression: Expression) -> bool:
+    total = 0
+    for term in expression.terms:
+        total += term.value
+        if total < 0:
+            return False
+    return True
+
+
+NAMES = ("Ada", "Bo", "Cem", "Dia", "Eli", "Fay", "Gus", "Hana", "Ivo", "June")
+THINGS = ("apples", "books", "cards", "coins", "eggs", "marbles", "pens", "plates", "shells", "stamps")
+GAINS = ("finds {}", "buys {}", "is given {}", "wins {}")
+LOSSES = ("loses {}", "gives away {}", "sells {}", "breaks {}")
+
+
+def tell(expression: Expression, source: random.Random) -> str:
+    """The problem in words, such as "Ada has 12 pens. Ada finds 5 more. How many pens does Ada have now?"."""
+    name, things = source.choice(NAMES), source.choice(THINGS)
+    first, *rest = expression.terms
+    sentences = [f"{name} has {_amount(first, things)}."]
+    sentences += [f"{name} {source.choice(LOSSES if term.sign < 0 else GAINS).format(_more(term))}." for term in rest]
+    ending = f"How many {things} does {name} have{' now' if rest else ''}?"
+    return " ".join([*sentences, ending])
+
+
+def _amount(term: Term, things: str) -> str:
+    if len(term.factors) == 1:
+        return f"{term.factors[0]} {things if term.factors[0] != 1 else things[:-1]}"
+    boxes, each = term.factors
+    return f"{boxes} boxes with {each} {things} in each"
+
+
+def _more(term: Term) -> str:
+    return f"{term.factors[0]} more" if term.sign > 0 else f"{term.factors[0]}"
+
 
 Style = Literal["compact", "words", "mixed"]
 
@@ -87,7 +196,7 @@ def generate(
                 "for; ask for fewer or add a level"
             )
         level = open_levels[len(problems) % len(open_levels)]
-        expression = draw(source, level)
+        expression = draw_expression(source, level)
         if held_out(expression) != (split == "val"):
             continue
         prompt, solution = _render(expression, source.random() < share, boxed, source)

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from roll.configs.arguments import DataArguments
-from roll.datasets.conversation import ConversationEncoder
 from roll.datasets.prompts import Message, Question, question, record_id, require_unique
 from roll.datasets.records import DatasetError, Record, read_records
-from roll.datasets.templates import QuestionEncoder
+from roll.datasets.templates import ConversationEncoder, QuestionEncoder
 
 
 @dataclass(frozen=True)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
+import string
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, get_args
 
 import gymnasium
 from gymnasium.error import ResetNeeded
+from gymnasium.spaces import Text
 
-from roll.configs.errors import Problem
+from roll.configs.convert import Converter
+from roll.configs.errors import ConfigError, Problem
 from roll.configs.fields import option
-from roll.envs.metrics import Aggregation
-from roll.envs.options import read_config
-from roll.envs.spaces import FreeText
+from roll.configs.schema import declared
+from roll.configs.suggestions import nearest, unknown
 
 
 @dataclass
@@ -142,3 +144,115 @@ class TextEnv(gymnasium.Env[str, str]):
         if turn.metrics.keys() != self.METRICS.keys():
             raise ValueError(f"{name}: metrics {sorted(turn.metrics)} are not those of METRICS, {sorted(self.METRICS)}")
         return turn
+
+
+class Checkable(Protocol):
+    """Options that know what does not go together."""
+
+    def check(self) -> Iterable[Problem]:
+        """Problems whose path is an option's name."""
+
+
+Options = TypeVar("Options", bound=Checkable)
+
+
+def read_config(config_class: type[Options], env_config: Mapping[str, Any], path: str = "") -> Options:
+    """Options of an environment, from what the YAML says and defaults for the rest.
+
+    Args:
+        config_class: the dataclass of the options; all fields have defaults.
+        env_config: option names and values; not changed.
+        path: where the section stands, for errors, such as `custom_envs.Lake.env_config`.
+
+    Raises:
+        ConfigError: every unknown option, wrong type and value out of bounds, with the path; when there is none, what
+            does not go together.
+    """
+    converter = Converter(_suggest)
+    config = converter.overlay(env_config, config_class(), path)
+    problems = converter.problems
+    if not problems:
+        prefix = f"{path}." if path else ""
+        problems = [Problem(prefix + problem.path, problem.message) for problem in config.check()]
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def choices(name: str, known: Iterable[str]) -> str:
+    """What could have been meant by a name that is none of `known`, and all that is known."""
+    names = list(known)
+    like = nearest(name, names)
+    return f"{f'did you mean {like}? ' if like else ''}known: {', '.join(names)}"
+
+
+def _suggest(path: str, section: type, value: Any) -> list[Problem]:
+    return [unknown(path, choices(path.rpartition(".")[2], declared(section)))]
+
+
+SAMPLE_LENGTH = 64
+"""Most characters of a sample: enough for tools that try a space out; membership has no bound."""
+
+
+class FreeText(Text):
+    """Every string, the empty one too, in whatever script; samples are short and of printable ASCII."""
+
+    def __init__(self) -> None:
+        """Each environment makes its own, because a space carries the generator of its samples."""
+        super().__init__(SAMPLE_LENGTH, min_length=0, charset=string.printable)
+
+    def contains(self, x: Any) -> bool:
+        """Whether it is text at all."""
+        return isinstance(x, str)
+
+    def __repr__(self) -> str:
+        """Without the list of characters, which says nothing about what is allowed."""
+        return "FreeText()"
+
+
+Aggregation = Literal["mean", "sum", "last"]
+"""How the values of an episode's actions become one: their mean over all actions, their sum, or the last action's."""
+
+RESERVED = ("score", "num_actions")
+"""What a run tells of every episode under these names."""
+
+
+def rules_fault(rules: Any) -> str | None:
+    """What is wrong with an environment's METRICS, in words; None where nothing is."""
+    if not isinstance(rules, Mapping):
+        return f"METRICS is {type(rules).__name__}; it maps names to {', '.join(get_args(Aggregation))}"
+    for name, rule in rules.items():
+        if not isinstance(name, str) or rule not in get_args(Aggregation):
+            return f"METRICS has {name!r}: {rule!r}; it maps names to {', '.join(get_args(Aggregation))}"
+        if name in RESERVED:
+            return f"METRICS has {name!r}, which a run tells of every episode; call it by another name"
+    return None
+
+
+def episode_metrics(rules: Mapping[str, Aggregation], steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """One value for each metric of an environment, in the order of `rules`.
+
+    Args:
+        rules: an environment's `METRICS`.
+        steps: info["metrics"] of every step of one episode, in order.
+
+    Raises:
+        ValueError: no steps; see `metrics_without_action`.
+    """
+    if not steps:
+        raise ValueError("episode_metrics: an episode without an action has no metrics")
+    return {name: _aggregated(rule, [step[name] for step in steps]) for name, rule in rules.items()}
+
+
+def metrics_without_action(rules: Mapping[str, Aggregation]) -> dict[str, float]:
+    """Of an episode cut off before its first action: what a last action leaves, such as `success`, is 0.
+
+    The others are left out, for nothing was done that could have been well or badly done.
+    """
+    return {name: 0.0 for name, rule in rules.items() if rule == "last"}
+
+
+def _aggregated(rule: Aggregation, values: list[float]) -> float:
+    if rule == "last":
+        return values[-1]
+    return sum(values) / (len(values) if rule == "mean" else 1)

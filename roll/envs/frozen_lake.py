@@ -9,7 +9,7 @@ from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
 from gymnasium.utils.seeding import np_random
 
 from roll.configs.fields import option
-from roll.envs.moves import MOVES, MoveConfig, MoveEnv
+from roll.envs.text_actions import MOVES, MoveConfig, MoveEnv
 
 SURE_STEP = 1 / 3
 """On slippery ice, the chance to go where one meant to; the two sides share the rest (gymnasium's own numbers)."""

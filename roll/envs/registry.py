@@ -9,9 +9,7 @@ from typing import Any
 import gymnasium
 
 from roll.configs.errors import ConfigError, Problem
-from roll.envs.base import TextEnv
-from roll.envs.metrics import rules_fault
-from roll.envs.options import choices, read_config
+from roll.envs.base import TextEnv, choices, read_config, rules_fault
 
 NAMES = {
     "frozen_lake": "roll/FrozenLake-v0",

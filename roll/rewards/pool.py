@@ -11,9 +11,8 @@ from typing import Any
 from pebble import ProcessExpired, ProcessPool
 
 from roll.configs.pipeline import RewardConfig
-from roll.rewards import child
-from roll.rewards.child import Item, RewardFunctionError
-from roll.rewards.outcomes import RewardOutcome
+from roll.rewards import reward_process
+from roll.rewards.reward_process import Item, RewardFunctionError, RewardOutcome
 
 CHUNK_SIZE = 16
 """Samples sent to a process at a time: enough that the trip costs less than the scoring, few enough that a guilty
@@ -45,7 +44,7 @@ class RewardPool:
         self._config = config
         self._pool = ProcessPool(
             max_workers=config.world_size,
-            initializer=child.start,
+            initializer=reward_process.start,
             initargs=(config,),
             context=multiprocessing.get_context("spawn"),
         )
@@ -61,7 +60,7 @@ class RewardPool:
         if self._self_test is not None:
             return
         try:
-            probing = asyncio.wrap_future(self._schedule(child.probe, timeout_s=START_TIMEOUT_S))
+            probing = asyncio.wrap_future(self._schedule(reward_process.probe, timeout_s=START_TIMEOUT_S))
             error, pairs = await asyncio.wait_for(probing, START_TIMEOUT_S)
         except (TimeoutError, ProcessExpired) as failure:
             name = self._config.function
@@ -123,7 +122,7 @@ class RewardPool:
     async def _score_chunk(self, items: Sequence[Item]) -> list[RewardOutcome]:
         timeout_s = self._config.timeout_s
         try:
-            return await asyncio.wrap_future(self._schedule(child.score_chunk, items, timeout_s=timeout_s))
+            return await asyncio.wrap_future(self._schedule(reward_process.score_chunk, items, timeout_s=timeout_s))
         except TimeoutError:
             failure = RewardOutcome(None, "timeout", f"took longer than timeout_s = {timeout_s:g}")
         except ProcessExpired as death:

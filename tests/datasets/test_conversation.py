@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from examples.tiny_math.prepare import ANSWER, END, make_tokenizer
-from roll.datasets.conversation import ConversationEncoder
 from roll.datasets.prompts import Question
 from roll.datasets.records import DatasetError
 from roll.datasets.sft import Pair, encode_pairs
-from roll.datasets.templates import BUILT_IN, QuestionEncoder
+from roll.datasets.templates import BUILT_IN, ConversationEncoder, QuestionEncoder
 
 CHAT = [
     {"role": "system", "content": "Be brief."},

@@ -7,8 +7,7 @@ import pytest
 
 from roll.configs.arguments import DataArguments
 from roll.configs.pipeline import RewardConfig
-from roll.datasets.math_expressions import LEVELS, Expression, Term
-from roll.datasets.math_problems import generate, main, parse_levels
+from roll.datasets.math_problems import LEVELS, Expression, Term, generate, main, parse_levels
 from roll.datasets.prompts import load_prompts
 from roll.datasets.sft import load_pairs
 from roll.rewards.math_rule import math_reward

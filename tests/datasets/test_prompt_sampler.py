@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll.datasets.sampler import PromptSampler
+from roll.datasets.prompts import PromptSampler
 
 
 @given(

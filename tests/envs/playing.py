@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import settings
 
 from roll.envs.base import TextEnv
-from roll.envs.moves import MOVES
+from roll.envs.text_actions import MOVES
 
 patient = settings(deadline=None)
 """For properties: how long a draw takes says nothing about it, and machines are busy."""

@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from roll.envs.actions import ANSWER, ActionPattern
-from roll.envs.metrics import episode_metrics
-from roll.envs.moves import MOVES
+from roll.envs.base import episode_metrics
+from roll.envs.text_actions import ANSWER, MOVES, ActionPattern
 
 THINK = r"<think>(.*?)</think>\s*<answer>(.*?)</answer>"
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll.envs import make_env
-from roll.envs.arithmetic import CalculatorError, calculate, evaluate
+from roll.envs.calculator import CalculatorError, calculate, evaluate
 from tests.envs.playing import Step, patient
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from roll.configs.errors import ConfigError
 from roll.envs import make_env
-from roll.envs.sokoban_room import DIRECTIONS, Room, draw_room
+from roll.envs.sokoban import DIRECTIONS, Room, draw_room
 from tests.envs.playing import Step, patient, play
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from roll.rewards.answers import boxed, extract_answer, last_number
+from roll.rewards.math_rule import boxed, extract_answer, last_number
 
 
 @pytest.mark.parametrize(

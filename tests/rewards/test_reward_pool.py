@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from roll.configs.pipeline import RewardConfig
-from roll.rewards.child import resolve
 from roll.rewards.pool import RewardFunctionError, RewardPool, RewardSelfTestError
+from roll.rewards.reward_process import resolve
 
 ODD = "tests.rewards.odd_rewards:behave"
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from roll.configs.seeds import role_seed
-from roll.datasets.conversation import ConversationEncoder
-from roll.envs.metrics import Aggregation, episode_metrics, metrics_without_action
+from roll.datasets.templates import ConversationEncoder
+from roll.envs.base import Aggregation, episode_metrics, metrics_without_action
 from roll.pipeline.agentic.environments import Env, EnvPool, EnvSpec
 from roll.rollout.trajectory import Trajectory
 from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams

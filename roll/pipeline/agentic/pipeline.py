@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from roll.configs.agentic import AgenticConfig
-from roll.datasets.conversation import ConversationEncoder
+from roll.datasets.templates import ConversationEncoder
 from roll.envs import make_env
 from roll.pipeline.agentic.environments import EnvSpec
 from roll.pipeline.agentic.episode import Task

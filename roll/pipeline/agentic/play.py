@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from roll.datasets.conversation import ConversationEncoder
+from roll.datasets.templates import ConversationEncoder
 from roll.pipeline.agentic.environments import EnvFailure, EnvPool
 from roll.pipeline.agentic.episode import Episode, EpisodeFailed, Task
 from roll.pipeline.agentic.groups import TrajectoryGroup

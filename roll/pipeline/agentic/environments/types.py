@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from roll.envs.metrics import Aggregation
+from roll.envs.base import Aggregation
 
 Reason = Literal["env_raised", "env_hung", "env_died"]
 """Why an environment failed: its own exception, a call past the deadline, or the end of its process."""
