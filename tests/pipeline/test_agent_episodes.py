@@ -11,7 +11,7 @@ from examples.tiny_frozen_lake.play import LAKE, write_play
 from roll.configs.seeds import role_seed
 from roll.configs.worker import DataArguments
 from roll.datasets.sft import encode_pairs, load_pairs
-from roll.pipeline.agentic.environments import EnvFailure
+from roll.distributed.env_pool.types import EnvFailure
 from roll.pipeline.agentic.episode import Episode, EpisodeFailed
 
 WALK = task(max_steps=3)
