@@ -1,4 +1,4 @@
-"""Arithmetic with a tool: call the calculator as often as you like, then answer."""
+"""Long arithmetic with a calculator tool: the safe evaluator of the tool, the problems, and the environment."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from roll.configs.fields import option
 from roll.envs.base import Aggregation, EnvConfig, TextEnv, Turn
 
 MAX_LENGTH = 200
-"""Characters of an expression; it bounds the depth of the tree and the count of operations too."""
+"""Longest expression in characters; this also bounds the depth of its tree and the number of operations."""
 
 MAX_DIGITS = 100
-"""Digits of any number on the way, in numerator and denominator: a tower of exponents stops before it is computed."""
+"""Most digits of the numerator and denominator of every intermediate result; powers are checked before evaluation."""
 
 DECIMALS = 12
-"""Decimals of a result that is not whole; it is rounded to these, and trailing zeros are left out."""
+"""Decimals to which a result that is not an integer is rounded; trailing zeros are removed."""
 
 LIMIT = 10**MAX_DIGITS
 
 CHARACTERS = re.compile(r"[0-9.+\-*/%() ]*")
-"""With nothing else in it, an expression can hold no name, no text, no attribute and no comparison."""
+"""The characters allowed; they cannot form a name, a string, an attribute or a comparison."""
 
 OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction | int]] = {
     ast.Add: operator.add,
@@ -40,16 +40,17 @@ OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction | i
 
 
 class CalculatorError(ValueError):
-    """The expression has no value here; the message says why and holds nothing of the expression."""
+    """The expression cannot be evaluated. The message gives the reason and repeats no part of the expression."""
 
 
 def calculate(expression: str) -> str:
-    """The value of an expression, written out: whole numbers exactly, others to DECIMALS decimals.
+    """The value of an expression as text: integers exactly, others rounded to DECIMALS decimals.
 
-    Numbers, `+ - * / // % **`, signs and parentheses, with Python's precedence. Decimals are exact: 0.1 + 0.2 is 0.3.
+    Accepts numbers, `+ - * / // % **`, signs and parentheses, with Python's precedence. Arithmetic is exact: 0.1 + 0.2
+    is 0.3. Time and memory are bounded by MAX_LENGTH and MAX_DIGITS.
 
     Raises:
-        CalculatorError: not arithmetic, too long, too large, or divided by zero.
+        CalculatorError: not arithmetic, too long, too large, or a division by zero.
     """
     value = evaluate(expression)
     shown = round(abs(value) * 10**DECIMALS)
@@ -77,11 +78,11 @@ def evaluate(expression: str) -> Fraction:
 
 
 def _value(node: ast.expr, text: str) -> Fraction:
-    """Value of a part; MAX_LENGTH keeps the recursion shallow."""
+    """Value of a subexpression; MAX_LENGTH bounds the depth of the recursion."""
     if isinstance(node, ast.Constant):
         try:
             number = Fraction(ast.get_source_segment(text, node) or "")
-        except ValueError:  # such as ..., which Python reads as a constant of its own
+        except ValueError:  # `...` is a constant in Python
             raise CalculatorError("this is not a complete expression") from None
         return _bounded(number)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.UAdd | ast.USub):
@@ -99,7 +100,7 @@ def _value(node: ast.expr, text: str) -> Fraction:
 
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
-    """A whole power, its size known to be bounded before it is computed."""
+    """An integer power; its size is checked before it is computed."""
     if exponent.denominator != 1:
         raise CalculatorError("exponents must be whole numbers")
     if base == 0 and exponent < 0:
@@ -120,22 +121,28 @@ def _bounded(value: Fraction) -> Fraction:
 
 @dataclass(frozen=True)
 class Expression:
-    """As it is written, its exact value, and whether it stands as a factor without parentheses."""
+    """An arithmetic expression.
+
+    Attributes:
+        text: as written.
+        value: its exact value.
+        is_factor: whether it can be a factor without parentheses.
+    """
 
     text: str
     value: int
-    tight: bool
+    is_factor: bool
 
     @property
-    def guarded(self) -> str:
-        """With parentheses where a neighbour would otherwise take part of it."""
-        return self.text if self.tight else f"({self.text})"
+    def factor(self) -> str:
+        """The text, in parentheses if it needs them as a factor."""
+        return self.text if self.is_factor else f"({self.text})"
 
 
 def draw_problem(generator: np.random.Generator, terms: int, digits: int) -> Expression:
-    """An expression of `terms` numbers with `digits` digits each, such as (4711+8150)*(9032-1234).
+    """Draws an expression of `terms` numbers with `digits` digits each, such as (4711+8150)*(9032-1234).
 
-    No number begins with 0. At least one operation is a product: sums alone can be done in the head, digit by digit.
+    No number begins with 0. At least one operation is a product, because a model can add digit by digit without a tool.
     """
     while True:
         expression = _draw(generator, terms, digits)
@@ -144,7 +151,7 @@ def draw_problem(generator: np.random.Generator, terms: int, digits: int) -> Exp
 
 
 def _draw(generator: np.random.Generator, terms: int, digits: int) -> Expression:
-    """Any expression; the terms are divided anywhere into two parts, so trees of all shapes occur."""
+    """Splits the terms at random into two subexpressions, so trees of all shapes occur."""
     if terms == 1:
         number = int(generator.integers(10 ** (digits - 1), 10**digits))
         return Expression(str(number), number, True)
@@ -154,37 +161,37 @@ def _draw(generator: np.random.Generator, terms: int, digits: int) -> Expression
         case "+":
             return Expression(f"{left.text}+{right.text}", left.value + right.value, False)
         case "-":
-            return Expression(f"{left.text}-{right.guarded}", left.value - right.value, False)
+            return Expression(f"{left.text}-{right.factor}", left.value - right.value, False)
         case _:
-            return Expression(f"{left.guarded}*{right.guarded}", left.value * right.value, True)
+            return Expression(f"{left.factor}*{right.factor}", left.value * right.value, True)
 
 
 TAGGED = re.compile(r"<(tool|answer)>(.*?)</\1>", re.IGNORECASE | re.DOTALL)
 
 NUMBER = re.compile(rf"[-+]?\d{{1,{MAX_DIGITS}}}(?:\.\d{{1,{MAX_DIGITS}}})?", re.ASCII)
-"""An answer. An expression is none, or the problem itself would be the answer to it."""
+"""An answer is a number, not an expression, because the problem itself would be a correct answer otherwise."""
 
 RULES = """Work out an expression exactly. You have a calculator: write <tool>12*(3+4)</tool>, and you read its result
 next. It knows + - * / // % ** and parentheses. When you are sure, write <answer>84</answer>, the number alone.
 One turn holds one tool call or one answer; what comes after the first is not read."""
 
-WRITE_ONE = "Error: write <tool>an expression</tool> or <answer>a number</answer>."
+NO_ACTION = "Error: write <tool>an expression</tool> or <answer>a number</answer>."
 
 
 @dataclass
 class CalculatorConfig(EnvConfig):
-    """Options of the problems."""
+    """Options of the calculator environment."""
 
-    max_steps: int = option(5, "Turns, the answer included, after which the episode is cut off.", minimum=1)
+    max_steps: int = option(5, "Turns, including the answer, after which the episode is truncated.", minimum=1)
     terms: int = option(5, "Numbers in the expression.", minimum=2, maximum=8)
     digits: int = option(4, "Digits of each of them.", minimum=1, maximum=6)
-    format_penalty: float = option(0.0, "Reward of a text with neither call nor answer; zero or below.", maximum=0)
+    format_penalty: float = option(0.0, "Reward of a text with neither tool call nor answer; zero or below.", maximum=0)
 
 
 class Calculator(TextEnv):
-    """Reward 1 for the right answer, 0 for a wrong one and for calls; an answer ends the episode.
+    """Reward 1 for the right answer, 0 for a wrong one and for tool calls; an answer ends the episode.
 
-    The problem is a function of the seed of `reset`, `terms` and `digits` alone, and always fits the tool's bounds.
+    The problem depends only on the seed of `reset`, `terms` and `digits`, and is always within the limits of the tool.
     """
 
     config_class = CalculatorConfig
@@ -198,17 +205,16 @@ class Calculator(TextEnv):
     }
 
     def rules(self) -> str:
-        """The same for every problem."""
         return RULES
 
     def begin(self) -> str:
-        """A new problem."""
+        """Draws a problem."""
         problem = draw_problem(self.np_random, self.config.terms, self.config.digits)
         self._value = problem.value
         return f"Compute {problem.text}"
 
     def act(self, text: str) -> Turn:
-        """The first tool call or answer of the text; anything else costs `format_penalty` and a step."""
+        """Executes the first tool call or answer in the text; a text with neither has the reward `format_penalty`."""
         match = TAGGED.search(text)
         tag, content = (match[1].lower(), match[2].strip()) if match else ("", "")
         if tag == "tool":
@@ -218,7 +224,7 @@ class Calculator(TextEnv):
             right = Fraction(number) == self._value
             return Turn("Right." if right else "Wrong.", float(right), True, self._metrics(success=float(right)))
         penalty = self.config.format_penalty
-        return Turn(WRITE_ONE, penalty, False, self._metrics(action_is_valid=0.0, format_penalty=penalty))
+        return Turn(NO_ACTION, penalty, False, self._metrics(action_is_valid=0.0, format_penalty=penalty))
 
     def _call(self, expression: str) -> Turn:
         try:
@@ -227,6 +233,6 @@ class Calculator(TextEnv):
             return Turn(f"Error: {error}.", 0.0, False, self._metrics(tool_calls=1.0, tool_errors=1.0))
         return Turn(f"Result: {result}", 0.0, False, self._metrics(tool_calls=1.0))
 
-    def _metrics(self, **said: float) -> dict[str, float]:
-        """Those of a valid turn without success, where nothing else is said."""
-        return {name: 0.0 for name in self.METRICS} | {"action_is_valid": 1.0} | said
+    def _metrics(self, **changes: float) -> dict[str, float]:
+        """Metrics of a valid action without success, with changes."""
+        return {name: 0.0 for name in self.METRICS} | {"action_is_valid": 1.0} | changes

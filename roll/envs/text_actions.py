@@ -1,4 +1,4 @@
-"""Where in a model's text the action stands."""
+"""Named actions in a model's text, and the base class of grid games whose actions are four moves."""
 
 from __future__ import annotations
 
@@ -13,41 +13,42 @@ from roll.configs.fields import option
 from roll.envs.base import Aggregation, EnvConfig, TextEnv, Turn
 
 ANSWER = "<answer>(.*?)</answer>"
-"""The pattern that recipes of this field use."""
+"""Default `action_pattern`, the tag that agentic recipes commonly use."""
+
+MOVES = ("Left", "Down", "Right", "Up")
+"""In the order of gymnasium's FrozenLake, whose actions are 0 to 3."""
 
 
 class ActionPattern:
-    """Finds one of a few named actions in a text.
+    """Finds one of several named actions in a text.
 
     Args:
-        pattern: regular expression whose last group holds the action. Case does not matter, and a dot
-            matches line breaks too.
-        actions: names as they are told to the model.
+        pattern: regular expression whose last group holds the action. It ignores case, and a dot matches line breaks.
+        actions: names of the actions.
 
     Raises:
-        ValueError: the pattern is no regular expression, or has no group.
+        ValueError: the pattern is not a regular expression, or has no group.
     """
 
     def __init__(self, pattern: str, actions: Sequence[str]) -> None:
-        """Compiles the pattern."""
         try:
             self._regex = re.compile(pattern, re.IGNORECASE | re.DOTALL)
         except re.error as error:
-            raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
+            raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
         if not self._regex.groups:
-            raise ValueError(f"{pattern!r} has no group to hold the action; such as {ANSWER}")
+            raise ValueError(f"{pattern!r} has no group to hold the action; an example is {ANSWER}")
         self._actions = {action.lower(): action for action in actions}
 
     def read(self, text: str) -> str | None:
-        """The action that the first match names, or None: no match, or something else in it."""
+        """The action in the first match; None if nothing matches or the match holds no action."""
         match = self._regex.search(text)
         content = match[self._regex.groups] if match else None
         return self._actions.get(content.strip().lower()) if content else None
 
     def example(self, action: str) -> str | None:
-        """A text that is read as `action`, for the rules to show; None where the pattern is too clever to write one.
+        """A text that is read as `action`, to show in the rules; None if none can be derived from the pattern.
 
-        Every group but the last shows as three dots, spaces and anchors are left out.
+        All groups but the last become three dots; spaces and anchors are removed.
         """
         bare = re.sub(r"\\s[*+]?", "", self._regex.pattern).removeprefix("^").removesuffix("$")
         *before, last = re.split(r"\(\.[*+]\??\)", bare)
@@ -57,33 +58,29 @@ class ActionPattern:
         return text if self.read(text) == action else None
 
 
-MOVES = ("Left", "Down", "Right", "Up")
-"""In the order of gymnasium's FrozenLake, whose actions are 0 to 3."""
-
-
 @dataclass
 class MoveConfig(EnvConfig):
-    """Options of a game on a grid."""
+    """Options of a grid game."""
 
     action_pattern: str = option(ANSWER, "Regular expression whose last group holds the action.")
-    format_penalty: float = option(0.0, "Reward of a text that holds no action; zero or below.", maximum=0)
+    format_penalty: float = option(0.0, "Reward of a text without a valid action; zero or below.", maximum=0)
 
     def check(self) -> Iterable[Problem]:
-        """The pattern can be used, and the rules can show how to answer."""
+        """The pattern is valid, and the built-in rules can show an answer in its format."""
         try:
             pattern = ActionPattern(self.action_pattern, MOVES)
         except ValueError as error:
             yield Problem("action_pattern", str(error))
             return
         if self.env_instruction is None and pattern.example("Right") is None:
-            needed = "the built-in rules cannot show how to answer so; say it in env_instruction"
+            needed = "the built-in rules cannot show an example of an answer; set env_instruction"
             yield Problem("action_pattern", f"{self.action_pattern!r}: {needed}")
 
 
 class MoveEnv(TextEnv):
-    """A game in which every turn is one of MOVES. The drawing shows the whole state, and is the observation.
+    """A grid game in which each action is one of MOVES. The observation is a drawing of the whole state.
 
-    A text without a move costs `format_penalty` and a step, and changes nothing.
+    A text without a valid move has the reward `format_penalty`, counts as a step and does not change the state.
     """
 
     config_class = MoveConfig
@@ -96,25 +93,24 @@ class MoveEnv(TextEnv):
     }
 
     def __init__(self, **env_config: Any) -> None:
-        """As `TextEnv`."""
         super().__init__(**env_config)
         self._pattern = ActionPattern(self.config.action_pattern, MOVES)
 
     @abstractmethod
     def draw(self) -> str:
-        """The state as text: rows joined by line breaks, one character a cell."""
+        """The state as text: one character per cell, one line per row."""
 
     @abstractmethod
     def move(self, move: str) -> tuple[float, bool]:
-        """Moves, and returns the reward and whether the game is over."""
+        """Executes one of MOVES; returns the reward and whether the game has ended."""
 
     @property
     @abstractmethod
     def won(self) -> bool:
-        """Whether the state is the one to reach."""
+        """Whether the goal of the game is reached."""
 
     def act(self, text: str) -> Turn:
-        """One move. It is effective when the drawing changed."""
+        """Executes one move. It is effective if the drawing changed."""
         move, before = self._pattern.read(text), self.draw()
         penalty = self.config.format_penalty if move is None else 0.0
         reward, terminated = (penalty, False) if move is None else self.move(move)
@@ -127,6 +123,6 @@ class MoveEnv(TextEnv):
         }
         return Turn(after, reward, terminated, metrics)
 
-    def how_to_answer(self) -> str:
-        """The sentence of the rules that shows an answer as `action_pattern` wants it."""
+    def answer_format(self) -> str:
+        """The sentence of the rules that shows an answer in the format of `action_pattern`."""
         return f"Answer with one of {', '.join(MOVES)}, written like this: {self._pattern.example('Right')}"
