@@ -1,4 +1,4 @@
-"""What became of one sample's reward, and the judgement of what a reward function returned."""
+"""The side of a reward process: imports the reward function once and scores chunks of samples."""
 
 from __future__ import annotations
 
@@ -15,17 +15,33 @@ from typing import Any, Literal
 
 from roll.configs.pipeline import RewardConfig
 
+Item = tuple[str, str]
+"""(response, ground truth)."""
+
+SelfTest = tuple[tuple[str, str, bool], ...]
+"""(response, ground truth, whether the response is right) of known samples; a module offers them as SELF_TEST."""
+
+RewardFunction = Callable[[str, str, RewardConfig], float]
+"""function(response, ground_truth, config) -> score."""
+
 Reason = Literal["raised", "timeout", "not_finite", "wrong_type"]
+
+DETAIL_LENGTH = 200
+"""Longest error text that is returned to the driver, in characters."""
+
+
+class RewardFunctionError(ValueError):
+    """The configured reward function does not exist or cannot be imported."""
 
 
 @dataclass(frozen=True)
 class RewardOutcome:
-    """A score, or why there is none; a failure is never a score of zero.
+    """The score of a sample, or the reason why it has none; a failure is never a score of zero.
 
     Attributes:
         score: the reward, or None.
-        reason: why there is no score: the function `raised` (or its process died), passed its deadline (`timeout`),
-            returned NaN or infinity (`not_finite`), or something that is not one number (`wrong_type`).
+        reason: None if there is a score. `raised`: the function raised or its process died; `timeout`: it passed its
+            deadline; `not_finite`: it returned NaN or infinity; `wrong_type`: it did not return one number.
         detail: one line for the log.
     """
 
@@ -34,34 +50,45 @@ class RewardOutcome:
     detail: str = ""
 
 
-def judge(value: Any) -> RewardOutcome:
-    """The outcome of a returned value: one finite real number is a score, anything else a failure."""
-    if not isinstance(value, numbers.Real):
-        size = f" of length {len(value)}" if hasattr(value, "__len__") else ""
-        return RewardOutcome(None, "wrong_type", f"returned {type(value).__name__}{size}, not one number")
-    if not math.isfinite(value):
-        return RewardOutcome(None, "not_finite", f"returned {value}")
-    return RewardOutcome(float(value))
+class _Loaded:
+    """The reward function of this process; `error` is set if it could not be loaded."""
+
+    config: RewardConfig
+    function: RewardFunction
+    module: ModuleType | None = None
+    error: str | None = None
 
 
-Item = tuple[str, str]
-"""(response, ground truth)."""
+def start(config: RewardConfig) -> None:
+    """Initializes a reward process: ends it with its parent, imports the function, calls `warm_up` of its module.
 
-DETAIL_LENGTH = 200
-"""Characters of an error that travel back: enough for a log line."""
+    An error is kept for `probe`, because the pool would start processes forever if the initializer raised.
+    """
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    _Loaded.config = config
+    try:
+        _Loaded.module, _Loaded.function = load_reward_function(config.function)
+        if hasattr(_Loaded.module, "warm_up"):
+            _Loaded.module.warm_up()
+    except Exception as error:
+        _Loaded.error = str(error) if isinstance(error, RewardFunctionError) else f"{config.function}: {error!r}"
 
-RewardFunction = Callable[[str, str, RewardConfig], float]
+
+def probe() -> tuple[str | None, SelfTest]:
+    """The error of `start`, or None, and SELF_TEST of the reward's module, if it has one."""
+    return _Loaded.error, tuple(getattr(_Loaded.module, "SELF_TEST", ()))
 
 
-class RewardFunctionError(ValueError):
-    """The configured reward function does not exist, or cannot be imported."""
+def score_chunk(items: Sequence[Item]) -> list[RewardOutcome]:
+    """One outcome per item, in order. An exception affects only its own item."""
+    return [_score(response, ground_truth) for response, ground_truth in items]
 
 
-def resolve(name: str) -> tuple[ModuleType, RewardFunction]:
-    """Module and function of `module:function`.
+def load_reward_function(name: str) -> tuple[ModuleType, RewardFunction]:
+    """Imports `module:function`.
 
     Raises:
-        RewardFunctionError: with what is wrong and what the module does offer.
+        RewardFunctionError: with the reason, and the functions that the module has.
     """
     module_name, colon, attribute = name.partition(":")
     if not (module_name and colon and attribute):
@@ -72,56 +99,32 @@ def resolve(name: str) -> tuple[ModuleType, RewardFunction]:
         raise RewardFunctionError(f"reward function {name!r}: importing {module_name} failed: {error!r}") from error
     function = getattr(module, attribute, None)
     if not callable(function):
-        offered = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise RewardFunctionError(
-            f"reward function {name!r}: {module_name} has no function {attribute}; it has {', '.join(offered)}"
+            f"reward function {name!r}: {module_name} has no function {attribute}; it has {', '.join(functions)}"
         )
     return module, function
 
 
-class _Loaded:
-    """The reward of this process; `error` instead of `function` when it could not be resolved."""
-
-    config: RewardConfig
-    function: RewardFunction
-    module: ModuleType | None = None
-    error: str | None = None
-
-
-def start(config: RewardConfig) -> None:
-    """Initializer of a process: ends it with its parent, resolves the function, and calls the module's `warm_up`.
-
-    An error is kept for `probe` to report: raised here it would only make the pool start processes for ever.
-    """
-    threading.Thread(target=_die_with_parent, daemon=True).start()
-    _Loaded.config = config
-    try:
-        _Loaded.module, _Loaded.function = resolve(config.function)
-        if hasattr(_Loaded.module, "warm_up"):
-            _Loaded.module.warm_up()
-    except Exception as error:
-        _Loaded.error = str(error) if isinstance(error, RewardFunctionError) else f"{config.function}: {error!r}"
-
-
-def probe() -> tuple[str | None, tuple[tuple[str, str, bool], ...]]:
-    """What went wrong in `start` (None: nothing), and the module's SELF_TEST pairs if it offers any."""
-    return _Loaded.error, tuple(getattr(_Loaded.module, "SELF_TEST", ()))
-
-
-def score_chunk(items: Sequence[Item]) -> list[RewardOutcome]:
-    """One outcome per item, in order; whatever a sample does to its reward stays with that sample."""
-    return [_score(response, ground_truth) for response, ground_truth in items]
-
-
 def _score(response: str, ground_truth: str) -> RewardOutcome:
     try:
-        return judge(_Loaded.function(response, ground_truth, _Loaded.config))
+        return _outcome_of(_Loaded.function(response, ground_truth, _Loaded.config))
     except (Exception, SystemExit) as error:
         return RewardOutcome(None, "raised", f"{type(error).__name__}: {error}"[:DETAIL_LENGTH])
 
 
-def _die_with_parent() -> None:
-    """Ends this process, hanging reward and all, when the driver is gone, however it went."""
+def _outcome_of(value: Any) -> RewardOutcome:
+    """Outcome of a returned value: a finite real number is a score, everything else a failure."""
+    if not isinstance(value, numbers.Real):
+        size = f" of length {len(value)}" if hasattr(value, "__len__") else ""
+        return RewardOutcome(None, "wrong_type", f"returned {type(value).__name__}{size}, not one number")
+    if not math.isfinite(value):
+        return RewardOutcome(None, "not_finite", f"returned {value}")
+    return RewardOutcome(float(value))
+
+
+def _exit_with_parent() -> None:
+    """Ends this process when the driver has ended for any reason, even while a reward function hangs."""
     parent = parent_process()
     if parent is not None:
         parent.join()

@@ -31,12 +31,12 @@ def test_equality_is_mathematical(answer, expected, right):
     assert equal(answer, expected) is right
 
 
-def test_a_ground_truth_that_is_not_mathematics_is_an_error_and_not_a_wrong_answer():
-    with pytest.raises(ValueError, match="ground truth '' is not readable"):
+def test_an_invalid_ground_truth_is_an_error_not_a_wrong_answer():
+    with pytest.raises(ValueError, match="ground truth '' cannot be parsed"):
         math_reward("46", "", RewardConfig())
 
 
-def test_scores_are_the_configured_ones():
+def test_scores_are_those_of_the_configuration():
     config = RewardConfig(correct_score=2.0, wrong_score=-1.0)
     assert math_reward("12+34=46", "46", config) == 2.0
     assert math_reward("12+34=47", "46", config) == -1.0
@@ -48,13 +48,13 @@ def test_the_ground_truth_may_be_a_worked_solution():
 
 
 @pytest.mark.parametrize("pattern", ["boxed", "last_number", "boxed_or_last_number"])
-def test_the_known_pairs_hold_under_every_pattern(pattern):
+def test_the_self_test_holds_for_every_answer_pattern(pattern):
     config = RewardConfig(answer_pattern=pattern)
     for response, ground_truth, right in SELF_TEST:
         assert math_reward(response, ground_truth, config) == float(right), response
 
 
-def test_rewards_import_neither_torch_nor_math_verify_before_it_is_needed():
+def test_importing_rewards_imports_neither_torch_nor_math_verify():
     code = "import sys, roll.rewards.pool, roll.rewards.math_rule; print({'torch', 'sympy'} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.strip() == "set()"

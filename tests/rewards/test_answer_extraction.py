@@ -46,11 +46,11 @@ def test_the_last_number(text, answer):
     assert last_number(text) == answer
 
 
-def test_the_pattern_says_where_to_look():
+def test_answer_patterns():
     text = r"\boxed{5} which is 6"
     assert extract_answer(text, "boxed") == extract_answer(text, "boxed_or_last_number") == "5"
     assert extract_answer(text, "last_number") == "6"
     assert extract_answer("just 6", "boxed") is None
     assert extract_answer("just 6", "boxed_or_last_number") == "6"
-    with pytest.raises(ValueError, match="answer_pattern: 'first' is none of"):
+    with pytest.raises(ValueError, match="answer_pattern: 'first' is not one of"):
         extract_answer(text, "first")
