@@ -34,7 +34,7 @@ SLIPPERY = """The ice is slippery: one move in three goes where you meant to, on
 class FrozenLakeConfig(MoveConfig):
     """Options of FrozenLake."""
 
-    size: int = option(4, "Rows and columns of the lake.", minimum=2, maximum=20)
+    size: int = option(4, "Rows and columns of the map.", minimum=2, maximum=20)
     p: float = option(0.8, "Probability that a cell is ice instead of a hole.", minimum=0, maximum=1)
     is_slippery: bool = option(True, "One move in three goes in the intended direction, the others to its sides.")
     map_seed: int | None = option(
