@@ -82,7 +82,7 @@ class EnvActor(Mailed):
         end_with_parent()
         if log is not None:
             print_to(log)
-        self._server = EnvServer()
+        self._env_server = EnvServer()
         self._threads = ThreadPoolExecutor(capacity)
         self._inbox = Inbox(self._run)
 
@@ -93,7 +93,7 @@ class EnvActor(Mailed):
     async def _run(self, method: str, *args: Any) -> Any:
         if method == "watch":  # never returns, so the call fails when the process ends
             await asyncio.Event().wait()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, getattr(self._server, method), *args)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, getattr(self._env_server, method), *args)
 
 
 def _step(env: TextEnv, text: str) -> StepResult:
