@@ -94,7 +94,7 @@ def question(record: Record, data_args: DataArguments) -> Question:
         if isinstance(value, list) and value:
             return Question(messages=tuple(_message(record, column, item) for item in value))
         if value is not None:
-            record.fail(f"column {column!r} holds {value!r}; it must hold a text or a list of messages, not empty")
+            record.fail(f"column {column!r} holds {value!r}; use a text or a list of messages, not empty")
     record.fail_missing(data_args.prompt, data_args.messages)
 
 

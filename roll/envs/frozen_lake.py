@@ -10,7 +10,7 @@ from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
 from gymnasium.utils.seeding import np_random
 
 from roll.configs.fields import option
-from roll.envs.text_actions import MOVES, MoveConfig, MoveEnv
+from roll.envs.text_actions import MOVE_CHOICES, MOVES, MoveConfig, MoveEnv
 
 INTENDED_MOVE_PROBABILITY = 1 / 3
 """On slippery ice; the moves to the left and right of the intended one share the rest, as in gymnasium."""
@@ -56,7 +56,7 @@ class FrozenLake(MoveEnv):
     def rules(self) -> str:
         """Mentions slippery ice only if `is_slippery` is set."""
         ice = SLIPPERY if self.config.is_slippery else ""
-        return RULES.format(moves=", ".join(MOVES[:-1]) + f" or {MOVES[-1]}", ice=ice) + self.answer_format()
+        return RULES.format(moves=MOVE_CHOICES, ice=ice) + self.answer_format()
 
     def begin(self) -> str:
         """Draws a map, or makes the one of `map_seed`."""

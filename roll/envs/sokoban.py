@@ -10,7 +10,7 @@ import numpy as np
 
 from roll.configs.errors import Problem
 from roll.configs.fields import option
-from roll.envs.text_actions import MOVES, MoveConfig, MoveEnv
+from roll.envs.text_actions import MOVE_CHOICES, MoveConfig, MoveEnv
 
 MOVE_REWARD = -0.1
 """Reward of each move. These three rewards are those of gym-sokoban (Schrader 2018)."""
@@ -78,7 +78,7 @@ class Sokoban(MoveEnv):
     config: SokobanConfig
 
     def rules(self) -> str:
-        return RULES.format(moves=", ".join(MOVES[:-1]) + f" or {MOVES[-1]}") + self.answer_format()
+        return RULES.format(moves=MOVE_CHOICES) + self.answer_format()
 
     def begin(self) -> str:
         """Generates a room."""

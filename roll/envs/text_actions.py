@@ -18,6 +18,9 @@ ANSWER = "<answer>(.*?)</answer>"
 MOVES = ("Left", "Down", "Right", "Up")
 """In the order of gymnasium's FrozenLake, whose actions are 0 to 3."""
 
+MOVE_CHOICES = ", ".join(MOVES[:-1]) + f" or {MOVES[-1]}"
+"""MOVES as a rules text lists them."""
+
 
 class ActionPattern:
     """Finds one of several named actions in a text.

@@ -134,7 +134,7 @@ def test_a_missing_column_is_an_error_with_the_existing_columns(tmp_path):
     ("columns", "message"),
     [
         ({"prompt": ""}, "column 'prompt' holds ''"),
-        ({"prompt": " \n"}, r"column 'prompt' holds ' \n'; it must hold a text or a list of messages, not empty"),
+        ({"prompt": " \n"}, r"column 'prompt' holds ' \n'; use a text or a list of messages, not empty"),
         ({"prompt": 5}, "column 'prompt' holds 5"),
         (
             {"messages": [{"role": "user"}]},
