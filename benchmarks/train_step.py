@@ -174,7 +174,7 @@ def _spawn(layout: ParallelLayout, job: Callable[..., Any], folder: Path, work: 
     """What rank 0 found, each rank on a core and a process of its own."""
     import torch
 
-    from roll.distributed.ports import open_port
+    from roll.distributed.process_groups import open_port
 
     result = folder / "result.pickle"
     with open_port() as listener:
@@ -192,7 +192,7 @@ def _rank_main(
     listener: socket.socket,
     result: Path,
 ) -> None:
-    from roll.distributed.ports import hold_port
+    from roll.distributed.process_groups import hold_port
     from roll.platforms import get_platform
     from roll.platforms.sglang_cpu_plugin import define_torchvision_operators
 

@@ -89,7 +89,7 @@ def _published(shape: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _publish(shape: dict[str, Any], config: Any, train: Any, infer: Any) -> dict[str, Any]:
-    from roll.distributed.weight_sync.publisher import BroadcastTransport, SharedTransport, WeightPublisher
+    from roll.distributed.weight_sync.synchronizer import BroadcastTransport, SharedTransport, WeightPublisher
 
     reports = {}
     for name, way in (("broadcast", BroadcastTransport), ("shared", SharedTransport)):
@@ -103,7 +103,7 @@ async def _publish(shape: dict[str, Any], config: Any, train: Any, infer: Any) -
 
 async def _publish_while_running(config: Any, train: Any, infer: Any) -> list[dict[str, Any]]:
     """Reports of publishes under requests that go on in place; all of them must come back whole."""
-    from roll.distributed.weight_sync.publisher import SharedTransport, WeightPublisher
+    from roll.distributed.weight_sync.synchronizer import SharedTransport, WeightPublisher
     from roll.rollout.types import GenerateRequest, SamplingParams
 
     config.in_flight_policy = "in_place"

@@ -26,7 +26,7 @@ from roll.configs.worker import WorkerConfig
 from roll.datasets.collate import collate_samples
 from roll.distributed.cluster import Cluster
 from roll.distributed.protocol import DataProto
-from roll.distributed.weight_sync.publisher import WeightPublisher
+from roll.distributed.weight_sync.synchronizer import WeightPublisher
 from roll.models.tiny import write_tiny_model
 from roll.pipeline.session import Session
 from roll.pipeline.sharding import cluster_log_probs, training_plans, training_shards

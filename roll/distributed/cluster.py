@@ -1,13 +1,15 @@
-"""All workers of one role as one object: a call on it reaches every rank."""
+"""All workers of one role as one object."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,17 +18,72 @@ import ray
 
 from roll.configs.device_mapping import spans
 from roll.configs.layout import ParallelLayout
-from roll.distributed.actors import ConcurrentHost, Host
-from roll.distributed.client import ClusterClient
-from roll.distributed.dispatch import Registration, answering_ranks, arguments_by_rank, collect_answers, registrations
-from roll.distributed.pending import CallSite, Pending
-from roll.distributed.placement import Seat
-from roll.distributed.worker import Worker, WorkerRank
+from roll.distributed.remote_call import CallSite, ConcurrentHost, Failure, Host, Pending, died, seconds_left
+from roll.distributed.resources import Seat
+from roll.distributed.rpc_batching import Outbox, outbox
+from roll.distributed.worker import (
+    Registration,
+    Worker,
+    WorkerRank,
+    answering_ranks,
+    arguments_by_rank,
+    collect_answers,
+    registrations,
+)
 
 if TYPE_CHECKING:
     from roll.configs.pipeline import BaseConfig
     from roll.configs.worker import WorkerConfig
     from roll.distributed.resources import ResourceManager
+
+
+@dataclass(frozen=True)
+class ClusterClient:
+    """Calls single ranks of a cluster; made by `Cluster.client`; it can be pickled, and serves one event loop.
+
+    Attributes:
+        role: name of the cluster.
+        actors: handle of each rank.
+        places: where each rank runs, for messages.
+        deadlines: seconds by the method's name.
+    """
+
+    role: str
+    actors: tuple[Any, ...]
+    places: tuple[str, ...]
+    deadlines: Mapping[str, float]
+    _outboxes: dict[int, Outbox] = field(init=False, default_factory=dict, repr=False, compare=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles without what is under way."""
+        return ClusterClient, (self.role, self.actors, self.places, self.deadlines)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks."""
+        return len(self.actors)
+
+    async def call(self, rank: int, method: str, *args: Any) -> Any:
+        """The answer of one rank. Calls made together travel together, see `roll.distributed.rpc_batching`.
+
+        Raises:
+            ClusterError: the rank raised, died, or did not answer in time.
+        """
+        site = CallSite(self.role, method, {rank: self.places[rank]})
+        timeout_s = seconds_left(self.deadlines[method])
+        if rank not in self._outboxes:
+            self._outboxes[rank] = outbox(self.actors[rank])
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await self._outboxes[rank].call(method, *args)
+        except TimeoutError:
+            raise site.late([rank], timeout_s) from None
+        except ray.exceptions.RayError as error:
+            answer = died(rank, error)
+        if isinstance(answer, Failure):
+            raise site.failed([answer])
+        return answer
+
 
 CONCURRENT_CALLS = 1000
 """Calls of a cluster and letters that one concurrent worker holds at a time; its engine does its own queueing."""

@@ -6,8 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from roll.configs.seeds import role_seed
-from roll.distributed.dispatch import Dispatch, register
-from roll.distributed.worker import Worker, WorkerRank
+from roll.distributed.worker import Dispatch, Worker, WorkerRank, register
 from roll.platforms import get_platform
 from roll.rollout.types import GenerateRequest, GenerateResult
 
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
     from roll.configs.asynchronous import InFlightPolicy
     from roll.configs.pipeline import BaseConfig
     from roll.configs.worker import WorkerConfig
-    from roll.distributed.weight_sync.groups import WeightsGroup
+    from roll.distributed.process_groups import WeightsGroup
     from roll.distributed.weight_sync.plan import Bucket
 
 

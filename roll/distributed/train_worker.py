@@ -6,22 +6,18 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from roll.distributed.dispatch import Dispatch, register
-from roll.distributed.garbage import freeze_heap
+from roll.distributed.processes import freeze_heap
 from roll.distributed.protocol import DataProto
-from roll.distributed.worker import Worker, WorkerRank
+from roll.distributed.worker import Dispatch, Worker, WorkerRank, register
 from roll.platforms import get_platform
 
 if TYPE_CHECKING:
     from roll.configs.layout import ParallelLayout
     from roll.configs.pipeline import BaseConfig
     from roll.configs.worker import WorkerConfig
-    from roll.distributed.weight_sync.broadcast import BroadcastSender
-    from roll.distributed.weight_sync.groups import WeightsGroup
+    from roll.distributed.process_groups import WeightsGroup
     from roll.distributed.weight_sync.plan import Bucket
-    from roll.distributed.weight_sync.sender import Sent, SourceInfo
-    from roll.distributed.weight_sync.sharing import SharedSender
-    from roll.distributed.weight_sync.stage_tensors import Fault
+    from roll.distributed.weight_sync.sender import BroadcastSender, Fault, Sent, SharedSender, SourceInfo
 
 S = TypeVar("S")
 
@@ -90,9 +86,7 @@ class TrainWorker(Worker):
     @register(deadline="sync_timeout_s")
     def prepare_publishing(self) -> SourceInfo | None:
         """What this rank publishes, on the source of each stage; None elsewhere."""
-        from roll.distributed.weight_sync.broadcast import BroadcastSender
-        from roll.distributed.weight_sync.sender import SourceInfo, StageMember
-        from roll.distributed.weight_sync.sharing import SharedSender
+        from roll.distributed.weight_sync.sender import BroadcastSender, SharedSender, SourceInfo, StageMember
 
         member = StageMember(self._strategy, self._layout, self.rank.rank, self._strategy.model_folder)
         self._broadcast = self._broadcast or BroadcastSender(member)

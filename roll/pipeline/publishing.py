@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from roll.distributed.weight_sync.publisher import WeightPublisher
+from roll.distributed.weight_sync.synchronizer import WeightPublisher
 from roll.pipeline.clock import StepClock
 
 

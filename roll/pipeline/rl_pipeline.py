@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from roll.configs.pipeline import RLConfig
 from roll.configs.plan import make_plan
 from roll.configs.queue import runs_in_background
-from roll.distributed.weight_sync.publisher import WeightPublisher
+from roll.distributed.weight_sync.synchronizer import WeightPublisher
 from roll.pipeline.errors import RunError
 from roll.pipeline.extensions import load_extensions
 from roll.pipeline.publishing import ClockedPublisher
@@ -22,7 +22,7 @@ from roll.rollout.types import SamplingParams
 from roll.trackers import TrackerGroup
 
 if TYPE_CHECKING:
-    from roll.distributed.client import ClusterClient
+    from roll.distributed.cluster import ClusterClient
 
 OWN_DEADLINE_GRACE_S = 60.0
 """Added to a deadline that the rollouter keeps itself: its message says what it waits for, so it must come first."""

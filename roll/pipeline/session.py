@@ -12,8 +12,8 @@ from roll.configs.layouts import device_roles, role_layout
 from roll.configs.pipeline import BaseConfig
 from roll.distributed.cluster import Cluster
 from roll.distributed.infer_worker import InferWorker
+from roll.distributed.remote_actor import Service
 from roll.distributed.resources import ResourceManager, start_ray, stop_ray
-from roll.distributed.service import Service
 from roll.distributed.train_worker import TrainWorker
 from roll.distributed.worker import Worker
 from roll.platforms import get_platform

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import ray
 
-from roll.distributed.actors import Failure
-from roll.distributed.client import ClusterClient
-from roll.distributed.mail import Inbox, Mailed
-from roll.distributed.pending import ClusterError
+from roll.distributed.cluster import ClusterClient
+from roll.distributed.remote_call import ClusterError, Failure
+from roll.distributed.rpc_batching import Inbox, Mailed
 
 
 class Engine(Mailed):

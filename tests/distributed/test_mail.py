@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll.distributed.mail import Answer, Call, CallError, Inbox, Outbox
+from roll.distributed.rpc_batching import Answer, Call, CallError, Inbox, Outbox
 
 
 class Actor:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.distributed.placement import cores_of, nodes_needed, resource_table, seats_of, threads_of
+from roll.distributed.resources import cores_of, nodes_needed, resource_table, seats_of, threads_of
 
 
 def test_devices_are_dealt_in_the_order_of_the_mapping() -> None:

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 
-from roll.distributed.ports import hold_port, open_port, release_port, serve_store
+from roll.distributed.process_groups import hold_port, open_port, release_port, serve_store
 
 BRIEFLY = timedelta(seconds=10)
 

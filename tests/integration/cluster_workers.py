@@ -10,8 +10,7 @@ import sys
 import time
 from typing import Any
 
-from roll.distributed.dispatch import Collect, Dispatch, register
-from roll.distributed.worker import Worker
+from roll.distributed.worker import Collect, Dispatch, Worker, register
 
 
 class Echo(Worker):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll.configs.layout import ParallelLayout
-from roll.distributed.ports import hold_port, open_port
+from roll.distributed.process_groups import hold_port, open_port
 
 if TYPE_CHECKING:
     import socket

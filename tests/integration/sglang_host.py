@@ -14,10 +14,10 @@ import torch
 
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.worker import WorkerConfig
-from roll.distributed.strategy.base import WeightSpec
 from roll.distributed.strategy.sglang_generation import Generation
 from roll.distributed.strategy.sglang_strategy import SGLangStrategy
-from roll.distributed.weight_sync.shared_memory import placed, views_of
+from roll.distributed.weight_sync.plan import WeightSpec
+from roll.distributed.weight_sync.shm_buckets import placed, views_of
 from roll.platforms import get_platform
 from roll.platforms.shared_memory import SharedMemory, offer
 from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams

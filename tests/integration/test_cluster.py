@@ -20,7 +20,7 @@ from roll.configs.layout import ParallelLayout
 from roll.configs.pipeline import BaseConfig
 from roll.configs.worker import WorkerConfig
 from roll.distributed.cluster import Cluster
-from roll.distributed.pending import ClusterError
+from roll.distributed.remote_call import ClusterError
 from roll.distributed.resources import ResourceError, ResourceManager, start_ray, stop_ray
 
 pytestmark = pytest.mark.integration

@@ -15,11 +15,11 @@ import torch
 from sglang_host import CALL_TIMEOUT_S, RemoteEngine, Sender, largest_difference, reference, requests
 
 from roll.configs.pipeline import BaseConfig
+from roll.distributed.process_groups import WeightsGroup, join_as_source
 from roll.distributed.resources import start_ray, stop_ray
-from roll.distributed.strategy.base import WeightSpec
-from roll.distributed.strategy.sglang_arguments import free_port, preferred_port
 from roll.distributed.strategy.sglang_checksums import EngineChecksums
-from roll.distributed.weight_sync.groups import WeightsGroup, join_as_source
+from roll.distributed.strategy.sglang_engine import free_port, preferred_port
+from roll.distributed.weight_sync.plan import WeightSpec
 from roll.models.tiny import write_tiny_model
 from roll.rollout.types import GenerateRequest, SamplingParams
 

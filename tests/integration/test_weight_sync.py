@@ -19,12 +19,18 @@ from roll.configs.pipeline import RLVRConfig
 from roll.configs.worker import WorkerConfig
 from roll.distributed.cluster import Cluster
 from roll.distributed.infer_worker import InferWorker
-from roll.distributed.pending import ClusterError
 from roll.distributed.protocol import DataProto
+from roll.distributed.remote_call import ClusterError
 from roll.distributed.resources import ResourceManager, start_ray, stop_ray
-from roll.distributed.weight_sync.publisher import BroadcastTransport, WeightPublisher
-from roll.distributed.weight_sync.stage_tensors import Fault
-from roll.distributed.weight_sync.transaction import GRACE_S, PublishError, PublishReport, Transfer
+from roll.distributed.weight_sync.sender import Fault
+from roll.distributed.weight_sync.synchronizer import (
+    GRACE_S,
+    BroadcastTransport,
+    PublishError,
+    PublishReport,
+    Transfer,
+    WeightPublisher,
+)
 from roll.models.tiny import write_tiny_model
 from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
 

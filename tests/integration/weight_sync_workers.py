@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from roll.distributed.dispatch import register
 from roll.distributed.train_worker import TrainWorker
+from roll.distributed.worker import register
 
 
 class ScalingWorker(TrainWorker):

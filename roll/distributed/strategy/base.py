@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,15 +11,7 @@ if TYPE_CHECKING:
     import torch
 
     from roll.distributed.protocol import DataProto
-
-
-@dataclass(frozen=True)
-class WeightSpec:
-    """One published tensor under its HF name; `dtype` is torch's name without the prefix, such as bfloat16."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
+    from roll.distributed.weight_sync.plan import WeightSpec
 
 
 class InferenceStrategy(ABC):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from roll.configs.layout import ParallelLayout, RankCoordinates
 from roll.configs.seeds import role_seed
-from roll.distributed.ports import serve_store
+from roll.distributed.process_groups import serve_store
 from roll.platforms.base import Platform
 
 

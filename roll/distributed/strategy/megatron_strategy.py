@@ -16,8 +16,9 @@ from roll.configs.layouts import megatron_config
 from roll.configs.pipeline import BaseConfig
 from roll.configs.worker import WorkerConfig
 from roll.distributed.protocol import DataProto
-from roll.distributed.strategy.base import InferenceStrategy, TrainStrategy, WeightSpec
+from roll.distributed.strategy.base import InferenceStrategy, TrainStrategy
 from roll.distributed.strategy.megatron_parallel import join_process_group, leave_process_group, seed_rank
+from roll.distributed.weight_sync.plan import WeightSpec
 from roll.models.hf_config import DecoderConfig, read_hf_config
 from roll.platforms.base import Platform
 
@@ -152,7 +153,7 @@ class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
             NonFiniteError: a loss or gradient norm is not finite; the message names the optimizer step.
         """
         from roll.algorithms.losses import LOSSES
-        from roll.distributed.strategy.megatron_metrics import over_optimizer_steps
+        from roll.distributed.strategy.megatron_forward import over_optimizer_steps
 
         meta = data.meta_info
         function, config = LOSSES[meta["loss"]], meta["loss_config"]
@@ -174,7 +175,7 @@ class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
         Raises:
             NonFiniteError: see `train_step`.
         """
-        from roll.distributed.strategy.megatron_metrics import reduce_micro_batches
+        from roll.distributed.strategy.megatron_forward import reduce_micro_batches
         from roll.distributed.strategy.megatron_optimizer import require_finite, update
 
         self.wrapped.zero_grad_buffer()
@@ -230,7 +231,7 @@ class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
 
     def export_hf(self, folder: Path) -> None:
         """See `TrainStrategy`."""
-        from roll.distributed.strategy.megatron_export import export_hf
+        from roll.distributed.strategy.megatron_weights import export_hf
 
         export_hf(self.stage, self.model, self.model_folder, Path(folder))
 
@@ -241,9 +242,9 @@ class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
         return {**super().memory(), "gradients": gradients, "optimizer": _bytes(state)}
 
     def _build(self, folder: Path) -> None:
+        from roll.distributed.strategy.learning_rate import LearningRate
         from roll.distributed.strategy.megatron_forward import ForwardPass
         from roll.distributed.strategy.megatron_optimizer import build_optimizer, wrap_model
-        from roll.distributed.strategy.megatron_schedule import LearningRate
 
         arguments = self.worker_config.training_args
         self.stage = self._imported_stage(folder)

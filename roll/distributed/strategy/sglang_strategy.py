@@ -9,19 +9,20 @@ from typing import Any
 from roll.configs.asynchronous import InFlightPolicy
 from roll.configs.pipeline import BaseConfig
 from roll.configs.worker import WorkerConfig
-from roll.distributed.garbage import freeze_heap
-from roll.distributed.strategy.base import WeightSpec
-from roll.distributed.strategy.sglang_arguments import (
+from roll.distributed.processes import freeze_heap
+from roll.distributed.strategy.sglang_engine import (
     LONGER_CONTEXT,
+    Engine,
+    EngineError,
     engine_arguments,
+    engine_threads,
     free_port,
     is_free,
     preferred_port,
-    thread_environment,
 )
-from roll.distributed.strategy.sglang_engine import Engine, EngineError
 from roll.distributed.strategy.sglang_generation import Generation
-from roll.distributed.strategy.sglang_weights import WeightUpdates
+from roll.distributed.weight_sync.plan import WeightSpec
+from roll.distributed.weight_sync.receiver import WeightUpdates
 from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
 
 PROBE_TOKEN = 1
@@ -54,7 +55,7 @@ class SGLangStrategy:
         arguments = engine_arguments(worker_config, pipeline_config, platform_engine_arguments, seed)
         environment = {**LONGER_CONTEXT, **worker_config.system_envs}
         if arguments.get("device") == "cpu":
-            environment |= thread_environment(arguments["tp_size"])
+            environment |= engine_threads(arguments["tp_size"])
         self._engine = Engine(f"actor_infer[{rank}]", arguments, environment)
         self._generation = Generation(
             self._engine,

@@ -6,14 +6,25 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from roll.distributed.strategy.base import WeightSpec
-
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of one element of the dtypes that weights are published in."""
 
 
+class SendError(RuntimeError):
+    """What the model yields is not what the plan says."""
+
+
 class PlanError(ValueError):
     """The stages together do not publish every tensor exactly once."""
+
+
+@dataclass(frozen=True)
+class WeightSpec:
+    """One published tensor under its HF name; `dtype` is torch's name without the prefix, such as bfloat16."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from roll.pipeline.rl_pipeline import RLPipeline
 from roll.pipeline.rollouter import Rollouter
 
 if TYPE_CHECKING:
-    from roll.distributed.client import ClusterClient
+    from roll.distributed.cluster import ClusterClient
 
 
 class AgenticPipeline(RLPipeline[AgenticConfig]):

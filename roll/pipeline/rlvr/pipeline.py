@@ -17,7 +17,7 @@ from roll.pipeline.rlvr.scoring import Scorer
 from roll.pipeline.rollouter import Rollouter
 
 if TYPE_CHECKING:
-    from roll.distributed.client import ClusterClient
+    from roll.distributed.cluster import ClusterClient
 
 logger = logging.getLogger(__name__)
 

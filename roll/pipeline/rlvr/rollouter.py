@@ -18,7 +18,7 @@ from roll.pipeline.tokenizer import load_tokenizer
 from roll.rollout.types import SamplingParams
 
 if TYPE_CHECKING:
-    from roll.distributed.client import ClusterClient
+    from roll.distributed.cluster import ClusterClient
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 import pytest
 
 from roll.configs.arguments import TrainingArguments
-from roll.distributed.strategy.megatron_schedule import LearningRate
+from roll.distributed.strategy.learning_rate import LearningRate
 
 
 def rates(steps=10, **options):

@@ -9,12 +9,12 @@ import pytest
 
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.worker import WorkerConfig
-from roll.distributed.strategy.sglang_arguments import (
+from roll.distributed.strategy.sglang_engine import (
     CONTEXT_MARGIN,
     engine_arguments,
+    engine_threads,
     free_port,
     full_length,
-    thread_environment,
 )
 
 
@@ -55,13 +55,13 @@ def test_a_port_in_use_means_the_next():
 def test_ranks_of_an_engine_share_its_cores(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5, 6, 7})
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert thread_environment(1) == {"OMP_NUM_THREADS": "4"}
-    assert thread_environment(2) == {"OMP_NUM_THREADS": "2", "SGLANG_CPU_OMP_THREADS_BIND": "4,5|6,7"}
+    assert engine_threads(1) == {"OMP_NUM_THREADS": "4"}
+    assert engine_threads(2) == {"OMP_NUM_THREADS": "2", "SGLANG_CPU_OMP_THREADS_BIND": "4,5|6,7"}
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    assert thread_environment(1) == {"OMP_NUM_THREADS": "2"}
+    assert engine_threads(1) == {"OMP_NUM_THREADS": "2"}
 
 
 def test_more_ranks_than_cores_take_turns_on_them(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3})
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert thread_environment(2) == {"OMP_NUM_THREADS": "1", "SGLANG_CPU_OMP_THREADS_BIND": "3|3"}
+    assert engine_threads(2) == {"OMP_NUM_THREADS": "1", "SGLANG_CPU_OMP_THREADS_BIND": "3|3"}

@@ -7,8 +7,14 @@ import hashlib
 import pytest
 import torch
 
-from roll.distributed.strategy.sglang_checksums import EngineChecksums, ModelShape, checksum, engine_parameter
-from roll.distributed.strategy.sglang_cuda_hash import TILE_WORDS, cuda_checksum
+from roll.distributed.strategy.sglang_checksums import (
+    TILE_WORDS,
+    EngineChecksums,
+    ModelShape,
+    checksum,
+    cuda_checksum,
+    engine_parameter,
+)
 
 LAYER = "model.layers.0."
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from roll.distributed.strategy.sglang_engine import EngineError
-from roll.distributed.strategy.sglang_replies import completed, sampling_parameters, to_result, token_versions
+from roll.distributed.strategy.sglang_generation import completed, sampling_parameters, to_result, token_versions
 from roll.rollout.types import GenerateRequest, SamplingParams
 
 REQUEST = GenerateRequest("r", [1, 2], SamplingParams(4))

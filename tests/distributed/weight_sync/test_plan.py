@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.distributed.strategy.base import WeightSpec
-from roll.distributed.weight_sync.plan import PlanError, check_stages, differences, make_buckets, spec_bytes
+from roll.distributed.weight_sync.plan import PlanError, WeightSpec, check_stages, differences, make_buckets, spec_bytes
 
 shapes = st.lists(st.integers(0, 12), min_size=0, max_size=3).map(tuple)
 dtypes = st.sampled_from(["float32", "bfloat16", "float16"])

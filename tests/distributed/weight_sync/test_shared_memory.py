@@ -7,10 +7,8 @@ import multiprocessing
 import pytest
 import torch
 
-from roll.distributed.strategy.base import WeightSpec
-from roll.distributed.weight_sync.plan import Bucket
-from roll.distributed.weight_sync.shared_memory import SLOTS, SharedSlots, views_of
-from roll.distributed.weight_sync.stage_tensors import SendError
+from roll.distributed.weight_sync.plan import Bucket, SendError, WeightSpec
+from roll.distributed.weight_sync.shm_buckets import SLOTS, SharedSlots, views_of
 from roll.platforms.shared_memory import SharedMemory, accept
 
 BUCKET = Bucket((WeightSpec("a", (2, 3), "float32"), WeightSpec("b", (4,), "float32")))

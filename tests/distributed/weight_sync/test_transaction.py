@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.distributed.deadlines import seconds_left
-from roll.distributed.weight_sync.transaction import PublishError, Transaction, Transfer, VerificationError
+from roll.distributed.remote_call import seconds_left
+from roll.distributed.weight_sync.synchronizer import PublishError, Transaction, Transfer, VerificationError
 
 STEPS = ("connect", "pause", "begin", "transfer", "end", "flush", "verify", "accept", "resume")
 
@@ -146,6 +146,6 @@ def test_an_engine_that_failed_half_way_is_dirty_and_not_resumed() -> None:
 
 @pytest.mark.parametrize("step", STEPS)
 def test_a_step_that_hangs_is_ended_by_the_deadline_and_named(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("roll.distributed.weight_sync.transaction.GRACE_S", 0.0)
+    monkeypatch.setattr("roll.distributed.weight_sync.synchronizer.GRACE_S", 0.0)
     error, _, _ = publish(FaultyTransport([(step, "hang")]), retries=0, timeout_s=0.3)
     assert f"{step} was not done 0.3 s (sync_timeout_s) after the start" in str(error)

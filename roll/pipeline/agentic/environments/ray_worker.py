@@ -14,7 +14,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from roll.distributed.cluster import END_TIMEOUT_S, descendants, end, thread_environment
-from roll.distributed.mail import Inbox, Mailed, outbox
+from roll.distributed.rpc_batching import Inbox, Mailed, outbox
 from roll.pipeline.agentic.environments.host import EnvHost
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from roll.distributed.strategy.base import WeightSpec
 from roll.distributed.strategy.sglang_checksums import engine_parameter
 from roll.distributed.strategy.sglang_engine import Engine, EngineError
+from roll.distributed.weight_sync.plan import WeightSpec
 
 FLATTENED = "flattened_bucket"
 """SGLang's name for a bucket that arrives as one tensor of bytes."""

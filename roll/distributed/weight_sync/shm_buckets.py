@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
+from multiprocessing.reduction import ForkingPickler
 
 import psutil
 import torch
+import torch.multiprocessing
 
-from roll.distributed.strategy.base import WeightSpec
-from roll.distributed.weight_sync.plan import Bucket
-from roll.distributed.weight_sync.stage_tensors import SendError
+from roll.distributed.weight_sync.plan import Bucket, SendError, WeightSpec
 from roll.platforms.shared_memory import Placed, SharedMemory, offer
 
 SLOTS = 2
@@ -74,3 +75,14 @@ def views_of(flat: torch.Tensor, specs: Sequence[WeightSpec]) -> list[tuple[str,
         stop = place.start + torch.Size(place.shape).numel() * dtype.itemsize
         views.append((place.name, flat[place.start : stop].view(dtype).view(place.shape)))
     return views
+
+
+def share(named_tensors: list[tuple[str, torch.Tensor]]) -> bytes:
+    """A handle by which an engine of this node opens GPU tensors; valid while the tensors live here.
+
+    Tensors that are views of one buffer share one piece of memory, so a bucket costs one. Memory of a CPU is offered by
+    `roll.platforms.shared_memory`.
+    """
+    buffer = io.BytesIO()
+    ForkingPickler(buffer).dump([(name, tensor.detach()) for name, tensor in named_tensors])
+    return buffer.getvalue()

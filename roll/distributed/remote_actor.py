@@ -10,9 +10,8 @@ import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from roll.distributed.actors import ConcurrentHost
 from roll.distributed.cluster import CLOSE_TIMEOUT_S, descendants, end, log_file, process_environment
-from roll.distributed.pending import CallSite, Pending
+from roll.distributed.remote_call import CallSite, ConcurrentHost, Pending
 
 if TYPE_CHECKING:
     from roll.configs.pipeline import BaseConfig
