@@ -1,7 +1,8 @@
-"""TCP ports that belong to this process from the moment they are chosen.
+"""Ports and stores of process groups, and the groups in which training ranks broadcast weights to engines.
 
-A port that is only looked up, and bound later, may meanwhile be taken by any outgoing connection on the machine. These
-are bound at once, and the listening socket itself is handed to the store that serves on it.
+A port that is looked up first and bound later may meanwhile be taken by any outgoing connection on the machine. Here a
+port is bound when it is chosen, and its listening socket is handed to the store that serves on it. Imports torch inside
+functions: worker processes hold ports before they are ready to import torch.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ _held: dict[int, socket.socket] = {}
 
 
 def open_port() -> socket.socket:
-    """A socket that listens on a free port of every interface."""
+    """A socket that listens on a free port of all interfaces."""
     dual = socket.has_dualstack_ipv6()
     return socket.create_server(("", 0), family=socket.AF_INET6 if dual else socket.AF_INET, dualstack_ipv6=dual)
 
 
 def hold_port(listener: socket.socket | None = None) -> int:
-    """Keeps a port for a store of this process, a fresh one or that of a socket which listens; returns its number."""
+    """Holds a port for a store of this process: that of `listener`, or else a free one. Returns its number."""
     listener = listener or open_port()
     port = int(listener.getsockname()[1])
     _held[port] = listener
@@ -32,18 +33,18 @@ def hold_port(listener: socket.socket | None = None) -> int:
 
 
 def release_port(port: int) -> None:
-    """Gives a held port back; nothing happens where it was used or never held."""
+    """Closes a held port; does nothing where the port was used by a store or never held."""
     listener = _held.pop(port, None)
     if listener is not None:
         listener.close()
 
 
 def serve_store(address: str, port: int, world_size: int, timeout: timedelta) -> TCPStore:
-    """The store that others reach at `address`:`port`, on this process's own socket where it holds that port.
+    """Serves the store at `address`:`port`, on the listening socket if this process holds that port.
 
     Raises:
-        torch.distributed.DistNetworkError: the port is not held here and another process has it.
-        torch.distributed.DistStoreError: not all of `world_size` came within `timeout`.
+        torch.distributed.DistNetworkError: this process does not hold the port and another process has bound it.
+        torch.distributed.DistStoreError: fewer than `world_size` ranks joined within `timeout`.
     """
     from torch.distributed import TCPStore
 
@@ -53,11 +54,11 @@ def serve_store(address: str, port: int, world_size: int, timeout: timedelta) ->
 
 
 @dataclass(frozen=True)
-class WeightsGroup:
-    """A broadcast group: the source of one pipeline stage is rank 0, the engines' ranks follow.
+class BroadcastGroup:
+    """The group of one pipeline stage: its source rank is rank 0, the ranks of all engines follow.
 
     Attributes:
-        name: unique in a run, also after a retry.
+        name: unique in a run, retries included.
         address: of the source's node.
         port: held by the source.
         world_size: 1 + the ranks of all engines.
@@ -71,14 +72,14 @@ class WeightsGroup:
     backend: str
 
 
-def join_as_source(group: WeightsGroup, timeout_s: float) -> ProcessGroup:
+def join_as_source(group: BroadcastGroup, timeout_s: float) -> ProcessGroup:
     """Joins as rank 0 and waits for the engines.
 
-    The engines join through SGLang, which builds a group from the same store and name; torch has no public call for a
-    group whose members are not all in the default group.
+    The engines join through SGLang, which builds a group from the same store and name; torch has no public function
+    for a group of processes that share no default group.
 
     Raises:
-        torch.distributed.DistStoreError: not all came within `timeout_s`.
+        torch.distributed.DistStoreError: not all engines joined within `timeout_s`.
     """
     import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d

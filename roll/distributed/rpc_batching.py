@@ -1,6 +1,6 @@
-"""Many small calls of one actor: those made together travel as one letter, and so do the answers there are together.
+"""Batches concurrent calls to one actor into one message, and the answers that are ready into another.
 
-A call of a Ray actor costs about a millisecond of processor time on both sides together, more than a turn of a game.
+One call of a Ray actor costs about a millisecond of processor time on both sides together, more than a turn of a game.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class CallError(RuntimeError):
 
 @dataclass(frozen=True)
 class Call:
-    """One call on its way: what to run, and the number its answer comes back under."""
+    """One call; its answer carries the same number."""
 
     number: int
     method: str
@@ -31,68 +31,68 @@ class Call:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of the call of this number: a value, or the traceback of what it raised."""
+    """The result of the call with this number: a value, or the traceback of the exception."""
 
     number: int
     value: Any
     error: str | None = None
 
 
-class Inbox:
-    """The actor's side: runs the calls it is sent side by side, and keeps their answers until they are collected."""
+class RpcServer:
+    """The actor's side: runs calls concurrently and keeps their answers until the client collects them."""
 
     def __init__(self, run: Callable[..., Awaitable[Any]]) -> None:
-        """Takes what runs a call, from its method and arguments."""
+        """`run(method, *args)` executes one call."""
         self._run = run
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._answers: defaultdict[str, asyncio.Queue[Answer]] = defaultdict(asyncio.Queue)
 
-    def submit(self, box: str, calls: list[Call], given_up: list[int]) -> None:
-        """Begins calls, and cancels those that nobody waits for any more; `box` names the outbox they come from."""
+    def submit(self, client_id: str, calls: list[Call], cancelled: list[int]) -> None:
+        """Starts `calls` of a client and cancels its calls with the numbers in `cancelled`."""
         for call in calls:
-            key = (box, call.number)
-            task = self._tasks[key] = asyncio.create_task(self._answer(box, call))
+            key = (client_id, call.number)
+            task = self._tasks[key] = asyncio.create_task(self._answer(client_id, call))
             task.add_done_callback(partial(self._forget, key))
-        for number in given_up:
-            if (box, number) in self._tasks:
-                self._tasks[box, number].cancel()
+        for number in cancelled:
+            if (client_id, number) in self._tasks:
+                self._tasks[client_id, number].cancel()
 
-    async def collect(self, box: str) -> list[Answer]:
-        """Waits for an answer and returns all there are for this outbox, each once."""
-        answers = [await self._answers[box].get()]
-        while not self._answers[box].empty():
-            answers.append(self._answers[box].get_nowait())
+    async def collect(self, client_id: str) -> list[Answer]:
+        """Waits for an answer and returns all answers that are ready for this client, each once."""
+        answers = [await self._answers[client_id].get()]
+        while not self._answers[client_id].empty():
+            answers.append(self._answers[client_id].get_nowait())
         return answers
 
     def _forget(self, key: tuple[str, int], _: asyncio.Task[None]) -> None:
         del self._tasks[key]
 
-    async def _answer(self, box: str, call: Call) -> None:
+    async def _answer(self, client_id: str, call: Call) -> None:
         try:
             answer = Answer(call.number, await self._run(call.method, *call.args))
         except Exception as error:
             answer = Answer(call.number, None, "".join(traceback.format_exception(error)))
-        self._answers[box].put_nowait(answer)
+        self._answers[client_id].put_nowait(answer)
 
 
-class Mailed:
-    """Base of a Ray actor whose event loop serves an inbox; a subclass makes it."""
+class RpcActor:
+    """Base of a Ray actor that serves batched calls; a subclass sets `_server`."""
 
-    _inbox: Inbox
+    _server: RpcServer
 
-    async def submit(self, box: str, calls: list[Call], given_up: list[int]) -> None:
-        """See `Inbox.submit`."""
-        self._inbox.submit(box, calls, given_up)
+    async def submit(self, client_id: str, calls: list[Call], cancelled: list[int]) -> None:
+        """See `RpcServer.submit`; a coroutine, so that Ray runs it on the actor's event loop."""
+        self._server.submit(client_id, calls, cancelled)
 
-    async def collect(self, box: str) -> list[Answer]:
-        """See `Inbox.collect`."""
-        return await self._inbox.collect(box)
+    async def collect(self, client_id: str) -> list[Answer]:
+        """See `RpcServer.collect`."""
+        return await self._server.collect(client_id)
 
 
-class Outbox:
-    """The caller's side; for one event loop. Cancelling what `call` returned cancels the call on the other side.
+class RpcClient:
+    """The caller's side, for one event loop. Cancelling the future of a call cancels the call in the actor.
 
-    A letter leaves when the one before it has arrived, so that no cancellation overtakes its call.
+    A message is sent after the previous one was delivered, so that a cancellation cannot overtake its call.
     """
 
     def __init__(
@@ -100,33 +100,33 @@ class Outbox:
         submit: Callable[[str, list[Call], list[int]], Awaitable[None]],
         collect: Callable[[str], Awaitable[list[Answer]]],
     ) -> None:
-        """Takes the transport to `Inbox.submit` and `Inbox.collect`."""
+        """`submit` and `collect` reach `RpcServer.submit` and `RpcServer.collect`."""
         self._submit, self._collect = submit, collect
-        self._name = uuid.uuid4().hex
+        self._id = uuid.uuid4().hex
         self._numbers = itertools.count()
-        self._leaving: list[Call] = []
-        self._given_up: list[int] = []
+        self._unsent: list[Call] = []
+        self._cancelled: list[int] = []
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._sender: asyncio.Task[None] | None = None
         self._collector: asyncio.Task[None] | None = None
 
     def call(self, method: str, *args: Any) -> asyncio.Future[Any]:
-        """The answer.
+        """The future answer.
 
         Raises:
             CallError: the call raised.
-            Exception: the transport failed; what it raised.
+            Exception: the transport failed; the transport's own exception.
         """
         number = next(self._numbers)
         future = self._waiting[number] = asyncio.get_running_loop().create_future()
-        future.add_done_callback(lambda done: self._give_up(number, done))
-        self._leaving.append(Call(number, method, args))
+        future.add_done_callback(lambda done: self._cancel(number, done))
+        self._unsent.append(Call(number, method, args))
         self._send_soon()
         return future
 
-    def _give_up(self, number: int, done: asyncio.Future[Any]) -> None:
+    def _cancel(self, number: int, done: asyncio.Future[Any]) -> None:
         if done.cancelled() and self._waiting.pop(number, None) is not None:
-            self._given_up.append(number)
+            self._cancelled.append(number)
             self._send_soon()
 
     def _send_soon(self) -> None:
@@ -135,27 +135,27 @@ class Outbox:
 
     async def _send(self) -> None:
         try:
-            while self._leaving or self._given_up:
-                calls, given_up = self._leaving, self._given_up
-                self._leaving, self._given_up = [], []
+            while self._unsent or self._cancelled:
+                calls, cancelled = self._unsent, self._cancelled
+                self._unsent, self._cancelled = [], []
                 if self._waiting and (self._collector is None or self._collector.done()):
-                    self._collector = asyncio.create_task(self._gather())
-                await self._submit(self._name, calls, given_up)
+                    self._collector = asyncio.create_task(self._collect_answers())
+                await self._submit(self._id, calls, cancelled)
         except Exception as error:
             self._fail(error)
 
-    async def _gather(self) -> None:
-        """Asks for answers while any is outstanding."""
+    async def _collect_answers(self) -> None:
+        """Collects answers while any call is outstanding."""
         try:
             while self._waiting:
-                for answer in await self._collect(self._name):
-                    self._settle(answer)
+                for answer in await self._collect(self._id):
+                    self._resolve(answer)
         except Exception as error:
             self._fail(error)
 
-    def _settle(self, answer: Answer) -> None:
+    def _resolve(self, answer: Answer) -> None:
         future = self._waiting.pop(answer.number, None)
-        if future is None or future.done():  # given up meanwhile
+        if future is None or future.done():  # cancelled meanwhile
             return
         if answer.error is None:
             future.set_result(answer.value)
@@ -163,17 +163,17 @@ class Outbox:
             future.set_exception(CallError(answer.error))
 
     def _fail(self, error: Exception) -> None:
-        """The transport is broken, so no answer will come any more."""
+        """Fails every outstanding call with the error of the transport."""
         waiting, self._waiting = self._waiting, {}
-        self._leaving, self._given_up = [], []
+        self._unsent, self._cancelled = [], []
         for future in waiting.values():
             if not future.done():
                 future.set_exception(error)
 
 
-def outbox(actor: Any) -> Outbox:
-    """To a Ray actor whose class is `Mailed`."""
-    return Outbox(
-        lambda *letter: asyncio.wrap_future(actor.submit.remote(*letter).future()),
-        lambda name: asyncio.wrap_future(actor.collect.remote(name).future()),
+def rpc_client(actor: Any) -> RpcClient:
+    """A client of a Ray actor whose class is an `RpcActor`."""
+    return RpcClient(
+        lambda *message: asyncio.wrap_future(actor.submit.remote(*message).future()),
+        lambda client_id: asyncio.wrap_future(actor.collect.remote(client_id).future()),
     )

@@ -1,118 +1,43 @@
-"""Workers."""
+"""One rank of a role: the base class of workers, what a worker knows about its rank, and which methods are remote."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from enum import Enum
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
-import ray
-
-from roll.configs.layout import ParallelLayout, RankCoordinates
+from roll.configs.layout import RankCoordinates
 
 if TYPE_CHECKING:
     from roll.configs.pipeline import BaseConfig
     from roll.configs.worker import WorkerConfig
 
-Method = TypeVar("Method", bound=Callable[..., Any])
-_MARK = "_roll_registered"
+MethodT = TypeVar("MethodT", bound=Callable[..., object])
+Deadline = Literal["rpc_timeout_s", "start_timeout_s", "sync_timeout_s"]
+"""Key of the pipeline's configuration that bounds a remote call."""
+_MARK = "_roll_deadline"
 
 
-class Dispatch(Enum):
-    """What each rank is given.
-
-    ONE_TO_ALL: the same arguments. ALL_TO_ALL: every argument is a list with one entry per rank. DP: every positional
-    argument is a list with one entry per data index, and every rank of that index gets it; keyword arguments are the
-    same for all.
-    """
-
-    ONE_TO_ALL = "one_to_all"
-    ALL_TO_ALL = "all_to_all"
-    DP = "dp"
-
-
-class Collect(Enum):
-    """Whose answers come back: ALL, a list by rank; FIRST, that of rank 0; DP, a list by data index."""
-
-    ALL = "all"
-    FIRST = "first"
-    DP = "dp"
-
-
-@dataclass(frozen=True)
-class Registration:
-    """How a registered method is called."""
-
-    dispatch: Dispatch
-    collect: Collect
-    deadline: str
-
-
-def register(
-    dispatch: Dispatch = Dispatch.ONE_TO_ALL, collect: Collect | None = None, deadline: str = "rpc_timeout_s"
-) -> Callable[[Method], Method]:
-    """Makes a worker's method callable on its cluster.
+def register(deadline: Deadline = "rpc_timeout_s") -> Callable[[MethodT], MethodT]:
+    """Makes a worker's method callable through its `Cluster`.
 
     Args:
-        dispatch: what each rank is given.
-        collect: whose answers come back; by default DP for DP dispatch and ALL for the others.
-        deadline: key of the pipeline's configuration that bounds the call; `Pending.within` overrides it.
+        deadline: key of the pipeline's configuration that bounds a call; `RemoteCall.within` overrides it.
     """
-    chosen = collect or (Collect.DP if dispatch is Dispatch.DP else Collect.ALL)
 
-    def mark(method: Method) -> Method:
-        setattr(method, _MARK, Registration(dispatch, chosen, deadline))
+    def mark(method: MethodT) -> MethodT:
+        setattr(method, _MARK, deadline)
         return method
 
     return mark
 
 
-def registrations(worker_cls: type) -> dict[str, Registration]:
-    """Registered methods of a worker class by name."""
-    found = {name: getattr(getattr(worker_cls, name), _MARK, None) for name in dir(worker_cls)}
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def arguments_by_rank(
-    dispatch: Dispatch, layout: ParallelLayout, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Arguments of each rank; under DP a shard is put in the object store once and its ranks refer to it.
-
-    Raises:
-        ValueError: a list has another length than there are receivers.
-    """
-    ranks = range(layout.world_size)
-    if dispatch is Dispatch.ONE_TO_ALL:
-        return [(args, kwargs) for _ in ranks]
-    if dispatch is Dispatch.ALL_TO_ALL:
-        _check_lengths(name, (*args, *kwargs.values()), layout.world_size, "ranks")
-        return [(tuple(a[r] for a in args), {key: value[r] for key, value in kwargs.items()}) for r in ranks]
-    _check_lengths(name, args, layout.data, "data-parallel shards")
-    shards = [tuple(ray.put(argument[index]) for argument in args) for index in range(layout.data)]
-    return [(shards[layout.coordinates(rank).data], kwargs) for rank in ranks]
-
-
-def answering_ranks(collect: Collect, layout: ParallelLayout) -> list[int]:
-    """Ranks whose answers are returned; DP takes tensor 0 of the last pipeline stage, in the order of data indices."""
-    if collect is Collect.FIRST:
-        return [0]
-    if collect is Collect.DP:
-        return [layout.rank(0, index, layout.pipeline - 1) for index in range(layout.data)]
-    return list(range(layout.world_size))
-
-
-def collect_answers(collect: Collect, wanted: list[int], answers: list[Any]) -> Any:
-    """What the caller gets of the answers by rank."""
-    return answers[0] if collect is Collect.FIRST else [answers[rank] for rank in wanted]
-
-
-def _check_lengths(name: str, lists: tuple[Any, ...], length: int, receivers: str) -> None:
-    for position, value in enumerate(lists):
-        if not isinstance(value, list) or len(value) != length:
-            got = f"{len(value)} entries" if isinstance(value, list) else type(value).__name__
-            wanted = f"a list with one entry for each of {length} {receivers}"
-            raise ValueError(f"{name}: argument {position} must be {wanted}, got {got}")
+def registered_methods(worker_cls: type) -> dict[str, Deadline]:
+    """Deadline key of each registered method of a worker class; an override inherits the registration."""
+    found: dict[str, Deadline] = {}
+    for base in reversed(worker_cls.__mro__):
+        found |= {name: getattr(item, _MARK) for name, item in vars(base).items() if hasattr(item, _MARK)}
+    return found
 
 
 @dataclass(frozen=True)
@@ -121,9 +46,9 @@ class WorkerRank:
 
     Attributes:
         role: name of the cluster, such as `actor_train`.
-        rank: place in the cluster, 0 to world_size - 1.
+        rank: index in the cluster, 0 to world_size - 1.
         world_size: workers of the cluster.
-        coordinates: place in each parallel dimension.
+        coordinates: index in each parallel dimension.
         device: index of the worker's first device among those its process sees.
         devices: global ranks of the devices it owns.
         node: index of the node it runs on.
@@ -149,13 +74,32 @@ class WorkerRank:
     threads: int
     platform: str
 
+    @classmethod
+    def single(cls, role: str, platform: str = "cpu") -> WorkerRank:
+        """The only worker of a role, run in the current process without Ray and left on the cores it has."""
+        return cls(
+            role=role,
+            rank=0,
+            world_size=1,
+            coordinates=RankCoordinates(tensor=0, data=0, pipeline=0),
+            device=0,
+            devices=(0,),
+            node=0,
+            address="127.0.0.1",
+            master_address="127.0.0.1",
+            master_port=0,
+            cores=(),
+            threads=0,
+            platform=platform,
+        )
+
     @property
     def name(self) -> str:
-        """`actor_train-0`."""
+        """Role and rank, such as `actor_train-0`."""
         return f"{self.role}-{self.rank}"
 
     def environment(self) -> dict[str, str]:
-        """The variables torch's process group reads."""
+        """The environment variables that torch's process group reads."""
         return {
             "MASTER_ADDR": self.master_address,
             "MASTER_PORT": str(self.master_port),
@@ -166,26 +110,30 @@ class WorkerRank:
 
 
 class Worker:
-    """Base of what runs in a cluster's processes; methods marked with `register` become methods of the cluster.
+    """Base class of what runs in a cluster's processes; methods marked with `register` can be called remotely.
 
-    A subclass whose methods are coroutines says `concurrent = True`: its calls then run side by side. One whose single
-    process drives all tensor-parallel devices says `spans_tensor_parallel = True`.
+    A subclass whose methods are coroutines sets `concurrent = True`: its calls then run concurrently. A subclass whose
+    single process drives all tensor-parallel devices sets `spans_tensor_parallel = True`.
     """
 
     concurrent = False
     spans_tensor_parallel = False
 
     def __init__(self, rank: WorkerRank, config: WorkerConfig, pipeline_config: BaseConfig) -> None:
-        """Keeps what it is told; engines are built by `initialize`, so that all ranks can start at once."""
+        """Starts no engine: `initialize` does, so that all ranks can start at once."""
         self.rank = rank
         self.config = config
         self.pipeline_config = pipeline_config
 
-    @register(collect=Collect.ALL)
+    @register(deadline="start_timeout_s")
+    def initialize(self) -> Awaitable[None] | None:
+        """Starts the worker's engine; a coroutine where the class is concurrent."""
+        return None
+
+    @register()
     def describe(self) -> WorkerRank:
-        """What each rank knows about itself."""
+        """What this rank knows about itself."""
         return self.rank
 
-    def close(self) -> Any:
-        """Ends what the worker started; may be a coroutine where the class is concurrent."""
-        return None
+    def close(self) -> None:
+        """Ends what the worker started; called once, before its process is killed."""

@@ -11,11 +11,11 @@ from typing import Any
 
 import ray
 import torch
+from roll.distributed.strategy.sglang_strategy import SGLangStrategy
 
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.worker import WorkerConfig
 from roll.distributed.strategy.sglang_generation import Generation
-from roll.distributed.strategy.sglang_strategy import SGLangStrategy
 from roll.distributed.weight_sync.plan import WeightSpec
 from roll.distributed.weight_sync.shm_buckets import placed, views_of
 from roll.platforms import get_platform

@@ -17,7 +17,7 @@ import pytest
 import ray
 
 from roll.configs.pipeline import BaseConfig
-from roll.distributed.cluster import thread_environment
+from roll.distributed.processes import thread_environment
 from roll.distributed.resources import start_ray, stop_ray
 from roll.envs import make_env
 from roll.pipeline.agentic.environments import Env, EnvFailure, EnvPool, EnvSpec

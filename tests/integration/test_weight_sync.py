@@ -13,6 +13,7 @@ import pytest
 import torch
 from weight_sync_workers import ScalingWorker
 
+from roll.ablation.process import GRACE_S
 from roll.configs.arguments import ModelArguments, StrategyArguments
 from roll.configs.layouts import role_layout
 from roll.configs.pipeline import RLVRConfig
@@ -24,7 +25,6 @@ from roll.distributed.remote_call import ClusterError
 from roll.distributed.resources import ResourceManager, start_ray, stop_ray
 from roll.distributed.weight_sync.sender import Fault
 from roll.distributed.weight_sync.synchronizer import (
-    GRACE_S,
     BroadcastTransport,
     PublishError,
     PublishReport,

@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
 
 from roll.configs.layout import ParallelLayout, RankCoordinates
 from roll.configs.seeds import role_seed
@@ -24,14 +25,14 @@ def join_process_group(
         platform: names the collective backend.
         layout: sizes of the parallel dimensions; the world size is their product.
         rank: this rank.
-        start_timeout_s: longest wait for all ranks to come up.
-        collective_timeout_s: longest any later collective may take.
+        start_timeout_s: longest wait for all ranks to start.
+        collective_timeout_s: longest time of any later collective.
 
     Returns:
-        Where this rank stands.
+        The coordinates of this rank.
 
     Raises:
-        RuntimeError: the environment lacks the address, contradicts the layout, or ranks did not come up in time.
+        RuntimeError: the environment lacks the address, contradicts the layout, or ranks did not start in time.
     """
     address, port = _master()
     _check_environment(layout, rank)
@@ -47,8 +48,6 @@ def join_process_group(
         world_size=layout.world_size,
         timeout=timedelta(seconds=collective_timeout_s),
     )
-    from megatron.core import parallel_state
-
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
@@ -60,17 +59,13 @@ def join_process_group(
 
 def leave_process_group() -> None:
     """Undoes `join_process_group`."""
-    from megatron.core import parallel_state
-
     if dist.is_initialized():
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
 
 
 def seed_rank(seed: int, role: str, coordinates: RankCoordinates) -> None:
-    """Seeds torch and Megatron's tracker: equal over data ranks' weights, different over stages."""
-    from megatron.core import tensor_parallel
-
+    """Seeds torch and Megatron's tracker, which must agree over data ranks and differ over pipeline stages."""
     tensor_parallel.model_parallel_cuda_manual_seed(role_seed(seed, role, coordinates.pipeline), force_reset_rng=True)
     torch.manual_seed(role_seed(seed, role, "torch", coordinates.pipeline, coordinates.data, coordinates.tensor))
 
@@ -79,11 +74,11 @@ def _master() -> tuple[str, int]:
     try:
         return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     except KeyError as missing:
-        raise RuntimeError(f"environment variable {missing} is not set: the ranks cannot find each other") from None
+        raise RuntimeError(f"environment variable {missing} is not set, so ranks cannot find each other") from None
 
 
 def _check_environment(layout: ParallelLayout, rank: int) -> None:
     for name, expected in (("RANK", rank), ("WORLD_SIZE", layout.world_size)):
         value = os.environ.get(name)
         if value is not None and int(value) != expected:
-            raise RuntimeError(f"environment variable {name} is {value} where the layout {layout} says {expected}")
+            raise RuntimeError(f"environment variable {name} is {value}, but the layout {layout} needs {expected}")

@@ -1,29 +1,39 @@
-"""What both ways of publishing share on the training side: who sends what, and what is reported of it."""
+"""The training side of a weight update: each pipeline stage sends its weights to the engines under their HF names.
+
+The ranks of data index 0 take part; tensor rank 0 of each stage is its source rank. Weights are sent in buckets, either
+by a broadcast to all engines or through memory that training ranks and engines of one node share.
+"""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from roll.distributed.process_groups import WeightsGroup, hold_port, join_as_source, release_port
-from roll.distributed.strategy.base import TrainStrategy
+from roll.distributed.process_groups import BroadcastGroup, hold_port, join_as_source, release_port
+from roll.distributed.strategy.sglang_checksums import EngineChecksums
 from roll.distributed.weight_sync.plan import Bucket, WeightSpec
-from roll.distributed.weight_sync.shm_buckets import SharedSlots, views_of
+from roll.distributed.weight_sync.shm_buckets import ShmBuckets, cuda_ipc_handle, views_of
+from roll.distributed.worker import Worker, WorkerRank, register
 
 if TYPE_CHECKING:
-    from roll.configs.layout import ParallelLayout
-    from roll.distributed.strategy.sglang_checksums import EngineChecksums
+    from roll.configs.pipeline import BaseConfig
+    from roll.configs.worker import WorkerConfig
+    from roll.distributed.strategy.megatron_weights import MegatronWeights
+
+T = TypeVar("T")
+
+
+class SendError(RuntimeError):
+    """The model yields other tensors than planned, or the sender is not ready."""
 
 
 @dataclass(frozen=True)
-class SourceInfo:
-    """What the source of a pipeline stage tells the driver."""
+class StageSource:
+    """What one pipeline stage sends, and the address of its source rank."""
 
     stage: int
     specs: list[WeightSpec]
@@ -31,13 +41,13 @@ class SourceInfo:
 
 
 @dataclass(frozen=True)
-class Sent:
-    """What a source has sent.
+class SendResult:
+    """What a source rank has sent.
 
     Attributes:
-        num_bytes: that went out.
-        checksums: by the engine's names, of what was meant to go out; empty unless asked for.
-        handles: of a shared bucket, one for each engine rank in the order of engines; empty for a broadcast.
+        num_bytes: sent.
+        checksums: by the engine's names, of the tensors as they should arrive; empty unless requested.
+        handles: of a bucket in shared memory, one for each engine rank in the order of engines; empty for a broadcast.
     """
 
     num_bytes: int
@@ -45,127 +55,109 @@ class Sent:
     handles: tuple[bytes, ...] = ()
 
 
-class StageMember:
-    """One training rank's part in publishing. Ranks of data index 0 take part; tensor rank 0 of them is the source.
+class StageWeights(Generic[T]):
+    """Takes a stage's weights one by one and checks that they are exactly the planned ones."""
 
-    Attributes:
-        stage: pipeline stage of this rank.
-        takes_part: whether its slices are published.
-        is_source: whether it sends.
-    """
-
-    def __init__(self, strategy: TrainStrategy, layout: ParallelLayout, rank: int, model_folder: Path) -> None:
-        """Takes the strategy that holds the weights and the HF folder whose config.json says how engines cut them."""
-        here = layout.coordinates(rank)
-        self.strategy = strategy
-        self.stage = here.pipeline
-        self.takes_part = here.data == 0
-        self.is_source = self.takes_part and here.tensor == 0
-        self._folder = model_folder
-
-    def new_checksums(self, ranks: int) -> EngineChecksums | None:
-        """Empty sums for engines of `ranks` tensor-parallel ranks; None where none are wanted or this is no source."""
-        if not ranks or not self.is_source:
-            return None
-        from roll.distributed.strategy.sglang_checksums import EngineChecksums
-
-        return EngineChecksums(self._folder, ranks)
-
-
-T = TypeVar("T")
-
-HANG_S = 6.0
-"""Seconds that a fault of kind `hang` takes."""
-
-
-@dataclass(frozen=True)
-class Fault:
-    """Damage done on purpose to one publish, so that tests can see it detected; it is never read from a config.
-
-    Attributes:
-        kind: `corrupt` changes one element after the checksum was taken, as a broken wire would; `drop` leaves the
-            tensor out of the plan, as a mapping with a hole would; `fail` raises when the tensor's turn comes; `hang`
-            lets `HANG_S` pass first.
-        name: HF name of the tensor.
-    """
-
-    kind: Literal["corrupt", "drop", "fail", "hang"]
-    name: str
-
-
-class StageTensors(Generic[T]):
-    """Takes what the strategy yields and sees that it is what was planned, no less and no more."""
-
-    def __init__(self, named: Iterator[tuple[str, T]], fault: Fault | None) -> None:
-        """Takes names in publishing order, each with the tensor or with what writes it."""
-        self._named, self._fault = named, fault
+    def __init__(self, named: Iterator[tuple[str, T]]) -> None:
+        """`named` yields HF names in sending order, each with the tensor or with a function that writes it."""
+        self._named = named
 
     def take(self, spec: WeightSpec) -> T:
-        """What belongs to the next planned tensor.
+        """The weight of the next planned tensor.
 
         Raises:
-            SendError: the model yields another, or none.
+            SendError: the model yields another tensor, or none.
         """
-        name, value = self._next()
-        if self._fault == Fault("drop", name):
-            name, value = self._next()
-        if self._fault == Fault("fail", name):
-            raise SendError(f"{name}: told to fail")
-        if self._fault == Fault("hang", name):
-            time.sleep(HANG_S)
+        found = next(self._named, None)
+        if found is None:
+            raise SendError(f"planned {spec.name}, but the model yields fewer tensors than planned")
+        name, value = found
         if name != spec.name or (isinstance(value, torch.Tensor) and tuple(value.shape) != tuple(spec.shape)):
             shape = tuple(value.shape) if isinstance(value, torch.Tensor) else ""
             raise SendError(f"planned {spec.name} {tuple(spec.shape)}, but the model yields {name} {shape}")
         return value
 
     def check_end(self) -> None:
-        """Sees that the plan covers all.
+        """Checks that no weight is left.
 
         Raises:
-            SendError: a tensor is left.
+            SendError: the model yields a tensor that is not in the plan.
         """
         left = next(self._named, None)
-        if left is not None and self._fault != Fault("drop", left[0]):
+        if left is not None:
             raise SendError(f"the model yields {left[0]}, which is not in the plan")
 
     def drain(self) -> None:
-        """Sees a gather through without using what comes."""
+        """Runs the remaining collectives, so that no rank is left waiting in one, and discards their results."""
         for _ in self._named:
             pass
 
-    def _next(self) -> tuple[str, T]:
-        found = next(self._named, None)
-        if found is None:
-            raise SendError("the model yields fewer tensors than planned")
-        return found
 
+class WeightSender(Worker):
+    """The remote methods of a training rank that take part in a weight update; base of `TrainWorker`.
 
-def damage(tensor: torch.Tensor) -> None:
-    """Changes one element, as a broken wire would."""
-    tensor.view(-1)[0] += 1
+    `stages` is the plan of all pipeline stages: the buckets of each. A rank reads the buckets of its own stage.
+    """
 
-
-class BroadcastSender:
-    """Sends one pipeline stage in a group of its source and the engines."""
-
-    def __init__(self, member: StageMember) -> None:
-        """Joins nothing yet."""
-        self._member = member
-        self._group: Any = None
+    def __init__(self, rank: WorkerRank, config: WorkerConfig, pipeline_config: BaseConfig) -> None:
+        super().__init__(rank, config, pipeline_config)
+        self._model_weights: MegatronWeights | None = None
+        self._group: dist.ProcessGroup | None = None
         self._port: int | None = None
+        self._shm: ShmBuckets | None = None
+        self._tensors: StageWeights[torch.Tensor | None] | None = None
+        self._writers: StageWeights[Callable[[torch.Tensor], None]] | None = None
+        self._gathered: list[torch.Tensor] = []
+        self._checksums: EngineChecksums | None = None
 
-    def hold_port(self) -> int | None:
-        """A port for a new group, held until the group is left; None on ranks that do not send."""
-        self._port = hold_port() if self._member.is_source else None
+    @property
+    def weights(self) -> MegatronWeights:
+        """The weights of this rank's stage.
+
+        Raises:
+            SendError: the role is frozen, or not initialized.
+        """
+        if self._model_weights is None:
+            raise SendError(f"{self.rank.name} has no weights to send: only megatron_train roles do, once initialized")
+        return self._model_weights
+
+    @property
+    def stage(self) -> int:
+        """Pipeline stage of this rank."""
+        return self.rank.coordinates.pipeline
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether this rank's weights are sent; ranks of other data indices hold the same weights."""
+        return self.rank.coordinates.data == 0
+
+    @property
+    def is_source(self) -> bool:
+        """Whether this rank is the source rank of its stage."""
+        return self.takes_part and self.rank.coordinates.tensor == 0
+
+    @register(deadline="sync_timeout_s")
+    def describe_weights(self) -> StageSource | None:
+        """What this rank's stage sends, on its source rank; None elsewhere."""
+        return StageSource(self.stage, self.weights.specs(), self.rank.address) if self.is_source else None
+
+    # Broadcast: one group per stage, of its source rank and all engine ranks.
+
+    @register(deadline="sync_timeout_s")
+    def hold_broadcast_port(self) -> int | None:
+        """A port for a new broadcast group, held until the group is left; None on ranks that are no source."""
+        self._port = hold_port() if self.is_source else None
         return self._port
 
-    def join(self, groups: list[WeightsGroup], timeout_s: float) -> None:
-        """Joins the group of this stage; a collective in it takes at most `timeout_s`."""
-        if self._member.is_source:
-            self._group = join_as_source(groups[self._member.stage], timeout_s)
+    @register(deadline="sync_timeout_s")
+    def join_broadcast_group(self, groups: list[BroadcastGroup], timeout_s: float) -> None:
+        """Joins the group of this stage as its source rank; a collective in it takes at most `timeout_s`."""
+        if self.is_source:
+            self._group = join_as_source(groups[self.stage], timeout_s)
 
-    def leave(self) -> None:
-        """Leaves the group, which frees an engine that waits in it; nothing happens outside of one."""
+    @register(deadline="sync_timeout_s")
+    def leave_broadcast_group(self) -> None:
+        """Leaves the group, which frees engines that wait in it; does nothing outside of a group."""
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None
@@ -173,189 +165,159 @@ class BroadcastSender:
             release_port(self._port)
             self._port = None
 
-    def broadcast(self, stages: list[list[Bucket]], digest_ranks: int, fault: Fault | None) -> Sent | None:
-        """Sends this stage's tensors, gathering those of the next bucket while those of one are under way.
+    @register(deadline="sync_timeout_s")
+    def broadcast_weights(self, stages: list[list[Bucket]], checksum_ranks: int) -> SendResult | None:
+        """Broadcasts this stage's weights; gathers the tensors of the next bucket while one is being sent.
 
         Args:
             stages: buckets of every stage.
-            digest_ranks: tensor-parallel ranks of the engines whose checksums are wanted; 0 takes none.
-            fault: damage done on purpose.
+            checksum_ranks: tensor-parallel ranks of the engines whose checksums are computed; 0 computes none.
 
         Returns:
-            What was sent, on the source; None elsewhere.
+            What was sent, on the source rank; None elsewhere.
 
         Raises:
             SendError: the model yields other tensors than planned, or no group was joined.
         """
-        member = self._member
-        if not member.takes_part:
+        if not self.takes_part:
             return None
-        if member.is_source and self._group is None:
-            raise SendError("there is no group to broadcast in; join comes first")
-        checksums = member.new_checksums(digest_ranks)
-        tensors = StageTensors(member.strategy.source_weights(), fault)
+        if self.is_source and self._group is None:
+            raise SendError(f"{self.rank.name} is in no broadcast group; join_broadcast_group comes first")
+        checksums = EngineChecksums(self.weights.folder, checksum_ranks) if checksum_ranks and self.is_source else None
+        tensors = StageWeights(self.weights.gathered())
+        sent = 0
+        previous: list[tuple[dist.Work | None, torch.Tensor]] = []
         try:
-            sent = self._send_all(stages[member.stage], tensors, checksums, fault)
+            for bucket in stages[self.stage]:
+                sending = []
+                for spec in bucket.specs:
+                    tensor = tensors.take(spec)
+                    if tensor is None:
+                        continue
+                    if checksums is not None:
+                        checksums.add(spec.name, tensor)
+                    sending.append(self._broadcast(spec.name, tensor))
+                    sent += tensor.nbytes
+                _finish(previous)
+                previous = sending
+            _finish(previous)
+            tensors.check_end()
         finally:
             tensors.drain()
-        return Sent(sent, checksums.result() if checksums else {}) if member.is_source else None
+        return SendResult(sent, checksums.result() if checksums else {}) if self.is_source else None
 
-    def _send_all(
-        self,
-        buckets: list[Bucket],
-        tensors: StageTensors[torch.Tensor | None],
-        checksums: EngineChecksums | None,
-        fault: Fault | None,
-    ) -> int:
-        sent = 0
-        under_way: list[tuple[Any, torch.Tensor]] = []
-        for bucket in buckets:
-            before, under_way = under_way, []
-            for spec in bucket.specs:
-                tensor = tensors.take(spec)
-                if tensor is None:
-                    continue
-                if checksums is not None:
-                    checksums.add(spec.name, tensor)
-                if fault == Fault("corrupt", spec.name):
-                    tensor = tensor.clone()
-                    damage(tensor)
-                under_way.append(self._send(tensor))
-                sent += tensor.nbytes
-            _finish(before)
-        _finish(under_way)
-        tensors.check_end()
-        return sent
-
-    def _send(self, tensor: torch.Tensor) -> tuple[Any, torch.Tensor]:
-        """A broadcast under way, with the tensor that must live as long."""
+    def _broadcast(self, name: str, tensor: torch.Tensor) -> tuple[dist.Work | None, torch.Tensor]:
+        """Starts a broadcast; the tensor must live until it is finished."""
         tensor = tensor.detach().contiguous()
         return dist.broadcast(tensor, src=0, group=self._group, async_op=True), tensor
 
+    # Shared memory, bucket by bucket: `fill_bucket` on every rank, then `checksum_bucket` when verifying. On a CPU all
+    # tensor-parallel ranks write their slices to the same memory; on a GPU the source rank gathers into its own.
 
-def _finish(broadcasts: list[tuple[Any, torch.Tensor]]) -> None:
-    """Waits until all have gone out."""
-    for work, _ in broadcasts:
-        work.wait()
-
-
-class SharedSender:
-    """Offers one pipeline stage bucket by bucket: `fill` on every rank, then `inspect` where checksums are wanted.
-
-    On a CPU all tensor-parallel ranks write their slices into the same memory, so nothing is gathered. On a GPU the
-    source gathers into memory of its own.
-    """
-
-    def __init__(self, member: StageMember) -> None:
-        """Holds no memory yet."""
-        self._member = member
-        self._slots: SharedSlots | None = None
-        self._tensors: StageTensors[Any] | None = None
-        self._checksums: EngineChecksums | None = None
-        self._kept: list[torch.Tensor] = []
-
-    def reserve(self, num_bytes: list[int]) -> list[str] | None:
-        """Makes room on a CPU for the largest bucket of each stage.
+    @register(deadline="sync_timeout_s")
+    def create_shm(self, num_bytes: list[int]) -> list[str] | None:
+        """Makes CPU memory for the largest bucket of this stage; `num_bytes` has its size for each stage.
 
         Returns:
-            What `attach` takes on the other ranks of the stage, from its source; None elsewhere.
+            Addresses for `open_shm` on the other ranks of the stage, from its source rank; None elsewhere.
 
         Raises:
-            SendError: the node's shared memory is too small.
+            SharedMemoryError: the node has too little memory.
         """
-        if not self._member.is_source:
+        if not self.is_source:
             return None
-        if self._slots is None or self._slots.num_bytes < num_bytes[self._member.stage]:
-            self._slots = SharedSlots.create(num_bytes[self._member.stage])
-        return self._slots.handle()
+        if self._shm is None or self._shm.num_bytes < num_bytes[self.stage]:
+            self._shm = ShmBuckets.create(num_bytes[self.stage])
+        return self._shm.addresses()
 
-    def attach(self, handles: list[list[str]]) -> None:
-        """Opens the memory of the stage's source; `handles` has one for each stage."""
-        if self._member.takes_part and not self._member.is_source:
-            self._slots = SharedSlots.open(handles[self._member.stage])
+    @register(deadline="sync_timeout_s")
+    def open_shm(self, addresses: list[list[str]]) -> None:
+        """Opens the memory of the stage's source rank; `addresses` has those of each stage."""
+        if self.takes_part and not self.is_source:
+            self._shm = ShmBuckets.open(addresses[self.stage])
 
-    def fill(self, stages: list[list[Bucket]], index: int, receivers: int, fault: Fault | None) -> Sent | None:
-        """Writes what this rank has of bucket `index`, called with 0, 1, 2 and so on; too high an index does nothing.
+    @register(deadline="sync_timeout_s")
+    def fill_bucket(self, stages: list[list[Bucket]], index: int, receivers: int) -> SendResult | None:
+        """Writes this rank's part of bucket `index`; call it with 0, 1, 2, ...; does nothing beyond the last bucket.
 
-        The bucket before stays valid meanwhile, so that an engine loads one while the next is written.
+        The previous bucket stays valid, so that engines load one while the next is written.
 
         Returns:
-            On the source, handles of the bucket for `receivers` engine ranks, each to be opened once all ranks have
-            filled it; None elsewhere and after the last.
+            On the source rank, handles of the bucket for `receivers` engine ranks, valid once all ranks have filled
+            it; None elsewhere and beyond the last bucket.
 
         Raises:
             SendError: the model yields other tensors than planned.
         """
-        buckets = stages[self._member.stage]
-        if not self._member.takes_part or index >= len(buckets):
+        if not self.takes_part or index >= len(stages[self.stage]):
             return None
-        if index == 0:
-            self._start(fault)
-        assert self._tensors is not None
-        if self._slots is not None:
-            self._write(self._slots.bucket(index, buckets[index]), buckets[index], self._tensors)
+        bucket, is_last = stages[self.stage][index], index == len(stages[self.stage]) - 1
+        if self._shm is not None:
+            handle = self._write_slices(self._shm, index, bucket, is_last)
+            handles = (handle,) * receivers
         else:
-            self._gather(buckets[index], self._tensors)
-        if index == len(buckets) - 1:
-            self._tensors.check_end()
-        if not self._member.is_source:
-            return None
-        return Sent(buckets[index].bytes, {}, self._handles(index, buckets[index], receivers))
+            named = self._gather(index, bucket, is_last)
+            handles = tuple(cuda_ipc_handle(named) for _ in range(receivers)) if self.is_source else ()
+        return SendResult(bucket.bytes, {}, handles) if self.is_source else None
 
-    def inspect(
-        self, stages: list[list[Bucket]], index: int, digest_ranks: int, fault: Fault | None
-    ) -> dict[str, str] | None:
-        """Takes the checksums of bucket `index` once all ranks have filled it, then does the damage that is asked for.
-
-        Returns:
-            On the source: with the last bucket the checksums of all, before that none. None elsewhere and after it.
-        """
-        buckets = stages[self._member.stage]
-        if not self._member.is_source or index >= len(buckets):
-            return None
+    def _write_slices(self, shm: ShmBuckets, index: int, bucket: Bucket, is_last: bool) -> bytes:
         if index == 0:
-            self._checksums = self._member.new_checksums(digest_ranks)
-        for name, tensor in views_of(self._bucket(index, buckets[index]), buckets[index].specs):
-            if self._checksums is not None:
-                self._checksums.add(name, tensor)
-            if fault == Fault("corrupt", name):
-                damage(tensor)
-        is_last = index == len(buckets) - 1
-        return self._checksums.result() if self._checksums is not None and is_last else {}
+            self.release_buckets()
+            self._writers = StageWeights(self.weights.slice_writers())
+        assert self._writers is not None, "bucket 0 comes first"
+        for spec, (_, target) in zip(bucket.specs, views_of(shm.bucket(index, bucket), bucket.specs), strict=True):
+            self._writers.take(spec)(target)
+        if is_last:
+            self._writers.check_end()
+        return shm.handle(index, bucket)
 
-    def _bucket(self, index: int, bucket: Bucket) -> torch.Tensor:
-        """Its memory [bucket.bytes] uint8."""
-        return self._kept[-1] if self._slots is None else self._slots.bucket(index, bucket)
-
-    def _handles(self, index: int, bucket: Bucket, receivers: int) -> tuple[bytes, ...]:
-        if self._slots is not None:
-            return (self._slots.offer(index, bucket),) * receivers
-        from roll.distributed.weight_sync.shm_buckets import share
-
-        named = views_of(self._bucket(index, bucket), bucket.specs)
-        return tuple(share(named) for _ in range(receivers))
-
-    def release(self) -> None:
-        """Ends a publish, also one left half way: sees a gather through and lets go of memory that is not kept."""
-        if self._tensors is not None:
-            self._tensors.drain()
-        self._tensors, self._checksums, self._kept = None, None, []
-
-    def _start(self, fault: Fault | None) -> None:
-        self.release()
-        strategy = self._member.strategy
-        named = strategy.source_weights() if self._slots is None else strategy.weight_slices()
-        self._tensors = StageTensors(iter(named), fault)
-
-    def _write(self, flat: torch.Tensor, bucket: Bucket, writers: StageTensors[Callable[[torch.Tensor], None]]) -> None:
-        for spec, (_, target) in zip(bucket.specs, views_of(flat, bucket.specs), strict=True):
-            writers.take(spec)(target)
-
-    def _gather(self, bucket: Bucket, tensors: StageTensors[torch.Tensor | None]) -> None:
-        gathered = [tensors.take(spec) for spec in bucket.specs]
-        if not self._member.is_source:
-            return
+    def _gather(self, index: int, bucket: Bucket, is_last: bool) -> list[tuple[str, torch.Tensor]]:
+        if index == 0:
+            self.release_buckets()
+            self._tensors = StageWeights(self.weights.gathered())
+        assert self._tensors is not None, "bucket 0 comes first"
+        gathered = [self._tensors.take(spec) for spec in bucket.specs]
+        if is_last:
+            self._tensors.check_end()
+        if not self.is_source:
+            return []
         parts = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in gathered if tensor is not None]
         if len(parts) != len(gathered):
-            raise SendError(f"the source did not get every tensor of the bucket that starts at {bucket.specs[0].name}")
-        self._kept = [*self._kept[-1:], torch.cat(parts)]
+            raise SendError(f"the source rank lacks tensors of the bucket that starts at {bucket.specs[0].name}")
+        self._gathered = [*self._gathered[-1:], torch.cat(parts)]
+        return views_of(self._gathered[-1], bucket.specs)
+
+    @register(deadline="sync_timeout_s")
+    def checksum_bucket(self, stages: list[list[Bucket]], index: int, checksum_ranks: int) -> dict[str, str] | None:
+        """Adds bucket `index` to the checksums, once all ranks have filled it.
+
+        Returns:
+            On the source rank: the checksums of all buckets with the last one, nothing before. None elsewhere.
+        """
+        buckets = stages[self.stage]
+        if not self.is_source or index >= len(buckets):
+            return None
+        if self._checksums is None:
+            self._checksums = EngineChecksums(self.weights.folder, checksum_ranks)
+        for name, tensor in self.filled_tensors(index, buckets[index]):
+            self._checksums.add(name, tensor)
+        return self._checksums.result() if index == len(buckets) - 1 else {}
+
+    def filled_tensors(self, index: int, bucket: Bucket) -> list[tuple[str, torch.Tensor]]:
+        """Views of the tensors of the bucket that was filled last."""
+        flat = self._gathered[-1] if self._shm is None else self._shm.bucket(index, bucket)
+        return views_of(flat, bucket.specs)
+
+    @register(deadline="sync_timeout_s")
+    def release_buckets(self) -> None:
+        """Ends a weight update, also one that failed half way: finishes started gathers and frees gathered buckets."""
+        if self._tensors is not None:
+            self._tensors.drain()
+        self._tensors, self._writers, self._checksums, self._gathered = None, None, None, []
+
+
+def _finish(broadcasts: list[tuple[dist.Work | None, torch.Tensor]]) -> None:
+    """Waits until all broadcasts are done."""
+    for work, _ in broadcasts:
+        if work is not None:
+            work.wait()

@@ -7,7 +7,8 @@ import multiprocessing
 import pytest
 import torch
 
-from roll.distributed.weight_sync.plan import Bucket, SendError, WeightSpec
+from roll.distributed.weight_sync.plan import Bucket, WeightSpec
+from roll.distributed.weight_sync.sender import SendError
 from roll.distributed.weight_sync.shm_buckets import SLOTS, SharedSlots, views_of
 from roll.platforms.shared_memory import SharedMemory, accept
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from roll.distributed.weight_sync.plan import SendError, WeightSpec
-from roll.distributed.weight_sync.sender import Fault, StageTensors, damage
+from roll.distributed.weight_sync.plan import WeightSpec
+from roll.distributed.weight_sync.sender import Fault, SendError, StageTensors, damage
 
 SPECS = [WeightSpec(name, (2,), "float32") for name in "abc"]
 

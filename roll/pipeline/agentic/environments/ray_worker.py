@@ -13,19 +13,20 @@ import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from roll.distributed.cluster import END_TIMEOUT_S, descendants, end, thread_environment
-from roll.distributed.rpc_batching import Inbox, Mailed, outbox
+from roll.distributed.cluster import descendants, end
+from roll.distributed.processes import END_TIMEOUT_S, thread_environment
+from roll.distributed.rpc_batching import RpcActor, RpcServer, rpc_client
 from roll.pipeline.agentic.environments.host import EnvHost
 
 
-class EnvActor(Mailed):
+class EnvActor(RpcActor):
     """An `EnvHost` in a process of its own; every call of an environment runs in a thread."""
 
     def __init__(self, capacity: int, log: str | None) -> None:
         """See `RayEnvWorker`."""
         self._host = EnvHost(log)
         self._threads = ThreadPoolExecutor(capacity)
-        self._inbox = Inbox(self._run)
+        self._server = RpcServer(self._run)
 
     async def process(self) -> int:
         """The process id."""
@@ -55,7 +56,7 @@ class RayEnvWorker:
             scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
             runtime_env={"env_vars": {**thread_environment(threads=1), **variables}},
         ).remote(capacity, log)
-        self._outbox = outbox(self._actor)
+        self._client = rpc_client(self._actor)
         self._started = self._actor.process.remote()
         self._processes: list[psutil.Process] | None = None
 
@@ -66,7 +67,7 @@ class RayEnvWorker:
 
     def call(self, method: str, *args: Any) -> asyncio.Future[Any]:
         """The answer of a method of `EnvHost`."""
-        return self._outbox.call(method, *args)
+        return self._client.call(method, *args)
 
     def death(self, error: BaseException) -> str | None:
         """How the process ended, in Ray's words, if that is what the error means."""
