@@ -142,8 +142,10 @@ def _megatron_step(layout: ParallelLayout, rank: int, folder: Path, work: Work) 
     from roll.configs.pipeline import SFTConfig
     from roll.configs.worker import WorkerConfig
     from roll.distributed.protocol import DataProto
-    from roll.distributed.strategy.megatron_strategy import MegatronTrainStrategy
     from roll.platforms import get_platform
+
+    get_platform("cpu").prepare_megatron()
+    from roll.distributed.strategy.megatron_strategy import MegatronTrainStrategy
 
     sizes = {"tensor_model_parallel_size": layout.tensor, "pipeline_model_parallel_size": layout.pipeline}
     worker = WorkerConfig(

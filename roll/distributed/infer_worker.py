@@ -1,4 +1,4 @@
-"""One SGLang engine of `actor_infer`: its start, generation, pauses, and end; weight updates are in `WeightReceiver`."""
+"""One SGLang engine of `actor_infer`: its start, generation, pauses and end; weight updates: `WeightReceiver`."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ CONCURRENT_CALLS = 100
 
 
 class RemoteActor(Generic[ObjectT]):
-    """Runs `make(*args)` on the driver's node; coroutines of the object are called by reference and run concurrently."""
+    """Runs `make(*args)` on the driver's node; coroutines of the object are called by reference, concurrently."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Ray and the devices of a run: starts Ray, reserves the devices of every role at once, or reports what does not fit."""
+"""Ray and the devices of a run: starts Ray, and reserves the devices of all roles or reports what does not fit."""
 
 from __future__ import annotations
 

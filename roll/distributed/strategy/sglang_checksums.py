@@ -138,9 +138,9 @@ def checksum(slices: list[torch.Tensor]) -> str:
     return digest.digest()[:8].hex()
 
 
-# SGLang's checksum of a tensor on a GPU, in torch operators that run on any device. Words of 32 bits are mixed with their
-# position (MurmurHash3's finalizer), summed over tiles, and the tiles summed and mixed once more (SplitMix64's output
-# function). The sums make it independent of the order of evaluation.
+# SGLang's checksum of a tensor on a GPU, in torch operators that run on any device. Words of 32 bits are mixed with
+# their position (MurmurHash3's finalizer), summed over tiles, and the tiles summed and mixed once more (SplitMix64's
+# output function). The sums make it independent of the order of evaluation.
 
 SEED = 0x243F6A88
 SEEDS = (SEED, ((SEED * 0x9E3779B1) ^ 0xDEADBEEF) & 0xFFFFFFFF)

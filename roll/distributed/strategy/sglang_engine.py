@@ -185,8 +185,8 @@ def _alive(process: psutil.Process) -> bool:
 def _ignore_quit_signal() -> None:
     """Keeps this process alive when an engine process fails.
 
-    SGLang's processes report a failure by SIGQUIT to their parent, whose default is to die silently; and Python installs
-    handlers in the main thread only, where a Ray actor's code does not run.
+    SGLang's processes report a failure by SIGQUIT to their parent, whose default is to die silently; and Python
+    installs handlers in the main thread only, where a Ray actor's code does not run.
     """
     ctypes.CDLL(None).signal(signal.SIGQUIT, ctypes.c_void_p(1))
 

@@ -18,7 +18,7 @@ ABORT_GRACE_S = 5.0
 """An aborted request answers within one step of the engine; after this time its partial tokens are lost."""
 
 POLL_S = 0.1
-"""Interval at which a pause checks which requests SGLang can abort by now, and an overdue request checks for a pause."""
+"""Interval at which a pause checks which requests SGLang can abort, and an overdue request checks for a pause."""
 
 QUEUE_FACTOR = 1.25
 """Requests in the engine, as a multiple of those it runs at a time: enough that one is ready when another ends."""
