@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup, TCPStore
+    from torch.distributed import ProcessGroup, TCPStore  # type: ignore[attr-defined]
 
 _held: dict[int, socket.socket] = {}
 
@@ -46,7 +46,7 @@ def serve_store(address: str, port: int, world_size: int, timeout: timedelta) ->
         torch.distributed.DistNetworkError: this process does not hold the port and another process has bound it.
         torch.distributed.DistStoreError: fewer than `world_size` ranks joined within `timeout`.
     """
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     listener = _held.pop(port, None)
     descriptor = None if listener is None else listener.detach()
@@ -81,7 +81,7 @@ def join_as_source(group: BroadcastGroup, timeout_s: float) -> ProcessGroup:
     Raises:
         torch.distributed.DistStoreError: not all engines joined within `timeout_s`.
     """
-    import torch.distributed as dist
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
     from torch.distributed import distributed_c10d as c10d
 
     timeout = timedelta(seconds=timeout_s)
@@ -91,9 +91,10 @@ def join_as_source(group: BroadcastGroup, timeout_s: float) -> ProcessGroup:
         0,
         [],
         c10d.Backend(group.backend),
-        dist.PrefixStore(group.name, store),
+        PrefixStore(group.name, store),
         group_name=c10d.GroupName(group.name),
         timeout=timeout,
     )
     c10d._world.pg_group_ranks[joined] = {rank: rank for rank in range(group.world_size)}
-    return joined
+    source: ProcessGroup = joined
+    return source

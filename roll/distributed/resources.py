@@ -259,7 +259,7 @@ class ResourceManager:
                 f"{len(fitting)} fit(s)\n{self.table()}"
             )
         bundles = [{self._resource: self.devices_per_node}] * max(1, needed)
-        group = placement_group(bundles, strategy="STRICT_SPREAD" if needed > 1 else "STRICT_PACK")
+        group: PlacementGroup = placement_group(bundles, strategy="STRICT_SPREAD" if needed > 1 else "STRICT_PACK")
         if not group.wait(RESERVE_TIMEOUT_S):
             remove_placement_group(group)
             raise ResourceError(f"the devices exist but another run holds them\n{self.table()}")
@@ -279,7 +279,8 @@ class ResourceManager:
 
 
 def _alive_nodes() -> list[dict[str, Any]]:
-    return sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeManagerAddress"])
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return sorted((node for node in nodes if node["Alive"]), key=lambda node: node["NodeManagerAddress"])
 
 
 def _cores() -> tuple[int, ...]:

@@ -17,7 +17,8 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint import FileSystemWriter  # type: ignore[attr-defined]
+from torch.distributed.checkpoint import save as save_distributed  # type: ignore[attr-defined]
 
 from roll.distributed.strategy.megatron_optimizer import parts
 
@@ -26,7 +27,7 @@ OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
 saved per rank."""
 
 
-class InProcessSave(TorchDistSaveShardedStrategy):
+class InProcessSave(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # Megatron is not typed
     """Megatron's torch_dist format, written by this process.
 
     Megatron's own writer forks a process per file and keeps a manager process for its results, even for a save that
@@ -36,7 +37,7 @@ class InProcessSave(TorchDistSaveShardedStrategy):
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
         """Writes this rank's tensors; collective over all ranks."""
         tensors, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
-        torch.distributed.checkpoint.save(
+        save_distributed(
             mcore_to_pyt_state_dict(tensors, False),
             storage_writer=FileSystemWriter(checkpoint_dir, thread_count=self.thread_count),
             planner=MCoreSavePlanner(

@@ -44,7 +44,7 @@ class ForwardPass:
 
         def scores(hidden: torch.Tensor, micro: MicroBatch, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
             log_probs, entropy = self._scores(hidden, micro, temperature, entropy_gradient=False)
-            return micro.spread(log_probs), micro.spread(entropy)
+            return micro.to_columns(log_probs), micro.to_columns(entropy)
 
         with torch.no_grad():
             rows = self._schedule(batch, micro_batches, scores, forward_only=True)
@@ -72,7 +72,7 @@ class ForwardPass:
 
         def loss_of(hidden: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
             log_probs, entropy = self._scores(hidden, micro, temperature, entropy_gradient)
-            value, metrics = loss(micro.spread(log_probs), micro.spread(entropy), micro.batch)
+            value, metrics = loss(micro.to_columns(log_probs), micro.to_columns(entropy), micro.batch)
             reported = {"loss": value.detach().clone(), **{name: each.detach() for name, each in metrics.items()}}
             no_tokens = torch.zeros((), dtype=torch.int, device=value.device)
             return value, no_tokens, reported
@@ -83,19 +83,19 @@ class ForwardPass:
         self,
         batch: TensorDict,
         micro_batches: Sequence[Sequence[int]],
-        at_the_end: Callable[..., Any],
+        on_last_stage: Callable[..., Any],
         forward_only: bool,
     ) -> list[Any]:
-        """Megatron's schedule over the micro-batches; `at_the_end` sees the last stage's hidden states."""
+        """Megatron's schedule over the micro-batches; `on_last_stage` is given the hidden states of the last stage."""
         multiple = self.stage.config.tensor_model_parallel_size if self.stage.config.sequence_parallel else 1
         prepared = (make_micro_batch(batch, indices, multiple, self.device) for indices in micro_batches)
 
         def step(iterator: Iterator[MicroBatch], module: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
             micro = next(iterator)
             hidden = module(input_ids=micro.input_ids, position_ids=None, attention_mask=None)
-            return hidden, lambda output, **options: at_the_end(output, micro, **options)
+            return hidden, lambda output, **options: on_last_stage(output, micro, **options)
 
-        return get_forward_backward_func()(
+        results: list[Any] = get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=prepared,
             model=[self.wrapped],
@@ -105,6 +105,7 @@ class ForwardPass:
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
+        return results
 
     def _scores(
         self, hidden: torch.Tensor, micro: MicroBatch, temperature: float, entropy_gradient: bool
@@ -133,7 +134,7 @@ def is_maximum(name: str) -> bool:
 
 
 def reduce_micro_batches(rows: Sequence[Mapping[str, torch.Tensor]], device: torch.device) -> dict[str, float]:
-    """Reduces over this rank's micro-batches, over data ranks, and hands the result to every pipeline stage.
+    """Reduces over this rank's micro-batches and over data ranks, and sends the result to every pipeline stage.
 
     Args:
         rows: one mapping per micro-batch on the last stage, nothing on the others.
@@ -168,7 +169,7 @@ def _reduce(
 def _from_last_stage(reduced: dict[str, float]) -> dict[str, float]:
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         return reduced
-    box = [reduced]
+    shared = [reduced]
     source = parallel_state.get_pipeline_model_parallel_last_rank()
-    dist.broadcast_object_list(box, src=source, group=parallel_state.get_pipeline_model_parallel_group())
-    return box[0]
+    dist.broadcast_object_list(shared, src=source, group=parallel_state.get_pipeline_model_parallel_group())
+    return shared[0]

@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from roll.configs.layout import ParallelLayout, RankCoordinates
 from roll.configs.seeds import role_seed
@@ -40,7 +41,7 @@ def join_process_group(
     if rank == 0:
         store = serve_store(address, port, layout.world_size, timeout)
     else:
-        store = dist.TCPStore(address, port, layout.world_size, is_master=False, timeout=timeout)
+        store = TCPStore(address, port, layout.world_size, is_master=False, timeout=timeout)
     dist.init_process_group(
         platform.collective_backend,
         store=store,

@@ -25,7 +25,7 @@ class MicroBatch:
     columns: torch.Tensor
     hidden_rows: torch.Tensor
 
-    def spread(self, values: torch.Tensor) -> torch.Tensor:
+    def to_columns(self, values: torch.Tensor) -> torch.Tensor:
         """[N] values of the scored tokens as [b, T], 0 elsewhere; keeps the gradient."""
         shape = (self.batch.batch_size[0], self.batch["attention_mask"].shape[1])
         return values.new_zeros(shape).index_put((self.samples, self.columns), values)

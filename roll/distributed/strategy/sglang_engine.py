@@ -167,7 +167,7 @@ def _engine_class() -> Any:
     """SGLang's engine without its detokenizer process, which is not needed for token ids."""
     from sglang.srt.entrypoints.engine import Engine as SGLangEngine
 
-    class TokenEngine(SGLangEngine):
+    class TokenEngine(SGLangEngine):  # type: ignore[misc]  # SGLang is not typed
         @classmethod
         def _launch_detokenizer_subprocesses(cls, *_: Any, **__: Any) -> tuple[list[Any], list[str]]:
             return [], []
@@ -177,7 +177,7 @@ def _engine_class() -> Any:
 
 def _alive(process: psutil.Process) -> bool:
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 

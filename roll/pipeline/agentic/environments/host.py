@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from roll.distributed.remote_call import end_with_parent, print_to
+from roll.distributed.processes import end_with_parent, print_to
 from roll.envs import TextEnv, make_env
 from roll.pipeline.agentic.environments.types import Opened, Raised, Stepped
 

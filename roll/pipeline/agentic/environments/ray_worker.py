@@ -13,8 +13,7 @@ import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from roll.distributed.cluster import descendants, end
-from roll.distributed.processes import END_TIMEOUT_S, thread_environment
+from roll.distributed.processes import END_TIMEOUT_S, descendants, end, thread_environment
 from roll.distributed.rpc_batching import RpcActor, RpcServer, rpc_client
 from roll.pipeline.agentic.environments.host import EnvHost
 
