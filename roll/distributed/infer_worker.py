@@ -93,7 +93,7 @@ class InferWorker(WeightReceiver):
         await self._engine.manager.freeze_gc()  # in the scheduler's processes too
 
     async def _start(self, engine: Engine) -> None:
-        """Starts the engine on a free port; on another one where a process takes the port meanwhile."""
+        """Starts the engine on a free port; tries another one if a process takes the port before the engine binds it."""
         until = time.monotonic() + self.pipeline_config.start_timeout_s
         first = preferred_port(os.getpid())
         for attempt in range(PORT_ATTEMPTS):
@@ -109,7 +109,7 @@ class InferWorker(WeightReceiver):
     async def generate(self, requests: list[GenerateRequest]) -> list[GenerateResult]:
         """One result per request, in order; requests that arrive during a weight update wait for its end.
 
-        A request that takes longer than `generation_timeout_s`, or that the engine refuses, comes back with
+        A request that takes longer than `generation_timeout_s`, or that the engine refuses, is returned with
         finish_reason `abort`, `error` set, and the tokens sampled so far. With `deterministic` the same requests give
         the same results bit for bit.
 

@@ -46,7 +46,7 @@ def deadline_scope(deadline: float) -> Iterator[None]:
 
 
 def seconds_left(timeout_s: float) -> float:
-    """`timeout_s`, shortened to what the enclosing `deadline_scope` leaves."""
+    """`timeout_s`, or the time to the deadline of the enclosing `deadline_scope` where that is shorter."""
     return max(0.0, min(timeout_s, _deadline.get() - time.monotonic()))
 
 
@@ -154,7 +154,7 @@ class ClusterError(RuntimeError):
 
 @dataclass(frozen=True)
 class CallContext:
-    """What an error message says about a call; `places` describes the node, devices and log of each rank."""
+    """What was called where, for error messages; `places` describes the node, devices and log of each rank."""
 
     role: str
     method: str

@@ -123,8 +123,8 @@ def resource_table(
     for node in range(needed):
         address, count = nodes[node] if node < len(nodes) else ("no such node", 0)
         first = node * devices_per_node
-        asked = {d for devices in roles.values() for d in devices if first <= d < first + devices_per_node}
-        lines.append(f"{node:<6}{first}-{first + devices_per_node - 1:<10}{len(asked):<8}{count:<8g}{address}")
+        requested = {d for devices in roles.values() for d in devices if first <= d < first + devices_per_node}
+        lines.append(f"{node:<6}{first}-{first + devices_per_node - 1:<10}{len(requested):<8}{count:<8g}{address}")
     lines.append(f"{'role':<18}{device_word}")
     lines.extend(f"{role:<18}{spans(sorted(devices))}" for role, devices in roles.items())
     return "\n".join(lines)

@@ -1,7 +1,7 @@
-"""Forward passes of a Megatron stage: hidden states through the pipeline, scores at its end.
+"""Forward and backward passes of a Megatron stage, and their metrics.
 
-Log-probs for the loss and log-probs on their own come from the same code on the same shapes, so that the ratio of a
-first optimizer step is 1.
+Log-probs with and without a loss are computed by the same code on the same shapes, so that the ratio of a first
+optimizer step is 1.
 """
 
 from __future__ import annotations

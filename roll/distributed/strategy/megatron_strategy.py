@@ -5,21 +5,29 @@ Imports Megatron: on a CPU, `Platform.prepare_megatron` must be called before th
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Iterable
+from datetime import timedelta
 from pathlib import Path
 from typing import TypedDict
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
 from tensordict import TensorDict
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from roll.algorithms.aggregation import LossScale
 from roll.algorithms.losses import LOSSES, PolicyLossConfig
 from roll.configs.arguments import TORCH_DTYPES
 from roll.configs.batches import max_sequence_length, training_batch
-from roll.configs.layout import ParallelLayout
+from roll.configs.layout import ParallelLayout, RankCoordinates
 from roll.configs.layouts import megatron_config
 from roll.configs.pipeline import BaseConfig
+from roll.configs.seeds import role_seed
 from roll.configs.worker import WorkerConfig
+from roll.distributed.process_groups import serve_store
 from roll.distributed.protocol import DataProto
 from roll.distributed.strategy import megatron_checkpoint
 from roll.distributed.strategy.learning_rate import LearningRate
@@ -30,7 +38,6 @@ from roll.distributed.strategy.megatron_forward import (
     reduce_micro_batches,
 )
 from roll.distributed.strategy.megatron_optimizer import build_optimizer, require_finite, update, wrap_model
-from roll.distributed.strategy.megatron_parallel import join_process_group, leave_process_group, seed_rank
 from roll.distributed.strategy.megatron_weights import MegatronWeights
 from roll.models.factory import BuildOptions, HiddenStateModel, build_gpt_model, transformer_engine_available
 from roll.models.hf_config import DecoderConfig, read_hf_config
@@ -254,3 +261,71 @@ class MegatronTrainStrategy(MegatronInferStrategy):
 def _bytes(values: Iterable[object]) -> int:
     """Bytes of the tensors among `values`."""
     return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
+
+
+def join_process_group(
+    platform: Platform, layout: ParallelLayout, rank: int, start_timeout_s: float, collective_timeout_s: float
+) -> RankCoordinates:
+    """Joins the role's ranks at MASTER_ADDR:MASTER_PORT and builds Megatron's groups.
+
+    Args:
+        platform: names the collective backend.
+        layout: sizes of the parallel dimensions; the world size is their product.
+        rank: this rank.
+        start_timeout_s: longest wait for all ranks to start.
+        collective_timeout_s: longest time of any later collective.
+
+    Returns:
+        The coordinates of this rank.
+
+    Raises:
+        RuntimeError: the environment lacks the address, contradicts the layout, or ranks did not start in time.
+    """
+    address, port = _master()
+    _check_environment(layout, rank)
+    timeout = timedelta(seconds=start_timeout_s)
+    if rank == 0:
+        store = serve_store(address, port, layout.world_size, timeout)
+    else:
+        store = TCPStore(address, port, layout.world_size, is_master=False, timeout=timeout)
+    dist.init_process_group(
+        platform.collective_backend,
+        store=store,
+        rank=rank,
+        world_size=layout.world_size,
+        timeout=timedelta(seconds=collective_timeout_s),
+    )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        distributed_timeout_minutes=math.ceil(collective_timeout_s / 60),
+        create_gloo_process_groups=platform.collective_backend != "gloo",
+    )
+    return layout.coordinates(rank)
+
+
+def leave_process_group() -> None:
+    """Undoes `join_process_group`."""
+    if dist.is_initialized():
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def seed_rank(seed: int, role: str, coordinates: RankCoordinates) -> None:
+    """Seeds torch and Megatron's tracker, which must agree over data ranks and differ over pipeline stages."""
+    tensor_parallel.model_parallel_cuda_manual_seed(role_seed(seed, role, coordinates.pipeline), force_reset_rng=True)
+    torch.manual_seed(role_seed(seed, role, "torch", coordinates.pipeline, coordinates.data, coordinates.tensor))
+
+
+def _master() -> tuple[str, int]:
+    try:
+        return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    except KeyError as missing:
+        raise RuntimeError(f"environment variable {missing} is not set, so ranks cannot find each other") from None
+
+
+def _check_environment(layout: ParallelLayout, rank: int) -> None:
+    for name, expected in (("RANK", rank), ("WORLD_SIZE", layout.world_size)):
+        value = os.environ.get(name)
+        if value is not None and int(value) != expected:
+            raise RuntimeError(f"environment variable {name} is {value}, but the layout {layout} needs {expected}")

@@ -197,7 +197,7 @@ def _mix(value: torch.Tensor) -> torch.Tensor:
 
 
 def _product(value: torch.Tensor, factor: int) -> torch.Tensor:
-    """The lower 32 bits; int64 wraps, and its lower half is right whatever the upper one lost."""
+    """The lower 32 bits; int64 wraps, and the lower half of a wrapped product is exact."""
     return (value * factor) & _WORD
 
 

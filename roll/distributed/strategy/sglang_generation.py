@@ -67,7 +67,7 @@ class Generation:
         self._names = itertools.count()
 
     async def generate(self, requests: list[GenerateRequest]) -> list[GenerateResult]:
-        """One result per request, in order; a request that failed or expired comes back with `error` set.
+        """One result per request, in order; a request that failed or expired is returned with `error` set.
 
         Raises:
             EngineError: the engine itself died.

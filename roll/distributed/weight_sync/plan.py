@@ -1,4 +1,4 @@
-"""Which tensors travel in which order and bucket, and the checks of a weight update: pure functions."""
+"""The plan of a weight update, tensors in buckets, and its checks: pure functions."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ def checksum_differences(expected: Mapping[str, str], found: Mapping[str, str]) 
     """How an engine's checksums differ from those of the sent tensors, one sentence a tensor; empty when equal.
 
     Args:
-        expected: checksum by the engine's parameter name, of what the training side sent.
-        found: the same of what the engine holds.
+        expected: checksums of the sent tensors, by the engine's parameter name.
+        found: checksums of the engine's parameters, by name.
     """
     not_sent = [f"{name} was not sent" for name in sorted(found.keys() - expected.keys())]
     unknown = [f"{name} is not a parameter of the engine" for name in sorted(expected.keys() - found.keys())]

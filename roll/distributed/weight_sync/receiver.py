@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class StaleWeightsError(RuntimeError):
-    """The engine was asked to generate with weights of no version: partly updated, or never sent."""
+    """A request reached an engine whose weights are of no version: partly updated, or never sent."""
 
 
 class WeightReceiver(Worker):

@@ -110,7 +110,7 @@ class WeightSynchronizer:
             train: sends the weights.
             infer: receives them.
             config: of the run.
-            transport: how weights travel; by default `choose_transport` decides.
+            transport: how weights are sent; by default as `choose_transport` decides.
             sleep: waits between attempts; replaced in tests.
         """
         self._train, self._infer, self._config, self._sleep = train, infer, config, sleep
@@ -135,7 +135,7 @@ class WeightSynchronizer:
     async def update_weights(self, version: int) -> UpdateReport:
         """Brings the weights of `version` to all engines, in at most `1 + max_sync_retries` attempts.
 
-        The first update is always verified, later ones as `verify_weights` says.
+        The first update is always verified, later ones as `verify_weights` configures.
 
         Raises:
             WeightUpdateError: every attempt failed; the message contains each cause.
@@ -241,7 +241,7 @@ def choose_transport(train: Cluster[TrainWorker], infer: Cluster[InferWorker]) -
 
 
 class Transport(ABC):
-    """How weights travel from the training ranks to the engines.
+    """Sends weights from the training ranks to the engines.
 
     Attributes:
         sources: what each pipeline stage sends; set before `connect`.
@@ -259,7 +259,7 @@ class Transport(ABC):
 
     @abstractmethod
     async def transfer(self, checksums: bool) -> Transfer:
-        """Sends every tensor, and computes the checksums of what is sent where requested."""
+        """Sends every tensor, and computes checksums where requested."""
 
     @abstractmethod
     async def disconnect(self) -> None:
