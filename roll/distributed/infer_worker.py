@@ -93,7 +93,7 @@ class InferWorker(WeightReceiver):
         await self._engine.manager.freeze_gc()  # in the scheduler's processes too
 
     async def _start(self, engine: Engine) -> None:
-        """Starts the engine on a free port; tries another one if a process takes the port before the engine binds it."""
+        """Starts the engine on a free port; tries another one if the port is taken before the engine binds it."""
         until = time.monotonic() + self.pipeline_config.start_timeout_s
         first = preferred_port(os.getpid())
         for attempt in range(PORT_ATTEMPTS):

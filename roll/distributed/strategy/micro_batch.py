@@ -1,4 +1,4 @@
-"""Micro-batches: samples of a batch as the inputs of one forward pass, and its outputs back in the batch's columns."""
+"""Micro-batches: samples of a batch as the inputs of one forward pass, and its outputs in the batch's columns."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def test_columns_after_the_longest_sample_are_cut():
 def test_every_token_but_a_samples_first_is_scored():
     micro = make_micro_batch(batch(), [0, 1])
     assert micro.targets.tolist() == [2, 3, 5, 6, 7]
-    assert micro.spread(torch.arange(1.0, 6.0)).tolist() == [[0, 1, 2, 0], [0, 3, 4, 5]]
+    assert micro.to_columns(torch.arange(1.0, 6.0)).tolist() == [[0, 1, 2, 0], [0, 3, 4, 5]]
 
 
 def test_hidden_rows_point_at_the_token_before():
@@ -34,7 +34,7 @@ def test_hidden_rows_point_at_the_token_before():
 def test_left_padding_is_moved_to_the_right_and_scores_go_back_to_their_columns():
     micro = make_micro_batch(batch(), [2])
     assert micro.input_ids.tolist() == [[8, 9, 10]]
-    assert micro.spread(torch.tensor([1.0, 2.0])).tolist() == [[0, 0, 0, 0, 1, 2]]
+    assert micro.to_columns(torch.tensor([1.0, 2.0])).tolist() == [[0, 0, 0, 0, 1, 2]]
 
 
 def test_only_the_response_is_scored_where_the_batch_has_a_response_mask():
