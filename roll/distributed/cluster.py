@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, TypeVarTuple, overload
@@ -255,12 +254,6 @@ class Cluster(Generic[WorkerT]):
         self._build()
         places = tuple(self._place(rank) for rank in range(self.world_size))
         return ClusterClient(self.role, tuple(self._actors), places, self._deadlines)
-
-    def dump_stacks(self) -> None:
-        """Makes every local process write the stack of each of its threads to its log."""
-        for process in self._processes:
-            if process.is_running():
-                process.send_signal(signal.SIGUSR1)
 
     def shutdown(self) -> None:
         """Closes the workers, ends their processes and child processes, and waits until they are gone."""

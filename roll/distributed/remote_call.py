@@ -203,19 +203,12 @@ class RemoteCall(Generic[T]):
         self._context, self._refs, self._collect = context, dict(zip(context.places, refs, strict=True)), collect
         self._timeout_s, self._start = seconds_left(timeout_s), time.monotonic()
 
-    def within(self, timeout_s: float) -> RemoteCall[T]:
-        """The same call with another deadline, counted from the call."""
-        self._timeout_s = timeout_s
-        return self
-
-    def get(self, timeout_s: float | None = None) -> T:
+    def get(self) -> T:
         """The result.
 
         Raises:
             ClusterError: a rank raised, died, or did not answer in time.
         """
-        if timeout_s is not None:
-            self.within(timeout_s)
         answers: dict[int, Any] = {}
         while len(answers) < len(self._refs):
             open_ranks = [rank for rank in self._refs if rank not in answers]

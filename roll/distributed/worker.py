@@ -22,7 +22,7 @@ def register(deadline: Deadline = "rpc_timeout_s") -> Callable[[MethodT], Method
     """Makes a worker's method callable through its `Cluster`.
 
     Args:
-        deadline: key of the pipeline's configuration that bounds a call; `RemoteCall.within` overrides it.
+        deadline: key of the pipeline's configuration that bounds a call, as an enclosing `deadline_scope` does.
     """
 
     def mark(method: MethodT) -> MethodT:
