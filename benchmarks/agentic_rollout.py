@@ -92,9 +92,9 @@ class OneEngine:
         """Takes it."""
         self._engine = engine
 
-    def call(self, rank: int, method: str, *args: Any) -> Any:
-        """The engine's own coroutine."""
-        return getattr(self._engine, method)(*args)
+    def generate(self, rank: int, requests: list[Any]) -> Any:
+        """Results of the engine."""
+        return self._engine.generate(requests)
 
 
 def measure() -> Measurement:
@@ -126,12 +126,12 @@ async def compare(file: Path) -> dict[str, Any]:
     """Plays the same groups both ways in turn, REPEATS times each."""
     from roll.configs.agentic import AgenticConfig
     from roll.configs.load import load_config
+    from roll.distributed.infer_worker import InferWorker
     from roll.distributed.resources import start_ray, stop_ray
-    from roll.distributed.strategy.sglang_strategy import SGLangStrategy
+    from roll.distributed.worker import WorkerRank
     from roll.pipeline.agentic.metrics import rollout_metrics
     from roll.pipeline.agentic.pipeline import AgenticPipeline
     from roll.pipeline.agentic.rollouter import make_producer
-    from roll.platforms import get_platform
     from roll.rollout.policy import Ticket
 
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -140,7 +140,7 @@ async def compare(file: Path) -> dict[str, Any]:
     pipeline = AgenticPipeline(config)
     await pipeline.prepare()
     start_ray(config, "cpu", 1)
-    engine = SGLangStrategy(config.actor_infer, config, get_platform("cpu").engine_arguments(), rank=0, seed=0)
+    engine = InferWorker(WorkerRank.single("actor_infer"), config.actor_infer, config)
     rates: dict[str, list[float]] = {"free": [], "lock_step": []}
     sums, groups = Sums(), []
     try:
@@ -157,7 +157,7 @@ async def compare(file: Path) -> dict[str, Any]:
                     rates[way].append(60 * GROUPS * GROUP / (time.perf_counter() - start))
         producer.close()
     finally:
-        engine.shutdown()
+        engine.close()
         stop_ray()
     return {
         "trajectories_per_minute": {way: median(values) for way, values in rates.items()},

@@ -21,8 +21,8 @@ from typing import Any
 from benchmarks.common import Measurement, at_least, main, median
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.worker import WorkerConfig
-from roll.distributed.strategy.sglang_strategy import SGLangStrategy
-from roll.platforms import get_platform
+from roll.distributed.infer_worker import InferWorker
+from roll.distributed.worker import WorkerRank
 from roll.rollout.types import GenerateRequest, SamplingParams
 
 SHAPE: dict[str, Any] = {
@@ -74,7 +74,7 @@ async def _serve(orders: Connection, attention: str, folder: str) -> None:
     worker.model_args.model_name_or_path, worker.model_args.dtype = folder, "fp32"
     worker.max_running_requests, worker.generation_timeout_s = 256, TIMEOUT_S
     worker.system_envs = {"ROLL_CPU_ATTENTION": attention}
-    engine = SGLangStrategy(worker, pipeline, get_platform("cpu").engine_arguments(), rank=0, seed=0)
+    engine = InferWorker(WorkerRank.single("actor_infer"), worker, pipeline)
     await engine.initialize()
     try:
         await tokens_per_second(engine, [NEW_TOKENS] * 16)
@@ -82,10 +82,10 @@ async def _serve(orders: Connection, attention: str, folder: str) -> None:
         while lengths := orders.recv():
             orders.send(await tokens_per_second(engine, lengths))
     finally:
-        engine.shutdown()
+        engine.close()
 
 
-async def tokens_per_second(engine: SGLangStrategy, lengths: list[int]) -> float:
+async def tokens_per_second(engine: InferWorker, lengths: list[int]) -> float:
     """One pass over requests of these lengths, prefill included."""
     draw = random.Random(1)
     prompts = [[draw.randrange(3, SHAPE["vocab_size"]) for _ in range(PROMPT_TOKENS)] for _ in lengths]

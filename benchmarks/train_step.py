@@ -142,8 +142,10 @@ def _megatron_step(layout: ParallelLayout, rank: int, folder: Path, work: Work) 
     from roll.configs.pipeline import SFTConfig
     from roll.configs.worker import WorkerConfig
     from roll.distributed.protocol import DataProto
-    from roll.distributed.strategy.megatron_strategy import MegatronTrainStrategy
     from roll.platforms import get_platform
+
+    get_platform("cpu").prepare_megatron()
+    from roll.distributed.strategy.megatron_strategy import MegatronTrainStrategy
 
     sizes = {"tensor_model_parallel_size": layout.tensor, "pipeline_model_parallel_size": layout.pipeline}
     worker = WorkerConfig(
@@ -174,7 +176,7 @@ def _spawn(layout: ParallelLayout, job: Callable[..., Any], folder: Path, work: 
     """What rank 0 found, each rank on a core and a process of its own."""
     import torch
 
-    from roll.distributed.ports import open_port
+    from roll.distributed.process_groups import open_port
 
     result = folder / "result.pickle"
     with open_port() as listener:
@@ -192,7 +194,7 @@ def _rank_main(
     listener: socket.socket,
     result: Path,
 ) -> None:
-    from roll.distributed.ports import hold_port
+    from roll.distributed.process_groups import hold_port
     from roll.platforms import get_platform
     from roll.platforms.sglang_cpu_plugin import define_torchvision_operators
 

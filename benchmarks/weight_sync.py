@@ -1,8 +1,8 @@
-"""Bytes per second of a publish, TP2 training to one engine, against a bare gloo broadcast of the same bytes.
+"""Bytes per second of a weight update, TP2 training to one engine, against a bare gloo broadcast of the same bytes.
 
-The bare broadcast runs between two processes of its own after the engine and the training ranks have ended. A publish
-counts whole: pause, session, gather over tensor parallel, transfer, loading, flush, resume. Both ways are measured; the
-checks are on shared memory, which a run on one CPU machine takes, and `ratio.broadcast` is the gloo way.
+The bare broadcast runs between two processes of its own after the engine and the training ranks have ended. An update
+is measured whole: pause, session, gather over tensor parallel, transfer, loading, flush, resume. Both transports are
+measured; the checks are on shared memory, which a run on one CPU machine uses, and `ratio.broadcast` is gloo.
 Usage: python -m benchmarks.weight_sync --json FILE
 """
 
@@ -23,12 +23,12 @@ from benchmarks.common import Measurement, at_least, at_most, main, median
 TARGET_RATIO = 0.5
 """Of the bandwidth of the bare broadcast."""
 TARGET_TINY_S = 0.3
-"""Seconds of a publish of the tiny model."""
+"""Seconds of a weight update of the tiny model."""
 REPEATS = 7
-RUNNING, RUNNING_TOKENS, RUNNING_PUBLISHES, RUNNING_GAP_S = 128, 96, 5, 1.5
-"""Requests that run during publishes in place, their tokens, and the publishes."""
+RUNNING, RUNNING_TOKENS, RUNNING_UPDATES, RUNNING_GAP_S = 128, 96, 5, 1.5
+"""Requests that run during in-place updates, their tokens, the updates, and the seconds between them."""
 TARGET_PAUSE_RATIO = 2.0
-"""Seconds engines stand still, of the bare broadcast's."""
+"""Pause of the engines, in multiples of the bare broadcast."""
 BUCKET_MB = 128
 """Two buckets of the large model, so that writing and loading overlap; the default holds it in one."""
 DEVICES = {"actor_train": [0, 1], "actor_infer": [2]}
@@ -49,11 +49,11 @@ TINY: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 384, "head_dim"
 
 
 def measure() -> Measurement:
-    """The figures of both models by both ways, and the checks on the way that a run on this machine takes."""
-    large, tiny = _published(LARGE), _published(TINY)
+    """The figures of both models with both transports, and the checks on the one that this machine uses."""
+    large, tiny = _updated(LARGE), _updated(TINY)
     num_bytes = large["shared"][0]["bytes"]
     bare_seconds = _bare_broadcast(num_bytes)
-    speed = {way: num_bytes / _median(reports, "seconds") for way, reports in large.items()}
+    speed = {transport: num_bytes / _median(reports, "seconds") for transport, reports in large.items()}
     bare = num_bytes / median(bare_seconds)
     pause = _median(large["running"], "pause_seconds") / median(bare_seconds)
     raw = {
@@ -63,70 +63,71 @@ def measure() -> Measurement:
         "bare_broadcast_seconds": bare_seconds,
         "bytes": num_bytes,
         "bytes_per_second": {"bare": bare, **speed},
-        "ratio": {way: value / bare for way, value in speed.items()},
+        "ratio": {transport: value / bare for transport, value in speed.items()},
         "pause_seconds": {
-            "large": {way: _median(reports, "pause_seconds") for way, reports in large.items()},
-            "tiny": {way: _median(reports, "pause_seconds") for way, reports in tiny.items()},
+            "large": {transport: _median(reports, "pause_seconds") for transport, reports in large.items()},
+            "tiny": {transport: _median(reports, "pause_seconds") for transport, reports in tiny.items()},
         },
     }
     return raw, [
         at_least("weight_sync: bytes of the large model", num_bytes, 200e6),
-        at_least("weight_sync: publish / bare gloo broadcast, bytes per second", speed["shared"] / bare, TARGET_RATIO),
+        at_least("weight_sync: update / bare gloo broadcast, bytes per second", speed["shared"] / bare, TARGET_RATIO),
         at_most("weight_sync: pause under 128 running requests / bare broadcast", pause, TARGET_PAUSE_RATIO),
-        at_most("weight_sync: seconds to publish the tiny model", _median(tiny["shared"], "seconds"), TARGET_TINY_S),
+        at_most("weight_sync: seconds to update the tiny model", _median(tiny["shared"], "seconds"), TARGET_TINY_S),
     ]
 
 
 def _median(reports: list[dict[str, Any]], key: str) -> float:
-    """Of the publishes after the first, which alone is verified."""
+    """Of the updates after the first, which alone is verified."""
     return median([report[key] for report in reports if not report["verified"]])
 
 
-def _published(shape: dict[str, Any]) -> dict[str, Any]:
-    """Reports of `1 + REPEATS` publishes of a random model of this shape by each way."""
+def _updated(shape: dict[str, Any]) -> dict[str, Any]:
+    """Reports of `1 + REPEATS` updates of a random model of this shape with each transport."""
     with tempfile.TemporaryDirectory() as root, _clusters(Path(root), shape) as (config, train, infer):
-        return asyncio.run(_publish(shape, config, train, infer))
+        return asyncio.run(_update(shape, config, train, infer))
 
 
-async def _publish(shape: dict[str, Any], config: Any, train: Any, infer: Any) -> dict[str, Any]:
-    from roll.distributed.weight_sync.publisher import BroadcastTransport, SharedTransport, WeightPublisher
+async def _update(shape: dict[str, Any], config: Any, train: Any, infer: Any) -> dict[str, Any]:
+    from roll.distributed.weight_sync.synchronizer import BroadcastTransport, SharedMemoryTransport, WeightSynchronizer
 
     reports = {}
-    for name, way in (("broadcast", BroadcastTransport), ("shared", SharedTransport)):
-        publisher = WeightPublisher(train, infer, config, way)
-        await publisher.setup()
-        reports[name] = [asdict(await publisher.publish(version)) for version in range(1 + REPEATS)]
+    for name, transport in (("broadcast", BroadcastTransport), ("shared", SharedMemoryTransport)):
+        synchronizer = WeightSynchronizer(train, infer, config, transport)
+        await synchronizer.setup()
+        reports[name] = [asdict(await synchronizer.update_weights(version)) for version in range(1 + REPEATS)]
     if shape is LARGE:
-        reports["running"] = await _publish_while_running(config, train, infer)
+        reports["running"] = await _update_while_running(config, train, infer)
     return reports
 
 
-async def _publish_while_running(config: Any, train: Any, infer: Any) -> list[dict[str, Any]]:
-    """Reports of publishes under requests that go on in place; all of them must come back whole."""
-    from roll.distributed.weight_sync.publisher import SharedTransport, WeightPublisher
+async def _update_while_running(config: Any, train: Any, infer: Any) -> list[dict[str, Any]]:
+    """Reports of updates under requests that continue in place; all of them must return complete."""
+    from roll.distributed.infer_worker import InferWorker
+    from roll.distributed.weight_sync.synchronizer import SharedMemoryTransport, WeightSynchronizer
     from roll.rollout.types import GenerateRequest, SamplingParams
 
     config.in_flight_policy = "in_place"
-    publisher = WeightPublisher(train, infer, config, SharedTransport)
-    await publisher.setup()
+    synchronizer = WeightSynchronizer(train, infer, config, SharedMemoryTransport)
+    await synchronizer.setup()
     sampling = SamplingParams(max_new_tokens=RUNNING_TOKENS)
     requests = [GenerateRequest(str(i), [5 + i] * 8, sampling, seed=i) for i in range(RUNNING)]
-    answers = asyncio.ensure_future(_waited(infer.generate([requests])))
+    answers = asyncio.ensure_future(_waited(infer.call_each(InferWorker.generate, [requests])))
     reports = []
-    for version in range(1 + RUNNING_PUBLISHES):
+    for version in range(1 + RUNNING_UPDATES):
         await asyncio.sleep(RUNNING_GAP_S)
         if answers.done():
-            raise RuntimeError("the requests ended before the last publish; let them draw more tokens")
-        reports.append(asdict(await publisher.publish(version)))
+            raise RuntimeError("the requests ended before the last update; let them sample more tokens")
+        reports.append(asdict(await synchronizer.update_weights(version)))
     (results,) = await answers
     lost = sum(len(result.response_ids) != RUNNING_TOKENS for result in results)
     if lost:
-        raise RuntimeError(f"{lost} of {RUNNING} requests did not come back whole")
+        raise RuntimeError(f"{lost} of {RUNNING} requests did not return complete")
     return reports
 
 
-async def _waited(pending: Any) -> Any:
-    return await pending
+async def _waited(call: Any) -> Any:
+    return await call
 
 
 @contextmanager
@@ -166,8 +167,8 @@ def _clusters(root: Path, shape: dict[str, Any]) -> Iterator[tuple[Any, Any, Any
         for role, worker in roles.items()
     }
     try:
-        for pending in [cluster.initialize() for cluster in clusters.values()]:
-            pending.get()
+        for call in [cluster.initialize() for cluster in clusters.values()]:
+            call.get()
         yield config, clusters["actor_train"], clusters["actor_infer"]
     finally:
         for cluster in clusters.values():

@@ -1,4 +1,4 @@
-"""Does the whole chain hold on this machine? Trains, publishes and generates with a small model on one device.
+"""Checks the whole chain on this machine: trains, updates weights and generates with a small model on one device.
 
     scripts/gpu_smoke.sh                      (one GPU, bf16)
     scripts/gpu_smoke.sh --platform cpu       (the same on a CPU, fp32)
@@ -25,8 +25,10 @@ from roll.configs.pipeline import RLVRConfig
 from roll.configs.worker import WorkerConfig
 from roll.datasets.collate import collate_samples
 from roll.distributed.cluster import Cluster
+from roll.distributed.infer_worker import InferWorker
 from roll.distributed.protocol import DataProto
-from roll.distributed.weight_sync.publisher import WeightPublisher
+from roll.distributed.train_worker import TrainWorker
+from roll.distributed.weight_sync.synchronizer import WeightSynchronizer
 from roll.models.tiny import write_tiny_model
 from roll.pipeline.session import Session
 from roll.pipeline.sharding import cluster_log_probs, training_plans, training_shards
@@ -73,7 +75,7 @@ class Row:
 
 
 def configuration(platform: str, dtype: str, folder: Path) -> RLVRConfig:
-    """Both roles on device 0, two micro-batches a step, weights verified at every publish."""
+    """Both roles on device 0, two micro-batches a step, every weight update verified."""
     engine = {"load_format": "dummy"} | ({"mem_fraction_static": 0.4} if platform == "cuda" else {})
     return RLVRConfig(
         exp_name="gpu_smoke",
@@ -130,7 +132,7 @@ class Reference:
         return loss.item()
 
 
-async def generate(engine: Cluster, round_number: int) -> tuple[DataProto, float]:
+async def generate(engine: Cluster[InferWorker], round_number: int) -> tuple[DataProto, float]:
     """Samples for fixed prompts, and response tokens per second."""
     generator = torch.Generator().manual_seed(round_number)
     prompts = torch.randint(3, SHAPE["vocab_size"], (SAMPLES, PROMPT_TOKENS), generator=generator).tolist()
@@ -139,7 +141,7 @@ async def generate(engine: Cluster, round_number: int) -> tuple[DataProto, float
         GenerateRequest(f"{round_number}-{index}", prompt, sampling, seed=index) for index, prompt in enumerate(prompts)
     ]
     start = time.perf_counter()
-    [results] = await engine.generate([requests])
+    [results] = await engine.call_each(InferWorker.generate, [requests])
     seconds = time.perf_counter() - start
     failed = [result.error for result in results if result.error]
     if failed:
@@ -148,14 +150,17 @@ async def generate(engine: Cluster, round_number: int) -> tuple[DataProto, float
     return DataProto.from_dict(collate_samples(samples)), sum(len(r.response_ids) for r in results) / seconds
 
 
-async def train(actor: Cluster, config: RLVRConfig, data: DataProto, reference: Reference) -> tuple[float, float]:
+async def train(
+    actor: Cluster[TrainWorker], config: RLVRConfig, data: DataProto, reference: Reference
+) -> tuple[float, float]:
     """Largest relative difference of a step's loss, and tokens per second of the steps after the first."""
     data.meta_info |= {"temperature": 1.0, "loss": "sft", "loss_config": None}
     (plan,) = training_plans(data, config.actor_train, actor.layout)
     losses, seconds = [], []
     for _ in range(STEPS):
         start = time.perf_counter()
-        losses.append((await actor.train_step(training_shards(data, plan)))[0]["loss"])
+        shards = training_shards(data, plan)
+        losses.append((await actor.call_shards(TrainWorker.train_step, shards))[0]["loss"])
         seconds.append(time.perf_counter() - start)
     wanted = [reference.train_step(data) for _ in range(STEPS)]
     worst = max(abs(loss - want) / abs(want) for loss, want in zip(losses, wanted, strict=True))
@@ -172,17 +177,17 @@ def difference(name: str, ours: torch.Tensor, theirs: torch.Tensor, mask: torch.
 
 
 async def smoke(platform: str, dtype: str, folder: Path) -> list[Row]:
-    """Every check, in the order of a run: publish, generate, compare, train, publish again, compare again."""
+    """Every check, in the order of a run: update weights, generate, compare, train, and once more."""
     write_tiny_model(folder / "model", "qwen2", dtype={"fp32": "float32", "bf16": "bfloat16"}[dtype], **SHAPE)
     config, bounds, rows = configuration(platform, dtype, folder), BOUNDS[dtype], []
     reference = Reference(folder / "model")
     async with Session(config) as session:
         await session.ready()
-        actor, engine = session.clusters["actor_train"], session.clusters["actor_infer"]
-        publisher = WeightPublisher(actor, engine, config)
-        await publisher.setup()
+        actor, engine = session.train_clusters["actor_train"], session.infer_clusters["actor_infer"]
+        synchronizer = WeightSynchronizer(actor, engine, config)
+        await synchronizer.setup()
         for version in (0, 1):
-            report = await publisher.publish(version)
+            report = await synchronizer.update_weights(version)
             data, rate = await generate(engine, version)
             data.meta_info["temperature"] = TEMPERATURE
             mask = data.batch["response_mask"]
@@ -192,13 +197,13 @@ async def smoke(platform: str, dtype: str, folder: Path) -> list[Row]:
             when = f"version {version}"
             rows += difference(f"{when}: Megatron against CPU fp32", ours, right, mask, bounds)
             rows += difference(f"{when}: SGLang against Megatron", data.batch["behavior_log_probs"], ours, mask, bounds)
-            rows.append(Row(f"{when}: publishing {report.bytes / 1e6:.0f} MB, verified", report.seconds, "s"))
+            rows.append(Row(f"{when}: weight update of {report.bytes / 1e6:.0f} MB, verified", report.seconds, "s"))
             rows.append(Row(f"{when}: generation", rate, "tokens/s"))
             if version == 0:
                 worst, rate = await train(actor, config, data, reference)
                 rows.append(Row(f"loss of {STEPS} steps against CPU fp32, relative", worst, "", bounds["loss"]))
                 rows.append(Row("training", rate, "tokens/s"))
-        memory = (await actor.memory())[0]
+        memory = (await actor.call_all(TrainWorker.memory))[0]
         rows.append(Row("memory of the training process, peak", memory["peak"] / 1e6, "MB"))
     return rows
 

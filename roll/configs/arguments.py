@@ -7,6 +7,9 @@ from typing import Literal
 
 from roll.configs.fields import one_or_many, option
 
+TORCH_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""torch's name of each value of `dtype`."""
+
 
 @dataclass
 class ModelArguments:

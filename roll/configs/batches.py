@@ -61,6 +61,19 @@ def training_batch(config: Any) -> TrainingBatch:
     )
 
 
+def max_sequence_length(config: BaseConfig) -> int:
+    """Tokens of the longest sequence of a run, prompt and response.
+
+    Raises:
+        ValueError: the configuration has neither `sequence_length` nor `response_length`.
+    """
+    if config.sequence_length is not None:
+        return config.sequence_length
+    if config.response_length is None:
+        raise ValueError("response_length: set it or sequence_length")
+    return config.prompt_length + config.response_length
+
+
 def requests_per_engine(config: RLConfig) -> int:
     """Requests that one engine may have at a time, rounded up: its share of a batch, or of the environments that play.
 

@@ -21,8 +21,8 @@ class Engines(Protocol):
     def world_size(self) -> int:
         """How many there are."""
 
-    def call(self, rank: int, method: str, *args: list[GenerateRequest]) -> Awaitable[list[GenerateResult]]:
-        """The answer of one engine to `generate`."""
+    def generate(self, rank: int, requests: list[GenerateRequest], /) -> Awaitable[list[GenerateResult]]:
+        """Results of one engine, in the order of the requests."""
 
 
 class EnginePool:
@@ -123,7 +123,7 @@ class EnginePool:
         for index, engine in engines.items():
             shares.setdefault(engine, []).append(index)
         calls = [
-            asyncio.ensure_future(self._engines.call(engine, "generate", [requests[index] for index in share]))
+            asyncio.ensure_future(self._engines.generate(engine, [requests[index] for index in share]))
             for engine, share in shares.items()
         ]
         try:

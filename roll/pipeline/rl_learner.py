@@ -18,6 +18,7 @@ from roll.algorithms.losses import PolicyLossConfig
 from roll.algorithms.turns import TURN_KEYS, read_turns
 from roll.configs.pipeline import RLConfig
 from roll.distributed.protocol import DataProto
+from roll.distributed.train_worker import TrainWorker
 from roll.pipeline.clock import StepClock
 from roll.pipeline.errors import RunError
 from roll.pipeline.interfaces import SampleBatch
@@ -38,7 +39,7 @@ LEARNER_STATE = "rl_learner.json"
 class RLLearner(ActorLearner):
     """Learns with actor_train; a reference cluster is there only when a KL term uses it."""
 
-    def __init__(self, config: RLConfig, actor: Cluster, reference: Cluster | None) -> None:
+    def __init__(self, config: RLConfig, actor: Cluster[TrainWorker], reference: Cluster[TrainWorker] | None) -> None:
         """Takes the clusters; `reference` is None when no KL term is on."""
         super().__init__(actor)
         self._config = config
@@ -123,7 +124,8 @@ class RLLearner(ActorLearner):
         steps: list[dict[str, float]] = []
         for _ in range(config.ppo_epochs):
             for plan in training_plans(data, config.actor_train, self._actor.layout):
-                step = complete((await self._actor.train_step(training_shards(data, plan, counted)))[0])
+                shards = training_shards(data, plan, counted)
+                step = complete((await self._actor.call_shards(TrainWorker.train_step, shards))[0])
                 if not self._updated:
                     self._check_first_update(step)
                     self._updated = True

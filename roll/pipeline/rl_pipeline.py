@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from roll.configs.pipeline import RLConfig
 from roll.configs.plan import make_plan
 from roll.configs.queue import runs_in_background
-from roll.distributed.weight_sync.publisher import WeightPublisher
+from roll.distributed.infer_worker import EngineClient
+from roll.distributed.weight_sync.synchronizer import WeightSynchronizer
 from roll.pipeline.errors import RunError
 from roll.pipeline.extensions import load_extensions
 from roll.pipeline.publishing import ClockedPublisher
@@ -20,9 +21,6 @@ from roll.pipeline.tokenizer import load_tokenizer
 from roll.pipeline.training_loop import TrainingLoop
 from roll.rollout.types import SamplingParams
 from roll.trackers import TrackerGroup
-
-if TYPE_CHECKING:
-    from roll.distributed.client import ClusterClient
 
 OWN_DEADLINE_GRACE_S = 60.0
 """Added to a deadline that the rollouter keeps itself: its message says what it waits for, so it must come first."""
@@ -48,34 +46,32 @@ class RLPipeline(ABC, Generic[ConfigT]):
         self._samplings = self._sampling("actor_infer"), self._sampling("validation")
 
     @abstractmethod
-    def rollouter_here(self, engines: ClusterClient) -> Rollouter[Any]:
+    def rollouter_here(self, engines: EngineClient) -> Rollouter[Any]:
         """One that runs in this process."""
 
     @abstractmethod
-    def rollouter_elsewhere(self, engines: ClusterClient) -> tuple[Any, ...]:
+    def rollouter_elsewhere(self, engines: EngineClient) -> tuple[Any, ...]:
         """A function and its arguments, which make one in another process; what this process held for it is let go."""
 
     async def build(self, session: Session, trackers: TrackerGroup) -> TrainingLoop:
         """The loop, its parts joined to the running clusters."""
-        config, clusters = self._config, session.clusters
+        config, actor = self._config, session.train_clusters["actor_train"]
         rollouter = self._rollouter(session)
         await session.ready()
-        publisher = WeightPublisher(clusters["actor_train"], clusters["actor_infer"], config)
-        await publisher.setup()
-        learner = (load_extensions(config).trainer or RLLearner)(
-            config, clusters["actor_train"], clusters.get("reference")
-        )
-        return TrainingLoop(config, RolloutSamples(rollouter), learner, ClockedPublisher(publisher), trackers)
+        synchronizer = WeightSynchronizer(actor, session.infer_clusters["actor_infer"], config)
+        await synchronizer.setup()
+        learner = (load_extensions(config).trainer or RLLearner)(config, actor, session.train_clusters.get("reference"))
+        return TrainingLoop(config, RolloutSamples(rollouter), learner, ClockedPublisher(synchronizer), trackers)
 
     def _rollouter(self, session: Session) -> Ask:
         """The way to the rollouter: here, or in a process of its own when it runs in the background."""
-        config, engines = self._config, session.clusters["actor_infer"].client()
+        config, engines = self._config, EngineClient(session.infer_clusters["actor_infer"].client())
         if not runs_in_background(config):
             rollouter = self.rollouter_here(engines)
             session.close_first(rollouter.close)
             return here(rollouter)
         deadlines = {"take": config.async_training.batch_deadline_s + OWN_DEADLINE_GRACE_S}
-        return session.start_service("rollouter", deadlines, *self.rollouter_elsewhere(engines)).call
+        return session.start_remote_actor("rollouter", deadlines, *self.rollouter_elsewhere(engines)).call
 
     def _sampling(self, role: str) -> SamplingParams:
         args = getattr(self._config, role).generating_args

@@ -18,10 +18,10 @@ from roll.configs.errors import ConfigError, Problem
 from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig, SFTConfig
 from roll.datasets.records import DatasetError
 from roll.distributed.env_pool.types import EnvWorkerError
-from roll.distributed.garbage import freeze_heap, unfreeze_heap
-from roll.distributed.pending import ClusterError
+from roll.distributed.processes import gc_freeze, gc_unfreeze
+from roll.distributed.remote_call import ClusterError
 from roll.distributed.resources import RayStartError, ResourceError
-from roll.distributed.weight_sync.transaction import PublishError
+from roll.distributed.weight_sync.synchronizer import WeightUpdateError
 from roll.pipeline.advice import Split, advise
 from roll.pipeline.agentic.pipeline import AgenticPipeline
 from roll.pipeline.checkpoint import checkpoint_folder
@@ -47,7 +47,7 @@ EXPLAINED = (
     RayStartError,
     ResourceError,
     ClusterError,
-    PublishError,
+    WeightUpdateError,
     EnvWorkerError,
 )
 """Errors whose message says what to do; anything else is a bug and keeps its traceback."""
@@ -135,13 +135,13 @@ async def _train(
         if loop.state.step:
             trackers.resume(loop.state.step)
         try:
-            freeze_heap()
+            gc_freeze()
             async with watched(loop.health, monitor):
                 await loop.run()
             summary.status = "finished"
             summary.advice = split_advice(config)
         finally:
-            unfreeze_heap()
+            gc_unfreeze()
             summary.steps = loop.state.step
             summary.validation = loop.validation
 

@@ -10,6 +10,7 @@ from roll.configs.layout import ParallelLayout
 from roll.configs.worker import WorkerConfig
 from roll.datasets.micro_batches import OptimizerStepPlan, plan_forward, plan_optimizer_steps
 from roll.distributed.protocol import DataProto
+from roll.distributed.train_worker import TrainWorker
 
 if TYPE_CHECKING:
     from roll.distributed.cluster import Cluster
@@ -62,7 +63,7 @@ def training_shards(data: DataProto, plan: OptimizerStepPlan, counted: torch.Ten
     return shards
 
 
-async def cluster_log_probs(cluster: Cluster, data: DataProto, config: WorkerConfig) -> DataProto:
+async def cluster_log_probs(cluster: Cluster[TrainWorker], data: DataProto, config: WorkerConfig) -> DataProto:
     """`log_probs` and `entropy` [B, T] of `data` under the cluster's weights, in the order of `data`.
 
     Args:
@@ -84,5 +85,5 @@ async def cluster_log_probs(cluster: Cluster, data: DataProto, config: WorkerCon
         shard = inputs.select_idxs(indices)
         shard.meta_info = {"temperature": data.meta_info["temperature"], "micro_batches": micro_batches}
         shards.append(shard)
-    answers = DataProto.concat(await cluster.compute_log_probs(shards))
+    answers = DataProto.concat(await cluster.call_shards(TrainWorker.compute_log_probs, shards))
     return answers.reorder(torch.tensor(plan.inverse))

@@ -71,12 +71,12 @@ def _score_and_export(context: RankContext, family: str, model: Path) -> None:
         context.results[f"log_probs/{family}/{side}"] = scored.batch["log_probs"].clone() if len(scored) else None
     strategy.shutdown()
     trainer = context.strategy(model)
-    specs, weights = trainer.weight_specs(), list(trainer.weights())
+    specs, weights = trainer.weights.specs(), list(trainer.weights.full_tensors())
     context.results[f"specs/{family}"] = [(spec.name, spec.shape, spec.dtype) for spec in specs]
     context.results[f"names/{family}"] = [
         (name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in weights
     ]
-    trainer.export_hf(context.folder / family)
+    trainer.weights.export_hf(context.folder / family)
     trainer.shutdown()
 
 
@@ -85,7 +85,7 @@ def _train(context: RankContext, name: str, model: Path, options: dict[str, Any]
     strategy = context.strategy(model, **options)
     data = training_batch(strategy.coordinates.data, context.layout.data, size)
     context.results[f"steps/{name}"] = [strategy.train_step(data) for _ in range(STEPS)]
-    strategy.export_hf(context.folder / name)
+    strategy.weights.export_hf(context.folder / name)
     context.results[f"memory/{name}"] = strategy.memory()
     strategy.shutdown()
 
@@ -131,11 +131,11 @@ def _resume(context: RankContext, name: str, model: Path, options: dict[str, Any
         strategy.train_step(data)
     strategy.save_checkpoint(folder)
     unbroken = [strategy.train_step(data) for _ in range(2)]
-    weights = {key: value.clone() for key, value in strategy.weights()}
+    weights = {key: value.clone() for key, value in strategy.weights.full_tensors()}
     strategy.shutdown()
     strategy = context.strategy(model, training=training, max_steps=6, **options)
     strategy.load_checkpoint(folder)
     resumed = [strategy.train_step(data) for _ in range(2)]
-    same = all(torch.equal(weights[key], value) for key, value in strategy.weights())
+    same = all(torch.equal(weights[key], value) for key, value in strategy.weights.full_tensors())
     context.results[f"resume/{name}"] = {"unbroken": unbroken, "resumed": resumed, "same_weights": same}
     strategy.shutdown()

@@ -96,8 +96,7 @@ class Engines:
     calls: list[list[GenerateRequest]] = field(default_factory=list)
     by_engine: Counter[int] = field(default_factory=Counter)
 
-    async def call(self, rank: int, method: str, requests: list[GenerateRequest]) -> list[GenerateResult]:
-        assert method == "generate"
+    async def generate(self, rank: int, requests: list[GenerateRequest]) -> list[GenerateResult]:
         self.calls.append(requests)
         self.by_engine[rank] += len(requests)
         await asyncio.sleep(max(map(self.seconds, requests)))
@@ -176,7 +175,7 @@ async def play(one: Episode, table: Table) -> Episode:
     try:
         await one.begin(table.pool)
         while (request := one.request()) is not None:
-            [answer] = await table.engines.call(0, "generate", [request])
+            [answer] = await table.engines.generate(0, [request])
             await one.accept(request, answer, decode(answer.response_ids))
     finally:
         one.leave()

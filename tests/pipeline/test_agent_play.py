@@ -257,9 +257,9 @@ def test_groups_that_begin_together_are_spread_over_the_engines(members):
 
 def test_a_group_stays_on_one_engine():
     class Noting(Engines):
-        async def call(self, rank, method, requests):
+        async def generate(self, rank, requests):
             homes.setdefault(requests[0].request_id.split("-")[1], set()).add(rank)
-            return await super().call(rank, method, requests)
+            return await super().generate(rank, requests)
 
     homes: dict[str, set[int]] = {}
     engines = Noting(ANSWERS, lambda request: float(member(request) + 1), world_size=3)

@@ -23,8 +23,8 @@ class FaultyEngines:
         self.most: Counter[int] = Counter()
         self.seconds = 0.0
 
-    async def call(self, rank: int, method: str, requests: list[GenerateRequest]) -> list[GenerateResult]:
-        assert method == "generate" and requests
+    async def generate(self, rank: int, requests: list[GenerateRequest]) -> list[GenerateResult]:
+        assert requests
         self.running[rank] += len(requests)
         self.most[rank] = max(self.most[rank], self.running[rank])
         await asyncio.sleep(self.seconds)
@@ -90,11 +90,11 @@ def test_the_load_of_a_retry_counts_where_it_runs_and_nothing_is_left_after_it()
     pool = EnginePool(engines, 2, max_running=4)
     seen = []
 
-    async def watched(rank, method, requests, call=engines.call):
+    async def watched(rank, requests, generate=engines.generate):
         seen.append((rank, [pool._balancer.outstanding(engine) for engine in range(3)]))
-        return await call(rank, method, requests)
+        return await generate(rank, requests)
 
-    engines.call = watched
+    engines.generate = watched
     asyncio.run(pool.generate(groups_of([2])))
     assert seen == [(0, [6, 0, 0]), (1, [0, 3, 0]), (2, [0, 0, 3])]
     assert [pool._balancer.outstanding(engine) for engine in range(3)] == [0, 0, 0]

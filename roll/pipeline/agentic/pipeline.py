@@ -15,7 +15,7 @@ from roll.pipeline.rl_pipeline import RLPipeline
 from roll.pipeline.rollouter import Rollouter
 
 if TYPE_CHECKING:
-    from roll.distributed.client import ClusterClient
+    from roll.distributed.infer_worker import EngineClient
 
 
 class AgenticPipeline(RLPipeline[AgenticConfig]):
@@ -46,11 +46,11 @@ class AgenticPipeline(RLPipeline[AgenticConfig]):
             template=env.agent_template,
         )
 
-    def rollouter_here(self, engines: ClusterClient) -> Rollouter[TrajectoryGroup]:
+    def rollouter_here(self, engines: EngineClient) -> Rollouter[TrajectoryGroup]:
         """Its environments are in processes of their own all the same."""
         return make_rollouter(self.inputs(), engines)
 
-    def rollouter_elsewhere(self, engines: ClusterClient) -> tuple[Any, ...]:
+    def rollouter_elsewhere(self, engines: EngineClient) -> tuple[Any, ...]:
         """Nothing is held here."""
         return make_rollouter, self.inputs(), engines
 

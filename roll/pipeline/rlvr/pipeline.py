@@ -17,7 +17,7 @@ from roll.pipeline.rlvr.scoring import Scorer
 from roll.pipeline.rollouter import Rollouter
 
 if TYPE_CHECKING:
-    from roll.distributed.client import ClusterClient
+    from roll.distributed.infer_worker import EngineClient
 
 logger = logging.getLogger(__name__)
 
@@ -65,11 +65,11 @@ class RLVRPipeline(RLPipeline[RLVRConfig]):
             )  # fmt: skip
         return encoded
 
-    def rollouter_here(self, engines: ClusterClient) -> Rollouter[Group]:
+    def rollouter_here(self, engines: EngineClient) -> Rollouter[Group]:
         """With the rewards that `prepare` has started."""
         return make_rollouter(self._inputs(), engines, self._scorer)
 
-    def rollouter_elsewhere(self, engines: ClusterClient) -> tuple[Any, ...]:
+    def rollouter_elsewhere(self, engines: EngineClient) -> tuple[Any, ...]:
         """It starts rewards of its own, so those of `prepare` end."""
         assert self._scorer is not None, "prepare comes first"
         self._scorer.close()

@@ -18,7 +18,7 @@ from roll.pipeline.tokenizer import load_tokenizer
 from roll.rollout.types import SamplingParams
 
 if TYPE_CHECKING:
-    from roll.distributed.client import ClusterClient
+    from roll.distributed.infer_worker import EngineClient
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class RolloutInputs:
     validation_sampling: SamplingParams
 
 
-def make_rollouter(inputs: RolloutInputs, engines: ClusterClient, scorer: Scorer | None = None) -> Rollouter[Group]:
+def make_rollouter(inputs: RolloutInputs, engines: EngineClient, scorer: Scorer | None = None) -> Rollouter[Group]:
     """A rollouter that asks these engines; without a scorer it starts the rewards itself."""
     config = inputs.config
     if scorer is None:

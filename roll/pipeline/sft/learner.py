@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from roll.configs.pipeline import SFTConfig
+from roll.distributed.train_worker import TrainWorker
 from roll.pipeline.clock import StepClock
 from roll.pipeline.interfaces import SampleBatch
 from roll.pipeline.learner import ActorLearner
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 class SFTLearner(ActorLearner):
     """One optimizer step a batch."""
 
-    def __init__(self, config: SFTConfig, actor: Cluster) -> None:
+    def __init__(self, config: SFTConfig, actor: Cluster[TrainWorker]) -> None:
         """Takes the cluster that learns."""
         super().__init__(actor)
         self._config = config
@@ -28,5 +29,5 @@ class SFTLearner(ActorLearner):
         data.meta_info |= {"temperature": 1.0, "loss": "sft", "loss_config": None}
         (plan,) = training_plans(data, self._config.actor_train, self._actor.layout)
         with clock.measure("train"):
-            metrics = (await self._actor.train_step(training_shards(data, plan)))[0]
+            metrics = (await self._actor.call_shards(TrainWorker.train_step, training_shards(data, plan)))[0]
         return {f"actor/{name}": value for name, value in metrics.items()}

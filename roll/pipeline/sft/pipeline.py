@@ -55,7 +55,7 @@ class SFTPipeline:
     async def build(self, session: Session, trackers: TrackerGroup) -> TrainingLoop:
         """The loop, its parts joined to the running cluster."""
         await session.ready()
-        actor = session.clusters["actor_train"]
+        actor = session.train_clusters["actor_train"]
         samples = SFTSamples(self._config, self._examples, self._validation, actor)
         learner = SFTLearner(self._config, actor)
         return TrainingLoop(self._config, samples, learner, None, trackers, self._reached)

@@ -16,13 +16,14 @@ from roll.pipeline.sharding import cluster_log_probs, samples_per_optimizer_step
 
 if TYPE_CHECKING:
     from roll.distributed.cluster import Cluster
+    from roll.distributed.train_worker import TrainWorker
 
 
 class SFTSamples:
     """Draws batches in a seeded order; validation is the loss on the answers of held-out pairs."""
 
     def __init__(
-        self, config: SFTConfig, examples: list[SFTExample], validation: list[SFTExample], actor: Cluster
+        self, config: SFTConfig, examples: list[SFTExample], validation: list[SFTExample], actor: Cluster[TrainWorker]
     ) -> None:
         """Takes the encoded pairs and the cluster whose loss is measured."""
         self._config = config

@@ -1,7 +1,7 @@
 import pytest
 
 from roll.configs.arguments import TrainingArguments
-from roll.distributed.strategy.megatron_schedule import LearningRate
+from roll.distributed.strategy.learning_rate import LearningRate
 
 
 def rates(steps=10, **options):
@@ -24,6 +24,6 @@ def test_cosine_is_half_way_in_the_middle():
     assert values == sorted(values, reverse=True)
 
 
-def test_a_run_made_longer_stays_at_the_minimum():
+def test_an_extended_run_stays_at_the_minimum():
     schedule = LearningRate.of(TrainingArguments(learning_rate=1.0, lr_scheduler_type="linear"), 10)
     assert schedule.at(50) == 0.0

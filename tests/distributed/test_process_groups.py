@@ -1,4 +1,4 @@
-"""Ports that stay a process's own until its store serves on them."""
+"""A held port cannot be taken by another process before a store serves on it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 
-from roll.distributed.ports import hold_port, open_port, release_port, serve_store
+from roll.distributed.process_groups import hold_port, open_port, release_port, serve_store
 
 BRIEFLY = timedelta(seconds=10)
 
@@ -21,7 +21,7 @@ def taken(port: int) -> bool:
     return False
 
 
-def test_a_held_port_is_never_given_to_another():
+def test_a_held_port_is_not_free():
     ports = [hold_port() for _ in range(200)]
     try:
         assert len(set(ports)) == 200
@@ -31,7 +31,7 @@ def test_a_held_port_is_never_given_to_another():
             release_port(port)
 
 
-def test_a_store_serves_on_the_held_socket_and_reaches_who_connected_before_it():
+def test_a_store_serves_on_the_held_socket_and_accepts_earlier_connections():
     port = hold_port()
     early = socket.create_connection(("127.0.0.1", port), timeout=5)
     store = serve_store("127.0.0.1", port, 1, BRIEFLY)
@@ -43,7 +43,7 @@ def test_a_store_serves_on_the_held_socket_and_reaches_who_connected_before_it()
     assert other.get("who") == b"rank 0"
 
 
-def test_a_socket_from_elsewhere_is_held_under_its_port():
+def test_a_given_listener_is_held_under_its_port():
     listener = open_port()
     port = hold_port(listener)
     assert port == listener.getsockname()[1] and taken(port)
@@ -52,7 +52,7 @@ def test_a_socket_from_elsewhere_is_held_under_its_port():
     assert listener.fileno() == -1
 
 
-def test_a_port_that_another_process_has_is_refused_by_name():
+def test_a_port_of_another_process_is_refused_by_name():
     from torch.distributed import DistNetworkError
 
     with open_port() as other, pytest.raises(DistNetworkError, match=str(other.getsockname()[1])):

@@ -7,14 +7,14 @@ import socket
 
 import pytest
 
+from roll.configs.batches import max_sequence_length
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.worker import WorkerConfig
-from roll.distributed.strategy.sglang_arguments import (
+from roll.distributed.strategy.sglang_engine import (
     CONTEXT_MARGIN,
     engine_arguments,
+    engine_threads,
     free_port,
-    full_length,
-    thread_environment,
 )
 
 
@@ -37,12 +37,12 @@ def test_the_cache_on_cpu_holds_every_running_request_at_full_length():
     assert "max_total_tokens" not in engine_arguments(worker, pipeline, {}, 0)
 
 
-def test_a_run_without_lengths_is_told_what_to_give():
-    with pytest.raises(ValueError, match="response_length: give it or sequence_length"):
-        full_length(RLVRConfig())
+def test_a_configuration_without_lengths_is_refused_with_a_remedy():
+    with pytest.raises(ValueError, match="response_length: set it or sequence_length"):
+        max_sequence_length(RLVRConfig())
 
 
-def test_a_port_in_use_means_the_next():
+def test_a_port_in_use_is_skipped():
     with socket.socket() as holder:
         holder.bind(("", 0))
         holder.listen()
@@ -55,13 +55,13 @@ def test_a_port_in_use_means_the_next():
 def test_ranks_of_an_engine_share_its_cores(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5, 6, 7})
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert thread_environment(1) == {"OMP_NUM_THREADS": "4"}
-    assert thread_environment(2) == {"OMP_NUM_THREADS": "2", "SGLANG_CPU_OMP_THREADS_BIND": "4,5|6,7"}
+    assert engine_threads(1) == {"OMP_NUM_THREADS": "4"}
+    assert engine_threads(2) == {"OMP_NUM_THREADS": "2", "SGLANG_CPU_OMP_THREADS_BIND": "4,5|6,7"}
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    assert thread_environment(1) == {"OMP_NUM_THREADS": "2"}
+    assert engine_threads(1) == {"OMP_NUM_THREADS": "2"}
 
 
-def test_more_ranks_than_cores_take_turns_on_them(monkeypatch):
+def test_more_ranks_than_cores_share_them(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3})
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert thread_environment(2) == {"OMP_NUM_THREADS": "1", "SGLANG_CPU_OMP_THREADS_BIND": "3|3"}
+    assert engine_threads(2) == {"OMP_NUM_THREADS": "1", "SGLANG_CPU_OMP_THREADS_BIND": "3|3"}

@@ -1,11 +1,11 @@
-"""What is asked of SGLang and how its answers are read."""
+"""Requests in SGLang's terms, and results from its replies."""
 
 from __future__ import annotations
 
 import pytest
 
 from roll.distributed.strategy.sglang_engine import EngineError
-from roll.distributed.strategy.sglang_replies import completed, sampling_parameters, to_result, token_versions
+from roll.distributed.strategy.sglang_generation import completed, sampling_parameters, to_result, token_versions
 from roll.rollout.types import GenerateRequest, SamplingParams
 
 REQUEST = GenerateRequest("r", [1, 2], SamplingParams(4))
@@ -34,12 +34,12 @@ def test_a_sample():
     assert (result.finish_reason, result.cached_prompt_tokens, result.error) == ("stop", 1, None)
 
 
-def test_an_abort_keeps_what_was_drawn_and_says_why():
+def test_an_aborted_request_keeps_its_tokens_and_its_reason():
     result = to_result(REQUEST, reply({"type": "abort", "message": "too long"}), None)
     assert (result.finish_reason, result.error, result.response_ids) == ("abort", "too long", [5, 6, 7])
 
 
-def test_a_request_given_up_is_an_abort_even_if_it_ended_meanwhile():
+def test_an_expired_request_is_an_abort_even_if_it_finished_meanwhile():
     assert to_result(REQUEST, reply({"type": "length"}), "aborted after 1 s").finish_reason == "abort"
     assert to_result(REQUEST, None, "aborted after 1 s").response_ids == []
 
@@ -51,18 +51,18 @@ def cut_after_three(max_new_tokens: int, stop_token_ids: set[int]) -> tuple[str,
     return end.finish_reason, end.error
 
 
-def test_a_response_cut_at_its_last_token_is_whole_and_not_continued():
+def test_a_response_interrupted_at_its_last_token_is_finished():
     assert cut_after_three(4, {7}) == cut_after_three(3, {7}) == ("stop", None)
     assert cut_after_three(3, {9}) == ("length", None)
     assert cut_after_three(4, {5, 9}) == ("abort", "cut")
 
 
-def test_tokens_without_log_probs_are_no_sample():
+def test_tokens_without_log_probs_are_an_error():
     with pytest.raises(EngineError, match="request r: 3 tokens came with 2 log-probs and 3 versions"):
         to_result(REQUEST, reply({"type": "length"}, rows=2), None)
 
 
-def test_no_truncation_in_sglangs_words():
+def test_no_top_k_is_minus_one_in_sglang():
     asked = sampling_parameters(SamplingParams(4, temperature=0.7, stop_token_ids=(2,)), seed=9)
     assert (asked["top_k"], asked["stop_token_ids"], asked["sampling_seed"]) == (-1, [2], 9)
     assert sampling_parameters(SamplingParams(4, top_k=5), None)["top_k"] == 5

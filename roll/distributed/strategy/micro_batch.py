@@ -1,4 +1,4 @@
-"""From some samples of a batch to what one forward pass needs, and back."""
+"""Micro-batches: samples of a batch as the inputs of one forward pass, and its outputs in the batch's columns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tensordict import TensorDict
 
 @dataclass
 class MicroBatch:
-    """b samples, cut to their longest and moved to the left edge.
+    """b samples, left-aligned and cut to the longest.
 
     `batch` keeps the caller's columns (T of them, trailing padding cut), `input_ids` [b, S] are right padded with S
     rounded up for sequence parallel. Token n to score is `targets`[n] at (`samples`[n], `columns`[n]) of the caller's
@@ -25,7 +25,7 @@ class MicroBatch:
     columns: torch.Tensor
     hidden_rows: torch.Tensor
 
-    def spread(self, values: torch.Tensor) -> torch.Tensor:
+    def to_columns(self, values: torch.Tensor) -> torch.Tensor:
         """[N] values of the scored tokens as [b, T], 0 elsewhere; keeps the gradient."""
         shape = (self.batch.batch_size[0], self.batch["attention_mask"].shape[1])
         return values.new_zeros(shape).index_put((self.samples, self.columns), values)
@@ -34,17 +34,17 @@ class MicroBatch:
 def make_micro_batch(
     batch: TensorDict, indices: Sequence[int], multiple: int = 1, device: torch.device | str = "cpu"
 ) -> MicroBatch:
-    """Takes samples `indices` of `batch`.
+    """The micro-batch of samples `indices` of `batch`.
 
     Tokens to score are those of `response_mask` where the batch has one, else all of `attention_mask`; the first
-    token of a sample has nothing before it and is never scored. Padding may be on either side: samples are moved so
-    that it is on the right, where causality hides it, and positions count from the first real token.
+    token of a sample has no predecessor and is never scored. Padding may be on either side: samples are moved so that
+    it is on the right, where the causal mask hides it, and positions count from the first real token.
 
     Args:
-        batch: `input_ids` and `attention_mask` [B, T], and whatever the loss reads.
-        indices: which samples.
+        batch: `input_ids` and `attention_mask` [B, T], and the columns that the loss reads.
+        indices: of the samples.
         multiple: S is a multiple of this (the tensor-parallel size under sequence parallel).
-        device: where the tensors go.
+        device: of the tensors.
 
     Raises:
         ValueError: a sample is empty, or has padding between its tokens.
@@ -72,7 +72,7 @@ def _scored(batch: TensorDict, mask: torch.Tensor, first: torch.Tensor) -> torch
 
 
 def _compact(ids: torch.Tensor, first: torch.Tensor, longest: int, multiple: int) -> torch.Tensor:
-    """Each row from its first real token on, [b, S]; what lies behind a sample's end is arbitrary but valid ids."""
+    """Each row from its first real token on, [b, S]; ids after a sample's end are arbitrary but valid."""
     width = -(-longest // multiple) * multiple
     columns = (first[:, None] + torch.arange(width)).clamp(max=ids.shape[1] - 1)
     return ids.gather(1, columns)
