@@ -128,9 +128,8 @@ async def compare(file: Path) -> dict[str, Any]:
     from roll.configs.load import load_config
     from roll.distributed.resources import start_ray, stop_ray
     from roll.distributed.strategy.sglang_strategy import SGLangStrategy
+    from roll.pipeline.agentic.agentic_pipeline import AgenticPipeline, make_producer
     from roll.pipeline.agentic.metrics import rollout_metrics
-    from roll.pipeline.agentic.pipeline import AgenticPipeline
-    from roll.pipeline.agentic.rollouter import make_producer
     from roll.platforms import get_platform
     from roll.rollout.policy import Ticket
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.common import Check, Measurement, at_most, main, median
-from roll.rollout.balance import Balancer
+from roll.rollout.engine_pool import Balancer
 from roll.rollout.policy import PolicySettings, RolloutPolicy, Ticket
 
 ENGINES = 1000

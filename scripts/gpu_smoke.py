@@ -28,8 +28,8 @@ from roll.distributed.cluster import Cluster
 from roll.distributed.protocol import DataProto
 from roll.distributed.weight_sync.publisher import WeightPublisher
 from roll.models.tiny import write_tiny_model
+from roll.pipeline.learner import cluster_log_probs, training_plans, training_shards
 from roll.pipeline.session import Session
-from roll.pipeline.sharding import cluster_log_probs, training_plans, training_shards
 from roll.platforms import detect
 from roll.rollout.types import GenerateRequest, SamplingParams
 

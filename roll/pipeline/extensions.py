@@ -20,7 +20,7 @@ def _rollouter() -> type:
 
 
 def _learner() -> type:
-    from roll.pipeline.rl_learner import RLLearner
+    from roll.pipeline.learner import RLLearner
 
     return RLLearner
 

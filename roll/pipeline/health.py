@@ -6,11 +6,14 @@ import asyncio
 import json
 import logging
 import os
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
+
+import psutil
 
 from roll.configs.pipeline import BaseConfig
 
@@ -89,3 +92,49 @@ def _report(monitor: Monitor, status: str, components: Health) -> None:
         monitor.report({"status": status, "time": time.time(), **components})
     except Exception:
         logger.exception("the monitor failed")
+
+
+MEMORY_INTERVAL_S = 1.0
+"""Seconds between samples: the large allocations here live for many seconds, and a sample costs milliseconds."""
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process and its descendants, in bytes.
+
+    A page that several processes share counts for each of them, so this is an upper bound of what is in use; the share
+    of each (PSS) would cost a hundred times as much to ask for.
+    """
+    own = psutil.Process()
+    total = 0
+    for process in [own, *own.children(recursive=True)]:
+        try:
+            total += process.memory_info().rss
+        except psutil.NoSuchProcess:
+            continue
+    return total
+
+
+class PeakMemory:
+    """Samples `resident_bytes` on a thread; use as a context manager."""
+
+    def __init__(self) -> None:
+        """Starts at zero."""
+        self.peak_bytes = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample, name="peak-memory", daemon=True)
+
+    def __enter__(self) -> PeakMemory:
+        """Begins sampling."""
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Stops sampling."""
+        self._stop.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        while True:
+            self.peak_bytes = max(self.peak_bytes, resident_bytes())
+            if self._stop.wait(MEMORY_INTERVAL_S):
+                return

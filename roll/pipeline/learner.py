@@ -1,9 +1,31 @@
-"""What every learner with one trained role shares: saving, restoring and exporting it."""
+"""From a batch of scored samples to an update of the weights, read top to bottom."""
 
 from __future__ import annotations
 
+import json
+import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import torch
+
+from roll.algorithms.advantages import compute_advantages
+from roll.algorithms.correction import INERT, LOG_PROB_DIFF_MAX, WEIGHT_MAX, WEIGHT_MEAN, complete, diagnostics
+from roll.algorithms.estimators import AdvantageConfig
+from roll.algorithms.importance import correct
+from roll.algorithms.kl import kl_controller
+from roll.algorithms.losses import PolicyLossConfig
+from roll.algorithms.turns import TURN_KEYS, read_turns
+from roll.configs.errors import RunError
+from roll.configs.layout import ParallelLayout
+from roll.configs.pipeline import RLConfig
+from roll.configs.worker import WorkerConfig
+from roll.datasets.micro_batches import OptimizerStepPlan, plan_forward, plan_optimizer_steps
+from roll.distributed.protocol import DataProto
+from roll.pipeline.rollout_dump import dump_samples
+from roll.pipeline.training_loop import SampleBatch
+from roll.rollout.timers import StepClock
 
 if TYPE_CHECKING:
     from roll.distributed.cluster import Cluster
@@ -34,3 +56,298 @@ class ActorLearner:
     async def export_hf(self, folder: Path) -> None:
         """Writes the trained model as a HF folder."""
         await self._actor.export_hf(str(folder))
+
+
+logger = logging.getLogger(__name__)
+
+LEARNER_STATE = "rl_learner.json"
+"""File of a checkpoint: what a learner remembers beside its roles."""
+
+
+class RLLearner(ActorLearner):
+    """Learns with actor_train; a reference cluster is there only when a KL term uses it."""
+
+    def __init__(self, config: RLConfig, actor: Cluster, reference: Cluster | None) -> None:
+        """Takes the clusters; `reference` is None when no KL term is on."""
+        super().__init__(actor)
+        self._config = config
+        self._reference = reference
+        self._loss_config = PolicyLossConfig.from_config(config)
+        self._advantage_config = AdvantageConfig.from_config(config)
+        self._kl = kl_controller(config.init_kl_coef, config.target_kl, config.kl_horizon)
+        self._updated = False
+        self._unmoved = 0
+        """Steps without a gradient up to now: samples that are no older were drawn from the policy as it is."""
+
+    async def learn(self, batch: SampleBatch, step: int, clock: StepClock) -> dict[str, float]:
+        """Old and reference log-probs, correction, advantages, then `ppo_epochs` passes of optimizer steps.
+
+        Raises:
+            RunError: the first step contradicts itself: ratio is not 1, or log-probs disagree with the engine's.
+        """
+        data = batch.data
+        data.meta_info["temperature"] = self._config.actor_infer.generating_args.temperature
+        with clock.measure("old_log_probs"):
+            await self._add_log_probs(data)
+        with clock.measure("advantages"):
+            metrics = self._add_correction(data) | self._add_advantages(data)
+        if self._config.rollout_dump_dir:
+            dump_samples(data, Path(self._config.rollout_dump_dir), step)
+        data.non_tensor_batch.clear()  # for people, not for ranks
+        with clock.measure("train"):
+            metrics |= await self._train(data)
+        return metrics | self._watch(metrics, batch.metrics.get("staleness/max", 0.0))
+
+    async def _add_log_probs(self, data: DataProto) -> None:
+        if self._loss_config.bypass:
+            data.batch["old_log_probs"] = data.batch["behavior_log_probs"].clone()
+        else:
+            answer = await cluster_log_probs(self._actor, data, self._config.actor_train)
+            data.batch["old_log_probs"] = answer.batch["log_probs"] * data.batch["response_mask"]
+        if self._reference is not None:
+            answer = await cluster_log_probs(self._reference, data, self._config.reference)
+            data.batch["ref_log_probs"] = answer.batch["log_probs"] * data.batch["response_mask"]
+
+    def _add_correction(self, data: DataProto) -> dict[str, float]:
+        """Weights and kept tokens against the proximal policy, and how far it is from the one that sampled.
+
+        Without a proximal policy (bypass) both are up to the loss, which sees the current one.
+        """
+        if self._loss_config.bypass:
+            return {}
+        proximal, behavior = data.batch["old_log_probs"], data.batch["behavior_log_probs"]
+        mask, options = data.batch["response_mask"], self._loss_config.correction
+        weights = kept = None
+        if options.active:
+            correction = correct(proximal, behavior, mask, options)
+            data.batch["correction_weights"], data.batch["correction_kept"] = correction.weights, correction.kept
+            weights, kept = correction.weights if options.weighted else None, correction.kept
+        metrics = diagnostics(proximal, behavior, mask, weights, kept)
+        if not self._updated:
+            self._check_parity(metrics[LOG_PROB_DIFF_MAX])
+        return metrics
+
+    def _add_advantages(self, data: DataProto) -> dict[str, float]:
+        result = compute_advantages(
+            data.batch["scores"],
+            data.batch["group_ids"],
+            data.batch["response_mask"],
+            self._advantage_config,
+            log_probs=data.batch["old_log_probs"],
+            ref_log_probs=data.batch.get("ref_log_probs", None),
+            kl_coef=self._kl.coefficient,
+            turns=read_turns(data.batch),
+        )
+        if self._config.add_token_level_kl:
+            samples = int(data.batch["response_mask"].bool().any(-1).sum())
+            self._kl.update(result.metrics["advantage/token_kl"], samples)
+        data.batch["advantages"], data.batch["returns"] = result.advantages, result.returns
+        return result.metrics
+
+    async def _train(self, data: DataProto) -> dict[str, float]:
+        config = self._config
+        data.meta_info |= {"loss": "policy", "loss_config": self._loss_config}
+        data = self._without_turns(data)
+        counted = data.batch["correction_kept"] if config.correction.renormalize else None
+        steps: list[dict[str, float]] = []
+        for _ in range(config.ppo_epochs):
+            for plan in training_plans(data, config.actor_train, self._actor.layout):
+                step = complete((await self._actor.train_step(training_shards(data, plan, counted)))[0])
+                if not self._updated:
+                    self._check_first_update(step)
+                    self._updated = True
+                steps.append(step)
+        return {metric_name(name): reduce_steps(name, [step[name] for step in steps]) for name in steps[0]}
+
+    def _without_turns(self, data: DataProto) -> DataProto:
+        """The batch without what only the advantages read of its turns."""
+        read = ("turn_index",) if self._loss_config.reads_turns else ()
+        keys = [*data.tensors(), *data.non_tensor_batch]
+        return data.select(*(key for key in keys if key not in TURN_KEYS or key in read))
+
+    def _check_first_update(self, step: dict[str, float]) -> None:
+        config = self._config
+        dtype, bound = config.actor_train.model_args.dtype, config.log_prob_parity_bound
+        fault = first_update_fault(step, self._loss_config.pg_ratio_base, dtype, bound)
+        if fault:
+            raise RunError(fault)
+
+    def _watch(self, metrics: dict[str, float], staleness: float) -> dict[str, float]:
+        """Counts a batch of stale samples for which nothing was corrected, and says so where that was not asked for."""
+        weights = None
+        if self._loss_config.correction.weighted:
+            weights = max(abs(metrics[WEIGHT_MAX] - 1), abs(metrics[WEIGHT_MEAN] - 1))
+        inert = staleness > self._unmoved and is_inert(metrics["actor/ratio_deviation_max"], weights, staleness)
+        self._unmoved = self._unmoved + 1 if metrics.get("actor/grad_norm") == 0 else 0
+        uncorrected = self._loss_config.pg_variant == "vanilla" and weights is None
+        if inert and not uncorrected and not self._config.allow_uncorrected_off_policy:
+            logger.error(
+                "the correction is not working: samples are up to %g versions old, and every ratio and weight is 1 "
+                "(pg_variant %s, pg_ratio_base %s, old_log_probs_source %s)",
+                staleness,
+                self._loss_config.pg_variant,
+                self._loss_config.pg_ratio_base,
+                self._loss_config.old_log_probs_source,
+            )
+        return {INERT: float(inert)}
+
+    def _check_parity(self, difference: float) -> None:
+        """On fresh weights the engine's log-probs and the trainer's are of one policy."""
+        bound = self._config.log_prob_parity_bound
+        if bound is not None and not difference <= bound:
+            raise RunError(
+                f"engine and trainer disagree about the log-prob of a sampled token by {difference:.3g}, more than "
+                f"log_prob_parity_bound {bound}: check that both load the same weights, temperature and dtype"
+            )
+
+    async def save(self, folder: Path) -> None:
+        """Writes actor_train, the KL coefficient, and how long no gradient has moved the policy."""
+        await super().save(folder)
+        state = {"kl_coefficient": self._kl.coefficient, "unmoved": self._unmoved}
+        (folder / LEARNER_STATE).write_text(json.dumps(state), encoding="utf-8")
+
+    async def load(self, folder: Path) -> None:
+        """Restores what `save` wrote; an update has been made before, so first-step checks are over.
+
+        A fixed KL coefficient is that of the configuration, which may have changed.
+        """
+        await super().load(folder)
+        state = json.loads((folder / LEARNER_STATE).read_text(encoding="utf-8"))
+        if self._config.target_kl is not None:
+            self._kl.coefficient = float(state["kl_coefficient"])
+        self._unmoved = int(state["unmoved"])
+        self._updated = True
+
+
+def metric_name(name: str) -> str:
+    """The name of a training metric in a run: those of the correction have theirs, all others are the actor's."""
+    return name if name.startswith("correction/") else f"actor/{name}"
+
+
+def reduce_steps(name: str, values: list[float]) -> float:
+    """One number for several optimizer steps: the largest for names ending in `_max`, the mean otherwise."""
+    return max(values) if name.endswith("_max") else float(torch.tensor(values, dtype=torch.float64).mean())
+
+
+LOG_PROB_KEYS = ("input_ids", "attention_mask", "position_ids", "response_mask")
+
+
+def sample_lengths(data: DataProto) -> list[int]:
+    """Tokens of each sample, padding not counted."""
+    return data.batch["attention_mask"].sum(-1).tolist()
+
+
+def samples_per_optimizer_step(config: WorkerConfig, data_parallel: int) -> int:
+    """per_device_train_batch_size * gradient_accumulation_steps * data parallel size."""
+    args = config.training_args
+    return args.per_device_train_batch_size * args.gradient_accumulation_steps * data_parallel
+
+
+def training_plans(data: DataProto, config: WorkerConfig, layout: ParallelLayout) -> list[OptimizerStepPlan]:
+    """The optimizer steps of one pass over `data`."""
+    dynamic = config.use_dynamic_batching_in_train
+    return plan_optimizer_steps(
+        sample_lengths(data),
+        layout.data,
+        samples_per_step=samples_per_optimizer_step(config, layout.data),
+        micro_batch_size=None if dynamic else config.training_args.per_device_train_batch_size,
+        max_tokens=config.max_tokens_per_microbatch_in_train if dynamic else None,
+        round_to=layout.tensor,
+    )
+
+
+def training_shards(data: DataProto, plan: OptimizerStepPlan, counted: torch.Tensor | None = None) -> list[DataProto]:
+    """One shard for each data-parallel rank, with its micro-batches and the global denominators of the loss.
+
+    Args:
+        data: the batch.
+        plan: one optimizer step of it.
+        counted: [B, T] tokens the denominators count, if not all of the response mask. Samples without any, padding
+            among them, do not count either.
+    """
+    rows = [index for share in plan.indices for index in share]
+    mask = (data.batch["response_mask"] if counted is None else counted).bool()[rows]
+    tokens, sequences = float(mask.sum()), float(mask.any(-1).sum())
+    shards = []
+    for indices, micro_batches in zip(plan.indices, plan.micro_batches, strict=True):
+        shard = data.select_idxs(indices)
+        step = {"micro_batches": micro_batches, "tokens": tokens, "sequences": sequences}
+        shard.meta_info = {**data.meta_info, "optimizer_steps": [step]}
+        shards.append(shard)
+    return shards
+
+
+async def cluster_log_probs(cluster: Cluster, data: DataProto, config: WorkerConfig) -> DataProto:
+    """`log_probs` and `entropy` [B, T] of `data` under the cluster's weights, in the order of `data`.
+
+    Args:
+        cluster: actor_train or reference.
+        data: a batch with `meta_info["temperature"]`.
+        config: the cluster's role, for the size of its forward micro-batches.
+    """
+    dynamic = config.use_dynamic_batching_in_infer
+    plan = plan_forward(
+        sample_lengths(data),
+        cluster.layout.data,
+        micro_batch_size=None if dynamic else config.infer_batch_size,
+        max_tokens=config.max_tokens_per_microbatch_in_infer if dynamic else None,
+        round_to=cluster.layout.tensor,
+    )
+    inputs = data.select(*LOG_PROB_KEYS)
+    shards = []
+    for indices, micro_batches in zip(plan.indices, plan.micro_batches, strict=True):
+        shard = inputs.select_idxs(indices)
+        shard.meta_info = {"temperature": data.meta_info["temperature"], "micro_batches": micro_batches}
+        shards.append(shard)
+    answers = DataProto.concat(await cluster.compute_log_probs(shards))
+    return answers.reorder(torch.tensor(plan.inverse))
+
+
+FIRST_STEP_TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2, "fp16": 1e-2}
+"""How far log pi may be from log p before any update. Half precision rounds differently when the forward pass for old
+log-probs and the training pass batch samples differently."""
+
+INERT_TOLERANCE = 1e-6
+"""Ratios this close to 1 over a whole batch correct nothing."""
+
+
+def first_update_fault(step: Mapping[str, float], base: str, dtype: str, parity_bound: float | None) -> str | None:
+    """What is wrong with the first optimizer step of a run, if anything.
+
+    Before any update the current policy is the proximal one, and the sampling one as far as engine and trainer agree.
+    So the log ratio of every token is 0 against the proximal policy, and within `parity_bound` against the behaviour.
+
+    Args:
+        step: metrics of the policy loss.
+        base: `pg_ratio_base`, behavior or proximal.
+        dtype: of actor_train.
+        parity_bound: `log_prob_parity_bound`; None asks nothing of the engine.
+    """
+    tolerance = parity_bound if base == "behavior" else FIRST_STEP_TOLERANCE[dtype]
+    off = step["log_ratio_abs_max"]
+    if tolerance is None or (off <= tolerance and abs(step["policy_kl"]) <= tolerance):
+        return None
+    found = (
+        f"the first optimizer step has ratio_mean {step['ratio_mean']}, ratio_max {step['ratio_max']} and policy_kl "
+        f"{step['policy_kl']}, and a log ratio of {off:.3g}"
+    )
+    if base == "behavior":
+        return (
+            f"{found}; before any update it must be 0 to log_prob_parity_bound {tolerance:g}, as far as engine and "
+            "trainer agree: check that both load the same weights, temperature and dtype"
+        )
+    return (
+        f"{found}; before any update they must be 1, 1 and 0, and it 0 to {tolerance:g}. The training pass and the "
+        "log-prob pass do not compute the same model"
+    )
+
+
+def is_inert(ratio_deviation: float, weight_deviation: float | None, staleness: float) -> bool:
+    """Whether stale samples are learned from as if they were fresh: every ratio and every weight in use is 1.
+
+    Args:
+        ratio_deviation: largest |r - 1| of the policy loss over the batch.
+        weight_deviation: the same of the correction's weights, as far as mean and largest weight tell; None without.
+        staleness: versions the oldest sample is behind.
+    """
+    return staleness > 0 and max(ratio_deviation, weight_deviation or 0.0) <= INERT_TOLERANCE

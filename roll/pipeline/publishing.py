@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from roll.distributed.weight_sync.publisher import WeightPublisher
-from roll.pipeline.clock import StepClock
+from roll.rollout.timers import StepClock
 
 
 class ClockedPublisher:

@@ -5,16 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from roll.configs.errors import RunError
 from roll.configs.pipeline import RLConfig
 from roll.configs.plan import make_plan
 from roll.configs.queue import runs_in_background
 from roll.distributed.weight_sync.publisher import WeightPublisher
-from roll.pipeline.errors import RunError
 from roll.pipeline.extensions import load_extensions
+from roll.pipeline.learner import RLLearner
 from roll.pipeline.publishing import ClockedPublisher
-from roll.pipeline.rl_learner import RLLearner
-from roll.pipeline.rollouter import Rollouter
-from roll.pipeline.samples import Ask, RolloutSamples, here
+from roll.pipeline.rollouter import Ask, Rollouter, RolloutSamples, here
 from roll.pipeline.session import Session
 from roll.pipeline.tokenizer import load_tokenizer
 from roll.pipeline.training_loop import TrainingLoop

@@ -14,12 +14,46 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic
 
-from roll.pipeline.errors import RunError
+from roll.configs.errors import RunError
+from roll.configs.pipeline import RLConfig
+from roll.configs.queue import runs_in_background
 from roll.pipeline.rollout_metrics import account_metrics
 from roll.pipeline.rollout_types import ItemT, Producer, RolloutBatch
+from roll.pipeline.training_loop import SampleBatch
 from roll.rollout.filters import StarvationLimit
-from roll.rollout.intervals import Busy
 from roll.rollout.policy import PolicySettings, RolloutPolicy, Ticket
+from roll.rollout.timers import Busy, StepClock
+
+
+def policy_settings(config: RLConfig, items_per_batch: int, samples_per_item: int) -> PolicySettings:
+    """Bounds of the run, in items; the rules of the configuration have checked that they go together."""
+    asynchronous = config.async_training
+    queue = asynchronous.max_queue_size
+    return PolicySettings(
+        batch_size=items_per_batch,
+        ratio=config.async_generation_ratio,
+        max_staleness=asynchronous.max_staleness_allowed,
+        max_queue=None if queue is None else queue // samples_per_item,
+        min_batches=asynchronous.min_batch_count,
+        total=config.max_steps * items_per_batch,
+    )
+
+
+def rollout_options(config: RLConfig, samples_per_item: int) -> RolloutOptions:
+    """How the rollouter behaves."""
+    asynchronous = config.async_training
+    return RolloutOptions(
+        background=runs_in_background(config),
+        together=config.deterministic or not runs_in_background(config),
+        samples_per_item=samples_per_item,
+        failure_rate=config.max_failure_rate,
+        resample_factor=config.max_resample_factor,
+        report_s=asynchronous.batch_timeout_s,
+        deadline_s=asynchronous.batch_deadline_s,
+        interval_s=asynchronous.batch_generation_interval_s,
+        stale_from=asynchronous.staleness_threshold,
+    )
+
 
 logger = logging.getLogger(__name__)
 
@@ -300,3 +334,47 @@ class Rollouter(Generic[ItemT]):
 
 def _named(ticket: Ticket) -> str:
     return f"prompt {ticket.number} of version {ticket.version}"
+
+
+Ask = Callable[..., Awaitable[Any]]
+"""f(method, *args): calls a coroutine of the rollouter by name."""
+
+
+class RolloutSamples:
+    """A sample source that asks a rollouter."""
+
+    def __init__(self, ask: Ask) -> None:
+        """Takes the way to it."""
+        self._ask = ask
+
+    async def next_batch(self, version: int, clock: StepClock) -> SampleBatch:
+        """The next batch; the rollouter knows which version learns from it."""
+        batch = await self._ask("take")
+        for name, seconds in batch.seconds.items():
+            clock.add(name, seconds)
+        return SampleBatch(batch.data, batch.metrics)
+
+    async def advance(self, version: int) -> None:
+        """New weights are published: generation may go further ahead."""
+        await self._ask("advance", version)
+
+    async def validate(self, version: int) -> dict[str, float]:
+        """`val/...` metrics."""
+        return await self._ask("validate", version)
+
+    async def state_dict(self) -> dict[str, Any]:
+        """See `Rollouter.state_dict`."""
+        return await self._ask("state_dict")
+
+    async def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores it."""
+        await self._ask("load_state_dict", state)
+
+    async def health(self) -> dict[str, Any]:
+        """See `Rollouter.health`."""
+        return await self._ask("health")
+
+
+def here(rollouter: Rollouter[Any]) -> Ask:
+    """Asks a rollouter of this process."""
+    return lambda method, *args: getattr(rollouter, method)(*args)

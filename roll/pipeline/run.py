@@ -14,24 +14,22 @@ from typing import Any
 from rich.logging import RichHandler
 
 from roll.configs.agentic import AgenticConfig
-from roll.configs.errors import ConfigError, Problem
+from roll.configs.errors import ConfigError, Problem, RunError
 from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig, SFTConfig
 from roll.datasets.records import DatasetError
 from roll.distributed.garbage import freeze_heap, unfreeze_heap
 from roll.distributed.pending import ClusterError
 from roll.distributed.resources import RayStartError, ResourceError
 from roll.distributed.weight_sync.transaction import PublishError
-from roll.pipeline.advice import Split, advise
+from roll.pipeline.agentic.agentic_pipeline import AgenticPipeline
 from roll.pipeline.agentic.environments import EnvWorkerError
-from roll.pipeline.agentic.pipeline import AgenticPipeline
+from roll.pipeline.bottleneck_report import Split, advise
 from roll.pipeline.checkpoint import checkpoint_folder
-from roll.pipeline.errors import RunError
 from roll.pipeline.extensions import load_extensions
-from roll.pipeline.health import HealthFile, Monitor, watched
-from roll.pipeline.memory import PeakMemory
-from roll.pipeline.rlvr.pipeline import RLVRPipeline
+from roll.pipeline.health import HealthFile, Monitor, PeakMemory, watched
+from roll.pipeline.rlvr.rlvr_pipeline import RLVRPipeline
 from roll.pipeline.session import Session
-from roll.pipeline.sft.pipeline import SFTPipeline
+from roll.pipeline.sft.sft_pipeline import SFTPipeline
 from roll.pipeline.training_loop import TrainingLoop
 from roll.rewards.pool import RewardFunctionError, RewardSelfTestError
 from roll.trackers import TrackerGroup, make_trackers

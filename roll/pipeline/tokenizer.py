@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from roll.pipeline.errors import RunError
+from roll.configs.errors import RunError
 
 
 def load_tokenizer(folder: str | None) -> PreTrainedTokenizerBase:

@@ -1,9 +1,12 @@
-"""The account of prompts: nothing is lost and nothing is invented."""
+"""Prompt accounting: the ledger, the buffer of finished groups, and deadlines."""
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 
 class LedgerError(RuntimeError):
@@ -79,3 +82,138 @@ class Ledger:
             "dropped_samples": self.dropped_total,
         }
         return {f"queue/{name}": float(count * samples_per_prompt) for name, count in counts.items()}
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """The right to generate for one prompt, and by when its samples must be learned from."""
+
+    number: int
+    """Position among all prompts ever submitted; seeds derive from it."""
+    version: int
+    """Weight version when it was submitted."""
+    deadline: int
+    """Version of the weights that learn from it at the latest."""
+
+
+@dataclass(frozen=True)
+class Taken(Generic[T]):
+    """One finished prompt: what was made of its ticket."""
+
+    ticket: Ticket
+    item: T
+    oldest_version: int
+    """Weight version of its oldest token."""
+
+
+class SampleBuffer(Generic[T]):
+    """Finished prompts, the earliest deadline first, then the lowest number.
+
+    Putting and popping cost O(log n). Memory is that of what waits: an entry removed for its age leaves one tuple
+    behind until its deadline comes up.
+    """
+
+    def __init__(self) -> None:
+        """Starts empty."""
+        self._waiting: dict[int, Taken[T]] = {}
+        self._order: list[tuple[int, int]] = []
+        self._numbers_by_age: dict[int, set[int]] = {}
+
+    def __len__(self) -> int:
+        """Prompts that wait."""
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Taken[T]]:
+        """What waits, in the order it will be popped."""
+        return iter(sorted(self._waiting.values(), key=lambda taken: (taken.ticket.deadline, taken.ticket.number)))
+
+    def put(self, taken: Taken[T]) -> None:
+        """Adds one."""
+        number = taken.ticket.number
+        self._waiting[number] = taken
+        heapq.heappush(self._order, (taken.ticket.deadline, number))
+        self._numbers_by_age.setdefault(taken.oldest_version, set()).add(number)
+
+    def pop(self) -> Taken[T]:
+        """Removes and gives the first.
+
+        Raises:
+            IndexError: nothing waits.
+        """
+        while True:
+            _, number = heapq.heappop(self._order)
+            if number in self._waiting:
+                return self._remove(number)
+
+    def expire(self, oldest_allowed: int) -> Iterable[Taken[T]]:
+        """Removes and gives those with a token older than version `oldest_allowed`."""
+        ages = [age for age in self._numbers_by_age if age < oldest_allowed]
+        numbers = sorted(number for age in ages for number in self._numbers_by_age[age])
+        return [self._remove(number) for number in numbers]
+
+    def _remove(self, number: int) -> Taken[T]:
+        taken = self._waiting.pop(number)
+        numbers = self._numbers_by_age[taken.oldest_version]
+        numbers.remove(number)
+        if not numbers:
+            del self._numbers_by_age[taken.oldest_version]
+        return taken
+
+
+class Deadlines:
+    """Prompts that are not consumed yet, counted by deadline: all of them, and those that are ready.
+
+    There are as many deadlines at a time as versions that generation may be ahead, plus one: cost and memory do not
+    grow with the number of prompts.
+    """
+
+    def __init__(self) -> None:
+        """Starts empty."""
+        self._outstanding: Counter[int] = Counter()
+        self._ready: Counter[int] = Counter()
+
+    def submit(self, deadline: int, count: int = 1) -> None:
+        """Prompts are in flight."""
+        self._outstanding[deadline] += count
+
+    def finish(self, deadline: int) -> None:
+        """One became ready."""
+        self._ready[deadline] += 1
+
+    def drop_running(self, deadline: int) -> None:
+        """One in flight went."""
+        self._lower(self._outstanding, deadline)
+
+    def remove_ready(self, deadline: int) -> None:
+        """One that was ready went: consumed, or too old."""
+        self._lower(self._outstanding, deadline)
+        self._lower(self._ready, deadline)
+
+    @staticmethod
+    def _lower(counts: Counter[int], deadline: int) -> None:
+        counts[deadline] -= 1
+        if not counts[deadline]:
+            del counts[deadline]
+
+    def waits_for(self, version: int, batch_size: int) -> int | None:
+        """The earliest deadline up to which too few prompts are ready for the batch that `version` learns from.
+
+        With this batch and those of versions up to d, (d - version) of them besides this one, everything due by d must
+        be consumed. So this batch must hold at least
+
+            need(d) = outstanding(deadline <= d) - (d - version) * batch_size
+
+        prompts due by d. A batch filled earliest deadline first holds min(batch_size, ready(deadline <= d)) of them,
+        whatever d is, and it must wait exactly while that is less than need(d) for some d. For d = version this says:
+        nothing due now is left behind. None: it need not wait.
+        """
+        outstanding = ready = 0
+        for deadline in sorted(self._outstanding):
+            outstanding += self._outstanding[deadline]
+            ready += self._ready[deadline]
+            if min(batch_size, ready) < outstanding - max(0, deadline - version) * batch_size:
+                return deadline
+        return None

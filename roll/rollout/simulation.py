@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from roll.rollout.balance import Balancer
-from roll.rollout.intervals import Busy
+from roll.rollout.engine_pool import Balancer
 from roll.rollout.policy import PolicySettings, RolloutPolicy
 from roll.rollout.simulated_engines import DecodeSpeed, SimulatedEngine
+from roll.rollout.timers import Busy
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from roll.envs.base import EnvConfig, TextEnv, Turn
 from roll.pipeline.agentic.environments import EnvPool, EnvSpec
 from roll.pipeline.agentic.environments.host import EnvHost
 from roll.pipeline.agentic.episode import Episode, Task
-from roll.pipeline.agentic.play import Player
-from roll.pipeline.engine_pool import EnginePool
+from roll.pipeline.agentic.runner import Player
+from roll.rollout.engine_pool import EnginePool
 from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
 
 SAMPLING = SamplingParams(max_new_tokens=64)

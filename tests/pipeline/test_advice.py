@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from roll.pipeline.advice import Split, advise, measure
+from roll.pipeline.bottleneck_report import Split, advise, measure
 
 APART = Split(ratio=1, generation=4, training=12, shared=False)
 

@@ -13,10 +13,9 @@ from roll.algorithms.advantages import compute_advantages
 from roll.algorithms.estimators import AdvantageConfig
 from roll.algorithms.turns import check_turns, read_turns
 from roll.configs.agentic_learning import RewardNormalization
-from roll.pipeline.agentic.batch import NO_TURN, batch_of_groups
 from roll.pipeline.agentic.groups import TrajectoryGroup
-from roll.rollout.trajectory import NOT_SAMPLED, Trajectory
-from roll.rollout.types import GenerateResult
+from roll.pipeline.rollout_batch import NO_TURN, batch_of_groups
+from roll.rollout.types import NOT_SAMPLED, GenerateResult, Trajectory
 
 
 def trajectory(turns: list[tuple[str, int, float]], ids: count) -> Trajectory:

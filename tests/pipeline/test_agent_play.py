@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from roll.configs.seeds import role_seed
 from roll.pipeline.agentic.groups import TrajectoryGroup
-from roll.pipeline.agentic.side_by_side import side_by_side
+from roll.pipeline.agentic.runner import side_by_side
 from roll.pipeline.rollout_types import Unmeasured
 from roll.rollout.types import GenerateRequest
 

@@ -13,15 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll.configs.agentic import AgenticConfig, EnvManagerConfig
+from roll.configs.errors import RunError
 from roll.pipeline.agentic.groups import TagCycle, TrajectoryGroup
 from roll.pipeline.agentic.metrics import rollout_metrics, validation_metrics
 from roll.pipeline.agentic.producer import AgenticProducer
-from roll.pipeline.agentic.side_by_side import side_by_side
-from roll.pipeline.errors import RunError
+from roll.pipeline.agentic.runner import side_by_side
 from roll.pipeline.rollout_types import Unmeasured
 from roll.rollout.policy import Ticket
-from roll.rollout.trajectory import Trajectory
-from roll.rollout.types import GenerateResult
+from roll.rollout.types import GenerateResult, Trajectory
 
 ANSWERS = one_of("left", "right", "gold", "fall")
 

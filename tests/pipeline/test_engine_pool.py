@@ -8,7 +8,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll.pipeline.engine_pool import EnginePool
+from roll.rollout.engine_pool import EnginePool
 from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
 
 

@@ -48,7 +48,7 @@ def test_without_names_nothing_is_imported():
         (
             "trainer_class",
             "tests.pipeline.my_parts:MyRollouter",
-            "MyRollouter is not a roll.pipeline.rl_learner.RLLearner",
+            "MyRollouter is not a roll.pipeline.learner.RLLearner",
         ),
         ("metrics_class", "tests.pipeline.my_parts:Listening", "not a roll.trackers.base.Metrics; it has Doubling"),
         ("monitor_class", "roll.pipeline.health:Monitor", "not a roll.pipeline.health.Monitor; it has HealthFile"),

@@ -12,14 +12,13 @@ import torch
 
 from roll.algorithms.turns import TURN_KEYS
 from roll.configs.agentic_learning import AgenticLearningOptions
+from roll.configs.errors import RunError
 from roll.configs.names import ADV_ESTIMATORS, PG_VARIANTS
 from roll.configs.pipeline import RLVRConfig
 from roll.distributed.protocol import DataProto
-from roll.pipeline.clock import StepClock
-from roll.pipeline.errors import RunError
-from roll.pipeline.interfaces import SampleBatch
-from roll.pipeline.ratio_checks import first_update_fault, is_inert
-from roll.pipeline.rl_learner import RLLearner
+from roll.pipeline.learner import RLLearner, first_update_fault, is_inert
+from roll.pipeline.training_loop import SampleBatch
+from roll.rollout.timers import StepClock
 from tests.configs.samples import RLVR, rlvr
 from tests.pipeline.bigram import BigramCluster
 

@@ -14,8 +14,8 @@ from env_workers import JumpingLoop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from roll.configs.errors import RunError
 from roll.distributed.protocol import DataProto
-from roll.pipeline.errors import RunError
 from roll.pipeline.rollout_types import Meter
 from roll.pipeline.rollouter import Rollouter, RolloutOptions
 from roll.rollout.policy import PolicySettings, Ticket

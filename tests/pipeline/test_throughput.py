@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from roll.pipeline.throughput import throughput
+from roll.pipeline.training_loop import throughput
 
 
 def test_the_idle_share_and_tokens_are_those_of_the_step():

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from roll.configs.errors import RunError
 from roll.configs.pipeline import BaseConfig, RLVRConfig
 from roll.distributed.protocol import DataProto
-from roll.pipeline.clock import StepClock
-from roll.pipeline.errors import RunError
-from roll.pipeline.interfaces import SampleBatch
 from roll.pipeline.run import run as run_whole
-from roll.pipeline.training_loop import TrainingLoop
+from roll.pipeline.training_loop import SampleBatch, TrainingLoop
+from roll.rollout.timers import StepClock
 
 
 class Counting:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from roll.rollout.balance import Balancer
+from roll.rollout.engine_pool import Balancer
 
 
 def test_the_engine_with_the_fewest_tokens_comes_first_and_the_lowest_number_among_equals() -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll.rollout.intervals import Busy
+from roll.rollout.timers import Busy
 
 
 def test_overlapping_activities_count_once() -> None:

@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from roll.rollout.admission import admission_bound, exact_ratio
-from roll.rollout.policy import PolicyError, PolicySettings, RolloutPolicy
+from roll.rollout.policy import PolicyError, PolicySettings, RolloutPolicy, admission_bound, exact_ratio
 
 
 def policy(ratio: float, batch_size: int = 4, **settings: int) -> RolloutPolicy[str]:

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll.rollout.trajectory import NOT_SAMPLED, Trajectory, TrajectoryError
-from roll.rollout.types import GenerateResult
+from roll.rollout.types import NOT_SAMPLED, GenerateResult, Trajectory, TrajectoryError
 
 
 def result(ids: list[int], version: int = 0, cached: int = 0, **parts: list) -> GenerateResult:

@@ -10,8 +10,7 @@ from roll.configs.seeds import role_seed
 from roll.datasets.conversation import ConversationEncoder
 from roll.envs.metrics import Aggregation, episode_metrics, metrics_without_action
 from roll.pipeline.agentic.environments import Env, EnvPool, EnvSpec
-from roll.rollout.trajectory import Trajectory
-from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
+from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams, Trajectory
 
 
 class EpisodeFailed(RuntimeError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from roll.rollout.trajectory import Trajectory
+from roll.rollout.types import Trajectory
 
 
 @dataclass

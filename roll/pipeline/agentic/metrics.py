@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from roll.pipeline.agentic.groups import TrajectoryGroup
-from roll.rollout.trajectory import Trajectory
+from roll.rollout.types import Trajectory
 
 
 def rollout_metrics(groups: Sequence[TrajectoryGroup], version: int) -> dict[str, float]:

@@ -7,16 +7,15 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from roll.configs.agentic import AgenticConfig, EnvManagerConfig
+from roll.configs.errors import RunError
 from roll.configs.seeds import role_seed
 from roll.distributed.protocol import DataProto
-from roll.pipeline.agentic.batch import batch_of_groups
 from roll.pipeline.agentic.environments import EnvPool
 from roll.pipeline.agentic.episode import Episode, Task
 from roll.pipeline.agentic.groups import TagCycle, TrajectoryGroup
 from roll.pipeline.agentic.metrics import rollout_metrics, validation_metrics
-from roll.pipeline.agentic.play import Player
-from roll.pipeline.agentic.side_by_side import side_by_side
-from roll.pipeline.errors import RunError
+from roll.pipeline.agentic.runner import Player, side_by_side
+from roll.pipeline.rollout_batch import batch_of_groups
 from roll.pipeline.rollout_types import Meter, Unmeasured
 from roll.rollout.policy import Ticket
 from roll.rollout.types import SamplingParams

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from roll.configs.errors import RunError
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.seeds import role_seed
 from roll.datasets.sampler import PromptSampler
 from roll.datasets.templates import EncodedPrompt
 from roll.distributed.protocol import DataProto
-from roll.pipeline.engine_pool import EnginePool
-from roll.pipeline.errors import RunError
 from roll.pipeline.rlvr.batch import batch_of_groups, rollout_metrics, validation_metrics
 from roll.pipeline.rlvr.groups import Group
 from roll.pipeline.rlvr.scoring import Scorer
 from roll.pipeline.rollout_types import Meter
+from roll.rollout.engine_pool import EnginePool
 from roll.rollout.policy import Ticket
 from roll.rollout.types import SamplingParams
 

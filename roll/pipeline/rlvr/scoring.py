@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from transformers import PreTrainedTokenizerBase
 
+from roll.configs.errors import RunError
 from roll.configs.pipeline import QueryFilterConfig, RewardConfig
-from roll.pipeline.errors import RunError
 from roll.pipeline.rlvr.groups import Group
 from roll.rewards.pool import RewardPool
 from roll.rollout.filters import QueryFilter

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from roll.configs.errors import RunError
 from roll.configs.pipeline import RLVRConfig
 from roll.datasets.prompts import load_prompts
 from roll.datasets.records import naming
 from roll.datasets.templates import EncodedPrompt, encode_prompts
-from roll.pipeline.errors import RunError
+from roll.pipeline.extensions import load_extensions
 from roll.pipeline.rl_pipeline import RLPipeline
 from roll.pipeline.rlvr.groups import Group
-from roll.pipeline.rlvr.rollouter import RolloutInputs, make_rollouter
+from roll.pipeline.rlvr.producer import RLVRProducer
 from roll.pipeline.rlvr.scoring import Scorer
-from roll.pipeline.rollouter import Rollouter
+from roll.pipeline.rollouter import Rollouter, policy_settings, rollout_options
+from roll.pipeline.tokenizer import load_tokenizer
+from roll.rollout.engine_pool import EnginePool
+from roll.rollout.types import SamplingParams
 
 if TYPE_CHECKING:
     from roll.distributed.client import ClusterClient
@@ -82,3 +87,44 @@ class RLVRPipeline(RLPipeline[RLVRConfig]):
         """Ends the reward processes."""
         if self._scorer is not None:
             self._scorer.close()
+
+
+@dataclass(frozen=True)
+class RolloutInputs:
+    """What a rollouter is made of; can be sent to another process.
+
+    Attributes:
+        config: of the run.
+        prompts: to train on, encoded.
+        validation_prompts: encoded.
+        sampling: of training samples.
+        validation_sampling: of validation.
+    """
+
+    config: RLVRConfig
+    prompts: list[EncodedPrompt]
+    validation_prompts: list[EncodedPrompt]
+    sampling: SamplingParams
+    validation_sampling: SamplingParams
+
+
+def make_rollouter(inputs: RolloutInputs, engines: ClusterClient, scorer: Scorer | None = None) -> Rollouter[Group]:
+    """A rollouter that asks these engines; without a scorer it starts the rewards itself."""
+    config = inputs.config
+    if scorer is None:
+        scorer = Scorer(config.rewards, load_tokenizer(config.actor_train.model_args.model_name_or_path))
+    pool = EnginePool(engines, config.max_generation_retries, config.actor_infer.max_running_requests)
+    producer = RLVRProducer(
+        config,
+        inputs.prompts,
+        inputs.validation_prompts,
+        pool,
+        scorer,
+        inputs.sampling,
+        inputs.validation_sampling,
+    )
+    samples = config.num_return_sequences_in_group
+    rollouter = load_extensions(config).rollouter or Rollouter
+    return rollouter(
+        producer, policy_settings(config, config.rollout_batch_size, samples), rollout_options(config, samples)
+    )

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 from roll.datasets.conversation import ConversationEncoder
 from roll.pipeline.agentic.environments import EnvFailure, EnvPool
 from roll.pipeline.agentic.episode import Episode, EpisodeFailed, Task
 from roll.pipeline.agentic.groups import TrajectoryGroup
-from roll.pipeline.agentic.side_by_side import give_up, side_by_side
-from roll.pipeline.engine_pool import EnginePool
 from roll.pipeline.rollout_types import Meter
+from roll.rollout.engine_pool import EnginePool
 from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
 
 Decode = Callable[[list[int]], str]
@@ -167,3 +166,21 @@ async def _failure(work: Callable[..., Awaitable[None]], *args: Any) -> Failure 
     except (EpisodeFailed, EnvFailure) as failure:
         return failure
     return None
+
+
+async def side_by_side(works: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Runs all to their end. Where one raises, or the caller is cancelled, the others are given up first."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        await give_up(tasks)
+
+
+async def give_up(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Cancels what still runs, waits until nothing does, and raises the exception of one that raised."""
+    for task in tasks:
+        task.cancel()
+    for ended in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(ended, Exception):
+            raise ended

@@ -15,7 +15,7 @@ from roll.configs.agentic import SampleBy
 from roll.datasets.collate import Sample, collate_samples
 from roll.distributed.protocol import DataProto
 from roll.pipeline.agentic.groups import TrajectoryGroup
-from roll.rollout.trajectory import Trajectory, Turn
+from roll.rollout.types import Trajectory, Turn
 
 NO_TURN = -1
 """`turn_index` of a token that no policy sampled, and `state_ids` of a turn that is not there."""

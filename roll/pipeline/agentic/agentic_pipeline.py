@@ -1,26 +1,75 @@
-"""The rollouter of an agentic run, made where it runs: in the driver, or in a process of its own."""
+"""Assembles an agentic run: the environments are tried first, then engines and the learner come up."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.layouts import role_layout
 from roll.datasets.conversation import ConversationEncoder
 from roll.distributed.cluster import log_file, process_environment
-from roll.pipeline.agentic.environments import EnvPool
+from roll.envs import make_env
+from roll.pipeline.agentic.environments import EnvPool, EnvSpec
 from roll.pipeline.agentic.episode import Task
 from roll.pipeline.agentic.groups import TrajectoryGroup
-from roll.pipeline.agentic.play import Player
 from roll.pipeline.agentic.producer import AgenticProducer
-from roll.pipeline.engine_pool import EnginePool, Engines
+from roll.pipeline.agentic.runner import Player
 from roll.pipeline.extensions import load_extensions
-from roll.pipeline.rollout_settings import policy_settings, rollout_options
-from roll.pipeline.rollouter import Rollouter
-from roll.pipeline.sharding import samples_per_optimizer_step
+from roll.pipeline.learner import samples_per_optimizer_step
+from roll.pipeline.rl_pipeline import RLPipeline
+from roll.pipeline.rollouter import Rollouter, policy_settings, rollout_options
 from roll.pipeline.tokenizer import load_tokenizer
+from roll.rollout.engine_pool import EnginePool, Engines
 from roll.rollout.types import SamplingParams
+
+if TYPE_CHECKING:
+    from roll.distributed.client import ClusterClient
+
+
+class AgenticPipeline(RLPipeline[AgenticConfig]):
+    """Samples are trajectories of many turns, scored by the environments themselves."""
+
+    async def prepare(self) -> None:
+        """Reads the tokenizer and makes one environment of every tag.
+
+        Raises:
+            ConfigError: an environment does not exist or does not take its options.
+            DatasetError: the chat template does not let turns be added one by one.
+        """
+        await super().prepare()
+        chat = ConversationEncoder(self._tokenizer, self._config.actor_train.data_args.template)
+        chat.follow(self._tokenizer.eos_token_id, [{"role": "user", "content": "next"}])
+        self._tasks = {tag: self._task(tag) for tag in self._config.custom_envs}
+
+    def _task(self, tag: str) -> Task:
+        env, config = self._config.custom_envs[tag], self._config
+        made = make_env(env.env_type, env.env_config, f"custom_envs.{tag}")
+        made.close()
+        return Task(
+            tag=tag,
+            spec=EnvSpec(env.env_type, env.env_config),
+            max_actions=made.config.max_steps,
+            max_tokens=env.max_tokens_per_step or config.max_tokens_per_step or 0,
+            system=env.agent_system_template or "",
+            template=env.agent_template,
+        )
+
+    def rollouter_here(self, engines: ClusterClient) -> Rollouter[TrajectoryGroup]:
+        """Its environments are in processes of their own all the same."""
+        return make_rollouter(self.inputs(), engines)
+
+    def rollouter_elsewhere(self, engines: ClusterClient) -> tuple[Any, ...]:
+        """Nothing is held here."""
+        return make_rollouter, self.inputs(), engines
+
+    def inputs(self) -> AgenticInputs:
+        """What a rollouter is made of; `prepare` comes first."""
+        return AgenticInputs(self._config, self._tasks, *self._samplings)
+
+    async def close(self) -> None:
+        """Nothing was started: environments belong to the rollouter."""
 
 
 @dataclass(frozen=True)
