@@ -1,4 +1,4 @@
-"""After a run: which side waited for the other, and what split or ratio to try."""
+"""Bottleneck report of a finished run: whether training or generation waited, and which split or ratio to try."""
 
 from __future__ import annotations
 
@@ -7,22 +7,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 WAITS = 0.15
-"""Share of a step that training waits for its batch, from which on the wait is worth a change: less is within the
-spread of steps."""
+"""Share of a step that training waits for its batch above which a change helps; less is within the noise of steps."""
 
 IDLE = 0.3
-"""Share of a step that engines stand still, from which on some of their devices would do more for training: a publish
-and the bound on running ahead cost some of it in any run."""
+"""Idle share of the engines above which some of their devices are better used for training; weight updates and the bound
+on running ahead cost some of it in any run."""
 
 LONG_TAIL = 3.0
-"""Longest response over the mean one, from which on a batch waits for a few stragglers: lengths spread evenly below
-the longest have a mean of half of it, 2."""
+"""Longest over mean response length above which a batch waits for a few stragglers; for a uniform distribution it is 2."""
 
 WARM_UP = 1
 """Steps left out at the start of a run: its first batch was not generated ahead."""
 
 TRAINING = ("time/old_log_probs", "time/advantages", "time/train")
-"""What training computes in a step."""
+"""Times of a step in which training computes."""
 
 Lines = Sequence[Mapping[str, float | None]]
 """The lines of a metrics.jsonl."""
@@ -30,14 +28,14 @@ Lines = Sequence[Mapping[str, float | None]]
 
 @dataclass(frozen=True)
 class Split:
-    """How a run was set up.
+    """Devices and ratio of a run.
 
     Attributes:
         ratio: `async_generation_ratio`.
         generation: devices of actor_infer.
         training: devices of actor_train.
-        shared: they are the same devices.
-        drains: `in_flight_policy` is drain, so a publish waits for running responses.
+        shared: both use the same devices.
+        drains: `in_flight_policy` is drain, so a weight update waits for running responses.
     """
 
     ratio: float
@@ -47,8 +45,8 @@ class Split:
     drains: bool = False
 
     @property
-    def there(self) -> str:
-        """In words."""
+    def description(self) -> str:
+        """For the report."""
         if self.shared:
             return f"all {self.training} devices shared"
         return f"{self.generation} devices for generation, {self.training} for training"
@@ -74,7 +72,7 @@ class Means:
 
     @property
     def numbers(self) -> str:
-        """What the advice is based on."""
+        """The measured values, for the report."""
         drain = f" and time/publish {self.drain:.2f} s" if self.drain else ""
         return (
             f"time/wait_prev_gen {self.wait:.2f} s{drain} of time/step {self.step:.2f} s, "
@@ -83,21 +81,21 @@ class Means:
         )
 
 
-def advise(lines: Lines, split: Split) -> str:
-    """One line: who waited, the numbers that say so, and what to try; empty without steps that generated.
+def bottleneck_report(lines: Lines, split: Split) -> str:
+    """One line: which side waited, the measured values, and what to try; empty without steps that generated.
 
-    Generation and training take G and T seconds. Taking turns, a step takes G + T; side by side, the larger of both,
-    and it is least where devices are split in proportion to G and T times the devices each has now.
+    Generation and training take G and T seconds. One after the other, a step takes G + T; concurrently, the larger of
+    both, which is smallest where devices are split in proportion to G and T times the devices each has now.
     """
     means = measure(lines, split.drains)
     if means is None:
         return ""
-    told = _synchronous(means, split) if split.ratio == 0 else _asynchronous(means, split)
-    return f"{told} ({means.numbers}; {split.there})"
+    finding = _synchronous(means, split) if split.ratio == 0 else _asynchronous(means, split)
+    return f"{finding} ({means.numbers}; {split.description})"
 
 
 def measure(lines: Lines, drains: bool = False) -> Means | None:
-    """Means over steps, without the first where there are more; `drains` as in `Split`."""
+    """Means over steps, without the first WARM_UP if there are more; `drains` as in `Split`."""
     steps = [line for line in lines if _at(line, "step") > 0 and line.get("time/wait_prev_gen") is not None]
     steps = steps[WARM_UP:] or steps
     if not steps:
@@ -120,7 +118,7 @@ def measure(lines: Lines, drains: bool = False) -> Means | None:
 
 
 def _synchronous(means: Means, split: Split) -> str:
-    """What running ahead could save at most: the shorter of both, which the longer one hides."""
+    """Running ahead saves at most the shorter of both times."""
     longer, shorter = max(means.generate, means.train), min(means.generate, means.train)
     head = f"training and generation took turns: G {means.generate:.2f} s, then T {means.train:.2f} s"
     if split.shared:
@@ -142,19 +140,19 @@ def _asynchronous(means: Means, split: Split) -> str:
         if means.tail >= LONG_TAIL:
             return f"training waited for a long tail of responses, which more devices do not shorten; {further}"
         if means.rollout_idle >= IDLE:
-            return f"training waited, and the engines stood still as well: each waited for the other; {further}"
-        return f"training waited for generation, whose responses are of like length; {_move(means, split, 1)}"
+            return f"training waited, and the engines were idle too: each waited for the other; {further}"
+        return f"training waited for generation, whose responses have similar lengths; {_move(means, split, 1)}"
     if means.rollout_idle >= IDLE:
         return f"the engines waited for training; {_move(means, split, -1)}"
     return "neither side waited for the other: the split is right"
 
 
 def _move(means: Means, split: Split, direction: int) -> str:
-    """The split in proportion to the work of both, at least one device further in `direction` (1: to generation)."""
+    """The split in proportion to the work of both, at least one device off in `direction` (1: to generation)."""
     total = split.generation + split.training
     if (split.training if direction > 0 else split.generation) == 1:
         role, other = ("generation", "training") if direction > 0 else ("training", "generation")
-        return f"{role} needs more devices, and {other} has only one to give: add some"
+        return f"{role} needs more devices, and {other} has only one: add devices"
     work, training = means.generate * split.generation, means.train * split.training
     share = round(total * work / (work + training)) if work + training > 0 else split.generation
     least = split.generation + direction

@@ -7,102 +7,116 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from roll.configs.agentic import SampleBy
 from roll.datasets.collate import Sample, collate_samples
 from roll.distributed.protocol import DataProto
-from roll.pipeline.agentic.groups import TrajectoryGroup
-from roll.rollout.types import Trajectory, Turn
+from roll.rollout.types import NOT_SAMPLED, Group, Trajectory, Turn
 
 NO_TURN = -1
-"""`turn_index` of a token that no policy sampled, and `state_ids` of a turn that is not there."""
-PADDING = Trajectory(ids=[0, 0], log_probs=[0.0, 0.0], versions=[-1, -1])
-"""A sample of which no token is learned from, to make a number of samples divide."""
+"""`turn_index` of a token that no policy sampled, and `state_ids` behind the last turn of a row."""
+
+PADDING = Trajectory(ids=[0, 0], log_probs=[0.0, 0.0], versions=[NOT_SAMPLED, NOT_SAMPLED])
+"""A row of which no token is learned from; it fills a batch up to whole optimizer steps."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Row:
-    """One sample: a trajectory up to the end of the last of its `turns`, of which only these are learned from."""
+    """One sample: a trajectory up to the end of the last of its `turns`; only the tokens of these are learned from.
+
+    Attributes:
+        name: of the sample in dumps.
+        trajectory: that it is or belongs to.
+        turns: all of the trajectory, or one of them; none in a padding row.
+        trajectory_id: number of the trajectory in the batch.
+        group_id: number of the group in the batch.
+        group: None in a padding row.
+        trajectory_name: of the trajectory in dumps.
+    """
 
     name: str
     trajectory: Trajectory
     turns: Sequence[Turn]
-    number: int
-    group: int
-    tag: str
-    trajectory_name: str = ""
+    trajectory_id: int
+    group_id: int
+    group: Group | None
+    trajectory_name: str
 
 
-def batch_of_groups(groups: Sequence[TrajectoryGroup], sample_by: SampleBy, multiple: int = 1) -> DataProto:
+def batch_of_groups(
+    groups: Sequence[Group], sample_by: SampleBy = "traj", multiple: int = 1, episodes: bool = False
+) -> DataProto:
     """One row for each trajectory (`traj`) or turn (`step`), the rows of a group together.
 
     Args:
         groups: complete ones.
         sample_by: what a row is.
-        multiple: masked rows are added until the number of rows is one of this, as many to each run of so many rows, so
-            that optimizer steps learn from about as many samples; a row is never there twice.
+        multiple: padding rows are added until the number of rows is a multiple of this, spread evenly over the runs of
+            so many rows, so that optimizer steps learn from about as many samples; no sample is copied.
+        episodes: rows are named after trajectory and turn instead of the group, and described in the column `episode`.
 
     Returns:
         The token tensors [B, T] of `collate_samples` and, with K the most turns of a row:
-        `turn_index` [B, T] int64, the turn in its row of each sampled token, else NO_TURN;
+        `turn_index` [B, T] int64, the turn within its row of each sampled token, else NO_TURN;
         `turn_count` [B]; `turn_rewards` [B, K] float32; `state_ids` [B, K] int64, equal for turns of one group that
-        answered the same observation; `scores` [B] of the whole episode; `group_ids`, `trajectory_ids`, `tag_ids` [B].
+        responded to the same observation; `scores` [B] of the whole trajectory; `group_ids`, `trajectory_ids` and
+        `tag_ids` [B]. The columns `id` and `episode` are for dumps.
     """
-    rows = _filled(list(_rows(groups, sample_by)), multiple)
+    rows = _pad_rows(list(_rows(groups, sample_by)), multiple)
     tensors = collate_samples([_sample(row) for row in rows])
-    tags = {tag: index for index, tag in enumerate(dict.fromkeys(row.tag for row in rows))}
-    most = max(len(row.turns) for row in rows)
+    tags = ["" if row.group is None else row.group.tag for row in rows]
+    tag_numbers = {tag: number for number, tag in enumerate(dict.fromkeys(tags))}
+    width = max(len(row.turns) for row in rows)
     tensors |= {
         "turn_index": _turn_index(rows, tensors["response_mask"]),
         "turn_count": torch.tensor([len(row.turns) for row in rows]),
-        "turn_rewards": _padded([[turn.reward for turn in row.turns] for row in rows], most, 0.0),
-        "state_ids": _padded(_states(rows), most, NO_TURN),
+        "turn_rewards": _pad_columns([[turn.reward for turn in row.turns] for row in rows], width, 0.0),
+        "state_ids": _pad_columns(_state_ids(rows), width, NO_TURN),
         "scores": torch.tensor([row.trajectory.score for row in rows], dtype=torch.float32),
-        "group_ids": torch.tensor([row.group for row in rows]),
-        "trajectory_ids": torch.tensor([row.number for row in rows]),
-        "tag_ids": torch.tensor([tags[row.tag] for row in rows]),
+        "group_ids": torch.tensor([row.group_id for row in rows]),
+        "trajectory_ids": torch.tensor([row.trajectory_id for row in rows]),
+        "tag_ids": torch.tensor([tag_numbers[tag] for tag in tags]),
     }
-    told = np.empty(len(rows), dtype=object)
-    for index, row in enumerate(rows):
-        told[index] = _told(row, groups)
-    ids = np.array([row.name for row in rows], dtype=object)
-    return DataProto.from_dict(tensors, {"id": ids, "episode": told})
+    if not episodes:
+        return DataProto.from_dict(tensors, {"id": [row.name if row.group is None else row.group.name for row in rows]})
+    descriptions = [_describe_episode(row) for row in rows]
+    return DataProto.from_dict(tensors, {"id": [row.name for row in rows], "episode": descriptions})
 
 
-def _rows(groups: Sequence[TrajectoryGroup], sample_by: SampleBy) -> Iterator[Row]:
-    """Named after tag, group, member and, where a row is a turn, the turn."""
-    number = 0
-    for index, group in enumerate(groups):
-        for member, trajectory in enumerate(group.trajectories):
-            name = f"{group.tag}-{group.number}-{member}"
-            shares = {name: trajectory.turns}
-            if sample_by == "step":
-                shares = {f"{name}-{place}": [turn] for place, turn in enumerate(trajectory.turns)}
-            for share, turns in shares.items():
-                yield Row(share, trajectory, turns, number, index, group.tag, name)
-            number += 1
+def _rows(groups: Sequence[Group], sample_by: SampleBy) -> Iterator[Row]:
+    """Rows in the order of the groups; their names have the places of trajectory and turn."""
+    trajectory_id = 0
+    for group_id, group in enumerate(groups):
+        for place, trajectory in enumerate(group.trajectories):
+            name = f"{group.name}-{place}"
+            if sample_by == "traj":
+                yield Row(name, trajectory, trajectory.turns, trajectory_id, group_id, group, name)
+            else:
+                for turn_place, turn in enumerate(trajectory.turns):
+                    yield Row(f"{name}-{turn_place}", trajectory, [turn], trajectory_id, group_id, group, name)
+            trajectory_id += 1
 
 
-def _filled(rows: Sequence[Row], multiple: int) -> list[Row]:
-    """The rows in their order, with masked ones at the end of each run of `multiple`."""
+def _pad_rows(rows: Sequence[Row], multiple: int) -> list[Row]:
+    """The rows in their order, with padding rows at the end of each run of `multiple`."""
     runs = -(-len(rows) // multiple)
-    empty, last = runs * multiple - len(rows), rows[-1]
+    missing, last = runs * multiple - len(rows), rows[-1]
     real = iter(rows)
-    masked = iter(
-        Row("padding", PADDING, (), last.number + 1 + place, last.group + 1 + place, "") for place in range(empty)
+    padding = (
+        Row("padding", PADDING, (), last.trajectory_id + 1 + place, last.group_id + 1 + place, None, "")
+        for place in range(missing)
     )
-    filled: list[Row] = []
+    padded: list[Row] = []
     for run in range(runs):
-        share = empty // runs + (run < empty % runs)
-        filled += [*islice(real, multiple - share), *islice(masked, share)]
-    return filled
+        share = missing // runs + (run < missing % runs)
+        padded += [*islice(real, multiple - share), *islice(padding, share)]
+    return padded
 
 
 def _sample(row: Row) -> Sample:
-    """Prompt is what stands before the first turn of the row; between turns no policy sampled."""
+    """The prompt ends where the first turn of the row begins; observations between its turns are not sampled."""
     trajectory = row.trajectory
     start, end = (row.turns[0].start, row.turns[-1].end) if row.turns else (1, 2)
     return (
@@ -114,32 +128,32 @@ def _sample(row: Row) -> Sample:
 
 
 def _turn_index(rows: Sequence[Row], response_mask: Tensor) -> Tensor:
-    index = torch.full(response_mask.shape, NO_TURN, dtype=torch.int64)
+    index = torch.where(response_mask, 0, NO_TURN)
     for number, row in enumerate(rows):
-        for place, turn in enumerate(row.turns):
+        for place, turn in enumerate(row.turns[1:], start=1):
             index[number, turn.start : turn.end] = place
     return index
 
 
-def _states(rows: Sequence[Row]) -> list[list[int]]:
+def _state_ids(rows: Sequence[Row]) -> list[list[int]]:
     """A number for each observation of each group."""
     numbers: dict[tuple[int, str], int] = {}
-    return [[numbers.setdefault((row.group, turn.observation), len(numbers)) for turn in row.turns] for row in rows]
+    return [[numbers.setdefault((row.group_id, turn.observation), len(numbers)) for turn in row.turns] for row in rows]
 
 
-def _padded(values: Sequence[Sequence[Any]], width: int, fill: float | int) -> Tensor:
+def _pad_columns(values: Sequence[Sequence[float]], width: int, fill: float) -> Tensor:
     return torch.tensor([[*row, *[fill] * (width - len(row))] for row in values])
 
 
-def _told(row: Row, groups: Sequence[TrajectoryGroup]) -> dict[str, Any]:
-    """What a person wants to see of a row; empty for padding."""
-    if not row.turns:
+def _describe_episode(row: Row) -> dict[str, Any]:
+    """The row's trajectory for people, as JSON; empty for padding."""
+    if row.group is None:
         return {}
-    group, trajectory = groups[row.group], row.trajectory
+    trajectory = row.trajectory
     return {
         "trajectory": row.trajectory_name,
-        "tag": group.tag,
-        "seed": group.seed,
+        "tag": row.group.tag,
+        "seed": row.group.problem,
         "stop": trajectory.stop,
         "outcome": trajectory.outcome,
         "metrics": trajectory.metrics,

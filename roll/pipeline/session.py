@@ -1,4 +1,4 @@
-"""Ray, the devices and the clusters of one run: all started here, all ended here."""
+"""Starts and ends Ray, the clusters and the services of one run."""
 
 from __future__ import annotations
 
@@ -31,18 +31,17 @@ WORKERS: dict[str, type[Worker]] = {
 class Session:
     """The clusters of every role that owns devices, and services beside them.
 
-    Entering the block starts the clusters' processes, `ready` waits until they can be used; a service that is started
-    in between comes up beside them. Leaving the block ends every process it started.
+    Entering the block starts the processes of the clusters, and `ready` waits until they can be used; services started
+    in between start at the same time. Leaving the block ends every process it started.
     """
 
     def __init__(self, config: BaseConfig) -> None:
-        """Starts nothing yet."""
         self._config = config
         self._platform = get_platform(config.platform)
         self._resources: ResourceManager | None = None
         self.clusters: dict[str, Cluster] = {}
         self._services: list[Service] = []
-        self._first: list[Callable[[], Awaitable[None]]] = []
+        self._close_first: list[Callable[[], Awaitable[None]]] = []
 
     async def __aenter__(self) -> Session:
         """Starts Ray, reserves the devices, and starts the processes of all roles."""
@@ -54,12 +53,12 @@ class Session:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        """Ends what runs in this process, then clusters, reservation and Ray.
+        """Ends work in this process, then services, clusters, reservation and Ray.
 
-        What fails in this is raised, unless the run has failed already: then it is logged, for the cause is the other.
+        An error in this is raised, unless the run has failed before: then it is logged, since it is not the cause.
         """
         try:
-            for close in self._first:
+            for close in self._close_first:
                 await close()
         except Exception:
             if error[0] is None:
@@ -80,10 +79,10 @@ class Session:
             self.clusters[role] = Cluster(role, cls, worker, config, self._resources, role_layout(worker))
 
     async def ready(self) -> None:
-        """Brings all roles up side by side, and waits for them and for the services.
+        """Initializes all roles at the same time, and waits for them and for the services.
 
         Raises:
-            ClusterError: one of them did not come up.
+            ClusterError: one of them did not start.
         """
         calls = [asyncio.to_thread(cluster.initialize) for cluster in self.clusters.values()]
         for pending in await asyncio.gather(*calls):
@@ -98,11 +97,11 @@ class Session:
         return service
 
     def close_first(self, close: Callable[[], Awaitable[None]]) -> None:
-        """Has a coroutine function called when the block is left, before anything else is ended."""
-        self._first.append(close)
+        """Registers a coroutine function that is called first when the block is left."""
+        self._close_first.append(close)
 
     def _stop(self) -> None:
-        """Services first, Ray last; each is ended though the one before it could not be."""
+        """Ends services first and Ray last; a failure does not keep the others from being ended."""
         with contextlib.ExitStack() as ends:
             ends.callback(stop_ray)
             if self._resources is not None:

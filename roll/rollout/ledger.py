@@ -1,4 +1,7 @@
-"""Prompt accounting: the ledger, the buffer of finished groups, and deadlines."""
+"""Prompt accounting: how many prompts are where (ledger), which finished ones wait (buffer), and which are due when.
+
+A prompt stands for a group: all responses to one prompt, or all trajectories of one environment.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Generic, TypeVar
 
 
 class LedgerError(RuntimeError):
-    """A prompt was lost or invented: a bug, never a condition to go on from."""
+    """The counts of prompts do not add up: a bug, after which a run must end."""
 
 
 @dataclass
@@ -32,19 +35,19 @@ class Ledger:
         self.in_flight += count
 
     def finish(self, count: int = 1) -> None:
-        """Prompts came back whole and scored, and wait to be consumed."""
+        """Prompts are generated and scored, and wait to be consumed."""
         self.in_flight -= count
         self.buffered += count
         self.check()
 
     def drop(self, reason: str, count: int = 1) -> None:
-        """Prompts in flight will never be consumed, for a reason."""
+        """Prompts in flight are dropped."""
         self.in_flight -= count
         self.dropped[reason] += count
         self.check()
 
     def discard(self, reason: str, count: int = 1) -> None:
-        """Buffered prompts will never be consumed, for a reason."""
+        """Buffered prompts are dropped."""
         self.buffered -= count
         self.dropped[reason] += count
         self.check()
@@ -64,7 +67,7 @@ class Ledger:
         """Raises LedgerError unless the law holds and no count is negative."""
         accounted = self.consumed + self.dropped_total + self.buffered + self.in_flight
         if accounted != self.submitted or min(self.buffered, self.in_flight) < 0:
-            raise LedgerError(f"submitted {self.submitted} prompts but can account for {accounted}: {self}")
+            raise LedgerError(f"submitted {self.submitted} prompts but {accounted} are accounted for: {self}")
 
     def metrics(self) -> dict[str, float]:
         """`ledger/...`, one entry for each reason a prompt was dropped for."""
@@ -74,7 +77,7 @@ class Ledger:
         return {f"ledger/{name}": float(count) for name, count in counts.items()}
 
     def queue_metrics(self, samples_per_prompt: int) -> dict[str, float]:
-        """`queue/...`: the same account in samples."""
+        """`queue/...`: the same counts in samples."""
         counts = {
             "size": self.buffered,
             "total_produced": self.buffered + self.consumed,
@@ -88,107 +91,112 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Ticket:
-    """The right to generate for one prompt, and by when its samples must be learned from."""
+class PromptRequest:
+    """An admitted prompt, to be generated and learned from by its deadline.
+
+    Attributes:
+        number: position among all prompts submitted in the run; seeds derive from it.
+        version: weight version when it was submitted.
+        deadline: weight version by which its samples must be learned from.
+    """
 
     number: int
-    """Position among all prompts ever submitted; seeds derive from it."""
     version: int
-    """Weight version when it was submitted."""
     deadline: int
-    """Version of the weights that learn from it at the latest."""
 
 
 @dataclass(frozen=True)
-class Taken(Generic[T]):
-    """One finished prompt: what was made of its ticket."""
+class FinishedGroup(Generic[T]):
+    """A prompt that is generated and scored.
 
-    ticket: Ticket
-    item: T
+    Attributes:
+        request: the prompt.
+        group: what was generated for it.
+        oldest_version: weight version of its oldest token.
+    """
+
+    request: PromptRequest
+    group: T
     oldest_version: int
-    """Weight version of its oldest token."""
 
 
 class SampleBuffer(Generic[T]):
-    """Finished prompts, the earliest deadline first, then the lowest number.
+    """Finished groups that wait for a batch, the earliest deadline first, then the lowest number.
 
-    Putting and popping cost O(log n). Memory is that of what waits: an entry removed for its age leaves one tuple
-    behind until its deadline comes up.
+    Putting and popping cost O(log n). An entry removed for its age leaves one tuple in the heap until its deadline.
     """
 
     def __init__(self) -> None:
-        """Starts empty."""
-        self._waiting: dict[int, Taken[T]] = {}
+        self._waiting: dict[int, FinishedGroup[T]] = {}
         self._order: list[tuple[int, int]] = []
         self._numbers_by_age: dict[int, set[int]] = {}
 
     def __len__(self) -> int:
-        """Prompts that wait."""
         return len(self._waiting)
 
-    def __iter__(self) -> Iterator[Taken[T]]:
-        """What waits, in the order it will be popped."""
-        return iter(sorted(self._waiting.values(), key=lambda taken: (taken.ticket.deadline, taken.ticket.number)))
+    def __iter__(self) -> Iterator[FinishedGroup[T]]:
+        return iter(
+            sorted(self._waiting.values(), key=lambda finished: (finished.request.deadline, finished.request.number))
+        )
 
-    def put(self, taken: Taken[T]) -> None:
-        """Adds one."""
-        number = taken.ticket.number
-        self._waiting[number] = taken
-        heapq.heappush(self._order, (taken.ticket.deadline, number))
-        self._numbers_by_age.setdefault(taken.oldest_version, set()).add(number)
+    def put(self, finished: FinishedGroup[T]) -> None:
+        """Adds a group."""
+        number = finished.request.number
+        self._waiting[number] = finished
+        heapq.heappush(self._order, (finished.request.deadline, number))
+        self._numbers_by_age.setdefault(finished.oldest_version, set()).add(number)
 
-    def pop(self) -> Taken[T]:
-        """Removes and gives the first.
+    def pop(self) -> FinishedGroup[T]:
+        """Removes and returns the first.
 
         Raises:
-            IndexError: nothing waits.
+            IndexError: the buffer is empty.
         """
         while True:
             _, number = heapq.heappop(self._order)
             if number in self._waiting:
                 return self._remove(number)
 
-    def expire(self, oldest_allowed: int) -> Iterable[Taken[T]]:
-        """Removes and gives those with a token older than version `oldest_allowed`."""
+    def expire(self, oldest_allowed: int) -> Iterable[FinishedGroup[T]]:
+        """Removes and returns the groups with a token older than version `oldest_allowed`."""
         ages = [age for age in self._numbers_by_age if age < oldest_allowed]
         numbers = sorted(number for age in ages for number in self._numbers_by_age[age])
         return [self._remove(number) for number in numbers]
 
-    def _remove(self, number: int) -> Taken[T]:
-        taken = self._waiting.pop(number)
-        numbers = self._numbers_by_age[taken.oldest_version]
+    def _remove(self, number: int) -> FinishedGroup[T]:
+        finished = self._waiting.pop(number)
+        numbers = self._numbers_by_age[finished.oldest_version]
         numbers.remove(number)
         if not numbers:
-            del self._numbers_by_age[taken.oldest_version]
-        return taken
+            del self._numbers_by_age[finished.oldest_version]
+        return finished
 
 
 class Deadlines:
-    """Prompts that are not consumed yet, counted by deadline: all of them, and those that are ready.
+    """Counts of prompts not consumed yet by deadline: outstanding (running or ready), and ready ones alone.
 
-    There are as many deadlines at a time as versions that generation may be ahead, plus one: cost and memory do not
-    grow with the number of prompts.
+    There are at most ceil(async_generation_ratio) + 1 different deadlines at a time, so cost and memory do not grow
+    with the number of prompts.
     """
 
     def __init__(self) -> None:
-        """Starts empty."""
         self._outstanding: Counter[int] = Counter()
         self._ready: Counter[int] = Counter()
 
     def submit(self, deadline: int, count: int = 1) -> None:
-        """Prompts are in flight."""
+        """Prompts start to run."""
         self._outstanding[deadline] += count
 
     def finish(self, deadline: int) -> None:
-        """One became ready."""
+        """A running prompt became ready."""
         self._ready[deadline] += 1
 
     def drop_running(self, deadline: int) -> None:
-        """One in flight went."""
+        """A running prompt was dropped."""
         self._lower(self._outstanding, deadline)
 
     def remove_ready(self, deadline: int) -> None:
-        """One that was ready went: consumed, or too old."""
+        """A ready prompt was consumed, or dropped for its age."""
         self._lower(self._outstanding, deadline)
         self._lower(self._ready, deadline)
 
@@ -198,17 +206,24 @@ class Deadlines:
         if not counts[deadline]:
             del counts[deadline]
 
-    def waits_for(self, version: int, batch_size: int) -> int | None:
-        """The earliest deadline up to which too few prompts are ready for the batch that `version` learns from.
+    def blocking_deadline(self, version: int, batch_size: int) -> int | None:
+        """The earliest deadline that would be missed if the next batch did not wait for running prompts.
 
-        With this batch and those of versions up to d, (d - version) of them besides this one, everything due by d must
-        be consumed. So this batch must hold at least
+        Every prompt with a deadline of at most d must be consumed by this batch or by the (d - version) batches of the
+        versions up to d that follow it. So this batch must hold at least
 
             need(d) = outstanding(deadline <= d) - (d - version) * batch_size
 
-        prompts due by d. A batch filled earliest deadline first holds min(batch_size, ready(deadline <= d)) of them,
-        whatever d is, and it must wait exactly while that is less than need(d) for some d. For d = version this says:
-        nothing due now is left behind. None: it need not wait.
+        prompts due by d. A batch filled earliest deadline first holds min(batch_size, ready(deadline <= d)) of them.
+        It must wait exactly while that is less than need(d) for some d. For d = version the rule is: no prompt that is
+        due now is left out.
+
+        Args:
+            version: weight version that learns from the batch.
+            batch_size: prompts of a batch.
+
+        Returns:
+            The earliest d for which the batch must wait; None where it need not wait.
         """
         outstanding = ready = 0
         for deadline in sorted(self._outstanding):

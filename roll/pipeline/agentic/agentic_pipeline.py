@@ -1,41 +1,33 @@
-"""Assembles an agentic run: the environments are tried first, then engines and the learner come up."""
+"""Agents: trajectories of many turns in environments. Tries every environment before anything starts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
 
 from roll.configs.agentic import AgenticConfig
-from roll.configs.layouts import role_layout
 from roll.datasets.conversation import ConversationEncoder
 from roll.distributed.cluster import log_file, process_environment
 from roll.envs import make_env
+from roll.pipeline.agentic.agentic_worker import AgenticWorker
 from roll.pipeline.agentic.environments import EnvPool, EnvSpec
 from roll.pipeline.agentic.episode import Task
-from roll.pipeline.agentic.groups import TrajectoryGroup
-from roll.pipeline.agentic.producer import AgenticProducer
-from roll.pipeline.agentic.runner import Player
-from roll.pipeline.extensions import load_extensions
-from roll.pipeline.learner import samples_per_optimizer_step
-from roll.pipeline.rl_pipeline import RLPipeline
-from roll.pipeline.rollouter import Rollouter, policy_settings, rollout_options
+from roll.pipeline.agentic.runner import RolloutRunner
+from roll.pipeline.rl_pipeline import RLPipeline, WorkerFactory
+from roll.pipeline.rollout_worker import Purpose
 from roll.pipeline.tokenizer import load_tokenizer
-from roll.rollout.engine_pool import EnginePool, Engines
+from roll.rollout.engine_pool import EnginePool
 from roll.rollout.types import SamplingParams
-
-if TYPE_CHECKING:
-    from roll.distributed.client import ClusterClient
 
 
 class AgenticPipeline(RLPipeline[AgenticConfig]):
-    """Samples are trajectories of many turns, scored by the environments themselves."""
+    """Samples are trajectories, scored by the environments themselves."""
 
     async def prepare(self) -> None:
         """Reads the tokenizer and makes one environment of every tag.
 
         Raises:
-            ConfigError: an environment does not exist or does not take its options.
+            ConfigError: an environment does not exist or does not accept its options.
             DatasetError: the chat template does not let turns be added one by one.
         """
         await super().prepare()
@@ -56,69 +48,34 @@ class AgenticPipeline(RLPipeline[AgenticConfig]):
             template=env.agent_template,
         )
 
-    def rollouter_here(self, engines: ClusterClient) -> Rollouter[TrajectoryGroup]:
-        """Its environments are in processes of their own all the same."""
-        return make_rollouter(self.inputs(), engines)
-
-    def rollouter_elsewhere(self, engines: ClusterClient) -> tuple[Any, ...]:
-        """Nothing is held here."""
-        return make_rollouter, self.inputs(), engines
-
-    def inputs(self) -> AgenticInputs:
-        """What a rollouter is made of; `prepare` comes first."""
-        return AgenticInputs(self._config, self._tasks, *self._samplings)
+    def worker_factory(self, own_process: bool) -> WorkerFactory:
+        """The worker starts the environments, each in worker processes, wherever it runs."""
+        return partial(make_agentic_worker, self._config, self._tasks, self._sampling)
 
     async def close(self) -> None:
-        """Nothing was started: environments belong to the rollouter."""
+        """Nothing to end: the environments belong to the rollout worker."""
 
 
-@dataclass(frozen=True)
-class AgenticInputs:
-    """What a rollouter is made of; can be sent to another process.
-
-    Attributes:
-        config: of the run.
-        tasks: by tag.
-        sampling: of training samples.
-        validation_sampling: of validation.
-    """
-
-    config: AgenticConfig
-    tasks: Mapping[str, Task]
-    sampling: SamplingParams
-    validation_sampling: SamplingParams
-
-
-def make_rollouter(inputs: AgenticInputs, engines: Engines) -> Rollouter[TrajectoryGroup]:
-    """A rollouter that asks these engines and plays environments in processes of its own."""
-    config, size = inputs.config, inputs.config.train_env_manager.group_size
-    settings, options = policy_settings(config, config.groups_per_batch, size), rollout_options(config, size)
-    rollouter = load_extensions(config).rollouter or Rollouter
-    return rollouter(make_producer(inputs, engines), settings, options)
-
-
-def make_producer(inputs: AgenticInputs, engines: Engines) -> AgenticProducer:
-    """What plays for it."""
-    config = inputs.config
+def make_agentic_worker(
+    config: AgenticConfig, tasks: Mapping[str, Task], sampling: Mapping[Purpose, SamplingParams], engines: EnginePool
+) -> AgenticWorker:
+    """The rollout worker, with environments in processes of their own, which start when they are first used."""
     tokenizer = load_tokenizer(config.actor_train.model_args.model_name_or_path)
     managers = [config.train_env_manager, *([config.val_env_manager] if config.eval_steps else [])]
     environments = EnvPool(
-        sum(manager.processes for manager in managers),  # training goes on while validation plays
+        sum(manager.processes for manager in managers),  # training goes on while a validation runs
         config.env_step_timeout_s,
         config.start_timeout_s,
         capacity=max(manager.max_env_num_per_worker or manager.environments for manager in managers),
         log=log_file(config, "environments"),
         variables=process_environment(config, threads=1),
     )
-    player = Player(
-        EnginePool(engines, config.max_generation_retries, config.actor_infer.max_running_requests),
+    runner = RolloutRunner(
+        engines,
         environments,
         ConversationEncoder(tokenizer, config.actor_train.data_args.template),
         lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
         config.sequence_length or 0,
         config.trajectory_timeout_s,
     )
-    multiple = samples_per_optimizer_step(config.actor_train, role_layout(config.actor_train).data)
-    return AgenticProducer(
-        config, inputs.tasks, player, environments, inputs.sampling, inputs.validation_sampling, multiple
-    )
+    return AgenticWorker(config, tasks, sampling, runner, environments)

@@ -1,28 +1,27 @@
-"""Plays the episodes of groups: each at its own pace, or all turn by turn together where runs must repeat."""
+"""Runs the episodes of groups: each at its own pace, or all of them in lockstep, so that a run is deterministic."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from typing import Any
 
 from roll.datasets.conversation import ConversationEncoder
 from roll.pipeline.agentic.environments import EnvFailure, EnvPool
 from roll.pipeline.agentic.episode import Episode, EpisodeFailed, Task
-from roll.pipeline.agentic.groups import TrajectoryGroup
-from roll.pipeline.rollout_types import Meter
+from roll.pipeline.rollout_worker import TIMED_OUT, Purpose
 from roll.rollout.engine_pool import EnginePool
-from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
+from roll.rollout.timers import Timer
+from roll.rollout.types import GenerateRequest, GenerateResult, Group, SamplingParams
 
 Decode = Callable[[list[int]], str]
-"""From sampled ids to the text an environment reads."""
+"""From sampled ids to the text that an environment reads."""
 
 Failure = EpisodeFailed | EnvFailure
-"""What one episode can fail with; both have a `reason`."""
+"""Failures of one episode; both have a `reason`."""
 
 
-class Player:
-    """Gives groups their trajectories, from engines and environments."""
+class RolloutRunner:
+    """Fills groups with trajectories, from engines and environments."""
 
     def __init__(
         self,
@@ -33,134 +32,140 @@ class Player:
         sequence_length: int,
         timeout_s: float,
     ) -> None:
-        """Takes the ways to both sides; `timeout_s` is the longest a trajectory may take."""
+        """Connects both sides.
+
+        Args:
+            engines: that generate responses.
+            environments: that react to them.
+            chat: from messages to ids.
+            decode: from sampled ids to text.
+            sequence_length: most tokens of a trajectory.
+            timeout_s: longest time from the start of an episode to its end.
+        """
         self._engines, self._environments, self._chat, self._decode = engines, environments, chat, decode
         self._sequence_length, self._timeout_s = sequence_length, timeout_s
-        self.last_failure: str | None = None
-        """What the last group was dropped for, in words."""
 
     def episodes(
-        self, group: TrajectoryGroup, purpose: str, task: Task, count: int, seed: int, sampling: SamplingParams
+        self, group: Group, purpose: Purpose, task: Task, count: int, seed: int, sampling: SamplingParams
     ) -> list[Episode]:
-        """`count` episodes of one group: the same environment, answers with seeds of their own."""
-        return [
-            Episode(
-                f"{purpose}-{group.number}-{index}", task, group.seed, seed, sampling, self._sequence_length, self._chat
-            )
-            for index in range(count)
-        ]
+        """`count` episodes of a group: the same environment, responses with seeds of their own."""
+        names = [f"{purpose}-{group.number}-{place}" for place in range(count)]
+        return [Episode(name, task, group.problem, seed, sampling, self._sequence_length, self._chat) for name in names]
 
-    async def play(self, group: TrajectoryGroup, episodes: Sequence[Episode], wanted: int, meter: Meter) -> None:
-        """Plays side by side; the first `wanted` that end well are the group's, in the order they were begun.
+    async def run_group(self, group: Group, episodes: Sequence[Episode], group_size: int, timer: Timer) -> None:
+        """Runs the episodes of a group concurrently, keeps the first `group_size` that succeed and cancels the rest.
 
-        What is not needed any more is given up, also where too many failed. With fewer than `wanted` the group has a
-        `drop_reason`.
+        They are kept in the order of `episodes`. Once too many have failed, the rest is cancelled too and the group is
+        dropped.
         """
-        well: list[Episode] = []
+        succeeded: list[Episode] = []
         failures: list[Failure] = []
 
-        async def finish(episode: Episode, engine: int) -> None:
-            failure = await self._finish(episode, engine, meter)
+        async def run(episode: Episode, engine: int) -> None:
+            failure = await self._run_in_time(episode, engine, timer)
             if failure is None:
-                well.append(episode)
+                succeeded.append(episode)
             else:
                 failures.append(failure)
 
-        with self._engines.home(len(episodes)) as engine:
-            tasks = [asyncio.create_task(finish(episode, engine)) for episode in episodes]
+        with self._engines.assign_engine(len(episodes)) as engine:
+            tasks = [asyncio.create_task(run(episode, engine)) for episode in episodes]
             try:
                 for ended in asyncio.as_completed(tasks):
                     await ended
-                    if len(well) >= wanted or len(failures) > len(episodes) - wanted:
+                    if len(succeeded) >= group_size or len(failures) > len(episodes) - group_size:
                         break
             finally:
-                await give_up(tasks)
-        self._settle(group, sorted(well[:wanted], key=episodes.index), wanted, failures)
+                await cancel_all(tasks)
+        _complete(group, sorted(succeeded[:group_size], key=episodes.index), group_size, failures)
 
-    async def play_together(
-        self, plays: Sequence[tuple[TrajectoryGroup, Sequence[Episode]]], wanted: int, meter: Meter
-    ) -> None:
-        """Plays all groups in lock-step: every turn waits for all, and all its requests are sent in one call.
-
-        Of a group the first `wanted` that end well are taken in the order they were begun, however long they took.
-        """
-        everyone = [episode for _, episodes in plays for episode in episodes]
-        failed: dict[Episode, Failure] = {}
+    async def _run_in_time(self, episode: Episode, engine: int, timer: Timer) -> Failure | None:
+        """Runs one episode to its end or deadline; returns its failure, if any."""
         try:
             async with asyncio.timeout(self._timeout_s) as deadline:
-                await self._in_step(everyone, failed, meter)
+                return await _failure_of(self._run, episode, engine, timer)
         except TimeoutError:
             if not deadline.expired():
                 raise
-            failed |= {each: self._late() for each in everyone if each not in failed and each.trajectory.stop is None}
-        finally:
-            for episode in everyone:
-                episode.leave()
-        for group, episodes in plays:
-            well = [episode for episode in episodes if episode not in failed]
-            self._settle(group, well[:wanted], wanted, [failed[each] for each in episodes if each in failed])
-
-    async def _in_step(self, everyone: list[Episode], failed: dict[Episode, Failure], meter: Meter) -> None:
-        """Turn by turn to the end of all; who fails is put into `failed` and asked nothing more."""
-
-        async def unless_it_fails(episode: Episode, work: Callable[..., Awaitable[None]], *args: Any) -> None:
-            failure = await _failure(work, *args)
-            if failure is not None:
-                failed[episode] = failure
-
-        with meter.measure("env"):
-            await side_by_side(unless_it_fails(each, each.begin, self._environments) for each in everyone)
-        while True:
-            asked = [(each, each.request()) for each in everyone if each not in failed]
-            turn = [(episode, request) for episode, request in asked if request is not None]
-            if not turn:
-                return
-            with meter.measure("generate"):
-                answers = await self._engines.generate([[request] for _, request in turn])
-            with meter.measure("env"):
-                await side_by_side(
-                    unless_it_fails(episode, self._accept, episode, request, answer)
-                    for (episode, request), [answer] in zip(turn, answers, strict=True)
-                )
-
-    async def _finish(self, episode: Episode, engine: int, meter: Meter) -> Failure | None:
-        """Plays one episode to its end; what it failed with, if it did."""
-        try:
-            async with asyncio.timeout(self._timeout_s) as deadline:
-                return await _failure(self._play, episode, engine, meter)
-        except TimeoutError:
-            if not deadline.expired():
-                raise
-            return self._late()
+            return self._timed_out()
         finally:
             episode.leave()
 
-    async def _play(self, episode: Episode, engine: int, meter: Meter) -> None:
-        with meter.measure("env"):
+    async def _run(self, episode: Episode, engine: int, timer: Timer) -> None:
+        with timer.measure("env"):
             await episode.begin(self._environments)
         while (request := episode.request()) is not None:
-            with meter.measure("generate"):
-                [[answer]] = await self._engines.generate([[request]], engine)
-            with meter.measure("env"):
-                await self._accept(episode, request, answer)
+            with timer.measure("generate"):
+                [[result]] = await self._engines.generate([[request]], engine)
+            with timer.measure("env"):
+                await self._accept(episode, request, result)
 
-    async def _accept(self, episode: Episode, request: GenerateRequest, answer: GenerateResult) -> None:
-        await episode.accept(request, answer, self._decode(answer.response_ids))
+    async def run_lockstep(
+        self, runs: Sequence[tuple[Group, Sequence[Episode]]], group_size: int, timer: Timer
+    ) -> None:
+        """Runs all groups turn by turn: every turn waits for all episodes and sends all of its requests in one call.
 
-    def _late(self) -> EpisodeFailed:
-        words = f"a trajectory was not over after {self._timeout_s:g} s (trajectory_timeout_s)"
-        return EpisodeFailed("trajectory_timeout", words)
+        Of each group the first `group_size` successful episodes in the order of its list are kept, whatever their time.
+        """
+        everyone = [episode for _, episodes in runs for episode in episodes]
+        failed: dict[Episode, Failure] = {}
+        try:
+            async with asyncio.timeout(self._timeout_s) as deadline:
+                await self._run_turns(everyone, failed, timer)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            late = [each for each in everyone if each not in failed and each.trajectory.stop is None]
+            failed |= {episode: self._timed_out() for episode in late}
+        finally:
+            for episode in everyone:
+                episode.leave()
+        for group, episodes in runs:
+            succeeded = [episode for episode in episodes if episode not in failed]
+            failures = [failed[episode] for episode in episodes if episode in failed]
+            _complete(group, succeeded[:group_size], group_size, failures)
 
-    def _settle(self, group: TrajectoryGroup, well: list[Episode], wanted: int, failures: list[Failure]) -> None:
-        if len(well) == wanted:
-            group.trajectories = [episode.trajectory for episode in well]
-        else:
-            group.drop_reason, group.failure = failures[0].reason, str(failures[0])
-            self.last_failure = group.failure
+    async def _run_turns(self, everyone: Sequence[Episode], failed: dict[Episode, Failure], timer: Timer) -> None:
+        """Runs all episodes to their end; those that fail are entered into `failed` and take no further part."""
+
+        async def note_failure(episode: Episode, work: Callable[..., Awaitable[None]], *args: object) -> None:
+            failure = await _failure_of(work, *args)
+            if failure is not None:
+                failed[episode] = failure
+
+        with timer.measure("env"):
+            await run_all(note_failure(each, each.begin, self._environments) for each in everyone)
+        while True:
+            requests = [(each, each.request()) for each in everyone if each not in failed]
+            turn = [(episode, request) for episode, request in requests if request is not None]
+            if not turn:
+                return
+            with timer.measure("generate"):
+                results = await self._engines.generate([[request] for _, request in turn])
+            with timer.measure("env"):
+                await run_all(
+                    note_failure(episode, self._accept, episode, request, result)
+                    for (episode, request), [result] in zip(turn, results, strict=True)
+                )
+
+    async def _accept(self, episode: Episode, request: GenerateRequest, result: GenerateResult) -> None:
+        await episode.accept(request, result, self._decode(result.response_ids))
+
+    def _timed_out(self) -> EpisodeFailed:
+        message = f"a trajectory was not over after {self._timeout_s:g} s (trajectory_timeout_s)"
+        return EpisodeFailed(TIMED_OUT, message)
 
 
-async def _failure(work: Callable[..., Awaitable[None]], *args: Any) -> Failure | None:
-    """Does the work of one episode; what it failed with, if it did. Any other exception is a mistake and goes on."""
+def _complete(group: Group, succeeded: Sequence[Episode], group_size: int, failures: Sequence[Failure]) -> None:
+    """Gives the group its trajectories, or drops it with its first failure."""
+    if len(succeeded) == group_size:
+        group.trajectories = [episode.trajectory for episode in succeeded]
+    else:
+        group.drop(failures[0].reason, str(failures[0]))
+
+
+async def _failure_of(work: Callable[..., Awaitable[None]], *args: object) -> Failure | None:
+    """The failure that the work of one episode ended with, if any; any other exception is a bug and is raised."""
     try:
         await work(*args)
     except (EpisodeFailed, EnvFailure) as failure:
@@ -168,17 +173,17 @@ async def _failure(work: Callable[..., Awaitable[None]], *args: Any) -> Failure 
     return None
 
 
-async def side_by_side(works: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Runs all to their end. Where one raises, or the caller is cancelled, the others are given up first."""
+async def run_all(works: Iterable[Coroutine[object, object, None]]) -> None:
+    """Runs coroutines concurrently to their end; if one raises or the caller is cancelled, the others are cancelled."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
         await asyncio.gather(*tasks)
     finally:
-        await give_up(tasks)
+        await cancel_all(tasks)
 
 
-async def give_up(tasks: Sequence[asyncio.Task[None]]) -> None:
-    """Cancels what still runs, waits until nothing does, and raises the exception of one that raised."""
+async def cancel_all(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Cancels tasks that still run, waits for their end, and raises the exception of one that raised."""
     for task in tasks:
         task.cancel()
     for ended in await asyncio.gather(*tasks, return_exceptions=True):

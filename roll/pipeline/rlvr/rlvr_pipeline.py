@@ -1,37 +1,29 @@
-"""Assembles an RLVR run: prompts, tokenizer and rewards first, then engines and the learner."""
+"""RLVR: responses to prompts, scored by verifiable rewards. Reads prompts and tests rewards before anything starts."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
 
 from roll.configs.errors import RunError
 from roll.configs.pipeline import RLVRConfig
 from roll.datasets.prompts import load_prompts
 from roll.datasets.records import naming
 from roll.datasets.templates import EncodedPrompt, encode_prompts
-from roll.pipeline.extensions import load_extensions
-from roll.pipeline.rl_pipeline import RLPipeline
-from roll.pipeline.rlvr.groups import Group
-from roll.pipeline.rlvr.producer import RLVRProducer
-from roll.pipeline.rlvr.scoring import Scorer
-from roll.pipeline.rollouter import Rollouter, policy_settings, rollout_options
+from roll.pipeline.rl_pipeline import RLPipeline, WorkerFactory
+from roll.pipeline.rlvr.rlvr_worker import RLVRWorker, Scorer
+from roll.pipeline.rollout_worker import Purpose
 from roll.pipeline.tokenizer import load_tokenizer
 from roll.rollout.engine_pool import EnginePool
 from roll.rollout.types import SamplingParams
-
-if TYPE_CHECKING:
-    from roll.distributed.client import ClusterClient
 
 logger = logging.getLogger(__name__)
 
 
 class RLVRPipeline(RLPipeline[RLVRConfig]):
-    """Samples are single responses to prompts, scored by rewards."""
+    """Samples are single responses to prompts."""
 
     def __init__(self, config: RLVRConfig) -> None:
-        """Computes the plan; reads no data yet."""
         super().__init__(config)
         self._scorer: Scorer | None = None
 
@@ -39,49 +31,50 @@ class RLVRPipeline(RLPipeline[RLVRConfig]):
         """Reads and encodes the prompts, starts the rewards and tests them on known answers.
 
         Raises:
-            RunError: a tag that no reward scores, a broken reward, no validation prompts though eval_steps asks, a
+            RunError: a tag that no reward scores, a broken reward, no validation prompts though eval_steps is set, a
                 stop string that is not one token.
         """
         await super().prepare()
         config = self._config
-        self._prompts = self._read("actor_train", config.actor_train.data_args.file_name)
-        if len(self._prompts) < config.rollout_batch_size:
+        train = self._read("actor_train", config.actor_train.data_args.file_name)
+        if len(train) < config.rollout_batch_size:
             logger.warning(
                 "actor_train: %d prompts for a rollout_batch_size of %d: every batch holds some more than once",
-                len(self._prompts), config.rollout_batch_size,
-            )  # fmt: skip
-        self._validation = self._read("validation", config.validation.data_args.file_name) if config.eval_steps else []
+                len(train),
+                config.rollout_batch_size,
+            )
+        val = self._read("validation", config.validation.data_args.file_name) if config.eval_steps else []
+        self._prompts: dict[Purpose, list[EncodedPrompt]] = {"train": train, "val": val}
         self._scorer = scorer = Scorer(config.rewards, self._tokenizer)
-        for tag in sorted({prompt.tag for prompt in [*self._prompts, *self._validation]}):
+        for tag in sorted({prompt.tag for prompt in [*train, *val]}):
             scorer.reward_of(tag)
         await scorer.self_test()
 
     def _read(self, role: str, files: list[str]) -> list[EncodedPrompt]:
         args = getattr(self._config, role).data_args
         if not files:
-            raise RunError(f"{role}.data_args.file_name: names no file")
+            raise RunError(f"{role}.data_args.file_name: is not set")
         prompts = load_prompts(files, args)
         with naming(f"{role} ({', '.join(files)})"):
             encoded, dropped = encode_prompts(prompts, self._tokenizer, args.template, self._config.prompt_length)
         if dropped:
             logger.warning(
                 "%s: %d of %d prompts are longer than prompt_length %d and were dropped",
-                role, dropped, len(prompts), self._config.prompt_length,
-            )  # fmt: skip
+                role,
+                dropped,
+                len(prompts),
+                self._config.prompt_length,
+            )
         return encoded
 
-    def rollouter_here(self, engines: ClusterClient) -> Rollouter[Group]:
-        """With the rewards that `prepare` has started."""
-        return make_rollouter(self._inputs(), engines, self._scorer)
-
-    def rollouter_elsewhere(self, engines: ClusterClient) -> tuple[Any, ...]:
-        """It starts rewards of its own, so those of `prepare` end."""
-        assert self._scorer is not None, "prepare comes first"
-        self._scorer.close()
-        return make_rollouter, self._inputs(), engines
-
-    def _inputs(self) -> RolloutInputs:
-        return RolloutInputs(self._config, self._prompts, self._validation, *self._samplings)
+    def worker_factory(self, own_process: bool) -> WorkerFactory:
+        """In this process with the rewards that `prepare` has started, elsewhere with rewards of its own."""
+        scorer = self._scorer
+        assert scorer is not None, "prepare comes first"
+        if own_process:
+            scorer.close()
+            scorer = None
+        return partial(make_rlvr_worker, self._config, self._prompts, self._sampling, scorer)
 
     async def close(self) -> None:
         """Ends the reward processes."""
@@ -89,42 +82,14 @@ class RLVRPipeline(RLPipeline[RLVRConfig]):
             self._scorer.close()
 
 
-@dataclass(frozen=True)
-class RolloutInputs:
-    """What a rollouter is made of; can be sent to another process.
-
-    Attributes:
-        config: of the run.
-        prompts: to train on, encoded.
-        validation_prompts: encoded.
-        sampling: of training samples.
-        validation_sampling: of validation.
-    """
-
-    config: RLVRConfig
-    prompts: list[EncodedPrompt]
-    validation_prompts: list[EncodedPrompt]
-    sampling: SamplingParams
-    validation_sampling: SamplingParams
-
-
-def make_rollouter(inputs: RolloutInputs, engines: ClusterClient, scorer: Scorer | None = None) -> Rollouter[Group]:
-    """A rollouter that asks these engines; without a scorer it starts the rewards itself."""
-    config = inputs.config
+def make_rlvr_worker(
+    config: RLVRConfig,
+    prompts: dict[Purpose, list[EncodedPrompt]],
+    sampling: dict[Purpose, SamplingParams],
+    scorer: Scorer | None,
+    engines: EnginePool,
+) -> RLVRWorker:
+    """The rollout worker; without a scorer it starts the rewards itself."""
     if scorer is None:
         scorer = Scorer(config.rewards, load_tokenizer(config.actor_train.model_args.model_name_or_path))
-    pool = EnginePool(engines, config.max_generation_retries, config.actor_infer.max_running_requests)
-    producer = RLVRProducer(
-        config,
-        inputs.prompts,
-        inputs.validation_prompts,
-        pool,
-        scorer,
-        inputs.sampling,
-        inputs.validation_sampling,
-    )
-    samples = config.num_return_sequences_in_group
-    rollouter = load_extensions(config).rollouter or Rollouter
-    return rollouter(
-        producer, policy_settings(config, config.rollout_batch_size, samples), rollout_options(config, samples)
-    )
+    return RLVRWorker(config, prompts, sampling, engines, scorer)
