@@ -151,7 +151,7 @@ async def generate(engine: Cluster, round_number: int) -> tuple[DataProto, float
 async def train(actor: Cluster, config: RLVRConfig, data: DataProto, reference: Reference) -> tuple[float, float]:
     """Largest relative difference of a step's loss, and tokens per second of the steps after the first."""
     data.meta_info |= {"temperature": 1.0, "loss": "sft", "loss_config": None}
-    (plan,) = training_plans(data, config.actor_train, actor.layout)
+    (plan,) = training_plans(data, config, actor.layout)
     losses, seconds = [], []
     for _ in range(STEPS):
         start = time.perf_counter()

@@ -10,11 +10,11 @@ WAITS = 0.15
 """Share of a step that training waits for its batch above which a change helps; less is within the noise of steps."""
 
 IDLE = 0.3
-"""Idle share of the engines above which some of their devices are better used for training; weight updates and the bound
-on running ahead cost some of it in any run."""
+"""Idle share of the engines above which some of their devices are better used for training; weight updates and the
+bound on running ahead cost some of it in any run."""
 
 LONG_TAIL = 3.0
-"""Longest over mean response length above which a batch waits for a few stragglers; for a uniform distribution it is 2."""
+"""Longest over mean response length above which a batch waits for a few stragglers; it is 2 if lengths are uniform."""
 
 WARM_UP = 1
 """Steps left out at the start of a run: its first batch was not generated ahead."""

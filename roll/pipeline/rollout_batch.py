@@ -22,7 +22,7 @@ PADDING = Trajectory(ids=[0, 0], log_probs=[0.0, 0.0], versions=[NOT_SAMPLED, NO
 """A row of which no token is learned from; it fills a batch up to whole optimizer steps."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Row:
     """One sample: a trajectory up to the end of the last of its `turns`; only the tokens of these are learned from.
 

@@ -1,4 +1,4 @@
-"""From scored samples to an update: which policies are compared, what corrects for age, and what is checked."""
+"""From scored samples to an update: ratios, correction of stale samples, and the checks of a step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from roll.configs.errors import RunError
 from roll.configs.names import ADV_ESTIMATORS, PG_VARIANTS
 from roll.configs.pipeline import RLVRConfig
 from roll.distributed.protocol import DataProto
-from roll.pipeline.learner import RLLearner, first_update_fault, is_inert
+from roll.pipeline.learner import RLLearner, corrects_nothing, first_update_fault
 from roll.pipeline.training_loop import SampleBatch
 from roll.rollout.timers import StepClock
 from tests.configs.samples import RLVR, rlvr
@@ -83,7 +83,7 @@ def test_samples_that_aged_are_corrected_and_no_longer_learned_from_as_vanilla_d
     assert not torch.allclose(change, plain, rtol=1e-3, atol=1e-6)
 
 
-def test_a_ratio_that_is_one_on_stale_samples_is_an_error_and_is_counted(tmp_path, caplog):
+def test_a_ratio_of_one_on_stale_samples_is_logged_as_an_error_and_counted(tmp_path, caplog):
     parts = learner(tmp_path)
     learn(parts, parts[1].sample(1))
     with caplog.at_level(logging.ERROR):
@@ -187,12 +187,12 @@ def test_an_adaptive_kl_weight_moves_and_is_remembered(tmp_path):
         assert learn((second, None), BigramCluster().sample(1))["advantage/kl_coef"] == pytest.approx(expected)
 
 
-def test_how_long_nothing_moved_the_policy_outlives_a_restart(tmp_path):
+def test_the_number_of_steps_without_a_gradient_is_restored(tmp_path):
     first, second = (learner(tmp_path)[0] for _ in range(2))
-    first._unmoved = 3
+    first._steps_without_gradient = 3
     asyncio.run(first.save(tmp_path))
     asyncio.run(second.load(tmp_path))
-    assert second._unmoved == 3
+    assert second._steps_without_gradient == 3
 
 
 @dataclass
@@ -269,7 +269,7 @@ def test_a_first_step_that_is_not_a_number_is_a_fault():
 
 
 @pytest.mark.parametrize(
-    ("ratio", "weight", "staleness", "inert"),
+    ("ratio", "weight", "staleness", "no_op"),
     [
         (0.0, None, 1.0, True),
         (9e-7, None, 1.0, True),
@@ -280,5 +280,5 @@ def test_a_first_step_that_is_not_a_number_is_a_fault():
         (float("nan"), None, 1.0, False),
     ],
 )
-def test_a_correction_is_inert_where_all_ratios_and_weights_are_one(ratio, weight, staleness, inert):
-    assert is_inert(ratio, weight, staleness) == inert
+def test_a_correction_corrects_nothing_where_all_ratios_and_weights_are_one(ratio, weight, staleness, no_op):
+    assert corrects_nothing(ratio, weight, staleness) == no_op

@@ -1,8 +1,8 @@
-"""From trajectories to tensors: which tokens are learned from, as part of which turn, and what fills a batch."""
+"""From groups to tensors: which tokens are learned from, as part of which turn, and how a batch is padded."""
 
 from __future__ import annotations
 
-from itertools import count
+from itertools import count, cycle
 
 import pytest
 import torch
@@ -13,28 +13,27 @@ from roll.algorithms.advantages import compute_advantages
 from roll.algorithms.estimators import AdvantageConfig
 from roll.algorithms.turns import check_turns, read_turns
 from roll.configs.agentic_learning import RewardNormalization
-from roll.pipeline.agentic.groups import TrajectoryGroup
 from roll.pipeline.rollout_batch import NO_TURN, batch_of_groups
-from roll.rollout.types import NOT_SAMPLED, GenerateResult, Trajectory
+from roll.rollout.types import NOT_SAMPLED, GenerateResult, Group, Trajectory
 
 
 def trajectory(turns: list[tuple[str, int, float]], ids: count) -> Trajectory:
     """Turns of (observation, tokens, reward); no two tokens of `ids` are equal."""
     made = Trajectory()
     for number, (observation, tokens, reward) in enumerate(turns):
-        made.say([next(ids) for _ in range(2 + number)])
+        made.add_context([next(ids) for _ in range(2 + number)])
         sampled = [next(ids) for _ in range(tokens)]
         result = GenerateResult("r", sampled, [-0.5 - n for n in range(tokens)], [number] * tokens, "stop")
-        made.answer(made.ids, result, observation, f"{tokens} tokens").reward = reward
+        made.add_response(made.ids, result, observation, f"{tokens} tokens").reward = reward
     made.stop, made.outcome, made.metrics = "terminated", "the end", {"gold": 1.0}
     return made
 
 
-def groups_of(script: list[list[list[tuple[str, int, float]]]]) -> list[TrajectoryGroup]:
+def groups_of(script: list[list[list[tuple[str, int, float]]]]) -> list[Group]:
     ids = count(1)
     return [
-        TrajectoryGroup(10 + number, ("Room", "Lake")[number % 2], number, [trajectory(one, ids) for one in members])
-        for number, members in enumerate(script)
+        Group(10 + number, tag, number, f"{tag}-{10 + number}", [trajectory(one, ids) for one in members])
+        for number, (tag, members) in enumerate(zip(cycle(("Room", "Lake")), script, strict=False))
     ]
 
 
@@ -61,7 +60,7 @@ def test_every_sampled_token_is_learned_from_once_as_part_of_its_turn(script, sa
     sampled = [token for one in everyone for token, v in zip(one.ids, one.versions, strict=True) if v != NOT_SAMPLED]
     assert batch["input_ids"][mask].tolist() == sampled
     assert batch["behavior_log_probs"][mask].tolist() == [lp for one in everyone for lp in one.log_probs if lp]
-    assert batch["weight_version"][mask].tolist() == [v for one in everyone for v in one.sampled]
+    assert batch["weight_version"][mask].tolist() == [v for one in everyone for v in one.sampled_versions]
     assert torch.equal(index != NO_TURN, mask)
     assert bool((batch["behavior_log_probs"][~mask] == 0).all() and (batch["weight_version"][~mask] == -1).all())
     assert bool((mask <= batch["attention_mask"].bool()).all())
@@ -77,7 +76,7 @@ def test_every_sampled_token_is_learned_from_once_as_part_of_its_turn(script, sa
 
 @settings(max_examples=60, deadline=None)
 @given(scripts, st.sampled_from(["traj", "step"]))
-def test_states_are_equal_where_turns_of_one_group_answered_the_same(script, sample_by):
+def test_state_ids_are_equal_for_turns_of_one_group_with_one_observation(script, sample_by):
     groups = groups_of(script)
     batch = batch_of_groups(groups, sample_by, 4).batch
     places = [(row, k) for row, many in enumerate(batch["turn_count"].tolist()) for k in range(many)]
@@ -93,7 +92,7 @@ def test_states_are_equal_where_turns_of_one_group_answered_the_same(script, sam
 
 def test_a_row_of_a_trajectory_is_all_of_it():
     batch = batch_of_groups(groups_of(SCRIPT), "traj").batch
-    first = batch_of_groups(groups_of(SCRIPT), "traj").non_tensor_batch["episode"][0]
+    first = batch_of_groups(groups_of(SCRIPT), "traj", episodes=True).non_tensor_batch["episode"][0]
     assert batch["input_ids"][0].tolist()[:8] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert batch["turn_index"][0].tolist()[:8] == [-1, -1, 0, 0, -1, -1, -1, 1]
     assert batch["turn_rewards"][0].tolist() == [0.0, 1.0, 0.0]
@@ -112,11 +111,16 @@ def test_a_row_of_a_trajectory_is_all_of_it():
     assert first["turns"][1] == {"observation": "hole", "text": "1 tokens", "reward": 1.0, "versions": [1]}
 
 
-def test_rows_are_called_after_group_member_and_turn():
+def test_rows_are_named_after_prompt_or_after_trajectory_and_turn():
     groups = groups_of(SCRIPT)
     of_trajectories = ["Room-10-0", "Room-10-1", "Lake-11-0", "Lake-11-1"]
-    assert list(batch_of_groups(groups, "traj", 5).non_tensor_batch["id"]) == [*of_trajectories, "padding"]
-    assert list(batch_of_groups(groups, "step").non_tensor_batch["id"])[:4] == [
+
+    def names(*args, episodes):
+        return list(batch_of_groups(groups, *args, episodes=episodes).non_tensor_batch["id"])
+
+    assert names("traj", 5, episodes=False) == ["Room-10", "Room-10", "Lake-11", "Lake-11", "padding"]
+    assert names("traj", 5, episodes=True) == [*of_trajectories, "padding"]
+    assert names("step", episodes=True)[:4] == [
         "Room-10-0-0",
         "Room-10-0-1",
         "Room-10-1-0",
@@ -137,9 +141,10 @@ def test_a_row_of_a_turn_ends_with_it_and_has_the_score_of_the_whole():
 
 @settings(max_examples=60, deadline=None)
 @given(scripts, st.sampled_from(["traj", "step"]), st.integers(1, 9))
-def test_a_batch_is_filled_with_rows_that_are_nobody_s(script, sample_by, multiple):
+def test_padding_rows_belong_to_no_group_and_are_spread_evenly(script, sample_by, multiple):
     groups = groups_of(script)
-    alone, filled = batch_of_groups(groups, sample_by), batch_of_groups(groups, sample_by, multiple)
+    alone = batch_of_groups(groups, sample_by, episodes=True)
+    filled = batch_of_groups(groups, sample_by, multiple, episodes=True)
     rows = len(alone.batch["scores"])
     batch = filled.batch
     extra = batch["turn_count"] == 0
@@ -157,15 +162,15 @@ def test_a_batch_is_filled_with_rows_that_are_nobody_s(script, sample_by, multip
         assert len(set(fresh)) == len(fresh) and not set(fresh) & set(batch[name][~extra].tolist())
     ids = filled.non_tensor_batch["id"]
     assert len(set(ids[~extra.numpy()])) == rows and set(ids[extra.numpy()]) <= {"padding"}
-    assert all(told == {} for told in filled.non_tensor_batch["episode"][extra.numpy()])
+    assert all(description == {} for description in filled.non_tensor_batch["episode"][extra.numpy()])
 
 
 @pytest.mark.parametrize("grouping", ["traj_group_id", "traj_id", "tags", "batch"])
 @pytest.mark.parametrize("name", ["gigpo", "step_reinforce", "agentic_reinforce", "grpo"])
-def test_a_turn_is_worth_the_same_in_either_sampling_and_padding_changes_nothing(name, grouping):
+def test_advantages_do_not_depend_on_sample_by_and_padding(name, grouping):
     """With `multiple` 3 both kinds of batch have padding: 4 trajectories make 6 rows, 8 turns make 9."""
     config = AdvantageConfig(name, reward_normalization=RewardNormalization(grouping, "group", "group"))
-    worth = {}
+    advantages = {}
     for sample_by in ("traj", "step"):
         for multiple in (1, 3):
             batch = batch_of_groups(groups_of(SCRIPT), sample_by, multiple).batch
@@ -173,9 +178,9 @@ def test_a_turn_is_worth_the_same_in_either_sampling_and_padding_changes_nothing
                 batch["scores"], batch["group_ids"], batch["response_mask"], config, turns=read_turns(batch)
             )
             assert bool((found.advantages[~batch["response_mask"]] == 0).all())
-            worth[sample_by, multiple] = found.advantages[batch["response_mask"]]
-    first = worth["traj", 1]
+            advantages[sample_by, multiple] = found.advantages[batch["response_mask"]]
+    first = advantages["traj", 1]
     assert len(first) == 13 and bool(first.isfinite().all())
     assert grouping == "traj_id" or bool(first.any())
-    for other in worth.values():
+    for other in advantages.values():
         torch.testing.assert_close(other, first)

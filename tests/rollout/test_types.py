@@ -1,4 +1,4 @@
-"""Trajectories: ids that only grow, and who sampled them."""
+"""Trajectories: ids that only grow, and which of them were sampled."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ turns = st.lists(
 
 
 @given(turns)
-def test_every_turn_is_an_exact_prefix_of_the_next_and_masks_follow_who_spoke(script):
+def test_every_turn_is_an_exact_prefix_of_the_next_and_sampled_tokens_are_those_of_turns(script):
     trajectory, asked, sampled = Trajectory(), [], []
     for said, answered, version in script:
-        trajectory.say(said)
+        trajectory.add_context(said)
         prompt = list(trajectory.ids)
-        trajectory.answer(prompt, result(answered, version), "seen", "told")
+        trajectory.add_response(prompt, result(answered, version), "seen", "text")
         asked.append(prompt)
         sampled += answered
         assert trajectory.ids == prompt + answered
@@ -42,35 +42,35 @@ def test_every_turn_is_an_exact_prefix_of_the_next_and_masks_follow_who_spoke(sc
     assert Trajectory.from_state(json.loads(json.dumps(trajectory.state_dict()))) == trajectory
 
 
-def test_an_answer_to_another_prompt_is_refused_with_the_first_difference():
+def test_a_response_to_another_prompt_is_refused_with_the_first_difference():
     trajectory = Trajectory()
-    trajectory.say([5, 6, 7])
+    trajectory.add_context([5, 6, 7])
     with pytest.raises(
-        TrajectoryError, match="asked with 3 tokens and the trajectory has 3, different from position 1"
+        TrajectoryError, match="the request had 3 prompt tokens and the trajectory has 3, different from position 1"
     ):
-        trajectory.answer([5, 9, 7], result([1]), "", "")
+        trajectory.add_response([5, 9, 7], result([1]), "", "")
     with pytest.raises(
-        TrajectoryError, match="asked with 2 tokens and the trajectory has 3, different from position 2"
+        TrajectoryError, match="the request had 2 prompt tokens and the trajectory has 3, different from position 2"
     ):
-        trajectory.answer([5, 6], result([1]), "", "")
+        trajectory.add_response([5, 6], result([1]), "", "")
 
 
-def test_an_answer_whose_parts_do_not_match_is_refused():
+def test_a_response_whose_parts_do_not_match_is_refused():
     trajectory = Trajectory()
-    with pytest.raises(TrajectoryError, match=r"are \(2, 1, 2\), not equally many"):
-        trajectory.answer([], result([1, 2], log_probs=[-0.1]), "", "")
-    with pytest.raises(TrajectoryError, match=r"are \(0, 0, 0\)"):
-        trajectory.answer([], result([]), "", "")
+    with pytest.raises(TrajectoryError, match=r"not \(2, 1, 2\)"):
+        trajectory.add_response([], result([1, 2], log_probs=[-0.1]), "", "")
+    with pytest.raises(TrajectoryError, match=r"not \(0, 0, 0\)"):
+        trajectory.add_response([], result([]), "", "")
 
 
 def test_a_prefix_could_be_reused_only_under_the_weights_of_the_turn_before():
     trajectory = Trajectory()
-    trajectory.say([1, 2])
-    first = trajectory.answer(trajectory.ids, result([3], version=0), "", "")
-    trajectory.say([4])
-    same = trajectory.answer(trajectory.ids, result([5], version=0, cached=3), "", "")
-    trajectory.say([6])
-    other = trajectory.answer(trajectory.ids, result([7], version=1), "", "")
+    trajectory.add_context([1, 2])
+    first = trajectory.add_response(trajectory.ids, result([3], version=0), "", "")
+    trajectory.add_context([4])
+    same = trajectory.add_response(trajectory.ids, result([5], version=0, cached=3), "", "")
+    trajectory.add_context([6])
+    other = trajectory.add_response(trajectory.ids, result([7], version=1), "", "")
     assert (first.reusable, same.reusable, other.reusable) == (0, 3, 0)
     assert same.cached == 3
 
@@ -78,5 +78,5 @@ def test_a_prefix_could_be_reused_only_under_the_weights_of_the_turn_before():
 def test_the_score_is_the_sum_of_the_turns():
     trajectory = Trajectory()
     for reward in (0.25, -0.5, 1.0):
-        trajectory.answer(trajectory.ids, result([1]), "", "").reward = reward
+        trajectory.add_response(trajectory.ids, result([1]), "", "").reward = reward
     assert trajectory.score == 0.75

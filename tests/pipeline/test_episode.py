@@ -1,11 +1,11 @@
-"""What an episode asks, what it does with the answer, and how it ends."""
+"""Requests of an episode, what it does with a response, and how it ends."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
-from agents import SAMPLING, Engines, Table, chat, episode, in_turn, one_of, play, run, task, tokenizer
+from agents import SAMPLING, Engines, Setup, chat, episode, in_turn, one_of, run, run_episode, task, tokenizer
 
 from examples.tiny_frozen_lake.play import LAKE, write_play
 from roll.configs.seeds import role_seed
@@ -18,7 +18,7 @@ WALK = task(max_steps=3)
 
 
 def played(engines: Engines, what=WALK, **options):
-    return run(play(episode(what, **options), Table(engines))).trajectory
+    return run(run_episode(episode(what, **options), Setup(engines))).trajectory
 
 
 def ids(text: str) -> list[int]:
@@ -30,7 +30,7 @@ def spent(trajectory) -> int:
     return trajectory.turns[-1].start
 
 
-def test_every_turn_asks_with_the_exact_ids_so_far():
+def test_every_request_has_the_exact_ids_so_far():
     engines = Engines(in_turn("left", "right", "gold"))
     trajectory = played(engines)
     assert len(engines.asked) == 3
@@ -42,7 +42,7 @@ def test_every_turn_asks_with_the_exact_ids_so_far():
     assert "<|answer|>left<|end|>2: saw left<|answer|>right<|end|>3: saw right<|answer|>gold<|end|>" in whole
 
 
-def test_the_rules_stand_where_a_template_says_and_the_system_message_before_all():
+def test_the_instruction_is_placed_by_the_templates_after_the_system_message():
     what = replace(WALK, system="Rules: {env_instruction}", template="{observation}, {actions_left} left of {{3}}")
     engines = Engines(in_turn("left", "gold"))
     played(engines, what)
@@ -54,7 +54,7 @@ def test_the_rules_stand_where_a_template_says_and_the_system_message_before_all
 @pytest.mark.parametrize(
     "of_task, of_sampling, sequence_length, most", [(20, 64, 1000, 20), (20, 6, 1000, 6), (20, 64, None, 5)]
 )
-def test_an_answer_has_the_least_of_task_sampling_and_room(of_task, of_sampling, sequence_length, most):
+def test_a_response_is_limited_by_task_sampling_and_room(of_task, of_sampling, sequence_length, most):
     first = len(chat().start([{"role": "user", "content": "Walk.\n1: start 944"}]))
     what = task(max_tokens=of_task)
     engines = Engines(one_of("x" * 100))
@@ -64,14 +64,14 @@ def test_an_answer_has_the_least_of_task_sampling_and_room(of_task, of_sampling,
     assert engines.asked[0].sampling == replace(sampling, max_new_tokens=most)
 
 
-def test_the_model_is_told_the_limit_that_holds():
+def test_the_template_shows_the_effective_limit():
     engines = Engines(one_of("gold"))
     what = replace(WALK, template="{observation} in {max_response_length}")
     played(engines, what, sampling=replace(SAMPLING, max_new_tokens=6))
     assert tokenizer().decode(engines.asked[0].prompt_ids).endswith(" in 6<|answer|>")
 
 
-def test_an_answer_cut_at_the_tokens_of_a_turn_reaches_the_environment():
+def test_a_response_cut_at_the_tokens_of_a_turn_reaches_the_environment():
     trajectory = played(Engines(in_turn("left" * 20, "gold")), task(max_tokens=8))
     first, second = trajectory.turns
     assert (first.text, first.reward) == ("leftleft", 0.125)
@@ -80,7 +80,7 @@ def test_an_answer_cut_at_the_tokens_of_a_turn_reaches_the_environment():
     assert trajectory.versions[first.end] == -1
 
 
-def test_the_sequence_ends_an_answer_in_the_first_turn():
+def test_a_full_sequence_cuts_off_the_first_response():
     first = spent(played(Engines(in_turn("gold"))))
     trajectory = played(Engines(in_turn("gold")), sequence_length=first + 3)
     [turn] = trajectory.turns
@@ -88,7 +88,7 @@ def test_the_sequence_ends_an_answer_in_the_first_turn():
     assert (turn.text, turn.metrics, trajectory.metrics, trajectory.outcome) == ("gol", {}, {"gold": 0.0}, "")
 
 
-def test_the_sequence_ends_an_answer_in_a_later_turn_and_what_was_earned_stays():
+def test_a_full_sequence_cuts_off_a_later_response_and_keeps_earlier_rewards():
     whole = played(Engines(in_turn("left", "gold")))
     trajectory = played(Engines(in_turn("left", "gold")), sequence_length=spent(whole) + 2)
     assert trajectory.ids == whole.ids[: spent(whole) + 2]
@@ -96,13 +96,13 @@ def test_the_sequence_ends_an_answer_in_a_later_turn_and_what_was_earned_stays()
     assert (trajectory.stop, trajectory.metrics) == ("sequence_length", {"letters": 4.0, "gold": 0.0})
 
 
-def test_an_answer_that_ends_with_the_sequence_still_counts():
+def test_a_response_that_ends_exactly_with_the_sequence_counts():
     whole = played(Engines(in_turn("left", "gold")))
     trajectory = played(Engines(in_turn("left", "gold")), sequence_length=len(whole.ids))
     assert trajectory == whole and trajectory.stop == "terminated"
 
 
-def test_an_observation_that_leaves_no_room_for_an_answer_is_the_outcome():
+def test_an_observation_that_leaves_no_room_is_the_outcome():
     whole = played(Engines(in_turn("left", "gold")))
     for length in (spent(whole), spent(whole) - 1, whole.turns[0].end):
         trajectory = played(Engines(in_turn("left", "gold")), sequence_length=length)
@@ -118,13 +118,13 @@ def test_a_first_message_that_fills_the_sequence_fails():
     assert caught.value.reason == "prompt_too_long"
 
 
-def test_an_abort_fails_with_what_the_engine_said():
+def test_an_abort_fails_with_the_error_of_the_engine():
     with pytest.raises(EpisodeFailed, match="train-0-0-1: out of memory") as caught:
         played(Engines(in_turn("left", None)))
     assert caught.value.reason == "generation_failed"
 
 
-def test_an_empty_answer_is_a_failure():
+def test_an_empty_response_is_a_failure():
     engines = Engines(in_turn("left", "right"))
     answer = engines.answer
 
@@ -132,12 +132,12 @@ def test_an_empty_answer_is_a_failure():
         return replace(await answer(request), response_ids=[], log_probs=[], versions=[])
 
     engines.answer = empty
-    with pytest.raises(EpisodeFailed, match="train-0-0-0: the answer is empty") as caught:
+    with pytest.raises(EpisodeFailed, match="train-0-0-0: the response is empty") as caught:
         played(engines)
     assert caught.value.reason == "generation_failed"
 
 
-def test_a_mistake_of_the_environment_fails_with_its_own_words():
+def test_an_exception_of_the_environment_fails_with_its_message():
     with pytest.raises(EnvFailure, match="turn 2: ArithmeticError: the ground gave way") as caught:
         played(Engines(in_turn("left", "boom")))
     assert caught.value.reason == "env_raised"
@@ -151,14 +151,14 @@ def test_rewards_metrics_and_outcome_of_an_episode_that_ends_itself():
     assert (trajectory.score, trajectory.stop, trajectory.outcome) == (1.125, "terminated", "saw gold")
 
 
-def test_the_last_action_truncates_and_nothing_is_asked_after_it():
+def test_the_last_action_truncates_and_no_request_follows():
     engines = Engines(one_of("left"))
     trajectory = played(engines)
     assert (trajectory.stop, trajectory.outcome, len(engines.asked)) == ("truncated", "saw left", 3)
     assert trajectory.score == 0.375
 
 
-def test_frozen_lake_is_played_by_what_the_model_writes():
+def test_frozen_lake_acts_on_the_text_of_the_model():
     moves = in_turn("<answer>Right</answer>", "<answer>Down</answer>")
     what = task("frozen_lake", max_steps=6, size=3, p=1.0, is_slippery=False)
     trajectory = played(Engines(moves), what)
@@ -166,7 +166,7 @@ def test_frozen_lake_is_played_by_what_the_model_writes():
     assert [turn.observation for turn in trajectory.turns] == ["P__\n_G_\n___", "_P_\n_G_\n___"]
 
 
-def test_play_for_the_warm_start_reads_as_the_episode_itself(tmp_path):
+def test_warm_start_data_has_the_ids_of_the_episode(tmp_path):
     """What the tiny lake's model learns first is, id by id, what it is asked later."""
     [pair] = load_pairs(str(write_play(tmp_path, seed=5, train=1, val=0, chance=0.5) / "train.jsonl"), DataArguments())
     examples, _ = encode_pairs([pair], tokenizer(), "native", 100, 1000, mask_history=False)
@@ -174,6 +174,6 @@ def test_play_for_the_warm_start_reads_as_the_episode_itself(tmp_path):
     what = replace(task("frozen_lake", **LAKE), template="{observation}\n")
     seed = role_seed(5, "play", "train", 0)
     one = Episode("train-0-0", what, seed, 1, SAMPLING, 1000, chat())
-    trajectory = run(play(one, Table(Engines(in_turn(*said, pair.answer))))).trajectory
+    trajectory = run(run_episode(one, Setup(Engines(in_turn(*said, pair.answer))))).trajectory
     assert trajectory.stop == "terminated" and len(trajectory.turns) == len(said) + 1 > 2
     assert trajectory.ids == [*examples[0].prompt_ids, *examples[0].answer_ids]

@@ -1,14 +1,16 @@
-"""Requests are spread evenly, groups stay together, and failures are tried elsewhere before they are reported."""
+"""Load balancing over engines: even load, groups on one engine, and retries of failed requests on another."""
 
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll.rollout.engine_pool import EnginePool
+from roll.rollout.engine_pool import Balancer, EnginePool
 from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
 
 
@@ -48,7 +50,7 @@ def generate(engines: FaultyEngines, retries: int, sizes: list[int]) -> list[lis
 
 
 @given(st.lists(st.integers(0, 8), max_size=30), st.integers(1, 5))
-def test_answers_come_back_in_the_order_asked(sizes, engines):
+def test_results_are_in_the_order_of_the_requests(sizes, engines):
     answers = generate(FaultyEngines(engines, set()), 0, sizes)
     assert [[a.response_ids for a in group] for group in answers] == [
         [[g, i] for i in range(n)] for g, n in enumerate(sizes)
@@ -63,7 +65,7 @@ def test_no_engine_holds_more_than_one_group_above_another(sizes, engines):
     assert max(loads) - min(loads) <= max(sizes)
 
 
-def test_groups_sent_one_by_one_go_where_the_least_is_to_do_and_wait_for_room():
+def test_groups_sent_one_by_one_go_to_the_least_loaded_engine_and_wait_for_room():
     engines = FaultyEngines(2, set())
     engines.seconds = 0.001
 
@@ -76,7 +78,7 @@ def test_groups_sent_one_by_one_go_where_the_least_is_to_do_and_wait_for_room():
     assert engines.most == {0: 8, 1: 8}
 
 
-def test_a_failed_request_is_tried_on_the_next_engine():
+def test_a_failed_request_is_retried_on_the_next_engine():
     engines = FaultyEngines(2, {(0, "0-0")})
     (group,) = generate(engines, 1, [2])
     assert [answer.finish_reason for answer in group] == ["stop", "stop"]
@@ -84,7 +86,7 @@ def test_a_failed_request_is_tried_on_the_next_engine():
     assert engines.asked == {"0-0": 2, "0-1": 1}
 
 
-def test_the_load_of_a_retry_counts_where_it_runs_and_nothing_is_left_after_it():
+def test_the_load_of_a_retry_counts_on_its_engine_and_is_removed_after_it():
     engines = FaultyEngines(3, {(0, "0-0"), (1, "0-0")})
     engines.seconds = 0.01
     pool = EnginePool(engines, 2, max_running=4)
@@ -100,9 +102,42 @@ def test_the_load_of_a_retry_counts_where_it_runs_and_nothing_is_left_after_it()
     assert [pool._balancer.outstanding(engine) for engine in range(3)] == [0, 0, 0]
 
 
-def test_a_request_that_always_fails_comes_back_with_its_error_after_the_retries():
+def test_a_request_that_always_fails_is_returned_with_its_error_after_the_retries():
     engines = FaultyEngines(1, {(0, "0-1")})
     (group,) = generate(engines, 2, [2])
     assert [answer.finish_reason for answer in group] == ["stop", "abort"]
     assert group[1].error == "out of memory"
     assert sum(count for name, count in engines.asked.items() if name.startswith("0-1")) == 3
+
+
+def test_the_engine_with_the_fewest_tokens_comes_first_and_the_lowest_number_among_equals() -> None:
+    balancer = Balancer(3)
+    chosen = []
+    for tokens in (10, 4, 4, 5, 1):
+        chosen.append(balancer.choose())
+        balancer.add(chosen[-1], tokens)
+    assert chosen == [0, 1, 2, 1, 2]
+    balancer.remove(0, 10)
+    assert balancer.choose() == 0
+
+
+def test_more_tokens_than_outstanding_cannot_be_removed() -> None:
+    balancer = Balancer(1)
+    balancer.add(0, 3)
+    with pytest.raises(ValueError, match="engine 0 has 3 tokens outstanding; 4 cannot end"):
+        balancer.remove(0, 4)
+
+
+@pytest.mark.parametrize("engines", [1, 2, 5, 13])
+def test_the_tree_chooses_as_a_search_over_all_engines(engines: int) -> None:
+    draw, balancer, loads = random.Random(engines), Balancer(engines), [0] * engines
+    for _ in range(3000):
+        engine, tokens = draw.randrange(engines), draw.randrange(9)
+        event = draw.choice(("add", "add", "remove"))
+        if event == "add":
+            balancer.add(engine, tokens)
+            loads[engine] += tokens
+        else:
+            balancer.remove(engine, min(tokens, loads[engine]))
+            loads[engine] -= min(tokens, loads[engine])
+        assert balancer.choose() == min((load, i) for i, load in enumerate(loads))[1]
