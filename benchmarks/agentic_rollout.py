@@ -129,10 +129,10 @@ async def compare(file: Path) -> dict[str, Any]:
     from roll.distributed.infer_worker import InferWorker
     from roll.distributed.resources import start_ray, stop_ray
     from roll.distributed.worker import WorkerRank
-    from roll.pipeline.agentic.metrics import rollout_metrics
-    from roll.pipeline.agentic.pipeline import AgenticPipeline
-    from roll.pipeline.agentic.rollouter import make_producer
-    from roll.rollout.policy import Ticket
+    from roll.pipeline.agentic.agentic_pipeline import AgenticPipeline
+    from roll.rollout.engine_pool import EnginePool
+    from roll.rollout.ledger import PromptRequest
+    from roll.rollout.metrics import rollout_metrics
 
     os.environ["OMP_NUM_THREADS"] = "1"
     config = load_config(file, ["actor_infer.strategy_args.strategy_config.load_format=auto"])
@@ -145,25 +145,27 @@ async def compare(file: Path) -> dict[str, Any]:
     sums, groups = Sums(), []
     try:
         await engine.initialize()
-        producer = make_producer(pipeline.inputs(), OneEngine(engine))
+        pool = EnginePool(OneEngine(engine), 0, config.actor_infer.max_running_requests)
+        worker = pipeline.worker_factory(own_process=False)(pool)
         for repeat in range(REPEATS + 1):
             for way in rates:
                 config.deterministic = way == "lock_step"
-                groups = producer.draw(Ticket(repeat * GROUPS + number, 0, 0) for number in range(GROUPS))
+                groups = worker.draw([PromptRequest(repeat * GROUPS + number, 0, 0) for number in range(GROUPS)])
                 await engine.flush_cache()
                 start = time.perf_counter()
-                await producer.produce(groups, sums if way == "free" else Sums())
+                await worker.generate(groups, "train", sums if way == "free" else Sums())
                 if repeat:  # the first warms up
                     rates[way].append(60 * GROUPS * GROUP / (time.perf_counter() - start))
-        producer.close()
+        worker.close()
     finally:
         engine.close()
         stop_ray()
+    metrics = rollout_metrics(groups, version=0, stale_after=0)
     return {
         "trajectories_per_minute": {way: median(values) for way, values in rates.items()},
         "environment_share": sums.seconds["env"] / sum(sums.seconds.values()),
-        "prefix_reuse": rollout_metrics(groups, 0)["rollout/prefix_reuse"],
-        "turns": rollout_metrics(groups, 0)["rollout/turns_mean"],
+        "prefix_reuse": metrics["rollout/prefix_reuse"],
+        "turns": metrics["rollout/turns_mean"],
     }
 
 

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.common import Check, Measurement, at_most, main, median
-from roll.rollout.balance import Balancer
-from roll.rollout.policy import PolicySettings, RolloutPolicy, Ticket
+from roll.rollout.engine_pool import Balancer
+from roll.rollout.ledger import PromptRequest
+from roll.rollout.policy import PolicySettings, RolloutPolicy
 
 ENGINES = 1000
 BATCH_SIZE = 1000
@@ -43,26 +44,26 @@ class Simulated:
     now: float = 0.0
     balancer: Balancer = field(default_factory=lambda: Balancer(ENGINES))
     free_at: list[float] = field(default_factory=lambda: [0.0] * ENGINES)
-    running: list[tuple[float, int, int, Ticket]] = field(default_factory=list)
+    running: list[tuple[float, int, int, PromptRequest]] = field(default_factory=list)
 
     def submit(self) -> None:
         """Everything that is admissible goes to the engines."""
-        for ticket in self.policy.submit(self.policy.admissible()):
-            tokens = self.lengths[ticket.number % LENGTHS]
+        for request in self.policy.submit(self.policy.admissible()):
+            tokens = self.lengths[request.number % LENGTHS]
             engine = self.balancer.choose()
             self.balancer.add(engine, tokens)
             self.free_at[engine] = end = max(self.now, self.free_at[engine]) + tokens * SECONDS_PER_TOKEN
-            heapq.heappush(self.running, (end, ticket.number, engine, ticket))
+            heapq.heappush(self.running, (end, request.number, engine, request))
 
     def end_one(self) -> None:
         """The prompt that ends next does."""
-        self.now, number, engine, ticket = heapq.heappop(self.running)
+        self.now, number, engine, request = heapq.heappop(self.running)
         self.balancer.remove(engine, self.lengths[number % LENGTHS])
         if number % round(1 / FAILURE_RATE) == 7:
             self.policy.drop(number, "generation_failed")
             self.submit()
         else:
-            self.policy.finish(number, number, ticket.version)
+            self.policy.finish(number, number, request.version)
 
     def step(self, train_seconds: float) -> None:
         """One batch: waited for, taken, learned from while generation goes on, published."""

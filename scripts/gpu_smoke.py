@@ -30,8 +30,8 @@ from roll.distributed.protocol import DataProto
 from roll.distributed.train_worker import TrainWorker
 from roll.distributed.weight_sync.synchronizer import WeightSynchronizer
 from roll.models.tiny import write_tiny_model
+from roll.pipeline.learner import cluster_log_probs, training_plans, training_shards
 from roll.pipeline.session import Session
-from roll.pipeline.sharding import cluster_log_probs, training_plans, training_shards
 from roll.platforms import detect
 from roll.rollout.types import GenerateRequest, SamplingParams
 
@@ -155,7 +155,7 @@ async def train(
 ) -> tuple[float, float]:
     """Largest relative difference of a step's loss, and tokens per second of the steps after the first."""
     data.meta_info |= {"temperature": 1.0, "loss": "sft", "loss_config": None}
-    (plan,) = training_plans(data, config.actor_train, actor.layout)
+    (plan,) = training_plans(data, config, actor.layout)
     losses, seconds = [], []
     for _ in range(STEPS):
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, said so that it can be put right."""
+"""Errors of a configuration, and the error that ends a run with a sentence instead of a traceback."""
 
 from __future__ import annotations
 
@@ -54,3 +54,7 @@ class Report:
     def absent(self, path: str, message: str) -> None:
         """It plans, but cannot run on this machine."""
         self.missing.append(Problem(path, message))
+
+
+class RunError(RuntimeError):
+    """The run cannot go on; the message says what happened, where, and what to change."""

@@ -1,4 +1,4 @@
-"""Ray, the devices and the clusters of one run: all started here, all ended here."""
+"""Starts and ends Ray, the clusters and the remote actors of one run."""
 
 from __future__ import annotations
 
@@ -25,21 +25,20 @@ logger = logging.getLogger(__name__)
 
 
 class Session:
-    """The clusters of every role that owns devices, and services beside them.
+    """The clusters of every role that owns devices, and the remote actors of the run.
 
-    Entering the block starts the clusters' processes, `ready` waits until they can be used; a remote actor that is
-    started in between starts concurrently. Leaving the block ends every process it started.
+    Entering the block starts the processes of the clusters, and `ready` waits until they can be used; remote actors
+    started in between start at the same time. Leaving the block ends every process it started.
     """
 
     def __init__(self, config: BaseConfig) -> None:
-        """Starts nothing yet."""
         self._config = config
         self._platform = get_platform(config.platform)
         self._resources: ResourceManager | None = None
         self.train_clusters: dict[str, Cluster[TrainWorker]] = {}
         self.infer_clusters: dict[str, Cluster[InferWorker]] = {}
         self._remote_actors: list[RemoteActor[Any]] = []
-        self._first: list[Callable[[], Awaitable[None]]] = []
+        self._close_first: list[Callable[[], Awaitable[None]]] = []
 
     async def __aenter__(self) -> Session:
         """Starts Ray, reserves the devices, and starts the processes of all roles."""
@@ -51,12 +50,12 @@ class Session:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        """Ends what runs in this process, then clusters, reservation and Ray.
+        """Ends work in this process, then remote actors, clusters, reservation and Ray.
 
-        What fails in this is raised, unless the run has failed already: then it is logged, for the cause is the other.
+        An error in this is raised, unless the run has failed before: then it is logged, since it is not the cause.
         """
         try:
-            for close in self._first:
+            for close in self._close_first:
                 await close()
         except Exception:
             if error[0] is None:
@@ -85,10 +84,10 @@ class Session:
         return [*self.train_clusters.values(), *self.infer_clusters.values()]
 
     async def ready(self) -> None:
-        """Brings all roles up side by side, and waits for them and for the remote actors.
+        """Initializes all roles at the same time, and waits for them and for the remote actors.
 
         Raises:
-            ClusterError: one of them did not come up.
+            ClusterError: one of them did not start.
         """
         calls = [asyncio.to_thread(cluster.initialize) for cluster in self.clusters]
         for call in await asyncio.gather(*calls):
@@ -105,11 +104,11 @@ class Session:
         return remote_actor
 
     def close_first(self, close: Callable[[], Awaitable[None]]) -> None:
-        """Has a coroutine function called when the block is left, before anything else is ended."""
-        self._first.append(close)
+        """Registers a coroutine function that is called first when the block is left."""
+        self._close_first.append(close)
 
     def _stop(self) -> None:
-        """Remote actors first, Ray last; each is ended though the one before it could not be."""
+        """Ends remote actors first and Ray last; a failure does not keep the others from being ended."""
         with contextlib.ExitStack() as ends:
             ends.callback(stop_ray)
             if self._resources is not None:

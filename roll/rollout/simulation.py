@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from roll.rollout.balance import Balancer
-from roll.rollout.intervals import Busy
+from roll.rollout.engine_pool import Balancer
 from roll.rollout.policy import PolicySettings, RolloutPolicy
 from roll.rollout.simulated_engines import DecodeSpeed, SimulatedEngine
+from roll.rollout.timers import BusyTimer
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class _Simulation:
         self._unfinished: dict[int, int] = {}
         self._oldest: dict[int, int] = {}
         self._scorer_free = 0.0
-        self._trainer, self._rollout = Busy(0.0), Busy(0.0)
+        self._trainer, self._rollout = BusyTimer(0.0), BusyTimer(0.0)
         self._phase = "wait"
         self._waiting_since = self._waited = 0.0
         self._work_left = 0.0
@@ -118,7 +118,7 @@ class _Simulation:
         warm_up = 2 + 2 * self._scenario.settings.versions_ahead
         self._submit()
         start = self._until(warm_up)
-        self._trainer.lap(start), self._rollout.lap(start)
+        self._trainer.interval(start), self._rollout.interval(start)
         self._ages.clear()
         self._waited = 0.0
         end = self._until(warm_up + self._scenario.steps)
@@ -126,8 +126,8 @@ class _Simulation:
         return Outcome(
             step_seconds=(end - start) / self._scenario.steps,
             wait_seconds=self._waited / self._scenario.steps,
-            trainer_idle=self._trainer.lap(end).idle_share,
-            rollout_idle=self._rollout.lap(end).idle_share,
+            trainer_idle=self._trainer.interval(end).idle_share,
+            rollout_idle=self._rollout.interval(end).idle_share,
             staleness={age: count / samples for age, count in sorted(self._ages.items())},
         )
 

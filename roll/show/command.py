@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from roll.pipeline.errors import RunError
+from roll.configs.errors import RunError
 from roll.pipeline.rollout_dump import dumped_steps
 from roll.show.layout import Decode, step_view
 from roll.show.plain_text import safe_line

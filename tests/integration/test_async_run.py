@@ -251,6 +251,6 @@ def test_an_interrupted_run_leaves_nothing_behind(inputs, tmp_path):
     wait_for_line(tmp_path, 2)
     run.send_signal(signal.SIGTERM)
     code, output = finish(run)
-    assert code == 130 and "go on from the last checkpoint" in output
+    assert code == 130 and "continue from the last checkpoint" in output
     assert json.loads((tmp_path / "run" / "run.json").read_text())["summary"]["status"] == "failed"
     assert_nothing_is_left(tmp_path)

@@ -10,11 +10,9 @@ import torch
 from roll.configs.agentic import SampleBy
 from roll.datasets.collate import collate_samples
 from roll.distributed.protocol import DataProto
-from roll.pipeline.agentic.batch import batch_of_groups
-from roll.pipeline.agentic.groups import TrajectoryGroup
+from roll.pipeline.rollout_batch import batch_of_groups
 from roll.pipeline.rollout_dump import dump_samples
-from roll.rollout.trajectory import StopReason, Trajectory
-from roll.rollout.types import GenerateResult
+from roll.rollout.types import GenerateResult, Group, StopReason, Trajectory
 
 START, RIGHT, GOAL = "P__\n_O_\n__G", "_P_\n_O_\n__G", "___\n_O_\n__√"
 
@@ -25,22 +23,22 @@ def trajectory(
     """One of (observation, text, reward) turns; each answer has two tokens, the second by the next weights."""
     made = Trajectory()
     for place, (observation, text, reward) in enumerate(turns):
-        made.say([1, 2])
+        made.add_context([1, 2])
         versions = [version, version + (place == 1)]
         result = GenerateResult("request", [10 + place, 5], [-0.5, -0.1], versions, "stop")
-        made.answer(list(made.ids), result, observation, text).reward = reward
+        made.add_response(list(made.ids), result, observation, text).reward = reward
     made.stop, made.outcome = stop, outcome
     made.metrics = {"success": float(made.score == 1), "action_is_valid": 1.0}
     return made
 
 
-def lake_groups() -> list[TrajectoryGroup]:
+def lake_groups() -> list[Group]:
     """A lake that is won once and lost once, and a game of words that was cut off."""
     right = "I go <answer>Right</answer>"
     won = trajectory([(START, right, 0.0), (RIGHT, "<answer>Down</answer>", 1.0)], GOAL)
     lost = trajectory([(START, right, 0.0), (RIGHT, "hm", -0.01)], RIGHT, "truncated")
     words = trajectory([("Your guess?", "I say <answer>7</answer>", 0.25)], "Higher.", "sequence_length")
-    return [TrajectoryGroup(12, "FrozenLake", 77, [won, lost]), TrajectoryGroup(13, "Guess", 78, [words])]
+    return [Group(12, "FrozenLake", 77, "FrozenLake-12", [won, lost]), Group(13, "Guess", 78, "Guess-13", [words])]
 
 
 def dumped(folder: Path, step: int, data: DataProto) -> None:
@@ -59,12 +57,10 @@ def run_folder(folder: Path, model: Path | None = None, **config: object) -> Pat
     return folder
 
 
-def agentic_run(
-    folder: Path, *steps: int, groups: list[TrajectoryGroup] | None = None, sample_by: SampleBy = "traj"
-) -> Path:
+def agentic_run(folder: Path, *steps: int, groups: list[Group] | None = None, sample_by: SampleBy = "traj") -> Path:
     """A run with these steps of the same groups, padded to a multiple of four samples."""
     for step in steps:
-        dumped(folder / "samples", step, batch_of_groups(groups or lake_groups(), sample_by, multiple=4))
+        dumped(folder / "samples", step, batch_of_groups(groups or lake_groups(), sample_by, multiple=4, episodes=True))
     return run_folder(folder)
 
 

@@ -78,7 +78,7 @@ def test_bad_arguments_are_refused(flags: list[str], capsys: pytest.CaptureFixtu
 
 def test_responses_are_ids_without_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = shown(capsys, rlvr_run(tmp_path / "run", [[1, 2, 3], [4] * 1500]))
-    assert "no texts, since pretrain: names no HF model folder" in told
+    assert "no texts, since pretrain is not set" in told
     assert "group 0   scores 0 1, mean 0.5" in told
     assert "train-31  score 0  advantage -0.500  version 4  3 tokens\n    1 2 3 " in told
     assert "... 999 characters left out ..." in told

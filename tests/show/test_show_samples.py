@@ -9,7 +9,7 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from roll.configs.agentic import SampleBy
-from roll.pipeline.agentic.groups import TrajectoryGroup
+from roll.rollout.types import Group
 from roll.show.command import token_numbers
 from roll.show.episodes import CHANGED, is_map, map_text
 from roll.show.layout import step_view
@@ -26,14 +26,12 @@ def lines(view: RenderableType, width: int = 100) -> list[str]:
     return [line.rstrip() for line in capture.get().split("\n")]
 
 
-def groups(folder: Path, *arguments: TrajectoryGroup, sample_by: SampleBy = "traj") -> list[SampleGroup]:
+def groups(folder: Path, *arguments: Group, sample_by: SampleBy = "traj") -> list[SampleGroup]:
     run = agentic_run(folder / "run", 1, groups=list(arguments) or lake_groups(), sample_by=sample_by)
     return read_groups(run / "samples", 1)
 
 
-def shown(
-    folder: Path, *arguments: TrajectoryGroup, limit: int | None = None, sample_by: SampleBy = "traj"
-) -> list[str]:
+def shown(folder: Path, *arguments: Group, limit: int | None = None, sample_by: SampleBy = "traj") -> list[str]:
     return lines(step_view(1, groups(folder, *arguments, sample_by=sample_by), limit, token_numbers))
 
 
@@ -79,7 +77,7 @@ def test_a_limit_counts_over_groups_and_says_what_is_missing(tmp_path: Path) -> 
 
 def test_an_answer_cut_off_shows_one_map(tmp_path: Path) -> None:
     cut = trajectory([(START, "", 0.0)], "", "sequence_length")
-    told = shown(tmp_path, TrajectoryGroup(1, "FrozenLake", 7, [cut]))
+    told = shown(tmp_path, Group(1, "FrozenLake", 7, "FrozenLake-1", [cut]))
     assert "      P__  (nothing)" in told
     assert (
         "    end  score 0  sequence_length: no room was left in sequence_length  success 0  action_is_valid 1" in told
@@ -89,7 +87,7 @@ def test_an_answer_cut_off_shows_one_map(tmp_path: Path) -> None:
 def test_hostile_texts_are_shown_and_not_obeyed(tmp_path: Path) -> None:
     text = "[red]no[/red] [/] :smile:\x1b[2J\r\x07\x9b1m\u202eabc\ud800\u2028\t\\"
     harmful = trajectory([(text, text, 0.0)], text)
-    told = shown(tmp_path, TrajectoryGroup(1, "[bold]tag\n", 7, [harmful]))
+    told = shown(tmp_path, Group(1, "[bold]tag\n", 7, "[bold]tag\n-1", [harmful]))
     safe_form = "[red]no[/red] [/] :smile:\\x1b[2J\\r\\x07\\x9b1m\\u202eabc\\ud800\\u2028\\t\\"
     assert [line.split(maxsplit=1)[1] for line in told if ":smile:" in line] == [safe_form] * 3
     assert any("[bold]tag\\n  seed 7" in line for line in told)

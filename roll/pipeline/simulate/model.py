@@ -10,8 +10,8 @@ from roll.configs.layouts import uses_reference
 from roll.configs.pipeline import RLConfig
 from roll.configs.policy import proximal_source
 from roll.pipeline.simulate.measured import Measured, Shape, doubling_batch
-from roll.rollout.admission import PolicySettings
 from roll.rollout.lengths import response_lengths
+from roll.rollout.policy import PolicySettings
 from roll.rollout.simulated_engines import DecodeSpeed
 from roll.rollout.simulation import Scenario, StepCosts, generation_seconds, simulate
 
