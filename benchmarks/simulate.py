@@ -44,8 +44,8 @@ def foretell(config: Path, ratio: float) -> float:
     from roll.configs.load import load_config
     from roll.configs.machine import this_machine
     from roll.configs.pipeline import RLConfig
-    from roll.pipeline.simulate.run import Options, build_model
-    from roll.pipeline.simulate.search import predict
+    from roll.tools.simulate.command import Options, build_model
+    from roll.tools.simulate.search import predict
 
     loaded = load_config(config, [f"async_generation_ratio={ratio}"])
     assert isinstance(loaded, RLConfig)
