@@ -1,4 +1,4 @@
-"""The runs of a grid: their names, their overrides, and whether each of them can be run at all."""
+"""The trials of a grid: their names and overrides, and the check that each of them can run."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from roll.configs.run_checks import prepare_run
 from roll.configs.yaml_files import leaves, override_tree
 from roll.pipeline.extensions import load_extensions
 
-OWNED = {
+GRID_KEYS = {
     "actor_train.pg_variant": "use --variants",
     "async_generation_ratio": "use --ratios",
     "seed": "use --seeds",
     "output_dir": "use --out",
-    "logging_dir": "logs stand in the folder of each run",
-    "resume_from_checkpoint": "a run that was cut off goes on by itself",
+    "logging_dir": "logs are written to the folder of each trial",
+    "resume_from_checkpoint": "interrupted trials resume by themselves",
 }
-"""Keys that the grid sets, and what to do instead of overriding them."""
+"""Keys that the grid sets for each trial, and what to use instead of overriding them."""
 
 
 @dataclass(frozen=True)
-class Cell:
+class Trial:
     """One run of a grid."""
 
     variant: str
@@ -37,72 +37,73 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Its folder below the grid's: `<variant>-ratio<r>-seed<s>`."""
-        return f"{self.variant}-ratio{exact(self.ratio)}-seed{self.seed}"
+        """Subfolder of the trial: `<variant>-ratio<ratio>-seed<seed>`."""
+        return f"{self.variant}-ratio{format_exact(self.ratio)}-seed{self.seed}"
 
-    def overrides(self, out: Path, given: Sequence[str] = ()) -> list[str]:
-        """`key=value` of this run: those given for all, without knobs that belong to other variants, then its own."""
+    def all_overrides(self, out: Path, overrides: Sequence[str] = ()) -> list[str]:
+        """`key=value` of this trial: the common ones, except those of other variants, then its own."""
         folder = out / self.name
         return [
-            *(text for text in given if self.variant in VARIANT_KNOBS.get(_key(text), (self.variant,))),
+            *(text for text in overrides if self.variant in VARIANT_KNOBS.get(_key(text), (self.variant,))),
             f"actor_train.pg_variant={self.variant}",
-            f"async_generation_ratio={exact(self.ratio)}",
+            f"async_generation_ratio={format_exact(self.ratio)}",
             f"seed={self.seed}",
             f"output_dir={json.dumps(str(folder))}",
             f"logging_dir={json.dumps(str(folder / 'logs'))}",
         ]
 
 
-def exact(number: float) -> str:
-    """The shortest text that is read back as the same number."""
+def format_exact(number: float) -> str:
+    """The shortest text that parses to the same number."""
     return f"{number:g}" if float(f"{number:g}") == number else repr(number)
 
 
-def cells(variants: Sequence[str], ratios: Sequence[float], seeds: Sequence[int]) -> list[Cell]:
-    """Every combination once; all variants of a ratio and seed follow each other, so that a grid cut short compares."""
+def make_grid(variants: Sequence[str], ratios: Sequence[float], seeds: Sequence[int]) -> list[Trial]:
+    """Every combination once, variants innermost: an interrupted grid has all variants of its first ratio and seed."""
     product = itertools.product(dict.fromkeys(ratios), dict.fromkeys(seeds), dict.fromkeys(variants))
-    return [Cell(variant, ratio, seed) for ratio, seed, variant in product]
+    return [Trial(variant, ratio, seed) for ratio, seed, variant in product]
 
 
 def check_grid(
-    config: str | Path, grid: Sequence[Cell], out: Path, given: Sequence[str] = ()
-) -> tuple[dict[Cell, RLConfig], list[str]]:
-    """Loads and checks every run of the grid as `roll run` would, before the first one starts.
+    config: str | Path, trials: Sequence[Trial], out: Path, overrides: Sequence[str] = ()
+) -> tuple[dict[Trial, RLConfig], list[str]]:
+    """Loads and checks the configuration of every trial as `roll run` would.
 
     Returns:
-        The configuration of each run, and the warnings, each once.
+        The configuration of each trial, and the warnings without duplicates.
 
     Raises:
-        ConfigError: with every problem of every run; one that not all runs have says which do.
+        ConfigError: with the problems of all trials; a problem of only some trials names them.
     """
-    if read_pipeline(config, given) == "sft":
-        message = "sft has no policy loss to compare; use a file of another pipeline"
+    if read_pipeline(config, overrides) == "sft":
+        message = "sft has no policy loss to compare; use a configuration of another pipeline"
         raise ConfigError([Problem("pipeline", message)], str(config))
-    misplaced = _misplaced(given, {cell.variant for cell in grid})
-    if misplaced:
-        raise ConfigError(misplaced, str(config))
-    loaded: dict[Cell, RLConfig] = {}
-    problems: dict[Problem, list[str]] = {}
+    problems = _override_problems(overrides, {trial.variant for trial in trials})
+    if problems:
+        raise ConfigError(problems, str(config))
+    configs: dict[Trial, RLConfig] = {}
+    trials_of: dict[Problem, list[str]] = {}
     warnings: list[str] = []
-    for cell in grid:
+    for trial in trials:
         try:
-            loaded[cell], said = _load(config, cell.overrides(out, given))
-            warnings += said
+            configs[trial], trial_warnings = _load(config, trial.all_overrides(out, overrides))
+            warnings += trial_warnings
         except ConfigError as error:
             for problem in error.problems:
-                problems.setdefault(problem, []).append(cell.name)
-    if problems:
-        raise ConfigError([_of(problem, names, len(grid)) for problem, names in problems.items()], str(config))
-    return loaded, list(dict.fromkeys(warnings))
+                trials_of.setdefault(problem, []).append(trial.name)
+    if trials_of:
+        named = [_name_trials(problem, names, len(trials)) for problem, names in trials_of.items()]
+        raise ConfigError(named, str(config))
+    return configs, list(dict.fromkeys(warnings))
 
 
-def _misplaced(given: Sequence[str], variants: set[str]) -> list[Problem]:
-    """What is given and set by the grid, or read by none of its variants."""
+def _override_problems(overrides: Sequence[str], variants: set[str]) -> list[Problem]:
+    """Overrides of keys that the grid sets, or that none of its variants reads."""
     problems = []
-    for key in leaves(override_tree(given, [])):
+    for key in leaves(override_tree(overrides, [])):
         owners = VARIANT_KNOBS.get(key)
-        if key in OWNED:
-            problems.append(Problem(key, f"is set by the grid: {OWNED[key]}"))
+        if key in GRID_KEYS:
+            problems.append(Problem(key, f"is set by the grid: {GRID_KEYS[key]}"))
         elif owners is not None and variants.isdisjoint(owners):
             problems.append(Problem(key, f"belongs to {' or '.join(owners)}, none of which is in --variants"))
     return problems
@@ -112,15 +113,15 @@ def _load(config: str | Path, overrides: Sequence[str]) -> tuple[RLConfig, list[
     loaded = load_config(config, overrides)
     assert isinstance(loaded, RLConfig)
     if not loaded.eval_steps:
-        raise ConfigError([Problem("eval_steps", "0 validates nothing, so there is nothing to compare; set it")])
+        message = "0 disables validation, so there are no scores to compare; set it to 1 or more"
+        raise ConfigError([Problem("eval_steps", message)])
     warnings = prepare_run(loaded)
     load_extensions(loaded)
     return loaded, warnings
 
 
-def _of(problem: Problem, names: list[str], count: int) -> Problem:
-    """The problem, with the runs that have it where not all do."""
-    if len(names) == count:
+def _name_trials(problem: Problem, names: list[str], trial_count: int) -> Problem:
+    if len(names) == trial_count:
         return problem
     return Problem(problem.path, f"{problem.message} (in {', '.join(names)})")
 

@@ -1,11 +1,11 @@
-"""From a run's folder to the screen or a page."""
+"""`roll show`: prints the samples of a training step, or writes them to an HTML page."""
 
 from __future__ import annotations
 
 import argparse
 import io
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,20 +14,25 @@ from rich.text import Text
 
 from roll.pipeline.errors import RunError
 from roll.pipeline.rollout_dump import dumped_steps
-from roll.tools.show.formatting import safe_line
+from roll.tools.show.formatting import sanitize_line
 from roll.tools.show.layout import Decode, step_view
-from roll.tools.show.samples import SampleGroup, choose_step, find_dump, read_groups, wrong
+from roll.tools.show.samples import SampleGroup, choose_step, find_dump, read_groups
+from roll.tools.terminal import WIDTH, integer, make_console, option_error
 
-WIDTH = 120
-"""Columns of a page, and of output that is not a terminal."""
-
-FIRST_SAMPLES = 16
-"""Samples shown where neither a limit nor a group is asked for: a step may have thousands."""
+DEFAULT_LIMIT = 16
+"""Samples shown without --limit and --group; a step may have thousands."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What to show; None: the last step, every group, FIRST_SAMPLES samples (of one group all), the screen."""
+    """Options of `roll show`.
+
+    Attributes:
+        step: step to show; None for the last one.
+        group: show only this group; None for all groups.
+        limit: most samples to show; None for DEFAULT_LIMIT, or for all samples of `group`.
+        html: page to write; None to print.
+    """
 
     step: int | None = None
     group: int | None = None
@@ -35,45 +40,54 @@ class Options:
     html: Path | None = None
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `roll show`."""
+    parser.add_argument("run", type=Path, metavar="RUN_DIR", help="output_dir of a run, finished or still running")
+    parser.add_argument("--step", type=integer(0), metavar="N", help="training step (default: the last one)")
+    parser.add_argument("--group", type=integer(0), metavar="G", help="show only this group, with all its samples")
+    parser.add_argument(
+        "--limit", type=integer(1), metavar="K", help=f"most samples to show (default: {DEFAULT_LIMIT})"
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write an HTML page instead of printing")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs `roll show` and returns its exit code."""
+    return show(arguments.run, Options(arguments.step, arguments.group, arguments.limit, arguments.html))
+
+
 def show(run: Path, options: Options) -> int:
-    """Shows samples of the run whose `output_dir` this is; gives the exit code.
+    """Shows samples of the run with this `output_dir` and returns the exit code.
 
     Raises:
-        ConfigError: there is no such run, step or group, or the page cannot be written.
+        ConfigError: the run, step or group does not exist, or the page cannot be written.
     """
     dump = find_dump(run)
     step = choose_step(dumped_steps(dump.folder), options.step, dump.folder)
     groups = read_groups(dump.folder, step)
-    limit = options.limit or FIRST_SAMPLES
+    limit = options.limit or DEFAULT_LIMIT
     if options.group is not None:
-        groups = _only(groups, options.group)
+        groups = [_find_group(groups, options.group)]
         limit = options.limit or len(groups[0].samples)
-    console = screen()
+    console = _standard_output()
     decode: Decode = token_numbers
     if any(sample.episode is None for group in groups for sample in group.samples):
         try:
-            decode = _decoder(dump.model)
+            decode = _tokenizer_decode(dump.model)
         except RunError as error:
-            console.print(Text.assemble("no texts, since ", safe_line(str(error)), style="yellow"))
+            message = Text.assemble("showing token ids, no tokenizer: ", sanitize_line(str(error)), style="yellow")
+            console.print(message)
     view = step_view(step, groups, limit, decode)
     if options.html is None:
         console.print(view)
         return 0
     write_page(view, options.html)
-    console.print(safe_line(f"written: {options.html}"), soft_wrap=True)
+    console.print(sanitize_line(f"written: {options.html}"), soft_wrap=True)
     return 0
 
 
-def screen() -> Console:
-    """Standard output; what its encoding lacks is escaped."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=WIDTH)
-
-
 def write_page(view: RenderableType, file: Path) -> None:
-    """The view as HTML, in colour.
+    """Writes the view as an HTML page with colors.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -83,59 +97,32 @@ def write_page(view: RenderableType, file: Path) -> None:
     try:
         console.save_html(str(file))
     except OSError as error:
-        raise wrong("--html", f"{file} cannot be written: {error}; name a file in a folder that is there") from None
+        raise option_error("--html", f"{file} cannot be written: {error}; use a file in an existing folder") from None
 
 
 def token_numbers(ids: Sequence[int]) -> str:
-    """What is shown of tokens without a tokenizer."""
+    """Token ids as text, for runs without a tokenizer."""
     return " ".join(str(token) for token in ids)
 
 
-def _decoder(model: str | None) -> Decode:
-    from roll.pipeline.tokenizer import load_tokenizer
+def _standard_output() -> Console:
+    """Standard output; characters that its encoding lacks are escaped."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    return make_console()
+
+
+def _tokenizer_decode(model: str | None) -> Decode:
+    from roll.pipeline.tokenizer import load_tokenizer  # imports transformers
 
     tokenizer = load_tokenizer(model)
     return lambda ids: str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
 
 
-def _only(groups: Sequence[SampleGroup], wanted: int) -> list[SampleGroup]:
-    """The group of that number alone.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    found = [group for group in groups if group.number == wanted]
-    if not found:
+def _find_group(groups: Sequence[SampleGroup], number: int) -> SampleGroup:
+    found = next((group for group in groups if group.number == number), None)
+    if found is None:
         numbers = [group.number for group in groups]
-        there = f"this step has {min(numbers)} to {max(numbers)}" if numbers else "this step has no samples"
-        raise wrong("--group", f"{wanted} is not there; {there}")
+        existing = f"this step has groups {min(numbers)} to {max(numbers)}" if numbers else "this step has no samples"
+        raise option_error("--group", f"{number} does not exist; {existing}")
     return found
-
-
-def add_options(command: argparse.ArgumentParser) -> None:
-    """Gives the command its arguments."""
-    command.add_argument("run", type=Path, metavar="RUN_DIR", help="output_dir of a run, which may still be going")
-    command.add_argument("--step", type=_whole(0), metavar="N", help="step (default: the last one there is)")
-    command.add_argument("--group", type=_whole(0), metavar="G", help="this group alone, with all its samples")
-    command.add_argument("--limit", type=_whole(1), metavar="K", help="most samples (default: 16)")
-    command.add_argument("--html", type=Path, metavar="FILE", help="write a page instead of printing")
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Runs the command and returns its exit code."""
-    return show(arguments.run, Options(arguments.step, arguments.group, arguments.limit, arguments.html))
-
-
-def _whole(least: int) -> Callable[[str], int]:
-    """A parser of whole numbers of at least this."""
-
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = least - 1
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
-        return value
-
-    return parse

@@ -1,4 +1,4 @@
-"""Numbers as they are shown everywhere: scores, advantages, weight versions."""
+"""Short texts for the terminal: numbers, scores, weight versions, and sanitized texts of models and environments."""
 
 from __future__ import annotations
 
@@ -8,88 +8,89 @@ from itertools import groupby
 
 from rich.text import Text
 
-MOST_SCORES = 16
-"""Scores of a group that are listed; the mean is of all."""
+MAX_SCORES = 16
+"""Scores of a group that are listed; the mean covers all."""
+
+HEAD_CHARACTERS, TAIL_CHARACTERS = 1500, 500
+"""Characters kept of a longer text. The tail is kept because it often holds the answer."""
+
+HEAD_LINES, TAIL_LINES = 30, 10
+"""Lines kept of a longer text."""
+
+NAME_CHARACTERS = 120
+"""Characters kept of a longer name."""
+
+ESCAPED_CATEGORIES = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
+"""Unicode categories that move the cursor, change the writing direction, are invisible, or cannot be encoded."""
+
+ESCAPE_STYLE = "bold magenta"
+"""Style of escapes, which distinguishes them from a backslash in the text."""
+
+OMITTED_STYLE = "italic yellow"
 
 
-def counted(count: int, noun: str) -> str:
-    """`1 group`, `2 trajectories`."""
+def format_count(count: int, noun: str) -> str:
+    """A count with its noun: `1 group`, `2 trajectories`."""
     if count == 1:
         return f"1 {noun}"
     return f"{count:,} {noun.removesuffix('y')}ies" if noun.endswith("y") else f"{count:,} {noun}s"
 
 
-def number(value: float) -> str:
-    """Four digits, no zeros at the end."""
+def format_number(value: float) -> str:
+    """Four significant digits, without trailing zeros."""
     return f"{value:.4g}"
 
 
-def scores(values: Sequence[float]) -> str:
-    """`1 0 0 1, mean 0.5`, shortened with a count."""
-    listed = " ".join(number(value) for value in values[:MOST_SCORES])
-    more = f" and {len(values) - MOST_SCORES} more" if len(values) > MOST_SCORES else ""
-    return f"{listed}{more}, mean {number(sum(values) / len(values))}"
+def format_scores(values: Sequence[float]) -> str:
+    """Scores and their mean, `1 0 0 1, mean 0.5`; lists at most MAX_SCORES."""
+    listed = " ".join(format_number(value) for value in values[:MAX_SCORES])
+    more = f" and {len(values) - MAX_SCORES} more" if len(values) > MAX_SCORES else ""
+    return f"{listed}{more}, mean {format_number(sum(values) / len(values))}"
 
 
-def advantage(value: float | None, name: str = "advantage") -> Text:
-    """Signed, green above zero and red below."""
+def format_advantage(value: float | None, name: str = "advantage") -> Text:
+    """A signed advantage, green above zero and red below."""
     if value is None:
         return Text(f"{name} not in the dump", "dim")
     return Text.assemble(f"{name} ", (f"{value:+.3f}", "green" if value > 0 else "red" if value < 0 else ""))
 
 
-def versions(values: Sequence[int]) -> Text:
-    """`version 3`; several stand out, since weights changed while the model wrote."""
+def format_versions(values: Sequence[int]) -> Text:
+    """`version 3`; several versions, of weights updated during generation, are highlighted."""
     if len(values) == 1:
         return Text(f"version {values[0]}", "dim")
     return Text(f"versions {', '.join(map(str, values)) or 'unknown'}", "yellow")
 
 
-HEAD_CHARACTERS, TAIL_CHARACTERS = 1500, 500
-"""Of a longer text these remain; more of the head, some of the tail because an answer stands there."""
-
-HEAD_LINES, TAIL_LINES = 30, 10
-"""The same in lines, for texts of many short ones."""
-
-NAME_CHARACTERS = 120
-"""Of a longer name these remain."""
-
-UNSEEN = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
-"""Unicode categories that move the cursor, turn the direction of writing, are invisible, or cannot be encoded."""
-
-ESCAPE_STYLE = "bold magenta"
-"""Of escapes, which tells them from a backslash that stands in the text."""
-
-LEFT_OUT_STYLE = "italic yellow"
-
-
-def safe(text: str, style: str = "", keep: str = "\n") -> Text:
-    """The text, in which only `keep` acts: everything else in UNSEEN is shown as Python would escape it."""
-    shown = Text(style=style)
-    for unseen, run in groupby(text, key=lambda character: character not in keep and _unseen(character)):
+def sanitize(text: str, style: str = "", keep: str = "\n") -> Text:
+    """The text with characters of ESCAPED_CATEGORIES written as Python escapes, except those in `keep`."""
+    sanitized = Text(style=style)
+    for escaped, run in groupby(text, key=lambda character: character not in keep and _is_escaped(character)):
         piece = "".join(run)
-        shown.append(piece.encode("unicode_escape").decode() if unseen else piece, ESCAPE_STYLE if unseen else None)
-    return shown
+        sanitized.append(
+            piece.encode("unicode_escape").decode() if escaped else piece, ESCAPE_STYLE if escaped else None
+        )
+    return sanitized
 
 
-def safe_line(text: str, style: str = "") -> Text:
-    """A name on one line: line breaks are escaped too, and the end of a long one is left out, and counted."""
-    shown = safe(text[:NAME_CHARACTERS], style, keep="")
-    left_out = len(text) - NAME_CHARACTERS
-    return shown.append(f"... {left_out:,} characters left out", LEFT_OUT_STYLE) if left_out > 0 else shown
+def sanitize_line(text: str, style: str = "") -> Text:
+    """A name on one line: line breaks are escaped too, and a long name is cut."""
+    sanitized = sanitize(text[:NAME_CHARACTERS], style, keep="")
+    omitted = len(text) - NAME_CHARACTERS
+    return sanitized.append(f"... {omitted:,} characters omitted", OMITTED_STYLE) if omitted > 0 else sanitized
 
 
-def safe_short(text: str, style: str = "") -> Text:
-    """The same, of which the middle is left out where it is long, and counted."""
-    head, left_out, tail = shortened(text)
-    if not left_out:
-        return safe(text, style)
-    told = Text(f"\n... {left_out:,} characters left out ...\n", LEFT_OUT_STYLE)
-    return Text.assemble(safe(head, style), told, safe(tail, style))
+def sanitize_short(text: str, style: str = "") -> Text:
+    """The sanitized text; the middle of a long text is replaced by the number of characters omitted."""
+    head, omitted, tail = shorten(text)
+    if not omitted:
+        return sanitize(text, style)
+    gap = Text(f"\n... {omitted:,} characters omitted ...\n", OMITTED_STYLE)
+    return Text.assemble(sanitize(head, style), gap, sanitize(tail, style))
 
 
-def shortened(text: str) -> tuple[str, int, str]:
-    """Head, number of characters left out, tail; the whole text, 0 and nothing where it is short enough."""
+def shorten(text: str) -> tuple[str, int, str]:
+    """Head, number of characters omitted, and tail; (text, 0, "") if the text is short."""
     few_lines = text.count("\n") < HEAD_LINES + TAIL_LINES
     if len(text) <= HEAD_CHARACTERS + TAIL_CHARACTERS and few_lines:
         return text, 0, ""
@@ -99,5 +100,5 @@ def shortened(text: str) -> tuple[str, int, str]:
     return head, len(rest) - len(tail), tail
 
 
-def _unseen(character: str) -> bool:
-    return unicodedata.category(character) in UNSEEN
+def _is_escaped(character: str) -> bool:
+    return unicodedata.category(character) in ESCAPED_CATEGORIES

@@ -1,33 +1,54 @@
-"""A step as rich prints it: a header for each group, and its samples below."""
+"""A training step as rich renderables: a header per group, then its responses or its trajectories turn by turn."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from roll.tools.show.formatting import advantage, counted, number, safe_line, safe_short, scores, versions
+from roll.tools.show.formatting import (
+    format_advantage,
+    format_count,
+    format_number,
+    format_scores,
+    format_versions,
+    sanitize_line,
+    sanitize_short,
+)
 from roll.tools.show.samples import Episode, Sample, SampleGroup, Turn
 
 Decode = Callable[[Sequence[int]], str]
-"""From token ids to text."""
+"""f(token ids) -> text."""
+
+MAX_MAP_WIDTH = 60
+"""Columns of a map that still leave room for a second map beside it."""
+
+STOP_REASONS = {
+    "terminated": "ended by the environment",
+    "truncated": "action limit reached",
+    "sequence_length": "token limit reached",
+}
+"""Explanations of why a trajectory ended, by `stop` of the dump."""
+
+OBSERVATION, MODEL, CHANGED = "cyan", "green", "bold reverse"
+"""Styles of observations, of texts of the model, and of map cells that a move changed."""
 
 
 def step_view(step: int, groups: Sequence[SampleGroup], limit: int | None, decode: Decode) -> RenderableType:
-    """Everything of a step that is to be shown.
+    """Samples of a step, group by group.
 
     Args:
-        step: its number.
-        groups: to show.
-        limit: most samples in all; None shows all.
-        decode: makes the text of responses; that of trajectories is in the dump.
+        step: number of the step, for the header.
+        groups: groups to show.
+        limit: most samples over all groups; None for all.
+        decode: decodes responses; the texts of trajectories are in the dump.
     """
     total = sum(len(group.samples) for group in groups)
     noun = "sample" if any(sample.episode is None for group in groups for sample in group.samples) else "trajectory"
-    head = f"step {step}: {counted(total, noun)} in {counted(len(groups), 'group')}\n"
+    head = f"step {step}: {format_count(total, noun)} in {format_count(len(groups), 'group')}\n"
     parts: list[RenderableType] = [Text(head, "bold")]
     left = total if limit is None else limit
     for group in groups:
@@ -35,119 +56,107 @@ def step_view(step: int, groups: Sequence[SampleGroup], limit: int | None, decod
             parts.append(_group_view(group, left, decode))
         left -= len(group.samples)
     if left < 0:
-        parts.append(Text(f"{counted(-left, noun)} not shown; --limit and --group show others", "yellow"))
+        parts.append(Text(f"{format_count(-left, noun)} not shown; use --limit or --group to see more", "yellow"))
     return Group(*parts)
 
 
 def _group_view(group: SampleGroup, limit: int, decode: Decode) -> RenderableType:
     first, shown = group.samples[0], group.samples[:limit]
-    parts: list[RenderableType] = [group_header(group)]
+    parts: list[RenderableType] = [_group_header(group)]
     if first.episode is None and all(sample.prompt_ids == first.prompt_ids for sample in group.samples):
-        parts.append(Padding(safe_short(decode(first.prompt_ids), OBSERVATION), (0, 0, 1, 2), expand=False))
+        parts.append(Padding(sanitize_short(decode(first.prompt_ids), OBSERVATION), (0, 0, 1, 2), expand=False))
     for sample in shown:
         parts.append(
-            episode_view(sample, sample.episode) if sample.episode is not None else response_view(sample, decode)
+            _episode_view(sample, sample.episode) if sample.episode is not None else _response_view(sample, decode)
         )
     return Group(*parts)
 
 
-def group_header(group: SampleGroup) -> Text:
-    """One line: what was compared, and what came of it."""
+def _group_header(group: SampleGroup) -> Text:
     episode = group.samples[0].episode
     name = Text(f" group {group.number} ", "bold white on blue")
-    about = [Text.assemble(safe_line(episode.tag), f"  seed {episode.seed}")] if episode is not None else []
-    told = Text(f"scores {scores(group.scores)}")
-    return Text("  ").join([name, *about, told, advantage(group.advantage, "mean advantage")])
+    environment = [Text.assemble(sanitize_line(episode.tag), f"  seed {episode.seed}")] if episode is not None else []
+    scores = Text(f"scores {format_scores(group.scores)}")
+    return Text("  ").join([name, *environment, scores, format_advantage(group.advantage, "mean advantage")])
 
 
-def response_view(sample: Sample, decode: Decode) -> RenderableType:
-    """A response in one piece."""
-    tokens = f"{len(sample.response_ids)} tokens"
-    parts = [safe_line(sample.id, "bold"), Text(f"score {number(sample.score)}", "bold"), advantage(sample.advantage)]
-    head = Text("  ").join([*parts, versions(sample.versions), Text(tokens, "dim")])
-    text = Padding(safe_short(decode(sample.response_ids), MODEL), (0, 0, 1, 2), expand=False)
+def _response_view(sample: Sample, decode: Decode) -> RenderableType:
+    head = Text("  ").join(
+        [
+            sanitize_line(sample.id, "bold"),
+            Text(f"score {format_number(sample.score)}", "bold"),
+            format_advantage(sample.advantage),
+            format_versions(sample.versions),
+            Text(f"{len(sample.response_ids)} tokens", "dim"),
+        ]
+    )
+    text = Padding(sanitize_short(decode(sample.response_ids), MODEL), (0, 0, 1, 2), expand=False)
     return Padding(Group(head, text), (0, 0, 0, 2), expand=False)
 
 
-WIDEST_MAP = 60
-"""Columns of a drawing that still has room for another beside it."""
-
-STOPS = {
-    "terminated": "by the rules of the environment",
-    "truncated": "no actions were left",
-    "sequence_length": "no room was left in sequence_length",
-}
-"""Why a trajectory ended -> the same in words."""
-
-OBSERVATION, MODEL, CHANGED = "cyan", "green", "bold reverse"
-"""Styles: what the environment said, what the model wrote, cells of a map that its move changed."""
-
-
-def episode_view(sample: Sample, episode: Episode) -> RenderableType:
-    """Head, each turn, and how it ended."""
-    parts: list[RenderableType] = [Text.assemble(safe_line(sample.id, "bold"), "  ", advantage(sample.advantage))]
-    shown = False
-    for place, turn in enumerate(episode.turns):
-        last = place + 1 == len(episode.turns)
-        after = episode.outcome if last else episode.turns[place + 1].observation
-        shown = is_map(turn.observation) and is_map(after)
-        parts += [_turn_line(place + 1, turn), _indented(_turn_body(turn, after if shown else ""), 4)]
-    if episode.outcome and not shown:
-        parts.append(_indented(_labelled([("then", safe_short(episode.outcome, OBSERVATION))]), 4))
+def _episode_view(sample: Sample, episode: Episode) -> RenderableType:
+    """Header, turns, and a line with score, stop reason and metrics."""
+    head = Text.assemble(sanitize_line(sample.id, "bold"), "  ", format_advantage(sample.advantage))
+    parts: list[RenderableType] = [head]
+    outcome_in_map = False
+    for index, turn in enumerate(episode.turns):
+        last = index + 1 == len(episode.turns)
+        after = episode.outcome if last else episode.turns[index + 1].observation
+        outcome_in_map = is_map(turn.observation) and is_map(after)
+        body = _turn_body(turn, after if outcome_in_map else "")
+        parts += [_turn_header(index + 1, turn), _indented(body, 4)]
+    if episode.outcome and not outcome_in_map:
+        parts.append(_indented(_labelled([("then", sanitize_short(episode.outcome, OBSERVATION))]), 4))
     return _indented(Group(*parts, _end_line(sample, episode), ""), 2)
 
 
-def is_map(text: str) -> bool:
-    """Whether a text is the drawing of a grid: some rows, all as long and none too wide, and nothing to escape."""
-    rows = text.strip("\n").split("\n")
-    return len(rows) > 1 and {len(row) for row in rows} <= {len(rows[0])} and all(map(_is_row, rows))
-
-
-def map_text(text: str, other: str) -> Text:
-    """A drawing, in which the cells that differ from the other drawing stand out."""
-    shown = Text(style=OBSERVATION, no_wrap=True)
-    rows, others = text.strip("\n"), other.strip("\n")
-    comparable = other and [len(row) for row in rows.split("\n")] == [len(row) for row in others.split("\n")]
-    for cell, cell_other in zip(rows, others if comparable else rows, strict=True):
-        shown.append(cell, CHANGED if cell != cell_other else None)
-    return shown
-
-
-def _indented(content: RenderableType, columns: int) -> Padding:
-    return Padding(content, (0, 0, 0, columns), expand=False)
-
-
-def _is_row(row: str) -> bool:
-    return 0 < len(row) <= WIDEST_MAP and row.isprintable()
-
-
-def _turn_line(place: int, turn: Turn) -> Text:
-    line = Text.assemble((f"  turn {place}", "bold"), f"  reward {number(turn.reward)}  ", versions(turn.versions))
-    return Text.assemble(line, "  ", advantage(turn.advantage)) if turn.advantage is not None else line
+def _turn_header(number: int, turn: Turn) -> Text:
+    reward = f"  reward {format_number(turn.reward)}  "
+    line = Text.assemble((f"  turn {number}", "bold"), reward, format_versions(turn.versions))
+    return Text.assemble(line, "  ", format_advantage(turn.advantage)) if turn.advantage is not None else line
 
 
 def _turn_body(turn: Turn, after: str) -> Table:
-    text = safe_short(turn.text, MODEL) if turn.text else Text("(nothing)", "italic yellow")
+    """Observation and answer; a map that the answer changed is followed by the map `after` it."""
+    text = sanitize_short(turn.text, MODEL) if turn.text else Text("(nothing)", "italic yellow")
     if not is_map(turn.observation):
-        return _labelled([("reads", safe_short(turn.observation, OBSERVATION)), ("writes", text)])
-    return _row(list(_before_and_after(turn.observation, after)), text)
-
-
-def _before_and_after(before: str, after: str) -> Iterator[Text]:
-    yield map_text(before, after)
+        return _labelled([("reads", sanitize_short(turn.observation, OBSERVATION)), ("writes", text)])
+    maps = [map_text(turn.observation, after)]
     if after:
-        yield Text("->", "dim")
-        yield map_text(after, before)
-
-
-def _row(fixed: list[Text], last: Text) -> Table:
-    """Columns as wide as they need, and one that folds into what is left."""
+        maps += [Text("->", "dim"), map_text(after, turn.observation)]
     table = Table.grid(padding=(0, 2))
-    for _ in fixed:
+    for _ in maps:
         table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    table.add_row(*fixed, last)
+    table.add_row(*maps, text)
     return table
+
+
+def _end_line(sample: Sample, episode: Episode) -> Text:
+    stop = str(episode.stop)
+    reason = Text(f"{stop}: {STOP_REASONS[stop]}") if stop in STOP_REASONS else sanitize_line(stop)
+    score = Text.assemble(("  end", "bold"), ("  score ", "bold"), (format_number(sample.score), "bold"))
+    metrics = [
+        Text.assemble(sanitize_line(name), f" {format_number(value)}") for name, value in episode.metrics.items()
+    ]
+    return Text("  ").join([score, reason, *metrics])
+
+
+def is_map(text: str) -> bool:
+    """Whether a text is a drawing of a grid: two or more printable rows of equal length, at most MAX_MAP_WIDTH."""
+    rows = text.strip("\n").split("\n")
+    width = len(rows[0])
+    return len(rows) > 1 and 0 < width <= MAX_MAP_WIDTH and all(len(row) == width and row.isprintable() for row in rows)
+
+
+def map_text(text: str, other: str) -> Text:
+    """A map with the cells highlighted that differ from the other map, if both have the same size."""
+    shown = Text(style=OBSERVATION, no_wrap=True)
+    cells, others = text.strip("\n"), other.strip("\n")
+    comparable = other and [len(row) for row in cells.split("\n")] == [len(row) for row in others.split("\n")]
+    for cell, other_cell in zip(cells, others if comparable else cells, strict=True):
+        shown.append(cell, CHANGED if cell != other_cell else None)
+    return shown
 
 
 def _labelled(lines: list[tuple[str, Text]]) -> Table:
@@ -159,9 +168,5 @@ def _labelled(lines: list[tuple[str, Text]]) -> Table:
     return table
 
 
-def _end_line(sample: Sample, episode: Episode) -> Text:
-    stop = str(episode.stop)
-    reason = Text(f"{stop}: {STOPS[stop]}") if stop in STOPS else safe_line(stop)
-    parts = [Text.assemble(("  end", "bold"), ("  score ", "bold"), (number(sample.score), "bold")), reason]
-    parts += [Text.assemble(safe_line(name), f" {number(value)}") for name, value in episode.metrics.items()]
-    return Text("  ").join(parts)
+def _indented(content: RenderableType, columns: int) -> Padding:
+    return Padding(content, (0, 0, 0, columns), expand=False)

@@ -1,4 +1,4 @@
-"""Lines of a dump as groups of samples; the turns of a trajectory together, also where each was a sample."""
+"""Reads the samples of a training step from the dump of a run and groups them; turns of a trajectory are joined."""
 
 from __future__ import annotations
 
@@ -10,14 +10,36 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from roll.configs.errors import ConfigError, Problem
+from roll.configs.errors import ConfigError
 from roll.pipeline.rollout_dump import read_samples
+from roll.tools.terminal import option_error
 from roll.trackers.run_json import FILE_NAME
 
 
 @dataclass(frozen=True)
+class RunDump:
+    """Where a run wrote its samples.
+
+    Attributes:
+        folder: one file per step.
+        model: folder of the trained model with its tokenizer; None if the configuration has none.
+    """
+
+    folder: Path
+    model: str | None
+
+
+@dataclass(frozen=True)
 class Turn:
-    """One answer; `advantage` is told where the turns of a trajectory were samples of their own."""
+    """One observation and the model's answer.
+
+    Attributes:
+        observation: text of the environment before the answer.
+        text: the answer.
+        reward: of the environment for the answer.
+        versions: weight versions that generated the answer.
+        advantage: mean over the answer's tokens if each turn was a sample; None if the trajectory was one sample.
+    """
 
     observation: str
     text: str
@@ -28,7 +50,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Episode:
-    """What a trajectory consists of, as the dump says it."""
+    """The trajectory of a sample, as it is in the dump."""
 
     tag: str
     seed: int
@@ -43,9 +65,13 @@ class Sample:
     """One response or one trajectory.
 
     Attributes:
-        advantages: of each token that was learned from; empty where the dump has none.
-        versions: weight versions that sampled it, each once.
-        episode: of a trajectory; None of a response.
+        id: of the prompt or the trajectory.
+        score: total reward.
+        advantages: one per trained token; empty if the dump has none.
+        versions: weight versions that generated it, without duplicates.
+        prompt_ids: tokens of the prompt.
+        response_ids: tokens of the response, or of all answers of a trajectory.
+        episode: the trajectory; None for a response.
     """
 
     id: str
@@ -58,46 +84,125 @@ class Sample:
 
     @property
     def advantage(self) -> float | None:
-        """Mean over its tokens."""
+        """Mean over trained tokens."""
         return _mean(self.advantages)
 
 
 @dataclass(frozen=True)
 class SampleGroup:
-    """Samples that were compared with each other; `number` is what the dump calls it."""
+    """Samples of one prompt or environment seed; `number` is the group's number in the dump."""
 
     number: int
     samples: Sequence[Sample]
 
     @property
     def scores(self) -> list[float]:
-        """Of each sample."""
+        """Score of each sample."""
         return [sample.score for sample in self.samples]
 
     @property
     def advantage(self) -> float | None:
-        """Mean over the tokens of all samples."""
+        """Mean over the trained tokens of all samples."""
         return _mean([value for sample in self.samples for value in sample.advantages])
+
+
+def find_dump(run: Path) -> RunDump:
+    """Finds the samples of a run from its run.json, which exists as soon as the run has started.
+
+    Raises:
+        ConfigError: the folder is not the `output_dir` of a run, or the run does not write samples.
+    """
+    file = run / FILE_NAME
+    try:
+        config: Mapping[str, Any] = json.loads(file.read_text())["config"]
+        if "rollout_dump_dir" not in config:
+            raise option_error("RUN_DIR", f"{run} is a run of the {config['pipeline']} pipeline, which has no samples")
+        dump_dir, output_dir = config["rollout_dump_dir"], config["output_dir"]
+        model = config["actor_train"]["model_args"]["model_name_or_path"]
+    except (FileNotFoundError, NotADirectoryError):
+        raise option_error("RUN_DIR", f"{run} has no {FILE_NAME}; give the output_dir of a run") from None
+    except ConfigError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise option_error("RUN_DIR", f"{file} is not a valid run.json: {type(error).__name__} {error}") from None
+    if dump_dir is None:
+        raise option_error(
+            "rollout_dump_dir",
+            f"is null in {file}, so the run wrote no samples; set it to a folder, such as "
+            f"rollout_dump_dir={os.path.join(output_dir, 'samples')}, and run again",
+        )
+    start = working_directory(run, output_dir)
+    local = None if model is None else start / model
+    return RunDump(start / dump_dir, str(local) if local is not None and local.is_dir() else model)
+
+
+def working_directory(run: Path, output_dir: str) -> Path:
+    """The folder that a run was started in, to which relative paths of its configuration refer.
+
+    This is the run's folder without its trailing `output_dir`; the current folder if `output_dir` is absolute or the
+    run's folder does not end with it.
+    """
+    absolute, parts = run.resolve(), Path(output_dir).parts
+    if not Path(output_dir).is_absolute() and parts and absolute.parts[-len(parts) :] == parts:
+        return Path(*absolute.parts[: -len(parts)])
+    return Path()
+
+
+def choose_step(steps: Sequence[int], requested: int | None, folder: Path) -> int:
+    """The step to show: `requested`, or the last one if that is None.
+
+    Args:
+        steps: existing steps, ascending.
+        requested: step of --step.
+        folder: of the dump, for errors.
+
+    Raises:
+        ConfigError: there is no step yet, or not the requested one.
+    """
+    if not steps:
+        raise option_error("RUN_DIR", f"{folder} has no steps yet; wait until the first step has finished")
+    if requested is None:
+        return steps[-1]
+    if requested in steps:
+        return requested
+    below = max((step for step in steps if step < requested), default=None)
+    above = min((step for step in steps if step > requested), default=None)
+    nearest = " and ".join(str(step) for step in (below, above) if step is not None)
+    raise option_error(
+        "--step", f"{requested} is not in {folder}; nearest: {nearest} (steps are {steps[0]} to {steps[-1]})"
+    )
+
+
+def read_groups(folder: Path, step: int) -> list[SampleGroup]:
+    """Groups of a step.
+
+    Raises:
+        ConfigError: the file of the step cannot be read, or lacks fields of a dump.
+    """
+    try:
+        return groups_of(read_samples(folder, step))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise option_error("--step", f"{step} in {folder} is not valid: {type(error).__name__} {error}") from None
 
 
 def groups_of(rows: Iterable[Mapping[str, Any]]) -> list[SampleGroup]:
     """Groups in the order of the dump.
 
-    Rows whose `episode` names one trajectory are turns of it; responses to one prompt share their id
-    and stay apart.
+    Rows with the same trajectory are turns of it and become one sample. Responses to one prompt share their id, so each
+    of their rows is a sample.
 
     Raises:
-        KeyError: a row lacks what every dump has.
+        KeyError: a row lacks a field that every dump has.
     """
-    groups: dict[int, dict[Any, list[Mapping[str, Any]]]] = {}
-    for place, row in enumerate(rows):
-        name = ("trajectory", row["episode"]["trajectory"]) if "episode" in row else ("response", place)
-        groups.setdefault(row["group"], {}).setdefault(name, []).append(row)
-    return [SampleGroup(number, [_sample(same) for same in samples.values()]) for number, samples in groups.items()]
+    groups: dict[int, dict[tuple[str, Any], list[Mapping[str, Any]]]] = {}
+    for index, row in enumerate(rows):
+        key = ("trajectory", row["episode"]["trajectory"]) if "episode" in row else ("response", index)
+        groups.setdefault(row["group"], {}).setdefault(key, []).append(row)
+    return [SampleGroup(number, [_sample(rows) for rows in samples.values()]) for number, samples in groups.items()]
 
 
 def _sample(rows: Sequence[Mapping[str, Any]]) -> Sample:
-    """Of the rows of one trajectory, or of the one row of a response."""
+    """The sample of a response (one row) or a trajectory (one row, or one per turn)."""
     first = rows[0]
     return Sample(
         id=str(first["episode"]["trajectory"] if "episode" in first else first["id"]),
@@ -111,7 +216,7 @@ def _sample(rows: Sequence[Mapping[str, Any]]) -> Sample:
 
 
 def _episode(rows: Sequence[Mapping[str, Any]]) -> Episode:
-    told = rows[0]["episode"]
+    fields = rows[0]["episode"]
     turns = [
         Turn(
             turn["observation"],
@@ -123,100 +228,8 @@ def _episode(rows: Sequence[Mapping[str, Any]]) -> Episode:
         for row in rows
         for turn in row["episode"]["turns"]
     ]
-    return Episode(told["tag"], told["seed"], told["stop"], told["outcome"], told["metrics"], turns)
+    return Episode(fields["tag"], fields["seed"], fields["stop"], fields["outcome"], fields["metrics"], turns)
 
 
 def _mean(values: Sequence[float]) -> float | None:
     return fmean(values) if values else None
-
-
-@dataclass(frozen=True)
-class RunDump:
-    """What a run's configuration says of its samples.
-
-    Attributes:
-        folder: with one file for each step.
-        model: folder of the trained model, beside which the tokenizer lies; None where the configuration names none.
-    """
-
-    folder: Path
-    model: str | None
-
-
-def wrong(path: str, message: str) -> ConfigError:
-    """One problem of what was asked for, ready to be raised."""
-    return ConfigError([Problem(path, message)])
-
-
-def find_dump(run: Path) -> RunDump:
-    """Reads `run`/run.json, which is there from the start of a run on.
-
-    Raises:
-        ConfigError: the folder is not that of a run that writes its samples.
-    """
-    file = run / FILE_NAME
-    try:
-        config: Mapping[str, Any] = json.loads(file.read_text())["config"]
-        if "rollout_dump_dir" not in config:
-            raise wrong("RUN_DIR", f"{run} is a run of {config['pipeline']}, which samples nothing to show")
-        dumped, output = config["rollout_dump_dir"], config["output_dir"]
-        model = config["actor_train"]["model_args"]["model_name_or_path"]
-    except (FileNotFoundError, NotADirectoryError):
-        raise wrong("RUN_DIR", f"{run} has no {FILE_NAME}; give the output_dir of a run") from None
-    except ConfigError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise wrong("RUN_DIR", f"{file} is not the record of a run: {type(error).__name__} {error}") from None
-    if dumped is None:
-        raise wrong(
-            "rollout_dump_dir",
-            f"is null in {file}, so the run kept no samples; set it to a folder, such as "
-            f"rollout_dump_dir={os.path.join(output, 'samples')}, and run again",
-        )
-    start = started_in(run, output)
-    local = None if model is None else start / model
-    return RunDump(start / dumped, str(local) if local is not None and local.is_dir() else model)
-
-
-def started_in(run: Path, output_dir: str) -> Path:
-    """The folder that relative paths of a run's configuration are relative to.
-
-    That is what is left of the run's folder without its `output_dir`; where they do not match, the folder we are in.
-    """
-    here, parts = run.resolve(), Path(output_dir).parts
-    if not Path(output_dir).is_absolute() and parts and here.parts[-len(parts) :] == parts:
-        return Path(*here.parts[: -len(parts)])
-    return Path()
-
-
-def choose_step(steps: Sequence[int], wanted: int | None, folder: Path) -> int:
-    """The step to show: the last one where none is wanted.
-
-    Args:
-        steps: that are there, in order.
-        wanted: by the user.
-        folder: of the dump, for errors.
-
-    Raises:
-        ConfigError: there is no step yet, or not this one.
-    """
-    if not steps:
-        raise wrong("RUN_DIR", f"{folder} holds no step yet; wait for the first one to end")
-    if wanted is None or wanted in steps:
-        return steps[-1] if wanted is None else wanted
-    near = [max((step for step in steps if step < wanted), default=None)]
-    near += [min((step for step in steps if step > wanted), default=None)]
-    names = " and ".join(str(step) for step in near if step is not None)
-    raise wrong("--step", f"{wanted} is not in {folder}; nearest: {names} (there are {steps[0]} to {steps[-1]})")
-
-
-def read_groups(folder: Path, step: int) -> list[SampleGroup]:
-    """The groups of a step.
-
-    Raises:
-        ConfigError: the file cannot be read or has other lines than a dump.
-    """
-    try:
-        return groups_of(read_samples(folder, step))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise wrong("--step", f"{step} in {folder} cannot be shown: {type(error).__name__} {error}") from None

@@ -1,4 +1,4 @@
-"""A prediction as text for people and as JSON."""
+"""A prediction as text and as JSON."""
 
 from __future__ import annotations
 
@@ -7,18 +7,15 @@ from dataclasses import asdict
 from typing import Any, TextIO
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
-from roll.tools.simulate.cost_model import Model
+from roll.tools.simulate.cost_model import CostModel
 from roll.tools.simulate.search import Candidate, Prediction, Split
-
-WIDTH = 120
-"""Columns where the output is not a terminal."""
+from roll.tools.terminal import make_console
 
 
-def as_dict(prediction: Prediction, model: Model, notes: list[str]) -> dict[str, Any]:
-    """Everything that is printed, as JSON takes it."""
+def as_dict(prediction: Prediction, model: CostModel, notes: list[str]) -> dict[str, Any]:
+    """Everything that `print_prediction` prints, as values for JSON."""
     return {
         "devices": prediction.devices,
         "generate_seconds_on_all_devices": prediction.generate_seconds,
@@ -32,7 +29,7 @@ def as_dict(prediction: Prediction, model: Model, notes: list[str]) -> dict[str,
             "slowdown": model.slowdown,
             "overhead_seconds": model.overhead,
             "response_length_mean": model.measured.mean_length,
-            "response_length_max": model.measured.longest,
+            "response_length_max": model.measured.max_length,
         },
         "notes": notes,
     }
@@ -40,11 +37,11 @@ def as_dict(prediction: Prediction, model: Model, notes: list[str]) -> dict[str,
 
 def _entry(candidate: Candidate) -> dict[str, Any]:
     outcome = asdict(candidate.outcome)
-    staleness = {str(age): share for age, share in outcome.pop("staleness").items()}
-    alone = {"generate_seconds_alone": candidate.generate_seconds, "train_seconds_alone": candidate.train_seconds}
+    staleness = {str(age): fraction for age, fraction in outcome.pop("staleness").items()}
     return {
         **asdict(candidate.split),
-        **alone,
+        "generate_seconds_alone": candidate.generate_seconds,
+        "train_seconds_alone": candidate.train_seconds,
         "async_generation_ratio": candidate.ratio,
         **outcome,
         "staleness": staleness,
@@ -52,52 +49,56 @@ def _entry(candidate: Candidate) -> dict[str, Any]:
 
 
 def print_prediction(
-    prediction: Prediction, model: Model, notes: list[str], title: str, file: TextIO | None = None
+    prediction: Prediction, model: CostModel, notes: list[str], title: str, file: TextIO | None = None
 ) -> None:
-    """Writes the prediction to `file`, or to standard output."""
-    console = Console(file=file, highlight=False)
-    if not console.is_terminal:
-        console = Console(file=file, highlight=False, width=WIDTH)
-    own = prediction.configured
-    console.print(f"{title}: simulated", style="bold", markup=False)
-    console.print(_configured(own))
-    console.print(_candidates(prediction))
-    for line in _sentences(prediction):
+    """Prints the configured run, all candidates, the recommendation and the assumptions.
+
+    Args:
+        prediction: of `predict`.
+        model: that it was made with.
+        notes: on assumptions.
+        title: name of the run.
+        file: to print to; standard output if None.
+    """
+    console = make_console(file)
+    console.print(f"{title}: simulation", style="bold", markup=False)
+    console.print(_configured_table(prediction.configured))
+    console.print(_candidate_table(prediction))
+    for line in _recommendation(prediction):
         console.print(line, markup=False, soft_wrap=True)
     speed = model.speed
-    console.print(
-        f"One decode iteration: {speed.seconds * 1e3:.3g} ms x (1 + batch / {speed.doubling_batch:g}); "
-        f"responses: mean {model.measured.mean_length:.4g}, longest of a batch {model.measured.longest:.4g} tokens; "
-        f"slowdown while both sides run: {model.slowdown:.3g}",
-        markup=False,
-        soft_wrap=True,
+    assumptions = (
+        f"Model: a decode iteration takes {speed.seconds * 1e3:.3g} ms x (1 + batch / {speed.doubling_batch:g}); "
+        f"responses have {model.measured.mean_length:.4g} tokens on average, {model.measured.max_length:.4g} in the "
+        f"longest of a batch; overlap slows both sides by a factor of {model.slowdown:.3g}"
     )
+    console.print(assumptions, markup=False, soft_wrap=True)
     for note in notes:
         console.print(f"  - {note}", markup=False, soft_wrap=True)
 
 
-def _configured(own: Candidate) -> Table:
+def _configured_table(candidate: Candidate) -> Table:
     table = Table(title="As configured", title_justify="left", box=box.SIMPLE_HEAD, show_header=False)
     table.add_column()
     table.add_column(justify="right")
-    outcome = own.outcome
+    outcome = candidate.outcome
     rows = [
-        ("devices, generation : training", split_text(own.split)),
-        ("async_generation_ratio", f"{own.ratio:g}"),
-        ("step", f"{outcome.step_seconds:.4g} s"),
-        ("  of it waiting for generation", f"{outcome.wait_seconds:.4g} s"),
+        ("devices, generation : training", split_text(candidate.split)),
+        ("async_generation_ratio", f"{candidate.ratio:g}"),
+        ("step time", f"{outcome.step_seconds:.4g} s"),
+        ("  waiting for generation", f"{outcome.wait_seconds:.4g} s"),
         ("trainer idle", f"{outcome.trainer_idle:.0%}"),
         ("rollout idle", f"{outcome.rollout_idle:.0%}"),
-        ("staleness of samples", staleness_text(own)),
+        ("staleness (versions: samples)", staleness_text(candidate)),
     ]
     for row in rows:
         table.add_row(*row)
     return table
 
 
-def _candidates(prediction: Prediction) -> Table:
-    table = Table(title="Splits and ratios, fastest first", title_justify="left", box=box.SIMPLE_HEAD)
-    for column in ("generation : training", "ratio", "step", "trainer idle", "rollout idle", "staleness", ""):
+def _candidate_table(prediction: Prediction) -> Table:
+    table = Table(title="Device splits and ratios, fastest first", title_justify="left", box=box.SIMPLE_HEAD)
+    for column in ("generation : training", "ratio", "step time", "trainer idle", "rollout idle", "staleness", ""):
         table.add_column(column, justify="left" if column in ("staleness", "") else "right")
     for candidate in prediction.candidates:
         outcome = candidate.outcome
@@ -115,36 +116,37 @@ def _candidates(prediction: Prediction) -> Table:
 
 
 def split_text(split: Split) -> str:
-    """Devices of each side."""
+    """Devices of generation and training, `2 : 6`, or `8 shared`."""
     return f"{split.infer_devices} shared" if split.shared else f"{split.infer_devices} : {split.train_devices}"
 
 
 def staleness_text(candidate: Candidate) -> str:
-    """Share of samples by age, those of less than half a percent left out."""
-    return ", ".join(f"{age}: {share:.0%}" for age, share in candidate.outcome.staleness.items() if share >= 0.005)
+    """Fraction of samples by staleness, `0: 40%, 1: 60%`; omits fractions below half a percent."""
+    fractions = candidate.outcome.staleness.items()
+    return ", ".join(f"{age}: {fraction:.0%}" for age, fraction in fractions if fraction >= 0.005)
 
 
-def _sentences(prediction: Prediction) -> list[str]:
-    """The closed form beside what was simulated, and the advice."""
-    best, own = prediction.best, prediction.configured
+def _recommendation(prediction: Prediction) -> list[str]:
+    """Bounds from the times of each side alone, and the best candidate."""
+    best, configured = prediction.best, prediction.configured
     generate, train = prediction.generate_seconds, prediction.train_seconds
-    lines = [
-        f"On all {prediction.devices} devices a batch takes G = {generate:.4g} s to generate and T = {train:.4g} s to "
-        f"learn from: in turns G + T = {generate + train:.4g} s."
-    ]
-    beside = best if own.split.shared else own
-    if not beside.split.shared:
-        generate, train = beside.generate_seconds, beside.train_seconds
-        side = "generation" if generate > train else "training"
-        lines[0] += (
-            f" Split {split_text(beside.split)} at ratio {beside.ratio:g}: {generate:.4g} s and {train:.4g} s, one "
-            f"beside the other at best {max(generate, train):.4g} s, bound by {side}."
+    bounds = (
+        f"On all {prediction.devices} devices, generating a batch takes G = {generate:.4g} s and training on it "
+        f"T = {train:.4g} s; a synchronous step takes G + T = {generate + train:.4g} s."
+    )
+    split = best if configured.split.shared else configured
+    if not split.split.shared:
+        generate, train = split.generate_seconds, split.train_seconds
+        bound_by = "generation" if generate > train else "training"
+        bounds += (
+            f" With split {split_text(split.split)} at ratio {split.ratio:g}, generation takes {generate:.4g} s and "
+            f"training {train:.4g} s; with full overlap a step takes {max(generate, train):.4g} s, bound by {bound_by}."
         )
-    gain = own.outcome.step_seconds / best.outcome.step_seconds - 1
-    if best == own:
-        lines.append("The configured split and ratio are the best of these.")
+    gain = configured.outcome.step_seconds / best.outcome.step_seconds - 1
+    if best == configured:
+        advice = "The configured split and ratio are the best of these."
     elif gain <= 0:
-        lines.append(f"Ratio {best.ratio:g} with {split_text(best.split)} is as fast, and its samples are less stale.")
+        advice = f"Ratio {best.ratio:g} with split {split_text(best.split)} is as fast, with less stale samples."
     else:
-        lines.append(f"Best: {split_text(best.split)} with ratio {best.ratio:g}, {gain:.0%} faster than configured.")
-    return lines
+        advice = f"Best: split {split_text(best.split)} with ratio {best.ratio:g}, {gain:.0%} faster than configured."
+    return [bounds, advice]

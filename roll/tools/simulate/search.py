@@ -1,4 +1,4 @@
-"""Tries splits of the devices and ratios, and says which is best."""
+"""Simulates the configured device split and ratio and alternatives to them, and picks the best."""
 
 from __future__ import annotations
 
@@ -9,29 +9,38 @@ from roll.configs.errors import ConfigError, Problem
 from roll.configs.layouts import is_megatron, megatron_config
 from roll.configs.pipeline import RLConfig
 from roll.configs.queue import versions_ahead
-from roll.tools.simulate.calibration import Shape
-from roll.tools.simulate.cost_model import Model
+from roll.tools.simulate.calibration import RunShape
+from roll.tools.simulate.cost_model import CostModel
 from roll.tools.simulate.simulator import Outcome, generation_seconds, simulate
 
 RATIOS = (0.0, 0.5, 1.0, 2.0)
-"""Ratios that are tried besides the configured one; beyond 2 there is staleness to lose and little left to gain."""
+"""Ratios tried besides the configured one; above 2 staleness grows and step time hardly improves."""
 
-MOST_SPLITS = 4
-"""Splits that are simulated: those whose slower side, by itself, is fastest."""
+MAX_SPLITS = 4
+"""Splits simulated: those whose slower side, alone, is fastest."""
 
-WITHIN = 0.02
-"""A placement this much slower than the fastest is as good, and the one with the smaller ratio is taken."""
+TOLERANCE = 0.02
+"""Candidates within this fraction of the fastest count as equally fast; the smallest ratio among them is best."""
 
-SAMPLES = 400_000
-"""Responses simulated in all; some seconds."""
+TOTAL_SAMPLES = 400_000
+"""Responses simulated in all, which takes some seconds; sets the number of steps per candidate."""
 
-FEWEST_STEPS, MOST_STEPS = 4, 30
-"""Batches measured for one placement."""
+MIN_STEPS, MAX_STEPS = 4, 30
+"""Range of the batches measured per candidate."""
+
+MAX_SAMPLES = 100_000
+"""Largest batch in samples; a third of it took two minutes."""
+
+MAX_SAMPLES_AHEAD = 2_000_000
+"""Most samples generated before the simulation is in steady state; near this limit it takes over two minutes."""
+
+MAX_DEVICES = 10_000
+"""Most devices; 4,100 took half a minute."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """Devices for each side; `shared` where both have all of them and take turns."""
+    """Number of devices of each side; `shared` if both sides use all devices in turns."""
 
     train_devices: int
     infer_devices: int
@@ -40,122 +49,173 @@ class Split:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One placement and what the simulation says of it."""
+    """One split and ratio with its simulated outcome.
+
+    Attributes:
+        split: devices of each side.
+        ratio: `async_generation_ratio`.
+        outcome: of the simulation.
+        generate_seconds: one batch on these engines when nothing else runs.
+        train_seconds: log-probs and training on these devices when nothing else runs.
+    """
 
     split: Split
     ratio: float
     outcome: Outcome
     generate_seconds: float
-    """One batch on these engines, when nothing else runs."""
     train_seconds: float
-    """Log-probs and training on these devices, when nothing else runs."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What `roll simulate` found."""
+    """Result of `predict`.
+
+    Attributes:
+        devices: number of devices of both sides.
+        generate_seconds: G, one batch with engines on all devices.
+        train_seconds: T, log-probs and training on all devices.
+        configured: the configured split and ratio.
+        candidates: all candidates, the configured one included, fastest first.
+        best: the candidate to use.
+    """
 
     devices: int
     generate_seconds: float
-    """G: one batch with engines on all devices."""
     train_seconds: float
-    """T: log-probs and training in turns with it, on all devices."""
     configured: Candidate
     candidates: list[Candidate]
-    """The configured one among them, fastest first."""
     best: Candidate
 
 
-def predict(model: Model) -> Prediction:
-    """Simulates the configuration as it is, then the other splits and ratios of its devices."""
+def predict(model: CostModel) -> Prediction:
+    """Simulates the configured split and ratio, then the most promising others with the same devices."""
     config = model.config
-    own, total = configured_split(config), len(devices_of(config))
-    alone = _Alone(model, total)
-    tried = [(own, config.async_generation_ratio)]
-    splits = [Split(total, total, shared=True), *_promising(model, alone, total)] if total > 1 else []
+    configured, total = configured_split(config), len(all_devices(config))
+    alone = _AloneTimes(model, total)
+    candidates = [(configured, config.async_generation_ratio)]
+    splits = [Split(total, total, shared=True), *_promising_splits(model, alone, total)] if total > 1 else []
     for split in splits:
         for ratio in (0.0,) if split.shared else RATIOS:
-            if (split, ratio) not in tried and _fits(config, split):
-                tried.append((split, ratio))
-    samples = Shape.of_config(config).samples
-    steps = max(FEWEST_STEPS, min(MOST_STEPS, SAMPLES // (samples * len(tried))))
-    candidates = [_candidate(model, alone, split, ratio, steps) for split, ratio in tried]
-    fastest = min(candidate.outcome.step_seconds for candidate in candidates)
-    good = [candidate for candidate in candidates if candidate.outcome.step_seconds <= fastest * (1 + WITHIN)]
+            if (split, ratio) not in candidates and _is_valid(config, split):
+                candidates.append((split, ratio))
+    samples = RunShape.from_config(config).samples
+    steps = max(MIN_STEPS, min(MAX_STEPS, TOTAL_SAMPLES // (samples * len(candidates))))
+    simulated = [_simulate_candidate(model, alone, split, ratio, steps) for split, ratio in candidates]
+    fastest = min(candidate.outcome.step_seconds for candidate in simulated)
+    good = [candidate for candidate in simulated if candidate.outcome.step_seconds <= fastest * (1 + TOLERANCE)]
     return Prediction(
         devices=total,
         generate_seconds=alone.generate(total),
         train_seconds=alone.train(total, 0.0),
-        configured=candidates[0],
-        candidates=sorted(candidates, key=lambda candidate: candidate.outcome.step_seconds),
+        configured=simulated[0],
+        candidates=sorted(simulated, key=lambda candidate: candidate.outcome.step_seconds),
         best=min(good, key=lambda candidate: (candidate.ratio, candidate.outcome.step_seconds)),
     )
 
 
+def check_size(config: RLConfig) -> None:
+    """Checks that simulating the configuration takes minutes at most.
+
+    Raises:
+        ConfigError: its batch, ratio or number of devices is too large.
+    """
+    prompts, group = config.rollout_batch_size, config.num_return_sequences_in_group
+    samples, devices = prompts * group, len(all_devices(config))
+    problems = []
+    if samples > MAX_SAMPLES:
+        problems.append(
+            Problem(
+                "rollout_batch_size",
+                f"{prompts} prompts x num_return_sequences_in_group {group} = {samples} samples per batch take too "
+                f"long to simulate; use at most {MAX_SAMPLES} samples",
+            )
+        )
+    elif samples * versions_ahead(config) > MAX_SAMPLES_AHEAD:
+        problems.append(
+            Problem(
+                "async_generation_ratio",
+                f"{config.async_generation_ratio:g} with {samples} samples per batch takes too long to simulate; "
+                f"use at most {MAX_SAMPLES_AHEAD // samples}",
+            )
+        )
+    if devices > MAX_DEVICES:
+        problems.append(
+            Problem("device_mapping", f"{devices} devices take too long to simulate; use at most {MAX_DEVICES}")
+        )
+    if problems:
+        raise ConfigError(problems, config.source.file)
+
+
+def all_devices(config: RLConfig) -> set[int]:
+    """Devices of training and generation."""
+    return set(config.actor_train.device_mapping) | set(config.actor_infer.device_mapping)
+
+
 def configured_split(config: RLConfig) -> Split:
-    """The split the file asks for."""
+    """The split of the configuration."""
     train, infer = config.actor_train.device_mapping, config.actor_infer.device_mapping
     return Split(len(train), len(infer), shared=set(train) == set(infer))
 
 
 def possible_splits(config: RLConfig, devices: int) -> list[Split]:
-    """Ways to divide all devices that the parallel sizes and the optimizer step's samples allow."""
+    """Splits of all devices that the parallel sizes and the samples per optimizer step allow."""
     splits = [Split(devices - infer, infer) for infer in range(1, devices)]
-    return [split for split in splits if _fits(config, split)]
+    return [split for split in splits if _is_valid(config, split)]
 
 
-def _fits(config: RLConfig, split: Split) -> bool:
+def _is_valid(config: RLConfig, split: Split) -> bool:
     worker = config.actor_train
-    unit = 1
+    model_parallel = 1
     if is_megatron(worker):
         megatron = megatron_config(worker)
-        unit = megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size
-    if split.train_devices % unit or split.infer_devices % config.actor_infer.num_gpus_per_worker:
+        model_parallel = megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size
+    if split.train_devices % model_parallel or split.infer_devices % config.actor_infer.num_gpus_per_worker:
         return False
-    return samples_per_optimizer_step(config) % (split.train_devices // unit) == 0
+    return samples_per_optimizer_step(config) % (split.train_devices // model_parallel) == 0
 
 
-class _Alone:
-    """Seconds of each side by itself on so many devices.
+class _AloneTimes:
+    """Seconds of each side when nothing else runs, by number of devices.
 
-    Training goes by proportion. Generation does not, because an engine with fewer requests has shorter iterations but
-    not fewer: it is simulated.
+    Training scales with devices. Generation does not, because an engine with fewer requests has shorter iterations but
+    not fewer of them, so it is simulated.
     """
 
-    def __init__(self, model: Model, devices: int) -> None:
+    def __init__(self, model: CostModel, devices: int) -> None:
         self._model = model
-        self._per_engine = model.config.actor_infer.num_gpus_per_worker
-        self._most = self._engines(devices)
-        self._known: dict[int, float] = {}
+        self._devices_per_engine = model.config.actor_infer.num_gpus_per_worker
+        self._max_engines = self._engines(devices)
+        self._simulated: dict[int, float] = {}
 
     def _engines(self, devices: int) -> int:
-        return max(1, devices // self._per_engine)
+        return max(1, devices // self._devices_per_engine)
 
     def generate(self, devices: int) -> float:
         engines = self._engines(devices)
-        if engines not in self._known:
-            self._known[engines] = generation_seconds(self._model.scenario(1, engines, 0.0, 1), batches=4)
-        return self._known[engines]
+        if engines not in self._simulated:
+            self._simulated[engines] = generation_seconds(self._model.scenario(1, engines, 0.0, 1), batches=4)
+        return self._simulated[engines]
 
-    def generate_roughly(self, devices: int) -> float:
-        """By p + q / engines through the fewest and the most engines: enough to leave out what is far off."""
-        few, many = self.generate(self._per_engine), self.generate(self._most * self._per_engine)
-        slope = (few - many) / (1 - 1 / self._most) if self._most > 1 else 0.0
-        return few - slope + slope / self._engines(devices)
+    def estimate_generate(self, devices: int) -> float:
+        """Interpolates as p + q / engines between one engine and all engines: enough to discard slow splits."""
+        fewest = self.generate(self._devices_per_engine)
+        most = self.generate(self._max_engines * self._devices_per_engine)
+        slope = (fewest - most) / (1 - 1 / self._max_engines) if self._max_engines > 1 else 0.0
+        return fewest - slope + slope / self._engines(devices)
 
     def train(self, devices: int, ratio: float) -> float:
         costs = self._model.scenario(devices, 1, ratio, 1).costs
         return costs.train + costs.log_probs
 
 
-def _promising(model: Model, alone: _Alone, devices: int) -> list[Split]:
-    def bound(split: Split) -> float:
-        return max(alone.generate_roughly(split.infer_devices), alone.train(split.train_devices, 1.0))
+def _promising_splits(model: CostModel, alone: _AloneTimes, devices: int) -> list[Split]:
+    def lower_bound(split: Split) -> float:
+        return max(alone.estimate_generate(split.infer_devices), alone.train(split.train_devices, 1.0))
 
-    return sorted(possible_splits(model.config, devices), key=bound)[:MOST_SPLITS]
+    return sorted(possible_splits(model.config, devices), key=lower_bound)[:MAX_SPLITS]
 
 
-def _candidate(model: Model, alone: _Alone, split: Split, ratio: float, steps: int) -> Candidate:
+def _simulate_candidate(model: CostModel, alone: _AloneTimes, split: Split, ratio: float, steps: int) -> Candidate:
     engines = max(1, split.infer_devices // model.config.actor_infer.num_gpus_per_worker)
     return Candidate(
         split,
@@ -164,51 +224,3 @@ def _candidate(model: Model, alone: _Alone, split: Split, ratio: float, steps: i
         alone.generate(split.infer_devices),
         alone.train(split.train_devices, ratio),
     )
-
-
-MOST_SAMPLES = 100_000
-"""Samples of a batch that are simulated; a third of them took two minutes."""
-
-MOST_SAMPLES_AHEAD = 2_000_000
-"""Samples generated before training is in its stride that are simulated; near it that takes more than two minutes."""
-
-MOST_DEVICES = 10_000
-"""Devices that are simulated; 4,100 took half a minute."""
-
-
-def check_size(config: RLConfig) -> None:
-    """Asks that simulating the configuration ends in minutes.
-
-    Raises:
-        ConfigError: its batch, ratio or devices are too many for that.
-    """
-    prompts, group = config.rollout_batch_size, config.num_return_sequences_in_group
-    samples, devices = prompts * group, len(devices_of(config))
-    problems = []
-    if samples > MOST_SAMPLES:
-        problems.append(
-            Problem(
-                "rollout_batch_size",
-                f"{prompts} prompts x num_return_sequences_in_group {group} = {samples} samples of a batch take too "
-                f"long to simulate; use at most {MOST_SAMPLES} samples",
-            )
-        )
-    elif samples * versions_ahead(config) > MOST_SAMPLES_AHEAD:
-        problems.append(
-            Problem(
-                "async_generation_ratio",
-                f"{config.async_generation_ratio:g} batches ahead of {samples} samples take too long to "
-                f"simulate; use at most {MOST_SAMPLES_AHEAD // samples}",
-            )
-        )
-    if devices > MOST_DEVICES:
-        problems.append(
-            Problem("device_mapping", f"{devices} devices take too long to simulate; use at most {MOST_DEVICES}")
-        )
-    if problems:
-        raise ConfigError(problems, config.source.file)
-
-
-def devices_of(config: RLConfig) -> set[int]:
-    """Ranks of both sides."""
-    return set(config.actor_train.device_mapping) | set(config.actor_infer.device_mapping)

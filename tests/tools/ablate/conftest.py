@@ -1,4 +1,4 @@
-"""A grid over a small file, and a command that stands in for `roll run`, to cut off and fail at will."""
+"""A configuration for small grids, and a fake `roll run` that can fail and hang."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FAKE = Path(__file__).with_name("fake_run.py")
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    """A file that could run here: cpu, with model and data on this machine."""
+    """A configuration that passes the checks of this machine."""
     data = write(tmp_path, "{}", "train.jsonl")
     text = RLVR.replace("train.jsonl", str(data)).replace("device_mapping: 0-15", "device_mapping: [0, 1]")
     text = text.replace("device_mapping: 16-23", "device_mapping: [2]").replace("_steps: 64", "_steps: 512")
@@ -25,19 +25,17 @@ def config(tmp_path: Path) -> Path:
     return write(tmp_path, text)
 
 
-def fake(config: str, overrides: Sequence[str]) -> list[str]:
-    """The stand-in."""
+def fake_run_command(config: str, overrides: Sequence[str]) -> list[str]:
     return [sys.executable, str(FAKE), config, *overrides]
 
 
-def lines(*scores: float | None, **every: float) -> list[dict[str, float]]:
-    """Lines of a metrics.jsonl: a score for each step, None where there was no validation."""
+def metric_lines(*scores: float | None, **metrics: float) -> list[dict[str, float]]:
+    """Lines of a metrics.jsonl with a score per step, None for no validation, and metrics of every step."""
     return [
-        {"step": step, "time/step": 2.0, **every} | ({} if score is None else {"val/score": score})
+        {"step": step, "time/step": 2.0, **metrics} | ({} if score is None else {"val/score": score})
         for step, score in enumerate(scores)
     ]
 
 
-def written(folder: Path) -> dict:
-    """ablation.json."""
+def read_results(folder: Path) -> dict:
     return json.loads((folder / "ablation.json").read_text())

@@ -1,6 +1,6 @@
-"""Stands in for `roll run` where a run has to be cut off or to fail: writes what a run writes, learns nothing.
+"""A fake `roll run` that writes the files of a run without training.
 
-The environment says what goes wrong: FAIL names the variant that raises, HANG the variant that never ends.
+The environment variable FAIL names a variant that exits with an error, HANG one that never ends.
 """
 
 from __future__ import annotations
