@@ -1,4 +1,4 @@
-"""Runs with a dump: two groups of trajectories, or responses to two prompts."""
+"""Folders of finished runs with dumped samples: two groups of trajectories, or one group of responses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ START, RIGHT, GOAL = "P__\n_O_\n__G", "_P_\n_O_\n__G", "___\n_O_\n__√"
 def trajectory(
     turns: list[tuple[str, str, float]], outcome: str, stop: StopReason = "terminated", version: int = 3
 ) -> Trajectory:
-    """One of (observation, text, reward) turns; each answer has two tokens, the second by the next weights."""
+    """A trajectory of (observation, answer, reward) turns; an answer has 2 tokens, that of turn 2 is of 2 versions."""
     made = Trajectory()
     for place, (observation, text, reward) in enumerate(turns):
         made.say([1, 2])
@@ -35,7 +35,7 @@ def trajectory(
 
 
 def lake_groups() -> list[TrajectoryGroup]:
-    """A lake that is won once and lost once, and a game of words that was cut off."""
+    """A lake solved once and failed once, and a word game that reached the token limit."""
     right = "I go <answer>Right</answer>"
     won = trajectory([(START, right, 0.0), (RIGHT, "<answer>Down</answer>", 1.0)], GOAL)
     lost = trajectory([(START, right, 0.0), (RIGHT, "hm", -0.01)], RIGHT, "truncated")
@@ -43,15 +43,15 @@ def lake_groups() -> list[TrajectoryGroup]:
     return [TrajectoryGroup(12, "FrozenLake", 77, [won, lost]), TrajectoryGroup(13, "Guess", 78, [words])]
 
 
-def dumped(folder: Path, step: int, data: DataProto) -> None:
-    """Writes the samples of a step, with an advantage of score minus a half for each token."""
+def write_step(folder: Path, step: int, data: DataProto) -> None:
+    """Writes the samples of a step; the advantage of each token is its score minus 0.5."""
     advantages = (data.batch["scores"] - 0.5)[:, None].expand(data.batch["response_mask"].shape)
     data.batch["advantages"] = advantages.contiguous()
     dump_samples(data, folder, step)
 
 
 def run_folder(folder: Path, model: Path | None = None, **config: object) -> Path:
-    """The output_dir of a run whose samples go to `samples` in it."""
+    """An output_dir with a run.json; its samples are in the subfolder `samples`."""
     folder.mkdir(exist_ok=True)
     role = {"model_args": {"model_name_or_path": None if model is None else str(model)}}
     settings = {"pipeline": "agentic", "output_dir": str(folder), "rollout_dump_dir": str(folder / "samples")}
@@ -62,17 +62,17 @@ def run_folder(folder: Path, model: Path | None = None, **config: object) -> Pat
 def agentic_run(
     folder: Path, *steps: int, groups: list[TrajectoryGroup] | None = None, sample_by: SampleBy = "traj"
 ) -> Path:
-    """A run with these steps of the same groups, padded to a multiple of four samples."""
+    """A run with the same groups in every step, padded to a multiple of four samples."""
     for step in steps:
-        dumped(folder / "samples", step, batch_of_groups(groups or lake_groups(), sample_by, multiple=4))
+        write_step(folder / "samples", step, batch_of_groups(groups or lake_groups(), sample_by, multiple=4))
     return run_folder(folder)
 
 
 def rlvr_run(folder: Path, responses: list[list[int]], model: Path | None = None) -> Path:
-    """A run of one step with one group, whose samples share a prompt and its id."""
+    """A run of one step with one group of responses to one prompt."""
     rows = [([7, 8], ids, [-0.1] * len(ids), [4] * len(ids)) for ids in responses]
     tensors = collate_samples(rows)
     tensors["scores"] = torch.arange(len(rows), dtype=torch.float32)
     tensors["group_ids"] = torch.zeros(len(rows), dtype=torch.int64)
-    dumped(folder / "samples", 1, DataProto.from_dict(tensors, {"id": ["train-31"] * len(rows)}))
+    write_step(folder / "samples", 1, DataProto.from_dict(tensors, {"id": ["train-31"] * len(rows)}))
     return run_folder(folder, model)

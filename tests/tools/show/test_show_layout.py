@@ -1,4 +1,4 @@
-"""From the lines of a dump to groups, and how a sample is laid out."""
+"""Groups of a dump, and how trajectories, maps and long or unsafe texts are printed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.text import Text
 from roll.configs.agentic import SampleBy
 from roll.pipeline.agentic.groups import TrajectoryGroup
 from roll.tools.show.command import token_numbers
-from roll.tools.show.formatting import safe, safe_line, safe_short, shortened
+from roll.tools.show.formatting import sanitize, sanitize_line, sanitize_short, shorten
 from roll.tools.show.layout import CHANGED, is_map, map_text, step_view
 from roll.tools.show.samples import SampleGroup, read_groups
 from tests.tools.show.dumped_runs import RIGHT, START, agentic_run, lake_groups, trajectory
@@ -35,7 +35,7 @@ def shown(
     return lines(step_view(1, groups(folder, *arguments, sample_by=sample_by), limit, token_numbers))
 
 
-def test_a_trajectory_is_told_turn_by_turn_with_the_map_before_and_after(tmp_path: Path) -> None:
+def test_trajectory_is_shown_turn_by_turn_with_the_map_before_and_after(tmp_path: Path) -> None:
     assert shown(tmp_path)[:13] == [
         "step 1: 3 trajectories in 2 groups",
         "",
@@ -49,17 +49,17 @@ def test_a_trajectory_is_told_turn_by_turn_with_the_map_before_and_after(tmp_pat
         "      _P_  ->  ___  <answer>Down</answer>",
         "      _O_      _O_",
         "      __G      __√",
-        "    end  score 1  terminated: by the rules of the environment  success 1  action_is_valid 1",
+        "    end  score 1  terminated: ended by the environment  success 1  action_is_valid 1",
     ]
 
 
-def test_an_observation_in_words_stands_above_the_answer(tmp_path: Path) -> None:
-    told = shown(tmp_path)
-    start = told.index("      reads   Your guess?")
-    assert told[start + 1 : start + 3] == ["      writes  I say <answer>7</answer>", "      then    Higher."]
+def test_observation_without_map_is_shown_above_the_answer(tmp_path: Path) -> None:
+    output = shown(tmp_path)
+    start = output.index("      reads   Your guess?")
+    assert output[start + 1 : start + 3] == ["      writes  I say <answer>7</answer>", "      then    Higher."]
 
 
-def test_turns_that_were_samples_are_one_trajectory_again(tmp_path: Path) -> None:
+def test_turns_that_were_samples_are_joined_into_a_trajectory(tmp_path: Path) -> None:
     by_step = groups(tmp_path / "step", sample_by="step")
     by_trajectory = groups(tmp_path / "traj")
     assert [group.scores for group in by_step] == [group.scores for group in by_trajectory]
@@ -69,64 +69,62 @@ def test_turns_that_were_samples_are_one_trajectory_again(tmp_path: Path) -> Non
     assert [turn.advantage for turn in first.episode.turns] == [0.5, 0.5]
 
 
-def test_a_limit_counts_over_groups_and_says_what_is_missing(tmp_path: Path) -> None:
-    told = shown(tmp_path, limit=1)
-    assert sum("turn 1" in line for line in told) == 1
-    assert "2 trajectories not shown; --limit and --group show others" in told
+def test_limit_counts_over_groups_and_reports_what_is_omitted(tmp_path: Path) -> None:
+    output = shown(tmp_path, limit=1)
+    assert sum("turn 1" in line for line in output) == 1
+    assert "2 trajectories not shown; use --limit or --group to see more" in output
 
 
-def test_an_answer_cut_off_shows_one_map(tmp_path: Path) -> None:
+def test_trajectory_cut_by_the_token_limit_shows_one_map(tmp_path: Path) -> None:
     cut = trajectory([(START, "", 0.0)], "", "sequence_length")
-    told = shown(tmp_path, TrajectoryGroup(1, "FrozenLake", 7, [cut]))
-    assert "      P__  (nothing)" in told
-    assert (
-        "    end  score 0  sequence_length: no room was left in sequence_length  success 0  action_is_valid 1" in told
-    )
+    output = shown(tmp_path, TrajectoryGroup(1, "FrozenLake", 7, [cut]))
+    assert "      P__  (nothing)" in output
+    assert "    end  score 0  sequence_length: token limit reached  success 0  action_is_valid 1" in output
 
 
-def test_hostile_texts_are_shown_and_not_obeyed(tmp_path: Path) -> None:
+def test_control_characters_and_markup_are_escaped(tmp_path: Path) -> None:
     text = "[red]no[/red] [/] :smile:\x1b[2J\r\x07\x9b1m\u202eabc\ud800\u2028\t\\"
     harmful = trajectory([(text, text, 0.0)], text)
-    told = shown(tmp_path, TrajectoryGroup(1, "[bold]tag\n", 7, [harmful]))
+    output = shown(tmp_path, TrajectoryGroup(1, "[bold]tag\n", 7, [harmful]))
     safe_form = "[red]no[/red] [/] :smile:\\x1b[2J\\r\\x07\\x9b1m\\u202eabc\\ud800\\u2028\\t\\"
-    assert [line.split(maxsplit=1)[1] for line in told if ":smile:" in line] == [safe_form] * 3
-    assert any("[bold]tag\\n  seed 7" in line for line in told)
-    assert "\n".join(told).isascii()
+    assert [line.split(maxsplit=1)[1] for line in output if ":smile:" in line] == [safe_form] * 3
+    assert any("[bold]tag\\n  seed 7" in line for line in output)
+    assert "\n".join(output).isascii()
 
 
-def test_escapes_differ_in_style_from_a_backslash_in_the_text() -> None:
-    shown_text = safe("\\x1b\x1b")
+def test_escapes_have_another_style_than_a_backslash_in_the_text() -> None:
+    shown_text = sanitize("\\x1b\x1b")
     assert shown_text.plain == "\\x1b\\x1b"
     assert [(span.start, span.end) for span in shown_text.spans] == [(4, 8)]
 
 
 @pytest.mark.parametrize("text", ["a" * 9000, "\n" * 900, "word " * 3000, "a" * 2001, "b\n" * 40])
-def test_what_is_left_out_of_a_long_text_is_counted(text: str) -> None:
-    head, left_out, tail = shortened(text)
-    assert left_out > 0 and len(head) + left_out + len(tail) == len(text)
+def test_omitted_characters_of_a_long_text_are_counted(text: str) -> None:
+    head, omitted, tail = shorten(text)
+    assert omitted > 0 and len(head) + omitted + len(tail) == len(text)
     assert text.startswith(head) and text.endswith(tail) and (head + tail).count("\n") <= 40
-    assert f"... {left_out:,} characters left out ..." in safe_short(text).plain
+    assert f"... {omitted:,} characters omitted ..." in sanitize_short(text).plain
 
 
 @pytest.mark.parametrize("text", ["", "short", "a" * 2000, "b\n" * 39])
-def test_a_short_text_is_whole(text: str) -> None:
-    assert safe_short(text).plain == text
+def test_short_text_is_unchanged(text: str) -> None:
+    assert sanitize_short(text).plain == text
 
 
-def test_a_name_stays_on_one_line() -> None:
-    assert safe_line("a\nb").plain == "a\\nb"
-    assert safe_line("a" * 130).plain == "a" * 120 + "... 10 characters left out"
+def test_name_stays_on_one_line() -> None:
+    assert sanitize_line("a\nb").plain == "a\\nb"
+    assert sanitize_line("a" * 130).plain == "a" * 120 + "... 10 characters omitted"
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [(START, True), ("##\n##\n", True), ("one row", False), ("ab\nabc", False), ("", False), ("a\x1b\nbc", False)],
 )
-def test_a_map_has_rows_of_one_length(text: str, expected: bool) -> None:
+def test_map_has_rows_of_equal_length(text: str, expected: bool) -> None:
     assert is_map(text) is expected
 
 
-def test_cells_that_a_move_changed_stand_out() -> None:
+def test_changed_cells_are_highlighted() -> None:
     def changed(text: Text) -> list[int]:
         return [span.start for span in text.spans if span.style == CHANGED]
 
@@ -134,7 +132,7 @@ def test_cells_that_a_move_changed_stand_out() -> None:
     assert changed(map_text(START, "____\n____")) == []
 
 
-def test_the_page_shows_what_is_printed(tmp_path: Path) -> None:
+def test_example_in_the_docs_is_current(tmp_path: Path) -> None:
     page = (Path(__file__).parents[3] / "docs" / "environments.md").read_text(encoding="utf-8")
     example = page.split("## Looking at trajectories")[1].split("```")[1].strip("\n").split("\n")
     assert shown(tmp_path)[1 : len(example)] == example[1:]

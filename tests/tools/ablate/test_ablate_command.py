@@ -54,7 +54,7 @@ def test_all_trials_are_checked_before_the_first_starts(config, tmp_path, capsys
     flags = ["--variants", "ppo,tsi", "--ratios", "0,1", "--seeds", "1", "--out", str(out)]
     assert main(["ablate", str(config), *flags, "rollout_batch_size=64"]) == 2
     error = capsys.readouterr().err
-    assert "actor_train.pg_variant: 'tsi'" in error and "(in tsi-ratio0-seed1, tsi-ratio1-seed1)" in said
+    assert "actor_train.pg_variant: 'tsi'" in error and "(in tsi-ratio0-seed1, tsi-ratio1-seed1)" in error
     assert not out.exists()
 
 
@@ -95,9 +95,7 @@ def test_target_must_be_a_number(config, capsys):
 
 
 def test_pipeline_without_policy_loss_is_rejected(tmp_path):
-    with pytest.raises(
-        ConfigError, match="pipeline: sft has no policy loss to compare; use a configuration of another"
-    ):
+    with pytest.raises(ConfigError, match="pipeline: sft has no policy loss to compare"):
         check_grid(write(tmp_path, SFT), make_grid(["tis"], [0], [1]), tmp_path)
 
 
@@ -131,7 +129,7 @@ def test_trial_with_another_configuration_starts_from_scratch(config, tmp_path, 
 def test_interrupt_ends_the_trial_and_its_subprocesses(config, tmp_path):
     out = tmp_path / "out"
     code = (
-        "import sys; from pathlib import Path; from tests.tools.ablate.test_ablate import ablation; "
+        "import sys; from pathlib import Path; from tests.tools.ablate.test_ablate_command import ablation; "
         f"sys.exit(ablation(Path({str(config)!r}), Path({str(out)!r}), 'tis', 'ppo').run())"
     )
     root = Path(__file__).parents[3]
