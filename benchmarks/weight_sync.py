@@ -1,9 +1,11 @@
-"""Bytes per second of a weight update, TP2 training to one engine, against a bare gloo broadcast of the same bytes.
+"""Bytes per second of a weight update from TP2 training to one engine, against a plain gloo broadcast.
 
-The bare broadcast runs between two processes of its own after the engine and the training ranks have ended. An update
-is measured whole: pause, session, gather over tensor parallel, transfer, loading, flush, resume. Both transports are
-measured; the checks are on shared memory, which a run on one CPU machine uses, and `ratio.broadcast` is gloo.
-Usage: python -m benchmarks.weight_sync --json FILE
+    python -m benchmarks.weight_sync --json FILE
+
+The plain broadcast sends the same number of bytes between two other processes, after the engine and the training ranks
+have stopped. The time of a weight update covers all of it: pause, begin, gather over tensor parallel ranks, transfer,
+loading, cache flush and resume. Both transports are measured. The checks are on shared memory, which a run on one CPU
+machine uses; `ratio.broadcast` is the gloo transport.
 """
 
 from __future__ import annotations
@@ -21,16 +23,16 @@ from typing import Any
 from benchmarks.common import Measurement, at_least, at_most, main, median
 
 TARGET_RATIO = 0.5
-"""Of the bandwidth of the bare broadcast."""
+"""Required bandwidth, as a fraction of that of the plain broadcast."""
 TARGET_TINY_S = 0.3
-"""Seconds of a weight update of the tiny model."""
+"""Most seconds of a weight update of the tiny model."""
 REPEATS = 7
 RUNNING, RUNNING_TOKENS, RUNNING_UPDATES, RUNNING_GAP_S = 128, 96, 5, 1.5
-"""Requests that run during in-place updates, their tokens, the updates, and the seconds between them."""
+"""Requests that run during in-place weight updates, their tokens, the number of updates, and seconds between them."""
 TARGET_PAUSE_RATIO = 2.0
-"""Pause of the engines, in multiples of the bare broadcast."""
+"""Most seconds of the engines' pause, as a multiple of those of the plain broadcast."""
 BUCKET_MB = 128
-"""Two buckets of the large model, so that writing and loading overlap; the default holds it in one."""
+"""Splits the large model into two buckets, so that writing and loading overlap; the default needs one."""
 DEVICES = {"actor_train": [0, 1], "actor_infer": [2]}
 
 LARGE: dict[str, Any] = {
@@ -49,21 +51,22 @@ TINY: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 384, "head_dim"
 
 
 def measure() -> Measurement:
-    """The figures of both models with both transports, and the checks on the one that this machine uses."""
-    large, tiny = _updated(LARGE), _updated(TINY)
+    """Figures of both models with both transports."""
+    large, tiny = _measure_model(LARGE), _measure_model(TINY)
     num_bytes = large["shared"][0]["bytes"]
-    bare_seconds = _bare_broadcast(num_bytes)
+    plain_seconds = _plain_broadcast(num_bytes)
     speed = {transport: num_bytes / _median(reports, "seconds") for transport, reports in large.items()}
-    bare = num_bytes / median(bare_seconds)
-    pause = _median(large["running"], "pause_seconds") / median(bare_seconds)
+    plain = num_bytes / median(plain_seconds)
+    tiny_seconds = _median(tiny["shared"], "seconds")
+    pause = _median(large["running"], "pause_seconds") / median(plain_seconds)
     raw = {
         "bucket_mb": BUCKET_MB,
         "large": {"shape": LARGE, **large},
         "tiny": {"shape": TINY, **tiny},
-        "bare_broadcast_seconds": bare_seconds,
+        "plain_broadcast_seconds": plain_seconds,
         "bytes": num_bytes,
-        "bytes_per_second": {"bare": bare, **speed},
-        "ratio": {transport: value / bare for transport, value in speed.items()},
+        "bytes_per_second": {"plain": plain, **speed},
+        "ratio": {transport: value / plain for transport, value in speed.items()},
         "pause_seconds": {
             "large": {transport: _median(reports, "pause_seconds") for transport, reports in large.items()},
             "tiny": {transport: _median(reports, "pause_seconds") for transport, reports in tiny.items()},
@@ -71,24 +74,24 @@ def measure() -> Measurement:
     }
     return raw, [
         at_least("weight_sync: bytes of the large model", num_bytes, 200e6),
-        at_least("weight_sync: update / bare gloo broadcast, bytes per second", speed["shared"] / bare, TARGET_RATIO),
-        at_most("weight_sync: pause under 128 running requests / bare broadcast", pause, TARGET_PAUSE_RATIO),
-        at_most("weight_sync: seconds to update the tiny model", _median(tiny["shared"], "seconds"), TARGET_TINY_S),
+        at_least("weight_sync: bytes per second over a plain gloo broadcast", speed["shared"] / plain, TARGET_RATIO),
+        at_most("weight_sync: pause with 128 running requests over a broadcast", pause, TARGET_PAUSE_RATIO),
+        at_most("weight_sync: seconds of a weight update, tiny model", tiny_seconds, TARGET_TINY_S),
     ]
 
 
 def _median(reports: list[dict[str, Any]], key: str) -> float:
-    """Of the updates after the first, which alone is verified."""
+    """Median over the weight updates after the first, which is the only verified one."""
     return median([report[key] for report in reports if not report["verified"]])
 
 
-def _updated(shape: dict[str, Any]) -> dict[str, Any]:
-    """Reports of `1 + REPEATS` updates of a random model of this shape with each transport."""
+def _measure_model(shape: dict[str, Any]) -> dict[str, Any]:
+    """Reports of `1 + REPEATS` weight updates of a random model of this shape, with each transport."""
     with tempfile.TemporaryDirectory() as root, _clusters(Path(root), shape) as (config, train, infer):
-        return asyncio.run(_update(shape, config, train, infer))
+        return asyncio.run(_update_weights(shape, config, train, infer))
 
 
-async def _update(shape: dict[str, Any], config: Any, train: Any, infer: Any) -> dict[str, Any]:
+async def _update_weights(shape: dict[str, Any], config: Any, train: Any, infer: Any) -> dict[str, Any]:
     from roll.distributed.weight_sync.synchronizer import BroadcastTransport, SharedMemoryTransport, WeightSynchronizer
 
     reports = {}
@@ -102,7 +105,7 @@ async def _update(shape: dict[str, Any], config: Any, train: Any, infer: Any) ->
 
 
 async def _update_while_running(config: Any, train: Any, infer: Any) -> list[dict[str, Any]]:
-    """Reports of updates under requests that continue in place; all of them must return complete."""
+    """Reports of weight updates while requests run in place; all requests must finish with all of their tokens."""
     from roll.distributed.infer_worker import InferWorker
     from roll.distributed.weight_sync.synchronizer import SharedMemoryTransport, WeightSynchronizer
     from roll.rollout.types import GenerateRequest, SamplingParams
@@ -112,27 +115,27 @@ async def _update_while_running(config: Any, train: Any, infer: Any) -> list[dic
     await synchronizer.setup()
     sampling = SamplingParams(max_new_tokens=RUNNING_TOKENS)
     requests = [GenerateRequest(str(i), [5 + i] * 8, sampling, seed=i) for i in range(RUNNING)]
-    answers = asyncio.ensure_future(_waited(infer.call_each(InferWorker.generate, [requests])))
+    answers = asyncio.ensure_future(_await(infer.call_each(InferWorker.generate, [requests])))
     reports = []
     for version in range(1 + RUNNING_UPDATES):
         await asyncio.sleep(RUNNING_GAP_S)
         if answers.done():
-            raise RuntimeError("the requests ended before the last update; let them sample more tokens")
+            raise RuntimeError("the requests ended before the last weight update; increase RUNNING_TOKENS")
         reports.append(asdict(await synchronizer.update_weights(version)))
     (results,) = await answers
     lost = sum(len(result.response_ids) != RUNNING_TOKENS for result in results)
     if lost:
-        raise RuntimeError(f"{lost} of {RUNNING} requests did not return complete")
+        raise RuntimeError(f"{lost} of {RUNNING} requests lack tokens")
     return reports
 
 
-async def _waited(call: Any) -> Any:
+async def _await(call: Any) -> Any:
     return await call
 
 
 @contextmanager
 def _clusters(root: Path, shape: dict[str, Any]) -> Iterator[tuple[Any, Any, Any]]:
-    """TP2 training ranks and one engine on Ray."""
+    """A training cluster with TP2 and an inference cluster with one engine, on Ray."""
     from roll.configs.arguments import ModelArguments, StrategyArguments
     from roll.configs.layouts import role_layout
     from roll.configs.pipeline import RLVRConfig
@@ -176,7 +179,7 @@ def _clusters(root: Path, shape: dict[str, Any]) -> Iterator[tuple[Any, Any, Any
         stop_ray()
 
 
-def _bare_broadcast(num_bytes: int) -> list[float]:
+def _plain_broadcast(num_bytes: int) -> list[float]:
     """Seconds of each of `REPEATS` broadcasts of one tensor between two processes."""
     import torch.multiprocessing
 
@@ -184,18 +187,19 @@ def _bare_broadcast(num_bytes: int) -> list[float]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    answers = context.SimpleQueue()
-    processes = [context.Process(target=_broadcast, args=(rank, port, num_bytes, answers)) for rank in range(2)]
+    results = context.SimpleQueue()
+    processes = [context.Process(target=_broadcast, args=(rank, port, num_bytes, results)) for rank in range(2)]
     for process in processes:
         process.start()
     for process in processes:
         process.join(300)
         if process.exitcode != 0:
-            raise RuntimeError(f"the bare broadcast ended with code {process.exitcode}")
-    return answers.get()
+            raise RuntimeError(f"the plain broadcast failed with exit code {process.exitcode}")
+    seconds: list[float] = results.get()
+    return seconds
 
 
-def _broadcast(rank: int, port: int, num_bytes: int, answers: Any) -> None:
+def _broadcast(rank: int, port: int, num_bytes: int, results: Any) -> None:
     import torch
     import torch.distributed as dist
 
@@ -210,7 +214,7 @@ def _broadcast(rank: int, port: int, num_bytes: int, answers: Any) -> None:
         dist.barrier()
         seconds.append(time.perf_counter() - start)
     if rank == 1:
-        answers.put(seconds[1:])
+        results.put(seconds[1:])
     dist.destroy_process_group()
 
 
