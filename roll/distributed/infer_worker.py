@@ -27,7 +27,7 @@ from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
 
 if TYPE_CHECKING:
     from roll.configs.asynchronous import InFlightPolicy
-    from roll.configs.pipeline import BaseConfig
+    from roll.configs.pipeline import RLConfig
     from roll.configs.worker import WorkerConfig
     from roll.distributed.cluster import ClusterClient
 
@@ -44,7 +44,7 @@ class InferWorker(WeightReceiver):
     concurrent = True
     spans_tensor_parallel = True
 
-    def __init__(self, rank: WorkerRank, config: WorkerConfig, pipeline_config: BaseConfig) -> None:
+    def __init__(self, rank: WorkerRank, config: WorkerConfig, pipeline_config: RLConfig) -> None:
         super().__init__(rank, config, pipeline_config)
         self._generation: Generation | None = None
 

@@ -17,7 +17,7 @@ from roll.distributed.weight_sync.plan import Bucket, WeightSpec
 from roll.distributed.worker import Worker, WorkerRank, register
 
 if TYPE_CHECKING:
-    from roll.configs.pipeline import BaseConfig
+    from roll.configs.pipeline import RLConfig
     from roll.configs.worker import WorkerConfig
 
 
@@ -32,7 +32,9 @@ class WeightReceiver(Worker):
     it was aborted. An engine that started on dummy weights has stale weights from the start.
     """
 
-    def __init__(self, rank: WorkerRank, config: WorkerConfig, pipeline_config: BaseConfig) -> None:
+    pipeline_config: RLConfig
+
+    def __init__(self, rank: WorkerRank, config: WorkerConfig, pipeline_config: RLConfig) -> None:
         super().__init__(rank, config, pipeline_config)
         self.stale_weights = ""
         """Why the engine must not serve; empty when its weights are a whole version."""
@@ -173,7 +175,7 @@ class WeightReceiver(Worker):
         await self._close_session()
         message = UpdateWeightVersionReqInput(new_version=str(version), abort_all_requests=False)
         answer = self.engine.manager.update_weight_version(message)
-        await self.engine.guard(answer, f"set weight version {version}", self._timeout_s)
+        await self.engine.guard(answer, f"set weight version {version}", self.pipeline_config.sync_timeout_s)
         self.version = version
 
     @register(deadline="sync_timeout_s")
@@ -186,7 +188,7 @@ class WeightReceiver(Worker):
         from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
         answer = self.engine.manager.check_weights(CheckWeightsReqInput(action="checksum"))
-        success, reason, ranks, _ = await self.engine.guard(answer, "checksums", self._timeout_s)
+        success, reason, ranks, _ = await self.engine.guard(answer, "checksums", self.pipeline_config.sync_timeout_s)
         if not success:
             raise EngineError(f"{self.engine.name}: checksums: {reason}")
         return {
@@ -206,11 +208,6 @@ class WeightReceiver(Worker):
         """Ends an update that will not be retried: an engine with stale weights refuses waiting requests."""
         self._updated.set()
 
-    @property
-    def _timeout_s(self) -> float:
-        """Longest wait for one answer of the engine."""
-        return float(getattr(self.pipeline_config, "sync_timeout_s", self.pipeline_config.rpc_timeout_s))
-
     async def _control(self, method: str, message: object, what: str) -> None:
         """Sends a control message to the engine.
 
@@ -218,6 +215,6 @@ class WeightReceiver(Worker):
             EngineError: the engine refused, with its reason, died, or did not answer in time.
         """
         answer: Any = getattr(self.engine.manager, method)(message, None)
-        success, reason = await self.engine.guard(answer, what, self._timeout_s)
+        success, reason = await self.engine.guard(answer, what, self.pipeline_config.sync_timeout_s)
         if not success:
             raise EngineError(f"{self.engine.name}: {what}: {reason}")
