@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from roll.configs.machine import Machine
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import ConfigError
 from roll.configs.load import load_config
-from roll.configs.machine import Machine
 from roll.configs.pipeline import RLVRConfig, SFTConfig
 
 DATA = Path(__file__).parents[1] / "data"

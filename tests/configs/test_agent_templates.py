@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from roll.configs.agent_templates import (
     SYSTEM_TEMPLATE,
     TURN_FIELDS,

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-
-from roll.algorithms.estimators import AdvantageConfig
-from roll.algorithms.policy_config import PolicyLossConfig
 from roll.configs.agentic_learning import AgenticLearningOptions, RewardNormalization
 from roll.configs.convert import Converter
 from roll.configs.names import TURN_ESTIMATORS
+
+from roll.algorithms.estimators import AdvantageConfig
+from roll.algorithms.policy_config import PolicyLossConfig
 from roll.configs.pipeline import RLConfig, RLVRConfig
 from roll.configs.schema import known_keys
 from roll.configs.suggestions import suggest_for

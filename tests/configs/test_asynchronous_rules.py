@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from roll.configs.queue import max_staleness, runs_in_background, versions_ahead
+
 from roll.configs.rules import check
 from tests.configs.samples import refusal, rlvr
 

@@ -7,12 +7,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
-
-from roll.configs.agentic import AgenticConfig
 from roll.configs.aliases import KEYS, PLACES
 from roll.configs.coming_from import NAMES, SHORT
 from roll.configs.foreign import FOREIGN
 from roll.configs.importance_sampling import RANGE, SWITCH
+
+from roll.configs.agentic import AgenticConfig
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.schema import known_keys
 from roll.configs.sglang_options import server_options

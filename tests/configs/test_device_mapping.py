@@ -3,7 +3,6 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from roll.configs.device_mapping import parse_device_mapping, spans
 
 RANKS = st.lists(st.integers(0, 200), min_size=1, max_size=40, unique=True)

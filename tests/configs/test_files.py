@@ -7,9 +7,9 @@ import os
 from pathlib import Path
 
 import pytest
+from roll.configs.paths import unreachable
 
 from roll.configs.errors import Problem
-from roll.configs.paths import unreachable
 from roll.configs.rules import check
 from tests.configs.samples import refusal, rlvr
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
-
 from roll.configs.layout import ParallelLayout, RankCoordinates
 from roll.configs.layouts import device_roles, role_layout
+
 from tests.configs.samples import rlvr
 
 SIZES = st.integers(1, 6)

@@ -7,14 +7,14 @@ import math
 from pathlib import Path
 
 import pytest
-
 from roll.configs.device_mapping import spans
-from roll.configs.errors import ConfigError
-from roll.configs.load import load_config
 from roll.configs.machine import Machine
 from roll.configs.model_shape import read_model_shape
-from roll.configs.plan import make_plan
 from roll.configs.plan_types import MemoryPlan, Plan
+
+from roll.configs.errors import ConfigError
+from roll.configs.load import load_config
+from roll.configs.plan import make_plan
 from tests.configs.samples import DATA, LAPTOP, SERVER, rlvr, sft
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -1,10 +1,69 @@
-"""A policy loss that corrects for what it is trained on: bases, weights and rejection that fit together."""
+"""The policy gradient: estimators, losses, KL terms, corrections and sampling that exist and fit together."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import Report
-from roll.configs.pipeline import RLConfig
-from roll.configs.policy import RATIO_WEIGHTED_VARIANTS
+from roll.configs.pipeline import RLConfig, RLVRConfig
+from roll.configs.policy import ADV_ESTIMATORS, GROUP_ESTIMATORS, PG_VARIANTS, RATIO_WEIGHTED_VARIANTS, TURN_ESTIMATORS
+from roll.configs.suggestions import nearest
+
+
+def check_algorithm(config: RLConfig, report: Report) -> None:
+    """Names are known, groups are large enough, and terms that are on have a weight."""
+    check_name("adv_estimator", config.adv_estimator, ADV_ESTIMATORS, report)
+    check_name("actor_train.pg_variant", config.actor_train.pg_variant, PG_VARIANTS, report)
+    if config.adv_estimator in TURN_ESTIMATORS and isinstance(config, RLVRConfig):
+        report.error(
+            "adv_estimator",
+            f"{config.adv_estimator} is for trajectories of several turns, and a response of pipeline rlvr is one; use "
+            "grpo or reinforce",
+        )
+    group = config.num_return_sequences_in_group
+    if config.adv_estimator in GROUP_ESTIMATORS and group == 1:
+        report.error(
+            "train_env_manager.group_size" if isinstance(config, AgenticConfig) else "num_return_sequences_in_group",
+            f"1 gives every sample of {config.adv_estimator} advantage 0, so nothing is learned; use at least 2, "
+            "or adv_estimator reinforce",
+        )
+    if config.adv_estimator == "lite_ppo" and config.loss_agg_mode != "token-mean":
+        report.warn("loss_agg_mode", f"{config.loss_agg_mode} is not what lite_ppo was made for; use token-mean")
+    if not config.is_num_return_sequences_expand and group > 1:
+        report.error(
+            "is_num_return_sequences_expand",
+            "false is not available: each sample is a request with its own seed; set it to true or leave it out",
+        )
+    if config.use_kl_loss and config.kl_loss_coef == 0:
+        report.error("kl_loss_coef", "0 turns off the KL that use_kl_loss asks for; use a weight such as 0.001")
+    if config.add_token_level_kl and config.init_kl_coef == 0:
+        report.error("init_kl_coef", "0 turns off the KL that add_token_level_kl asks for; use a weight such as 0.001")
+    if config.adv_estimator in GROUP_ESTIMATORS and config.add_token_level_kl:
+        report.warn(
+            "add_token_level_kl",
+            f"with {config.adv_estimator} the KL of a response is summed into its one score; use_kl_loss keeps it per "
+            "token",
+        )
+    _check_old_log_probs(config, report)
+
+
+def check_name(path: str, name: str, known: Sequence[str], report: Report) -> None:
+    """An error that lists the known names where `name` is none of them."""
+    if name not in known:
+        like = nearest(name, known)
+        hint = f"; did you mean {like}?" if like else ""
+        report.error(path, f"{name!r} is not known; known: {', '.join(known)}{hint}")
+
+
+def _check_old_log_probs(config: RLConfig, report: Report) -> None:
+    if config.old_log_probs_source != "behavior" or config.async_generation_ratio > 0:
+        return
+    report.warn(
+        "old_log_probs_source",
+        "behavior in synchronous training takes the engine's log-probs for those of the trainer, so the first ratio is "
+        "not exactly 1; auto recomputes them",
+    )
 
 
 def check_policy(config: RLConfig, report: Report) -> None:
@@ -123,3 +182,52 @@ def _check_corrected(config: RLConfig, report: Report) -> None:
             f"{message}; leave it out, or correct with actor_train.pg_variant: decoupled_ppo or "
             "correction.weights.level: token, or set allow_uncorrected_off_policy: true",
         )
+
+
+def check_sampling(config: RLConfig, report: Report) -> None:
+    """Temperature, truncation, penalties and lengths of the samples trained on, and the lengths of validation."""
+    sampling, path = config.actor_infer.generating_args, "actor_infer.generating_args"
+    if sampling.temperature <= 0:
+        report.error(
+            f"{path}.temperature",
+            f"{sampling.temperature:g} is greedy: all samples of a prompt would be equal, with nothing to train on; "
+            "use above 0, such as 1.0 (validation may use 0)",
+        )
+    agentic = isinstance(config, AgenticConfig)
+    if not agentic and sampling.num_return_sequences != config.num_return_sequences_in_group:
+        report.error(
+            f"{path}.num_return_sequences",
+            f"{sampling.num_return_sequences} is not num_return_sequences_in_group "
+            f"{config.num_return_sequences_in_group}; leave it out",
+        )
+    if sampling.repetition_penalty != 1:
+        report.warn(
+            f"{path}.repetition_penalty",
+            f"{sampling.repetition_penalty:g} changes the distribution sampled from, but not the log-probs the engine "
+            "returns: every ratio is biased; use 1.0",
+        )
+    _check_truncation(config, report)
+    if agentic:
+        return
+    for role in ("actor_infer", "validation"):
+        longest = getattr(config, role).generating_args.max_new_tokens
+        if longest is not None and config.response_length is not None and longest > config.response_length:
+            report.error(
+                f"{role}.generating_args.max_new_tokens",
+                f"{longest} is above response_length {config.response_length}; use at most that, or leave it out",
+            )
+
+
+def _check_truncation(config: RLConfig, report: Report) -> None:
+    sampling = config.actor_infer.generating_args
+    cuts = [f"top_p {sampling.top_p:g}"] * (sampling.top_p < 1) + [f"top_k {sampling.top_k}"] * (sampling.top_k > 0)
+    if not cuts:
+        return
+    message = (
+        f"{' and '.join(cuts)} sample from a truncated distribution, but the engine returns log-probs of the whole "
+        "one: every ratio and KL is biased; use top_p 1.0 and top_k 0"
+    )
+    if config.on_truncated_sampling == "refuse":
+        report.error("actor_infer.generating_args", f"{message} (on_truncated_sampling is refuse)")
+    else:
+        report.warn("actor_infer.generating_args", message)
