@@ -17,7 +17,7 @@ ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Values of `architectures` in a model's config.json that can be trained."""
 
 TRAINED_VOCABULARY_MULTIPLE = 16
-"""The trained embedding is padded to a multiple of this and of the tensor-parallel size."""
+"""Same padded size for every power-of-two layout up to 16 ranks, so that checkpoints can change layout."""
 
 CONFIG_NAME = "config.json"
 
@@ -159,6 +159,12 @@ def _shown(value: Any) -> str:
     return text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN - 3]}..."
 
 
+def padded_vocabulary(vocabulary: int, ranks: int) -> int:
+    """Rows of the embedding on all ranks together: the vocabulary rounded up to a multiple of `ranks` and of 16."""
+    multiple = math.lcm(TRAINED_VOCABULARY_MULTIPLE, ranks)
+    return -(-vocabulary // multiple) * multiple
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """Sizes of a dense decoder with grouped-query attention and a gated MLP."""
@@ -178,8 +184,7 @@ class ModelShape:
 
     def padded_vocabulary(self, tensor: int) -> int:
         """Rows of the trained embedding at a tensor-parallel size."""
-        unit = math.lcm(TRAINED_VOCABULARY_MULTIPLE, tensor)
-        return -(-self.vocabulary // unit) * unit
+        return padded_vocabulary(self.vocabulary, tensor)
 
     def query_width(self, tensor: int = 1) -> int:
         """Width of the query heads of one of `tensor` ranks."""

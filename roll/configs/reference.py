@@ -9,63 +9,91 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
-from roll.configs.agentic import AgenticConfig, CustomEnvConfig, EnvManagerConfig
-from roll.configs.agentic_learning import AgenticLearningOptions, RewardNormalization
-from roll.configs.aliases import KEYS, PLACE_VALUES, PLACES, VALUES
-from roll.configs.arguments import (
+from roll.configs.agentic import AgenticConfig, AgenticOptions, CustomEnvConfig, EnvManagerConfig, RewardNormalization
+from roll.configs.asynchronous import AsyncOptions, AsyncTrainingConfig
+from roll.configs.compat import UnsupportedKey
+from roll.configs.compat.apply import MOVED_KEYS, MOVED_VALUES, RENAMED_KEYS, RENAMED_VALUES, UNSUPPORTED_KEYS
+from roll.configs.model_config import ARCHITECTURES
+from roll.configs.pipeline import BaseConfig, RewardConfig, RLConfig, RLVRConfig, SFTConfig
+from roll.configs.policy import (
+    ADV_ESTIMATORS,
+    PG_VARIANTS,
+    AdvantageOptions,
+    CorrectionOptions,
+    KLOptions,
+    PolicyOptions,
+    RejectionOptions,
+    WeightOptions,
+)
+from roll.configs.roles import (
+    TEMPLATES,
+    ActorInferConfig,
+    ActorTrainConfig,
     DataArguments,
     GeneratingArguments,
     MegatronConfig,
+    MegatronModelArguments,
+    MegatronRoleConfig,
+    MegatronTrainConfig,
     ModelArguments,
-    StrategyArguments,
+    ReferenceConfig,
+    RoleConfig,
+    TrainDataArguments,
     TrainingArguments,
+    TrainModelArguments,
+    ValidationConfig,
 )
-from roll.configs.asynchronous import AsyncTrainingConfig
-from roll.configs.foreign import FOREIGN, ForeignKey
-from roll.configs.names import ADV_ESTIMATORS, ARCHITECTURES, PG_VARIANTS, TEMPLATES
-from roll.configs.pipeline import BaseConfig, RewardConfig, RLConfig, RLVRConfig, SFTConfig
-from roll.configs.policy import CorrectionOptions, PolicyOptions, RejectionOptions, WeightOptions
 from roll.configs.schema import Key, declared, describe
 from roll.configs.sglang_options import OWNED
-from roll.configs.worker import WorkerConfig
 
 PATH = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 """The generated page."""
 
 SECTIONS: tuple[tuple[str, str, type, tuple[type, ...]], ...] = (
-    ("Every pipeline", "", BaseConfig, ()),
-    ("Reinforcement learning", "", RLConfig, (BaseConfig, PolicyOptions)),
-    ("The policy loss", "", PolicyOptions, ()),
+    ("All pipelines", "", BaseConfig, ()),
+    ("Reinforcement learning", "", RLConfig, (BaseConfig, AsyncOptions, PolicyOptions, AdvantageOptions)),
+    ("Advantages", "", AdvantageOptions, ()),
+    ("The policy loss", "", PolicyOptions, (KLOptions,)),
+    ("KL to the reference", "", KLOptions, ()),
     ("The off-policy correction", "correction.", CorrectionOptions, ()),
-    ("Its weights", "correction.weights.", WeightOptions, ()),
-    ("Its rejection", "correction.rejection.", RejectionOptions, ()),
+    ("Weights of the correction", "correction.weights.", WeightOptions, ()),
+    ("Rejection by the correction", "correction.rejection.", RejectionOptions, ()),
+    ("Running ahead", "", AsyncOptions, ()),
     ("Asynchronous training", "async_training.", AsyncTrainingConfig, ()),
-    ("Learning from trajectories", "", AgenticLearningOptions, ()),
-    ("Their rewards", "reward_normalization.", RewardNormalization, ()),
     ("`pipeline: rlvr`", "", RLVRConfig, (RLConfig,)),
-    ("`pipeline: sft`", "", SFTConfig, (BaseConfig,)),
-    ("`pipeline: agentic`", "", AgenticConfig, (RLConfig, AgenticLearningOptions)),
-    ("An environment", "custom_envs.<name>.", CustomEnvConfig, ()),
-    ("Who plays", "<train or val>_env_manager.", EnvManagerConfig, ()),
     ("A reward", "rewards.<name>.", RewardConfig, ()),
-    ("A role", "<role>.", WorkerConfig, ()),
-    ("The model of a role", "<role>.model_args.", ModelArguments, ()),
-    ("The optimizer", "<role>.training_args.", TrainingArguments, ()),
-    ("The data", "<role>.data_args.", DataArguments, ()),
-    ("The sampling", "<role>.generating_args.", GeneratingArguments, ()),
-    ("The engine", "<role>.strategy_args.", StrategyArguments, ()),
-    ("Options of megatron_train and megatron_infer", "<role>.strategy_args.strategy_config.", MegatronConfig, ()),
+    ("`pipeline: sft`", "", SFTConfig, (BaseConfig,)),
+    ("`pipeline: agentic`", "", AgenticConfig, (RLConfig, AgenticOptions)),
+    ("Losses and advantages of agents", "", AgenticOptions, ()),
+    ("Normalisation of agents' rewards", "reward_normalization.", RewardNormalization, ()),
+    ("An environment", "custom_envs.<name>.", CustomEnvConfig, ()),
+    ("Environment managers", "<train or val>_env_manager.", EnvManagerConfig, ()),
+    ("Roles with devices", "<actor_train, actor_infer or reference>.", RoleConfig, ()),
+    ("Models of roles", "<actor_train, actor_infer or reference>.model_args.", ModelArguments, ()),
+    ("Roles that run Megatron", "<actor_train or reference>.", MegatronRoleConfig, (RoleConfig,)),
+    ("Models that Megatron runs", "<actor_train or reference>.model_args.", MegatronModelArguments, (ModelArguments,)),
+    ("Options of Megatron", "<actor_train or reference>.strategy_args.strategy_config.", MegatronConfig, ()),
+    ("`actor_train`", "actor_train.", ActorTrainConfig, (MegatronRoleConfig,)),
+    ("The trained model", "actor_train.model_args.", TrainModelArguments, (MegatronModelArguments,)),
+    ("Megatron in training", "actor_train.strategy_args.strategy_config.", MegatronTrainConfig, (MegatronConfig,)),
+    ("The optimizer", "actor_train.training_args.", TrainingArguments, ()),
+    ("Data", "<actor_train or validation>.data_args.", DataArguments, ()),
+    ("Training data", "actor_train.data_args.", TrainDataArguments, (DataArguments,)),
+    ("`reference`", "reference.", ReferenceConfig, (MegatronRoleConfig,)),
+    ("`actor_infer`", "actor_infer.", ActorInferConfig, (RoleConfig,)),
+    ("Sampling", "<actor_infer or validation>.generating_args.", GeneratingArguments, ()),
+    ("`validation`", "validation.", ValidationConfig, ()),
 )
-"""Title, path, dataclass, and the bases whose keys stand elsewhere."""
+"""Title, path, dataclass, and the bases whose keys are in other sections."""
 
 INTRODUCTION = """# Configuration
 
 Generated from `roll/configs` by `python -m roll.configs.reference`.
 
 A run is one YAML file. `${key}` repeats the value of another key; `defaults: [base.yaml]` includes other files,
-relative to the file, which wins over them; `key=value` on the command line wins over all. Every key below has an
-effect, or `roll plan FILE` says why not; an unknown key, a wrong type or sizes that do not divide are errors that name
-what works.
+relative to the file, which overrides them; `key=value` on the command line overrides all. For a key without effect,
+`roll plan FILE` gives the reason; an unknown key, a wrong type or sizes that do not divide are errors that name values
+that work. A role has only the keys that it reads.
 
 Roles are `actor_train`, `actor_infer`, `reference` and `validation`. Devices are global ranks; rank r is on node
 r // `num_devices_per_node`. Two roles with equal `device_mapping` share their devices, disjoint ones run side by side.
@@ -80,13 +108,13 @@ def render() -> str:
     parts.append("## Names\n\n" + _names())
     parts.append(
         "## Options of sglang\n\n`strategy_config` of `actor_infer` takes every option of SGLang's `ServerArgs` by "
-        "name, except those that follow from the rest of the file:\n\n" + _rows(("option", "instead"), OWNED.items())
+        "name, except those that are set by other keys:\n\n" + _rows(("option", "instead"), OWNED.items())
     )
     parts.append("## Other spellings\n\n" + _rows(("in other recipes", "here"), _spellings()))
-    foreign = ((f"`{item.pattern}`{_of(item)}", item.reason) for item in FOREIGN)
+    unsupported = ((f"`{item.pattern}`{_of(item)}", item.reason) for item in UNSUPPORTED_KEYS)
     parts.append(
-        "## Keys of other projects\n\nThese have no counterpart. Where the value asks for nothing they are a warning, "
-        "else an error.\n\n" + _rows(("key", "why"), foreign)
+        "## Keys of other projects\n\nThese have no counterpart. A value that changes nothing is a warning, any other "
+        "an error.\n\n" + _rows(("key", "reason"), unsupported)
     )
     return "\n".join(parts)
 
@@ -98,7 +126,10 @@ def _table(cls: type, path: str, bases: tuple[type, ...]) -> str:
 
 
 def _row(key: Key, path: str) -> tuple[str, str, str, str]:
-    return (f"`{path}{key.path}`", describe(key.hint) + _bounds(key), _default(key.default), key.field.metadata["help"])
+    metadata = key.field.metadata
+    variants = [name for condition in metadata["only_for"] for name in condition.variants]
+    help = f"{', '.join(variants)}: {metadata['help']}" if variants else metadata["help"]
+    return (f"`{path}{key.path}`", describe(key.hint) + _bounds(key), _default(key.default), help)
 
 
 def _bounds(key: Key) -> str:
@@ -113,15 +144,15 @@ def _bounds(key: Key) -> str:
 
 def _default(value: Any) -> str:
     if is_dataclass(value):
-        return "see below"
+        return "a section"
     if isinstance(value, dict) and any(is_dataclass(item) for item in value.values()):
         return f"`{', '.join(value)}`"
     return f"`{json.dumps(value)}`"
 
 
-def _of(item: ForeignKey) -> str:
-    """The pipelines a foreign key is answered in, where they are not all."""
-    return "" if item.pipelines == ForeignKey("", bool, "").pipelines else f" ({', '.join(item.pipelines)})"
+def _of(item: UnsupportedKey) -> str:
+    """The pipelines of an unsupported key if it belongs to some only."""
+    return "" if item.pipelines == UnsupportedKey("", bool, "").pipelines else f" ({', '.join(item.pipelines)})"
 
 
 def _names() -> str:
@@ -135,18 +166,18 @@ def _names() -> str:
 
 
 def _spellings() -> Iterator[tuple[str, str]]:
-    for other, name in KEYS.items():
+    for other, name in RENAMED_KEYS.items():
         yield f"`{other}`", f"`{name}`"
-    for other, name in PLACES.items():
-        if other not in PLACE_VALUES:
+    for other, name in MOVED_KEYS.items():
+        if other not in MOVED_VALUES:
             yield f"`{other}`", f"`{name}`"
-        for value, here in PLACE_VALUES.get(other, {}).items():
+        for value, here in MOVED_VALUES.get(other, {}).items():
             yield f"`{other}: {json.dumps(value)}`", f"`{name}: {here}`"
     yield (
         "`importance_sampling: true` with `is_clip_range: [0.5, 2.0]`",
         "`correction.weights: {level: token, mode: clamp, lower: 0.5, upper: 2.0}`",
     )
-    for key, values in VALUES.items():
+    for key, values in RENAMED_VALUES.items():
         for other, value in values.items():
             yield f"`{key}: {other}`", f"`{key}: {value}`"
 

@@ -205,7 +205,7 @@ class StrategyArguments:
 
 
 @dataclass
-class MegatronTrainStrategy(StrategyArguments):
+class MegatronTrainArguments(StrategyArguments):
     """Megatron-Core with an optimizer."""
 
     strategy_name: Literal["megatron_train"] = option(
@@ -215,7 +215,7 @@ class MegatronTrainStrategy(StrategyArguments):
 
 
 @dataclass
-class MegatronInferStrategy(StrategyArguments):
+class MegatronInferArguments(StrategyArguments):
     """Megatron-Core for forward passes."""
 
     strategy_name: Literal["megatron_infer"] = option(
@@ -225,7 +225,7 @@ class MegatronInferStrategy(StrategyArguments):
 
 
 @dataclass
-class SGLangStrategy(StrategyArguments):
+class SGLangArguments(StrategyArguments):
     """SGLang."""
 
     strategy_name: Literal["sglang"] = option(
@@ -259,7 +259,7 @@ class RoleConfig:
     """Keys of other roles -> why this one does not have them, where more can be said than which role has them."""
 
     model_args: ModelArguments = option(factory=ModelArguments, help="The role's model.")
-    strategy_args: StrategyArguments = option(factory=MegatronInferStrategy, help="The role's engine.")
+    strategy_args: StrategyArguments = option(factory=MegatronInferArguments, help="The role's engine.")
     device_mapping: list[int] = option(
         factory=list,
         help="Global device ranks: a list, `0-7,16-23`, or `list(range(0,8))`.",
@@ -280,8 +280,8 @@ class MegatronRoleConfig(RoleConfig):
     """A role that runs Megatron-Core, one rank on each device."""
 
     model_args: MegatronModelArguments = option(factory=MegatronModelArguments, help="The role's model.")
-    strategy_args: MegatronTrainStrategy | MegatronInferStrategy = option(
-        factory=MegatronInferStrategy, help="The role's engine."
+    strategy_args: MegatronTrainArguments | MegatronInferArguments = option(
+        factory=MegatronInferArguments, help="The role's engine."
     )
     infer_batch_size: int = option(
         16,
@@ -330,7 +330,7 @@ class ActorTrainConfig(MegatronRoleConfig):
     }
 
     model_args: TrainModelArguments = option(factory=TrainModelArguments, help="The role's model.")
-    strategy_args: MegatronTrainStrategy = option(factory=MegatronTrainStrategy, help="The role's engine.")
+    strategy_args: MegatronTrainArguments = option(factory=MegatronTrainArguments, help="The role's engine.")
     training_args: TrainingArguments = option(factory=TrainingArguments, help="The optimizer.")
     data_args: TrainDataArguments = option(factory=TrainDataArguments, help="The training data.")
     use_dynamic_batching_in_train: bool = option(False, "Form training micro-batches by tokens instead of by count.")
@@ -365,7 +365,7 @@ class ReferenceConfig(MegatronRoleConfig):
         "model_args": AbsentKey("the reference is not trained"),
     }
 
-    strategy_args: MegatronInferStrategy = option(factory=MegatronInferStrategy, help="The role's engine.")
+    strategy_args: MegatronInferArguments = option(factory=MegatronInferArguments, help="The role's engine.")
 
 
 @dataclass
@@ -380,7 +380,7 @@ class ActorInferConfig(RoleConfig):
         "model_args": AbsentKey("the engine chooses its own kernels"),
     }
 
-    strategy_args: SGLangStrategy = option(factory=SGLangStrategy, help="The role's engine.")
+    strategy_args: SGLangArguments = option(factory=SGLangArguments, help="The role's engine.")
     generating_args: GeneratingArguments = option(factory=GeneratingArguments, help="The sampling of training.")
     num_gpus_per_worker: int = option(1, "Devices of one engine: its tensor-parallel size.", minimum=1)
     max_running_requests: int = option(128, "Requests one engine runs at a time.", minimum=1)

@@ -43,11 +43,13 @@ def drop_keys_of_other_roles(tree: Tree, root: type) -> tuple[Tree, list[Problem
     roles = {name: key.hint for name, key in declared(root).items() if name in ROLES}
     known = {name: {key.path: key for key in known_keys(hint)} for name, hint in roles.items()}
     kept, notes, problems = dict(tree), [], []
-    for role in roles.keys() & tree.keys():
-        if not isinstance(tree[role], dict):
+    for role in roles:
+        if not isinstance(tree.get(role), dict) or not tree[role]:
             continue
         others = {name: paths for name, paths in known.items() if name != role}
         kept[role], dropped = _without_keys_of(others, tree[role], known[role])
+        if not kept[role]:
+            del kept[role]
         for path, value in dropped:
             owners = {name: paths[path] for name, paths in others.items() if path in paths}
             if all(value != key.default for key in owners.values()):
@@ -70,7 +72,7 @@ def _without_keys_of(
         if nested and isinstance(value, dict) and value and not (path in own and own[path].hint == dict[str, Any]):
             inner, inner_dropped = _without_keys_of(others, value, own, path)
             dropped += inner_dropped
-            if inner or not of_others:
+            if inner:
                 kept[name] = inner
         elif of_others:
             dropped.append((path, value))

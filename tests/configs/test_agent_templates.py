@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from roll.configs.agent_templates import (
-    SYSTEM_TEMPLATE,
-    TURN_FIELDS,
-    TURN_TEMPLATE,
-    system_template,
-    turn_template,
-)
+
+from roll.configs.agentic import SYSTEM_TEMPLATE, TURN_FIELDS, TURN_TEMPLATE, system_template, turn_template
 
 
 def test_the_default_texts_pass_their_own_checks() -> None:
@@ -26,12 +21,12 @@ def test_the_default_turn_says_what_is_seen_and_what_is_left() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{observation} {reward}", "{reward} is no field; known: {turn_idx}, {observation}, {actions_left}, "),
-        ("{observation.secret}", "{observation.secret} is no field"),
-        ("{}", "{} is no field"),
+        ("{observation} {reward}", "{reward} is not a field; known: {turn_idx}, {observation}, {actions_left}, "),
+        ("{observation.secret}", "{observation.secret} is not a field"),
+        ("{}", "{} is not a field"),
         ("{observation", "braces do not match"),
-        ("no field", "leaves out {observation}"),
-        ("{{observation}}", "leaves out {observation}"),
+        ("no field", "does not contain {observation}"),
+        ("{{observation}}", "does not contain {observation}"),
     ],
 )
 def test_what_a_turn_may_not_hold(text: str, said: str) -> None:
@@ -41,7 +36,7 @@ def test_what_a_turn_may_not_hold(text: str, said: str) -> None:
 
 
 def test_the_system_message_knows_no_turn() -> None:
-    with pytest.raises(ValueError, match="{observation} is no field; known: {env_instruction}; write {{ and }} for"):
+    with pytest.raises(ValueError, match="{observation} is not a field; known: {env_instruction}; write {{ and }} for"):
         system_template("{observation}")
     assert system_template('{env_instruction} Answer {{"move": 1}}.')
 

@@ -6,26 +6,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from roll.configs.agentic_learning import AgenticLearningOptions, RewardNormalization
-from roll.configs.convert import Converter
-from roll.configs.names import TURN_ESTIMATORS
 
 from roll.algorithms.estimators import AdvantageConfig
 from roll.algorithms.policy_config import PolicyLossConfig
+from roll.configs.agentic import AgenticOptions, RewardNormalization
 from roll.configs.pipeline import RLConfig, RLVRConfig
-from roll.configs.schema import known_keys
+from roll.configs.policy import TURN_ESTIMATORS
+from roll.configs.schema import Converter, known_keys
 from roll.configs.suggestions import suggest_for
 from tests.configs.samples import refusal
 
 
 @dataclass
-class Agent(AgenticLearningOptions, RLConfig):
+class Agent(AgenticOptions, RLConfig):
     """A run with turns."""
 
 
-def read(**keys) -> tuple[AgenticLearningOptions, list[str]]:
-    converter = Converter(suggest_for(AgenticLearningOptions))
-    options = converter.overlay(keys, AgenticLearningOptions())
+def read(**keys) -> tuple[AgenticOptions, list[str]]:
+    converter = Converter(suggest_for(AgenticOptions))
+    options = converter.overlay(keys, AgenticOptions())
     return options, [str(problem) for problem in converter.problems]
 
 
@@ -45,8 +44,8 @@ def test_the_two_types_are_read_as_they_are() -> None:
 
 REFUSED = {
     "asym_clip": ({"method": "asym_clip"}, "method asym_clip is not available: use norm_mean_type: group"),
-    "unknown": ({"method": "median"}, "method 'median' is none of identity, mean, mean_std"),
-    "unhashable": ({"method": ["mean"]}, "method ['mean'] is none of identity, mean, mean_std"),
+    "unknown": ({"method": "median"}, "method 'median' is not one of identity, mean, mean_std"),
+    "unhashable": ({"method": ["mean"]}, "method ['mean'] is not one of identity, mean, mean_std"),
     "both": ({"method": "mean", "norm_std_type": "batch"}, "which is given too; keep one"),
     "grouping": ({"grouping": "prompt"}, "reward_normalization.grouping: 'prompt' is not one of traj_group_id"),
     "key": ({"gruoping": "tags"}, "reward_normalization.gruoping: unknown key; did you mean"),
@@ -67,7 +66,7 @@ def test_a_discount_is_between_0_and_1() -> None:
 
 
 def test_every_key_has_a_help_text() -> None:
-    assert all(key.field.metadata["help"] for key in known_keys(AgenticLearningOptions))
+    assert all(key.field.metadata["help"] for key in known_keys(AgenticOptions))
 
 
 def test_advantages_and_loss_take_what_a_run_with_turns_says() -> None:

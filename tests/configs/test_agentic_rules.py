@@ -30,9 +30,9 @@ REFUSED = {
     "custom_envs.Lake.env_manager_cls=traj custom_envs.Room.env_manager_cls=step": "custom_envs.Room.env_manager_cls: "
     "step contradicts custom_envs.Lake.env_manager_cls traj; all samples are of one kind",
     "sample_by=step custom_envs.Room.env_manager_cls=traj": "traj contradicts sample_by step",
-    "custom_envs.Lake.agent_template='{state}'": "custom_envs.Lake.agent_template: {state} is no field; known: "
+    "custom_envs.Lake.agent_template='{state}'": "custom_envs.Lake.agent_template: {state} is not a field; known: "
     "{turn_idx}, {observation}, {actions_left}, {max_response_length}, {env_instruction}",
-    "custom_envs.Lake.agent_system_template='{observation}'": "agent_system_template: {observation} is no field",
+    "custom_envs.Lake.agent_system_template='{observation}'": "agent_system_template: {observation} is not a field",
     # groups
     f"{TRAIN}.num_groups_partition=[6,3]": f"{TRAIN}.num_groups_partition: [6, 3] adds up to 9, but num_env_groups is "
     "8; use the same for both",
@@ -85,13 +85,13 @@ REFUSED = {
     "adv_estimator=step_reinforce episode_reward_weight=2": "episode_reward_weight: has no effect: only adv_estimator",
     "adv_estimator=agentic_reinforce step_reward_gamma=0.5": "step_reward_gamma: has no effect: only adv_estimator gi",
     "ratio_type=segment actor_train.pg_variant=gspo": "ratio_type: has no effect: this actor_train.pg_variant has",
-    "actor_train.data_args.file_name=a.jsonl": "actor_train.data_args.file_name: has no effect: what is played is",
-    "validation.data_args.template=qwen3": "validation.data_args.template: has no effect: training and validation",
+    "actor_train.data_args.file_name=a.jsonl": "actor_train.data_args.file_name: has no effect: environments are",
+    "validation.data_args.template=qwen3": "validation.data_args.template: has no effect: training and validation both",
     # keys of recipes for agents
     "custom_env={A: {}}": "custom_env: this section is not available: write the entries themselves under custom_envs",
-    "custom_envs.Lake.history_length=3": "custom_envs.Lake.history_length: 3 is not available: a turn is told all",
+    "custom_envs.Lake.history_length=3": "custom_envs.Lake.history_length: 3 is not available: every turn sees all",
     "custom_envs.Lake.tool_wrapper={}": "custom_envs.Lake.tool_wrapper: this section is not available",
-    "actor_train.data_args.template=none": "actor_train.data_args.template: none cannot tell the messages of a",
+    "actor_train.data_args.template=none": "actor_train.data_args.template: none cannot separate the messages of a",
     "env_monitor={enable: false}": "env_monitor: this section is not available: every wait has a deadline",
     "partial_gpu_mode=true": "partial_gpu_mode: True is not available: roles share all their devices or none",
 }
@@ -108,7 +108,7 @@ WARNED = {
     "val_env_manager.group_size=2 validation.generating_args.temperature=0": "val_env_manager.group_size: 2 plays each",
     "async_training.batch_deadline_s=600": "async_training.batch_deadline_s: 600 ends the run before a trajectory that",
     "custom_envs.Lake.max_tokens_per_step=9 custom_envs.Room.max_tokens_per_step=9 max_tokens_per_step=5": "max_tokens_"
-    "per_step: has no effect: every entry of custom_envs has max_tokens_per_step of its own",
+    "per_step: has no effect: every entry of custom_envs has its own max_tokens_per_step",
     f"{TRAIN}.num_env_groups=32 {TRAIN}.num_groups_partition=[16,16]": f"{TRAIN}.num_env_groups: 32 groups never play "
     "at a time: async_generation_ratio and rollout_batch_size admit 16; use that",
     "val_batch_size=8 val_env_manager.num_env_groups=10": "val_env_manager.num_env_groups: 10 groups never play at a "
@@ -123,7 +123,7 @@ WARNED = {
     "eval_steps=0 val_batch_size=8": "val_batch_size: has no effect: eval_steps is 0, so nothing is validated",
     "eval_steps=0 val_env_manager.tags=[Lake]": "val_env_manager.tags: has no effect: eval_steps is 0",
     "max_resample_factor=2": "max_resample_factor: has no effect: every complete group is trained on",
-    "actor_train.data_args.prompt=question": "actor_train.data_args.prompt: has no effect: environments say what",
+    "actor_train.data_args.prompt=question": "actor_train.data_args.prompt: has no effect: observations come from",
     "custom_envs.Room.max_steps=5 max_actions_per_traj=3": "max_actions_per_traj: has no effect: every entry of",
     f"{TRAIN}.world_size=8": f"{TRAIN}.world_size: has no effect: processes follow from max_env_num_per_worker",
     "custom_envs.Lake.use_thread_lock=true": "use_thread_lock: has no effect: environments share no state",

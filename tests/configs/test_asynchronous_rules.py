@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from roll.configs.queue import max_staleness, runs_in_background, versions_ahead
 
+from roll.configs.asynchronous import versions_ahead
 from roll.configs.rules import check
 from tests.configs.samples import refusal, rlvr
 
@@ -73,7 +73,7 @@ def test_a_drain_that_may_outlast_the_publish_is_a_warning(tmp_path: Path) -> No
 
 
 def test_a_distance_between_submissions_that_nothing_keeps_is_a_warning(tmp_path: Path) -> None:
-    said = "async_training.batch_generation_interval_s: has no effect: each batch is generated when it is asked for"
+    said = "async_training.batch_generation_interval_s: has no effect: each batch is generated on request"
     interval = "async_training.batch_generation_interval_s=1"
     assert any(said in str(warning) for warning in check(rlvr(tmp_path, interval)).warnings)
     ahead = check(rlvr(tmp_path, interval, "async_generation_ratio=1")).warnings
@@ -93,6 +93,6 @@ def test_a_ratio_beyond_the_length_of_the_run_is_a_warning(tmp_path: Path) -> No
 )
 def test_what_follows_from_the_ratio(tmp_path: Path, ratio: float, ahead: int, allowed: int) -> None:
     config = rlvr(tmp_path, f"async_generation_ratio={ratio!r}")
-    assert versions_ahead(config) == ahead
-    assert config.async_training.max_staleness_allowed == max_staleness(config) == allowed
-    assert runs_in_background(config) == (ratio > 0)
+    assert versions_ahead(config.async_generation_ratio) == ahead
+    assert config.async_training.max_staleness_allowed == config.default_max_staleness == allowed
+    assert config.runs_in_background == (ratio > 0)

@@ -45,38 +45,38 @@ MISTYPED = {
     "gamma=high": "gamma: 'high' is not a number",
     "gamma=true": "gamma: True is not a number",
     "use_kl_loss=1": "use_kl_loss: 1 is not true or false",
-    "exp_name=7": """exp_name: 7 is not text; put it in quotes, and these in others for the shell: exp_name="'7'\"""",
+    "exp_name=7": """exp_name: 7 is not text; put it in quotes, and these in double quotes for the shell: exp_name="'7'\"""",
     "exp_name=true": """exp_name="'true'\"""",
     "kl_penalty=k4": "kl_penalty: 'k4' is not one of k1, k2, k3, abs",
     "actor_train=ppo": "actor_train: 'ppo' is not a section",
     "actor_train.model_args.dtype=bfloat16": "actor_train.model_args.dtype: 'bfloat16' is not one of fp32, bf16, fp16",
     "actor_train.data_args.file_name=[1]": "actor_train.data_args.file_name[0]: 1 is not text; put it in quotes, "
-    """and these in others for the shell: "'1'\"""",
+    """and these in double quotes for the shell: "'1'\"""",
     "actor_train.strategy_args.strategy_config.sequence_parallel=2": "sequence_parallel: 2 is not true or false",
-    "system_envs={A: true}": "system_envs: A is True; write the text the variable shall hold in quotes",
-    "system_envs={'A=B': x}": "system_envs: 'A=B' cannot name an environment variable",
+    "system_envs={A: true}": "system_envs: A is True; write the text of the variable in quotes",
+    "system_envs={'A=B': x}": "system_envs: 'A=B' cannot be the name of an environment variable",
     "tracker_kwargs={tensorboard: {foo: 1}}": "tracker_kwargs.tensorboard.foo: unknown key; known here: flush_secs, "
     "log_dir",
     "tracker_kwargs={tensorboard: {flush_secs: soon}}": "tracker_kwargs.tensorboard.flush_secs: 'soon' is not a number",
-    "tracker_kwargs={stdout: {stream: 1}}": "tracker_kwargs.stdout.stream: unknown key; nothing is known here",
+    "tracker_kwargs={stdout: {stream: 1}}": "tracker_kwargs.stdout.stream: unknown key; this section has no keys",
     "tracker_kwargs={tensorboard: 5}": "tracker_kwargs.tensorboard: 5 is not a section",
     "output_dir=''": "output_dir: '' is empty; give it a value, or leave it out",
     "resume_from_checkpoint=''": "resume_from_checkpoint: '' is empty; give it a value",
     "rollout_dump_dir=''": "rollout_dump_dir: '' is empty; give it a value",
     "actor_infer.generating_args.stop_strings=['']": "stop_strings[0]: '' is empty; give it a value, or leave it out",
     "actor_train.data_args.file_name=[a.jsonl, '']": "actor_train.data_args.file_name[1]: '' is empty",
-    r'output_dir="a\0b"': r"output_dir: 'a\x00b' holds a character that no file or tokenizer takes; remove it",
-    r'exp_name="\ud800"': r"exp_name: '\ud800' holds a character that no file or tokenizer takes",
+    r'output_dir="a\0b"': r"output_dir: 'a\x00b' contains a character that no file or tokenizer accepts; remove it",
+    r'exp_name="\ud800"': r"exp_name: '\ud800' contains a character that no file or tokenizer accepts",
     "resume_from_checkpoint=3": "resume_from_checkpoint: 3 is not true or false or text",
     "pipeline=[rlvr]": "pipeline: ['rlvr'] is not one of rlvr, sft, agentic; did you mean rlvr?",
     "pipeline=~": "pipeline: null is not one of rlvr, sft",
     "seed=017": "seed: '017' is not a whole number",
     "seed=1:30": "seed: '1:30' is not a whole number",
-    "exp_name=&a [*a]": "an alias (*name) stands inside what its anchor (&name) names",
-    "exp_name=" + "[" * 3000: "sections or lists stand inside each other more than 32 deep",
-    f"exp_name={'[' * 33}{']' * 33}": "sections or lists stand inside each other more than 32 deep",
-    "exp_name=!!timestamp abc": "holds a value that is not of its type",
-    "actor_infer.strategy_args={strategy_name: vllm, strategy_config: [1]}": "vllm is not an engine here; use sglang",
+    "exp_name=&a [*a]": "an alias (*name) is inside the section or list of its own anchor (&name)",
+    "exp_name=" + "[" * 3000: "sections or lists are nested more than 32 levels deep",
+    f"exp_name={'[' * 33}{']' * 33}": "sections or lists are nested more than 32 levels deep",
+    "exp_name=!!timestamp abc": "contains a value that is not of its type",
+    "actor_infer.strategy_args={strategy_name: vllm, strategy_config: [1]}": "vllm is not available; use sglang",
     "track_with=wandb": "track_with[0]: 'wandb' is not one of tensorboard, stdout",
 }
 
@@ -84,10 +84,10 @@ OUT_OF_BOUNDS = {
     "rollout_batch_size=0": "rollout_batch_size: 0 is too small; the least allowed is 1",
     "actor_train.training_args.learning_rate=0": "learning_rate: 0.0 is too small; it must be above 0",
     "actor_infer.generating_args.top_p=1.5": "top_p: 1.5 is too large; the most allowed is 1",
-    f"gamma=1{'0' * 400}": "gamma: 100000000000000000...0000000000000000000 is too large; nothing here is beyond 9223",
+    f"gamma=1{'0' * 400}": "gamma: 100000000000000000...0000000000000000000 is too large; the largest allowed number is 9223",
     f"seed=1{'0' * 400}": "seed: 100000000000000000...0000000000000000000 is too large",
-    f"seed=1{'0' * 5000}": "holds a value that is not of its type: Exceeds the limit (4300 digits)",
-    "actor_infer.device_mapping=[1000000]": "actor_infer.device_mapping: [1000000] names device 1000000; the last is",
+    f"seed=1{'0' * 5000}": "contains a value that is not of its type: Exceeds the limit (4300 digits)",
+    "actor_infer.device_mapping=[1000000]": "actor_infer.device_mapping: [1000000] contains device 1000000; the last is",
     "gamma=.nan": "gamma: nan is not a finite number",
     "actor_infer.generating_args.num_beams=4": "num_beams: 4 is not one of 1",
     "actor_train.strategy_args.strategy_config.context_parallel_size=2": "2 is too large; the most allowed is 1",
@@ -113,7 +113,7 @@ def test_quotes_in_a_file_need_no_others(tmp_path: Path) -> None:
 
 def test_a_file_without_its_sections_is_shown_them(tmp_path: Path) -> None:
     said = refusal(tmp_path, text=RLVR + "'actor_train.training_args.warmup_steps': 1\n")
-    assert "in a file a dot opens no section; write actor_train: {training_args: {warmup_steps: ...}}" in said
+    assert "in a file a dot does not open a section; write actor_train: {training_args: {warmup_steps: ...}}" in said
 
 
 @pytest.mark.parametrize(("override", "said"), (UNKNOWN | MISTYPED | OUT_OF_BOUNDS).items())
@@ -148,12 +148,12 @@ def test_all_broken_rules_are_told_together(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("seed: 1\nmax_steps: 2\nseed: 3\n", "seed: stands on line 1 and again on line 3; keep one"),
-        ("actor_train:\n  pg_variant: ppo\n  pg_variant: ppo\n", "pg_variant: stands on line 2 and again on line 3"),
-        ("a: {seed: 1, seed: 1}\n", "seed: stands on line 1 and again on line 1"),
+        ("seed: 1\nmax_steps: 2\nseed: 3\n", "seed: is given on line 1 and again on line 3; keep one"),
+        ("actor_train:\n  pg_variant: ppo\n  pg_variant: ppo\n", "pg_variant: is given on line 2 and again on line 3"),
+        ("a: {seed: 1, seed: 1}\n", "seed: is given on line 1 and again on line 1"),
         ("seed: [1\n", "line 2, column 1: not YAML"),
-        ("- seed\n", "holds no `key: value` lines"),
-        ("", "holds no `key: value` lines"),
+        ("- seed\n", "the top level must be a mapping of `key: value` lines"),
+        ("", "the top level must be a mapping of `key: value` lines"),
     ],
 )
 def test_a_file_that_is_no_configuration_is_explained(tmp_path: Path, text: str, said: str) -> None:

@@ -7,12 +7,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
-from roll.configs.aliases import KEYS, PLACES
-from roll.configs.coming_from import NAMES, SHORT
-from roll.configs.foreign import FOREIGN
-from roll.configs.importance_sampling import RANGE, SWITCH
 
 from roll.configs.agentic import AgenticConfig
+from roll.configs.compat.apply import MIGRATION, MOVED_KEYS, RENAMED_KEYS, SHORT_NAMES, UNSUPPORTED_KEYS
+from roll.configs.compat.async_trainers import WEIGHT_RANGE, WEIGHT_SWITCH
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.schema import known_keys
 from roll.configs.sglang_options import server_options
@@ -42,9 +40,9 @@ def is_read(name: str) -> bool:
     """Whether a key of another framework is known or answered without the data."""
     keys = [key.path for cls in (RLVRConfig, AgenticConfig) for key in known_keys(cls)]
     own = {path.rpartition(".")[2] for path in keys if not path.startswith("rewards.")}
-    moved = {*KEYS, *(path.rpartition(".")[2] for path in PLACES), SWITCH, RANGE}
+    moved = {*RENAMED_KEYS, *(path.rpartition(".")[2] for path in MOVED_KEYS), WEIGHT_SWITCH, WEIGHT_RANGE}
     return name in own | moved or any(
-        fnmatchcase(path, item.pattern) for item in FOREIGN for path in (name, f"role.{name}")
+        fnmatchcase(path, item.pattern) for item in UNSUPPORTED_KEYS for path in (name, f"role.{name}")
     )
 
 
@@ -61,7 +59,7 @@ def told() -> dict[str, set[str]]:
 
 
 def test_what_an_unknown_key_is_answered_with_is_what_the_tables_say() -> None:
-    assert {name: set(keys) for name, keys in NAMES.items() if name not in SHORT} == told()
+    assert {name: set(keys) for name, keys in MIGRATION.items() if name not in SHORT_NAMES} == told()
 
 
 @pytest.mark.parametrize(
@@ -73,7 +71,7 @@ def test_what_an_unknown_key_is_answered_with_is_what_the_tables_say() -> None:
         "max_tokens_per_gpu=1": "here that is actor_train.max_tokens_per_microbatch_in_train",
         "train_batch_size=1": "train_batch_size: unknown key; here that is rollout_batch_size",
         "trainer={nnodes: 2, total_epochs: 1}": "trainer.nnodes: unknown key; here that is actor_train.device_mapping",
-        "trainer.total_epochs=1": "trainer.total_epochs: unknown key; no key is like it; docs/configuration.md lists",
+        "trainer.total_epochs=1": "trainer.total_epochs: unknown key; no key is similar; docs/configuration.md lists",
         "actor_rollout_ref.actor.optim.lr=1": "here that is actor_train.training_args.learning_rate",
         "rollout.val_kwargs.top_p=1": "here that is validation.generating_args.top_p",
         "rollout.val_kwargs.n=1": "here that is validation.generating_args (",
@@ -90,6 +88,6 @@ def test_every_row_has_three_cells() -> None:
 
 def test_every_spelling_that_is_moved_stands_in_a_table() -> None:
     shown = {name for row in rows() for name in re.findall(r"`([^`]+)`", row[0])}
-    moved = {path.rpartition(".")[2] for path in PLACES}
+    moved = {path.rpartition(".")[2] for path in MOVED_KEYS}
     assert moved <= shown
-    assert {"num_gpus_per_node", "batch_timeout", "batch_generation_interval"} <= shown & set(KEYS)
+    assert {"num_gpus_per_node", "batch_timeout", "batch_generation_interval"} <= shown & set(RENAMED_KEYS)

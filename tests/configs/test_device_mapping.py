@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from roll.configs.device_mapping import parse_device_mapping, spans
+
+from roll.configs.parallel_layout import parse_device_mapping, spans
 
 RANKS = st.lists(st.integers(0, 200), min_size=1, max_size=40, unique=True)
 
@@ -49,10 +50,10 @@ def test_any_other_text_is_refused_and_never_run(text: str) -> None:
         ([0, "1"], "is not a list of whole numbers"),
         ([True], "is not a list of whole numbers"),
         ({0: 1}, "is not a list of ranks"),
-        ("[0, 0]", "names device 0 twice"),
-        ("0-99999999", "names more than"),
+        ("[0, 0]", "contains device 0 twice"),
+        ("0-99999999", "are more than"),
         ("list(range(0,10**9))", "is not a list of ranks"),
-        ("list(range(0,1000000000))", "names more than"),
+        ("list(range(0,1000000000))", "are more than"),
         ("[-1]", "is not a list of ranks"),
         ("open('x')", "is not a list of ranks"),
         ("+".join(["[0]"] * 5000), "has too many parts; write spans, such as '0-7,16-23'"),

@@ -7,9 +7,8 @@ import os
 from pathlib import Path
 
 import pytest
-from roll.configs.paths import unreachable
 
-from roll.configs.errors import Problem
+from roll.configs.errors import Problem, unreachable
 from roll.configs.rules import check
 from tests.configs.samples import refusal, rlvr
 
@@ -69,7 +68,7 @@ def test_a_path_that_is_too_long_is_explained(
 
 
 def test_a_base_file_with_a_name_too_long_is_explained(tmp_path: Path) -> None:
-    assert "names no file: " in (told := refusal(tmp_path, text=f"defaults: {LONG}\n"))
+    assert "is not a file: " in (told := refusal(tmp_path, text=f"defaults: {LONG}\n"))
     assert "File name too long" in told
 
 

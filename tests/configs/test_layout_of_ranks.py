@@ -4,9 +4,8 @@ from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
-from roll.configs.layout import ParallelLayout, RankCoordinates
-from roll.configs.layouts import device_roles, role_layout
 
+from roll.configs.parallel_layout import ParallelLayout, RankCoordinates
 from tests.configs.samples import rlvr
 
 SIZES = st.integers(1, 6)
@@ -29,11 +28,11 @@ def test_tensor_is_fastest_then_data_then_pipeline() -> None:
 
 def test_layouts_follow_from_devices_and_sizes(tmp_path: Path) -> None:
     config = rlvr(tmp_path, "actor_infer.num_gpus_per_worker=2")
-    assert role_layout(config.actor_train) == ParallelLayout(tensor=2, data=8, pipeline=1)
-    assert role_layout(config.actor_infer) == ParallelLayout(tensor=2, data=4, pipeline=1)
+    assert config.actor_train.layout == ParallelLayout(tensor=2, data=8, pipeline=1)
+    assert config.actor_infer.layout == ParallelLayout(tensor=2, data=4, pipeline=1)
 
 
 def test_a_reference_that_nothing_uses_owns_no_devices(tmp_path: Path) -> None:
-    assert set(device_roles(rlvr(tmp_path, "reference.device_mapping=0-15"))) == {"actor_train", "actor_infer"}
+    assert set(rlvr(tmp_path, "reference.device_mapping=0-15").device_roles()) == {"actor_train", "actor_infer"}
     used = rlvr(tmp_path, "reference.device_mapping=0-15", "use_kl_loss=true", "kl_loss_coef=0.01")
-    assert set(device_roles(used)) == {"actor_train", "actor_infer", "reference"}
+    assert set(used.device_roles()) == {"actor_train", "actor_infer", "reference"}

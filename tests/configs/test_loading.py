@@ -16,7 +16,7 @@ def test_the_pipeline_is_a_key_and_rlvr_by_default(tmp_path: Path) -> None:
 
 def test_a_launcher_refuses_a_file_for_another_pipeline(tmp_path: Path) -> None:
     file = write(tmp_path, RLVR + "pipeline: rlvr\n")
-    with pytest.raises(ValueError, match="pipeline: the file is for rlvr, but this starts sft"):
+    with pytest.raises(ValueError, match="pipeline: the file is for rlvr, but this command starts sft"):
         load_config(file, pipeline="sft")
 
 
@@ -33,7 +33,10 @@ def test_values_are_interpolated(tmp_path: Path) -> None:
 
 def test_interpolating_an_unknown_key_is_told(tmp_path: Path) -> None:
     said = refusal(tmp_path, "exp_name=${nowhere}")
-    assert "exp_name: cannot be interpolated: Interpolation key 'nowhere' not found; `${key}` sees what files" in said
+    assert (
+        "exp_name: cannot be interpolated: Interpolation key 'nowhere' not found; `${key}` sees the values of files"
+        in said
+    )
 
 
 def test_a_base_file_is_included_and_the_file_wins(tmp_path: Path) -> None:
@@ -61,11 +64,11 @@ def test_merge_keys_put_a_mapping_into_others(tmp_path: Path) -> None:
     text = RLVR + (
         "  generating_args: &train {temperature: 0.9, top_p: 0.8}\n"
         "validation:\n  generating_args: &sharper {<<: *train, temperature: 0.5}\n"
-        "reference:\n  generating_args: {<<: [*sharper, *train], top_k: 3}\n"
+        "system_envs: {<<: [*sharper, *train], top_k: 3}\n"
     )
     config = rlvr(tmp_path, text=text)
     assert (config.validation.generating_args.temperature, config.validation.generating_args.top_p) == (0.5, 0.8)
-    assert (config.reference.generating_args.temperature, config.reference.generating_args.top_k) == (0.5, 3)
+    assert config.system_envs == {"temperature": "0.5", "top_p": "0.8", "top_k": "3"}
 
 
 def test_files_that_include_each_other_are_told(tmp_path: Path) -> None:
@@ -75,7 +78,7 @@ def test_files_that_include_each_other_are_told(tmp_path: Path) -> None:
 
 
 def test_a_missing_base_file_is_told(tmp_path: Path) -> None:
-    assert "defaults: 'nothing' names no file" in refusal(tmp_path, text="defaults: [nothing]\n")
+    assert "defaults: 'nothing' is not a file" in refusal(tmp_path, text="defaults: [nothing]\n")
 
 
 def test_overrides_win_and_are_yaml(tmp_path: Path) -> None:
@@ -86,7 +89,7 @@ def test_overrides_win_and_are_yaml(tmp_path: Path) -> None:
         "actor_train.data_args.file_name=[a.jsonl, b.jsonl]",
         "actor_infer.strategy_args.strategy_config={mem_fraction_static: 0.5}",
         "actor_train.training_args.learning_rate=3e-6",
-        "log_prob_parity_bound=~",
+        "max_logprob_mismatch=~",
     )
     assert config.seed == 8
     assert config.actor_train.data_args.file_name == ["a.jsonl", "b.jsonl"]
@@ -130,7 +133,7 @@ def test_an_override_replaces_a_key_in_its_other_spelling(tmp_path: Path) -> Non
 
 def test_both_spellings_of_a_key_are_one_too_many(tmp_path: Path) -> None:
     said = refusal(tmp_path, text=RLVR + "num_gpus_per_node: 4\nnum_devices_per_node: 4\n")
-    assert "num_gpus_per_node: is the other spelling of num_devices_per_node" in said
+    assert "num_gpus_per_node: is another spelling of num_devices_per_node" in said
 
 
 def test_other_spellings_of_values_are_translated_with_a_note(tmp_path: Path) -> None:

@@ -7,14 +7,14 @@ import math
 from pathlib import Path
 
 import pytest
-from roll.configs.device_mapping import spans
-from roll.configs.machine import Machine
-from roll.configs.model_shape import read_model_shape
-from roll.configs.plan_types import MemoryPlan, Plan
 
 from roll.configs.errors import ConfigError
+from roll.configs.hardware import Hardware
 from roll.configs.load import load_config
-from roll.configs.plan import make_plan
+from roll.configs.memory import MemoryPlan
+from roll.configs.model_config import read_model_shape
+from roll.configs.parallel_layout import spans
+from roll.configs.plan import Plan, make_plan
 from tests.configs.samples import DATA, LAPTOP, SERVER, rlvr, sft
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -169,13 +169,13 @@ def test_a_model_elsewhere_costs_only_the_memory_lines(tmp_path: Path) -> None:
         (["platform=cuda"], LAPTOP, ("cuda", 8)),
         (["platform=cuda", "num_devices_per_node=4"], LAPTOP, ("cuda", 4)),
         ([], LAPTOP, ("cuda", 8)),
-        ([], Machine(gpus=0, cores=32), ("cpu", 32)),
+        ([], Hardware(gpus=0, cores=32), ("cpu", 32)),
         (["platform=cpu", "num_devices_per_node=24"], LAPTOP, ("cpu", 24)),
         (["platform=cpu"], LAPTOP, ("cpu", 2)),
     ],
 )
 def test_the_platform_a_plan_assumes(
-    tmp_path: Path, overrides: list[str], machine: Machine, expected: tuple[str, int]
+    tmp_path: Path, overrides: list[str], machine: Hardware, expected: tuple[str, int]
 ) -> None:
     plan = make_plan(rlvr(tmp_path, *overrides), machine)
     assert (plan.platform, plan.devices_per_node) == expected
@@ -184,7 +184,7 @@ def test_the_platform_a_plan_assumes(
 def test_what_a_plan_guesses_it_says(tmp_path: Path) -> None:
     said = "\n".join(make_plan(rlvr(tmp_path), LAPTOP).warnings)
     assert "platform: auto on a machine without a GPU: planned for cuda elsewhere" in said
-    assert "num_devices_per_node: is not given and there is no GPU here: taken as 8" in said
+    assert "num_devices_per_node: is not given and there is no GPU here: assumed 8" in said
 
 
 def test_an_engine_must_be_on_one_node(tmp_path: Path) -> None:

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from roll.configs.model_shape import read_model_shape
 
-from roll.configs.model_config import check_model_config
+from roll.configs.model_config import check_model_config, read_model_shape
 from tests.configs.samples import MODEL, refusal
 
 QWEN = json.loads(Path(MODEL, "config.json").read_text())

@@ -5,10 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from roll.configs.names import GROUP_ESTIMATORS, PG_VARIANTS
 
 from roll.algorithms.policy_config import PolicyLossConfig
-from roll.configs.policy import BEHAVIOR_VARIANTS, FOLLOWING_VARIANTS, RATIO_WEIGHTED_VARIANTS, VARIANT_KNOBS
+from roll.configs.policy import (
+    BEHAVIOR_VARIANTS,
+    FOLLOWING_VARIANTS,
+    GROUP_ESTIMATORS,
+    PG_VARIANTS,
+    RATIO_WEIGHTED_VARIANTS,
+    VARIANT_KNOBS,
+)
 from roll.configs.rules import check
 from tests.configs.samples import refusal, rlvr
 
@@ -155,7 +161,7 @@ def test_importance_sampling_is_another_spelling_of_token_weights(tmp_path: Path
 def test_importance_sampling_that_is_off_is_said_to_be_the_default(tmp_path: Path) -> None:
     config = rlvr(tmp_path, "importance_sampling=false", "correction.veto_threshold=0.01")
     assert not config.correction.weighted and config.correction.veto_threshold == 0.01
-    said = "false is the default; correction.weights stays as it is without it"
+    said = "false is the default and does not change correction.weights"
     assert config.source.notes == [("importance_sampling", said)]
 
 
@@ -165,7 +171,7 @@ def test_importance_sampling_that_is_off_is_said_to_be_the_default(tmp_path: Pat
         (["is_clip_range=[0.5, 2.0]"], "is_clip_range: has no effect without importance_sampling: true"),
         (["importance_sampling=true", "is_clip_range=2"], "is_clip_range: 2 is not a lower and an upper bound; write"),
         (["importance_sampling=true", "is_clip_range=[2.0, 0.5]"], "correction.weights.lower: 2 is above the upper"),
-        (["importance_sampling=true", f"{WEIGHTS}.upper=3"], "is the other spelling of correction.weights"),
+        (["importance_sampling=true", f"{WEIGHTS}.upper=3"], "is another spelling of correction.weights"),
         (["importance_sampling=false", f"{WEIGHTS}.level=token"], "which is given too; keep one"),
         (["importance_sampling=seq"], "importance_sampling: 'seq' is not true or false; write actor_train.pg_variant"),
         (["importance_sampling=token"], "'token' is not true or false; leave it out; ratios are those of tokens"),

@@ -23,15 +23,15 @@ DEVICES = {
     "actor_train.device_mapping=[]": "actor_train.device_mapping: is empty; name the devices of this role",
     "actor_infer.num_gpus_per_worker=3": "actor_infer.device_mapping: 8 devices cannot hold engines of "
     "num_gpus_per_worker 3; use 6 or 9",
-    "actor_train.num_gpus_per_worker=2": "actor_train.num_gpus_per_worker: 2 does not apply to megatron_train",
+    "actor_train.num_gpus_per_worker=2": "actor_train.num_gpus_per_worker: has no effect: a Megatron rank has one device",
     "actor_infer.device_mapping=12-19": "actor_infer.device_mapping: overlaps actor_train.device_mapping in devices "
     "12, 13, 14, 15; roles share all their devices or none",
     "actor_infer.device_mapping=8-15,0-7": "lists the devices of actor_train in another order; to share them write "
     "0-15",
     "actor_train.device_mapping=0-999999": "write 0-999999 to share, or devices outside, such as 1000000-1000007, to",
     "actor_infer.device_mapping=sixteen": "actor_infer.device_mapping: 'sixteen' is not a list of ranks",
-    "actor_infer.device_mapping=[16,16]": "actor_infer.device_mapping: [16, 16] names device 16 twice",
-    "actor_infer.device_mapping=[-1]": "names a negative device",
+    "actor_infer.device_mapping=[16,16]": "actor_infer.device_mapping: [16, 16] contains device 16 twice",
+    "actor_infer.device_mapping=[-1]": "contains a negative device",
     "actor_infer.device_mapping=9-3": "'9-3'",
     "actor_infer.device_mapping=__import__('os')": "is not a list of ranks",
 }
@@ -72,7 +72,7 @@ SAMPLES = {
     f"{SAMPLING}.temperature=-1": f"{SAMPLING}.temperature: -1.0 is too small; the least allowed is 0",
     f"{SAMPLING}.num_return_sequences=4": "num_return_sequences: 4 is not num_return_sequences_in_group 8",
     f"{SAMPLING}.max_new_tokens=2000": f"{SAMPLING}.max_new_tokens: 2000 is above response_length 1024",
-    f"truncated_sampling=refuse {SAMPLING}.top_p=0.9": "top_p 0.9 sample from a truncated distribution",
+    f"on_truncated_sampling=refuse {SAMPLING}.top_p=0.9": "top_p 0.9 sample from a truncated distribution",
     "prompt_length=200000": "sequence_length: 201024 is above max_position_embeddings 131072 of pretrain; use at",
 }
 
@@ -100,7 +100,7 @@ ENGINES = {
     "actor_train.model_args.dtype=fp16": "actor_train.model_args.dtype: fp16 needs loss scaling",
     "actor_train.model_args.disable_gradient_checkpointing=true "
     "actor_train.strategy_args.strategy_config.recompute_granularity=full": "recompute_granularity: full contradicts",
-    "tracker_kwargs={stdout: {}}": "tracker_kwargs.stdout: track_with does not name stdout",
+    "tracker_kwargs={stdout: {}}": "tracker_kwargs.stdout: track_with does not contain stdout",
     "eval_steps=5": "validation.data_args.file_name: is empty, but eval_steps is 5; name a file, or set eval_steps: 0",
     "actor_train.data_args.file_name=[]": "actor_train.data_args.file_name: is empty; name the JSONL or parquet files",
     "actor_train.data_args.file_name=a.csv": "actor_train.data_args.file_name: a.csv is not a file of lines or columns",
@@ -173,7 +173,7 @@ HARMLESS = {
     "async_training.max_staleness_allowed=1": "max_staleness_allowed: has no effect: async_generation_ratio is 0",
     "async_training.max_queue_size=600": "max_queue_size: has no effect: async_generation_ratio is 0",
     "async_training.batch_generation_interval=1": "batch_generation_interval_s: has no effect: each batch is generated "
-    "when it is asked for",
+    "on request",
     "max_resample_factor=3": "max_resample_factor: has no effect: every query_filter_config is of type no_filter",
     "max_sync_retries=0 sync_retry_delay_s=4": "sync_retry_delay_s: has no effect: max_sync_retries is 0",
     "track_with=[] logging_steps=5": "logging_steps: has no effect: track_with is empty",
@@ -205,7 +205,7 @@ def test_a_default_written_out_is_no_warning(tmp_path: Path) -> None:
 
 def test_generation_keys_have_no_effect_in_sft(tmp_path: Path) -> None:
     said = [str(warning) for warning in check(sft(tmp_path, "sync_timeout_s=5")).warnings]
-    assert said == ["sync_timeout_s: has no effect: supervised fine-tuning generates nothing and publishes no weights"]
+    assert said == ["sync_timeout_s: has no effect: supervised fine-tuning generates nothing and updates no engine"]
     assert "actor_train.pg_variant: has no effect" in refusal(tmp_path, "actor_train.pg_variant=vanilla", text=SFT)
 
 
@@ -250,9 +250,9 @@ def test_what_is_not_here_stops_a_run_only(tmp_path: Path) -> None:
 def test_engine_options_are_not_checked_where_sglang_is_not_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from roll.configs.rules import engines
+    from roll.configs.rules import devices
 
-    monkeypatch.setattr(engines, "server_options", lambda: None)
+    monkeypatch.setattr(devices, "server_options", lambda: None)
     warnings = check(rlvr(tmp_path, f"{SGLANG}.anything=1")).warnings
     assert [str(warning) for warning in warnings] == [
         f"{SGLANG}: sglang is not installed here: anything were not checked against its options"
@@ -265,7 +265,7 @@ def test_a_vllm_role_is_shown_for_sglang(tmp_path: Path) -> None:
         "      tensor_parallel_size: 2\n      swap_space: 4\n"
     )
     said = refusal(tmp_path, "rolout_batch_size=1", text=text)
-    assert "actor_infer.strategy_args.strategy_name: vllm is not an engine here; use sglang. The same block:" in said
+    assert "actor_infer.strategy_args.strategy_name: vllm is not available; use sglang. The same section:" in said
     assert "num_gpus_per_worker: 2" in said and "mem_fraction_static: 0.8" in said
     assert "without equivalent, left out: swap_space" in said
     assert "rolout_batch_size" not in said

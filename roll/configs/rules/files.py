@@ -88,7 +88,7 @@ def check_models(config: BaseConfig, report: Report) -> None:
             seen.add(name)
             continue
         if shape is None and name not in seen:
-            report.missing_resource(path, _absence(name))
+            report.missing_resource(path, _model_absence(name))
         if shape is not None:
             _check_splits(role, worker, shape, report)
             if name not in seen:
@@ -96,7 +96,7 @@ def check_models(config: BaseConfig, report: Report) -> None:
         seen.add(name)
 
 
-def _absence(name: str) -> str:
+def _model_absence(name: str) -> str:
     why = unreachable(Path(name, CONFIG_NAME))
     if why is not None:
         return f"{name} cannot be read: {why}"

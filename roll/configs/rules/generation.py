@@ -5,7 +5,7 @@ from __future__ import annotations
 from roll.configs.agentic import AgenticConfig
 from roll.configs.asynchronous import max_batches_ready, versions_ahead
 from roll.configs.errors import Report
-from roll.configs.pipeline import QueryFilterConfig, RewardConfig, RLConfig, RLVRConfig
+from roll.configs.pipeline import QueryFilterConfig, RewardConfig, RLConfig, RLVRConfig, Source
 
 FILTER_ARGUMENTS = {
     "no_filter": (),
@@ -24,7 +24,7 @@ def check_asynchronous(config: RLConfig, report: Report) -> None:
     if isinstance(config, RLVRConfig):
         for name, reward in config.rewards.items():
             path = f"rewards.{name}.query_filter_config"
-            _check_filter(path, reward.query_filter_config, config.num_return_sequences_in_group, report)
+            _check_filter(path, reward.query_filter_config, config.num_return_sequences_in_group, config.source, report)
 
 
 def _check_staleness(config: RLConfig, report: Report) -> None:
@@ -97,12 +97,13 @@ def _check_waits(config: RLConfig, report: Report) -> None:
         )
 
 
-def _check_filter(path: str, config: QueryFilterConfig, group: int, report: Report) -> None:
+def _check_filter(path: str, config: QueryFilterConfig, group: int, source: Source, report: Report) -> None:
     arguments = config.filter_args
     for name in ("threshold_up", "threshold_down", "std_threshold"):
         if getattr(arguments, name) is not None and name not in FILTER_ARGUMENTS[config.type]:
             owner = next(kind for kind, names in FILTER_ARGUMENTS.items() if name in names)
-            report.error(f"{path}.filter_args.{name}", f"belongs to type {owner}, but type is {config.type}")
+            where, message = f"{path}.filter_args.{name}", f"belongs to type {owner}, but type is {config.type}"
+            report.unused(where, message, is_error=not source.made_moot(where, [f"{path}.type"]))
     low, high = arguments.threshold_down, arguments.threshold_up
     if config.type == "mean_filter" and low is None and high is None:
         report.error(
