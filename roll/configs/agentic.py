@@ -142,16 +142,14 @@ class AgenticOptions:
         ),
     )
     episode_reward_weight: float = option(
-        1.0, "gigpo: weight of the normalised score of the episode.", minimum=0, only_for=GIGPO
+        1.0, "gigpo: weight of the normalised score of the episode.", ge=0, only_for=GIGPO
     )
-    step_reward_weight: float = option(
-        1.0, "gigpo: weight of the normalised return of the turn.", minimum=0, only_for=GIGPO
-    )
+    step_reward_weight: float = option(1.0, "gigpo: weight of the normalised return of the turn.", ge=0, only_for=GIGPO)
     step_reward_gamma: float = option(
         0.95,
         "gigpo, step_reinforce: discount from one turn to the one before.",
-        minimum=0,
-        maximum=1,
+        ge=0,
+        le=1,
         only_for=estimators(
             "gigpo", "step_reinforce", reason="only adv_estimator gigpo and step_reinforce read it", is_error=True
         ),
@@ -208,10 +206,10 @@ class CustomEnvConfig:
     )
     env_config: dict[str, Any] = option(factory=dict, help="Its options.")
     max_steps: int | None = option(
-        None, "Actions of one trajectory; default: env_config.max_steps, or max_actions_per_traj.", minimum=1
+        None, "Actions of one trajectory; default: env_config.max_steps, or max_actions_per_traj.", ge=1
     )
     max_tokens_per_step: int | None = option(
-        None, "Longest text of one turn in tokens; default: the pipeline's max_tokens_per_step.", minimum=1
+        None, "Longest text of one turn in tokens; default: the pipeline's max_tokens_per_step.", ge=1
     )
     agent_system_template: str | None = option(
         SYSTEM_TEMPLATE, "System message, null for none; may hold {env_instruction}.", parse=system_template
@@ -236,13 +234,11 @@ class EnvManagerConfig:
     """
 
     num_env_groups: int | None = option(
-        None,
-        "Groups that run at a time; default: the sum of num_groups_partition, or the groups of one batch.",
-        minimum=1,
+        None, "Groups that run at a time; default: the sum of num_groups_partition, or the groups of one batch.", ge=1
     )
-    group_size: int = option(8, "Trajectories of one task; in val_env_manager the default is 1.", minimum=1)
+    group_size: int = option(8, "Trajectories of one task; in val_env_manager the default is 1.", ge=1)
     group_size_redundancy: int = option(
-        0, "Extra environments per group: the group is complete when group_size of them have finished.", minimum=0
+        0, "Extra environments per group: the group is complete when group_size of them have finished.", ge=0
     )
     tags: list[str] = option(
         factory=list,
@@ -250,10 +246,9 @@ class EnvManagerConfig:
         help="Names in custom_envs that are used; a single one is a list of one; empty: all.",
     )
     num_groups_partition: list[int] = option(
-        factory=list,
-        help="How many of num_env_groups each of `tags` gets; empty: equal parts.",
+        factory=list, help="How many of num_env_groups each of `tags` gets; empty: equal parts."
     )
-    max_env_num_per_worker: int = option(16, "Environments of one process; 0: all in one.", minimum=0)
+    max_env_num_per_worker: int = option(16, "Environments of one process; 0: all in one.", ge=0)
     max_traj_per_env: Literal[-1] = option(
         -1, "Trajectories of one environment, one after the other: only -1, as many as the batches need."
     )
@@ -300,18 +295,18 @@ class AgenticConfig(AgenticOptions, RLConfig):
         factory=lambda: EnvManagerConfig(group_size=1), help="The environments of validation.", only_for=VALIDATES
     )
     val_batch_size: int | None = option(
-        None, "Trajectories of one validation; default: rollout_batch_size.", minimum=1, only_for=VALIDATES
+        None, "Trajectories of one validation; default: rollout_batch_size.", ge=1, only_for=VALIDATES
     )
     max_actions_per_traj: int = option(
         10,
         "Actions of one trajectory in environments without max_steps.",
-        minimum=1,
+        ge=1,
         only_for=_some_entry_lacks("max_steps", "env_config.max_steps"),
     )
     max_tokens_per_step: int | None = option(
         None,
         "Longest text of one turn in tokens; default: actor_infer.generating_args.max_new_tokens.",
-        minimum=1,
+        ge=1,
         only_for=_some_entry_lacks("max_tokens_per_step"),
     )
     sample_by: SampleBy | None = option(
@@ -320,12 +315,12 @@ class AgenticConfig(AgenticOptions, RLConfig):
         "env_manager_cls, or traj.",
     )
     env_step_timeout_s: float = option(
-        60.0, "Maximum duration of one reset or step of an environment; after it the trajectory has failed.", above=0
+        60.0, "Maximum duration of one reset or step of an environment; after it the trajectory has failed.", gt=0
     )
     trajectory_timeout_s: float = option(
         3600.0,
         "Maximum duration of a trajectory from reset to its last reward; after it the trajectory has failed.",
-        above=0,
+        gt=0,
     )
     batch_adjust_mode: Literal["pad"] = option(
         "pad",

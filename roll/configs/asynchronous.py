@@ -60,34 +60,31 @@ class AsyncTrainingConfig:
     """Bounds of asynchronous training; they apply to synchronous training as well, where they are never reached."""
 
     staleness_threshold: int = option(
-        3,
-        "Versions; samples with an older token count as stale in `stale_samples_ratio`.",
-        minimum=0,
-        only_for=SAMPLES_AGE,
+        3, "Versions; samples with an older token count as stale in `stale_samples_ratio`.", ge=0, only_for=SAMPLES_AGE
     )
     max_staleness_allowed: int | None = option(
         None,
         "Versions; a group with an older token is dropped when a batch is taken. At least "
         "ceil(async_generation_ratio); default: 5, or that where it is more.",
-        minimum=0,
+        ge=0,
         only_for=SAMPLES_AGE,
     )
     max_queue_size: int | None = option(
         None,
         "Samples (agentic: trajectories) that may be running or waiting; generation pauses at it, nothing is evicted. "
         "Default: what async_generation_ratio admits.",
-        minimum=1,
+        ge=1,
         only_for=_runs_ahead("there is never more than one batch"),
     )
-    min_batch_count: int = option(1, "Batches that must be ready before one is taken.", minimum=1)
+    min_batch_count: int = option(1, "Batches that must be ready before one is taken.", ge=1)
     batch_timeout_s: float = option(
-        30.0, "A batch that takes longer is reported with the requests it waits for, each time this passes.", above=0
+        30.0, "A batch that takes longer is reported with the requests it waits for, each time this passes.", gt=0
     )
-    batch_deadline_s: float = option(3600.0, "The run ends when a batch takes longer.", above=0)
+    batch_deadline_s: float = option(3600.0, "The run ends when a batch takes longer.", gt=0)
     batch_generation_interval_s: float = option(
         0.0,
         "Minimum seconds between submissions of prompt batches; 0 turns it off.",
-        minimum=0,
+        ge=0,
         only_for=Condition(
             lambda config, _: config.runs_in_background,
             "each batch is generated on request; set async_generation_ratio or async_training.rollouter: actor",
@@ -113,7 +110,7 @@ class AsyncTrainingConfig:
 class AsyncOptions:
     """The keys of RL pipelines for running ahead."""
 
-    async_generation_ratio: float = option(0.0, "Batches generation may run ahead; 0 is synchronous.", minimum=0)
+    async_generation_ratio: float = option(0.0, "Batches generation may run ahead; 0 is synchronous.", ge=0)
     in_flight_policy: InFlightPolicy = option(
         "retract",
         "What requests that run at a weight update do: recompute their cache under the new weights (retract), keep "

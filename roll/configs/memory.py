@@ -16,7 +16,7 @@ DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of one number."""
 
 HEAD_BYTES = 64 * 2**20
-"""Logits of one chunk of tokens in fp32: the output head never holds those of all tokens."""
+"""Logits of one chunk of tokens in fp32: the output head never keeps those of all tokens."""
 
 HEAD_KEPT_BYTES = 512 * 2**20
 """Limit of the probabilities kept for the head's backward pass; above it they are recomputed."""

@@ -22,10 +22,10 @@ TRAINED_VOCABULARY_MULTIPLE = 16
 CONFIG_NAME = "config.json"
 
 SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
-"""Whole numbers that a model must give."""
+"""Required whole numbers."""
 
 OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
-"""Whole numbers that follow from others, or are unknown, where they are null or left out."""
+"""Whole numbers that may be null or missing."""
 
 ONLY: dict[str, Any] = {
     "hidden_act": "silu",
@@ -34,7 +34,7 @@ ONLY: dict[str, Any] = {
     "use_sliding_window": False,
     "quantization_config": None,
 }
-"""Options that change the arithmetic, and the one value of each that is computed here; left out means that value."""
+"""Options that change the computation, and the one supported value of each, which is also the default."""
 
 ROPE_TYPES = ("default", "linear", "llama3")
 
@@ -45,7 +45,7 @@ LONGEST_SHOWN = 80
 
 
 class UnsupportedModel(ValueError):
-    """The folder is not a HF model, or one this framework cannot run; the message says what would work."""
+    """The folder is not a HF model, or a model that is not supported; the message names what is supported."""
 
 
 def read_model_config(file: Path) -> dict[str, Any]:
@@ -61,17 +61,17 @@ def read_model_config(file: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise UnsupportedModel(f"{file}: is not a model configuration: not JSON: {error}") from None
     if not isinstance(raw, dict):
-        raise UnsupportedModel(f"{file}: is not a model configuration: it holds a {type(raw).__name__}")
+        raise UnsupportedModel(f"{file}: is not a model configuration: it contains a {type(raw).__name__}")
     check_model_config(raw, str(file))
     return raw
 
 
 def check_model_config(raw: Mapping[str, Any], source: str = CONFIG_NAME) -> None:
-    """Nothing, for a model that can be trained; `source` names the file in errors.
+    """Checks that a model can be trained; `source` names the file in errors.
 
     Raises:
-        UnsupportedModel: an unknown architecture, a size that is missing or none, or an option that changes the
-            arithmetic in a way that is not implemented.
+        UnsupportedModel: an unknown architecture, a missing or invalid size, or an option that changes the computation in
+            a way that is not implemented.
     """
     try:
         _check_architecture(raw)
@@ -83,10 +83,10 @@ def check_model_config(raw: Mapping[str, Any], source: str = CONFIG_NAME) -> Non
 
 
 def rotary_values(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary settings in one mapping: `rope_parameters` of transformers 5, or what older files spread.
+    """Rotary settings in one mapping: `rope_parameters` of transformers 5, or the keys of older files.
 
     Raises:
-        UnsupportedModel: a section is none.
+        UnsupportedModel: a section is not a mapping.
     """
     values = {key: raw[key] for key in ("rope_theta", "partial_rotary_factor") if key in raw}
     for key in ("rope_scaling", "rope_parameters"):

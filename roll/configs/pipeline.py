@@ -33,7 +33,7 @@ class TensorBoardOptions:
     """`tracker_kwargs.tensorboard`."""
 
     log_dir: str | None = option(None, "Folder of the event files; default: output_dir/tensorboard.")
-    flush_secs: float = option(30.0, "Maximum time a point stays in memory, in seconds.", above=0)
+    flush_secs: float = option(30.0, "Maximum time a point stays in memory, in seconds.", gt=0)
 
 
 @dataclass
@@ -75,15 +75,13 @@ class BaseConfig:
 
     pipeline: Literal["rlvr", "sft", "agentic"] = option("rlvr", "Which pipeline this file is for.")
     exp_name: str = option("roll", "Name of the run in trackers.")
-    seed: int = option(42, "Every random choice of the run is derived from it.", minimum=0)
+    seed: int = option(42, "Every random choice of the run is derived from it.", ge=0)
     deterministic: bool = option(
         False, "On CPU the same seed gives the same metrics bit for bit, at some cost in speed."
     )
     platform: Literal["auto", "cpu", "cuda"] = option("auto", "Where devices are: auto takes cuda when there is one.")
     num_devices_per_node: int | None = option(
-        None,
-        "Devices of one node; default on cpu: its cores, on cuda: its GPUs (8 when planning elsewhere).",
-        minimum=1,
+        None, "Devices of one node; default on cpu: its cores, on cuda: its GPUs (8 when planning elsewhere).", ge=1
     )
     output_dir: str = option("./output", "Everything the run writes.")
     logging_dir: str | None = option(None, "Log files; default: output_dir/logs.")
@@ -95,25 +93,22 @@ class BaseConfig:
     tracker_kwargs: dict[str, dict[str, Any]] = option(
         factory=dict, help="Options of the trackers by name, e.g. {tensorboard: {log_dir: PATH}}."
     )
-    max_steps: int = option(100, "Batches to train on.", minimum=1)
+    max_steps: int = option(100, "Batches to train on.", ge=1)
     save_steps: int = option(
         0,
         "Checkpoint every so many steps, and at the end; 0: at the end only.",
-        minimum=0,
+        ge=0,
         only_for=needs("save_checkpoint", "save_checkpoint is false", is_error=True),
     )
     logging_steps: int = option(
         1,
         "Console and tracker lines every so many steps (metrics.jsonl has every step).",
-        minimum=1,
+        ge=1,
         only_for=needs("track_with", "track_with is empty, and metrics.jsonl has every step"),
     )
-    eval_steps: int = option(0, "Validate before step 1, every so many steps, and at the end; 0: never.", minimum=0)
+    eval_steps: int = option(0, "Validate before step 1, every so many steps, and at the end; 0: never.", ge=0)
     max_ckpt_to_keep: int = option(
-        2,
-        "Newest checkpoints kept; 0 keeps all.",
-        minimum=0,
-        only_for=needs("save_checkpoint", "save_checkpoint is false"),
+        2, "Newest checkpoints kept; 0 keeps all.", ge=0, only_for=needs("save_checkpoint", "save_checkpoint is false")
     )
     resume_from_checkpoint: bool | str = option(
         False, "true: the newest complete checkpoint of output_dir; or the path of one."
@@ -121,28 +116,23 @@ class BaseConfig:
     save_checkpoint: bool = option(True, "Write checkpoints at all.")
     save_hf_model: bool = option(False, "Export the final model as a HF folder, output_dir/hf_model.")
     pretrain: str | None = option(None, "HF model folder of every role without model_name_or_path.")
-    prompt_length: int = option(1024, "Longest prompt in tokens; longer ones are dropped and counted.", minimum=1)
-    response_length: int | None = option(None, "Longest response in tokens.", minimum=1)
+    prompt_length: int = option(1024, "Longest prompt in tokens; longer ones are dropped and counted.", ge=1)
+    response_length: int | None = option(None, "Longest response in tokens.", ge=1)
     sequence_length: int | None = option(
-        None, "prompt_length + response_length; give either this or response_length.", minimum=2
+        None, "prompt_length + response_length; give either this or response_length.", ge=2
     )
-    max_grad_norm: float = option(1.0, "Gradient clipping by global norm; 0 turns it off.", minimum=0)
+    max_grad_norm: float = option(1.0, "Gradient clipping by global norm; 0 turns it off.", ge=0)
     rpc_timeout_s: float = option(
-        3600.0, "Maximum wait for a worker; after it the run ends with an error that names the call.", above=0
+        3600.0, "Maximum wait for a worker; after it the run ends with an error that names the call.", gt=0
     )
-    start_timeout_s: float = option(600.0, "Maximum wait for workers and engines to start.", above=0)
-    model_update_buffer_size_mb: int = option(
-        512, "Size of one bucket of a weight update.", minimum=1, only_for=ENGINE_RUNS
-    )
-    sync_timeout_s: float = option(60.0, "Maximum duration of one weight update.", above=0, only_for=ENGINE_RUNS)
+    start_timeout_s: float = option(600.0, "Maximum wait for workers and engines to start.", gt=0)
+    model_update_buffer_size_mb: int = option(512, "Size of one bucket of a weight update.", ge=1, only_for=ENGINE_RUNS)
+    sync_timeout_s: float = option(60.0, "Maximum duration of one weight update.", gt=0, only_for=ENGINE_RUNS)
     max_sync_retries: int = option(
-        3, "Retries of a failed weight update before the run ends.", minimum=0, only_for=ENGINE_RUNS
+        3, "Retries of a failed weight update before the run ends.", ge=0, only_for=ENGINE_RUNS
     )
     sync_retry_delay_s: float = option(
-        1.0,
-        "Seconds between them.",
-        minimum=0,
-        only_for=(ENGINE_RUNS, needs("max_sync_retries", "max_sync_retries is 0")),
+        1.0, "Seconds between them.", ge=0, only_for=(ENGINE_RUNS, needs("max_sync_retries", "max_sync_retries is 0"))
     )
     verify_weights: Literal["first", "always"] = option(
         "first", "Compare names and checksums of trainer and engine after a weight update.", only_for=ENGINE_RUNS
@@ -194,7 +184,7 @@ class SFTConfig(BaseConfig):
     target_loss: float | None = option(
         None,
         "The run ends early, as soon as val/loss of a validation is at or below this.",
-        above=0,
+        gt=0,
         only_for=needs("eval_steps", "it is never measured, since eval_steps is 0; use eval_steps 10", is_error=True),
     )
 
@@ -206,7 +196,7 @@ class FilterArguments:
     threshold_up: float | None = option(None, "mean_filter: groups with this mean score or more are dropped.")
     threshold_down: float | None = option(None, "mean_filter: groups with this mean score or less are dropped.")
     std_threshold: float | None = option(
-        None, "std_filter: groups whose scores have this standard deviation or less are dropped; default 0.", minimum=0
+        None, "std_filter: groups whose scores have this standard deviation or less are dropped; default 0.", ge=0
     )
 
 
@@ -228,9 +218,9 @@ class RewardConfig:
         "roll.rewards.math_rule:math_reward", "`module:function(response, ground_truth, config) -> float`."
     )
     tag_included: list[str] = option(factory=list, help="Tags of the samples this reward scores; empty: all.")
-    world_size: int = option(1, "Worker processes of this reward.", minimum=1)
+    world_size: int = option(1, "Worker processes of this reward.", ge=1)
     timeout_s: float = option(
-        5.0, "Maximum seconds for one sample; then the process is killed and the sample dropped.", above=0
+        5.0, "Maximum seconds for one sample; then the process is killed and the sample dropped.", gt=0
     )
     answer_pattern: Literal["boxed", "last_number", "boxed_or_last_number"] = option(
         "boxed_or_last_number", "Where the response gives its answer."
@@ -261,33 +251,29 @@ class RLConfig(AsyncOptions, PolicyOptions, AdvantageOptions, BaseConfig):
         "Folder for the samples of every step: ids, log-probs, versions, scores and advantages, one JSONL a step; "
         "`roll show` prints them.",
     )
-    rollout_batch_size: int = option(64, "Prompts (rlvr) or trajectories (agentic) of one step.", minimum=1)
-    num_return_sequences_in_group: int = option(
-        1, "Samples per prompt; agentic: train_env_manager.group_size.", minimum=1
-    )
+    rollout_batch_size: int = option(64, "Prompts (rlvr) or trajectories (agentic) of one step.", ge=1)
+    num_return_sequences_in_group: int = option(1, "Samples per prompt; agentic: train_env_manager.group_size.", ge=1)
     is_num_return_sequences_expand: bool = option(True, "Each sample is a separate request with its own seed.")
-    ppo_epochs: int = option(1, "Passes over each batch.", minimum=1)
+    ppo_epochs: int = option(1, "Passes over each batch.", ge=1)
     max_logprob_mismatch: float | None = option(
-        None,
-        "Largest |log p - log mu| allowed in the first step; default 1e-3 in fp32, 0.5 in half precision.",
-        above=0,
+        None, "Largest |log p - log mu| allowed in the first step; default 1e-3 in fp32, 0.5 in half precision.", gt=0
     )
     on_truncated_sampling: Literal["warn", "refuse"] = option(
         "warn", "Reaction to a top_p or top_k that truncates the sampled distribution."
     )
-    max_generation_retries: int = option(2, "Retries of a failed request before its group is dropped.", minimum=0)
+    max_generation_retries: int = option(2, "Retries of a failed request before its group is dropped.", ge=0)
     max_failure_rate: float = option(
         0.1,
         "Maximum failed fraction per batch of prompts, or groups of trajectories; above 0, one failure is always "
         "allowed. The fraction is of the completed ones since the last batch, or of a batch if fewer completed.",
-        minimum=0,
-        maximum=1,
+        ge=0,
+        le=1,
     )
     max_resample_factor: float = option(
         10.0,
         "Maximum number of groups that query filters may drop per batch for each group they keep; the batch size "
         "counts if they keep fewer.",
-        above=0,
+        gt=0,
         only_for=(
             pipelines("rlvr", reason="every complete group is trained on"),
             Condition(

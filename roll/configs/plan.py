@@ -200,11 +200,7 @@ def batch_lines(config: BaseConfig) -> list[Line]:
             f"{size} per_device_train_batch_size x {training.gradient_accumulation_steps} gradient_accumulation_steps "
             f"x {data} data parallel",
         ),
-        Line(
-            "samples per rank and optimizer step",
-            step // data,
-            f"{step} / {data} data parallel",
-        ),
+        Line("samples per rank and optimizer step", step // data, f"{step} / {data} data parallel"),
         _micro_batch_line(worker, step // data),
     ]
     if isinstance(config, RLConfig):

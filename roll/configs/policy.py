@@ -103,8 +103,8 @@ class WeightOptions:
         "What happens outside the bounds: the weight is clamped to them, or its tokens leave the loss.",
         only_for=WEIGHTED,
     )
-    lower: float = option(0.0, "Smallest weight.", minimum=0, only_for=WEIGHTED)
-    upper: float = option(2.0, "Largest weight.", above=0, only_for=WEIGHTED)
+    lower: float = option(0.0, "Smallest weight.", ge=0, only_for=WEIGHTED)
+    upper: float = option(2.0, "Largest weight.", gt=0, only_for=WEIGHTED)
 
 
 @dataclass
@@ -120,13 +120,10 @@ class RejectionOptions:
         only_for=REJECTING,
     )
     lower: float | None = option(
-        None,
-        "Smallest value kept: a ratio for k1, nats for k2 and k3; null: no bound.",
-        minimum=0,
-        only_for=REJECTING,
+        None, "Smallest value kept: a ratio for k1, nats for k2 and k3; null: no bound.", ge=0, only_for=REJECTING
     )
     upper: float | None = option(
-        None, "Largest value kept, in the same units; null: no bound.", above=0, only_for=REJECTING
+        None, "Largest value kept, in the same units; null: no bound.", gt=0, only_for=REJECTING
     )
 
 
@@ -137,7 +134,7 @@ class CorrectionOptions:
     weights: WeightOptions = option(factory=WeightOptions, help="Importance weights on the token loss.")
     rejection: RejectionOptions = option(factory=RejectionOptions, help="Which tokens or responses are left out.")
     veto_threshold: float | None = option(
-        None, "A response with any token ratio below this is left out of the loss, e.g. 1e-4.", above=0
+        None, "A response with any token ratio below this is left out of the loss, e.g. 1e-4.", gt=0
     )
     renormalize: bool = option(
         False, "Divide the loss by the tokens left after rejection instead of by all.", only_for=REJECTS
@@ -165,19 +162,19 @@ class KLOptions:
     """KL to the reference, in the loss or in the token reward."""
 
     use_kl_loss: bool = option(False, "KL to the reference in the loss.")
-    kl_loss_coef: float = option(0.0, "Its weight.", minimum=0, only_for=KL_LOSS)
+    kl_loss_coef: float = option(0.0, "Its weight.", ge=0, only_for=KL_LOSS)
     add_token_level_kl: bool = option(False, "KL to the reference in the token reward.")
-    init_kl_coef: float = option(0.0, "Its weight; with target_kl the first one.", minimum=0, only_for=KL_REWARD)
+    init_kl_coef: float = option(0.0, "Its weight; with target_kl the first one.", ge=0, only_for=KL_REWARD)
     target_kl: float | None = option(
         None,
         "KL of the token reward in nats per token that its weight is steered to; null: a fixed weight.",
-        above=0,
+        gt=0,
         only_for=KL_REWARD,
     )
     kl_horizon: int = option(
         10000,
         "Samples over which that weight moves: the more, the slower.",
-        minimum=1,
+        ge=1,
         only_for=needs(
             "target_kl",
             "target_kl is null, so the weight of the KL is fixed",
@@ -208,38 +205,33 @@ class PolicyOptions(KLOptions):
     correction: CorrectionOptions = option(
         factory=CorrectionOptions, help="Weights and rejection against the sampling policy, for any pg_variant."
     )
-    pg_clip_low: float = option(0.2, "Ratio clip below 1.", above=0, maximum=1, only_for=PPO)
-    pg_clip_high: float = option(0.2, "Ratio clip above 1.", above=0, only_for=PPO)
+    pg_clip_low: float = option(0.2, "Ratio clip below 1.", gt=0, le=1, only_for=PPO)
+    pg_clip_high: float = option(0.2, "Ratio clip above 1.", gt=0, only_for=PPO)
     dual_clip_loss: bool = option(False, "Bound the loss of negative advantages.", only_for=PPO)
     dual_clip_c: float = option(
-        3.0,
-        "That bound in multiples of |A|.",
-        above=1,
-        only_for=(PPO, needs("dual_clip_loss", "dual_clip_loss is false")),
+        3.0, "That bound in multiples of |A|.", gt=1, only_for=(PPO, needs("dual_clip_loss", "dual_clip_loss is false"))
     )
-    gspo_clip_low: float = option(3e-4, "Clip below 1 of the response's mean ratio.", above=0, maximum=1, only_for=GSPO)
-    gspo_clip_high: float = option(4e-4, "Clip above 1 of the response's mean ratio.", above=0, only_for=GSPO)
-    tis_lower_bound: float = option(0.0, "Smallest weight.", minimum=0, only_for=TIS)
-    tis_upper_bound: float = option(1.0, "Largest weight.", above=0, only_for=TIS)
-    topr_positive_weight: float = option(1.0, "Weight of responses with a score above 0.", minimum=0, only_for=TOPR)
-    topr_negative_weight: float = option(1.0, "Weight of the others.", minimum=0, only_for=TOPR)
+    gspo_clip_low: float = option(3e-4, "Clip below 1 of the response's mean ratio.", gt=0, le=1, only_for=GSPO)
+    gspo_clip_high: float = option(4e-4, "Clip above 1 of the response's mean ratio.", gt=0, only_for=GSPO)
+    tis_lower_bound: float = option(0.0, "Smallest weight.", ge=0, only_for=TIS)
+    tis_upper_bound: float = option(1.0, "Largest weight.", gt=0, only_for=TIS)
+    topr_positive_weight: float = option(1.0, "Weight of responses with a score above 0.", ge=0, only_for=TOPR)
+    topr_negative_weight: float = option(1.0, "Weight of the others.", ge=0, only_for=TOPR)
     topr_level: Literal["token", "sequence"] = option(
         "token", "The ratio of a token, or of the whole response (the paper's form).", only_for=TOPR
     )
     cispo_epsilon_low: float = option(
-        0.1, "The weight is at least 1 minus this; 1 or more leaves it unbounded below.", above=0, only_for=CISPO
+        0.1, "The weight is at least 1 minus this; 1 or more leaves it unbounded below.", gt=0, only_for=CISPO
     )
-    cispo_epsilon_high: float = option(0.1, "The weight is at most 1 plus this.", above=0, only_for=CISPO)
+    cispo_epsilon_high: float = option(0.1, "The weight is at most 1 plus this.", gt=0, only_for=CISPO)
     cispo_use_unified_mask: bool = option(
-        False,
-        "Leave out tokens that ppo would clip: ratio too high with A > 0, too low with A < 0.",
-        only_for=CISPO,
+        False, "Leave out tokens that ppo would clip: ratio too high with A > 0, too low with A < 0.", only_for=CISPO
     )
-    kimi15_tau: float = option(0.1, "Weight of half the squared log ratio.", above=0, only_for=KIMI15)
+    kimi15_tau: float = option(0.1, "Weight of half the squared log ratio.", gt=0, only_for=KIMI15)
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
         option("seq-mean-token-mean", "How token losses become one number.")
     )
-    entropy_loss_coef: float = option(0.0, "Weight of the entropy bonus.", minimum=0)
+    entropy_loss_coef: float = option(0.0, "Weight of the entropy bonus.", ge=0)
 
 
 @dataclass
@@ -261,14 +253,14 @@ class AdvantageOptions:
     gamma: float = option(
         1.0,
         "Discount of the return to go.",
-        minimum=0,
-        maximum=1,
+        ge=0,
+        le=1,
         only_for=not_estimators(
             *GROUP_ESTIMATORS, reason="this adv_estimator gives every token of a response the same advantage"
         ),
     )
-    reward_clip: float | None = option(None, "Clip scores to +- this.", above=0)
-    advantage_clip: float | None = option(None, "Clip advantages to +- this.", above=0)
+    reward_clip: float | None = option(None, "Clip scores to +- this.", gt=0)
+    advantage_clip: float | None = option(None, "Clip advantages to +- this.", gt=0)
     whiten_rewards: bool = option(False, "Zero mean and unit variance of scores over the batch.")
     whiten_advantages: bool = option(
         False,

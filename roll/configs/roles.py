@@ -63,11 +63,11 @@ class TrainModelArguments(MegatronModelArguments):
 class TrainingArguments:
     """One optimizer and its schedule."""
 
-    learning_rate: float = option(1e-6, "Peak learning rate.", above=0)
+    learning_rate: float = option(1e-6, "Peak learning rate.", gt=0)
     min_learning_rate: float = option(
         0.0,
         "Learning rate at the end of the schedule.",
-        minimum=0,
+        ge=0,
         only_for=needs(
             "lr_scheduler_type",
             "lr_scheduler_type is constant; use linear or cosine",
@@ -75,16 +75,16 @@ class TrainingArguments:
         ),
     )
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = option("constant", "Shape after warm-up.")
-    warmup_steps: int = option(0, "Optimizer steps of linear warm-up.", minimum=0)
+    warmup_steps: int = option(0, "Optimizer steps of linear warm-up.", ge=0)
     warmup_ratio: float = option(
-        0.0, "Warm-up as a share of all optimizer steps; exclusive with warmup_steps.", minimum=0, maximum=1
+        0.0, "Warm-up as a share of all optimizer steps; exclusive with warmup_steps.", ge=0, le=1
     )
-    weight_decay: float = option(0.0, "Decoupled weight decay.", minimum=0)
-    adam_beta1: float = option(0.9, "First Adam decay.", minimum=0, maximum=1)
-    adam_beta2: float = option(0.999, "Second Adam decay.", minimum=0, maximum=1)
-    adam_epsilon: float = option(1e-8, "Adam denominator offset.", above=0)
-    per_device_train_batch_size: int = option(1, "Samples of one micro-batch on one data-parallel rank.", minimum=1)
-    gradient_accumulation_steps: int = option(1, "Micro-batches of one optimizer step.", minimum=1)
+    weight_decay: float = option(0.0, "Decoupled weight decay.", ge=0)
+    adam_beta1: float = option(0.9, "First Adam decay.", ge=0, le=1)
+    adam_beta2: float = option(0.999, "Second Adam decay.", ge=0, le=1)
+    adam_epsilon: float = option(1e-8, "Adam denominator offset.", gt=0)
+    per_device_train_batch_size: int = option(1, "Samples of one micro-batch on one data-parallel rank.", ge=1)
+    gradient_accumulation_steps: int = option(1, "Micro-batches of one optimizer step.", ge=1)
 
     def samples_per_optimizer_step(self, data_parallel: int) -> int:
         """per_device_train_batch_size x gradient_accumulation_steps x data-parallel size."""
@@ -138,16 +138,14 @@ class TrainDataArguments(DataArguments):
 class GeneratingArguments:
     """How responses are sampled."""
 
-    max_new_tokens: int | None = option(None, "Longest response in tokens; default: response_length.", minimum=1)
-    temperature: float = option(1.0, "Sampling temperature; training logits are divided by the same value.", minimum=0)
+    max_new_tokens: int | None = option(None, "Longest response in tokens; default: response_length.", ge=1)
+    temperature: float = option(1.0, "Sampling temperature; training logits are divided by the same value.", ge=0)
     top_p: float = option(
-        1.0, "Nucleus mass; below 1 the engine's log-probs are those of another distribution.", above=0, maximum=1
+        1.0, "Nucleus mass; below 1 the engine's log-probs are those of another distribution.", gt=0, le=1
     )
-    top_k: int = option(0, "Most likely tokens to sample from; 0 means all.", minimum=0)
-    repetition_penalty: float = option(1.0, "1 is off; any other value biases every ratio.", above=0)
-    num_return_sequences: int | None = option(
-        None, "Samples per prompt; default: num_return_sequences_in_group.", minimum=1
-    )
+    top_k: int = option(0, "Most likely tokens to sample from; 0 means all.", ge=0)
+    repetition_penalty: float = option(1.0, "1 is off; any other value biases every ratio.", gt=0)
+    num_return_sequences: int | None = option(None, "Samples per prompt; default: num_return_sequences_in_group.", ge=1)
     num_beams: Literal[1] = option(1, "Beam search is not sampling: only 1.")
     stop_strings: list[str] = option(
         factory=list, parse=one_or_many, help="Strings that end a response; each must be one token of the tokenizer."
@@ -158,12 +156,12 @@ class GeneratingArguments:
 class MegatronConfig:
     """`strategy_config` of megatron_infer, and what megatron_train shares with it."""
 
-    tensor_model_parallel_size: int = option(1, "Ranks one layer is split over.", minimum=1)
-    pipeline_model_parallel_size: int = option(1, "Stages the layers are split into.", minimum=1)
+    tensor_model_parallel_size: int = option(1, "Ranks one layer is split over.", ge=1)
+    pipeline_model_parallel_size: int = option(1, "Stages the layers are split into.", ge=1)
     expert_model_parallel_size: int = option(
-        1, "Ranks experts are split over; the dense families here allow 1.", minimum=1, maximum=1
+        1, "Ranks experts are split over; the dense families here allow 1.", ge=1, le=1
     )
-    context_parallel_size: int = option(1, "Ranks one sequence is split over; only 1 yet.", minimum=1, maximum=1)
+    context_parallel_size: int = option(1, "Ranks one sequence is split over; only 1 is available.", ge=1, le=1)
     sequence_parallel: bool = option(
         False, "Split norms and residuals along the sequence over the tensor-parallel ranks."
     )
@@ -286,7 +284,7 @@ class MegatronRoleConfig(RoleConfig):
     infer_batch_size: int = option(
         16,
         "Samples of one forward micro-batch (log-probs) on one data-parallel rank.",
-        minimum=1,
+        ge=1,
         only_for=(
             FORWARD_PASSES,
             needs(
@@ -302,7 +300,7 @@ class MegatronRoleConfig(RoleConfig):
     max_tokens_per_microbatch_in_infer: int = option(
         0,
         "Padded tokens of one forward micro-batch; needed with dynamic batching.",
-        minimum=0,
+        ge=0,
         only_for=(FORWARD_PASSES, needs("use_dynamic_batching_in_infer", "use_dynamic_batching_in_infer is false")),
     )
 
@@ -337,7 +335,7 @@ class ActorTrainConfig(MegatronRoleConfig):
     max_tokens_per_microbatch_in_train: int = option(
         0,
         "Padded tokens of one training micro-batch; needed with dynamic batching.",
-        minimum=0,
+        ge=0,
         only_for=needs("use_dynamic_batching_in_train", "use_dynamic_batching_in_train is false"),
     )
     pg_variant: str = option("ppo", "Policy loss; see docs/algorithms.md for the known ones.", only_for=POLICY_LOSS)
@@ -382,11 +380,9 @@ class ActorInferConfig(RoleConfig):
 
     strategy_args: SGLangArguments = option(factory=SGLangArguments, help="The role's engine.")
     generating_args: GeneratingArguments = option(factory=GeneratingArguments, help="The sampling of training.")
-    num_gpus_per_worker: int = option(1, "Devices of one engine: its tensor-parallel size.", minimum=1)
-    max_running_requests: int = option(128, "Requests one engine runs at a time.", minimum=1)
-    generation_timeout_s: float = option(
-        120.0, "Seconds one request may take before it is aborted and retried.", above=0
-    )
+    num_gpus_per_worker: int = option(1, "Devices of one engine: its tensor-parallel size.", ge=1)
+    max_running_requests: int = option(128, "Requests one engine runs at a time.", ge=1)
+    generation_timeout_s: float = option(120.0, "Seconds one request may take before it is aborted and retried.", gt=0)
 
     @property
     def layout(self) -> ParallelLayout:

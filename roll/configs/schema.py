@@ -49,9 +49,9 @@ def option(
     help: str = "",
     *,
     factory: Callable[[], Any] | Any = MISSING,
-    minimum: float | None = None,
-    above: float | None = None,
-    maximum: float | None = None,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
     parse: Callable[[Any], Any] | None = None,
     only_for: Condition | Sequence[Condition] = (),
     decides_section: bool = False,
@@ -62,18 +62,18 @@ def option(
         default: value if the YAML does not set the key; give `factory` instead for a mutable one.
         help: one sentence with the unit; the configuration reference is generated from it.
         factory: makes the default of a mutable field.
-        minimum: smallest allowed value.
-        above: exclusive lower bound.
-        maximum: largest allowed value.
+        ge: smallest allowed value.
+        gt: exclusive lower bound.
+        le: largest allowed value.
         parse: converts the YAML value to the field's type, raises ValueError with a reason.
         only_for: conditions without which the key, or any key of the section, has no effect.
         decides_section: while this key is wrong, the other keys of its section are not checked.
     """
     metadata = {
         "help": help,
-        "minimum": minimum,
-        "above": above,
-        "maximum": maximum,
+        "ge": ge,
+        "gt": gt,
+        "le": le,
         "parse": parse,
         "only_for": (only_for,) if isinstance(only_for, Condition) else tuple(only_for),
         "decides_section": decides_section,
@@ -198,6 +198,8 @@ def describe(hint: Any) -> str:
 LARGEST = 2**63 - 1
 """Largest whole number: tensors and engines hold 64 bits, so a larger one is explained instead of overflowing."""
 
+TOO_LARGE = f"{{}} is too large; the largest allowed number is {LARGEST}"
+
 INVALID_CHARACTERS = re.compile("[\0\ud800-\udfff]")
 """Characters that YAML allows, but no path and no UTF-8 text."""
 
@@ -238,19 +240,15 @@ class Converter:
         return default
 
     def _field(self, value: Any, key: Key, default: Any, path: str) -> Any:
-        parse = key.field.metadata.get("parse")
-        if parse is not None:
-            try:
-                value = parse(value)
-            except ValueError as error:
-                self.problems.append(Problem(path, str(error)))
-                return default
-        before = len(self.problems)
-        converted = self._value(value, key.hint, default, path)
+        parse, before = key.field.metadata.get("parse"), len(self.problems)
+        try:
+            converted = self._value(parse(value) if parse else value, key.hint, default, path)
+        except ValueError as error:
+            return self._add(path, str(error)) or default
         if len(self.problems) > before:
             return default
-        self._text(converted, path)
-        self._bounds(converted, key, path)
+        self._check_text(converted, path)
+        self._check_bounds(converted, key, path)
         return converted
 
     def _value(self, value: Any, hint: Any, default: Any, path: str) -> Any:
@@ -260,14 +258,28 @@ class Converter:
         if isinstance(hint, type) and is_dataclass(hint):
             return self.overlay(value, default if isinstance(default, hint) else hint(), path)
         if origin is typing.Literal:
-            return self._literal(value, hint, path)
+            same = [item for item in arguments if value == item and type(value) is type(item)]
+            return same[0] if same else self._fail(path, value, describe(hint))
         if origin in (typing.Union, types.UnionType):
             return self._union(value, hint, path)
-        if origin is list:
-            return self._list(value, hint, path)
-        if hint is dict or origin is dict:
-            return self._dict(value, arguments[1] if arguments else Any, path)
-        return self._scalar(value, hint, path)
+        if origin is list and isinstance(value, list):
+            items = [self._value(item, arguments[0], None, f"{path}[{index}]") for index, item in enumerate(value)]
+            for index, item in enumerate(items):
+                self._check_text(item, f"{path}[{index}]")
+            return items
+        if origin is dict and isinstance(value, Mapping):
+            return {str(key): self._value(item, arguments[1], None, f"{path}.{key}") for key, item in value.items()}
+        return self._fail(path, value, describe(hint)) if origin else self._scalar(value, hint, path)
+
+    def _union(self, value: Any, hint: Any, path: str) -> Any:
+        if value is None and type(None) in typing.get_args(hint):
+            return None
+        for member in typing.get_args(hint):
+            attempt = Converter(self._suggest, self._overridden)
+            converted = attempt._value(value, member, None, path)
+            if member is not type(None) and not attempt.problems:
+                return converted
+        return self._fail(path, value, describe(hint))
 
     def _scalar(self, value: Any, hint: type, path: str) -> Any:
         if hint is float and isinstance(value, int | float | str) and not isinstance(value, bool):
@@ -276,7 +288,7 @@ class Converter:
             except ValueError:
                 return self._fail(path, value, describe(hint))
             except OverflowError:
-                return self._too_large(path, value)  # type: ignore[arg-type]
+                return self._add(path, TOO_LARGE.format(reprlib.repr(value)))
         if type(value) is hint:
             return value
         advice = ""
@@ -289,73 +301,34 @@ class Converter:
     def _quoted(self, value: bool | int | float, path: str) -> str:
         """Advice on quoting a value to make it text; a shell removes the outer quotes."""
         text = f"'{str(value).lower() if isinstance(value, bool) else value}'"
-        if path in self._overridden:
-            return f'put it in quotes, and these in double quotes for the shell: {path}="{text}"'
         if path.partition("[")[0] in self._overridden:
-            return f'put it in quotes, and these in double quotes for the shell: "{text}"'
+            start = f"{path}=" if path in self._overridden else ""
+            return f'put it in quotes, and these in double quotes for the shell: {start}"{text}"'
         return f"put it in quotes: {text}"
 
-    def _literal(self, value: Any, hint: Any, path: str) -> Any:
-        for item in typing.get_args(hint):
-            if value == item and type(value) is type(item):
-                return item
-        return self._fail(path, value, describe(hint))
-
-    def _union(self, value: Any, hint: Any, path: str) -> Any:
-        attempt = Converter(self._suggest, self._overridden)
-        for member in typing.get_args(hint):
-            if member is type(None):
-                if value is None:
-                    return None
-                continue
-            before = len(attempt.problems)
-            converted = attempt._value(value, member, None, path)
-            if len(attempt.problems) == before:
-                return converted
-        return self._fail(path, value, describe(hint))
-
-    def _list(self, value: Any, hint: Any, path: str) -> Any:
-        if not isinstance(value, list):
-            return self._fail(path, value, describe(hint))
-        (item_hint,) = typing.get_args(hint)
-        items = [self._value(item, item_hint, None, f"{path}[{index}]") for index, item in enumerate(value)]
-        for index, item in enumerate(items):
-            self._text(item, f"{path}[{index}]")
-        return items
-
-    def _dict(self, value: Any, item_hint: Any, path: str) -> Any:
-        if not isinstance(value, Mapping):
-            return self._fail(path, value, SECTION)
-        return {str(key): self._value(item, item_hint, None, f"{path}.{key}") for key, item in value.items()}
-
-    def _text(self, value: Any, path: str) -> None:
+    def _check_text(self, value: Any, path: str) -> None:
         if value == "":
-            self.problems.append(Problem(path, "'' is empty; give it a value, or leave it out"))
+            self._add(path, "'' is empty; give it a value, or leave it out")
         elif isinstance(value, str) and INVALID_CHARACTERS.search(value):
-            self.problems.append(
-                Problem(path, f"{value!r} contains a character that no file or tokenizer accepts; remove it")
-            )
+            self._add(path, f"{value!r} contains a character that no file or tokenizer accepts; remove it")
 
-    def _bounds(self, value: Any, key: Key, path: str) -> None:
+    def _check_bounds(self, value: Any, key: Key, path: str) -> None:
         if isinstance(value, bool) or not isinstance(value, int | float):
             return
-        limits = key.field.metadata
+        least, above, most = (key.field.metadata.get(name) for name in ("ge", "gt", "le"))
         if isinstance(value, int) and abs(value) > LARGEST:
-            self._too_large(path, value)
+            self._add(path, TOO_LARGE.format(reprlib.repr(value)))
         elif not math.isfinite(value):
-            self.problems.append(Problem(path, f"{value} is not a finite number"))
-        elif limits.get("minimum") is not None and value < limits["minimum"]:
-            self.problems.append(Problem(path, f"{value} is too small; the least allowed is {limits['minimum']}"))
-        elif limits.get("above") is not None and value <= limits["above"]:
-            self.problems.append(Problem(path, f"{value} is too small; it must be above {limits['above']}"))
-        elif limits.get("maximum") is not None and value > limits["maximum"]:
-            self.problems.append(Problem(path, f"{value} is too large; the most allowed is {limits['maximum']}"))
-
-    def _too_large(self, path: str, value: int) -> None:
-        self.problems.append(
-            Problem(path, f"{reprlib.repr(value)} is too large; the largest allowed number is {LARGEST}")
-        )
+            self._add(path, f"{value} is not a finite number")
+        elif least is not None and value < least:
+            self._add(path, f"{value} is too small; the least allowed is {least}")
+        elif above is not None and value <= above:
+            self._add(path, f"{value} is too small; it must be above {above}")
+        elif most is not None and value > most:
+            self._add(path, f"{value} is too large; the most allowed is {most}")
 
     def _fail(self, path: str, value: Any, expected: str) -> None:
-        shown = "null" if value is None else repr(value)
-        self.problems.append(Problem(path, f"{shown} is not {expected}"))
+        self._add(path, f"{'null' if value is None else repr(value)} is not {expected}")
+
+    def _add(self, path: str, message: str) -> None:
+        self.problems.append(Problem(path, message))

@@ -82,7 +82,7 @@ def _without_keys_of(
 
 
 def _absence(role: Any, path: str) -> AbsentKey | None:
-    """What the role says about the path or the innermost section around it."""
+    """The entry of `absent` for the path or for the innermost section around it."""
     parts = path.split(".")
     candidates = (role.absent.get(".".join(parts[:length])) for length in range(len(parts), 0, -1))
     return next(filter(None, candidates), None)

@@ -12,7 +12,7 @@ import gymnasium
 from gymnasium.error import ResetNeeded
 
 from roll.configs.errors import Problem
-from roll.configs.fields import option
+from roll.configs.schema import option
 from roll.envs.metrics import Aggregation
 from roll.envs.options import read_config
 from roll.envs.spaces import FreeText
@@ -22,7 +22,7 @@ from roll.envs.spaces import FreeText
 class EnvConfig:
     """Options that every environment has. An environment with more subclasses it; every field has a default."""
 
-    max_steps: int = option(20, "Actions after which an episode that goes on is cut off.", minimum=1)
+    max_steps: int = option(20, "Actions after which an episode that goes on is cut off.", ge=1)
     env_instruction: str | None = option(None, "The rules in words of your own; null takes the built-in ones.")
 
     def check(self) -> Iterable[Problem]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar
 
-from roll.configs.fields import option
+from roll.configs.schema import option
 from roll.envs.arithmetic import MAX_DIGITS, CalculatorError, calculate
 from roll.envs.arithmetic_problems import draw_problem
 from roll.envs.base import EnvConfig, TextEnv, Turn
@@ -30,10 +30,10 @@ WRITE_ONE = "Error: write <tool>an expression</tool> or <answer>a number</answer
 class CalculatorConfig(EnvConfig):
     """Options of the problems."""
 
-    max_steps: int = option(5, "Turns, the answer included, after which the episode is cut off.", minimum=1)
-    terms: int = option(5, "Numbers in the expression.", minimum=2, maximum=8)
-    digits: int = option(4, "Digits of each of them.", minimum=1, maximum=6)
-    format_penalty: float = option(0.0, "Reward of a text with neither call nor answer; zero or below.", maximum=0)
+    max_steps: int = option(5, "Turns, the answer included, after which the episode is cut off.", ge=1)
+    terms: int = option(5, "Numbers in the expression.", ge=2, le=8)
+    digits: int = option(4, "Digits of each of them.", ge=1, le=6)
+    format_penalty: float = option(0.0, "Reward of a text with neither call nor answer; zero or below.", le=0)
 
 
 class Calculator(TextEnv):

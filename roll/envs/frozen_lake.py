@@ -8,7 +8,7 @@ import numpy as np
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
 from gymnasium.utils.seeding import np_random
 
-from roll.configs.fields import option
+from roll.configs.schema import option
 from roll.envs.moves import MOVES, MoveConfig, MoveEnv
 
 SURE_STEP = 1 / 3
@@ -33,10 +33,10 @@ SLIPPERY = """The ice is slippery: one move in three goes where you meant to, on
 class FrozenLakeConfig(MoveConfig):
     """Options of the lake."""
 
-    size: int = option(4, "Rows and columns of the lake.", minimum=2, maximum=20)
-    p: float = option(0.8, "Probability that a cell is ice and not a hole.", minimum=0, maximum=1)
+    size: int = option(4, "Rows and columns of the lake.", ge=2, le=20)
+    p: float = option(0.8, "Probability that a cell is ice and not a hole.", ge=0, le=1)
     is_slippery: bool = option(True, "Go where it was meant one time in three only, else to either side.")
-    map_seed: int | None = option(None, "Seed of one map for all episodes; null draws one for each.", minimum=0)
+    map_seed: int | None = option(None, "Seed of one map for all episodes; null draws one for each.", ge=0)
 
 
 class FrozenLake(MoveEnv):

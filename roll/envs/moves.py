@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from roll.configs.errors import Problem
-from roll.configs.fields import option
+from roll.configs.schema import option
 from roll.envs.actions import ANSWER, ActionPattern
 from roll.envs.base import EnvConfig, TextEnv, Turn
 from roll.envs.metrics import Aggregation
@@ -22,7 +22,7 @@ class MoveConfig(EnvConfig):
     """Options of a game on a grid."""
 
     action_pattern: str = option(ANSWER, "Regular expression whose last group holds the action.")
-    format_penalty: float = option(0.0, "Reward of a text that holds no action; zero or below.", maximum=0)
+    format_penalty: float = option(0.0, "Reward of a text that holds no action; zero or below.", le=0)
 
     def check(self) -> Iterable[Problem]:
         """The pattern can be used, and the rules can show how to answer."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, TypeVar
 
-from roll.configs.convert import Converter
 from roll.configs.errors import ConfigError, Problem
-from roll.configs.schema import declared
+from roll.configs.schema import Converter, declared
 from roll.configs.suggestions import nearest, unknown
 
 

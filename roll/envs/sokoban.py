@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from roll.configs.errors import Problem
-from roll.configs.fields import option
+from roll.configs.schema import option
 from roll.envs.moves import MOVES, MoveConfig, MoveEnv
 from roll.envs.sokoban_room import DIRECTIONS, draw_room
 
@@ -40,9 +40,9 @@ class SokobanConfig(MoveConfig):
     """Options of the room."""
 
     dim_room: list[int] = option(factory=lambda: [6, 6], help="Rows and columns with the walls around, 5 to 12 each.")
-    num_boxes: int = option(1, "Boxes, and as many targets.", minimum=1, maximum=6)
+    num_boxes: int = option(1, "Boxes, and as many targets.", ge=1, le=6)
     search_depth: int = option(
-        20, "No room needs more moves than this, nor more than `max_steps`: every room can be won.", minimum=1
+        20, "No room needs more moves than this, nor more than `max_steps`: every room can be won.", ge=1
     )
 
     def check(self) -> Iterable[Problem]:

@@ -88,4 +88,4 @@ def test_defaults_are_the_same_with_turns_and_without() -> None:
 @pytest.mark.parametrize("estimator", TURN_ESTIMATORS)
 def test_responses_of_one_turn_have_no_use_for_turns(tmp_path: Path, estimator: str) -> None:
     said = refusal(tmp_path, f"adv_estimator={estimator}")
-    assert f"adv_estimator: {estimator} is for trajectories of several turns" in said
+    assert f"adv_estimator: {estimator} needs trajectories of several turns" in said

@@ -15,7 +15,7 @@ SAMPLING = "actor_infer.generating_args"
 REFUSED = {
     # tags and environments
     f"{TRAIN}.tags=[Lake,Rom]": f"{TRAIN}.tags: 'Rom' is not in custom_envs; known: Lake, Room; did you mean Room?",
-    f"{TRAIN}.tags=[Lake,Lake]": f"{TRAIN}.tags: names Lake twice; once, with its share in num_groups_partition",
+    f"{TRAIN}.tags=[Lake,Lake]": f"{TRAIN}.tags: contains Lake twice; list it once, with its share in num_groups_partition",
     "custom_envs.Lake.env_type=frozen_lak": "custom_envs.Lake.env_type: 'frozen_lak' is no environment; did you mean "
     "frozen_lake? known: ",
     "custom_envs.Lake.env_type=no_such_module:Env": "custom_envs.Lake.env_type: 'no_such_module:Env': importing "
@@ -105,19 +105,19 @@ def test_what_is_refused(tmp_path: Path, overrides: str, said: str) -> None:
 
 WARNED = {
     "custom_envs.Third.env_type=sokoban val_env_manager.tags=[Room]": "custom_envs.Third: has no effect: no env_manage",
-    "val_env_manager.group_size=2 validation.generating_args.temperature=0": "val_env_manager.group_size: 2 plays each",
+    "val_env_manager.group_size=2 validation.generating_args.temperature=0": "val_env_manager.group_size: 2 runs each",
     "async_training.batch_deadline_s=600": "async_training.batch_deadline_s: 600 ends the run before a trajectory that",
     "custom_envs.Lake.max_tokens_per_step=9 custom_envs.Room.max_tokens_per_step=9 max_tokens_per_step=5": "max_tokens_"
     "per_step: has no effect: every entry of custom_envs has its own max_tokens_per_step",
-    f"{TRAIN}.num_env_groups=32 {TRAIN}.num_groups_partition=[16,16]": f"{TRAIN}.num_env_groups: 32 groups never play "
+    f"{TRAIN}.num_env_groups=32 {TRAIN}.num_groups_partition=[16,16]": f"{TRAIN}.num_env_groups: 32 groups never run "
     "at a time: async_generation_ratio and rollout_batch_size admit 16; use that",
-    "val_batch_size=8 val_env_manager.num_env_groups=10": "val_env_manager.num_env_groups: 10 groups never play at a "
+    "val_batch_size=8 val_env_manager.num_env_groups=10": "val_env_manager.num_env_groups: 10 groups never run at a "
     "time: val_batch_size has 8; use that",
     "max_tokens_per_step=300": "max_tokens_per_step: 10 turns of up to 300 tokens fill sequence_length 2048",
     f"{SAMPLING}.max_new_tokens=100": f"{SAMPLING}.max_new_tokens: 100 is never reached: max_tokens_per_step ends "
     "turns at 64",
     "validation.generating_args.max_new_tokens=65": "validation.generating_args.max_new_tokens: 65 is never reached",
-    "sample_by=step actor_train.training_args.lr_scheduler_type=linear": "linear is laid out for the most turns a run",
+    "sample_by=step actor_train.training_args.lr_scheduler_type=linear": "linear is computed for the largest possible number",
     "rollout_batch_size=96": "96 trajectories do not fill optimizer steps of 64: 32 samples of every batch are masked "
     "padding; use 128 to learn from all",
     "eval_steps=0 val_batch_size=8": "val_batch_size: has no effect: eval_steps is 0, so nothing is validated",
@@ -145,7 +145,7 @@ def test_a_file_without_contradictions_is_told_nothing(tmp_path: Path) -> None:
 
 def test_no_environment_is_nothing_to_play(tmp_path: Path) -> None:
     text = AGENTIC[: AGENTIC.index("custom_envs")] + "custom_envs: {}\n" + AGENTIC[AGENTIC.index("actor_train") :]
-    assert "custom_envs: is empty, so there is nothing to play" in refusal(tmp_path, text=text)
+    assert "custom_envs: is empty, so there is no environment" in refusal(tmp_path, text=text)
 
 
 def test_groups_of_one_are_allowed_where_nothing_is_compared(tmp_path: Path) -> None:

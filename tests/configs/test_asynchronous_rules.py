@@ -19,12 +19,12 @@ from tests.configs.samples import refusal, rlvr
         (["async_generation_ratio=.inf"], "async_generation_ratio: inf is not a finite number"),
         (
             ["async_generation_ratio=2.5", "async_training.max_staleness_allowed=2"],
-            "async_training.max_staleness_allowed: 2 would drop samples that async_generation_ratio 2.5 makes on "
-            "purpose, up to 3 version(s) old; use at least 3",
+            "async_training.max_staleness_allowed: 2 would drop samples that async_generation_ratio 2.5 admits, "
+            "up to 3 version(s) old; use at least 3",
         ),
         (
             ["async_generation_ratio=1", "async_training.rollouter=inline"],
-            "async_training.rollouter: inline generates each batch when it is asked for",
+            "async_training.rollouter: inline generates each batch on request",
         ),
         (
             ["async_generation_ratio=1", "async_training.min_batch_count=3"],
@@ -32,7 +32,7 @@ from tests.configs.samples import refusal, rlvr
         ),
         (
             ["async_generation_ratio=0.5", "deterministic=true", "platform=cpu"],
-            "deterministic: true cannot hold at async_generation_ratio 0.5",
+            "deterministic: true is not possible at async_generation_ratio 0.5",
         ),
         (["async_training.max_queue_size=7"], "async_training.max_queue_size: 7 samples cannot hold 1 batch(es)"),
         (["async_training.batch_deadline_s=5"], "async_training.batch_deadline_s: 5 ends the run before"),
@@ -47,7 +47,7 @@ from tests.configs.samples import refusal, rlvr
                 "num_return_sequences_in_group=1",
                 "rollout_batch_size=512",
             ],
-            "std_filter drops every group, since num_return_sequences_in_group 1 leaves no spread",
+            "std_filter drops every group, since num_return_sequences_in_group 1 leaves a standard deviation of 0",
         ),
         (
             ["rewards.math_rule.query_filter_config.filter_args.std_threshold=0.1"],
@@ -67,7 +67,7 @@ def test_bounds_that_contradict_each_other_are_refused(tmp_path: Path, overrides
     assert said in refusal(tmp_path, *overrides)
 
 
-def test_a_drain_that_may_outlast_the_publish_is_a_warning(tmp_path: Path) -> None:
+def test_a_drain_that_may_exceed_the_sync_timeout_is_a_warning(tmp_path: Path) -> None:
     warnings = check(rlvr(tmp_path, "in_flight_policy=drain")).warnings
     assert any("drain waits for requests of up to" in str(warning) for warning in warnings)
 
@@ -81,7 +81,7 @@ def test_a_distance_between_submissions_that_nothing_keeps_is_a_warning(tmp_path
 
 
 def test_a_ratio_beyond_the_length_of_the_run_is_a_warning(tmp_path: Path) -> None:
-    said = "async_generation_ratio: 10 batches ahead are more than follow in a run of max_steps 10"
+    said = "async_generation_ratio: 10 batches ahead are more than remain in a run of max_steps 10"
     warnings = check(rlvr(tmp_path, "max_steps=10", "async_generation_ratio=10")).warnings
     assert any(said in str(warning) for warning in warnings)
     enough = check(rlvr(tmp_path, "max_steps=10", "async_generation_ratio=9")).warnings

@@ -25,7 +25,7 @@ def said(folder: Path, *overrides: str) -> dict[str, str]:
 def test_a_folder_below_a_file_stops_a_run_only(tmp_path: Path, key: str) -> None:
     (tmp_path / "file").touch()
     missing = check(rlvr(tmp_path, f"{key}={tmp_path / 'file' / 'x'}")).missing
-    told = f"{tmp_path / 'file' / 'x'} cannot be a folder, since {tmp_path / 'file'} is a file; name another"
+    told = f"{tmp_path / 'file' / 'x'} cannot be a folder, since {tmp_path / 'file'} is a file; use another"
     assert Problem(key, told) in missing
 
 
@@ -33,7 +33,7 @@ def test_a_file_inside_output_dir_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "samples").touch()
     told = said(tmp_path, f"output_dir={tmp_path}", f"rollout_dump_dir={tmp_path}/samples")
     assert told == {
-        "rollout_dump_dir": f"{tmp_path}/samples cannot be a folder, since {tmp_path}/samples is a file; name another"
+        "rollout_dump_dir": f"{tmp_path}/samples cannot be a folder, since {tmp_path}/samples is a file; use another"
     }
 
 
@@ -53,7 +53,7 @@ def test_a_folder_that_is_not_there_yet_is_fine(tmp_path: Path, monkeypatch: pyt
     [
         (
             f"output_dir=new/{LONG}",
-            "'aaaaaaaaaaaa...aaaaaaaaaaaaa' cannot be reached: File name too long; name another",
+            "'aaaaaaaaaaaa...aaaaaaaaaaaaa' cannot be reached: File name too long; use another",
         ),
         (f"pretrain={LONG}", "cannot be read: File name too long"),
         (f"resume_from_checkpoint={LONG}", "cannot be read: File name too long; use a checkpoint's path"),
@@ -93,7 +93,9 @@ def test_what_is_closed_to_this_user_is_explained(tmp_path: Path, monkeypatch: p
     closed.mkdir()
     close(closed, monkeypatch)
     told = said(tmp_path, f"output_dir={closed}/out", f"pretrain={closed}/model", f"resume_from_checkpoint={closed}/x")
-    assert told["output_dir"] == f"{closed}/out cannot be written, since {closed} is closed to this user; name another"
+    assert (
+        told["output_dir"] == f"{closed}/out cannot be written, since this user has no access to {closed}; use another"
+    )
     assert told["pretrain"] == f"{closed}/model cannot be read: Permission denied"
     assert told["resume_from_checkpoint"].startswith(f"{closed}/x cannot be read: Permission denied; use")
 

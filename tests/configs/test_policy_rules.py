@@ -59,7 +59,7 @@ def test_decoupled_ppo_has_weights_unless_told_which(tmp_path: Path) -> None:
 
 
 REFUSED = {
-    f"{ASYNC} old_log_probs_source=recompute": "recompute with async_generation_ratio 1 takes the ratio of ppo against "
+    f"{ASYNC} old_log_probs_source=recompute": "recompute with async_generation_ratio 1 computes the ratio of ppo against "
     "the policy just before the update",
     f"{ASYNC} pg_ratio_base=proximal {VARIANT}=tis": "pg_ratio_base: proximal with async_generation_ratio 1",
     f"{ASYNC} pg_ratio_base=proximal {VARIANT}=kimi15": "or set allow_uncorrected_off_policy: true",
@@ -72,7 +72,7 @@ REFUSED = {
     f"{VARIANT}=decoupled_ppo old_log_probs_source=behavior": "behavior makes the proximal policy of",
     "old_log_probs_source=behavior pg_ratio_base=proximal": "pg_ratio_base: proximal needs a proximal policy",
     f"{VARIANT}=tis {TOKENS}": "correction.weights.level: token would count the distance to the sampling policy twice",
-    f"{TOKENS} old_log_probs_source=behavior": "the ratio of ppo is taken against it already",
+    f"{TOKENS} old_log_probs_source=behavior": "the ratio of ppo is already taken against it",
     f"{VARIANT}=tis tis_lower_bound=2": "tis_lower_bound: 2 is above the upper bound 1",
     f"{TOKENS} {WEIGHTS}.lower=3": "correction.weights.lower: 3 is above the upper bound 2",
     f"{REJECTION}.statistic=k3 {REJECTION}.lower=2 {REJECTION}.upper=1": "correction.rejection.lower: 2 is above",
@@ -101,11 +101,11 @@ WARNED = {
     f"{ASYNC} {VARIANT}=vanilla": "actor_train.pg_variant: vanilla does not correct for the age of samples",
     f"{ASYNC} old_log_probs_source=recompute allow_uncorrected_off_policy=true": "allowed by allow_uncorrected_off",
     "allow_uncorrected_off_policy=true": "allow_uncorrected_off_policy: has no effect: async_generation_ratio is 0",
-    f"{REJECTION}.statistic=k1 {REJECTION}.upper=0.9": "rejects what has not aged at all: k1 of equal policies is 1",
-    f"{REJECTION}.statistic=k3 {REJECTION}.lower=0.1": "rejects what has not aged at all: k3 of equal policies is 0",
-    f"{TOKENS} {WEIGHTS}.mode=mask {WEIGHTS}.lower=1.1": "mask leaves out what has not aged at all",
-    "correction.veto_threshold=5": "correction.veto_threshold: 5 rejects what has not aged at all: its ratio is 1",
-    "adv_estimator=lite_ppo": "loss_agg_mode: seq-mean-token-mean is not what lite_ppo was made for; use token-mean",
+    f"{REJECTION}.statistic=k1 {REJECTION}.upper=0.9": "also rejects on-policy samples: k1 of equal policies is 1",
+    f"{REJECTION}.statistic=k3 {REJECTION}.lower=0.1": "also rejects on-policy samples: k3 of equal policies is 0",
+    f"{TOKENS} {WEIGHTS}.mode=mask {WEIGHTS}.lower=1.1": "mask also leaves out on-policy samples",
+    "correction.veto_threshold=5": "correction.veto_threshold: 5 also rejects on-policy samples: their ratio is 1",
+    "adv_estimator=lite_ppo": "loss_agg_mode: seq-mean-token-mean is not the aggregation of lite_ppo; use token-mean",
     "adv_estimator=rloo gamma=0.9": "gamma: has no effect: this adv_estimator gives every token",
     "adv_estimator=reinforce_plus_plus whiten_advantages=true": "whiten_advantages: has no effect",
 }

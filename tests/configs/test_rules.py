@@ -20,7 +20,7 @@ DEVICES = {
     "actor_train.device_mapping=[0,1,2]": "actor_train.device_mapping: 3 devices cannot hold tensor "
     "parallel 2; use 2 or 4",
     "actor_train.device_mapping=[0]": "actor_train.device_mapping: 1 devices cannot hold tensor parallel 2; use 2",
-    "actor_train.device_mapping=[]": "actor_train.device_mapping: is empty; name the devices of this role",
+    "actor_train.device_mapping=[]": "actor_train.device_mapping: is empty; list the devices of this role",
     "actor_infer.num_gpus_per_worker=3": "actor_infer.device_mapping: 8 devices cannot hold engines of "
     "num_gpus_per_worker 3; use 6 or 9",
     "actor_train.num_gpus_per_worker=2": "actor_train.num_gpus_per_worker: has no effect: a Megatron rank has one device",
@@ -44,7 +44,7 @@ BATCH = {
     "rollout_batch_size=100": "use rollout_batch_size 64 or 128, or gradient_accumulation_steps 50",
     f"{TRAINING}.warmup_ratio=0.1 {TRAINING}.warmup_steps=3": "warmup_ratio: 0.1 and warmup_steps 3 exclude each other",
     f"{TRAINING}.min_learning_rate=1": "min_learning_rate: 1.0 is above learning_rate 1e-06",
-    f"{TRAINING}.adam_beta2=1": "adam_beta2: 1 never forgets",
+    f"{TRAINING}.adam_beta2=1": "adam_beta2: 1 never updates the moving average",
     "actor_train.use_dynamic_batching_in_train=true actor_train.max_tokens_per_microbatch_in_train=3000": "actor_train."
     "max_tokens_per_microbatch_in_train: 3000 cannot hold one sample of sequence_length 3072; use at least that",
     "sequence_length=4000": "sequence_length: 4000 is not prompt_length 2048 + response_length 1024 = 3072",
@@ -59,7 +59,7 @@ ALGORITHM = {
     "is_num_return_sequences_expand=false": "is_num_return_sequences_expand: false is not available",
     "use_kl_loss=true kl_loss_coef=0.01": "reference.device_mapping: is empty, but use_kl_loss needs the reference",
     "add_token_level_kl=true init_kl_coef=0.01": "reference.device_mapping: is empty, but add_token_level_kl needs",
-    "use_kl_loss=true reference.device_mapping=0-15": "kl_loss_coef: 0 turns off the KL that use_kl_loss asks for",
+    "use_kl_loss=true reference.device_mapping=0-15": "kl_loss_coef: 0 turns off the KL that use_kl_loss requires",
     "add_token_level_kl=true reference.device_mapping=0-15": "init_kl_coef: 0 turns off the KL that add_token_level_kl",
     "kl_loss_coef=0.1": "kl_loss_coef: has no effect: use_kl_loss is false; set it to true",
     "init_kl_coef=0.1": "init_kl_coef: has no effect: add_token_level_kl is false; set it to true",
@@ -101,9 +101,9 @@ ENGINES = {
     "actor_train.model_args.disable_gradient_checkpointing=true "
     "actor_train.strategy_args.strategy_config.recompute_granularity=full": "recompute_granularity: full contradicts",
     "tracker_kwargs={stdout: {}}": "tracker_kwargs.stdout: track_with does not contain stdout",
-    "eval_steps=5": "validation.data_args.file_name: is empty, but eval_steps is 5; name a file, or set eval_steps: 0",
-    "actor_train.data_args.file_name=[]": "actor_train.data_args.file_name: is empty; name the JSONL or parquet files",
-    "actor_train.data_args.file_name=a.csv": "actor_train.data_args.file_name: a.csv is not a file of lines or columns",
+    "eval_steps=5": "validation.data_args.file_name: is empty, but eval_steps is 5; set a file, or eval_steps: 0",
+    "actor_train.data_args.file_name=[]": "actor_train.data_args.file_name: is empty; set the JSONL or parquet files",
+    "actor_train.data_args.file_name=a.csv": "actor_train.data_args.file_name: a.csv has an unknown file type",
     "actor_train.data_args.template=qwen2_6": "template: 'qwen2_6' is not known; known: native, none",
 }
 
@@ -113,7 +113,7 @@ MODEL_SPLITS = {
     "use 1, 2 or 4",
     f"{TP}=1 {PP}=8": f"{PP}: 8 does not divide the model's 28 layers; use 1, 2, 4, 7, 14 or 28",
     "actor_infer.num_gpus_per_worker=8": "actor_infer.num_gpus_per_worker: 8 does not divide the model's 28",
-    "pretrain=null": "pretrain: is not given, and neither is actor_train.model_args.model_name_or_path",
+    "pretrain=null": "pretrain: is not set, and neither is actor_train.model_args.model_name_or_path",
 }
 
 MISLEADING = {
@@ -133,13 +133,13 @@ REWARD = "rewards.math_rule"
 
 REWARDS = {
     "rewards={}": "rewards: is empty, so nothing scores a response; describe one, such as math_rule: {}",
-    "rewards={a: {}, b: {}}": "rewards.b: scores nothing: rewards.a before it takes every tag; change tag_included",
+    "rewards={a: {}, b: {}}": "rewards.b: scores nothing: every tag is already scored by rewards.a; change tag_included",
     "rewards={a: {tag_included: [x]}, b: {tag_included: [y]}, c: {tag_included: [x, y]}}": "rewards.c: scores nothing: "
-    "rewards.a and rewards.b before it takes its tags",
-    f"{REWARD}.function=math_reward": f"{REWARD}.function: 'math_reward' names no function; write module:function",
-    f"{REWARD}.function=a/b.py:f": "'a/b.py:f' names no function; write module:function",
-    f"{REWARD}.correct_score=0": f"{REWARD}.correct_score: 0 is wrong_score too, so every answer is worth the same",
-    "async_training.rollouter_class=mine.Rollouter": "rollouter_class: 'mine.Rollouter' names no class; write module:",
+    "its tags are already scored by rewards.a and rewards.b",
+    f"{REWARD}.function=math_reward": f"{REWARD}.function: 'math_reward' is not the name of a function; write module:function",
+    f"{REWARD}.function=a/b.py:f": "'a/b.py:f' is not the name of a function; write module:function",
+    f"{REWARD}.correct_score=0": f"{REWARD}.correct_score: 0 equals wrong_score, so every answer has the same score",
+    "async_training.rollouter_class=mine.Rollouter": "rollouter_class: 'mine.Rollouter' is not the name of a class; write module:",
 }
 
 CASES = REWARDS | DEVICES | BATCH | ALGORITHM | SAMPLES | ENGINES | MODEL_SPLITS | MISLEADING
@@ -167,7 +167,7 @@ HARMLESS = {
     "old_log_probs_source=behavior": "old_log_probs_source: behavior in synchronous training",
     f"{TRAINING}.warmup_steps=1000": "warmup_steps: 1000 is longer than the run of 100 optimizer steps",
     "validation.data_args.file_name=val.jsonl": "validation.data_args.file_name: has no effect: eval_steps is 0",
-    "async_generation_ratio=1 actor_infer.device_mapping=0-15": "async_generation_ratio: 1 gains nothing while",
+    "async_generation_ratio=1 actor_infer.device_mapping=0-15": "async_generation_ratio: 1 has no benefit while",
     "in_flight_policy=abort_resume": "in_flight_policy: has no effect: async_generation_ratio is 0, so no request runs",
     "async_training.staleness_threshold=1": "staleness_threshold: has no effect: async_generation_ratio is 0",
     "async_training.max_staleness_allowed=1": "max_staleness_allowed: has no effect: async_generation_ratio is 0",

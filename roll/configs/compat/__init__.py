@@ -34,7 +34,7 @@ def if_off(value: Any) -> bool:
 class UnsupportedKey:
     """A key without a counterpart here, in the pipelines given.
 
-    Harmless values are dropped with a warning, others are errors. `reason` says what to do instead.
+    Harmless values are dropped with a warning, others are errors. `reason` names the alternative.
     """
 
     pattern: str

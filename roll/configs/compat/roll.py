@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from roll.configs.compat import Names, UnsupportedKey, always, if_off, never
 
-NAMES: Names = {
-    "train_infer_correction": "correction",
-    "world_size": "<role>.device_mapping",
-}
+NAMES: Names = {"train_infer_correction": "correction", "world_size": "<role>.device_mapping"}
 
 RENAMED_KEYS = {"num_gpus_per_node": "num_devices_per_node", "rpc_timeout": "rpc_timeout_s"}
 
@@ -59,7 +56,7 @@ UNSUPPORTED_KEYS: tuple[UnsupportedKey, ...] = (
     UnsupportedKey("reward", never, "environments give the rewards; remove the section", ("agentic",)),
     UnsupportedKey("reward", never, "rewards are rules; describe them under `rewards`", ("rlvr", "sft")),
     *AGENT_KEYS,
-    UnsupportedKey("reward_pretrain", always, "rule rewards have no model", ("rlvr",)),
+    UnsupportedKey("reward_pretrain", always, "rule rewards have no model", ("rlvr", "sft")),
     UnsupportedKey("reward_pretrain", always, "environments give the rewards", ("agentic",)),
     UnsupportedKey("max_len_mask", if_off, "responses cut at their length are trained on like others; set it to false"),
     UnsupportedKey("difficulty_mask", if_off, "prompts are not filtered by difficulty; set it to false"),

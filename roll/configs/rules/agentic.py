@@ -13,13 +13,13 @@ from roll.configs.errors import ConfigError, Report
 from roll.configs.suggestions import nearest
 
 ENVIRONMENTS = "roll.envs.registry"
-"""Has `make_env`. Environments are built on this folder, so they are looked up by name, as a file's own are."""
+"""Module of `make_env`, imported by name because environments import this folder."""
 
 
 def check_environments(config: AgenticConfig, report: Report) -> None:
-    """Makes one environment of each entry, which costs little, and passes on what is said against it."""
+    """Creates one environment of each entry, which is cheap, and reports its errors."""
     if not config.custom_envs:
-        report.error("custom_envs", "is empty, so there is nothing to play; describe one, such as Lake: {}")
+        report.error("custom_envs", "is empty, so there is no environment; describe one, such as Lake: {}")
         return
     make_env: Callable[..., Any] = import_module(ENVIRONMENTS).make_env
     for tag, entry in config.custom_envs.items():
@@ -31,7 +31,7 @@ def check_environments(config: AgenticConfig, report: Report) -> None:
 
 
 def check_groups(config: AgenticConfig, report: Report) -> None:
-    """Batches are whole groups, and managers name tags that exist and their shares; validation's where there is one."""
+    """Batches are whole groups, tags exist, and their shares add up; for validation too if there is one."""
     managers = {"train_env_manager": config.train_env_manager}
     batches = {"rollout_batch_size": (config.rollout_batch_size, "train_env_manager")}
     if config.eval_steps:
@@ -64,7 +64,7 @@ def _check_tags(name: str, manager: EnvManagerConfig, config: AgenticConfig, rep
             hint = f"; did you mean {like}?" if like else ""
             report.error(f"{name}.tags", f"{tag!r} is not in custom_envs; known: {', '.join(config.custom_envs)}{hint}")
         elif tag in manager.tags[:index]:
-            report.error(f"{name}.tags", f"names {tag} twice; once, with its share in num_groups_partition")
+            report.error(f"{name}.tags", f"contains {tag} twice; list it once, with its share in num_groups_partition")
 
 
 def _check_partition(name: str, manager: EnvManagerConfig, report: Report) -> None:
@@ -80,8 +80,7 @@ def _check_partition(name: str, manager: EnvManagerConfig, report: Report) -> No
         )
     elif len(parts) != len(tags):
         report.error(
-            path,
-            f"{parts} has {len(parts)} part(s) for {len(tags)} tag(s), {', '.join(tags)}; write one part for each",
+            path, f"{parts} has {len(parts)} part(s) for {len(tags)} tag(s), {', '.join(tags)}; write one part for each"
         )
     elif min(parts) < 1:
         report.error(path, f"{parts} leaves a tag without groups; use at least 1 each, or remove the tag from tags")
@@ -90,14 +89,14 @@ def _check_partition(name: str, manager: EnvManagerConfig, report: Report) -> No
 
 
 def _check_unused(config: AgenticConfig, report: Report) -> None:
-    played = {*config.train_env_manager.tags, *(config.val_env_manager.tags if config.eval_steps else [])}
+    used = {*config.train_env_manager.tags, *(config.val_env_manager.tags if config.eval_steps else [])}
     for tag in config.custom_envs:
-        if tag not in played:
+        if tag not in used:
             report.warn(f"custom_envs.{tag}", "has no effect: no env_manager has it in its tags")
 
 
 def _check_ahead(config: AgenticConfig, report: Report) -> None:
-    """No more groups at a time than may be submitted."""
+    """No more groups run at a time than may be submitted."""
     admitted = math.floor((1 + exact_ratio(config.async_generation_ratio)) * config.groups_per_batch)
     limits = {"train_env_manager": (admitted, "async_generation_ratio and rollout_batch_size admit")}
     if config.eval_steps and config.val_batch_size:
@@ -105,29 +104,29 @@ def _check_ahead(config: AgenticConfig, report: Report) -> None:
     for name, (limit, why) in limits.items():
         groups = getattr(config, name).num_env_groups
         if groups > max(limit, 1):
-            report.warn(f"{name}.num_env_groups", f"{groups} groups never play at a time: {why} {limit}; use that")
+            report.warn(f"{name}.num_env_groups", f"{groups} groups never run at a time: {why} {limit}; use that")
 
 
 def _check_greedy(config: AgenticConfig, report: Report) -> None:
-    """Greedy trajectories of one task are all the same."""
+    """Greedy trajectories of one task are identical."""
     group = config.val_env_manager.group_size
     if config.eval_steps and group > 1 and config.validation.generating_args.temperature == 0:
         report.warn(
             "val_env_manager.group_size",
-            f"{group} plays each task {group} times alike, since validation.generating_args.temperature is 0; use 1",
+            f"{group} runs each task {group} times identically, since validation.generating_args.temperature is 0; use 1",
         )
 
 
 def check_agentic(config: AgenticConfig, report: Report) -> None:
-    """Trajectories have room for their turns, deadlines are in order, and messages and schedules are of a kind."""
+    """Trajectories have room for their turns; deadlines, messages and schedules are consistent."""
     _check_lengths(config, report)
     _check_deadlines(config, report)
-    _check_talk(config, report)
+    _check_template(config, report)
     _check_schedule(config, report)
 
 
 def _check_lengths(config: AgenticConfig, report: Report) -> None:
-    """Each limit of a turn once, at the key it comes from, for the entry with the most turns."""
+    """Each limit of a turn is checked once, at the key that sets it, for the entry with the most turns."""
     given, sampling = set(config.source.given), "actor_infer.generating_args.max_new_tokens"
     common = "max_tokens_per_step" if "max_tokens_per_step" in given else sampling
     turns: dict[tuple[str, int], int] = {}
@@ -185,8 +184,8 @@ def _check_deadlines(config: AgenticConfig, report: Report) -> None:
         )
 
 
-def _check_talk(config: AgenticConfig, report: Report) -> None:
-    """Messages of several turns are joined by a chat template."""
+def _check_template(config: AgenticConfig, report: Report) -> None:
+    """Messages of several turns need a chat template."""
     if config.actor_train.data_args.template == "none":
         report.error(
             "actor_train.data_args.template",
@@ -202,5 +201,5 @@ def _check_schedule(config: AgenticConfig, report: Report) -> None:
     if config.sample_by == "step" and kind != "constant":
         report.warn(
             "actor_train.training_args.lr_scheduler_type",
-            f"{kind} is laid out for the most turns a run can have; trajectories that end early leave it unfinished",
+            f"{kind} is computed for the largest possible number of turns; trajectories that end early leave it unfinished",
         )

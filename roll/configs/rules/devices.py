@@ -20,11 +20,11 @@ CUDA_ONLY = ("bias_activation_fusion", "apply_rope_fusion", "overlap_grad_reduce
 
 
 MAX_TRIES = 1_000_000
-"""Numbers that are tried as divisors: all up to the square root of any batch that fits a machine."""
+"""Numbers tried as divisors: all up to the square root of any realistic batch."""
 
 
 def check_devices(config: BaseConfig, report: Report) -> None:
-    """Every role that needs devices has some, they divide by its layout, and roles share all or none."""
+    """Every role that needs devices has some, their number fits its layout, and roles share all devices or none."""
     _check_owned(config, report)
     for role, worker in config.device_roles().items():
         _check_divides(role, worker, report)
@@ -36,20 +36,20 @@ def _check_owned(config: BaseConfig, report: Report) -> None:
     needed = ["actor_train"] + (["actor_infer"] if isinstance(config, RLConfig) else [])
     for role in needed:
         if not getattr(config, role).device_mapping:
-            report.error(f"{role}.device_mapping", "is empty; name the devices of this role, such as list(range(0,8))")
+            report.error(f"{role}.device_mapping", "is empty; list the devices of this role, such as list(range(0,8))")
     if not isinstance(config, RLConfig):
         return
     if config.async_generation_ratio > 0 and config.actor_infer.device_mapping == config.actor_train.device_mapping:
         report.warn(
             "async_generation_ratio",
-            f"{config.async_generation_ratio:g} gains nothing while actor_infer shares the devices of actor_train: "
-            "they take turns; give them separate devices",
+            f"{config.async_generation_ratio:g} has no benefit while actor_infer shares the devices of actor_train: "
+            "they run one after the other; give them separate devices",
         )
     if config.uses_reference and not config.reference.device_mapping:
         terms = " and ".join(name for name in ("use_kl_loss", "add_token_level_kl") if getattr(config, name))
         devices = f"such as {spans(config.actor_train.device_mapping)}, the devices of actor_train, to share them"
         report.error(
-            "reference.device_mapping", f"is empty, but {terms} needs the reference; name its devices, {devices}"
+            "reference.device_mapping", f"is empty, but {terms} needs the reference; set its devices, {devices}"
         )
     if config.reference.device_mapping and not config.uses_reference:
         report.warn(
@@ -99,7 +99,7 @@ def _short(ranks: list[int]) -> str:
 
 
 def check_engines(config: BaseConfig, report: Report) -> None:
-    """Each role runs the engine made for it, with options that engine knows and the platform has."""
+    """Engines get options that they know and that the platform supports."""
     for role in DEVICE_ROLES:
         worker = getattr(config, role, None)
         if isinstance(worker, MegatronRoleConfig) and (role == "actor_train" or worker.device_mapping):
@@ -109,7 +109,8 @@ def check_engines(config: BaseConfig, report: Report) -> None:
     _check_precision(config, report)
     if config.deterministic and config.platform == "cuda":
         report.error(
-            "deterministic", "true is not available on cuda, where kernels add in any order; use platform cpu or false"
+            "deterministic",
+            "true is not available on cuda, where kernels add in no fixed order; use platform cpu or false",
         )
     if not isinstance(config, AgenticConfig):
         _check_data(config, report)
@@ -120,7 +121,7 @@ def check_engines(config: BaseConfig, report: Report) -> None:
 
 
 def _check_precision(config: BaseConfig, report: Report) -> None:
-    """Both engines compute in one precision, else their log-probs differ by more than rounding."""
+    """Both engines compute in the same precision."""
     if not isinstance(config, RLConfig):
         return
     training, sampling = config.actor_train.model_args.dtype, config.actor_infer.model_args.dtype
@@ -136,10 +137,10 @@ def _check_data(config: BaseConfig, report: Report) -> None:
     if config.eval_steps and not config.validation.data_args.file_name:
         report.error(
             "validation.data_args.file_name",
-            f"is empty, but eval_steps is {config.eval_steps}; name a file, or set eval_steps: 0",
+            f"is empty, but eval_steps is {config.eval_steps}; set a file, or eval_steps: 0",
         )
     if not config.actor_train.data_args.file_name:
-        report.error("actor_train.data_args.file_name", "is empty; name the JSONL or parquet files to train on")
+        report.error("actor_train.data_args.file_name", "is empty; set the JSONL or parquet files to train on")
 
 
 def _check_megatron(config: BaseConfig, role: str, worker: MegatronRoleConfig, report: Report) -> None:
@@ -199,7 +200,7 @@ def _check_share(path: str, share: Any, report: Report) -> None:
 
 
 def _check_value(path: str, value: Any, option: ServerOption, report: Report) -> None:
-    refusal, doubt = option.refuses(value), option.doubts(value)
+    refusal, doubt = option.error(value), option.remark(value)
     if refusal:
         report.error(path, refusal)
     if doubt:
@@ -222,7 +223,9 @@ def check_training(config: BaseConfig, report: Report) -> None:
         )
     for beta in ("adam_beta1", "adam_beta2"):
         if getattr(training, beta) == 1:
-            report.error(f"{path}.{beta}", "1 never forgets, so the optimizer never moves; use less than 1")
+            report.error(
+                f"{path}.{beta}", "1 never updates the moving average, so the optimizer never moves; use less than 1"
+            )
     limits = {"actor_train.max_tokens_per_microbatch_in_train": config.actor_train.training_token_limit}
     for role, worker in config.device_roles().items():
         if isinstance(worker, MegatronRoleConfig):
@@ -247,7 +250,7 @@ def check_batch(config: BaseConfig, report: Report) -> None:
 
 
 def _fills(config: RLConfig, report: Report) -> bool:
-    """Whether they do; if not, the report says which sizes would. A batch of an agent is padded, so it always does."""
+    """Whether the samples fill optimizer steps; otherwise reports sizes that do. Batches of agents are padded."""
     prompts, group = config.rollout_batch_size, config.num_return_sequences_in_group
     samples, step = config.samples_per_batch, config.actor_train.samples_per_optimizer_step
     if samples % step == 0:
@@ -268,15 +271,12 @@ def _fills(config: RLConfig, report: Report) -> bool:
         accumulation = _nearest_divisor(samples // (size * data_parallel), training.gradient_accumulation_steps)
         advice += f", or gradient_accumulation_steps {accumulation}"
     count = f"{prompts} prompts x num_return_sequences_in_group {group} = {samples} samples"
-    report.error(
-        "rollout_batch_size",
-        f"{count} do not fill optimizer steps of {step} ({product}); {advice}",
-    )
+    report.error("rollout_batch_size", f"{count} do not fill optimizer steps of {step} ({product}); {advice}")
     return False
 
 
 def _warn_of_padding(config: AgenticConfig, step: int, report: Report) -> None:
-    """Trajectories that leave optimizer steps unfilled, and how many would not; turns are not known before."""
+    """Warns if trajectories do not fill optimizer steps; the number of turns is not known before the run."""
     trajectories, group = config.rollout_batch_size, config.train_env_manager.group_size
     if config.sample_by == "step" or trajectories % group:
         return
@@ -289,6 +289,6 @@ def _warn_of_padding(config: AgenticConfig, step: int, report: Report) -> None:
 
 
 def _nearest_divisor(number: int, wanted: int) -> int:
-    """The divisor of `number` nearest to `wanted`, of those that MAX_TRIES find with their partners."""
+    """The divisor of `number` nearest to `wanted`, among MAX_TRIES candidates and their complements."""
     small = [n for n in range(1, min(isqrt(number), MAX_TRIES) + 1) if number % n == 0]
     return min(small + [number // n for n in small], key=lambda n: (abs(n - wanted), n))

@@ -13,20 +13,18 @@ from roll.configs.roles import TEMPLATES, MegatronRoleConfig, RoleConfig
 from roll.configs.rules.learning import check_name
 
 ENDINGS = (".jsonl", ".parquet")
-"""Files prompts are read from."""
+"""File types that prompts are read from."""
 
 
 def check_files(config: BaseConfig, report: Report) -> None:
-    """Data files are of a known kind and here; a checkpoint named by path is here."""
+    """Data files have a known type and exist; a checkpoint given by path exists."""
     roles = ["actor_train"] + (["validation"] if config.eval_steps else [])
     for role in roles:
         check_name(f"{role}.data_args.template", getattr(config, role).data_args.template, TEMPLATES, report)
         for name in getattr(config, role).data_args.file_name:
             path = f"{role}.data_args.file_name"
             if not name.endswith(ENDINGS):
-                report.error(
-                    path, f"{name} is not a file of lines or columns; use one that ends in {' or '.join(ENDINGS)}"
-                )
+                report.error(path, f"{name} has an unknown file type; use a file that ends in {' or '.join(ENDINGS)}")
             elif not os.path.isfile(name) or unreachable(name):
                 report.missing_resource(path, f"{name} {_absence(name, 'is not a file on this machine')}")
     _check_folders(config, report)
@@ -45,14 +43,14 @@ def _absence(name: str, otherwise: str) -> str:
 
 
 def _check_folders(config: BaseConfig, report: Report) -> None:
-    """What the run writes can be written; folders that the same thing stands in the way of are told once."""
-    told: set[str] = set()
+    """The folders of the run can be written; an obstacle of several folders is reported once."""
+    reported: set[str] = set()
     for key in ("output_dir", "logging_dir", "rollout_dump_dir"):
         folder = getattr(config, key, None)
         why = _obstacle(Path(folder)) if folder is not None else None
-        if why is not None and why not in told:
-            report.missing_resource(key, f"{folder} {why}; name another")
-            told.add(why)
+        if why is not None and why not in reported:
+            report.missing_resource(key, f"{folder} {why}; use another")
+            reported.add(why)
 
 
 def _obstacle(folder: Path) -> str | None:
@@ -61,7 +59,7 @@ def _obstacle(folder: Path) -> str | None:
     if not there.is_dir():
         return f"cannot be a folder, since {there} is a file"
     if not os.access(there, os.W_OK | os.X_OK):
-        return f"cannot be written, since {there} is closed to this user"
+        return f"cannot be written, since this user has no access to {there}"
     for path in (folder, *(there / name for name in folder.relative_to(there).parts)):
         if (why := unreachable(path)) is not None:
             return f"cannot be used, since {reprlib.repr(path.name)} cannot be reached: {why}"
@@ -69,14 +67,14 @@ def _obstacle(folder: Path) -> str | None:
 
 
 def check_models(config: BaseConfig, report: Report) -> None:
-    """Each role's model; problems shared by several roles are told once, at the role that comes first."""
+    """The model of each role exists, is supported and fits the layout; a shared problem is reported once."""
     seen: set[str] = set()
     for role, worker in config.device_roles().items():
         name = worker.model_args.model_name_or_path
         path = f"{role}.model_args.model_name_or_path"
         if name is None:
             if not seen:
-                report.error("pretrain", f"is not given, and neither is {path}; name the folder of a HF model")
+                report.error("pretrain", f"is not set, and neither is {path}; set it to the folder of a HF model")
             seen.add("")
             continue
         path = "pretrain" if name == config.pretrain else path

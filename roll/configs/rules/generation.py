@@ -33,19 +33,19 @@ def _check_staleness(config: RLConfig, report: Report) -> None:
     if allowed is not None and allowed < least:
         report.error(
             "async_training.max_staleness_allowed",
-            f"{allowed} would drop samples that async_generation_ratio {ratio:g} makes on purpose, up to {least} "
+            f"{allowed} would drop samples that async_generation_ratio {ratio:g} admits, up to {least} "
             f"version(s) old; use at least {least}, or a ratio of at most {allowed}",
         )
     if config.async_training.rollouter == "inline" and ratio > 0:
         report.error(
             "async_training.rollouter",
-            f"inline generates each batch when it is asked for, so nothing runs ahead and async_generation_ratio "
+            f"inline generates each batch on request, so nothing runs ahead and async_generation_ratio "
             f"{ratio:g} has no effect; use auto, or a ratio of 0",
         )
     if ratio > max(1, config.max_steps - 1):
         report.warn(
             "async_generation_ratio",
-            f"{ratio:g} batches ahead are more than follow in a run of max_steps {config.max_steps}; anything above "
+            f"{ratio:g} batches ahead are more than remain in a run of max_steps {config.max_steps}; anything above "
             f"{config.max_steps - 1} has no further effect",
         )
 
@@ -54,7 +54,7 @@ def _check_repeatable(config: RLConfig, report: Report) -> None:
     if config.deterministic and config.async_generation_ratio > 0:
         report.error(
             "deterministic",
-            f"true cannot hold at async_generation_ratio {config.async_generation_ratio:g}: which weights a token is "
+            f"true is not possible at async_generation_ratio {config.async_generation_ratio:g}: which weights a token is "
             "sampled from depends on timing; use a ratio of 0, or false",
         )
 
@@ -86,14 +86,14 @@ def _check_waits(config: RLConfig, report: Report) -> None:
         report.error(
             "async_training.batch_deadline_s",
             f"{asynchronous.batch_deadline_s:g} ends the run before batch_timeout_s {asynchronous.batch_timeout_s:g} "
-            "reports what it waits for; use a longer one",
+            "reports the requests it waits for; use a longer one",
         )
     longest = config.actor_infer.generation_timeout_s
     if config.in_flight_policy == "drain" and config.sync_timeout_s < longest:
         report.warn(
             "sync_timeout_s",
-            f"{config.sync_timeout_s:g} s is the longest a publish may take, and in_flight_policy drain waits for "
-            f"requests of up to actor_infer.generation_timeout_s {longest:g} s first; use at least that",
+            f"{config.sync_timeout_s:g} s limits a weight update, and in_flight_policy drain first waits for "
+            f"requests of up to actor_infer.generation_timeout_s {longest:g} s; use at least that",
         )
 
 
@@ -114,7 +114,7 @@ def _check_filter(path: str, config: QueryFilterConfig, group: int, source: Sour
     if config.type == "std_filter" and group == 1:
         report.error(
             f"{path}.type",
-            "std_filter drops every group, since num_return_sequences_in_group 1 leaves no spread; use at least 2, or "
+            "std_filter drops every group, since num_return_sequences_in_group 1 leaves a standard deviation of 0; use at least 2, or "
             "another type",
         )
     if low is not None and high is not None and low >= high:
@@ -130,11 +130,11 @@ CLASSES = ("rollouter_class", "trainer_class", "metrics_class", "monitor_class")
 
 
 def check_rewards(config: RLConfig, report: Report) -> None:
-    """Every reward scores something; what names a class or a function does so. Whether it is there, the run asks."""
+    """Every reward scores some samples, and names of classes and functions have the form `module:name`."""
     for key in CLASSES:
         name = getattr(config.async_training, key)
         if name is not None and not _names_code(name):
-            report.error(f"async_training.{key}", f"{name!r} names no class; write module:Class")
+            report.error(f"async_training.{key}", f"{name!r} is not the name of a class; write module:Class")
     if not isinstance(config, RLVRConfig):
         return
     if not config.rewards:
@@ -145,10 +145,11 @@ def check_rewards(config: RLConfig, report: Report) -> None:
         _check_reward(f"rewards.{name}", reward, report)
         owners = [everything] if everything else [taken[tag] for tag in reward.tag_included if tag in taken]
         if everything or (owners and len(owners) == len(reward.tag_included)):
+            tags = "every tag is" if everything else "its tags are"
             report.error(
                 f"rewards.{name}",
-                f"scores nothing: {' and '.join(dict.fromkeys(owners))} before it takes "
-                f"{'every tag' if everything else 'its tags'}; change tag_included there, or remove one of them",
+                f"scores nothing: {tags} already scored by {' and '.join(dict.fromkeys(owners))}; change tag_included "
+                "there, or remove one of them",
             )
         taken = {**dict.fromkeys(reward.tag_included, f"rewards.{name}"), **taken}
         if not reward.tag_included:
@@ -157,16 +158,16 @@ def check_rewards(config: RLConfig, report: Report) -> None:
 
 def _check_reward(path: str, reward: RewardConfig, report: Report) -> None:
     if not _names_code(reward.function):
-        report.error(f"{path}.function", f"{reward.function!r} names no function; write module:function")
+        report.error(f"{path}.function", f"{reward.function!r} is not the name of a function; write module:function")
     if reward.function == RewardConfig().function and reward.correct_score == reward.wrong_score:
         report.error(
             f"{path}.correct_score",
-            f"{reward.correct_score:g} is wrong_score too, so every answer is worth the same and nothing is learned; "
+            f"{reward.correct_score:g} equals wrong_score, so every answer has the same score and nothing is learned; "
             "use two scores",
         )
 
 
 def _names_code(name: str) -> bool:
-    """Whether it reads `module:name`."""
+    """Whether a name has the form `module:name`."""
     module, colon, attribute = name.partition(":")
     return bool(colon and attribute.isidentifier() and all(part.isidentifier() for part in module.split(".")))

@@ -18,8 +18,8 @@ def check_algorithm(config: RLConfig, report: Report) -> None:
     if config.adv_estimator in TURN_ESTIMATORS and isinstance(config, RLVRConfig):
         report.error(
             "adv_estimator",
-            f"{config.adv_estimator} is for trajectories of several turns, and a response of pipeline rlvr is one; use "
-            "grpo or reinforce",
+            f"{config.adv_estimator} needs trajectories of several turns, and pipeline rlvr has one response per prompt; "
+            "use grpo or reinforce",
         )
     group = config.num_return_sequences_in_group
     if config.adv_estimator in GROUP_ESTIMATORS and group == 1:
@@ -29,16 +29,16 @@ def check_algorithm(config: RLConfig, report: Report) -> None:
             "or adv_estimator reinforce",
         )
     if config.adv_estimator == "lite_ppo" and config.loss_agg_mode != "token-mean":
-        report.warn("loss_agg_mode", f"{config.loss_agg_mode} is not what lite_ppo was made for; use token-mean")
+        report.warn("loss_agg_mode", f"{config.loss_agg_mode} is not the aggregation of lite_ppo; use token-mean")
     if not config.is_num_return_sequences_expand and group > 1:
         report.error(
             "is_num_return_sequences_expand",
             "false is not available: each sample is a request with its own seed; set it to true or leave it out",
         )
     if config.use_kl_loss and config.kl_loss_coef == 0:
-        report.error("kl_loss_coef", "0 turns off the KL that use_kl_loss asks for; use a weight such as 0.001")
+        report.error("kl_loss_coef", "0 turns off the KL that use_kl_loss requires; use a weight such as 0.001")
     if config.add_token_level_kl and config.init_kl_coef == 0:
-        report.error("init_kl_coef", "0 turns off the KL that add_token_level_kl asks for; use a weight such as 0.001")
+        report.error("init_kl_coef", "0 turns off the KL that add_token_level_kl requires; use a weight such as 0.001")
     if config.adv_estimator in GROUP_ESTIMATORS and config.add_token_level_kl:
         report.warn(
             "add_token_level_kl",
@@ -49,7 +49,7 @@ def check_algorithm(config: RLConfig, report: Report) -> None:
 
 
 def check_name(path: str, name: str, known: Sequence[str], report: Report) -> None:
-    """An error that lists the known names where `name` is none of them."""
+    """Reports an unknown name together with the known ones."""
     if name not in known:
         like = nearest(name, known)
         hint = f"; did you mean {like}?" if like else ""
@@ -61,8 +61,8 @@ def _check_old_log_probs(config: RLConfig, report: Report) -> None:
         return
     report.warn(
         "old_log_probs_source",
-        "behavior in synchronous training takes the engine's log-probs for those of the trainer, so the first ratio is "
-        "not exactly 1; auto recomputes them",
+        "behavior in synchronous training uses the engine's log-probs instead of the trainer's, so the first ratio "
+        "is not exactly 1; auto recomputes them",
     )
 
 
@@ -115,7 +115,7 @@ def _check_bounds(config: RLConfig, report: Report) -> None:
         pairs["correction.rejection.lower"] = (rejection.lower, rejection.upper)
     for path, (lower, upper) in pairs.items():
         if lower > upper:
-            report.error(path, f"{lower:g} is above the upper bound {upper:g}; exchange them")
+            report.error(path, f"{lower:g} is above the upper bound {upper:g}; swap them")
     if config.topr_positive_weight == config.topr_negative_weight == 0:
         report.error("topr_positive_weight", "0, and topr_negative_weight 0 too: nothing is learned; give one a weight")
 
@@ -128,15 +128,15 @@ def _check_rejection(config: RLConfig, report: Report) -> None:
         report.error(f"{path}.statistic", f"{rejection.statistic} {given} rejects nothing; give some, such as {bounds}")
     agreement = 1.0 if rejection.statistic == "k1" else 0.0
     if rejection.statistic is not None and not _inside(agreement, rejection.lower, rejection.upper):
-        report.warn(path, f"rejects what has not aged at all: {rejection.statistic} of equal policies is {agreement:g}")
+        report.warn(path, f"also rejects on-policy samples: {rejection.statistic} of equal policies is {agreement:g}")
     veto = config.correction.veto_threshold
     if veto is not None and veto > 1:
         report.warn(
-            "correction.veto_threshold", f"{veto:g} rejects what has not aged at all: its ratio is 1; use less than 1"
+            "correction.veto_threshold", f"{veto:g} also rejects on-policy samples: their ratio is 1; use less than 1"
         )
     weights = config.correction.weights
     if config.correction.weighted and weights.mode == "mask" and not _inside(1.0, weights.lower, weights.upper):
-        report.warn("correction.weights", "mask leaves out what has not aged at all: its weight is 1")
+        report.warn("correction.weights", "mask also leaves out on-policy samples: their weight is 1")
 
 
 def _inside(value: float, lower: float | None, upper: float | None) -> bool:
@@ -149,21 +149,21 @@ def _check_counted_once(config: RLConfig, report: Report) -> None:
         return
     report.error(
         "correction.weights.level",
-        f"{weights.level} would count the distance to the sampling policy twice: the ratio of {variant} is taken "
-        "against it already; leave correction.weights out, or set pg_ratio_base: proximal and old_log_probs_source: "
+        f"{weights.level} would count the distance to the sampling policy twice: the ratio of {variant} is "
+        "already taken against it; leave correction.weights out, or set pg_ratio_base: proximal and old_log_probs_source: "
         "recompute",
     )
 
 
 def _check_corrected(config: RLConfig, report: Report) -> None:
-    """Stale samples need a ratio against the sampling policy or weights for it, unless someone says otherwise."""
+    """Stale samples need a ratio against the sampling policy or weights for it, unless explicitly allowed without."""
     variant = config.actor_train.pg_variant
     if config.correction.weighted:
         return
     if variant == "vanilla" and "actor_train.pg_variant" in config.source.given:
         report.warn(
             "actor_train.pg_variant",
-            "vanilla does not correct for the age of samples; ppo and tis do, and so does vanilla with "
+            "vanilla does not correct for the age of samples; ppo and tis do, and vanilla does with "
             "correction.weights.level: token",
         )
         return
@@ -171,8 +171,8 @@ def _check_corrected(config: RLConfig, report: Report) -> None:
         return
     path = "pg_ratio_base" if "pg_ratio_base" in config.source.given else "old_log_probs_source"
     message = (
-        f"{getattr(config, path)} with async_generation_ratio {config.async_generation_ratio:g} takes the ratio of "
-        f"{variant} against the policy just before the update, which says nothing about the older one that sampled"
+        f"{getattr(config, path)} with async_generation_ratio {config.async_generation_ratio:g} computes the ratio of "
+        f"{variant} against the policy just before the update, not against the older one that sampled"
     )
     if config.allow_uncorrected_off_policy:
         report.warn(path, f"{message}; allowed by allow_uncorrected_off_policy")
