@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any
 
 from roll.configs.compat.apply import MOVED_KEYS, MOVED_VALUES, RENAMED_KEYS, RENAMED_VALUES, UNSUPPORTED_KEYS
 from roll.configs.load import PIPELINES

@@ -23,13 +23,13 @@ def test_every_key_has_a_help_text() -> None:
             assert key.field.metadata["help"], key.path
 
 
-def test_templates_are_those_that_exist() -> None:
+def test_template_names_agree_with_the_registry() -> None:
     from roll.datasets.templates import BUILT_IN
 
     assert set(TEMPLATES) == {"native", "none", *BUILT_IN}
 
 
-def test_architectures_are_those_that_can_be_built() -> None:
+def test_architecture_names_agree_with_the_registry() -> None:
     from roll.models.hf_config import ARCHITECTURES as BUILDABLE
 
     assert set(ARCHITECTURES) == set(BUILDABLE)

@@ -104,12 +104,12 @@ def test_defaults_of_keys_of_other_roles_are_accepted(tmp_path: Path) -> None:
     assert check(rlvr(tmp_path, *given)).warnings == []
 
 
-def test_a_section_of_another_role_keeps_no_trace(tmp_path: Path) -> None:
+def test_section_of_another_role_is_dropped(tmp_path: Path) -> None:
     config = rlvr(tmp_path, "reference.generating_args.temperature=0.5")
     assert [path for path in config.source.given if path.startswith("reference")] == []
 
 
-def test_roles_of_sft_know_each_other(tmp_path: Path) -> None:
+def test_keys_of_other_roles_in_sft(tmp_path: Path) -> None:
     assert "validation generates on actor_infer's devices" in refusal(
         tmp_path, "validation.device_mapping=[0]", text=SFT
     )
@@ -145,7 +145,7 @@ def test_micro_batches_are_limited_by_tokens_only_with_dynamic_batching() -> Non
     assert (train.training_token_limit, train.forward_token_limit) == (7, 8)
 
 
-def test_roles_of_a_configuration_are_its_own() -> None:
+def test_configurations_do_not_share_roles() -> None:
     one, other = RLVRConfig(), RLVRConfig()
     one.actor_train.strategy_args.strategy_config.tensor_model_parallel_size = 2
     assert other.actor_train.layout.tensor == 1

@@ -152,7 +152,7 @@ def test_kv_cache_of_the_requests_one_engine_runs(tmp_path: Path) -> None:
     assert bytes_of(plan, "actor_infer", "weights") == 2 * 7_615_616_512
 
 
-def test_a_model_elsewhere_costs_only_the_memory_lines(tmp_path: Path) -> None:
+def test_missing_model_removes_only_the_memory_estimate(tmp_path: Path) -> None:
     here, elsewhere = rlvr(tmp_path), rlvr(tmp_path, "pretrain=/elsewhere/model")
     plan = make_plan(elsewhere, SERVER)
     assert plan.memory == []
@@ -174,14 +174,12 @@ def test_a_model_elsewhere_costs_only_the_memory_lines(tmp_path: Path) -> None:
         (["platform=cpu"], LAPTOP, ("cpu", 2)),
     ],
 )
-def test_the_platform_a_plan_assumes(
-    tmp_path: Path, overrides: list[str], machine: Hardware, expected: tuple[str, int]
-) -> None:
+def test_assumed_platform(tmp_path: Path, overrides: list[str], machine: Hardware, expected: tuple[str, int]) -> None:
     plan = make_plan(rlvr(tmp_path, *overrides), machine)
     assert (plan.platform, plan.devices_per_node) == expected
 
 
-def test_what_a_plan_guesses_it_says(tmp_path: Path) -> None:
+def test_assumptions_are_warnings(tmp_path: Path) -> None:
     said = "\n".join(make_plan(rlvr(tmp_path), LAPTOP).warnings)
     assert "platform: auto on a machine without a GPU: planned for cuda elsewhere" in said
     assert "num_devices_per_node: is not given and there is no GPU here: assumed 8" in said
@@ -222,7 +220,7 @@ def test_the_published_rlvr_recipe_plans() -> None:
     assert "fp16 samples while actor_train computes in bf16" in said
 
 
-def test_the_published_agentic_recipe_is_told_to_use_sglang() -> None:
+def test_vllm_recipe_is_shown_the_sglang_section() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(DATA / "recipes" / "agent_val_frozen_lake_async.yaml")
     assert [problem.path for problem in caught.value.problems] == ["actor_infer.strategy_args.strategy_name"]
@@ -237,7 +235,7 @@ RECIPES = {
 
 
 @pytest.mark.parametrize(("recipe", "expected"), RECIPES.items())
-def test_our_recipes_plan(recipe: str, expected: tuple[str, int, int]) -> None:
+def test_examples_plan(recipe: str, expected: tuple[str, int, int]) -> None:
     model, samples, optimizer_steps = expected
     config = load_config(EXAMPLES / recipe, [f"pretrain={DATA / 'models' / model}"])
     plan = make_plan(config, LAPTOP)

@@ -63,16 +63,16 @@ from tests.configs.samples import refusal, rlvr
         ),
     ],
 )
-def test_bounds_that_contradict_each_other_are_refused(tmp_path: Path, overrides: list[str], said: str) -> None:
+def test_contradicting_bounds_are_refused(tmp_path: Path, overrides: list[str], said: str) -> None:
     assert said in refusal(tmp_path, *overrides)
 
 
 def test_a_drain_that_may_exceed_the_sync_timeout_is_a_warning(tmp_path: Path) -> None:
     warnings = check(rlvr(tmp_path, "in_flight_policy=drain")).warnings
-    assert any("drain waits for requests of up to" in str(warning) for warning in warnings)
+    assert any("drain first waits for requests of up to" in str(warning) for warning in warnings)
 
 
-def test_a_distance_between_submissions_that_nothing_keeps_is_a_warning(tmp_path: Path) -> None:
+def test_submission_interval_without_background_generation_is_a_warning(tmp_path: Path) -> None:
     said = "async_training.batch_generation_interval_s: has no effect: each batch is generated on request"
     interval = "async_training.batch_generation_interval_s=1"
     assert any(said in str(warning) for warning in check(rlvr(tmp_path, interval)).warnings)
@@ -91,7 +91,7 @@ def test_a_ratio_beyond_the_length_of_the_run_is_a_warning(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("ratio", "ahead", "allowed"), [(0, 0, 5), (0.5, 1, 5), (0.1 * 3 + 0.7, 1, 5), (1, 1, 5), (6.5, 7, 7)]
 )
-def test_what_follows_from_the_ratio(tmp_path: Path, ratio: float, ahead: int, allowed: int) -> None:
+def test_staleness_defaults_follow_from_the_ratio(tmp_path: Path, ratio: float, ahead: int, allowed: int) -> None:
     config = rlvr(tmp_path, f"async_generation_ratio={ratio!r}")
     assert versions_ahead(config.async_generation_ratio) == ahead
     assert config.async_training.max_staleness_allowed == config.default_max_staleness == allowed

@@ -29,7 +29,7 @@ def test_a_folder_below_a_file_stops_a_run_only(tmp_path: Path, key: str) -> Non
     assert Problem(key, told) in missing
 
 
-def test_a_file_inside_output_dir_is_no_folder(tmp_path: Path) -> None:
+def test_file_in_place_of_a_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "samples").touch()
     told = said(tmp_path, f"output_dir={tmp_path}", f"rollout_dump_dir={tmp_path}/samples")
     assert told == {
@@ -37,13 +37,13 @@ def test_a_file_inside_output_dir_is_no_folder(tmp_path: Path) -> None:
     }
 
 
-def test_what_stands_in_the_way_of_several_folders_is_told_once(tmp_path: Path) -> None:
+def test_obstacle_of_several_folders_is_reported_once(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     told = said(tmp_path, f"output_dir={tmp_path}/file/out", f"rollout_dump_dir={tmp_path}/file/out/samples")
     assert list(told) == ["output_dir"]
 
 
-def test_a_folder_that_is_not_there_yet_is_fine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_output_folder_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert said(tmp_path, "output_dir=some/where", f"rollout_dump_dir={tmp_path}/new/er") == {}
 
@@ -88,7 +88,7 @@ def close(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", refusing_access)
 
 
-def test_what_is_closed_to_this_user_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_without_permission_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     closed = tmp_path / "closed"
     closed.mkdir()
     close(closed, monkeypatch)
@@ -100,5 +100,5 @@ def test_what_is_closed_to_this_user_is_explained(tmp_path: Path, monkeypatch: p
     assert told["resume_from_checkpoint"].startswith(f"{closed}/x cannot be read: Permission denied; use")
 
 
-def test_nothing_and_something_readable_are_reachable(tmp_path: Path) -> None:
+def test_missing_and_readable_paths_are_reachable(tmp_path: Path) -> None:
     assert unreachable(tmp_path) is unreachable(tmp_path / "new" / "er") is None

@@ -106,29 +106,29 @@ def test_a_key_of_the_other_pipeline_says_so(tmp_path: Path, override: str, said
     assert said in refusal(tmp_path, override, text=SFT)
 
 
-def test_quotes_in_a_file_need_no_others(tmp_path: Path) -> None:
+def test_quotes_in_a_file_need_no_shell_quotes(tmp_path: Path) -> None:
     said = refusal(tmp_path, text=RLVR + "exp_name: 7\n")
     assert said.endswith("exp_name: 7 is not text; put it in quotes: '7'")
 
 
-def test_a_file_without_its_sections_is_shown_them(tmp_path: Path) -> None:
+def test_dotted_key_in_a_file_is_explained(tmp_path: Path) -> None:
     said = refusal(tmp_path, text=RLVR + "'actor_train.training_args.warmup_steps': 1\n")
     assert "in a file a dot does not open a section; write actor_train: {training_args: {warmup_steps: ...}}" in said
 
 
 @pytest.mark.parametrize(("override", "said"), (UNKNOWN | MISTYPED | OUT_OF_BOUNDS).items())
-def test_a_bad_value_is_explained(tmp_path: Path, override: str, said: str) -> None:
+def test_invalid_value_is_explained(tmp_path: Path, override: str, said: str) -> None:
     assert said in refusal(tmp_path, override)
 
 
-def test_all_problems_of_a_file_are_told_together(tmp_path: Path) -> None:
+def test_all_problems_of_a_file_are_reported_together(tmp_path: Path) -> None:
     said = refusal(tmp_path, "rollout_batchsize=64", "gamma=2", "actor_train.model_args.dtype=half")
     assert said.splitlines()[0].endswith("config.yaml: 3 problems")
     for path in ("rollout_batchsize:", "gamma:", "actor_train.model_args.dtype:"):
         assert path in said
 
 
-def test_all_broken_rules_are_told_together(tmp_path: Path) -> None:
+def test_all_broken_rules_are_reported_together(tmp_path: Path) -> None:
     said = refusal(
         tmp_path,
         "actor_infer.generating_args.temperature=0",
@@ -156,11 +156,11 @@ def test_all_broken_rules_are_told_together(tmp_path: Path) -> None:
         ("", "the top level must be a mapping of `key: value` lines"),
     ],
 )
-def test_a_file_that_is_no_configuration_is_explained(tmp_path: Path, text: str, said: str) -> None:
+def test_invalid_yaml_is_explained(tmp_path: Path, text: str, said: str) -> None:
     assert said in refusal(tmp_path, text=text)
 
 
-def test_a_missing_file_is_told(tmp_path: Path) -> None:
+def test_missing_file_is_reported(tmp_path: Path) -> None:
     from roll.configs.errors import ConfigError
     from roll.configs.load import load_config
 
@@ -168,7 +168,7 @@ def test_a_missing_file_is_told(tmp_path: Path) -> None:
         load_config(tmp_path / "nowhere.yaml")
 
 
-def test_a_file_that_is_a_link_to_itself_is_told(tmp_path: Path) -> None:
+def test_circular_symlink_is_reported(tmp_path: Path) -> None:
     from roll.configs.errors import ConfigError
     from roll.configs.load import load_config
 
@@ -177,17 +177,17 @@ def test_a_file_that_is_a_link_to_itself_is_told(tmp_path: Path) -> None:
         load_config(tmp_path / "loop.yaml")
 
 
-def test_generation_belongs_to_no_sft_file(tmp_path: Path) -> None:
+def test_generation_keys_are_unknown_in_sft(tmp_path: Path) -> None:
     assert "actor_infer: unknown key" in refusal(tmp_path, "actor_infer.device_mapping=[2]", text=SFT)
 
 
-def test_options_of_another_engine_make_no_noise(tmp_path: Path) -> None:
+def test_options_of_an_unknown_engine_are_not_checked(tmp_path: Path) -> None:
     section = "actor_train.strategy_args={strategy_name: fsdp2_train, strategy_config: {offload: 1}}"
     said = refusal(tmp_path, section)
     assert "strategy_name: 'fsdp2_train' is not one of megatron_train, megatron_infer, sglang" in said
     assert "offload" not in said
 
 
-def test_a_response_length_is_asked_for(tmp_path: Path) -> None:
+def test_response_length_is_required(tmp_path: Path) -> None:
     text = RLVR.replace("response_length: 1024\n", "")
     assert "response_length: is not given; write response_length" in refusal(tmp_path, text=text)

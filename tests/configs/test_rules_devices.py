@@ -146,7 +146,7 @@ CASES = REWARDS | DEVICES | BATCH | ALGORITHM | SAMPLES | ENGINES | MODEL_SPLITS
 
 
 @pytest.mark.parametrize(("overrides", "said"), CASES.items())
-def test_a_broken_rule_is_explained(tmp_path: Path, overrides: str, said: str) -> None:
+def test_broken_rule_is_explained(tmp_path: Path, overrides: str, said: str) -> None:
     assert said in refusal(tmp_path, *_split(overrides))
 
 
@@ -189,17 +189,17 @@ HARMLESS = {
 
 
 @pytest.mark.parametrize(("overrides", "said"), HARMLESS.items())
-def test_what_is_harmless_is_a_warning(tmp_path: Path, overrides: str, said: str) -> None:
+def test_harmless_key_is_a_warning(tmp_path: Path, overrides: str, said: str) -> None:
     warnings = [str(warning) for warning in check(rlvr(tmp_path, *_split(overrides))).warnings]
     assert any(said in warning for warning in warnings), warnings
 
 
-def test_a_right_file_has_no_warning(tmp_path: Path) -> None:
+def test_correct_file_has_no_warnings(tmp_path: Path) -> None:
     assert check(rlvr(tmp_path)).warnings == []
     assert check(sft(tmp_path)).warnings == []
 
 
-def test_a_default_written_out_is_no_warning(tmp_path: Path) -> None:
+def test_explicit_default_is_no_warning(tmp_path: Path) -> None:
     assert check(rlvr(tmp_path, "actor_infer.infer_batch_size=16", "kl_loss_coef=0")).warnings == []
 
 
@@ -216,22 +216,22 @@ def test_generation_keys_have_no_effect_in_sft(tmp_path: Path) -> None:
         ("actor_train.infer_batch_size=3", "infer_batch_size: has no effect: eval_steps is 0, and only validation"),
     ],
 )
-def test_what_only_reinforcement_learning_reads_has_no_effect_in_sft(tmp_path: Path, override: str, said: str) -> None:
+def test_rl_data_keys_have_no_effect_in_sft(tmp_path: Path, override: str, said: str) -> None:
     (warning,) = check(sft(tmp_path, override)).warnings
     assert said in str(warning)
 
 
-def test_a_reward_may_take_what_others_leave(tmp_path: Path) -> None:
+def test_rewards_may_divide_tags(tmp_path: Path) -> None:
     rewards = "rewards={a: {tag_included: [x]}, b: {tag_included: [x, y]}, c: {}}"
     assert check(rlvr(tmp_path, rewards)).warnings == []
 
 
-def test_submissions_are_spaced_where_generation_has_a_process_of_its_own(tmp_path: Path) -> None:
+def test_submission_interval_with_background_generation(tmp_path: Path) -> None:
     given = ["async_training.batch_generation_interval_s=1", "async_training.rollouter=actor"]
     assert check(rlvr(tmp_path, *given)).warnings == []
 
 
-def test_what_is_not_here_stops_a_run_only(tmp_path: Path) -> None:
+def test_missing_resources_stop_a_run_only(tmp_path: Path) -> None:
     config = rlvr(tmp_path, "pretrain=Qwen/Qwen2.5-7B", "resume_from_checkpoint=old/step_5")
     assert check(config).missing == [
         Problem(
@@ -259,7 +259,7 @@ def test_engine_options_are_not_checked_where_sglang_is_not_installed(
     ]
 
 
-def test_a_vllm_role_is_shown_for_sglang(tmp_path: Path) -> None:
+def test_vllm_section_is_rewritten_for_sglang(tmp_path: Path) -> None:
     text = RLVR + (
         "  strategy_args:\n    strategy_name: vllm\n    strategy_config:\n      gpu_memory_utilization: 0.8\n"
         "      tensor_parallel_size: 2\n      swap_space: 4\n"

@@ -27,7 +27,7 @@ def rows() -> list[list[str]]:
     return [row for row in cells if row[0] != "there"]
 
 
-def test_every_key_of_the_tables_exists() -> None:
+def test_every_key_of_the_migration_tables_exists() -> None:
     known = {key.path for cls in (RLVRConfig, AgenticConfig) for key in known_keys(cls)}
     known |= {re.sub(r"^actor_train", "<role>", path) for path in known}
     known |= {f"{ENGINE}{name}" for name in server_options() or ()}
@@ -58,7 +58,7 @@ def told() -> dict[str, set[str]]:
     return pairs
 
 
-def test_what_an_unknown_key_is_answered_with_is_what_the_tables_say() -> None:
+def test_page_and_tables_agree() -> None:
     assert {name: set(keys) for name, keys in MIGRATION.items() if name not in SHORT_NAMES} == told()
 
 
@@ -78,7 +78,7 @@ def test_what_an_unknown_key_is_answered_with_is_what_the_tables_say() -> None:
         "actor_infer.bf16=true": "here that is actor_infer.model_args.dtype",
     }.items(),
 )
-def test_a_key_of_another_framework_is_refused_and_ours_is_named(tmp_path: Path, override: str, said: str) -> None:
+def test_key_of_another_framework_names_ours(tmp_path: Path, override: str, said: str) -> None:
     assert said in refusal(tmp_path, override)
 
 
@@ -86,7 +86,7 @@ def test_every_row_has_three_cells() -> None:
     assert [row for row in rows() if len(row) != 3] == []
 
 
-def test_every_spelling_that_is_moved_stands_in_a_table() -> None:
+def test_every_moved_key_is_on_the_page() -> None:
     shown = {name for row in rows() for name in re.findall(r"`([^`]+)`", row[0])}
     moved = {path.rpartition(".")[2] for path in MOVED_KEYS}
     assert moved <= shown

@@ -31,7 +31,7 @@ def test_values_are_interpolated(tmp_path: Path) -> None:
     assert config.exp_name == "run-64"
 
 
-def test_interpolating_an_unknown_key_is_told(tmp_path: Path) -> None:
+def test_interpolating_an_unknown_key_is_reported(tmp_path: Path) -> None:
     said = refusal(tmp_path, "exp_name=${nowhere}")
     assert (
         "exp_name: cannot be interpolated: Interpolation key 'nowhere' not found; `${key}` sees the values of files"
@@ -39,7 +39,7 @@ def test_interpolating_an_unknown_key_is_told(tmp_path: Path) -> None:
     )
 
 
-def test_a_base_file_is_included_and_the_file_wins(tmp_path: Path) -> None:
+def test_file_overrides_its_base_files(tmp_path: Path) -> None:
     write(tmp_path, RLVR + "seed: 1\nexp_name: base\n", "common/base.yaml")
     write(tmp_path, "exp_name: middle\nmax_steps: 7\n", "common/middle.yaml")
     file = write(tmp_path, "defaults: [../common/base, ../common/middle.yaml]\nexp_name: mine\n", "runs/run.yaml")
@@ -71,13 +71,13 @@ def test_merge_keys_put_a_mapping_into_others(tmp_path: Path) -> None:
     assert config.system_envs == {"temperature": "0.5", "top_p": "0.8", "top_k": "3"}
 
 
-def test_files_that_include_each_other_are_told(tmp_path: Path) -> None:
+def test_circular_includes_are_reported(tmp_path: Path) -> None:
     write(tmp_path, "defaults: [config]\n", "other.yaml")
     said = refusal(tmp_path, text="defaults: [other]\n")
     assert "the files include each other: config.yaml -> other.yaml -> config.yaml" in said
 
 
-def test_a_missing_base_file_is_told(tmp_path: Path) -> None:
+def test_missing_base_file_is_reported(tmp_path: Path) -> None:
     assert "defaults: 'nothing' is not a file" in refusal(tmp_path, text="defaults: [nothing]\n")
 
 
@@ -98,11 +98,11 @@ def test_overrides_win_and_are_yaml(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["seed", "=3", "actor_train..seed=3"])
-def test_an_override_that_is_none_is_told(tmp_path: Path, text: str) -> None:
+def test_malformed_override_is_reported(tmp_path: Path, text: str) -> None:
     assert f"override {text!r}: write key=value" in refusal(tmp_path, text)
 
 
-def test_an_override_with_a_plus_is_told(tmp_path: Path) -> None:
+def test_override_with_a_plus_is_reported(tmp_path: Path) -> None:
     assert "write it without '+'" in refusal(tmp_path, "+seed=3")
 
 
@@ -121,17 +121,17 @@ def test_a_whole_number_is_a_number(tmp_path: Path) -> None:
     assert weight_decay == 0.0 and isinstance(weight_decay, float)
 
 
-def test_other_spellings_of_keys_are_known(tmp_path: Path) -> None:
+def test_renamed_keys_are_read(tmp_path: Path) -> None:
     config = rlvr(tmp_path, text=RLVR + "num_gpus_per_node: 4\nrpc_timeout: 60\nseed: ${num_gpus_per_node}\n")
     assert (config.num_devices_per_node, config.rpc_timeout_s, config.seed) == (4, 60.0, 4)
 
 
-def test_an_override_replaces_a_key_in_its_other_spelling(tmp_path: Path) -> None:
+def test_override_replaces_a_key_in_another_spelling(tmp_path: Path) -> None:
     config = rlvr(tmp_path, "num_devices_per_node=2", text=RLVR + "num_gpus_per_node: 4\n")
     assert config.num_devices_per_node == 2
 
 
-def test_both_spellings_of_a_key_are_one_too_many(tmp_path: Path) -> None:
+def test_two_spellings_of_one_key_are_refused(tmp_path: Path) -> None:
     said = refusal(tmp_path, text=RLVR + "num_gpus_per_node: 4\nnum_devices_per_node: 4\n")
     assert "num_gpus_per_node: is another spelling of num_devices_per_node" in said
 
@@ -153,7 +153,7 @@ def test_roles_take_the_model_of_the_run(tmp_path: Path) -> None:
     assert config.actor_infer.model_args.model_name_or_path == config.pretrain
 
 
-def test_validation_reads_and_samples_as_training_does_unless_told_otherwise(tmp_path: Path) -> None:
+def test_validation_inherits_data_and_sampling(tmp_path: Path) -> None:
     config = rlvr(
         tmp_path,
         "eval_steps=10",

@@ -9,7 +9,15 @@ import pytest
 
 from roll.algorithms.estimators import AdvantageConfig
 from roll.algorithms.policy_config import PolicyLossConfig
-from roll.configs.agentic import AgenticOptions, RewardNormalization
+from roll.configs.agentic import (
+    SYSTEM_TEMPLATE,
+    TURN_FIELDS,
+    TURN_TEMPLATE,
+    AgenticOptions,
+    RewardNormalization,
+    system_template,
+    turn_template,
+)
 from roll.configs.pipeline import RLConfig, RLVRConfig
 from roll.configs.policy import TURN_ESTIMATORS
 from roll.configs.schema import Converter, known_keys
@@ -32,12 +40,12 @@ METHODS = {"identity": (None, None), "mean": ("group", None), "mean_std": ("grou
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_older_spelling_of_a_normalisation_means_its_two_types(method: str) -> None:
+def test_normalization_method_sets_both_types(method: str) -> None:
     options, problems = read(reward_normalization={"grouping": "tags", "method": method})
     assert not problems and options.reward_normalization == RewardNormalization("tags", *METHODS[method])
 
 
-def test_the_two_types_are_read_as_they_are() -> None:
+def test_normalization_types_are_read() -> None:
     options, problems = read(reward_normalization={"norm_mean_type": "batch", "norm_std_type": None})
     assert not problems and options.reward_normalization == RewardNormalization("traj_group_id", "batch", None)
 
@@ -54,7 +62,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_a_normalisation_that_makes_no_sense_is_explained(what: str) -> None:
+def test_invalid_normalization_is_explained(what: str) -> None:
     value, said = REFUSED[what]
     options, problems = read(reward_normalization=value)
     assert len(problems) == 1 and said in problems[0], problems
@@ -69,7 +77,7 @@ def test_every_key_has_a_help_text() -> None:
     assert all(key.field.metadata["help"] for key in known_keys(AgenticOptions))
 
 
-def test_advantages_and_loss_take_what_a_run_with_turns_says() -> None:
+def test_advantage_and_loss_configs_of_an_agentic_run() -> None:
     norm = RewardNormalization("tags", "batch", None)
     config = Agent(
         reward_normalization=norm, step_reward_gamma=0.5, episode_reward_weight=2.0, step_reward_weight=3.0, gamma=0.9
@@ -80,12 +88,50 @@ def test_advantages_and_loss_take_what_a_run_with_turns_says() -> None:
     assert PolicyLossConfig.from_config(Agent(ratio_type="segment")).ratio_type == "segment"
 
 
-def test_defaults_are_the_same_with_turns_and_without() -> None:
+def test_defaults_are_the_same_in_agentic_and_rlvr() -> None:
     assert AdvantageConfig.from_config(Agent()) == AdvantageConfig.from_config(RLVRConfig()) == AdvantageConfig()
     assert PolicyLossConfig.from_config(Agent()) == PolicyLossConfig.from_config(RLVRConfig())
 
 
 @pytest.mark.parametrize("estimator", TURN_ESTIMATORS)
-def test_responses_of_one_turn_have_no_use_for_turns(tmp_path: Path, estimator: str) -> None:
+def test_turn_estimators_are_refused_in_rlvr(tmp_path: Path, estimator: str) -> None:
     said = refusal(tmp_path, f"adv_estimator={estimator}")
     assert f"adv_estimator: {estimator} needs trajectories of several turns" in said
+
+
+def test_default_templates_are_valid() -> None:
+    assert system_template(SYSTEM_TEMPLATE) == SYSTEM_TEMPLATE
+    assert turn_template(TURN_TEMPLATE) == TURN_TEMPLATE
+
+
+def test_default_turn_contains_observation_and_limits() -> None:
+    values = {name: f"<{name}>" for name in TURN_FIELDS}
+    said = TURN_TEMPLATE.format(**values)
+    assert all(values[name] in said for name in ("turn_idx", "observation", "actions_left", "max_response_length"))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{observation} {reward}", "{reward} is not a field; known: {turn_idx}, {observation}, {actions_left}, "),
+        ("{observation.secret}", "{observation.secret} is not a field"),
+        ("{}", "{} is not a field"),
+        ("{observation", "braces do not match"),
+        ("no field", "does not contain {observation}"),
+        ("{{observation}}", "does not contain {observation}"),
+    ],
+)
+def test_invalid_turn_template_is_refused(text: str, said: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        turn_template(text)
+    assert said in str(caught.value)
+
+
+def test_system_template_has_no_turn_fields() -> None:
+    with pytest.raises(ValueError, match="{observation} is not a field; known: {env_instruction}; write {{ and }} for"):
+        system_template("{observation}")
+    assert system_template('{env_instruction} Answer {{"move": 1}}.')
+
+
+def test_template_of_another_type_is_left_to_the_type_check() -> None:
+    assert system_template(5) == turn_template(5) == 5

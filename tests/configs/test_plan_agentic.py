@@ -9,14 +9,14 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+from tests.configs.test_agentic import recipe
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.load import load_config
 from roll.configs.plan import make_plan
 from roll.configs.plan_text import print_plan
 from tests.configs.samples import AGENTIC, DATA, LAPTOP, SERVER, agentic, write
-from tests.configs.test_agentic_config import recipe
-from tests.configs.test_make_plan import EXAMPLES, bytes_of, lines
+from tests.configs.test_plan import EXAMPLES, bytes_of, lines
 
 FOLDER = EXAMPLES / "qwen2.5-0.5B-agentic"
 
@@ -51,7 +51,7 @@ def test_batch_arithmetic_of_turns(tmp_path: Path) -> None:
     assert found["tokens per step, at most"] == 680 * 2048
 
 
-def test_a_validation_has_environments_of_its_own(tmp_path: Path) -> None:
+def test_validation_has_its_own_environments(tmp_path: Path) -> None:
     config = agentic(tmp_path, "val_batch_size=30", "val_env_manager={num_env_groups: 10, tags: [Room]}")
     found = lines(make_plan(config, SERVER))
     assert found["trajectories of a validation"] == 30
@@ -90,7 +90,7 @@ def test_the_published_agentic_recipe_plans_with_sglang(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "ratio"), [("agent_val_frozen_lake", 0), ("agent_val_frozen_lake_async", 1)])
-def test_our_recipes_for_agents_plan(name: str, ratio: float) -> None:
+def test_agentic_examples_plan(name: str, ratio: float) -> None:
     config = load_config(FOLDER / f"{name}.yaml", [f"pretrain={DATA / 'models' / 'qwen2.5-0.5B'}"], "agentic")
     plan = make_plan(config, LAPTOP)
     assert isinstance(config, AgenticConfig) and config.async_generation_ratio == ratio
@@ -100,7 +100,7 @@ def test_our_recipes_for_agents_plan(name: str, ratio: float) -> None:
     assert all(item.total < 70 * 2**30 for item in plan.memory)
 
 
-def test_planning_agents_makes_their_environments_without_an_engine(tmp_path: Path) -> None:
+def test_planning_agents_imports_no_engine(tmp_path: Path) -> None:
     path = write(tmp_path, AGENTIC)
     code = (
         "import sys, roll.configs.load, roll.configs.plan\n"

@@ -34,7 +34,7 @@ def recipe(folder: Path) -> AgenticConfig:
     return config
 
 
-def test_the_published_recipe_plays_frozen_lake(tmp_path: Path) -> None:
+def test_published_recipe_loads(tmp_path: Path) -> None:
     config = recipe(tmp_path)
     lake = config.custom_envs["FrozenLake"]
     assert list(config.custom_envs) == ["FrozenLake"]
@@ -50,7 +50,7 @@ def test_the_published_recipe_plays_frozen_lake(tmp_path: Path) -> None:
     assert any(text.startswith("reward_pretrain: has no effect") for text in said)
 
 
-def test_what_a_file_that_says_little_gets(tmp_path: Path) -> None:
+def test_defaults_of_a_minimal_file(tmp_path: Path) -> None:
     config = agentic(tmp_path, text=LEAST)
     defaults = AgenticConfig()
     assert (defaults.env_step_timeout_s, defaults.trajectory_timeout_s, defaults.max_actions_per_traj) == (60, 3600, 10)
@@ -76,11 +76,11 @@ def test_what_a_file_that_says_little_gets(tmp_path: Path) -> None:
         ("prompt_length: 8", "rlvr"),
     ],
 )
-def test_a_file_is_known_by_its_keys(tmp_path: Path, text: str, pipeline: str) -> None:
+def test_pipeline_is_inferred_from_keys(tmp_path: Path, text: str, pipeline: str) -> None:
     assert read_pipeline(write(tmp_path, text)) == pipeline
 
 
-def test_batch_size_of_validation_means_nothing_to_rlvr(tmp_path: Path) -> None:
+def test_val_batch_size_has_no_effect_in_rlvr(tmp_path: Path) -> None:
     config = build_config(
         {
             "rewards": {"math_rule": {}},
@@ -96,12 +96,12 @@ def test_batch_size_of_validation_means_nothing_to_rlvr(tmp_path: Path) -> None:
     assert ("val_batch_size", "has no effect: validation runs over the whole validation set") in config.source.notes
 
 
-def test_keys_of_agents_are_refused_elsewhere(tmp_path: Path) -> None:
+def test_agentic_keys_are_refused_in_rlvr(tmp_path: Path) -> None:
     said = refusal(tmp_path, "custom_envs={}", "pipeline=rlvr")
     assert "custom_envs: unknown key; it belongs to pipeline agentic, and this is rlvr" in said
 
 
-def test_actions_come_from_the_entry_its_options_or_the_pipeline(tmp_path: Path) -> None:
+def test_max_steps_comes_from_entry_options_or_pipeline(tmp_path: Path) -> None:
     config = agentic(tmp_path, "max_actions_per_traj=9")
     assert [entry.max_steps for entry in config.custom_envs.values()] == [6, 9]
     assert [entry.env_config["max_steps"] for entry in config.custom_envs.values()] == [6, 9]
@@ -109,7 +109,7 @@ def test_actions_come_from_the_entry_its_options_or_the_pipeline(tmp_path: Path)
     assert config.turns == 9
 
 
-def test_tokens_of_a_turn_come_from_the_entry_the_pipeline_or_the_sampling(tmp_path: Path) -> None:
+def test_max_tokens_per_step_comes_from_entry_pipeline_or_sampling(tmp_path: Path) -> None:
     config = agentic(tmp_path, "custom_envs.Room.max_tokens_per_step=100")
     assert [entry.max_tokens_per_step for entry in config.custom_envs.values()] == [64, 100]
     assert config.actor_infer.generating_args.max_new_tokens == config.response_length == 100
@@ -138,7 +138,7 @@ def test_samples_are_trajectories_or_turns(tmp_path: Path, override: str, kind: 
     assert config.samples_per_batch == (64 if kind == "traj" else 64 * 10)
 
 
-def test_groups_follow_from_the_batch_or_their_parts(tmp_path: Path) -> None:
+def test_number_of_groups_follows_from_batch_or_partition(tmp_path: Path) -> None:
     manager = agentic(tmp_path, "train_env_manager={group_size: 8}", text=LEAST).train_env_manager
     assert (manager.num_env_groups, manager.tags, manager.num_groups_partition) == (8, ["FrozenLake"], [8])
     text = AGENTIC.replace("  num_env_groups: 8\n", "")
@@ -148,12 +148,12 @@ def test_groups_follow_from_the_batch_or_their_parts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("per_process", "processes"), [(16, 3), (40, 1), (39, 2), (0, 1)])
-def test_environments_fill_processes(tmp_path: Path, per_process: int, processes: int) -> None:
+def test_number_of_environment_processes(tmp_path: Path, per_process: int, processes: int) -> None:
     manager = agentic(tmp_path, f"train_env_manager.max_env_num_per_worker={per_process}").train_env_manager
     assert (manager.environments, manager.processes) == (8 * (4 + 1), processes)
 
 
-def test_a_monitor_of_hung_environments_is_a_deadline(tmp_path: Path) -> None:
+def test_env_monitor_is_read_as_a_deadline(tmp_path: Path) -> None:
     config = agentic(tmp_path, "env_monitor={enable: true, monitor_interval: 30, hung_timeout: 900}")
     assert config.trajectory_timeout_s == 900
     notes = dict(config.source.notes)
@@ -161,6 +161,6 @@ def test_a_monitor_of_hung_environments_is_a_deadline(tmp_path: Path) -> None:
     assert notes["env_monitor"].startswith("has no effect: every wait has a deadline")
 
 
-def test_options_of_an_environment_are_its_own(tmp_path: Path) -> None:
+def test_unknown_environment_option_is_refused(tmp_path: Path) -> None:
     said = refusal(tmp_path, "custom_envs.Lake.env_config.history_length=3", text=AGENTIC)
     assert "custom_envs.Lake.env_config.history_length: unknown key; known: " in said

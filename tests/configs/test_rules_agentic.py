@@ -98,7 +98,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("overrides", "said"), REFUSED.items())
-def test_what_is_refused(tmp_path: Path, overrides: str, said: str) -> None:
+def test_broken_agentic_rule_is_explained(tmp_path: Path, overrides: str, said: str) -> None:
     parts = [overrides] if "{" in overrides else overrides.split()
     assert said in refusal(tmp_path, *parts, text=AGENTIC)
 
@@ -133,21 +133,21 @@ WARNED = {
 
 
 @pytest.mark.parametrize(("overrides", "said"), WARNED.items())
-def test_what_is_warned_of(tmp_path: Path, overrides: str, said: str) -> None:
+def test_harmless_agentic_key_is_a_warning(tmp_path: Path, overrides: str, said: str) -> None:
     warnings = [str(warning) for warning in check(agentic(tmp_path, *overrides.split())).warnings]
     assert any(said in warning for warning in warnings), warnings
 
 
-def test_a_file_without_contradictions_is_told_nothing(tmp_path: Path) -> None:
+def test_correct_agentic_file_has_no_warnings(tmp_path: Path) -> None:
     report = check(agentic(tmp_path))
     assert (report.errors, report.warnings) == ([], [])
 
 
-def test_no_environment_is_nothing_to_play(tmp_path: Path) -> None:
+def test_at_least_one_environment_is_required(tmp_path: Path) -> None:
     text = AGENTIC[: AGENTIC.index("custom_envs")] + "custom_envs: {}\n" + AGENTIC[AGENTIC.index("actor_train") :]
     assert "custom_envs: is empty, so there is no environment" in refusal(tmp_path, text=text)
 
 
-def test_groups_of_one_are_allowed_where_nothing_is_compared(tmp_path: Path) -> None:
+def test_group_size_one_is_allowed_without_comparison(tmp_path: Path) -> None:
     config = agentic(tmp_path, f"{TRAIN}.group_size=1", "adv_estimator=reinforce")
     assert config.num_return_sequences_in_group == 1

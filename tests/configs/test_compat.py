@@ -73,7 +73,7 @@ def test_the_keys_of_an_off_policy_buffer_take_effect(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("value", "source"), [("true", "behavior"), ("false", "recompute")])
-def test_bypassing_old_log_probs(tmp_path: Path, value: str, source: str) -> None:
+def test_bypass_mode_is_read(tmp_path: Path, value: str, source: str) -> None:
     config = rlvr(tmp_path, f"bypass_mode={value}")
     assert config.old_log_probs_source == source
     assert ("bypass_mode", f"{value} is read as old_log_probs_source: {source}") in config.source.notes
@@ -87,7 +87,7 @@ def test_bypassing_old_log_probs(tmp_path: Path, value: str, source: str) -> Non
         ("free_cache_engine=false", "free_cache_engine: has no effect: engines keep their memory between steps"),
     ],
 )
-def test_what_happens_anyway_is_said(tmp_path: Path, override: str, said: str) -> None:
+def test_keys_that_describe_the_default_are_warnings(tmp_path: Path, override: str, said: str) -> None:
     notes = [f"{path}: {message}" for path, message in rlvr(tmp_path, override).source.notes]
     assert any(note.startswith(said) for note in notes), notes
 
@@ -110,7 +110,7 @@ def test_what_happens_anyway_is_said(tmp_path: Path, override: str, said: str) -
         ("async_training: {generation_timeout: 0}", "actor_infer.generation_timeout_s: 0.0 is too small"),
     ],
 )
-def test_what_contradicts_or_is_not_there_is_refused(tmp_path: Path, text: str, said: str) -> None:
+def test_contradicting_spellings_are_refused(tmp_path: Path, text: str, said: str) -> None:
     assert said in refusal(tmp_path, text=RLVR + text + "\n")
 
 
@@ -135,5 +135,5 @@ def test_a_base_file_may_use_another_spelling(tmp_path: Path) -> None:
         ("importance_sampling=true correction=[weights]", "correction: ['weights'] is not a section"),
     ],
 )
-def test_what_stands_in_place_of_a_section_is_told(tmp_path: Path, overrides: str, said: str) -> None:
+def test_value_in_place_of_a_section_is_reported(tmp_path: Path, overrides: str, said: str) -> None:
     assert said in refusal(tmp_path, *overrides.split())

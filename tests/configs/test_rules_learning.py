@@ -44,14 +44,14 @@ BASES = {
 
 
 @pytest.mark.parametrize(("overrides", "expected"), BASES.items())
-def test_bases_follow_from_the_variant_and_from_how_far_generation_runs_ahead(tmp_path, overrides, expected) -> None:
+def test_ratio_base_follows_from_variant_and_ratio(tmp_path, overrides, expected) -> None:
     config = rlvr(tmp_path, *overrides.split())
     assert (config.old_log_probs_source, config.pg_ratio_base) == expected
     settings = PolicyLossConfig.from_config(config)
     assert (settings.old_log_probs_source, settings.pg_ratio_base) == expected
 
 
-def test_decoupled_ppo_has_weights_unless_told_which(tmp_path: Path) -> None:
+def test_decoupled_ppo_has_token_weights_by_default(tmp_path: Path) -> None:
     weights = rlvr(tmp_path, f"{VARIANT}=decoupled_ppo").correction.weights
     assert (weights.level, weights.mode, weights.lower, weights.upper) == ("token", "clamp", 0.0, 2.0)
     other = rlvr(tmp_path, f"{VARIANT}=decoupled_ppo", f"{WEIGHTS}.level=sequence", f"{WEIGHTS}.upper=5")
@@ -93,7 +93,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("overrides", "said"), REFUSED.items())
-def test_what_would_not_do_what_it_says_is_refused(tmp_path: Path, overrides: str, said: str) -> None:
+def test_contradicting_policy_keys_are_refused(tmp_path: Path, overrides: str, said: str) -> None:
     assert said in refusal(tmp_path, *overrides.split())
 
 
@@ -112,7 +112,7 @@ WARNED = {
 
 
 @pytest.mark.parametrize(("overrides", "said"), WARNED.items())
-def test_what_may_not_be_meant_is_a_warning(tmp_path: Path, overrides: str, said: str) -> None:
+def test_doubtful_policy_keys_are_warnings(tmp_path: Path, overrides: str, said: str) -> None:
     warnings = [str(warning) for warning in check(rlvr(tmp_path, *overrides.split())).warnings]
     assert any(said in warning for warning in warnings), warnings
 
@@ -126,24 +126,24 @@ CORRECTED = [
 
 
 @pytest.mark.parametrize("overrides", CORRECTED)
-def test_what_is_corrected_runs_without_a_word(tmp_path: Path, overrides: str) -> None:
+def test_corrected_asynchronous_training_has_no_warnings(tmp_path: Path, overrides: str) -> None:
     assert check(rlvr(tmp_path, *overrides.split())).warnings == []
 
 
 @pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
-def test_a_group_estimator_wants_a_group(tmp_path: Path, estimator: str) -> None:
+def test_group_estimators_need_groups(tmp_path: Path, estimator: str) -> None:
     said = refusal(tmp_path, f"adv_estimator={estimator}", "num_return_sequences_in_group=1", "rollout_batch_size=512")
     assert f"num_return_sequences_in_group: 1 gives every sample of {estimator} advantage 0" in said
 
 
 @pytest.mark.parametrize("knob", VARIANT_KNOBS)
-def test_a_knob_of_another_variant_is_refused_and_names_its_own(tmp_path: Path, knob: str) -> None:
+def test_knob_of_another_variant_names_its_variants(tmp_path: Path, knob: str) -> None:
     value = {"topr_level": "sequence", "dual_clip_loss": "true", "cispo_use_unified_mask": "true", "dual_clip_c": 4}
     said = refusal(tmp_path, f"{VARIANT}=vanilla", f"{knob}={value.get(knob, 0.7)}")
     assert f"{knob}: has no effect: it belongs to actor_train.pg_variant {' or '.join(VARIANT_KNOBS[knob])}" in said
 
 
-def test_every_variant_has_its_place() -> None:
+def test_every_variant_is_classified() -> None:
     assert {*FOLLOWING_VARIANTS, *BEHAVIOR_VARIANTS, "vanilla", "decoupled_ppo"} == set(PG_VARIANTS)
     assert {name for names in VARIANT_KNOBS.values() for name in names} | {"vanilla"} == set(PG_VARIANTS)
     assert set(RATIO_WEIGHTED_VARIANTS) < set(PG_VARIANTS)
@@ -158,7 +158,7 @@ def test_importance_sampling_is_another_spelling_of_token_weights(tmp_path: Path
     assert ("importance_sampling", said) in config.source.notes
 
 
-def test_importance_sampling_that_is_off_is_said_to_be_the_default(tmp_path: Path) -> None:
+def test_importance_sampling_off_is_a_remark(tmp_path: Path) -> None:
     config = rlvr(tmp_path, "importance_sampling=false", "correction.veto_threshold=0.01")
     assert not config.correction.weighted and config.correction.veto_threshold == 0.01
     said = "false is the default and does not change correction.weights"
@@ -177,5 +177,5 @@ def test_importance_sampling_that_is_off_is_said_to_be_the_default(tmp_path: Pat
         (["importance_sampling=token"], "'token' is not true or false; leave it out; ratios are those of tokens"),
     ],
 )
-def test_importance_sampling_that_makes_no_sense_is_explained(tmp_path: Path, overrides: list[str], said: str) -> None:
+def test_invalid_importance_sampling_is_explained(tmp_path: Path, overrides: list[str], said: str) -> None:
     assert said in refusal(tmp_path, *overrides)
