@@ -41,8 +41,8 @@ def measure() -> Measurement:
 
 def foretell(config: Path, ratio: float) -> float:
     """Seconds of a step that the simulation gives for the configured split."""
+    from roll.configs.hardware import this_machine
     from roll.configs.load import load_config
-    from roll.configs.machine import this_machine
     from roll.configs.pipeline import RLConfig
     from roll.pipeline.simulate.run import Options, build_model
     from roll.pipeline.simulate.search import predict

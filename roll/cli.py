@@ -73,8 +73,8 @@ def plan(config: str | Path, overrides: Sequence[str], as_json: bool = False) ->
 
 def run(config: str | Path, overrides: Sequence[str], pipeline: str | None = None) -> int:
     """Checks everything that can be checked, then trains; returns the run's exit code."""
+    from roll.configs.hardware import prepare_run
     from roll.configs.load import load_config
-    from roll.configs.run_checks import prepare_run
 
     loaded = load_config(config, overrides, pipeline)
     for warning in prepare_run(loaded):

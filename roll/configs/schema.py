@@ -244,7 +244,8 @@ class Converter:
         try:
             converted = self._value(parse(value) if parse else value, key.hint, default, path)
         except ValueError as error:
-            return self._add(path, str(error)) or default
+            self._add(path, str(error))
+            return default
         if len(self.problems) > before:
             return default
         self._check_text(converted, path)

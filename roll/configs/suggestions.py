@@ -42,7 +42,9 @@ def drop_keys_of_other_roles(tree: Tree, root: type) -> tuple[Tree, list[Problem
     """
     roles = {name: key.hint for name, key in declared(root).items() if name in ROLES}
     known = {name: {key.path: key for key in known_keys(hint)} for name, hint in roles.items()}
-    kept, notes, problems = dict(tree), [], []
+    kept = dict(tree)
+    notes: list[Problem] = []
+    problems: list[Problem] = []
     for role in roles:
         if not isinstance(tree.get(role), dict) or not tree[role]:
             continue

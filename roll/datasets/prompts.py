@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from roll.configs.arguments import DataArguments
+from roll.configs.roles import DataArguments
 from roll.datasets.records import DatasetError, Record, read_records
 
 DEFAULT_TAG = "default"

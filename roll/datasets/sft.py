@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from roll.configs.arguments import DataArguments
+from roll.configs.roles import DataArguments
 from roll.datasets.conversation import ConversationEncoder
 from roll.datasets.prompts import Message, Question, question, record_id, require_unique
 from roll.datasets.records import DatasetError, Record, read_records

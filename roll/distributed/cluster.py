@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import ray
 
-from roll.configs.device_mapping import spans
-from roll.configs.layout import ParallelLayout
+from roll.configs.parallel_layout import ParallelLayout, spans
 from roll.distributed.actors import ConcurrentHost, Host
 from roll.distributed.client import ClusterClient
 from roll.distributed.dispatch import Registration, answering_ranks, arguments_by_rank, collect_answers, registrations
@@ -25,7 +24,7 @@ from roll.distributed.worker import Worker, WorkerRank
 
 if TYPE_CHECKING:
     from roll.configs.pipeline import BaseConfig
-    from roll.configs.worker import WorkerConfig
+    from roll.configs.roles import RoleConfig
     from roll.distributed.resources import ResourceManager
 
 CONCURRENT_CALLS = 1000
@@ -53,7 +52,7 @@ class Cluster:
         self,
         role: str,
         worker_cls: type[Worker],
-        config: WorkerConfig,
+        config: RoleConfig,
         pipeline_config: BaseConfig,
         resources: ResourceManager,
         layout: ParallelLayout,

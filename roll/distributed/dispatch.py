@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import ray
 
-from roll.configs.layout import ParallelLayout
+from roll.configs.parallel_layout import ParallelLayout
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 _MARK = "_roll_registered"

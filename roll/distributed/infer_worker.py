@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from roll.configs.seeds import role_seed
+from roll.configs.pipeline import role_seed
 from roll.distributed.dispatch import Dispatch, register
 from roll.distributed.worker import Worker, WorkerRank
 from roll.platforms import get_platform
@@ -14,7 +14,7 @@ from roll.rollout.types import GenerateRequest, GenerateResult
 if TYPE_CHECKING:
     from roll.configs.asynchronous import InFlightPolicy
     from roll.configs.pipeline import BaseConfig
-    from roll.configs.worker import WorkerConfig
+    from roll.configs.roles import ActorInferConfig
     from roll.distributed.weight_sync.groups import WeightsGroup
     from roll.distributed.weight_sync.plan import Bucket
 
@@ -32,8 +32,9 @@ class InferWorker(Worker):
 
     concurrent = True
     spans_tensor_parallel = True
+    config: ActorInferConfig
 
-    def __init__(self, rank: WorkerRank, config: WorkerConfig, pipeline_config: BaseConfig) -> None:
+    def __init__(self, rank: WorkerRank, config: ActorInferConfig, pipeline_config: BaseConfig) -> None:
         """Starts no engine yet."""
         super().__init__(rank, config, pipeline_config)
         self._dirty = ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from roll.configs.device_mapping import spans
+from roll.configs.parallel_layout import spans
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from roll.distributed.worker import Worker, WorkerRank
 from roll.platforms import get_platform
 
 if TYPE_CHECKING:
-    from roll.configs.layout import ParallelLayout
+    from roll.configs.parallel_layout import ParallelLayout
     from roll.configs.pipeline import BaseConfig
-    from roll.configs.worker import WorkerConfig
+    from roll.configs.roles import MegatronRoleConfig
     from roll.distributed.weight_sync.broadcast import BroadcastSender
     from roll.distributed.weight_sync.groups import WeightsGroup
     from roll.distributed.weight_sync.plan import Bucket
@@ -35,7 +35,7 @@ STRATEGIES = {
 class TrainWorker(Worker):
     """Wraps the role's strategy; what a frozen strategy cannot do raises where it is asked."""
 
-    def __init__(self, rank: WorkerRank, config: WorkerConfig, pipeline_config: BaseConfig) -> None:
+    def __init__(self, rank: WorkerRank, config: MegatronRoleConfig, pipeline_config: BaseConfig) -> None:
         """Builds nothing yet."""
         super().__init__(rank, config, pipeline_config)
         self._strategy: Any = None
@@ -45,11 +45,10 @@ class TrainWorker(Worker):
     @register(deadline="start_timeout_s")
     def initialize(self) -> None:
         """Joins the role's process group and loads the model."""
-        from roll.configs.layouts import role_layout
 
         platform = get_platform(self.rank.platform)
         platform.setup_process(self.rank.cores, self.rank.threads)
-        self._layout: ParallelLayout = role_layout(self.config)
+        self._layout: ParallelLayout = self.config.layout
         cls = load(STRATEGIES[self.config.strategy_args.strategy_name])
         self._strategy = cls(
             self.config, self.pipeline_config, self._layout, self.rank.rank, platform, role=self.rank.role

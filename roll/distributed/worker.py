@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from roll.configs.layout import RankCoordinates
+from roll.configs.parallel_layout import RankCoordinates
 from roll.distributed.dispatch import Collect, register
 
 if TYPE_CHECKING:
     from roll.configs.pipeline import BaseConfig
-    from roll.configs.worker import WorkerConfig
+    from roll.configs.roles import RoleConfig
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Worker:
     concurrent = False
     spans_tensor_parallel = False
 
-    def __init__(self, rank: WorkerRank, config: WorkerConfig, pipeline_config: BaseConfig) -> None:
+    def __init__(self, rank: WorkerRank, config: RoleConfig, pipeline_config: BaseConfig) -> None:
         """Keeps what it is told; engines are built by `initialize`, so that all ranks can start at once."""
         self.rank = rank
         self.config = config

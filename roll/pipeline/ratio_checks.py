@@ -22,7 +22,7 @@ def first_update_fault(step: Mapping[str, float], base: str, dtype: str, parity_
         step: metrics of the policy loss.
         base: `pg_ratio_base`, behavior or proximal.
         dtype: of actor_train.
-        parity_bound: `log_prob_parity_bound`; None asks nothing of the engine.
+        parity_bound: `max_logprob_mismatch`; None asks nothing of the engine.
     """
     tolerance = parity_bound if base == "behavior" else FIRST_STEP_TOLERANCE[dtype]
     off = step["log_ratio_abs_max"]
@@ -34,7 +34,7 @@ def first_update_fault(step: Mapping[str, float], base: str, dtype: str, parity_
     )
     if base == "behavior":
         return (
-            f"{found}; before any update it must be 0 to log_prob_parity_bound {tolerance:g}, as far as engine and "
+            f"{found}; before any update it must be 0 to max_logprob_mismatch {tolerance:g}, as far as engine and "
             "trainer agree: check that both load the same weights, temperature and dtype"
         )
     return (

@@ -138,7 +138,7 @@ class RLLearner(ActorLearner):
 
     def _check_first_update(self, step: dict[str, float]) -> None:
         config = self._config
-        dtype, bound = config.actor_train.model_args.dtype, config.log_prob_parity_bound
+        dtype, bound = config.actor_train.model_args.dtype, config.max_logprob_mismatch
         fault = first_update_fault(step, self._loss_config.pg_ratio_base, dtype, bound)
         if fault:
             raise RunError(fault)
@@ -164,11 +164,11 @@ class RLLearner(ActorLearner):
 
     def _check_parity(self, difference: float) -> None:
         """On fresh weights the engine's log-probs and the trainer's are of one policy."""
-        bound = self._config.log_prob_parity_bound
+        bound = self._config.max_logprob_mismatch
         if bound is not None and not difference <= bound:
             raise RunError(
                 f"engine and trainer disagree about the log-prob of a sampled token by {difference:.3g}, more than "
-                f"log_prob_parity_bound {bound}: check that both load the same weights, temperature and dtype"
+                f"max_logprob_mismatch {bound}: check that both load the same weights, temperature and dtype"
             )
 
     async def save(self, folder: Path) -> None:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from roll.configs.pipeline import RLConfig
 from roll.configs.plan import make_plan
-from roll.configs.queue import runs_in_background
 from roll.distributed.weight_sync.publisher import WeightPublisher
 from roll.pipeline.errors import RunError
 from roll.pipeline.extensions import load_extensions
@@ -70,7 +69,7 @@ class RLPipeline(ABC, Generic[ConfigT]):
     def _rollouter(self, session: Session) -> Ask:
         """The way to the rollouter: here, or in a process of its own when it runs in the background."""
         config, engines = self._config, session.clusters["actor_infer"].client()
-        if not runs_in_background(config):
+        if not config.runs_in_background:
             rollouter = self.rollouter_here(engines)
             session.close_first(rollouter.close)
             return here(rollouter)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from roll.configs.pipeline import RLConfig
-from roll.configs.queue import runs_in_background
 from roll.pipeline.rollouter import RolloutOptions
 from roll.rollout.policy import PolicySettings
 
@@ -26,8 +25,8 @@ def rollout_options(config: RLConfig, samples_per_item: int) -> RolloutOptions:
     """How the rollouter behaves."""
     asynchronous = config.async_training
     return RolloutOptions(
-        background=runs_in_background(config),
-        together=config.deterministic or not runs_in_background(config),
+        background=config.runs_in_background,
+        together=config.deterministic or not config.runs_in_background,
         samples_per_item=samples_per_item,
         failure_rate=config.max_failure_rate,
         resample_factor=config.max_resample_factor,

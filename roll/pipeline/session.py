@@ -8,7 +8,6 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from roll.configs.layouts import device_roles, role_layout
 from roll.configs.pipeline import BaseConfig
 from roll.distributed.cluster import Cluster
 from roll.distributed.infer_worker import InferWorker
@@ -70,14 +69,14 @@ class Session:
 
     def _start(self) -> None:
         config = self._config
-        roles = device_roles(config)
+        roles = config.device_roles()
         per_node = config.num_devices_per_node or self._platform.device_count()
         start_ray(config, self._platform.name, per_node)
         mappings = {role: worker.device_mapping for role, worker in roles.items()}
         self._resources = ResourceManager(self._platform.name, per_node, mappings)
         for role, worker in roles.items():
             cls = WORKERS[worker.strategy_args.strategy_name]
-            self.clusters[role] = Cluster(role, cls, worker, config, self._resources, role_layout(worker))
+            self.clusters[role] = Cluster(role, cls, worker, config, self._resources, worker.layout)
 
     async def ready(self) -> None:
         """Brings all roles up side by side, and waits for them and for the services.

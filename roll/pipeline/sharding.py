@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from roll.configs.layout import ParallelLayout
-from roll.configs.worker import WorkerConfig
+from roll.configs.parallel_layout import ParallelLayout
+from roll.configs.roles import ActorTrainConfig, MegatronRoleConfig
 from roll.datasets.micro_batches import OptimizerStepPlan, plan_forward, plan_optimizer_steps
 from roll.distributed.protocol import DataProto
 
@@ -22,21 +22,15 @@ def sample_lengths(data: DataProto) -> list[int]:
     return data.batch["attention_mask"].sum(-1).tolist()
 
 
-def samples_per_optimizer_step(config: WorkerConfig, data_parallel: int) -> int:
-    """per_device_train_batch_size * gradient_accumulation_steps * data parallel size."""
-    args = config.training_args
-    return args.per_device_train_batch_size * args.gradient_accumulation_steps * data_parallel
-
-
-def training_plans(data: DataProto, config: WorkerConfig, layout: ParallelLayout) -> list[OptimizerStepPlan]:
+def training_plans(data: DataProto, config: ActorTrainConfig, layout: ParallelLayout) -> list[OptimizerStepPlan]:
     """The optimizer steps of one pass over `data`."""
-    dynamic = config.use_dynamic_batching_in_train
+    limit = config.training_token_limit
     return plan_optimizer_steps(
         sample_lengths(data),
         layout.data,
-        samples_per_step=samples_per_optimizer_step(config, layout.data),
-        micro_batch_size=None if dynamic else config.training_args.per_device_train_batch_size,
-        max_tokens=config.max_tokens_per_microbatch_in_train if dynamic else None,
+        samples_per_step=config.training_args.samples_per_optimizer_step(layout.data),
+        micro_batch_size=config.training_args.per_device_train_batch_size if limit is None else None,
+        max_tokens=limit,
         round_to=layout.tensor,
     )
 
@@ -62,7 +56,7 @@ def training_shards(data: DataProto, plan: OptimizerStepPlan, counted: torch.Ten
     return shards
 
 
-async def cluster_log_probs(cluster: Cluster, data: DataProto, config: WorkerConfig) -> DataProto:
+async def cluster_log_probs(cluster: Cluster, data: DataProto, config: MegatronRoleConfig) -> DataProto:
     """`log_probs` and `entropy` [B, T] of `data` under the cluster's weights, in the order of `data`.
 
     Args:
@@ -70,12 +64,12 @@ async def cluster_log_probs(cluster: Cluster, data: DataProto, config: WorkerCon
         data: a batch with `meta_info["temperature"]`.
         config: the cluster's role, for the size of its forward micro-batches.
     """
-    dynamic = config.use_dynamic_batching_in_infer
+    limit = config.forward_token_limit
     plan = plan_forward(
         sample_lengths(data),
         cluster.layout.data,
-        micro_batch_size=None if dynamic else config.infer_batch_size,
-        max_tokens=config.max_tokens_per_microbatch_in_infer if dynamic else None,
+        micro_batch_size=config.infer_batch_size if limit is None else None,
+        max_tokens=limit,
         round_to=cluster.layout.tensor,
     )
     inputs = data.select(*LOG_PROB_KEYS)

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roll.configs.layouts import device_roles
 from roll.configs.pipeline import BaseConfig
 from roll.pipeline.checkpoint import checkpoint_folder
 from roll.pipeline.clock import StepClock
@@ -56,7 +55,7 @@ class TrainingLoop:
         self._trackers = trackers
         self._reached = reached or (lambda metrics: False)
         self._checkpoints = checkpoint_folder(config)
-        self._devices = len({rank for role in device_roles(config).values() for rank in role.device_mapping}) or 1
+        self._devices = len({rank for role in config.device_roles().values() for rank in role.device_mapping}) or 1
         self.state = PipelineState()
         self.validation: dict[str, dict[str, float]] = {}
         """Validation metrics by the number of steps finished when they were taken."""

@@ -8,26 +8,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 
-LARGEST_DENOMINATOR = 1_000_000
-"""A ratio is taken as the nearest fraction with a denominator up to this: 0.1 * 3 is 3/10 and 0.29 is 29/100.
-
-Binary floats would make floor((v + 1 + 0.29) * 100) come out one prompt short, and ceil(0.1 * 3 + 0.7) two.
-"""
+from roll.configs.asynchronous import exact_ratio, versions_ahead
 
 
 class PolicyError(RuntimeError):
     """The policy was asked for what its bounds forbid: a bug of the caller, never a condition to go on from."""
-
-
-def exact_ratio(ratio: float) -> Fraction:
-    """`async_generation_ratio` as the fraction that was meant (see LARGEST_DENOMINATOR).
-
-    Raises:
-        ValueError: it is negative, infinite or not a number.
-    """
-    if not math.isfinite(ratio) or ratio < 0:
-        raise ValueError(f"async_generation_ratio: {ratio} is not a finite number of at least 0")
-    return Fraction(ratio).limit_denominator(LARGEST_DENOMINATOR)
 
 
 def admission_bound(batches: int, ratio: Fraction, batch_size: int) -> int:
@@ -94,7 +79,7 @@ class PolicySettings:
     @cached_property
     def versions_ahead(self) -> int:
         """ceil(ratio): versions between the submission of a prompt and its deadline."""
-        return math.ceil(self.lead)
+        return versions_ahead(self.ratio)
 
     @cached_property
     def staleness_limit(self) -> int:

@@ -65,7 +65,7 @@ def test_every_run_is_checked_before_the_first_starts(config, tmp_path, capsys):
         ("actor_train={pg_variant: tis}", "actor_train.pg_variant: is set by the grid: use --variants"),
         ("pg_clip_low=banana", "pg_clip_low: belongs to ppo or decoupled_ppo, none of which is in --variants"),
         ("eval_steps=0", "eval_steps: 0 validates nothing"),
-        ("tis_lower_bound=2", "tis_lower_bound: 2 is above the upper bound 1; exchange them"),
+        ("tis_lower_bound=2", "tis_lower_bound: 2 is above the upper bound 1; swap them"),
     ],
 )
 def test_what_no_run_could_do_is_told_once(config, tmp_path, given, said):

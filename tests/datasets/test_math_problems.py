@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from roll.configs.arguments import DataArguments
 from roll.configs.pipeline import RewardConfig
+from roll.configs.roles import DataArguments
 from roll.datasets.math_expressions import LEVELS, Expression, Term
 from roll.datasets.math_problems import generate, main, parse_levels
 from roll.datasets.prompts import load_prompts

@@ -4,7 +4,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from roll.configs.arguments import DataArguments
+from roll.configs.roles import DataArguments
 from roll.datasets.prompts import Prompt, Question, load_prompts
 from roll.datasets.records import DatasetError
 from tests.datasets.files import jsonl, row

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from examples.tiny_math.prepare import ANSWER, make_tokenizer
-from roll.configs import names
+from roll.configs import roles
 from roll.datasets.prompts import Prompt, Question
 from roll.datasets.records import DatasetError
 from roll.datasets.templates import TEMPLATES, QuestionEncoder, encode_prompts
@@ -25,7 +25,7 @@ def qwen_tokenizer():
 
 
 def test_the_configuration_knows_exactly_these_templates():
-    assert set(TEMPLATES) == set(names.TEMPLATES)
+    assert set(TEMPLATES) == set(roles.TEMPLATES)
 
 
 def test_native_is_the_tokenizers_own_template_ready_for_the_answer(tokenizer):

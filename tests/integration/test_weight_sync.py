@@ -13,10 +13,16 @@ import pytest
 import torch
 from weight_sync_workers import ScalingWorker
 
-from roll.configs.arguments import ModelArguments, StrategyArguments
-from roll.configs.layouts import role_layout
 from roll.configs.pipeline import RLVRConfig
-from roll.configs.worker import WorkerConfig
+from roll.configs.roles import (
+    ActorInferConfig,
+    ActorTrainConfig,
+    MegatronTrainArguments,
+    MegatronTrainConfig,
+    ModelArguments,
+    SGLangArguments,
+    TrainModelArguments,
+)
 from roll.distributed.cluster import Cluster
 from roll.distributed.infer_worker import InferWorker
 from roll.distributed.pending import ClusterError
@@ -35,10 +41,10 @@ MODEL = {"tie_word_embeddings": True, "hidden_size": 128, "intermediate_size": 3
 DEVICES = {"tp2": [0, 1], "pp2": [2, 3], "actor_infer": [4]}
 
 
-def megatron(devices: list[int], **sizes: int) -> WorkerConfig:
-    return WorkerConfig(
-        model_args=ModelArguments(dtype="fp32"),
-        strategy_args=StrategyArguments("megatron_train", {"use_distributed_optimizer": True, **sizes}),
+def megatron(devices: list[int], **sizes: int) -> ActorTrainConfig:
+    return ActorTrainConfig(
+        model_args=TrainModelArguments(dtype="fp32"),
+        strategy_args=MegatronTrainArguments(strategy_config=MegatronTrainConfig(**sizes)),
         device_mapping=devices,
     )
 
@@ -77,17 +83,16 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         "pp2": (ScalingWorker, megatron(DEVICES["pp2"], pipeline_model_parallel_size=2)),
         "actor_infer": (
             InferWorker,
-            WorkerConfig(
+            ActorInferConfig(
                 model_args=ModelArguments(dtype="fp32"),
-                strategy_args=StrategyArguments("sglang", {"load_format": "dummy"}),
+                strategy_args=SGLangArguments(strategy_config={"load_format": "dummy"}),
                 device_mapping=DEVICES["actor_infer"],
                 max_running_requests=16,
             ),
         ),
     }
     clusters = {
-        role: Cluster(role, cls, worker, config, resources, role_layout(worker))
-        for role, (cls, worker) in roles.items()
+        role: Cluster(role, cls, worker, config, resources, worker.layout) for role, (cls, worker) in roles.items()
     }
     try:
         starting = [cluster.initialize() for cluster in clusters.values()]

@@ -12,7 +12,7 @@ from typing import Any
 from env_workers import JumpingLoop
 
 from examples.tiny_math.prepare import make_tokenizer
-from roll.configs.seeds import role_seed
+from roll.configs.pipeline import role_seed
 from roll.datasets.conversation import ConversationEncoder
 from roll.envs.base import EnvConfig, TextEnv, Turn
 from roll.pipeline.agentic.environments import EnvPool, EnvSpec

@@ -10,7 +10,7 @@ from agents import SAMPLING, STEP_TIMEOUT_S, Engines, Table, one_of, run, task
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.configs.seeds import role_seed
+from roll.configs.pipeline import role_seed
 from roll.pipeline.agentic.groups import TrajectoryGroup
 from roll.pipeline.agentic.side_by_side import side_by_side
 from roll.pipeline.rollout_types import Unmeasured

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from roll.algorithms.turns import TURN_KEYS
-from roll.configs.agentic_learning import AgenticLearningOptions
-from roll.configs.names import ADV_ESTIMATORS, PG_VARIANTS
+from roll.configs.agentic import AgenticOptions
 from roll.configs.pipeline import RLVRConfig
+from roll.configs.policy import ADV_ESTIMATORS, PG_VARIANTS
 from roll.distributed.protocol import DataProto
 from roll.pipeline.clock import StepClock
 from roll.pipeline.errors import RunError
@@ -197,7 +197,7 @@ def test_how_long_nothing_moved_the_policy_outlives_a_restart(tmp_path):
 
 
 @dataclass
-class Agent(AgenticLearningOptions, RLVRConfig):
+class Agent(AgenticOptions, RLVRConfig):
     """A run whose samples have turns."""
 
 

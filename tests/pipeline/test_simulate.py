@@ -12,7 +12,7 @@ import pytest
 
 from roll.cli import main
 from roll.configs.errors import ConfigError
-from roll.configs.machine import Machine
+from roll.configs.hardware import Hardware
 from roll.configs.pipeline import RLVRConfig
 from roll.pipeline.simulate.calibration import read_run
 from roll.pipeline.simulate.measured import Batch, Measured, Shape, Times, doubling_batch
@@ -27,7 +27,7 @@ from roll.trackers.jsonl import JsonlTracker
 from roll.trackers.run_json import write_run_json
 from tests.configs.samples import rlvr
 
-MACHINE = Machine(gpus=8, cores=64)
+MACHINE = Hardware(gpus=8, cores=64)
 FOUR_DEVICES = ("actor_train.device_mapping=[0,1]", "actor_infer.device_mapping=[2,3]", "num_devices_per_node=4")
 TRUE_SPEED = DecodeSpeed(0.01, doubling_batch=64.0)
 
@@ -137,10 +137,10 @@ def test_a_run_with_overlap_tells_what_sharing_cores_costs(tmp_path: Path, in_tu
 def test_slots_that_outnumber_cores_slow_both_sides_down(tmp_path: Path) -> None:
     config = small(tmp_path, "platform=cpu")
     options = Options(generate=4.0, train=3.0)
-    model, notes = build_model(config, options, Machine(gpus=0, cores=2))
+    model, notes = build_model(config, options, Hardware(gpus=0, cores=2))
     assert model.slowdown == 2.0 and "2 times slower at once" in notes[-1]
-    assert build_model(config, replace(options, slowdown=1.2), Machine(gpus=0, cores=2))[0].slowdown == 1.2
-    assert build_model(config, options, Machine(gpus=0, cores=4))[0].slowdown == 1.0
+    assert build_model(config, replace(options, slowdown=1.2), Hardware(gpus=0, cores=2))[0].slowdown == 1.2
+    assert build_model(config, options, Hardware(gpus=0, cores=4))[0].slowdown == 1.0
 
 
 def test_log_probs_cost_nothing_where_those_of_the_engines_are_taken(tmp_path: Path) -> None:

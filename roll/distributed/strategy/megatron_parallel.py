@@ -9,8 +9,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from roll.configs.layout import ParallelLayout, RankCoordinates
-from roll.configs.seeds import role_seed
+from roll.configs.parallel_layout import ParallelLayout, RankCoordinates
+from roll.configs.pipeline import role_seed
 from roll.distributed.ports import serve_store
 from roll.platforms.base import Platform
 

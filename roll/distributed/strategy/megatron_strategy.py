@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tensordict import TensorDict
 
-from roll.configs.batches import training_batch
-from roll.configs.layout import ParallelLayout
-from roll.configs.layouts import megatron_config
+from roll.configs.parallel_layout import ParallelLayout
 from roll.configs.pipeline import BaseConfig
-from roll.configs.worker import WorkerConfig
+from roll.configs.roles import ActorTrainConfig, MegatronRoleConfig, MegatronTrainConfig
 from roll.distributed.protocol import DataProto
 from roll.distributed.strategy.base import InferenceStrategy, TrainStrategy, WeightSpec
 from roll.distributed.strategy.megatron_parallel import join_process_group, leave_process_group, seed_rank
@@ -32,7 +30,7 @@ class MegatronInferStrategy(InferenceStrategy):
 
     def __init__(
         self,
-        worker_config: WorkerConfig,
+        worker_config: MegatronRoleConfig,
         pipeline_config: BaseConfig,
         layout: ParallelLayout,
         rank: int,
@@ -55,7 +53,7 @@ class MegatronInferStrategy(InferenceStrategy):
         self.rank = rank
         self.platform = platform
         self.role = role
-        self.megatron = megatron_config(worker_config)
+        self.megatron = worker_config.strategy_args.strategy_config
 
     def initialize(self) -> None:
         """Joins the role's process group (MASTER_ADDR and MASTER_PORT say where) and builds the model.
@@ -122,7 +120,7 @@ class MegatronInferStrategy(InferenceStrategy):
             tensor=self.layout.tensor,
             pipeline=self.layout.pipeline,
             sequence_parallel=megatron.sequence_parallel,
-            recompute=megatron.recompute_granularity,
+            recompute=megatron.recompute_granularity if isinstance(megatron, MegatronTrainConfig) else None,
             transformer_engine=self._use_transformer_engine(),
             bias_activation_fusion=megatron.bias_activation_fusion,
             apply_rope_fusion=megatron.apply_rope_fusion,
@@ -245,12 +243,14 @@ class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
         from roll.distributed.strategy.megatron_optimizer import build_optimizer, wrap_model
         from roll.distributed.strategy.megatron_schedule import LearningRate
 
-        arguments = self.worker_config.training_args
+        role = self.worker_config
+        assert isinstance(role, ActorTrainConfig)
+        arguments, megatron = role.training_args, role.strategy_args.strategy_config
         self.stage = self._imported_stage(folder)
-        self.wrapped = wrap_model(self.stage, self.megatron)
-        self.optimizer = build_optimizer(self.wrapped, arguments, self.megatron)
+        self.wrapped = wrap_model(self.stage, megatron)
+        self.optimizer = build_optimizer(self.wrapped, arguments, megatron)
         self.forward = ForwardPass(self.wrapped, self.stage, self.model, self.device)
-        self.schedule = LearningRate.of(arguments, training_batch(self.pipeline_config).schedule_steps)
+        self.schedule = LearningRate.of(arguments, self.pipeline_config.schedule_steps)
         self.optimizer_steps = 0
 
     def _loss_scale(self, plan: dict[str, Any]) -> Any:

@@ -7,7 +7,7 @@ import socket
 from typing import Any
 
 from roll.configs.pipeline import BaseConfig
-from roll.configs.worker import WorkerConfig
+from roll.configs.roles import ActorInferConfig
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -29,7 +29,7 @@ PORT_STRIDE = 16
 
 
 def engine_arguments(
-    worker: WorkerConfig, pipeline: BaseConfig, platform_arguments: dict[str, Any], seed: int
+    worker: ActorInferConfig, pipeline: BaseConfig, platform_arguments: dict[str, Any], seed: int
 ) -> dict[str, Any]:
     """ServerArgs of one engine: what the platform forces, what our keys decide, then `strategy_config` as it is.
 

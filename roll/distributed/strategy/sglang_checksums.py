@@ -33,7 +33,7 @@ SPLIT_BY_HEADS = ("k_proj", "v_proj")
 SPLIT_BY_COLUMNS = ("o_proj.weight", "down_proj.weight")
 SPLIT_BY_VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 
-VOCABULARY_MULTIPLE = 64
+SGLANG_VOCABULARY_MULTIPLE = 64
 """SGLang pads the vocabulary with rows of zeros to a multiple of this."""
 
 
@@ -125,7 +125,7 @@ class EngineChecksums:
 
 def _vocabulary_slice(tensor: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
     """Rows of rank `rank`, with zeros where the padded vocabulary has no token."""
-    rows = -(-tensor.shape[0] // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE // ranks
+    rows = -(-tensor.shape[0] // SGLANG_VOCABULARY_MULTIPLE) * SGLANG_VOCABULARY_MULTIPLE // ranks
     held = tensor[rank * rows : (rank + 1) * rows]
     if held.shape[0] == rows:
         return held

@@ -8,7 +8,7 @@ from typing import Any
 
 from roll.configs.asynchronous import InFlightPolicy
 from roll.configs.pipeline import BaseConfig
-from roll.configs.worker import WorkerConfig
+from roll.configs.roles import ActorInferConfig
 from roll.distributed.garbage import freeze_heap
 from roll.distributed.strategy.base import WeightSpec
 from roll.distributed.strategy.sglang_arguments import (
@@ -36,7 +36,7 @@ class SGLangStrategy:
 
     def __init__(
         self,
-        worker_config: WorkerConfig,
+        worker_config: ActorInferConfig,
         pipeline_config: BaseConfig,
         platform_engine_arguments: dict[str, Any],
         rank: int,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from roll.distributed.strategy.base import TrainStrategy, WeightSpec
 
 if TYPE_CHECKING:
-    from roll.configs.layout import ParallelLayout
+    from roll.configs.parallel_layout import ParallelLayout
     from roll.distributed.strategy.sglang_checksums import EngineChecksums
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from roll.configs.seeds import role_seed
+from roll.configs.pipeline import role_seed
 from roll.datasets.conversation import ConversationEncoder
 from roll.envs.metrics import Aggregation, episode_metrics, metrics_without_action
 from roll.pipeline.agentic.environments import Env, EnvPool, EnvSpec

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from roll.configs.agentic import AgenticConfig, EnvManagerConfig
-from roll.configs.seeds import role_seed
+from roll.configs.pipeline import role_seed
 from roll.distributed.protocol import DataProto
 from roll.pipeline.agentic.batch import batch_of_groups
 from roll.pipeline.agentic.environments import EnvPool

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from roll.configs.agentic import AgenticConfig
-from roll.configs.layouts import role_layout
 from roll.datasets.conversation import ConversationEncoder
 from roll.distributed.cluster import log_file, process_environment
 from roll.pipeline.agentic.environments import EnvPool
@@ -18,7 +17,6 @@ from roll.pipeline.engine_pool import EnginePool, Engines
 from roll.pipeline.extensions import load_extensions
 from roll.pipeline.rollout_settings import policy_settings, rollout_options
 from roll.pipeline.rollouter import Rollouter
-from roll.pipeline.sharding import samples_per_optimizer_step
 from roll.pipeline.tokenizer import load_tokenizer
 from roll.rollout.types import SamplingParams
 
@@ -69,7 +67,7 @@ def make_producer(inputs: AgenticInputs, engines: Engines) -> AgenticProducer:
         config.sequence_length or 0,
         config.trajectory_timeout_s,
     )
-    multiple = samples_per_optimizer_step(config.actor_train, role_layout(config.actor_train).data)
+    multiple = config.actor_train.samples_per_optimizer_step
     return AgenticProducer(
         config, inputs.tasks, player, environments, inputs.sampling, inputs.validation_sampling, multiple
     )

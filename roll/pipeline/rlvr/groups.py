@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from roll.configs.seeds import role_seed
+from roll.configs.pipeline import role_seed
 from roll.datasets.templates import EncodedPrompt
 from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
 

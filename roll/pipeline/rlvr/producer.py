@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from roll.configs.pipeline import RLVRConfig
-from roll.configs.seeds import role_seed
+from roll.configs.pipeline import RLVRConfig, role_seed
 from roll.datasets.sampler import PromptSampler
 from roll.datasets.templates import EncodedPrompt
 from roll.distributed.protocol import DataProto

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from roll.configs.pipeline import SFTConfig
-from roll.configs.seeds import role_seed
+from roll.configs.pipeline import SFTConfig, role_seed
 from roll.datasets.collate import collate_examples
 from roll.datasets.sampler import PromptSampler
 from roll.datasets.sft import SFTExample
 from roll.distributed.protocol import DataProto
 from roll.pipeline.clock import StepClock
 from roll.pipeline.interfaces import SampleBatch
-from roll.pipeline.sharding import cluster_log_probs, samples_per_optimizer_step
+from roll.pipeline.sharding import cluster_log_probs
 
 if TYPE_CHECKING:
     from roll.distributed.cluster import Cluster
@@ -31,7 +30,7 @@ class SFTSamples:
         self._actor = actor
         shuffle = config.actor_train.data_args.shuffle
         self._sampler = PromptSampler(len(examples), role_seed(config.seed, "examples"), shuffle)
-        self._batch_size = samples_per_optimizer_step(config.actor_train, actor.layout.data)
+        self._batch_size = config.actor_train.training_args.samples_per_optimizer_step(actor.layout.data)
 
     async def next_batch(self, version: int, clock: StepClock) -> SampleBatch:
         """The next `per_device_train_batch_size * gradient_accumulation_steps * dp` pairs."""

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from roll.configs.layouts import role_layout
 from roll.configs.pipeline import RLConfig
 
 
@@ -28,7 +27,7 @@ class Shape:
         """The shape a configuration asks for."""
         return cls(
             train_devices=len(config.actor_train.device_mapping),
-            engines=role_layout(config.actor_infer).data,
+            engines=config.actor_infer.layout.data,
             slots=config.actor_infer.max_running_requests,
             samples=config.rollout_batch_size * config.num_return_sequences_in_group,
             ratio=config.async_generation_ratio,

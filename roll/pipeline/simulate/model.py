@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from roll.configs.layouts import uses_reference
 from roll.configs.pipeline import RLConfig
 from roll.configs.policy import proximal_source
 from roll.pipeline.simulate.measured import Measured, Shape, doubling_batch
@@ -76,7 +75,7 @@ class Model:
         anew = replace(config, **settle)
         if proximal_source(anew, config.actor_train.pg_variant, ratio) == "recompute":
             return 1.0
-        return 0.5 if uses_reference(config) else 0.0
+        return 0.5 if config.uses_reference else 0.0
 
 
 def _settings(config: RLConfig, ratio: float) -> PolicySettings:

@@ -9,10 +9,9 @@ from pathlib import Path
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import ConfigError, Problem, Report
+from roll.configs.hardware import Hardware, resolve_platform, this_machine
 from roll.configs.load import load_config
-from roll.configs.machine import Machine, this_machine
 from roll.configs.pipeline import RLConfig
-from roll.configs.plan import place
 from roll.pipeline.simulate.calibration import overlapping, read_run, synchronous
 from roll.pipeline.simulate.measured import Measured, Shape, Times, doubling_batch
 from roll.pipeline.simulate.model import Model, make_model, with_slowdown_of
@@ -43,7 +42,7 @@ def simulate_config(
     overrides: Sequence[str],
     options: Options,
     as_json: bool = False,
-    machine: Machine | None = None,
+    machine: Hardware | None = None,
 ) -> int:
     """Prints what the simulation predicts for a configuration; returns the exit code.
 
@@ -72,7 +71,7 @@ def simulate_config(
     return 0
 
 
-def build_model(config: RLConfig, options: Options, machine: Machine) -> tuple[Model, list[str]]:
+def build_model(config: RLConfig, options: Options, machine: Hardware) -> tuple[Model, list[str]]:
     """The model of a configuration's speed, and what was assumed because nothing said otherwise.
 
     Raises:
@@ -80,7 +79,7 @@ def build_model(config: RLConfig, options: Options, machine: Machine) -> tuple[M
     """
     _check(config, options)
     notes: list[str] = []
-    platform = place(config, machine, Report())[0]
+    platform = resolve_platform(config, machine, Report())[0]
     measured = _measured(config, options, notes)
     if options.doubling_batch is None and doubling_batch(measured) is None:
         notes.append(
@@ -162,7 +161,7 @@ def _given(times: Times, options: Options) -> Times:
     return replace(times, **{name: value for name, value in named.items() if value is not None})
 
 
-def _shared_cores(config: RLConfig, platform: str, machine: Machine) -> float:
+def _shared_cores(config: RLConfig, platform: str, machine: Hardware) -> float:
     """Slots of both sides by cores, where there are more slots; 1 where every device is its own."""
     if platform != "cpu" or configured_split(config).shared:
         return 1.0

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from roll.configs.batches import samples_per_optimizer_step
-from roll.configs.layouts import is_megatron, megatron_config
 from roll.configs.pipeline import RLConfig
 from roll.pipeline.simulate.measured import Shape
 from roll.pipeline.simulate.model import Model
@@ -104,14 +102,11 @@ def possible_splits(config: RLConfig, devices: int) -> list[Split]:
 
 
 def _fits(config: RLConfig, split: Split) -> bool:
-    worker = config.actor_train
-    unit = 1
-    if is_megatron(worker):
-        megatron = megatron_config(worker)
-        unit = megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size
+    layout = config.actor_train.layout
+    unit = layout.tensor * layout.pipeline
     if split.train_devices % unit or split.infer_devices % config.actor_infer.num_gpus_per_worker:
         return False
-    return samples_per_optimizer_step(config) % (split.train_devices // unit) == 0
+    return config.actor_train.samples_per_optimizer_step % (split.train_devices // unit) == 0
 
 
 class _Alone:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from roll.configs.asynchronous import versions_ahead
 from roll.configs.errors import ConfigError, Problem
 from roll.configs.pipeline import RLConfig
-from roll.configs.queue import versions_ahead
 
 MOST_SAMPLES = 100_000
 """Samples of a batch that are simulated; a third of them took two minutes."""
@@ -33,7 +33,7 @@ def check_size(config: RLConfig) -> None:
                 f"long to simulate; use at most {MOST_SAMPLES} samples",
             )
         )
-    elif samples * versions_ahead(config) > MOST_SAMPLES_AHEAD:
+    elif samples * versions_ahead(config.async_generation_ratio) > MOST_SAMPLES_AHEAD:
         problems.append(
             Problem(
                 "async_generation_ratio",
