@@ -84,8 +84,7 @@ class RewardNormalization:
 
     grouping: Literal["traj_group_id", "traj_id", "tags", "batch"] = option(
         "traj_group_id",
-        "What a group is: trajectories with one initial state, the turns of one trajectory, one tag of environments, or "
-        "the batch.",
+        "What a group is: trajectories with one initial state, the turns of one trajectory, one tag, or the batch.",
     )
     norm_mean_type: Literal["batch", "group"] | None = option("group", "Subtract this mean; null: none.")
     norm_std_type: Literal["batch", "group"] | None = option(
@@ -126,7 +125,7 @@ class AgenticOptions:
         parse=read_normalization,
         only_for=estimators(
             *TURN_ESTIMATORS,
-            reason=f"only adv_estimator {', '.join(TURN_ESTIMATORS)} read it; the others define their own normalisation",
+            reason=f"only adv_estimator {', '.join(TURN_ESTIMATORS)} read it; others define their own normalisation",
             is_error=True,
         ),
         help="Which rewards gigpo, step_reinforce and agentic_reinforce normalise together, and how.",
@@ -283,7 +282,7 @@ def _frozen_lake() -> dict[str, CustomEnvConfig]:
 class AgenticConfig(AgenticOptions, RLConfig):
     """Reinforcement learning of agents that act in environments over several turns.
 
-    `rollout_batch_size` counts trajectories. Loading fills in the keys that follow from others: see roll.configs.defaults.
+    `rollout_batch_size` counts trajectories. `roll.configs.defaults` fills in the keys that follow from others.
     """
 
     pipeline: Literal["agentic"] = option("agentic", "Which pipeline this file is for.")

@@ -70,8 +70,8 @@ def check_model_config(raw: Mapping[str, Any], source: str = CONFIG_NAME) -> Non
     """Checks that a model can be trained; `source` names the file in errors.
 
     Raises:
-        UnsupportedModel: an unknown architecture, a missing or invalid size, or an option that changes the computation in
-            a way that is not implemented.
+        UnsupportedModel: an unknown architecture, a missing or invalid size, or an option that changes the computation
+            in a way that is not implemented.
     """
     try:
         _check_architecture(raw)

@@ -58,9 +58,8 @@ def _groups() -> dict[str, list[Key]]:
     """Every key once: those of a section under the name of the section, the others by the pipelines that have them."""
     keys = {key.path: key for root in PIPELINES.values() for key in known_keys(root) if section_of(key.hint)[0] is None}
     owners = {path: tuple(name for name, root in PIPELINES.items() if path in _paths(root)) for path in keys}
-    groups: dict[str, list[Key]] = {
-        f"Keys of {_all_or(names)}": [] for names in sorted(set(owners.values()), key=len)[::-1]
-    }
+    sharing = sorted(dict.fromkeys(owners.values()), key=len, reverse=True)
+    groups: dict[str, list[Key]] = {f"Keys of {_all_or(names)}": [] for names in sharing}
     groups |= {f"`{role}`": [] for role in ROLES}
     for path, key in keys.items():
         section = path.partition(".")[0]

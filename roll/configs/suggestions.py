@@ -138,7 +138,7 @@ class _Suggestions:
         return other or self._of_another(path, migration_of_last_part(plain), names)
 
     def _of_another(self, path: str, keys: tuple[str, ...], names: Collection[str]) -> str:
-        """Names `keys`, which another framework calls `path`; only those of the same section or role if there are any."""
+        """Names `keys`, which another framework calls `path`; only those in the same section or role if any."""
         head, role = path.rpartition(".")[0], path.partition(".")[0]
         inside = [f"{key}.{_leaf(_plain(path))}" for key in keys]
         keys = tuple(inner if inner in self._paths else key for key, inner in zip(keys, inside, strict=True))

@@ -182,7 +182,7 @@ def _mapping(path: Path) -> Tree:
 
 
 def _bases(defaults: Any, path: Path) -> list[str]:
-    """Names of base files; Hydra's `_self_` at the end and `@_here_` are accepted because they describe what is done."""
+    """Names of base files; Hydra's `_self_` at the end and `@_here_` change nothing."""
     names = [defaults] if isinstance(defaults, str) else defaults or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ConfigError(

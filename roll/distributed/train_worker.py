@@ -45,7 +45,6 @@ class TrainWorker(Worker):
     @register(deadline="start_timeout_s")
     def initialize(self) -> None:
         """Joins the role's process group and loads the model."""
-
         platform = get_platform(self.rank.platform)
         platform.setup_process(self.rank.cores, self.rank.threads)
         self._layout: ParallelLayout = self.config.layout

@@ -68,7 +68,7 @@ def test_pipelines_use_the_class_of_each_role() -> None:
 
 DROPPED = {
     "actor_infer.training_args.learning_rate=1": "has no effect: only actor_train has an optimizer",
-    "reference.training_args={learning_rate: 1}": "reference.training_args.learning_rate: has no effect: only actor_train",
+    "reference.training_args={learning_rate: 1}": "reference.training_args.learning_rate: has no effect: only",
     "reference.max_running_requests=5": "has no effect: it belongs to actor_infer",
     "reference.infer_batch_size=2": "has no effect: neither use_kl_loss nor add_token_level_kl is on",
     "reference.strategy_args.strategy_config.overlap_grad_reduce=true": "has no effect: the reference is not trained",

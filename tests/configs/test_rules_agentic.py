@@ -15,9 +15,9 @@ SAMPLING = "actor_infer.generating_args"
 REFUSED = {
     # tags and environments
     f"{TRAIN}.tags=[Lake,Rom]": f"{TRAIN}.tags: 'Rom' is not in custom_envs; known: Lake, Room; did you mean Room?",
-    f"{TRAIN}.tags=[Lake,Lake]": f"{TRAIN}.tags: contains Lake twice; list it once, with its share in num_groups_partition",
-    "custom_envs.Lake.env_type=frozen_lak": "custom_envs.Lake.env_type: 'frozen_lak' is no environment; did you mean "
-    "frozen_lake? known: ",
+    f"{TRAIN}.tags=[Lake,Lake]": f"{TRAIN}.tags: contains Lake twice; list it once, with its share in num_groups_",
+    "custom_envs.Lake.env_type=frozen_lak": "custom_envs.Lake.env_type: 'frozen_lak' is not an environment; did you "
+    "mean frozen_lake? known: ",
     "custom_envs.Lake.env_type=no_such_module:Env": "custom_envs.Lake.env_type: 'no_such_module:Env': importing "
     "no_such_module failed",
     "custom_envs.Lake.env_config.sice=5": "custom_envs.Lake.env_config.sice: unknown key; did you mean size? known: ",
@@ -117,7 +117,7 @@ WARNED = {
     f"{SAMPLING}.max_new_tokens=100": f"{SAMPLING}.max_new_tokens: 100 is never reached: max_tokens_per_step ends "
     "turns at 64",
     "validation.generating_args.max_new_tokens=65": "validation.generating_args.max_new_tokens: 65 is never reached",
-    "sample_by=step actor_train.training_args.lr_scheduler_type=linear": "linear is computed for the largest possible number",
+    "sample_by=step actor_train.training_args.lr_scheduler_type=linear": "linear is computed for the largest possible",
     "rollout_batch_size=96": "96 trajectories do not fill optimizer steps of 64: 32 samples of every batch are masked "
     "padding; use 128 to learn from all",
     "eval_steps=0 val_batch_size=8": "val_batch_size: has no effect: eval_steps is 0, so nothing is validated",

@@ -23,7 +23,7 @@ DEVICES = {
     "actor_train.device_mapping=[]": "actor_train.device_mapping: is empty; list the devices of this role",
     "actor_infer.num_gpus_per_worker=3": "actor_infer.device_mapping: 8 devices cannot hold engines of "
     "num_gpus_per_worker 3; use 6 or 9",
-    "actor_train.num_gpus_per_worker=2": "actor_train.num_gpus_per_worker: has no effect: a Megatron rank has one device",
+    "actor_train.num_gpus_per_worker=2": "actor_train.num_gpus_per_worker: has no effect: a Megatron rank has one",
     "actor_infer.device_mapping=12-19": "actor_infer.device_mapping: overlaps actor_train.device_mapping in devices "
     "12, 13, 14, 15; roles share all their devices or none",
     "actor_infer.device_mapping=8-15,0-7": "lists the devices of actor_train in another order; to share them write "
@@ -133,13 +133,13 @@ REWARD = "rewards.math_rule"
 
 REWARDS = {
     "rewards={}": "rewards: is empty, so nothing scores a response; describe one, such as math_rule: {}",
-    "rewards={a: {}, b: {}}": "rewards.b: scores nothing: every tag is already scored by rewards.a; change tag_included",
+    "rewards={a: {}, b: {}}": "rewards.b: scores nothing: every tag is already scored by rewards.a; change tag_",
     "rewards={a: {tag_included: [x]}, b: {tag_included: [y]}, c: {tag_included: [x, y]}}": "rewards.c: scores nothing: "
     "its tags are already scored by rewards.a and rewards.b",
-    f"{REWARD}.function=math_reward": f"{REWARD}.function: 'math_reward' is not the name of a function; write module:function",
-    f"{REWARD}.function=a/b.py:f": "'a/b.py:f' is not the name of a function; write module:function",
+    f"{REWARD}.function=math_reward": f"{REWARD}.function: 'math_reward' is not the name of a function; write",
+    f"{REWARD}.function=a/b.py:f": "'a/b.py:f' is not the name of a function; write",
     f"{REWARD}.correct_score=0": f"{REWARD}.correct_score: 0 equals wrong_score, so every answer has the same score",
-    "async_training.rollouter_class=mine.Rollouter": "rollouter_class: 'mine.Rollouter' is not the name of a class; write module:",
+    "async_training.rollouter_class=mine.Rollouter": "rollouter_class: 'mine.Rollouter' is not the name of a class",
 }
 
 CASES = REWARDS | DEVICES | BATCH | ALGORITHM | SAMPLES | ENGINES | MODEL_SPLITS | MISLEADING

@@ -59,8 +59,8 @@ def test_decoupled_ppo_has_token_weights_by_default(tmp_path: Path) -> None:
 
 
 REFUSED = {
-    f"{ASYNC} old_log_probs_source=recompute": "recompute with async_generation_ratio 1 computes the ratio of ppo against "
-    "the policy just before the update",
+    f"{ASYNC} old_log_probs_source=recompute": "recompute with async_generation_ratio 1 computes the ratio of ppo "
+    "against the policy just before the update",
     f"{ASYNC} pg_ratio_base=proximal {VARIANT}=tis": "pg_ratio_base: proximal with async_generation_ratio 1",
     f"{ASYNC} pg_ratio_base=proximal {VARIANT}=kimi15": "or set allow_uncorrected_off_policy: true",
     f"{ASYNC} old_log_probs_source=recompute correction.veto_threshold=0.1": "or set allow_uncorrected_off_policy",

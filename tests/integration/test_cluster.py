@@ -18,6 +18,7 @@ from cluster_workers import AsyncEcho, Echo
 
 from roll.configs.parallel_layout import ParallelLayout
 from roll.configs.pipeline import BaseConfig
+from roll.configs.roles import RoleConfig
 from roll.distributed.cluster import Cluster
 from roll.distributed.pending import ClusterError
 from roll.distributed.resources import ResourceError, ResourceManager, start_ray, stop_ray

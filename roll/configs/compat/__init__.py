@@ -1,8 +1,8 @@
 """Spellings of other frameworks, one table each, and `apply`, which reads files that use them.
 
-A table has any of: `NAMES` (keys that are refused, and what they are called here), `RENAMED_KEYS` and `MOVED_KEYS` (other
-spellings that take effect), `RENAMED_VALUES`, and `UNSUPPORTED_KEYS` (keys without a counterpart). To support another
-spelling, add it to the table of its framework.
+A table has any of: `NAMES` (refused keys, with their names here), `RENAMED_KEYS` and `MOVED_KEYS` (other spellings that
+take effect), `RENAMED_VALUES`, and `UNSUPPORTED_KEYS` (keys without a counterpart). To support another spelling, add it
+to the table of its framework.
 """
 
 from __future__ import annotations

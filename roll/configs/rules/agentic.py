@@ -113,7 +113,8 @@ def _check_greedy(config: AgenticConfig, report: Report) -> None:
     if config.eval_steps and group > 1 and config.validation.generating_args.temperature == 0:
         report.warn(
             "val_env_manager.group_size",
-            f"{group} runs each task {group} times identically, since validation.generating_args.temperature is 0; use 1",
+            f"{group} runs each task {group} times identically, since validation.generating_args.temperature is 0; "
+            "use 1",
         )
 
 
@@ -201,5 +202,6 @@ def _check_schedule(config: AgenticConfig, report: Report) -> None:
     if config.sample_by == "step" and kind != "constant":
         report.warn(
             "actor_train.training_args.lr_scheduler_type",
-            f"{kind} is computed for the largest possible number of turns; trajectories that end early leave it unfinished",
+            f"{kind} is computed for the largest possible number of turns; trajectories that end early leave it "
+            "unfinished",
         )

@@ -54,8 +54,8 @@ def _check_repeatable(config: RLConfig, report: Report) -> None:
     if config.deterministic and config.async_generation_ratio > 0:
         report.error(
             "deterministic",
-            f"true is not possible at async_generation_ratio {config.async_generation_ratio:g}: which weights a token is "
-            "sampled from depends on timing; use a ratio of 0, or false",
+            f"true is not possible at async_generation_ratio {config.async_generation_ratio:g}: which weights sample "
+            "a token depends on timing; use a ratio of 0, or false",
         )
 
 
@@ -114,8 +114,8 @@ def _check_filter(path: str, config: QueryFilterConfig, group: int, source: Sour
     if config.type == "std_filter" and group == 1:
         report.error(
             f"{path}.type",
-            "std_filter drops every group, since num_return_sequences_in_group 1 leaves a standard deviation of 0; use at least 2, or "
-            "another type",
+            "std_filter drops every group, since num_return_sequences_in_group 1 leaves a standard deviation of 0; use "
+            "at least 2, or another type",
         )
     if low is not None and high is not None and low >= high:
         report.error(

@@ -18,8 +18,8 @@ def check_algorithm(config: RLConfig, report: Report) -> None:
     if config.adv_estimator in TURN_ESTIMATORS and isinstance(config, RLVRConfig):
         report.error(
             "adv_estimator",
-            f"{config.adv_estimator} needs trajectories of several turns, and pipeline rlvr has one response per prompt; "
-            "use grpo or reinforce",
+            f"{config.adv_estimator} needs trajectories of several turns, and pipeline rlvr has one turn; use grpo or "
+            "reinforce",
         )
     group = config.num_return_sequences_in_group
     if config.adv_estimator in GROUP_ESTIMATORS and group == 1:
@@ -150,8 +150,8 @@ def _check_counted_once(config: RLConfig, report: Report) -> None:
     report.error(
         "correction.weights.level",
         f"{weights.level} would count the distance to the sampling policy twice: the ratio of {variant} is "
-        "already taken against it; leave correction.weights out, or set pg_ratio_base: proximal and old_log_probs_source: "
-        "recompute",
+        "already taken against it; leave correction.weights out, or set pg_ratio_base: proximal and "
+        "old_log_probs_source: recompute",
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from roll.configs.pipeline import RLVRConfig, role_seed
-from roll.datasets.sampler import PromptSampler
+from roll.datasets.prompts import PromptSampler
 from roll.datasets.templates import EncodedPrompt
 from roll.distributed.protocol import DataProto
 from roll.pipeline.engine_pool import EnginePool
