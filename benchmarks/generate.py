@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.common import Measurement, at_least, main, median
 from roll.configs.pipeline import RLVRConfig
-from roll.configs.worker import WorkerConfig
+from roll.configs.roles import ActorInferConfig
 from roll.distributed.infer_worker import InferWorker
 from roll.distributed.worker import WorkerRank
 from roll.rollout.types import GenerateRequest, SamplingParams
@@ -70,7 +70,7 @@ def run_engine(commands: Connection, attention: str, folder: str) -> None:
 
 
 async def _run_engine(commands: Connection, attention: str, folder: str) -> None:
-    worker, pipeline = WorkerConfig(), RLVRConfig(prompt_length=PROMPT_TOKENS, response_length=LONGEST)
+    worker, pipeline = ActorInferConfig(), RLVRConfig(prompt_length=PROMPT_TOKENS, response_length=LONGEST)
     worker.model_args.model_name_or_path, worker.model_args.dtype = folder, "fp32"
     worker.max_running_requests, worker.generation_timeout_s = 256, TIMEOUT_S
     worker.system_envs = {"ROLL_CPU_ATTENTION": attention}

@@ -41,8 +41,8 @@ def measure() -> Measurement:
 
 def predicted_step_seconds(config: Path, ratio: float) -> float:
     """Step time of the configured split in the simulation."""
+    from roll.configs.hardware import this_machine
     from roll.configs.load import load_config
-    from roll.configs.machine import this_machine
     from roll.configs.pipeline import RLConfig
     from roll.tools.simulate.command import Options, build_cost_model
     from roll.tools.simulate.search import predict

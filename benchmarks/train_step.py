@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Measurement, at_least, main, median
-from roll.configs.layout import ParallelLayout
+from roll.configs.parallel_layout import ParallelLayout
 
 TARGET_RATIO = 0.9
 """Required tokens per second, as a fraction of those of transformers."""
@@ -139,9 +139,14 @@ def _megatron_step(layout: ParallelLayout, rank: int, folder: Path, work: Work) 
     """The same step through the Megatron strategy."""
     import torch
 
-    from roll.configs.arguments import ModelArguments, StrategyArguments, TrainingArguments
     from roll.configs.pipeline import SFTConfig
-    from roll.configs.worker import WorkerConfig
+    from roll.configs.roles import (
+        ActorTrainConfig,
+        MegatronTrainArguments,
+        MegatronTrainConfig,
+        TrainingArguments,
+        TrainModelArguments,
+    )
     from roll.distributed.protocol import DataProto
     from roll.platforms import get_platform
 
@@ -149,10 +154,10 @@ def _megatron_step(layout: ParallelLayout, rank: int, folder: Path, work: Work) 
     from roll.distributed.strategy.megatron_strategy import MegatronTrainStrategy
 
     sizes = {"tensor_model_parallel_size": layout.tensor, "pipeline_model_parallel_size": layout.pipeline}
-    worker = WorkerConfig(
-        model_args=ModelArguments(model_name_or_path=str(folder), dtype="fp32"),
+    worker = ActorTrainConfig(
+        model_args=TrainModelArguments(model_name_or_path=str(folder), dtype="fp32"),
         training_args=TrainingArguments(learning_rate=work.learning_rate),
-        strategy_args=StrategyArguments(strategy_config=sizes),
+        strategy_args=MegatronTrainArguments(strategy_config=MegatronTrainConfig(**sizes)),
         device_mapping=list(range(layout.world_size)),
     )
     config = SFTConfig(response_length=work.length, actor_train=worker)

@@ -136,10 +136,17 @@ async def _await(call: Any) -> Any:
 @contextmanager
 def _clusters(root: Path, shape: dict[str, Any]) -> Iterator[tuple[Any, Any, Any]]:
     """A training cluster with TP2 and an inference cluster with one engine, on Ray."""
-    from roll.configs.arguments import ModelArguments, StrategyArguments
-    from roll.configs.layouts import role_layout
     from roll.configs.pipeline import RLVRConfig
-    from roll.configs.worker import WorkerConfig
+    from roll.configs.roles import (
+        ActorInferConfig,
+        ActorTrainConfig,
+        MegatronTrainArguments,
+        MegatronTrainConfig,
+        ModelArguments,
+        RoleConfig,
+        SGLangArguments,
+        TrainModelArguments,
+    )
     from roll.distributed.cluster import Cluster
     from roll.distributed.infer_worker import InferWorker
     from roll.distributed.resources import ResourceManager, start_ray, stop_ray
@@ -153,19 +160,23 @@ def _clusters(root: Path, shape: dict[str, Any]) -> Iterator[tuple[Any, Any, Any
         response_length=RUNNING_TOKENS,
         model_update_buffer_size_mb=BUCKET_MB,
     )
-    options = {
-        "actor_train": StrategyArguments("megatron_train", {"tensor_model_parallel_size": 2}),
-        "actor_infer": StrategyArguments("sglang", {"load_format": "dummy"}),
-    }
-    roles = {
-        role: WorkerConfig(model_args=ModelArguments(dtype="fp32"), strategy_args=options[role], device_mapping=devices)
-        for role, devices in DEVICES.items()
+    roles: dict[str, RoleConfig] = {
+        "actor_train": ActorTrainConfig(
+            model_args=TrainModelArguments(dtype="fp32"),
+            strategy_args=MegatronTrainArguments(strategy_config=MegatronTrainConfig(tensor_model_parallel_size=2)),
+            device_mapping=DEVICES["actor_train"],
+        ),
+        "actor_infer": ActorInferConfig(
+            model_args=ModelArguments(dtype="fp32"),
+            strategy_args=SGLangArguments(strategy_config={"load_format": "dummy"}),
+            device_mapping=DEVICES["actor_infer"],
+        ),
     }
     start_ray(config, "cpu", 3)
     resources = ResourceManager("cpu", 3, DEVICES)
     clusters = {
         role: Cluster(
-            role, TrainWorker if role == "actor_train" else InferWorker, worker, config, resources, role_layout(worker)
+            role, TrainWorker if role == "actor_train" else InferWorker, worker, config, resources, worker.layout
         )
         for role, worker in roles.items()
     }

@@ -79,8 +79,8 @@ def plan(config: str | Path, overrides: Sequence[str], as_json: bool = False) ->
 
 def run(config: str | Path, overrides: Sequence[str], pipeline: str | None = None) -> int:
     """Checks the configuration and this machine, then trains; returns the exit code of the run."""
+    from roll.configs.hardware import prepare_run
     from roll.configs.load import load_config
-    from roll.configs.run_checks import prepare_run
 
     loaded = load_config(config, overrides, pipeline)
     for warning in prepare_run(loaded):

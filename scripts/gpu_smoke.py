@@ -21,9 +21,15 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from roll.configs.arguments import ModelArguments, StrategyArguments, TrainingArguments
 from roll.configs.pipeline import RLVRConfig
-from roll.configs.worker import WorkerConfig
+from roll.configs.roles import (
+    ActorInferConfig,
+    ActorTrainConfig,
+    ModelArguments,
+    SGLangArguments,
+    TrainingArguments,
+    TrainModelArguments,
+)
 from roll.datasets.collate import collate_samples
 from roll.distributed.cluster import Cluster
 from roll.distributed.infer_worker import InferWorker
@@ -91,17 +97,16 @@ def configuration(platform: Platform, dtype: Dtype, folder: Path) -> RLVRConfig:
         prompt_length=PROMPT_TOKENS,
         response_length=RESPONSE_TOKENS,
         max_steps=STEPS,
-        actor_train=WorkerConfig(
-            model_args=ModelArguments(dtype=dtype),
+        actor_train=ActorTrainConfig(
+            model_args=TrainModelArguments(dtype=dtype),
             training_args=TrainingArguments(
                 learning_rate=LEARNING_RATE, per_device_train_batch_size=SAMPLES // 2, gradient_accumulation_steps=2
             ),
-            strategy_args=StrategyArguments("megatron_train"),
             device_mapping=[0],
         ),
-        actor_infer=WorkerConfig(
+        actor_infer=ActorInferConfig(
             model_args=ModelArguments(dtype=dtype),
-            strategy_args=StrategyArguments("sglang", engine),
+            strategy_args=SGLangArguments(strategy_config=engine),
             device_mapping=[0],
             max_running_requests=SAMPLES,
         ),

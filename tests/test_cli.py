@@ -9,8 +9,7 @@ import pytest
 
 from roll.cli import find_config, launch, main
 from roll.configs.errors import ConfigError
-from roll.configs.machine import Machine
-from roll.configs.run_checks import prepare_run
+from roll.configs.hardware import Hardware, prepare_run
 from tests.configs.samples import LAPTOP, MODEL, RLVR, SERVER, SFT, rlvr, sft, write
 
 ROOT = Path(__file__).parents[1]
@@ -71,7 +70,7 @@ def test_num_devices_per_node_may_exceed_cores(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("machine", "platform"), [(LAPTOP, "cpu"), (SERVER, "cuda")])
-def test_run_resolves_the_platform(tmp_path: Path, machine: Machine, platform: str) -> None:
+def test_run_resolves_the_platform(tmp_path: Path, machine: Hardware, platform: str) -> None:
     data = write(tmp_path, "{}", "train.jsonl")
     config = sft(tmp_path, f"actor_train.data_args.file_name={data}")
     prepare_run(config, machine)
@@ -84,7 +83,9 @@ def test_launcher_runs_the_file_of_its_flags(tmp_path: Path, capsys: pytest.Capt
     assert launch("sft", flags) == 2
     assert "pretrain: /nowhere is not a folder" in capsys.readouterr().err
     assert launch("rlvr", flags) == 2
-    assert "pipeline: the file is for sft, but this starts rlvr; use the sft launcher" in capsys.readouterr().err
+    assert (
+        "pipeline: the file is for sft, but this command starts rlvr; use the sft launcher" in capsys.readouterr().err
+    )
 
 
 def test_launcher_finds_folders_of_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import random
 from collections import deque
 from pathlib import Path
 
-from roll.configs.seeds import role_seed
+from roll.configs.pipeline import role_seed
 from roll.envs import make_env
 from roll.envs.text_actions import MOVES
 

@@ -15,7 +15,7 @@ from roll.algorithms.estimation import ADV_ESTIMATORS, Shaped, deviation, normal
 from roll.algorithms.masking import EPSILON
 from roll.algorithms.turn_list import TurnList, on_tokens, turn_rewards
 from roll.algorithms.turns import TURN_KEYS, Turns
-from roll.configs.agentic_learning import RewardNormalization
+from roll.configs.agentic import RewardNormalization
 
 
 @ADV_ESTIMATORS.register("gigpo")

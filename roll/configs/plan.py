@@ -1,106 +1,132 @@
-"""The plan of a run: devices, layouts, batch arithmetic, memory and warnings, without starting anything."""
+"""The plan of a run: devices, layouts, batch sizes, memory and warnings, without starting anything."""
 
 from __future__ import annotations
 
-from roll.configs.errors import ConfigError, Report
-from roll.configs.layouts import device_roles, is_megatron, role_layout
-from roll.configs.machine import Machine, this_machine
-from roll.configs.memory import gibibytes, memory_plans
-from roll.configs.model_shape import ModelShape, read_model_shape
-from roll.configs.pipeline import BaseConfig
-from roll.configs.plan_lines import batch_lines
-from roll.configs.plan_types import DevicePlan, Plan, RolePlan
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from roll.configs.agentic import AgenticConfig, EnvManagerConfig
+from roll.configs.errors import ConfigError
+from roll.configs.hardware import Hardware, check_nodes, resolve_platform, this_machine
+from roll.configs.memory import MemoryPlan, gibibytes, memory_plans
+from roll.configs.model_config import ModelShape, read_model_shape
+from roll.configs.pipeline import BaseConfig, RLConfig
+from roll.configs.roles import ActorTrainConfig, MegatronRoleConfig, RoleConfig
 from roll.configs.rules import check
-from roll.configs.rules.devices import check_nodes
-from roll.configs.worker import WorkerConfig
-
-GPUS_PER_NODE = 8
-"""Devices per node assumed when a run on GPUs is planned on a machine without any."""
 
 
-def make_plan(config: BaseConfig, machine: Machine | None = None) -> Plan:
-    """What follows from a loaded configuration.
+@dataclass(frozen=True)
+class RolePlan:
+    """One role: its engine, its devices and how they are split; `workers` are ranks, or engines for sglang."""
 
-    Models and datasets that are not on this machine cost the plan their lines, and it says so.
+    role: str
+    strategy: str
+    model: str | None
+    dtype: str
+    devices: list[int]
+    nodes: list[int]
+    workers: int
+    tensor: int
+    pipeline: int
+    data: int
+    shares_devices_with: list[str]
+
+
+@dataclass(frozen=True)
+class DevicePlan:
+    """One device: its node and the rank or engine of every role on it."""
+
+    device: int
+    node: int
+    local_index: int
+    uses: list[str]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One number of the batch and its formula."""
+
+    name: str
+    value: int | float | str
+    formula: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All numbers that follow from a configuration; text, numbers and lists only, so that it converts to JSON."""
+
+    exp_name: str
+    pipeline: str
+    source: str
+    platform: str
+    nodes: int
+    devices_per_node: int
+    roles: list[RolePlan]
+    devices: list[DevicePlan]
+    batch: list[Line]
+    memory: list[MemoryPlan]
+    warnings: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan for JSON, with totals."""
+        plan = asdict(self)
+        for shown, memory in zip(plan["memory"], self.memory, strict=True):
+            shown["total"] = memory.total
+        return plan
+
+
+def make_plan(config: BaseConfig, machine: Hardware | None = None) -> Plan:
+    """The plan of a loaded configuration.
+
+    For a model that is not on this machine the plan has no memory estimate, and a warning.
 
     Args:
         config: from `load_config`.
-        machine: where it is planned; None asks this one.
+        machine: the machine of the plan; None is this one.
 
     Raises:
-        ConfigError: the devices cannot be placed on the nodes, or the configuration was changed after loading and
-            breaks a rule.
+        ConfigError: the devices do not fit the nodes, or the configuration was changed after loading and breaks a
+            rule.
     """
     machine = machine or this_machine()
     report = check(config)
-    platform, per_node = place(config, machine, report)
+    platform, per_node = resolve_platform(config, machine, report)
     check_nodes(config, per_node, report)
     if report.errors:
         raise ConfigError(report.errors, config.source.file)
     shapes = _shapes(config)
     memory = memory_plans(config, shapes)
-    absent = [f"{problem} (this stops a run, not a plan)" for problem in report.missing]
-    unknown = [role for role in device_roles(config) if role not in shapes]
+    missing = [f"{problem} (this stops a run, not a plan)" for problem in report.missing]
+    unknown = [role for role in config.device_roles() if role not in shapes]
     if unknown:
-        absent.append(f"no memory estimate for {', '.join(unknown)}: the model's config.json is not on this machine")
+        missing.append(f"no memory estimate for {', '.join(unknown)}: the model's config.json is not on this machine")
     return Plan(
         exp_name=config.exp_name,
-        pipeline=str(getattr(config, "pipeline", "")),
+        pipeline=config.pipeline,
         source=config.source.file,
         platform=platform,
-        nodes=1 + max((max(w.device_mapping) // per_node for w in device_roles(config).values()), default=0),
+        nodes=1 + max((max(w.device_mapping) // per_node for w in config.device_roles().values()), default=0),
         devices_per_node=per_node,
-        roles=[_role(config, role, worker, per_node) for role, worker in device_roles(config).items()],
+        roles=[_role(config, role, worker, per_node) for role, worker in config.device_roles().items()],
         devices=_devices(config, per_node),
         batch=batch_lines(config),
         memory=memory,
-        warnings=[str(problem) for problem in report.warnings] + absent,
+        warnings=[str(problem) for problem in report.warnings] + missing,
     )
-
-
-def place(config: BaseConfig, machine: Machine, report: Report) -> tuple[str, int]:
-    """The platform and the devices per node that a plan assumes; what is a guess is put into the report as a warning.
-
-    `auto` is cuda where there are GPUs, and cpu where all devices fit this machine's cores; otherwise the run is taken
-    to be planned for GPUs elsewhere.
-    """
-    highest = max((max(worker.device_mapping) for worker in device_roles(config).values()), default=0)
-    platform: str = config.platform
-    if platform == "auto":
-        slots = config.num_devices_per_node or machine.cores
-        platform = "cpu" if not machine.gpus and highest < slots and config.num_devices_per_node is None else "cuda"
-        if platform == "cuda" and not machine.gpus:
-            report.warn(
-                "platform",
-                "auto on a machine without a GPU: planned for cuda elsewhere; write platform: cpu to run here",
-            )
-    if config.num_devices_per_node is not None:
-        return platform, config.num_devices_per_node
-    if platform == "cpu":
-        if highest >= machine.cores:
-            report.warn(
-                "num_devices_per_node",
-                f"is not given, and device {highest} is beyond the {machine.cores} cores here: "
-                f"taken as more nodes; write num_devices_per_node: {highest + 1} for one node",
-            )
-        return platform, machine.cores
-    if not machine.gpus:
-        report.warn("num_devices_per_node", f"is not given and there is no GPU here: taken as {GPUS_PER_NODE}")
-    return platform, machine.gpus or GPUS_PER_NODE
 
 
 def _shapes(config: BaseConfig) -> dict[str, ModelShape]:
     shapes: dict[str, ModelShape] = {}
-    for role, worker in device_roles(config).items():
+    for role, worker in config.device_roles().items():
         shape = read_model_shape(worker.model_args.model_name_or_path or "")
         if shape is not None:
             shapes[role] = shape
     return shapes
 
 
-def _role(config: BaseConfig, role: str, worker: WorkerConfig, per_node: int) -> RolePlan:
-    layout, devices = role_layout(worker), worker.device_mapping
-    others = device_roles(config).items()
+def _role(config: BaseConfig, role: str, worker: RoleConfig, per_node: int) -> RolePlan:
+    layout, devices = worker.layout, worker.device_mapping
+    others = config.device_roles().items()
     return RolePlan(
         role=role,
         strategy=worker.strategy_args.strategy_name,
@@ -108,7 +134,7 @@ def _role(config: BaseConfig, role: str, worker: WorkerConfig, per_node: int) ->
         dtype=worker.model_args.dtype,
         devices=devices,
         nodes=sorted({device // per_node for device in devices}),
-        workers=layout.world_size if is_megatron(worker) else layout.data,
+        workers=layout.world_size if isinstance(worker, MegatronRoleConfig) else layout.data,
         tensor=layout.tensor,
         pipeline=layout.pipeline,
         data=layout.data,
@@ -118,22 +144,22 @@ def _role(config: BaseConfig, role: str, worker: WorkerConfig, per_node: int) ->
 
 def _devices(config: BaseConfig, per_node: int) -> list[DevicePlan]:
     uses: dict[int, list[str]] = {}
-    for role, worker in device_roles(config).items():
+    for role, worker in config.device_roles().items():
         for rank, device in enumerate(worker.device_mapping):
             uses.setdefault(device, []).append(f"{role} {_place(worker, rank)}")
     return [DevicePlan(device, device // per_node, device % per_node, uses[device]) for device in sorted(uses)]
 
 
-def _place(worker: WorkerConfig, rank: int) -> str:
-    layout = role_layout(worker)
-    if not is_megatron(worker):
+def _place(worker: RoleConfig, rank: int) -> str:
+    layout = worker.layout
+    if not isinstance(worker, MegatronRoleConfig):
         return f"engine {rank // layout.tensor}" + (f" tp{rank % layout.tensor}" if layout.tensor > 1 else "")
     at = layout.coordinates(rank)
     return f"rank {rank} (tp{at.tensor} dp{at.data} pp{at.pipeline})"
 
 
 def shared_device_memory(plan: Plan) -> list[str]:
-    """Sums of memory on devices that several roles share, as sentences."""
+    """One line for each set of roles that share their devices: the sum of their memory."""
     totals = {memory.role: memory.total for memory in plan.memory}
     sentences: list[str] = []
     for role in plan.roles:
@@ -145,3 +171,179 @@ def shared_device_memory(plan: Plan) -> list[str]:
         ):
             sentences.append(f"{' + '.join(group)} on one device: {gibibytes(sum(totals[name] for name in group))}")
     return sentences
+
+
+def batch_lines(config: BaseConfig) -> list[Line]:
+    """Prompts, samples, micro-batches, optimizer steps and the schedule of a run, each with its formula."""
+    worker = config.actor_train
+    training, data, samples = worker.training_args, worker.layout.data, config.samples_per_batch
+    step = worker.samples_per_optimizer_step
+    lines = []
+    if isinstance(config, AgenticConfig):
+        lines += _agentic_lines(config)
+    elif isinstance(config, RLConfig):
+        group = config.num_return_sequences_in_group
+        lines += [
+            Line("prompts per step", config.rollout_batch_size, "rollout_batch_size"),
+            Line(
+                "samples per step",
+                samples,
+                f"{config.rollout_batch_size} prompts x {group} num_return_sequences_in_group",
+            ),
+            *_generation_lines(config, samples),
+        ]
+    size = training.per_device_train_batch_size
+    lines += [
+        Line(
+            "samples per optimizer step",
+            step,
+            f"{size} per_device_train_batch_size x {training.gradient_accumulation_steps} gradient_accumulation_steps "
+            f"x {data} data parallel",
+        ),
+        Line("samples per rank and optimizer step", step // data, f"{step} / {data} data parallel"),
+        _micro_batch_line(worker, step // data),
+    ]
+    if isinstance(config, RLConfig):
+        formula = f"{samples} samples / {step} x {config.ppo_epochs} ppo_epochs"
+        if samples % step:
+            formula = f"{formula}, filled up with masked samples"
+        lines.append(Line("optimizer steps per batch", config.optimizer_steps_per_batch, formula))
+        filled = -(-samples // step) * step
+        lines.append(_forward_line(config, filled))
+    else:
+        lines.append(Line("optimizer steps per batch", 1, "a batch is one optimizer step"))
+    warmup = training.warmup_steps or round(training.warmup_ratio * config.schedule_steps)
+    return [
+        *lines,
+        Line(
+            "tokens per step, at most",
+            samples * (config.sequence_length or 0),
+            f"{samples} samples x {config.sequence_length} sequence_length",
+        ),
+        Line(
+            "learning-rate schedule",
+            f"{config.schedule_steps} steps",
+            f"{config.max_steps} max_steps x {config.optimizer_steps_per_batch} optimizer steps per batch",
+        ),
+        Line(
+            "warm-up",
+            f"{warmup} steps",
+            f"to {training.learning_rate:g}, then {training.lr_scheduler_type}"
+            + (f" to {training.min_learning_rate:g}" if training.lr_scheduler_type != "constant" else ""),
+        ),
+    ]
+
+
+def _generation_lines(config: RLConfig, samples: int) -> list[Line]:
+    worker = config.actor_infer
+    engines, limit = worker.layout.data, worker.max_running_requests
+    share = config.requests_per_engine
+    return [
+        Line("requests per engine and step", share, f"{samples} samples / {engines} engines, rounded up"),
+        Line("requests at a time on one engine", min(share, limit), f"max_running_requests {limit}"),
+    ]
+
+
+def _micro_batch_line(worker: ActorTrainConfig, samples_per_rank: int) -> Line:
+    tokens = worker.training_token_limit
+    if tokens is not None:
+        return Line(
+            "micro-batches", "by tokens", f"{samples_per_rank} samples in micro-batches of at most {tokens} tokens"
+        )
+    count, size = worker.training_args.gradient_accumulation_steps, worker.training_args.per_device_train_batch_size
+    return Line(
+        "micro-batches per rank and optimizer step", count, f"{samples_per_rank} samples / {size} per micro-batch"
+    )
+
+
+def _forward_line(config: RLConfig, samples: int) -> Line:
+    worker, data = config.actor_train, config.actor_train.layout.data
+    name = "forward micro-batches per rank (log-probs)"
+    if config.old_log_probs_source == "behavior":
+        return Line(name, 0, "old_log_probs_source behavior takes the engine's log-probs")
+    if worker.forward_token_limit is not None:
+        return Line(name, "by tokens", f"at most {worker.forward_token_limit} tokens each")
+    share = -(-samples // data)
+    return Line(
+        name,
+        -(-share // worker.infer_batch_size),
+        f"{share} samples / {worker.infer_batch_size} infer_batch_size, rounded up",
+    )
+
+
+def _agentic_lines(config: AgenticConfig) -> list[Line]:
+    """Trajectories, environments, turns and samples of one step, and the environments of one validation."""
+    manager, turns = config.train_env_manager, config.turns
+    lines = [
+        Line("trajectories per step", config.rollout_batch_size, "rollout_batch_size"),
+        Line(
+            "groups per step",
+            config.groups_per_batch,
+            f"{config.rollout_batch_size} trajectories / {manager.group_size} train_env_manager.group_size",
+        ),
+        *_manager_lines("", manager, config),
+        Line("turns per trajectory, at most", turns, _of_tags("max_steps", config)),
+        Line("tokens per turn, at most", _tokens(config), _of_tags("max_tokens_per_step", config)),
+        Line("tokens per trajectory, at most", config.sequence_length or 0, "sequence_length"),
+        _samples_line(config, turns),
+        *_request_lines(config),
+    ]
+    if config.eval_steps:
+        lines.append(Line("trajectories of a validation", config.val_batch_size or 0, "val_batch_size"))
+        lines += _manager_lines(" of a validation", config.val_env_manager, config)
+    return lines
+
+
+def _manager_lines(suffix: str, manager: EnvManagerConfig, config: AgenticConfig) -> list[Line]:
+    """Environments at a time and their processes; `suffix` distinguishes validation from training."""
+    members = f"({manager.group_size} group_size + {manager.group_size_redundancy} group_size_redundancy)"
+    shares = ", ".join(f"{part} {tag}" for tag, part in zip(manager.tags, manager.num_groups_partition, strict=True))
+    limit = manager.max_env_num_per_worker
+    return [
+        Line(
+            f"environments at a time{suffix}",
+            manager.environments,
+            f"{manager.num_env_groups} num_env_groups ({shares}) x {members}",
+        ),
+        Line(
+            f"environment processes{suffix}",
+            manager.processes,
+            f"{manager.environments} environments / {limit} max_env_num_per_worker, rounded up"
+            if limit
+            else "max_env_num_per_worker 0: all in one",
+        ),
+    ]
+
+
+def _tokens(config: AgenticConfig) -> int:
+    tags = config.tags_of(config.train_env_manager)
+    return max((config.custom_envs[tag].max_tokens_per_step or 0 for tag in tags), default=0)
+
+
+def _of_tags(key: str, config: AgenticConfig) -> str:
+    """A key of the entries of training, with its values."""
+    tags = config.tags_of(config.train_env_manager)
+    return f"{key} of " + ", ".join(f"{tag} ({getattr(config.custom_envs[tag], key)})" for tag in tags)
+
+
+def _samples_line(config: AgenticConfig, turns: int) -> Line:
+    if config.sample_by == "step":
+        return Line(
+            "samples per step, at most",
+            config.samples_per_batch,
+            f"{config.rollout_batch_size} trajectories x {turns} turns (sample_by step)",
+        )
+    return Line("samples per step", config.samples_per_batch, "one for each trajectory (sample_by traj)")
+
+
+def _request_lines(config: AgenticConfig) -> list[Line]:
+    engines, limit = config.actor_infer.layout.data, config.actor_infer.max_running_requests
+    share = config.requests_per_engine
+    running = config.train_env_manager.environments
+    return [
+        Line(
+            "requests at a time on one engine",
+            min(share, limit),
+            f"{running} environments / {engines} engines, rounded up; max_running_requests {limit}",
+        )
+    ]

@@ -1,4 +1,4 @@
-"""A plan as text for people."""
+"""Prints a plan."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from roll.configs.device_mapping import spans
 from roll.configs.memory import gibibytes
-from roll.configs.plan import shared_device_memory
-from roll.configs.plan_types import Plan
+from roll.configs.parallel_layout import spans
+from roll.configs.plan import Plan, shared_device_memory
 
 WIDTH = 160
 """Columns where the output is not a terminal, so that formulas stay on one line."""

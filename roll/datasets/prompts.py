@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from roll.configs.arguments import DataArguments
+from roll.configs.roles import DataArguments
 from roll.datasets.records import DatasetError, Record, read_records
 
 DEFAULT_TAG = "default"

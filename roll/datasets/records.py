@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from roll.configs.paths import unreachable
+from roll.configs.errors import unreachable
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 """Supported files; .json holds one object per line, like .jsonl."""

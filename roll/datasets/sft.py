@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from roll.configs.arguments import DataArguments
+from roll.configs.roles import DataArguments
 from roll.datasets.prompts import Message, Question, check_unique_ids, question, record_id
 from roll.datasets.records import DatasetError, Record, read_records
 from roll.datasets.templates import ConversationEncoder, PromptEncoder

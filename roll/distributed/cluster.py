@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar,
 import psutil
 import ray
 
-from roll.configs.device_mapping import spans
-from roll.configs.layout import ParallelLayout
+from roll.configs.parallel_layout import ParallelLayout, spans
 from roll.distributed.processes import descendants, end, log_file, process_environment
 from roll.distributed.remote_call import (
     CallContext,
@@ -29,7 +28,7 @@ from roll.distributed.worker import Worker, WorkerRank, registered_methods
 
 if TYPE_CHECKING:
     from roll.configs.pipeline import BaseConfig
-    from roll.configs.worker import WorkerConfig
+    from roll.configs.roles import RoleConfig
     from roll.distributed.resources import ResourceManager
 
 WorkerT = TypeVar("WorkerT", bound=Worker, covariant=True)
@@ -66,7 +65,7 @@ class Cluster(Generic[WorkerT]):
         self,
         role: str,
         worker_cls: type[WorkerT],
-        config: WorkerConfig,
+        config: RoleConfig,
         pipeline_config: BaseConfig,
         resources: ResourceManager,
         layout: ParallelLayout,

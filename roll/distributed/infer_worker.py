@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from roll.configs.seeds import role_seed
+from roll.configs.pipeline import role_seed
 from roll.distributed.processes import gc_freeze
 from roll.distributed.strategy.sglang_engine import (
     LONGER_CONTEXT,
@@ -28,7 +28,7 @@ from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
 if TYPE_CHECKING:
     from roll.configs.asynchronous import InFlightPolicy
     from roll.configs.pipeline import RLConfig
-    from roll.configs.worker import WorkerConfig
+    from roll.configs.roles import ActorInferConfig
     from roll.distributed.cluster import ClusterClient
 
 PROBE_TOKEN = 1
@@ -44,7 +44,7 @@ class InferWorker(WeightReceiver):
     concurrent = True
     spans_tensor_parallel = True
 
-    def __init__(self, rank: WorkerRank, config: WorkerConfig, pipeline_config: RLConfig) -> None:
+    def __init__(self, rank: WorkerRank, config: ActorInferConfig, pipeline_config: RLConfig) -> None:
         super().__init__(rank, config, pipeline_config)
         self._generation: Generation | None = None
 

@@ -14,7 +14,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from roll.configs.device_mapping import spans
+from roll.configs.parallel_layout import spans
 
 if TYPE_CHECKING:
     from roll.configs.pipeline import BaseConfig

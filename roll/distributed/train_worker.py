@@ -6,7 +6,6 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from roll.configs.layouts import role_layout
 from roll.distributed.processes import gc_freeze
 from roll.distributed.protocol import DataProto
 from roll.distributed.weight_sync.sender import WeightSender
@@ -15,7 +14,7 @@ from roll.platforms import get_platform
 
 if TYPE_CHECKING:
     from roll.configs.pipeline import BaseConfig
-    from roll.configs.worker import WorkerConfig
+    from roll.configs.roles import MegatronRoleConfig
     from roll.distributed.strategy.megatron_strategy import MegatronInferStrategy, MegatronTrainStrategy
 
 
@@ -25,7 +24,7 @@ class TrainWorker(WeightSender):
     This module does not import Megatron, so that the driver can import it: `initialize` does, in the rank's process.
     """
 
-    def __init__(self, rank: WorkerRank, config: WorkerConfig, pipeline_config: BaseConfig) -> None:
+    def __init__(self, rank: WorkerRank, config: MegatronRoleConfig, pipeline_config: BaseConfig) -> None:
         super().__init__(rank, config, pipeline_config)
         self._infer_strategy: MegatronInferStrategy | None = None
         self._train_strategy: MegatronTrainStrategy | None = None
@@ -62,7 +61,7 @@ class TrainWorker(WeightSender):
         # On a CPU Megatron must be patched before its first import.
         from roll.distributed.strategy.megatron_strategy import MegatronInferStrategy, MegatronTrainStrategy
 
-        layout, rank = role_layout(self.config), self.rank
+        layout, rank = self.config.layout, self.rank
         if self.config.strategy_args.strategy_name == "megatron_train":
             trained = MegatronTrainStrategy(
                 self.config, self.pipeline_config, layout, rank.rank, platform, role=rank.role

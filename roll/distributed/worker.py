@@ -6,11 +6,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from roll.configs.layout import RankCoordinates
+from roll.configs.parallel_layout import RankCoordinates
 
 if TYPE_CHECKING:
     from roll.configs.pipeline import BaseConfig
-    from roll.configs.worker import WorkerConfig
+    from roll.configs.roles import RoleConfig
 
 MethodT = TypeVar("MethodT", bound=Callable[..., object])
 Deadline = Literal["rpc_timeout_s", "start_timeout_s", "sync_timeout_s"]
@@ -119,7 +119,7 @@ class Worker:
     concurrent = False
     spans_tensor_parallel = False
 
-    def __init__(self, rank: WorkerRank, config: WorkerConfig, pipeline_config: BaseConfig) -> None:
+    def __init__(self, rank: WorkerRank, config: RoleConfig, pipeline_config: BaseConfig) -> None:
         """Starts no engine: `initialize` does, so that all ranks can start at once."""
         self.rank = rank
         self.config = config

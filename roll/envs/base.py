@@ -13,10 +13,8 @@ import gymnasium
 from gymnasium.error import ResetNeeded
 from gymnasium.spaces import Text
 
-from roll.configs.convert import Converter
 from roll.configs.errors import ConfigError, Problem
-from roll.configs.fields import option
-from roll.configs.schema import declared
+from roll.configs.schema import Converter, declared, option
 from roll.configs.suggestions import nearest, unknown
 
 Aggregation = Literal["mean", "sum", "last"]
@@ -33,7 +31,7 @@ SAMPLE_LENGTH = 64
 class EnvConfig:
     """Options of every environment. Environments with more options subclass it; every field has a default."""
 
-    max_steps: int = option(20, "Actions after which an episode that has not ended is truncated.", minimum=1)
+    max_steps: int = option(20, "Actions after which an episode that has not ended is truncated.", ge=1)
     env_instruction: str | None = option(None, "The rules in your own words; null uses the built-in rules.")
 
     def check(self) -> Iterable[Problem]:

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from roll.configs.fields import option
+from roll.configs.schema import option
 from roll.envs.base import Aggregation, EnvConfig, TextEnv, Turn
 
 MAX_LENGTH = 200
@@ -182,10 +182,10 @@ NO_ACTION = "Error: write <tool>an expression</tool> or <answer>a number</answer
 class CalculatorConfig(EnvConfig):
     """Options of the calculator environment."""
 
-    max_steps: int = option(5, "Turns, including the answer, after which the episode is truncated.", minimum=1)
-    terms: int = option(5, "Numbers in the expression.", minimum=2, maximum=8)
-    digits: int = option(4, "Digits of each of them.", minimum=1, maximum=6)
-    format_penalty: float = option(0.0, "Reward of a text with neither tool call nor answer; zero or below.", maximum=0)
+    max_steps: int = option(5, "Turns, including the answer, after which the episode is truncated.", ge=1)
+    terms: int = option(5, "Numbers in the expression.", ge=2, le=8)
+    digits: int = option(4, "Digits of each of them.", ge=1, le=6)
+    format_penalty: float = option(0.0, "Reward of a text with neither tool call nor answer; zero or below.", le=0)
 
 
 class Calculator(TextEnv):

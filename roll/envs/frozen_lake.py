@@ -9,7 +9,7 @@ import numpy.typing as npt
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
 from gymnasium.utils.seeding import np_random
 
-from roll.configs.fields import option
+from roll.configs.schema import option
 from roll.envs.text_actions import MOVE_CHOICES, MOVES, MoveConfig, MoveEnv
 
 INTENDED_MOVE_PROBABILITY = 1 / 3
@@ -34,12 +34,10 @@ SLIPPERY = """The ice is slippery: one move in three goes where you meant to, on
 class FrozenLakeConfig(MoveConfig):
     """Options of FrozenLake."""
 
-    size: int = option(4, "Rows and columns of the map.", minimum=2, maximum=20)
-    p: float = option(0.8, "Probability that a cell is ice instead of a hole.", minimum=0, maximum=1)
+    size: int = option(4, "Rows and columns of the map.", ge=2, le=20)
+    p: float = option(0.8, "Probability that a cell is ice instead of a hole.", ge=0, le=1)
     is_slippery: bool = option(True, "One move in three goes in the intended direction, the others to its sides.")
-    map_seed: int | None = option(
-        None, "Seed of one map for all episodes; null draws a map for each episode.", minimum=0
-    )
+    map_seed: int | None = option(None, "Seed of one map for all episodes; null draws a map for each episode.", ge=0)
 
 
 class FrozenLake(MoveEnv):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from roll.configs.errors import Problem
-from roll.configs.fields import option
+from roll.configs.schema import option
 from roll.envs.text_actions import MOVE_CHOICES, MoveConfig, MoveEnv
 
 MOVE_REWARD = -0.1
@@ -42,9 +42,9 @@ class SokobanConfig(MoveConfig):
     """Options of Sokoban."""
 
     dim_room: list[int] = option(factory=lambda: [6, 6], help="Rows and columns, walls included, 5 to 12 each.")
-    num_boxes: int = option(1, "Number of boxes and of targets.", minimum=1, maximum=6)
+    num_boxes: int = option(1, "Number of boxes and of targets.", ge=1, le=6)
     search_depth: int = option(
-        20, "Every room can be solved within this number of moves, and within `max_steps`.", minimum=1
+        20, "Every room can be solved within this number of moves, and within `max_steps`.", ge=1
     )
 
     def check(self) -> Iterable[Problem]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from roll.configs.errors import Problem
-from roll.configs.fields import option
+from roll.configs.schema import option
 from roll.envs.base import Aggregation, EnvConfig, TextEnv, Turn
 
 ANSWER = "<answer>(.*?)</answer>"
@@ -66,7 +66,7 @@ class MoveConfig(EnvConfig):
     """Options of a grid game."""
 
     action_pattern: str = option(ANSWER, "Regular expression whose last group holds the action.")
-    format_penalty: float = option(0.0, "Reward of a text without a valid action; zero or below.", maximum=0)
+    format_penalty: float = option(0.0, "Reward of a text without a valid action; zero or below.", le=0)
 
     def check(self) -> Iterable[Problem]:
         """The pattern is valid, and the built-in rules can show an answer in its format."""

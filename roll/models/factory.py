@@ -13,8 +13,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from roll.configs.model_config import padded_vocabulary
 from roll.models.hf_config import DecoderConfig
-from roll.models.layouts import padded_vocabulary
 from roll.models.rotary import RotaryTable, rotary_frequencies
 
 logger = logging.getLogger(__name__)

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
+from roll.configs.model_config import padded_vocabulary
 from roll.models.hf_config import DecoderConfig
 
 Source = Any
@@ -40,18 +41,6 @@ class Layout(Protocol):
     def hf_shapes(self, shape: Sequence[int], ranks: int, config: DecoderConfig) -> list[tuple[int, ...]]:
         """Shapes of what `merge` returns, from the shape of one shard."""
         ...
-
-
-def padded_vocabulary(vocabulary: int, ranks: int) -> int:
-    """Rows of the embedding on all ranks together: the vocabulary rounded up to a multiple of `ranks` and of 16."""
-    import math
-
-    multiple = math.lcm(VOCABULARY_MULTIPLE, ranks)
-    return -(-vocabulary // multiple) * multiple
-
-
-VOCABULARY_MULTIPLE = 16
-"""Same padded size for every power-of-two layout up to 16 ranks, so that checkpoints can change layout."""
 
 
 def _rows(source: Source, start: int, stop: int) -> torch.Tensor:

@@ -20,11 +20,10 @@ from roll.algorithms.importance import correct
 from roll.algorithms.kl import kl_controller
 from roll.algorithms.losses import PolicyLossConfig
 from roll.algorithms.turns import TURN_KEYS, read_turns
-from roll.configs.batches import samples_per_optimizer_step
 from roll.configs.errors import RunError
-from roll.configs.layout import ParallelLayout
+from roll.configs.parallel_layout import ParallelLayout
 from roll.configs.pipeline import BaseConfig, RLConfig
-from roll.configs.worker import WorkerConfig
+from roll.configs.roles import MegatronRoleConfig
 from roll.datasets.micro_batches import OptimizerStepPlan, plan_forward, plan_optimizer_steps
 from roll.distributed.protocol import DataProto
 from roll.distributed.train_worker import TrainWorker
@@ -152,11 +151,11 @@ class RLLearner(ActorLearner):
 
     def _check_engine_log_probs(self, difference: float) -> None:
         """Before the first update engine and trainer have the same weights, so log-probs must agree."""
-        bound = self._config.log_prob_parity_bound
+        bound = self._config.max_logprob_mismatch
         if bound is not None and not difference <= bound:
             raise RunError(
                 f"engine and trainer disagree about the log-prob of a sampled token by {difference:.3g}, more than "
-                f"log_prob_parity_bound {bound}: check that both load the same weights, temperature and dtype"
+                f"max_logprob_mismatch {bound}: check that both load the same weights, temperature and dtype"
             )
 
     # 3. Advantages
@@ -205,7 +204,7 @@ class RLLearner(ActorLearner):
 
     def _check_first_update(self, step: Mapping[str, float]) -> None:
         config = self._config
-        dtype, bound = config.actor_train.model_args.dtype, config.log_prob_parity_bound
+        dtype, bound = config.actor_train.model_args.dtype, config.max_logprob_mismatch
         fault = first_update_fault(step, self._loss_config.pg_ratio_base, dtype, bound)
         if fault:
             raise RunError(fault)
@@ -259,7 +258,7 @@ class RLLearner(ActorLearner):
         self._updated = True
 
 
-async def cluster_log_probs(cluster: Cluster[TrainWorker], data: DataProto, config: WorkerConfig) -> DataProto:
+async def cluster_log_probs(cluster: Cluster[TrainWorker], data: DataProto, config: MegatronRoleConfig) -> DataProto:
     """`log_probs` and `entropy` [B, T] of `data` under the cluster's weights, in the order of `data`.
 
     Args:
@@ -267,12 +266,12 @@ async def cluster_log_probs(cluster: Cluster[TrainWorker], data: DataProto, conf
         data: a batch with `meta_info["temperature"]`.
         config: the cluster's role, for the size of its forward micro-batches.
     """
-    dynamic = config.use_dynamic_batching_in_infer
+    limit = config.forward_token_limit
     plan = plan_forward(
         sample_lengths(data),
         cluster.layout.data,
-        micro_batch_size=None if dynamic else config.infer_batch_size,
-        max_tokens=config.max_tokens_per_microbatch_in_infer if dynamic else None,
+        micro_batch_size=config.infer_batch_size if limit is None else None,
+        max_tokens=limit,
         round_to=cluster.layout.tensor,
     )
     inputs = data.select(*LOG_PROB_KEYS)
@@ -294,13 +293,13 @@ def sample_lengths(data: DataProto) -> list[int]:
 def training_plans(data: DataProto, config: BaseConfig, layout: ParallelLayout) -> list[OptimizerStepPlan]:
     """The optimizer steps of one pass over `data` by actor_train."""
     actor = config.actor_train
-    dynamic = actor.use_dynamic_batching_in_train
+    limit = actor.training_token_limit
     return plan_optimizer_steps(
         sample_lengths(data),
         layout.data,
-        samples_per_step=samples_per_optimizer_step(config),
-        micro_batch_size=None if dynamic else actor.training_args.per_device_train_batch_size,
-        max_tokens=actor.max_tokens_per_microbatch_in_train if dynamic else None,
+        samples_per_step=actor.samples_per_optimizer_step,
+        micro_batch_size=actor.training_args.per_device_train_batch_size if limit is None else None,
+        max_tokens=limit,
         round_to=layout.tensor,
     )
 
@@ -336,7 +335,7 @@ def first_update_fault(step: Mapping[str, float], base: str, dtype: str, max_mis
         step: metrics of the policy loss.
         base: `pg_ratio_base`, behavior or proximal.
         dtype: of actor_train.
-        max_mismatch: `log_prob_parity_bound`; None turns the check against the engine off.
+        max_mismatch: `max_logprob_mismatch`; None turns the check against the engine off.
     """
     tolerance = max_mismatch if base == "behavior" else FIRST_STEP_TOLERANCE[dtype]
     off = step["log_ratio_abs_max"]
@@ -348,7 +347,7 @@ def first_update_fault(step: Mapping[str, float], base: str, dtype: str, max_mis
     )
     if base == "behavior":
         return (
-            f"{found}; before any update it must be 0 to log_prob_parity_bound {tolerance:g}, as far as engine and "
+            f"{found}; before any update it must be 0 to max_logprob_mismatch {tolerance:g}, as far as engine and "
             "trainer agree: check that both load the same weights, temperature and dtype"
         )
     return (

@@ -8,7 +8,6 @@ from typing import Any, Generic, TypeVar
 
 from roll.configs.pipeline import RLConfig
 from roll.configs.plan import make_plan
-from roll.configs.queue import runs_in_background
 from roll.distributed.infer_worker import EngineClient
 from roll.distributed.remote_actor import RemoteActor
 from roll.distributed.weight_sync.synchronizer import WeightSynchronizer
@@ -75,7 +74,7 @@ class RLPipeline(ABC, Generic[ConfigT]):
     def _start_rollouter(self, session: Session) -> SampleSource:
         """The rollouter in this process, or the client of one in a process of its own."""
         config, engines = self._config, EngineClient(session.infer_clusters["actor_infer"].client())
-        background = runs_in_background(config)
+        background = config.runs_in_background
         factory = self.worker_factory(own_process=background)
         if not background:
             rollouter = make_rollouter(config, factory, engines)

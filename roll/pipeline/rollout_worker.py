@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
-from roll.configs.batches import samples_per_optimizer_step
 from roll.configs.errors import RunError
 from roll.configs.pipeline import RLConfig
 from roll.distributed.protocol import DataProto
@@ -90,7 +89,7 @@ class RolloutWorker(ABC):
 
     def batch(self, groups: Sequence[Group]) -> DataProto:
         """The tensors that the learner takes; masked rows fill it up to whole optimizer steps."""
-        return batch_of_groups(groups, multiple=samples_per_optimizer_step(self._config))
+        return batch_of_groups(groups, multiple=self._config.actor_train.samples_per_optimizer_step)
 
     def metrics(self, groups: Sequence[Group], version: int) -> dict[str, float]:
         """`rollout/...` and `staleness/...` of a batch that the weights of `version` learn from."""

@@ -16,7 +16,6 @@ from typing import Any
 
 from roll.configs.errors import RunError
 from roll.configs.pipeline import RLConfig
-from roll.configs.queue import runs_in_background
 from roll.pipeline.rollout_worker import RolloutWorker
 from roll.pipeline.training_loop import SampleBatch
 from roll.rollout.filters import StarvationLimit
@@ -72,7 +71,7 @@ def policy_settings(config: RLConfig) -> PolicySettings:
 
 def rollout_options(config: RLConfig) -> RolloutOptions:
     """The options of a run."""
-    asynchronous, background = config.async_training, runs_in_background(config)
+    asynchronous, background = config.async_training, config.runs_in_background
     return RolloutOptions(
         background=background,
         batched_submit=config.deterministic or not background,

@@ -8,8 +8,8 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
-from roll.configs.layouts import device_roles, is_megatron, role_layout
 from roll.configs.pipeline import BaseConfig
+from roll.configs.roles import MegatronRoleConfig
 from roll.distributed.cluster import Cluster
 from roll.distributed.infer_worker import InferWorker
 from roll.distributed.remote_actor import RemoteActor
@@ -66,14 +66,14 @@ class Session:
 
     def _start(self) -> None:
         config = self._config
-        roles = device_roles(config)
+        roles = config.device_roles()
         per_node = config.num_devices_per_node or self._platform.device_count()
         start_ray(config, self._platform.name, per_node)
         mappings = {role: worker.device_mapping for role, worker in roles.items()}
         self._resources = ResourceManager(self._platform.name, per_node, mappings)
         for role, worker in roles.items():
-            layout = role_layout(worker)
-            if is_megatron(worker):
+            layout = worker.layout
+            if isinstance(worker, MegatronRoleConfig):
                 self.train_clusters[role] = Cluster(role, TrainWorker, worker, config, self._resources, layout)
             else:
                 self.infer_clusters[role] = Cluster(role, InferWorker, worker, config, self._resources, layout)

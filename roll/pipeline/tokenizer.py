@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from roll.configs.arguments import GeneratingArguments
 from roll.configs.errors import RunError
+from roll.configs.roles import GeneratingArguments
 from roll.rollout.types import SamplingParams
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from roll.configs.errors import RunError
-from roll.configs.layouts import device_roles
 from roll.configs.pipeline import BaseConfig, RLConfig
 from roll.pipeline.checkpoint import PipelineState, checkpoint_folder
 from roll.rollout.metrics import alias_metrics
@@ -136,7 +135,7 @@ class TrainingLoop:
         self._trackers = trackers
         self._target_reached = target_reached or (lambda metrics: False)
         self._checkpoints = checkpoint_folder(config)
-        self._devices = len({rank for role in device_roles(config).values() for rank in role.device_mapping}) or 1
+        self._devices = len({rank for role in config.device_roles().values() for rank in role.device_mapping}) or 1
         self.state = PipelineState()
         self.validation: dict[str, dict[str, float]] = {}
         self._last_step_at = time.monotonic()

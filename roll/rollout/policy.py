@@ -40,28 +40,12 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Any, Generic, TypeVar
 
+from roll.configs.asynchronous import exact_ratio, versions_ahead
 from roll.rollout.ledger import Deadlines, FinishedGroup, Ledger, PromptRequest, SampleBuffer
-
-LARGEST_DENOMINATOR = 1_000_000
-"""A ratio is read as the nearest fraction with a denominator up to this: 0.1 * 3 is 3/10 and 0.29 is 29/100.
-
-With binary floats floor((v + 1 + 0.29) * 100) would be one prompt short, and ceil(0.1 * 3 + 0.7) would be 2.
-"""
 
 
 class PolicyError(RuntimeError):
     """A call violates the bounds of the policy: a bug of the caller, after which a run must end."""
-
-
-def exact_ratio(ratio: float) -> Fraction:
-    """`async_generation_ratio` as an exact fraction (see LARGEST_DENOMINATOR).
-
-    Raises:
-        ValueError: it is negative, infinite or not a number.
-    """
-    if not math.isfinite(ratio) or ratio < 0:
-        raise ValueError(f"async_generation_ratio: {ratio} is not a finite number of at least 0")
-    return Fraction(ratio).limit_denominator(LARGEST_DENOMINATOR)
 
 
 def admission_bound(batches: int, ratio: Fraction, batch_size: int) -> int:
@@ -129,7 +113,7 @@ class PolicySettings:
     @cached_property
     def versions_ahead(self) -> int:
         """ceil(ratio): versions between the submission of a prompt and its deadline."""
-        return math.ceil(self.max_lead)
+        return versions_ahead(self.ratio)
 
     @cached_property
     def staleness_limit(self) -> int:

@@ -7,8 +7,8 @@ import torch
 
 from roll.algorithms.advantages import compute_advantages
 from roll.algorithms.estimators import ADV_ESTIMATORS, AdvantageConfig, return_to_go, token_rewards
-from roll.configs.names import TURN_ESTIMATORS
 from roll.configs.pipeline import RLVRConfig
+from roll.configs.policy import TURN_ESTIMATORS
 from tests.algorithms.trajectories import single_turns
 
 MASK = torch.tensor([[0, 1, 1, 0], [0, 1, 1, 1], [0, 1, 0, 0], [0, 1, 1, 0]])

@@ -8,12 +8,12 @@ from roll.algorithms.kl import KL_ESTIMATORS
 from roll.algorithms.losses import LOSSES
 from roll.algorithms.policy_losses import PG_VARIANTS
 from roll.algorithms.registry import Registry
-from roll.configs import names
+from roll.configs import policy
 
 
 def test_the_configuration_knows_exactly_the_registered_names():
-    assert set(PG_VARIANTS) == set(names.PG_VARIANTS)
-    assert set(ADV_ESTIMATORS) == set(names.ADV_ESTIMATORS)
+    assert set(PG_VARIANTS) == set(policy.PG_VARIANTS)
+    assert set(ADV_ESTIMATORS) == set(policy.ADV_ESTIMATORS)
 
 
 def test_every_spelling_the_configuration_allows_is_registered():

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.algorithms.estimators import ADV_ESTIMATORS, AdvantageConfig
-from roll.configs.agentic_learning import RewardNormalization
-from roll.configs.names import TURN_ESTIMATORS
+from roll.configs.agentic import RewardNormalization
+from roll.configs.policy import TURN_ESTIMATORS
 from tests.algorithms.trajectories import Trajectory, make_batch
 
 ROOT = 2**-0.5

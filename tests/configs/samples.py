@@ -9,16 +9,16 @@ import yaml
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import ConfigError
+from roll.configs.hardware import Hardware
 from roll.configs.load import load_config
-from roll.configs.machine import Machine
 from roll.configs.pipeline import RLVRConfig, SFTConfig
 
 DATA = Path(__file__).parents[1] / "data"
 MODEL = str(DATA / "models" / "qwen2.5-7B")
 """config.json alone: 28 heads, 4 key-value heads, 28 layers."""
 
-LAPTOP = Machine(gpus=0, cores=2)
-SERVER = Machine(gpus=8, cores=64)
+LAPTOP = Hardware(gpus=0, cores=2)
+SERVER = Hardware(gpus=8, cores=64)
 
 RLVR = f"""
 pretrain: {MODEL}

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from roll.configs.model_config import check_model_config
-from roll.configs.model_shape import read_model_shape
+from roll.configs.model_config import check_model_config, read_model_shape
 from tests.configs.samples import MODEL, refusal
 
 QWEN = json.loads(Path(MODEL, "config.json").read_text())
@@ -53,7 +52,7 @@ def test_a_plan_refuses_a_model_that_cannot_be_trained(tmp_path: Path, changes: 
     assert f"pretrain: {tmp_path}/config.json: " in told and said in told
 
 
-def test_what_is_left_out_or_off_is_allowed(tmp_path: Path) -> None:
+def test_optional_model_settings_may_be_missing(tmp_path: Path) -> None:
     off = {"use_sliding_window": False, "quantization_config": None, "num_key_value_heads": None, "rope_scaling": None}
     shape = read_model_shape(model(tmp_path, **off))
     assert shape is not None and shape.kv_heads == shape.heads
@@ -61,7 +60,7 @@ def test_what_is_left_out_or_off_is_allowed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "[" * 100_000, "1" * 5000, "\ud800"])
-def test_a_file_that_is_no_model_configuration_is_explained(tmp_path: Path, text: str) -> None:
+def test_invalid_model_config_is_explained(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_bytes(text.encode(errors="surrogatepass"))
     assert f"{tmp_path}/config.json: is not a model configuration" in refusal(tmp_path, f"pretrain={tmp_path}")
 

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from roll.configs.arguments import DataArguments
 from roll.configs.pipeline import RewardConfig
+from roll.configs.roles import DataArguments
 from roll.datasets.math_problems import LEVELS, Expression, Term, generate, main, parse_levels
 from roll.datasets.prompts import load_prompts
 from roll.datasets.sft import load_sft_data

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from examples.tiny_math.prepare import ANSWER, END, make_tokenizer
-from roll.configs import names
+from roll.configs import roles
 from roll.datasets.prompts import Prompt, Question
 from roll.datasets.records import DatasetError
 from roll.datasets.sft import PromptResponse, encode_sft_data
@@ -26,7 +26,7 @@ def qwen_tokenizer():
 
 
 def test_the_configuration_lists_these_templates():
-    assert set(TEMPLATES) == set(names.TEMPLATES)
+    assert set(TEMPLATES) == set(roles.TEMPLATES)
 
 
 def test_native_is_the_tokenizers_own_template_with_the_start_of_a_response(tokenizer):

@@ -9,9 +9,9 @@ import pytest
 
 from examples.tiny_frozen_lake.play import LAKE, WORDS, best_moves, conversation, write_play
 from examples.tiny_math.prepare import prepare
+from roll.configs.hardware import prepare_run
 from roll.configs.load import load_config
 from roll.configs.plan import make_plan
-from roll.configs.run_checks import prepare_run
 from roll.envs import make_env
 from tests.configs.samples import LAPTOP
 

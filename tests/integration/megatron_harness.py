@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roll.configs.layout import ParallelLayout
+from roll.configs.parallel_layout import ParallelLayout
 from roll.distributed.process_groups import hold_port, open_port
 
 if TYPE_CHECKING:
@@ -49,9 +49,14 @@ class RankContext:
         **pipeline: Any,
     ) -> Any:
         """An initialised strategy of this rank; shut it down before asking for the next."""
-        from roll.configs.arguments import ModelArguments, StrategyArguments, TrainingArguments
         from roll.configs.pipeline import SFTConfig
-        from roll.configs.worker import WorkerConfig
+        from roll.configs.roles import (
+            ActorTrainConfig,
+            MegatronTrainArguments,
+            MegatronTrainConfig,
+            TrainingArguments,
+            TrainModelArguments,
+        )
         from roll.platforms import get_platform
 
         get_platform("cpu").prepare_megatron()
@@ -62,10 +67,10 @@ class RankContext:
             "tensor_model_parallel_size": self.layout.tensor,
             "pipeline_model_parallel_size": self.layout.pipeline,
         }
-        worker = WorkerConfig(
-            model_args=ModelArguments(model_name_or_path=str(model), dtype=dtype),
+        worker = ActorTrainConfig(
+            model_args=TrainModelArguments(model_name_or_path=str(model), dtype=dtype),
             training_args=TrainingArguments(**({"learning_rate": 1e-3} | (training or {}))),
-            strategy_args=StrategyArguments(strategy_config=sizes | (megatron or {})),
+            strategy_args=MegatronTrainArguments(strategy_config=MegatronTrainConfig(**sizes | (megatron or {}))),
             device_mapping=list(range(self.layout.world_size)),
         )
         times = {"start_timeout_s": 60.0, "rpc_timeout_s": 60.0}

@@ -13,7 +13,7 @@ import ray
 import torch
 
 from roll.configs.pipeline import RLVRConfig
-from roll.configs.worker import WorkerConfig
+from roll.configs.roles import ActorInferConfig
 from roll.distributed.infer_worker import InferWorker
 from roll.distributed.strategy.sglang_generation import Generation
 from roll.distributed.weight_sync.plan import WeightSpec
@@ -32,7 +32,7 @@ class EngineHost:
     """Calls methods of a worker by name, several at a time."""
 
     def __init__(self, folder: str, tensor_parallel: int, options: dict[str, Any]) -> None:
-        worker = WorkerConfig(num_gpus_per_worker=tensor_parallel, max_running_requests=32)
+        worker = ActorInferConfig(num_gpus_per_worker=tensor_parallel, max_running_requests=32)
         worker.model_args.model_name_or_path, worker.model_args.dtype = folder, "fp32"
         worker.strategy_args.strategy_config = options
         pipeline = RLVRConfig(prompt_length=56, response_length=2000, deterministic=True, sync_timeout_s=30)

@@ -16,9 +16,9 @@ import psutil
 import pytest
 from cluster_workers import AsyncEcho, Echo
 
-from roll.configs.layout import ParallelLayout
+from roll.configs.parallel_layout import ParallelLayout
 from roll.configs.pipeline import BaseConfig
-from roll.configs.worker import WorkerConfig
+from roll.configs.roles import RoleConfig
 from roll.distributed.cluster import Cluster
 from roll.distributed.remote_call import ClusterError, deadline_scope
 from roll.distributed.resources import ResourceError, ResourceManager, start_ray, stop_ray
@@ -45,7 +45,7 @@ def resources(config: BaseConfig) -> Iterator[ResourceManager]:
 
 
 def make(config: BaseConfig, resources: ResourceManager) -> Cluster[Echo]:
-    return Cluster("echo", Echo, WorkerConfig(device_mapping=[0, 1, 2, 3]), config, resources, LAYOUT)
+    return Cluster("echo", Echo, RoleConfig(device_mapping=[0, 1, 2, 3]), config, resources, LAYOUT)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,7 @@ def test_a_call_past_its_deadline_names_the_rank_without_an_answer(echo: Cluster
 
 
 def test_concurrent_workers_run_calls_concurrently(config: BaseConfig, resources: ResourceManager) -> None:
-    cluster = Cluster("side", AsyncEcho, WorkerConfig(device_mapping=[4]), config, resources, ParallelLayout())
+    cluster = Cluster("side", AsyncEcho, RoleConfig(device_mapping=[4]), config, resources, ParallelLayout())
     cluster.call_all(AsyncEcho.meet, "warm").get()
     start = time.monotonic()
     calls = [cluster.call_all(AsyncEcho.meet, str(index)) for index in range(10)]
@@ -169,12 +169,12 @@ def test_no_process_outlives_a_driver_that_was_killed(tmp_path: Path) -> None:
         textwrap.dedent(f"""
         import sys, time
         sys.path.insert(0, {str(Path(__file__).parent)!r})
-        from test_cluster import LAYOUT, BaseConfig, Cluster, Echo, ResourceManager, WorkerConfig, start_ray
+        from test_cluster import LAYOUT, BaseConfig, Cluster, Echo, ResourceManager, RoleConfig, start_ray
         if __name__ == "__main__":
             config = BaseConfig(output_dir={str(tmp_path)!r}, system_envs={{"MINE": "orphan-{tmp_path.name}"}})
             start_ray(config, "cpu", 4)
             resources = ResourceManager("cpu", 4, {{"echo": [0, 1, 2, 3]}})
-            cluster = Cluster("echo", Echo, WorkerConfig(device_mapping=[0, 1, 2, 3]), config, resources, LAYOUT)
+            cluster = Cluster("echo", Echo, RoleConfig(device_mapping=[0, 1, 2, 3]), config, resources, LAYOUT)
             cluster.call_all(Echo.same, 1).get()
             print("ready", flush=True)
             cluster.call_all(Echo.sleep, 0, 600.0)

@@ -9,9 +9,9 @@ import pytest
 from cluster_workers import Echo
 from ray.cluster_utils import Cluster as RayNodes
 
-from roll.configs.layout import ParallelLayout
+from roll.configs.parallel_layout import ParallelLayout
 from roll.configs.pipeline import BaseConfig
-from roll.configs.worker import WorkerConfig
+from roll.configs.roles import RoleConfig
 from roll.distributed.cluster import Cluster
 from roll.distributed.resources import CPU_SLOT, ResourceError, ResourceManager, start_ray, stop_ray
 
@@ -40,7 +40,7 @@ def test_devices_are_counted_through_the_nodes_of_a_joined_ray(two_nodes: None, 
     with pytest.raises(ResourceError, match="another run holds them"):
         ResourceManager("cpu", 2, {"other": [0]})
     layout = ParallelLayout(data=2, tensor=2)
-    echo = Cluster("echo", Echo, WorkerConfig(device_mapping=[0, 1, 2, 3]), config, resources, layout)
+    echo = Cluster("echo", Echo, RoleConfig(device_mapping=[0, 1, 2, 3]), config, resources, layout)
     ranks = echo.call_all(Echo.describe).get()
     assert echo.nodes == {0, 1}
     assert [(rank.node, rank.devices, rank.master_address) for rank in ranks] == [

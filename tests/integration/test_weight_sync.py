@@ -14,10 +14,16 @@ import pytest
 import torch
 from weight_sync_workers import Fault, FaultySynchronizer, FaultyWorker
 
-from roll.configs.arguments import ModelArguments, StrategyArguments
-from roll.configs.layouts import role_layout
 from roll.configs.pipeline import RLVRConfig
-from roll.configs.worker import WorkerConfig
+from roll.configs.roles import (
+    ActorInferConfig,
+    ActorTrainConfig,
+    MegatronTrainArguments,
+    MegatronTrainConfig,
+    ModelArguments,
+    SGLangArguments,
+    TrainModelArguments,
+)
 from roll.distributed.cluster import Cluster
 from roll.distributed.infer_worker import InferWorker
 from roll.distributed.protocol import DataProto
@@ -42,10 +48,10 @@ MODEL = {"tie_word_embeddings": True, "hidden_size": 128, "intermediate_size": 3
 DEVICES = {"tp2": [0, 1], "pp2": [2, 3], "actor_infer": [4]}
 
 
-def megatron(devices: list[int], **sizes: int) -> WorkerConfig:
-    return WorkerConfig(
-        model_args=ModelArguments(dtype="fp32"),
-        strategy_args=StrategyArguments("megatron_train", {"use_distributed_optimizer": True, **sizes}),
+def megatron(devices: list[int], **sizes: int) -> ActorTrainConfig:
+    return ActorTrainConfig(
+        model_args=TrainModelArguments(dtype="fp32"),
+        strategy_args=MegatronTrainArguments(strategy_config=MegatronTrainConfig(**sizes)),
         device_mapping=devices,
     )
 
@@ -85,16 +91,15 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         "pp2": megatron(DEVICES["pp2"], pipeline_model_parallel_size=2),
     }
     train = {
-        role: Cluster(role, FaultyWorker, worker, config, resources, role_layout(worker))
-        for role, worker in trained.items()
+        role: Cluster(role, FaultyWorker, worker, config, resources, worker.layout) for role, worker in trained.items()
     }
-    sglang = WorkerConfig(
+    sglang = ActorInferConfig(
         model_args=ModelArguments(dtype="fp32"),
-        strategy_args=StrategyArguments("sglang", {"load_format": "dummy"}),
+        strategy_args=SGLangArguments(strategy_config={"load_format": "dummy"}),
         device_mapping=DEVICES["actor_infer"],
         max_running_requests=16,
     )
-    engine = Cluster("actor_infer", InferWorker, sglang, config, resources, role_layout(sglang))
+    engine = Cluster("actor_infer", InferWorker, sglang, config, resources, sglang.layout)
     clusters: list[Cluster[Worker]] = [*train.values(), engine]
     try:
         for call in [cluster.initialize() for cluster in clusters]:

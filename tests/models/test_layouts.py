@@ -1,9 +1,10 @@
 import pytest
 import torch
 
+from roll.configs.model_config import padded_vocabulary
 from roll.models.families import EMBEDDING, FAMILIES, stage_rules
 from roll.models.hf_config import decoder_config
-from roll.models.layouts import GatedPair, GroupedQKV, InputSplit, Replicated, Vocabulary, padded_vocabulary
+from roll.models.layouts import GatedPair, GroupedQKV, InputSplit, Replicated, Vocabulary
 
 CONFIG = decoder_config(
     {

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 from examples.tiny_math.prepare import make_tokenizer
-from roll.configs.seeds import role_seed
+from roll.configs.pipeline import role_seed
 from roll.datasets.templates import ConversationEncoder
 from roll.distributed.env_pool.pool import EnvPool
 from roll.distributed.env_pool.server import EnvServer

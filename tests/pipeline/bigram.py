@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from roll.algorithms.losses import LOSSES, LossScale
-from roll.configs.layout import ParallelLayout
+from roll.configs.parallel_layout import ParallelLayout
 from roll.datasets.collate import collate_samples
 from roll.distributed.protocol import DataProto
 

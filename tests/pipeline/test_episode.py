@@ -8,8 +8,8 @@ import pytest
 from agents import SAMPLING, Engines, Setup, chat, episode, in_turn, one_of, run, run_episode, task, tokenizer
 
 from examples.tiny_frozen_lake.play import LAKE, write_play
-from roll.configs.seeds import role_seed
-from roll.configs.worker import DataArguments
+from roll.configs.pipeline import role_seed
+from roll.configs.roles import DataArguments
 from roll.datasets.sft import encode_sft_data, load_sft_data
 from roll.distributed.env_pool.types import EnvFailure
 from roll.pipeline.agentic.episode import Episode, EpisodeFailed

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from roll.algorithms.turns import TURN_KEYS
-from roll.configs.agentic_learning import AgenticLearningOptions
+from roll.configs.agentic import AgenticOptions
 from roll.configs.errors import RunError
-from roll.configs.names import ADV_ESTIMATORS, PG_VARIANTS
 from roll.configs.pipeline import RLVRConfig
+from roll.configs.policy import ADV_ESTIMATORS, PG_VARIANTS
 from roll.distributed.protocol import DataProto
 from roll.pipeline.learner import RLLearner, corrects_nothing, first_update_fault
 from roll.pipeline.training_loop import SampleBatch
@@ -196,7 +196,7 @@ def test_the_number_of_steps_without_a_gradient_is_restored(tmp_path):
 
 
 @dataclass
-class Agent(AgenticLearningOptions, RLVRConfig):
+class Agent(AgenticOptions, RLVRConfig):
     """A run whose samples have turns."""
 
 

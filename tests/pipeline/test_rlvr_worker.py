@@ -14,8 +14,8 @@ from roll.algorithms.advantages import compute_advantages
 from roll.algorithms.estimators import AdvantageConfig
 from roll.algorithms.turns import read_turns
 from roll.configs.errors import RunError
-from roll.configs.names import ADV_ESTIMATORS
 from roll.configs.pipeline import RLVRConfig
+from roll.configs.policy import ADV_ESTIMATORS
 from roll.datasets.templates import EncodedPrompt
 from roll.pipeline.rlvr.rlvr_worker import RLVRWorker, Scorer
 from roll.rewards.reward_process import RewardOutcome

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from roll.algorithms.advantages import compute_advantages
 from roll.algorithms.estimators import AdvantageConfig
 from roll.algorithms.turns import check_turns, read_turns
-from roll.configs.agentic_learning import RewardNormalization
+from roll.configs.agentic import RewardNormalization
 from roll.pipeline.rollout_batch import NO_TURN, batch_of_groups
 from roll.rollout.types import NOT_SAMPLED, GenerateResult, Group, Trajectory
 

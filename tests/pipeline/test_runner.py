@@ -10,7 +10,7 @@ from agents import SAMPLING, STEP_TIMEOUT_S, Engines, Setup, one_of, run, task
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.configs.seeds import role_seed
+from roll.configs.pipeline import role_seed
 from roll.pipeline.agentic.runner import run_all
 from roll.rollout.timers import StepClock
 from roll.rollout.types import GenerateRequest, Group

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from roll.rollout.policy import PolicyError, PolicySettings, RolloutPolicy, admission_bound, exact_ratio
+from roll.configs.asynchronous import exact_ratio
+from roll.rollout.policy import PolicyError, PolicySettings, RolloutPolicy, admission_bound
 
 
 def policy(ratio: float, batch_size: int = 4, **settings: int) -> RolloutPolicy[str]:

@@ -64,7 +64,7 @@ def test_a_name_is_registered_once() -> None:
 def test_the_known_trackers_are_those_a_config_may_name() -> None:
     from typing import get_args, get_type_hints
 
-    from roll.configs.trackers import TRACKER_OPTIONS
+    from roll.configs.pipeline import TRACKER_OPTIONS
     from roll.trackers.base import TRACKERS
 
     (names,) = get_args(get_type_hints(RLVRConfig)["track_with"])

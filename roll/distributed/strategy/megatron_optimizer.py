@@ -10,7 +10,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
-from roll.configs.arguments import MegatronConfig, TrainingArguments
+from roll.configs.roles import MegatronTrainConfig, TrainingArguments
 from roll.models.factory import HiddenStateModel
 
 
@@ -18,7 +18,7 @@ class NonFiniteError(RuntimeError):
     """A loss or a gradient became infinite or not a number."""
 
 
-def wrap_model(stage: HiddenStateModel, megatron: MegatronConfig) -> DistributedDataParallel:
+def wrap_model(stage: HiddenStateModel, megatron: MegatronTrainConfig) -> DistributedDataParallel:
     """`stage` with gradient buffers that are summed over data ranks."""
     config = DistributedDataParallelConfig(
         use_distributed_optimizer=megatron.use_distributed_optimizer,
@@ -33,7 +33,7 @@ def wrap_model(stage: HiddenStateModel, megatron: MegatronConfig) -> Distributed
 
 
 def build_optimizer(
-    wrapped: DistributedDataParallel, arguments: TrainingArguments, megatron: MegatronConfig
+    wrapped: DistributedDataParallel, arguments: TrainingArguments, megatron: MegatronTrainConfig
 ) -> MegatronOptimizer:
     """AdamW with decoupled weight decay on matrices (norms and biases have none).
 

@@ -20,13 +20,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from roll.algorithms.aggregation import LossScale
 from roll.algorithms.losses import LOSSES, PolicyLossConfig
-from roll.configs.arguments import TORCH_DTYPES
-from roll.configs.batches import max_sequence_length, training_batch
-from roll.configs.layout import ParallelLayout, RankCoordinates
-from roll.configs.layouts import megatron_config
-from roll.configs.pipeline import BaseConfig
-from roll.configs.seeds import role_seed
-from roll.configs.worker import WorkerConfig
+from roll.configs.parallel_layout import ParallelLayout, RankCoordinates
+from roll.configs.pipeline import BaseConfig, role_seed
+from roll.configs.roles import TORCH_DTYPES, MegatronRoleConfig
 from roll.distributed.process_groups import serve_store
 from roll.distributed.protocol import DataProto
 from roll.distributed.strategy import megatron_checkpoint
@@ -58,7 +54,7 @@ class MegatronInferStrategy:
 
     def __init__(
         self,
-        worker_config: WorkerConfig,
+        worker_config: MegatronRoleConfig,
         pipeline_config: BaseConfig,
         layout: ParallelLayout,
         rank: int,
@@ -81,7 +77,7 @@ class MegatronInferStrategy:
         self.rank = rank
         self.platform = platform
         self.role = role
-        self.megatron = megatron_config(worker_config)
+        self.megatron = worker_config.strategy_args.strategy_config
 
     def initialize(self) -> None:
         """Joins the role's process group at MASTER_ADDR and MASTER_PORT, and builds the model with its weights.
@@ -152,7 +148,7 @@ class MegatronInferStrategy:
             tensor=self.layout.tensor,
             pipeline=self.layout.pipeline,
             sequence_parallel=megatron.sequence_parallel,
-            recompute=megatron.recompute_granularity,
+            recompute=megatron.recompute_granularity if isinstance(megatron, MegatronTrainConfig) else None,
             transformer_engine=self._use_transformer_engine(),
             bias_activation_fusion=megatron.bias_activation_fusion,
             apply_rope_fusion=megatron.apply_rope_fusion,
@@ -196,7 +192,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         meta = data.meta_info
         function, config = LOSSES[meta["loss"]], meta["loss_config"]
         entropy_gradient = isinstance(config, PolicyLossConfig) and config.needs_entropy_gradient
-        length = max_sequence_length(self.pipeline_config)
+        length = self.pipeline_config.max_sequence_length
         steps: list[OptimizerStep] = meta["optimizer_steps"]
         results = []
         for step in steps:
@@ -249,12 +245,14 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         return {**super().memory(), "gradients": gradients, "optimizer": _bytes(state)}
 
     def _set_up(self) -> None:
-        arguments = self.worker_config.training_args
-        self.wrapped = wrap_model(self.stage, self.megatron)
-        self.optimizer = build_optimizer(self.wrapped, arguments, self.megatron)
+        role = self.worker_config
+        assert isinstance(role, ActorTrainConfig)
+        arguments, megatron = role.training_args, role.strategy_args.strategy_config
+        self.wrapped = wrap_model(self.stage, megatron)
+        self.optimizer = build_optimizer(self.wrapped, arguments, megatron)
         self.forward = ForwardPass(self.wrapped, self.stage, self.model, self.device)
         self.weights = MegatronWeights(self.stage, self.model, self.model_folder)
-        self.schedule = LearningRate.of(arguments, training_batch(self.pipeline_config).schedule_steps)
+        self.schedule = LearningRate.of(arguments, self.pipeline_config.schedule_steps)
         self.optimizer_steps = 0
 
 

@@ -14,10 +14,8 @@ from typing import Any, TypeVar
 
 import psutil
 
-from roll.configs.arguments import TORCH_DTYPES
-from roll.configs.batches import max_sequence_length
 from roll.configs.pipeline import BaseConfig
-from roll.configs.worker import WorkerConfig
+from roll.configs.roles import TORCH_DTYPES, ActorInferConfig
 
 T = TypeVar("T")
 
@@ -209,7 +207,7 @@ PORT_STRIDE = 16
 
 
 def engine_arguments(
-    worker: WorkerConfig, pipeline: BaseConfig, platform_arguments: dict[str, Any], seed: int
+    worker: ActorInferConfig, pipeline: BaseConfig, platform_arguments: dict[str, Any], seed: int
 ) -> dict[str, Any]:
     """ServerArgs of one engine: from our keys, from the platform, and `strategy_config` unchanged, in rising priority.
 
@@ -227,7 +225,7 @@ def engine_arguments(
         "skip_tokenizer_init": True,
         "weight_version": "0",
         "log_level": "error",
-        "context_length": max_sequence_length(pipeline) + CONTEXT_MARGIN,
+        "context_length": pipeline.max_sequence_length + CONTEXT_MARGIN,
         **platform_arguments,
     }
     if arguments.get("device") == "cpu":

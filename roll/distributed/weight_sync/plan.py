@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from roll.configs.arguments import TORCH_DTYPES
+from roll.configs.roles import TORCH_DTYPES
 
 
 class PlanError(ValueError):

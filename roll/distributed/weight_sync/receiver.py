@@ -18,7 +18,7 @@ from roll.distributed.worker import Worker, WorkerRank, register
 
 if TYPE_CHECKING:
     from roll.configs.pipeline import RLConfig
-    from roll.configs.worker import WorkerConfig
+    from roll.configs.roles import ActorInferConfig
 
 
 class StaleWeightsError(RuntimeError):
@@ -34,7 +34,7 @@ class WeightReceiver(Worker):
 
     pipeline_config: RLConfig
 
-    def __init__(self, rank: WorkerRank, config: WorkerConfig, pipeline_config: RLConfig) -> None:
+    def __init__(self, rank: WorkerRank, config: ActorInferConfig, pipeline_config: RLConfig) -> None:
         super().__init__(rank, config, pipeline_config)
         self.stale_weights = ""
         """Why the engine must not serve; empty when its weights are a whole version."""

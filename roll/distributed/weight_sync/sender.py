@@ -21,7 +21,7 @@ from roll.distributed.worker import Worker, WorkerRank, register
 
 if TYPE_CHECKING:
     from roll.configs.pipeline import BaseConfig
-    from roll.configs.worker import WorkerConfig
+    from roll.configs.roles import MegatronRoleConfig
     from roll.distributed.strategy.megatron_weights import MegatronWeights
 
 T = TypeVar("T")
@@ -99,7 +99,7 @@ class WeightSender(Worker):
     `stages` is the plan of all pipeline stages: the buckets of each. A rank reads the buckets of its own stage.
     """
 
-    def __init__(self, rank: WorkerRank, config: WorkerConfig, pipeline_config: BaseConfig) -> None:
+    def __init__(self, rank: WorkerRank, config: MegatronRoleConfig, pipeline_config: BaseConfig) -> None:
         super().__init__(rank, config, pipeline_config)
         self._model_weights: MegatronWeights | None = None
         self._group: dist.ProcessGroup | None = None

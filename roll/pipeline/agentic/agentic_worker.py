@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from roll.configs.agentic import AgenticConfig, EnvManagerConfig
-from roll.configs.batches import samples_per_optimizer_step
-from roll.configs.seeds import role_seed
+from roll.configs.pipeline import role_seed
 from roll.distributed.env_pool.pool import EnvPool
 from roll.distributed.protocol import DataProto
 from roll.pipeline.agentic.episode import Episode, Task
@@ -97,7 +96,7 @@ class AgenticWorker(RolloutWorker):
 
     def batch(self, groups: Sequence[Group]) -> DataProto:
         """One row for each trajectory or turn, and masked rows up to whole optimizer steps."""
-        multiple = samples_per_optimizer_step(self._agentic)
+        multiple = self._agentic.actor_train.samples_per_optimizer_step
         return batch_of_groups(groups, self._agentic.sample_by or "traj", multiple, episodes=True)
 
     def metrics(self, groups: Sequence[Group], version: int) -> dict[str, float]:

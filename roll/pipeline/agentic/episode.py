@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from roll.configs.seeds import role_seed
+from roll.configs.pipeline import role_seed
 from roll.datasets.templates import ConversationEncoder
 from roll.distributed.env_pool.pool import EnvHandle, EnvPool
 from roll.distributed.env_pool.types import EnvSpec

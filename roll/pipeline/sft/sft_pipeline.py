@@ -5,12 +5,10 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from roll.configs.batches import samples_per_optimizer_step
 from roll.configs.errors import RunError
-from roll.configs.pipeline import SFTConfig
+from roll.configs.pipeline import SFTConfig, role_seed
 from roll.configs.plan import make_plan
-from roll.configs.seeds import role_seed
-from roll.configs.worker import DataArguments
+from roll.configs.roles import DataArguments
 from roll.datasets.collate import collate_examples
 from roll.datasets.prompts import PromptSampler
 from roll.datasets.records import prefix_errors
@@ -88,7 +86,7 @@ class SFTSamples:
         self._actor = actor
         shuffle = config.actor_train.data_args.shuffle
         self._sampler = PromptSampler(len(examples), role_seed(config.seed, "examples"), shuffle)
-        self._batch_size = samples_per_optimizer_step(config)
+        self._batch_size = config.actor_train.samples_per_optimizer_step
 
     async def next_batch(self) -> SampleBatch:
         """The next pairs, as many as one optimizer step takes."""

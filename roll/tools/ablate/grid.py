@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from roll.configs.errors import ConfigError, Problem
+from roll.configs.hardware import prepare_run
 from roll.configs.load import load_config, read_pipeline
 from roll.configs.pipeline import RLConfig
 from roll.configs.policy import VARIANT_KNOBS
-from roll.configs.run_checks import prepare_run
 from roll.configs.yaml_files import leaves, override_tree
 from roll.pipeline.extensions import load_extensions
 

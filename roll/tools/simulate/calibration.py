@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from roll.configs.layouts import role_layout
 from roll.configs.pipeline import RLConfig
 from roll.tools.terminal import option_error
 from roll.trackers.jsonl import FILE_NAME as METRICS
@@ -56,7 +55,7 @@ class RunShape:
         """The shape of a loaded configuration."""
         return cls(
             train_devices=len(config.actor_train.device_mapping),
-            engines=role_layout(config.actor_infer).data,
+            engines=config.actor_infer.layout.data,
             slots=config.actor_infer.max_running_requests,
             samples=config.rollout_batch_size * config.num_return_sequences_in_group,
             ratio=config.async_generation_ratio,

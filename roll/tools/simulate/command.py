@@ -10,10 +10,9 @@ from pathlib import Path
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import ConfigError, Problem, Report
+from roll.configs.hardware import Hardware, resolve_platform, this_machine
 from roll.configs.load import load_config
-from roll.configs.machine import Machine, this_machine
 from roll.configs.pipeline import RLConfig
-from roll.configs.plan import place
 from roll.tools.simulate.calibration import (
     Measurements,
     RunShape,
@@ -121,7 +120,7 @@ def simulate_config(
     overrides: Sequence[str],
     options: Options,
     as_json: bool = False,
-    machine: Machine | None = None,
+    machine: Hardware | None = None,
 ) -> int:
     """Prints the prediction for a configuration and returns the exit code.
 
@@ -148,7 +147,7 @@ def simulate_config(
     return 0
 
 
-def build_cost_model(config: RLConfig, options: Options, machine: Machine) -> tuple[CostModel, list[str]]:
+def build_cost_model(config: RLConfig, options: Options, machine: Hardware) -> tuple[CostModel, list[str]]:
     """The cost model of a configuration, and notes on assumptions made for missing measurements.
 
     Raises:
@@ -158,7 +157,7 @@ def build_cost_model(config: RLConfig, options: Options, machine: Machine) -> tu
     check_size(config)
     _check_options(config, options)
     notes: list[str] = []
-    platform = place(config, machine, Report())[0]
+    platform = resolve_platform(config, machine, Report())[0]
     measured = _measurements(config, options, notes)
     if options.doubling_batch is None and fit_doubling_batch(measured) is None:
         notes.append(
@@ -230,7 +229,7 @@ def _override_times(times: StepTimes, options: Options) -> StepTimes:
     return replace(times, **{name: value for name, value in overrides.items() if value is not None})
 
 
-def _core_sharing(config: RLConfig, platform: str, machine: Machine) -> float:
+def _core_sharing(config: RLConfig, platform: str, machine: Hardware) -> float:
     """Devices of both sides per CPU core, at least 1; 1 on GPUs, or if both sides run in turns."""
     if platform != "cpu" or configured_split(config).shared:
         return 1.0

@@ -12,7 +12,6 @@ from itertools import accumulate
 from statistics import NormalDist
 from typing import Any
 
-from roll.configs.layouts import uses_reference
 from roll.configs.pipeline import RLConfig
 from roll.configs.policy import proximal_source
 from roll.rollout.policy import PolicySettings
@@ -89,7 +88,7 @@ class CostModel:
         reset: dict[str, Any] = dict.fromkeys(auto_keys, "auto")
         if proximal_source(replace(config, **reset), config.actor_train.pg_variant, ratio) == "recompute":
             return 1.0
-        return 0.5 if uses_reference(config) else 0.0
+        return 0.5 if config.uses_reference else 0.0
 
 
 def _policy_settings(config: RLConfig, ratio: float) -> PolicySettings:

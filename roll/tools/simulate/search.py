@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from roll.configs.batches import samples_per_optimizer_step
+from roll.configs.asynchronous import versions_ahead
 from roll.configs.errors import ConfigError, Problem
-from roll.configs.layouts import is_megatron, megatron_config
 from roll.configs.pipeline import RLConfig
-from roll.configs.queue import versions_ahead
 from roll.tools.simulate.calibration import RunShape
 from roll.tools.simulate.cost_model import CostModel
 from roll.tools.simulate.simulator import Outcome, generation_seconds, simulate
@@ -130,7 +128,7 @@ def check_size(config: RLConfig) -> None:
                 f"long to simulate; use at most {MAX_SAMPLES} samples",
             )
         )
-    elif samples * versions_ahead(config) > MAX_SAMPLES_AHEAD:
+    elif samples * versions_ahead(config.async_generation_ratio) > MAX_SAMPLES_AHEAD:
         problems.append(
             Problem(
                 "async_generation_ratio",
@@ -164,14 +162,11 @@ def possible_splits(config: RLConfig, devices: int) -> list[Split]:
 
 
 def _is_valid(config: RLConfig, split: Split) -> bool:
-    worker = config.actor_train
-    model_parallel = 1
-    if is_megatron(worker):
-        megatron = megatron_config(worker)
-        model_parallel = megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size
+    layout = config.actor_train.layout
+    model_parallel = layout.tensor * layout.pipeline
     if split.train_devices % model_parallel or split.infer_devices % config.actor_infer.num_gpus_per_worker:
         return False
-    return samples_per_optimizer_step(config) % (split.train_devices // model_parallel) == 0
+    return config.actor_train.samples_per_optimizer_step % (split.train_devices // model_parallel) == 0
 
 
 class _AloneTimes:

@@ -1,6 +1,6 @@
 import pytest
 
-from roll.configs.arguments import TrainingArguments
+from roll.configs.roles import TrainingArguments
 from roll.distributed.strategy.learning_rate import LearningRate
 
 

@@ -7,9 +7,8 @@ import socket
 
 import pytest
 
-from roll.configs.batches import max_sequence_length
 from roll.configs.pipeline import RLVRConfig
-from roll.configs.worker import WorkerConfig
+from roll.configs.roles import ActorInferConfig
 from roll.distributed.strategy.sglang_engine import (
     CONTEXT_MARGIN,
     engine_arguments,
@@ -19,7 +18,7 @@ from roll.distributed.strategy.sglang_engine import (
 
 
 def test_our_keys_decide_and_engine_options_pass_through():
-    worker, pipeline = WorkerConfig(num_gpus_per_worker=2, max_running_requests=8), RLVRConfig(pretrain="/models/a")
+    worker, pipeline = ActorInferConfig(num_gpus_per_worker=2, max_running_requests=8), RLVRConfig(pretrain="/models/a")
     worker.model_args.dtype = "fp32"
     worker.strategy_args.strategy_config = {"load_format": "dummy", "max_total_tokens": 500}
     pipeline.prompt_length, pipeline.response_length = 100, 50
@@ -30,7 +29,7 @@ def test_our_keys_decide_and_engine_options_pass_through():
 
 
 def test_the_cache_on_cpu_holds_every_running_request_at_full_length():
-    worker, pipeline = WorkerConfig(max_running_requests=8), RLVRConfig(prompt_length=100, response_length=50)
+    worker, pipeline = ActorInferConfig(max_running_requests=8), RLVRConfig(prompt_length=100, response_length=50)
     arguments = engine_arguments(worker, pipeline, {"device": "cpu"}, 0)
     assert arguments["context_length"] == 150 + CONTEXT_MARGIN
     assert arguments["max_total_tokens"] == 8 * arguments["context_length"]
@@ -39,7 +38,7 @@ def test_the_cache_on_cpu_holds_every_running_request_at_full_length():
 
 def test_a_configuration_without_lengths_is_refused_with_a_remedy():
     with pytest.raises(ValueError, match="response_length: set it or sequence_length"):
-        max_sequence_length(RLVRConfig())
+        _ = RLVRConfig().max_sequence_length
 
 
 def test_a_port_in_use_is_skipped():

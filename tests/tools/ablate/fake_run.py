@@ -11,8 +11,8 @@ import sys
 import time
 from pathlib import Path
 
+from roll.configs.hardware import prepare_run
 from roll.configs.load import load_config
-from roll.configs.run_checks import prepare_run
 from roll.trackers.jsonl import JsonlTracker
 from roll.trackers.run_json import write_run_json
 

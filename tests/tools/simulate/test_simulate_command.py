@@ -12,7 +12,7 @@ import pytest
 
 from roll.cli import main
 from roll.configs.errors import ConfigError
-from roll.configs.machine import Machine
+from roll.configs.hardware import Hardware
 from roll.configs.pipeline import RLVRConfig
 from roll.tools.simulate.calibration import (
     GeneratedBatch,
@@ -31,7 +31,7 @@ from roll.trackers.jsonl import JsonlTracker
 from roll.trackers.run_json import write_run_json
 from tests.configs.samples import rlvr
 
-MACHINE = Machine(gpus=8, cores=64)
+MACHINE = Hardware(gpus=8, cores=64)
 FOUR_DEVICES = ("actor_train.device_mapping=[0,1]", "actor_infer.device_mapping=[2,3]", "num_devices_per_node=4")
 TRUE_SPEED = DecodeSpeed(0.01, doubling_batch=64.0)
 
@@ -143,10 +143,10 @@ def test_slowdown_is_fitted_to_a_run_with_overlap(tmp_path: Path, synchronous_fo
 def test_slowdown_defaults_to_devices_per_core(tmp_path: Path) -> None:
     config = small(tmp_path, "platform=cpu")
     options = Options(generate=4.0, train=3.0)
-    model, notes = build_cost_model(config, options, Machine(gpus=0, cores=2))
+    model, notes = build_cost_model(config, options, Hardware(gpus=0, cores=2))
     assert model.slowdown == 2.0 and "slowdown of overlap: not measured, 2 assumed" in notes[-1]
-    assert build_cost_model(config, replace(options, slowdown=1.2), Machine(gpus=0, cores=2))[0].slowdown == 1.2
-    assert build_cost_model(config, options, Machine(gpus=0, cores=4))[0].slowdown == 1.0
+    assert build_cost_model(config, replace(options, slowdown=1.2), Hardware(gpus=0, cores=2))[0].slowdown == 1.2
+    assert build_cost_model(config, options, Hardware(gpus=0, cores=4))[0].slowdown == 1.0
 
 
 def test_log_probs_cost_nothing_if_those_of_the_engine_are_used(tmp_path: Path) -> None:
