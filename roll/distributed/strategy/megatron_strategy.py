@@ -22,7 +22,7 @@ from roll.algorithms.aggregation import LossScale
 from roll.algorithms.losses import LOSSES, PolicyLossConfig
 from roll.configs.parallel_layout import ParallelLayout, RankCoordinates
 from roll.configs.pipeline import BaseConfig, role_seed
-from roll.configs.roles import TORCH_DTYPES, MegatronRoleConfig
+from roll.configs.roles import TORCH_DTYPES, ActorTrainConfig, MegatronRoleConfig, MegatronTrainConfig
 from roll.distributed.process_groups import serve_store
 from roll.distributed.protocol import DataProto
 from roll.distributed.strategy import megatron_checkpoint

@@ -65,7 +65,7 @@ def test_all_trials_are_checked_before_the_first_starts(config, tmp_path, capsys
         ("actor_train={pg_variant: tis}", "actor_train.pg_variant: is set by the grid: use --variants"),
         ("pg_clip_low=banana", "pg_clip_low: belongs to ppo or decoupled_ppo, none of which is in --variants"),
         ("eval_steps=0", "eval_steps: 0 disables validation"),
-        ("tis_lower_bound=2", "tis_lower_bound: 2 is above the upper bound 1; exchange them"),
+        ("tis_lower_bound=2", "tis_lower_bound: 2 is above the upper bound 1; swap them"),
     ],
 )
 def test_problem_of_all_trials_is_reported_once(config, tmp_path, override, error):
