@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Iterator
@@ -161,6 +162,21 @@ def test_a_ray_that_cannot_start_is_an_error_with_its_reason(config: BaseConfig)
         environment = {**os.environ, **variables}
         run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
         assert said in run.stdout, run.stderr
+
+
+def test_another_ray_on_this_machine_is_not_joined() -> None:
+    code = textwrap.dedent("""
+        from roll.configs.pipeline import BaseConfig
+        from roll.distributed.resources import start_ray, stop_ray
+        start_ray(BaseConfig(), "cpu", 2)
+        stop_ray()
+    """)
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # short, for the sockets in it
+        (Path(folder) / "ray").mkdir()
+        (Path(folder) / "ray" / "ray_current_cluster").write_text("127.0.0.1:1")  # as a Ray that has died leaves it
+        environment = {**os.environ, "RAY_TMPDIR": folder}
+        run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
 
 
 def test_no_process_outlives_a_driver_that_was_killed(tmp_path: Path) -> None:
