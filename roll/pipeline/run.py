@@ -17,7 +17,7 @@ from rich.logging import RichHandler
 from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import ConfigError, Problem, RunError
 from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig, SFTConfig
-from roll.configs.plan import Plan
+from roll.configs.plan_types import Plan
 from roll.datasets.records import DatasetError
 from roll.distributed.garbage import freeze_heap, unfreeze_heap
 from roll.distributed.pending import ClusterError
@@ -114,7 +114,7 @@ async def run(config: BaseConfig) -> RunSummary:
 
     Raises:
         ConfigError: a class that the configuration names does not exist.
-        Exception: one of USER_ERRORS when the run cannot go on; run.json says `failed`.
+        Exception: one of USER_ERRORS when the run cannot continue; `status` in run.json is `failed`.
     """
     _end_at_sigterm()
     start = time.perf_counter()

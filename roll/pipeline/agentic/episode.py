@@ -166,7 +166,7 @@ class Episode:
         return min(self._task.max_tokens, self._sampling.max_new_tokens)
 
     def _first(self, instruction: str) -> str:
-        """The first message; the instruction stands before it, unless a template has a place for it."""
+        """The first message, preceded by the instruction, unless a template has a place for it."""
         if any("{env_instruction}" in template for template in (self._task.system, self._task.template)):
             return self._filled(instruction)
         return f"{instruction}\n{self._filled()}"

@@ -126,7 +126,7 @@ class RolloutRunner:
             _complete(group, succeeded[:group_size], group_size, failures)
 
     async def _run_turns(self, everyone: Sequence[Episode], failed: dict[Episode, Failure], timer: Timer) -> None:
-        """Runs all episodes to their end; those that fail are entered into `failed` and take no further part."""
+        """Runs all episodes to their end; failed ones are added to `failed` and send no more requests."""
 
         async def note_failure(episode: Episode, work: Callable[..., Awaitable[None]], *args: object) -> None:
             failure = await _failure_of(work, *args)

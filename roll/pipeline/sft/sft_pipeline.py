@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+from roll.configs.arguments import DataArguments
 from roll.configs.batches import samples_per_optimizer_step
 from roll.configs.errors import RunError
 from roll.configs.pipeline import SFTConfig
 from roll.configs.plan import make_plan
 from roll.configs.seeds import role_seed
-from roll.configs.worker import DataArguments
 from roll.datasets.collate import collate_examples
 from roll.datasets.records import naming
 from roll.datasets.sampler import PromptSampler
