@@ -19,12 +19,12 @@ from roll.configs.errors import ConfigError, Problem, RunError
 from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig, SFTConfig
 from roll.configs.plan_types import Plan
 from roll.datasets.records import DatasetError
+from roll.distributed.env_pool.types import EnvWorkerError
 from roll.distributed.garbage import freeze_heap, unfreeze_heap
 from roll.distributed.pending import ClusterError
 from roll.distributed.resources import RayStartError, ResourceError
 from roll.distributed.weight_sync.transaction import PublishError
 from roll.pipeline.agentic.agentic_pipeline import AgenticPipeline
-from roll.pipeline.agentic.environments import EnvWorkerError
 from roll.pipeline.bottleneck_report import Split, bottleneck_report
 from roll.pipeline.checkpoint import checkpoint_folder
 from roll.pipeline.extensions import load_extensions

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from env_workers import JumpingLoop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +21,7 @@ from roll.rollout.ledger import PromptRequest
 from roll.rollout.policy import PolicySettings
 from roll.rollout.timers import Timer
 from roll.rollout.types import GenerateResult, Group, Trajectory
+from tests.distributed.env_workers import JumpingLoop
 
 BATCH = 4
 

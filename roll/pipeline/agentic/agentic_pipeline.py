@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from functools import partial
 
 from roll.configs.agentic import AgenticConfig
-from roll.datasets.conversation import ConversationEncoder
+from roll.datasets.templates import ConversationEncoder
 from roll.distributed.cluster import log_file, process_environment
+from roll.distributed.env_pool.pool import EnvPool
+from roll.distributed.env_pool.types import EnvSpec
 from roll.envs import make_env
 from roll.pipeline.agentic.agentic_worker import AgenticWorker
-from roll.pipeline.agentic.environments import EnvPool, EnvSpec
 from roll.pipeline.agentic.episode import Task
 from roll.pipeline.agentic.runner import RolloutRunner
 from roll.pipeline.rl_pipeline import RLPipeline, WorkerFactory

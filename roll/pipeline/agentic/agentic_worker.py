@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 from roll.configs.agentic import AgenticConfig, EnvManagerConfig
 from roll.configs.batches import samples_per_optimizer_step
 from roll.configs.seeds import role_seed
+from roll.distributed.env_pool.pool import EnvPool
 from roll.distributed.protocol import DataProto
-from roll.pipeline.agentic.environments import EnvPool
 from roll.pipeline.agentic.episode import Episode, Task
 from roll.pipeline.agentic.runner import RolloutRunner, run_all
 from roll.pipeline.rollout_batch import batch_of_groups

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 
-from roll.datasets.conversation import ConversationEncoder
-from roll.pipeline.agentic.environments import EnvFailure, EnvPool
+from roll.datasets.templates import ConversationEncoder
+from roll.distributed.env_pool.pool import EnvPool
+from roll.distributed.env_pool.types import EnvFailure
 from roll.pipeline.agentic.episode import Episode, EpisodeFailed, Task
 from roll.pipeline.rollout_worker import TIMED_OUT, Purpose
 from roll.rollout.engine_pool import EnginePool
@@ -89,7 +90,7 @@ class RolloutRunner:
                 raise
             return self._timed_out()
         finally:
-            episode.leave()
+            episode.start_close()
 
     async def _run(self, episode: Episode, engine: int, timer: Timer) -> None:
         with timer.measure("env"):
@@ -119,7 +120,7 @@ class RolloutRunner:
             failed |= {episode: self._timed_out() for episode in late}
         finally:
             for episode in everyone:
-                episode.leave()
+                episode.start_close()
         for group, episodes in runs:
             succeeded = [episode for episode in episodes if episode not in failed]
             failures = [failed[episode] for episode in episodes if episode in failed]

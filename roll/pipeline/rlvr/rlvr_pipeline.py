@@ -8,7 +8,7 @@ from functools import partial
 from roll.configs.errors import RunError
 from roll.configs.pipeline import RLVRConfig
 from roll.datasets.prompts import load_prompts
-from roll.datasets.records import naming
+from roll.datasets.records import prefix_errors
 from roll.datasets.templates import EncodedPrompt, encode_prompts
 from roll.pipeline.rl_pipeline import RLPipeline, WorkerFactory
 from roll.pipeline.rlvr.rlvr_worker import RLVRWorker, Scorer
@@ -55,7 +55,7 @@ class RLVRPipeline(RLPipeline[RLVRConfig]):
         if not files:
             raise RunError(f"{role}.data_args.file_name: is not set")
         prompts = load_prompts(files, args)
-        with naming(f"{role} ({', '.join(files)})"):
+        with prefix_errors(f"{role} ({', '.join(files)})"):
             encoded, dropped = encode_prompts(prompts, self._tokenizer, args.template, self._config.prompt_length)
         if dropped:
             logger.warning(

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from roll.configs.errors import RunError
 from roll.configs.pipeline import RewardConfig, RLVRConfig
 from roll.configs.seeds import role_seed
-from roll.datasets.sampler import PromptSampler
+from roll.datasets.prompts import PromptSampler
 from roll.datasets.templates import EncodedPrompt
 from roll.pipeline.rollout_worker import Purpose, RolloutWorker
 from roll.rewards.pool import RewardPool

@@ -12,9 +12,9 @@ from roll.configs.pipeline import SFTConfig
 from roll.configs.plan import make_plan
 from roll.configs.seeds import role_seed
 from roll.datasets.collate import collate_examples
-from roll.datasets.records import naming
-from roll.datasets.sampler import PromptSampler
-from roll.datasets.sft import SFTExample, encode_pairs, load_pairs
+from roll.datasets.prompts import PromptSampler
+from roll.datasets.records import prefix_errors
+from roll.datasets.sft import SFTExample, encode_sft_data, load_sft_data
 from roll.distributed.protocol import DataProto
 from roll.pipeline.learner import ActorLearner, cluster_log_probs, training_plans, training_shards
 from roll.pipeline.session import Session
@@ -46,13 +46,17 @@ class SFTPipeline:
     def _read(self, role: str, args: DataArguments) -> list[SFTExample]:
         if not args.file_name:
             raise RunError(f"{role}.data_args.file_name: is not set")
-        pairs = load_pairs(args.file_name, args)
+        data = load_sft_data(args.file_name, args)
         lengths = (self._config.prompt_length, self._config.sequence_length or 0)
-        with naming(f"{role} ({', '.join(args.file_name)})"):
-            encoded, dropped = encode_pairs(pairs, self._tokenizer, args.template, *lengths, args.mask_history)
+        with prefix_errors(f"{role} ({', '.join(args.file_name)})"):
+            encoded, dropped = encode_sft_data(data, self._tokenizer, args.template, *lengths, args.mask_history)
         if dropped:
             logger.warning(
-                "%s: %d of %d pairs dropped: prompt over %d or pair over %d tokens", role, dropped, len(pairs), *lengths
+                "%s: %d of %d examples dropped: prompt over %d or all over %d tokens",
+                role,
+                dropped,
+                len(data),
+                *lengths,
             )
         return encoded
 
