@@ -1,6 +1,6 @@
 """From a batch of scored samples to an update of the weights: log-probs, correction, advantages, training, checks.
 
-`RLLearner.learn` is the way of a batch; every method and function below it stands in the order in which it is used.
+`RLLearner.learn` is the path of a batch; methods and functions follow in the order in which it uses them.
 """
 
 from __future__ import annotations

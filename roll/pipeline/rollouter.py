@@ -248,7 +248,7 @@ class Rollouter:
         )
 
     async def validate(self) -> dict[str, float]:
-        """`val/...` of the current weights; nothing is submitted for training meanwhile."""
+        """`val/...` of the current weights; submission for training is paused until it ends."""
         start = self._clock()
         self.policy.pause("validation")
         try:

@@ -81,14 +81,14 @@ PIPELINES: dict[type[BaseConfig], Callable[[Any], Pipeline]] = {
 
 @dataclass
 class RunSummary:
-    """The end of a run, in `run.json`; `advice` is the bottleneck report."""
+    """The end of a run, in `run.json`; `bottleneck` is the report on the split of devices."""
 
     status: str = "failed"
     steps: int = 0
     seconds: float = 0.0
     peak_memory_bytes: int = 0
     validation: dict[str, dict[str, float]] = field(default_factory=dict)
-    advice: str = ""
+    bottleneck: str = ""
 
 
 def run_pipeline(config: BaseConfig) -> int:
@@ -114,7 +114,7 @@ async def run(config: BaseConfig) -> RunSummary:
 
     Raises:
         ConfigError: a class that the configuration names does not exist.
-        Exception: one of USER_ERRORS when the run cannot go on; run.json says `failed`.
+        Exception: one of USER_ERRORS when the run cannot continue; `status` in run.json is `failed`.
     """
     _end_at_sigterm()
     start = time.perf_counter()
@@ -159,7 +159,7 @@ async def _train(
             async with watched(loop.health, monitor):
                 await loop.run()
             summary.status = "finished"
-            summary.advice = report_bottleneck(config)
+            summary.bottleneck = report_bottleneck(config)
         finally:
             gc_unfreeze()
             summary.steps = loop.state.step

@@ -1,6 +1,6 @@
 """Prompt accounting: how many prompts are where (ledger), which finished ones wait (buffer), and which are due when.
 
-A prompt stands for a group: all responses to one prompt, or all trajectories of one environment.
+"Prompt" means a whole group: all responses to one prompt, or all trajectories of one environment.
 """
 
 from __future__ import annotations

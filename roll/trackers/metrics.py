@@ -139,7 +139,7 @@ VALIDATION = (
     Metric("val/response_length_mean", "tokens", "Mean length of a validation response."),
     Metric("val/<tag>/num_actions", "actions", "Mean number of actions of a validation trajectory."),
     Metric("val/<tag>/<metric>", "varies", "Mean over validation trajectories of what the environments measure."),
-    Metric("val/replayed_groups", "groups", "Groups of trajectories that failed and were played again."),
+    Metric("val/replayed_groups", "groups", "Validation groups that failed and were generated again."),
     Metric("val/seconds", "s", "Time of the validation."),
     Metric("val/loss", "nats", "SFT: mean negative log-likelihood of the answers' tokens."),
 )

@@ -132,7 +132,9 @@ def decode(ids: list[int]) -> str:
     return str(tokenizer().decode(ids, skip_special_tokens=True))
 
 
-def task(env_type: str = "agents:Steps", max_steps: int = 3, max_tokens: int = 32, **options: Any) -> Task:
+def task(
+    env_type: str = "tests.pipeline.agents:Steps", max_steps: int = 3, max_tokens: int = 32, **options: Any
+) -> Task:
     spec = EnvSpec(env_type, {"max_steps": max_steps, **options})
     return Task("Steps", spec, max_steps, max_tokens, "", "{turn_idx}: {observation}")
 
@@ -178,7 +180,7 @@ async def run_episode(one: Episode, setup: Setup) -> Episode:
             [answer] = await setup.engines.generate(0, [request])
             await one.accept(request, answer, decode(answer.response_ids))
     finally:
-        one.leave()
+        one.start_close()
         await setup.all_left()
     assert setup.open == 0
     return one

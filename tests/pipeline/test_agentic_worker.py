@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from agents import SAMPLING, Engines, Setup, one_of, run, task
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,6 +18,7 @@ from roll.pipeline.agentic.runner import run_all
 from roll.rollout.ledger import PromptRequest
 from roll.rollout.timers import StepClock
 from roll.rollout.types import Group
+from tests.pipeline.agents import SAMPLING, Engines, Setup, one_of, run, task
 
 ANSWERS = one_of("left", "right", "gold", "fall")
 

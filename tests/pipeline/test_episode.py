@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from agents import SAMPLING, Engines, Setup, chat, episode, in_turn, one_of, run, run_episode, task, tokenizer
 
 from examples.tiny_frozen_lake.play import LAKE, write_play
 from roll.configs.pipeline import role_seed
@@ -13,6 +12,19 @@ from roll.configs.roles import DataArguments
 from roll.datasets.sft import encode_sft_data, load_sft_data
 from roll.distributed.env_pool.types import EnvFailure
 from roll.pipeline.agentic.episode import Episode, EpisodeFailed
+from tests.pipeline.agents import (
+    SAMPLING,
+    Engines,
+    Setup,
+    chat,
+    episode,
+    in_turn,
+    one_of,
+    run,
+    run_episode,
+    task,
+    tokenizer,
+)
 
 WALK = task(max_steps=3)
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from agents import Engines, decode, one_of
 
 from roll.algorithms.advantages import compute_advantages
 from roll.algorithms.estimators import AdvantageConfig
@@ -23,6 +22,7 @@ from roll.rollout.engine_pool import EnginePool
 from roll.rollout.ledger import PromptRequest
 from roll.rollout.timers import StepClock
 from roll.rollout.types import Group, SamplingParams
+from tests.pipeline.agents import Engines, decode, one_of
 
 PROMPTS = [EncodedPrompt(id=f"p{i}", tag="math", ids=[7, i + 1], ground_truth=str(i)) for i in range(5)]
 SAMPLING = SamplingParams(max_new_tokens=8)

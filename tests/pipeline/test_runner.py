@@ -6,7 +6,6 @@ import asyncio
 from typing import Any
 
 import pytest
-from agents import SAMPLING, STEP_TIMEOUT_S, Engines, Setup, one_of, run, task
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +13,7 @@ from roll.configs.pipeline import role_seed
 from roll.pipeline.agentic.runner import run_all
 from roll.rollout.timers import StepClock
 from roll.rollout.types import GenerateRequest, Group
+from tests.pipeline.agents import SAMPLING, STEP_TIMEOUT_S, Engines, Setup, one_of, run, task
 
 WALK = task(max_steps=3)
 ANSWERS = one_of("left", "right", "gold", "fall", "x" * 40)

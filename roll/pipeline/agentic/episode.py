@@ -156,7 +156,7 @@ class Episode:
             return
         trajectory.add_context(message)
 
-    def leave(self) -> None:
+    def start_close(self) -> None:
         """Closes the environment, after its running call if there is one; does not wait for that."""
         if self._env is not None:
             self._env.start_close()
@@ -167,7 +167,7 @@ class Episode:
         return min(self._task.max_tokens, self._sampling.max_new_tokens)
 
     def _first(self, instruction: str) -> str:
-        """The first message; the instruction stands before it, unless a template has a place for it."""
+        """The first message, preceded by the instruction, unless a template has a place for it."""
         if any("{env_instruction}" in template for template in (self._task.system, self._task.template)):
             return self._filled(instruction)
         return f"{instruction}\n{self._filled()}"

@@ -90,7 +90,7 @@ class RolloutRunner:
                 raise
             return self._timed_out()
         finally:
-            episode.leave()
+            episode.start_close()
 
     async def _run(self, episode: Episode, engine: int, timer: Timer) -> None:
         with timer.measure("env"):
@@ -120,14 +120,14 @@ class RolloutRunner:
             failed |= {episode: self._timed_out() for episode in late}
         finally:
             for episode in everyone:
-                episode.leave()
+                episode.start_close()
         for group, episodes in runs:
             succeeded = [episode for episode in episodes if episode not in failed]
             failures = [failed[episode] for episode in episodes if episode in failed]
             _complete(group, succeeded[:group_size], group_size, failures)
 
     async def _run_turns(self, everyone: Sequence[Episode], failed: dict[Episode, Failure], timer: Timer) -> None:
-        """Runs all episodes to their end; those that fail are entered into `failed` and take no further part."""
+        """Runs all episodes to their end; failed ones are added to `failed` and send no more requests."""
 
         async def note_failure(episode: Episode, work: Callable[..., Awaitable[None]], *args: object) -> None:
             failure = await _failure_of(work, *args)
