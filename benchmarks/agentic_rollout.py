@@ -171,7 +171,7 @@ def busy_share(file: Path) -> float:
     """Of the engine, in a run that trains too."""
     from roll.configs.load import load_config
     from roll.pipeline.run import run
-    from roll.trackers.jsonl import read_metrics
+    from roll.trackers.files import read_metrics
 
     asyncio.run(run(load_config(file, [])))
     lines = read_metrics(file.parent / "run" / "metrics.jsonl")[WARM_UP_STEPS:]

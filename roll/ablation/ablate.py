@@ -16,7 +16,7 @@ from roll.ablation.record import forget, progress, read_record
 from roll.ablation.rows import Row, Status, make_row
 from roll.ablation.table import markdown
 from roll.configs.pipeline import RLConfig
-from roll.trackers.jsonl import FILE_NAME, read_metrics
+from roll.trackers.files import METRICS_FILE, read_metrics
 
 CONSOLE = "console.log"
 """Everything a run prints, in its folder."""
@@ -100,7 +100,7 @@ class Ablation:
 
     def _row(self, cell: Cell, status: Status, cause: str = "") -> Row:
         started = read_record(self.out / cell.name) is not None
-        lines = read_metrics(self.out / cell.name / FILE_NAME) if started else []
+        lines = read_metrics(self.out / cell.name / METRICS_FILE) if started else []
         return make_row(cell, status, lines, self.target, cause)
 
 

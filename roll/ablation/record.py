@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from roll.configs.pipeline import RLConfig
 from roll.pipeline.checkpoint import CheckpointManager
-from roll.trackers.run_json import FILE_NAME, plain
+from roll.trackers.files import RUN_FILE, plain
 
 Progress = Literal["finished", "resumable", "new"]
 """`resumable` has a complete checkpoint of the same configuration."""
@@ -35,7 +35,7 @@ def progress(folder: Path, config: RLConfig) -> Progress:
 def read_record(folder: Path) -> dict[str, Any] | None:
     """The run.json of a run; None where there is none that can be read."""
     try:
-        record = json.loads((folder / FILE_NAME).read_text())
+        record = json.loads((folder / RUN_FILE).read_text())
     except (OSError, ValueError):
         return None
     return record if isinstance(record, dict) and isinstance(record.get("config"), dict) else None

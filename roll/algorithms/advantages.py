@@ -1,20 +1,210 @@
-"""From scores to advantages (`adv_estimator`), over the global batch, so that they do not depend on how it is split.
-
-An estimator is one function registered in ADV_ESTIMATORS (`roll.algorithms.estimation`). `compute_advantages` does what
-all of them share: shaping of the scores before, whitening and clipping after, and the counts a run reports.
-"""
+"""What advantages need to know of a run."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from roll.algorithms.estimators import ADV_ESTIMATORS, AdvantageConfig, Shaped
+from roll.algorithms.aggregation import (
+    masked,
+    masked_max,
+    masked_mean,
+    masked_sum,
+    normalize,
+    whiten,
+    zero_spread,
+)
 from roll.algorithms.kl import kl_divergence
-from roll.algorithms.masking import masked, masked_max, masked_mean, masked_sum, whiten, zero_spread
-from roll.algorithms.turns import Episodes, Turns, check_turns, episodes_of
+from roll.algorithms.registry import Registry
+from roll.algorithms.turn_advantages import (
+    Episodes,
+    Turns,
+    agentic_reinforce,
+    check_turns,
+    episodes_of,
+    gigpo,
+    step_reinforce,
+)
+from roll.configs.agentic_learning import RewardNormalization, keys_of
+from roll.configs.pipeline import RLConfig
+
+
+@dataclass(frozen=True)
+class AdvantageConfig:
+    """Settings of the advantages, under the names and meanings of the YAML keys."""
+
+    adv_estimator: str = "grpo"
+    grpo_norm_by_std: bool = True
+    norm_mean_type: str | None = None
+    norm_std_type: str | None = None
+    gamma: float = 1.0
+    reward_clip: float | None = None
+    advantage_clip: float | None = None
+    whiten_rewards: bool = False
+    whiten_advantages: bool = False
+    add_token_level_kl: bool = False
+    kl_penalty: str = "k3"
+    reward_normalization: RewardNormalization = field(default_factory=RewardNormalization)
+    episode_reward_weight: float = 1.0
+    step_reward_weight: float = 1.0
+    step_reward_gamma: float = 0.95
+
+    @classmethod
+    def from_config(cls, config: RLConfig) -> AdvantageConfig:
+        """The settings of a run; those of turns are the defaults where it has none."""
+        return cls(**{name: getattr(config, name) for name in keys_of(cls, config)})
+
+
+@dataclass(frozen=True)
+class Shaped:
+    """What an estimator sees, after the scores were clipped and whitened.
+
+    Attributes:
+        scores: R_i [B].
+        token_kl: [B, T] the penalty of each token (coefficient times KL), zeros without `add_token_level_kl`.
+        groups: [B] int64, equal for the samples of one prompt, or of trajectories from one start.
+        response_mask: [B, T] bool.
+        turns: where the samples are trajectories; None otherwise.
+    """
+
+    scores: Tensor
+    token_kl: Tensor
+    groups: Tensor
+    response_mask: Tensor
+    turns: Turns | None = None
+
+    @cached_property
+    def episodes(self) -> Episodes:
+        """What statistics over scores count once: trajectories, or the samples where there are no turns."""
+        return episodes_of(self.response_mask, self.turns)
+
+    @property
+    def episode_rewards(self) -> Tensor:
+        """R [E]: the score of each episode less the KL penalty of its tokens."""
+        if self.turns is None:
+            return token_rewards(self.scores, self.token_kl, self.response_mask).sum(-1)
+        penalty = masked(self.token_kl, self.response_mask).sum(-1)
+        return self.episodes.once(self.scores) - self.episodes.total(penalty)
+
+    @property
+    def episode_groups(self) -> Tensor:
+        """[E] numbers of the episodes' groups."""
+        return self.episodes.numbers(self.groups)
+
+
+Estimator = Callable[[Shaped, AdvantageConfig], tuple[Tensor, Tensor]]
+ADV_ESTIMATORS: Registry[Estimator] = Registry("adv_estimator")
+"""f(shaped, config) -> (advantages [B, T], returns [B, T])."""
+
+
+def token_rewards(scores: Tensor, token_kl: Tensor, response_mask: Tensor) -> Tensor:
+    """Rewards [B, T]: the score [B] on the last response token of each sample, minus the KL penalty of every token."""
+    mask = response_mask.bool()
+    positions = torch.arange(mask.shape[1], device=mask.device)
+    last = torch.where(mask, positions, -1).amax(dim=1, keepdim=True)
+    return torch.where(mask & (positions == last), scores[:, None], 0.0) - masked(token_kl, mask)
+
+
+def return_to_go(rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor:
+    """G_t = r_t + gamma G_{t+1} over the response tokens [B, T]; gaps in the mask are stepped over, not discounted."""
+    if gamma == 1.0:
+        return masked(masked(rewards, response_mask).flip(-1).cumsum(-1).flip(-1), response_mask)
+    returns = torch.zeros_like(rewards)
+    following = rewards.new_zeros(rewards.shape[0])
+    for t in range(rewards.shape[1] - 1, -1, -1):
+        here = response_mask[:, t].bool()
+        following = torch.where(here, rewards[:, t] + gamma * following, following)
+        returns[:, t] = torch.where(here, following, 0.0)
+    return returns
+
+
+@ADV_ESTIMATORS.register("grpo")
+def grpo(shaped: Shaped, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
+    """A = (R - mean_group) / (std_group + EPSILON), the same for every token of a sample.
+
+    `grpo_norm_by_std: false` leaves the division out (Dr. GRPO, arXiv 2503.20783). Source: DeepSeekMath, arXiv
+    2402.03300 section 4.1. A group of one or of equal R has A = 0.
+    """
+    return _by_response(shaped, _centred("group" if config.grpo_norm_by_std else None))
+
+
+@ADV_ESTIMATORS.register("rloo")
+def rloo(shaped: Shaped, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
+    """A = n / (n - 1) (R - mean_group): R less the mean of the other n - 1 responses to the prompt.
+
+    The baseline does not depend on the response it is taken from, so the gradient is unbiased. Source: Ahmadian et al.
+    2024 (arXiv 2402.14740), after Kool et al. 2019. A group of one has A = 0.
+    """
+
+    def beside_the_others(rewards: Tensor, groups: Tensor) -> Tensor:
+        sizes = torch.bincount(groups)[groups].to(rewards.dtype)
+        return normalize(rewards, groups, "group", None) * (sizes / (sizes - 1).clamp(min=1))
+
+    return _by_response(shaped, beside_the_others)
+
+
+@ADV_ESTIMATORS.register("lite_ppo")
+def lite_ppo(shaped: Shaped, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
+    """A = (R - mean_group) / (std_batch + EPSILON), to be used with `loss_agg_mode: token-mean`.
+
+    The deviation of the batch does not blow up the advantages of prompts whose responses hardly differ. Source: Liu et
+    al. 2025, "Tricks or Traps?" (arXiv 2508.08221).
+    """
+    return _by_response(shaped, _centred("batch"))
+
+
+@ADV_ESTIMATORS.register("reinforce_plus_plus_baseline")
+def reinforce_plus_plus_baseline(shaped: Shaped, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
+    """A = R - mean_group, whitened over the batch's response tokens.
+
+    Source: REINFORCE++ (arXiv 2501.03262), its variant with a group baseline.
+    """
+    advantages, returns = _by_response(shaped, _centred(None))
+    return whiten(advantages, shaped.response_mask), returns
+
+
+@ADV_ESTIMATORS.register("reinforce_plus_plus")
+def reinforce_plus_plus(shaped: Shaped, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
+    """A_t = G_t, the return to go discounted by gamma, whitened over the batch's response tokens.
+
+    There are no groups: the baseline is the batch. With `add_token_level_kl` the KL of the tokens from t on is in G_t.
+    Source: REINFORCE++ (arXiv 2501.03262).
+    """
+    mask = shaped.response_mask
+    returns = return_to_go(token_rewards(shaped.scores, shaped.token_kl, mask), mask, config.gamma)
+    return whiten(returns, mask), returns
+
+
+@ADV_ESTIMATORS.register("reinforce")
+def reinforce(shaped: Shaped, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
+    """A_t = G_t, the return to go discounted by gamma, of scores normalised as norm_mean_type and norm_std_type say."""
+    mask = shaped.response_mask
+    episodes = shaped.episodes
+    scores = normalize(episodes.once(shaped.scores), shaped.episode_groups, config.norm_mean_type, config.norm_std_type)
+    returns = return_to_go(token_rewards(episodes.spread(scores), shaped.token_kl, mask), mask, config.gamma)
+    return returns, returns
+
+
+def _centred(std_type: str | None) -> Callable[[Tensor, Tensor], Tensor]:
+    """f(R [E], groups [E]): R less the group's mean, divided by a deviation or not."""
+    return lambda rewards, groups: normalize(rewards, groups, "group", std_type)
+
+
+def _by_response(shaped: Shaped, advantage: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """f(R [E], groups [E]) of each episode on every token of it; and the undiscounted return to go."""
+    mask = shaped.response_mask
+    rewards = token_rewards(shaped.scores, shaped.token_kl, mask)
+    worth = shaped.episodes.spread(advantage(shaped.episode_rewards, shaped.episode_groups))
+    return masked(worth[:, None].expand_as(rewards), mask), return_to_go(rewards, mask, 1.0)
+
+
+ADV_ESTIMATORS.register("gigpo")(gigpo)
+ADV_ESTIMATORS.register("step_reinforce")(step_reinforce)
+ADV_ESTIMATORS.register("agentic_reinforce")(agentic_reinforce)
 
 
 @dataclass(frozen=True)
@@ -49,7 +239,7 @@ def compute_advantages(
 
     Args:
         scores: [B] raw rewards.
-        groups: [B] int64 group numbers; `roll.algorithms.masking.group_index` makes them from prompt ids.
+        groups: [B] int64 group numbers; `roll.algorithms.aggregation.group_index` makes them from prompt ids.
         response_mask: [B, T].
         config: names the estimator and holds its knobs.
         log_probs: [B, T] of the policy; needed with `add_token_level_kl`.

@@ -1,14 +1,125 @@
-"""How the losses of tokens become one number (`loss_agg_mode`), with denominators over the whole global batch."""
+"""Sums, means and deviations over the tokens of a mask, and over the samples of a group."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from roll.algorithms.masking import masked_mean, masked_sum
 from roll.algorithms.registry import Registry
+
+EPSILON = 1e-6
+"""Added to a standard deviation before dividing by it, so that a zero spread gives zero and not infinity."""
+
+
+def masked(values: Tensor, mask: Tensor) -> Tensor:
+    """`values` [B, T] where `mask` [B, T] is set and exact zeros elsewhere, whatever stood there (NaN included)."""
+    return torch.where(mask.bool(), values, torch.zeros((), dtype=values.dtype, device=values.device))
+
+
+def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Sum over the tokens of the mask; over all of [B, T], or over `dim`."""
+    kept = masked(values, mask)
+    return kept.sum() if dim is None else kept.sum(dim)
+
+
+def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Mean over the tokens of the mask, 0 where there are none."""
+    count = mask.sum() if dim is None else mask.sum(dim)
+    return masked_sum(values, mask, dim) / count.clamp(min=1)
+
+
+def masked_max(values: Tensor, mask: Tensor) -> Tensor:
+    """Largest value over the mask, as a 0-d tensor; 0 where there are no tokens."""
+    if not bool(mask.any()):
+        return values.new_zeros(())
+    return values.masked_fill(~mask.bool(), -torch.inf).max()
+
+
+def whiten(values: Tensor, mask: Tensor) -> Tensor:
+    """Zero mean and unit variance over the tokens of the mask [..], zeros elsewhere.
+
+    (x - mean) / (std + EPSILON) with the unbiased standard deviation. Fewer than two values, or a zero spread, give
+    zeros: they tell nothing apart.
+    """
+    mask = mask.bool()
+    kept = values[mask]
+    if kept.numel() < 2 or bool(kept.max() == kept.min()):
+        return torch.zeros_like(values)
+    return masked((values - kept.mean()) / (kept.std() + EPSILON), mask)
+
+
+def group_index(ids: list | tuple) -> Tensor:
+    """Consecutive numbers [B] int64 for arbitrary hashable group ids, in order of first appearance."""
+    numbers: dict = {}
+    return torch.tensor([numbers.setdefault(key, len(numbers)) for key in ids], dtype=torch.int64)
+
+
+def group_mean(values: Tensor, groups: Tensor) -> Tensor:
+    """Mean of each sample's group, [B] from values [B] and group numbers [B]."""
+    size = int(groups.max()) + 1
+    sums = values.new_zeros(size).index_add_(0, groups, values)
+    counts = values.new_zeros(size).index_add_(0, groups, torch.ones_like(values))
+    return (sums / counts.clamp(min=1))[groups]
+
+
+def group_std(values: Tensor, groups: Tensor) -> Tensor:
+    """Unbiased standard deviation of each sample's group [B]; 0 for a group of one."""
+    size = int(groups.max()) + 1
+    squares = values.new_zeros(size).index_add_(0, groups, (values - group_mean(values, groups)) ** 2)
+    counts = values.new_zeros(size).index_add_(0, groups, torch.ones_like(values))
+    return (squares / (counts - 1).clamp(min=1)).sqrt()[groups]
+
+
+def zero_spread(values: Tensor, groups: Tensor) -> Tensor:
+    """Whether all values of a sample's group are exactly equal, [B] bool; true for a group of one."""
+    size = int(groups.max()) + 1
+    highest = values.new_full((size,), -torch.inf).scatter_reduce_(0, groups, values, "amax")
+    lowest = values.new_full((size,), torch.inf).scatter_reduce_(0, groups, values, "amin")
+    return (highest == lowest)[groups]
+
+
+def normalize(
+    scores: Tensor, groups: Tensor, mean_type: str | None, std_type: str | None, least_std: float = 0.0
+) -> Tensor:
+    """(R - mean) / (std + EPSILON) [B], each over the batch, over the group, or not at all (None).
+
+    Standard deviations are unbiased. Where the scores a mean or deviation is taken over are all equal (a group of one
+    among them), or deviate by no more than `least_std`, the result is exactly 0: they tell nothing apart.
+    """
+    if not scores.numel():
+        return scores
+    result = scores
+    if mean_type is not None:
+        result = result - group_mean(scores, _population(groups, mean_type))
+    if std_type is not None:
+        result = result / deviation(scores, groups, std_type)
+    return torch.where(tells_nothing(scores, groups, (mean_type, std_type), least_std), 0.0, result)
+
+
+def deviation(scores: Tensor, groups: Tensor, std_type: str) -> Tensor:
+    """What `normalize` divides by, std + EPSILON [B] over the batch or over the group."""
+    return group_std(scores, _population(groups, std_type)) + EPSILON
+
+
+def tells_nothing(
+    scores: Tensor, groups: Tensor, types: tuple[str | None, str | None], least_std: float = 0.0
+) -> Tensor:
+    """Where `normalize` gives 0 because there is no spread, [B] bool."""
+    flat = torch.zeros_like(groups, dtype=torch.bool)
+    for kind in types:
+        if kind is not None:
+            population = _population(groups, kind)
+            flat = flat | zero_spread(scores, population)
+            if least_std > 0:
+                flat = flat | (group_std(scores, population) <= least_std)
+    return flat
+
+
+def _population(groups: Tensor, kind: str) -> Tensor:
+    return groups if kind == "group" else torch.zeros_like(groups)
 
 
 @dataclass(frozen=True)

@@ -12,17 +12,11 @@ from typing import Any
 
 from torch import Tensor
 
-from roll.algorithms.aggregation import LossScale, aggregate
-from roll.algorithms.correction import shares
-from roll.algorithms.importance import Correction, correct
+from roll.algorithms.aggregation import LossScale, aggregate, masked, masked_max
+from roll.algorithms.correction import Correction, correct, shares
 from roll.algorithms.kl import k3, kl_divergence
-from roll.algorithms.masking import masked, masked_max
-from roll.algorithms.policy_config import PolicyLossConfig
-from roll.algorithms.policy_losses import PG_VARIANTS
-from roll.algorithms.ratio_type import tied_base
+from roll.algorithms.policy_losses import PG_VARIANTS, PolicyLossConfig, tied_base
 from roll.algorithms.registry import Registry
-
-__all__ = ["LOSSES", "LossScale", "PolicyLossConfig", "policy", "sft"]
 
 Loss = Callable[[Tensor, Tensor | None, Mapping[str, Tensor], LossScale, Any], tuple[Tensor, dict[str, Tensor]]]
 LOSSES: Registry[Loss] = Registry("loss")

@@ -14,8 +14,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from roll.models.hf_config import DecoderConfig
-from roll.models.layouts import padded_vocabulary
-from roll.models.rotary import RotaryTable, rotary_frequencies
+from roll.models.operators import RotaryTable, rotary_frequencies
+from roll.models.weight_mapping import padded_vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ def _block_spec(model: DecoderConfig, config: TransformerConfig, options: BuildO
 
         layer, norm, name = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=model.qk_norm), TENorm, "TE"
     else:
-        from roll.models.portable import RMSNorm, portable_layer_spec
+        from roll.models.local_spec import RMSNorm, portable_layer_spec
 
         rotary = RotaryTable(_frequencies(model))
         layer, norm, name = portable_layer_spec(model.qk_norm, rotary), RMSNorm, "portable torch"

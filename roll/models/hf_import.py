@@ -10,8 +10,8 @@ import torch
 from safetensors import safe_open
 
 from roll.configs.model_config import UnsupportedModel
-from roll.models.families import Rule, stage_rules
 from roll.models.hf_config import DecoderConfig
+from roll.models.weight_mapping import Rule, stage_rules
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"

@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from roll.algorithms.advantages import compute_advantages
-from roll.algorithms.correction import INERT, LOG_PROB_DIFF_MAX, WEIGHT_MAX, WEIGHT_MEAN, complete, diagnostics
-from roll.algorithms.estimators import AdvantageConfig
-from roll.algorithms.importance import correct
+from roll.algorithms.advantages import AdvantageConfig, compute_advantages
+from roll.algorithms.correction import INERT, LOG_PROB_DIFF_MAX, WEIGHT_MAX, WEIGHT_MEAN, complete, correct, diagnostics
 from roll.algorithms.kl import kl_controller
 from roll.algorithms.losses import PolicyLossConfig
-from roll.algorithms.turns import TURN_KEYS, read_turns
+from roll.algorithms.turn_advantages import TURN_KEYS, read_turns
 from roll.configs.pipeline import RLConfig
 from roll.distributed.protocol import DataProto
 from roll.pipeline.clock import StepClock

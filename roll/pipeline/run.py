@@ -35,7 +35,7 @@ from roll.pipeline.sft.pipeline import SFTPipeline
 from roll.pipeline.training_loop import TrainingLoop
 from roll.rewards.pool import RewardFunctionError, RewardSelfTestError
 from roll.trackers import TrackerGroup, make_trackers
-from roll.trackers.jsonl import FILE_NAME, read_metrics
+from roll.trackers.files import METRICS_FILE, read_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ def split_advice(config: BaseConfig) -> str:
     generation, training = config.actor_infer.device_mapping, config.actor_train.device_mapping
     drains = config.in_flight_policy == "drain"
     split = Split(config.async_generation_ratio, len(generation), len(training), generation == training, drains)
-    told = advise(read_metrics(Path(config.output_dir) / FILE_NAME), split)
+    told = advise(read_metrics(Path(config.output_dir) / METRICS_FILE), split)
     if told:
         logger.info("%s", told)
     return told

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from roll.platforms.base import Platform
+    from roll.platforms.platform import Platform
 
 PLATFORM_NAMES = ("cpu", "cuda")
 
@@ -30,11 +30,11 @@ def get_platform(name: str = "auto") -> Platform:
     """
     name = detect() if name == "auto" else name
     if name == "cpu":
-        from roll.platforms.cpu import CpuPlatform
+        from roll.platforms.platform import CpuPlatform
 
         return CpuPlatform()
     if name == "cuda":
-        from roll.platforms.cuda import CudaPlatform
+        from roll.platforms.platform import CudaPlatform
 
         return CudaPlatform()
     raise ValueError(f"platform: {name!r} is unknown; use auto, {' or '.join(PLATFORM_NAMES)}")

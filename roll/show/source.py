@@ -12,7 +12,7 @@ from typing import Any
 from roll.configs.errors import ConfigError, Problem
 from roll.pipeline.rollout_dump import read_samples
 from roll.show.samples import SampleGroup, groups_of
-from roll.trackers.run_json import FILE_NAME
+from roll.trackers.files import RUN_FILE
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def find_dump(run: Path) -> RunDump:
     Raises:
         ConfigError: the folder is not that of a run that writes its samples.
     """
-    file = run / FILE_NAME
+    file = run / RUN_FILE
     try:
         config: Mapping[str, Any] = json.loads(file.read_text())["config"]
         if "rollout_dump_dir" not in config:
@@ -47,7 +47,7 @@ def find_dump(run: Path) -> RunDump:
         dumped, output = config["rollout_dump_dir"], config["output_dir"]
         model = config["actor_train"]["model_args"]["model_name_or_path"]
     except (FileNotFoundError, NotADirectoryError):
-        raise wrong("RUN_DIR", f"{run} has no {FILE_NAME}; give the output_dir of a run") from None
+        raise wrong("RUN_DIR", f"{run} has no {RUN_FILE}; give the output_dir of a run") from None
     except ConfigError:
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:

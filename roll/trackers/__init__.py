@@ -5,7 +5,7 @@ write the record and the picture of a run. May import anything above it in roll/
 """
 
 from roll.trackers.base import Tracker
+from roll.trackers.files import write_run_json
 from roll.trackers.group import TrackerGroup, make_trackers
-from roll.trackers.run_json import write_run_json
 
 __all__ = ["Tracker", "TrackerGroup", "make_trackers", "write_run_json"]

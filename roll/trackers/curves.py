@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from roll.trackers.jsonl import FILE_NAME, read_metrics
+from roll.trackers.files import METRICS_FILE, read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -67,12 +67,12 @@ def draw_curves(run_dir: Path, out_png: Path, title: str = "") -> Path:
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    rows = read_metrics(run_dir / FILE_NAME)
+    rows = read_metrics(run_dir / METRICS_FILE)
     panels = [panel for panel in PANELS if any(row.get(panel.metric) is not None for row in rows)]
     if any(panel.metric == "rollout/reward_mean" for panel in panels):
         panels = [panel for panel in panels if panel.metric != "actor/loss"]
     if not panels:
-        raise ValueError(f"{run_dir / FILE_NAME}: holds nothing to draw; {len(rows)} lines")
+        raise ValueError(f"{run_dir / METRICS_FILE}: holds nothing to draw; {len(rows)} lines")
     columns = min(2, len(panels))
     lines = -(-len(panels) // columns)
     spacing = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12, hspace=0.04, wspace=0.03)

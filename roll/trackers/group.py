@@ -11,9 +11,8 @@ from roll.configs.errors import ConfigError, Problem
 from roll.configs.pipeline import BaseConfig
 from roll.trackers import console, tensorboard  # noqa: F401  (they register themselves)
 from roll.trackers.base import TRACKERS, Metrics, Tracker
-from roll.trackers.jsonl import FILE_NAME, JsonlTracker
+from roll.trackers.files import METRICS_FILE, JsonlTracker, write_run_json
 from roll.trackers.metrics import undocumented
-from roll.trackers.run_json import write_run_json
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +81,7 @@ def make_trackers(config: BaseConfig, plan: Any = None, metrics: Metrics | None 
     unused = set(config.tracker_kwargs) - set(config.track_with)
     if unused:
         raise ValueError(f"tracker_kwargs.{min(unused)}: has no effect, since track_with is {config.track_with}")
-    trackers: list[Tracker] = [JsonlTracker(output_dir / FILE_NAME)]
+    trackers: list[Tracker] = [JsonlTracker(output_dir / METRICS_FILE)]
     for name in config.track_with:
         if name not in TRACKERS:
             raise ValueError(f"track_with: {name!r} is unknown; use {', '.join(sorted(TRACKERS))}")

@@ -6,9 +6,11 @@ docs/metrics.md is made from it (`make docs`).
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -188,3 +190,24 @@ def _pattern() -> re.Pattern[str]:
     """One expression that matches every documented name."""
     names = [metric.name for metrics in sections().values() for metric in metrics]
     return re.compile("|".join(re.sub(r"<\w+>", r"[^/]+", re.escape(name)) for name in names))
+
+
+HEAD = """\
+# Metrics
+
+What a run writes to `metrics.jsonl`, one line per step, and to the trackers. A metric is there when the run has it: an
+SFT run has no rewards. This page is made from `roll/trackers/metrics.py` by `make docs`.
+"""
+
+
+def markdown() -> str:
+    """The page: a table for each section."""
+    parts = [HEAD]
+    for title, metrics in sections().items():
+        rows = "".join(f"| `{metric.name}` | {metric.unit} | {metric.meaning} |\n" for metric in metrics)
+        parts.append(f"\n## {title}\n\n| name | unit | meaning |\n|---|---|---|\n{rows}")
+    return "".join(parts)
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(markdown())

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from roll.algorithms.advantages import compute_advantages
-from roll.algorithms.estimators import ADV_ESTIMATORS, AdvantageConfig, return_to_go, token_rewards
+from roll.algorithms.advantages import ADV_ESTIMATORS, AdvantageConfig, compute_advantages, return_to_go, token_rewards
 from roll.configs.names import TURN_ESTIMATORS
 from roll.configs.pipeline import RLVRConfig
 from tests.algorithms.trajectories import single_turns

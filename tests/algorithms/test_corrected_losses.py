@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from roll.algorithms.aggregation import LOSS_AGG_MODES
-from roll.algorithms.correction import complete, diagnostics
-from roll.algorithms.importance import correct
+from roll.algorithms.correction import complete, correct, diagnostics
 from roll.algorithms.losses import LOSSES, LossScale, PolicyLossConfig
 from roll.algorithms.policy_losses import PG_VARIANTS
 from roll.configs.policy import CorrectionOptions, RejectionOptions, WeightOptions

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.algorithms.importance import correct
+from roll.algorithms.correction import correct
 from roll.configs.policy import CorrectionOptions, RejectionOptions, WeightOptions
 
 MASK = torch.tensor([[False, True, True, True], [False, True, True, False]])

@@ -5,15 +5,7 @@ import math
 import pytest
 import torch
 
-from roll.algorithms.masking import (
-    group_index,
-    group_mean,
-    group_std,
-    masked_max,
-    masked_mean,
-    whiten,
-    zero_spread,
-)
+from roll.algorithms.aggregation import group_index, group_mean, group_std, masked_max, masked_mean, whiten, zero_spread
 
 VALUES = torch.tensor([[1.0, 2.0, math.nan], [4.0, math.inf, 5.0]])
 MASK = torch.tensor([[1, 1, 0], [1, 0, 1]])

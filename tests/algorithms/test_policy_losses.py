@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from roll.algorithms.policy_config import PolicyLossConfig
-from roll.algorithms.policy_losses import PG_VARIANTS
+from roll.algorithms.policy_losses import PG_VARIANTS, PolicyLossConfig
 from roll.configs.policy import VARIANT_KNOBS
 from tests.algorithms.batches import random_batch
 

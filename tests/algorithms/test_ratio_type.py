@@ -8,8 +8,7 @@ import torch
 
 from roll.algorithms.aggregation import LOSS_AGG_MODES
 from roll.algorithms.losses import LOSSES, LossScale, PolicyLossConfig
-from roll.algorithms.policy_losses import PG_VARIANTS
-from roll.algorithms.ratio_type import tied_base
+from roll.algorithms.policy_losses import PG_VARIANTS, tied_base
 from tests.algorithms.batches import pad, random_batch, rows
 
 TYPES = ["token", "segment", "sequence"]

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from roll.algorithms.advantages import ADV_ESTIMATORS
 from roll.algorithms.aggregation import LOSS_AGG_MODES
-from roll.algorithms.estimators import ADV_ESTIMATORS
 from roll.algorithms.kl import KL_ESTIMATORS
 from roll.algorithms.losses import LOSSES
 from roll.algorithms.policy_losses import PG_VARIANTS

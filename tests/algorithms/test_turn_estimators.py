@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.algorithms.estimators import ADV_ESTIMATORS, AdvantageConfig
+from roll.algorithms.advantages import ADV_ESTIMATORS, AdvantageConfig
 from roll.configs.agentic_learning import RewardNormalization
 from roll.configs.names import TURN_ESTIMATORS
 from tests.algorithms.trajectories import Trajectory, make_batch

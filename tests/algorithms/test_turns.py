@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from roll.algorithms.estimators import AdvantageConfig
-from roll.algorithms.turns import TURN_KEYS, episodes_of, read_turns
+from roll.algorithms.advantages import AdvantageConfig
+from roll.algorithms.turn_advantages import TURN_KEYS, episodes_of, read_turns
 from tests.algorithms.trajectories import Trajectory, make_batch
 
 PAIR = [Trajectory(0, [1.0, 2.0], [0, 1]), Trajectory(0, [0.0], [0])]

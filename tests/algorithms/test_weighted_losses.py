@@ -10,8 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.algorithms.policy_config import PolicyLossConfig
-from roll.algorithms.policy_losses import PG_VARIANTS
+from roll.algorithms.policy_losses import PG_VARIANTS, PolicyLossConfig
 from tests.algorithms.batches import random_batch
 
 CONFIG = PolicyLossConfig(tis_lower_bound=0.5, tis_upper_bound=2.0)

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from roll.algorithms.advantages import Advantages, compute_advantages
-from roll.algorithms.estimators import AdvantageConfig
-from roll.algorithms.turns import Turns, read_turns
+from roll.algorithms.advantages import AdvantageConfig, Advantages, compute_advantages
+from roll.algorithms.turn_advantages import Turns, read_turns
 
 JUNK = 77.0
 """Stands wherever it must not be read."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from roll.algorithms.policy_config import PolicyLossConfig
+from roll.algorithms.policy_losses import PolicyLossConfig
 from roll.configs.names import GROUP_ESTIMATORS, PG_VARIANTS
 from roll.configs.policy import BEHAVIOR_VARIANTS, FOLLOWING_VARIANTS, RATIO_WEIGHTED_VARIANTS, VARIANT_KNOBS
 from roll.configs.rules import check

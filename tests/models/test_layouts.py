@@ -1,9 +1,18 @@
 import pytest
 import torch
 
-from roll.models.families import EMBEDDING, FAMILIES, stage_rules
 from roll.models.hf_config import decoder_config
-from roll.models.layouts import GatedPair, GroupedQKV, InputSplit, Replicated, Vocabulary, padded_vocabulary
+from roll.models.weight_mapping import (
+    EMBEDDING,
+    FAMILIES,
+    GatedPair,
+    GroupedQKV,
+    InputSplit,
+    Replicated,
+    Vocabulary,
+    padded_vocabulary,
+    stage_rules,
+)
 
 CONFIG = decoder_config(
     {

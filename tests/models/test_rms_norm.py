@@ -1,7 +1,7 @@
 import torch
 import torch.nn.functional as F
 
-from roll.models.rms_norm import rms_norm
+from roll.models.operators import rms_norm
 
 
 def test_value_and_gradient_are_those_of_torch():

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from roll.models.hf_config import decoder_config
-from roll.models.rotary import RotaryTable, rotary_frequencies
+from roll.models.operators import RotaryTable, rotary_frequencies
 
 SCALINGS = {
     "default": {"rope_type": "default", "rope_theta": 1e4},

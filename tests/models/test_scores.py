@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from roll.models import scores
-from roll.models.scores import HeadSpec, head_scores
+from roll.models import fused_linear_logprobs
+from roll.models.fused_linear_logprobs import HeadSpec, head_scores
 
 
 def reference(hidden, weight, targets, tokens, temperature):
@@ -22,8 +22,8 @@ def inputs(rows=7, width=8, padded=16, tokens=11):
 @pytest.mark.parametrize("memory", ["kept", "recomputed in chunks"])
 def test_scores_and_gradients_match_a_full_softmax(temperature, memory, monkeypatch):
     if memory != "kept":
-        monkeypatch.setattr(scores, "KEEP_BYTES", 0)
-        monkeypatch.setattr(scores, "CHUNK_BYTES", 4 * 16 * 3)
+        monkeypatch.setattr(fused_linear_logprobs, "KEEP_BYTES", 0)
+        monkeypatch.setattr(fused_linear_logprobs, "CHUNK_BYTES", 4 * 16 * 3)
     hidden, weight, targets, tokens = inputs()
     log_probs, entropy = head_scores(hidden, weight, targets, HeadSpec(0, tokens, temperature), entropy_gradient=True)
     expected, expected_entropy = reference(hidden, weight, targets, tokens, temperature)

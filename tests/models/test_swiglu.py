@@ -1,7 +1,7 @@
 import torch
 import torch.nn.functional as F
 
-from roll.models.swiglu import swiglu
+from roll.models.operators import swiglu
 
 
 def test_value_and_gradient_are_those_of_its_parts():

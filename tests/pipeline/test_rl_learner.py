@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from roll.algorithms.turns import TURN_KEYS
+from roll.algorithms.turn_advantages import TURN_KEYS
 from roll.configs.agentic_learning import AgenticLearningOptions
 from roll.configs.names import ADV_ESTIMATORS, PG_VARIANTS
 from roll.configs.pipeline import RLVRConfig

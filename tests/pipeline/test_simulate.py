@@ -23,8 +23,7 @@ from roll.pipeline.simulate.text import print_prediction
 from roll.rollout.lengths import response_lengths
 from roll.rollout.simulated_engines import DecodeSpeed
 from roll.rollout.simulation import Outcome, generation_seconds, simulate
-from roll.trackers.jsonl import JsonlTracker
-from roll.trackers.run_json import write_run_json
+from roll.trackers.files import JsonlTracker, write_run_json
 from tests.configs.samples import rlvr
 
 MACHINE = Machine(gpus=8, cores=64)

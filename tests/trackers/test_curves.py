@@ -8,7 +8,7 @@ import pytest
 
 from roll.trackers import curves
 from roll.trackers.curves import draw_curves, series, smooth
-from roll.trackers.jsonl import JsonlTracker
+from roll.trackers.files import JsonlTracker
 
 
 def write(folder: Path, *lines: dict[str, float]) -> None:

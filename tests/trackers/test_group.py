@@ -13,7 +13,7 @@ from roll.configs.errors import ConfigError
 from roll.configs.pipeline import RLVRConfig
 from roll.trackers import make_trackers
 from roll.trackers.base import register_tracker
-from roll.trackers.jsonl import read_metrics
+from roll.trackers.files import read_metrics
 
 
 def test_run_json_says_what_the_run_is_from_the_start_and_how_it_ended_at_the_end(config: RLVRConfig) -> None:

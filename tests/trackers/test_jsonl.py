@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from roll.trackers.jsonl import JsonlTracker, read_metrics
+from roll.trackers.files import JsonlTracker, read_metrics
 
 
 @pytest.fixture

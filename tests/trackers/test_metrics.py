@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from roll.trackers.metrics import sections, undocumented
-from roll.trackers.metrics_page import markdown
+from roll.trackers.metrics import markdown, sections, undocumented
 
 
 def test_no_metric_is_named_twice() -> None:

@@ -17,8 +17,8 @@ from tensordict import TensorDict
 
 from roll.distributed.strategy.megatron_micro_batch import MicroBatch, make_micro_batch
 from roll.models.factory import HiddenStateModel
+from roll.models.fused_linear_logprobs import HeadSpec, head_scores
 from roll.models.hf_config import DecoderConfig
-from roll.models.scores import HeadSpec, head_scores
 
 LossFunction = Callable[[torch.Tensor, torch.Tensor, TensorDict], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """(log_probs [b, T], entropy [b, T], samples) -> (loss, metrics) of one micro-batch."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from roll.configs.layout import ParallelLayout, RankCoordinates
 from roll.configs.seeds import role_seed
 from roll.distributed.ports import serve_store
-from roll.platforms.base import Platform
+from roll.platforms.platform import Platform
 
 
 def join_process_group(

@@ -19,7 +19,7 @@ from roll.distributed.protocol import DataProto
 from roll.distributed.strategy.base import InferenceStrategy, TrainStrategy, WeightSpec
 from roll.distributed.strategy.megatron_parallel import join_process_group, leave_process_group, seed_rank
 from roll.models.hf_config import DecoderConfig, read_hf_config
-from roll.platforms.base import Platform
+from roll.platforms.platform import Platform
 
 if TYPE_CHECKING:
     from roll.distributed.strategy.megatron_forward import LossFunction
@@ -262,7 +262,7 @@ class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
 
 
 def _differentiates_entropy(config: Any) -> bool:
-    from roll.algorithms.policy_config import PolicyLossConfig
+    from roll.algorithms.policy_losses import PolicyLossConfig
 
     return isinstance(config, PolicyLossConfig) and config.needs_entropy_gradient
 

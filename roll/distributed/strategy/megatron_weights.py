@@ -11,9 +11,9 @@ from megatron.core import parallel_state
 
 from roll.distributed.strategy.base import WeightSpec
 from roll.models.factory import HiddenStateModel
-from roll.models.families import TIED_HEAD, Rule
 from roll.models.hf_config import DecoderConfig
 from roll.models.hf_import import rules_of
+from roll.models.weight_mapping import TIED_HEAD, Rule
 
 
 def published_rules(stage: HiddenStateModel, model: DecoderConfig) -> list[Rule]:

@@ -8,9 +8,7 @@ from pathlib import Path
 
 from roll.configs.errors import ConfigError, Problem
 from roll.pipeline.simulate.measured import Batch, Measured, Shape, Times
-from roll.trackers.jsonl import FILE_NAME as METRICS
-from roll.trackers.jsonl import read_metrics
-from roll.trackers.run_json import FILE_NAME as RUN
+from roll.trackers.files import METRICS_FILE, RUN_FILE, read_metrics
 
 WARM_UP_STEPS = 3
 """Steps left out at the start, in which engines warm up; of a run of few steps, a third."""
@@ -29,23 +27,25 @@ def read_run(folder: Path, flag: str) -> Measured:
         ConfigError: the folder is not that of a reinforcement learning run with at least one step.
     """
     try:
-        shape = Shape.of_record(json.loads((folder / RUN).read_text())["config"])
+        shape = Shape.of_record(json.loads((folder / RUN_FILE).read_text())["config"])
     except (FileNotFoundError, NotADirectoryError):
-        raise _wrong(flag, f"{folder} has no {RUN}; give the output_dir of a run") from None
+        raise _wrong(flag, f"{folder} has no {RUN_FILE}; give the output_dir of a run") from None
     except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
-        raise _wrong(flag, f"{folder / RUN} is not the record of an RL run: {type(error).__name__} {error}") from None
+        raise _wrong(
+            flag, f"{folder / RUN_FILE} is not the record of an RL run: {type(error).__name__} {error}"
+        ) from None
     try:
-        lines = [line for line in read_metrics(folder / METRICS) if line.get("step", 0) > 0]
+        lines = [line for line in read_metrics(folder / METRICS_FILE) if line.get("step", 0) > 0]
     except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise _wrong(flag, f"{folder / METRICS} does not hold the steps of a run: {error}") from None
+        raise _wrong(flag, f"{folder / METRICS_FILE} does not hold the steps of a run: {error}") from None
     if not lines:
-        raise _wrong(flag, f"{folder / METRICS} holds no step; let the run make some, for example max_steps=20")
+        raise _wrong(flag, f"{folder / METRICS_FILE} holds no step; let the run make some, for example max_steps=20")
     lines = lines[min(WARM_UP_STEPS, len(lines) // 3) :]
     missing = [name for name in NEEDED if any(not isinstance(line.get(name), int | float) for line in lines)]
     if missing:
-        raise _wrong(flag, f"{folder / METRICS} has steps without {', '.join(missing)}; give a run of `roll run`")
+        raise _wrong(flag, f"{folder / METRICS_FILE} has steps without {', '.join(missing)}; give a run of `roll run`")
     if _median(lines, "rollout/response_length_mean") < 1:
-        raise _wrong(flag, f"{folder / METRICS} has responses of less than 1 token; give a run that answers")
+        raise _wrong(flag, f"{folder / METRICS_FILE} has responses of less than 1 token; give a run that answers")
     return Measured(
         shape=shape,
         times=_times(lines),
@@ -73,7 +73,7 @@ def synchronous(measured: Measured, folder: Path) -> Measured:
             f"part is measured alone, and name this one with --overlap",
         )
     if measured.times.generate <= 0:
-        raise _wrong("--from", f"{folder / METRICS} says of no step how long generation took (time/generate)")
+        raise _wrong("--from", f"{folder / METRICS_FILE} says of no step how long generation took (time/generate)")
     return measured
 
 

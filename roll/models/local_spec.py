@@ -22,9 +22,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from roll.models.rms_norm import rms_norm
-from roll.models.rotary import RotaryTable
-from roll.models.swiglu import swiglu
+from roll.models.operators import RotaryTable, rms_norm, swiglu
 
 
 class RMSNorm(torch.nn.Module):

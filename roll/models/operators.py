@@ -1,4 +1,4 @@
-"""The rotary position embedding: its frequencies, and the rotation of queries and keys."""
+"""The root-mean-square norm, with a backward pass written out for the CPU."""
 
 from __future__ import annotations
 
@@ -6,8 +6,45 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from roll.models.hf_config import RotaryConfig
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """The norm x / sqrt(mean(x^2) + epsilon) * weight over the last dimension.
+
+    On a CPU torch has no fused kernel and differentiates its parts one by one; for fp32 the gradient is written out
+    here, which takes half the time. Elsewhere torch's own operator runs.
+
+    Args:
+        x: [..., H].
+        weight: [H].
+        epsilon: added to the mean square.
+    """
+    if x.device.type == "cpu" and x.dtype == torch.float32:
+        return _RMSNorm.apply(x, weight, epsilon)
+    return F.rms_norm(x, (x.shape[-1],), weight, epsilon)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        scale = norm.square_().div_(x.shape[-1]).add_(epsilon).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (x * scale).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        """With u = x * scale: dw = sum(g u), dx = scale (g w - u mean(g w u))."""
+        x, weight, scale = ctx.saved_tensors
+        unit = x * scale
+        product = (gradient * unit).flatten(0, -2)
+        mean = torch.mv(product, weight).div_(x.shape[-1]).view(scale.shape)
+        weight_gradient = product.sum(0)
+        x_gradient = torch.mul(gradient, weight).sub_(unit.mul_(mean)).mul_(scale)
+        return x_gradient, weight_gradient, None
 
 
 def rotary_frequencies(rotary: RotaryConfig, head_size: int) -> torch.Tensor:
@@ -73,3 +110,30 @@ def _turn(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, direction: 
     out_first.addcmul_(second, sine, value=-direction)
     torch.mul(second, cosine, out=out_second)
     out_second.addcmul_(first, sine, value=direction)
+
+
+def swiglu(x: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up of [..., 2F] = [gate, up]; [..., F].
+
+    The gradient is written into one [..., 2F] tensor, where autograd would make two and join them.
+    """
+    return _SwiGLU.apply(x)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        activated = F.silu(gate)
+        ctx.save_for_backward(x, activated)
+        return activated * up
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        x, activated = ctx.saved_tensors
+        gate, up = x.chunk(2, dim=-1)
+        joined = torch.empty_like(x)
+        of_gate, of_up = joined.chunk(2, dim=-1)
+        torch.mul(gradient, activated, out=of_up)
+        torch.ops.aten.silu_backward.grad_input(gradient * up, gate, grad_input=of_gate)
+        return joined
