@@ -1,10 +1,15 @@
-"""What the policy loss needs to know, typed and picklable: it travels from the driver to every training rank."""
+"""Policy-gradient losses per token, by name (`pg_variant`), and the settings of the policy loss.
+
+A variant is one function registered in PG_VARIANTS. It gets whole samples (b samples of T padded tokens), so that it
+can compute sequence-level ratios, and returns values per token. The `policy` loss in `roll.algorithms.losses` applies
+the correction weights and the mask and aggregates the result; values outside the response mask are ignored.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -12,65 +17,46 @@ from torch import Tensor
 from roll.algorithms.aggregation import masked, masked_sum
 from roll.algorithms.kl import LOG_RATIO_CLAMP
 from roll.algorithms.registry import Registry
-from roll.configs.agentic_learning import keys_of
+from roll.configs.agentic import AgenticConfig
 from roll.configs.pipeline import RLConfig
-from roll.configs.policy import CorrectionOptions, proximal_source, ratio_base
+from roll.configs.policy import PolicyOptions, proximal_source, ratio_base
 
 
-@dataclass(frozen=True)
-class PolicyLossConfig:
-    """Settings of the `policy` loss, under the names and meanings of the YAML keys, none of them `auto`."""
+@dataclass
+class PolicyLossConfig(PolicyOptions):
+    """Settings of the `policy` loss: the YAML keys of `PolicyOptions`, with every `auto` resolved, and two more.
 
-    pg_variant: str = "ppo"
-    pg_ratio_base: str = "proximal"
-    old_log_probs_source: str = "recompute"
-    ratio_type: str = "token"
-    correction: CorrectionOptions = field(default_factory=CorrectionOptions)
-    pg_clip_low: float = 0.2
-    pg_clip_high: float = 0.2
-    dual_clip_loss: bool = False
-    dual_clip_c: float = 3.0
-    gspo_clip_low: float = 3e-4
-    gspo_clip_high: float = 4e-4
-    tis_lower_bound: float = 0.0
-    tis_upper_bound: float = 1.0
-    topr_positive_weight: float = 1.0
-    topr_negative_weight: float = 1.0
-    topr_level: str = "token"
-    cispo_epsilon_low: float = 0.1
-    cispo_epsilon_high: float = 0.1
-    cispo_use_unified_mask: bool = False
-    kimi15_tau: float = 0.1
-    loss_agg_mode: str = "seq-mean-token-mean"
-    entropy_loss_coef: float = 0.0
-    use_kl_loss: bool = False
-    kl_loss_coef: float = 0.0
-    kl_penalty: str = "k3"
+    The driver sends it to every training rank, so it must be picklable.
+
+    Attributes:
+        pg_variant: key of actor_train, a name of PG_VARIANTS.
+        ratio_type: key of agentic runs; other runs use the default.
+    """
+
+    old_log_probs_source: Literal["auto", "behavior", "recompute"] = "recompute"
+    pg_ratio_base: Literal["auto", "behavior", "proximal"] = "proximal"
+    pg_variant: str = field(kw_only=True)
+    ratio_type: Literal["token", "segment", "sequence"] = AgenticConfig.ratio_type
 
     @classmethod
     def from_config(cls, config: RLConfig) -> PolicyLossConfig:
-        """The settings of a run; `pg_variant` is actor_train's, all others stand at the top level.
-
-        A run without turns has no `ratio_type`; its ratios are those of tokens.
-        """
+        """The settings of a run."""
+        shared: dict[str, Any] = {
+            item.name: getattr(config, item.name) for item in fields(cls) if hasattr(config, item.name)
+        }
         variant = config.actor_train.pg_variant
         source = proximal_source(config, variant, config.async_generation_ratio)
-        settled: dict[str, Any] = {
-            "pg_variant": variant,
-            "old_log_probs_source": source,
-            "pg_ratio_base": ratio_base(config, variant, source),
-        }
-        shared = {name: getattr(config, name) for name in keys_of(cls, config) if name not in settled}
-        return cls(**settled, **shared)
+        base = ratio_base(config, variant, source)
+        return cls(**shared | {"pg_variant": variant, "old_log_probs_source": source, "pg_ratio_base": base})
 
     @property
     def needs_entropy_gradient(self) -> bool:
-        """Whether the loss differentiates the entropy; without it, one computed under no_grad is enough."""
+        """Whether the loss differentiates the entropy; otherwise it may be computed under no_grad."""
         return self.entropy_loss_coef != 0.0
 
     @property
     def bypass(self) -> bool:
-        """Whether there is no proximal policy: the correction compares the current policy with the sampling one."""
+        """Whether there is no proximal policy, so that the correction compares the current with the sampling policy."""
         return self.old_log_probs_source == "behavior"
 
     @property
@@ -80,18 +66,18 @@ class PolicyLossConfig:
 
     @property
     def base_key(self) -> str:
-        """The tensor of a batch that the ratio is taken against."""
+        """Name of the batch tensor that holds log base, the denominator of the ratio."""
         return "behavior_log_probs" if self.pg_ratio_base == "behavior" else "old_log_probs"
 
 
 @dataclass(frozen=True)
 class TokenLosses:
-    """What a variant returns, each [b, T].
+    """Result of a variant, each [b, T].
 
     Attributes:
         loss: loss of each token, with gradient.
-        ratio: pi / base as the variant uses it before any clipping, detached; reported.
-        clipped: tokens whose loss a clip bounds, so that they pass no gradient or a bounded one; reported.
+        ratio: pi / base as the variant uses it, before clipping, detached; for metrics.
+        clipped: bool, tokens whose loss is clipped, so that their gradient is zero or bounded; for metrics.
     """
 
     loss: Tensor
@@ -106,33 +92,33 @@ PG_VARIANTS: Registry[PolicyLoss] = Registry("pg_variant")
 
 def policy_ratio(log_probs: Tensor, base_log_probs: Tensor, response_mask: Tensor) -> Tensor:
     """The ratio r = exp(clamp(log pi - log base, +-LOG_RATIO_CLAMP)) [b, T], exactly 1 outside the mask."""
-    return bounded_exp(masked(log_probs - base_log_probs, response_mask))
+    return clamped_exp(masked(log_probs - base_log_probs, response_mask))
 
 
-def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """exp(clamp(x, +-LOG_RATIO_CLAMP)): finite whatever x is."""
+def clamped_exp(log_ratio: Tensor) -> Tensor:
+    """exp(clamp(x, +-LOG_RATIO_CLAMP)), finite for any x."""
     return log_ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
 
 
-def tied_base(
+def sequence_ratio_base(
     log_probs: Tensor, base_log_probs: Tensor, response_mask: Tensor, ratio_type: str, turn_index: Tensor | None = None
 ) -> Tensor:
-    """What to take the ratio against, so that it is of `ratio_type`.
+    """Replaces log base so that log pi minus it is the log ratio of the token's turn or sample (`ratio_type`).
 
-    For segment and sequence it is sg[log pi_t] - m, where m is the mean of sg[log pi - log base] over the response
-    tokens of the token's turn or sample, clamped to +-LOG_RATIO_CLAMP. The log ratio is then m, the same for all of
-    them, and its gradient is that of the token's own log pi_t. Source: GSPO (arXiv 2507.18071), its token-level form.
+    For `segment` and `sequence` it is sg[log pi_t] - m, where m is the mean of sg[log pi - log base] over the response
+    tokens of the token's turn or sample, clamped to +-LOG_RATIO_CLAMP. All tokens then have the log ratio m, and the
+    gradient flows through each token's own log pi_t. Source: GSPO (arXiv 2507.18071) section 4.3, GSPO-token.
 
     Args:
         log_probs: log pi [b, T].
         base_log_probs: log base [b, T].
         response_mask: [b, T].
-        ratio_type: token, segment or sequence.
+        ratio_type: token, segment (a turn) or sequence (a sample).
         turn_index: [b, T] the turn of each response token; needed for segment.
 
     Returns:
-        [b, T]: `base_log_probs` itself for token; else float64 without gradient, so that the difference to log pi is
-        m to more digits than float32 leaves of it.
+        [b, T]: `base_log_probs` unchanged for token; otherwise float64 without gradient, because in float32 the
+        difference to log pi would lose digits of m.
 
     Raises:
         ValueError: segment without `turn_index`.
@@ -144,27 +130,46 @@ def tied_base(
     elif turn_index is not None:
         units = turn_index.clamp(min=0)
     else:
-        raise ValueError("ratio_type: segment needs the tensor turn_index [b, T] of the batch; got none")
+        raise ValueError("ratio_type: segment needs the tensor turn_index [b, T] in the batch; got none")
     current = log_probs.detach().double()
-    mean = _mean_of_unit(masked(current - base_log_probs, response_mask), response_mask, units)
+    mean = _unit_mean(masked(current - base_log_probs, response_mask), response_mask, units)
     return current - mean.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
 
 
-def _mean_of_unit(values: Tensor, mask: Tensor, units: Tensor) -> Tensor:
-    """[b, T] mean of values over the tokens of the mask that share a token's row and unit; values are 0 elsewhere."""
+def _unit_mean(values: Tensor, mask: Tensor, units: Tensor) -> Tensor:
+    """[b, T] mean over the masked tokens of the same row and unit; `values` must be 0 outside the mask."""
     sums = values.new_zeros(values.shape[0], int(units.max()) + 1 if units.numel() else 1)
     counts = sums.clone().scatter_add_(1, units, mask.to(values.dtype))
     sums.scatter_add_(1, units, values)
     return (sums / counts.clamp(min=1)).gather(1, units)
 
 
+# Variants that clip the ratio and differentiate through it: the clip bounds the size of an update.
+
+
 @dataclass(frozen=True)
 class Clip:
-    """Bounds of a ratio: [1 - low, 1 + high], and where A < 0 a loss of at most `dual` times |A|, if given."""
+    """Bounds of a ratio, [1 - low, 1 + high]; with `dual`, the loss is at most dual |A| where A < 0."""
 
     low: float
     high: float
     dual: float | None = None
+
+
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip: Clip) -> TokenLosses:
+    """PPO's loss for a given ratio [b, T]; see `ppo`."""
+    unclipped = -ratio * advantages
+    bounded = -ratio.clamp(1 - clip.low, 1 + clip.high) * advantages
+    loss, clipped = torch.maximum(unclipped, bounded), bounded > unclipped
+    if clip.dual is not None:
+        ceiling = -clip.dual * advantages
+        capped = (advantages < 0) & (loss > ceiling)
+        loss, clipped = torch.where(capped, ceiling, loss), clipped | capped
+    return TokenLosses(loss, ratio.detach(), clipped)
+
+
+def _ppo_clip(config: PolicyLossConfig) -> Clip:
+    return Clip(config.pg_clip_low, config.pg_clip_high, config.dual_clip_c if config.dual_clip_loss else None)
 
 
 @PG_VARIANTS.register("ppo")
@@ -193,10 +198,11 @@ def decoupled_ppo(
     scores: Tensor | None,
     config: PolicyLossConfig,
 ) -> TokenLosses:
-    """PPO against the proximal policy: the clip measures this update, the correction weight p / mu the data's age.
+    """PPO against the proximal policy p; the weight p / mu corrects for stale samples.
 
-    The weight is that of the correction block, which the configuration turns on for this variant and the `policy` loss
-    multiplies on every token. Source: Hilton et al. 2021 (arXiv 2110.00641); AReaL (arXiv 2505.24298).
+    The configuration turns on the weights of the `correction` section for this variant, and the `policy` loss
+    multiplies them in, so the formula here is that of `ppo`. Source: Hilton et al. 2021 (arXiv 2110.00641); AReaL
+    (arXiv 2505.24298).
     """
     return clipped_surrogate(policy_ratio(log_probs, base_log_probs, response_mask), advantages, _ppo_clip(config))
 
@@ -210,30 +216,17 @@ def gspo(
     scores: Tensor | None,
     config: PolicyLossConfig,
 ) -> TokenLosses:
-    """PPO's loss of r_t = sg[s] pi_t / sg[pi_t], where s = exp(mean_t(log pi - log base)) is the response's ratio.
+    """PPO's loss with r_t = sg[s] pi_t / sg[pi_t], where s = exp(mean_t(log pi - log base)) is the sequence ratio.
 
-    All tokens of a response share the value of the ratio, and are clipped or not together; the gradient flows through
-    each token's own log-prob. Source: GSPO (arXiv 2507.18071), its token-level form.
+    All tokens of a response have the same ratio and are clipped together; the gradient flows through each token's own
+    log-prob. Source: GSPO (arXiv 2507.18071) section 4.3, GSPO-token.
     """
-    base = tied_base(log_probs, base_log_probs, response_mask, "sequence")
+    base = sequence_ratio_base(log_probs, base_log_probs, response_mask, "sequence")
     ratio = policy_ratio(log_probs, base, response_mask).to(log_probs.dtype)
     return clipped_surrogate(ratio, advantages, Clip(config.gspo_clip_low, config.gspo_clip_high))
 
 
-def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip: Clip) -> TokenLosses:
-    """PPO's loss of a given ratio [b, T]; see `ppo`."""
-    free = -ratio * advantages
-    bounded = -ratio.clamp(1 - clip.low, 1 + clip.high) * advantages
-    loss, clipped = torch.maximum(free, bounded), bounded > free
-    if clip.dual is not None:
-        ceiling = -clip.dual * advantages
-        capped = (advantages < 0) & (loss > ceiling)
-        loss, clipped = torch.where(capped, ceiling, loss), clipped | capped
-    return TokenLosses(loss, ratio.detach(), clipped)
-
-
-def _ppo_clip(config: PolicyLossConfig) -> Clip:
-    return Clip(config.pg_clip_low, config.pg_clip_high, config.dual_clip_c if config.dual_clip_loss else None)
+# Variants that differentiate log pi: REINFORCE, with a detached weight or a penalty for stale samples.
 
 
 @PG_VARIANTS.register("vanilla")
@@ -245,7 +238,7 @@ def vanilla(
     scores: Tensor | None,
     config: PolicyLossConfig,
 ) -> TokenLosses:
-    """-A log pi (REINFORCE, Williams 1992): no ratio enters, so stale data is not corrected for."""
+    """-A log pi (REINFORCE, Williams 1992); uses no ratio, so it does not correct for stale samples."""
     ratio = policy_ratio(log_probs, base_log_probs, response_mask).detach()
     return TokenLosses(-advantages * log_probs, ratio, torch.zeros_like(ratio, dtype=torch.bool))
 
@@ -262,7 +255,7 @@ def tis(
     """-sg(clip(r, lower, upper)) A log pi: truncated importance sampling (Ionides 2008), per token.
 
     Between the bounds the gradient is that of -r A; the upper bound trades variance for bias. Source of the form for
-    policies: IMPALA (arXiv 1802.01561) section 4.
+    policy gradients: IMPALA (arXiv 1802.01561) section 4.
     """
     ratio = policy_ratio(log_probs, base_log_probs, response_mask).detach()
     weight = ratio.clamp(config.tis_lower_bound, config.tis_upper_bound)
@@ -278,11 +271,11 @@ def topr(
     scores: Tensor | None,
     config: PolicyLossConfig,
 ) -> TokenLosses:
-    """-w_pos A log pi for responses of score s > 0, -w_neg sg(clip(r, 0, 1)) A log pi for the others.
+    """-w_pos A log pi for responses with score s > 0, -w_neg sg(clip(r, 0, 1)) A log pi for the others.
 
-    What was good is imitated at full weight; what was bad is pushed away only as far as the policy still does it.
-    `topr_level: sequence` takes r from the summed log ratio of the response, as the paper does. Source: Le Roux et al.
-    2025 (arXiv 2503.14286).
+    Responses with a negative score lose weight as the policy becomes less likely to produce them. `topr_level:
+    sequence` takes r from the summed log ratio of the response, as in the paper. Source: Le Roux et al. 2025 (arXiv
+    2503.14286).
 
     Raises:
         ValueError: `scores` is None.
@@ -292,10 +285,10 @@ def topr(
     log_ratio = masked(log_probs - base_log_probs, response_mask).detach()
     if config.topr_level == "sequence":
         log_ratio = masked_sum(log_ratio, response_mask, dim=-1)[:, None].expand_as(log_ratio)
-    ratio = bounded_exp(masked(log_ratio, response_mask))
+    ratio = clamped_exp(masked(log_ratio, response_mask))
     positive = (scores > 0)[:, None]
-    tapered = config.topr_negative_weight * ratio.clamp(max=1.0)
-    weight = torch.where(positive, torch.full_like(ratio, config.topr_positive_weight), tapered)
+    negative_weight = config.topr_negative_weight * ratio.clamp(max=1.0)
+    weight = torch.where(positive, torch.full_like(ratio, config.topr_positive_weight), negative_weight)
     return TokenLosses(-weight * advantages * log_probs, ratio, ~positive & (ratio > 1))
 
 
@@ -308,7 +301,7 @@ def cispo(
     scores: Tensor | None,
     config: PolicyLossConfig,
 ) -> TokenLosses:
-    """-sg(clip(r, 1 - eps_low, 1 + eps_high)) A log pi: the weight is clipped, and no token loses its gradient.
+    """-sg(clip(r, 1 - eps_low, 1 + eps_high)) A log pi: clips the weight, so every token keeps a gradient.
 
     With `cispo_use_unified_mask` tokens with (A > 0 and r > 1 + eps_high) or (A < 0 and r < 1 - eps_low) have no loss,
     as in PPO. Source: MiniMax-M1 (arXiv 2506.13585) eq. 4-5, and its unified formulation for the mask.
@@ -332,10 +325,10 @@ def kimi15(
     scores: Tensor | None,
     config: PolicyLossConfig,
 ) -> TokenLosses:
-    """-A log pi + (tau / 2) (log pi - log base)^2: nothing is weighted; a square tethers the policy to its base.
+    """-A log pi + (tau / 2) (log pi - log base)^2: no weights; a squared penalty keeps the policy near its base.
 
     Source: Kimi k1.5 (arXiv 2501.12599) section 2.3.2, per token.
     """
     log_ratio = masked(log_probs - base_log_probs, response_mask)
     loss = -advantages * log_probs + 0.5 * config.kimi15_tau * log_ratio**2
-    return TokenLosses(loss, bounded_exp(log_ratio).detach(), torch.zeros_like(loss, dtype=torch.bool))
+    return TokenLosses(loss, clamped_exp(log_ratio).detach(), torch.zeros_like(loss, dtype=torch.bool))

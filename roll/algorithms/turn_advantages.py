@@ -1,7 +1,12 @@
-"""The turns of a batch of trajectories, and the trajectories themselves, each counted once.
+"""Batches of multi-turn trajectories, and the advantage estimators that assign one advantage to all tokens of a turn.
 
-A sample is a whole trajectory of up to K turns, or one turn of it (step sampling: K is 1, and several samples share a
-trajectory). Samples without response tokens are padding and count for nothing.
+A sample is a whole trajectory of up to K turns, or a single turn of one (step sampling: K is 1, and several samples
+belong to one trajectory). Samples without response tokens are padding and are ignored.
+
+In the estimators, r_k is the reward of turn k minus the KL penalty of its tokens, and R is the score of the trajectory
+minus the KL penalty of all its tokens. `reward_normalization` defines norm(x; groups) = (x - mean) / (std + EPSILON),
+with mean and std over the groups, over the batch, or left out; the result is exactly 0 for values that are alone or
+whose standard deviation is at most EPSILON.
 """
 
 from __future__ import annotations
@@ -13,24 +18,24 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from roll.algorithms.aggregation import EPSILON, deviation, masked, normalize, tells_nothing
+from roll.algorithms.aggregation import EPSILON, masked, normalize, std_divisor, zero_variance
 from roll.configs.agentic_learning import RewardNormalization
 
 if TYPE_CHECKING:
-    from roll.algorithms.advantages import AdvantageConfig, Shaped
+    from roll.algorithms.advantages import AdvantageConfig, RewardBatch
 
 
 @dataclass(frozen=True)
 class Turns:
-    """What a batch says about turns.
+    """Tensors that describe the turns of a batch.
 
     Attributes:
-        turn_index: [B, T] int64, the turn of each response token, from 0 within its sample; -1 elsewhere.
-        turn_rewards: [B, K] float32, what the environment gave for each turn; 0 behind the last.
+        turn_index: [B, T] int64, the turn of each response token, counted from 0 in its sample; -1 elsewhere.
+        turn_rewards: [B, K] float32, the environment's reward for each turn; 0 after the last.
         turn_count: [B] int64.
-        state_ids: [B, K] int64, equal where two turns of one group began in the same state; -1 behind the last.
-        trajectory_ids: [B] int64. Samples of one trajectory stand in the order of its turns.
-        tag_ids: [B] int64, the kind of environment.
+        state_ids: [B, K] int64, equal for turns of one group that began in the same state; -1 after the last.
+        trajectory_ids: [B] int64; the samples of one trajectory are in the order of its turns.
+        tag_ids: [B] int64, the environment tag.
     """
 
     turn_index: Tensor
@@ -42,14 +47,14 @@ class Turns:
 
 
 TURN_KEYS = tuple(item.name for item in fields(Turns))
-"""The tensors of a batch that `read_turns` takes."""
+"""Names of the batch tensors that `read_turns` reads."""
 
 
 def read_turns(batch: Mapping[str, Tensor]) -> Turns | None:
-    """The turns of a batch; None where it has no `turn_index`.
+    """The turns of a batch; None if it has no `turn_index`.
 
     Raises:
-        ValueError: some of the tensors are there and some are not.
+        ValueError: only some of the tensors are present.
     """
     present = set(batch.keys())
     if "turn_index" not in present:
@@ -61,7 +66,7 @@ def read_turns(batch: Mapping[str, Tensor]) -> Turns | None:
 
 
 def check_turns(turns: Turns, scores: Tensor, groups: Tensor, response_mask: Tensor) -> None:
-    """Refuses turns that contradict the rest of the batch.
+    """Checks that the turns are consistent with the rest of the batch.
 
     Raises:
         ValueError: a response token belongs to no turn, a turn has no finite reward or no state, or samples of one
@@ -70,15 +75,15 @@ def check_turns(turns: Turns, scores: Tensor, groups: Tensor, response_mask: Ten
     mask = response_mask.bool()
     live = mask.any(-1)
     columns = torch.arange(turns.turn_rewards.shape[1], device=mask.device)
-    there = (columns < turns.turn_count[:, None]) & live[:, None]
+    present = (columns < turns.turn_count[:, None]) & live[:, None]
     turn = turns.turn_index
     _refuse((mask & ((turn < 0) | (turn >= turns.turn_count[:, None]))).any(-1), "have response tokens of no turn")
     _refuse(live & (turns.turn_count > len(columns)), f"have more turns than the {len(columns)} of turn_rewards")
-    _refuse((there & ~turns.turn_rewards.isfinite()).any(-1), "have turn_rewards that are not finite")
-    _refuse((there & (turns.state_ids < 0)).any(-1), "have turns without a state (state_ids below 0)")
+    _refuse((present & ~turns.turn_rewards.isfinite()).any(-1), "have turn_rewards that are not finite")
+    _refuse((present & (turns.state_ids < 0)).any(-1), "have turns without a state (state_ids below 0)")
     episodes = episodes_of(mask, turns)
     for name, values in (("scores", scores), ("group_ids", groups)):
-        differs = live & (values != episodes.spread(episodes.once(values)))
+        differs = live & (values != episodes.to_samples(episodes.per_episode(values)))
         _refuse(differs, f"differ in {name} from the first sample of their trajectory")
 
 
@@ -89,57 +94,64 @@ def _refuse(bad: Tensor, what: str) -> None:
 
 @dataclass(frozen=True)
 class Episodes:
-    """The E trajectories of a batch, in whatever number of samples each of them stands.
+    """The E episodes of a batch: its trajectories, or its samples if it has no turns.
 
     Attributes:
-        rows: [E] int64, the first sample of each.
-        of_row: [B] int64, whose each sample is; -1 for padding.
+        rows: [E] int64, the first sample of each episode.
+        of_row: [B] int64, the episode of each sample; -1 for padding.
     """
 
     rows: Tensor
     of_row: Tensor
 
-    def once(self, values: Tensor) -> Tensor:
-        """[E] of values [B] on which the samples of a trajectory agree."""
+    def per_episode(self, values: Tensor) -> Tensor:
+        """[E] from values [B] that are equal for all samples of an episode."""
         return values[self.rows]
 
-    def numbers(self, ids: Tensor) -> Tensor:
-        """[E] group numbers from 0 on, from ids [B]."""
-        return self.once(ids).unique(return_inverse=True)[1]
+    def group_numbers(self, ids: Tensor) -> Tensor:
+        """[E] group numbers from 0, from ids [B]."""
+        return _consecutive(self.per_episode(ids))
 
-    def total(self, values: Tensor) -> Tensor:
-        """[E] sums of values [B] over the samples of each trajectory."""
+    def sum_samples(self, values: Tensor) -> Tensor:
+        """[E] sums of values [B] over the samples of each episode."""
         live = self.of_row >= 0
         return values.new_zeros(len(self.rows)).index_add_(0, self.of_row[live], values[live])
 
-    def spread(self, values: Tensor) -> Tensor:
-        """[B] from values [E]: each sample has its trajectory's, padding has 0."""
+    def to_samples(self, values: Tensor) -> Tensor:
+        """[B] from values [E]: each sample gets the value of its episode, padding gets 0."""
         return torch.cat([values, values.new_zeros(1)])[self.of_row]
 
 
 def episodes_of(response_mask: Tensor, turns: Turns | None) -> Episodes:
-    """The trajectories of a batch with response_mask [B, T]; without turns every sample is one, padding or not."""
-    everyone = torch.arange(len(response_mask), device=response_mask.device)
+    """The episodes of a batch with response_mask [B, T]; without turns every sample is one, including padding."""
+    samples = torch.arange(len(response_mask), device=response_mask.device)
     if turns is None:
-        return Episodes(everyone, everyone)
-    live = everyone[response_mask.bool().any(-1)]
-    ids, episode = turns.trajectory_ids[live].unique(return_inverse=True)
-    of_row = torch.full_like(everyone, -1)
+        return Episodes(samples, samples)
+    live = samples[response_mask.bool().any(-1)]
+    episode = _consecutive(turns.trajectory_ids[live])
+    of_row = torch.full_like(samples, -1)
     of_row[live] = episode
-    first = everyone.new_full((len(ids),), len(everyone)).scatter_reduce_(0, episode, live, "amin")
+    count = int(episode.max()) + 1 if len(episode) else 0
+    first = samples.new_full((count,), len(samples)).scatter_reduce_(0, episode, live, "amin")
     return Episodes(first, of_row)
+
+
+def _consecutive(ids: Tensor) -> Tensor:
+    """Numbers from 0 without gaps, in the order of the ids [n]; equal where the ids are equal."""
+    numbers: Tensor = torch.unique(ids, return_inverse=True)[1]
+    return numbers
 
 
 @dataclass(frozen=True)
 class TurnList:
-    """N turns: those of each sample in order, samples in the batch's order, padding left out.
+    """The N turns of a batch as a flat list: in order within each sample, samples in batch order, without padding.
 
     Attributes:
-        rows: [N] the sample a turn stands in.
-        columns: [N] its number within the sample.
-        episode: [N] its trajectory, as `Episodes` numbers them.
-        position: [N] its number within the trajectory.
-        last: [N] bool, whether it is the trajectory's last.
+        rows: [N] the sample that contains the turn.
+        columns: [N] the index of the turn in that sample.
+        episode: [N] its trajectory, as numbered by `Episodes`.
+        position: [N] the index of the turn in the trajectory.
+        last: [N] bool, whether it is the last turn of the trajectory.
     """
 
     rows: Tensor
@@ -149,25 +161,25 @@ class TurnList:
     last: Tensor
 
     @classmethod
-    def of(cls, shaped: Shaped, turns: Turns) -> TurnList:
+    def of(cls, batch: RewardBatch, turns: Turns) -> TurnList:
         """The turns of a batch."""
-        of_row = shaped.episodes.of_row
+        of_row = batch.episodes.of_row
         numbers = torch.arange(turns.turn_rewards.shape[1], device=of_row.device)
-        there = (numbers < turns.turn_count[:, None]) & (of_row >= 0)[:, None]
-        rows, columns = there.nonzero(as_tuple=True)
+        present = (numbers < turns.turn_count[:, None]) & (of_row >= 0)[:, None]
+        rows, columns = present.nonzero(as_tuple=True)
         episode = of_row[rows]
         order = episode.argsort(stable=True)
-        counts = torch.bincount(episode, minlength=len(shaped.episodes.rows))
+        counts = torch.bincount(episode, minlength=len(batch.episodes.rows))
         position = torch.empty_like(episode)
         position[order] = torch.arange(len(order), device=of_row.device) - (counts.cumsum(0) - counts)[episode[order]]
         return cls(rows, columns, episode, position, position == counts[episode] - 1)
 
-    def totals(self, values: Tensor, episodes: int) -> Tensor:
-        """[E] sums of values [N] over the turns of each of E trajectories."""
+    def sum_turns(self, values: Tensor, episodes: int) -> Tensor:
+        """[E] sums of values [N] over the turns of each of the E trajectories."""
         return values.new_zeros(episodes).index_add_(0, self.episode, values)
 
     def discounted(self, rewards: Tensor, gamma: float) -> Tensor:
-        """G_k = r_k + gamma G_{k+1} [N] over the turns of each trajectory, from rewards r [N]."""
+        """Returns G_k = r_k + gamma G_{k+1} [N] within each trajectory, from rewards r [N]."""
         if not len(rewards):
             return rewards
         table = rewards.new_zeros(int(self.episode.max()) + 1, int(self.position.max()) + 1)
@@ -177,26 +189,26 @@ class TurnList:
         return table[self.episode, self.position]
 
 
-def turn_rewards(shaped: Shaped, turns: Turns, listed: TurnList) -> Tensor:
-    """The reward r [N] of each turn less the KL penalty of its tokens."""
-    penalties = torch.zeros_like(turns.turn_rewards, dtype=shaped.token_kl.dtype)
-    penalties.scatter_add_(1, turns.turn_index.clamp(min=0), masked(shaped.token_kl, shaped.response_mask))
+def turn_rewards(batch: RewardBatch, turns: Turns, listed: TurnList) -> Tensor:
+    """The reward r [N] of each turn minus the KL penalty of its tokens."""
+    penalties = torch.zeros_like(turns.turn_rewards, dtype=batch.token_kl.dtype)
+    penalties.scatter_add_(1, turns.turn_index.clamp(min=0), masked(batch.token_kl, batch.response_mask))
     return (turns.turn_rewards.float() - penalties)[listed.rows, listed.columns]
 
 
-def on_tokens(values: Tensor, shaped: Shaped, turns: Turns, listed: TurnList) -> Tensor:
-    """[B, T] from values of turns [N]: every response token has its turn's, all others have 0."""
+def to_tokens(values: Tensor, batch: RewardBatch, turns: Turns, listed: TurnList) -> Tensor:
+    """[B, T] from values of turns [N]: every response token gets the value of its turn, all other tokens get 0."""
     table = values.new_zeros(turns.turn_rewards.shape)
     table[listed.rows, listed.columns] = values
-    return masked(table.gather(1, turns.turn_index.clamp(min=0)), shaped.response_mask)
+    return masked(table.gather(1, turns.turn_index.clamp(min=0)), batch.response_mask)
 
 
-def gigpo(shaped: Shaped, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
+def gigpo(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
     """A of turn k = w_e norm(R; grouping) + w_s norm(G_k; states), with G_k = r_k + step_reward_gamma G_{k+1}.
 
-    w_e is `episode_reward_weight`, w_s `step_reward_weight`. The first term compares whole episodes; the second what
-    became of turns that began in the same state, so a turn whose state nobody else of its group met has none. Source:
-    GiGPO (Feng et al. 2025, arXiv 2505.10978).
+    w_e is `episode_reward_weight`, w_s `step_reward_weight`. The first term compares trajectories; the second compares
+    turns that began in the same state, and is 0 for a state that only one turn of the group began in. Source: GiGPO
+    (Feng et al. 2025, arXiv 2505.10978) section 4.
 
     Returns:
         Advantages [B, T], and G of each token's turn [B, T].
@@ -204,20 +216,20 @@ def gigpo(shaped: Shaped, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: the batch has no turns.
     """
-    turns, listed = _turns(shaped, "gigpo")
-    returns = listed.discounted(turn_rewards(shaped, turns, listed), config.step_reward_gamma)
+    turns, listed = _turns(batch, "gigpo")
+    returns = listed.discounted(turn_rewards(batch, turns, listed), config.step_reward_gamma)
     norm = config.reward_normalization
-    episodes = _normalized(shaped.episode_rewards, shaped.episodes.once(_group_ids(shaped, turns, norm)), norm)
+    episodes = _normalized(batch.episode_rewards, batch.episodes.per_episode(_group_ids(batch, turns, norm)), norm)
     steps = _normalized(returns, turns.state_ids[listed.rows, listed.columns], norm)
-    worth = config.episode_reward_weight * episodes[listed.episode] + config.step_reward_weight * steps
-    return on_tokens(worth, shaped, turns, listed), on_tokens(returns, shaped, turns, listed)
+    advantage = config.episode_reward_weight * episodes[listed.episode] + config.step_reward_weight * steps
+    return to_tokens(advantage, batch, turns, listed), to_tokens(returns, batch, turns, listed)
 
 
-def step_reinforce(shaped: Shaped, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
+def step_reinforce(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
     """A of turn k = norm(G_k; grouping), with G_k = r_k + step_reward_gamma G_{k+1}: REINFORCE over turns.
 
-    The normalisation is over turns, so a long trajectory counts for more than a short one. Source: Williams 1992, with
-    a turn as the action.
+    Mean and std are over turns, so a long trajectory has more weight in them than a short one. Source: Williams 1992,
+    with a turn as the action.
 
     Returns:
         Advantages [B, T], and G of each token's turn [B, T].
@@ -225,68 +237,68 @@ def step_reinforce(shaped: Shaped, config: AdvantageConfig) -> tuple[Tensor, Ten
     Raises:
         ValueError: the batch has no turns.
     """
-    turns, listed = _turns(shaped, "step_reinforce")
-    returns = listed.discounted(turn_rewards(shaped, turns, listed), config.step_reward_gamma)
+    turns, listed = _turns(batch, "step_reinforce")
+    returns = listed.discounted(turn_rewards(batch, turns, listed), config.step_reward_gamma)
     norm = config.reward_normalization
-    worth = _normalized(returns, _group_ids(shaped, turns, norm)[listed.rows], norm)
-    return on_tokens(worth, shaped, turns, listed), on_tokens(returns, shaped, turns, listed)
+    advantage = _normalized(returns, _group_ids(batch, turns, norm)[listed.rows], norm)
+    return to_tokens(advantage, batch, turns, listed), to_tokens(returns, batch, turns, listed)
 
 
-def agentic_reinforce(shaped: Shaped, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
-    """A of turn k = G_k = r'_k + gamma G_{k+1}, with rewards r' that sum to the normalised score norm(R; grouping).
+def agentic_reinforce(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
+    """A of turn k = G_k = r'_k + gamma G_{k+1}, with rewards r' that sum to the normalized score norm(R; grouping).
 
-    r' is r / (std + EPSILON), or r where nothing is divided by; the last turn has the rest of the score besides: its
-    mean, and what `reward_clip` or `whiten_rewards` made of it. So an episode rewarded at its end alone has the
-    normalised score there and 0 before, and one that tells nothing apart has 0 throughout. Source: Williams 1992, with
-    a turn as the action.
+    r' is r / (std + EPSILON), or r without a std. The last turn also gets the difference between norm(R; grouping) and
+    the sum of these: the subtracted mean, and the change made by `reward_clip` or `whiten_rewards`. A trajectory that
+    is rewarded only at its end therefore has the normalized score at the last turn and 0 before; with zero variance
+    all its rewards are 0. Source: Williams 1992, with a turn as the action.
 
     Returns:
-        Advantages [B, T], and the same as returns.
+        Advantages [B, T], and the same tensor as returns.
 
     Raises:
         ValueError: the batch has no turns.
     """
-    turns, listed = _turns(shaped, "agentic_reinforce")
-    norm, scores = config.reward_normalization, shaped.episode_rewards
-    ids = shaped.episodes.once(_group_ids(shaped, turns, norm))
-    rewards = turn_rewards(shaped, turns, listed) * _scale(scores, ids, norm)[listed.episode]
-    rest = _normalized(scores, ids, norm) - listed.totals(rewards, len(scores))
+    turns, listed = _turns(batch, "agentic_reinforce")
+    norm, scores = config.reward_normalization, batch.episode_rewards
+    ids = batch.episodes.per_episode(_group_ids(batch, turns, norm))
+    rewards = turn_rewards(batch, turns, listed) * _scale(scores, ids, norm)[listed.episode]
+    rest = _normalized(scores, ids, norm) - listed.sum_turns(rewards, len(scores))
     rewards = rewards + torch.where(listed.last, rest[listed.episode], 0.0)
-    returns = on_tokens(listed.discounted(rewards, config.gamma), shaped, turns, listed)
+    returns = to_tokens(listed.discounted(rewards, config.gamma), batch, turns, listed)
     return returns, returns
 
 
-def _turns(shaped: Shaped, name: str) -> tuple[Turns, TurnList]:
-    if shaped.turns is None:
+def _turns(batch: RewardBatch, name: str) -> tuple[Turns, TurnList]:
+    if batch.turns is None:
         raise ValueError(
-            f"adv_estimator {name} needs the turns of trajectories ({', '.join(TURN_KEYS)}), which this batch has not; "
-            "use grpo or reinforce for responses of one turn"
+            f"adv_estimator {name} needs the turns of trajectories ({', '.join(TURN_KEYS)}), which this batch lacks; "
+            "use grpo or reinforce for single-turn responses"
         )
-    return shaped.turns, TurnList.of(shaped, shaped.turns)
+    return batch.turns, TurnList.of(batch, batch.turns)
 
 
-def _group_ids(shaped: Shaped, turns: Turns, norm: RewardNormalization) -> Tensor:
-    """[B] equal for the samples that `grouping` puts together."""
+def _group_ids(batch: RewardBatch, turns: Turns, norm: RewardNormalization) -> Tensor:
+    """[B] ids that are equal for the samples of one group, as `grouping` defines it."""
     return {
-        "traj_group_id": shaped.groups,
+        "traj_group_id": batch.groups,
         "traj_id": turns.trajectory_ids,
         "tags": turns.tag_ids,
-        "batch": torch.zeros_like(shaped.groups),
+        "batch": torch.zeros_like(batch.groups),
     }[norm.grouping]
 
 
 def _normalized(values: Tensor, ids: Tensor, norm: RewardNormalization) -> Tensor:
-    """norm(values [n]; ids [n]), see above."""
-    groups = ids.unique(return_inverse=True)[1]
-    return normalize(values, groups, norm.norm_mean_type, norm.norm_std_type, least_std=EPSILON)
+    """norm(values [n]; ids [n]), see the module docstring."""
+    return normalize(values, _consecutive(ids), norm.norm_mean_type, norm.norm_std_type, minimum_std=EPSILON)
 
 
 def _scale(values: Tensor, ids: Tensor, norm: RewardNormalization) -> Tensor:
-    """[n] what `_normalized` multiplies its values by."""
+    """[n] the factor that `_normalized` applies to the values."""
     if not values.numel():
         return values
-    groups = ids.unique(return_inverse=True)[1]
+    groups = _consecutive(ids)
     scale = torch.ones_like(values)
     if norm.norm_std_type is not None:
-        scale = scale / deviation(values, groups, norm.norm_std_type)
-    return torch.where(tells_nothing(values, groups, (norm.norm_mean_type, norm.norm_std_type), EPSILON), 0.0, scale)
+        scale = scale / std_divisor(values, groups, norm.norm_std_type)
+    flat = zero_variance(values, groups, (norm.norm_mean_type, norm.norm_std_type), EPSILON)
+    return torch.where(flat, 0.0, scale)

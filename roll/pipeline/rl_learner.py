@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from roll.algorithms.advantages import AdvantageConfig, compute_advantages
-from roll.algorithms.correction import INERT, LOG_PROB_DIFF_MAX, WEIGHT_MAX, WEIGHT_MEAN, complete, correct, diagnostics
+from roll.algorithms.correction import (
+    LOG_PROB_DIFF_MAX,
+    NO_OP,
+    WEIGHT_MAX,
+    WEIGHT_MEAN,
+    diagnostics,
+    finalize,
+    off_policy_correction,
+)
 from roll.algorithms.kl import kl_controller
 from roll.algorithms.losses import PolicyLossConfig
 from roll.algorithms.turn_advantages import TURN_KEYS, read_turns
@@ -88,7 +96,7 @@ class RLLearner(ActorLearner):
         mask, options = data.batch["response_mask"], self._loss_config.correction
         weights = kept = None
         if options.active:
-            correction = correct(proximal, behavior, mask, options)
+            correction = off_policy_correction(proximal, behavior, mask, options)
             data.batch["correction_weights"], data.batch["correction_kept"] = correction.weights, correction.kept
             weights, kept = correction.weights if options.weighted else None, correction.kept
         metrics = diagnostics(proximal, behavior, mask, weights, kept)
@@ -121,7 +129,7 @@ class RLLearner(ActorLearner):
         steps: list[dict[str, float]] = []
         for _ in range(config.ppo_epochs):
             for plan in training_plans(data, config.actor_train, self._actor.layout):
-                step = complete((await self._actor.train_step(training_shards(data, plan, counted)))[0])
+                step = finalize((await self._actor.train_step(training_shards(data, plan, counted)))[0])
                 if not self._updated:
                     self._check_first_update(step)
                     self._updated = True
@@ -158,7 +166,7 @@ class RLLearner(ActorLearner):
                 self._loss_config.pg_ratio_base,
                 self._loss_config.old_log_probs_source,
             )
-        return {INERT: float(inert)}
+        return {NO_OP: float(inert)}
 
     def _check_parity(self, difference: float) -> None:
         """On fresh weights the engine's log-probs and the trainer's are of one policy."""

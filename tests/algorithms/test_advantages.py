@@ -38,15 +38,15 @@ def test_groups_without_spread_have_no_advantage_and_are_counted():
     scores, groups = torch.tensor([0.1, 0.1, 0.1, 5.0]), torch.tensor([0, 0, 0, 1])
     result = compute_advantages(scores, groups, MASK, GRPO)
     assert (result.advantages == 0).all()
-    assert result.metrics["advantage/zero_spread_groups"] == 2
-    assert result.metrics["advantage/zero_spread_group_fraction"] == 1.0
+    assert result.metrics["advantage/zero_variance_groups"] == 2
+    assert result.metrics["advantage/zero_variance_group_fraction"] == 1.0
 
 
 def test_a_group_that_clipping_made_equal_is_counted():
     scores, groups = torch.tensor([2.0, 3.0, 0.1, 0.5]), torch.tensor([0, 0, 1, 1])
     result = compute_advantages(scores, groups, MASK, replace(GRPO, reward_clip=1.0))
     assert (result.advantages[:2] == 0).all() and (result.advantages[2:] != 0).any()
-    assert result.metrics["advantage/zero_spread_groups"] == 1
+    assert result.metrics["advantage/zero_variance_groups"] == 1
 
 
 def test_reinforce_discounts_the_return_to_go():

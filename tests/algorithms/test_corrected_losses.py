@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from roll.algorithms.aggregation import LOSS_AGG_MODES
-from roll.algorithms.correction import complete, correct, diagnostics
+from roll.algorithms.correction import diagnostics, finalize, off_policy_correction
 from roll.algorithms.losses import LOSSES, LossScale, PolicyLossConfig
 from roll.algorithms.policy_losses import PG_VARIANTS
 from roll.configs.policy import CorrectionOptions, RejectionOptions, WeightOptions
@@ -24,7 +24,7 @@ BYPASS = PolicyLossConfig(pg_variant="vanilla", correction=TOKENS, old_log_probs
 
 def corrected(batch, options):
     """The batch with what the driver computes in decoupled mode."""
-    result = correct(batch["old_log_probs"], batch["behavior_log_probs"], batch["response_mask"], options)
+    result = off_policy_correction(batch["old_log_probs"], batch["behavior_log_probs"], batch["response_mask"], options)
     return batch | {"correction_weights": result.weights, "correction_kept": result.kept}
 
 
@@ -168,8 +168,8 @@ def test_in_bypass_the_loss_reports_the_diagnostics_of_the_current_policy(option
     batch = random_batch()
     mask, mu = batch["response_mask"], batch["behavior_log_probs"]
     _, _, metrics = policy(batch, replace(BYPASS, correction=options))
-    found = complete({name: value for name, value in metrics.items() if "/" in name})
-    result = correct(batch["log_probs"], mu, mask, options)
+    found = finalize({name: value for name, value in metrics.items() if "/" in name})
+    result = off_policy_correction(batch["log_probs"], mu, mask, options)
     weights = result.weights if options.weighted else None
     assert found == pytest.approx(diagnostics(batch["log_probs"], mu, mask, weights, result.kept))
 

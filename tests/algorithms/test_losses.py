@@ -12,7 +12,8 @@ from roll.algorithms.policy_losses import PG_VARIANTS
 from roll.configs.pipeline import RLVRConfig
 from tests.algorithms.batches import pad, random_batch, rows
 
-EVERYTHING = PolicyLossConfig(entropy_loss_coef=0.01, use_kl_loss=True, kl_loss_coef=0.1)
+PPO = PolicyLossConfig(pg_variant="ppo")
+EVERYTHING = PolicyLossConfig(pg_variant="ppo", entropy_loss_coef=0.01, use_kl_loss=True, kl_loss_coef=0.1)
 SPLITS = {
     "whole": [[0, 1, 2, 3, 4, 5, 6, 7]],
     "two data ranks": [[0, 2, 4, 6], [1, 3, 5, 7]],
@@ -93,8 +94,8 @@ def test_every_knob_turns_the_loss(knob, value):
 def test_entropy_without_gradient_is_reported_and_may_be_missing():
     batch = random_batch()
     scale = LossScale.of(batch["response_mask"], 16)
-    _, with_entropy = LOSSES["policy"](batch["log_probs"], batch["entropy"], batch, scale, PolicyLossConfig())
-    _, without = LOSSES["policy"](batch["log_probs"], None, batch, scale, PolicyLossConfig())
+    _, with_entropy = LOSSES["policy"](batch["log_probs"], batch["entropy"], batch, scale, PPO)
+    _, without = LOSSES["policy"](batch["log_probs"], None, batch, scale, PPO)
     assert set(with_entropy) - set(without) == {"entropy"}
     with pytest.raises(ValueError, match="entropy_loss_coef: 0.01 needs the entropy"):
         LOSSES["policy"](batch["log_probs"], None, batch, scale, EVERYTHING)
@@ -139,8 +140,8 @@ def test_sft_is_the_mean_negative_log_likelihood_of_the_answer():
 def test_the_settings_come_from_the_run_and_survive_the_journey_to_a_rank():
     config = RLVRConfig(pg_clip_low=0.1, kl_loss_coef=0.3)
     config.actor_train.pg_variant = "vanilla"
-    assert PolicyLossConfig.from_config(RLVRConfig()) == PolicyLossConfig()
+    assert PolicyLossConfig.from_config(RLVRConfig()) == PPO
     settings = PolicyLossConfig.from_config(config)
     assert (settings.pg_variant, settings.pg_clip_low, settings.kl_loss_coef) == ("vanilla", 0.1, 0.3)
     assert pickle.loads(pickle.dumps(settings)) == settings
-    assert settings == replace(PolicyLossConfig(), pg_variant="vanilla", pg_clip_low=0.1, kl_loss_coef=0.3)
+    assert settings == replace(PPO, pg_variant="vanilla", pg_clip_low=0.1, kl_loss_coef=0.3)

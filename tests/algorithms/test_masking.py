@@ -5,7 +5,15 @@ import math
 import pytest
 import torch
 
-from roll.algorithms.aggregation import group_index, group_mean, group_std, masked_max, masked_mean, whiten, zero_spread
+from roll.algorithms.aggregation import (
+    constant_group,
+    group_index,
+    group_mean,
+    group_std,
+    masked_max,
+    masked_mean,
+    whiten,
+)
 
 VALUES = torch.tensor([[1.0, 2.0, math.nan], [4.0, math.inf, 5.0]])
 MASK = torch.tensor([[1, 1, 0], [1, 0, 1]])
@@ -40,4 +48,4 @@ def test_groups_need_not_be_consecutive():
     assert groups.tolist() == [0, 1, 0, 1, 2]
     assert group_mean(values, groups).tolist() == [2.0, 10.0, 2.0, 10.0, 7.0]
     assert group_std(values, groups).tolist() == pytest.approx([math.sqrt(2), 0, math.sqrt(2), 0, 0])
-    assert zero_spread(values, groups).tolist() == [False, True, False, True, True]
+    assert constant_group(values, groups).tolist() == [False, True, False, True, True]

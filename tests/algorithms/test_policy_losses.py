@@ -10,7 +10,7 @@ from roll.algorithms.policy_losses import PG_VARIANTS, PolicyLossConfig
 from roll.configs.policy import VARIANT_KNOBS
 from tests.algorithms.batches import random_batch
 
-CONFIG = PolicyLossConfig(pg_clip_low=0.2, pg_clip_high=0.3)
+CONFIG = PolicyLossConfig(pg_variant="ppo", pg_clip_low=0.2, pg_clip_high=0.3)
 
 
 def one_token(variant, ratio, advantage, config=CONFIG):

@@ -8,11 +8,11 @@ import torch
 
 from roll.algorithms.aggregation import LOSS_AGG_MODES
 from roll.algorithms.losses import LOSSES, LossScale, PolicyLossConfig
-from roll.algorithms.policy_losses import PG_VARIANTS, tied_base
+from roll.algorithms.policy_losses import PG_VARIANTS, sequence_ratio_base
 from tests.algorithms.batches import pad, random_batch, rows
 
 TYPES = ["token", "segment", "sequence"]
-CONFIG = PolicyLossConfig(pg_clip_low=0.2, pg_clip_high=0.3, tis_upper_bound=1.2)
+CONFIG = PolicyLossConfig(pg_variant="ppo", pg_clip_low=0.2, pg_clip_high=0.3, tis_upper_bound=1.2)
 
 
 def turns_batch(seed=0, **sizes):
@@ -50,7 +50,7 @@ def policy(batch, config, scale=None):
 def test_the_tokens_of_a_unit_share_the_ratio_of_their_mean(ratio_type):
     batch = turns_batch()
     mask, log_probs = batch["response_mask"], batch["log_probs"]
-    base = tied_base(log_probs, batch["old_log_probs"], mask, ratio_type, batch["turn_index"])
+    base = sequence_ratio_base(log_probs, batch["old_log_probs"], mask, ratio_type, batch["turn_index"])
     torch.testing.assert_close((log_probs - base)[mask], by_hand(batch, ratio_type)[mask])
 
 

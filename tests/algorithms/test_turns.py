@@ -28,9 +28,9 @@ def test_a_trajectory_is_counted_once_in_however_many_samples_it_stands():
     batch = make_batch(PAIR, steps=True, padding=1)
     episodes = episodes_of(batch.tensors["response_mask"], read_turns(batch.tensors))
     assert episodes.of_row.tolist() == [0, 0, 1, -1]
-    assert episodes.once(batch.tensors["scores"]).tolist() == [3.0, 0.0]
-    assert episodes.total(torch.tensor([1.0, 2.0, 4.0, 8.0])).tolist() == [3.0, 4.0]
-    assert episodes.spread(torch.tensor([5.0, 6.0])).tolist() == [5.0, 5.0, 6.0, 0.0]
+    assert episodes.per_episode(batch.tensors["scores"]).tolist() == [3.0, 0.0]
+    assert episodes.sum_samples(torch.tensor([1.0, 2.0, 4.0, 8.0])).tolist() == [3.0, 4.0]
+    assert episodes.to_samples(torch.tensor([5.0, 6.0])).tolist() == [5.0, 5.0, 6.0, 0.0]
 
 
 def test_without_turns_every_sample_is_an_episode():

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from roll.algorithms.policy_losses import PG_VARIANTS, PolicyLossConfig
 from tests.algorithms.batches import random_batch
 
-CONFIG = PolicyLossConfig(tis_lower_bound=0.5, tis_upper_bound=2.0)
+CONFIG = PolicyLossConfig(pg_variant="tis", tis_lower_bound=0.5, tis_upper_bound=2.0)
 UNIFIED = replace(CONFIG, cispo_use_unified_mask=True)
 RATIOS = st.floats(1e-3, 1e3)
 ADVANTAGES = st.floats(-3, 3)
