@@ -1,4 +1,4 @@
-"""The root-mean-square norm, with a backward pass written out for the CPU."""
+"""RMSNorm, SwiGLU and rotary embedding as torch operators, with hand-written backward passes that are faster on CPU."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from roll.models.hf_config import RotaryConfig
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """The norm x / sqrt(mean(x^2) + epsilon) * weight over the last dimension.
 
-    On a CPU torch has no fused kernel and differentiates its parts one by one; for fp32 the gradient is written out
-    here, which takes half the time. Elsewhere torch's own operator runs.
+    On a CPU torch has no fused kernel and differentiates the parts one by one; for fp32 the gradient is written out
+    here, which takes half the time. Other devices and dtypes use torch's operator.
 
     Args:
         x: [..., H].
@@ -23,7 +23,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
         epsilon: added to the mean square.
     """
     if x.device.type == "cpu" and x.dtype == torch.float32:
-        return _RMSNorm.apply(x, weight, epsilon)
+        result: torch.Tensor = _RMSNorm.apply(x, weight, epsilon)
+        return result
     return F.rms_norm(x, (x.shape[-1],), weight, epsilon)
 
 
@@ -36,7 +37,7 @@ class _RMSNorm(torch.autograd.Function):
         return (x * scale).mul_(weight)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         """With u = x * scale: dw = sum(g u), dx = scale (g w - u mean(g w u))."""
         x, weight, scale = ctx.saved_tensors
         unit = x * scale
@@ -67,22 +68,26 @@ def rotary_frequencies(rotary: RotaryConfig, head_size: int) -> torch.Tensor:
 
 
 class RotaryTable:
-    """Cosines and sines of every position so far asked for, shared by the layers of a model."""
+    """Cosines and sines of the positions used so far, shared by all layers of a model.
+
+    Args:
+        frequencies: [D / 2] float32, on the model's device.
+    """
 
     def __init__(self, frequencies: torch.Tensor) -> None:
-        """`frequencies` is [D / 2] float32, on the model's device."""
         self._frequencies = frequencies
         self._tables: dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def rotate(self, x: torch.Tensor) -> torch.Tensor:
-        """Turns each channel pair (i, i + D/2) of position s by s f_i; [S, B, N, D] to [B, N, S, D] contiguous."""
+        """Rotates each channel pair (i, i + D/2) of position s by s f_i; [S, B, N, D] to [B, N, S, D] contiguous."""
         length = x.shape[0]
         if x.dtype not in self._tables or self._tables[x.dtype][0].shape[0] < length:
             positions = torch.arange(1 << (length - 1).bit_length(), device=x.device, dtype=torch.float32)
             angles = torch.outer(positions, self._frequencies)
             self._tables[x.dtype] = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         cosine, sine = self._tables[x.dtype]
-        return _Rotate.apply(x, cosine[:length], sine[:length])
+        rotated: torch.Tensor = _Rotate.apply(x, cosine[:length], sine[:length])
+        return rotated
 
 
 class _Rotate(torch.autograd.Function):
@@ -91,19 +96,21 @@ class _Rotate(torch.autograd.Function):
         ctx.save_for_backward(cosine, sine)
         length, batch, heads, size = x.shape
         rotated = x.new_empty(batch, heads, length, size)
-        _turn(x.permute(1, 2, 0, 3), cosine, sine, 1.0, rotated)
+        _rotate_into(x.permute(1, 2, 0, 3), cosine, sine, 1.0, rotated)
         return rotated
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         cosine, sine = ctx.saved_tensors
         batch, heads, length, size = gradient.shape
         back = gradient.new_empty(length, batch, heads, size)
-        _turn(gradient, cosine, sine, -1.0, back.permute(1, 2, 0, 3))
+        _rotate_into(gradient, cosine, sine, -1.0, back.permute(1, 2, 0, 3))
         return back, None, None
 
 
-def _turn(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, direction: float, out: torch.Tensor) -> None:
+def _rotate_into(
+    x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, direction: float, out: torch.Tensor
+) -> None:
     """Writes the rotation of [B, N, S, D] by +angle (direction 1) or -angle (direction -1) to `out`."""
     (first, second), (out_first, out_second) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
     torch.mul(first, cosine, out=out_first)
@@ -113,11 +120,12 @@ def _turn(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, direction: 
 
 
 def swiglu(x: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up of [..., 2F] = [gate, up]; [..., F].
+    """silu(gate) * up [..., F] of [gate, up] [..., 2F].
 
-    The gradient is written into one [..., 2F] tensor, where autograd would make two and join them.
+    The gradient is written into one [..., 2F] tensor; autograd would make two and concatenate them.
     """
-    return _SwiGLU.apply(x)
+    result: torch.Tensor = _SwiGLU.apply(x)
+    return result
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -129,7 +137,7 @@ class _SwiGLU(torch.autograd.Function):
         return activated * up
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         x, activated = ctx.saved_tensors
         gate, up = x.chunk(2, dim=-1)
         joined = torch.empty_like(x)

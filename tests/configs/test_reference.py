@@ -34,13 +34,6 @@ def test_architectures_are_those_that_can_be_built() -> None:
     assert set(names.ARCHITECTURES) == set(ARCHITECTURES)
 
 
-def test_the_padding_of_the_vocabulary_is_that_of_training() -> None:
-    from roll.configs import model_shape
-    from roll.models import weight_mapping
-
-    assert model_shape.VOCABULARY_MULTIPLE == weight_mapping.VOCABULARY_MULTIPLE
-
-
 def test_options_of_the_installed_engine_are_found() -> None:
     known = server_options()
     assert known is not None
