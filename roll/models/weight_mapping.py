@@ -145,6 +145,7 @@ class GatedPair:
         return torch.cat([_rows(source, rank * height, (rank + 1) * height) for source in sources])
 
     def merge(self, shards: Sequence[torch.Tensor], config: DecoderConfig) -> list[torch.Tensor]:
+        """The gate rows of all ranks, and the up rows of all ranks."""
         halves = [shard.chunk(2) for shard in shards]
         if len(halves) == 1:
             return list(halves[0])
@@ -180,6 +181,7 @@ class GroupedQKV:
         return whole.chunk(ranks)[rank].contiguous()
 
     def merge(self, shards: Sequence[torch.Tensor], config: DecoderConfig) -> list[torch.Tensor]:
+        """The query, key and value rows, each in group order."""
         whole = torch.cat(list(shards)) if len(shards) > 1 else shards[0]
         per_group = config.heads // config.kv_heads
         grouped = whole.view(config.kv_heads, per_group + 2, config.head_size, *whole.shape[1:])

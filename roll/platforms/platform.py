@@ -1,4 +1,4 @@
-"""The questions a platform answers."""
+"""The platform of a machine, CPU or CUDA: its devices, collective backend, memory, and settings of the engines."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 class Platform(ABC):
-    """One kind of machine: its devices, how ranks on it talk, and how engines are told about it."""
+    """Interface of a platform."""
 
     name: ClassVar[str]
-    """As in the YAML key `platform`."""
+    """Value of the YAML key `platform`."""
     device_type: ClassVar[str]
     """As in `torch.device`."""
     collective_backend: ClassVar[str]
@@ -27,7 +27,7 @@ class Platform(ABC):
 
     @abstractmethod
     def torch_device(self, local_index: int) -> torch.device:
-        """The device number `local_index` of those this process sees."""
+        """The device with this index among those visible to the process."""
 
     @abstractmethod
     def memory(self) -> dict[str, int]:
@@ -35,21 +35,21 @@ class Platform(ABC):
 
     @abstractmethod
     def engine_arguments(self) -> dict[str, Any]:
-        """SGLang's ServerArgs that this platform forces."""
+        """SGLang's ServerArgs that this platform requires."""
 
     @abstractmethod
     def prepare_megatron(self) -> None:
-        """Makes Megatron-Core usable in this process; call it before importing Megatron-Core."""
+        """Prepares this process for Megatron-Core; call it before importing Megatron-Core."""
 
     def setup_process(self, cores: Sequence[int], threads: int) -> None:
-        """Pins this process to `cores` and sets torch's and OpenMP's thread count, together.
+        """Pins this process to `cores` and sets the thread count of torch and OpenMP.
 
-        More threads than cores in a pinned process spin against each other: 405 tokens/s instead of 9,630 for two
-        OpenMP threads on one core.
+        A pinned process with more threads than cores is slow because the threads spin against each other: two OpenMP
+        threads on one core gave 405 tokens/s instead of 9,630.
 
         Args:
-            cores: core numbers to run on; empty leaves the affinity alone.
-            threads: threads of one operator; 0 takes the number of cores given, or leaves the count alone.
+            cores: core numbers to run on; empty leaves the affinity unchanged.
+            threads: threads of one operator; 0 means one per given core, or unchanged without cores.
 
         Raises:
             ValueError: more threads than cores.
@@ -67,24 +67,22 @@ class Platform(ABC):
 
 
 class CpuPlatform(Platform):
-    """Real engines on torch's CPU operators."""
+    """A machine without GPUs: a device is a slot of CPU cores, and ranks communicate with gloo."""
 
     name: ClassVar[str] = "cpu"
     device_type: ClassVar[str] = "cpu"
     collective_backend: ClassVar[str] = "gloo"
 
     def device_count(self) -> int:
-        """Cores this process may run on."""
         return len(os.sched_getaffinity(0))
 
     def torch_device(self, local_index: int) -> torch.device:
-        """The CPU, whichever slot is asked for."""
         import torch
 
         return torch.device("cpu")
 
     def memory(self) -> dict[str, int]:
-        """Resident bytes of this process now and at its peak, and the node's total and available bytes."""
+        """`used` and `peak` are resident bytes of this process, `total` and `available` those of the node."""
         import resource
 
         import psutil
@@ -95,7 +93,7 @@ class CpuPlatform(Platform):
         return {"used": used, "peak": max(used, peak), "total": node.total, "available": node.available}
 
     def engine_arguments(self) -> dict[str, Any]:
-        """SGLang on torch operators, without CUDA graphs; an idle engine sleeps instead of holding a core."""
+        """SGLang on torch operators, without CUDA graphs; `sleep_on_idle` frees the core of an idle engine."""
         return {
             "device": "cpu",
             "attention_backend": "torch_native",
@@ -105,33 +103,30 @@ class CpuPlatform(Platform):
         }
 
     def prepare_megatron(self) -> None:
-        """Applies the CPU layer, once per process."""
-        from roll.platforms.megatron_cpu import put_megatron_on_cpu
+        from roll.platforms.megatron_cpu import patch_megatron_for_cpu
 
-        put_megatron_on_cpu()
+        patch_megatron_for_cpu()
 
 
 class CudaPlatform(Platform):
-    """Engines on their own kernels."""
+    """A machine with NVIDIA GPUs: one device per rank, and ranks communicate with NCCL."""
 
     name: ClassVar[str] = "cuda"
     device_type: ClassVar[str] = "cuda"
     collective_backend: ClassVar[str] = "nccl"
 
     def device_count(self) -> int:
-        """Visible GPUs."""
         import torch
 
         return torch.cuda.device_count()
 
     def torch_device(self, local_index: int) -> torch.device:
-        """The visible GPU of that index."""
         import torch
 
         return torch.device("cuda", local_index)
 
     def memory(self) -> dict[str, int]:
-        """Bytes torch has allocated on the current GPU now and at its peak, and what the GPU has and has left."""
+        """`used` and `peak` are bytes that torch allocated on the current GPU, the other two those of the GPU."""
         import torch
 
         available, total = torch.cuda.mem_get_info()
@@ -143,9 +138,31 @@ class CudaPlatform(Platform):
         }
 
     def engine_arguments(self) -> dict[str, Any]:
-        """Nothing is forced: SGLang chooses by the GPU."""
+        """None: SGLang chooses its settings by the GPU."""
         return {}
 
     def prepare_megatron(self) -> None:
-        """One hardware queue, so that collectives start before the matrix products that hide them."""
+        """Sets one hardware queue, so that collectives start before the matrix products that overlap them."""
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
+PLATFORMS: dict[str, type[Platform]] = {"cpu": CpuPlatform, "cuda": CudaPlatform}
+
+
+def detect() -> str:
+    """`cuda` if torch finds a GPU, else `cpu`."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def get_platform(name: str = "auto") -> Platform:
+    """The platform of that name; `auto` calls `detect`.
+
+    Raises:
+        ValueError: unknown name.
+    """
+    name = detect() if name == "auto" else name
+    if name not in PLATFORMS:
+        raise ValueError(f"platform: {name!r} is unknown; use auto, {' or '.join(PLATFORMS)}")
+    return PLATFORMS[name]()

@@ -103,9 +103,9 @@ class WeightUpdates:
         """Loads tensors that another process on this node shares.
 
         Args:
-            handles: one per rank of the engine, made by `roll.platforms.shared_memory.offer` or, of GPU tensors, by
-                `sglang_handles.share`. SGLang ends on a tensor of the wrong shape and drops one of an unknown name;
-                `checksums` shows the second.
+            handles: one per rank of the engine, made by `roll.platforms.shared_memory.make_handle` or, for GPU
+                tensors, by `sglang_handles.share`. SGLang ends on a tensor of the wrong shape and drops one of an
+                unknown name; `checksums` shows the second.
         """
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 

@@ -10,7 +10,7 @@ import torch
 from roll.distributed.strategy.base import WeightSpec
 from roll.distributed.weight_sync.plan import Bucket
 from roll.distributed.weight_sync.stage_tensors import SendError
-from roll.platforms.shared_memory import Placed, SharedMemory, offer
+from roll.platforms.shared_memory import SharedMemory, TensorLocation, make_handle
 
 SLOTS = 2
 """One bucket is loaded while the next is written."""
@@ -54,14 +54,14 @@ class SharedSlots:
 
     def offer(self, index: int, bucket: Bucket) -> bytes:
         """What tells an engine of the tensors of bucket number `index`."""
-        return offer(self._slots[index % SLOTS], placed(bucket.specs))
+        return make_handle(self._slots[index % SLOTS], placed(bucket.specs))
 
 
-def placed(specs: Sequence[WeightSpec]) -> list[Placed]:
+def placed(specs: Sequence[WeightSpec]) -> list[TensorLocation]:
     """Places of tensors that lie one after the other."""
     places, start = [], 0
     for spec in specs:
-        places.append(Placed(spec.name, start, tuple(spec.shape), spec.dtype))
+        places.append(TensorLocation(spec.name, start, tuple(spec.shape), spec.dtype))
         start += torch.Size(spec.shape).numel() * getattr(torch, spec.dtype).itemsize
     return places
 
