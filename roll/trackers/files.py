@@ -1,4 +1,4 @@
-"""metrics.jsonl: the full record of a run, one JSON object per step."""
+"""Files of a run: metrics.jsonl, one JSON object per step, and run.json, its configuration and result."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class JsonlTracker(Tracker):
-    """Appends `{"step": 3, "actor/loss": ..., ...}` lines, names sorted, so that equal runs write equal files.
+    """Appends `{"step": 3, "actor/loss": ..., ...}` lines, with sorted names, so that equal runs write equal files.
 
-    A line is one write to a file opened for appending: a reader sees whole lines, and a killed run loses at most the
-    last one. A run that starts anew empties the file; a resumed one keeps the lines up to its step. NaN and infinity
-    have no place in JSON and are written as null.
+    Each line is one write to a file opened for appending: a reader sees whole lines, and a killed run loses at most the
+    last one. A new run empties the file; a resumed run keeps the lines up to its step. NaN and infinity, which JSON does
+    not have, are written as null. The folder is created with the first line.
     """
 
     every_step = True
 
     def __init__(self, path: Path) -> None:
-        """Writes to `path`; its folder is made with the first line."""
         self._path = path
         self._descriptor: int | None = None
         self._kept: list[str] = []
@@ -39,14 +38,14 @@ class JsonlTracker(Tracker):
         self._kept = [line for line in _lines(self._path) if _step(line) <= step]
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes the step's line and hands it to the operating system before returning."""
+        """Writes the line of the step to the operating system before returning."""
         if self._descriptor is None:
             self._descriptor = self._begin()
         rest = {name: _number(value) for name, value in sorted(metrics.items()) if name != "step"}
         os.write(self._descriptor, (json.dumps({"step": step, **rest}) + "\n").encode())
 
     def close(self) -> None:
-        """Makes sure that the file is on disk."""
+        """Flushes the file to disk."""
         if self._descriptor is not None:
             os.fsync(self._descriptor)
             os.close(self._descriptor)
@@ -61,12 +60,12 @@ class JsonlTracker(Tracker):
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The complete lines of a metrics.jsonl, in file order; a line cut short by a kill is left out."""
+    """The complete lines of a metrics.jsonl in file order; skips a line that a killed process wrote partially."""
     return [json.loads(line) for line in _lines(path)]
 
 
 def _lines(path: Path) -> list[str]:
-    """Complete lines: those that end in a newline."""
+    """The lines that end in a newline."""
     if not path.exists():
         return []
     return path.read_text().split("\n")[:-1]
@@ -91,14 +90,14 @@ def write_run_json(
     versions: Mapping[str, str] | None = None,
     summary: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Writes `folder`/run.json whole or not at all, and returns its path.
+    """Writes `folder`/run.json atomically and returns its path.
 
     Args:
-        folder: the run's output folder; made when missing.
+        folder: output folder of the run; created if missing.
         config: the resolved configuration, a dataclass or a mapping.
-        plan: the plan of the run, a dataclass or a mapping; None when there is none.
-        versions: of Python and every dependency; default those of this process.
-        summary: how the run ended; None while it runs.
+        plan: the plan of the run, a dataclass or a mapping; or None.
+        versions: of Python and all dependencies; by default those of this process.
+        summary: result of the run; None while it is running.
     """
     record = {
         "config": config,
@@ -120,14 +119,14 @@ def write_run_json(
 
 @cache
 def dependency_versions() -> dict[str, str]:
-    """Version of Python and of every installed distribution, by name."""
+    """Versions of Python and of all installed distributions, by name."""
     installed = {found.metadata["Name"]: found.version for found in distributions()}
     ordered = dict(sorted(installed.items(), key=lambda entry: entry[0].lower()))
     return {"python": platform.python_version(), **ordered}
 
 
 def plain(value: Any) -> Any:
-    """What `json.dump` cannot write by itself, as something it can.
+    """Converts values that `json.dump` cannot write.
 
     Raises:
         TypeError: `value` is neither a dataclass, a path nor a number of another library.
