@@ -56,7 +56,7 @@ bench: setup ## every benchmark, one table
 	$(BIN)/python -m benchmarks --json-dir $(BENCH_DIR)
 
 docs: setup ## the pages that are generated from the code
-	$(BIN)/python -m roll.trackers.metrics docs/metrics.md
+	$(BIN)/python -c 'from roll.trackers.metrics import markdown; print(markdown(), end="")' > docs/metrics.md
 	$(BIN)/python -m roll.configs.reference
 
 plan: setup ## what CONFIG would run where, without starting it

@@ -177,9 +177,8 @@ def _time(axes: Axes, rows: Rows) -> None:
     if overlapped:
         generation = smooth([row.get("time/generate") or 0.0 for row in rows])
         axes.plot(steps, generation, color=INK, linewidth=1.2, linestyle=(0, (3, 2)), label="generation, overlapped")
-    axes.set_ylim(
-        0, 1.35 * sorted(totals)[int(0.95 * (len(totals) - 1))]
-    )  # so that one slow step does not flatten the others
+    # One slow step must not flatten the others.
+    axes.set_ylim(0, 1.35 * sorted(totals)[int(0.95 * (len(totals) - 1))])
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles, labels, loc="upper right", ncols=4, fontsize=7.5, frameon=False, labelcolor=INK,
                 handlelength=0.9, handleheight=0.9, columnspacing=1.0, handletextpad=0.4)  # fmt: skip

@@ -22,8 +22,8 @@ class JsonlTracker(Tracker):
     """Appends `{"step": 3, "actor/loss": ..., ...}` lines, with sorted names, so that equal runs write equal files.
 
     Each line is one write to a file opened for appending: a reader sees whole lines, and a killed run loses at most the
-    last one. A new run empties the file; a resumed run keeps the lines up to its step. NaN and infinity, which JSON does
-    not have, are written as null. The folder is created with the first line.
+    last one. A new run empties the file; a resumed run keeps the lines up to its step. JSON has no NaN and infinity,
+    which are written as null. The folder is created with the first line.
     """
 
     every_step = True

@@ -1,4 +1,4 @@
-"""Every metric of a run with its unit and description. `python -m roll.trackers.metrics FILE` writes docs/metrics.md.
+"""Every metric of a run with its unit and description, from which `make docs` generates docs/metrics.md.
 
 Metrics are described only here. The code that computes a metric names it; a name without a description is logged as a
 warning (`undocumented`).
@@ -7,11 +7,9 @@ warning (`undocumented`).
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -191,12 +189,12 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
 NOTES = {
     "Actor": "Means over the optimizer steps of the batch; of names ending in `_max`, maxima.",
     "Prompt accounting": (
-        "All counts are since the run began. A prompt stands for its group of samples: the responses to one prompt, or the "
+        "Counts since the run began. A prompt stands for its group of samples: the responses to one prompt, or the "
         "trajectories from one start state."
     ),
     "Off-policy correction": (
-        "mu is the policy that sampled, p the proximal policy (the current one in bypass mode), l = log p - log mu of a "
-        "token, clamped to +-20, and w its weight, by default e^l; see [algorithms](algorithms.md#correction)."
+        "mu is the policy that sampled, p the proximal policy (the current one in bypass mode), l = log p - log mu of "
+        "a token, clamped to +-20, and w its weight, by default e^l; see [algorithms](algorithms.md#correction)."
     ),
 }
 
@@ -246,7 +244,3 @@ def markdown() -> str:
         note = f"{NOTES[title]}\n\n" if title in NOTES else ""
         parts.append(f"\n## {title}\n\n{note}| name | unit | meaning |\n|---|---|---|\n{rows}")
     return "".join([*parts, ALIAS_HEAD, *(f"| `{alias}` | `{name}` |\n" for alias, name in ALIASES.items())])
-
-
-if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(markdown())
