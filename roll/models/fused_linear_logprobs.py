@@ -55,7 +55,7 @@ def fused_linear_logprobs(
         Log-probs and entropies in nats, [N] float32 each.
     """
     keep = torch.is_grad_enabled() and hidden.shape[0] * weight.shape[0] * 4 <= KEEP_BYTES
-    log_probs, entropy = _FusedLinearLogprobs.apply(hidden, weight, targets, spec, entropy_gradient, keep)
+    log_probs, entropy = _FusedLinearLogprobs.apply(hidden, weight, targets, spec, entropy_gradient, keep)  # type: ignore[no-untyped-call]
     return log_probs, entropy
 
 

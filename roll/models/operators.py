@@ -23,7 +23,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
         epsilon: added to the mean square.
     """
     if x.device.type == "cpu" and x.dtype == torch.float32:
-        result: torch.Tensor = _RMSNorm.apply(x, weight, epsilon)
+        result: torch.Tensor = _RMSNorm.apply(x, weight, epsilon)  # type: ignore[no-untyped-call]
         return result
     return F.rms_norm(x, (x.shape[-1],), weight, epsilon)
 
@@ -34,7 +34,8 @@ class _RMSNorm(torch.autograd.Function):
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         scale = norm.square_().div_(x.shape[-1]).add_(epsilon).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
-        return (x * scale).mul_(weight)
+        normed: torch.Tensor = (x * scale).mul_(weight)
+        return normed
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -86,7 +87,7 @@ class RotaryTable:
             angles = torch.outer(positions, self._frequencies)
             self._tables[x.dtype] = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         cosine, sine = self._tables[x.dtype]
-        rotated: torch.Tensor = _Rotate.apply(x, cosine[:length], sine[:length])
+        rotated: torch.Tensor = _Rotate.apply(x, cosine[:length], sine[:length])  # type: ignore[no-untyped-call]
         return rotated
 
 
@@ -124,7 +125,7 @@ def swiglu(x: torch.Tensor) -> torch.Tensor:
 
     The gradient is written into one [..., 2F] tensor; autograd would make two and concatenate them.
     """
-    result: torch.Tensor = _SwiGLU.apply(x)
+    result: torch.Tensor = _SwiGLU.apply(x)  # type: ignore[no-untyped-call]
     return result
 
 

@@ -43,7 +43,7 @@ class TrackerGroup:
             tracker.resume(step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Records one step with its aliases. Trackers without `every_step` get every `logging_steps`-th and the last."""
+        """Records one step and its aliases; trackers without `every_step` get one in `logging_steps` and the last."""
         for name in set(undocumented(metrics)) - self._warned:
             logger.warning("metric %r is not described in roll/trackers/metrics.py", name)
             self._warned.add(name)
