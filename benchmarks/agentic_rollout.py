@@ -188,7 +188,7 @@ def busy_fraction(file: Path) -> float:
     """Fraction of time in which the engine of a training run has requests."""
     from roll.configs.load import load_config
     from roll.pipeline.run import run
-    from roll.trackers.jsonl import read_metrics
+    from roll.trackers.files import read_metrics
 
     asyncio.run(run(load_config(file, [])))
     lines = read_metrics(file.parent / "run" / "metrics.jsonl")[WARM_UP_STEPS:]

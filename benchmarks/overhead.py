@@ -43,7 +43,7 @@ def run_demo_steps(folder: Path) -> list[dict[str, float]]:
     from roll.configs.load import load_config
     from roll.datasets.math_problems import write_problems
     from roll.pipeline.run import run
-    from roll.trackers.jsonl import read_metrics
+    from roll.trackers.files import read_metrics
 
     prepare(folder / "base")
     write_problems(folder / "data", seed=1)

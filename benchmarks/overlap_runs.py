@@ -93,7 +93,7 @@ def run_at(config: Path, ratio: float, name: str, *overrides: str) -> list[dict[
     """Runs at a ratio in the folder `name` beside the configuration; returns its metrics without the warm-up steps."""
     from roll.configs.load import load_config
     from roll.pipeline.run import run
-    from roll.trackers.jsonl import read_metrics
+    from roll.trackers.files import read_metrics
 
     folder = config.parent / name
     ratio_keys = [f"async_generation_ratio={ratio}", f"output_dir={folder}", *overrides]

@@ -13,13 +13,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from roll.algorithms.advantages import compute_advantages
-from roll.algorithms.correction import INERT, LOG_PROB_DIFF_MAX, WEIGHT_MAX, WEIGHT_MEAN, complete, diagnostics
-from roll.algorithms.estimators import AdvantageConfig
-from roll.algorithms.importance import correct
+from roll.algorithms.advantages import AdvantageConfig, compute_advantages
+from roll.algorithms.correction import (
+    LOG_PROB_DIFF_MAX,
+    NO_OP,
+    WEIGHT_MAX,
+    WEIGHT_MEAN,
+    diagnostics,
+    finalize,
+    off_policy_correction,
+)
 from roll.algorithms.kl import kl_controller
 from roll.algorithms.losses import PolicyLossConfig
-from roll.algorithms.turns import TURN_KEYS, read_turns
+from roll.algorithms.turn_advantages import TURN_KEYS, read_turns
 from roll.configs.errors import RunError
 from roll.configs.parallel_layout import ParallelLayout
 from roll.configs.pipeline import BaseConfig, RLConfig
@@ -141,7 +147,7 @@ class RLLearner(ActorLearner):
         mask, options = data.batch["response_mask"], self._loss_config.correction
         weights = kept = None
         if options.active:
-            correction = correct(proximal, behavior, mask, options)
+            correction = off_policy_correction(proximal, behavior, mask, options)
             data.batch["correction_weights"], data.batch["correction_kept"] = correction.weights, correction.kept
             weights, kept = correction.weights if options.weighted else None, correction.kept
         metrics = diagnostics(proximal, behavior, mask, weights, kept)
@@ -190,7 +196,7 @@ class RLLearner(ActorLearner):
         for _ in range(config.ppo_epochs):
             for plan in training_plans(data, config, self._actor.layout):
                 shards = training_shards(data, plan, counted)
-                step = complete((await self._actor.call_shards(TrainWorker.train_step, shards))[0])
+                step = finalize((await self._actor.call_shards(TrainWorker.train_step, shards))[0])
                 if not self._updated:
                     self._check_first_update(step)
                     self._updated = True
@@ -235,7 +241,7 @@ class RLLearner(ActorLearner):
                 self._loss_config.pg_ratio_base,
                 self._loss_config.old_log_probs_source,
             )
-        return {INERT: float(no_op)}
+        return {NO_OP: float(no_op)}
 
     # Checkpoints
 

@@ -35,7 +35,7 @@ from roll.pipeline.sft.sft_pipeline import SFTPipeline
 from roll.pipeline.training_loop import TrainingLoop
 from roll.rewards.pool import RewardFunctionError, RewardSelfTestError
 from roll.trackers import TrackerGroup, make_trackers
-from roll.trackers.jsonl import FILE_NAME, read_metrics
+from roll.trackers.files import METRICS_FILE, read_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -173,7 +173,7 @@ def report_bottleneck(config: BaseConfig) -> str:
     generation, training = config.actor_infer.device_mapping, config.actor_train.device_mapping
     drains = config.in_flight_policy == "drain"
     split = Split(config.async_generation_ratio, len(generation), len(training), generation == training, drains)
-    report = bottleneck_report(read_metrics(Path(config.output_dir) / FILE_NAME), split)
+    report = bottleneck_report(read_metrics(Path(config.output_dir) / METRICS_FILE), split)
     if report:
         logger.info("%s", report)
     return report

@@ -105,7 +105,7 @@ def _policy(context: RankContext, name: str, model: Path, options: dict[str, Any
     data.batch["response_mask"][plan["micro_batches"][-1]] = False
     plan["tokens"] = float(data.batch["response_mask"].sum())
     data.meta_info |= {"temperature": TEMPERATURE, "micro_batches": plan["micro_batches"], "loss": "policy"}
-    data.meta_info["loss_config"] = PolicyLossConfig(entropy_loss_coef=0.01)
+    data.meta_info["loss_config"] = PolicyLossConfig(pg_variant="ppo", entropy_loss_coef=0.01)
     scored = strategy.compute_log_probs(data)
     shape = data.batch["input_ids"].shape
     data.batch["old_log_probs"] = scored.batch["log_probs"] if len(scored) else torch.zeros(shape)

@@ -19,7 +19,7 @@ from roll.distributed.strategy.sglang_generation import Generation
 from roll.distributed.weight_sync.plan import WeightSpec
 from roll.distributed.weight_sync.shm_buckets import placed, views_of
 from roll.distributed.worker import WorkerRank
-from roll.platforms.shared_memory import SharedMemory, offer
+from roll.platforms.shared_memory import SharedMemory, make_handle
 from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
 
 CALL_TIMEOUT_S = 400.0
@@ -63,7 +63,7 @@ class Sender:
         self.memory = SharedMemory.create(sum(tensor.nbytes for tensor in tensors.values()))
         for name, view in views_of(self.memory.tensor, specs):
             view.copy_(tensors[name])
-        return offer(self.memory, placed(specs))
+        return make_handle(self.memory, placed(specs))
 
 
 class RemoteEngine:

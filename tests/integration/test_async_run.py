@@ -27,7 +27,7 @@ from runs import (
 
 from roll.algorithms.aggregation import LossScale
 from roll.algorithms.losses import LOSSES
-from roll.algorithms.policy_config import PolicyLossConfig
+from roll.algorithms.policy_losses import PolicyLossConfig
 from roll.pipeline.rollout_dump import read_samples
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
@@ -108,7 +108,7 @@ def test_staleness_is_bounded_and_every_sample_accounted_for(inputs, tmp_path, r
     assert steps[0]["staleness/max"] == 0
     assert max(line["staleness/max"] for line in steps) > 0, "nothing ran ahead"
     assert any(line["actor/ratio_deviation_max"] > 1e-3 for line in steps[1:]), "nothing was corrected"
-    assert not any(line["correction/inert"] for line in steps)
+    assert not any(line["correction/no_op"] for line in steps)
     assert ("ledger/dropped_filtered_no_spread" in steps[-1]) == ("rewards__math_rule__query_filter_config" in keys)
     check_versions(tmp_path / "samples", steps, policy)
     if policy != "in_place":

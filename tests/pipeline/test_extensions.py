@@ -8,7 +8,7 @@ from roll.configs.errors import ConfigError
 from roll.configs.pipeline import RLVRConfig, SFTConfig
 from roll.pipeline.extensions import Extensions, load_extensions
 from roll.trackers import make_trackers
-from roll.trackers.jsonl import read_metrics
+from roll.trackers.files import read_metrics
 from tests.pipeline.my_parts import Doubling, Listening, MyRollouter
 
 

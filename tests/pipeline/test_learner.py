@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from roll.algorithms.turns import TURN_KEYS
+from roll.algorithms.turn_advantages import TURN_KEYS
 from roll.configs.agentic import AgenticOptions
 from roll.configs.errors import RunError
 from roll.configs.pipeline import RLVRConfig
@@ -60,7 +60,7 @@ def test_the_first_step_of_every_variant_passes_its_checks_and_moves_the_weights
     parts = learner(tmp_path, f"actor_train.pg_variant={variant}", *mode.split())
     before = parts[1].table.detach().clone()
     metrics = learn(parts, parts[1].sample(1))
-    assert metrics["actor/ratio_mean"] == pytest.approx(1, abs=1e-5) and metrics["correction/inert"] == 0
+    assert metrics["actor/ratio_mean"] == pytest.approx(1, abs=1e-5) and metrics["correction/no_op"] == 0
     assert metrics["correction/ess"] == pytest.approx(1, abs=1e-5)
     assert not torch.equal(parts[1].table.detach(), before)
 
@@ -78,7 +78,7 @@ def test_fresh_samples_are_learned_from_alike_with_and_without_a_forward_pass_fo
 def test_samples_that_aged_are_corrected_and_no_longer_learned_from_as_vanilla_does(tmp_path, variant):
     metrics, change = aged(tmp_path, ASYNC, f"actor_train.pg_variant={variant}")
     _, plain = aged(tmp_path, ASYNC, "actor_train.pg_variant=vanilla")
-    assert metrics["correction/inert"] == 0 and metrics["correction/log_prob_diff_max"] > 1e-3
+    assert metrics["correction/no_op"] == 0 and metrics["correction/log_prob_diff_max"] > 1e-3
     assert (metrics["actor/ratio_deviation_max"] > 1e-3) == (variant != "decoupled_ppo")
     assert not torch.allclose(change, plain, rtol=1e-3, atol=1e-6)
 
@@ -87,9 +87,9 @@ def test_a_ratio_of_one_on_stale_samples_is_logged_as_an_error_and_counted(tmp_p
     parts = learner(tmp_path)
     learn(parts, parts[1].sample(1))
     with caplog.at_level(logging.ERROR):
-        assert learn(parts, parts[1].sample(2), staleness=0.0)["correction/inert"] == 0
+        assert learn(parts, parts[1].sample(2), staleness=0.0)["correction/no_op"] == 0
         assert not caplog.records
-        assert learn(parts, parts[1].sample(3), staleness=2.0)["correction/inert"] == 1
+        assert learn(parts, parts[1].sample(3), staleness=2.0)["correction/no_op"] == 1
     assert "the correction is not working: samples are up to 2 versions old" in caplog.text
 
 
@@ -97,7 +97,7 @@ def test_no_error_where_uncorrected_training_was_asked_for(tmp_path, caplog):
     overrides = (ASYNC, "old_log_probs_source=recompute", "allow_uncorrected_off_policy=true")
     with caplog.at_level(logging.ERROR):
         metrics, _ = aged(tmp_path, *overrides)
-    assert metrics["correction/inert"] == 1 and not caplog.records
+    assert metrics["correction/no_op"] == 1 and not caplog.records
 
 
 def test_decoupled_weights_and_rejection_are_those_reported(tmp_path):

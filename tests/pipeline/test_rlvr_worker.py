@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from roll.algorithms.advantages import compute_advantages
-from roll.algorithms.estimators import AdvantageConfig
-from roll.algorithms.turns import read_turns
+from roll.algorithms.advantages import AdvantageConfig, compute_advantages
+from roll.algorithms.turn_advantages import read_turns
 from roll.configs.errors import RunError
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.policy import ADV_ESTIMATORS

@@ -9,9 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.algorithms.advantages import compute_advantages
-from roll.algorithms.estimators import AdvantageConfig
-from roll.algorithms.turns import check_turns, read_turns
+from roll.algorithms.advantages import AdvantageConfig, compute_advantages
+from roll.algorithms.turn_advantages import check_turns, read_turns
 from roll.configs.agentic import RewardNormalization
 from roll.pipeline.rollout_batch import NO_TURN, batch_of_groups
 from roll.rollout.types import NOT_SAMPLED, GenerateResult, Group, Trajectory

@@ -18,8 +18,8 @@ from tensordict import TensorDict
 
 from roll.distributed.strategy.micro_batch import MicroBatch, make_micro_batch
 from roll.models.factory import HiddenStateModel
+from roll.models.fused_linear_logprobs import HeadSpec, fused_linear_logprobs
 from roll.models.hf_config import DecoderConfig
-from roll.models.scores import HeadSpec, head_scores
 
 LossFunction = Callable[[torch.Tensor, torch.Tensor, TensorDict], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """(log_probs [b, T], entropy [b, T], samples) -> (loss, metrics) of one micro-batch."""
@@ -125,7 +125,7 @@ class ForwardPass:
             reduce_hidden_gradient=not sequence_parallel,
         )
         rows = hidden.flatten(0, 1).index_select(0, micro.hidden_rows)
-        return head_scores(rows, weight, micro.targets, spec, entropy_gradient)
+        return fused_linear_logprobs(rows, weight, micro.targets, spec, entropy_gradient)
 
 
 def is_maximum(name: str) -> bool:

@@ -38,7 +38,7 @@ from roll.distributed.strategy.megatron_weights import MegatronWeights
 from roll.models.factory import BuildOptions, HiddenStateModel, build_gpt_model, transformer_engine_available
 from roll.models.hf_config import DecoderConfig, read_hf_config
 from roll.models.hf_import import import_hf
-from roll.platforms.base import Platform
+from roll.platforms.platform import Platform
 
 
 class OptimizerStep(TypedDict):

@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 
 from roll.distributed.weight_sync.plan import WeightSpec
 from roll.models.factory import HiddenStateModel
-from roll.models.families import TIED_HEAD, Rule
 from roll.models.hf_config import DecoderConfig
 from roll.models.hf_import import INDEX_NAME, rules_of
+from roll.models.weight_mapping import TIED_HEAD, Rule
 
 FILE_BYTES = 4 * 2**30
 """A safetensors file is closed when the next tensor would make it larger."""

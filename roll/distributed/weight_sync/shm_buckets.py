@@ -11,7 +11,7 @@ import torch
 import torch.multiprocessing  # its import teaches ForkingPickler about tensors
 
 from roll.distributed.weight_sync.plan import Bucket, WeightSpec, spec_bytes
-from roll.platforms.shared_memory import Placed, SharedMemory, offer
+from roll.platforms.shared_memory import SharedMemory, TensorLocation, make_handle
 
 BUFFERS = 2
 """The engines load one bucket while the training ranks write the next."""
@@ -62,14 +62,14 @@ class ShmBuckets:
 
     def handle(self, index: int, bucket: Bucket) -> bytes:
         """Handle by which an engine opens the tensors of bucket number `index`."""
-        return offer(self._buffers[index % BUFFERS], placed(bucket.specs))
+        return make_handle(self._buffers[index % BUFFERS], placed(bucket.specs))
 
 
-def placed(specs: Sequence[WeightSpec]) -> list[Placed]:
+def placed(specs: Sequence[WeightSpec]) -> list[TensorLocation]:
     """Positions of tensors that are stored one after the other."""
     places, start = [], 0
     for spec in specs:
-        places.append(Placed(spec.name, start, tuple(spec.shape), spec.dtype))
+        places.append(TensorLocation(spec.name, start, tuple(spec.shape), spec.dtype))
         start += spec_bytes(spec)
     return places
 

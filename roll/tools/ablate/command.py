@@ -23,7 +23,7 @@ from roll.tools.ablate.process import (
 )
 from roll.tools.ablate.report import Status, TrialResult, markdown_report, plot_curves, summarize_trial
 from roll.tools.terminal import comma_separated, number
-from roll.trackers.jsonl import FILE_NAME, read_metrics
+from roll.trackers.files import METRICS_FILE, read_metrics
 
 CONSOLE_LOG = "console.log"
 """File in the folder of a trial with everything that the trial prints."""
@@ -127,7 +127,7 @@ class Ablation:
 
     def _result(self, trial: Trial, status: Status, cause: str = "") -> TrialResult:
         started = read_run_json(self.out / trial.name) is not None
-        lines = read_metrics(self.out / trial.name / FILE_NAME) if started else []
+        lines = read_metrics(self.out / trial.name / METRICS_FILE) if started else []
         return summarize_trial(trial, status, lines, self.target, cause)
 
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from roll.configs.pipeline import RLConfig
 from roll.pipeline.checkpoint import CheckpointManager
 from roll.tools.terminal import option_error
-from roll.trackers.run_json import FILE_NAME, plain
+from roll.trackers.files import RUN_FILE, plain
 
 GRACE_S = 60.0
 """Seconds between SIGTERM, after which a run stops its workers and engines itself, and SIGKILL."""
@@ -123,7 +123,7 @@ def read_progress(folder: Path, config: RLConfig) -> Progress:
 def read_run_json(folder: Path) -> dict[str, Any] | None:
     """The run.json of a run; None if it is missing or invalid."""
     try:
-        record = json.loads((folder / FILE_NAME).read_text())
+        record = json.loads((folder / RUN_FILE).read_text())
     except (OSError, ValueError):
         return None
     return record if isinstance(record, dict) and isinstance(record.get("config"), dict) else None

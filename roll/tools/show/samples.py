@@ -13,7 +13,7 @@ from typing import Any
 from roll.configs.errors import ConfigError
 from roll.pipeline.rollout_dump import read_samples
 from roll.tools.terminal import option_error
-from roll.trackers.run_json import FILE_NAME
+from roll.trackers.files import RUN_FILE
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def find_dump(run: Path) -> RunDump:
     Raises:
         ConfigError: the folder is not the `output_dir` of a run, or the run does not write samples.
     """
-    file = run / FILE_NAME
+    file = run / RUN_FILE
     try:
         config: Mapping[str, Any] = json.loads(file.read_text())["config"]
         if "rollout_dump_dir" not in config:
@@ -120,7 +120,7 @@ def find_dump(run: Path) -> RunDump:
         dump_dir, output_dir = config["rollout_dump_dir"], config["output_dir"]
         model = config["actor_train"]["model_args"]["model_name_or_path"]
     except (FileNotFoundError, NotADirectoryError):
-        raise option_error("RUN_DIR", f"{run} has no {FILE_NAME}; give the output_dir of a run") from None
+        raise option_error("RUN_DIR", f"{run} has no {RUN_FILE}; give the output_dir of a run") from None
     except ConfigError:
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:

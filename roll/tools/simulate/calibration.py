@@ -11,9 +11,7 @@ from typing import Any
 
 from roll.configs.pipeline import RLConfig
 from roll.tools.terminal import option_error
-from roll.trackers.jsonl import FILE_NAME as METRICS
-from roll.trackers.jsonl import read_metrics
-from roll.trackers.run_json import FILE_NAME as RUN
+from roll.trackers.files import METRICS_FILE, RUN_FILE, read_metrics
 
 WARM_UP_STEPS = 3
 """First steps left out, in which engines warm up; at most a third of the run."""
@@ -134,13 +132,15 @@ def read_run(folder: Path, option: str) -> Measurements:
         ConfigError: the folder is not that of a reinforcement learning run with at least one step.
     """
     try:
-        shape = RunShape.from_run_json(json.loads((folder / RUN).read_text())["config"])
+        shape = RunShape.from_run_json(json.loads((folder / RUN_FILE).read_text())["config"])
     except (FileNotFoundError, NotADirectoryError):
-        raise option_error(option, f"{folder} has no {RUN}; give the output_dir of a run") from None
+        raise option_error(option, f"{folder} has no {RUN_FILE}; give the output_dir of a run") from None
     except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
-        message = f"{folder / RUN} is not the run.json of a reinforcement learning run: {type(error).__name__} {error}"
+        message = (
+            f"{folder / RUN_FILE} is not the run.json of a reinforcement learning run: {type(error).__name__} {error}"
+        )
         raise option_error(option, message) from None
-    metrics = folder / METRICS
+    metrics = folder / METRICS_FILE
     try:
         lines = [line for line in read_metrics(metrics) if line.get("step", 0) > 0]
     except (OSError, ValueError, AttributeError, TypeError) as error:
@@ -184,7 +184,7 @@ def require_synchronous(run: Measurements, folder: Path) -> Measurements:
             f"part alone, and give this run to --overlap",
         )
     if run.times.generate <= 0:
-        raise option_error("--from", f"{folder / METRICS} has no generation times (time/generate)")
+        raise option_error("--from", f"{folder / METRICS_FILE} has no generation times (time/generate)")
     return run
 
 

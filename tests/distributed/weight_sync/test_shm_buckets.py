@@ -9,7 +9,7 @@ import torch
 
 from roll.distributed.weight_sync.plan import Bucket, WeightSpec
 from roll.distributed.weight_sync.shm_buckets import BUFFERS, SharedMemoryError, ShmBuckets, views_of
-from roll.platforms.shared_memory import SharedMemory, accept
+from roll.platforms.shared_memory import SharedMemory, open_handle
 
 BUCKET = Bucket((WeightSpec("a", (2, 3), "float32"), WeightSpec("b", (4,), "float32")))
 
@@ -31,14 +31,14 @@ def test_writes_of_another_process_are_visible_to_the_owner() -> None:
         views = views_of(buckets.bucket(index, BUCKET), BUCKET.specs)
         assert [(name, tuple(tensor.shape)) for name, tensor in views] == [("a", (2, 3)), ("b", (4,))]
         assert [tensor.unique().item() for _, tensor in views] == [10 * (index % BUFFERS), 10 * (index % BUFFERS) + 1]
-        accepted = accept(buckets.handle(index, BUCKET))
+        accepted = open_handle(buckets.handle(index, BUCKET))
         for (name, tensor), (accepted_name, seen) in zip(views, accepted, strict=True):
             assert name == accepted_name and torch.equal(tensor, seen)
 
 
 def test_memory_is_opened_once_and_freed_memory_is_reported() -> None:
     buckets = ShmBuckets.create(64)
-    again = [accept(buckets.handle(0, BUCKET))[0][1].data_ptr() for _ in range(3)]
+    again = [open_handle(buckets.handle(0, BUCKET))[0][1].data_ptr() for _ in range(3)]
     assert len(set(again)) == 1
     address = buckets.addresses()[0].replace("roll-", "other-")
     with pytest.raises(FileNotFoundError, match="its owner closed it"):

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from roll.configs.hardware import prepare_run
 from roll.configs.load import load_config
-from roll.trackers.jsonl import JsonlTracker
-from roll.trackers.run_json import write_run_json
+from roll.trackers.files import JsonlTracker, write_run_json
 
 config = load_config(sys.argv[1], sys.argv[2:])
 prepare_run(config)

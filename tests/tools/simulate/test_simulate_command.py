@@ -27,8 +27,7 @@ from roll.tools.simulate.cost_model import CostModel, response_lengths
 from roll.tools.simulate.report import print_prediction
 from roll.tools.simulate.search import Split, configured_split, possible_splits, predict
 from roll.tools.simulate.simulator import DecodeSpeed, Outcome, generation_seconds, simulate
-from roll.trackers.jsonl import JsonlTracker
-from roll.trackers.run_json import write_run_json
+from roll.trackers.files import JsonlTracker, write_run_json
 from tests.configs.samples import rlvr
 
 MACHINE = Hardware(gpus=8, cores=64)

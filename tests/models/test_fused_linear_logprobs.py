@@ -1,8 +1,7 @@
 import pytest
 import torch
 
-from roll.models import scores
-from roll.models.scores import HeadSpec, head_scores
+from roll.models.fused_linear_logprobs import HeadSpec, fused_linear_logprobs
 
 
 def reference(hidden, weight, targets, tokens, temperature):
@@ -20,12 +19,13 @@ def inputs(rows=7, width=8, padded=16, tokens=11):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("memory", ["kept", "recomputed in chunks"])
-def test_scores_and_gradients_match_a_full_softmax(temperature, memory, monkeypatch):
+def test_log_probs_entropies_and_gradients_match_a_full_softmax(temperature, memory, monkeypatch):
     if memory != "kept":
-        monkeypatch.setattr(scores, "KEEP_BYTES", 0)
-        monkeypatch.setattr(scores, "CHUNK_BYTES", 4 * 16 * 3)
+        monkeypatch.setattr("roll.models.fused_linear_logprobs.KEEP_BYTES", 0)
+        monkeypatch.setattr("roll.models.fused_linear_logprobs.CHUNK_BYTES", 4 * 16 * 3)
     hidden, weight, targets, tokens = inputs()
-    log_probs, entropy = head_scores(hidden, weight, targets, HeadSpec(0, tokens, temperature), entropy_gradient=True)
+    spec = HeadSpec(0, tokens, temperature)
+    log_probs, entropy = fused_linear_logprobs(hidden, weight, targets, spec, entropy_gradient=True)
     expected, expected_entropy = reference(hidden, weight, targets, tokens, temperature)
     torch.testing.assert_close(log_probs, expected)
     torch.testing.assert_close(entropy, expected_entropy)
@@ -36,14 +36,14 @@ def test_scores_and_gradients_match_a_full_softmax(temperature, memory, monkeypa
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
 
 
-def test_entropy_carries_no_gradient_unless_asked():
+def test_entropy_has_no_gradient_by_default():
     hidden, weight, targets, tokens = inputs()
-    log_probs, entropy = head_scores(hidden, weight, targets, HeadSpec(0, tokens))
+    log_probs, entropy = fused_linear_logprobs(hidden, weight, targets, HeadSpec(0, tokens))
     assert log_probs.requires_grad and not entropy.requires_grad
 
 
-def test_no_token_to_score_still_has_a_gradient_path():
+def test_an_empty_selection_still_has_a_gradient():
     hidden, weight, _, tokens = inputs()
-    log_probs, _ = head_scores(hidden[:0], weight, torch.empty(0, dtype=torch.long), HeadSpec(0, tokens))
+    log_probs, _ = fused_linear_logprobs(hidden[:0], weight, torch.empty(0, dtype=torch.long), HeadSpec(0, tokens))
     log_probs.sum().backward()
     assert weight.grad.abs().sum() == 0

@@ -1,8 +1,30 @@
+"""RMSNorm, rotary embedding and SwiGLU: values and gradients equal those of torch and transformers."""
+
 import pytest
 import torch
+import torch.nn.functional as F
 
 from roll.models.hf_config import decoder_config
-from roll.models.rotary import RotaryTable, rotary_frequencies
+from roll.models.operators import RotaryTable, rms_norm, rotary_frequencies, swiglu
+
+
+def test_rms_norm_and_its_gradient_equal_torch():
+    torch.manual_seed(0)
+    x = (3 * torch.randn(5, 2, 16)).requires_grad_()
+    weight = torch.randn(16, requires_grad=True)
+    upstream = torch.randn(5, 2, 16)
+    expected = F.rms_norm(x, (16,), weight, 1e-5)
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5), expected)
+    ours = torch.autograd.grad(rms_norm(x, weight, 1e-5), (x, weight), upstream)
+    theirs = torch.autograd.grad(expected, (x, weight), upstream)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_rms_norm_of_a_non_contiguous_tensor():
+    x = torch.randn(3, 4, 12)[..., 2:10]
+    torch.testing.assert_close(rms_norm(x, torch.ones(8), 1e-6), F.rms_norm(x, (8,), torch.ones(8), 1e-6))
+
 
 SCALINGS = {
     "default": {"rope_type": "default", "rope_theta": 1e4},
@@ -19,7 +41,7 @@ SCALINGS = {
 
 
 @pytest.mark.parametrize("kind", SCALINGS)
-def test_frequencies_are_those_of_transformers(kind):
+def test_rotary_frequencies_equal_transformers(kind):
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -29,7 +51,7 @@ def test_frequencies_are_those_of_transformers(kind):
     torch.testing.assert_close(rotary_frequencies(ours.rotary, ours.head_size), expected, rtol=1e-6, atol=0)
 
 
-def test_rotation_and_its_gradient_are_those_of_transformers():
+def test_rotation_and_its_gradient_equal_transformers():
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
     torch.manual_seed(0)
@@ -43,4 +65,15 @@ def test_rotation_and_its_gradient_are_those_of_transformers():
     ours = table.rotate(x)
     torch.testing.assert_close(ours, expected)
     ours, theirs = (torch.autograd.grad(each, x, upstream)[0] for each in (ours, expected))
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_swiglu_and_its_gradient_equal_silu_times_up():
+    torch.manual_seed(0)
+    x = torch.randn(3, 2, 10, requires_grad=True)
+    gate, up = x.chunk(2, dim=-1)
+    expected = F.silu(gate) * up
+    upstream = torch.randn_like(expected)
+    torch.testing.assert_close(swiglu(x), expected)
+    ours, theirs = (torch.autograd.grad(each, x, upstream)[0] for each in (swiglu(x), expected))
     torch.testing.assert_close(ours, theirs)

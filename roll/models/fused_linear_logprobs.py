@@ -1,7 +1,7 @@
-"""Log-probs and entropies of chosen tokens straight from hidden states, with the vocabulary split over ranks.
+"""Log-probs and entropies of target tokens from hidden states, fused with the head, for a vocabulary split over ranks.
 
-The head's matrix product is part of the operator, so that logits exist only for the tokens that are scored, in chunks,
-and are turned into probabilities in place.
+The matrix product with the head is part of the operator, so that logits exist only for the selected tokens and one
+chunk at a time, and become probabilities in place.
 """
 
 from __future__ import annotations
@@ -13,19 +13,23 @@ import torch
 import torch.distributed as dist
 
 CHUNK_BYTES = 64 * 2**20
-"""Logits of one chunk of tokens in fp32, on one rank."""
+"""Size of the fp32 logits of one chunk of tokens on one rank."""
 
 KEEP_BYTES = 512 * 2**20
-"""Probabilities up to this size are kept for the backward pass; above it each chunk's logits are computed again."""
+"""Probabilities up to this size are kept for the backward pass; larger ones are recomputed chunk by chunk."""
 
 
 @dataclass(frozen=True)
 class HeadSpec:
-    """Where this rank stands in the split vocabulary, and how logits are scaled.
+    """This rank's part of the vocabulary, and the scaling of logits.
 
-    `first_token` is the id of the rank's first row, `tokens` the rows that are real (padding rows take no part),
-    `reduce_hidden_gradient` whether this operator sums the hidden states' gradient over the group (under sequence
-    parallel the gather before it does).
+    Attributes:
+        first_token: token id of the rank's first row.
+        tokens: rows of the rank without padding rows, which are ignored.
+        temperature: divisor of the logits.
+        group: tensor-parallel group; None for one rank.
+        reduce_hidden_gradient: whether this operator sums the gradient of the hidden states over the group; under
+            sequence parallel the preceding gather does that.
     """
 
     first_token: int
@@ -35,27 +39,27 @@ class HeadSpec:
     reduce_hidden_gradient: bool = True
 
 
-def head_scores(
+def fused_linear_logprobs(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, spec: HeadSpec, entropy_gradient: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The log-prob log softmax(hidden W^T / temperature)[target], and the entropy of the same distribution.
+    """Log-prob log softmax(hidden W^T / temperature)[target], and the entropy of the same distribution.
 
     Args:
         hidden: [N, H], the same on every rank of the group.
         weight: this rank's rows of the head, [padded vocabulary / T, H].
         targets: token ids [N].
-        spec: the split.
+        spec: the rank's part of the vocabulary.
         entropy_gradient: whether the entropy is differentiable.
 
     Returns:
         Log-probs and entropies in nats, [N] float32 each.
     """
     keep = torch.is_grad_enabled() and hidden.shape[0] * weight.shape[0] * 4 <= KEEP_BYTES
-    log_probs, entropy = _HeadScores.apply(hidden, weight, targets, spec, entropy_gradient, keep)
+    log_probs, entropy = _FusedLinearLogprobs.apply(hidden, weight, targets, spec, entropy_gradient, keep)  # type: ignore[no-untyped-call]
     return log_probs, entropy
 
 
-class _HeadScores(torch.autograd.Function):
+class _FusedLinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -67,7 +71,7 @@ class _HeadScores(torch.autograd.Function):
         keep: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         chunks = _chunks(hidden.shape[0], weight.shape[0])
-        parts = [_score_chunk(hidden[rows], weight, targets[rows], spec) for rows in chunks]
+        parts = [_forward_chunk(hidden[rows], weight, targets[rows], spec) for rows in chunks]
         log_probs = torch.cat([part.log_probs for part in parts])
         entropy = torch.cat([part.entropy for part in parts])
         ctx.spec, ctx.entropy_gradient = spec, entropy_gradient
@@ -78,7 +82,7 @@ class _HeadScores(torch.autograd.Function):
         return log_probs, entropy
 
     @staticmethod
-    def backward(ctx: Any, log_prob_gradient: torch.Tensor, entropy_gradient: torch.Tensor | None) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, log_prob_gradient: torch.Tensor, entropy_gradient: torch.Tensor | None) -> Any:
         hidden, weight, targets, entropy = ctx.saved_tensors
         spec: HeadSpec = ctx.spec
         hidden_gradient = torch.empty_like(hidden)
@@ -86,7 +90,7 @@ class _HeadScores(torch.autograd.Function):
         used = weight[: spec.tokens]
         for index, rows in enumerate(_chunks(hidden.shape[0], weight.shape[0])):
             if ctx.probabilities is None:
-                probabilities = _score_chunk(hidden[rows], weight, targets[rows], spec).probabilities
+                probabilities = _forward_chunk(hidden[rows], weight, targets[rows], spec).probabilities
             else:
                 probabilities = ctx.probabilities[index]
             of_entropy = entropy_gradient[rows] if ctx.entropy_gradient and entropy_gradient is not None else None
@@ -102,14 +106,14 @@ class _HeadScores(torch.autograd.Function):
 
 
 @dataclass
-class _Scored:
+class _ChunkResult:
     log_probs: torch.Tensor
     entropy: torch.Tensor
     probabilities: torch.Tensor
 
 
-def _score_chunk(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, spec: HeadSpec) -> _Scored:
-    """Scores of n tokens; `probabilities` are those of this rank's part of the vocabulary, [n, tokens] float32."""
+def _forward_chunk(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, spec: HeadSpec) -> _ChunkResult:
+    """Results for n tokens; `probabilities` cover this rank's part of the vocabulary, [n, tokens] float32."""
     logits = torch.matmul(hidden, weight[: spec.tokens].t()).float()
     if spec.temperature != 1.0:
         logits.mul_(1.0 / spec.temperature)
@@ -125,7 +129,7 @@ def _score_chunk(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tens
         dist.all_reduce(sums, group=spec.group)
     total, target_logits, weighted = sums
     log_total = total.log()
-    return _Scored(
+    return _ChunkResult(
         log_probs=target_logits - log_total,
         entropy=log_total - weighted / total,
         probabilities=exponentials.div_(total[:, None]),
@@ -153,13 +157,13 @@ def _logit_gradient(
 
 
 def _own_targets(targets: torch.Tensor, spec: HeadSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """Column of each target on this rank (0 where it is another rank's), and 1.0 where it is this rank's."""
+    """Column of each target on this rank, 0 for targets of other ranks; and 1.0 for own targets, 0.0 for others."""
     local = targets - spec.first_token
     own = (local >= 0) & (local < spec.tokens)
     return torch.where(own, local, 0), own.float()
 
 
 def _chunks(rows: int, columns: int) -> list[slice]:
-    """Row slices of at most `CHUNK_BYTES`; `columns` counts padding, so that all ranks agree."""
+    """Row slices of at most `CHUNK_BYTES`; `columns` includes padding rows of the head, so that all ranks agree."""
     size = max(1, CHUNK_BYTES // (4 * columns))
     return [slice(start, min(start + size, rows)) for start in range(0, max(rows, 1), size)]

@@ -1,4 +1,4 @@
-"""The correction inside the policy loss: weights on tokens, rejection, denominators, and where it is computed."""
+"""The policy loss with a correction: weights, rejection, denominators, and bypass mode."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from roll.algorithms.aggregation import LOSS_AGG_MODES
-from roll.algorithms.correction import complete, diagnostics
-from roll.algorithms.importance import correct
+from roll.algorithms.correction import diagnostics, finalize, off_policy_correction
 from roll.algorithms.losses import LOSSES, LossScale, PolicyLossConfig
 from roll.algorithms.policy_losses import PG_VARIANTS
 from roll.configs.policy import CorrectionOptions, RejectionOptions, WeightOptions
@@ -24,8 +23,8 @@ BYPASS = PolicyLossConfig(pg_variant="vanilla", correction=TOKENS, old_log_probs
 
 
 def corrected(batch, options):
-    """The batch with what the driver computes in decoupled mode."""
-    result = correct(batch["old_log_probs"], batch["behavior_log_probs"], batch["response_mask"], options)
+    """The batch with the tensors that the driver adds when there is a proximal policy."""
+    result = off_policy_correction(batch["old_log_probs"], batch["behavior_log_probs"], batch["response_mask"], options)
     return batch | {"correction_weights": result.weights, "correction_kept": result.kept}
 
 
@@ -37,7 +36,7 @@ def policy(batch, config, scale=None, entropy=True):
     return loss.item(), log_probs.grad, {name: value.item() for name, value in metrics.items()}
 
 
-def test_weights_multiply_the_token_losses_and_the_divergence_stays():
+def test_weights_multiply_the_policy_term_but_not_the_kl():
     batch = corrected(random_batch(), TOKENS)
     weights = batch["correction_weights"]
     _, gradient, metrics = policy(batch, DECOUPLED)
@@ -47,7 +46,7 @@ def test_weights_multiply_the_token_losses_and_the_divergence_stays():
     assert metrics["kl_loss"] == without["kl_loss"] and (weights[batch["response_mask"]] != 1).any()
 
 
-def test_in_bypass_the_weights_are_those_of_the_current_policy():
+def test_bypass_weights_are_those_of_the_current_policy():
     batch, mask = random_batch(), random_batch()["response_mask"]
     _, gradient, _ = policy(batch, BYPASS)
     ratio = (batch["log_probs"] - batch["behavior_log_probs"]).exp().clamp(0.8, 1.2)
@@ -68,7 +67,7 @@ def test_vanilla_with_token_weights_is_tis():
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-def test_rejected_tokens_leave_every_term_but_still_count_in_the_denominator(mode):
+def test_rejected_tokens_have_no_term_but_count_in_the_denominator(mode):
     batch = corrected(random_batch(), EVERYTHING)
     kept = batch["correction_kept"]
     config = replace(DECOUPLED, correction=EVERYTHING, loss_agg_mode=mode, entropy_loss_coef=0.1)
@@ -80,7 +79,7 @@ def test_rejected_tokens_leave_every_term_but_still_count_in_the_denominator(mod
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-def test_renormalised_the_loss_is_that_of_the_kept_tokens_alone(mode):
+def test_a_renormalized_loss_is_that_of_the_kept_tokens_alone(mode):
     options = replace(EVERYTHING, renormalize=True)
     batch = corrected(random_batch(), options)
     kept, config = batch["correction_kept"], replace(DECOUPLED, correction=options, loss_agg_mode=mode)
@@ -123,7 +122,7 @@ def test_neither_the_split_nor_padding_changes_gradient_or_metrics(bypass, optio
     assert sums == pytest.approx(metrics)
 
 
-TURNS = [
+CHANGES = [
     replace(EVERYTHING, weights=WeightOptions("token", "clamp", 0.5, 1.5)),
     replace(EVERYTHING, weights=WeightOptions("geometric", "clamp", 0.5, 1.5)),
     replace(EVERYTHING, weights=WeightOptions("sequence", "mask", 0.5, 1.5)),
@@ -138,9 +137,9 @@ TURNS = [
 ]
 
 
-@pytest.mark.parametrize("options", TURNS)
+@pytest.mark.parametrize("options", CHANGES)
 @pytest.mark.parametrize("bypass", [False, True])
-def test_every_knob_turns_the_loss(options, bypass):
+def test_every_key_changes_the_loss(options, bypass):
     def loss(settings):
         source = "behavior" if bypass else "recompute"
         config = replace(BYPASS, correction=settings, old_log_probs_source=source)
@@ -150,14 +149,14 @@ def test_every_knob_turns_the_loss(options, bypass):
 
 
 @pytest.mark.parametrize("variant", PG_VARIANTS)
-def test_any_variant_can_be_corrected(variant):
+def test_the_correction_works_with_every_variant(variant):
     config = replace(DECOUPLED, pg_variant=variant, use_kl_loss=False, gspo_clip_low=0.9, gspo_clip_high=9.0)
     batch = corrected(random_batch(), TOKENS)
     plain = policy(batch, replace(config, correction=CorrectionOptions()))[1]
     torch.testing.assert_close(policy(batch, config)[1], plain * batch["correction_weights"])
 
 
-def test_stale_samples_tell_decoupled_ppo_from_ppo_even_in_the_first_step():
+def test_decoupled_ppo_differs_from_ppo_on_stale_samples_in_the_first_step():
     batch = corrected(random_batch(), TOKENS)
     batch["log_probs"] = batch["old_log_probs"]
     ppo = replace(DECOUPLED, pg_variant="ppo", correction=CorrectionOptions())
@@ -165,18 +164,18 @@ def test_stale_samples_tell_decoupled_ppo_from_ppo_even_in_the_first_step():
 
 
 @pytest.mark.parametrize("options", [CorrectionOptions(), TOKENS, EVERYTHING])
-def test_in_bypass_the_loss_reports_the_diagnostics_of_the_current_policy(options):
+def test_bypass_reports_the_correction_metrics_of_the_current_policy(options):
     batch = random_batch()
     mask, mu = batch["response_mask"], batch["behavior_log_probs"]
     _, _, metrics = policy(batch, replace(BYPASS, correction=options))
-    found = complete({name: value for name, value in metrics.items() if "/" in name})
-    result = correct(batch["log_probs"], mu, mask, options)
+    found = finalize({name: value for name, value in metrics.items() if "/" in name})
+    result = off_policy_correction(batch["log_probs"], mu, mask, options)
     weights = result.weights if options.weighted else None
     assert found == pytest.approx(diagnostics(batch["log_probs"], mu, mask, weights, result.kept))
 
 
-def test_junk_outside_the_mask_reaches_no_weight():
+def test_values_outside_the_mask_do_not_change_the_weights():
     batch = random_batch()
-    dirty = pad(batch, 3, junk=float("nan"))
-    assert policy(dirty, BYPASS)[0] == pytest.approx(policy(batch, BYPASS)[0])
-    assert torch.isfinite(policy(dirty, BYPASS)[1]).all()
+    padded = pad(batch, 3, fill=float("nan"))
+    assert policy(padded, BYPASS)[0] == pytest.approx(policy(batch, BYPASS)[0])
+    assert torch.isfinite(policy(padded, BYPASS)[1]).all()

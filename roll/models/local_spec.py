@@ -1,7 +1,7 @@
-"""Building blocks of a transformer layer on plain torch operators, with Transformer Engine's parameter names.
+"""Layer spec of a decoder on plain torch operators, with the parameter names of Transformer Engine's spec.
 
-With the same names one weight mapping and one checkpoint serve both: `linear_qkv.layer_norm_weight` is the norm in
-front of the linear, wherever the model runs.
+Equal names allow one weight mapping and one checkpoint format for both specs: for example
+`linear_qkv.layer_norm_weight` is the weight of the norm before the linear in both.
 """
 
 from __future__ import annotations
@@ -22,16 +22,13 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from roll.models.rms_norm import rms_norm
-from roll.models.rotary import RotaryTable
-from roll.models.swiglu import swiglu
+from roll.models.operators import RotaryTable, rms_norm, swiglu
 
 
 class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm over the last dimension; its weight's gradient is summed under sequence parallel."""
+    """RMSNorm over the last dimension; under sequence parallel Megatron sums the weight's gradient over ranks."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
-        """Weights start at one."""
         super().__init__()
         self.eps = eps
         self.weight = _norm_weight(config, hidden_size)
@@ -42,30 +39,37 @@ class RMSNorm(torch.nn.Module):
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):
-    """RMSNorm, then a linear whose rows are split over tensor-parallel ranks."""
+    """RMSNorm followed by a linear whose rows are split over tensor-parallel ranks."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
-        """As Megatron's column-parallel linear."""
         super().__init__(input_size, output_size, config=config, **kwargs)
         self.layer_norm_weight = _norm_weight(config, input_size)
         self.eps = config.layernorm_epsilon
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Sequence-parallel input stays split until after the norm."""
-        return super().forward(rms_norm(x, self.layer_norm_weight, self.eps), *args, **kwargs)
+        """Normalizes [S, B, H] before the linear gathers a sequence-parallel input."""
+        result: tuple[torch.Tensor, torch.Tensor | None] = super().forward(
+            rms_norm(x, self.layer_norm_weight, self.eps), *args, **kwargs
+        )
+        return result
 
 
 class CausalAttention(torch.nn.Module):
-    """Rotary embedding, then causal attention by `scaled_dot_product_attention`: no scores, no mask.
+    """Rotary embedding and causal attention by `scaled_dot_product_attention`, without materialized scores or masks.
 
-    Sequences are right padded, so causality alone keeps padding out of every valid token. The rotation is here and
-    not in Megatron's attention because here it can write queries and keys in the order that attention reads.
+    Sequences are padded on the right, so the causal mask also hides padding from every valid token. The rotation is
+    done here and not in Megatron's attention because it can then write queries and keys in the memory order that
+    attention reads.
+
+    Args:
+        config: not used, but Megatron passes it.
+        rotary: table shared by all layers.
+        softmax_scale: None is 1 / sqrt(head size).
     """
 
     def __init__(
         self, config: TransformerConfig, rotary: RotaryTable, softmax_scale: float | None = None, **_: Any
     ) -> None:
-        """`softmax_scale` None is 1 / sqrt(head size)."""
         super().__init__()
         self.rotary = rotary
         self.scale = softmax_scale
@@ -86,10 +90,9 @@ class CausalAttention(torch.nn.Module):
 
 
 class SwiGLU(torch.nn.Module):
-    """The MLP's activation on the fused gate and up projections."""
+    """The MLP's activation on the fused gate and up projections; has no weights."""
 
     def __init__(self, config: TransformerConfig) -> None:
-        """Has no weights."""
         super().__init__()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -97,41 +100,36 @@ class SwiGLU(torch.nn.Module):
         return swiglu(x)
 
     def sharded_state_dict(self, *args: object, **kwargs: object) -> dict[str, object]:
-        """Nothing: Megatron asks every part of the MLP what a checkpoint must hold of it."""
+        """Empty; Megatron calls this on every submodule of the MLP."""
         return {}
 
 
-class PortableSpecProvider(LocalSpecProvider):
-    """Which module stands for which part of a layer."""
+class TorchSpecProvider(LocalSpecProvider):
+    """The module for each part of a layer; `rotary` is shared by all layers."""
 
     def __init__(self, rotary: RotaryTable) -> None:
-        """`rotary` is shared by all layers."""
         self.rotary = rotary
 
     def fuse_layernorm_and_linear(self) -> bool:
-        """The norm belongs to the linear behind it."""
         return True
 
     def column_parallel_layer_norm_linear(self) -> type:
-        """Norm and linear in one."""
         return NormColumnParallelLinear
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
-        """Norms that stand alone: final, query and key."""
+        """Norms that are not fused with a linear: final, query and key."""
         return RMSNorm
 
     def core_attention(self) -> Any:
-        """Attention without materialised scores."""
         return partial(CausalAttention, rotary=self.rotary)
 
     def activation_func(self) -> type:
-        """The gated activation."""
         return SwiGLU
 
 
-def portable_layer_spec(qk_norm: bool, rotary: RotaryTable) -> ModuleSpec:
-    """A dense decoder layer of these parts."""
-    backend = PortableSpecProvider(rotary)
+def local_layer_spec(qk_norm: bool, rotary: RotaryTable) -> ModuleSpec:
+    """Spec of a dense decoder layer with these modules."""
+    backend = TorchSpecProvider(rotary)
     head_norm = backend.layer_norm(for_qk=True) if qk_norm else IdentityOp
     attention = SelfAttentionSubmodules(
         linear_qkv=backend.column_parallel_layer_norm_linear(),

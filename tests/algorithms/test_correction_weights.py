@@ -1,4 +1,4 @@
-"""Weights and rejection in closed form: bounds are asymmetric everywhere, so that a flipped sign cannot hide."""
+"""Weights and rejection in closed form, with asymmetric bounds so that a wrong sign fails."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.algorithms.importance import correct
+from roll.algorithms.correction import off_policy_correction
 from roll.configs.policy import CorrectionOptions, RejectionOptions, WeightOptions
 
 MASK = torch.tensor([[False, True, True, True], [False, True, True, False]])
@@ -18,7 +18,7 @@ RATIOS = [[0.25, 1.0, 3.0], [0.8, 1.5]]
 
 
 def log_probs(ratios=RATIOS) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log p and log mu with these ratios on the response tokens and junk elsewhere."""
+    """Log p and log mu with these ratios on the response tokens, other values elsewhere."""
     behavior = torch.full(MASK.shape, -2.0)
     proximal = torch.full(MASK.shape, 77.0)
     proximal[MASK] = -2.0 + torch.tensor([math.log(ratio) for sample in ratios for ratio in sample])
@@ -27,13 +27,13 @@ def log_probs(ratios=RATIOS) -> tuple[torch.Tensor, torch.Tensor]:
 
 def weights_of(level, mode="clamp", lower=0.0, upper=100.0):
     options = CorrectionOptions(weights=WeightOptions(level, mode, lower, upper))
-    result = correct(*log_probs(), MASK, options)
+    result = off_policy_correction(*log_probs(), MASK, options)
     return result.weights[MASK].tolist(), result.kept[MASK].tolist()
 
 
 def kept_by(statistic, level="token", lower=None, upper=None, ratios=RATIOS):
     options = CorrectionOptions(rejection=RejectionOptions(statistic, level, lower, upper))
-    result = correct(*log_probs(ratios), MASK, options)
+    result = off_policy_correction(*log_probs(ratios), MASK, options)
     assert (result.weights[MASK] == 1).all() and not result.kept[~MASK].any()
     return result.kept[MASK].tolist()
 
@@ -56,7 +56,7 @@ def test_clamped_weights_keep_every_token():
     assert weights_of("sequence", upper=1.1)[0] == pytest.approx([0.75] * 3 + [1.1] * 2)
 
 
-def test_masked_weights_stay_as_they_are_or_leave_the_loss():
+def test_masked_weights_are_unchanged_or_rejected():
     weights, kept = weights_of("token", "mask", lower=0.5, upper=2.0)
     assert weights == pytest.approx([0.0, 1.0, 0.0, 0.8, 1.5]) and kept == [False, True, False, True, True]
     weights, kept = weights_of("sequence", "mask", lower=0.9, upper=2.0)
@@ -112,40 +112,42 @@ def test_k3_grows_faster_where_p_is_above_mu():
     assert kept_by("k3", upper=0.9, ratios=[[0.25, 4.0, 1.0], [1.0, 1.0]]) == [True, False, True, True, True]
 
 
-def test_one_impossible_token_vetoes_its_response():
+def test_one_token_below_the_threshold_vetoes_its_response():
     options = CorrectionOptions(veto_threshold=1e-4)
-    vetoed = correct(*log_probs([[1.0, 0.9e-4, 1.0], [1.0, 1.0]]), MASK, options)
+    vetoed = off_policy_correction(*log_probs([[1.0, 0.9e-4, 1.0], [1.0, 1.0]]), MASK, options)
     assert vetoed.kept[MASK].tolist() == [False] * 3 + [True] * 2
-    assert correct(*log_probs([[1.0, 1.1e-4, 1e4], [1.0, 1.0]]), MASK, options).kept.equal(MASK)
+    assert off_policy_correction(*log_probs([[1.0, 1.1e-4, 1e4], [1.0, 1.0]]), MASK, options).kept.equal(MASK)
 
 
-def test_rejections_add_up_and_leave_weights_alone():
+def test_rejections_are_combined_and_do_not_change_weights():
     options = CorrectionOptions(
         WeightOptions("token", "clamp", 0.0, 2.0), RejectionOptions("k1", "token", None, 1.2), veto_threshold=0.5
     )
-    result = correct(*log_probs(), MASK, options)
+    result = off_policy_correction(*log_probs(), MASK, options)
     assert result.weights[MASK].tolist() == pytest.approx([0.25, 1.0, 2.0, 0.8, 1.5])
     assert result.kept[MASK].tolist() == [False, False, False, True, False]
 
 
-def test_nothing_asked_for_changes_nothing():
+def test_default_options_change_nothing():
     options = CorrectionOptions()
-    result = correct(*log_probs(), MASK, options)
+    result = off_policy_correction(*log_probs(), MASK, options)
     assert not options.active and result.kept.equal(MASK) and result.weights.equal(MASK.float())
 
 
-def test_weights_carry_no_gradient():
+def test_weights_have_no_gradient():
     proximal, behavior = log_probs()
-    result = correct(proximal.requires_grad_(), behavior, MASK, CorrectionOptions(WeightOptions("sequence")))
+    result = off_policy_correction(
+        proximal.requires_grad_(), behavior, MASK, CorrectionOptions(WeightOptions("sequence"))
+    )
     assert not result.weights.requires_grad
 
 
-def test_samples_without_response_tokens_are_harmless():
+def test_samples_without_response_tokens_have_no_weights():
     empty = torch.zeros_like(MASK)
     for level in ("token", "sequence", "geometric"):
         for at in ("token", "sequence-mean", "sequence-sum", "sequence-max"):
             options = CorrectionOptions(WeightOptions(level), RejectionOptions("k3", at, 0.1, 1.0), 1e-4)
-            result = correct(*log_probs(), empty, options)
+            result = off_policy_correction(*log_probs(), empty, options)
             assert not result.kept.any() and (result.weights == 0).all()
 
 
@@ -172,17 +174,17 @@ LOG_RATIOS = st.lists(st.lists(st.floats(-50, 50), min_size=4, max_size=4), min_
 
 @settings(deadline=None)
 @given(OPTIONS, LOG_RATIOS, st.integers(0, 5))
-def test_weights_are_bounded_and_neither_neighbours_nor_padding_matter(options, log_ratios, padding):
+def test_weights_are_bounded_and_independent_of_other_samples_and_padding(options, log_ratios, padding):
     behavior = torch.full((len(log_ratios), 4), -3.0)
     proximal = behavior + torch.tensor(log_ratios)
     mask = torch.tensor([[True, True, True, index % 2 == 0] for index in range(len(log_ratios))])
-    whole = correct(proximal, behavior, mask, options)
+    whole = off_policy_correction(proximal, behavior, mask, options)
     if options.weighted:
         assert (whole.weights <= options.weights.upper + 1e-5).all() and (whole.weights >= 0).all()
     assert (whole.kept & ~mask).sum() == 0
     for index in range(len(log_ratios)):
         row = slice(index, index + 1)
         wide = [torch.nn.functional.pad(x[row], (0, padding), value=9.0) for x in (proximal, behavior)]
-        alone = correct(*wide, torch.nn.functional.pad(mask[row], (0, padding)), options)
+        alone = off_policy_correction(*wide, torch.nn.functional.pad(mask[row], (0, padding)), options)
         torch.testing.assert_close(alone.weights[:, :4], whole.weights[row])
         assert alone.kept[:, :4].equal(whole.kept[row])

@@ -1,4 +1,4 @@
-"""Variants whose ratio is a weight without gradient: closed forms, and the gradient of the surrogate they stand for."""
+"""Variants with a detached weight: closed forms, and the gradient of the equivalent surrogate."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.algorithms.policy_config import PolicyLossConfig
-from roll.algorithms.policy_losses import PG_VARIANTS
+from roll.algorithms.policy_losses import PG_VARIANTS, PolicyLossConfig
 from tests.algorithms.batches import random_batch
 
-CONFIG = PolicyLossConfig(tis_lower_bound=0.5, tis_upper_bound=2.0)
+CONFIG = PolicyLossConfig(pg_variant="tis", tis_lower_bound=0.5, tis_upper_bound=2.0)
 UNIFIED = replace(CONFIG, cispo_use_unified_mask=True)
 RATIOS = st.floats(1e-3, 1e3)
 ADVANTAGES = st.floats(-3, 3)
@@ -32,7 +31,7 @@ def one_token(variant, ratio, advantage, config=CONFIG, score=1.0):
 
 @settings(deadline=None, max_examples=50)
 @given(RATIOS, ADVANTAGES)
-def test_tis_weighs_by_the_ratio_between_its_bounds(ratio, advantage):
+def test_tis_weights_by_the_clipped_ratio(ratio, advantage):
     weight = min(max(ratio, 0.5), 2.0)
     loss, clipped, gradient = one_token("tis", ratio, advantage)
     assert loss == pytest.approx(-weight * advantage * (math.log(ratio) - 1), abs=1e-9)
@@ -42,7 +41,7 @@ def test_tis_weighs_by_the_ratio_between_its_bounds(ratio, advantage):
 
 @settings(deadline=None, max_examples=50)
 @given(RATIOS, ADVANTAGES, st.sampled_from([1.0, 0.0, -1.0]))
-def test_topr_tapers_only_what_did_not_score(ratio, advantage, score):
+def test_topr_reduces_the_weight_only_of_responses_without_a_score(ratio, advantage, score):
     config = replace(CONFIG, topr_positive_weight=0.7, topr_negative_weight=0.4)
     weight = 0.7 if score > 0 else 0.4 * min(ratio, 1.0)
     loss, clipped, gradient = one_token("topr", ratio, advantage, config, score)
@@ -76,14 +75,14 @@ def test_a_wide_epsilon_leaves_the_weight_of_cispo_unbounded_below():
 
 @settings(deadline=None, max_examples=50)
 @given(RATIOS, ADVANTAGES)
-def test_kimi15_tethers_by_the_squared_log_ratio(ratio, advantage):
+def test_kimi15_penalizes_the_squared_log_ratio(ratio, advantage):
     loss, clipped, gradient = one_token("kimi15", ratio, advantage, replace(CONFIG, kimi15_tau=0.3))
     log_ratio = math.log(ratio)
     assert loss == pytest.approx(-advantage * (log_ratio - 1) + 0.15 * log_ratio**2, abs=1e-9)
     assert gradient == pytest.approx(-advantage + 0.3 * log_ratio, abs=1e-9) and not clipped
 
 
-def test_topr_of_a_sequence_takes_the_product_of_its_tokens_ratios():
+def test_topr_at_sequence_level_uses_the_product_of_token_ratios():
     base = torch.tensor([[-1.0, -2.0, -9.0], [-1.0, -2.0, -3.0]], dtype=torch.float64)
     mask = torch.tensor([[True, True, False], [True, True, True]])
     off = torch.tensor([[-0.2, -0.3, 5.0], [0.4, 0.1, 0.2]])
@@ -96,7 +95,7 @@ def test_topr_of_a_sequence_takes_the_product_of_its_tokens_ratios():
     assert terms.clipped.tolist() == [[False] * 3, [True] * 3]
 
 
-def test_topr_asks_for_scores():
+def test_topr_needs_scores():
     with pytest.raises(ValueError, match="topr needs the raw scores"):
         one = torch.zeros(1, 1)
         PG_VARIANTS["topr"](one, one, one, one.bool(), None, CONFIG)
@@ -104,7 +103,7 @@ def test_topr_asks_for_scores():
 
 @pytest.mark.parametrize("variant", ["tis", "topr", "cispo"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_the_gradient_is_that_of_the_surrogate_with_its_weights_frozen(variant, level):
+def test_the_gradient_is_that_of_the_surrogate_with_constant_weights(variant, level):
     batch = random_batch(samples=4, tokens=6, seed=1)
     mask, log_probs = batch["response_mask"], batch["log_probs"].requires_grad_()
     arguments = (batch["old_log_probs"], batch["advantages"], mask, batch["scores"])

@@ -8,16 +8,15 @@ import torch
 
 from roll.algorithms.aggregation import LOSS_AGG_MODES
 from roll.algorithms.losses import LOSSES, LossScale, PolicyLossConfig
-from roll.algorithms.policy_losses import PG_VARIANTS
-from roll.algorithms.ratio_type import tied_base
+from roll.algorithms.policy_losses import PG_VARIANTS, sequence_ratio_base
 from tests.algorithms.batches import pad, random_batch, rows
 
 TYPES = ["token", "segment", "sequence"]
-CONFIG = PolicyLossConfig(pg_clip_low=0.2, pg_clip_high=0.3, tis_upper_bound=1.2)
+CONFIG = PolicyLossConfig(pg_variant="ppo", pg_clip_low=0.2, pg_clip_high=0.3, tis_upper_bound=1.2)
 
 
 def turns_batch(seed=0, **sizes):
-    """A random batch whose responses are turns of two tokens, with a token of the environment after each."""
+    """A random batch whose responses are turns of two tokens, each followed by a token of the environment."""
     batch = random_batch(seed=seed, **sizes)
     place = batch["response_mask"].cumsum(-1) - 1
     batch["response_mask"] = batch["response_mask"] & (place % 3 != 2)
@@ -26,7 +25,7 @@ def turns_batch(seed=0, **sizes):
 
 
 def by_hand(batch, ratio_type):
-    """Mean log ratio of each token's unit, counted one by one."""
+    """Mean log ratio of each token's turn or sample, computed with loops."""
     off = (batch["log_probs"] - batch["old_log_probs"]).detach()
     mean = torch.zeros_like(off)
     for row, mask in enumerate(batch["response_mask"].tolist()):
@@ -48,16 +47,16 @@ def policy(batch, config, scale=None):
 
 
 @pytest.mark.parametrize("ratio_type", TYPES)
-def test_the_tokens_of_a_unit_share_the_ratio_of_their_mean(ratio_type):
+def test_tokens_of_a_turn_or_sample_have_the_mean_log_ratio(ratio_type):
     batch = turns_batch()
     mask, log_probs = batch["response_mask"], batch["log_probs"]
-    base = tied_base(log_probs, batch["old_log_probs"], mask, ratio_type, batch["turn_index"])
+    base = sequence_ratio_base(log_probs, batch["old_log_probs"], mask, ratio_type, batch["turn_index"])
     torch.testing.assert_close((log_probs - base)[mask], by_hand(batch, ratio_type)[mask])
 
 
 @pytest.mark.parametrize("ratio_type", TYPES)
 @pytest.mark.parametrize("variant", ["vanilla", "ppo", "decoupled_ppo", "kimi15"])
-def test_gradient_by_finite_differences_where_the_mean_is_frozen(variant, ratio_type):
+def test_gradient_by_finite_differences_with_a_constant_mean(variant, ratio_type):
     batch = turns_batch(samples=3, tokens=8, seed=1)
     mask, config = batch["response_mask"], replace(CONFIG, pg_variant=variant, ratio_type=ratio_type)
     frozen = batch["log_probs"].detach().clone()
@@ -74,25 +73,25 @@ def test_gradient_by_finite_differences_where_the_mean_is_frozen(variant, ratio_
 
 
 @pytest.mark.parametrize("variant", PG_VARIANTS)
-def test_every_variant_sees_the_ratio_of_the_type(variant):
+def test_every_variant_uses_the_ratio_of_the_type(variant):
     batch, config = turns_batch(seed=2), replace(CONFIG, pg_variant=variant)
     for ratio_type in TYPES:
-        tied = policy(batch, replace(config, ratio_type=ratio_type))
+        shared = policy(batch, replace(config, ratio_type=ratio_type))
         base = batch["log_probs"] - by_hand(batch, ratio_type)
         plain = policy({**batch, "old_log_probs": base}, config)
-        assert tied[0] == pytest.approx(plain[0])
-        torch.testing.assert_close(tied[1], plain[1])
+        assert shared[0] == pytest.approx(plain[0])
+        torch.testing.assert_close(shared[1], plain[1])
 
 
 @pytest.mark.parametrize("variant", [name for name in PG_VARIANTS if name != "vanilla"])
-def test_on_aged_samples_the_type_matters_to_all_but_gspo(variant):
+def test_on_stale_samples_the_type_changes_every_variant_but_gspo(variant):
     batch = turns_batch(seed=2)
     losses = [policy(batch, replace(CONFIG, pg_variant=variant, ratio_type=kind))[0] for kind in TYPES]
     distinct = {round(loss, 9) for loss in losses}
     assert len(distinct) == (1 if variant == "gspo" else 3), losses
 
 
-def test_gspo_is_ppo_of_sequence_ratios_with_bounds_of_its_own():
+def test_gspo_is_ppo_with_sequence_ratios_and_other_bounds():
     batch = turns_batch()
     gspo = replace(CONFIG, pg_variant="gspo", gspo_clip_low=0.2, gspo_clip_high=0.3)
     ours, theirs = policy(batch, gspo), policy(batch, replace(CONFIG, ratio_type="sequence"))
@@ -110,7 +109,7 @@ def test_the_gradient_does_not_depend_on_how_the_batch_is_split_or_padded(ratio_
     loss, gradient, _ = policy({**batch, "turn_index": turns}, config, scale)
     total = 0.0
     for part in indices:
-        micro = pad(rows(batch, part), 4, junk=float("nan"))
+        micro = pad(rows(batch, part), 4, fill=float("nan"))
         micro["turn_index"] = torch.nn.functional.pad(turns[part], (0, 4), value=-1)
         part_loss, part_gradient, _ = policy(micro, config, scale)
         torch.testing.assert_close(part_gradient[:, : gradient.shape[1]], gradient[part])
@@ -120,7 +119,7 @@ def test_the_gradient_does_not_depend_on_how_the_batch_is_split_or_padded(ratio_
 
 @pytest.mark.parametrize("ratio_type", TYPES)
 @pytest.mark.parametrize("variant", PG_VARIANTS)
-def test_on_policy_every_ratio_is_one_in_single_precision_too(variant, ratio_type):
+def test_on_policy_every_ratio_is_one_in_float32(variant, ratio_type):
     batch = {name: value.float() if value.is_floating_point() else value for name, value in turns_batch().items()}
     batch["old_log_probs"] = batch["log_probs"].clone()
     _, gradient, metrics = policy(batch, replace(CONFIG, pg_variant=variant, ratio_type=ratio_type))
@@ -130,14 +129,14 @@ def test_on_policy_every_ratio_is_one_in_single_precision_too(variant, ratio_typ
 @pytest.mark.parametrize("ratio_type", TYPES)
 @pytest.mark.parametrize("variant", PG_VARIANTS)
 @pytest.mark.parametrize("log_ratio", [-900.0, 900.0])
-def test_policies_that_have_nothing_in_common_give_finite_gradients(variant, ratio_type, log_ratio):
+def test_extreme_log_ratios_give_finite_gradients(variant, ratio_type, log_ratio):
     batch = turns_batch()
     batch["log_probs"] = batch["old_log_probs"] + log_ratio
     loss, gradient, _ = policy(batch, replace(CONFIG, pg_variant=variant, ratio_type=ratio_type))
     assert math.isfinite(loss) and torch.isfinite(gradient).all()
 
 
-def test_ratios_of_segments_need_to_know_the_segments():
+def test_segment_ratios_need_turn_index():
     batch = random_batch()
     with pytest.raises(ValueError, match="ratio_type: segment needs the tensor turn_index"):
         policy(batch, replace(CONFIG, ratio_type="segment"))

@@ -1,10 +1,18 @@
 import pytest
 import torch
 
-from roll.configs.model_config import padded_vocabulary
-from roll.models.families import EMBEDDING, FAMILIES, stage_rules
 from roll.models.hf_config import decoder_config
-from roll.models.layouts import GatedPair, GroupedQKV, InputSplit, Replicated, Vocabulary
+from roll.models.weight_mapping import (
+    EMBEDDING,
+    FAMILIES,
+    GatedPair,
+    GroupedQKV,
+    InputSplit,
+    Replicated,
+    Vocabulary,
+    padded_vocabulary,
+    stage_rules,
+)
 
 CONFIG = decoder_config(
     {
@@ -30,7 +38,7 @@ CASES = {
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize("case", CASES)
-def test_merging_or_writing_the_shards_gives_back_every_tensor(case, ranks):
+def test_merge_and_write_are_inverse_to_shard(case, ranks):
     layout, shapes = CASES[case]
     tensors = [torch.randn(shape) for shape in shapes]
     shards = [layout.shard(tensors, CONFIG, rank, ranks) for rank in range(ranks)]
@@ -53,19 +61,19 @@ def test_query_groups_are_interleaved():
     assert first.tolist() == [0, 1, 2, 3, 100, 101, 200, 201]
 
 
-def test_vocabulary_is_padded_alike_for_small_layouts():
+def test_padded_vocabulary_is_equal_for_power_of_two_ranks():
     assert {padded_vocabulary(37, ranks) for ranks in (1, 2, 4, 8, 16)} == {48}
     assert padded_vocabulary(37, 3) % 3 == 0
 
 
-def test_stages_share_out_the_rules_without_loss():
+def test_pipeline_stages_together_have_all_rules():
     whole = stage_rules(CONFIG, 0, 4, first=True, last=True)
     halves = stage_rules(CONFIG, 0, 2, True, False) + stage_rules(CONFIG, 2, 2, False, True)
     assert [rule.hf for rule in whole] == [rule.hf for rule in halves]
     assert len(whole) == 3 + 4 * len(FAMILIES["llama"])
 
 
-def test_tied_embeddings_reach_the_last_stage_too():
+def test_the_last_stage_has_a_copy_of_tied_embeddings():
     from dataclasses import replace
 
     tied = replace(CONFIG, tied_embeddings=True)
