@@ -75,22 +75,22 @@ class Plan:
         return plan
 
 
-def make_plan(config: BaseConfig, machine: Hardware | None = None) -> Plan:
+def make_plan(config: BaseConfig, hardware: Hardware | None = None) -> Plan:
     """The plan of a loaded configuration.
 
     For a model that is not on this machine the plan has no memory estimate, and a warning.
 
     Args:
         config: from `load_config`.
-        machine: the machine of the plan; None is this one.
+        hardware: of the machine that the run is planned for; None is this machine.
 
     Raises:
         ConfigError: the devices do not fit the nodes, or the configuration was changed after loading and breaks a
             rule.
     """
-    machine = machine or this_machine()
+    hardware = hardware or this_machine()
     report = check(config)
-    platform, per_node = resolve_platform(config, machine, report)
+    platform, per_node = resolve_platform(config, hardware, report)
     check_nodes(config, per_node, report)
     if report.errors:
         raise ConfigError(report.errors, config.source.file)
@@ -146,11 +146,11 @@ def _devices(config: BaseConfig, per_node: int) -> list[DevicePlan]:
     uses: dict[int, list[str]] = {}
     for role, worker in config.device_roles().items():
         for rank, device in enumerate(worker.device_mapping):
-            uses.setdefault(device, []).append(f"{role} {_place(worker, rank)}")
+            uses.setdefault(device, []).append(f"{role} {_position(worker, rank)}")
     return [DevicePlan(device, device // per_node, device % per_node, uses[device]) for device in sorted(uses)]
 
 
-def _place(worker: RoleConfig, rank: int) -> str:
+def _position(worker: RoleConfig, rank: int) -> str:
     layout = worker.layout
     if not isinstance(worker, MegatronRoleConfig):
         return f"engine {rank // layout.tensor}" + (f" tp{rank % layout.tensor}" if layout.tensor > 1 else "")
