@@ -34,7 +34,7 @@ def this_machine() -> Hardware:
     return Hardware(gpus=devices, cores=len(os.sched_getaffinity(0)))
 
 
-def prepare_run(config: BaseConfig, machine: Hardware | None = None) -> list[str]:
+def prepare_run(config: BaseConfig, hardware: Hardware | None = None) -> list[str]:
     """Resolves `platform: auto` by the hardware of this machine, and checks everything a run needs.
 
     Returns:
@@ -43,12 +43,12 @@ def prepare_run(config: BaseConfig, machine: Hardware | None = None) -> list[str
     Raises:
         ConfigError: a model, dataset or checkpoint is missing, or there are too few devices.
     """
-    machine = machine or this_machine()
+    hardware = hardware or this_machine()
     if config.platform == "auto":
-        config.platform = "cuda" if machine.gpus else "cpu"
+        config.platform = "cuda" if hardware.gpus else "cpu"
     report = check(config)
-    check_fits_machine(config, machine, report)
-    per_node = config.num_devices_per_node or (machine.cores if config.platform == "cpu" else machine.gpus)
+    check_fits_machine(config, hardware, report)
+    per_node = config.num_devices_per_node or (hardware.cores if config.platform == "cpu" else hardware.gpus)
     if per_node and not report.errors:
         check_nodes(config, per_node, report)
     problems = report.errors + report.missing
@@ -57,7 +57,7 @@ def prepare_run(config: BaseConfig, machine: Hardware | None = None) -> list[str
     return [str(warning) for warning in report.warnings]
 
 
-def resolve_platform(config: BaseConfig, machine: Hardware, report: Report) -> tuple[str, int]:
+def resolve_platform(config: BaseConfig, hardware: Hardware, report: Report) -> tuple[str, int]:
     """The platform and the devices per node that a plan assumes; assumptions are warnings of the report.
 
     `auto` is cuda if there are GPUs, and cpu if all devices fit this machine's cores; otherwise the run is planned for
@@ -66,9 +66,9 @@ def resolve_platform(config: BaseConfig, machine: Hardware, report: Report) -> t
     highest = max((max(worker.device_mapping) for worker in config.device_roles().values()), default=0)
     platform: str = config.platform
     if platform == "auto":
-        slots = config.num_devices_per_node or machine.cores
-        platform = "cpu" if not machine.gpus and highest < slots and config.num_devices_per_node is None else "cuda"
-        if platform == "cuda" and not machine.gpus:
+        slots = config.num_devices_per_node or hardware.cores
+        platform = "cpu" if not hardware.gpus and highest < slots and config.num_devices_per_node is None else "cuda"
+        if platform == "cuda" and not hardware.gpus:
             report.warn(
                 "platform",
                 "auto on a machine without a GPU: planned for cuda elsewhere; write platform: cpu to run here",
@@ -76,16 +76,16 @@ def resolve_platform(config: BaseConfig, machine: Hardware, report: Report) -> t
     if config.num_devices_per_node is not None:
         return platform, config.num_devices_per_node
     if platform == "cpu":
-        if highest >= machine.cores:
+        if highest >= hardware.cores:
             report.warn(
                 "num_devices_per_node",
-                f"is not given, and device {highest} is beyond the {machine.cores} cores here: "
+                f"is not given, and device {highest} is beyond the {hardware.cores} cores here: "
                 f"planned as more nodes; write num_devices_per_node: {highest + 1} for one node",
             )
-        return platform, machine.cores
-    if not machine.gpus:
+        return platform, hardware.cores
+    if not hardware.gpus:
         report.warn("num_devices_per_node", f"is not given and there is no GPU here: assumed {GPUS_PER_NODE}")
-    return platform, machine.gpus or GPUS_PER_NODE
+    return platform, hardware.gpus or GPUS_PER_NODE
 
 
 def check_nodes(config: BaseConfig, devices_per_node: int, report: Report) -> None:
@@ -107,15 +107,15 @@ def check_nodes(config: BaseConfig, devices_per_node: int, report: Report) -> No
             break
 
 
-def check_fits_machine(config: BaseConfig, machine: Hardware, report: Report) -> None:
+def check_fits_machine(config: BaseConfig, hardware: Hardware, report: Report) -> None:
     """On cpu, more devices than cores need `num_devices_per_node`."""
     if config.num_devices_per_node is not None or config.platform != "cpu":
         return
     for role, worker in config.device_roles().items():
         highest = max(worker.device_mapping)
-        if highest >= machine.cores:
+        if highest >= hardware.cores:
             report.error(
                 f"{role}.device_mapping",
-                f"device {highest} does not exist: this machine has {machine.cores} cores, so devices 0 to "
-                f"{machine.cores - 1}; use those, or set num_devices_per_node: {highest + 1} to put several on a core",
+                f"device {highest} does not exist: this machine has {hardware.cores} cores, so devices 0 to "
+                f"{hardware.cores - 1}; use those, or set num_devices_per_node: {highest + 1} to put several on a core",
             )

@@ -75,22 +75,22 @@ class Plan:
         return plan
 
 
-def make_plan(config: BaseConfig, machine: Hardware | None = None) -> Plan:
+def make_plan(config: BaseConfig, hardware: Hardware | None = None) -> Plan:
     """The plan of a loaded configuration.
 
     For a model that is not on this machine the plan has no memory estimate, and a warning.
 
     Args:
         config: from `load_config`.
-        machine: the machine of the plan; None is this one.
+        hardware: of the machine that the run is planned for; None is this machine.
 
     Raises:
         ConfigError: the devices do not fit the nodes, or the configuration was changed after loading and breaks a
             rule.
     """
-    machine = machine or this_machine()
+    hardware = hardware or this_machine()
     report = check(config)
-    platform, per_node = resolve_platform(config, machine, report)
+    platform, per_node = resolve_platform(config, hardware, report)
     check_nodes(config, per_node, report)
     if report.errors:
         raise ConfigError(report.errors, config.source.file)
@@ -146,11 +146,11 @@ def _devices(config: BaseConfig, per_node: int) -> list[DevicePlan]:
     uses: dict[int, list[str]] = {}
     for role, worker in config.device_roles().items():
         for rank, device in enumerate(worker.device_mapping):
-            uses.setdefault(device, []).append(f"{role} {_place(worker, rank)}")
+            uses.setdefault(device, []).append(f"{role} {_position(worker, rank)}")
     return [DevicePlan(device, device // per_node, device % per_node, uses[device]) for device in sorted(uses)]
 
 
-def _place(worker: RoleConfig, rank: int) -> str:
+def _position(worker: RoleConfig, rank: int) -> str:
     layout = worker.layout
     if not isinstance(worker, MegatronRoleConfig):
         return f"engine {rank // layout.tensor}" + (f" tp{rank % layout.tensor}" if layout.tensor > 1 else "")
@@ -175,73 +175,43 @@ def shared_device_memory(plan: Plan) -> list[str]:
 
 def batch_lines(config: BaseConfig) -> list[Line]:
     """Prompts, samples, micro-batches, optimizer steps and the schedule of a run, each with its formula."""
-    worker = config.actor_train
-    training, data, samples = worker.training_args, worker.layout.data, config.samples_per_batch
-    step = worker.samples_per_optimizer_step
-    lines = []
+    training, data = config.actor_train.training_args, config.actor_train.layout.data
+    samples, step = config.samples_per_batch, config.actor_train.samples_per_optimizer_step
+    size, accumulation = training.per_device_train_batch_size, training.gradient_accumulation_steps
+    lines: list[Line] = []
+
+    def add(name: str, value: int | str, formula: str) -> None:
+        lines.append(Line(name, value, formula))
+
     if isinstance(config, AgenticConfig):
         lines += _agentic_lines(config)
     elif isinstance(config, RLConfig):
-        group = config.num_return_sequences_in_group
-        lines += [
-            Line("prompts per step", config.rollout_batch_size, "rollout_batch_size"),
-            Line(
-                "samples per step",
-                samples,
-                f"{config.rollout_batch_size} prompts x {group} num_return_sequences_in_group",
-            ),
-            *_generation_lines(config, samples),
-        ]
-    size = training.per_device_train_batch_size
-    lines += [
-        Line(
-            "samples per optimizer step",
-            step,
-            f"{size} per_device_train_batch_size x {training.gradient_accumulation_steps} gradient_accumulation_steps "
-            f"x {data} data parallel",
-        ),
-        Line("samples per rank and optimizer step", step // data, f"{step} / {data} data parallel"),
-        _micro_batch_line(worker, step // data),
-    ]
+        prompts, group = config.rollout_batch_size, config.num_return_sequences_in_group
+        engines, limit = config.actor_infer.layout.data, config.actor_infer.max_running_requests
+        share = config.requests_per_engine
+        add("prompts per step", prompts, "rollout_batch_size")
+        add("samples per step", samples, f"{prompts} prompts x {group} num_return_sequences_in_group")
+        add("requests per engine and step", share, f"{samples} samples / {engines} engines, rounded up")
+        add("requests at a time on one engine", min(share, limit), f"max_running_requests {limit}")
+    product = f"{size} per_device_train_batch_size x {accumulation} gradient_accumulation_steps x {data} data parallel"
+    add("samples per optimizer step", step, product)
+    add("samples per rank and optimizer step", step // data, f"{step} / {data} data parallel")
+    lines.append(_micro_batch_line(config.actor_train, step // data))
     if isinstance(config, RLConfig):
-        formula = f"{samples} samples / {step} x {config.ppo_epochs} ppo_epochs"
-        if samples % step:
-            formula = f"{formula}, filled up with masked samples"
-        lines.append(Line("optimizer steps per batch", config.optimizer_steps_per_batch, formula))
-        filled = -(-samples // step) * step
-        lines.append(_forward_line(config, filled))
+        filling = ", filled up with masked samples" if samples % step else ""
+        steps = f"{samples} samples / {step} x {config.ppo_epochs} ppo_epochs{filling}"
+        add("optimizer steps per batch", config.optimizer_steps_per_batch, steps)
+        lines.append(_forward_line(config, -(-samples // step) * step))
     else:
-        lines.append(Line("optimizer steps per batch", 1, "a batch is one optimizer step"))
+        add("optimizer steps per batch", 1, "a batch is one optimizer step")
+    length = config.sequence_length or 0
+    add("tokens per step, at most", samples * length, f"{samples} samples x {config.sequence_length} sequence_length")
+    schedule = f"{config.max_steps} max_steps x {config.optimizer_steps_per_batch} optimizer steps per batch"
+    add("learning-rate schedule", f"{config.schedule_steps} steps", schedule)
     warmup = training.warmup_steps or round(training.warmup_ratio * config.schedule_steps)
-    return [
-        *lines,
-        Line(
-            "tokens per step, at most",
-            samples * (config.sequence_length or 0),
-            f"{samples} samples x {config.sequence_length} sequence_length",
-        ),
-        Line(
-            "learning-rate schedule",
-            f"{config.schedule_steps} steps",
-            f"{config.max_steps} max_steps x {config.optimizer_steps_per_batch} optimizer steps per batch",
-        ),
-        Line(
-            "warm-up",
-            f"{warmup} steps",
-            f"to {training.learning_rate:g}, then {training.lr_scheduler_type}"
-            + (f" to {training.min_learning_rate:g}" if training.lr_scheduler_type != "constant" else ""),
-        ),
-    ]
-
-
-def _generation_lines(config: RLConfig, samples: int) -> list[Line]:
-    worker = config.actor_infer
-    engines, limit = worker.layout.data, worker.max_running_requests
-    share = config.requests_per_engine
-    return [
-        Line("requests per engine and step", share, f"{samples} samples / {engines} engines, rounded up"),
-        Line("requests at a time on one engine", min(share, limit), f"max_running_requests {limit}"),
-    ]
+    end = f" to {training.min_learning_rate:g}" if training.lr_scheduler_type != "constant" else ""
+    add("warm-up", f"{warmup} steps", f"to {training.learning_rate:g}, then {training.lr_scheduler_type}{end}")
+    return lines
 
 
 def _micro_batch_line(worker: ActorTrainConfig, samples_per_rank: int) -> Line:
@@ -273,77 +243,51 @@ def _forward_line(config: RLConfig, samples: int) -> Line:
 
 def _agentic_lines(config: AgenticConfig) -> list[Line]:
     """Trajectories, environments, turns and samples of one step, and the environments of one validation."""
-    manager, turns = config.train_env_manager, config.turns
+    manager, turns, trajectories = config.train_env_manager, config.turns, config.rollout_batch_size
+    tags = config.tags_of(manager)
+    tokens = max((config.custom_envs[tag].max_tokens_per_step or 0 for tag in tags), default=0)
+    engines, limit = config.actor_infer.layout.data, config.actor_infer.max_running_requests
+    groups = f"{trajectories} trajectories / {manager.group_size} train_env_manager.group_size"
+    requests = f"{manager.environments} environments / {engines} engines, rounded up; max_running_requests {limit}"
+    samples = Line("samples per step", config.samples_per_batch, "one for each trajectory (sample_by traj)")
+    if config.sample_by == "step":
+        formula = f"{trajectories} trajectories x {turns} turns (sample_by step)"
+        samples = Line("samples per step, at most", config.samples_per_batch, formula)
     lines = [
-        Line("trajectories per step", config.rollout_batch_size, "rollout_batch_size"),
-        Line(
-            "groups per step",
-            config.groups_per_batch,
-            f"{config.rollout_batch_size} trajectories / {manager.group_size} train_env_manager.group_size",
-        ),
-        *_manager_lines("", manager, config),
+        Line("trajectories per step", trajectories, "rollout_batch_size"),
+        Line("groups per step", config.groups_per_batch, groups),
+        *_manager_lines("", manager),
         Line("turns per trajectory, at most", turns, _of_tags("max_steps", config)),
-        Line("tokens per turn, at most", _tokens(config), _of_tags("max_tokens_per_step", config)),
+        Line("tokens per turn, at most", tokens, _of_tags("max_tokens_per_step", config)),
         Line("tokens per trajectory, at most", config.sequence_length or 0, "sequence_length"),
-        _samples_line(config, turns),
-        *_request_lines(config),
+        samples,
+        Line("requests at a time on one engine", min(config.requests_per_engine, limit), requests),
     ]
     if config.eval_steps:
         lines.append(Line("trajectories of a validation", config.val_batch_size or 0, "val_batch_size"))
-        lines += _manager_lines(" of a validation", config.val_env_manager, config)
+        lines += _manager_lines(" of a validation", config.val_env_manager)
     return lines
 
 
-def _manager_lines(suffix: str, manager: EnvManagerConfig, config: AgenticConfig) -> list[Line]:
+def _manager_lines(suffix: str, manager: EnvManagerConfig) -> list[Line]:
     """Environments at a time and their processes; `suffix` distinguishes validation from training."""
-    members = f"({manager.group_size} group_size + {manager.group_size_redundancy} group_size_redundancy)"
+    count, limit = manager.environments, manager.max_env_num_per_worker
     shares = ", ".join(f"{part} {tag}" for tag, part in zip(manager.tags, manager.num_groups_partition, strict=True))
-    limit = manager.max_env_num_per_worker
+    members = f"({manager.group_size} group_size + {manager.group_size_redundancy} group_size_redundancy)"
+    processes = f"{count} environments / {limit} max_env_num_per_worker, rounded up"
     return [
         Line(
-            f"environments at a time{suffix}",
-            manager.environments,
-            f"{manager.num_env_groups} num_env_groups ({shares}) x {members}",
+            f"environments at a time{suffix}", count, f"{manager.num_env_groups} num_env_groups ({shares}) x {members}"
         ),
         Line(
             f"environment processes{suffix}",
             manager.processes,
-            f"{manager.environments} environments / {limit} max_env_num_per_worker, rounded up"
-            if limit
-            else "max_env_num_per_worker 0: all in one",
+            processes if limit else "max_env_num_per_worker 0: all in one",
         ),
     ]
-
-
-def _tokens(config: AgenticConfig) -> int:
-    tags = config.tags_of(config.train_env_manager)
-    return max((config.custom_envs[tag].max_tokens_per_step or 0 for tag in tags), default=0)
 
 
 def _of_tags(key: str, config: AgenticConfig) -> str:
     """A key of the entries of training, with its values."""
     tags = config.tags_of(config.train_env_manager)
     return f"{key} of " + ", ".join(f"{tag} ({getattr(config.custom_envs[tag], key)})" for tag in tags)
-
-
-def _samples_line(config: AgenticConfig, turns: int) -> Line:
-    if config.sample_by == "step":
-        return Line(
-            "samples per step, at most",
-            config.samples_per_batch,
-            f"{config.rollout_batch_size} trajectories x {turns} turns (sample_by step)",
-        )
-    return Line("samples per step", config.samples_per_batch, "one for each trajectory (sample_by traj)")
-
-
-def _request_lines(config: AgenticConfig) -> list[Line]:
-    engines, limit = config.actor_infer.layout.data, config.actor_infer.max_running_requests
-    share = config.requests_per_engine
-    running = config.train_env_manager.environments
-    return [
-        Line(
-            "requests at a time on one engine",
-            min(share, limit),
-            f"{running} environments / {engines} engines, rounded up; max_running_requests {limit}",
-        )
-    ]

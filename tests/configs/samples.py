@@ -1,4 +1,4 @@
-"""A small configuration that is right, for tests to spoil."""
+"""Small correct configurations for tests to modify."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def agentic(folder: Path, *overrides: str, text: str = AGENTIC) -> AgenticConfig
 
 
 def refusal(folder: Path, *overrides: str, text: str = RLVR) -> str:
-    """What is said about a configuration that must not load."""
+    """The error of a configuration that must not load."""
     try:
         load_config(write(folder, text), overrides)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""What a file for agents means: defaults, what follows from what, and other recipes' spellings."""
+"""Agentic configurations: defaults, derived values and spellings of other recipes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ actor_infer: {{device_mapping: [1]}}
 
 
 def recipe(folder: Path) -> AgenticConfig:
-    """The published recipe, its engine replaced as the error about vllm says."""
+    """The published recipe with the SGLang section of the error about vllm."""
     text = RECIPE.read_text()
     engine = text.index("strategy_name: vllm")
     block = "strategy_name: sglang\n    strategy_config:\n      mem_fraction_static: 0.8\n      page_size: 16\n"
@@ -45,9 +45,9 @@ def test_published_recipe_loads(tmp_path: Path) -> None:
     assert (validation.num_env_groups, validation.group_size, config.val_batch_size) == (1024, 1, 1024)
     assert (config.sample_by, config.samples_per_batch, config.groups_per_batch) == ("traj", 1024, 128)
     assert config.num_return_sequences_in_group == 8
-    said = [str(warning) for warning in check(config).warnings]
-    assert any("top_p 0.99 and top_k 100 sample from a truncated distribution" in text for text in said)
-    assert any(text.startswith("reward_pretrain: has no effect") for text in said)
+    message = [str(warning) for warning in check(config).warnings]
+    assert any("top_p 0.99 and top_k 100 sample from a truncated distribution" in text for text in message)
+    assert any(text.startswith("reward_pretrain: has no effect") for text in message)
 
 
 def test_defaults_of_a_minimal_file(tmp_path: Path) -> None:
@@ -97,8 +97,8 @@ def test_val_batch_size_has_no_effect_in_rlvr(tmp_path: Path) -> None:
 
 
 def test_agentic_keys_are_refused_in_rlvr(tmp_path: Path) -> None:
-    said = refusal(tmp_path, "custom_envs={}", "pipeline=rlvr")
-    assert "custom_envs: unknown key; it belongs to pipeline agentic, and this is rlvr" in said
+    message = refusal(tmp_path, "custom_envs={}", "pipeline=rlvr")
+    assert "custom_envs: unknown key; it belongs to pipeline agentic, and this is rlvr" in message
 
 
 def test_max_steps_comes_from_entry_options_or_pipeline(tmp_path: Path) -> None:
@@ -162,5 +162,5 @@ def test_env_monitor_is_read_as_a_deadline(tmp_path: Path) -> None:
 
 
 def test_unknown_environment_option_is_refused(tmp_path: Path) -> None:
-    said = refusal(tmp_path, "custom_envs.Lake.env_config.history_length=3", text=AGENTIC)
-    assert "custom_envs.Lake.env_config.history_length: unknown key; known: " in said
+    message = refusal(tmp_path, "custom_envs.Lake.env_config.history_length=3", text=AGENTIC)
+    assert "custom_envs.Lake.env_config.history_length: unknown key; known: " in message

@@ -63,9 +63,9 @@ REFUSED = {
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_invalid_normalization_is_explained(what: str) -> None:
-    value, said = REFUSED[what]
+    value, message = REFUSED[what]
     options, problems = read(reward_normalization=value)
-    assert len(problems) == 1 and said in problems[0], problems
+    assert len(problems) == 1 and message in problems[0], problems
     assert problems[0].startswith("reward_normalization")
 
 
@@ -95,8 +95,8 @@ def test_defaults_are_the_same_in_agentic_and_rlvr() -> None:
 
 @pytest.mark.parametrize("estimator", TURN_ESTIMATORS)
 def test_turn_estimators_are_refused_in_rlvr(tmp_path: Path, estimator: str) -> None:
-    said = refusal(tmp_path, f"adv_estimator={estimator}")
-    assert f"adv_estimator: {estimator} needs trajectories of several turns" in said
+    message = refusal(tmp_path, f"adv_estimator={estimator}")
+    assert f"adv_estimator: {estimator} needs trajectories of several turns" in message
 
 
 def test_default_templates_are_valid() -> None:
@@ -106,12 +106,12 @@ def test_default_templates_are_valid() -> None:
 
 def test_default_turn_contains_observation_and_limits() -> None:
     values = {name: f"<{name}>" for name in TURN_FIELDS}
-    said = TURN_TEMPLATE.format(**values)
-    assert all(values[name] in said for name in ("turn_idx", "observation", "actions_left", "max_response_length"))
+    message = TURN_TEMPLATE.format(**values)
+    assert all(values[name] in message for name in ("turn_idx", "observation", "actions_left", "max_response_length"))
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("{observation} {reward}", "{reward} is not a field; known: {turn_idx}, {observation}, {actions_left}, "),
         ("{observation.secret}", "{observation.secret} is not a field"),
@@ -121,10 +121,10 @@ def test_default_turn_contains_observation_and_limits() -> None:
         ("{{observation}}", "does not contain {observation}"),
     ],
 )
-def test_invalid_turn_template_is_refused(text: str, said: str) -> None:
+def test_invalid_turn_template_is_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError) as caught:
         turn_template(text)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_system_template_has_no_turn_fields() -> None:

@@ -35,12 +35,12 @@ def test_the_block_of_a_fully_asynchronous_system_takes_effect(tmp_path: Path) -
     assert (asynchronous.max_queue_size, asynchronous.min_batch_count) == (2000, 2)
     assert config.actor_infer.generation_timeout_s == 12
     assert (config.max_sync_retries, config.sync_timeout_s, config.sync_retry_delay_s) == (4, 13, 0.5)
-    said = [str(warning) for warning in check(config).warnings]
-    assert "async_training.generation_timeout: is read as actor_infer.generation_timeout_s" in said
-    assert "async_training.max_sync_retries: is read as max_sync_retries" in said
-    assert "async_training.sync_timeout: is read as sync_timeout_s" in said
-    assert "async_training.sync_retry_delay: is read as sync_retry_delay_s" in said
-    assert not [note for note in said if "no effect" in note]
+    message = [str(warning) for warning in check(config).warnings]
+    assert "async_training.generation_timeout: is read as actor_infer.generation_timeout_s" in message
+    assert "async_training.max_sync_retries: is read as max_sync_retries" in message
+    assert "async_training.sync_timeout: is read as sync_timeout_s" in message
+    assert "async_training.sync_retry_delay: is read as sync_retry_delay_s" in message
+    assert not [note for note in message if "no effect" in note]
 
 
 OFF_POLICY = """
@@ -62,14 +62,14 @@ def test_the_keys_of_an_off_policy_buffer_take_effect(tmp_path: Path) -> None:
     assert (config.async_generation_ratio, config.async_training.max_staleness_allowed) == (2, 4)
     assert (config.correction.weights.lower, config.correction.weights.upper) == (0.5, 2.0)
     assert config.exp_name == "lead-2"
-    said = [str(warning) for warning in check(config).warnings]
+    message = [str(warning) for warning in check(config).warnings]
     for note in (
         "rollout_gpu_ids: is read as actor_infer.device_mapping",
         "train_gpu_ids: is read as actor_train.device_mapping",
         "buffer_size: is read as async_generation_ratio",
         "max_staleness: is read as async_training.max_staleness_allowed",
     ):
-        assert note in said
+        assert note in message
 
 
 @pytest.mark.parametrize(("value", "source"), [("true", "behavior"), ("false", "recompute")])
@@ -80,20 +80,20 @@ def test_bypass_mode_is_read(tmp_path: Path, value: str, source: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     [
         ("calculate_log_probs=true", "calculate_log_probs: has no effect: engines always return log-probs"),
         ("actor_infer.calculate_log_probs=true", "actor_infer.calculate_log_probs: has no effect"),
         ("free_cache_engine=false", "free_cache_engine: has no effect: engines keep their memory between steps"),
     ],
 )
-def test_keys_that_describe_the_default_are_warnings(tmp_path: Path, override: str, said: str) -> None:
+def test_keys_that_describe_the_default_are_warnings(tmp_path: Path, override: str, message: str) -> None:
     notes = [f"{path}: {message}" for path, message in rlvr(tmp_path, override).source.notes]
-    assert any(note.startswith(said) for note in notes), notes
+    assert any(note.startswith(message) for note in notes), notes
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("calculate_log_probs: false", "calculate_log_probs: False is not available: engines always return log-probs"),
         ("free_cache_engine: true", "free_cache_engine: True is not available: engines keep their memory"),
@@ -110,8 +110,8 @@ def test_keys_that_describe_the_default_are_warnings(tmp_path: Path, override: s
         ("async_training: {generation_timeout: 0}", "actor_infer.generation_timeout_s: 0.0 is too small"),
     ],
 )
-def test_contradicting_spellings_are_refused(tmp_path: Path, text: str, said: str) -> None:
-    assert said in refusal(tmp_path, text=RLVR + text + "\n")
+def test_contradicting_spellings_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    assert message in refusal(tmp_path, text=RLVR + text + "\n")
 
 
 def test_an_override_wins_in_any_spelling(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_a_base_file_may_use_another_spelling(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         ("rollout_gpu_ids=16-23 actor_infer=5", "actor_infer: 5 is not a section"),
         ("async_training.generation_timeout=5 actor_infer=5", "actor_infer: 5 is not a section"),
@@ -135,5 +135,5 @@ def test_a_base_file_may_use_another_spelling(tmp_path: Path) -> None:
         ("importance_sampling=true correction=[weights]", "correction: ['weights'] is not a section"),
     ],
 )
-def test_value_in_place_of_a_section_is_reported(tmp_path: Path, overrides: str, said: str) -> None:
-    assert said in refusal(tmp_path, *overrides.split())
+def test_value_in_place_of_a_section_is_reported(tmp_path: Path, overrides: str, message: str) -> None:
+    assert message in refusal(tmp_path, *overrides.split())

@@ -1,4 +1,4 @@
-"""The tables for people who come from elsewhere name keys that exist; what may stay does, the rest is answered."""
+"""The migration tables and docs/coming_from.md agree and name keys that exist."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def is_read(name: str) -> bool:
     )
 
 
-def told() -> dict[str, set[str]]:
+def reported() -> dict[str, set[str]]:
     """Keys here of every name in the tables that is neither known nor a value or file."""
     pairs: dict[str, set[str]] = {}
     for there, here, _ in rows():
@@ -59,11 +59,11 @@ def told() -> dict[str, set[str]]:
 
 
 def test_page_and_tables_agree() -> None:
-    assert {name: set(keys) for name, keys in MIGRATION.items() if name not in SHORT_NAMES} == told()
+    assert {name: set(keys) for name, keys in MIGRATION.items() if name not in SHORT_NAMES} == reported()
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     {
         "num_generations=4": "num_generations: unknown key; here that is num_return_sequences_in_group",
         "beta=0.1": "beta: unknown key; here that is use_kl_loss and kl_loss_coef (docs/coming_from.md)",
@@ -78,8 +78,8 @@ def test_page_and_tables_agree() -> None:
         "actor_infer.bf16=true": "here that is actor_infer.model_args.dtype",
     }.items(),
 )
-def test_key_of_another_framework_names_ours(tmp_path: Path, override: str, said: str) -> None:
-    assert said in refusal(tmp_path, override)
+def test_key_of_another_framework_names_ours(tmp_path: Path, override: str, message: str) -> None:
+    assert message in refusal(tmp_path, override)
 
 
 def test_every_row_has_three_cells() -> None:

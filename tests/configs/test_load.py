@@ -32,10 +32,10 @@ def test_values_are_interpolated(tmp_path: Path) -> None:
 
 
 def test_interpolating_an_unknown_key_is_reported(tmp_path: Path) -> None:
-    said = refusal(tmp_path, "exp_name=${nowhere}")
+    message = refusal(tmp_path, "exp_name=${nowhere}")
     assert (
         "exp_name: cannot be interpolated: Interpolation key 'nowhere' not found; `${key}` sees the values of files"
-        in said
+        in message
     )
 
 
@@ -73,8 +73,8 @@ def test_merge_keys_put_a_mapping_into_others(tmp_path: Path) -> None:
 
 def test_circular_includes_are_reported(tmp_path: Path) -> None:
     write(tmp_path, "defaults: [config]\n", "other.yaml")
-    said = refusal(tmp_path, text="defaults: [other]\n")
-    assert "the files include each other: config.yaml -> other.yaml -> config.yaml" in said
+    message = refusal(tmp_path, text="defaults: [other]\n")
+    assert "the files include each other: config.yaml -> other.yaml -> config.yaml" in message
 
 
 def test_missing_base_file_is_reported(tmp_path: Path) -> None:
@@ -132,8 +132,8 @@ def test_override_replaces_a_key_in_another_spelling(tmp_path: Path) -> None:
 
 
 def test_two_spellings_of_one_key_are_refused(tmp_path: Path) -> None:
-    said = refusal(tmp_path, text=RLVR + "num_gpus_per_node: 4\nnum_devices_per_node: 4\n")
-    assert "num_gpus_per_node: is another spelling of num_devices_per_node" in said
+    message = refusal(tmp_path, text=RLVR + "num_gpus_per_node: 4\nnum_devices_per_node: 4\n")
+    assert "num_gpus_per_node: is another spelling of num_devices_per_node" in message
 
 
 def test_other_spellings_of_values_are_translated_with_a_note(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a model's config.json may hold, and what is said of a plan for any other."""
+"""Which config.json of a model is accepted, and the errors for others."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def model(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("changes", "said"), REFUSED)
-def test_a_plan_refuses_a_model_that_cannot_be_trained(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
-    told = refusal(tmp_path, f"pretrain={model(tmp_path, **changes)}")
-    assert f"pretrain: {tmp_path}/config.json: " in told and said in told
+@pytest.mark.parametrize(("changes", "message"), REFUSED)
+def test_a_plan_refuses_a_model_that_cannot_be_trained(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    reported = refusal(tmp_path, f"pretrain={model(tmp_path, **changes)}")
+    assert f"pretrain: {tmp_path}/config.json: " in reported and message in reported
 
 
 def test_optional_model_settings_may_be_missing(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_other_expressions_are_refused_and_never_evaluated(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "message"),
     [
         ("0-", "'0-' is not a list of ranks"),
         ("5-2", "'5-2' is empty"),
@@ -66,8 +66,8 @@ def test_other_expressions_are_refused_and_never_evaluated(text: str) -> None:
         ("[i for i in range(3)]", "is not a list of ranks"),
     ],
 )
-def test_invalid_device_mapping_is_explained(value: object, said: str) -> None:
-    with pytest.raises(ValueError, match=said.replace("[", "\\[").replace("(", "\\(")):
+def test_invalid_device_mapping_is_explained(value: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message.replace("[", "\\[").replace("(", "\\(")):
         parse_device_mapping(value)
 
 

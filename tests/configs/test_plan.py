@@ -180,9 +180,9 @@ def test_assumed_platform(tmp_path: Path, overrides: list[str], machine: Hardwar
 
 
 def test_assumptions_are_warnings(tmp_path: Path) -> None:
-    said = "\n".join(make_plan(rlvr(tmp_path), LAPTOP).warnings)
-    assert "platform: auto on a machine without a GPU: planned for cuda elsewhere" in said
-    assert "num_devices_per_node: is not given and there is no GPU here: assumed 8" in said
+    message = "\n".join(make_plan(rlvr(tmp_path), LAPTOP).warnings)
+    assert "platform: auto on a machine without a GPU: planned for cuda elsewhere" in message
+    assert "num_devices_per_node: is not given and there is no GPU here: assumed 8" in message
 
 
 def test_an_engine_must_be_on_one_node(tmp_path: Path) -> None:
@@ -214,18 +214,18 @@ def test_the_published_rlvr_recipe_plans() -> None:
     found = lines(plan)
     assert found["samples per step"] == found["samples per optimizer step"] == 512
     assert found["learning-rate schedule"] == "1000 steps"
-    said = "\n".join(plan.warnings)
-    assert "top_p 0.99 and top_k 100 sample from a truncated distribution" in said
-    assert "reward_pretrain: has no effect" in said
-    assert "fp16 samples while actor_train computes in bf16" in said
+    message = "\n".join(plan.warnings)
+    assert "top_p 0.99 and top_k 100 sample from a truncated distribution" in message
+    assert "reward_pretrain: has no effect" in message
+    assert "fp16 samples while actor_train computes in bf16" in message
 
 
 def test_vllm_recipe_is_shown_the_sglang_section() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(DATA / "recipes" / "agent_val_frozen_lake_async.yaml")
     assert [problem.path for problem in caught.value.problems] == ["actor_infer.strategy_args.strategy_name"]
-    said = str(caught.value)
-    assert "use sglang" in said and "mem_fraction_static: 0.8" in said and "page_size: 16" in said
+    message = str(caught.value)
+    assert "use sglang" in message and "mem_fraction_static: 0.8" in message and "page_size: 16" in message
 
 
 RECIPES = {

@@ -1,4 +1,4 @@
-"""What is generated from the configuration classes, and what has to agree with them."""
+"""The reference page and the registries agree with the configuration classes."""
 
 from __future__ import annotations
 

@@ -77,11 +77,11 @@ DROPPED = {
 }
 
 
-@pytest.mark.parametrize(("override", "said"), DROPPED.items())
-def test_a_key_of_another_role_is_a_warning(tmp_path: Path, override: str, said: str) -> None:
+@pytest.mark.parametrize(("override", "message"), DROPPED.items())
+def test_a_key_of_another_role_is_a_warning(tmp_path: Path, override: str, message: str) -> None:
     path = override.partition("=")[0]
     (warning,) = [str(item) for item in check(rlvr(tmp_path, override)).warnings]
-    assert warning.startswith(path) and said in warning
+    assert warning.startswith(path) and message in warning
 
 
 REFUSED = {
@@ -94,9 +94,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("override", "said"), REFUSED.items())
-def test_a_key_of_another_role_that_readers_would_rely_on_is_an_error(tmp_path: Path, override: str, said: str) -> None:
-    assert said in refusal(tmp_path, override)
+@pytest.mark.parametrize(("override", "message"), REFUSED.items())
+def test_misleading_key_of_another_role_is_an_error(tmp_path: Path, override: str, message: str) -> None:
+    assert message in refusal(tmp_path, override)
 
 
 def test_defaults_of_keys_of_other_roles_are_accepted(tmp_path: Path) -> None:
@@ -118,8 +118,10 @@ def test_keys_of_other_roles_in_sft(tmp_path: Path) -> None:
 
 
 def test_an_engine_of_another_role_is_refused_without_its_options(tmp_path: Path) -> None:
-    said = refusal(tmp_path, "reference.strategy_args={strategy_name: megatron_train, strategy_config: {nothing: 1}}")
-    assert said.endswith(
+    message = refusal(
+        tmp_path, "reference.strategy_args={strategy_name: megatron_train, strategy_config: {nothing: 1}}"
+    )
+    assert message.endswith(
         "reference.strategy_args.strategy_name: megatron_train cannot run reference; use megatron_infer"
     )
 

@@ -1,4 +1,4 @@
-"""Rules of the agentic pipeline; each test reads what is said when one is broken."""
+"""Messages of the rules of the agentic pipeline."""
 
 from __future__ import annotations
 
@@ -97,10 +97,10 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("overrides", "said"), REFUSED.items())
-def test_broken_agentic_rule_is_explained(tmp_path: Path, overrides: str, said: str) -> None:
+@pytest.mark.parametrize(("overrides", "message"), REFUSED.items())
+def test_broken_agentic_rule_is_explained(tmp_path: Path, overrides: str, message: str) -> None:
     parts = [overrides] if "{" in overrides else overrides.split()
-    assert said in refusal(tmp_path, *parts, text=AGENTIC)
+    assert message in refusal(tmp_path, *parts, text=AGENTIC)
 
 
 WARNED = {
@@ -132,10 +132,10 @@ WARNED = {
 }
 
 
-@pytest.mark.parametrize(("overrides", "said"), WARNED.items())
-def test_harmless_agentic_key_is_a_warning(tmp_path: Path, overrides: str, said: str) -> None:
+@pytest.mark.parametrize(("overrides", "message"), WARNED.items())
+def test_harmless_agentic_key_is_a_warning(tmp_path: Path, overrides: str, message: str) -> None:
     warnings = [str(warning) for warning in check(agentic(tmp_path, *overrides.split())).warnings]
-    assert any(said in warning for warning in warnings), warnings
+    assert any(message in warning for warning in warnings), warnings
 
 
 def test_correct_agentic_file_has_no_warnings(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Rules that hold between keys; each test reads what is said when one is broken."""
+"""Messages of the rules between keys of roles, batches, engines and rewards."""
 
 from __future__ import annotations
 
@@ -145,9 +145,9 @@ REWARDS = {
 CASES = REWARDS | DEVICES | BATCH | ALGORITHM | SAMPLES | ENGINES | MODEL_SPLITS | MISLEADING
 
 
-@pytest.mark.parametrize(("overrides", "said"), CASES.items())
-def test_broken_rule_is_explained(tmp_path: Path, overrides: str, said: str) -> None:
-    assert said in refusal(tmp_path, *_split(overrides))
+@pytest.mark.parametrize(("overrides", "message"), CASES.items())
+def test_broken_rule_is_explained(tmp_path: Path, overrides: str, message: str) -> None:
+    assert message in refusal(tmp_path, *_split(overrides))
 
 
 HARMLESS = {
@@ -188,10 +188,10 @@ HARMLESS = {
 }
 
 
-@pytest.mark.parametrize(("overrides", "said"), HARMLESS.items())
-def test_harmless_key_is_a_warning(tmp_path: Path, overrides: str, said: str) -> None:
+@pytest.mark.parametrize(("overrides", "message"), HARMLESS.items())
+def test_harmless_key_is_a_warning(tmp_path: Path, overrides: str, message: str) -> None:
     warnings = [str(warning) for warning in check(rlvr(tmp_path, *_split(overrides))).warnings]
-    assert any(said in warning for warning in warnings), warnings
+    assert any(message in warning for warning in warnings), warnings
 
 
 def test_correct_file_has_no_warnings(tmp_path: Path) -> None:
@@ -204,21 +204,21 @@ def test_explicit_default_is_no_warning(tmp_path: Path) -> None:
 
 
 def test_generation_keys_have_no_effect_in_sft(tmp_path: Path) -> None:
-    said = [str(warning) for warning in check(sft(tmp_path, "sync_timeout_s=5")).warnings]
-    assert said == ["sync_timeout_s: has no effect: supervised fine-tuning generates nothing and updates no engine"]
+    message = [str(warning) for warning in check(sft(tmp_path, "sync_timeout_s=5")).warnings]
+    assert message == ["sync_timeout_s: has no effect: supervised fine-tuning generates nothing and updates no engine"]
     assert "actor_train.pg_variant: has no effect" in refusal(tmp_path, "actor_train.pg_variant=vanilla", text=SFT)
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     [
         ("actor_train.data_args.tag=domain", "tag: has no effect: supervised fine-tuning scores no response"),
         ("actor_train.infer_batch_size=3", "infer_batch_size: has no effect: eval_steps is 0, and only validation"),
     ],
 )
-def test_rl_data_keys_have_no_effect_in_sft(tmp_path: Path, override: str, said: str) -> None:
+def test_rl_data_keys_have_no_effect_in_sft(tmp_path: Path, override: str, message: str) -> None:
     (warning,) = check(sft(tmp_path, override)).warnings
-    assert said in str(warning)
+    assert message in str(warning)
 
 
 def test_rewards_may_divide_tags(tmp_path: Path) -> None:
@@ -264,11 +264,11 @@ def test_vllm_section_is_rewritten_for_sglang(tmp_path: Path) -> None:
         "  strategy_args:\n    strategy_name: vllm\n    strategy_config:\n      gpu_memory_utilization: 0.8\n"
         "      tensor_parallel_size: 2\n      swap_space: 4\n"
     )
-    said = refusal(tmp_path, "rolout_batch_size=1", text=text)
-    assert "actor_infer.strategy_args.strategy_name: vllm is not available; use sglang. The same section:" in said
-    assert "num_gpus_per_worker: 2" in said and "mem_fraction_static: 0.8" in said
-    assert "without equivalent, left out: swap_space" in said
-    assert "rolout_batch_size" not in said
+    message = refusal(tmp_path, "rolout_batch_size=1", text=text)
+    assert "actor_infer.strategy_args.strategy_name: vllm is not available; use sglang. The same section:" in message
+    assert "num_gpus_per_worker: 2" in message and "mem_fraction_static: 0.8" in message
+    assert "without equivalent, left out: swap_space" in message
+    assert "rolout_batch_size" not in message
 
 
 def _split(overrides: str) -> list[str]:

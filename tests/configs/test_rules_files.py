@@ -1,4 +1,4 @@
-"""Paths that cannot be read or written stop a run, and a plan says so."""
+"""Paths that cannot be read or written stop a run; a plan reports them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.configs.samples import refusal, rlvr
 LONG = "a" * 300
 
 
-def said(folder: Path, *overrides: str) -> dict[str, str]:
+def missing_of(folder: Path, *overrides: str) -> dict[str, str]:
     """What is missing, by path, but for the sample's data file."""
     missing = check(rlvr(folder, *overrides)).missing
     return {problem.path: problem.message for problem in missing if "train.jsonl is not" not in problem.message}
@@ -25,31 +25,31 @@ def said(folder: Path, *overrides: str) -> dict[str, str]:
 def test_a_folder_below_a_file_stops_a_run_only(tmp_path: Path, key: str) -> None:
     (tmp_path / "file").touch()
     missing = check(rlvr(tmp_path, f"{key}={tmp_path / 'file' / 'x'}")).missing
-    told = f"{tmp_path / 'file' / 'x'} cannot be a folder, since {tmp_path / 'file'} is a file; use another"
-    assert Problem(key, told) in missing
+    reported = f"{tmp_path / 'file' / 'x'} cannot be a folder, since {tmp_path / 'file'} is a file; use another"
+    assert Problem(key, reported) in missing
 
 
 def test_file_in_place_of_a_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "samples").touch()
-    told = said(tmp_path, f"output_dir={tmp_path}", f"rollout_dump_dir={tmp_path}/samples")
-    assert told == {
+    reported = missing_of(tmp_path, f"output_dir={tmp_path}", f"rollout_dump_dir={tmp_path}/samples")
+    assert reported == {
         "rollout_dump_dir": f"{tmp_path}/samples cannot be a folder, since {tmp_path}/samples is a file; use another"
     }
 
 
 def test_obstacle_of_several_folders_is_reported_once(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    told = said(tmp_path, f"output_dir={tmp_path}/file/out", f"rollout_dump_dir={tmp_path}/file/out/samples")
-    assert list(told) == ["output_dir"]
+    reported = missing_of(tmp_path, f"output_dir={tmp_path}/file/out", f"rollout_dump_dir={tmp_path}/file/out/samples")
+    assert list(reported) == ["output_dir"]
 
 
 def test_missing_output_folder_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert said(tmp_path, "output_dir=some/where", f"rollout_dump_dir={tmp_path}/new/er") == {}
+    assert missing_of(tmp_path, "output_dir=some/where", f"rollout_dump_dir={tmp_path}/new/er") == {}
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("override", "reported"),
     [
         (
             f"output_dir=new/{LONG}",
@@ -61,15 +61,15 @@ def test_missing_output_folder_is_accepted(tmp_path: Path, monkeypatch: pytest.M
     ],
 )
 def test_a_path_that_is_too_long_is_explained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, override: str, told: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, override: str, reported: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert told in said(tmp_path, override)[override.partition("=")[0]]
+    assert reported in missing_of(tmp_path, override)[override.partition("=")[0]]
 
 
 def test_a_base_file_with_a_name_too_long_is_explained(tmp_path: Path) -> None:
-    assert "is not a file: " in (told := refusal(tmp_path, text=f"defaults: {LONG}\n"))
-    assert "File name too long" in told
+    assert "is not a file: " in (reported := refusal(tmp_path, text=f"defaults: {LONG}\n"))
+    assert "File name too long" in reported
 
 
 def close(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,12 +92,15 @@ def test_folder_without_permission_is_explained(tmp_path: Path, monkeypatch: pyt
     closed = tmp_path / "closed"
     closed.mkdir()
     close(closed, monkeypatch)
-    told = said(tmp_path, f"output_dir={closed}/out", f"pretrain={closed}/model", f"resume_from_checkpoint={closed}/x")
-    assert (
-        told["output_dir"] == f"{closed}/out cannot be written, since this user has no access to {closed}; use another"
+    reported = missing_of(
+        tmp_path, f"output_dir={closed}/out", f"pretrain={closed}/model", f"resume_from_checkpoint={closed}/x"
     )
-    assert told["pretrain"] == f"{closed}/model cannot be read: Permission denied"
-    assert told["resume_from_checkpoint"].startswith(f"{closed}/x cannot be read: Permission denied; use")
+    assert (
+        reported["output_dir"]
+        == f"{closed}/out cannot be written, since this user has no access to {closed}; use another"
+    )
+    assert reported["pretrain"] == f"{closed}/model cannot be read: Permission denied"
+    assert reported["resume_from_checkpoint"].startswith(f"{closed}/x cannot be read: Permission denied; use")
 
 
 def test_missing_and_readable_paths_are_reachable(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Bounds on running ahead that contradict each other are refused with what would work."""
+"""Messages of the rules of asynchronous generation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.configs.samples import refusal, rlvr
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         (["async_generation_ratio=-1"], "async_generation_ratio: -1.0 is too small; the least allowed is 0"),
         (["async_generation_ratio=.nan"], "async_generation_ratio: nan is not a finite number"),
@@ -63,8 +63,8 @@ from tests.configs.samples import refusal, rlvr
         ),
     ],
 )
-def test_contradicting_bounds_are_refused(tmp_path: Path, overrides: list[str], said: str) -> None:
-    assert said in refusal(tmp_path, *overrides)
+def test_contradicting_bounds_are_refused(tmp_path: Path, overrides: list[str], message: str) -> None:
+    assert message in refusal(tmp_path, *overrides)
 
 
 def test_a_drain_that_may_exceed_the_sync_timeout_is_a_warning(tmp_path: Path) -> None:
@@ -73,17 +73,17 @@ def test_a_drain_that_may_exceed_the_sync_timeout_is_a_warning(tmp_path: Path) -
 
 
 def test_submission_interval_without_background_generation_is_a_warning(tmp_path: Path) -> None:
-    said = "async_training.batch_generation_interval_s: has no effect: each batch is generated on request"
+    message = "async_training.batch_generation_interval_s: has no effect: each batch is generated on request"
     interval = "async_training.batch_generation_interval_s=1"
-    assert any(said in str(warning) for warning in check(rlvr(tmp_path, interval)).warnings)
+    assert any(message in str(warning) for warning in check(rlvr(tmp_path, interval)).warnings)
     ahead = check(rlvr(tmp_path, interval, "async_generation_ratio=1")).warnings
     assert not any("interval" in str(warning) for warning in ahead)
 
 
 def test_a_ratio_beyond_the_length_of_the_run_is_a_warning(tmp_path: Path) -> None:
-    said = "async_generation_ratio: 10 batches ahead are more than remain in a run of max_steps 10"
+    message = "async_generation_ratio: 10 batches ahead are more than remain in a run of max_steps 10"
     warnings = check(rlvr(tmp_path, "max_steps=10", "async_generation_ratio=10")).warnings
-    assert any(said in str(warning) for warning in warnings)
+    assert any(message in str(warning) for warning in warnings)
     enough = check(rlvr(tmp_path, "max_steps=10", "async_generation_ratio=9")).warnings
     assert not any("batches ahead" in str(warning) for warning in enough)
 

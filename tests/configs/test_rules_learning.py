@@ -1,4 +1,4 @@
-"""Which policies a loss compares, what corrects for the age of samples, and what is refused because nothing does."""
+"""Messages of the rules of the policy loss and its off-policy correction."""
 
 from __future__ import annotations
 
@@ -92,9 +92,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("overrides", "said"), REFUSED.items())
-def test_contradicting_policy_keys_are_refused(tmp_path: Path, overrides: str, said: str) -> None:
-    assert said in refusal(tmp_path, *overrides.split())
+@pytest.mark.parametrize(("overrides", "message"), REFUSED.items())
+def test_contradicting_policy_keys_are_refused(tmp_path: Path, overrides: str, message: str) -> None:
+    assert message in refusal(tmp_path, *overrides.split())
 
 
 WARNED = {
@@ -111,10 +111,10 @@ WARNED = {
 }
 
 
-@pytest.mark.parametrize(("overrides", "said"), WARNED.items())
-def test_doubtful_policy_keys_are_warnings(tmp_path: Path, overrides: str, said: str) -> None:
+@pytest.mark.parametrize(("overrides", "message"), WARNED.items())
+def test_doubtful_policy_keys_are_warnings(tmp_path: Path, overrides: str, message: str) -> None:
     warnings = [str(warning) for warning in check(rlvr(tmp_path, *overrides.split())).warnings]
-    assert any(said in warning for warning in warnings), warnings
+    assert any(message in warning for warning in warnings), warnings
 
 
 CORRECTED = [
@@ -132,15 +132,17 @@ def test_corrected_asynchronous_training_has_no_warnings(tmp_path: Path, overrid
 
 @pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
 def test_group_estimators_need_groups(tmp_path: Path, estimator: str) -> None:
-    said = refusal(tmp_path, f"adv_estimator={estimator}", "num_return_sequences_in_group=1", "rollout_batch_size=512")
-    assert f"num_return_sequences_in_group: 1 gives every sample of {estimator} advantage 0" in said
+    message = refusal(
+        tmp_path, f"adv_estimator={estimator}", "num_return_sequences_in_group=1", "rollout_batch_size=512"
+    )
+    assert f"num_return_sequences_in_group: 1 gives every sample of {estimator} advantage 0" in message
 
 
 @pytest.mark.parametrize("knob", VARIANT_KNOBS)
 def test_knob_of_another_variant_names_its_variants(tmp_path: Path, knob: str) -> None:
     value = {"topr_level": "sequence", "dual_clip_loss": "true", "cispo_use_unified_mask": "true", "dual_clip_c": 4}
-    said = refusal(tmp_path, f"{VARIANT}=vanilla", f"{knob}={value.get(knob, 0.7)}")
-    assert f"{knob}: has no effect: it belongs to actor_train.pg_variant {' or '.join(VARIANT_KNOBS[knob])}" in said
+    message = refusal(tmp_path, f"{VARIANT}=vanilla", f"{knob}={value.get(knob, 0.7)}")
+    assert f"{knob}: has no effect: it belongs to actor_train.pg_variant {' or '.join(VARIANT_KNOBS[knob])}" in message
 
 
 def test_every_variant_is_classified() -> None:
@@ -154,19 +156,19 @@ def test_importance_sampling_is_another_spelling_of_token_weights(tmp_path: Path
     weights = config.correction.weights
     assert (weights.level, weights.mode, weights.lower, weights.upper) == ("token", "clamp", 0.5, 2.0)
     assert (config.old_log_probs_source, config.pg_ratio_base) == ("recompute", "proximal")
-    said = "true is read as correction.weights {level: token, mode: clamp, lower: 0.5, upper: 2.0}"
-    assert ("importance_sampling", said) in config.source.notes
+    message = "true is read as correction.weights {level: token, mode: clamp, lower: 0.5, upper: 2.0}"
+    assert ("importance_sampling", message) in config.source.notes
 
 
 def test_importance_sampling_off_is_a_remark(tmp_path: Path) -> None:
     config = rlvr(tmp_path, "importance_sampling=false", "correction.veto_threshold=0.01")
     assert not config.correction.weighted and config.correction.veto_threshold == 0.01
-    said = "false is the default and does not change correction.weights"
-    assert config.source.notes == [("importance_sampling", said)]
+    message = "false is the default and does not change correction.weights"
+    assert config.source.notes == [("importance_sampling", message)]
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         (["is_clip_range=[0.5, 2.0]"], "is_clip_range: has no effect without importance_sampling: true"),
         (["importance_sampling=true", "is_clip_range=2"], "is_clip_range: 2 is not a lower and an upper bound; write"),
@@ -177,5 +179,5 @@ def test_importance_sampling_off_is_a_remark(tmp_path: Path) -> None:
         (["importance_sampling=token"], "'token' is not true or false; leave it out; ratios are those of tokens"),
     ],
 )
-def test_invalid_importance_sampling_is_explained(tmp_path: Path, overrides: list[str], said: str) -> None:
-    assert said in refusal(tmp_path, *overrides)
+def test_invalid_importance_sampling_is_explained(tmp_path: Path, overrides: list[str], message: str) -> None:
+    assert message in refusal(tmp_path, *overrides)

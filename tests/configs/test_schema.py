@@ -1,4 +1,4 @@
-"""Every mistake in a file has a sentence that says path, value and what would work."""
+"""Every invalid value is reported with path, value and allowed values."""
 
 from __future__ import annotations
 
@@ -96,41 +96,41 @@ OUT_OF_BOUNDS = {
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     {
         "rollout_batch_size=8": "rollout_batch_size: unknown key; it belongs to pipeline rlvr, and this is sft",
         "actor_infer.device_mapping=[1]": "actor_infer: unknown key; it belongs to pipeline rlvr, and this is sft",
         "num_generations=8": "here that is num_return_sequences_in_group, of pipeline rlvr (docs/coming_from.md)",
     }.items(),
 )
-def test_a_key_of_the_other_pipeline_says_so(tmp_path: Path, override: str, said: str) -> None:
-    assert said in refusal(tmp_path, override, text=SFT)
+def test_a_key_of_the_other_pipeline_says_so(tmp_path: Path, override: str, message: str) -> None:
+    assert message in refusal(tmp_path, override, text=SFT)
 
 
 def test_quotes_in_a_file_need_no_shell_quotes(tmp_path: Path) -> None:
-    said = refusal(tmp_path, text=RLVR + "exp_name: 7\n")
-    assert said.endswith("exp_name: 7 is not text; put it in quotes: '7'")
+    message = refusal(tmp_path, text=RLVR + "exp_name: 7\n")
+    assert message.endswith("exp_name: 7 is not text; put it in quotes: '7'")
 
 
 def test_dotted_key_in_a_file_is_explained(tmp_path: Path) -> None:
-    said = refusal(tmp_path, text=RLVR + "'actor_train.training_args.warmup_steps': 1\n")
-    assert "in a file a dot does not open a section; write actor_train: {training_args: {warmup_steps: ...}}" in said
+    message = refusal(tmp_path, text=RLVR + "'actor_train.training_args.warmup_steps': 1\n")
+    assert "in a file a dot does not open a section; write actor_train: {training_args: {warmup_steps: ...}}" in message
 
 
-@pytest.mark.parametrize(("override", "said"), (UNKNOWN | MISTYPED | OUT_OF_BOUNDS).items())
-def test_invalid_value_is_explained(tmp_path: Path, override: str, said: str) -> None:
-    assert said in refusal(tmp_path, override)
+@pytest.mark.parametrize(("override", "message"), (UNKNOWN | MISTYPED | OUT_OF_BOUNDS).items())
+def test_invalid_value_is_explained(tmp_path: Path, override: str, message: str) -> None:
+    assert message in refusal(tmp_path, override)
 
 
 def test_all_problems_of_a_file_are_reported_together(tmp_path: Path) -> None:
-    said = refusal(tmp_path, "rollout_batchsize=64", "gamma=2", "actor_train.model_args.dtype=half")
-    assert said.splitlines()[0].endswith("config.yaml: 3 problems")
+    message = refusal(tmp_path, "rollout_batchsize=64", "gamma=2", "actor_train.model_args.dtype=half")
+    assert message.splitlines()[0].endswith("config.yaml: 3 problems")
     for path in ("rollout_batchsize:", "gamma:", "actor_train.model_args.dtype:"):
-        assert path in said
+        assert path in message
 
 
 def test_all_broken_rules_are_reported_together(tmp_path: Path) -> None:
-    said = refusal(
+    message = refusal(
         tmp_path,
         "actor_infer.generating_args.temperature=0",
         "adv_estimator=gpro",
@@ -143,11 +143,11 @@ def test_all_broken_rules_are_reported_together(tmp_path: Path) -> None:
         "adv_estimator:",
         "reference.device_mapping:",
     ):
-        assert path in said
+        assert path in message
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("seed: 1\nmax_steps: 2\nseed: 3\n", "seed: is given on line 1 and again on line 3; keep one"),
         ("actor_train:\n  pg_variant: ppo\n  pg_variant: ppo\n", "pg_variant: is given on line 2 and again on line 3"),
@@ -157,8 +157,8 @@ def test_all_broken_rules_are_reported_together(tmp_path: Path) -> None:
         ("", "the top level must be a mapping of `key: value` lines"),
     ],
 )
-def test_invalid_yaml_is_explained(tmp_path: Path, text: str, said: str) -> None:
-    assert said in refusal(tmp_path, text=text)
+def test_invalid_yaml_is_explained(tmp_path: Path, text: str, message: str) -> None:
+    assert message in refusal(tmp_path, text=text)
 
 
 def test_missing_file_is_reported(tmp_path: Path) -> None:
@@ -184,9 +184,9 @@ def test_generation_keys_are_unknown_in_sft(tmp_path: Path) -> None:
 
 def test_options_of_an_unknown_engine_are_not_checked(tmp_path: Path) -> None:
     section = "actor_train.strategy_args={strategy_name: fsdp2_train, strategy_config: {offload: 1}}"
-    said = refusal(tmp_path, section)
-    assert "strategy_name: 'fsdp2_train' is not one of megatron_train, megatron_infer, sglang" in said
-    assert "offload" not in said
+    message = refusal(tmp_path, section)
+    assert "strategy_name: 'fsdp2_train' is not one of megatron_train, megatron_infer, sglang" in message
+    assert "offload" not in message
 
 
 def test_response_length_is_required(tmp_path: Path) -> None:

@@ -42,9 +42,9 @@ def test_knobs_of_variants_belong_to_variants_that_exist() -> None:
 
 @pytest.mark.parametrize("variant", ["vanilla", "tis", "gspo"])
 def test_a_knob_of_another_variant_is_refused(tmp_path: Path, variant: str) -> None:
-    said = refusal(tmp_path, f"actor_train.pg_variant={variant}", "dual_clip_loss=true", "dual_clip_c=4")
+    message = refusal(tmp_path, f"actor_train.pg_variant={variant}", "dual_clip_loss=true", "dual_clip_c=4")
     for key in ("dual_clip_loss", "dual_clip_c"):
-        assert f"{key}: has no effect: it belongs to actor_train.pg_variant ppo or decoupled_ppo" in said
+        assert f"{key}: has no effect: it belongs to actor_train.pg_variant ppo or decoupled_ppo" in message
 
 
 @pytest.mark.parametrize("variant", ["ppo", "decoupled_ppo"])
@@ -53,18 +53,18 @@ def test_a_knob_of_the_variant_is_read(tmp_path: Path, variant: str) -> None:
 
 
 def test_a_key_with_two_conditions_reports_the_first_that_fails(tmp_path: Path) -> None:
-    said = warnings(rlvr(tmp_path, "dual_clip_c=4"))
-    assert said == ["dual_clip_c: has no effect: dual_clip_loss is false"]
+    message = warnings(rlvr(tmp_path, "dual_clip_c=4"))
+    assert message == ["dual_clip_c: has no effect: dual_clip_loss is false"]
     assert warnings(sft(tmp_path, "sync_retry_delay_s=2", "max_sync_retries=0"))[0].endswith("updates no engine")
 
 
 def test_the_innermost_condition_is_reported(tmp_path: Path) -> None:
-    (said,) = warnings(sft(tmp_path, "validation.generating_args.temperature=0.5"))
-    assert said.endswith("supervised fine-tuning generates nothing and updates no engine")
+    (message,) = warnings(sft(tmp_path, "validation.generating_args.temperature=0.5"))
+    assert message.endswith("supervised fine-tuning generates nothing and updates no engine")
 
 
 @pytest.mark.parametrize(
-    ("text", "overrides", "said"),
+    ("text", "overrides", "message"),
     [
         (RLVR + "save_steps: 5\n", ["save_checkpoint=false"], "save_steps: has no effect: save_checkpoint is false"),
         (RLVR + "pg_clip_low: 0.1\n", ["actor_train.pg_variant=tis"], "pg_clip_low: has no effect: it belongs to"),
@@ -88,17 +88,17 @@ def test_the_innermost_condition_is_reported(tmp_path: Path) -> None:
     ],
 )
 def test_a_key_of_the_file_that_an_override_makes_moot_is_a_warning(
-    tmp_path: Path, text: str, overrides: list[str], said: str
+    tmp_path: Path, text: str, overrides: list[str], message: str
 ) -> None:
-    assert any(said in warning for warning in warnings(rlvr(tmp_path, *overrides, text=text)))
+    assert any(message in warning for warning in warnings(rlvr(tmp_path, *overrides, text=text)))
 
 
 def test_a_target_that_an_override_makes_moot_is_a_warning(tmp_path: Path) -> None:
     text = SFT + "eval_steps: 5\ntarget_loss: 0.1\nvalidation: {data_args: {file_name: a.jsonl}}\n"
     from roll.configs.load import load_config
 
-    said = warnings(load_config(write(tmp_path, text), ["eval_steps=0"]))
-    assert "target_loss: has no effect: it is never measured, since eval_steps is 0; use eval_steps 10" in said
+    message = warnings(load_config(write(tmp_path, text), ["eval_steps=0"]))
+    assert "target_loss: has no effect: it is never measured, since eval_steps is 0; use eval_steps 10" in message
     assert "target_loss: has no effect: it is never measured" in refusal(tmp_path, "target_loss=0.1", text=SFT)
 
 

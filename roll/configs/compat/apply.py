@@ -137,7 +137,7 @@ def _renamed(value: Any, source: str) -> Any:
     if isinstance(value, Mapping):
         renamed: Tree = {}
         for key, item in value.items():
-            name: str = RENAMED_KEYS.get(key, key)
+            name = RENAMED_KEYS[key] if key in RENAMED_KEYS else key
             if name in renamed or (name != key and name in value):
                 raise ConfigError([_two_spellings(key, name)], source)
             renamed[name] = _renamed(item, source)
