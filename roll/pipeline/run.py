@@ -17,12 +17,12 @@ from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import ConfigError, Problem
 from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig, SFTConfig
 from roll.datasets.records import DatasetError
+from roll.distributed.env_pool.types import EnvWorkerError
 from roll.distributed.processes import gc_freeze, gc_unfreeze
 from roll.distributed.remote_call import ClusterError
 from roll.distributed.resources import RayStartError, ResourceError
 from roll.distributed.weight_sync.synchronizer import WeightUpdateError
 from roll.pipeline.advice import Split, advise
-from roll.pipeline.agentic.environments import EnvWorkerError
 from roll.pipeline.agentic.pipeline import AgenticPipeline
 from roll.pipeline.checkpoint import checkpoint_folder
 from roll.pipeline.errors import RunError

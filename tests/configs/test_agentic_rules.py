@@ -16,8 +16,8 @@ REFUSED = {
     # tags and environments
     f"{TRAIN}.tags=[Lake,Rom]": f"{TRAIN}.tags: 'Rom' is not in custom_envs; known: Lake, Room; did you mean Room?",
     f"{TRAIN}.tags=[Lake,Lake]": f"{TRAIN}.tags: names Lake twice; once, with its share in num_groups_partition",
-    "custom_envs.Lake.env_type=frozen_lak": "custom_envs.Lake.env_type: 'frozen_lak' is no environment; did you mean "
-    "frozen_lake? known: ",
+    "custom_envs.Lake.env_type=frozen_lak": "custom_envs.Lake.env_type: 'frozen_lak' is not an environment; did you "
+    "mean frozen_lake? known: ",
     "custom_envs.Lake.env_type=no_such_module:Env": "custom_envs.Lake.env_type: 'no_such_module:Env': importing "
     "no_such_module failed",
     "custom_envs.Lake.env_config.sice=5": "custom_envs.Lake.env_config.sice: unknown key; did you mean size? known: ",

@@ -9,18 +9,18 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from env_workers import JumpingLoop
-
 from examples.tiny_math.prepare import make_tokenizer
 from roll.configs.seeds import role_seed
-from roll.datasets.conversation import ConversationEncoder
+from roll.datasets.templates import ConversationEncoder
+from roll.distributed.env_pool.pool import EnvPool
+from roll.distributed.env_pool.server import EnvServer
+from roll.distributed.env_pool.types import EnvSpec
 from roll.envs.base import EnvConfig, TextEnv, Turn
-from roll.pipeline.agentic.environments import EnvPool, EnvSpec
-from roll.pipeline.agentic.environments.host import EnvHost
 from roll.pipeline.agentic.episode import Episode, Task
 from roll.pipeline.agentic.play import Player
 from roll.pipeline.engine_pool import EnginePool
 from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
+from tests.distributed.env_workers import JumpingLoop
 
 SAMPLING = SamplingParams(max_new_tokens=64)
 STEP_TIMEOUT_S = 10.0
@@ -48,18 +48,11 @@ class Steps(TextEnv):
         return Turn(f"saw {text}", 1.0 if gold else 0.125, gold or "fall" in text, metrics)
 
 
-class Host(EnvHost):
-    """The host of environments as it is, in this process."""
-
-    def __init__(self) -> None:
-        self._envs = {}
-
-
 class Worker:
     """Answers after as many seconds as `pause` says of a method and its arguments."""
 
     def __init__(self, pause: Callable[..., float]) -> None:
-        self.host, self.pause = Host(), pause
+        self.server, self.pause = EnvServer(), pause
 
     async def ready(self) -> None:
         pass
@@ -71,9 +64,9 @@ class Worker:
 
     async def _answer(self, method: str, *args: Any) -> Any:
         await asyncio.sleep(self.pause(method, *args))
-        return getattr(self.host, method)(*args)
+        return getattr(self.server, method)(*args)
 
-    def death(self, error: BaseException) -> str | None:
+    def exit_reason(self, error: BaseException) -> str | None:
         return None
 
     def kill(self) -> None:
@@ -170,7 +163,7 @@ class Table:
 
     @property
     def open(self) -> int:
-        return sum(len(worker.host._envs) for worker in self.workers)
+        return sum(len(worker.server) for worker in self.workers)
 
 
 def episode(what: Task, sequence_length: int = 1000, sampling: SamplingParams = SAMPLING) -> Episode:

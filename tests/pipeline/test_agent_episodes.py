@@ -10,8 +10,8 @@ from agents import SAMPLING, Engines, Table, chat, episode, in_turn, one_of, pla
 from examples.tiny_frozen_lake.play import LAKE, write_play
 from roll.configs.seeds import role_seed
 from roll.configs.worker import DataArguments
-from roll.datasets.sft import encode_pairs, load_pairs
-from roll.pipeline.agentic.environments import EnvFailure
+from roll.datasets.sft import encode_sft_data, load_sft_data
+from roll.distributed.env_pool.types import EnvFailure
 from roll.pipeline.agentic.episode import Episode, EpisodeFailed
 
 WALK = task(max_steps=3)
@@ -168,12 +168,14 @@ def test_frozen_lake_is_played_by_what_the_model_writes():
 
 def test_play_for_the_warm_start_reads_as_the_episode_itself(tmp_path):
     """What the tiny lake's model learns first is, id by id, what it is asked later."""
-    [pair] = load_pairs(str(write_play(tmp_path, seed=5, train=1, val=0, chance=0.5) / "train.jsonl"), DataArguments())
-    examples, _ = encode_pairs([pair], tokenizer(), "native", 100, 1000, mask_history=False)
-    said = [message["content"] for message in pair.question.messages if message["role"] == "assistant"]
+    [sample] = load_sft_data(
+        str(write_play(tmp_path, seed=5, train=1, val=0, chance=0.5) / "train.jsonl"), DataArguments()
+    )
+    examples, _ = encode_sft_data([sample], tokenizer(), "native", 100, 1000, mask_history=False)
+    said = [message["content"] for message in sample.question.messages if message["role"] == "assistant"]
     what = replace(task("frozen_lake", **LAKE), template="{observation}\n")
     seed = role_seed(5, "play", "train", 0)
     one = Episode("train-0-0", what, seed, 1, SAMPLING, 1000, chat())
-    trajectory = run(play(one, Table(Engines(in_turn(*said, pair.answer))))).trajectory
+    trajectory = run(play(one, Table(Engines(in_turn(*said, sample.response))))).trajectory
     assert trajectory.stop == "terminated" and len(trajectory.turns) == len(said) + 1 > 2
-    assert trajectory.ids == [*examples[0].prompt_ids, *examples[0].answer_ids]
+    assert trajectory.ids == [*examples[0].prompt_ids, *examples[0].response_ids]

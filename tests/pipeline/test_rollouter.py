@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from env_workers import JumpingLoop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +18,7 @@ from roll.pipeline.errors import RunError
 from roll.pipeline.rollout_types import Meter
 from roll.pipeline.rollouter import Rollouter, RolloutOptions
 from roll.rollout.policy import PolicySettings, Ticket
+from tests.distributed.env_workers import JumpingLoop
 
 BATCH = 4
 

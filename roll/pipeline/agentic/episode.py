@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from roll.configs.seeds import role_seed
-from roll.datasets.conversation import ConversationEncoder
-from roll.envs.metrics import Aggregation, episode_metrics, metrics_without_action
-from roll.pipeline.agentic.environments import Env, EnvPool, EnvSpec
+from roll.datasets.templates import ConversationEncoder
+from roll.distributed.env_pool.pool import EnvHandle, EnvPool
+from roll.distributed.env_pool.types import EnvSpec
+from roll.envs.base import Aggregation, episode_metrics, metrics_without_action
 from roll.rollout.trajectory import Trajectory
 from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
 
@@ -75,7 +76,7 @@ class Episode:
         self.trajectory = Trajectory()
         self._name, self._task, self._env_seed, self._seed = name, task, env_seed, seed
         self._sampling, self._sequence_length, self._chat = sampling, sequence_length, chat
-        self._env: Env | None = None
+        self._env: EnvHandle | None = None
         self._rules: Mapping[str, Aggregation] = {}
         self._observation = ""
 
@@ -155,7 +156,7 @@ class Episode:
     def leave(self) -> None:
         """Gives the environment back; one that is in a call leaves after it, and nobody waits for that."""
         if self._env is not None:
-            self._env.leave()
+            self._env.start_close()
 
     @property
     def _longest(self) -> int:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from roll.configs.agentic import AgenticConfig
-from roll.datasets.conversation import ConversationEncoder
+from roll.datasets.templates import ConversationEncoder
+from roll.distributed.env_pool.types import EnvSpec
 from roll.envs import make_env
-from roll.pipeline.agentic.environments import EnvSpec
 from roll.pipeline.agentic.episode import Task
 from roll.pipeline.agentic.groups import TrajectoryGroup
 from roll.pipeline.agentic.rollouter import AgenticInputs, make_rollouter

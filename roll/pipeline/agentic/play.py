@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from roll.datasets.conversation import ConversationEncoder
-from roll.pipeline.agentic.environments import EnvFailure, EnvPool
+from roll.datasets.templates import ConversationEncoder
+from roll.distributed.env_pool.pool import EnvPool
+from roll.distributed.env_pool.types import EnvFailure
 from roll.pipeline.agentic.episode import Episode, EpisodeFailed, Task
 from roll.pipeline.agentic.groups import TrajectoryGroup
 from roll.pipeline.agentic.side_by_side import give_up, side_by_side

@@ -8,9 +8,9 @@ from typing import Any
 
 from roll.configs.agentic import AgenticConfig, EnvManagerConfig
 from roll.configs.seeds import role_seed
+from roll.distributed.env_pool.pool import EnvPool
 from roll.distributed.protocol import DataProto
 from roll.pipeline.agentic.batch import batch_of_groups
-from roll.pipeline.agentic.environments import EnvPool
 from roll.pipeline.agentic.episode import Episode, Task
 from roll.pipeline.agentic.groups import TagCycle, TrajectoryGroup
 from roll.pipeline.agentic.metrics import rollout_metrics, validation_metrics

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.layouts import role_layout
-from roll.datasets.conversation import ConversationEncoder
+from roll.datasets.templates import ConversationEncoder
+from roll.distributed.env_pool.pool import EnvPool
 from roll.distributed.processes import log_file, process_environment
-from roll.pipeline.agentic.environments import EnvPool
 from roll.pipeline.agentic.episode import Task
 from roll.pipeline.agentic.groups import TrajectoryGroup
 from roll.pipeline.agentic.play import Player

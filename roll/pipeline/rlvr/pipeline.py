@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from roll.configs.pipeline import RLVRConfig
 from roll.datasets.prompts import load_prompts
-from roll.datasets.records import naming
+from roll.datasets.records import prefix_errors
 from roll.datasets.templates import EncodedPrompt, encode_prompts
 from roll.pipeline.errors import RunError
 from roll.pipeline.rl_pipeline import RLPipeline
@@ -56,7 +56,7 @@ class RLVRPipeline(RLPipeline[RLVRConfig]):
         if not files:
             raise RunError(f"{role}.data_args.file_name: names no file")
         prompts = load_prompts(files, args)
-        with naming(f"{role} ({', '.join(files)})"):
+        with prefix_errors(f"{role} ({', '.join(files)})"):
             encoded, dropped = encode_prompts(prompts, self._tokenizer, args.template, self._config.prompt_length)
         if dropped:
             logger.warning(

@@ -7,7 +7,7 @@ from typing import Any
 
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.seeds import role_seed
-from roll.datasets.sampler import PromptSampler
+from roll.datasets.prompts import PromptSampler
 from roll.datasets.templates import EncodedPrompt
 from roll.distributed.protocol import DataProto
 from roll.pipeline.engine_pool import EnginePool

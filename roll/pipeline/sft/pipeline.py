@@ -6,8 +6,8 @@ import logging
 
 from roll.configs.pipeline import SFTConfig
 from roll.configs.plan import make_plan
-from roll.datasets.records import naming
-from roll.datasets.sft import SFTExample, encode_pairs, load_pairs
+from roll.datasets.records import prefix_errors
+from roll.datasets.sft import SFTExample, encode_sft_data, load_sft_data
 from roll.pipeline.errors import RunError
 from roll.pipeline.session import Session
 from roll.pipeline.sft.learner import SFTLearner
@@ -38,13 +38,17 @@ class SFTPipeline:
         args = getattr(self._config, role).data_args
         if not args.file_name:
             raise RunError(f"{role}.data_args.file_name: names no file")
-        pairs = load_pairs(args.file_name, args)
+        data = load_sft_data(args.file_name, args)
         lengths = (self._config.prompt_length, self._config.sequence_length or 0)
-        with naming(f"{role} ({', '.join(args.file_name)})"):
-            encoded, dropped = encode_pairs(pairs, self._tokenizer, args.template, *lengths, args.mask_history)
+        with prefix_errors(f"{role} ({', '.join(args.file_name)})"):
+            encoded, dropped = encode_sft_data(data, self._tokenizer, args.template, *lengths, args.mask_history)
         if dropped:
             logger.warning(
-                "%s: %d of %d pairs dropped: prompt over %d or pair over %d tokens", role, dropped, len(pairs), *lengths
+                "%s: %d of %d examples dropped: prompt over %d or all over %d tokens",
+                role,
+                dropped,
+                len(data),
+                *lengths,
             )
         return encoded
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from roll.configs.pipeline import SFTConfig
 from roll.configs.seeds import role_seed
 from roll.datasets.collate import collate_examples
-from roll.datasets.sampler import PromptSampler
+from roll.datasets.prompts import PromptSampler
 from roll.datasets.sft import SFTExample
 from roll.distributed.protocol import DataProto
 from roll.pipeline.clock import StepClock

@@ -1,4 +1,4 @@
-"""Who fails when something fails, over workers without processes; tests/integration/test_env_pool.py has real ones."""
+"""Which environments fail when one fails, on workers without processes; integration/test_env_pool.py has real ones."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from collections.abc import Coroutine
 from typing import Any
 
 import pytest
-from env_workers import FakeWorker, JumpingLoop, Workers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.pipeline.agentic.environments import EnvFailure, EnvPool, EnvSpec, EnvWorkerError, Stepped
+from roll.distributed.env_pool.pool import EnvHandle, EnvPool
+from roll.distributed.env_pool.types import EnvFailure, EnvSpec, EnvWorkerError, StepResult
+from tests.distributed.env_workers import FakeWorker, JumpingLoop, Workers
 
 STEP_TIMEOUT_S = 10.0
 PLAIN = EnvSpec("plain", {})
@@ -28,99 +29,99 @@ def run(coroutine: Coroutine[Any, Any, None]) -> None:
         runner.run(coroutine)
 
 
-class Player:
-    """One environment beside what should become of it."""
+class TrackedEnv:
+    """An environment with the failure that it must have."""
 
-    def __init__(self, env: Any, seed: int) -> None:
+    def __init__(self, env: EnvHandle, seed: int) -> None:
         self.env, self.seed = env, seed
         self.steps = 0
-        self.doom: str | None = None
-        self.call: asyncio.Task[Stepped] | None = None
+        self.expected_failure: str | None = None
+        self.call: asyncio.Task[StepResult] | None = None
 
     @property
     def idle(self) -> bool:
-        return self.call is None and self.doom is None
+        return self.call is None and self.expected_failure is None
 
     async def finish(self) -> str | None:
-        """The reason of the failure of the open call, which must be the expected one."""
+        """Awaits the running call and returns the reason of its failure, which must be the expected one."""
         if self.call is None:
             return None
         call, self.call = self.call, None
         try:
-            stepped = await call
+            result = await call
         except EnvFailure as failure:
-            assert failure.reason == self.doom, str(failure)
+            assert failure.reason == self.expected_failure, str(failure)
             assert f"environment plain with seed {self.seed}, turn {self.steps + 1}: " in str(failure)
             return failure.reason
-        assert self.doom is None
+        assert self.expected_failure is None
         self.steps += 1
-        assert stepped.observation.startswith(f"{self.seed} after {self.steps} with ")
+        assert result.observation.startswith(f"{self.seed} after {self.steps} with ")
         return None
 
 
 class Script:
-    """Plays drawn events on a pool and says of each environment beforehand what becomes of it."""
+    """Applies drawn events to a pool and predicts the result of each environment."""
 
     def __init__(self, size: int) -> None:
-        self.workers = Workers(before_exit=self.doom_all_in_calls_on)
+        self.workers = Workers(before_exit=self.expect_death_of_calls_on)
         self.pool = pool_of(self.workers, size)
-        self.players: list[Player] = []
+        self.envs: list[TrackedEnv] = []
         self.failures: Counter[str] = Counter()
         self.seeds = 0
 
-    async def happen(self, event: str, pick: int) -> None:
-        idle = [player for player in self.players if player.idle]
-        player = idle[pick % len(idle)] if idle else None
+    async def apply(self, event: str, pick: int) -> None:
+        idle = [tracked for tracked in self.envs if tracked.idle]
+        tracked = idle[pick % len(idle)] if idle else None
         if event == "open":
             self.seeds += 1
-            env, opened = await self.pool.open(PLAIN, self.seeds)
-            assert opened.observation == f"{self.seeds}"
-            self.players.append(Player(env, self.seeds))
+            env, reset = await self.pool.open(PLAIN, self.seeds)
+            assert reset.observation == f"{self.seeds}"
+            self.envs.append(TrackedEnv(env, self.seeds))
         elif event == "kill":
             worker = self.workers.alive[pick % len(self.workers.alive)]
-            self.doom_all_in_calls_on(worker)
+            self.expect_death_of_calls_on(worker)
             worker.die()
-            await self.calm()
-        elif event == "settle":
-            await self.settle()
-        elif player is None:
+            await self.run_ready_tasks()
+        elif event == "finish_all":
+            await self.finish_all()
+        elif tracked is None:
             return
         elif event == "close":
-            self.players.remove(player)
-            await player.env.close()
+            self.envs.remove(tracked)
+            await tracked.env.close()
         else:
-            await self.step(player, event)
+            await self.step(tracked, event)
 
-    async def step(self, player: Player, action: str) -> None:
-        player.call = asyncio.create_task(player.env.step(action))
-        player.doom = {"raise": "env_raised", "hang": "env_hung", "exit": "env_died"}.get(action)
+    async def step(self, tracked: TrackedEnv, action: str) -> None:
+        tracked.call = asyncio.create_task(tracked.env.step(action))
+        tracked.expected_failure = {"raise": "env_raised", "hang": "env_hung", "exit": "env_died"}.get(action)
         if action in ("go", "raise", "exit"):
-            await self.note(player)
-        await self.calm()
+            await self.finish(tracked)
+        await self.run_ready_tasks()
 
-    async def calm(self) -> None:
-        """Lets what is due happen; time stands still."""
+    async def run_ready_tasks(self) -> None:
+        """Runs tasks that are ready, without advancing the clock."""
         for _ in range(20):
             await asyncio.sleep(0)
 
-    def doom_all_in_calls_on(self, worker: FakeWorker) -> None:
+    def expect_death_of_calls_on(self, worker: FakeWorker) -> None:
         seeds = {env[0] for env in worker.envs.values()}
-        for player in self.players:
-            if player.seed in seeds and player.call is not None:
-                player.doom = "env_died"
+        for tracked in self.envs:
+            if tracked.seed in seeds and tracked.call is not None:
+                tracked.expected_failure = "env_died"
 
-    async def note(self, player: Player) -> None:
-        reason = await player.finish()
+    async def finish(self, tracked: TrackedEnv) -> None:
+        reason = await tracked.finish()
         if reason is not None:
             self.failures[reason] += 1
 
-    async def settle(self) -> None:
-        """Answers what waits, lets what hangs pass its deadline, and sees to it that each came out as it should."""
+    async def finish_all(self) -> None:
+        """Answers calls that wait, lets hanging calls pass their deadline, and checks every result."""
         for worker in self.workers.all:
-            worker.settle()
-        for player in self.players:
-            await self.note(player)
-        self.players = [player for player in self.players if player.doom is None]
+            worker.answer_waiting()
+        for tracked in self.envs:
+            await self.finish(tracked)
+        self.envs = [tracked for tracked in self.envs if tracked.expected_failure is None]
         assert self.pool.failures == self.failures
 
 
@@ -129,7 +130,9 @@ class Script:
     st.integers(1, 3),
     st.lists(
         st.tuples(
-            st.sampled_from(["open", "open", "go", "go", "wait", "raise", "hang", "exit", "kill", "close", "settle"]),
+            st.sampled_from(
+                ["open", "open", "go", "go", "wait", "raise", "hang", "exit", "kill", "close", "finish_all"]
+            ),
             st.integers(0, 50),
         ),
         max_size=50,
@@ -140,13 +143,13 @@ def test_an_environment_fails_only_by_itself_or_with_its_process(size: int, even
         script = Script(size)
         await script.pool.start()
         for event, pick in events:
-            await script.happen(event, pick)
-        await script.settle()
-        for player in script.players:
-            await player.env.step("go")
-            await player.env.close()
-        await script.calm()
-        assert len(script.workers.alive) == size, "retired workers are killed once empty, dead ones are replaced"
+            await script.apply(event, pick)
+        await script.finish_all()
+        for tracked in script.envs:
+            await tracked.env.step("go")
+            await tracked.env.close()
+        await script.run_ready_tasks()
+        assert len(script.workers.alive) == size, "retired workers are killed once empty, dead workers are replaced"
         assert not any(worker.envs for worker in script.workers.alive)
         script.pool.close()
         assert all(worker.joined for worker in script.workers.all)
@@ -154,16 +157,16 @@ def test_an_environment_fails_only_by_itself_or_with_its_process(size: int, even
     run(play())
 
 
-def test_a_process_that_an_environment_ends_takes_those_in_a_call_and_spares_the_others() -> None:
+def test_environments_with_a_running_call_fail_when_their_process_ends_and_the_others_are_replayed() -> None:
     async def play() -> None:
         workers = Workers()
         pool = pool_of(workers, 1)
-        (guilty, _), (waiting, _), (idle, _) = [await pool.open(PLAIN, seed) for seed in range(3)]
+        (exiting, _), (waiting, _), (idle, _) = [await pool.open(PLAIN, seed) for seed in range(3)]
         await idle.step("go")
         call = asyncio.create_task(waiting.step("wait"))
         await asyncio.sleep(0)
-        with pytest.raises(EnvFailure, match="seed 0, turn 1: worker 0 died: it was told to"):
-            await guilty.step("exit")
+        with pytest.raises(EnvFailure, match="seed 0, turn 1: worker 0 died: exit requested"):
+            await exiting.step("exit")
         with pytest.raises(EnvFailure, match="seed 1, turn 1: worker 0 died"):
             await call
         assert (await idle.step("go")).observation == "2 after 2 with go"
@@ -173,14 +176,16 @@ def test_a_process_that_an_environment_ends_takes_those_in_a_call_and_spares_the
     run(play())
 
 
-def test_an_episode_that_cannot_be_repeated_is_not_gone_on_with() -> None:
+def test_an_episode_that_is_not_reproducible_fails_after_its_replay() -> None:
     async def play() -> None:
         workers = Workers()
         pool = pool_of(workers, 1)
-        env, _ = await pool.open(EnvSpec("drifting", {}), 5)
+        env, _ = await pool.open(EnvSpec("not_reproducible", {}), 5)
         workers.all[0].die()
         await asyncio.sleep(0)
-        with pytest.raises(EnvFailure, match="it is not repeatable; reset gave .*5 on 1.* after .*5 on 0"):
+        with pytest.raises(
+            EnvFailure, match="the episode is not reproducible; reset returned .*5 on 1.* after .*5 on 0"
+        ):
             await env.step("go")
         assert pool.failures == {"env_died": 1}
         assert not workers.all[1].envs
@@ -208,7 +213,7 @@ def test_a_reset_that_raises_or_hangs_fails_alone() -> None:
     run(play())
 
 
-def test_a_step_is_one_call() -> None:
+def test_a_step_is_one_call_of_the_worker() -> None:
     async def play() -> None:
         workers = Workers()
         pool = pool_of(workers, 1)
@@ -222,7 +227,7 @@ def test_a_step_is_one_call() -> None:
     run(play())
 
 
-def test_who_is_cancelled_in_a_call_leaves_an_environment_that_can_be_closed() -> None:
+def test_an_environment_can_be_closed_after_the_caller_of_a_step_was_cancelled() -> None:
     async def play() -> None:
         workers = Workers()
         pool = pool_of(workers, 1)
@@ -237,7 +242,7 @@ def test_who_is_cancelled_in_a_call_leaves_an_environment_that_can_be_closed() -
         assert workers.all[0].killed
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(pool.open(EnvSpec("wait", {}), 2), 1.0)
-        workers.all[1].settle()
+        workers.all[1].answer_waiting()
         await asyncio.sleep(1.0)
         assert not workers.all[1].envs and pool.failures == {"env_hung": 1}
         pool.close()
@@ -245,7 +250,7 @@ def test_who_is_cancelled_in_a_call_leaves_an_environment_that_can_be_closed() -
     run(play())
 
 
-def test_a_full_pool_says_so_and_has_room_again() -> None:
+def test_a_full_pool_is_an_error_until_an_environment_is_closed() -> None:
     async def play() -> None:
         pool = pool_of(Workers(), 2, capacity=1)
         (first, _), _ = [await pool.open(PLAIN, seed) for seed in range(2)]
@@ -258,13 +263,13 @@ def test_a_full_pool_says_so_and_has_room_again() -> None:
     run(play())
 
 
-def test_workers_that_do_not_start_are_named() -> None:
+def test_an_error_names_the_workers_that_did_not_start() -> None:
     class Slow(FakeWorker):
         async def ready(self) -> None:
             await asyncio.sleep(31.0 if self.number == 1 else 0.0)
 
     class SlowWorkers(Workers):
-        made_of = Slow
+        worker_class = Slow
 
     async def play() -> None:
         workers = SlowWorkers()
@@ -277,7 +282,7 @@ def test_workers_that_do_not_start_are_named() -> None:
     run(play())
 
 
-def test_closing_ends_what_waits_and_lets_nothing_begin() -> None:
+def test_closing_the_pool_fails_running_calls_and_new_ones() -> None:
     async def play() -> None:
         pool = pool_of(Workers(), 1)
         env, _ = await pool.open(PLAIN, 1)
@@ -296,6 +301,6 @@ def test_closing_ends_what_waits_and_lets_nothing_begin() -> None:
     run(play())
 
 
-def test_a_failure_travels_between_processes() -> None:
+def test_a_failure_can_be_pickled() -> None:
     failure = pickle.loads(pickle.dumps(EnvFailure("env_hung", "why")))
     assert (failure.reason, str(failure)) == ("env_hung", "why")

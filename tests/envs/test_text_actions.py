@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from roll.envs.actions import ANSWER, ActionPattern
-from roll.envs.metrics import episode_metrics
-from roll.envs.moves import MOVES
+from roll.envs.base import episode_metrics
+from roll.envs.text_actions import ANSWER, MOVES, ActionPattern
 
 THINK = r"<think>(.*?)</think>\s*<answer>(.*?)</answer>"
 
@@ -23,7 +22,7 @@ THINK = r"<think>(.*?)</think>\s*<answer>(.*?)</answer>"
         ("", None),
     ],
 )
-def test_the_first_answer_counts(text, action):
+def test_the_first_answer_is_read(text, action):
     assert ActionPattern(ANSWER, MOVES).read(text) == action
 
 
@@ -42,11 +41,11 @@ def test_the_last_group_holds_the_action():
         (r"\[(.*?)\]", None),
     ],
 )
-def test_an_example_is_read_as_what_it_shows_or_is_not_given(pattern, example):
+def test_an_example_is_read_as_its_action_or_is_none(pattern, example):
     assert ActionPattern(pattern, MOVES).example("Up") == example
 
 
-def test_metrics_of_an_episode_follow_their_rules():
+def test_episode_metrics_are_aggregated_by_their_rules():
     steps = [{"valid": 1.0, "won": 1.0, "calls": 2.0}, {"valid": 0.0, "won": 0.0, "calls": 3.0}]
     rules = {"valid": "mean", "won": "last", "calls": "sum"}
     assert episode_metrics(rules, steps) == {"valid": 0.5, "won": 0.0, "calls": 5.0}

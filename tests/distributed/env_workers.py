@@ -1,4 +1,4 @@
-"""Workers of environments without processes, and a loop whose clock jumps to the next deadline."""
+"""Environment workers without processes, and an event loop whose clock jumps to the next deadline."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ import selectors
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from roll.pipeline.agentic.environments.types import Opened, Raised, Stepped
+from roll.distributed.env_pool.types import EnvError, ResetResult, StepResult
 
 
 class Ended(Exception):
-    """A call on a process that is gone."""
+    """A call to a process that has ended."""
 
 
 class Workers:
-    """Makes them and remembers all."""
+    """Launches workers and keeps all of them."""
 
-    made_of: type[FakeWorker]
+    worker_class: type[FakeWorker]
 
     def __init__(self, before_exit: Callable[[FakeWorker], None] = lambda worker: None) -> None:
         self.all: list[FakeWorker] = []
         self.before_exit = before_exit
 
     def launch(self) -> FakeWorker:
-        worker = self.made_of(len(self.all), self.before_exit)
+        worker = self.worker_class(len(self.all), self.before_exit)
         self.all.append(worker)
         return worker
 
@@ -34,9 +34,9 @@ class Workers:
 
 
 class FakeWorker:
-    """Environments that count their steps and do what the action says: raise, hang, exit, wait, or go.
+    """Its environments count their steps and do what the action says: raise, hang, exit, wait, or go.
 
-    An environment of type `drifting` shows which worker it is on, and so cannot be repeated elsewhere.
+    An environment of type `not_reproducible` observes the number of its worker, so its episode cannot be replayed.
     """
 
     def __init__(self, number: int, before_exit: Callable[[FakeWorker], None]) -> None:
@@ -68,8 +68,8 @@ class FakeWorker:
             future.set_result(getattr(self, method)(*args))
         return future
 
-    def death(self, error: BaseException) -> str | None:
-        return "it was told to" if isinstance(error, Ended) else None
+    def exit_reason(self, error: BaseException) -> str | None:
+        return "exit requested" if isinstance(error, Ended) else None
 
     def kill(self) -> None:
         self.killed = True
@@ -85,54 +85,54 @@ class FakeWorker:
             if not future.done():
                 future.set_exception(Ended())
 
-    def settle(self) -> None:
-        """Answers the calls that wait."""
+    def answer_waiting(self) -> None:
+        """Answers the calls whose action was `wait`."""
         for future, answer in self.open_calls:
             if answer is not None and not future.done():
                 future.set_result(answer)
 
-    def open(self, key: int, env_type: str, env_config: dict[str, Any], seed: int) -> Opened | Raised:
+    def open(self, key: int, env_type: str, env_config: dict[str, Any], seed: int) -> ResetResult | EnvError:
         if env_type == "raise":
-            return Raised("ValueError: no", "env.py:1 in reset")
+            return EnvError("ValueError: no", "env.py:1 in reset")
         self.envs[key] = [seed, 0]
-        return Opened("rules", f"{seed} on {self.number}" if env_type == "drifting" else f"{seed}", {})
+        return ResetResult("rules", f"{seed} on {self.number}" if env_type == "not_reproducible" else f"{seed}", {})
 
-    def step(self, key: int, text: str) -> Stepped | Raised:
+    def step(self, key: int, text: str) -> StepResult | EnvError:
         if text == "raise":
             del self.envs[key]
-            return Raised("ValueError: no", "env.py:2 in step")
+            return EnvError("ValueError: no", "env.py:2 in step")
         env = self.envs[key]
         env[1] += 1
-        return Stepped(f"{env[0]} after {env[1]} with {text}", 0.0, False, False, {})
+        return StepResult(f"{env[0]} after {env[1]} with {text}", 0.0, False, False, {})
 
     def replay(
         self, key: int, env_type: str, env_config: dict[str, Any], seed: int, actions: Sequence[str]
     ) -> tuple[Any, list[Any]]:
-        opened = self.open(key, env_type, env_config, seed)
-        return opened, [self.step(key, text) for text in actions]
+        reset = self.open(key, env_type, env_config, seed)
+        return reset, [self.step(key, text) for text in actions]
 
     def close(self, key: int) -> None:
         self.envs.pop(key, None)
 
 
-Workers.made_of = FakeWorker
+Workers.worker_class = FakeWorker
 
 
 class JumpingSelector(selectors.SelectSelector):
-    """Where a selector would wait, moves the clock on instead."""
+    """Advances the clock instead of waiting."""
 
     now = 0.0
 
     def select(self, timeout: float | None = None) -> Any:
         ready = super().select(0)
         if not ready:
-            assert timeout is not None, "everything waits, and nothing has a deadline"
+            assert timeout is not None, "all tasks wait without a deadline"
             self.now += max(0.0, timeout)
         return ready
 
 
 class JumpingLoop(asyncio.SelectorEventLoop):
-    """A loop in which seconds take no time."""
+    """An event loop in which waiting takes no real time."""
 
     def __init__(self) -> None:
         self.jumping = JumpingSelector()

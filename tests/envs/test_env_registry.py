@@ -16,17 +16,17 @@ def message(env_type, env_config=None, path="custom_envs.Lake") -> str:
 
 
 @pytest.mark.parametrize("env_type", ["frozen_lake", "roll/FrozenLake-v0", "roll.envs.frozen_lake:FrozenLake"])
-def test_a_name_an_id_and_a_class_are_the_same_environment(env_type):
+def test_a_name_an_id_and_a_class_make_the_same_environment(env_type):
     env = make_env(env_type, {"size": 6, "is_slippery": False})
     assert type(env) is FrozenLake and env.config.size == 6 and not env.config.is_slippery
 
 
-def test_every_name_has_an_environment():
+def test_every_name_is_registered():
     assert set(NAMES.values()) == set(ENTRY_POINTS)
     assert all(make_env(name).reset(seed=0) for name in NAMES)
 
 
-def test_options_that_a_registration_sets_can_be_overridden():
+def test_options_of_a_registration_can_be_overridden():
     gymnasium.register("tests/BigLake-v0", "roll.envs.frozen_lake:FrozenLake", kwargs={"size": 9, "p": 0.9})
     try:
         env = make_env("tests/BigLake-v0", {"p": 0.7})
@@ -36,22 +36,22 @@ def test_options_that_a_registration_sets_can_be_overridden():
 
 
 @pytest.mark.parametrize(
-    ("env_type", "said"),
+    ("env_type", "expected"),
     [
-        ("frozn_lake", "'frozn_lake' is no environment; did you mean frozen_lake? known: frozen_lake, sokoban"),
-        ("CartPole-v1", "'CartPole-v1' is no text environment; subclass roll.envs.base.TextEnv"),
+        ("frozn_lake", "'frozn_lake' is not an environment; did you mean frozen_lake? known: frozen_lake, sokoban"),
+        ("CartPole-v1", "'CartPole-v1' is not a text environment; subclass roll.envs.TextEnv"),
         ("nowhere:Env", "'nowhere:Env': importing nowhere failed: ModuleNotFoundError"),
         ("roll.envs.sokoban:Sokobn", "roll.envs.sokoban has no Sokobn; did you mean Sokoban?"),
         (7, "7 is not text; known: frozen_lake"),
     ],
 )
-def test_an_environment_that_does_not_exist_is_named_with_the_nearest(env_type, said):
+def test_an_unknown_environment_is_an_error_with_the_nearest_name(env_type, expected):
     text = message(env_type)
-    assert text.startswith("custom_envs.Lake.env_type: ") and said in text
+    assert text.startswith("custom_envs.Lake.env_type: ") and expected in text
 
 
 @pytest.mark.parametrize(
-    ("env_config", "said"),
+    ("env_config", "expected"),
     [
         (
             {"sise": 3},
@@ -61,20 +61,20 @@ def test_an_environment_that_does_not_exist_is_named_with_the_nearest(env_type, 
         ({"p": "often"}, "env_config.p: 'often' is not a number"),
         ({"is_slippery": 1}, "env_config.is_slippery: 1 is not true or false"),
         ({"format_penalty": 0.5}, "env_config.format_penalty: 0.5 is too large; the most allowed is 0"),
-        ({"action_pattern": "(["}, "env_config.action_pattern: '([' is no regular expression"),
+        ({"action_pattern": "(["}, "env_config.action_pattern: '([' is not a regular expression"),
         ({"action_pattern": "x"}, "env_config.action_pattern: 'x' has no group to hold the action"),
         (
             {"action_pattern": r"(\w+)!"},
-            r"env_config.action_pattern: '(\\w+)!': the built-in rules cannot show how to answer so; say it in",
+            r"env_config.action_pattern: '(\\w+)!': the built-in rules cannot show an example of an answer; set",
         ),
         (["size"], "env_config: ['size'] is not a section"),
     ],
 )
-def test_an_option_that_is_wrong_is_named_with_path_and_value(env_config, said):
-    assert f"custom_envs.Lake.{said}" in message("frozen_lake", env_config)
+def test_an_invalid_option_is_an_error_with_path_and_value(env_config, expected):
+    assert f"custom_envs.Lake.{expected}" in message("frozen_lake", env_config)
 
 
-def test_all_that_is_wrong_is_told_together():
+def test_all_problems_are_reported_together():
     text = message("frozen_lake", {"size": 1, "p": 2, "depth": 3}, path="")
     assert [line.partition(":")[0] for line in text.splitlines()] == [
         "env_config.size",
@@ -83,13 +83,13 @@ def test_all_that_is_wrong_is_told_together():
     ]
 
 
-def test_options_by_name_are_checked_alike():
+def test_options_of_the_constructor_are_checked():
     with pytest.raises(ConfigError, match="^size: 1 is too small"):
         FrozenLake(size=1)
 
 
 class Walk(TextEnv):
-    """What a test says its METRICS are."""
+    """Its METRICS are set by the test."""
 
     def rules(self) -> str:
         return "Walk."
@@ -102,16 +102,16 @@ class Walk(TextEnv):
 
 
 @pytest.mark.parametrize(
-    ("metrics", "said"),
+    ("metrics", "expected"),
     [
         ({"steps": "max"}, "METRICS has 'steps': 'max'; it maps names to mean, sum, last"),
         ({3: "sum"}, "METRICS has 3: 'sum'"),
-        ({"score": "last"}, "METRICS has 'score', which a run tells of every episode; call it by another name"),
+        ({"score": "last"}, "METRICS has 'score', which a run reports for every episode; use another name"),
         (["steps"], "METRICS is list; it maps names to mean, sum, last"),
     ],
 )
-def test_metrics_that_a_run_cannot_tell_are_refused(monkeypatch, metrics, said):
+def test_invalid_metrics_are_an_error(monkeypatch, metrics, expected):
     monkeypatch.setattr(Walk, "METRICS", metrics)
     with pytest.raises(ConfigError) as caught:
         make_env(f"{__name__}:Walk", {}, "custom_envs.Walk")
-    assert said in str(caught.value) and "custom_envs.Walk.env_type" in str(caught.value)
+    assert expected in str(caught.value) and "custom_envs.Walk.env_type" in str(caught.value)
