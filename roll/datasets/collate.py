@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -44,8 +45,8 @@ def collate_samples(samples: Sequence[Sample], pad_token_id: int = 0, round_to: 
     tensors["behavior_log_probs"] = torch.zeros(mask.shape, dtype=torch.float32)
     tensors["weight_version"] = torch.full(mask.shape, NO_VERSION, dtype=torch.int32)
     # One assignment for all rows: a masked tensor is filled row by row, in the order of the samples.
-    all_log_probs = [value for _, _, log_probs, _ in samples for value in log_probs]
-    all_versions = [version for _, _, _, versions in samples for version in versions]
+    all_log_probs = list(chain.from_iterable(log_probs for _, _, log_probs, _ in samples))
+    all_versions = list(chain.from_iterable(versions for _, _, _, versions in samples))
     tensors["behavior_log_probs"][mask] = torch.tensor(all_log_probs, dtype=torch.float32)
     tensors["weight_version"][mask] = torch.tensor(all_versions, dtype=torch.int32)
     tensors["response_mask"] &= tensors["weight_version"] != NO_VERSION
@@ -75,7 +76,8 @@ def _collate_tokens(
     ends = torch.tensor([len(prompt) + len(response) for prompt, response in pairs])[:, None]
     attended = positions < ends
     input_ids = torch.full(attended.shape, pad_token_id, dtype=torch.int64)
-    input_ids[attended] = torch.tensor([token for pair in pairs for part in pair for token in part], dtype=torch.int64)
+    tokens = list(chain.from_iterable(chain.from_iterable(pairs)))
+    input_ids[attended] = torch.tensor(tokens, dtype=torch.int64)
     return {
         "input_ids": input_ids,
         "attention_mask": attended.long(),

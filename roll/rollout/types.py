@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Literal
 
 NOT_SAMPLED = -1
@@ -164,7 +165,7 @@ class Trajectory:
     @property
     def sampled_versions(self) -> list[int]:
         """Weight version of each sampled token, in order."""
-        return [version for turn in self.turns for version in self.versions[turn.start : turn.end]]
+        return list(chain.from_iterable(self.versions[turn.start : turn.end] for turn in self.turns))
 
     @property
     def oldest_version(self) -> int:
