@@ -118,7 +118,6 @@ def run(models, rank_pool, tmp_path_factory):
         )
         for layout, sizes in LAYOUTS.items()
     }
-    import json; json.dump({k: f.result()[0].get("seconds") for k, f in running.items()}, open("/tmp/tw/secs.json", "w"), indent=1)
     return lambda layout: (running[layout].result(), folders[layout])
 
 
