@@ -1,4 +1,4 @@
-"""`python -m tests.integration.recorded_engines run CONFIG`: `roll`, whose engines also write down what they generate."""
+"""`roll` whose engines write down what they generate: `python -m tests.integration.recorded_engines run CONFIG`."""
 
 from __future__ import annotations
 
