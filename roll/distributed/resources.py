@@ -68,6 +68,7 @@ def start_ray(config: BaseConfig, platform_name: str, num_devices: int) -> None:
         _probe(address)
         options = {"address": address, "log_to_driver": False, "logging_level": "ERROR"}
     else:
+        options["address"] = "local"  # otherwise Ray joins, or fails to join, what a file in /tmp/ray names
         options.update(num_cpus=len(os.sched_getaffinity(0)), object_store_memory=OBJECT_STORE_BYTES)
         options.update({"num_gpus": num_devices} if platform_name == "cuda" else {"resources": {CPU_SLOT: num_devices}})
     at_end = signal.getsignal(signal.SIGTERM)
