@@ -22,13 +22,15 @@ pytestmark = pytest.mark.integration
 def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     node = {"num_cpus": 1, "resources": {CPU_SLOT: 2}, "object_store_memory": 100_000_000, "include_dashboard": False}
     nodes = RayNodes(initialize_head=True, head_node_args=node)
-    node.pop("include_dashboard")
-    nodes.add_node(**node)
-    nodes.wait_for_nodes()
-    monkeypatch.setenv("RAY_ADDRESS", nodes.address)
-    yield
-    stop_ray()
-    nodes.shutdown()
+    try:
+        node.pop("include_dashboard")
+        nodes.add_node(**node)
+        nodes.wait_for_nodes()
+        monkeypatch.setenv("RAY_ADDRESS", nodes.address)
+        yield
+    finally:  # a head that stays, or its address in /tmp/ray, keeps others from starting Ray
+        stop_ray()
+        nodes.shutdown()
 
 
 def test_devices_are_counted_through_the_nodes_of_a_joined_ray(two_nodes: None, tmp_path: Path) -> None:

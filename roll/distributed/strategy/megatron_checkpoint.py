@@ -111,10 +111,11 @@ def _load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None
 
 
 def _sharded_state(wrapped: DistributedDataParallel, optimizer: MegatronOptimizer, loading: bool) -> dict[str, Any]:
-    model = wrapped.module.sharded_state_dict(metadata=OPTIMIZER_FORMAT)
+    metadata = dict(OPTIMIZER_FORMAT)  # Megatron adds the data-parallel group of this moment to it
+    model = wrapped.module.sharded_state_dict(metadata=metadata)
     return {
         "model": model,
-        "optimizer": optimizer.sharded_state_dict(model, is_loading=loading, metadata=OPTIMIZER_FORMAT),
+        "optimizer": optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata),
         "random": _random_state(),
     }
 

@@ -1,0 +1,188 @@
+"""`roll` commands one after another in one process, whose worker processes and engines serve all of them.
+
+Reads one JSON line per command from stdin, {"arguments": [...], "output": file}, and answers with the exit code. A run
+here differs from `roll run` in a shell in this only: Ray, the processes of the roles, what they have imported, and
+SGLang's scheduler stay up for the next run. Workers, models, process groups and the state of an engine are new.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import json
+import os
+import sys
+import time
+import traceback
+from collections import defaultdict
+from typing import Any
+
+import ray
+from roll.distributed.garbage import unfreeze_heap
+from roll.distributed.placement import Seat
+
+from roll.cli import main as roll
+from roll.configs.pipeline import BaseConfig
+from roll.distributed.cluster import CLOSE_TIMEOUT_S, Cluster, process_environment
+from roll.distributed.infer_worker import InferWorker
+from roll.distributed.resources import ResourceManager, start_ray
+from roll.distributed.strategy import sglang_strategy
+from roll.distributed.strategy.sglang_engine import Engine
+from roll.distributed.train_worker import TrainWorker
+
+DEVICES = 16
+"""CPU slots of the Ray session: enough for every run."""
+
+LARGEST = {"context_length": 1032, "max_running_requests": 512, "max_total_tokens": 100_000}
+"""Sizes of an engine that fit every run; a context is all positions of the tiny models and the engine's margin."""
+
+IDLE_TIMEOUT_S = 30.0
+"""Requests that a run left behind are aborted within a step of the engine."""
+
+
+class KeptResources(ResourceManager):
+    """Reserves the devices once: a reservation that is released would end the processes in it."""
+
+    groups: dict[int, Any] = {}
+
+    def _reserve(self) -> Any:
+        if self.devices_per_node not in self.groups:
+            self.groups[self.devices_per_node] = super()._reserve()
+        return self.groups[self.devices_per_node]
+
+    def release(self) -> None:
+        """The next run needs the devices."""
+
+
+class KeptCluster(Cluster):
+    """Takes processes that an earlier run has left on the same devices, and leaves its own to the next."""
+
+    idle: defaultdict[Any, list[Any]] = defaultdict(list)
+
+    def _start(self, rank: int, seat: Seat) -> Any:
+        idle = self.idle[self._key(seat)]
+        return idle.pop() if idle else super()._start(rank, seat)
+
+    def _key(self, seat: Seat) -> Any:
+        environment = (
+            process_environment(self._pipeline_config, self._resources.threads(seat)) | self.config.system_envs
+        )
+        return (
+            self._worker_cls.concurrent,
+            seat.devices,
+            self._resources.cores(seat),
+            tuple(sorted(environment.items())),
+        )
+
+    def shutdown(self) -> None:
+        """Closes the workers; a process that does not answer is ended."""
+        if self._ended:
+            return
+        self._ended = True
+        for seat, actor in zip(self._seats, self._actors, strict=True):
+            try:
+                ray.get(actor.call.remote("close", False), timeout=CLOSE_TIMEOUT_S)
+            except ray.exceptions.RayError:
+                ray.kill(actor)
+            else:
+                self.idle[self._key(seat)].append(actor)
+
+
+class KeptTrainWorker(TrainWorker):
+    """Leaves its process group at the end, which a process that is killed need not do."""
+
+    def close(self) -> None:
+        if self._strategy is not None:
+            self._strategy.shutdown()
+        self._strategy = self._broadcast = self._shared = None
+        unfreeze_heap()
+        gc.collect()
+
+
+class KeptEngine(Engine):
+    """Starts on the scheduler that an earlier run has left in this process, if it has the same arguments.
+
+    It has the same sizes in every run, so that one scheduler does for all.
+    """
+
+    left: dict[str, KeptEngine] = {}
+
+    def __init__(self, name: str, arguments: dict[str, Any], environment: dict[str, str]) -> None:
+        super().__init__(name, arguments | LARGEST, environment)
+
+    async def start(self, arguments: dict[str, Any], timeout_s: float) -> None:
+        """Nothing that the earlier run did is left in the scheduler but its weights, which count as none."""
+        before = self.left.pop(self._kind, None)
+        if before is None or len(before.processes()) < len(before._processes):
+            return await super().start(arguments, timeout_s)
+        self._engine, self._processes, self._thread = before._engine, before._processes, before._thread
+        self._death = asyncio.get_running_loop().create_future()
+        self._watcher = asyncio.create_task(self._watch())
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+        await self.manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+        self.manager.abort_request(abort_all=True)
+        deadline = time.monotonic() + IDLE_TIMEOUT_S
+        while self.manager.rid_to_state and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+
+    @property
+    def _kind(self) -> str:
+        return json.dumps([self.arguments, self._environment], sort_keys=True, default=str)
+
+    def stop(self) -> None:
+        """Ends all waits for the engine, and leaves it to the next run."""
+        if self._engine is None:
+            return super().stop()
+        self.left[self._kind] = self
+        if self._watcher is not None:
+            self._watcher.cancel()
+        if self._death is not None and not self._death.done():
+            self._death.set_result("the engine was stopped")
+
+
+class KeptInferWorker(InferWorker):
+    """Runs a KeptEngine."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        sglang_strategy.Engine = KeptEngine  # type: ignore[misc]
+
+    def close(self) -> None:
+        super().close()
+        unfreeze_heap()
+
+
+def serve() -> None:
+    """Runs what comes on stdin until it is closed."""
+    from roll.pipeline import session
+
+    session.Cluster, session.ResourceManager = KeptCluster, KeptResources  # type: ignore[misc]
+    session.WORKERS |= {"megatron_train": KeptTrainWorker, "megatron_infer": KeptTrainWorker, "sglang": KeptInferWorker}
+    session.stop_ray = lambda: None
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    start_ray(BaseConfig(), "cpu", DEVICES)
+    for line in sys.stdin:
+        command = json.loads(line)
+        descriptor = os.open(command["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        os.close(descriptor)
+        code = 1
+        try:
+            code = roll(command["arguments"])
+        except Exception:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        print(code, file=answers)
+    with contextlib.suppress(Exception):
+        ray.shutdown()
+
+
+if __name__ == "__main__":
+    from tests.integration import run_server  # processes of the session import its classes by this name
+
+    run_server.serve()
