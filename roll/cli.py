@@ -71,7 +71,7 @@ def plan(config: str | Path, overrides: Sequence[str], as_json: bool = False) ->
     if as_json:
         print(json.dumps(made.as_dict(), indent=2))
         return 0
-    from roll.configs.plan_text import print_plan
+    from roll.configs.plan import print_plan
 
     print_plan(made)
     return 0

@@ -33,7 +33,7 @@ from roll.configs.roles import MegatronRoleConfig
 from roll.datasets.micro_batches import OptimizerStepPlan, plan_forward, plan_optimizer_steps
 from roll.distributed.protocol import DataProto
 from roll.distributed.train_worker import TrainWorker
-from roll.pipeline.rollout_dump import dump_samples
+from roll.pipeline.rollout_batch import dump_samples
 from roll.pipeline.training_loop import SampleBatch
 from roll.rollout.timers import StepClock
 

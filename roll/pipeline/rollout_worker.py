@@ -1,7 +1,7 @@
 """The rollout worker: makes groups of scored trajectories, and validations, batches and metrics of them.
 
 RLVR is an environment of one turn, so RLVR and agents share groups, batches, metrics and validation. They differ in how
-a group gets its trajectories: `roll.pipeline.rlvr.rlvr_worker` sends the requests of all groups in one call and scores
+a group gets its trajectories: `roll.pipeline.rlvr_pipeline` sends the requests of all groups in one call and scores
 the responses in one batch; `roll.pipeline.agentic.agentic_worker` runs episodes of many turns.
 """
 

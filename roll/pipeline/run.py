@@ -29,9 +29,9 @@ from roll.pipeline.bottleneck_report import Split, bottleneck_report
 from roll.pipeline.checkpoint import checkpoint_folder
 from roll.pipeline.extensions import load_extensions
 from roll.pipeline.health import HealthFile, Monitor, PeakMemory, watched
-from roll.pipeline.rlvr.rlvr_pipeline import RLVRPipeline
+from roll.pipeline.rlvr_pipeline import RLVRPipeline
 from roll.pipeline.session import Session
-from roll.pipeline.sft.sft_pipeline import SFTPipeline
+from roll.pipeline.sft_pipeline import SFTPipeline
 from roll.pipeline.training_loop import TrainingLoop
 from roll.rewards.pool import RewardFunctionError, RewardSelfTestError
 from roll.trackers import TrackerGroup, make_trackers

@@ -12,8 +12,7 @@ import pytest
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.load import load_config
-from roll.configs.plan import make_plan
-from roll.configs.plan_text import print_plan
+from roll.configs.plan import make_plan, print_plan
 from tests.configs.samples import AGENTIC, DATA, LAPTOP, SERVER, agentic, write
 from tests.configs.test_agentic import recipe
 from tests.configs.test_plan import EXAMPLES, bytes_of, lines

@@ -44,7 +44,7 @@ def test_options_of_the_installed_engine_are_found() -> None:
 
 def test_reading_and_planning_a_file_imports_no_engine() -> None:
     code = (
-        "import sys, roll.configs.load, roll.configs.plan_text, roll.cli\n"
+        "import sys, roll.configs.load, roll.configs.plan, roll.cli\n"
         "print([name for name in ('torch', 'ray', 'sglang', 'megatron', 'transformers') if name in sys.modules])"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from runs import assert_nothing_is_left, finish, inputs_in, lines, recipe, start
 
-from roll.pipeline.rollout_dump import read_samples
+from roll.pipeline.rollout_batch import read_samples
 from tests.integration.recorded_engines import generated_by
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]

@@ -26,14 +26,19 @@ from roll.configs.roles import TORCH_DTYPES, ActorTrainConfig, MegatronRoleConfi
 from roll.distributed.process_groups import serve_store
 from roll.distributed.protocol import DataProto
 from roll.distributed.strategy import megatron_checkpoint
-from roll.distributed.strategy.learning_rate import LearningRate
 from roll.distributed.strategy.megatron_forward import (
     ForwardPass,
     LossFunction,
     over_optimizer_steps,
     reduce_micro_batches,
 )
-from roll.distributed.strategy.megatron_optimizer import build_optimizer, require_finite, update, wrap_model
+from roll.distributed.strategy.megatron_optimizer import (
+    LearningRate,
+    build_optimizer,
+    require_finite,
+    update,
+    wrap_model,
+)
 from roll.distributed.strategy.megatron_weights import MegatronWeights
 from roll.models.factory import BuildOptions, HiddenStateModel, build_gpt_model, transformer_engine_available
 from roll.models.hf_config import DecoderConfig, read_hf_config

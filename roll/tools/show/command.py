@@ -13,7 +13,7 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from roll.configs.errors import RunError
-from roll.pipeline.rollout_dump import dumped_steps
+from roll.pipeline.rollout_batch import dumped_steps
 from roll.tools.show.formatting import sanitize_line
 from roll.tools.show.layout import Decode, step_view
 from roll.tools.show.samples import SampleGroup, choose_step, find_dump, read_groups

@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from roll.configs.errors import ConfigError
-from roll.pipeline.rollout_dump import read_samples
+from roll.pipeline.rollout_batch import read_samples
 from roll.tools.terminal import option_error
 from roll.trackers.files import RUN_FILE
 

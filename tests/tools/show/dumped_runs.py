@@ -10,8 +10,7 @@ import torch
 from roll.configs.agentic import SampleBy
 from roll.datasets.collate import collate_samples
 from roll.distributed.protocol import DataProto
-from roll.pipeline.rollout_batch import batch_of_groups
-from roll.pipeline.rollout_dump import dump_samples
+from roll.pipeline.rollout_batch import batch_of_groups, dump_samples
 from roll.rollout.types import GenerateResult, Group, StopReason, Trajectory
 
 START, RIGHT, GOAL = "P__\n_O_\n__G", "_P_\n_O_\n__G", "___\n_O_\n__√"

@@ -15,7 +15,7 @@ from roll.configs.errors import RunError
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.policy import ADV_ESTIMATORS
 from roll.datasets.templates import EncodedPrompt
-from roll.pipeline.rlvr.rlvr_worker import RLVRWorker, Scorer
+from roll.pipeline.rlvr_pipeline import RLVRWorker, Scorer
 from roll.rewards.reward_process import RewardOutcome
 from roll.rollout.engine_pool import EnginePool
 from roll.rollout.ledger import PromptRequest
