@@ -56,7 +56,7 @@ bench: setup ## run every benchmark and print one table
 	$(BIN)/python -m benchmarks --json-dir $(BENCH_DIR)
 
 docs: setup ## regenerate the pages made from the code
-	$(BIN)/python -m roll.trackers.metrics_page docs/metrics.md
+	$(BIN)/python -c 'from roll.trackers.metrics import markdown; print(markdown(), end="")' > docs/metrics.md
 	$(BIN)/python -m roll.configs.reference
 
 plan: setup ## show what CONFIG would run where

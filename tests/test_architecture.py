@@ -21,8 +21,7 @@ ORDER = [
     "distributed",
     "trackers",
     "pipeline",
-    "ablation",
-    "show",
+    "tools",
 ]
 """A folder imports from those above it and from its own."""
 
@@ -78,6 +77,17 @@ def test_folders_import_only_from_above() -> None:
                 continue
             if ORDER.index(parts[1]) > ORDER.index(folder):
                 wrong.append(f"{path.relative_to(ROOT)}:{line} imports {module}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_only_the_command_line_imports_tools() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {module}"
+        for path in files()
+        if folder_of(path) != "tools" and path != PACKAGE / "cli.py"
+        for line, module in imported(path)
+        if module.split(".")[:2] == ["roll", "tools"]
+    ]
     assert not wrong, "\n".join(wrong)
 
 

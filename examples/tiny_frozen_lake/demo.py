@@ -26,7 +26,7 @@ def demo(out: Path, seed: int, overrides: list[str]) -> dict[str, float]:
     """
     from examples.tiny_frozen_lake import play
     from examples.tiny_math.prepare import prepare
-    from roll.show.command import Options, show
+    from roll.tools.show.command import Options, show
     from roll.trackers.curves import draw_curves
 
     start = time.perf_counter()

@@ -97,7 +97,7 @@ class AsyncTrainingConfig:
         "auto: actor when async_generation_ratio is above 0.",
     )
     rollouter_class: str | None = option(None, "`module:Class`, a subclass of roll.pipeline.rollouter.Rollouter.")
-    trainer_class: str | None = option(None, "`module:Class`, a subclass of roll.pipeline.rl_learner.RLLearner.")
+    trainer_class: str | None = option(None, "`module:Class`, a subclass of roll.pipeline.learner.RLLearner.")
     metrics_class: str | None = option(
         None, "`module:Class`, a roll.trackers.base.Metrics: receives the metrics of every step and may add some."
     )

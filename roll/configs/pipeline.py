@@ -160,6 +160,19 @@ class BaseConfig:
         return -(-self.samples_per_batch // self.actor_train.samples_per_optimizer_step)
 
     @property
+    def max_sequence_length(self) -> int:
+        """Tokens of the longest sequence of a run, prompt and response.
+
+        Raises:
+            ValueError: neither `sequence_length` nor `response_length` is set.
+        """
+        if self.sequence_length is not None:
+            return self.sequence_length
+        if self.response_length is None:
+            raise ValueError("response_length: set it or sequence_length")
+        return self.prompt_length + self.response_length
+
+    @property
     def schedule_steps(self) -> int:
         """Optimizer steps of the learning-rate schedule."""
         return self.max_steps * self.optimizer_steps_per_batch

@@ -12,6 +12,9 @@ from roll.configs.schema import Condition, environment, needs, one_or_many, opti
 ENGINES = ("megatron_train", "megatron_infer", "sglang")
 """Values of `strategy_name`; each role runs one of them."""
 
+TORCH_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""torch's name of each value of `dtype`."""
+
 TEMPLATES = ("native", "none", "chatml", "qwen2_5", "qwen3", "llama3")
 """Values of `data_args.template`; `roll.datasets.templates` defines them."""
 

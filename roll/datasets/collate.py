@@ -43,10 +43,11 @@ def collate_samples(samples: Sequence[Sample], pad_token_id: int = 0, round_to: 
     mask = tensors["response_mask"]
     tensors["behavior_log_probs"] = torch.zeros(mask.shape, dtype=torch.float32)
     tensors["weight_version"] = torch.full(mask.shape, NO_VERSION, dtype=torch.int32)
-    for row, (prompt, response, log_probs, versions) in enumerate(samples):
-        span = slice(len(prompt), len(prompt) + len(response))
-        tensors["behavior_log_probs"][row, span] = torch.tensor(log_probs, dtype=torch.float32)
-        tensors["weight_version"][row, span] = torch.tensor(versions, dtype=torch.int32)
+    # One assignment for all rows: a masked tensor is filled row by row, in the order of the samples.
+    all_log_probs = [value for _, _, log_probs, _ in samples for value in log_probs]
+    all_versions = [version for _, _, _, versions in samples for version in versions]
+    tensors["behavior_log_probs"][mask] = torch.tensor(all_log_probs, dtype=torch.float32)
+    tensors["weight_version"][mask] = torch.tensor(all_versions, dtype=torch.int32)
     tensors["response_mask"] &= tensors["weight_version"] != NO_VERSION
     return tensors
 
@@ -69,13 +70,12 @@ def _collate_tokens(
         raise ValueError("cannot collate an empty batch: there are no samples")
     width = max(len(prompt) + len(response) for prompt, response in pairs)
     width = -(-width // round_to) * round_to
-    input_ids = torch.full((len(pairs), width), pad_token_id, dtype=torch.int64)
-    for row, (prompt, response) in enumerate(pairs):
-        input_ids[row, : len(prompt) + len(response)] = torch.tensor([*prompt, *response], dtype=torch.int64)
     positions = torch.arange(width)
     starts = torch.tensor([len(prompt) for prompt, _ in pairs])[:, None]
     ends = torch.tensor([len(prompt) + len(response) for prompt, response in pairs])[:, None]
     attended = positions < ends
+    input_ids = torch.full(attended.shape, pad_token_id, dtype=torch.int64)
+    input_ids[attended] = torch.tensor([token for pair in pairs for part in pair for token in part], dtype=torch.int64)
     return {
         "input_ids": input_ids,
         "attention_mask": attended.long(),

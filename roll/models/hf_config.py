@@ -1,4 +1,4 @@
-"""What a HF config.json says about a dense decoder, checked and in one vocabulary."""
+"""The shape of a dense decoder, read from a HF config.json."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
-"""HF architecture name and the family whose mapping it uses."""
+"""HF architecture name -> model family, a key of `weight_mapping.FAMILIES`."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class DecoderConfig:
 
     @property
     def parameters(self) -> int:
-        """Weights of the whole model, tied embeddings counted once."""
+        """Number of weights of the whole model; tied embeddings count once."""
         query, key = self.heads * self.head_size, self.kv_heads * self.head_size
         attention = self.hidden_size * (2 * query + 2 * key)
         attention += (query + 2 * key) * self.qkv_bias + 2 * self.head_size * self.qk_norm
@@ -68,7 +68,7 @@ def read_hf_config(folder: str | Path) -> DecoderConfig:
     """Reads `folder`/config.json.
 
     Raises:
-        UnsupportedModel: no such file; or as `check_model_config`.
+        UnsupportedModel: the file is missing, or `check_model_config` rejects it.
     """
     path = Path(folder) / CONFIG_NAME
     if not path.is_file():
@@ -77,7 +77,7 @@ def read_hf_config(folder: str | Path) -> DecoderConfig:
 
 
 def decoder_config(raw: dict[str, Any]) -> DecoderConfig:
-    """The same from a parsed config.json that `check_model_config` has passed."""
+    """The shape from a parsed config.json that `check_model_config` has accepted."""
     architecture = raw["architectures"][0]
     family = ARCHITECTURES[architecture]
     heads, hidden = raw["num_attention_heads"], raw["hidden_size"]

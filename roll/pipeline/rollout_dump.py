@@ -1,4 +1,4 @@
-"""The samples of a step in a file, to be looked at or computed with again."""
+"""Dumps of the samples of a step, for `roll show` and for analysis."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from roll.distributed.protocol import DataProto
 
 TOKEN_VALUES = ("behavior_log_probs", "weight_version", "old_log_probs", "ref_log_probs", "advantages")
-"""Tensors [B, T] of which the response's values are written, where the batch has them."""
+"""Tensors [B, T] whose values at response tokens are written, where the batch has them."""
 
 
 def dump_path(folder: Path, step: int) -> Path:
@@ -21,18 +21,17 @@ def dump_path(folder: Path, step: int) -> Path:
 
 
 def dumped_steps(folder: Path) -> list[int]:
-    """The steps that have a file there, in order; none where there is no folder."""
+    """The steps with a file in the folder, in order; none if there is no folder."""
     numbers = (path.stem.removeprefix("step-") for path in folder.glob("step-*.jsonl"))
     return sorted(int(number) for number in numbers if number.isdecimal())
 
 
 def dump_samples(data: DataProto, folder: Path, step: int) -> Path:
-    """Writes one line for each sample, and gives the file, which is there whole or not at all.
+    """Writes one line for each sample and returns the file; a partly written file is never visible under its name.
 
-    A line has `id`, `group`, `score`, `prompt_ids`, `response_ids`, and for each response token TOKEN_VALUES; that of a
-    trajectory also `episode`: `trajectory` (its name), `tag`, `seed`, `stop`, `outcome`, `metrics`, and `turns`, each
-    with `observation`, `text`, `reward` and `versions`. Samples without a response, which only fill up a batch, are
-    left out.
+    A line has `id`, `group`, `score`, `prompt_ids`, `response_ids`, and TOKEN_VALUES of each response token. In agentic
+    runs it has `episode` too: `trajectory` (its name), `tag`, `seed`, `stop`, `outcome`, `metrics`, and `turns`, each
+    with `observation`, `text`, `reward` and `versions`. Padding samples are left out.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = dump_path(folder, step)

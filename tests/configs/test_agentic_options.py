@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from roll.algorithms.estimators import AdvantageConfig
-from roll.algorithms.policy_config import PolicyLossConfig
+from roll.algorithms.advantages import AdvantageConfig
+from roll.algorithms.policy_losses import PolicyLossConfig
 from roll.configs.agentic import (
     SYSTEM_TEMPLATE,
     TURN_FIELDS,

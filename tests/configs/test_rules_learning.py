@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from roll.algorithms.policy_config import PolicyLossConfig
+from roll.algorithms.policy_losses import PolicyLossConfig
 from roll.configs.policy import (
     BEHAVIOR_VARIANTS,
     FOLLOWING_VARIANTS,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll.configs.parallel_layout import ParallelLayout
-from roll.distributed.ports import hold_port, open_port
+from roll.distributed.process_groups import hold_port, open_port
 
 if TYPE_CHECKING:
     import socket
@@ -57,8 +57,10 @@ class RankContext:
             TrainingArguments,
             TrainModelArguments,
         )
-        from roll.distributed.strategy.megatron_strategy import MegatronInferStrategy, MegatronTrainStrategy
         from roll.platforms import get_platform
+
+        get_platform("cpu").prepare_megatron()
+        from roll.distributed.strategy.megatron_strategy import MegatronInferStrategy, MegatronTrainStrategy
 
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self.ports.pop(0)))
         sizes = {

@@ -27,7 +27,7 @@ from runs import (
 
 from roll.algorithms.aggregation import LossScale
 from roll.algorithms.losses import LOSSES
-from roll.algorithms.policy_config import PolicyLossConfig
+from roll.algorithms.policy_losses import PolicyLossConfig
 from roll.pipeline.rollout_dump import read_samples
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
@@ -108,7 +108,7 @@ def test_staleness_is_bounded_and_every_sample_accounted_for(inputs, tmp_path, r
     assert steps[0]["staleness/max"] == 0
     assert max(line["staleness/max"] for line in steps) > 0, "nothing ran ahead"
     assert any(line["actor/ratio_deviation_max"] > 1e-3 for line in steps[1:]), "nothing was corrected"
-    assert not any(line["correction/inert"] for line in steps)
+    assert not any(line["correction/no_op"] for line in steps)
     assert ("ledger/dropped_filtered_no_spread" in steps[-1]) == ("rewards__math_rule__query_filter_config" in keys)
     check_versions(tmp_path / "samples", steps, policy)
     if policy != "in_place":
@@ -203,7 +203,7 @@ def test_the_recipes_of_four_systems_run(inputs, tmp_path, name):
     assert steps[-1]["processed_samples"] == 4 * 16 * 8
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     ratio = record["config"]["async_generation_ratio"]
-    assert ratio > 0 and record["summary"]["advice"]
+    assert ratio > 0 and record["summary"]["bottleneck"]
     assert max(line.get("staleness/max", 0) for line in steps) <= math.ceil(ratio)
 
 
@@ -251,6 +251,6 @@ def test_an_interrupted_run_leaves_nothing_behind(inputs, tmp_path):
     wait_for_line(tmp_path, 2)
     run.send_signal(signal.SIGTERM)
     code, output = finish(run)
-    assert code == 130 and "go on from the last checkpoint" in output
+    assert code == 130 and "continue from the last checkpoint" in output
     assert json.loads((tmp_path / "run" / "run.json").read_text())["summary"]["status"] == "failed"
     assert_nothing_is_left(tmp_path)

@@ -41,12 +41,12 @@ def test_devices_are_counted_through_the_nodes_of_a_joined_ray(two_nodes: None, 
         ResourceManager("cpu", 2, {"other": [0]})
     layout = ParallelLayout(data=2, tensor=2)
     echo = Cluster("echo", Echo, RoleConfig(device_mapping=[0, 1, 2, 3]), config, resources, layout)
-    ranks = echo.describe().get()
+    ranks = echo.call_all(Echo.describe).get()
     assert echo.nodes == {0, 1}
     assert [(rank.node, rank.devices, rank.master_address) for rank in ranks] == [
         (node, (device,), ranks[0].address) for node, device in ((0, 0), (0, 1), (1, 2), (1, 3))
     ]
     assert all(rank.address != "127.0.0.1" for rank in ranks)
-    assert echo.shard([[1], [2]]).get() == [(0, [1]), (2, [2])]
+    assert echo.call_shards(Echo.shard, [[1], [2]]).get() == [(0, [1]), (2, [2])]
     echo.shutdown()
     resources.release()

@@ -17,9 +17,9 @@ import pytest
 import ray
 
 from roll.configs.pipeline import BaseConfig
-from roll.distributed.cluster import thread_environment
 from roll.distributed.env_pool.pool import EnvHandle, EnvPool
 from roll.distributed.env_pool.types import EnvFailure, EnvSpec
+from roll.distributed.processes import thread_environment
 from roll.distributed.resources import start_ray, stop_ray
 from roll.envs import make_env
 

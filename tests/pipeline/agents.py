@@ -1,4 +1,4 @@
-"""A table for agents: engines that answer from the request alone, and real environments in this process."""
+"""Test setup of agents: engines whose responses depend on the request alone, and environments in this process."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from roll.distributed.env_pool.server import EnvServer
 from roll.distributed.env_pool.types import EnvSpec
 from roll.envs.base import EnvConfig, TextEnv, Turn
 from roll.pipeline.agentic.episode import Episode, Task
-from roll.pipeline.agentic.play import Player
-from roll.pipeline.engine_pool import EnginePool
+from roll.pipeline.agentic.runner import RolloutRunner
+from roll.rollout.engine_pool import EnginePool
 from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
 from tests.distributed.env_workers import JumpingLoop
 
@@ -28,7 +28,7 @@ TRAJECTORY_TIMEOUT_S = 100.0
 
 
 class Steps(TextEnv):
-    """Every answer is a step. `gold` pays 1 and ends it, `fall` ends it, `boom` is a mistake, the rest pays a bit."""
+    """`gold` gives reward 1 and terminates, `fall` terminates, `boom` raises, anything else gives a small reward."""
 
     config_class = EnvConfig
     METRICS = {"letters": "sum", "gold": "last"}
@@ -76,18 +76,18 @@ class Worker:
 
 
 def one_of(*texts: str) -> Callable[[GenerateRequest], str]:
-    """What is said follows from prompt and seed, as in an engine that repeats."""
+    """The response follows from prompt and seed, as in a deterministic engine."""
     return lambda request: texts[role_seed(request.seed or 0, request.prompt_ids) % len(texts)]
 
 
 def in_turn(*texts: str) -> Callable[[GenerateRequest], str]:
-    """The first text in the first turn, and so on; a request's name ends with its turn."""
+    """The first text in the first turn, and so on; the name of a request ends with its turn."""
     return lambda request: texts[int(request.request_id.rpartition("-")[2])]
 
 
 @dataclass
 class Engines:
-    """Says what it is told to, cut at the request's limit; `None` is an abort."""
+    """Responds with the text of `say`, cut at the limit of the request; `None` is an abort."""
 
     say: Callable[[GenerateRequest], str | None]
     seconds: Callable[[GenerateRequest], float] = lambda request: 0.0
@@ -96,8 +96,7 @@ class Engines:
     calls: list[list[GenerateRequest]] = field(default_factory=list)
     by_engine: Counter[int] = field(default_factory=Counter)
 
-    async def call(self, rank: int, method: str, requests: list[GenerateRequest]) -> list[GenerateResult]:
-        assert method == "generate"
+    async def generate(self, rank: int, requests: list[GenerateRequest]) -> list[GenerateResult]:
         self.calls.append(requests)
         self.by_engine[rank] += len(requests)
         await asyncio.sleep(max(map(self.seconds, requests)))
@@ -133,13 +132,15 @@ def decode(ids: list[int]) -> str:
     return str(tokenizer().decode(ids, skip_special_tokens=True))
 
 
-def task(env_type: str = "agents:Steps", max_steps: int = 3, max_tokens: int = 32, **options: Any) -> Task:
+def task(
+    env_type: str = "tests.pipeline.agents:Steps", max_steps: int = 3, max_tokens: int = 32, **options: Any
+) -> Task:
     spec = EnvSpec(env_type, {"max_steps": max_steps, **options})
     return Task("Steps", spec, max_steps, max_tokens, "", "{turn_idx}: {observation}")
 
 
-class Table:
-    """A pool of environments and a player; `open` counts environments that nobody has closed."""
+class Setup:
+    """An environment pool and a runner; `open` counts environments that are not closed."""
 
     def __init__(
         self,
@@ -151,14 +152,14 @@ class Table:
     ) -> None:
         self.engines, self.workers = engines, []
         self.pool = EnvPool(1, STEP_TIMEOUT_S, 30.0, capacity=capacity, launch=lambda: self._launch(pause))
-        self.player = Player(EnginePool(engines, 0, 64), self.pool, chat(), decode, sequence_length, timeout_s)
+        self.runner = RolloutRunner(EnginePool(engines, 0, 64), self.pool, chat(), decode, sequence_length, timeout_s)
 
     def _launch(self, pause: Callable[..., float]) -> Worker:
         self.workers.append(Worker(pause))
         return self.workers[-1]
 
     async def all_left(self) -> None:
-        """Waits for the environments that are being closed; whoever played them does not."""
+        """Waits for the environments that are being closed, as the runner does not."""
         while self.pool._closing:
             await asyncio.wait(list(self.pool._closing.values()))
 
@@ -171,17 +172,17 @@ def episode(what: Task, sequence_length: int = 1000, sampling: SamplingParams = 
     return Episode("train-0-0", what, 7, 1, sampling, sequence_length, chat())
 
 
-async def play(one: Episode, table: Table) -> Episode:
-    """Plays an episode to its end, without a player."""
+async def run_episode(one: Episode, setup: Setup) -> Episode:
+    """Runs an episode to its end, without a runner."""
     try:
-        await one.begin(table.pool)
+        await one.begin(setup.pool)
         while (request := one.request()) is not None:
-            [answer] = await table.engines.call(0, "generate", [request])
+            [answer] = await setup.engines.generate(0, [request])
             await one.accept(request, answer, decode(answer.response_ids))
     finally:
-        one.leave()
-        await table.all_left()
-    assert table.open == 0
+        one.start_close()
+        await setup.all_left()
+    assert setup.open == 0
     return one
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,15 @@ class BigramCluster:
         """Of each token given the one before, [b, T]; 0 for the first."""
         scores = self.table.log_softmax(-1)[ids[:, :-1], ids[:, 1:]]
         return torch.nn.functional.pad(scores, (1, 0))
+
+    async def call_shards(self, method: Callable[..., Any], shards: list[DataProto]) -> list[Any]:
+        """Calls the method of this class with the name of the worker's method."""
+        result: list[Any] = await getattr(self, method.__name__)(shards)
+        return result
+
+    async def call_all(self, method: Callable[..., Any], *args: Any) -> Any:
+        """As `call_shards`, with the same arguments for every rank."""
+        return await getattr(self, method.__name__)(*args)
 
     async def compute_log_probs(self, shards: list[DataProto]) -> list[DataProto]:
         with torch.no_grad():

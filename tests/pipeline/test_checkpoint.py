@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from roll.configs.errors import RunError
 from roll.pipeline.checkpoint import MARKER, CheckpointManager
-from roll.pipeline.errors import RunError
 
 
 async def write_weights(folder: Path) -> None:

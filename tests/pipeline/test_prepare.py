@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from examples.tiny_math.prepare import make_tokenizer
+from roll.configs.errors import RunError
 from roll.configs.pipeline import RLVRConfig
 from roll.datasets.records import DatasetError
-from roll.pipeline.errors import RunError
-from roll.pipeline.rlvr.pipeline import RLVRPipeline
+from roll.pipeline.rlvr.rlvr_pipeline import RLVRPipeline
 from tests.configs.samples import MODEL, rlvr
 from tests.datasets.files import jsonl, row
 

@@ -7,16 +7,16 @@ import pytest
 from roll.platforms import detect, get_platform
 
 
-def test_auto_is_what_the_machine_has():
+def test_auto_detects_the_platform():
     assert get_platform("auto").name == detect()
 
 
-def test_an_unknown_platform_lists_the_known():
+def test_an_unknown_platform_error_lists_the_known_ones():
     with pytest.raises(ValueError, match="'tpu' is unknown; use auto, cpu or cuda"):
         get_platform("tpu")
 
 
-def test_cpu_answers():
+def test_cpu_platform_properties():
     platform = get_platform("cpu")
     memory = platform.memory()
     assert (platform.device_type, platform.collective_backend) == ("cpu", "gloo")

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from roll.distributed.actors import end_with_parent, print_to
 from roll.distributed.env_pool.types import EnvError, ResetResult, StepResult
-from roll.distributed.mail import Inbox, Mailed
+from roll.distributed.processes import end_with_parent, print_to
+from roll.distributed.rpc_batching import RpcActor, RpcServer
 from roll.envs import TextEnv, make_env
 
 ResultT = TypeVar("ResultT")
@@ -74,7 +74,7 @@ class EnvServer:
             return EnvError(f"{type(error).__name__}: {error}", f"{frame.filename}:{frame.lineno} in {frame.name}")
 
 
-class EnvActor(Mailed):
+class EnvActor(RpcActor):
     """Ray actor around an `EnvServer`. Each call runs in a thread, so an environment that hangs delays no other."""
 
     def __init__(self, capacity: int, log: str | None) -> None:
@@ -84,7 +84,7 @@ class EnvActor(Mailed):
             print_to(log)
         self._env_server = EnvServer()
         self._threads = ThreadPoolExecutor(capacity)
-        self._inbox = Inbox(self._run)
+        self._server = RpcServer(self._run)
 
     async def process_id(self) -> int:
         """The process id."""

@@ -15,10 +15,11 @@ import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from roll.distributed.cluster import END_TIMEOUT_S, descendants, end, thread_environment
+from roll.distributed.cluster import descendants, end
 from roll.distributed.env_pool.server import EnvActor
 from roll.distributed.env_pool.types import EnvWorker, EnvWorkerError
-from roll.distributed.mail import outbox
+from roll.distributed.processes import END_TIMEOUT_S, thread_environment
+from roll.distributed.rpc_batching import rpc_client
 
 logger = logging.getLogger(__name__)
 
@@ -240,7 +241,7 @@ class RayEnvWorker:
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
             runtime_env={"env_vars": {**thread_environment(threads=1), **variables}},
         ).remote(capacity, log)
-        self._outbox = outbox(self._actor)
+        self._client = rpc_client(self._actor)
         self._process_id = self._actor.process_id.remote()
         self._processes: list[psutil.Process] | None = None
 
@@ -250,7 +251,7 @@ class RayEnvWorker:
 
     def call(self, method: str, *args: Any) -> asyncio.Future[Any]:
         """Calls a method of `EnvServer`."""
-        return self._outbox.call(method, *args)
+        return self._client.call(method, *args)
 
     def exit_reason(self, error: BaseException) -> str | None:
         """Ray's description of how the process ended, if that is what the error means; else None."""

@@ -1,24 +1,25 @@
-"""Forward passes of a Megatron stage: hidden states through the pipeline, scores at its end.
+"""Forward and backward passes of a Megatron stage, and their metrics.
 
-Log-probs for the loss and log-probs on their own come from the same code on the same shapes, so that the ratio of a
-first optimizer step is 1.
+Log-probs with and without a loss are computed by the same code on the same shapes, so that the ratio of a first
+optimizer step is 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from tensordict import TensorDict
 
-from roll.distributed.strategy.megatron_micro_batch import MicroBatch, make_micro_batch
+from roll.distributed.strategy.micro_batch import MicroBatch, make_micro_batch
 from roll.models.factory import HiddenStateModel
+from roll.models.fused_linear_logprobs import HeadSpec, fused_linear_logprobs
 from roll.models.hf_config import DecoderConfig
-from roll.models.scores import HeadSpec, head_scores
 
 LossFunction = Callable[[torch.Tensor, torch.Tensor, TensorDict], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """(log_probs [b, T], entropy [b, T], samples) -> (loss, metrics) of one micro-batch."""
@@ -43,7 +44,7 @@ class ForwardPass:
 
         def scores(hidden: torch.Tensor, micro: MicroBatch, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
             log_probs, entropy = self._scores(hidden, micro, temperature, entropy_gradient=False)
-            return micro.spread(log_probs), micro.spread(entropy)
+            return micro.to_columns(log_probs), micro.to_columns(entropy)
 
         with torch.no_grad():
             rows = self._schedule(batch, micro_batches, scores, forward_only=True)
@@ -71,7 +72,7 @@ class ForwardPass:
 
         def loss_of(hidden: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
             log_probs, entropy = self._scores(hidden, micro, temperature, entropy_gradient)
-            value, metrics = loss(micro.spread(log_probs), micro.spread(entropy), micro.batch)
+            value, metrics = loss(micro.to_columns(log_probs), micro.to_columns(entropy), micro.batch)
             reported = {"loss": value.detach().clone(), **{name: each.detach() for name, each in metrics.items()}}
             no_tokens = torch.zeros((), dtype=torch.int, device=value.device)
             return value, no_tokens, reported
@@ -82,19 +83,19 @@ class ForwardPass:
         self,
         batch: TensorDict,
         micro_batches: Sequence[Sequence[int]],
-        at_the_end: Callable[..., Any],
+        on_last_stage: Callable[..., Any],
         forward_only: bool,
     ) -> list[Any]:
-        """Megatron's schedule over the micro-batches; `at_the_end` sees the last stage's hidden states."""
+        """Megatron's schedule over the micro-batches; `on_last_stage` is given the hidden states of the last stage."""
         multiple = self.stage.config.tensor_model_parallel_size if self.stage.config.sequence_parallel else 1
         prepared = (make_micro_batch(batch, indices, multiple, self.device) for indices in micro_batches)
 
         def step(iterator: Iterator[MicroBatch], module: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
             micro = next(iterator)
             hidden = module(input_ids=micro.input_ids, position_ids=None, attention_mask=None)
-            return hidden, lambda output, **options: at_the_end(output, micro, **options)
+            return hidden, lambda output, **options: on_last_stage(output, micro, **options)
 
-        return get_forward_backward_func()(
+        results: list[Any] = get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=prepared,
             model=[self.wrapped],
@@ -104,6 +105,7 @@ class ForwardPass:
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
+        return results
 
     def _scores(
         self, hidden: torch.Tensor, micro: MicroBatch, temperature: float, entropy_gradient: bool
@@ -123,4 +125,51 @@ class ForwardPass:
             reduce_hidden_gradient=not sequence_parallel,
         )
         rows = hidden.flatten(0, 1).index_select(0, micro.hidden_rows)
-        return head_scores(rows, weight, micro.targets, spec, entropy_gradient)
+        return fused_linear_logprobs(rows, weight, micro.targets, spec, entropy_gradient)
+
+
+def is_maximum(name: str) -> bool:
+    """A name ending in `_max` is reduced by max; every other by sum, its terms being shares of the global batch."""
+    return name.endswith("_max")
+
+
+def reduce_micro_batches(rows: Sequence[Mapping[str, torch.Tensor]], device: torch.device) -> dict[str, float]:
+    """Reduces over this rank's micro-batches and over data ranks, and sends the result to every pipeline stage.
+
+    Args:
+        rows: one mapping per micro-batch on the last stage, nothing on the others.
+        device: where the collectives run.
+    """
+    reduced: dict[str, float] = {}
+    if parallel_state.is_pipeline_last_stage():
+        names = sorted(rows[0])
+        for kind in (False, True):
+            chosen = [name for name in names if is_maximum(name) == kind]
+            if chosen:
+                reduced |= _reduce(rows, chosen, kind, device)
+    return _from_last_stage(reduced)
+
+
+def over_optimizer_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Mean over optimizer steps; the largest for names ending in `_max`."""
+    values = {name: [step[name] for step in steps] for name in steps[0]}
+    return {name: max(each) if is_maximum(name) else sum(each) / len(each) for name, each in values.items()}
+
+
+def _reduce(
+    rows: Sequence[Mapping[str, torch.Tensor]], names: Sequence[str], maximum: bool, device: torch.device
+) -> dict[str, float]:
+    table = torch.stack([torch.stack([row[name].double().to(device) for name in names]) for row in rows])
+    values = table.amax(dim=0) if maximum else table.sum(dim=0)
+    group = parallel_state.get_data_parallel_group()
+    dist.all_reduce(values, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=group)
+    return dict(zip(names, values.tolist(), strict=True))
+
+
+def _from_last_stage(reduced: dict[str, float]) -> dict[str, float]:
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        return reduced
+    shared = [reduced]
+    source = parallel_state.get_pipeline_model_parallel_last_rank()
+    dist.broadcast_object_list(shared, src=source, group=parallel_state.get_pipeline_model_parallel_group())
+    return shared[0]

@@ -1,4 +1,4 @@
-"""One episode: a model and an environment take turns until either has no more to say."""
+"""One episode: model and environment take turns until the environment ends it or the sequence is full."""
 
 from __future__ import annotations
 
@@ -11,32 +11,30 @@ from roll.datasets.templates import ConversationEncoder
 from roll.distributed.env_pool.pool import EnvHandle, EnvPool
 from roll.distributed.env_pool.types import EnvSpec
 from roll.envs.base import Aggregation, episode_metrics, metrics_without_action
-from roll.rollout.trajectory import Trajectory
-from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
+from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams, Trajectory
 
 
 class EpisodeFailed(RuntimeError):
     """An episode that cannot be learned from.
 
     Attributes:
-        reason: its class, for the account of dropped prompts.
+        reason: drop reason of its group.
     """
 
     def __init__(self, reason: str, message: str) -> None:
-        """Takes the class and the words."""
         super().__init__(message)
         self.reason = reason
 
 
 @dataclass(frozen=True)
 class Task:
-    """What the episodes of one tag have in common.
+    """Settings shared by the episodes of one tag.
 
     Attributes:
         tag: name in `custom_envs`.
         spec: the environment.
-        max_actions: after which the environment cuts the episode off.
-        max_tokens: of one answer.
+        max_actions: after which the environment truncates the episode.
+        max_tokens: of one response.
         system: text of the system message; empty for none.
         template: text of every message after it.
     """
@@ -50,7 +48,7 @@ class Task:
 
 
 class Episode:
-    """Plays one environment. `request` says what to ask the model, `accept` takes its answer to the environment."""
+    """One episode in one environment: `request` is the next request to the model, `accept` passes on its response."""
 
     def __init__(
         self,
@@ -62,14 +60,14 @@ class Episode:
         sequence_length: int,
         chat: ConversationEncoder,
     ) -> None:
-        """Starts nothing yet.
+        """Sets up the episode; `begin` opens the environment.
 
         Args:
-            name: unique among what runs; requests are called after it.
+            name: unique among running episodes; names of requests derive from it.
             task: of its tag.
-            env_seed: decides the environment.
-            seed: from which those of the answers derive.
-            sampling: of the answers; none is longer than it allows.
+            env_seed: the environment is reset with it.
+            seed: seeds of the responses derive from it.
+            sampling: of the responses.
             sequence_length: most tokens of the whole trajectory.
             chat: from messages to ids.
         """
@@ -81,11 +79,11 @@ class Episode:
         self._observation = ""
 
     async def begin(self, pool: EnvPool) -> None:
-        """Opens the environment and says the first words.
+        """Opens the environment and adds the first message.
 
         Raises:
-            EnvFailure: it could not be opened.
-            EpisodeFailed: the first words alone fill the sequence.
+            EnvFailure: the environment could not be opened.
+            EpisodeFailed: the first message alone fills the sequence.
         """
         self._env, opened = await pool.open(self._task.spec, self._env_seed)
         self._rules, self._observation = opened.metric_rules, opened.observation
@@ -93,7 +91,7 @@ class Episode:
         if self._task.system:
             system = self._task.system.format(env_instruction=opened.instruction)
             messages.insert(0, {"role": "system", "content": system})
-        self.trajectory.say(self._chat.start(messages))
+        self.trajectory.add_context(self._chat.start(messages))
         if len(self.trajectory.ids) >= self._sequence_length:
             raise EpisodeFailed(
                 "prompt_too_long",
@@ -102,7 +100,7 @@ class Episode:
             )
 
     def request(self) -> GenerateRequest | None:
-        """What to ask next; None when the episode is over."""
+        """The next request to the model; None when the episode is over."""
         trajectory, turn = self.trajectory, len(self.trajectory.turns)
         if trajectory.stop is not None:
             return None
@@ -115,10 +113,15 @@ class Episode:
         )
 
     async def accept(self, request: GenerateRequest, result: GenerateResult, text: str) -> None:
-        """Takes an answer and, unless the sequence is full, lets the environment react.
+        """Adds a response and, unless the sequence is full, steps the environment with it.
+
+        Args:
+            request: that was sent.
+            result: of the engine.
+            text: of the response.
 
         Raises:
-            EpisodeFailed: there is no answer.
+            EpisodeFailed: the result is aborted or empty.
             EnvFailure: the environment failed.
         """
         assert self._env is not None, "begin comes first"
@@ -128,12 +131,12 @@ class Episode:
             )
         if not result.response_ids:
             raise EpisodeFailed(
-                "generation_failed", f"{request.request_id}: the answer is empty, not even its end came"
+                "generation_failed", f"{request.request_id}: the response is empty, without even a stop token"
             )
         trajectory = self.trajectory
-        turn = trajectory.answer(request.prompt_ids, result, self._observation, text)
+        turn = trajectory.add_response(request.prompt_ids, result, self._observation, text)
         if result.finish_reason == "length" and len(trajectory.ids) >= self._sequence_length:
-            trajectory.stop = "sequence_length"  # the answer was cut off in mid-word, so it is none
+            trajectory.stop = "sequence_length"  # the response was cut off, so it is no action
             if len(trajectory.turns) == 1:
                 trajectory.metrics = metrics_without_action(self._rules)
             return
@@ -147,24 +150,24 @@ class Episode:
             )
             return
         self._observation = stepped.observation
-        said = self._chat.follow(result.response_ids[-1], [{"role": "user", "content": self._filled()}])
-        if len(trajectory.ids) + len(said) >= self._sequence_length:
+        message = self._chat.follow(result.response_ids[-1], [{"role": "user", "content": self._filled()}])
+        if len(trajectory.ids) + len(message) >= self._sequence_length:
             trajectory.stop, trajectory.outcome = "sequence_length", stepped.observation
             return
-        trajectory.say(said)
+        trajectory.add_context(message)
 
-    def leave(self) -> None:
-        """Gives the environment back; one that is in a call leaves after it, and nobody waits for that."""
+    def start_close(self) -> None:
+        """Closes the environment, after its running call if there is one; does not wait for that."""
         if self._env is not None:
             self._env.start_close()
 
     @property
     def _longest(self) -> int:
-        """Tokens an answer may have where the sequence has room for them; sampling may allow fewer than the task."""
+        """Most tokens of a response, by the task and by the sampling parameters."""
         return min(self._task.max_tokens, self._sampling.max_new_tokens)
 
     def _first(self, instruction: str) -> str:
-        """The first message: the rules stand before it, unless a template says where."""
+        """The first message, preceded by the instruction, unless a template has a place for it."""
         if any("{env_instruction}" in template for template in (self._task.system, self._task.template)):
             return self._filled(instruction)
         return f"{instruction}\n{self._filled()}"

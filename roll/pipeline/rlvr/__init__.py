@@ -1,1 +1,1 @@
-"""Reinforcement learning with verifiable rewards: prompts, groups of responses, scores, advantages."""
+"""Reinforcement learning with verifiable rewards: groups of responses to prompts, scored by reward functions."""

@@ -1,1 +1,1 @@
-"""Supervised fine-tuning on prompt and answer pairs, on the same loop."""
+"""Supervised fine-tuning on prompt and answer pairs, on the same training loop."""
