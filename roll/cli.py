@@ -32,6 +32,7 @@ TOOLS = ("simulate", "ablate", "show")
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     argv = sys.argv[1:] if argv is None else argv
+    _import_from_current_folder()
     arguments = _parse(_parser(argv), argv)
     if arguments.command == "plan":
         return _exit_code(lambda: plan(arguments.config, arguments.overrides, as_json=arguments.json))
@@ -47,8 +48,18 @@ def launch(pipeline: str, argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--config_name", required=True, help="file in that folder, with or without .yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override values of the file")
     arguments = _parse(parser, argv)
+    _import_from_current_folder()
     file = find_config(arguments.config_path, arguments.config_name)
     return _exit_code(lambda: run(file, arguments.overrides, pipeline))
+
+
+def _import_from_current_folder() -> None:
+    """Lets a configuration name modules of the current folder, which Python does not search for the `roll` script.
+
+    The processes of a run search where this one does.
+    """
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
 
 
 def find_config(folder: str, name: str) -> Path:

@@ -129,3 +129,11 @@ def test_plan_imports_no_tool() -> None:
     code = "import sys; from roll.cli import main; main(['plan', 'missing.yaml']); print('roll.tools' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert run.stdout.strip() == "False"
+
+
+def test_modules_of_the_current_folder_can_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "envs_of_mine.py").write_text("from roll.envs.frozen_lake import FrozenLake\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(tmp_path))])
+    recipe = Path(__file__).parents[1] / "examples" / "tiny_frozen_lake" / "agentic_config.yaml"
+    assert main(["plan", str(recipe), "custom_envs.FrozenLake.env_type=envs_of_mine:FrozenLake"]) == 0
