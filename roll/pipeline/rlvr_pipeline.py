@@ -24,6 +24,8 @@ from roll.rollout.ledger import PromptRequest
 from roll.rollout.timers import Timer
 from roll.rollout.types import GenerateRequest, GenerateResult, Group, SamplingParams, Trajectory
 
+logger = logging.getLogger(__name__)
+
 
 class RLVRWorker(RolloutWorker):
     """Draws prompts in a seeded order; a group with a failed response is dropped whole, with a reason."""
@@ -180,9 +182,6 @@ class Scorer:
         """Ends every pool."""
         for pool in self._pools.values():
             pool.close()
-
-
-logger = logging.getLogger(__name__)
 
 
 class RLVRPipeline(RLPipeline[RLVRConfig]):

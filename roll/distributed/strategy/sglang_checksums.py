@@ -42,14 +42,14 @@ def engine_parameter(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class ModelShape:
+class SplitSizes:
     """The two sizes of a model that decide how its tensors are split: key heads, and whether embeddings are tied."""
 
     key_heads: int
     tied: bool
 
     @classmethod
-    def from_folder(cls, folder: Path) -> ModelShape:
+    def from_folder(cls, folder: Path) -> SplitSizes:
         """Reads `config.json` of a HF folder."""
         config = json.loads((folder / "config.json").read_text())
         heads = config.get("num_key_value_heads") or config["num_attention_heads"]
@@ -59,9 +59,9 @@ class ModelShape:
 class EngineChecksums:
     """Computes the checksums that the engine will report, from tensors added one by one in any order."""
 
-    def __init__(self, model: Path | ModelShape, tensor_parallel: int) -> None:
+    def __init__(self, model: Path | SplitSizes, tensor_parallel: int) -> None:
         """`model` is a HF folder or its shape; `tensor_parallel` is the number of ranks of the engine."""
-        self._shape = model if isinstance(model, ModelShape) else ModelShape.from_folder(Path(model))
+        self._shape = model if isinstance(model, SplitSizes) else SplitSizes.from_folder(Path(model))
         self._ranks = tensor_parallel
         self._parts: dict[str, dict[str, torch.Tensor]] = {}
         self._result: dict[str, str] = {}
