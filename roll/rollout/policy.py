@@ -27,8 +27,8 @@ batch waits for. The rule at d = n alone (wait for what is due now) is not enoug
 3 * B prompts due at 2, and a batch 1 made of prompts due at 3 would leave 2 * B for batch 2.
 
 Staleness follows: no token is older than the submission of its prompt, so it is at most ceil(eta) versions old when it
-is learned from. The limit `max_staleness` drops nothing in an unbroken run; it matters when a checkpoint is resumed with
-a smaller ratio, whose prompts were admitted under the larger one.
+is learned from. The limit `max_staleness` drops nothing in an unbroken run; it matters when a checkpoint is resumed
+with a smaller ratio than that under which its prompts were admitted.
 """
 
 from __future__ import annotations
