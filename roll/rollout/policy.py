@@ -42,7 +42,7 @@ from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 from roll.configs.asynchronous import exact_ratio, versions_ahead
-from roll.rollout.ledger import Deadlines, FinishedGroup, Ledger, PromptRequest, SampleBuffer
+from roll.rollout.ledger import STALE, Deadlines, FinishedGroup, Ledger, PromptRequest, SampleBuffer
 
 
 class PolicyError(RuntimeError):
@@ -152,9 +152,6 @@ class PauseReasons:
 
 
 T = TypeVar("T")
-
-STALE = "stale"
-"""Drop reason of a prompt whose oldest token was older than `max_staleness`."""
 
 
 class RolloutPolicy(Generic[T]):
