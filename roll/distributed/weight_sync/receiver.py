@@ -34,6 +34,8 @@ class WeightReceiver(Worker):
 
     pipeline_config: RLConfig
 
+    config: ActorInferConfig
+
     def __init__(self, rank: WorkerRank, config: ActorInferConfig, pipeline_config: RLConfig) -> None:
         super().__init__(rank, config, pipeline_config)
         self.stale_weights = ""
