@@ -53,16 +53,6 @@ class DecoderConfig:
     rotary: RotaryConfig
     dtype: str
 
-    @property
-    def parameters(self) -> int:
-        """Number of weights of the whole model; tied embeddings count once."""
-        query, key = self.heads * self.head_size, self.kv_heads * self.head_size
-        attention = self.hidden_size * (2 * query + 2 * key)
-        attention += (query + 2 * key) * self.qkv_bias + 2 * self.head_size * self.qk_norm
-        layer = attention + 3 * self.hidden_size * self.ffn_size + 2 * self.hidden_size
-        embeddings = self.vocabulary * self.hidden_size * (1 if self.tied_embeddings else 2)
-        return self.layers * layer + embeddings + self.hidden_size
-
 
 def read_hf_config(folder: str | Path) -> DecoderConfig:
     """Reads `folder`/config.json.

@@ -1,9 +1,9 @@
-"""Metrics of a batch of groups, of a validation, and their names in other asynchronous trainers."""
+"""Metrics of a batch of groups, and of a validation."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import islice
 
 from roll.rollout.types import Group, Trajectory
@@ -47,7 +47,7 @@ def rollout_metrics(groups: Sequence[Group], version: int, stale_after: int) -> 
 def _prefix_reuse(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Share of the prompt tokens of second and later turns that the engine had in its prefix cache.
 
-    Only turns drawn by the same weights as the turn before count: other weights may not use its cache.
+    Only turns sampled by the same weights as the turn before count: other weights may not use its cache.
     """
     turns = [turn for trajectory in trajectories for turn in trajectory.turns[1:] if turn.reusable]
     prompt_tokens = sum(turn.start for turn in turns)
@@ -82,39 +82,3 @@ def environment_metrics(groups: Sequence[Group], family: str) -> dict[str, float
             values = [trajectory.metrics[name] for trajectory in trajectories if name in trajectory.metrics]
             metrics[f"{family}/{tag}/{name}"] = statistics.fmean(values)
     return metrics
-
-
-ALIASES = {
-    "global_steps": "step",
-    "current_param_version": "version",
-    "processed_samples": "queue/total_consumed",
-    "queue_size": "queue/size",
-    "total_produced": "queue/total_produced",
-    "total_consumed": "queue/total_consumed",
-    "dropped_samples": "queue/dropped_samples",
-    "generation_errors": "ledger/dropped_generation_failed",
-    "max_sample_age": "staleness/max",
-}
-"""Name in fully asynchronous trainers -> name here."""
-
-
-def alias_metrics(line: Mapping[str, float], samples_per_prompt: int) -> dict[str, float]:
-    """Metrics of a step under the names of fully asynchronous trainers.
-
-    Args:
-        line: the metrics of the step, `step` and `version` among them; without `ledger/...` where nothing is generated.
-        samples_per_prompt: samples of a group.
-    """
-    generates = "ledger/submitted" in line
-    counts = {"ledger/dropped_generation_failed": 0.0, "ledger/dropped_stale": 0.0} if generates else {}
-    known = {**counts, **line}
-    aliases = {alias: float(known[name]) for alias, name in ALIASES.items() if name in known}
-    if generates:
-        ended = known["ledger/submitted"] - known["ledger/in_flight"]
-        generated = ended - known["ledger/dropped_generation_failed"]
-        aliases["total_generated_samples"] = generated * samples_per_prompt
-        aliases["dropped_stale_samples"] = known["ledger/dropped_stale"] * samples_per_prompt
-    if "sync_failures" in known:
-        aliases["param_sync_count"] = known["version"] + 1.0
-        aliases["param_sync_requests"] = known["version"] + 1.0 + known["sync_failures"]
-    return aliases

@@ -29,6 +29,7 @@ ALIASES: dict[str, str] = {
     "total_produced": "queue/total_produced",
     "total_consumed": "queue/total_consumed",
     "dropped_samples": "queue/dropped_samples",
+    "max_sample_age": "staleness/max",
 }
 """Name in other asynchronous trainers -> the metric of this project with the same value."""
 
@@ -79,7 +80,6 @@ STALENESS = (
     Metric("staleness/token_mean", "versions", "Age of a token when it is trained on: mean."),
     Metric("staleness/token_max", "versions", "Age of a token when it is trained on: maximum."),
     Metric("avg_sample_age", "versions", "Age of a group when it is trained on, by its oldest token: mean."),
-    Metric("max_sample_age", "versions", "Age of a group when it is trained on, by its oldest token: maximum."),
     Metric("stale_samples_ratio", "fraction", "Groups older than async_training.staleness_threshold."),
 )
 
@@ -127,7 +127,9 @@ ACTOR = (
 
 CORRECTION = (
     Metric("correction/ess", "fraction", "Effective sample size of the tokens, (sum w)^2 / (n sum w^2)."),
-    Metric("correction/behavior_k1", "nats", "Mean of l; negative if p finds the samples less likely than mu."),
+    Metric(
+        "correction/behavior_k1", "nats", "Mean of l; negative if the samples are less likely under p than under mu."
+    ),
     Metric("correction/behavior_k3", "nats", "Mean of e^l - 1 - l, an estimate of KL(mu || p); never negative."),
     Metric("correction/chi2_token", "", "Mean of e^2l over tokens, minus 1: the variance of token ratios."),
     Metric(
@@ -199,9 +201,24 @@ NOTES = {
 }
 
 
-def with_aliases(metrics: Mapping[str, float]) -> dict[str, float]:
-    """`metrics` and, for those that have an alias, the same value under that name."""
-    return {**{alias: metrics[name] for alias, name in ALIASES.items() if name in metrics}, **metrics}
+def alias_metrics(line: Mapping[str, float], samples_per_prompt: int) -> dict[str, float]:
+    """Metrics of a step under the names of other asynchronous trainers.
+
+    Args:
+        line: the metrics of the step, `step` and `version` among them; without `ledger/...` where nothing is generated.
+        samples_per_prompt: samples of a group.
+    """
+    aliases = {alias: float(line[name]) for alias, name in ALIASES.items() if name in line}
+    if "ledger/submitted" in line:
+        failed, stale = line.get("ledger/dropped_generation_failed", 0.0), line.get("ledger/dropped_stale", 0.0)
+        generated = line["ledger/submitted"] - line["ledger/in_flight"] - failed
+        aliases["generation_errors"] = failed
+        aliases["total_generated_samples"] = generated * samples_per_prompt
+        aliases["dropped_stale_samples"] = stale * samples_per_prompt
+    if "sync_failures" in line:
+        aliases["param_sync_count"] = line["version"] + 1.0
+        aliases["param_sync_requests"] = line["version"] + 1.0 + line["sync_failures"]
+    return aliases
 
 
 def undocumented(names: Iterable[str]) -> list[str]:
@@ -219,16 +236,17 @@ def _pattern() -> re.Pattern[str]:
 HEAD = """\
 # Metrics
 
-The metrics that a run writes to `metrics.jsonl`, one line per step, and to its trackers. A run writes only those that
-apply to it; an SFT run, for example, has no rewards. `make docs` generates this page from `roll/trackers/metrics.py`.
+The metrics that a run writes to `metrics.jsonl`, one line per step, and to its trackers. A run writes only the metrics
+that apply to it; an SFT run, for example, has no rewards. `make docs` generates this page from
+`roll/trackers/metrics.py`.
 """
 
 ALIAS_HEAD = """
 ## Aliases
 
 The names of these metrics in other asynchronous trainers. `param_sync_count`, `param_sync_requests`, `sync_failures`,
-`total_generated_samples`, `generation_errors`, `dropped_stale_samples`, `avg_sample_age`, `max_sample_age` and
-`stale_samples_ratio` also have names from there; they are described above, because no other metric equals them.
+`total_generated_samples`, `generation_errors`, `dropped_stale_samples`, `avg_sample_age` and `stale_samples_ratio` are
+names of those trainers too; they are described above, because no other metric equals them.
 
 | name | same as |
 |---|---|

@@ -54,7 +54,7 @@ def test_a_key_that_a_role_does_not_read_does_not_exist_there(role: str, absent:
 
 def test_every_reason_belongs_to_a_key_that_only_other_roles_have() -> None:
     for role, cls in CLASSES.items():
-        for path in cls.absent:
+        for path in cls.absent_keys:
             others = {key for other in ROLES if other != role for key in paths(other)}
             assert any(key == path or key.startswith(f"{path}.") for key in others - paths(role)), (role, path)
 

@@ -24,17 +24,6 @@ def test_shapes_and_family_properties_are_read():
     assert decoder_config(QWEN2 | {"architectures": ["Qwen3ForCausalLM"], "head_dim": 5}).qk_norm
 
 
-def test_parameter_count_equals_transformers(tmp_path):
-    from safetensors.torch import load_file
-
-    from roll.models.tiny import write_tiny_model
-
-    for family, tied in (("llama", False), ("qwen2", True), ("qwen3", False)):
-        folder = write_tiny_model(tmp_path / family, family, tie_word_embeddings=tied)
-        counted = sum(tensor.numel() for tensor in load_file(folder / "model.safetensors").values())
-        assert read_hf_config(folder).parameters == counted
-
-
 def test_rotary_settings_are_read_in_old_and_new_format():
     new = {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0}}
     old = {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}}

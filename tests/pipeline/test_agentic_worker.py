@@ -145,7 +145,7 @@ def test_groups_are_restored_from_a_checkpoint_exactly():
 @pytest.mark.parametrize(
     "change, said",
     [
-        ({"seed": 9}, "seed: 9 cannot go on from a checkpoint with 42; use that"),
+        ({"seed": 9}, "seed: 9 cannot continue from a checkpoint with 42; use that"),
         ({"train_env_manager": EnvManagerConfig(group_size=4, tags=["Near", "Far"], num_groups_partition=[1, 1])}, "4"),
         ({"train_env_manager": EnvManagerConfig(group_size=3, tags=["Far"], num_groups_partition=[1])}, "tags: "),
     ],

@@ -182,7 +182,7 @@ def test_a_checkpoint_of_batches_of_another_size_is_refused_with_a_reason():
     async def run() -> None:
         state = await rollouter(Scripted([1]), 1.0, steps=6).state_dict()
         larger = Rollouter(Scripted([1]), PolicySettings(batch_size=2 * BATCH, ratio=1.0), OPTIONS)
-        with pytest.raises(RunError, match="resume_from_checkpoint: batch_size: 8 cannot go on from a checkpoint"):
+        with pytest.raises(RunError, match="resume_from_checkpoint: batch_size: 8 cannot continue from a checkpoint"):
             await larger.load_state_dict(state)
 
     asyncio.run(run())

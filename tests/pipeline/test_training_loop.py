@@ -160,7 +160,7 @@ def test_nothing_is_saved_when_checkpoints_are_off(tmp_path):
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        (ValueError("batch_size: 2 cannot go on from batches of 4"), "this run: batch_size: 2 cannot go on from"),
+        (ValueError("batch_size: 2 cannot continue from batches of 4"), "this run: batch_size: 2 cannot continue from"),
         (KeyError("producer"), "this run: it has no 'producer'"),
     ],
 )

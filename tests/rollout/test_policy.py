@@ -240,7 +240,7 @@ def test_a_restored_policy_goes_on_where_it_stopped() -> None:
 
 def test_a_checkpoint_of_another_batch_size_is_refused() -> None:
     state = policy(1).state_dict(str)
-    with pytest.raises(ValueError, match="batch_size: 5 cannot go on from .* use 4"):
+    with pytest.raises(ValueError, match="batch_size: 5 cannot continue from .* use 4"):
         RolloutPolicy.restore(PolicySettings(5, 1), state, str)
 
 

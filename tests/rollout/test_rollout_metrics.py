@@ -1,10 +1,10 @@
-"""Metrics of batches and validations, and their names in other trainers."""
+"""Metrics of batches and validations."""
 
 from __future__ import annotations
 
 import pytest
 
-from roll.rollout.metrics import alias_metrics, environment_metrics, rollout_metrics, validation_metrics
+from roll.rollout.metrics import environment_metrics, rollout_metrics, validation_metrics
 from roll.rollout.types import GenerateResult, Group, StopReason, Trajectory
 
 
@@ -56,31 +56,3 @@ def test_validation_scores_by_tag_and_over_all_trajectories():
     metrics = validation_metrics(groups) | environment_metrics(groups, "val")
     assert (metrics["val/Near/score"], metrics["val/Far/score"], metrics["val/score"]) == (0.75, 0.0, 0.5)
     assert metrics["val/response_length_mean"] == 2 and metrics["val/Near/gold"] == 0.5
-
-
-def test_aliases_are_the_counts_of_the_line():
-    ledger = {
-        "submitted": 20.0,
-        "consumed": 8.0,
-        "in_flight": 4.0,
-        "dropped_generation_failed": 3.0,
-        "dropped_stale": 1.0,
-    }
-    line = {f"ledger/{name}": value for name, value in ledger.items()}
-    line |= {"step": 2, "version": 2, "queue/total_consumed": 64.0, "staleness/max": 1.0, "sync_failures": 1.0}
-    assert alias_metrics(line, samples_per_prompt=8) == {
-        "global_steps": 2.0,
-        "current_param_version": 2.0,
-        "processed_samples": 64.0,
-        "total_consumed": 64.0,
-        "generation_errors": 3.0,
-        "max_sample_age": 1.0,
-        "total_generated_samples": (20 - 4 - 3) * 8,
-        "dropped_stale_samples": 8.0,
-        "param_sync_count": 3.0,
-        "param_sync_requests": 4.0,
-    }
-
-
-def test_a_run_without_generation_has_no_aliases_of_it():
-    assert alias_metrics({"step": 1, "version": 1}, 1) == {"global_steps": 1.0, "current_param_version": 1.0}

@@ -1,4 +1,4 @@
-"""Reads files in the spelling of other frameworks: renames, moves, translates or refuses keys, by the tables beside."""
+"""Renames, moves, translates or refuses keys in the spelling of other frameworks, by the tables of this folder."""
 
 from __future__ import annotations
 
@@ -217,8 +217,8 @@ def expand_importance_sampling(tree: Tree) -> tuple[Tree, list[Problem], list[Pr
 def _importance_sampling_problem(tree: Tree) -> Problem | None:
     switch, correction = tree.get(WEIGHT_SWITCH, False), tree.get("correction")
     if not isinstance(switch, bool):
-        advice = {"seq": "write actor_train.pg_variant: gspo", "token": "leave it out; ratios are those of tokens"}
-        return Problem(WEIGHT_SWITCH, f"{switch!r} is not true or false; {advice.get(str(switch), 'use true')}")
+        suggestions = {"seq": "write actor_train.pg_variant: gspo", "token": "leave it out; ratios are those of tokens"}
+        return Problem(WEIGHT_SWITCH, f"{switch!r} is not true or false; {suggestions.get(str(switch), 'use true')}")
     if isinstance(correction, dict) and "weights" in correction and WEIGHT_SWITCH in tree:
         return _two_spellings(WEIGHT_SWITCH, "correction.weights")
     if not switch:

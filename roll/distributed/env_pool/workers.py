@@ -271,7 +271,7 @@ class RayEnvWorker:
                 child.kill()
 
     def join(self) -> None:
-        """Waits until a killed process has ended; one killed during its start may have come up in the meantime."""
+        """Waits until a killed process has ended; one killed during its start may have started in the meantime."""
         if self._processes is None and ray.is_initialized():
             with contextlib.suppress(ray.exceptions.RayError, psutil.NoSuchProcess):
                 self._processes = descendants(psutil.Process(ray.get(self._process_id, timeout=END_TIMEOUT_S)))
