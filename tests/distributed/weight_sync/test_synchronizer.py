@@ -153,7 +153,7 @@ def test_engines_resume_only_after_a_complete_attempt(faults: Faults, retries: i
         ("begin", "the engines are paused and not serving"),
     ],
 )
-def test_the_error_tells_whether_the_engines_were_changed(step: str, state: str) -> None:
+def test_the_error_states_whether_the_engines_were_changed(step: str, state: str) -> None:
     error, _, _ = updated(World([(step, "raise")]), retries=0)
     assert state in str(error)
 
