@@ -13,8 +13,30 @@ from typing import Any
 
 from roll.configs.errors import unreachable
 
-ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""Values of `architectures` in a model's config.json that can be trained."""
+
+@dataclass(frozen=True)
+class ModelFamily:
+    """How the layers of a family of dense decoders differ from those of llama.
+
+    Attributes:
+        name: of the family.
+        qkv_bias: the projections of query, key and value have a bias.
+        qk_norm: the heads of query and key are normalised.
+    """
+
+    name: str
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+
+FAMILIES = {
+    "LlamaForCausalLM": ModelFamily("llama"),
+    "Qwen2ForCausalLM": ModelFamily("qwen2", qkv_bias=True),
+    "Qwen3ForCausalLM": ModelFamily("qwen3", qk_norm=True),
+}
+"""The models that can be trained, by `architectures` in config.json; `roll.models.weight_mapping` has their tensors."""
+
+ARCHITECTURES = tuple(FAMILIES)
 
 TRAINED_VOCABULARY_MULTIPLE = 16
 """Same padded size for every power-of-two layout up to 16 ranks, so that checkpoints can change layout."""
@@ -224,6 +246,7 @@ def read_model_shape(folder: str | Path) -> ModelShape | None:
         return None
     config = read_model_config(file)
     architecture = config["architectures"][0]
+    family = FAMILIES[architecture]
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     return ModelShape(
         architecture=architecture,
@@ -235,7 +258,7 @@ def read_model_shape(folder: str | Path) -> ModelShape | None:
         intermediate=config["intermediate_size"],
         vocabulary=config["vocab_size"],
         tied=config.get("tie_word_embeddings", False),
-        qkv_bias=architecture == "Qwen2ForCausalLM",
-        qk_norm=architecture == "Qwen3ForCausalLM",
+        qkv_bias=family.qkv_bias,
+        qk_norm=family.qk_norm,
         max_positions=config.get("max_position_embeddings"),
     )

@@ -134,7 +134,7 @@ def _hint(node: ast.expr) -> Any:
     inner = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
     match ast.unparse(node.value).rpartition(".")[2].lower():
         case "literal":
-            return Literal[tuple(ast.literal_eval(item) for item in inner)]  # type: ignore[misc]
+            return Literal[tuple(ast.literal_eval(item) for item in inner)]
         case "optional":
             return Optional[_hint(inner[0])]  # noqa: UP045  (built from a value)
         case "union":

@@ -6,14 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from roll.configs.model_config import CONFIG_NAME, UnsupportedModel, read_model_config, rotary_values
-
-ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-}
-"""HF architecture name -> model family, a key of `weight_mapping.FAMILIES`."""
+from roll.configs.model_config import CONFIG_NAME, FAMILIES, UnsupportedModel, read_model_config, rotary_values
 
 
 @dataclass(frozen=True)
@@ -69,10 +62,10 @@ def read_hf_config(folder: str | Path) -> DecoderConfig:
 def decoder_config(raw: dict[str, Any]) -> DecoderConfig:
     """The shape from a parsed config.json that `check_model_config` has accepted."""
     architecture = raw["architectures"][0]
-    family = ARCHITECTURES[architecture]
+    family = FAMILIES[architecture]
     heads, hidden = raw["num_attention_heads"], raw["hidden_size"]
     return DecoderConfig(
-        family=family,
+        family=family.name,
         architecture=architecture,
         layers=raw["num_hidden_layers"],
         hidden_size=hidden,
@@ -84,8 +77,8 @@ def decoder_config(raw: dict[str, Any]) -> DecoderConfig:
         norm_epsilon=raw.get("rms_norm_eps", 1e-6),
         max_positions=raw.get("max_position_embeddings") or 2048,
         tied_embeddings=raw.get("tie_word_embeddings", False),
-        qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
+        qkv_bias=family.qkv_bias,
+        qk_norm=family.qk_norm,
         rotary=_rotary(raw),
         dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
     )

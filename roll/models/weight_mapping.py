@@ -223,7 +223,7 @@ LAYER = (
     Rule("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), GatedPair()),
     Rule("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), InputSplit()),
 )
-"""Rules of one llama layer; the other families add to them. See `stage_rules` for the full names."""
+"""Rules of one llama layer; the other families add to them."""
 
 QKV_BIAS = (Rule("self_attention.linear_qkv.bias", tuple(f"{name}.bias" for name in _QKV), GroupedQKV()),)
 
@@ -232,12 +232,10 @@ QK_NORM = (
     Rule("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), Replicated()),
 )
 
-FAMILIES: dict[str, tuple[Rule, ...]] = {
-    "llama": LAYER,
-    "qwen2": LAYER + QKV_BIAS,
-    "qwen3": LAYER + QK_NORM,
-}
-"""Rules of one layer by family."""
+
+def layer_rules(config: DecoderConfig) -> tuple[Rule, ...]:
+    """Rules of one layer of a model; see `stage_rules` for the full names."""
+    return LAYER + (QKV_BIAS if config.qkv_bias else ()) + (QK_NORM if config.qk_norm else ())
 
 
 def stage_rules(config: DecoderConfig, first_layer: int, layers: int, first: bool, last: bool) -> list[Rule]:
@@ -254,7 +252,7 @@ def stage_rules(config: DecoderConfig, first_layer: int, layers: int, first: boo
     """
     rules = [EMBEDDING] if first else []
     for index in range(layers):
-        for rule in FAMILIES[config.family]:
+        for rule in layer_rules(config):
             hf = tuple(f"model.layers.{first_layer + index}.{name}" for name in rule.hf)
             rules.append(Rule(f"decoder.layers.{index}.{rule.megatron}", hf, rule.layout))
     if last:

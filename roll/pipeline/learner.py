@@ -24,7 +24,7 @@ from roll.algorithms.correction import (
     off_policy_correction,
 )
 from roll.algorithms.kl import kl_controller
-from roll.algorithms.losses import PolicyLossConfig
+from roll.algorithms.policy_losses import PolicyLossConfig
 from roll.algorithms.turn_advantages import TURN_KEYS, read_turns
 from roll.configs.errors import RunError
 from roll.configs.parallel_layout import ParallelLayout

@@ -20,9 +20,11 @@ from roll.pipeline.tokenizer import load_tokenizer
 from roll.rewards.pool import RewardPool
 from roll.rollout.engine_pool import EnginePool
 from roll.rollout.filters import QueryFilter
-from roll.rollout.ledger import PromptRequest
+from roll.rollout.ledger import GENERATION_FAILED, PromptRequest
 from roll.rollout.timers import Timer
 from roll.rollout.types import GenerateRequest, GenerateResult, Group, SamplingParams, Trajectory
+
+logger = logging.getLogger(__name__)
 
 
 class RLVRWorker(RolloutWorker):
@@ -69,7 +71,7 @@ class RLVRWorker(RolloutWorker):
             for group, prompt, responses in zip(groups, prompts, results, strict=True):
                 failed = next((each for each in responses if not _is_sample(each)), None)
                 if failed is not None:
-                    group.drop("generation_failed", f"{failed.request_id}: {failed.error or 'the response is empty'}")
+                    group.drop(GENERATION_FAILED, f"{failed.request_id}: {failed.error or 'the response is empty'}")
                     continue
                 texts = [self._scorer.text(response.response_ids) for response in responses]
                 pairs = zip(responses, texts, strict=True)
@@ -180,9 +182,6 @@ class Scorer:
         """Ends every pool."""
         for pool in self._pools.values():
             pool.close()
-
-
-logger = logging.getLogger(__name__)
 
 
 class RLVRPipeline(RLPipeline[RLVRConfig]):

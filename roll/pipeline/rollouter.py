@@ -146,7 +146,8 @@ class Rollouter:
         tokens = metrics["rollout/response_length_mean"] * samples
         metrics["rollout/tokens_per_second"] = tokens / max(seconds["generate"], 1e-9)
         metrics["throughput/rollout_idle"] = intervals[ENGINES].idle_share
-        metrics |= self.policy.ledger.metrics() | self.policy.ledger.queue_metrics(self._options.samples_per_group)
+        ledger = self.policy.ledger
+        metrics |= ledger.metrics() | ledger.sample_metrics(self._options.samples_per_group)
         return SampleBatch(self._worker.batch(groups), metrics, seconds)
 
     async def _fill_batch(self) -> None:

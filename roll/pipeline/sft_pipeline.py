@@ -14,6 +14,7 @@ from roll.datasets.prompts import PromptSampler
 from roll.datasets.records import prefix_errors
 from roll.datasets.sft import SFTExample, encode_sft_data, load_sft_data
 from roll.distributed.protocol import DataProto
+from roll.distributed.train_worker import TrainWorker
 from roll.pipeline.learner import ActorLearner, cluster_log_probs, training_plans, training_shards
 from roll.pipeline.session import Session
 from roll.pipeline.tokenizer import load_tokenizer
@@ -78,7 +79,7 @@ class SFTSamples:
     """Draws batches in a seeded order; validation is the loss on the answers of held-out pairs."""
 
     def __init__(
-        self, config: SFTConfig, examples: list[SFTExample], validation: list[SFTExample], actor: Cluster
+        self, config: SFTConfig, examples: list[SFTExample], validation: list[SFTExample], actor: Cluster[TrainWorker]
     ) -> None:
         self._config = config
         self._examples = examples
@@ -120,7 +121,7 @@ class SFTSamples:
 class SFTLearner(ActorLearner):
     """Makes one optimizer step of each batch: negative log-likelihood of the answers."""
 
-    def __init__(self, config: SFTConfig, actor: Cluster) -> None:
+    def __init__(self, config: SFTConfig, actor: Cluster[TrainWorker]) -> None:
         super().__init__(actor)
         self._config = config
 
@@ -130,5 +131,6 @@ class SFTLearner(ActorLearner):
         data.meta_info |= {"temperature": 1.0, "loss": "sft", "loss_config": None}
         (plan,) = training_plans(data, self._config, self._actor.layout)
         with clock.measure("train"):
-            metrics = (await self._actor.train_step(training_shards(data, plan)))[0]
+            shards = training_shards(data, plan)
+            metrics = (await self._actor.call_shards(TrainWorker.train_step, shards))[0]
         return {f"actor/{name}": value for name, value in metrics.items()}

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from roll.configs.errors import RunError
-from roll.configs.pipeline import BaseConfig, RLConfig
+from roll.configs.pipeline import BaseConfig
 from roll.pipeline.checkpoint import PipelineState, checkpoint_folder
 from roll.rollout.timers import StepClock
-from roll.trackers.metrics import alias_metrics
 
 if TYPE_CHECKING:
     from roll.distributed.protocol import DataProto
@@ -201,9 +200,7 @@ class TrainingLoop:
 
     def _log(self, metrics: Mapping[str, float]) -> None:
         """One line of metrics.jsonl."""
-        samples = self._config.num_return_sequences_in_group if isinstance(self._config, RLConfig) else 1
-        line = {"step": self.state.step, "version": self.state.version, **metrics}
-        self._trackers.log(self.state.step, line | alias_metrics(line, samples))
+        self._trackers.log(self.state.step, {"step": self.state.step, "version": self.state.version, **metrics})
 
     async def save(self) -> Path:
         """Writes a complete checkpoint of the current step."""

@@ -11,6 +11,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+GENERATION_FAILED = "generation_failed"
+"""Drop reason of a prompt of which a response could not be generated."""
+
+STALE = "stale"
+"""Drop reason of a prompt whose oldest token was older than `max_staleness`."""
+
 
 class LedgerError(RuntimeError):
     """The counts of prompts do not add up: a bug, after which a run must end."""
@@ -76,15 +82,19 @@ class Ledger:
         counts |= {f"dropped_{reason}": count for reason, count in sorted(self.dropped.items())}
         return {f"ledger/{name}": float(count) for name, count in counts.items()}
 
-    def queue_metrics(self, samples_per_prompt: int) -> dict[str, float]:
-        """`queue/...`: the same counts in samples."""
+    def sample_metrics(self, samples_per_prompt: int) -> dict[str, float]:
+        """`queue/...` and `..._samples`: the same counts in samples; `generation_errors` counts prompts."""
+        generated = self.submitted - self.in_flight - self.dropped[GENERATION_FAILED]
         counts = {
-            "size": self.buffered,
-            "total_produced": self.buffered + self.consumed,
-            "total_consumed": self.consumed,
-            "dropped_samples": self.dropped_total,
+            "queue/size": self.buffered,
+            "queue/total_produced": self.buffered + self.consumed,
+            "queue/total_consumed": self.consumed,
+            "queue/dropped_samples": self.dropped_total,
+            "total_generated_samples": generated,
+            "dropped_stale_samples": self.dropped[STALE],
         }
-        return {f"queue/{name}": float(count * samples_per_prompt) for name, count in counts.items()}
+        samples = {name: float(count * samples_per_prompt) for name, count in counts.items()}
+        return {**samples, "generation_errors": float(self.dropped[GENERATION_FAILED])}
 
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""Metrics of a batch of groups, and of a validation."""
+"""Metrics of a batch of groups and of a validation."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ def rollout_metrics(groups: Sequence[Group], version: int, stale_after: int) -> 
         "staleness/token_mean": statistics.fmean(token_ages),
         "staleness/token_max": float(max(token_ages)),
         "avg_sample_age": statistics.fmean(group_ages),
+        "max_sample_age": float(max(group_ages)),
         "stale_samples_ratio": statistics.fmean(age > stale_after for age in group_ages),
     }
 

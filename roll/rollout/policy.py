@@ -27,7 +27,8 @@ batch waits for. The rule at d = n alone (wait for what is due now) is not enoug
 3 * B prompts due at 2, and a batch 1 made of prompts due at 3 would leave 2 * B for batch 2.
 
 Staleness follows: no token is older than the submission of its prompt, so it is at most ceil(eta) versions old when it
-is learned from, and the limit `max_staleness` drops nothing, unless it is set lower.
+is learned from. The limit `max_staleness` drops nothing in an unbroken run; it matters when a checkpoint is resumed
+with a smaller ratio than that under which its prompts were admitted.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 from roll.configs.asynchronous import exact_ratio, versions_ahead
-from roll.rollout.ledger import Deadlines, FinishedGroup, Ledger, PromptRequest, SampleBuffer
+from roll.rollout.ledger import STALE, Deadlines, FinishedGroup, Ledger, PromptRequest, SampleBuffer
 
 
 class PolicyError(RuntimeError):
@@ -72,7 +73,7 @@ class PolicySettings:
         max_staleness: a group whose oldest token is more versions old than this when a batch is taken is dropped as
             `stale`; None: ceil(ratio), which admission guarantees anyway.
         max_queue: prompts in flight and buffered together at which submission stops; none is evicted. None: no limit.
-        min_batches: batches that must be ready before one is finished; fewer at the end of a run.
+        min_batches: batches that must be ready before one is taken; fewer at the end of a run.
         total: prompts that the whole run consumes; no more are admitted. None: no end.
     """
 
@@ -100,7 +101,7 @@ class PolicySettings:
         if self.max_queue is not None and self.max_queue < self.min_batches * self.batch_size:
             raise ValueError(
                 f"max_queue: {self.max_queue} prompts hold less than the {self.min_batches} x {self.batch_size} that "
-                f"must be ready before a batch is finished; use at least {self.min_batches * self.batch_size}"
+                f"must be ready before a batch is taken; use at least {self.min_batches * self.batch_size}"
             )
         if self.total is not None and (self.total < 0 or self.total % self.batch_size):
             raise ValueError(f"total: {self.total} is not a whole number of batches of {self.batch_size}")
@@ -151,9 +152,6 @@ class PauseReasons:
 
 
 T = TypeVar("T")
-
-STALE = "stale"
-"""Drop reason of a prompt whose oldest token was older than `max_staleness`."""
 
 
 class RolloutPolicy(Generic[T]):

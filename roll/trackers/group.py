@@ -12,7 +12,7 @@ from roll.configs.pipeline import BaseConfig
 from roll.trackers import console, tensorboard  # noqa: F401  (registers them)
 from roll.trackers.base import TRACKERS, Metrics, Tracker
 from roll.trackers.files import METRICS_FILE, JsonlTracker, write_run_json
-from roll.trackers.metrics import undocumented
+from roll.trackers.metrics import undocumented, with_aliases
 
 logger = logging.getLogger(__name__)
 
@@ -43,10 +43,11 @@ class TrackerGroup:
             tracker.resume(step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Records one step; trackers without `every_step` get one in `logging_steps` and the last."""
+        """Records one step and its aliases; trackers without `every_step` get one in `logging_steps` and the last."""
         for name in set(undocumented(metrics)) - self._warned:
             logger.warning("metric %r is not described in roll/trackers/metrics.py", name)
             self._warned.add(name)
+        metrics = with_aliases(metrics)
         if self._metrics is not None:
             metrics = {**self._metrics.step(step, metrics), **metrics}
         due = step % self._config.logging_steps == 0 or step == self._config.max_steps

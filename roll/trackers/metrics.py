@@ -29,7 +29,6 @@ ALIASES: dict[str, str] = {
     "total_produced": "queue/total_produced",
     "total_consumed": "queue/total_consumed",
     "dropped_samples": "queue/dropped_samples",
-    "max_sample_age": "staleness/max",
 }
 """Name in other asynchronous trainers -> the metric of this project with the same value."""
 
@@ -80,6 +79,7 @@ STALENESS = (
     Metric("staleness/token_mean", "versions", "Age of a token when it is trained on: mean."),
     Metric("staleness/token_max", "versions", "Age of a token when it is trained on: maximum."),
     Metric("avg_sample_age", "versions", "Age of a group when it is trained on, by its oldest token: mean."),
+    Metric("max_sample_age", "versions", "Age of a group when it is trained on, by its oldest token: maximum."),
     Metric("stale_samples_ratio", "fraction", "Groups older than async_training.staleness_threshold."),
 )
 
@@ -201,24 +201,9 @@ NOTES = {
 }
 
 
-def alias_metrics(line: Mapping[str, float], samples_per_prompt: int) -> dict[str, float]:
-    """Metrics of a step under the names of other asynchronous trainers.
-
-    Args:
-        line: the metrics of the step, `step` and `version` among them; without `ledger/...` where nothing is generated.
-        samples_per_prompt: samples of a group.
-    """
-    aliases = {alias: float(line[name]) for alias, name in ALIASES.items() if name in line}
-    if "ledger/submitted" in line:
-        failed, stale = line.get("ledger/dropped_generation_failed", 0.0), line.get("ledger/dropped_stale", 0.0)
-        generated = line["ledger/submitted"] - line["ledger/in_flight"] - failed
-        aliases["generation_errors"] = failed
-        aliases["total_generated_samples"] = generated * samples_per_prompt
-        aliases["dropped_stale_samples"] = stale * samples_per_prompt
-    if "sync_failures" in line:
-        aliases["param_sync_count"] = line["version"] + 1.0
-        aliases["param_sync_requests"] = line["version"] + 1.0 + line["sync_failures"]
-    return aliases
+def with_aliases(metrics: Mapping[str, float]) -> dict[str, float]:
+    """`metrics` and, for metrics with an alias, the same value under that name."""
+    return {**{alias: metrics[name] for alias, name in ALIASES.items() if name in metrics}, **metrics}
 
 
 def undocumented(names: Iterable[str]) -> list[str]:
@@ -245,8 +230,8 @@ ALIAS_HEAD = """
 ## Aliases
 
 The names of these metrics in other asynchronous trainers. `param_sync_count`, `param_sync_requests`, `sync_failures`,
-`total_generated_samples`, `generation_errors`, `dropped_stale_samples`, `avg_sample_age` and `stale_samples_ratio` are
-names of those trainers too; they are described above, because no other metric equals them.
+`total_generated_samples`, `generation_errors`, `dropped_stale_samples`, `avg_sample_age`, `max_sample_age` and
+`stale_samples_ratio` are names of those trainers; they are described above, because no other metric equals them.
 
 | name | same as |
 |---|---|

@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 from roll.configs.load import PIPELINES
-from roll.configs.model_config import ARCHITECTURES
 from roll.configs.reference import PATH, render
 from roll.configs.roles import TEMPLATES
 from roll.configs.schema import known_keys
@@ -27,12 +26,6 @@ def test_template_names_agree_with_the_registry() -> None:
     from roll.datasets.templates import BUILT_IN
 
     assert set(TEMPLATES) == {"native", "none", *BUILT_IN}
-
-
-def test_architecture_names_agree_with_the_registry() -> None:
-    from roll.models.hf_config import ARCHITECTURES as BUILDABLE
-
-    assert set(ARCHITECTURES) == set(BUILDABLE)
 
 
 def test_options_of_the_installed_engine_are_found() -> None:

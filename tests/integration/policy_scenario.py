@@ -27,7 +27,7 @@ def one_step_of_each_variant(context: RankContext) -> None:
         data = _shard(arguments["batch"], strategy.coordinates.data, context.layout.data)
         data.meta_info |= {"loss": "policy", "loss_config": loss_config, "temperature": arguments["temperature"]}
         metrics = strategy.train_step(data)
-        weights = {name: tensor.clone() for name, tensor in strategy.weights()}
+        weights = {name: tensor.clone() for name, tensor in strategy.weights.full_tensors()}
         context.results[variant] = {"grad_norm": metrics["grad_norm"], "loss": metrics["loss"], "weights": weights}
         strategy.shutdown()
 

@@ -6,8 +6,6 @@ import json
 import sys
 from pathlib import Path
 
-from roll.distributed.dispatch import Dispatch
-
 from roll.distributed.infer_worker import InferWorker
 from roll.distributed.worker import register
 from roll.rollout.types import GenerateRequest, GenerateResult
@@ -16,7 +14,7 @@ from roll.rollout.types import GenerateRequest, GenerateResult
 class RecordingInferWorker(InferWorker):
     """Appends the log-probs of every response to `generated-<rank>.jsonl` in the run's folder."""
 
-    @register(dispatch=Dispatch.ALL_TO_ALL)
+    @register()
     async def generate(self, requests: list[GenerateRequest]) -> list[GenerateResult]:
         results = await super().generate(requests)
         with generated_by(Path(self.pipeline_config.output_dir), self.rank.rank).open("a") as file:
@@ -33,7 +31,7 @@ def main() -> int:
     from roll.cli import main as roll
     from roll.pipeline import session
 
-    session.WORKERS["sglang"] = RecordingInferWorker
+    session.InferWorker = RecordingInferWorker  # type: ignore[misc]
     return roll(sys.argv[1:])
 
 

@@ -19,17 +19,19 @@ from collections import defaultdict
 from typing import Any
 
 import ray
-from roll.distributed.garbage import unfreeze_heap
-from roll.distributed.placement import Seat
 
 from roll.cli import main as roll
-from roll.configs.pipeline import BaseConfig
-from roll.distributed.cluster import CLOSE_TIMEOUT_S, Cluster, process_environment
+from roll.configs.pipeline import BaseConfig, RLConfig
+from roll.configs.roles import ActorInferConfig, MegatronRoleConfig
+from roll.distributed import infer_worker
+from roll.distributed.cluster import CLOSE_TIMEOUT_S, Cluster, WorkerT
 from roll.distributed.infer_worker import InferWorker
-from roll.distributed.resources import ResourceManager, start_ray
-from roll.distributed.strategy import sglang_strategy
+from roll.distributed.processes import gc_unfreeze, log_file, print_to, process_environment
+from roll.distributed.remote_call import Failure
+from roll.distributed.resources import DeviceSlot, ResourceManager, start_ray
 from roll.distributed.strategy.sglang_engine import Engine
 from roll.distributed.train_worker import TrainWorker
+from roll.distributed.worker import WorkerRank
 
 DEVICES = 16
 """CPU slots of the Ray session: enough for every run."""
@@ -55,48 +57,54 @@ class KeptResources(ResourceManager):
         """The next run needs the devices."""
 
 
-class KeptCluster(Cluster):
-    """Takes processes that an earlier run has left on the same devices, and leaves its own to the next."""
+class KeptCluster(Cluster[WorkerT]):
+    """Reuses processes of an earlier run with the same devices, and leaves its own to the next run."""
 
     idle: defaultdict[Any, list[Any]] = defaultdict(list)
 
-    def _start(self, rank: int, seat: Seat) -> Any:
-        idle = self.idle[self._key(seat)]
-        return idle.pop() if idle else super()._start(rank, seat)
+    def _start(self, rank: int, slot: DeviceSlot) -> Any:
+        idle = self.idle[self._key(rank, slot)]
+        return idle.pop() if idle else super()._start(rank, slot)
 
-    def _key(self, seat: Seat) -> Any:
-        environment = (
-            process_environment(self._pipeline_config, self._resources.threads(seat)) | self.config.system_envs
-        )
+    def _key(self, rank: int, slot: DeviceSlot) -> Any:
+        environment = process_environment(self._pipeline_config, self._resources.threads(slot))
         return (
             self._worker_cls.concurrent,
-            seat.devices,
-            self._resources.cores(seat),
-            tuple(sorted(environment.items())),
+            rank,
+            slot.devices,
+            self._resources.cores(slot),
+            tuple(sorted((environment | self.config.system_envs).items())),
         )
 
     def shutdown(self) -> None:
-        """Closes the workers; a process that does not answer is ended."""
+        """Closes the workers; a process whose worker does not close is killed."""
         if self._ended:
             return
         self._ended = True
-        for seat, actor in zip(self._seats, self._actors, strict=True):
+        closing = [actor.call.remote("close", False) for actor in self._actors]
+        for rank, (actor, answer) in enumerate(zip(self._actors, closing, strict=True)):
             try:
-                ray.get(actor.call.remote("close", False), timeout=CLOSE_TIMEOUT_S)
+                closed = not isinstance(ray.get(answer, timeout=CLOSE_TIMEOUT_S), Failure)
             except ray.exceptions.RayError:
-                ray.kill(actor)
+                closed = False
+            if closed:
+                self.idle[self._key(rank, self._slots[rank])].append(actor)
             else:
-                self.idle[self._key(seat)].append(actor)
+                ray.kill(actor)
 
 
 class KeptTrainWorker(TrainWorker):
-    """Leaves its process group at the end, which a process that is killed need not do."""
+    """Frees its model and leaves its process group in `close`, since its process goes on."""
+
+    def __init__(self, rank: WorkerRank, config: MegatronRoleConfig, pipeline_config: BaseConfig) -> None:
+        print_to(log_file(pipeline_config, rank.name))
+        super().__init__(rank, config, pipeline_config)
 
     def close(self) -> None:
-        if self._strategy is not None:
-            self._strategy.shutdown()
-        self._strategy = self._broadcast = self._shared = None
-        unfreeze_heap()
+        if self._infer_strategy is not None:
+            self._infer_strategy.shutdown()
+        vars(self).clear()
+        gc_unfreeze()
         gc.collect()
 
 
@@ -145,13 +153,14 @@ class KeptEngine(Engine):
 class KeptInferWorker(InferWorker):
     """Runs a KeptEngine."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        sglang_strategy.Engine = KeptEngine  # type: ignore[misc]
+    def __init__(self, rank: WorkerRank, config: ActorInferConfig, pipeline_config: RLConfig) -> None:
+        print_to(log_file(pipeline_config, rank.name))
+        super().__init__(rank, config, pipeline_config)
+        infer_worker.Engine = KeptEngine  # type: ignore[misc]
 
     def close(self) -> None:
         super().close()
-        unfreeze_heap()
+        gc_unfreeze()
 
 
 def serve() -> None:
@@ -159,7 +168,7 @@ def serve() -> None:
     from roll.pipeline import session
 
     session.Cluster, session.ResourceManager = KeptCluster, KeptResources  # type: ignore[misc]
-    session.WORKERS |= {"megatron_train": KeptTrainWorker, "megatron_infer": KeptTrainWorker, "sglang": KeptInferWorker}
+    session.TrainWorker, session.InferWorker = KeptTrainWorker, KeptInferWorker  # type: ignore[misc]
     session.stop_ray = lambda: None
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     start_ray(BaseConfig(), "cpu", DEVICES)

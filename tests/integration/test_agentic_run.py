@@ -209,11 +209,11 @@ def test_a_run_killed_in_mid_episode_leaves_nothing_and_goes_on_as_if_it_had_not
     code, output = shared_runs.run(agentic(inputs, whole, **keys))
     assert code == 0, output
     config = agentic(inputs, broken, **keys)
-    first = start(config)
+    first = start(config, "async_training.rollouter=actor")  # SIGTERM must end the rollouter's process too
     wait_for_line(broken, 3)
     first.send_signal(signal.SIGTERM)
     code, output = finish(first)
-    assert code == 130 and "go on from the last checkpoint" in output
+    assert code == 130 and "continue from the last checkpoint" in output
     assert json.loads((broken / "run" / "run.json").read_text())["summary"]["status"] == "failed"
     assert_nothing_is_left(broken)
     code, output = shared_runs.run(config, "resume_from_checkpoint=true")

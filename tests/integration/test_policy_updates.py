@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from roll.configs.worker import WorkerConfig
 
 from roll.algorithms.policy_losses import PolicyLossConfig
 from roll.configs.parallel_layout import ParallelLayout
 from roll.configs.pipeline import RLVRConfig
+from roll.configs.roles import ActorTrainConfig
 from roll.models.tiny import write_tiny_model
 from tests.integration.megatron_scenario import PROMPT, SAMPLES, WIDTH, token_batch
 from tests.integration.policy_scenario import RATE
@@ -109,7 +109,7 @@ def steps(rank_pool: RankPool, model_folder: Path, batch: Tensors, tmp_path_fact
     scenario = "tests.integration.policy_scenario:one_step_of_each_variant"
     configs = {
         variant: PolicyLossConfig.from_config(
-            RLVRConfig(async_generation_ratio=1, actor_train=WorkerConfig(pg_variant=variant))
+            RLVRConfig(async_generation_ratio=1, actor_train=ActorTrainConfig(pg_variant=variant))
         )
         for variant in VARIANTS
     }

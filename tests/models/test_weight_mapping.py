@@ -4,7 +4,7 @@ import torch
 from roll.models.hf_config import decoder_config
 from roll.models.weight_mapping import (
     EMBEDDING,
-    FAMILIES,
+    LAYER,
     GatedPair,
     GroupedQKV,
     InputSplit,
@@ -70,7 +70,7 @@ def test_pipeline_stages_together_have_all_rules():
     whole = stage_rules(CONFIG, 0, 4, first=True, last=True)
     halves = stage_rules(CONFIG, 0, 2, True, False) + stage_rules(CONFIG, 2, 2, False, True)
     assert [rule.hf for rule in whole] == [rule.hf for rule in halves]
-    assert len(whole) == 3 + 4 * len(FAMILIES["llama"])
+    assert len(whole) == 3 + 4 * len(LAYER)
 
 
 def test_the_last_stage_has_a_copy_of_tied_embeddings():

@@ -46,7 +46,9 @@ def test_prompts_of_which_none_fits_are_reported_with_role_and_file(tmp_path: Pa
     assert str(caught.value).startswith(f"actor_train ({file}): prompt_length: all 1 prompts are longer than 24 tokens")
 
 
-def test_too_few_prompts_for_a_batch_are_reported(tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_too_few_prompts_for_a_batch_are_reported(
+    tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     file = jsonl(tmp_path, row(1))
     given = (f"pretrain={model}", f"actor_train.data_args.file_name={file}", "eval_steps=0")
     pipeline = RLVRPipeline(rlvr(tmp_path, *given))

@@ -31,7 +31,9 @@ def by_member(*texts: str | None) -> Any:
     return lambda request: texts[member(request)]
 
 
-async def run_and_check(setup: Setup, groups: list[Group], group_size: int, redundancy: int = 0, lockstep: bool = False):
+async def run_and_check(
+    setup: Setup, groups: list[Group], group_size: int, redundancy: int = 0, lockstep: bool = False
+):
     """Runs groups, either way, and checks that nothing is left."""
     try:
         return await run_groups(setup, groups, group_size, redundancy, lockstep)

@@ -37,7 +37,7 @@ def test_metrics_of_a_batch():
     assert metrics["env/Near/num_actions"] == 2 and metrics["env/Far/letters"] == 8
     assert metrics["staleness/max"] == 2 and metrics["staleness/mean"] == pytest.approx((1 + 1 + 2) / 3)
     assert metrics["staleness/token_mean"] == pytest.approx((4 + 0 + 1 + 6) / 12)
-    assert metrics["avg_sample_age"] == 1.5 and metrics["stale_samples_ratio"] == 0.5
+    assert metrics["avg_sample_age"] == 1.5 and metrics["max_sample_age"] == 2 and metrics["stale_samples_ratio"] == 0.5
 
 
 def test_metrics_without_a_value_are_left_out():

@@ -96,15 +96,18 @@ def normalize_aliases(tree: Mapping[str, Any], source: str, notes: list[Problem]
         if not isinstance(section, Mapping) or key not in section:
             continue
         target_head, _, target_key = target.rpartition(".")
-        there = moved.get(target_head) if target_head else moved
-        if isinstance(there, Mapping) and any(RENAMED_KEYS.get(name, name) == target_key for name in there):
+        target_section = moved.get(target_head) if target_head else moved
+        if isinstance(target_section, Mapping) and any(
+            RENAMED_KEYS.get(name, name) == target_key for name in target_section
+        ):
             raise ConfigError([_two_spellings(path, target)], source)
-        if target_head and not isinstance(there or {}, Mapping):
-            raise ConfigError([Problem(target_head, f"{there!r} is not {SECTION}")], source)
+        if target_head and not isinstance(target_section or {}, Mapping):
+            raise ConfigError([Problem(target_head, f"{target_section!r} is not {SECTION}")], source)
         value, note = _moved_value(path, target, section[key], source)
         notes.append(note)
         moved = _set(_without(moved, head, key), target_head, target_key, value)
-    return _renamed(moved, source)
+    renamed: Tree = _renamed(moved, source)
+    return renamed
 
 
 def _two_spellings(path: str, ours: str) -> Problem:

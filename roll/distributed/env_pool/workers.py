@@ -15,10 +15,9 @@ import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from roll.distributed.cluster import descendants, end
 from roll.distributed.env_pool.server import EnvActor
 from roll.distributed.env_pool.types import EnvWorker, EnvWorkerError
-from roll.distributed.processes import END_TIMEOUT_S, thread_environment
+from roll.distributed.processes import END_TIMEOUT_S, descendants, end, thread_environment
 from roll.distributed.rpc_batching import rpc_client
 
 logger = logging.getLogger(__name__)

@@ -32,6 +32,7 @@ class WeightReceiver(Worker):
     it was aborted. An engine that started on dummy weights has stale weights from the start.
     """
 
+    config: ActorInferConfig
     pipeline_config: RLConfig
 
     def __init__(self, rank: WorkerRank, config: ActorInferConfig, pipeline_config: RLConfig) -> None:

@@ -99,6 +99,8 @@ class WeightSender(Worker):
     `stages` is the plan of all pipeline stages: the buckets of each. A rank reads the buckets of its own stage.
     """
 
+    config: MegatronRoleConfig
+
     def __init__(self, rank: WorkerRank, config: MegatronRoleConfig, pipeline_config: BaseConfig) -> None:
         super().__init__(rank, config, pipeline_config)
         self._model_weights: MegatronWeights | None = None

@@ -7,9 +7,9 @@ from functools import partial
 
 from roll.configs.agentic import AgenticConfig
 from roll.datasets.templates import ConversationEncoder
-from roll.distributed.cluster import log_file, process_environment
 from roll.distributed.env_pool.pool import EnvPool
 from roll.distributed.env_pool.types import EnvSpec
+from roll.distributed.processes import log_file, process_environment
 from roll.envs import make_env
 from roll.pipeline.agentic.agentic_worker import AgenticWorker
 from roll.pipeline.agentic.episode import Task

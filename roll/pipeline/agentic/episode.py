@@ -11,6 +11,7 @@ from roll.datasets.templates import ConversationEncoder
 from roll.distributed.env_pool.pool import EnvHandle, EnvPool
 from roll.distributed.env_pool.types import EnvSpec
 from roll.envs.base import Aggregation, episode_metrics, metrics_without_action
+from roll.rollout.ledger import GENERATION_FAILED
 from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams, Trajectory
 
 
@@ -126,12 +127,10 @@ class Episode:
         """
         assert self._env is not None, "begin comes first"
         if result.finish_reason == "abort":
-            raise EpisodeFailed(
-                "generation_failed", f"{request.request_id}: {result.error or 'generation was aborted'}"
-            )
+            raise EpisodeFailed(GENERATION_FAILED, f"{request.request_id}: {result.error or 'generation was aborted'}")
         if not result.response_ids:
             raise EpisodeFailed(
-                "generation_failed", f"{request.request_id}: the response is empty, without even a stop token"
+                GENERATION_FAILED, f"{request.request_id}: the response is empty, without even a stop token"
             )
         trajectory = self.trajectory
         turn = trajectory.add_response(request.prompt_ids, result, self._observation, text)

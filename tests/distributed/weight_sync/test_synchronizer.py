@@ -153,7 +153,7 @@ def test_engines_resume_only_after_a_complete_attempt(faults: Faults, retries: i
         ("begin", "the engines are paused and not serving"),
     ],
 )
-def test_the_error_states_whether_the_engines_were_changed(step: str, state: str) -> None:
+def test_the_error_tells_whether_the_engines_were_changed(step: str, state: str) -> None:
     error, _, _ = updated(World([(step, "raise")]), retries=0)
     assert state in str(error)
 
@@ -182,4 +182,5 @@ def test_a_step_that_hangs_is_ended_by_the_deadline_and_named(step: str, monkeyp
 def test_failed_attempts_are_counted_in_the_metrics() -> None:
     report, _, _ = updated(World([("transfer", "raise")]), updates=2)
     assert isinstance(report, UpdateReport)
-    assert report.metrics()["sync_failures"] == 1
+    metrics = report.metrics()
+    assert metrics["sync_failures"] == 1
