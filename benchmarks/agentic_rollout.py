@@ -28,8 +28,8 @@ GROUPS, GROUP_SIZE, CONCURRENT_GROUPS, REPEATS = 24, 8, 8, 2
 STEPS, WARM_UP_STEPS = 10, 2
 STOP_STRINGS = ["a", "b"]
 """The model draws all tokens with about the same probability, so an answer has 86 tokens on average, and one in a
-hundred has four times as many. Shorter answers leave less to gain: with 43 tokens lockstep loses a fourth, with 20
-almost nothing.
+hundred has four times as many. Shorter answers reduce the difference: with 43 tokens lockstep is a fourth slower, with
+20 hardly.
 """
 EPISODE_END = 0.2
 """Probability that an action ends the episode: episodes have 5 actions on average, and at most `max_steps`."""

@@ -65,7 +65,7 @@ def workloads() -> dict[str, list[int]]:
 
 def run_engine(commands: Connection, attention: str, folder: str) -> None:
     """Process of one engine: measures each list of lengths it receives, until None."""
-    os.environ["OMP_NUM_THREADS"] = "1"  # an engine beside a trainer has one core, and idle threads would spin
+    os.environ["OMP_NUM_THREADS"] = "1"  # as next to a trainer, where idle threads would spin on its core
     asyncio.run(_run_engine(commands, attention, folder))
 
 

@@ -25,7 +25,7 @@ ORDER = [
 ]
 """A folder imports from those above it and from its own."""
 
-ABOVE_THE_LINE = ORDER[: ORDER.index("platforms")]
+ENGINE_FREE = ORDER[: ORDER.index("platforms")]
 """Tested in milliseconds: no engine and no cluster is imported there."""
 
 ENGINES = {"ray", "sglang", "megatron"}
@@ -63,7 +63,7 @@ def imported(path: Path, at_run_time: bool = False) -> Iterator[tuple[int, str]]
             yield node.lineno, node.module
 
 
-def test_every_folder_has_a_place_in_the_order() -> None:
+def test_every_folder_is_in_the_import_order() -> None:
     assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} <= set(ORDER)
 
 
@@ -91,11 +91,11 @@ def test_only_the_command_line_imports_tools() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_nothing_above_the_line_imports_an_engine() -> None:
+def test_folders_before_platforms_import_no_engine() -> None:
     wrong = [
         f"{path.relative_to(ROOT)}:{line} imports {module}"
         for path in files()
-        if folder_of(path) in ABOVE_THE_LINE
+        if folder_of(path) in ENGINE_FREE
         for line, module in imported(path)
         if module.split(".")[0] in ENGINES
     ]
@@ -150,6 +150,6 @@ def test_modules_classes_and_longer_public_functions_have_docstrings() -> None:
     assert not missing, "\n".join(missing)
 
 
-def test_every_folder_has_an_init_that_says_what_lives_there() -> None:
+def test_every_folder_has_an_init_with_a_docstring() -> None:
     folders = {path.parent for path in files()}
     assert {folder for folder in folders if not (folder / "__init__.py").exists()} == set()

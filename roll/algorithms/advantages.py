@@ -1,7 +1,7 @@
 """From scores to advantages (`adv_estimator`), computed over the global batch.
 
 `compute_advantages` clips and whitens the scores, calls the estimator, and whitens and clips its advantages. An
-estimator is one function registered in ADV_ESTIMATORS; those that use the turns of a trajectory are defined in
+estimator is one function registered in ADV_ESTIMATORS; estimators that use the turns of a trajectory are in
 `roll.algorithms.turn_advantages`.
 
 R is the sum of a response's token rewards: its score, minus the KL penalty of its tokens if there is one. For
@@ -11,7 +11,7 @@ trajectories R is that of the trajectory, which counts once in all statistics ev
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -29,34 +29,26 @@ from roll.algorithms.turn_advantages import (
     gigpo,
     step_reinforce,
 )
-from roll.configs.agentic import AgenticConfig, RewardNormalization
+from roll.configs.agentic import AgenticOptions, RewardNormalization
 from roll.configs.pipeline import RLConfig
+from roll.configs.policy import AdvantageOptions, KLOptions, options_of
 
 
-@dataclass(frozen=True)
-class AdvantageConfig:
-    """Settings of the advantages: the YAML keys of the same names, with their defaults."""
+@dataclass
+class AdvantageConfig(AdvantageOptions):
+    """Settings of the advantages: the YAML keys of `AdvantageOptions`, of the token KL, and of turns."""
 
-    adv_estimator: str = RLConfig.adv_estimator
-    grpo_norm_by_std: bool = RLConfig.grpo_norm_by_std
-    norm_mean_type: str | None = RLConfig.norm_mean_type
-    norm_std_type: str | None = RLConfig.norm_std_type
-    gamma: float = RLConfig.gamma
-    reward_clip: float | None = RLConfig.reward_clip
-    advantage_clip: float | None = RLConfig.advantage_clip
-    whiten_rewards: bool = RLConfig.whiten_rewards
-    whiten_advantages: bool = RLConfig.whiten_advantages
-    add_token_level_kl: bool = RLConfig.add_token_level_kl
-    kl_penalty: str = RLConfig.kl_penalty
+    add_token_level_kl: bool = KLOptions.add_token_level_kl
+    kl_penalty: str = KLOptions.kl_penalty
     reward_normalization: RewardNormalization = field(default_factory=RewardNormalization)
-    episode_reward_weight: float = AgenticConfig.episode_reward_weight
-    step_reward_weight: float = AgenticConfig.step_reward_weight
-    step_reward_gamma: float = AgenticConfig.step_reward_gamma
+    episode_reward_weight: float = AgenticOptions.episode_reward_weight
+    step_reward_weight: float = AgenticOptions.step_reward_weight
+    step_reward_gamma: float = AgenticOptions.step_reward_gamma
 
     @classmethod
     def from_config(cls, config: RLConfig) -> AdvantageConfig:
         """The settings of a run; a run without turns has the defaults for the keys of turns."""
-        return cls(**{item.name: getattr(config, item.name) for item in fields(cls) if hasattr(config, item.name)})
+        return cls(**options_of(cls, config))
 
 
 @dataclass(frozen=True)
@@ -116,9 +108,9 @@ def return_to_go(rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor
     returns = torch.zeros_like(rewards)
     following = rewards.new_zeros(rewards.shape[0])
     for t in range(rewards.shape[1] - 1, -1, -1):
-        here = response_mask[:, t].bool()
-        following = torch.where(here, rewards[:, t] + gamma * following, following)
-        returns[:, t] = torch.where(here, following, 0.0)
+        sampled = response_mask[:, t].bool()
+        following = torch.where(sampled, rewards[:, t] + gamma * following, following)
+        returns[:, t] = torch.where(sampled, following, 0.0)
     return returns
 
 

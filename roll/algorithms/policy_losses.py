@@ -8,8 +8,8 @@ the correction weights and the mask and aggregates the result; values outside th
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,9 +17,9 @@ from torch import Tensor
 from roll.algorithms.aggregation import masked, masked_sum
 from roll.algorithms.kl import LOG_RATIO_CLAMP
 from roll.algorithms.registry import Registry
-from roll.configs.agentic import AgenticConfig
+from roll.configs.agentic import AgenticOptions
 from roll.configs.pipeline import RLConfig
-from roll.configs.policy import PolicyOptions, proximal_source, ratio_base
+from roll.configs.policy import PolicyOptions, options_of, proximal_source, ratio_base
 
 
 @dataclass
@@ -36,18 +36,16 @@ class PolicyLossConfig(PolicyOptions):
     old_log_probs_source: Literal["auto", "behavior", "recompute"] = "recompute"
     pg_ratio_base: Literal["auto", "behavior", "proximal"] = "proximal"
     pg_variant: str = field(kw_only=True)
-    ratio_type: Literal["token", "segment", "sequence"] = AgenticConfig.ratio_type
+    ratio_type: Literal["token", "segment", "sequence"] = AgenticOptions.ratio_type
 
     @classmethod
     def from_config(cls, config: RLConfig) -> PolicyLossConfig:
         """The settings of a run."""
-        shared: dict[str, Any] = {
-            item.name: getattr(config, item.name) for item in fields(cls) if hasattr(config, item.name)
-        }
         variant = config.actor_train.pg_variant
         source = proximal_source(config, variant, config.async_generation_ratio)
         base = ratio_base(config, variant, source)
-        return cls(**shared | {"pg_variant": variant, "old_log_probs_source": source, "pg_ratio_base": base})
+        resolved = {"pg_variant": variant, "old_log_probs_source": source, "pg_ratio_base": base}
+        return cls(**options_of(cls, config) | resolved)
 
     @property
     def needs_entropy_gradient(self) -> bool:

@@ -211,7 +211,7 @@ class CustomEnvConfig:
         None, "Longest text of one turn in tokens; default: the pipeline's max_tokens_per_step.", ge=1
     )
     agent_system_template: str | None = option(
-        SYSTEM_TEMPLATE, "System message, null for none; may hold {env_instruction}.", parse=system_template
+        SYSTEM_TEMPLATE, "System message, null for none; may contain {env_instruction}.", parse=system_template
     )
     agent_template: str = option(
         TURN_TEMPLATE,
@@ -221,7 +221,7 @@ class CustomEnvConfig:
         parse=turn_template,
     )
     env_manager_cls: SampleBy | None = option(
-        None, "traj or step; one for all, default: the pipeline's sample_by.", parse=env_manager
+        None, "traj or step, the same for all entries; default: the pipeline's sample_by.", parse=env_manager
     )
 
 

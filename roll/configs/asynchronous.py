@@ -93,8 +93,8 @@ class AsyncTrainingConfig:
     )
     rollouter: Literal["auto", "actor", "inline"] = option(
         "auto",
-        "Where generation is driven: in its own process beside training (actor), or inline, batch by batch. "
-        "auto: actor when async_generation_ratio is above 0.",
+        "Where generation is driven: in its own process, concurrently with training (actor), or inline, batch by "
+        "batch. auto: actor when async_generation_ratio is above 0.",
     )
     rollouter_class: str | None = option(None, "`module:Class`, a subclass of roll.pipeline.rollouter.Rollouter.")
     trainer_class: str | None = option(None, "`module:Class`, a subclass of roll.pipeline.learner.RLLearner.")
@@ -129,6 +129,6 @@ class AsyncOptions:
 
     @property
     def runs_in_background(self) -> bool:
-        """Whether generation is driven by its own process, beside training."""
+        """Whether generation is driven by its own process, concurrently with training."""
         kind = self.async_training.rollouter
         return self.async_generation_ratio > 0 if kind == "auto" else kind == "actor"

@@ -51,8 +51,8 @@ def _fill_in_lengths(config: BaseConfig) -> list[Problem]:
         return [Problem("response_length", "is not given; write response_length, the longest response in tokens")]
     if response is None and sequence is not None:
         if sequence <= prompt:
-            advice = f"leaves no room for a response after prompt_length {prompt}; use more than {prompt}"
-            return [Problem("sequence_length", f"{sequence} {advice}")]
+            hint = f"leaves no room for a response after prompt_length {prompt}; use more than {prompt}"
+            return [Problem("sequence_length", f"{sequence} {hint}")]
         response = sequence - prompt
     if sequence is not None and response is not None and sequence != prompt + response:
         total = f"prompt_length {prompt} + response_length {response} = {prompt + response}"
@@ -130,9 +130,9 @@ def _fill_in_turn_lengths(config: AgenticConfig) -> list[Problem]:
     if config.max_tokens_per_step is None:
         config.max_tokens_per_step = sampling.max_new_tokens
     if config.max_tokens_per_step is None and (None in limits or not limits):
-        advice = "write the longest text of one turn in tokens, such as 128"
+        hint = "write the longest text of one turn in tokens, such as 128"
         other = "actor_infer.generating_args.max_new_tokens"
-        problems.append(Problem("max_tokens_per_step", f"is not given, and neither is {other}; {advice}"))
+        problems.append(Problem("max_tokens_per_step", f"is not given, and neither is {other}; {hint}"))
     if problems:
         return problems
     assert config.sequence_length is not None

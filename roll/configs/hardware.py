@@ -97,12 +97,14 @@ def check_nodes(config: BaseConfig, devices_per_node: int, report: Report) -> No
             nodes = sorted({rank // devices_per_node for rank in group})
             if len(nodes) == 1:
                 continue
-            spread = f"devices {spans(group)} are on nodes {spans(nodes)} ({devices_per_node} devices per node)"
+            placement = f"devices {spans(group)} are on nodes {spans(nodes)} ({devices_per_node} devices per node)"
             if isinstance(worker, MegatronRoleConfig):
-                report.warn(f"{role}.device_mapping", f"a tensor-parallel group spans nodes and will be slow: {spread}")
+                report.warn(
+                    f"{role}.device_mapping", f"a tensor-parallel group spans nodes and will be slow: {placement}"
+                )
             else:
                 report.error(
-                    f"{role}.device_mapping", f"an engine must be on one node: {spread}; lower num_gpus_per_worker"
+                    f"{role}.device_mapping", f"an engine must be on one node: {placement}; lower num_gpus_per_worker"
                 )
             break
 

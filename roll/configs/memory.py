@@ -10,10 +10,7 @@ from dataclasses import dataclass
 
 from roll.configs.model_config import ModelShape
 from roll.configs.pipeline import BaseConfig, RLConfig
-from roll.configs.roles import ActorInferConfig, ActorTrainConfig, MegatronRoleConfig
-
-DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-"""Bytes of one number."""
+from roll.configs.roles import DTYPE_BYTES, ActorInferConfig, ActorTrainConfig, MegatronRoleConfig
 
 HEAD_BYTES = 64 * 2**20
 """Logits of one chunk of tokens in fp32: the output head never keeps those of all tokens."""
@@ -102,13 +99,13 @@ def _activations(config: BaseConfig, worker: ActorTrainConfig, shape: ModelShape
     layout, megatron = worker.layout, worker.strategy_args.strategy_config
     size, tensor = DTYPE_BYTES[worker.model_args.dtype], layout.tensor
     tokens = _training_tokens(config, worker)
-    spread = tensor if megatron.sequence_parallel else 1
+    sequence_parallel = tensor if megatron.sequence_parallel else 1
     query, kv = shape.query_width(tensor), shape.kv_width(tensor)
-    per_layer = 4 * shape.hidden // spread + 3 * query + 3 * kv + 4 * shape.intermediate // tensor
+    per_layer = 4 * shape.hidden // sequence_parallel + 3 * query + 3 * kv + 4 * shape.intermediate // tensor
     layers = shape.layers // layout.pipeline
     in_flight = min(layout.pipeline - stage, worker.training_args.gradient_accumulation_steps)
     if megatron.recompute_granularity == "full":
-        kept = shape.hidden // spread
+        kept = shape.hidden // sequence_parallel
         values = tokens * (layers * in_flight * kept + per_layer)
         inputs = f"{layers} layers x {in_flight} in flight x {kept:,}"
         formula = f"{tokens:,} tokens x ({inputs} + one layer {per_layer:,}) x {size} B"

@@ -223,11 +223,6 @@ class ModelShape:
         norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
         return matrices + norms + (qkv if self.qkv_bias else 0)
 
-    def total_parameters(self) -> int:
-        """Parameters of the model as published: no padding, tied weights once."""
-        embeddings = self.vocabulary * self.hidden * (1 if self.tied else 2)
-        return embeddings + self.layers * self.layer_parameters() + self.hidden
-
     def stage_parameters(self, stage: int, stages: int, tensor: int) -> int:
         """Parameters of one rank of one pipeline stage; with tied weights and several stages the last keeps a copy."""
         count = self.layers // stages * self.layer_parameters(tensor)

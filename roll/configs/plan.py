@@ -278,12 +278,12 @@ def _agentic_lines(config: AgenticConfig) -> list[Line]:
 def _manager_lines(suffix: str, manager: EnvManagerConfig) -> list[Line]:
     """Environments at a time and their processes; `suffix` distinguishes validation from training."""
     count, limit = manager.environments, manager.max_env_num_per_worker
-    shares = ", ".join(f"{part} {tag}" for tag, part in zip(manager.tags, manager.num_groups_partition, strict=True))
+    groups = ", ".join(f"{part} {tag}" for tag, part in zip(manager.tags, manager.num_groups_partition, strict=True))
     members = f"({manager.group_size} group_size + {manager.group_size_redundancy} group_size_redundancy)"
     processes = f"{count} environments / {limit} max_env_num_per_worker, rounded up"
     return [
         Line(
-            f"environments at a time{suffix}", count, f"{manager.num_env_groups} num_env_groups ({shares}) x {members}"
+            f"environments at a time{suffix}", count, f"{manager.num_env_groups} num_env_groups ({groups}) x {members}"
         ),
         Line(
             f"environment processes{suffix}",

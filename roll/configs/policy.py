@@ -22,10 +22,10 @@ ADV_ESTIMATORS = (
 """Values of `adv_estimator`; the registry of roll.algorithms agrees with it."""
 
 GROUP_ESTIMATORS = ("grpo", "rloo", "lite_ppo", "reinforce_plus_plus_baseline")
-"""Those that compare a response with the others to its prompt and give all its tokens one advantage."""
+"""Estimators that compare a response with the others to its prompt and give all its tokens the same advantage."""
 
 WHITENING_ESTIMATORS = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
-"""Those that whiten advantages by definition."""
+"""Estimators that whiten advantages by definition."""
 
 PG_VARIANTS = ("ppo", "vanilla", "tis", "topr", "cispo", "kimi15", "gspo", "decoupled_ppo")
 """Values of `pg_variant`; the registry of roll.algorithms agrees with it."""
@@ -203,7 +203,8 @@ class PolicyOptions(KLOptions):
         "proximal for decoupled_ppo, and follows old_log_probs_source for the others.",
     )
     correction: CorrectionOptions = option(
-        factory=CorrectionOptions, help="Weights and rejection against the sampling policy, for any pg_variant."
+        factory=CorrectionOptions,
+        help="Importance weights and rejection against the sampling policy, for any pg_variant.",
     )
     pg_clip_low: float = option(0.2, "Ratio clip below 1.", gt=0, le=1, only_for=PPO)
     pg_clip_high: float = option(0.2, "Ratio clip above 1.", gt=0, only_for=PPO)
@@ -269,7 +270,7 @@ class AdvantageOptions:
     )
 
 
-VARIANT_KNOBS: dict[str, tuple[str, ...]] = {
+VARIANT_KEYS: dict[str, tuple[str, ...]] = {
     item.name: condition.variants
     for item in fields(PolicyOptions)
     for condition in item.metadata["only_for"]
@@ -287,7 +288,7 @@ def proximal_source(options: PolicyOptions, pg_variant: str, async_generation_ra
     """`old_log_probs_source` without auto: behavior or recompute.
 
     Stale samples need no recomputed log-probs unless the proximal policy must differ from the sampling one: for a
-    variant or base that requires it, for weights beside a ratio that would otherwise be the same one, or for
+    variant or base that requires it, for weights in addition to a ratio that would otherwise be the same, or for
     denominators that must be known before the loss.
     """
     if options.old_log_probs_source != "auto":

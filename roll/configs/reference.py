@@ -31,7 +31,7 @@ that work.
 
 Roles are `actor_train`, `actor_infer`, `reference` and `validation`; each has only the keys that it reads. Devices are
 global ranks; rank r is on node r // `num_devices_per_node`. Two roles with equal `device_mapping` share their devices,
-disjoint ones run side by side.
+roles on disjoint devices run concurrently.
 """
 
 
@@ -58,8 +58,8 @@ def _groups() -> dict[str, list[Key]]:
     """Every key once: those of a section under the name of the section, the others by the pipelines that have them."""
     keys = {key.path: key for root in PIPELINES.values() for key in known_keys(root) if section_of(key.hint)[0] is None}
     owners = {path: tuple(name for name, root in PIPELINES.items() if path in _paths(root)) for path in keys}
-    sharing = sorted(dict.fromkeys(owners.values()), key=len, reverse=True)
-    groups: dict[str, list[Key]] = {f"Keys of {_all_or(names)}": [] for names in sharing}
+    combinations = sorted(dict.fromkeys(owners.values()), key=len, reverse=True)
+    groups: dict[str, list[Key]] = {f"Keys of {_all_or(names)}": [] for names in combinations}
     groups |= {f"`{role}`": [] for role in ROLES}
     for path, key in keys.items():
         section = path.partition(".")[0]
@@ -82,8 +82,8 @@ def _pipelines(pipelines: tuple[str, ...]) -> str:
 def _row(key: Key) -> tuple[str, str, str, str]:
     metadata = key.field.metadata
     variants = [name for condition in metadata["only_for"] for name in condition.variants]
-    words = {"ge": "at least", "gt": "above", "le": "at most"}
-    bounds = " and ".join(f"{word} {metadata[name]:g}" for name, word in words.items() if metadata[name] is not None)
+    labels = {"ge": "at least", "gt": "above", "le": "at most"}
+    bounds = " and ".join(f"{label} {metadata[name]:g}" for name, label in labels.items() if metadata[name] is not None)
     allowed = describe(key.hint) + (f", {bounds}" if bounds else "")
     default = "a section" if is_dataclass(key.default) else f"`{json.dumps(key.default)}`"
     return f"`{key.path}`", allowed, default, ", ".join(variants) + (": " if variants else "") + metadata["help"]
@@ -102,8 +102,8 @@ def _spellings() -> Iterator[tuple[str, str]]:
     for other, name in MOVED_KEYS.items():
         if other not in MOVED_VALUES:
             yield f"`{other}`", f"`{name}`"
-        for value, here in MOVED_VALUES.get(other, {}).items():
-            yield f"`{other}: {json.dumps(value)}`", f"`{name}: {here}`"
+        for value, ours in MOVED_VALUES.get(other, {}).items():
+            yield f"`{other}: {json.dumps(value)}`", f"`{name}: {ours}`"
     yield (
         "`importance_sampling: true` with `is_clip_range: [0.5, 2.0]`",
         "`correction.weights: {level: token, mode: clamp, lower: 0.5, upper: 2.0}`",

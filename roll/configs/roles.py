@@ -15,6 +15,9 @@ ENGINES = ("megatron_train", "megatron_infer", "sglang")
 TORCH_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """torch's name of each value of `dtype`."""
 
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+"""Bytes of one number of each value of `dtype`; the plan of a run is made without torch."""
+
 TEMPLATES = ("native", "none", "chatml", "qwen2_5", "qwen3", "llama3")
 """Values of `data_args.template`; `roll.datasets.templates` defines them."""
 
@@ -105,7 +108,8 @@ class DataArguments:
         only_for=FILES_READ,
     )
     template: str = option(
-        "native", "Chat template: `native` is the tokenizer's own; `none` takes the prompt as it is; or one by name."
+        "native",
+        "Chat template: `native` is the tokenizer's own, `none` leaves the prompt unchanged, or a built-in one.",
     )
     id: str = option(
         "id", "Column of the prompt's identity; missing ids are made from the file and line.", only_for=COLUMNS_READ
@@ -256,8 +260,8 @@ ONE_DEVICE_PER_RANK = AbsentKey(
 class RoleConfig:
     """A role that owns devices; its ranks own those of `device_mapping` in order."""
 
-    absent: ClassVar[dict[str, AbsentKey]] = {}
-    """Keys of other roles -> why this one does not have them, where more can be said than which role has them."""
+    absent_keys: ClassVar[dict[str, AbsentKey]] = {}
+    """Keys of other roles -> why this role does not have them, where the reason is more than which role has them."""
 
     model_args: ModelArguments = option(factory=ModelArguments, help="The role's model.")
     strategy_args: StrategyArguments = option(factory=MegatronInferArguments, help="The role's engine.")
@@ -325,7 +329,7 @@ class MegatronRoleConfig(RoleConfig):
 class ActorTrainConfig(MegatronRoleConfig):
     """`actor_train`: the policy that is trained."""
 
-    absent: ClassVar[dict[str, AbsentKey]] = {
+    absent_keys: ClassVar[dict[str, AbsentKey]] = {
         "generating_args": AbsentKey("training samples are drawn by actor_infer.generating_args", is_error=True),
         "num_gpus_per_worker": ONE_DEVICE_PER_RANK,
     }
@@ -358,7 +362,7 @@ class ActorTrainConfig(MegatronRoleConfig):
 class ReferenceConfig(MegatronRoleConfig):
     """`reference`: the frozen model of the KL terms."""
 
-    absent: ClassVar[dict[str, AbsentKey]] = {
+    absent_keys: ClassVar[dict[str, AbsentKey]] = {
         "pg_variant": NO_POLICY_LOSS,
         "training_args": NO_OPTIMIZER,
         "num_gpus_per_worker": ONE_DEVICE_PER_RANK,
@@ -373,7 +377,7 @@ class ReferenceConfig(MegatronRoleConfig):
 class ActorInferConfig(RoleConfig):
     """`actor_infer`: the engines that generate, each on `num_gpus_per_worker` devices."""
 
-    absent: ClassVar[dict[str, AbsentKey]] = {
+    absent_keys: ClassVar[dict[str, AbsentKey]] = {
         "pg_variant": NO_POLICY_LOSS,
         "training_args": NO_OPTIMIZER,
         "data_args": AbsentKey("prompts are read by actor_train.data_args"),
@@ -398,7 +402,7 @@ class ActorInferConfig(RoleConfig):
 class ValidationConfig:
     """`validation`: data and sampling of validation, which runs on the engines of actor_infer."""
 
-    absent: ClassVar[dict[str, AbsentKey]] = {
+    absent_keys: ClassVar[dict[str, AbsentKey]] = {
         "pg_variant": NO_POLICY_LOSS,
         "training_args": NO_OPTIMIZER,
         "device_mapping": AbsentKey("validation generates on actor_infer's devices", is_error=True),

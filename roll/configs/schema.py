@@ -181,11 +181,11 @@ def value_at(config: Any, path: str) -> Any:
 
 
 def describe(hint: Any) -> str:
-    """What a type allows, in words."""
+    """Describes the values that a type allows, such as "a list (a number each)"."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    words = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Any: "anything"}
-    if hint in words:
-        return words[hint]
+    descriptions = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Any: "anything"}
+    if hint in descriptions:
+        return descriptions[hint]
     if origin is typing.Literal:
         return "one of " + ", ".join("null" if item is None else str(item) for item in arguments)
     if origin in (typing.Union, types.UnionType):
@@ -292,12 +292,12 @@ class Converter:
                 return self._add(path, TOO_LARGE.format(reprlib.repr(value)))
         if type(value) is hint:
             return value
-        advice = ""
+        suggestion = ""
         if hint is int and isinstance(value, float) and value.is_integer():
-            advice = f"; write {int(value)}"
+            suggestion = f"; write {int(value)}"
         if hint is str and isinstance(value, bool | int | float):
-            advice = f"; {self._quoted(value, path)}"
-        return self._fail(path, value, describe(hint) + advice)
+            suggestion = f"; {self._quoted(value, path)}"
+        return self._fail(path, value, describe(hint) + suggestion)
 
     def _quoted(self, value: bool | int | float, path: str) -> str:
         """Advice on quoting a value to make it text; a shell removes the outer quotes."""

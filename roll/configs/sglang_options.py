@@ -28,8 +28,8 @@ OWNED = {
     "data_parallel_size": "engines follow from device_mapping and num_gpus_per_worker",
     "pp_size": "an engine has one pipeline stage",
     "pipeline_parallel_size": "an engine has one pipeline stage",
-    "nnodes": "an engine lives on one node",
-    "node_rank": "an engine lives on one node",
+    "nnodes": "an engine runs on one node",
+    "node_rank": "an engine runs on one node",
     "base_gpu_id": "devices follow from device_mapping",
     "gpu_id_step": "devices follow from device_mapping",
     "device": "set platform",
@@ -134,7 +134,7 @@ def _hint(node: ast.expr) -> Any:
     inner = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
     match ast.unparse(node.value).rpartition(".")[2].lower():
         case "literal":
-            return Literal[tuple(ast.literal_eval(item) for item in inner)]  # type: ignore[misc]
+            return Literal[tuple(ast.literal_eval(item) for item in inner)]
         case "optional":
             return Optional[_hint(inner[0])]  # noqa: UP045  (built from a value)
         case "union":

@@ -37,7 +37,7 @@ def drop_keys_of_other_roles(tree: Tree, root: type) -> tuple[Tree, list[Problem
     """The tree without keys of roles that only other roles have.
 
     Returns:
-        The tree, remarks on dropped keys with a value other than the default, and problems for those that readers
+        The tree, remarks on dropped keys with a value other than the default, and problems for keys that readers
         would rely on.
     """
     roles = {name: key.hint for name, key in declared(root).items() if name in ROLES}
@@ -84,9 +84,9 @@ def _without_keys_of(
 
 
 def _absence(role: Any, path: str) -> AbsentKey | None:
-    """The entry of `absent` for the path or for the innermost section around it."""
+    """The entry of `absent_keys` for the path or for the innermost section around it."""
     parts = path.split(".")
-    candidates = (role.absent.get(".".join(parts[:length])) for length in range(len(parts), 0, -1))
+    candidates = (role.absent_keys.get(".".join(parts[:length])) for length in range(len(parts), 0, -1))
     return next(filter(None, candidates), None)
 
 
@@ -142,16 +142,16 @@ class _Suggestions:
         head, role = path.rpartition(".")[0], path.partition(".")[0]
         inside = [f"{key}.{_leaf(_plain(path))}" for key in keys]
         keys = tuple(inner if inner in self._paths else key for key, inner in zip(keys, inside, strict=True))
-        here = [f"{head}.{_leaf(key)}" for key in keys if head and _leaf(key) in names]
+        ours = [f"{head}.{_leaf(key)}" for key in keys if head and _leaf(key) in names]
         if role in ROLES:
             keys = tuple(key.replace("<role>", role) for key in keys)
-            here = here or [key for key in keys if key.startswith(f"{role}.")]
+            ours = ours or [key for key in keys if key.startswith(f"{role}.")]
         if not keys:
             return ""
         others = (name for name, paths in self._others.items() if any(key in paths - {*self._paths} for key in keys))
         owner = next((f", of pipeline {name}" for name in others), "")
         page = "" if _leaf(_plain(path)) in SHORT_NAMES else " (docs/coming_from.md)"
-        return f"here that is {' and '.join(here or keys)}{owner}{page}"
+        return f"here that is {' and '.join(ours or keys)}{owner}{page}"
 
     def _elsewhere(self, path: str) -> list[str]:
         """Known paths with the same last part."""
@@ -190,8 +190,8 @@ def unknown(path: str, explanation: str) -> Problem:
 def _nested(path: str) -> str:
     """How to write a known path in a file, where it was written as one key with dots."""
     *sections, leaf = path.split(".")
-    opened = "".join(f"{name}: {{" for name in sections)
-    return f"in a file a dot does not open a section; write {opened}{leaf}: ...{'}' * len(sections)}"
+    opening = "".join(f"{name}: {{" for name in sections)
+    return f"in a file a dot does not open a section; write {opening}{leaf}: ...{'}' * len(sections)}"
 
 
 def _leaf(path: str) -> str:

@@ -204,7 +204,7 @@ def interpolate(tree: Tree, source: str) -> Tree:
     except OmegaConfBaseException as error:
         path = getattr(error, "full_key", None) or ""
         message = str(error.msg or error).splitlines()[0]
-        advice = "; `${key}` sees the values of files and overrides, not defaults" if "not found" in message else ""
-        raise ConfigError([Problem(path, f"cannot be interpolated: {message}{advice}")], source) from None
+        hint = "; `${key}` sees the values of files and overrides, not defaults" if "not found" in message else ""
+        raise ConfigError([Problem(path, f"cannot be interpolated: {message}{hint}")], source) from None
     assert isinstance(resolved, dict)
     return {str(key): value for key, value in resolved.items()}

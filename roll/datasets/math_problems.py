@@ -246,8 +246,8 @@ def write_problems(folder: Path, *, seed: int, train: int = 4000, val: int = 200
         (folder / f"{split}.jsonl").write_text(text, encoding="utf-8")
 
 
-def _render(expression: Expression, words: bool, boxed: bool, source: random.Random) -> tuple[str, str]:
-    if not words:
+def _render(expression: Expression, as_word_problem: bool, boxed: bool, source: random.Random) -> tuple[str, str]:
+    if not as_word_problem:
         return f"{expression.text}=", str(expression.value)
     answer = rf"\boxed{{{expression.value}}}" if boxed else str(expression.value)
     return word_problem(expression, source), f"{expression.text}={expression.value}. The answer is {answer}"

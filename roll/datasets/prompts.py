@@ -172,15 +172,15 @@ class PromptSampler:
 
     def take(self, count: int) -> list[int]:
         """The next `count` indices; they may cross the end of an epoch."""
-        taken: list[int] = []
-        while len(taken) < count:
-            part = self._order[self._position : self._position + count - len(taken)]
-            taken += part
+        indices: list[int] = []
+        while len(indices) < count:
+            part = self._order[self._position : self._position + count - len(indices)]
+            indices += part
             self._position += len(part)
             if self._position == self._size:
                 self._epoch, self._position = self._epoch + 1, 0
                 self._order = self._order_of(self._epoch)
-        return taken
+        return indices
 
     def state_dict(self) -> dict[str, Any]:
         """The position, as values that JSON can hold."""

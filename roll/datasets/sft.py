@@ -124,20 +124,20 @@ def _all_messages(
     examples = []
     for item in data:
         messages = item.question.messages or ({"role": "user", "content": item.question.text or ""},)
-        pending: list[Message] = []
+        context: list[Message] = []
         prompt: list[int] = []
         ids: list[int] = []
         loss_mask: list[bool] = []
         for message in [*messages, {"role": "assistant", "content": item.response}]:
             if message["role"] != "assistant":
-                pending.append(message)
+                context.append(message)
                 continue
-            between = chat.follow(ids[-1], pending) if prompt else []
-            prompt = prompt or chat.start(pending)
+            between = chat.follow(ids[-1], context) if prompt else []
+            prompt = prompt or chat.start(context)
             response = [*encoder.encode_text([message["content"]])[0], tokenizer.eos_token_id]
             ids += [*between, *response]
             loss_mask += [False] * len(between) + [True] * len(response)
-            pending = []
+            context = []
         examples.append(SFTExample(item.id, prompt, ids, tuple(loss_mask)))
     return examples
 

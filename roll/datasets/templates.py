@@ -204,14 +204,14 @@ class ConversationEncoder:
         closing = self._closing
         if last == self._end_id and closing.startswith(self._end):
             closing = closing.removeprefix(self._end)
-        opened, closed = self._encoder.render(Question(messages=(*_BEFORE, *messages))), self._closed
-        if not opened.startswith(closed):
-            became = opened[: len(closed)][-40:]
+        continued, closed = self._encoder.render(Question(messages=(*_BEFORE, *messages))), self._closed
+        if not continued.startswith(closed):
+            became = continued[: len(closed)][-40:]
             raise DatasetError(
                 "data_args.template: the template renders earlier turns differently when later ones follow "
                 f"({closed[-40:]!r} became {became!r}), so turns cannot be appended; use a built-in template"
             )
-        return self._encoder.encode_text([closing + opened[len(closed) :]])[0]
+        return self._encoder.encode_text([closing + continued[len(closed) :]])[0]
 
     def _after_placeholder(self) -> str:
         _, found, closing = self._closed.rpartition(PLACEHOLDER)

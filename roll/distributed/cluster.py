@@ -242,17 +242,17 @@ class Cluster(Generic[WorkerT]):
 
     def _context(self, method: str, *ranks: int) -> CallContext:
         """Context of a call on these ranks, or on all ranks where none is given."""
-        return CallContext(self.role, method, {rank: self._place(rank) for rank in ranks or range(self.world_size)})
+        return CallContext(self.role, method, {rank: self._location(rank) for rank in ranks or range(self.world_size)})
 
-    def _place(self, rank: int) -> str:
+    def _location(self, rank: int) -> str:
         slot = self._slots[rank]
         return f"node {slot.node}, devices {spans(sorted(slot.devices))}, log {self._logs[rank]}"
 
     def client(self) -> ClusterClient[WorkerT]:
         """A picklable client with which other processes call single ranks."""
         self._build()
-        places = tuple(self._place(rank) for rank in range(self.world_size))
-        return ClusterClient(self.role, tuple(self._actors), places, self._deadlines)
+        locations = tuple(self._location(rank) for rank in range(self.world_size))
+        return ClusterClient(self.role, tuple(self._actors), locations, self._deadlines)
 
     def shutdown(self) -> None:
         """Closes the workers, ends their processes and child processes, and waits until they are gone."""
@@ -275,19 +275,19 @@ class ClusterClient(Generic[WorkerT]):
     Attributes:
         role: name of the cluster.
         actors: handle of each rank.
-        places: where each rank runs, for messages.
+        locations: where each rank runs, for messages.
         deadlines: seconds by the method's name.
     """
 
     role: str
     actors: tuple[Any, ...]
-    places: tuple[str, ...]
+    locations: tuple[str, ...]
     deadlines: Mapping[str, float]
     _clients: dict[int, RpcClient] = field(init=False, default_factory=dict, repr=False, compare=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles without calls in progress."""
-        return ClusterClient, (self.role, self.actors, self.places, self.deadlines)
+        return ClusterClient, (self.role, self.actors, self.locations, self.deadlines)
 
     @property
     def world_size(self) -> int:
@@ -301,7 +301,7 @@ class ClusterClient(Generic[WorkerT]):
             ClusterError: the rank raised, died, or did not answer in time.
         """
         name = method.__name__
-        context = CallContext(self.role, name, {rank: self.places[rank]})
+        context = CallContext(self.role, name, {rank: self.locations[rank]})
         timeout_s = seconds_left(self.deadlines[name])
         if rank not in self._clients:
             self._clients[rank] = rpc_client(self.actors[rank])

@@ -106,10 +106,10 @@ class DataProto:
         if index.dtype == torch.bool:
             index = index.nonzero(as_tuple=True)[0]
         index = index.long()
-        places = index.numpy()
+        positions = index.numpy()
         return self._with(
             {key: value[index] for key, value in self.tensors().items()},
-            {key: value[places] for key, value in self.non_tensor_batch.items()},
+            {key: value[positions] for key, value in self.non_tensor_batch.items()},
             len(index),
         )
 
@@ -183,13 +183,13 @@ class DataProto:
 
     def pop(self, *keys: str) -> DataProto:
         """Removes these tensors and object arrays from this object and returns them."""
-        taken = self.select(*keys)
+        removed = self.select(*keys)
         for key in keys:
             if key in self.non_tensor_batch:
                 del self.non_tensor_batch[key]
             else:
                 del self.batch[key]
-        return taken
+        return removed
 
     def rename(self, names: Mapping[str, str]) -> DataProto:
         """The same with tensors and object arrays renamed from key to value of `names`.

@@ -154,26 +154,26 @@ class ClusterError(RuntimeError):
 
 @dataclass(frozen=True)
 class CallContext:
-    """What was called where, for error messages; `places` describes the node, devices and log of each rank."""
+    """What was called where, for error messages; `locations` describes the node, devices and log of each rank."""
 
     role: str
     method: str
-    places: Mapping[int, str]
+    locations: Mapping[int, str]
 
     def failed(self, failures: Sequence[Failure]) -> ClusterError:
         """The error of a call that failed on these ranks; a dead process comes first, then the earliest failure."""
         ordered = sorted(failures, key=lambda f: (f.kind != "ProcessDied", f.time))
         first, others = ordered[0], ordered[1:]
-        lines = [f"{self.role}.{self.method} failed on rank {first.rank} ({self.places[first.rank]})"]
-        if len(failures) < len(self.places):
-            lines[0] += f"; {len(self.places) - len(failures)} of {len(self.places)} ranks did not fail"
+        lines = [f"{self.role}.{self.method} failed on rank {first.rank} ({self.locations[first.rank]})"]
+        if len(failures) < len(self.locations):
+            lines[0] += f"; {len(self.locations) - len(failures)} of {len(self.locations)} ranks did not fail"
         lines.append(first.traceback.rstrip())
         lines.extend(f"then rank {f.rank}: {f.kind}: {f.message}" for f in others)
         return ClusterError(self.role, self.method, first.rank, first.kind, "\n".join(lines))
 
     def timed_out(self, ranks: Sequence[int], seconds: float) -> ClusterError:
         """The error of a call that these ranks did not answer in time."""
-        waited = "; ".join(f"rank {rank} ({self.places[rank]})" for rank in ranks)
+        waited = "; ".join(f"rank {rank} ({self.locations[rank]})" for rank in ranks)
         message = f"{self.role}.{self.method}: no answer within {seconds:g} s from {waited}"
         return ClusterError(self.role, self.method, ranks[0], "Timeout", message)
 
@@ -200,7 +200,7 @@ class RemoteCall(Generic[T]):
             collect: makes the result of the answers in that order.
             timeout_s: until all answers must have arrived.
         """
-        self._context, self._refs, self._collect = context, dict(zip(context.places, refs, strict=True)), collect
+        self._context, self._refs, self._collect = context, dict(zip(context.locations, refs, strict=True)), collect
         self._timeout_s, self._start = seconds_left(timeout_s), time.monotonic()
 
     def get(self) -> T:

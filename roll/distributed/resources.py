@@ -268,14 +268,14 @@ class ResourceManager:
 
     def _locate(self) -> list[Node]:
         """Nodes in the order of the bundles; a single node gets the loopback address."""
-        places = placement_group_table(self._group)["bundles_to_node_id"]
+        bundle_nodes = placement_group_table(self._group)["bundles_to_node_id"]
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in _alive_nodes()}
-        here = ray.get_runtime_context().get_node_id()
+        this_node = ray.get_runtime_context().get_node_id()
         nodes = []
-        for index in range(len(places)):
-            node_id = places[index]
-            cores = _cores() if node_id == here else _cores_elsewhere(node_id)
-            nodes.append(Node(node_id, "127.0.0.1" if len(places) == 1 else addresses[node_id], cores))
+        for index in range(len(bundle_nodes)):
+            node_id = bundle_nodes[index]
+            cores = _cores() if node_id == this_node else _cores_elsewhere(node_id)
+            nodes.append(Node(node_id, "127.0.0.1" if len(bundle_nodes) == 1 else addresses[node_id], cores))
         return nodes
 
 

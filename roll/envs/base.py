@@ -32,7 +32,7 @@ class EnvConfig:
     """Options of every environment. Environments with more options subclass it; every field has a default."""
 
     max_steps: int = option(20, "Actions after which an episode that has not ended is truncated.", ge=1)
-    env_instruction: str | None = option(None, "The rules in your own words; null uses the built-in rules.")
+    env_instruction: str | None = option(None, "Text that replaces the built-in rules; null uses the built-in rules.")
 
     def check(self) -> Iterable[Problem]:
         """Problems between options whose values are each valid; the path of a problem is the name of an option."""

@@ -35,7 +35,7 @@ class BuildOptions:
     apply_rope_fusion: bool = False
 
 
-class HiddenStateModel(GPTModel):
+class HiddenStateModel(GPTModel):  # type: ignore[misc]  # Megatron is not typed
     """A GPT whose last stage returns hidden states [S, B, H], and leaves the head to the caller."""
 
     def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

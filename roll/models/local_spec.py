@@ -38,7 +38,7 @@ class RMSNorm(torch.nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
-class NormColumnParallelLinear(ColumnParallelLinear):
+class NormColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc]  # Megatron is not typed
     """RMSNorm followed by a linear whose rows are split over tensor-parallel ranks."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
@@ -104,7 +104,7 @@ class SwiGLU(torch.nn.Module):
         return {}
 
 
-class TorchSpecProvider(LocalSpecProvider):
+class TorchSpecProvider(LocalSpecProvider):  # type: ignore[misc]
     """The module for each part of a layer; `rotary` is shared by all layers."""
 
     def __init__(self, rotary: RotaryTable) -> None:

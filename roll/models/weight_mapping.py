@@ -182,9 +182,9 @@ class GroupedQKV:
         size, per_group = config.head_size, config.heads // config.kv_heads
         heads = shard.view(-1, size, *shard.shape[1:])
         for index, head in enumerate(heads, start=rank * len(heads)):
-            group, place = divmod(index, per_group + 2)
-            if max(0, place - per_group + 1) == part:
-                row = (group * per_group + place if part == 0 else group) * size
+            group, offset = divmod(index, per_group + 2)
+            if max(0, offset - per_group + 1) == part:
+                row = (group * per_group + offset if part == 0 else group) * size
                 target[row : row + size].copy_(head)
 
     def hf_shapes(self, shape: Sequence[int], ranks: int, config: DecoderConfig) -> list[tuple[int, ...]]:

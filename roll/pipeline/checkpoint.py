@@ -1,4 +1,4 @@
-"""Checkpoints that are complete or absent: written aside, marked, renamed, pruned."""
+"""Checkpoints that are complete or absent: written to a temporary folder, marked, renamed, pruned."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class CheckpointManager:
     """The folder `output_dir/checkpoints`, one `step-NNNNNN` folder for each checkpoint.
 
     A checkpoint is written into a folder whose name ends in `.partial`, gets its marker last and is renamed; a run
-    that dies in between leaves nothing that could be taken for a checkpoint.
+    that ends before that leaves only the `.partial` folder.
     """
 
     def __init__(self, folder: Path, max_to_keep: int) -> None:
@@ -64,7 +64,7 @@ class CheckpointManager:
         moved = []
         for path in others:
             names = (path.with_suffix(".old" if number == 1 else f".old{number}") for number in itertools.count(1))
-            moved.append(path.rename(next(place for place in names if not place.exists())))
+            moved.append(path.rename(next(name for name in names if not name.exists())))
         return moved
 
     def complete(self) -> list[Path]:

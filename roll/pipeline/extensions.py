@@ -1,4 +1,4 @@
-"""Classes of one's own that a configuration names in place of built-in ones."""
+"""User-defined classes that a configuration names in place of built-in ones."""
 
 from __future__ import annotations
 

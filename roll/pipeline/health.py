@@ -57,7 +57,7 @@ async def watched(
     """Reports the health that `read` returns while the block runs, and once more when it ended.
 
     An exception of `read`, or no answer within `interval_s`, is reported as `error`. A monitor that raises is
-    logged; the run goes on.
+    logged; the run continues.
     """
     task = asyncio.create_task(_watch(read, monitor, interval_s))
     status = "failed"
@@ -94,7 +94,7 @@ def _report(monitor: Monitor, status: str, components: Health) -> None:
 
 
 MEMORY_INTERVAL_S = 1.0
-"""Seconds between samples: the large allocations here live for many seconds, and a sample costs milliseconds."""
+"""Seconds between samples: large allocations last for many seconds, and a sample costs milliseconds."""
 
 
 def resident_bytes() -> int:

@@ -1,6 +1,6 @@
 """From a batch of scored samples to an update of the weights: log-probs, correction, advantages, training, checks.
 
-`RLLearner.learn` is the path of a batch; methods and functions follow in the order in which it uses them.
+`RLLearner.learn` processes one batch; the methods and functions below are in the order in which it calls them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from roll.algorithms.correction import (
     off_policy_correction,
 )
 from roll.algorithms.kl import kl_controller
-from roll.algorithms.losses import PolicyLossConfig
+from roll.algorithms.policy_losses import PolicyLossConfig
 from roll.algorithms.turn_advantages import TURN_KEYS, read_turns
 from roll.configs.errors import RunError
 from roll.configs.parallel_layout import ParallelLayout
@@ -55,7 +55,7 @@ NO_OP_TOLERANCE = 1e-6
 """Ratios this close to 1 over a whole batch correct nothing."""
 
 LEARNER_STATE = "rl_learner.json"
-"""File of a checkpoint: the state of a learner beside its roles."""
+"""File of a checkpoint: the state of a learner other than that of its roles."""
 
 
 class ActorLearner:
@@ -105,7 +105,7 @@ class RLLearner(ActorLearner):
         """One update with the whole batch, in `ppo_epochs` passes of optimizer steps; returns its metrics.
 
         Raises:
-            RunError: the first step contradicts itself: ratio is not 1, or log-probs disagree with the engine's.
+            RunError: in the first step a ratio is not 1, or log-probs differ from the engine's.
         """
         data = batch.data
         data.meta_info["temperature"] = self._config.actor_infer.generating_args.temperature
@@ -204,7 +204,7 @@ class RLLearner(ActorLearner):
         return {metric_name(name): reduce_steps(name, [step[name] for step in steps]) for name in steps[0]}
 
     def _training_keys(self, data: DataProto) -> list[str]:
-        """Tensors that ranks need: all but those of turns that only advantages are made of."""
+        """Tensors that ranks need: all but those of turns, which only the advantages use."""
         read = ("turn_index",) if self._loss_config.reads_turns else ()
         return [key for key in data.tensors() if key not in TURN_KEYS or key in read]
 
@@ -218,7 +218,7 @@ class RLLearner(ActorLearner):
     # 5. Checks
 
     def _check_correction(self, metrics: Mapping[str, float], staleness: float) -> dict[str, float]:
-        """`correction/no_op`: 1 for stale samples of which nothing was corrected, an error unless it was intended.
+        """`correction/no_op`: 1 if samples are stale and nothing was corrected, which is an error unless intended.
 
         Args:
             metrics: of the whole step.
@@ -332,7 +332,7 @@ def training_shards(data: DataProto, plan: OptimizerStepPlan, counted: torch.Ten
 
 
 def first_update_fault(step: Mapping[str, float], base: str, dtype: str, max_mismatch: float | None) -> str | None:
-    """The contradiction in the first optimizer step of a run, if any.
+    """What is inconsistent in the first optimizer step of a run; None if nothing is.
 
     Before any update pi is p, and mu as far as engine and trainer agree. So the log ratio of every token is 0 against
     p, and within `max_mismatch` against mu.
@@ -353,11 +353,11 @@ def first_update_fault(step: Mapping[str, float], base: str, dtype: str, max_mis
     )
     if base == "behavior":
         return (
-            f"{found}; before any update it must be 0 to max_logprob_mismatch {tolerance:g}, as far as engine and "
-            "trainer agree: check that both load the same weights, temperature and dtype"
+            f"{found}; before any update the log ratio must be within max_logprob_mismatch {tolerance:g} of 0: check "
+            "that engine and trainer load the same weights, temperature and dtype"
         )
     return (
-        f"{found}; before any update they must be 1, 1 and 0, and it 0 to {tolerance:g}. The training pass and the "
+        f"{found}; before any update they must be 1, 1, 0 and 0, within {tolerance:g}: the training pass and the "
         "log-prob pass do not compute the same model"
     )
 

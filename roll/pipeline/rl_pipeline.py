@@ -23,7 +23,7 @@ from roll.rollout.types import SamplingParams
 from roll.trackers import TrackerGroup
 
 OWN_DEADLINE_GRACE_S = 60.0
-"""Added to the deadline that the rollouter keeps itself, so that its own message comes first: it names what is late."""
+"""Added to the rollouter's own deadline, so that the rollouter's error, which names the late prompts, comes first."""
 
 WorkerFactory = Callable[[EnginePool], RolloutWorker]
 """Makes the rollout worker in the process in which the rollouter runs."""
@@ -57,8 +57,8 @@ class RLPipeline(ABC, Generic[ConfigT]):
         """How to make the rollout worker.
 
         Args:
-            own_process: the rollouter runs in a process of its own, so the factory can be pickled, and what this
-                process holds for the worker is closed.
+            own_process: the rollouter runs in a separate process, so the factory must be picklable, and resources
+                that this process holds for the worker are closed.
         """
 
     async def build(self, session: Session, trackers: TrackerGroup) -> TrainingLoop:
@@ -72,7 +72,7 @@ class RLPipeline(ABC, Generic[ConfigT]):
         return TrainingLoop(config, samples, learner, synchronizer, trackers)
 
     def _start_rollouter(self, session: Session) -> SampleSource:
-        """The rollouter in this process, or the client of one in a process of its own."""
+        """The rollouter in this process, or the client of one in a separate process."""
         config, engines = self._config, EngineClient(session.infer_clusters["actor_infer"].client())
         background = config.runs_in_background
         factory = self.worker_factory(own_process=background)
@@ -94,7 +94,7 @@ def make_rollouter(config: RLConfig, make_worker: WorkerFactory, engines: Engine
 
 
 class RolloutClient:
-    """Calls a rollouter that runs in a process of its own; for the methods see `Rollouter`."""
+    """Calls a rollouter that runs in a separate process; for the methods see `Rollouter`."""
 
     def __init__(self, remote: RemoteActor[Rollouter]) -> None:
         self._remote = remote
@@ -104,7 +104,7 @@ class RolloutClient:
         return await self._remote.call(Rollouter.next_batch)
 
     async def advance(self, version: int) -> None:
-        """The engines have the weights of `version`: generation may go on."""
+        """The engines have the weights of `version`: generation may continue."""
         await self._remote.call(Rollouter.advance, version)
 
     async def validate(self) -> dict[str, float]:

@@ -80,18 +80,18 @@ class RLVRWorker(RolloutWorker):
             await self._scorer.score(scorable)
 
     def _requests(self, group: Group, prompt: EncodedPrompt, purpose: Purpose) -> list[GenerateRequest]:
-        """One request for each response, every one with a seed of its own."""
+        """One request for each response, each with its own seed."""
         sampling, samples = self._sampling[purpose], self._group_size
         if purpose == "val":
             samples = self._validation_samples
         return [
             GenerateRequest(
-                request_id=f"{purpose}-{group.number}-{place}",
+                request_id=f"{purpose}-{group.number}-{index}",
                 prompt_ids=prompt.ids,
                 sampling=sampling,
-                seed=role_seed(self._seed, purpose, group.number, place),
+                seed=role_seed(self._seed, purpose, group.number, index),
             )
-            for place in range(samples)
+            for index in range(samples)
         ]
 
     def filter_reason(self, group: Group) -> tuple[str, str] | None:
@@ -110,7 +110,7 @@ class RLVRWorker(RolloutWorker):
         """
         if state["samples"] != self._group_size:
             raise ValueError(
-                f"num_return_sequences_in_group: {self._group_size} cannot go on from a checkpoint with groups of "
+                f"num_return_sequences_in_group: {self._group_size} cannot continue from a checkpoint with groups of "
                 f"{state['samples']}; use {state['samples']}"
             )
         self._sampler.load_state_dict(state["sampler"])
@@ -160,10 +160,10 @@ class Scorer:
             groups: each with the ground truth of its prompt.
         """
         for name, pool in self._pools.items():
-            mine = [(group, truth) for group, truth in groups if self.reward_of(group.tag) == name]
-            pairs = [(each.turns[0].text, truth) for group, truth in mine for each in group.trajectories]
+            own = [(group, truth) for group, truth in groups if self.reward_of(group.tag) == name]
+            pairs = [(each.turns[0].text, truth) for group, truth in own for each in group.trajectories]
             outcomes = iter(await pool.score(pairs) if pairs else [])
-            for group, _ in mine:
+            for group, _ in own:
                 scored = [(trajectory, next(outcomes)) for trajectory in group.trajectories]
                 for trajectory, outcome in scored:
                     if outcome.score is None:
@@ -203,7 +203,7 @@ class RLVRPipeline(RLPipeline[RLVRConfig]):
         train = self._read("actor_train", config.actor_train.data_args.file_name)
         if len(train) < config.rollout_batch_size:
             logger.warning(
-                "actor_train: %d prompts for a rollout_batch_size of %d: every batch holds some more than once",
+                "actor_train: %d prompts for a rollout_batch_size of %d: every batch repeats some prompts",
                 len(train),
                 config.rollout_batch_size,
             )
@@ -232,7 +232,7 @@ class RLVRPipeline(RLPipeline[RLVRConfig]):
         return encoded
 
     def worker_factory(self, own_process: bool) -> WorkerFactory:
-        """In this process with the rewards that `prepare` has started, elsewhere with rewards of its own."""
+        """With the rewards that `prepare` has started; a worker in a separate process starts its own."""
         scorer = self._scorer
         assert scorer is not None, "prepare comes first"
         if own_process:

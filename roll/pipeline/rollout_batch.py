@@ -22,12 +22,12 @@ NO_TURN = -1
 """`turn_index` of a token that no policy sampled, and `state_ids` behind the last turn of a row."""
 
 PADDING = Trajectory(ids=[0, 0], log_probs=[0.0, 0.0], versions=[NOT_SAMPLED, NOT_SAMPLED])
-"""A row of which no token is learned from; it fills a batch up to whole optimizer steps."""
+"""A row without a trained token; it fills a batch up to whole optimizer steps."""
 
 
 @dataclass(slots=True)
 class Row:
-    """One sample: a trajectory up to the end of the last of its `turns`; only the tokens of these are learned from.
+    """One sample: a trajectory up to the end of the last of its `turns`; only the tokens of these turns are trained on.
 
     Attributes:
         name: of the sample in dumps.
@@ -89,11 +89,11 @@ def batch_of_groups(
 
 
 def _rows(groups: Sequence[Group], sample_by: SampleBy) -> Iterator[Row]:
-    """Rows in the order of the groups; their names have the places of trajectory and turn."""
+    """Rows in the order of the groups; their names contain the index of trajectory and turn."""
     trajectory_id = 0
     for group_id, group in enumerate(groups):
-        for place, trajectory in enumerate(group.trajectories):
-            name = f"{group.name}-{place}"
+        for index, trajectory in enumerate(group.trajectories):
+            name = f"{group.name}-{index}"
             if sample_by == "traj":
                 yield Row(name, trajectory, trajectory.turns, trajectory_id, group_id, group, name)
             else:
@@ -108,8 +108,8 @@ def _pad_rows(rows: Sequence[Row], multiple: int) -> list[Row]:
     missing, last = runs * multiple - len(rows), rows[-1]
     real = iter(rows)
     padding = (
-        Row("padding", PADDING, (), last.trajectory_id + 1 + place, last.group_id + 1 + place, None, "")
-        for place in range(missing)
+        Row("padding", PADDING, (), last.trajectory_id + 1 + index, last.group_id + 1 + index, None, "")
+        for index in range(missing)
     )
     padded: list[Row] = []
     for run in range(runs):
@@ -133,8 +133,8 @@ def _sample(row: Row) -> Sample:
 def _turn_index(rows: Sequence[Row], response_mask: Tensor) -> Tensor:
     index = torch.where(response_mask, 0, NO_TURN)
     for number, row in enumerate(rows):
-        for place, turn in enumerate(row.turns[1:], start=1):
-            index[number, turn.start : turn.end] = place
+        for turn_number, turn in enumerate(row.turns[1:], start=1):
+            index[number, turn.start : turn.end] = turn_number
     return index
 
 

@@ -24,10 +24,10 @@ Purpose = Literal["train", "val"]
 """What a group is generated for; names of requests and seeds derive from it."""
 
 VALIDATION_TRIES = 3
-"""Times a failed group of a validation is generated; one that fails every time is a mistake in data or code."""
+"""Times a failed group of a validation is generated; one that fails every time indicates an error in data or code."""
 
 TIMED_OUT = "trajectory_timeout"
-"""Drop reason of a group that reached its deadline; a validation does not try it again, which would take as long."""
+"""Drop reason of a group that reached its deadline; a validation does not retry it, which could take as long again."""
 
 
 class RolloutWorker(ABC):

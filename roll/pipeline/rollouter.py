@@ -1,4 +1,4 @@
-"""The rollouter: keeps generation going as far as the policy allows, and hands out batches.
+"""The rollouter: keeps generation running as far ahead as the policy allows, and returns batches.
 
 With `async_generation_ratio` 0 it generates a batch when it is requested: synchronous training. In the background it
 submits prompts whenever the policy admits them, and training takes what is ready. It knows neither Ray nor engines.
@@ -32,7 +32,7 @@ ENGINES = "engines"
 
 @dataclass(frozen=True)
 class RolloutOptions:
-    """How a rollouter behaves, beside the policy.
+    """Options of a rollouter that are not bounds of the policy.
 
     Attributes:
         background: generate ahead of demand.
@@ -42,7 +42,7 @@ class RolloutOptions:
         resample_factor: groups that may be filtered for one batch, in batches.
         report_s: a batch that takes longer is logged, each time this passes.
         deadline_s: a batch that takes longer ends the run.
-        interval_s: least time between submissions.
+        interval_s: minimum time between submissions.
     """
 
     background: bool
@@ -85,9 +85,9 @@ def rollout_options(config: RLConfig) -> RolloutOptions:
 
 
 class Rollouter:
-    """Submits, generates, buffers and hands out groups; every wait has a deadline and names what it waits for.
+    """Submits, generates, buffers and returns groups; every wait has a deadline and names what it waits for.
 
-    `async_training.rollouter_class` names a subclass of one's own.
+    `async_training.rollouter_class` names a subclass.
     """
 
     def __init__(

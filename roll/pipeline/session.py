@@ -98,7 +98,7 @@ class Session:
     def start_remote_actor(
         self, name: str, deadlines: Mapping[str, float], make: Callable[P, ObjectT], *args: P.args, **kwargs: P.kwargs
     ) -> RemoteActor[ObjectT]:
-        """Runs `make(*args)` in a process of its own; see `RemoteActor`."""
+        """Runs `make(*args)` in a separate process; see `RemoteActor`."""
         remote_actor = RemoteActor(name, self._config, deadlines, make, *args, **kwargs)
         self._remote_actors.append(remote_actor)
         return remote_actor

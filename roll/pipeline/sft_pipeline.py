@@ -72,7 +72,7 @@ class SFTPipeline:
         return target is not None and metrics["val/loss"] <= target
 
     async def close(self) -> None:
-        """Nothing to end."""
+        """Does nothing: `prepare` starts no process."""
 
 
 class SFTSamples:
@@ -103,7 +103,7 @@ class SFTSamples:
         return {"val/loss": float(-(answer.batch["log_probs"] * mask).sum() / mask.sum())}
 
     async def advance(self, version: int) -> None:
-        """Nothing is generated."""
+        """Does nothing: no engine generates."""
 
     async def state_dict(self) -> dict[str, Any]:
         """Position in the data."""
@@ -114,7 +114,7 @@ class SFTSamples:
         self._sampler.load_state_dict(state["sampler"])
 
     async def health(self) -> dict[str, Any]:
-        """Nothing runs beside the training loop."""
+        """Empty: nothing runs outside of the training loop."""
         return {}
 
 

@@ -10,7 +10,7 @@ from roll.rollout.types import SamplingParams
 
 
 def load_tokenizer(folder: str | None) -> PreTrainedTokenizerBase:
-    """Reads the tokenizer beside a model.
+    """Reads the tokenizer in a model folder.
 
     Raises:
         RunError: pretrain is not set, or the folder has no tokenizer, or the tokenizer has no end-of-sequence token.

@@ -36,7 +36,7 @@ class SampleBatch:
     Attributes:
         data: its tensors.
         metrics: of its generation.
-        seconds: by kind of work: time since the batch before in which such work was running.
+        seconds: by kind of work, the time since the previous batch in which such work was running.
     """
 
     data: DataProto
@@ -56,7 +56,7 @@ class SampleSource(Protocol):
         """The next batch."""
 
     async def advance(self, version: int) -> None:
-        """The engines have the weights of `version`, and a due validation of them is done: generation may go on."""
+        """The engines have the weights of `version`, and a due validation of them is done: generation may continue."""
 
     async def validate(self) -> dict[str, float]:
         """`val/...` of the current weights, with the same prompts and seeds every time."""
@@ -222,7 +222,7 @@ class TrainingLoop:
         if folder is None:
             if self._config.resume_from_checkpoint:
                 logger.warning("no complete checkpoint in %s: starting at step 0", self._config.output_dir)
-            self._set_aside(None)
+            self._rename_old_checkpoints(None)
             return
         self.state = PipelineState.load(folder)
         try:
@@ -231,13 +231,13 @@ class TrainingLoop:
         except (ValueError, KeyError) as error:
             cause = f"it has no {error}" if isinstance(error, KeyError) else str(error)
             raise RunError(f"resume_from_checkpoint: {folder} does not fit this run: {cause}") from error
-        self._set_aside(folder)
+        self._rename_old_checkpoints(folder)
         logger.info("resumed from %s at step %d, version %d", folder, self.state.step, self.state.version)
 
-    def _set_aside(self, resumed: Path | None) -> None:
+    def _rename_old_checkpoints(self, resumed: Path | None) -> None:
         moved = self._checkpoints.begin(resumed)
         if moved:
-            logger.warning("checkpoints of an earlier run are set aside: %s", ", ".join(map(str, moved)))
+            logger.warning("renamed checkpoints of an earlier run: %s", ", ".join(map(str, moved)))
 
     async def health(self) -> dict[str, Any]:
         """Position of the driver, seconds since its last step, and the state of the sample source."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
-class BatchedTorchAttention(TorchNativeAttnBackend):
+class BatchedTorchAttention(TorchNativeAttnBackend):  # type: ignore[misc]  # SGLang is not typed
     """SGLang's torch attention backend with batched decode and extend; results are equal up to rounding."""
 
     def __init__(self, model_runner: Any) -> None:

@@ -47,7 +47,7 @@ def group_by_length(
 
     A new group begins when the next request would be padded beyond `PADDING_FACTOR`, or when the padded mask
     (requests * longest query * heads per key * longest key) would exceed `mask_elements`. A request whose own mask
-    exceeds that is a group by itself.
+    exceeds that forms its own group.
     """
     groups: list[list[int]] = []
     longest_key, longest_query = 0, 0

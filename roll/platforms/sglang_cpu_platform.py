@@ -42,7 +42,7 @@ def _accept_shared_memory_handles() -> None:
     MultiprocessingSerializer.deserialize = staticmethod(deserialize)
 
 
-class SglangCpuPlatform(SRTPlatform):
+class SglangCpuPlatform(SRTPlatform):  # type: ignore[misc]  # SGLang is not typed
     """The `cpu` device for SGLang. All engines of a node share its main memory."""
 
     _enum = PlatformEnum.OOT
@@ -120,7 +120,7 @@ class SglangCpuPlatform(SRTPlatform):
         """SGLang's token allocator with the signature of a paged one; the page size must be 1."""
         from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 
-        class TokenAllocator(TokenToKVPoolAllocator):
+        class TokenAllocator(TokenToKVPoolAllocator):  # type: ignore[misc]
             def __init__(
                 self, size: int, page_size: int, dtype: torch.dtype, device: str, kvcache: Any, need_sort: bool
             ) -> None:

@@ -1,7 +1,7 @@
 """SGLang's entry point to the CPU platform (group `sglang.srt.platforms`, declared in setup.py).
 
 This module must not import sglang: sglang resolves its platform while it is itself being imported, and on a circular
-import it only logs a line and goes on without the plug-in. The operators below must be defined before torchvision is
+import it only logs a line and continues without the plug-in. The operators below must be defined before torchvision is
 imported: torchvision's CUDA wheel registers kernels for operators that do not exist on a CPU build of torch. SGLang
 loads this entry point before torchvision in every child process.
 """

@@ -35,7 +35,7 @@ class RewardPool:
     """`world_size` processes that run one reward function, with a deadline of `timeout_s` seconds per sample.
 
     Samples are sent in chunks. When a chunk passes the deadline or its process dies, the process is killed and the
-    samples are scored again one by one, each with a deadline of its own, so that only the failing sample fails. Every
+    samples are scored again one by one, each with its own deadline, so that only the failing sample fails. Every
     failure is an outcome with a reason, never a score.
 
     Use a pool from one asyncio loop at a time. Processes are spawned, so each imports the main script of the driver

@@ -118,12 +118,12 @@ class EnginePool:
 
     async def _send(self, requests: list[GenerateRequest], engines: dict[int, int]) -> dict[int, GenerateResult]:
         """Sends the requests that have an engine, one call to each engine; the results by index of the request."""
-        shares: dict[int, list[int]] = {}
+        parts: dict[int, list[int]] = {}
         for index, engine in engines.items():
-            shares.setdefault(engine, []).append(index)
+            parts.setdefault(engine, []).append(index)
         calls = [
-            asyncio.ensure_future(self._engines.generate(engine, [requests[index] for index in share]))
-            for engine, share in shares.items()
+            asyncio.ensure_future(self._engines.generate(engine, [requests[index] for index in part]))
+            for engine, part in parts.items()
         ]
         try:
             replies = await asyncio.gather(*calls)
@@ -132,8 +132,8 @@ class EnginePool:
                 call.cancel()
         return {
             index: answer
-            for share, answers in zip(shares.values(), replies, strict=True)
-            for index, answer in zip(share, answers, strict=True)
+            for part, answers in zip(parts.values(), replies, strict=True)
+            for index, answer in zip(part, answers, strict=True)
         }
 
 

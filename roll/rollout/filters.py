@@ -31,7 +31,7 @@ class QueryFilter:
 
     @classmethod
     def from_config(cls, config: QueryFilterConfig) -> QueryFilter:
-        """The filter of a reward; thresholds that are not given drop nothing, but for 0 of std_filter."""
+        """The filter of a reward; thresholds that are not given drop nothing, except that std_filter defaults to 0."""
         given = {name: value for name, value in vars(config.filter_args).items() if value is not None}
         return cls(**({"std_threshold": 0.0} if config.type == "std_filter" else {}) | given)
 

@@ -1,4 +1,4 @@
-"""Prompt accounting: how many prompts are where (ledger), which finished ones wait (buffer), and which are due when.
+"""Prompt accounting: how many prompts are where (ledger), which finished ones wait (buffer), and their deadlines.
 
 "Prompt" means a whole group: all responses to one prompt, or all trajectories of one environment.
 """

@@ -48,7 +48,7 @@ def rollout_metrics(groups: Sequence[Group], version: int, stale_after: int) -> 
 def _prefix_reuse(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Share of the prompt tokens of second and later turns that the engine had in its prefix cache.
 
-    Only turns drawn by the same weights as the turn before count: other weights may not use its cache.
+    Only turns sampled by the same weights as the turn before count: other weights may not use its cache.
     """
     turns = [turn for trajectory in trajectories for turn in trajectory.turns[1:] if turn.reusable]
     prompt_tokens = sum(turn.start for turn in turns)

@@ -5,7 +5,7 @@ eta the async_generation_ratio, v the weight version that the engines have (0 fi
 learn from the next batch (the number of batches taken so far: v, or v + 1 while a taken batch is being learned from).
 
 Admission: submitted - dropped <= floor((v + 1 + eta) * B), always. So generation is at most eta batches ahead of
-training. A dropped prompt frees its place for a new prompt, which has a deadline of its own.
+training. A dropped prompt frees its place for a new prompt with its own deadline.
 
 Deadline: a prompt submitted at version u is learned from by version u + ceil(eta) at the latest.
 
@@ -19,7 +19,7 @@ Why no deadline is missed. Claim: for every d >= n, the prompts not yet consumed
 - Submission keeps it. All prompts not consumed are submitted - dropped - n * B <= (v + 1 + eta - n) * B. The new ones
   are due at D = v + ceil(eta), and (v + 1 + eta - n) * B <= (D - n + 1) * B. For d < D nothing changed.
 - Finishing changes no count, and dropping lowers one. A replacement is submitted like any other.
-- Taking keeps it: `blocking_deadline` lets a batch go only if it leaves at most (d - n) * B due by d, for every d.
+- Taking keeps it: `blocking_deadline` allows a batch only if it leaves at most (d - n) * B due by d, for every d.
 
 At d = n: at most B prompts are due now, and the batch holds all of them. So every prompt is consumed in time or
 dropped. Whether a running prompt ends at all is up to the caller's timeouts; `blocking` lists the prompts that the next
@@ -327,7 +327,7 @@ class RolloutPolicy(Generic[T]):
         """
         if state["batch_size"] != settings.batch_size:
             raise ValueError(
-                f"batch_size: {settings.batch_size} cannot go on from a checkpoint with batches of "
+                f"batch_size: {settings.batch_size} cannot continue from a checkpoint with batches of "
                 f"{state['batch_size']} prompts; use {state['batch_size']}"
             )
         policy = cls(settings, state["start"])

@@ -18,7 +18,7 @@ A single response has terminated when its stop token came, and reached its lengt
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one response is drawn; the engine's full-softmax log-probs are at `temperature`."""
+    """How one response is sampled; the engine's log-probs are those of the full softmax at `temperature`."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -30,7 +30,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """One response to draw for the exact ids of one prompt."""
+    """One response to sample for the exact ids of one prompt."""
 
     request_id: str
     prompt_ids: list[int]
@@ -70,7 +70,7 @@ class Turn:
         reward: of this response; 0 where it was cut off and never reached the environment.
         metrics: of this response, by the environment.
         cached: prompt tokens that the engine had in its prefix cache.
-        reusable: prompt tokens that it could have had there: those of the turn before, if the same weights drew it.
+        reusable: prompt tokens that it could have had there: those of the turn before, if the same weights sampled it.
     """
 
     observation: str
@@ -92,8 +92,8 @@ class Trajectory:
         log_probs: one for each id; 0 where the token was not sampled.
         versions: weight version of each id; NOT_SAMPLED where it was not sampled.
         turns: the responses in order; together they span exactly the sampled tokens.
-        stop: why it ended; None while it goes on.
-        outcome: the last observation, to which no response was drawn; empty where there was none.
+        stop: why it ended; None while it is running.
+        outcome: the last observation, after which no response was sampled; empty if there was none.
         metrics: of the episode, aggregated over its actions by the rules of the environment.
     """
 
@@ -125,7 +125,7 @@ class Trajectory:
         self.versions.extend([NOT_SAMPLED] * len(ids))
 
     def add_response(self, prompt_ids: Sequence[int], result: GenerateResult, observation: str, text: str) -> Turn:
-        """Appends the response drawn for `prompt_ids`, which must be this trajectory so far.
+        """Appends the response sampled for `prompt_ids`, which must be this trajectory so far.
 
         Raises:
             TrajectoryError: it is not, or ids, log-probs and versions differ in number, or there are none.
@@ -192,7 +192,7 @@ class Group:
         problem: which problem of that kind: index of the prompt in the data, or seed of the environment.
         name: id of the prompt, or tag and number of the environment; for messages and dumps.
         drop_reason: why it cannot be learned from; None while it can.
-        failure: the cause in words, for messages.
+        failure: description of the cause, for messages.
     """
 
     number: int

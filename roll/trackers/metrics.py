@@ -127,7 +127,9 @@ ACTOR = (
 
 CORRECTION = (
     Metric("correction/ess", "fraction", "Effective sample size of the tokens, (sum w)^2 / (n sum w^2)."),
-    Metric("correction/behavior_k1", "nats", "Mean of l; negative if p finds the samples less likely than mu."),
+    Metric(
+        "correction/behavior_k1", "nats", "Mean of l; negative if the samples are less likely under p than under mu."
+    ),
     Metric("correction/behavior_k3", "nats", "Mean of e^l - 1 - l, an estimate of KL(mu || p); never negative."),
     Metric("correction/chi2_token", "", "Mean of e^2l over tokens, minus 1: the variance of token ratios."),
     Metric(
@@ -200,7 +202,7 @@ NOTES = {
 
 
 def with_aliases(metrics: Mapping[str, float]) -> dict[str, float]:
-    """`metrics` and, for those that have an alias, the same value under that name."""
+    """`metrics` and, for metrics with an alias, the same value under that name."""
     return {**{alias: metrics[name] for alias, name in ALIASES.items() if name in metrics}, **metrics}
 
 
@@ -219,8 +221,9 @@ def _pattern() -> re.Pattern[str]:
 HEAD = """\
 # Metrics
 
-The metrics that a run writes to `metrics.jsonl`, one line per step, and to its trackers. A run writes only those that
-apply to it; an SFT run, for example, has no rewards. `make docs` generates this page from `roll/trackers/metrics.py`.
+The metrics that a run writes to `metrics.jsonl`, one line per step, and to its trackers. A run writes only the metrics
+that apply to it; an SFT run, for example, has no rewards. `make docs` generates this page from
+`roll/trackers/metrics.py`.
 """
 
 ALIAS_HEAD = """
@@ -228,7 +231,7 @@ ALIAS_HEAD = """
 
 The names of these metrics in other asynchronous trainers. `param_sync_count`, `param_sync_requests`, `sync_failures`,
 `total_generated_samples`, `generation_errors`, `dropped_stale_samples`, `avg_sample_age`, `max_sample_age` and
-`stale_samples_ratio` also have names from there; they are described above, because no other metric equals them.
+`stale_samples_ratio` are names of those trainers; they are described above, because no other metric equals them.
 
 | name | same as |
 |---|---|

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from roll.algorithms.policy_losses import PG_VARIANTS, PolicyLossConfig
-from roll.configs.policy import VARIANT_KNOBS
+from roll.configs.policy import VARIANT_KEYS
 from tests.algorithms.batches import random_batch
 
 CONFIG = PolicyLossConfig(pg_variant="ppo", pg_clip_low=0.2, pg_clip_high=0.3)
@@ -162,11 +162,11 @@ def test_every_key_changes_only_the_loss_of_its_variants(variant, key, value):
 
     for name in PG_VARIANTS:
         moved = loss(name, config) != pytest.approx(loss(name, replace(config, **{key: value})))
-        assert moved == (name in VARIANT_KNOBS[key]), name
+        assert moved == (name in VARIANT_KEYS[key]), name
 
 
 def test_every_key_has_a_test():
-    assert {key for keys in KEYS.values() for key in keys} == set(VARIANT_KNOBS)
+    assert {key for keys in KEYS.values() for key in keys} == set(VARIANT_KEYS)
 
 
 def gradients(base, seed=3):

@@ -60,10 +60,10 @@ INCONSISTENT = {
 @pytest.mark.parametrize("key", INCONSISTENT)
 def test_turns_that_are_inconsistent_with_the_batch_are_refused(key):
     batch = make_batch(TWO, steps=True)
-    value, said = INCONSISTENT[key]
+    value, message = INCONSISTENT[key]
     row = batch.tensors[key][1]
     row[...] = torch.where(batch.tensors["response_mask"][1], value, row) if key == "turn_index" else value
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         batch.advantages(AdvantageConfig())
 
 

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
-from roll.configs.model_config import check_model_config, read_model_shape
+from roll.configs.model_config import TRAINED_VOCABULARY_MULTIPLE, check_model_config, read_model_shape
+from roll.models.tiny import write_tiny_model
 from tests.configs.samples import MODEL, refusal
 
 QWEN = json.loads(Path(MODEL, "config.json").read_text())
@@ -68,3 +70,11 @@ def test_invalid_model_config_is_explained(tmp_path: Path, text: str) -> None:
 def test_a_model_without_a_size_is_explained(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({key: QWEN[key] for key in QWEN if key != "hidden_size"}))
     assert "config.json: has no hidden_size; give a whole number" in refusal(tmp_path, f"pretrain={tmp_path}")
+
+
+@pytest.mark.parametrize(("family", "tied"), [("llama", False), ("qwen2", True), ("qwen3", False)])
+def test_parameter_count_equals_that_of_the_model_files(tmp_path: Path, family: str, tied: bool) -> None:
+    folder = write_tiny_model(tmp_path, family, tie_word_embeddings=tied, vocab_size=6 * TRAINED_VOCABULARY_MULTIPLE)
+    shape = read_model_shape(folder)
+    counted = sum(tensor.numel() for tensor in load_file(folder / "model.safetensors").values())
+    assert shape is not None and shape.stage_parameters(0, 1, 1) == counted

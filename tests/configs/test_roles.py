@@ -35,7 +35,7 @@ def paths(role: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("role", "absent"),
+    ("role", "missing"),
     [
         ("actor_train", ["generating_args", "max_running_requests", "num_gpus_per_worker"]),
         (
@@ -47,14 +47,14 @@ def paths(role: str) -> set[str]:
         ("validation", ["device_mapping", "strategy_args", "model_args", "data_args.shuffle"]),
     ],
 )
-def test_a_key_that_a_role_does_not_read_does_not_exist_there(role: str, absent: list[str]) -> None:
-    assert paths(role).isdisjoint(absent)
-    assert all(any(path in paths(other) for other in ROLES) for path in absent)
+def test_a_key_that_a_role_does_not_read_does_not_exist_there(role: str, missing: list[str]) -> None:
+    assert paths(role).isdisjoint(missing)
+    assert all(any(path in paths(other) for other in ROLES) for path in missing)
 
 
 def test_every_reason_belongs_to_a_key_that_only_other_roles_have() -> None:
     for role, cls in CLASSES.items():
-        for path in cls.absent:
+        for path in cls.absent_keys:
             others = {key for other in ROLES if other != role for key in paths(other)}
             assert any(key == path or key.startswith(f"{path}.") for key in others - paths(role)), (role, path)
 

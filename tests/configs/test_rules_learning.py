@@ -13,7 +13,7 @@ from roll.configs.policy import (
     GROUP_ESTIMATORS,
     PG_VARIANTS,
     RATIO_WEIGHTED_VARIANTS,
-    VARIANT_KNOBS,
+    VARIANT_KEYS,
 )
 from roll.configs.rules import check
 from tests.configs.samples import refusal, rlvr
@@ -138,16 +138,16 @@ def test_group_estimators_need_groups(tmp_path: Path, estimator: str) -> None:
     assert f"num_return_sequences_in_group: 1 gives every sample of {estimator} advantage 0" in message
 
 
-@pytest.mark.parametrize("knob", VARIANT_KNOBS)
-def test_knob_of_another_variant_names_its_variants(tmp_path: Path, knob: str) -> None:
+@pytest.mark.parametrize("key", VARIANT_KEYS)
+def test_key_of_another_variant_names_its_variants(tmp_path: Path, key: str) -> None:
     value = {"topr_level": "sequence", "dual_clip_loss": "true", "cispo_use_unified_mask": "true", "dual_clip_c": 4}
-    message = refusal(tmp_path, f"{VARIANT}=vanilla", f"{knob}={value.get(knob, 0.7)}")
-    assert f"{knob}: has no effect: it belongs to actor_train.pg_variant {' or '.join(VARIANT_KNOBS[knob])}" in message
+    message = refusal(tmp_path, f"{VARIANT}=vanilla", f"{key}={value.get(key, 0.7)}")
+    assert f"{key}: has no effect: it belongs to actor_train.pg_variant {' or '.join(VARIANT_KEYS[key])}" in message
 
 
 def test_every_variant_is_classified() -> None:
     assert {*FOLLOWING_VARIANTS, *BEHAVIOR_VARIANTS, "vanilla", "decoupled_ppo"} == set(PG_VARIANTS)
-    assert {name for names in VARIANT_KNOBS.values() for name in names} | {"vanilla"} == set(PG_VARIANTS)
+    assert {name for names in VARIANT_KEYS.values() for name in names} | {"vanilla"} == set(PG_VARIANTS)
     assert set(RATIO_WEIGHTED_VARIANTS) < set(PG_VARIANTS)
 
 

@@ -103,7 +103,7 @@ OUT_OF_BOUNDS = {
         "num_generations=8": "here that is num_return_sequences_in_group, of pipeline rlvr (docs/coming_from.md)",
     }.items(),
 )
-def test_a_key_of_the_other_pipeline_says_so(tmp_path: Path, override: str, message: str) -> None:
+def test_a_key_of_another_pipeline_is_reported_with_its_pipeline(tmp_path: Path, override: str, message: str) -> None:
     assert message in refusal(tmp_path, override, text=SFT)
 
 

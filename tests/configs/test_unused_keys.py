@@ -8,7 +8,7 @@ import pytest
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.load import PIPELINES
-from roll.configs.policy import PG_VARIANTS, VARIANT_KNOBS
+from roll.configs.policy import PG_VARIANTS, VARIANT_KEYS
 from roll.configs.rules import check
 from roll.configs.schema import known_keys
 from tests.configs.samples import AGENTIC, RLVR, SFT, agentic, refusal, rlvr, sft, write
@@ -33,22 +33,22 @@ def test_conditions_name_keys_that_exist() -> None:
                 assert not relative or relative <= known | set(causes)
 
 
-def test_knobs_of_variants_belong_to_variants_that_exist() -> None:
-    assert {name for names in VARIANT_KNOBS.values() for name in names} <= set(PG_VARIANTS)
-    assert VARIANT_KNOBS["pg_clip_low"] == ("ppo", "decoupled_ppo")
-    assert VARIANT_KNOBS["topr_level"] == ("topr",)
-    assert "loss_agg_mode" not in VARIANT_KNOBS
+def test_keys_of_variants_belong_to_variants_that_exist() -> None:
+    assert {name for names in VARIANT_KEYS.values() for name in names} <= set(PG_VARIANTS)
+    assert VARIANT_KEYS["pg_clip_low"] == ("ppo", "decoupled_ppo")
+    assert VARIANT_KEYS["topr_level"] == ("topr",)
+    assert "loss_agg_mode" not in VARIANT_KEYS
 
 
 @pytest.mark.parametrize("variant", ["vanilla", "tis", "gspo"])
-def test_a_knob_of_another_variant_is_refused(tmp_path: Path, variant: str) -> None:
+def test_a_key_of_another_variant_is_refused(tmp_path: Path, variant: str) -> None:
     message = refusal(tmp_path, f"actor_train.pg_variant={variant}", "dual_clip_loss=true", "dual_clip_c=4")
     for key in ("dual_clip_loss", "dual_clip_c"):
         assert f"{key}: has no effect: it belongs to actor_train.pg_variant ppo or decoupled_ppo" in message
 
 
 @pytest.mark.parametrize("variant", ["ppo", "decoupled_ppo"])
-def test_a_knob_of_the_variant_is_read(tmp_path: Path, variant: str) -> None:
+def test_a_key_of_the_variant_is_read(tmp_path: Path, variant: str) -> None:
     assert warnings(rlvr(tmp_path, f"actor_train.pg_variant={variant}", "pg_clip_low=0.1")) == []
 
 

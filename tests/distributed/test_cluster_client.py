@@ -44,7 +44,7 @@ class Method:
     def remote(self, *args: Any) -> Any:
         task, answer = asyncio.ensure_future(self.call(*args)), concurrent.futures.Future[Any]()
 
-        def settle(done: asyncio.Future[Any]) -> None:
+        def copy_result(done: asyncio.Future[Any]) -> None:
             if done.cancelled():
                 return
             error = done.exception()
@@ -53,7 +53,7 @@ class Method:
             else:
                 answer.set_exception(error)
 
-        task.add_done_callback(settle)
+        task.add_done_callback(copy_result)
         return type("Ref", (), {"future": lambda self: answer})()
 
 
@@ -81,7 +81,7 @@ def client(*engines: Any, timeout_s: float = 60.0) -> ClusterClient[Methods]:
     return ClusterClient("actor_infer", tuple(map(Actor, engines)), places, deadlines)
 
 
-def test_ranks_answer_for_themselves() -> None:
+def test_a_call_is_answered_by_its_rank() -> None:
     async def scenario() -> list[int]:
         both = client(Engine(), Engine())
         return list(await asyncio.gather(*(both.call(rank, Methods.double, 10 + rank) for rank in (0, 1, 0))))

@@ -138,8 +138,8 @@ class Script:
         max_size=50,
     ),
 )
-def test_an_environment_fails_only_by_itself_or_with_its_process(size: int, events: list[tuple[str, int]]) -> None:
-    async def play() -> None:
+def test_an_environment_fails_alone_or_with_its_process(size: int, events: list[tuple[str, int]]) -> None:
+    async def scenario() -> None:
         script = Script(size)
         await script.pool.start()
         for event, pick in events:
@@ -154,11 +154,11 @@ def test_an_environment_fails_only_by_itself_or_with_its_process(size: int, even
         script.pool.close()
         assert all(worker.joined for worker in script.workers.all)
 
-    run(play())
+    run(scenario())
 
 
 def test_environments_with_a_running_call_fail_when_their_process_ends_and_the_others_are_replayed() -> None:
-    async def play() -> None:
+    async def scenario() -> None:
         workers = Workers()
         pool = pool_of(workers, 1)
         (exiting, _), (waiting, _), (idle, _) = [await pool.open(PLAIN, seed) for seed in range(3)]
@@ -173,11 +173,11 @@ def test_environments_with_a_running_call_fail_when_their_process_ends_and_the_o
         assert pool.failures == {"env_died": 2}
         pool.close()
 
-    run(play())
+    run(scenario())
 
 
 def test_an_episode_that_is_not_reproducible_fails_after_its_replay() -> None:
-    async def play() -> None:
+    async def scenario() -> None:
         workers = Workers()
         pool = pool_of(workers, 1)
         env, _ = await pool.open(EnvSpec("not_reproducible", {}), 5)
@@ -193,11 +193,11 @@ def test_an_episode_that_is_not_reproducible_fails_after_its_replay() -> None:
             await env.step("go")
         pool.close()
 
-    run(play())
+    run(scenario())
 
 
 def test_a_reset_that_raises_or_hangs_fails_alone() -> None:
-    async def play() -> None:
+    async def scenario() -> None:
         workers = Workers()
         pool = pool_of(workers, 1)
         with pytest.raises(EnvFailure, match=r"seed 1, reset: ValueError: no \(env.py:1 in reset\)"):
@@ -210,11 +210,11 @@ def test_a_reset_that_raises_or_hangs_fails_alone() -> None:
         assert workers.all[0].killed and len(workers.alive) == 1
         pool.close()
 
-    run(play())
+    run(scenario())
 
 
 def test_a_step_is_one_call_of_the_worker() -> None:
-    async def play() -> None:
+    async def scenario() -> None:
         workers = Workers()
         pool = pool_of(workers, 1)
         env, _ = await pool.open(PLAIN, 1)
@@ -224,11 +224,11 @@ def test_a_step_is_one_call_of_the_worker() -> None:
         assert workers.all[0].calls == before + 10
         pool.close()
 
-    run(play())
+    run(scenario())
 
 
 def test_an_environment_can_be_closed_after_the_caller_of_a_step_was_cancelled() -> None:
-    async def play() -> None:
+    async def scenario() -> None:
         workers = Workers()
         pool = pool_of(workers, 1)
         env, _ = await pool.open(PLAIN, 1)
@@ -247,11 +247,11 @@ def test_an_environment_can_be_closed_after_the_caller_of_a_step_was_cancelled()
         assert not workers.all[1].envs and pool.failures == {"env_hung": 1}
         pool.close()
 
-    run(play())
+    run(scenario())
 
 
 def test_a_full_pool_is_an_error_until_an_environment_is_closed() -> None:
-    async def play() -> None:
+    async def scenario() -> None:
         pool = pool_of(Workers(), 2, capacity=1)
         (first, _), _ = [await pool.open(PLAIN, seed) for seed in range(2)]
         with pytest.raises(EnvWorkerError, match="use more workers"):
@@ -260,7 +260,7 @@ def test_a_full_pool_is_an_error_until_an_environment_is_closed() -> None:
         await pool.open(PLAIN, 4)
         pool.close()
 
-    run(play())
+    run(scenario())
 
 
 def test_an_error_names_the_workers_that_did_not_start() -> None:
@@ -271,7 +271,7 @@ def test_an_error_names_the_workers_that_did_not_start() -> None:
     class SlowWorkers(Workers):
         worker_class = Slow
 
-    async def play() -> None:
+    async def scenario() -> None:
         workers = SlowWorkers()
         pool = pool_of(workers, 2)
         with pytest.raises(EnvWorkerError, match="^environment worker 1 was not up within start_timeout_s = 30$"):
@@ -279,11 +279,11 @@ def test_an_error_names_the_workers_that_did_not_start() -> None:
         assert workers.all[1].killed
         pool.close()
 
-    run(play())
+    run(scenario())
 
 
 def test_closing_the_pool_fails_running_calls_and_new_ones() -> None:
-    async def play() -> None:
+    async def scenario() -> None:
         pool = pool_of(Workers(), 1)
         env, _ = await pool.open(PLAIN, 1)
         call = asyncio.create_task(env.step("hang"))
@@ -298,7 +298,7 @@ def test_closing_the_pool_fails_running_calls_and_new_ones() -> None:
             await pool.open(PLAIN, 2)
         assert not pool.failures
 
-    run(play())
+    run(scenario())
 
 
 def test_a_failure_can_be_pickled() -> None:

@@ -161,7 +161,7 @@ def run(coroutine: Coroutine[Any, Any, None]) -> None:
 @settings(max_examples=150, deadline=None)
 @given(st.integers(1, 4), SEQUENCES)
 def test_any_order_of_events(size: int, events: list[tuple[str, int]]) -> None:
-    async def play() -> None:
+    async def scenario() -> None:
         model = Model(size)
         for event, pick in events:
             await model.apply(event, pick)
@@ -169,11 +169,11 @@ def test_any_order_of_events(size: int, events: list[tuple[str, int]]) -> None:
         model.pool.close()
         assert all(worker.joined for worker in model.workers)
 
-    run(play())
+    run(scenario())
 
 
 def test_a_worker_with_a_hanging_call_is_retired_and_killed_when_its_other_environments_are_released() -> None:
-    async def play() -> None:
+    async def scenario() -> None:
         model = Model(1)
         await model.apply("start", 0)
         await model.apply("up", 0)
@@ -191,11 +191,11 @@ def test_a_worker_with_a_hanging_call_is_retired_and_killed_when_its_other_envir
         assert [worker.killed for worker in model.workers] == [True, False]
         model.pool.close()
 
-    run(play())
+    run(scenario())
 
 
 def test_a_worker_that_fails_to_start_is_replaced_only_when_one_is_needed() -> None:
-    async def play() -> None:
+    async def scenario() -> None:
         model = Model(2)
         await model.apply("start", 0)
         await model.apply("start_failed", 0)
@@ -204,4 +204,4 @@ def test_a_worker_that_fails_to_start_is_replaced_only_when_one_is_needed() -> N
         assert len(model.workers) == 3
         model.pool.close()
 
-    run(play())
+    run(scenario())

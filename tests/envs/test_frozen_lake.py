@@ -49,9 +49,9 @@ def test_success_of_random_play_and_shortest_paths_on_two_thousand_maps():
     won, lengths = [], []
     for seed in range(2000):
         (drawing, _), *steps = play(env, seed, answers(source.choice(MOVES, 10)))
-        way = shortest(drawing)
-        assert way is not None, drawing
-        lengths.append(len(way))
+        path = shortest(drawing)
+        assert path is not None, drawing
+        lengths.append(len(path))
         won.append(episode_metrics(env.METRICS, [step.info["metrics"] for step in steps])["success"])
         assert sum(step.reward for step in steps) == won[-1]
     assert np.mean(won) == pytest.approx(0.216, abs=0.03)

@@ -30,7 +30,7 @@ def load(name: str, folder: Path, model: Path) -> RLVRConfig:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_plans_and_may_run_without_a_warning_that_matters(name: str, tmp_path: Path, tiny_model_dir: Path):
+def test_a_recipe_plans_with_expected_notes_only(name: str, tmp_path: Path, tiny_model_dir: Path):
     config = load(name, tmp_path, tiny_model_dir)
     plan = make_plan(config, LAPTOP)
     assert [warning for warning in plan.warnings if not any(note in warning for note in NOTES)] == []
@@ -40,7 +40,7 @@ def test_a_recipe_plans_and_may_run_without_a_warning_that_matters(name: str, tm
     assert not set(config.actor_train.device_mapping) & set(config.actor_infer.device_mapping)
 
 
-def test_one_step_off_recomputes_nothing_and_is_one_version_old(tmp_path: Path, tiny_model_dir: Path):
+def test_one_step_off_recomputes_no_log_probs_and_is_one_version_stale(tmp_path: Path, tiny_model_dir: Path):
     config = load("one_step_off", tmp_path, tiny_model_dir)
     assert config.async_generation_ratio == 1
     assert (config.old_log_probs_source, config.pg_ratio_base) == ("behavior", "behavior")
@@ -67,7 +67,7 @@ def test_fully_async_sets_every_key_of_its_block(tmp_path: Path, tiny_model_dir:
     assert step == {"mine/samples_per_second": 32.0}
 
 
-def test_offpolicy_buffer_is_a_lead_a_bound_and_clipped_weights(tmp_path: Path, tiny_model_dir: Path):
+def test_offpolicy_buffer_sets_ratio_staleness_and_clipped_weights(tmp_path: Path, tiny_model_dir: Path):
     config = load("offpolicy_buffer", tmp_path, tiny_model_dir)
     assert (config.actor_infer.device_mapping, config.actor_train.device_mapping) == ([2], [0, 1])
     assert (config.async_generation_ratio, config.async_training.max_staleness_allowed) == (2, 3)

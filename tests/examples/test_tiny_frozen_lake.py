@@ -24,13 +24,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("ratio", [0, 1])
-def test_the_run_on_lakes_plans_without_a_warning(ratio: int, model: Path) -> None:
+def test_the_rl_run_plans_without_a_warning(ratio: int, model: Path) -> None:
     config = load_config(FOLDER / "agentic_config.yaml", [f"pretrain={model}", f"async_generation_ratio={ratio}"])
     plan = make_plan(config, LAPTOP)
     assert plan.warnings == [] == prepare_run(config, LAPTOP)
 
 
-def test_the_warm_start_plans_on_the_play_that_is_written(model: Path, tmp_path: Path) -> None:
+def test_the_warm_start_plans_with_the_written_episodes(model: Path, tmp_path: Path) -> None:
     data = write_play(tmp_path, seed=1, train=3, val=2, chance=0.15)
     files = [
         f"{role}.data_args.file_name=[{data}/{name}.jsonl]"
@@ -43,7 +43,7 @@ def test_the_warm_start_plans_on_the_play_that_is_written(model: Path, tmp_path:
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_play_without_random_moves_takes_a_shortest_way(seed: int) -> None:
+def test_episodes_without_random_moves_follow_a_shortest_path(seed: int) -> None:
     lake, played = make_env("frozen_lake", LAKE), conversation(seed, chance=0.0)
     observation, _ = lake.reset(seed=seed)
     assert played[0]["content"] == f"{lake.instruction}\n{observation}\n"

@@ -17,7 +17,7 @@ from roll.configs.roles import ActorInferConfig
 from roll.distributed.infer_worker import InferWorker
 from roll.distributed.strategy.sglang_generation import Generation
 from roll.distributed.weight_sync.plan import WeightSpec
-from roll.distributed.weight_sync.shm_buckets import placed, views_of
+from roll.distributed.weight_sync.shm_buckets import tensor_locations, views_of
 from roll.distributed.worker import WorkerRank
 from roll.platforms.shared_memory import SharedMemory, make_handle
 from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
@@ -63,7 +63,7 @@ class Sender:
         self.memory = SharedMemory.create(sum(tensor.nbytes for tensor in tensors.values()))
         for name, view in views_of(self.memory.tensor, specs):
             view.copy_(tensors[name])
-        return make_handle(self.memory, placed(specs))
+        return make_handle(self.memory, tensor_locations(specs))
 
 
 class RemoteEngine:

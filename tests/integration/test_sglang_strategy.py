@@ -96,7 +96,7 @@ def update(offer):
 
 
 def expected_checksums(model, folder, ranks):
-    checksums = EngineChecksums(folder, ranks)
+    checksums = EngineChecksums.of_model(folder, ranks)
     for name, tensor in model.state_dict().items():
         checksums.add(name, tensor)
     return checksums.result()

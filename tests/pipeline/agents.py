@@ -178,7 +178,7 @@ async def run_episode(one: Episode, setup: Setup) -> Episode:
         await one.begin(setup.pool)
         while (request := one.request()) is not None:
             [answer] = await setup.engines.generate(0, [request])
-            await one.accept(request, answer, decode(answer.response_ids))
+            await one.add_response(request, answer, decode(answer.response_ids))
     finally:
         one.start_close()
         await setup.all_left()

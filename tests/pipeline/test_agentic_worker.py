@@ -41,7 +41,7 @@ def drawn(made: AgenticWorker, numbers: range) -> list[Group]:
 
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=5), st.integers(0, 1000))
-def test_tags_are_dealt_in_proportion_anywhere_and_evenly_mixed(partition, start):
+def test_tags_are_assigned_in_proportion_and_evenly_mixed(partition, start):
     tags = [f"tag {number}" for number in range(len(partition))]
     manager = EnvManagerConfig(tags=tags, num_groups_partition=partition)
     cycle, whole = TagCycle(manager), sum(partition)
@@ -52,7 +52,7 @@ def test_tags_are_dealt_in_proportion_anywhere_and_evenly_mixed(partition, start
             assert abs(dealt[tag] - length * part / whole) < len(tags)
 
 
-def test_a_number_alone_decides_tag_and_seed():
+def test_tag_and_seed_depend_only_on_the_number():
     made, other = worker(Setup(Engines(ANSWERS))), worker(Setup(Engines(ANSWERS)), config(seed=1))
     first = drawn(made, range(10))
     assert [group.tag for group in first] == ["Near", "Far"] * 5
@@ -143,17 +143,17 @@ def test_groups_are_restored_from_a_checkpoint_exactly():
 
 
 @pytest.mark.parametrize(
-    "change, said",
+    "change, message",
     [
-        ({"seed": 9}, "seed: 9 cannot go on from a checkpoint with 42; use that"),
+        ({"seed": 9}, "seed: 9 cannot continue from a checkpoint with 42; use that"),
         ({"train_env_manager": EnvManagerConfig(group_size=4, tags=["Near", "Far"], num_groups_partition=[1, 1])}, "4"),
         ({"train_env_manager": EnvManagerConfig(group_size=3, tags=["Far"], num_groups_partition=[1])}, "tags: "),
     ],
 )
-def test_a_checkpoint_with_other_settings_is_refused(change, said):
+def test_a_checkpoint_with_other_settings_is_refused(change, message):
     state = json.loads(json.dumps(worker(Setup(Engines(ANSWERS))).state_dict()))
     worker(Setup(Engines(ANSWERS))).load_state_dict(state)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         worker(Setup(Engines(ANSWERS)), config(**change)).load_state_dict(state)
 
 

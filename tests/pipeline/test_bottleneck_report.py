@@ -25,30 +25,30 @@ def lines(steps: int = 4, **values: float) -> list[dict[str, float]]:
     return [{"step": 0, "val/score": 0.1}] + [{"step": step, **usual, **changed} for step in range(1, steps + 1)]
 
 
-def test_a_balanced_run_is_left_alone():
+def test_a_balanced_run_needs_no_change():
     told = bottleneck_report(lines(), APART)
     assert told.startswith("neither side waited for the other: the split is right (")
     assert "time/wait_prev_gen 0.20 s of time/step 10.00 s, trainer_idle 10%, rollout_idle 10%" in told
     assert "longest response 1.8 x the mean; 4 devices for generation, 12 for training" in told
 
 
-def test_waiting_for_like_responses_asks_for_devices_that_generate():
+def test_waiting_for_responses_of_similar_length_recommends_devices_for_generation():
     told = bottleneck_report(lines(time__wait_prev_gen=6, time__generate=10, time__train=4), APART)
     assert "training waited for generation" in told
     assert "try 7 devices for generation and 9 for training" in told  # 4 x 10 : 12 x 4 of 16
 
 
-def test_waiting_for_a_long_tail_asks_for_a_higher_ratio():
+def test_waiting_for_a_long_tail_recommends_a_higher_ratio():
     told = bottleneck_report(lines(time__wait_prev_gen=6, rollout__response_length_max=900), APART)
     assert "a long tail of responses, which more devices do not shorten; try async_generation_ratio 2" in told
 
 
-def test_waiting_for_engines_that_stand_still_asks_for_a_higher_ratio():
+def test_waiting_for_idle_engines_recommends_a_higher_ratio():
     told = bottleneck_report(lines(time__wait_prev_gen=4, throughput__rollout_idle=0.5), Split(0.5, 4, 12, False))
     assert "each waited for the other; try async_generation_ratio 1.5" in told
 
 
-def test_a_publish_that_waits_for_running_responses_counts_as_waiting():
+def test_a_weight_update_that_waits_for_running_responses_counts_as_waiting():
     waiting = lines(time__publish=5, time__generate=10, time__train=4)
     assert "neither side waited" in bottleneck_report(waiting, APART)
     told = bottleneck_report(waiting, Split(1, 4, 12, False, drains=True))
@@ -62,7 +62,7 @@ def test_idle_engines_give_devices_to_training():
 
 
 @pytest.mark.parametrize(
-    ("changes", "split", "said"),
+    ("changes", "split", "expected"),
     [
         (
             {"time__wait_prev_gen": 5.0, "time__generate": 10},
@@ -73,11 +73,11 @@ def test_idle_engines_give_devices_to_training():
         ({"time__wait_prev_gen": 5.0, "time__generate": 1}, Split(1, 2, 2, False), "try 3 devices for generation"),
     ],
 )
-def test_a_role_keeps_a_device_and_a_change_is_one(changes, split, said):
-    assert said in bottleneck_report(lines(**changes), split)
+def test_a_role_keeps_one_device_and_at_least_one_moves(changes, split, expected):
+    assert expected in bottleneck_report(lines(**changes), split)
 
 
-def test_a_synchronous_run_is_told_what_running_ahead_could_save():
+def test_a_synchronous_run_reports_the_possible_gain_of_running_ahead():
     told = bottleneck_report(
         lines(time__generate=6.0, time__train=3.0, time__old_log_probs=1.0, time__wait_prev_gen=6.0),
         Split(0, 4, 12, False),
@@ -98,6 +98,6 @@ def test_the_first_step_validation_and_checkpoints_do_not_count():
     assert (means.step, means.wait) == (10.0, 0.2)
 
 
-def test_without_generation_there_is_nothing_to_say():
+def test_without_generation_the_report_is_empty():
     assert bottleneck_report([], APART) == ""
     assert bottleneck_report([{"step": 0, "val/score": 0.5}], APART) == ""

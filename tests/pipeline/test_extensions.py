@@ -36,7 +36,7 @@ def test_without_names_nothing_is_imported():
 
 
 @pytest.mark.parametrize(
-    ("key", "name", "said"),
+    ("key", "name", "expected"),
     [
         ("rollouter_class", "MyRollouter", "'MyRollouter' is not of the form module:Class"),
         ("rollouter_class", "no.where:Mine", "importing no.where failed: ModuleNotFoundError"),
@@ -54,13 +54,13 @@ def test_without_names_nothing_is_imported():
         ("monitor_class", "roll.pipeline.health:Monitor", "not a roll.pipeline.health.Monitor; it has HealthFile"),
     ],
 )
-def test_a_wrong_name_is_an_error_that_lists_the_classes_that_fit(key, name, said):
+def test_a_wrong_name_is_an_error_that_lists_the_classes_that_fit(key, name, expected):
     with pytest.raises(ConfigError) as caught:
         load_extensions(named(**{key: name}))
-    assert str(caught.value).startswith(f"async_training.{key}: ") and said in str(caught.value)
+    assert str(caught.value).startswith(f"async_training.{key}: ") and expected in str(caught.value)
 
 
-def test_metrics_of_ones_own_are_added_and_replace_nothing(tmp_path, caplog):
+def test_user_defined_metrics_are_added_and_replace_nothing(tmp_path, caplog):
     config = named()
     config.output_dir = str(tmp_path)
     trackers = make_trackers(config, metrics=Doubling(config))

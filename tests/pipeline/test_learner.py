@@ -65,7 +65,7 @@ def test_the_first_step_of_every_variant_passes_its_checks_and_moves_the_weights
     assert not torch.equal(parts[1].table.detach(), before)
 
 
-def test_fresh_samples_are_learned_from_alike_with_and_without_a_forward_pass_for_old_log_probs(tmp_path):
+def test_fresh_samples_give_the_same_update_with_and_without_recomputed_log_probs(tmp_path):
     changes = []
     for mode in ([], [ASYNC]):
         parts = learner(tmp_path, *mode)
@@ -75,7 +75,7 @@ def test_fresh_samples_are_learned_from_alike_with_and_without_a_forward_pass_fo
 
 
 @pytest.mark.parametrize("variant", [name for name in PG_VARIANTS if name != "vanilla"])
-def test_samples_that_aged_are_corrected_and_no_longer_learned_from_as_vanilla_does(tmp_path, variant):
+def test_stale_samples_are_corrected_and_give_another_update_than_vanilla(tmp_path, variant):
     metrics, change = aged(tmp_path, ASYNC, f"actor_train.pg_variant={variant}")
     _, plain = aged(tmp_path, ASYNC, "actor_train.pg_variant=vanilla")
     assert metrics["correction/no_op"] == 0 and metrics["correction/log_prob_diff_max"] > 1e-3
@@ -93,7 +93,7 @@ def test_a_ratio_of_one_on_stale_samples_is_logged_as_an_error_and_counted(tmp_p
     assert "the correction is not working: samples are up to 2 versions old" in caplog.text
 
 
-def test_no_error_where_uncorrected_training_was_asked_for(tmp_path, caplog):
+def test_no_error_if_uncorrected_training_is_allowed(tmp_path, caplog):
     overrides = (ASYNC, "old_log_probs_source=recompute", "allow_uncorrected_off_policy=true")
     with caplog.at_level(logging.ERROR):
         metrics, _ = aged(tmp_path, *overrides)
@@ -232,7 +232,7 @@ def learn_trajectories(folder: Path, padding: int = 0, **settings) -> tuple[dict
 
 
 @pytest.mark.parametrize("ratio_type", ["token", "segment", "sequence"])
-def test_the_loss_sees_the_turns_of_tokens_only_where_it_needs_them(tmp_path, ratio_type):
+def test_turn_index_reaches_the_loss_only_if_ratio_type_needs_it(tmp_path, ratio_type):
     metrics, cluster = learn_trajectories(tmp_path, ratio_type=ratio_type)
     assert cluster.seen & set(TURN_KEYS) == ({"turn_index"} if ratio_type == "segment" else set())
     assert metrics["actor/ratio_mean"] == pytest.approx(1, abs=1e-5)

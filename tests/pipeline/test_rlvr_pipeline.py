@@ -168,5 +168,5 @@ def test_the_position_in_the_data_is_restored_also_within_a_pass():
 
 
 def test_groups_of_another_size_are_refused_with_the_size_that_fits():
-    with pytest.raises(ValueError, match="num_return_sequences_in_group: 8 cannot go on .* groups of 4; use 4"):
+    with pytest.raises(ValueError, match="num_return_sequences_in_group: 8 cannot continue .* groups of 4; use 4"):
         worker(8).load_state_dict(worker(4).state_dict())

@@ -182,7 +182,7 @@ def test_a_checkpoint_of_batches_of_another_size_is_refused_with_a_reason():
     async def run() -> None:
         state = await rollouter(Scripted([1]), 1.0, steps=6).state_dict()
         larger = Rollouter(Scripted([1]), PolicySettings(batch_size=2 * BATCH, ratio=1.0), OPTIONS)
-        with pytest.raises(RunError, match="resume_from_checkpoint: batch_size: 8 cannot go on from a checkpoint"):
+        with pytest.raises(RunError, match="resume_from_checkpoint: batch_size: 8 cannot continue from a checkpoint"):
             await larger.load_state_dict(state)
 
     asyncio.run(run())
@@ -256,22 +256,22 @@ def error_of(worker: Scripted, ratio: float = 1.0, **options: Any) -> str:
 
 @pytest.mark.parametrize("background", [True, False])
 def test_too_many_failures_end_the_run_with_the_last_cause(background):
-    said = error_of(Scripted([1], failing=set(range(100))), ratio=float(background), background=background)
-    assert "generation_failed" in said and "max_failure_rate" in said and "last cause: out of memory" in said
+    message = error_of(Scripted([1], failing=set(range(100))), ratio=float(background), background=background)
+    assert "generation_failed" in message and "max_failure_rate" in message and "last cause: out of memory" in message
 
 
 @pytest.mark.parametrize("background", [True, False])
 def test_a_filter_that_starves_the_batch_is_named(background):
-    said = error_of(Scripted([1], filtered=set(range(1000))), ratio=float(background), background=background)
-    assert "rewards.dull: filtered_no_spread starves the batch" in said and "max_resample_factor 2" in said
+    message = error_of(Scripted([1], filtered=set(range(1000))), ratio=float(background), background=background)
+    assert "rewards.dull: filtered_no_spread starves the batch" in message and "max_resample_factor 2" in message
 
 
 @pytest.mark.parametrize("background", [True, False])
 def test_a_batch_that_is_never_ready_ends_the_run_and_names_the_prompts(caplog, background):
-    said = error_of(Scripted([10**9]), ratio=float(background), deadline_s=0.2, background=background)
+    message = error_of(Scripted([10**9]), ratio=float(background), deadline_s=0.2, background=background)
     running = 8 if background else 4
-    assert "no batch within 0.2 s (batch_deadline_s)" in said
-    assert f"0 of 4 prompts are ready, {running} are running; it waits for {running} (prompt 0 of version 0" in said
+    assert "no batch within 0.2 s (batch_deadline_s)" in message
+    assert f"0 of 4 prompts are ready, {running} are running; it waits for {running} (prompt 0 of version 0" in message
     assert "still waiting for a batch" in caplog.text
 
 
@@ -342,7 +342,7 @@ def test_a_checkpoint_taken_after_a_filter_starved_the_batch_can_be_restored():
     asyncio.run(run())
 
 
-def test_submissions_keep_the_least_interval():
+def test_submissions_keep_the_minimum_interval():
     class Noting(Scripted):
         times: list[float] = []
 

@@ -31,22 +31,24 @@ def by_member(*texts: str | None) -> Any:
     return lambda request: texts[member(request)]
 
 
-async def run_and_check(setup: Setup, groups: list[Group], wanted: int, extra: int = 0, lockstep: bool = False):
+async def run_and_check(
+    setup: Setup, groups: list[Group], group_size: int, redundancy: int = 0, lockstep: bool = False
+):
     """Runs groups, either way, and checks that nothing is left."""
     try:
-        return await run_groups(setup, groups, wanted, extra, lockstep)
+        return await run_groups(setup, groups, group_size, redundancy, lockstep)
     finally:
         await nothing_left(setup)
 
 
-async def run_groups(setup: Setup, groups: list[Group], wanted: int, extra: int = 0, lockstep: bool = False):
+async def run_groups(setup: Setup, groups: list[Group], group_size: int, redundancy: int = 0, lockstep: bool = False):
     """Runs groups, either way."""
     runner = setup.runner
-    runs = [(one, runner.episodes(one, "train", WALK, wanted + extra, 3, SAMPLING)) for one in groups]
+    runs = [(one, runner.episodes(one, "train", WALK, group_size + redundancy, 3, SAMPLING)) for one in groups]
     if lockstep:
-        await runner.run_lockstep(runs, wanted, StepClock())
+        await runner.run_lockstep(runs, group_size, StepClock())
     else:
-        await run_all(runner.run_group(one, episodes, wanted, StepClock()) for one, episodes in runs)
+        await run_all(runner.run_group(one, episodes, group_size, StepClock()) for one, episodes in runs)
     return groups
 
 
@@ -58,7 +60,7 @@ async def nothing_left(setup: Setup) -> None:
 
 
 @pytest.mark.parametrize("lockstep", [False, True])
-def test_episodes_of_a_group_share_the_environment_and_have_seeds_of_their_own(lockstep):
+def test_episodes_of_a_group_share_the_environment_and_have_their_own_seeds(lockstep):
     engines = Engines(one_of("left"))
     first, second = run(run_and_check(Setup(engines), [group(0), group(1)], 2, lockstep=lockstep))
     seen = [{trajectory.turns[0].observation for trajectory in each.trajectories} for each in (first, second)]
@@ -91,7 +93,7 @@ def test_lockstep_sends_the_requests_of_a_turn_in_one_call():
 @given(st.permutations([1.0, 2.0, 3.0, 4.0, 5.0]))
 def test_the_first_to_succeed_are_kept_in_the_order_of_their_start(seconds):
     engines = Engines(by_member(*(f"gold {index}" for index in range(5))), lambda request: seconds[member(request)])
-    [one] = run(run_and_check(Setup(engines), [group()], 3, extra=2))
+    [one] = run(run_and_check(Setup(engines), [group()], 3, redundancy=2))
     first = sorted(range(5), key=lambda index: seconds[index])[:3]
     assert [trajectory.turns[0].text for trajectory in one.trajectories] == [f"gold {index}" for index in sorted(first)]
 
@@ -107,7 +109,7 @@ def test_of_episodes_that_succeed_at_one_time_the_first_are_kept():
         return await original(request)
 
     setup.engines.answer = answer
-    [one] = run(run_and_check(setup, [group()], 2, extra=1))
+    [one] = run(run_and_check(setup, [group()], 2, redundancy=1))
     assert [trajectory.turns[0].text for trajectory in one.trajectories] == ["gold 1", "gold 2"]
 
 
@@ -115,7 +117,7 @@ def test_a_cancelled_episode_sends_no_more_requests():
     engines = Engines(
         lambda request: "left" if member(request) == 2 else "gold", lambda r: 5.0 if member(r) == 2 else 1.0
     )
-    [one] = run(run_and_check(Setup(engines), [group()], 2, extra=1))
+    [one] = run(run_and_check(Setup(engines), [group()], 2, redundancy=1))
     assert one.drop_reason is None and len(one.trajectories) == 2
     assert [request.request_id for request in engines.asked if member(request) == 2] == ["train-0-2-0"]
 
@@ -127,7 +129,7 @@ def test_a_complete_group_does_not_wait_for_its_other_environments(slow):
     setup = Setup(Engines(one_of("gold")), lambda method, key, *args: pause(key) if method == slow else 0.0, capacity=3)
 
     async def scenario() -> float:
-        await run_groups(setup, [one := group()], 2, extra=1)
+        await run_groups(setup, [one := group()], 2, redundancy=1)
         seconds = asyncio.get_running_loop().time()
         await run_groups(setup, [other := group(1)], 2)
         assert one.drop_reason is None and other.drop_reason is None
@@ -139,20 +141,20 @@ def test_a_complete_group_does_not_wait_for_its_other_environments(slow):
 
 def test_lockstep_keeps_the_first_successful_episodes():
     setup = Setup(Engines(by_member("gold", "boom", "gold", "gold")))
-    [one] = run(run_and_check(setup, [group()], 2, extra=2, lockstep=True))
+    [one] = run(run_and_check(setup, [group()], 2, redundancy=2, lockstep=True))
     assert one.drop_reason is None and len(one.trajectories) == 2 and one.failure is None
 
 
 @pytest.mark.parametrize("lockstep", [False, True])
 @pytest.mark.parametrize(
-    "text, reason, words",
+    "text, reason, message",
     [
         (None, "generation_failed", "out of memory"),
         ("boom", "env_raised", "turn 1: ArithmeticError: the ground gave way"),
         ("hang", "env_hung", "turn 1: no answer within step_timeout_s = 10"),
     ],
 )
-def test_a_failure_drops_the_whole_group_and_no_other(lockstep, text, reason, words):
+def test_a_failure_drops_the_whole_group_and_no_other(lockstep, text, reason, message):
     def pause(method: str, key: int, *args: Any) -> float:
         return 2 * STEP_TIMEOUT_S if args == ("hang",) else 0.0
 
@@ -163,7 +165,7 @@ def test_a_failure_drops_the_whole_group_and_no_other(lockstep, text, reason, wo
     whole, failed = run(run_groups(setup, [group(0), group(1)], 3, lockstep=lockstep))
     assert (whole.drop_reason, len(whole.trajectories)) == (None, 3)
     assert (failed.drop_reason, failed.trajectories) == (reason, [])
-    assert words in failed.failure
+    assert message in failed.failure
 
 
 @pytest.mark.parametrize("lockstep", [False, True])
@@ -188,11 +190,11 @@ def test_failures_up_to_the_redundancy_cost_nothing_and_one_more_ends_the_group_
         return 50.0 if member(request) == 3 else 1.0
 
     setup = Setup(Engines(by_member("gold", None, "gold", "gold"), seconds))
-    [one] = run(run_and_check(setup, [group()], 3, extra=1))
+    [one] = run(run_and_check(setup, [group()], 3, redundancy=1))
     assert one.drop_reason is None and len(one.trajectories) == 3
 
     async def timed() -> float:
-        [one] = await run_and_check(setup, [group()], 3, extra=1)
+        [one] = await run_and_check(setup, [group()], 3, redundancy=1)
         assert one.drop_reason == "generation_failed"
         return asyncio.get_running_loop().time()
 
@@ -266,7 +268,7 @@ def test_a_group_stays_on_one_engine():
     assert len(homes) == 7 and all(len(ranks) == 1 for ranks in homes.values())
 
 
-def test_environments_cancelled_while_they_open_free_their_place():
+def test_environments_cancelled_while_they_open_free_their_slot():
     """Member 2 of the first group is still opening when the group is whole; the next group needs its place."""
 
     async def two_groups() -> list[Group]:

@@ -158,13 +158,13 @@ def test_nothing_is_saved_when_checkpoints_are_off(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "message"),
     [
-        (ValueError("batch_size: 2 cannot go on from batches of 4"), "this run: batch_size: 2 cannot go on from"),
+        (ValueError("batch_size: 2 cannot continue from batches of 4"), "this run: batch_size: 2 cannot continue from"),
         (KeyError("producer"), "this run: it has no 'producer'"),
     ],
 )
-def test_a_checkpoint_of_another_run_is_explained(tmp_path, fault, said):
+def test_a_checkpoint_of_another_run_is_explained(tmp_path, fault, message):
     run(config_in(tmp_path, max_steps=1))
 
     class Other(Counting):
@@ -175,7 +175,7 @@ def test_a_checkpoint_of_another_run_is_explained(tmp_path, fault, said):
     loop = TrainingLoop(config_in(tmp_path, resume_from_checkpoint=True), parts, parts, parts, Lines())
     with pytest.raises(RunError, match="resume_from_checkpoint: .*step-000001 does not fit") as error:
         asyncio.run(loop.resume())
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 def test_a_folder_without_checkpoints_is_an_error_before_anything_starts(tmp_path):

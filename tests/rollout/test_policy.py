@@ -50,7 +50,7 @@ def test_ratio_0_is_synchronous_training() -> None:
         made.advance(step + 1)
 
 
-def test_ratio_1_generates_the_next_batch_while_one_is_learned_from() -> None:
+def test_ratio_1_generates_the_next_batch_while_one_is_trained_on() -> None:
     made = policy(1)
     assert [request.deadline for request in made.submit(8)] == [1] * 8
     finish(made, [7, 1, 2, 5])
@@ -94,7 +94,7 @@ def test_all_prompts_in_flight_block_while_too_few_are_ready() -> None:
     assert numbers(made.blocking()) == [1, 2, 4, 5]
 
 
-def test_a_dropped_prompt_gives_its_place_to_one_with_a_number_and_deadline_of_its_own() -> None:
+def test_a_dropped_prompt_is_replaced_by_one_with_its_own_number_and_deadline() -> None:
     made = policy(0)
     made.submit(4)
     finish(made, [0, 1, 2])
@@ -156,7 +156,7 @@ def test_min_batches_holds_the_first_batch_back_and_not_the_last() -> None:
     assert made.ready(), "four prompts are all that is left of the run"
 
 
-def test_max_staleness_drops_groups_that_are_too_old_and_frees_their_places() -> None:
+def test_max_staleness_drops_groups_that_are_too_old_and_frees_their_slots() -> None:
     made = policy(1)
     made.submit(8)
     finish(made, range(4))
@@ -220,7 +220,7 @@ def test_settings_that_cannot_work_are_refused(settings: dict, message: str) -> 
         PolicySettings(**{"batch_size": 4, "ratio": 0, **settings})
 
 
-def test_a_restored_policy_goes_on_where_it_stopped() -> None:
+def test_a_restored_policy_continues_where_it_stopped() -> None:
     made = policy(1)
     made.submit(8)
     finish(made, [0, 1, 2, 3, 6])
@@ -240,7 +240,7 @@ def test_a_restored_policy_goes_on_where_it_stopped() -> None:
 
 def test_a_checkpoint_of_another_batch_size_is_refused() -> None:
     state = policy(1).state_dict(str)
-    with pytest.raises(ValueError, match="batch_size: 5 cannot go on from .* use 4"):
+    with pytest.raises(ValueError, match="batch_size: 5 cannot continue from .* use 4"):
         RolloutPolicy.restore(PolicySettings(5, 1), state, str)
 
 

@@ -20,12 +20,12 @@ FEWEST_EVENTS = 100_000
 
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from(RATIOS), st.randoms(use_true_random=False), st.integers(0, 60))
-def test_every_law_holds_in_short_runs_that_shrink(ratio: str, draw: random.Random, events: int) -> None:
+def test_every_invariant_holds_in_short_runs(ratio: str, draw: random.Random, events: int) -> None:
     Driver(ratio, draw).play(events)
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
-def test_every_law_holds_after_every_event(ratio: str) -> None:
+def test_every_invariant_holds_after_every_event(ratio: str) -> None:
     played: Counter[str] = Counter()
     batches = 0
     for seed in range(RUNS_PER_RATIO):

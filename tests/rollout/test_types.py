@@ -27,8 +27,8 @@ turns = st.lists(
 @given(turns)
 def test_every_turn_is_an_exact_prefix_of_the_next_and_sampled_tokens_are_those_of_turns(script):
     trajectory, asked, sampled = Trajectory(), [], []
-    for said, answered, version in script:
-        trajectory.add_context(said)
+    for context, answered, version in script:
+        trajectory.add_context(context)
         prompt = list(trajectory.ids)
         trajectory.add_response(prompt, result(answered, version), "seen", "text")
         asked.append(prompt)

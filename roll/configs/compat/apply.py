@@ -1,4 +1,4 @@
-"""Reads files in the spelling of other frameworks: renames, moves, translates or refuses keys, by the tables beside."""
+"""Renames, moves, translates or refuses keys in the spelling of other frameworks, by the tables of this folder."""
 
 from __future__ import annotations
 
@@ -96,15 +96,18 @@ def normalize_aliases(tree: Mapping[str, Any], source: str, notes: list[Problem]
         if not isinstance(section, Mapping) or key not in section:
             continue
         target_head, _, target_key = target.rpartition(".")
-        there = moved.get(target_head) if target_head else moved
-        if isinstance(there, Mapping) and any(RENAMED_KEYS.get(name, name) == target_key for name in there):
+        target_section = moved.get(target_head) if target_head else moved
+        if isinstance(target_section, Mapping) and any(
+            RENAMED_KEYS.get(name, name) == target_key for name in target_section
+        ):
             raise ConfigError([_two_spellings(path, target)], source)
-        if target_head and not isinstance(there or {}, Mapping):
-            raise ConfigError([Problem(target_head, f"{there!r} is not {SECTION}")], source)
+        if target_head and not isinstance(target_section or {}, Mapping):
+            raise ConfigError([Problem(target_head, f"{target_section!r} is not {SECTION}")], source)
         value, note = _moved_value(path, target, section[key], source)
         notes.append(note)
         moved = _set(_without(moved, head, key), target_head, target_key, value)
-    return _renamed(moved, source)
+    renamed: Tree = _renamed(moved, source)
+    return renamed
 
 
 def _two_spellings(path: str, ours: str) -> Problem:
@@ -217,8 +220,8 @@ def expand_importance_sampling(tree: Tree) -> tuple[Tree, list[Problem], list[Pr
 def _importance_sampling_problem(tree: Tree) -> Problem | None:
     switch, correction = tree.get(WEIGHT_SWITCH, False), tree.get("correction")
     if not isinstance(switch, bool):
-        advice = {"seq": "write actor_train.pg_variant: gspo", "token": "leave it out; ratios are those of tokens"}
-        return Problem(WEIGHT_SWITCH, f"{switch!r} is not true or false; {advice.get(str(switch), 'use true')}")
+        suggestions = {"seq": "write actor_train.pg_variant: gspo", "token": "leave it out; ratios are those of tokens"}
+        return Problem(WEIGHT_SWITCH, f"{switch!r} is not true or false; {suggestions.get(str(switch), 'use true')}")
     if isinstance(correction, dict) and "weights" in correction and WEIGHT_SWITCH in tree:
         return _two_spellings(WEIGHT_SWITCH, "correction.weights")
     if not switch:

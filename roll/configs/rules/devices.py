@@ -64,8 +64,8 @@ def _check_divides(role: str, worker: RoleConfig, report: Report) -> None:
     if count % (tensor * pipeline) == 0:
         return
     if isinstance(worker, ActorInferConfig):
-        advice = f"use {_multiples(count, tensor)}"
-        report.error(path, f"{count} devices cannot hold engines of num_gpus_per_worker {tensor}; {advice}")
+        suggestion = f"use {_multiples(count, tensor)}"
+        report.error(path, f"{count} devices cannot hold engines of num_gpus_per_worker {tensor}; {suggestion}")
     else:
         sizes = f"tensor parallel {tensor}" + (f" x pipeline parallel {pipeline}" if pipeline > 1 else "")
         report.error(path, f"{count} devices cannot hold {sizes}; use {_multiples(count, tensor * pipeline)}")
@@ -266,12 +266,12 @@ def _fills(config: RLConfig, report: Report) -> bool:
     )
     unit = step // gcd(step, group)
     below = prompts // unit * unit
-    advice = f"use rollout_batch_size {f'{below} or ' if below else ''}{below + unit}"
+    suggestion = f"use rollout_batch_size {f'{below} or ' if below else ''}{below + unit}"
     if samples % (size * data_parallel) == 0:
         accumulation = _nearest_divisor(samples // (size * data_parallel), training.gradient_accumulation_steps)
-        advice += f", or gradient_accumulation_steps {accumulation}"
+        suggestion += f", or gradient_accumulation_steps {accumulation}"
     count = f"{prompts} prompts x num_return_sequences_in_group {group} = {samples} samples"
-    report.error("rollout_batch_size", f"{count} do not fill optimizer steps of {step} ({product}); {advice}")
+    report.error("rollout_batch_size", f"{count} do not fill optimizer steps of {step} ({product}); {suggestion}")
     return False
 
 

@@ -139,11 +139,13 @@ def check_rewards(config: RLConfig, report: Report) -> None:
         return
     if not config.rewards:
         report.error("rewards", "is empty, so nothing scores a response; describe one, such as math_rule: {}")
-    taken: dict[str, str] = {}
+    owner_by_tag: dict[str, str] = {}
     everything = ""
     for name, reward in config.rewards.items():
         _check_reward(f"rewards.{name}", reward, report)
-        owners = [everything] if everything else [taken[tag] for tag in reward.tag_included if tag in taken]
+        owners = (
+            [everything] if everything else [owner_by_tag[tag] for tag in reward.tag_included if tag in owner_by_tag]
+        )
         if everything or (owners and len(owners) == len(reward.tag_included)):
             tags = "every tag is" if everything else "its tags are"
             report.error(
@@ -151,7 +153,7 @@ def check_rewards(config: RLConfig, report: Report) -> None:
                 f"scores nothing: {tags} already scored by {' and '.join(dict.fromkeys(owners))}; change tag_included "
                 "there, or remove one of them",
             )
-        taken = {**dict.fromkeys(reward.tag_included, f"rewards.{name}"), **taken}
+        owner_by_tag = {**dict.fromkeys(reward.tag_included, f"rewards.{name}"), **owner_by_tag}
         if not reward.tag_included:
             everything = everything or f"rewards.{name}"
 

@@ -15,10 +15,9 @@ import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from roll.distributed.cluster import descendants, end
 from roll.distributed.env_pool.server import EnvActor
 from roll.distributed.env_pool.types import EnvWorker, EnvWorkerError
-from roll.distributed.processes import END_TIMEOUT_S, thread_environment
+from roll.distributed.processes import END_TIMEOUT_S, descendants, end, thread_environment
 from roll.distributed.rpc_batching import rpc_client
 
 logger = logging.getLogger(__name__)
@@ -271,7 +270,7 @@ class RayEnvWorker:
                 child.kill()
 
     def join(self) -> None:
-        """Waits until a killed process has ended; one killed during its start may have come up in the meantime."""
+        """Waits until a killed process has ended; one killed during its start may have started in the meantime."""
         if self._processes is None and ray.is_initialized():
             with contextlib.suppress(ray.exceptions.RayError, psutil.NoSuchProcess):
                 self._processes = descendants(psutil.Process(ray.get(self._process_id, timeout=END_TIMEOUT_S)))

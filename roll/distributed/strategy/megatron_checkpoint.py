@@ -131,7 +131,7 @@ def _layout() -> dict[str, int]:
 
 def _random_state() -> ShardedObject:
     """State of this rank's random generators."""
-    place = (
+    position = (
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_data_parallel_rank(),
         parallel_state.get_pipeline_model_parallel_rank(),
@@ -141,7 +141,7 @@ def _random_state() -> ShardedObject:
         "device": torch.cuda.get_rng_state(),
         "tracker": get_cuda_rng_tracker().get_states(),
     }
-    return ShardedObject("random", state, tuple(_layout().values()), place, replica_id=0)
+    return ShardedObject("random", state, tuple(_layout().values()), position, replica_id=0)
 
 
 def _set_random_state(state: dict[str, Any]) -> None:

@@ -36,7 +36,7 @@ class LearningRate:
         """The rate of optimizer step `step`, counted from 0.
 
         During warm-up step k uses peak (k + 1) / warmup_steps, so no step is wasted at rate 0; the last step of
-        the run uses the minimum, and later steps (a run made longer) stay there.
+        the run uses the minimum, and so do later steps, after `max_steps` was raised.
         """
         if step < self.warmup_steps:
             return self.peak * (step + 1) / self.warmup_steps

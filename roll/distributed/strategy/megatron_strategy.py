@@ -19,7 +19,8 @@ from tensordict import TensorDict
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from roll.algorithms.aggregation import LossScale
-from roll.algorithms.losses import LOSSES, PolicyLossConfig
+from roll.algorithms.losses import LOSSES
+from roll.algorithms.policy_losses import PolicyLossConfig
 from roll.configs.parallel_layout import ParallelLayout, RankCoordinates
 from roll.configs.pipeline import BaseConfig, role_seed
 from roll.configs.roles import TORCH_DTYPES, ActorTrainConfig, MegatronRoleConfig, MegatronTrainConfig

@@ -10,12 +10,12 @@ the engine's loader. It covers the model families whose linear layers are named 
 from __future__ import annotations
 
 import hashlib
-import json
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+from roll.configs.model_config import CONFIG_NAME, read_model_config
 
 FUSED = {
     "q_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
@@ -41,30 +41,25 @@ def engine_parameter(name: str) -> str:
     return f"{match[1]}{FUSED[match[2]][0]}{match[3]}" if match is not None and match[2] in FUSED else name
 
 
-@dataclass(frozen=True)
-class SplitSizes:
-    """The two sizes of a model that decide how its tensors are split: key heads, and whether embeddings are tied."""
-
-    key_heads: int
-    tied: bool
-
-    @classmethod
-    def from_folder(cls, folder: Path) -> SplitSizes:
-        """Reads `config.json` of a HF folder."""
-        config = json.loads((folder / "config.json").read_text())
-        heads = config.get("num_key_value_heads") or config["num_attention_heads"]
-        return cls(key_heads=heads, tied=bool(config.get("tie_word_embeddings", False)))
-
-
 class EngineChecksums:
     """Computes the checksums that the engine will report, from tensors added one by one in any order."""
 
-    def __init__(self, model: Path | SplitSizes, tensor_parallel: int) -> None:
-        """`model` is a HF folder or its shape; `tensor_parallel` is the number of ranks of the engine."""
-        self._shape = model if isinstance(model, SplitSizes) else SplitSizes.from_folder(Path(model))
-        self._ranks = tensor_parallel
+    def __init__(self, kv_heads: int, tied: bool, tensor_parallel: int) -> None:
+        """Args are key-value heads and tied embeddings of the model, and the number of ranks of the engine."""
+        self._kv_heads, self._tied, self._ranks = kv_heads, tied, tensor_parallel
         self._parts: dict[str, dict[str, torch.Tensor]] = {}
         self._result: dict[str, str] = {}
+
+    @classmethod
+    def of_model(cls, folder: Path, tensor_parallel: int) -> EngineChecksums:
+        """For the model in a HF folder.
+
+        Raises:
+            UnsupportedModel: as `read_model_config`.
+        """
+        config = read_model_config(folder / CONFIG_NAME)
+        kv_heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+        return cls(kv_heads, config.get("tie_word_embeddings", False), tensor_parallel)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Adds one whole tensor under its HF name, in the dtype the engine computes in.
@@ -73,7 +68,7 @@ class EngineChecksums:
         """
         parameter, layer = engine_parameter(name), name.split(".")[-2]
         if parameter == name:
-            if not (self._shape.tied and name == "lm_head.weight"):
+            if not (self._tied and name == "lm_head.weight"):
                 self._finish(name, [(name, tensor)])
             return
         order = FUSED[layer][1]
@@ -109,7 +104,7 @@ class EngineChecksums:
         if name in SPLIT_BY_ROWS:
             return tensor.chunk(self._ranks, 0)[rank]
         if name in SPLIT_BY_HEADS:
-            copies = max(1, self._ranks // self._shape.key_heads)
+            copies = max(1, self._ranks // self._kv_heads)
             return tensor.chunk(self._ranks // copies, 0)[rank // copies]
         if name.endswith(SPLIT_BY_COLUMNS):
             return tensor.chunk(self._ranks, 1)[rank]

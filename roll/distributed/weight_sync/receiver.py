@@ -32,6 +32,7 @@ class WeightReceiver(Worker):
     it was aborted. An engine that started on dummy weights has stale weights from the start.
     """
 
+    config: ActorInferConfig
     pipeline_config: RLConfig
 
     config: ActorInferConfig

@@ -185,7 +185,9 @@ class WeightSender(Worker):
             return None
         if self.is_source and self._group is None:
             raise SendError(f"{self.rank.name} is in no broadcast group; join_broadcast_group comes first")
-        checksums = EngineChecksums(self.weights.folder, checksum_ranks) if checksum_ranks and self.is_source else None
+        checksums = None
+        if checksum_ranks and self.is_source:
+            checksums = EngineChecksums.of_model(self.weights.folder, checksum_ranks)
         tensors = StageWeights(self.weights.gathered())
         sent = 0
         previous: list[tuple[dist.Work | None, torch.Tensor]] = []
@@ -300,7 +302,7 @@ class WeightSender(Worker):
         if not self.is_source or index >= len(buckets):
             return None
         if self._checksums is None:
-            self._checksums = EngineChecksums(self.weights.folder, checksum_ranks)
+            self._checksums = EngineChecksums.of_model(self.weights.folder, checksum_ranks)
         for name, tensor in self.filled_tensors(index, buckets[index]):
             self._checksums.add(name, tensor)
         return self._checksums.result() if index == len(buckets) - 1 else {}

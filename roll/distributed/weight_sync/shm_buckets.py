@@ -62,25 +62,25 @@ class ShmBuckets:
 
     def handle(self, index: int, bucket: Bucket) -> bytes:
         """Handle by which an engine opens the tensors of bucket number `index`."""
-        return make_handle(self._buffers[index % BUFFERS], placed(bucket.specs))
+        return make_handle(self._buffers[index % BUFFERS], tensor_locations(bucket.specs))
 
 
-def placed(specs: Sequence[WeightSpec]) -> list[TensorLocation]:
-    """Positions of tensors that are stored one after the other."""
-    places, start = [], 0
+def tensor_locations(specs: Sequence[WeightSpec]) -> list[TensorLocation]:
+    """Locations of tensors that are stored one after the other."""
+    locations, start = [], 0
     for spec in specs:
-        places.append(TensorLocation(spec.name, start, tuple(spec.shape), spec.dtype))
+        locations.append(TensorLocation(spec.name, start, tuple(spec.shape), spec.dtype))
         start += spec_bytes(spec)
-    return places
+    return locations
 
 
 def views_of(flat: torch.Tensor, specs: Sequence[WeightSpec]) -> list[tuple[str, torch.Tensor]]:
     """Named views of tensors that are stored one after the other in `flat` [bytes] uint8."""
     views = []
-    for place, spec in zip(placed(specs), specs, strict=True):
-        dtype: torch.dtype = getattr(torch, place.dtype)
-        part = flat[place.start : place.start + spec_bytes(spec)]
-        views.append((place.name, part.view(dtype).view(place.shape)))
+    for location, spec in zip(tensor_locations(specs), specs, strict=True):
+        dtype: torch.dtype = getattr(torch, location.dtype)
+        part = flat[location.start : location.start + spec_bytes(spec)]
+        views.append((location.name, part.view(dtype).view(location.shape)))
     return views
 
 

@@ -60,7 +60,7 @@ class UpdateReport:
     Attributes:
         version: of the weights.
         seconds: from the first pause to the last resume, retries included.
-        pause_seconds: that engines stood still in the successful attempt, from the end of their last step on.
+        pause_seconds: during which the engines were paused in the successful attempt, from the end of their last step.
         bytes: of weights sent, counted once for all engines.
         verified: whether names and checksums were compared.
         attempts: 1 when nothing failed.
@@ -87,9 +87,9 @@ class UpdateReport:
 
 
 class WeightSynchronizer:
-    """Brings the weights of a training cluster to the engines of an inference cluster.
+    """Transfers the weights of a training cluster to the engines of an inference cluster.
 
-    An update becomes visible whole or not at all. From `begin` to `commit` the engines' weights are stale, and only a
+    An update takes effect completely or not at all. From `begin` to `commit` the engines' weights are stale, and only a
     complete attempt makes them serve again: after the last failed attempt they stay paused and refuse requests.
 
     Attributes:
@@ -133,7 +133,7 @@ class WeightSynchronizer:
         await self._transport.connect()
 
     async def update_weights(self, version: int) -> UpdateReport:
-        """Brings the weights of `version` to all engines, in at most `1 + max_sync_retries` attempts.
+        """Transfers the weights of `version` to all engines, in at most `1 + max_sync_retries` attempts.
 
         The first update is always verified, later ones as `verify_weights` configures.
 
@@ -179,7 +179,9 @@ class WeightSynchronizer:
             paused = time.perf_counter()  # an engine answers once the step it was computing is done
             sent = await step("transfer", transport.transfer(verify))
             await step("end", infer.call_all(InferWorker.end_update, version))
-            if self._config.in_flight_policy != "in_place":  # there the cache is in use, and kept apart by version
+            if (
+                self._config.in_flight_policy != "in_place"
+            ):  # in_place keeps using the cache, whose entries belong to versions
                 await step("flush", infer.call_all(InferWorker.flush_cache))
             if verify:
                 await step("verify", self._verify(sent.checksums))
@@ -263,7 +265,7 @@ class Transport(ABC):
 
     @abstractmethod
     async def disconnect(self) -> None:
-        """After a failure: frees ranks and engines that wait for each other; `connect` starts anew."""
+        """After a failure: frees ranks and engines that wait for each other; `connect` then starts again."""
 
     def buckets(self) -> list[list[Bucket]]:
         """Buckets of each stage."""

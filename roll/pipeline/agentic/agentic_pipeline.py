@@ -1,4 +1,4 @@
-"""Agents: trajectories of many turns in environments. Tries every environment before anything starts."""
+"""Agents: trajectories of many turns in environments. Makes every environment once before any process starts."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from functools import partial
 
 from roll.configs.agentic import AgenticConfig
 from roll.datasets.templates import ConversationEncoder
-from roll.distributed.cluster import log_file, process_environment
 from roll.distributed.env_pool.pool import EnvPool
 from roll.distributed.env_pool.types import EnvSpec
+from roll.distributed.processes import log_file, process_environment
 from roll.envs import make_env
 from roll.pipeline.agentic.agentic_worker import AgenticWorker
 from roll.pipeline.agentic.episode import Task
@@ -60,11 +60,11 @@ class AgenticPipeline(RLPipeline[AgenticConfig]):
 def make_agentic_worker(
     config: AgenticConfig, tasks: Mapping[str, Task], sampling: Mapping[Purpose, SamplingParams], engines: EnginePool
 ) -> AgenticWorker:
-    """The rollout worker, with environments in processes of their own, which start when they are first used."""
+    """The rollout worker, with environments in worker processes that start when they are first used."""
     tokenizer = load_tokenizer(config.actor_train.model_args.model_name_or_path)
     managers = [config.train_env_manager, *([config.val_env_manager] if config.eval_steps else [])]
     environments = EnvPool(
-        sum(manager.processes for manager in managers),  # training goes on while a validation runs
+        sum(manager.processes for manager in managers),  # training continues during a validation
         config.env_step_timeout_s,
         config.start_timeout_s,
         capacity=max(manager.max_env_num_per_worker or manager.environments for manager in managers),

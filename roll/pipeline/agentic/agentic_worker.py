@@ -49,7 +49,7 @@ class AgenticWorker(RolloutWorker):
         self._train_places = self._places(config.train_env_manager, 1)
 
     def draw(self, requests: Sequence[PromptRequest]) -> list[Group]:
-        """An environment for each request; its number alone decides tag and seed."""
+        """An environment for each request; tag and seed depend only on the number of the request."""
         return [self._group("train_env", request.number, self._train_tags) for request in requests]
 
     def validation_groups(self) -> list[Group]:
@@ -108,7 +108,7 @@ class AgenticWorker(RolloutWorker):
         return super().metrics(groups, version) | environment_metrics(groups, "env") | failures
 
     def state_dict(self) -> dict[str, Any]:
-        """The settings that the groups of a checkpoint depend on; numbers decide everything else."""
+        """The settings that the groups of a checkpoint depend on; the rest follows from their numbers."""
         manager = self._agentic.train_env_manager
         return {"seed": self._agentic.seed, "group_size": manager.group_size, "tags": self._train_tags.order}
 
@@ -118,9 +118,9 @@ class AgenticWorker(RolloutWorker):
         Raises:
             ValueError: it was taken with another seed, other tags, or groups of another size.
         """
-        for name, mine in self.state_dict().items():
-            if state[name] != mine:
-                raise ValueError(f"{name}: {mine} cannot go on from a checkpoint with {state[name]}; use that")
+        for name, value in self.state_dict().items():
+            if state[name] != value:
+                raise ValueError(f"{name}: {value} cannot continue from a checkpoint with {state[name]}; use that")
 
     def close(self) -> None:
         """Ends the environments' processes."""
@@ -136,9 +136,9 @@ class TagCycle:
 
     def __init__(self, manager: EnvManagerConfig) -> None:
         places = [
-            ((2 * place + 1) / (2 * count), tag)
+            ((2 * index + 1) / (2 * count), tag)
             for tag, count in zip(manager.tags, manager.num_groups_partition, strict=True)
-            for place in range(count)
+            for index in range(count)
         ]
         self.order = [tag for _, tag in sorted(places, key=lambda place: place[0])]
 

@@ -1,4 +1,4 @@
-"""One episode: model and environment take turns until the environment ends it or the sequence is full."""
+"""One episode: model and environment alternate until the environment ends it or the sequence is full."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Task:
 
 
 class Episode:
-    """One episode in one environment: `request` is the next request to the model, `accept` passes on its response."""
+    """One episode in one environment: `request` makes the next request, `add_response` takes its result."""
 
     def __init__(
         self,
@@ -69,8 +69,8 @@ class Episode:
             env_seed: the environment is reset with it.
             seed: seeds of the responses derive from it.
             sampling: of the responses.
-            sequence_length: most tokens of the whole trajectory.
-            chat: from messages to ids.
+            sequence_length: maximum tokens of the whole trajectory.
+            chat: converts messages to ids.
         """
         self.trajectory = Trajectory()
         self._name, self._task, self._env_seed, self._seed = name, task, env_seed, seed
@@ -86,11 +86,11 @@ class Episode:
             EnvFailure: the environment could not be opened.
             EpisodeFailed: the first message alone fills the sequence.
         """
-        self._env, opened = await pool.open(self._task.spec, self._env_seed)
-        self._rules, self._observation = opened.metric_rules, opened.observation
-        messages = [{"role": "user", "content": self._first(opened.instruction)}]
+        self._env, reset = await pool.open(self._task.spec, self._env_seed)
+        self._rules, self._observation = reset.metric_rules, reset.observation
+        messages = [{"role": "user", "content": self._first(reset.instruction)}]
         if self._task.system:
-            system = self._task.system.format(env_instruction=opened.instruction)
+            system = self._task.system.format(env_instruction=reset.instruction)
             messages.insert(0, {"role": "system", "content": system})
         self.trajectory.add_context(self._chat.start(messages))
         if len(self.trajectory.ids) >= self._sequence_length:
@@ -105,15 +105,15 @@ class Episode:
         trajectory, turn = self.trajectory, len(self.trajectory.turns)
         if trajectory.stop is not None:
             return None
-        room = min(self._longest, self._sequence_length - len(trajectory.ids))
+        limit = min(self._longest, self._sequence_length - len(trajectory.ids))
         return GenerateRequest(
             request_id=f"{self._name}-{turn}",
             prompt_ids=list(trajectory.ids),
-            sampling=replace(self._sampling, max_new_tokens=room),
+            sampling=replace(self._sampling, max_new_tokens=limit),
             seed=role_seed(self._seed, self._name, turn),
         )
 
-    async def accept(self, request: GenerateRequest, result: GenerateResult, text: str) -> None:
+    async def add_response(self, request: GenerateRequest, result: GenerateResult, text: str) -> None:
         """Adds a response and, unless the sequence is full, steps the environment with it.
 
         Args:
@@ -139,19 +139,17 @@ class Episode:
             if len(trajectory.turns) == 1:
                 trajectory.metrics = metrics_without_action(self._rules)
             return
-        stepped = await self._env.step(text)
-        turn.reward, turn.metrics = stepped.reward, dict(stepped.metrics)
+        step = await self._env.step(text)
+        turn.reward, turn.metrics = step.reward, dict(step.metrics)
         trajectory.metrics = episode_metrics(self._rules, [turn.metrics for turn in trajectory.turns])
-        if stepped.terminated or stepped.truncated:
-            trajectory.stop, trajectory.outcome = (
-                "terminated" if stepped.terminated else "truncated",
-                stepped.observation,
-            )
+        if step.terminated or step.truncated:
+            trajectory.stop = "terminated" if step.terminated else "truncated"
+            trajectory.outcome = step.observation
             return
-        self._observation = stepped.observation
+        self._observation = step.observation
         message = self._chat.follow(result.response_ids[-1], [{"role": "user", "content": self._filled()}])
         if len(trajectory.ids) + len(message) >= self._sequence_length:
-            trajectory.stop, trajectory.outcome = "sequence_length", stepped.observation
+            trajectory.stop, trajectory.outcome = "sequence_length", step.observation
             return
         trajectory.add_context(message)
 
@@ -162,11 +160,11 @@ class Episode:
 
     @property
     def _longest(self) -> int:
-        """Most tokens of a response, by the task and by the sampling parameters."""
+        """Maximum tokens of a response, by the task and by the sampling parameters."""
         return min(self._task.max_tokens, self._sampling.max_new_tokens)
 
     def _first(self, instruction: str) -> str:
-        """The first message, preceded by the instruction, unless a template has a place for it."""
+        """The first message, preceded by the instruction, unless a template has a field for it."""
         if any("{env_instruction}" in template for template in (self._task.system, self._task.template)):
             return self._filled(instruction)
         return f"{instruction}\n{self._filled()}"

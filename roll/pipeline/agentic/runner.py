@@ -1,4 +1,4 @@
-"""Runs the episodes of groups: each at its own pace, or all of them in lockstep, so that a run is deterministic."""
+"""Runs the episodes of groups: independently, or in lockstep for deterministic runs."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class RolloutRunner:
 
         Args:
             engines: that generate responses.
-            environments: that react to them.
-            chat: from messages to ids.
-            decode: from sampled ids to text.
-            sequence_length: most tokens of a trajectory.
-            timeout_s: longest time from the start of an episode to its end.
+            environments: in which the episodes run.
+            chat: converts messages to ids.
+            decode: converts sampled ids to text.
+            sequence_length: maximum tokens of a trajectory.
+            timeout_s: maximum duration of an episode.
         """
         self._engines, self._environments, self._chat, self._decode = engines, environments, chat, decode
         self._sequence_length, self._timeout_s = sequence_length, timeout_s
@@ -49,15 +49,14 @@ class RolloutRunner:
     def episodes(
         self, group: Group, purpose: Purpose, task: Task, count: int, seed: int, sampling: SamplingParams
     ) -> list[Episode]:
-        """`count` episodes of a group: the same environment, responses with seeds of their own."""
-        names = [f"{purpose}-{group.number}-{place}" for place in range(count)]
+        """`count` episodes of a group: the same environment, with different seeds for the responses."""
+        names = [f"{purpose}-{group.number}-{index}" for index in range(count)]
         return [Episode(name, task, group.problem, seed, sampling, self._sequence_length, self._chat) for name in names]
 
     async def run_group(self, group: Group, episodes: Sequence[Episode], group_size: int, timer: Timer) -> None:
         """Runs the episodes of a group concurrently, keeps the first `group_size` that succeed and cancels the rest.
 
-        They are kept in the order of `episodes`. Once too many have failed, the rest is cancelled too and the group is
-        dropped.
+        They are kept in the order of `episodes`. If too many fail, the rest is cancelled too and the group is dropped.
         """
         succeeded: list[Episode] = []
         failures: list[Failure] = []
@@ -99,34 +98,34 @@ class RolloutRunner:
             with timer.measure("generate"):
                 [[result]] = await self._engines.generate([[request]], engine)
             with timer.measure("env"):
-                await self._accept(episode, request, result)
+                await self._add_response(episode, request, result)
 
     async def run_lockstep(
         self, runs: Sequence[tuple[Group, Sequence[Episode]]], group_size: int, timer: Timer
     ) -> None:
         """Runs all groups turn by turn: every turn waits for all episodes and sends all of its requests in one call.
 
-        Of each group the first `group_size` successful episodes in the order of its list are kept, whatever their time.
+        Keeps the first `group_size` successful episodes of each group, in the order of its list.
         """
-        everyone = [episode for _, episodes in runs for episode in episodes]
+        all_episodes = [episode for _, episodes in runs for episode in episodes]
         failed: dict[Episode, Failure] = {}
         try:
             async with asyncio.timeout(self._timeout_s) as deadline:
-                await self._run_turns(everyone, failed, timer)
+                await self._run_turns(all_episodes, failed, timer)
         except TimeoutError:
             if not deadline.expired():
                 raise
-            late = [each for each in everyone if each not in failed and each.trajectory.stop is None]
-            failed |= {episode: self._timed_out() for episode in late}
+            running = [each for each in all_episodes if each not in failed and each.trajectory.stop is None]
+            failed |= {episode: self._timed_out() for episode in running}
         finally:
-            for episode in everyone:
+            for episode in all_episodes:
                 episode.start_close()
         for group, episodes in runs:
             succeeded = [episode for episode in episodes if episode not in failed]
             failures = [failed[episode] for episode in episodes if episode in failed]
             _complete(group, succeeded[:group_size], group_size, failures)
 
-    async def _run_turns(self, everyone: Sequence[Episode], failed: dict[Episode, Failure], timer: Timer) -> None:
+    async def _run_turns(self, episodes: Sequence[Episode], failed: dict[Episode, Failure], timer: Timer) -> None:
         """Runs all episodes to their end; failed ones are added to `failed` and send no more requests."""
 
         async def note_failure(episode: Episode, work: Callable[..., Awaitable[None]], *args: object) -> None:
@@ -135,9 +134,9 @@ class RolloutRunner:
                 failed[episode] = failure
 
         with timer.measure("env"):
-            await run_all(note_failure(each, each.begin, self._environments) for each in everyone)
+            await run_all(note_failure(each, each.begin, self._environments) for each in episodes)
         while True:
-            requests = [(each, each.request()) for each in everyone if each not in failed]
+            requests = [(each, each.request()) for each in episodes if each not in failed]
             turn = [(episode, request) for episode, request in requests if request is not None]
             if not turn:
                 return
@@ -145,12 +144,12 @@ class RolloutRunner:
                 results = await self._engines.generate([[request] for _, request in turn])
             with timer.measure("env"):
                 await run_all(
-                    note_failure(episode, self._accept, episode, request, result)
+                    note_failure(episode, self._add_response, episode, request, result)
                     for (episode, request), [result] in zip(turn, results, strict=True)
                 )
 
-    async def _accept(self, episode: Episode, request: GenerateRequest, result: GenerateResult) -> None:
-        await episode.accept(request, result, self._decode(result.response_ids))
+    async def _add_response(self, episode: Episode, request: GenerateRequest, result: GenerateResult) -> None:
+        await episode.add_response(request, result, self._decode(result.response_ids))
 
     def _timed_out(self) -> EpisodeFailed:
         message = f"a trajectory was not over after {self._timeout_s:g} s (trajectory_timeout_s)"

@@ -12,7 +12,7 @@ from roll.configs.errors import ConfigError, Problem
 from roll.configs.hardware import prepare_run
 from roll.configs.load import load_config, read_pipeline
 from roll.configs.pipeline import RLConfig
-from roll.configs.policy import VARIANT_KNOBS
+from roll.configs.policy import VARIANT_KEYS
 from roll.configs.yaml_files import leaves, override_tree
 from roll.pipeline.extensions import load_extensions
 
@@ -22,7 +22,7 @@ GRID_KEYS = {
     "seed": "use --seeds",
     "output_dir": "use --out",
     "logging_dir": "logs are written to the folder of each trial",
-    "resume_from_checkpoint": "interrupted trials resume by themselves",
+    "resume_from_checkpoint": "interrupted trials resume automatically",
 }
 """Keys that the grid sets for each trial, and what to use instead of overriding them."""
 
@@ -44,7 +44,7 @@ class Trial:
         """`key=value` of this trial: the common ones, except those of other variants, then its own."""
         folder = out / self.name
         return [
-            *(text for text in overrides if self.variant in VARIANT_KNOBS.get(_key(text), (self.variant,))),
+            *(text for text in overrides if self.variant in VARIANT_KEYS.get(_key(text), (self.variant,))),
             f"actor_train.pg_variant={self.variant}",
             f"async_generation_ratio={format_exact(self.ratio)}",
             f"seed={self.seed}",
@@ -101,7 +101,7 @@ def _override_problems(overrides: Sequence[str], variants: set[str]) -> list[Pro
     """Overrides of keys that the grid sets, or that none of its variants reads."""
     problems = []
     for key in leaves(override_tree(overrides, [])):
-        owners = VARIANT_KNOBS.get(key)
+        owners = VARIANT_KEYS.get(key)
         if key in GRID_KEYS:
             problems.append(Problem(key, f"is set by the grid: {GRID_KEYS[key]}"))
         elif owners is not None and variants.isdisjoint(owners):

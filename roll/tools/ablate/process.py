@@ -1,4 +1,4 @@
-"""One trial as a subprocess: how it starts and ends, and what its folder says about its progress."""
+"""One trial as a subprocess: how it starts and ends, and how its progress is read from its folder."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ Decode = Callable[[Sequence[int]], str]
 """f(token ids) -> text."""
 
 MAX_MAP_WIDTH = 60
-"""Columns of a map that still leave room for a second map beside it."""
+"""Maximum columns of a map, so that a second map fits next to it."""
 
 STOP_REASONS = {
     "terminated": "ended by the environment",

@@ -50,7 +50,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Episode:
-    """The trajectory of a sample, as it is in the dump."""
+    """The trajectory of a sample, as stored in the dump."""
 
     tag: str
     seed: int

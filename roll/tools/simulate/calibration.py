@@ -24,7 +24,7 @@ DOUBLING_BATCHES = tuple(2.0**power for power in range(13))
 
 MAX_ERROR_RATIO = 0.7
 """The best candidate counts only if its error is below this fraction of the worst candidate's error. If lengths are
-alike in every step, all candidates explain the times equally well."""
+similar in every step, all candidates explain the times equally well."""
 
 MIN_BATCHES = 8
 """Steps needed to fit the doubling batch."""
@@ -201,7 +201,7 @@ def require_overlap(run: Measurements, folder: Path) -> Measurements:
 
 
 def fit_doubling_batch(run: Measurements) -> float | None:
-    """The batch at which a decode iteration takes twice as long as with an empty batch; None if steps are too alike.
+    """The batch at which a decode iteration takes twice as long as with an empty batch; None if steps are too similar.
 
     The seconds of a batch are proportional to iterations + tokens per engine / doubling batch. An engine that runs all
     requests at once needs as many iterations as its longest response has tokens; with fewer slots it needs more.

@@ -120,7 +120,7 @@ def simulate_config(
     overrides: Sequence[str],
     options: Options,
     as_json: bool = False,
-    machine: Hardware | None = None,
+    hardware: Hardware | None = None,
 ) -> int:
     """Prints the prediction for a configuration and returns the exit code.
 
@@ -138,7 +138,7 @@ def simulate_config(
     if not loaded.actor_train.device_mapping or not loaded.actor_infer.device_mapping:
         message = "is empty for actor_train or actor_infer; a simulation needs devices for both"
         raise ConfigError([Problem("device_mapping", message)], str(config))
-    model, notes = build_cost_model(loaded, options, machine or this_machine())
+    model, notes = build_cost_model(loaded, options, hardware or this_machine())
     prediction = predict(model)
     if as_json:
         print(json.dumps(as_dict(prediction, model, notes), indent=2))
@@ -147,7 +147,7 @@ def simulate_config(
     return 0
 
 
-def build_cost_model(config: RLConfig, options: Options, machine: Hardware) -> tuple[CostModel, list[str]]:
+def build_cost_model(config: RLConfig, options: Options, hardware: Hardware) -> tuple[CostModel, list[str]]:
     """The cost model of a configuration, and notes on assumptions made for missing measurements.
 
     Raises:
@@ -157,7 +157,7 @@ def build_cost_model(config: RLConfig, options: Options, machine: Hardware) -> t
     check_size(config)
     _check_options(config, options)
     notes: list[str] = []
-    platform = resolve_platform(config, machine, Report())[0]
+    platform = resolve_platform(config, hardware, Report())[0]
     measured = _measurements(config, options, notes)
     if options.doubling_batch is None and fit_doubling_batch(measured) is None:
         notes.append(
@@ -168,11 +168,11 @@ def build_cost_model(config: RLConfig, options: Options, machine: Hardware) -> t
         return fit_slowdown(model, _overlap_measurements(config, options.overlap_run)), notes
     if options.slowdown is not None:
         return replace(model, slowdown=options.slowdown), notes
-    slowdown = _core_sharing(config, platform, machine)
+    slowdown = _core_sharing(config, platform, hardware)
     if slowdown > 1:
         notes.append(
             f"slowdown of overlap: not measured, {slowdown:.3g} assumed, which is the number of devices divided by "
-            f"{machine.cores} cores (measure it with --overlap, or set --slowdown)"
+            f"{hardware.cores} cores (measure it with --overlap, or set --slowdown)"
         )
     return replace(model, slowdown=slowdown), notes
 
@@ -229,9 +229,9 @@ def _override_times(times: StepTimes, options: Options) -> StepTimes:
     return replace(times, **{name: value for name, value in overrides.items() if value is not None})
 
 
-def _core_sharing(config: RLConfig, platform: str, machine: Hardware) -> float:
+def _core_sharing(config: RLConfig, platform: str, hardware: Hardware) -> float:
     """Devices of both sides per CPU core, at least 1; 1 on GPUs, or if both sides run in turns."""
     if platform != "cpu" or configured_split(config).shared:
         return 1.0
     devices = len(config.actor_train.device_mapping) + len(config.actor_infer.device_mapping)
-    return max(1.0, devices / machine.cores)
+    return max(1.0, devices / hardware.cores)

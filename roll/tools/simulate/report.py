@@ -144,9 +144,11 @@ def _recommendation(prediction: Prediction) -> list[str]:
         )
     gain = configured.outcome.step_seconds / best.outcome.step_seconds - 1
     if best == configured:
-        advice = "The configured split and ratio are the best of these."
+        conclusion = "The configured split and ratio are the best of these."
     elif gain <= 0:
-        advice = f"Ratio {best.ratio:g} with split {split_text(best.split)} is as fast, with less stale samples."
+        conclusion = f"Ratio {best.ratio:g} with split {split_text(best.split)} is as fast, with less stale samples."
     else:
-        advice = f"Best: split {split_text(best.split)} with ratio {best.ratio:g}, {gain:.0%} faster than configured."
-    return [bounds, advice]
+        conclusion = (
+            f"Best: split {split_text(best.split)} with ratio {best.ratio:g}, {gain:.0%} faster than configured."
+        )
+    return [bounds, conclusion]

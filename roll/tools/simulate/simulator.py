@@ -317,7 +317,7 @@ class _Simulation:
     def _change_engines(
         self, stretch: float | None = None, paused: bool | None = None, admitting: bool | None = None
     ) -> None:
-        """Changes attributes of all engines at the current time; None leaves one as it is."""
+        """Changes attributes of all engines at the current time; None leaves one unchanged."""
         for index, engine in enumerate(self._engines):
             engine.advance(self._now)
             engine.stretch = engine.stretch if stretch is None else stretch

@@ -10,7 +10,6 @@ import torch
 from roll.distributed.strategy.sglang_checksums import (
     TILE_WORDS,
     EngineChecksums,
-    SplitSizes,
     checksum,
     cuda_checksum,
     engine_parameter,
@@ -24,7 +23,7 @@ def digest(*tensors: torch.Tensor) -> str:
 
 
 def result(tensors: dict[str, torch.Tensor], ranks: int, key_heads: int = 2, tied: bool = False) -> dict[str, str]:
-    checksums = EngineChecksums(SplitSizes(key_heads, tied), ranks)
+    checksums = EngineChecksums(key_heads, tied, ranks)
     for name, tensor in tensors.items():
         checksums.add(name, tensor)
     return checksums.result()

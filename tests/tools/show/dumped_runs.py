@@ -36,8 +36,8 @@ def lake_groups() -> list[Group]:
     right = "I go <answer>Right</answer>"
     won = trajectory([(START, right, 0.0), (RIGHT, "<answer>Down</answer>", 1.0)], GOAL)
     lost = trajectory([(START, right, 0.0), (RIGHT, "hm", -0.01)], RIGHT, "truncated")
-    words = trajectory([("Your guess?", "I say <answer>7</answer>", 0.25)], "Higher.", "sequence_length")
-    return [Group(12, "FrozenLake", 77, "FrozenLake-12", [won, lost]), Group(13, "Guess", 78, "Guess-13", [words])]
+    guess = trajectory([("Your guess?", "I say <answer>7</answer>", 0.25)], "Higher.", "sequence_length")
+    return [Group(12, "FrozenLake", 77, "FrozenLake-12", [won, lost]), Group(13, "Guess", 78, "Guess-13", [guess])]
 
 
 def write_step(folder: Path, step: int, data: DataProto) -> None:
