@@ -1,4 +1,4 @@
-"""DataProto: its operations undo each other, pad as documented, and travel cheaply."""
+"""DataProto: inverse operations, padding, and compact pickling."""
 
 from __future__ import annotations
 

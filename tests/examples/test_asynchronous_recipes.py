@@ -1,4 +1,4 @@
-"""The four asynchronous recipes load in the spelling of the systems they are named after, and mean what those mean."""
+"""The four asynchronous recipes load with keys of other frameworks and configure what these keys mean there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.configs.samples import LAPTOP, write
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RECIPES = ["one_step_off", "rlvr_async", "fully_async", "offpolicy_buffer"]
 NOTES = ("is read as", "engines always return log-probs", "engines keep their memory")
-"""What may be said about a recipe that is right."""
+"""Notes that a correct recipe may have."""
 
 
 def load(name: str, folder: Path, model: Path) -> RLVRConfig:

@@ -1,4 +1,4 @@
-"""The side that waited and the advice, from made-up metrics."""
+"""Findings and recommendations of the report, from synthetic metrics."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ APART = Split(ratio=1, generation=4, training=12, shared=False)
 
 
 def lines(steps: int = 4, **values: float) -> list[dict[str, float]]:
-    """Steps of 10 s that all look alike; keyword names use __ for the slash."""
+    """Equal steps of 10 s; keyword names use __ for the slash."""
     usual = {
         "time/step": 10.0,
         "time/wait_prev_gen": 0.2,

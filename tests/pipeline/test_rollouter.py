@@ -27,7 +27,7 @@ BATCH = 4
 
 
 class Scripted(RolloutWorker):
-    """Groups of two samples take as many turns of the event loop as `turns` says, and fail or are filtered as given.
+    """Groups of two samples take `turns` turns of the event loop, and fail or are filtered as given.
 
     The index of a prompt is its `problem`.
     """
@@ -209,7 +209,7 @@ def test_validation_pauses_submission():
 
 
 class Timed(Scripted):
-    """Generating takes 3 s on a clock of its own, validating 2."""
+    """Generating takes 3 s on its own clock, validating 2 s."""
 
     now = 0.0
 
@@ -359,7 +359,7 @@ def test_submissions_keep_the_minimum_interval():
         gaps = [later - earlier for earlier, later in zip(worker.times, worker.times[1:], strict=False)]
         assert len(gaps) >= 3 and min(gaps) == pytest.approx(0.05)
 
-    with asyncio.Runner(loop_factory=JumpingLoop) as runner:  # real time would add what the machine does beside
+    with asyncio.Runner(loop_factory=JumpingLoop) as runner:  # real time would include other load of the machine
         runner.run(run())
 
 
