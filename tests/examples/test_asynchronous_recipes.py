@@ -57,8 +57,8 @@ def test_rlvr_async_interpolates_and_counts_prompts(tmp_path: Path, tiny_model_d
 def test_fully_async_sets_every_key_of_its_block(tmp_path: Path, tiny_model_dir: Path):
     config = load("fully_async", tmp_path, tiny_model_dir)
     block = yaml.safe_load((EXAMPLES / "fully_async" / "rlvr_config.yaml").read_text())["async_training"]
-    here = {key for path in MOVED_KEYS for head, _, key in [path.rpartition(".")] if head == "async_training"}
-    assert here <= set(block)
+    moved = {key for path in MOVED_KEYS for head, _, key in [path.rpartition(".")] if head == "async_training"}
+    assert moved <= set(block)
     assert config.actor_infer.generation_timeout_s == config.sync_timeout_s == 30
     assert config.async_training.batch_generation_interval_s == 0.1
     made = load_extensions(config)

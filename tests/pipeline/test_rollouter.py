@@ -225,18 +225,18 @@ class Timed(Scripted):
 
 def test_the_engines_idle_while_training_and_not_while_validating():
     async def run() -> list[float]:
-        worker, shares = Timed([1]), []
+        worker, idle_fractions = Timed([1]), []
         bounds = PolicySettings(batch_size=BATCH, ratio=0, total=3 * BATCH)
         made = Rollouter(worker, bounds, replace(OPTIONS, background=False, batched_submit=True), lambda: worker.now)
         worker.now = 100.0
         for version in range(3):
             worker.version = version
             await made.advance(version)
-            shares.append((await made.next_batch()).metrics["throughput/rollout_idle"])
+            idle_fractions.append((await made.next_batch()).metrics["throughput/rollout_idle"])
             worker.now += 5.0
             with made.measure("generate"):
                 await made.validate()
-        return shares
+        return idle_fractions
 
     assert asyncio.run(run()) == pytest.approx([0.0, 0.5, 0.5])
 
