@@ -26,7 +26,7 @@ HELP = {
 """What each command does, for --help."""
 
 TOOLS = ("simulate", "ablate", "show")
-"""Commands that live in `roll/tools/<name>/command.py`, as `add_options(parser)` and `run(arguments)`."""
+"""Commands defined in `roll/tools/<name>/command.py`, as `add_options(parser)` and `run(arguments)`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -39,7 +39,7 @@ def files() -> list[Path]:
 
 
 def folder_of(path: Path) -> str:
-    """First folder inside roll/; modules beside the folders (cli.py) may import everything."""
+    """First folder inside roll/; modules outside of the folders (cli.py) may import everything."""
     parts = path.relative_to(PACKAGE).parts
     return parts[0] if len(parts) > 1 else ""
 

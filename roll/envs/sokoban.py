@@ -141,10 +141,10 @@ class Room:
 
     def moved(self, direction: Cell) -> Room:
         """The room after a move, which pushes the box in its way; the same room if the move is blocked."""
-        ahead = beside(self.player, direction)
+        ahead = neighbor(self.player, direction)
         if self.free(ahead):
             return replace(self, player=ahead)
-        beyond = beside(ahead, direction)
+        beyond = neighbor(ahead, direction)
         if ahead in self.boxes and self.free(beyond):
             return replace(self, player=ahead, boxes=self.boxes - {ahead} | {beyond})
         return self
@@ -155,14 +155,14 @@ class Room:
         while frontier:
             cell = frontier.popleft()
             for direction in DIRECTIONS.values():
-                ahead = beside(cell, direction)
+                ahead = neighbor(cell, direction)
                 if ahead not in steps and self.free(ahead):
                     steps[ahead] = steps[cell] + 1
                     frontier.append(ahead)
         return steps
 
 
-def beside(cell: Cell, direction: Cell, times: int = 1) -> Cell:
+def neighbor(cell: Cell, direction: Cell, times: int = 1) -> Cell:
     """The cell `times` steps away in a direction."""
     return cell[0] + times * direction[0], cell[1] + times * direction[1]
 
@@ -211,7 +211,7 @@ def _solved_room(generator: np.random.Generator, rows: int, columns: int, boxes:
 def _played_backwards(generator: np.random.Generator, room: Room, depth: int) -> Room:
     """Pulls random boxes, those on targets first, for at most `depth` moves; no arrangement of boxes occurs twice.
 
-    The player then walks to a random cell within the remaining moves, so that it does not always start beside a box.
+    The player then walks to a random cell within the remaining moves, so that it does not always start next to a box.
     """
     arrangements = {room.boxes}
     while True:
@@ -232,6 +232,6 @@ def _pulls(room: Room) -> Iterator[tuple[int, Room]]:
     walks = room.walks()
     for box in sorted(room.boxes):
         for direction in DIRECTIONS.values():
-            stand, back = beside(box, direction), beside(box, direction, 2)
+            stand, back = neighbor(box, direction), neighbor(box, direction, 2)
             if stand in walks and room.free(back):
                 yield walks[stand] + 1, replace(room, boxes=room.boxes - {box} | {stand}, player=back)

@@ -353,8 +353,8 @@ def first_update_fault(step: Mapping[str, float], base: str, dtype: str, max_mis
     )
     if base == "behavior":
         return (
-            f"{found}; before any update the log ratio must be within max_logprob_mismatch {tolerance:g} of 0: check "
-            "that engine and trainer load the same weights, temperature and dtype"
+            f"{found}; before any update log ratios of trainer and engine must be within max_logprob_mismatch "
+            f"{tolerance:g} of 0: check that both load the same weights, temperature and dtype"
         )
     return (
         f"{found}; before any update they must be 1, 1, 0 and 0, within {tolerance:g}: the training pass and the "

@@ -65,10 +65,10 @@ class RolloutWorker(ABC):
             RunError: a group failed VALIDATION_TRIES times or timed out; scores of a part would not be comparable.
         """
         groups = self.validation_groups()
-        pending, replayed = groups, 0
+        remaining, replayed = groups, 0
         for attempt in range(1, VALIDATION_TRIES + 1):
-            await self.generate(pending, "val", StepClock())
-            failed = [group for group in pending if group.drop_reason is not None]
+            await self.generate(remaining, "val", StepClock())
+            failed = [group for group in remaining if group.drop_reason is not None]
             if not failed:
                 break
             late = next((group for group in failed if group.drop_reason == TIMED_OUT), None)
@@ -80,7 +80,7 @@ class RolloutWorker(ABC):
                 )
             for group in failed:
                 group.drop_reason = group.failure = None
-            pending, replayed = failed, replayed + len(failed)
+            remaining, replayed = failed, replayed + len(failed)
         return self.validation_metrics(groups) | {"val/replayed_groups": float(replayed)}
 
     def validation_metrics(self, groups: Sequence[Group]) -> dict[str, float]:

@@ -26,7 +26,7 @@ class LedgerError(RuntimeError):
 class Ledger:
     """Counts of prompts over the whole run, by where they are now.
 
-    The law: submitted = consumed + dropped (by reason) + buffered + in flight.
+    Invariant: submitted = consumed + dropped (by reason) + buffered + in flight.
     """
 
     submitted: int = 0
@@ -70,7 +70,7 @@ class Ledger:
         return sum(self.dropped.values())
 
     def check(self) -> None:
-        """Raises LedgerError unless the law holds and no count is negative."""
+        """Raises LedgerError unless the invariant holds and no count is negative."""
         accounted = self.consumed + self.dropped_total + self.buffered + self.in_flight
         if accounted != self.submitted or min(self.buffered, self.in_flight) < 0:
             raise LedgerError(f"submitted {self.submitted} prompts but {accounted} are accounted for: {self}")

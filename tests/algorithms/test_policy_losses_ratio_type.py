@@ -18,9 +18,9 @@ CONFIG = PolicyLossConfig(pg_variant="ppo", pg_clip_low=0.2, pg_clip_high=0.3, t
 def turns_batch(seed=0, **sizes):
     """A random batch whose responses are turns of two tokens, each followed by a token of the environment."""
     batch = random_batch(seed=seed, **sizes)
-    place = batch["response_mask"].cumsum(-1) - 1
-    batch["response_mask"] = batch["response_mask"] & (place % 3 != 2)
-    batch["turn_index"] = torch.where(batch["response_mask"], place // 3, -1)
+    position = batch["response_mask"].cumsum(-1) - 1
+    batch["response_mask"] = batch["response_mask"] & (position % 3 != 2)
+    batch["turn_index"] = torch.where(batch["response_mask"], position // 3, -1)
     return batch
 
 
@@ -29,8 +29,8 @@ def by_hand(batch, ratio_type):
     off = (batch["log_probs"] - batch["old_log_probs"]).detach()
     mean = torch.zeros_like(off)
     for row, mask in enumerate(batch["response_mask"].tolist()):
-        place = {"token": lambda t: t, "segment": lambda t, r=row: batch["turn_index"][r, t].item()}
-        unit = place.get(ratio_type, lambda t: 0)
+        position = {"token": lambda t: t, "segment": lambda t, r=row: batch["turn_index"][r, t].item()}
+        unit = position.get(ratio_type, lambda t: 0)
         tokens = [t for t, inside in enumerate(mask) if inside]
         for t in tokens:
             of_unit = [off[row, u].item() for u in tokens if unit(u) == unit(t)]

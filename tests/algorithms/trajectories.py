@@ -12,7 +12,7 @@ from roll.algorithms.advantages import AdvantageConfig, Advantages, compute_adva
 from roll.algorithms.turn_advantages import Turns, read_turns
 
 JUNK = 77.0
-"""In every place that must not be read."""
+"""Value of every entry that must not be read."""
 
 
 @dataclass
@@ -29,8 +29,8 @@ class Trajectory:
     def row(self, number: int, turns: Sequence[int]) -> dict[str, object]:
         """A sample with these turns of the trajectory, each after one token of the environment."""
         index: list[int] = []
-        for place, turn in enumerate(turns):
-            index += [-1] + [place] * (self.lengths[turn] if self.lengths else 2)
+        for position, turn in enumerate(turns):
+            index += [-1] + [position] * (self.lengths[turn] if self.lengths else 2)
         return {
             "number": number,
             "turns": list(turns),
@@ -65,8 +65,8 @@ class Batch:
         """(trajectory, turn) -> the value of all tokens of the turn; all other tokens must have 0."""
         found = {}
         for row, line in enumerate(self.rows):
-            for place, turn in enumerate(line["turns"]):
-                of_turn = values[row][self.tensors["turn_index"][row] == place]
+            for position, turn in enumerate(line["turns"]):
+                of_turn = values[row][self.tensors["turn_index"][row] == position]
                 assert (of_turn == of_turn[0]).all()
                 found[line["number"], turn] = of_turn[0].item()
         assert (values[~self.tensors["response_mask"]] == 0).all()

@@ -1,4 +1,4 @@
-"""The keys of learning from trajectories: their spelling in other recipes, and who reads them."""
+"""The keys of learning from trajectories: their spelling in other recipes, and the settings that use them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys of other asynchronous systems take effect under their own names, and say where."""
+"""Keys of other asynchronous systems take effect, with a note that names the key here."""
 
 from __future__ import annotations
 

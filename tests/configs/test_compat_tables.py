@@ -49,9 +49,9 @@ def is_read(name: str) -> bool:
 def reported() -> dict[str, set[str]]:
     """Keys here of every name in the tables that is neither known nor a value or file."""
     pairs: dict[str, set[str]] = {}
-    for there, here, _ in rows():
-        names = [text.partition(":")[0].lstrip("-").replace("-", "_") for text in re.findall(r"`([^`]+)`", there)]
-        ours = re.findall(r"`([^`]+)`", here)
+    for other, own, _ in rows():
+        names = [text.partition(":")[0].lstrip("-").replace("-", "_") for text in re.findall(r"`([^`]+)`", other)]
+        ours = re.findall(r"`([^`]+)`", own)
         for index, name in enumerate(names):
             if not is_read(name) and name not in ("deepspeed_train", "mse", "train.py", "train_async.py"):
                 pairs[name] = {ours[index]} if len(ours) == len(names) else set(ours)

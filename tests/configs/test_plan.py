@@ -153,10 +153,10 @@ def test_kv_cache_of_the_requests_one_engine_runs(tmp_path: Path) -> None:
 
 
 def test_missing_model_removes_only_the_memory_estimate(tmp_path: Path) -> None:
-    here, elsewhere = rlvr(tmp_path), rlvr(tmp_path, "pretrain=/elsewhere/model")
-    plan = make_plan(elsewhere, SERVER)
+    known, unknown = rlvr(tmp_path), rlvr(tmp_path, "pretrain=/elsewhere/model")
+    plan = make_plan(unknown, SERVER)
     assert plan.memory == []
-    assert plan.batch == make_plan(here, SERVER).batch
+    assert plan.batch == make_plan(known, SERVER).batch
     assert "pretrain: /elsewhere/model is not a folder on this machine (this stops a run, not a plan)" in plan.warnings
     expected = "no memory estimate for actor_train, actor_infer: the model's config.json is not on this machine"
     assert expected in plan.warnings

@@ -73,7 +73,7 @@ def test_a_base_file_with_a_name_too_long_is_explained(tmp_path: Path) -> None:
 
 
 def close(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system's answers about a folder that is closed to this user; to root none is."""
+    """Simulates a folder without permission; root has permission for every folder."""
     stat, access = os.stat, os.access
 
     def refusing_stat(path, *args, **kwargs):

@@ -21,7 +21,7 @@ CAPACITY = 3
 
 
 class Worker:
-    """Starts, fails to start, or dies when the test says so."""
+    """Starts, fails to start, or dies as the test requires."""
 
     def __init__(self, index: int) -> None:
         self.index = index

@@ -1,4 +1,4 @@
-"""What an engine does with requests that arrive around a weight update."""
+"""Requests that reach an engine during and after a weight update."""
 
 from __future__ import annotations
 

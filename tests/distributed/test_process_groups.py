@@ -1,4 +1,4 @@
-"""A held port cannot be taken by another process before a store serves on it."""
+"""A held port cannot be in_use by another process before a store serves on it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from roll.distributed.process_groups import hold_port, open_port, release_port, 
 BRIEFLY = timedelta(seconds=10)
 
 
-def taken(port: int) -> bool:
+def in_use(port: int) -> bool:
     with socket.socket() as other:
         try:
             other.bind(("", port))
@@ -25,7 +25,7 @@ def test_a_held_port_is_not_free():
     ports = [hold_port() for _ in range(200)]
     try:
         assert len(set(ports)) == 200
-        assert all(taken(port) for port in ports)
+        assert all(in_use(port) for port in ports)
     finally:
         for port in ports:
             release_port(port)
@@ -46,7 +46,7 @@ def test_a_store_serves_on_the_held_socket_and_accepts_earlier_connections():
 def test_a_given_listener_is_held_under_its_port():
     listener = open_port()
     port = hold_port(listener)
-    assert port == listener.getsockname()[1] and taken(port)
+    assert port == listener.getsockname()[1] and in_use(port)
     release_port(port)
     release_port(port)
     assert listener.fileno() == -1

@@ -1,4 +1,4 @@
-"""DataProto: its operations undo each other, pad as documented, and travel cheaply."""
+"""DataProto: inverse operations, padding, and compact pickling."""
 
 from __future__ import annotations
 
@@ -141,8 +141,8 @@ def test_union_joins_columns_and_refuses_a_conflict() -> None:
 
 def test_pop_removes_what_select_returns() -> None:
     data = make(3, 4)
-    taken = data.pop("scores", "id")
-    assert set(taken.batch.keys()) == {"scores"} and set(taken.non_tensor_batch) == {"id"}
+    removed = data.pop("scores", "id")
+    assert set(removed.batch.keys()) == {"scores"} and set(removed.non_tensor_batch) == {"id"}
     assert "scores" not in data and "id" not in data and "lists" in data
 
 

@@ -143,10 +143,10 @@ def test_episodes_are_the_same_in_another_process():
     command = [sys.executable, "-c", code, json.dumps(list(BUILT_IN.items()))]
     environment = {**os.environ, "PYTHONHASHSEED": "4711"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
-    here = [
+    local = [
         play(env, seed, texts(env, seed)) for env in map(make_env, BUILT_IN, BUILT_IN.values()) for seed in range(5)
     ]
-    assert json.loads(done.stdout) == json.loads(json.dumps(here))
+    assert json.loads(done.stdout) == json.loads(json.dumps(local))
 
 
 @every

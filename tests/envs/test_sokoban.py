@@ -18,7 +18,7 @@ def read(drawing: str) -> Room:
     cells = {(row, column): cell for row, line in enumerate(drawing.split("\n")) for column, cell in enumerate(line)}
 
     def where(symbols: str) -> frozenset:
-        return frozenset(place for place, cell in cells.items() if cell in symbols)
+        return frozenset(position for position, cell in cells.items() if cell in symbols)
 
     (player,) = where("PS")
     return Room(where("_OX√PS"), where("O√S"), where("X√"), player)

@@ -1,4 +1,4 @@
-"""The four asynchronous recipes load in the spelling of the systems they are named after, and mean what those mean."""
+"""The four asynchronous recipes load with keys of other frameworks and configure what these keys mean there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.configs.samples import LAPTOP, write
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RECIPES = ["one_step_off", "rlvr_async", "fully_async", "offpolicy_buffer"]
 NOTES = ("is read as", "engines always return log-probs", "engines keep their memory")
-"""What may be said about a recipe that is right."""
+"""Notes that a correct recipe may have."""
 
 
 def load(name: str, folder: Path, model: Path) -> RLVRConfig:
@@ -57,8 +57,8 @@ def test_rlvr_async_interpolates_and_counts_prompts(tmp_path: Path, tiny_model_d
 def test_fully_async_sets_every_key_of_its_block(tmp_path: Path, tiny_model_dir: Path):
     config = load("fully_async", tmp_path, tiny_model_dir)
     block = yaml.safe_load((EXAMPLES / "fully_async" / "rlvr_config.yaml").read_text())["async_training"]
-    here = {key for path in MOVED_KEYS for head, _, key in [path.rpartition(".")] if head == "async_training"}
-    assert here <= set(block)
+    moved = {key for path in MOVED_KEYS for head, _, key in [path.rpartition(".")] if head == "async_training"}
+    assert moved <= set(block)
     assert config.actor_infer.generation_timeout_s == config.sync_timeout_s == 30
     assert config.async_training.batch_generation_interval_s == 0.1
     made = load_extensions(config)

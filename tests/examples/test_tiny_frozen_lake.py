@@ -1,4 +1,4 @@
-"""The recipe of the lakes: its files plan, its play is right, and what is learned from play is what is met later."""
+"""The FrozenLake recipe: its files plan, and its example episodes follow shortest paths."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def test_episodes_without_random_moves_follow_a_shortest_path(seed: int) -> None
     observation, _ = lake.reset(seed=seed)
     assert played[0]["content"] == f"{lake.instruction}\n{observation}\n"
     ends = []
-    for said in played[1::2]:
-        assert said["content"].removeprefix("<answer>").removesuffix("</answer>") in best_moves(observation)
-        observation, reward, terminated, truncated, _ = lake.step(said["content"])
+    for answer in played[1::2]:
+        assert answer["content"].removeprefix("<answer>").removesuffix("</answer>") in best_moves(observation)
+        observation, reward, terminated, truncated, _ = lake.step(answer["content"])
         ends.append((reward, terminated, truncated))
     assert ends[-1] == (1.0, True, False) and not any(terminated for _, terminated, _ in ends[:-1])

@@ -37,8 +37,7 @@ class Steps(TextEnv):
         return "Walk."
 
     def begin(self) -> str:
-        self.place = int(self.np_random.integers(1000))
-        return f"start {self.place}"
+        return f"start {int(self.np_random.integers(1000))}"
 
     def act(self, text: str) -> Turn:
         if "boom" in text:
@@ -49,7 +48,7 @@ class Steps(TextEnv):
 
 
 class Worker:
-    """Answers after as many seconds as `pause` says of a method and its arguments."""
+    """Answers after `pause(method, *arguments)` seconds."""
 
     def __init__(self, pause: Callable[..., float]) -> None:
         self.server, self.pause = EnvServer(), pause
@@ -87,9 +86,9 @@ def in_turn(*texts: str) -> Callable[[GenerateRequest], str]:
 
 @dataclass
 class Engines:
-    """Responds with the text of `say`, cut at the limit of the request; `None` is an abort."""
+    """Responds with the text of `respond`, cut at the limit of the request; `None` is an abort."""
 
-    say: Callable[[GenerateRequest], str | None]
+    respond: Callable[[GenerateRequest], str | None]
     seconds: Callable[[GenerateRequest], float] = lambda request: 0.0
     world_size: int = 1
     version: int = 0
@@ -103,18 +102,18 @@ class Engines:
         return [await self.answer(request) for request in requests]
 
     async def answer(self, request: GenerateRequest) -> GenerateResult:
-        text = self.say(request)
+        text = self.respond(request)
         if text is None:
             return GenerateResult(request.request_id, [], [], [], "abort", error="out of memory")
         tokens = tokenizer()
         whole = [*tokens.encode(text, add_special_tokens=False), tokens.eos_token_id]
         ids = whole[: request.sampling.max_new_tokens]
-        log_probs = [-0.25 - place / 64 for place in range(len(ids))]
+        log_probs = [-0.25 - index / 64 for index in range(len(ids))]
         reason = "stop" if ids == whole else "length"
         return GenerateResult(request.request_id, ids, log_probs, [self.version] * len(ids), reason)
 
     @property
-    def asked(self) -> list[GenerateRequest]:
+    def requests(self) -> list[GenerateRequest]:
         return [request for call in self.calls for request in call]
 
 
@@ -187,6 +186,6 @@ async def run_episode(one: Episode, setup: Setup) -> Episode:
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """On a loop whose seconds take no time."""
+    """Runs a coroutine on an event loop whose clock jumps instead of waiting."""
     with asyncio.Runner(loop_factory=JumpingLoop) as runner:
         return runner.run(coroutine)

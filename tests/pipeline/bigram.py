@@ -1,4 +1,4 @@
-"""The smallest policy there is, a table of next-token scores, behind what a learner asks of a cluster."""
+"""A bigram policy, a table of next-token scores, with the interface of a cluster that learners use."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class BigramCluster:
         self.table.grad = None
 
     def sample(self, seed: int, samples: int = 8) -> DataProto:
-        """A batch as rollout delivers it: responses of different lengths, sampled from the table as it is now."""
+        """A batch as a rollouter returns it: responses of different lengths, sampled from the current table."""
         generator = torch.Generator().manual_seed(seed)
         drawn = []
         for number in range(samples):

@@ -95,29 +95,29 @@ def test_every_validation_uses_the_same_environments_and_none_of_training(determ
 
     async def thrice() -> list[Any]:
         first = await made.validate()
-        asked = list(setup.engines.asked)
+        sent = list(setup.engines.requests)
         groups = drawn(made, range(5))
         await made.generate(groups, "train", StepClock())
-        trained = setup.engines.asked[len(asked) :]
+        trained = setup.engines.requests[len(sent) :]
         again = await made.validate()
-        return [first, again, asked, trained, setup.engines.asked[len(asked) + len(trained) :]]
+        return [first, again, sent, trained, setup.engines.requests[len(sent) + len(trained) :]]
 
-    first, again, asked, trained, asked_again = run(thrice())
+    first, again, sent, trained, sent_again = run(thrice())
     assert first == again and list(first)[0] == "val/Far/score"
-    assert sorted(asked, key=str) == sorted(asked_again, key=str)
-    assert {request.request_id.split("-")[1] for request in asked} == set("01234")
-    assert all(request.sampling.temperature == 0 and request.sampling.max_new_tokens <= 3 for request in asked)
+    assert sorted(sent, key=str) == sorted(sent_again, key=str)
+    assert {request.request_id.split("-")[1] for request in sent} == set("01234")
+    assert all(request.sampling.temperature == 0 and request.sampling.max_new_tokens <= 3 for request in sent)
     assert all(request.sampling.temperature == 1 for request in trained)
     for what in ("seed", "request_id"):
-        assert not {getattr(each, what) for each in asked} & {getattr(each, what) for each in trained}
-    assert not {tuple(each.prompt_ids) for each in asked} & {tuple(each.prompt_ids) for each in trained}
+        assert not {getattr(each, what) for each in sent} & {getattr(each, what) for each in trained}
+    assert not {tuple(each.prompt_ids) for each in sent} & {tuple(each.prompt_ids) for each in trained}
 
 
 def test_a_validation_fails_with_the_cause_of_a_group_that_fails_every_time():
-    def say(request: Any) -> str | None:
+    def respond(request: Any) -> str | None:
         return "gold" if not request.request_id.startswith("val-1-") else None
 
-    made = worker(Setup(Engines(say)))
+    made = worker(Setup(Engines(respond)))
     message = "validation group Far-1: failed 3 times, last with generation_failed: val-1-0-0: out of memory"
     with pytest.raises(RunError, match=f"^{message}$"):
         run(made.validate())
@@ -126,13 +126,13 @@ def test_a_validation_fails_with_the_cause_of_a_group_that_fails_every_time():
 def test_a_failed_validation_group_is_replayed_with_the_same_seeds():
     broken = ["val-1-0-0"]
 
-    def say(request: Any) -> str | None:
+    def respond(request: Any) -> str | None:
         return None if request.request_id in broken and not broken.clear() else "gold"
 
-    unbroken, mended = worker(Setup(Engines(lambda request: "gold"))), worker(Setup(Engines(say)))
-    told = run(unbroken.validate())
-    assert told["val/replayed_groups"] == 0
-    assert run(mended.validate()) == told | {"val/replayed_groups": 1.0}
+    unbroken, repaired = worker(Setup(Engines(lambda request: "gold"))), worker(Setup(Engines(respond)))
+    expected = run(unbroken.validate())
+    assert expected["val/replayed_groups"] == 0
+    assert run(repaired.validate()) == expected | {"val/replayed_groups": 1.0}
 
 
 def test_groups_are_restored_from_a_checkpoint_exactly():

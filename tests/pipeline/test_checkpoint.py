@@ -1,4 +1,4 @@
-"""A checkpoint is complete or it is not there."""
+"""Checkpoints are complete or absent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Classes of one's own: found by name, and a wrong name is an error before anything starts."""
+"""User-defined classes are found by name, and a wrong name is an error before anything starts."""
 
 from __future__ import annotations
 

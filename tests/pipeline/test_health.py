@@ -1,4 +1,4 @@
-"""Health is reported while a run lives, at its end, and about components that do not answer."""
+"""Health is reported during a run and at its end, also for components that do not answer."""
 
 from __future__ import annotations
 

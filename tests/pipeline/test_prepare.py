@@ -1,4 +1,4 @@
-"""What is wrong with the inputs of a run is told before any process starts."""
+"""Errors in the inputs of a run are reported before any process starts."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ SAMPLING = SamplingParams(max_new_tokens=8)
 
 
 class LengthScorer(Scorer):
-    """Scores in this process, by length; `fails` says for which texts there is no score."""
+    """Scores in this process, by length; texts for which `fails` is true have no score."""
 
     def __init__(self, fails: Callable[[str], bool] = lambda text: False) -> None:
         class Pool:
@@ -69,7 +69,7 @@ def generated(made: RLVRWorker, count: int) -> list[Group]:
 def test_all_groups_are_generated_in_one_call_and_scored():
     engines = Engines(one_of("12", "345", "6"))
     groups = generated(worker(4, engines), 3)
-    assert len(engines.calls) == 1 and len({request.seed for request in engines.asked}) == 3 * 4
+    assert len(engines.calls) == 1 and len({request.seed for request in engines.requests}) == 3 * 4
     for group in groups:
         assert group.drop_reason is None and group.name == PROMPTS[group.problem].id
         for trajectory in group.trajectories:

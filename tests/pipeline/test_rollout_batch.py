@@ -55,11 +55,13 @@ def test_every_sampled_token_is_learned_from_once_as_part_of_its_turn(script, sa
     batch = batch_of_groups(groups, sample_by, multiple).batch
     mask, index = batch["response_mask"], batch["turn_index"]
     assert len(mask) % multiple == 0
-    everyone = [one for group in groups for one in group.trajectories]
-    sampled = [token for one in everyone for token, v in zip(one.ids, one.versions, strict=True) if v != NOT_SAMPLED]
+    trajectories = [one for group in groups for one in group.trajectories]
+    sampled = [
+        token for one in trajectories for token, v in zip(one.ids, one.versions, strict=True) if v != NOT_SAMPLED
+    ]
     assert batch["input_ids"][mask].tolist() == sampled
-    assert batch["behavior_log_probs"][mask].tolist() == [lp for one in everyone for lp in one.log_probs if lp]
-    assert batch["weight_version"][mask].tolist() == [v for one in everyone for v in one.sampled_versions]
+    assert batch["behavior_log_probs"][mask].tolist() == [lp for one in trajectories for lp in one.log_probs if lp]
+    assert batch["weight_version"][mask].tolist() == [v for one in trajectories for v in one.sampled_versions]
     assert torch.equal(index != NO_TURN, mask)
     assert bool((batch["behavior_log_probs"][~mask] == 0).all() and (batch["weight_version"][~mask] == -1).all())
     assert bool((mask <= batch["attention_mask"].bool()).all())
@@ -67,9 +69,9 @@ def test_every_sampled_token_is_learned_from_once_as_part_of_its_turn(script, sa
     assert batch["turn_rewards"].dtype == batch["scores"].dtype == torch.float32
     rows = range(len(mask))
     by_turn = [batch["input_ids"][r][index[r] == k].tolist() for r in rows for k in range(int(index[r].max()) + 1)]
-    assert by_turn == [one.ids[each.start : each.end] for one in everyone for each in one.turns]
+    assert by_turn == [one.ids[each.start : each.end] for one in trajectories for each in one.turns]
     rewards = [batch["turn_rewards"][r, : batch["turn_count"][r]].tolist() for r in rows]
-    assert [reward for row in rewards for reward in row] == [each.reward for one in everyone for each in one.turns]
+    assert [reward for row in rewards for reward in row] == [each.reward for one in trajectories for each in one.turns]
     check_turns(read_turns(batch), batch["scores"], batch["group_ids"], mask)
 
 

@@ -27,7 +27,7 @@ BATCH = 4
 
 
 class Scripted(RolloutWorker):
-    """Groups of two samples take as many turns of the event loop as `turns` says, and fail or are filtered as given.
+    """Groups of two samples take `turns` turns of the event loop, and fail or are filtered as given.
 
     The index of a prompt is its `problem`.
     """
@@ -209,7 +209,7 @@ def test_validation_pauses_submission():
 
 
 class Timed(Scripted):
-    """Generating takes 3 s on a clock of its own, validating 2."""
+    """Generating takes 3 s on its own clock, validating 2 s."""
 
     now = 0.0
 
@@ -225,18 +225,18 @@ class Timed(Scripted):
 
 def test_the_engines_idle_while_training_and_not_while_validating():
     async def run() -> list[float]:
-        worker, shares = Timed([1]), []
+        worker, idle_fractions = Timed([1]), []
         bounds = PolicySettings(batch_size=BATCH, ratio=0, total=3 * BATCH)
         made = Rollouter(worker, bounds, replace(OPTIONS, background=False, batched_submit=True), lambda: worker.now)
         worker.now = 100.0
         for version in range(3):
             worker.version = version
             await made.advance(version)
-            shares.append((await made.next_batch()).metrics["throughput/rollout_idle"])
+            idle_fractions.append((await made.next_batch()).metrics["throughput/rollout_idle"])
             worker.now += 5.0
             with made.measure("generate"):
                 await made.validate()
-        return shares
+        return idle_fractions
 
     assert asyncio.run(run()) == pytest.approx([0.0, 0.5, 0.5])
 
@@ -359,7 +359,7 @@ def test_submissions_keep_the_minimum_interval():
         gaps = [later - earlier for earlier, later in zip(worker.times, worker.times[1:], strict=False)]
         assert len(gaps) >= 3 and min(gaps) == pytest.approx(0.05)
 
-    with asyncio.Runner(loop_factory=JumpingLoop) as runner:  # real time would add what the machine does beside
+    with asyncio.Runner(loop_factory=JumpingLoop) as runner:  # real time would include other load of the machine
         runner.run(run())
 
 

@@ -65,7 +65,11 @@ def test_episodes_of_a_group_share_the_environment_and_have_their_own_seeds(lock
     first, second = run(run_and_check(Setup(engines), [group(0), group(1)], 2, lockstep=lockstep))
     seen = [{trajectory.turns[0].observation for trajectory in each.trajectories} for each in (first, second)]
     assert all(len(each) == 1 for each in seen) and seen[0] != seen[1]
-    assert len({request.seed for request in engines.asked}) == len({r.request_id for r in engines.asked}) == 2 * 2 * 3
+    assert (
+        len({request.seed for request in engines.requests})
+        == len({r.request_id for r in engines.requests})
+        == 2 * 2 * 3
+    )
 
 
 def trajectories(seconds: list[int], lockstep: bool, engines: int = 1) -> list[Group]:
@@ -119,12 +123,12 @@ def test_a_cancelled_episode_sends_no_more_requests():
     )
     [one] = run(run_and_check(Setup(engines), [group()], 2, redundancy=1))
     assert one.drop_reason is None and len(one.trajectories) == 2
-    assert [request.request_id for request in engines.asked if member(request) == 2] == ["train-0-2-0"]
+    assert [request.request_id for request in engines.requests if member(request) == 2] == ["train-0-2-0"]
 
 
 @pytest.mark.parametrize("slow", ["step", "close"])
 def test_a_complete_group_does_not_wait_for_its_other_environments(slow):
-    """Member 2 hangs, or all close slowly; the next group runs all the same."""
+    """Member 2 hangs, or all close slowly; the next group runs nevertheless."""
     pause = {"step": lambda key: 100.0 * (key == 2), "close": lambda key: STEP_TIMEOUT_S - 1}[slow]
     setup = Setup(Engines(one_of("gold")), lambda method, key, *args: pause(key) if method == slow else 0.0, capacity=3)
 
@@ -158,10 +162,10 @@ def test_a_failure_drops_the_whole_group_and_no_other(lockstep, text, reason, me
     def pause(method: str, key: int, *args: Any) -> float:
         return 2 * STEP_TIMEOUT_S if args == ("hang",) else 0.0
 
-    def say(request: GenerateRequest) -> str | None:
+    def respond(request: GenerateRequest) -> str | None:
         return text if request.request_id.startswith("train-1-2") else "gold"
 
-    setup = Setup(Engines(say), pause)
+    setup = Setup(Engines(respond), pause)
     whole, failed = run(run_groups(setup, [group(0), group(1)], 3, lockstep=lockstep))
     assert (whole.drop_reason, len(whole.trajectories)) == (None, 3)
     assert (failed.drop_reason, failed.trajectories) == (reason, [])
@@ -204,10 +208,10 @@ def test_failures_up_to_the_redundancy_cost_nothing_and_one_more_ends_the_group_
 
 @pytest.mark.parametrize("lockstep", [False, True])
 def test_a_bug_is_raised_and_nothing_is_left_running(lockstep):
-    def say(request: GenerateRequest) -> str:
+    def respond(request: GenerateRequest) -> str:
         return str(1 // 0) if request.request_id == "train-1-1-1" else "left"
 
-    setup = Setup(Engines(say, lambda request: float(member(request))), lambda *call: 0.5)
+    setup = Setup(Engines(respond, lambda request: float(member(request))), lambda *call: 0.5)
     with pytest.raises(ZeroDivisionError):
         run(run_and_check(setup, [group(0), group(1)], 3, lockstep=lockstep))
 
@@ -242,7 +246,7 @@ def test_cancelling_at_any_time_closes_everything(lockstep, halves):
         await asyncio.sleep(halves / 2)
         running.cancel()
         await asyncio.wait([running])
-        await asyncio.sleep(2.0)  # an environment that was opening when it was given up
+        await asyncio.sleep(2.0)  # an environment that was opening when it was cancelled
         await nothing_left(setup)
 
     setup = Setup(Engines(one_of("left"), lambda request: 2.0 + member(request)), lambda *call: 1.0)

@@ -71,7 +71,7 @@ class Counting:
 
 
 class Lines:
-    """Keeps what was logged, but for times."""
+    """Records logged metrics, without times."""
 
     def __init__(self) -> None:
         self.lines: list[tuple[int, dict[str, float]]] = []
@@ -144,7 +144,7 @@ def test_a_run_ends_early_when_a_validation_reaches_the_target(tmp_path):
     again = TrainingLoop(config_in(tmp_path, max_steps=9, resume_from_checkpoint=True), parts, parts, parts, lines)
     asyncio.run(again.resume())
     asyncio.run(again.run())
-    assert again.state.step == 4, "a run that reached its target goes on"
+    assert again.state.step == 4, "a run that reached its target continues"
 
 
 def test_only_the_end_is_saved_when_save_steps_is_zero(tmp_path):

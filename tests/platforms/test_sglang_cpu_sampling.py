@@ -44,9 +44,9 @@ def test_positions_of_one_seed_are_independent():
 def test_a_sample_does_not_depend_on_other_rows():
     rows = torch.log_softmax(torch.randn(16, 100, generator=torch.Generator().manual_seed(0)), -1)
     seeds, positions = torch.arange(16), torch.arange(16) + 3
-    together = sample_with_seeds(rows, seeds, positions)
+    batched = sample_with_seeds(rows, seeds, positions)
     alone = [sample_with_seeds(rows[i : i + 1], seeds[i : i + 1], positions[i : i + 1]) for i in range(16)]
-    assert torch.equal(together, torch.cat(alone))
+    assert torch.equal(batched, torch.cat(alone))
 
 
 def test_a_row_with_one_possible_token_always_samples_it():

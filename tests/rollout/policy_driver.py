@@ -1,4 +1,4 @@
-"""A random run of the policy beside a model that counts on its own, and the laws checked after every event."""
+"""A random run of the policy and of an independent model of it, with invariants checked after every event."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from roll.rollout.policy import PolicyError, PolicySettings, RolloutPolicy
 
 @dataclass
 class Model:
-    """Where every prompt is, by number, kept without looking at the policy."""
+    """State of every prompt by number, kept independently of the policy."""
 
     version: int = 0
     batches: int = 0
@@ -33,7 +33,7 @@ class Model:
 
 
 class Driver:
-    """Draws events: submissions, ends in any order, drops, batches, publishes, pauses, crashes.
+    """Draws events: submissions, ends in any order, drops, batches, weight updates, pauses, crashes.
 
     An event returns whether anything changed; only those are counted.
     """
@@ -59,8 +59,8 @@ class Driver:
         self.events: Counter[str] = Counter()
         self.drop_rate = self.draw.choice([0.0, 0.02, 0.3])
 
-    def play(self, events: int) -> None:
-        """Draws that many events, then lets the run end."""
+    def run(self, events: int) -> None:
+        """Draws that many events, then ends the run."""
         names = ["submit", "end", "end", "end", "take", "advance", "pause", "resume", "crash", "save"]
         weights = [10, 10, 10, 10, 10, 6, 1, 3, 0.3, 0.3]
         for name in self.draw.choices(names, weights, k=events):
@@ -82,7 +82,7 @@ class Driver:
         return self.model.submitted > first
 
     def end(self) -> bool:
-        """Any running prompt ends, early or late, whole or not."""
+        """Any running prompt ends, early or late, finished or dropped."""
         if not self.model.running:
             return False
         number = self.draw.choice(list(self.model.running))
@@ -114,12 +114,12 @@ class Driver:
             assert self.model.batches - oldest <= math.ceil(self.ratio), "staler than the bound"
             self.model.consumed.add(request.number)
         left = [*self.model.running.values(), *(request for request, _ in self.model.buffered.values())]
-        assert all(request.deadline > self.model.batches for request in left), "left behind though it was due"
+        assert all(request.deadline > self.model.batches for request in left), "a due prompt was left out"
         self.model.batches += 1
         return True
 
     def batch_can_go(self) -> bool:
-        """By going through the batches to come: what stays behind, earliest deadline first, must fit into them."""
+        """Simulates the following batches: all other prompts, earliest deadline first, must fit into them."""
         needed = self.settings.min_batches * self.batch_size
         if self.settings.total is not None:
             needed = min(needed, self.settings.total - len(self.model.consumed))
@@ -158,7 +158,7 @@ class Driver:
         return True
 
     def crash(self) -> bool:
-        """Back to the last checkpoint, or to this moment: what was in flight is generated again."""
+        """Restores the last checkpoint, or the current state; prompts in flight are generated again."""
         state, model = self.saved or (self.state(), self.model)
         self.model = copy.deepcopy(model)
         self.policy = RolloutPolicy.restore(self.settings, json.loads(state), lambda number: {"number": number})
@@ -168,7 +168,7 @@ class Driver:
         return True
 
     def check(self) -> None:
-        """The laws that hold after every event."""
+        """Checks the invariants that hold after every event."""
         model, ledger = self.model, self.policy.ledger
         ledger.check()
         counts = (len(model.consumed), len(model.buffered), len(model.running), len(model.dropped))
@@ -178,10 +178,10 @@ class Driver:
         assert alive <= math.floor((model.version + 1 + self.ratio) * self.batch_size)
         assert self.settings.total is None or alive <= self.settings.total
         assert self.settings.max_queue is None or len(model.buffered) + len(model.running) <= self.settings.max_queue
-        assert "stale" not in ledger.dropped, "admission bounds staleness by itself"
+        assert "stale" not in ledger.dropped, "admission alone bounds staleness"
 
     def run_dry(self) -> None:
-        """Once no pause is left and every prompt ends, the next batches become ready: nothing is stuck."""
+        """Ends all pauses and all prompts; the next batches must become ready."""
         while self.pauses:
             self.resume()
         self.drop_rate = 0.0

@@ -20,7 +20,7 @@ class FaultyEngines:
     def __init__(self, engines: int, broken: set[tuple[int, str]]) -> None:
         self.world_size = engines
         self.broken = broken
-        self.asked: Counter[str] = Counter()
+        self.attempts: Counter[str] = Counter()
         self.running: Counter[int] = Counter()
         self.most: Counter[int] = Counter()
         self.seconds = 0.0
@@ -34,7 +34,7 @@ class FaultyEngines:
         return [self.answer(rank, request) for request in requests]
 
     def answer(self, engine: int, request: GenerateRequest) -> GenerateResult:
-        self.asked[request.request_id] += 1
+        self.attempts[request.request_id] += 1
         if (engine, request.request_id) in self.broken:
             return GenerateResult(request.request_id, [], [], [], "abort", error="out of memory")
         return GenerateResult(request.request_id, request.prompt_ids, [0.0], [0], "stop")
@@ -74,7 +74,7 @@ def test_groups_sent_one_by_one_go_to_the_least_loaded_engine_and_wait_for_room(
         await asyncio.gather(*(pool.generate([group]) for group in groups_of([2] * 40)))
 
     asyncio.run(one_by_one())
-    assert sum(engines.asked.values()) == 80
+    assert sum(engines.attempts.values()) == 80
     assert engines.most == {0: 8, 1: 8}
 
 
@@ -83,7 +83,7 @@ def test_a_failed_request_is_retried_on_the_next_engine():
     (group,) = generate(engines, 1, [2])
     assert [answer.finish_reason for answer in group] == ["stop", "stop"]
     assert [answer.request_id for answer in group] == ["0-0", "0-1"]
-    assert engines.asked == {"0-0": 2, "0-1": 1}
+    assert engines.attempts == {"0-0": 2, "0-1": 1}
 
 
 def test_the_load_of_a_retry_counts_on_its_engine_and_is_removed_after_it():
@@ -107,7 +107,7 @@ def test_a_request_that_always_fails_is_returned_with_its_error_after_the_retrie
     (group,) = generate(engines, 2, [2])
     assert [answer.finish_reason for answer in group] == ["stop", "abort"]
     assert group[1].error == "out of memory"
-    assert sum(count for name, count in engines.asked.items() if name.startswith("0-1")) == 3
+    assert sum(count for name, count in engines.attempts.items() if name.startswith("0-1")) == 3
 
 
 def test_the_engine_with_the_fewest_tokens_comes_first_and_the_lowest_number_among_equals() -> None:

@@ -1,4 +1,4 @@
-"""The law of the ledger holds over any order of events, and a lost prompt is an error."""
+"""The invariant of the ledger holds over any order of events, and a lost prompt is an error."""
 
 from __future__ import annotations
 

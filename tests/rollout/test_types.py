@@ -26,15 +26,15 @@ turns = st.lists(
 
 @given(turns)
 def test_every_turn_is_an_exact_prefix_of_the_next_and_sampled_tokens_are_those_of_turns(script):
-    trajectory, asked, sampled = Trajectory(), [], []
+    trajectory, prompts, sampled = Trajectory(), [], []
     for context, answered, version in script:
         trajectory.add_context(context)
         prompt = list(trajectory.ids)
         trajectory.add_response(prompt, result(answered, version), "seen", "text")
-        asked.append(prompt)
+        prompts.append(prompt)
         sampled += answered
         assert trajectory.ids == prompt + answered
-    assert all(later[: len(earlier)] == earlier for earlier, later in zip(asked, asked[1:], strict=False))
+    assert all(later[: len(earlier)] == earlier for earlier, later in zip(prompts, prompts[1:], strict=False))
     assert [i for i, v in zip(trajectory.ids, trajectory.versions, strict=True) if v != NOT_SAMPLED] == sampled
     assert [i for turn in trajectory.turns for i in trajectory.ids[turn.start : turn.end]] == sampled
     assert all(lp == 0 for lp, v in zip(trajectory.log_probs, trajectory.versions, strict=True) if v == NOT_SAMPLED)

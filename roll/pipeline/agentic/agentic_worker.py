@@ -140,7 +140,7 @@ class TagCycle:
             for tag, count in zip(manager.tags, manager.num_groups_partition, strict=True)
             for index in range(count)
         ]
-        self.order = [tag for _, tag in sorted(places, key=lambda place: place[0])]
+        self.order = [tag for _, tag in sorted(places, key=lambda item: item[0])]
 
     def tag(self, number: int) -> str:
         """The tag of group `number`."""

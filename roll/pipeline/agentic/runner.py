@@ -77,7 +77,7 @@ class RolloutRunner:
                         break
             finally:
                 await cancel_all(tasks)
-        _complete(group, sorted(succeeded[:group_size], key=episodes.index), group_size, failures)
+        _finish_group(group, sorted(succeeded[:group_size], key=episodes.index), group_size, failures)
 
     async def _run_in_time(self, episode: Episode, engine: int, timer: Timer) -> Failure | None:
         """Runs one episode to its end or deadline; returns its failure, if any."""
@@ -123,7 +123,7 @@ class RolloutRunner:
         for group, episodes in runs:
             succeeded = [episode for episode in episodes if episode not in failed]
             failures = [failed[episode] for episode in episodes if episode in failed]
-            _complete(group, succeeded[:group_size], group_size, failures)
+            _finish_group(group, succeeded[:group_size], group_size, failures)
 
     async def _run_turns(self, episodes: Sequence[Episode], failed: dict[Episode, Failure], timer: Timer) -> None:
         """Runs all episodes to their end; failed ones are added to `failed` and send no more requests."""
@@ -156,7 +156,7 @@ class RolloutRunner:
         return EpisodeFailed(TIMED_OUT, message)
 
 
-def _complete(group: Group, succeeded: Sequence[Episode], group_size: int, failures: Sequence[Failure]) -> None:
+def _finish_group(group: Group, succeeded: Sequence[Episode], group_size: int, failures: Sequence[Failure]) -> None:
     """Gives the group its trajectories, or drops it with its first failure."""
     if len(succeeded) == group_size:
         group.trajectories = [episode.trajectory for episode in succeeded]

@@ -45,10 +45,10 @@ def test_a_port_in_use_is_skipped():
     with socket.socket() as holder:
         holder.bind(("", 0))
         holder.listen()
-        taken = holder.getsockname()[1]
-        assert free_port(taken) > taken
-        with pytest.raises(RuntimeError, match=f"ports {taken} to {taken} are all in use"):
-            free_port(taken, count=1)
+        port = holder.getsockname()[1]
+        assert free_port(port) > port
+        with pytest.raises(RuntimeError, match=f"ports {port} to {port} are all in use"):
+            free_port(port, count=1)
 
 
 def test_ranks_of_an_engine_share_its_cores(monkeypatch):

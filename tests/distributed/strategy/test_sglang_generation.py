@@ -63,6 +63,6 @@ def test_tokens_without_log_probs_are_an_error():
 
 
 def test_no_top_k_is_minus_one_in_sglang():
-    asked = sampling_parameters(SamplingParams(4, temperature=0.7, stop_token_ids=(2,)), seed=9)
-    assert (asked["top_k"], asked["stop_token_ids"], asked["sampling_seed"]) == (-1, [2], 9)
+    parameters = sampling_parameters(SamplingParams(4, temperature=0.7, stop_token_ids=(2,)), seed=9)
+    assert (parameters["top_k"], parameters["stop_token_ids"], parameters["sampling_seed"]) == (-1, [2], 9)
     assert sampling_parameters(SamplingParams(4, top_k=5), None)["top_k"] == 5

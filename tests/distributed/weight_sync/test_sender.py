@@ -19,14 +19,14 @@ def named(names: str = "abc", shape: tuple[int, ...] = (2,)) -> Iterator[tuple[s
     return iter([(name, torch.zeros(shape)) for name in names])
 
 
-def taken(weights: StageWeights[torch.Tensor]) -> int:
+def count_taken(weights: StageWeights[torch.Tensor]) -> int:
     count = len([weights.take(spec) for spec in SPECS])
     weights.check_end()
     return count
 
 
 def test_planned_weights_are_taken_in_order() -> None:
-    assert taken(StageWeights(named())) == 3
+    assert count_taken(StageWeights(named())) == 3
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_planned_weights_are_taken_in_order() -> None:
 )
 def test_any_other_weight_is_refused(names: str, shape: tuple[int, ...], message: str) -> None:
     with pytest.raises(SendError, match=message):
-        taken(StageWeights(named(names, shape)))
+        count_taken(StageWeights(named(names, shape)))
 
 
 def test_draining_consumes_the_rest() -> None:

@@ -1,4 +1,4 @@
-"""A weight update is whole or nothing: deadlines, retries, and engines that stay paused until an update succeeds.
+"""A weight update succeeds or has no effect: deadlines, retries, and engines that stay paused until one succeeds.
 
 The clusters and the transport here fail on request; real ones are tested in tests/integration/test_weight_sync.py.
 """
@@ -60,7 +60,7 @@ class World:
         return [self.checksums if method.__name__ == "checksums" else None]
 
     def transport(self, *_: Any) -> Any:
-        """Takes the place of the transport class."""
+        """Replaces the transport class."""
         return self
 
     async def connect(self) -> None:

@@ -21,10 +21,10 @@ def trajectory(
 ) -> Trajectory:
     """A trajectory of (observation, answer, reward) turns; an answer has 2 tokens, that of turn 2 is of 2 versions."""
     made = Trajectory()
-    for place, (observation, text, reward) in enumerate(turns):
+    for index, (observation, text, reward) in enumerate(turns):
         made.add_context([1, 2])
-        versions = [version, version + (place == 1)]
-        result = GenerateResult("request", [10 + place, 5], [-0.5, -0.1], versions, "stop")
+        versions = [version, version + (index == 1)]
+        result = GenerateResult("request", [10 + index, 5], [-0.5, -0.1], versions, "stop")
         made.add_response(list(made.ids), result, observation, text).reward = reward
     made.stop, made.outcome = stop, outcome
     made.metrics = {"success": float(made.score == 1), "action_is_valid": 1.0}
