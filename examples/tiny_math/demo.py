@@ -14,7 +14,7 @@ from pathlib import Path
 from examples import stages
 
 HERE = Path(__file__).parent
-TRAIN_PROBLEMS, VALIDATION_PROBLEMS, LEVELS = 3200, 400, (1,)
+TRAIN_PROBLEMS, VALIDATION_PROBLEMS, LEVELS = 3840, 400, (1,)
 
 
 def demo(out: Path, seed: int, overrides: list[str]) -> dict[str, float]:

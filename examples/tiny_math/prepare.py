@@ -53,7 +53,11 @@ def make_tokenizer(words: tuple[str, ...] = ()):
 
 
 def make_config(vocab_size: int):
-    """The architecture: a Qwen2 of 0.4 million weights, in fp32, with tied embeddings."""
+    """The architecture: a Qwen2 of 0.4 million weights, in fp32, with tied embeddings.
+
+    `initializer_range` is twice the usual 0.02, which suits models ten times as wide: from 0.02 the number of warm-up
+    steps to the same loss differs by half between seeds. From 0.06 on the model memorises the problems instead.
+    """
     from transformers import Qwen2Config
 
     return Qwen2Config(
@@ -65,6 +69,7 @@ def make_config(vocab_size: int):
         num_key_value_heads=2,
         max_position_embeddings=1024,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        initializer_range=0.04,
         tie_word_embeddings=True,
         pad_token_id=0,
         bos_token_id=None,

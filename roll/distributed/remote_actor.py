@@ -52,20 +52,24 @@ class RemoteActor(Generic[ObjectT]):
         """
         self._name, self._config, self._deadlines, self._ended = name, config, deadlines, False
         self._log = log_file(config, name)
-        cores = tuple(sorted(os.sched_getaffinity(0)))
-        node = ray.get_runtime_context().get_node_id()
-        actor_cls: Any = ray.remote(ConcurrentWorkerActor)
-        self._actor = actor_cls.options(
-            num_cpus=0,
-            max_concurrency=CONCURRENT_CALLS,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-            runtime_env={"env_vars": process_environment(config, threads=1)},
-        ).remote(name, 0, cores, self._log)
+        self._actor = self._start()
         started: RemoteCall[int] = self._remote_call("start", self._actor.process_id.remote(), config.start_timeout_s)
         self._process = psutil.Process(started.get())
         self._built: RemoteCall[None] = self._remote_call(
             "build", self._actor.build.remote(make, {}, *args, **kwargs), config.start_timeout_s
         )
+
+    def _start(self) -> Any:
+        """Starts the process without waiting for it."""
+        cores = tuple(sorted(os.sched_getaffinity(0)))
+        node = ray.get_runtime_context().get_node_id()
+        actor_cls: Any = ray.remote(ConcurrentWorkerActor)
+        return actor_cls.options(
+            num_cpus=0,
+            max_concurrency=CONCURRENT_CALLS,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+            runtime_env={"env_vars": process_environment(self._config, threads=1)},
+        ).remote(self._name, 0, cores, self._log)
 
     async def ready(self) -> None:
         """Waits until the object is made.

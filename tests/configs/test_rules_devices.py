@@ -28,7 +28,7 @@ DEVICES = {
     "12, 13, 14, 15; roles share all their devices or none",
     "actor_infer.device_mapping=8-15,0-7": "lists the devices of actor_train in another order; to share them write "
     "0-15",
-    "actor_train.device_mapping=0-999999": "write 0-999999 to share, or devices outside, such as 1000000-1000007, to",
+    "actor_train.device_mapping=0-99999": "write 0-99999 to share, or devices outside, such as 100000-100007, to",
     "actor_infer.device_mapping=sixteen": "actor_infer.device_mapping: 'sixteen' is not a list of ranks",
     "actor_infer.device_mapping=[16,16]": "actor_infer.device_mapping: [16, 16] contains device 16 twice",
     "actor_infer.device_mapping=[-1]": "contains a negative device",

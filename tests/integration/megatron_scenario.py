@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from roll.distributed.protocol import DataProto
-from tests.integration.megatron_harness import RankContext
+from tests.integration.rank_pool import RankContext
 
 STEPS = 20
 TEMPERATURE = 0.7

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from roll.distributed.protocol import DataProto
-from tests.integration.megatron_harness import RankContext
+from tests.integration.rank_pool import RankContext
 
 RATE = 1.0
 

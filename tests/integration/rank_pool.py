@@ -13,12 +13,12 @@ import time
 import traceback
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from roll.configs.parallel_layout import ParallelLayout
 from roll.distributed.process_groups import hold_port, release_port
-from tests.integration.megatron_harness import RankContext, RankFailed
 
 SIZE = 4
 """Processes of the pool: the ranks of the largest layout."""
@@ -27,6 +27,63 @@ STRATEGIES = 40
 """Most that one scenario builds; each has a port of its own."""
 
 DEADLINE_S = 270.0
+
+
+class RankFailed(AssertionError):
+    """A rank raised or ran out of time; the message is its traceback."""
+
+
+@dataclass
+class RankContext:
+    """What a scenario gets: who it is, where to write, and strategies, each on a port that rank 0 holds."""
+
+    layout: ParallelLayout
+    rank: int
+    folder: Path
+    arguments: dict[str, Any]
+    ports: list[int]
+    results: dict[str, Any] = field(default_factory=dict)
+
+    def strategy(
+        self,
+        model: Path,
+        megatron: dict[str, Any] | None = None,
+        training: dict[str, Any] | None = None,
+        dtype: str = "fp32",
+        infer: bool = False,
+        **pipeline: Any,
+    ) -> Any:
+        """An initialised strategy of this rank; shut it down before asking for the next."""
+        from roll.configs.pipeline import SFTConfig
+        from roll.configs.roles import (
+            ActorTrainConfig,
+            MegatronTrainArguments,
+            MegatronTrainConfig,
+            TrainingArguments,
+            TrainModelArguments,
+        )
+        from roll.platforms import get_platform
+
+        get_platform("cpu").prepare_megatron()
+        from roll.distributed.strategy.megatron_strategy import MegatronInferStrategy, MegatronTrainStrategy
+
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self.ports.pop(0)))
+        sizes = {
+            "tensor_model_parallel_size": self.layout.tensor,
+            "pipeline_model_parallel_size": self.layout.pipeline,
+        }
+        worker = ActorTrainConfig(
+            model_args=TrainModelArguments(model_name_or_path=str(model), dtype=dtype),
+            training_args=TrainingArguments(**({"learning_rate": 1e-3} | (training or {}))),
+            strategy_args=MegatronTrainArguments(strategy_config=MegatronTrainConfig(**sizes | (megatron or {}))),
+            device_mapping=list(range(self.layout.world_size)),
+        )
+        times = {"start_timeout_s": 60.0, "rpc_timeout_s": 60.0}
+        config = SFTConfig(**times | {"response_length": 1024, "actor_train": worker} | pipeline)
+        kind = MegatronInferStrategy if infer else MegatronTrainStrategy
+        strategy = kind(worker, config, self.layout, self.rank, get_platform("cpu"))
+        strategy.initialize()
+        return strategy
 
 
 class RankPool:

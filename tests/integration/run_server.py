@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 from collections import defaultdict
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
@@ -27,6 +28,7 @@ from roll.distributed import infer_worker
 from roll.distributed.cluster import CLOSE_TIMEOUT_S, Cluster, WorkerT
 from roll.distributed.infer_worker import InferWorker
 from roll.distributed.processes import gc_unfreeze, log_file, print_to, process_environment
+from roll.distributed.remote_actor import ObjectT, P, RemoteActor
 from roll.distributed.remote_call import Failure
 from roll.distributed.resources import DeviceSlot, ResourceManager, start_ray
 from roll.distributed.strategy.sglang_engine import Engine
@@ -83,14 +85,59 @@ class KeptCluster(Cluster[WorkerT]):
         self._ended = True
         closing = [actor.call.remote("close", False) for actor in self._actors]
         for rank, (actor, answer) in enumerate(zip(self._actors, closing, strict=True)):
-            try:
-                closed = not isinstance(ray.get(answer, timeout=CLOSE_TIMEOUT_S), Failure)
-            except ray.exceptions.RayError:
-                closed = False
-            if closed:
+            if has_closed(answer):
                 self.idle[self._key(rank, self._slots[rank])].append(actor)
             else:
                 ray.kill(actor)
+
+
+def has_closed(answer: ray.ObjectRef[Any]) -> bool:
+    """Waits for the answer to a call of `close`; whether it succeeded in time."""
+    try:
+        return not isinstance(ray.get(answer, timeout=CLOSE_TIMEOUT_S), Failure)
+    except ray.exceptions.RayError:
+        return False
+
+
+class KeptRemoteActor(RemoteActor[ObjectT]):
+    """Reuses the process of an earlier run, and leaves it to the next run."""
+
+    idle: defaultdict[Any, list[Any]] = defaultdict(list)
+
+    def __init__(
+        self,
+        name: str,
+        config: BaseConfig,
+        deadlines: Mapping[str, float],
+        make: Callable[P, ObjectT],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> None:
+        super().__init__(name, config, deadlines, make_with_log, log_file(config, name), make, args, kwargs)
+
+    def _start(self) -> Any:
+        idle = self.idle[self._key]
+        return idle.pop() if idle else super()._start()
+
+    @property
+    def _key(self) -> Any:
+        return tuple(sorted(process_environment(self._config, threads=1).items()))
+
+    def shutdown(self) -> None:
+        """Closes the object; a process whose object does not close is killed."""
+        if self._ended:
+            return
+        self._ended = True
+        if has_closed(self._actor.call.remote("close", False)):
+            self.idle[self._key].append(self._actor)
+        else:
+            ray.kill(self._actor)
+
+
+def make_with_log(log: str, make: Callable[..., ObjectT], args: tuple[Any, ...], kwargs: dict[str, Any]) -> ObjectT:
+    """Makes the object of a KeptRemoteActor, whose process prints to the log of its run."""
+    print_to(log)
+    return make(*args, **kwargs)
 
 
 class KeptTrainWorker(TrainWorker):
@@ -167,7 +214,7 @@ def serve() -> None:
     """Runs what comes on stdin until it is closed."""
     from roll.pipeline import session
 
-    session.Cluster, session.ResourceManager = KeptCluster, KeptResources  # type: ignore[misc]
+    session.Cluster, session.ResourceManager, session.RemoteActor = KeptCluster, KeptResources, KeptRemoteActor  # type: ignore[misc]
     session.TrainWorker, session.InferWorker = KeptTrainWorker, KeptInferWorker  # type: ignore[misc]
     session.stop_ray = lambda: None
     answers = os.fdopen(os.dup(1), "w", buffering=1)

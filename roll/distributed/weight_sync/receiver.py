@@ -35,6 +35,8 @@ class WeightReceiver(Worker):
     config: ActorInferConfig
     pipeline_config: RLConfig
 
+    config: ActorInferConfig
+
     def __init__(self, rank: WorkerRank, config: ActorInferConfig, pipeline_config: RLConfig) -> None:
         super().__init__(rank, config, pipeline_config)
         self.stale_weights = ""

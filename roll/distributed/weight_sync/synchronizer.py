@@ -80,6 +80,8 @@ class UpdateReport:
         return {
             "publish/bytes": float(self.bytes),
             "publish/verified": float(self.verified),
+            "param_sync_requests": float(self.version + 1 + self.failures),
+            "param_sync_count": float(self.version + 1),
             "sync_failures": float(self.failures),
         }
 

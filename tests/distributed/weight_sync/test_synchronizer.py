@@ -183,4 +183,4 @@ def test_failed_attempts_are_counted_in_the_metrics() -> None:
     report, _, _ = updated(World([("transfer", "raise")]), updates=2)
     assert isinstance(report, UpdateReport)
     metrics = report.metrics()
-    assert metrics["sync_failures"] == 1
+    assert (metrics["param_sync_count"], metrics["param_sync_requests"], metrics["sync_failures"]) == (4, 5, 1)
