@@ -12,11 +12,11 @@ from roll.configs.model_config import ModelShape
 from roll.configs.pipeline import BaseConfig, RLConfig
 from roll.configs.roles import DTYPE_BYTES, ActorInferConfig, ActorTrainConfig, MegatronRoleConfig
 
-HEAD_BYTES = 64 * 2**20
-"""Logits of one chunk of tokens in fp32: the output head never keeps those of all tokens."""
+HEAD_CHUNK_BYTES = 64 * 2**20
+"""Size of the fp32 logits of one chunk of tokens on one rank: the output head never keeps those of all tokens."""
 
 HEAD_KEPT_BYTES = 512 * 2**20
-"""Limit of the probabilities kept for the head's backward pass; above it they are recomputed."""
+"""Probabilities up to this size are kept for the head's backward pass; larger ones are recomputed chunk by chunk."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,9 @@ def _head(tokens: int, shape: ModelShape, tensor: int, keep: bool) -> MemoryLine
     columns = shape.padded_vocabulary(tensor) // tensor
     whole = tokens * columns * 4
     kept = whole if keep and whole <= HEAD_KEPT_BYTES else 0
-    formula = f"logits of {tokens:,} tokens x {columns:,} x 4 B = {gibibytes(whole)}, in chunks of 64 MiB"
-    return MemoryLine("output head", min(whole, HEAD_BYTES) + kept, formula + (" and kept" if kept else ""))
+    chunk = f"{HEAD_CHUNK_BYTES >> 20} MiB"
+    formula = f"logits of {tokens:,} tokens x {columns:,} x 4 B = {gibibytes(whole)}, in chunks of {chunk}"
+    return MemoryLine("output head", min(whole, HEAD_CHUNK_BYTES) + kept, formula + (" and kept" if kept else ""))
 
 
 def _training_tokens(config: BaseConfig, worker: ActorTrainConfig) -> int:

@@ -12,11 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-CHUNK_BYTES = 64 * 2**20
-"""Size of the fp32 logits of one chunk of tokens on one rank."""
-
-KEEP_BYTES = 512 * 2**20
-"""Probabilities up to this size are kept for the backward pass; larger ones are recomputed chunk by chunk."""
+from roll.configs.memory import HEAD_CHUNK_BYTES, HEAD_KEPT_BYTES
 
 
 @dataclass(frozen=True)
@@ -54,7 +50,7 @@ def fused_linear_logprobs(
     Returns:
         Log-probs and entropies in nats, [N] float32 each.
     """
-    keep = torch.is_grad_enabled() and hidden.shape[0] * weight.shape[0] * 4 <= KEEP_BYTES
+    keep = torch.is_grad_enabled() and hidden.shape[0] * weight.shape[0] * 4 <= HEAD_KEPT_BYTES
     log_probs, entropy = _FusedLinearLogprobs.apply(hidden, weight, targets, spec, entropy_gradient, keep)  # type: ignore[no-untyped-call]
     return log_probs, entropy
 
@@ -164,6 +160,6 @@ def _own_targets(targets: torch.Tensor, spec: HeadSpec) -> tuple[torch.Tensor, t
 
 
 def _chunks(rows: int, columns: int) -> list[slice]:
-    """Row slices of at most `CHUNK_BYTES`; `columns` includes padding rows of the head, so that all ranks agree."""
-    size = max(1, CHUNK_BYTES // (4 * columns))
+    """Row slices of at most HEAD_CHUNK_BYTES; `columns` includes padding rows of the head, so that all ranks agree."""
+    size = max(1, HEAD_CHUNK_BYTES // (4 * columns))
     return [slice(start, min(start + size, rows)) for start in range(0, max(rows, 1), size)]

@@ -15,6 +15,9 @@ from typing import Any
 from roll.configs.errors import RunError
 from roll.configs.pipeline import BaseConfig
 
+FOLDER = "checkpoints"
+"""Subfolder of a run with its checkpoints."""
+
 MARKER = "COMPLETE"
 NAME = re.compile(r"step-(\d{6,})")
 
@@ -87,7 +90,7 @@ class CheckpointManager:
         path = Path(choice)
         if (path / MARKER).exists():
             return path
-        inside = CheckpointManager(path / "checkpoints" if (path / "checkpoints").is_dir() else path, 0).complete()
+        inside = CheckpointManager(path / FOLDER if (path / FOLDER).is_dir() else path, 0).complete()
         if inside:
             return inside[-1]
         known = ", ".join(str(item) for item in self.complete()) or "none"
@@ -101,7 +104,7 @@ class CheckpointManager:
 
 def checkpoint_folder(config: BaseConfig) -> CheckpointManager:
     """The checkpoints of a run."""
-    return CheckpointManager(Path(config.output_dir) / "checkpoints", config.max_ckpt_to_keep)
+    return CheckpointManager(Path(config.output_dir) / FOLDER, config.max_ckpt_to_keep)
 
 
 def _step(checkpoint: Path) -> int:

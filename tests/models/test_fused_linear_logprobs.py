@@ -21,8 +21,8 @@ def inputs(rows=7, width=8, padded=16, tokens=11):
 @pytest.mark.parametrize("memory", ["kept", "recomputed in chunks"])
 def test_log_probs_entropies_and_gradients_match_a_full_softmax(temperature, memory, monkeypatch):
     if memory != "kept":
-        monkeypatch.setattr("roll.models.fused_linear_logprobs.KEEP_BYTES", 0)
-        monkeypatch.setattr("roll.models.fused_linear_logprobs.CHUNK_BYTES", 4 * 16 * 3)
+        monkeypatch.setattr("roll.models.fused_linear_logprobs.HEAD_KEPT_BYTES", 0)
+        monkeypatch.setattr("roll.models.fused_linear_logprobs.HEAD_CHUNK_BYTES", 4 * 16 * 3)
     hidden, weight, targets, tokens = inputs()
     spec = HeadSpec(0, tokens, temperature)
     log_probs, entropy = fused_linear_logprobs(hidden, weight, targets, spec, entropy_gradient=True)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from safetensors.torch import save_file
 
+from roll.configs.model_config import CONFIG_NAME
 from roll.distributed.weight_sync.plan import WeightSpec
 from roll.models.factory import HiddenStateModel
 from roll.models.hf_config import DecoderConfig
@@ -144,7 +145,7 @@ def _copy_small_files(source: Path, folder: Path, dtype: torch.dtype) -> None:
     for path in source.iterdir():
         if path.is_file() and path.suffix in {".json", ".jinja", ".model", ".txt"} and path.name != INDEX_NAME:
             shutil.copyfile(path, folder / path.name)
-    config = json.loads((source / "config.json").read_text())
+    config = json.loads((source / CONFIG_NAME).read_text())
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     config[key] = str(dtype).removeprefix("torch.")
-    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

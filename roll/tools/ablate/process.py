@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from roll.configs.pipeline import RLConfig
-from roll.pipeline.checkpoint import CheckpointManager
+from roll.pipeline import checkpoint
 from roll.tools.terminal import option_error
 from roll.trackers.files import RUN_FILE, plain
 
@@ -30,9 +30,6 @@ TAIL_BYTES = 20_000
 
 LOCK_FILE = ".lock"
 """File in the output folder, locked by the `roll ablate` that uses the folder."""
-
-CHECKPOINTS = "checkpoints"
-"""Subfolder of a run with its checkpoints."""
 
 NOT_COMPARED = ("source", "resume_from_checkpoint")
 """Keys of a configuration that do not change what is learned."""
@@ -117,7 +114,7 @@ def read_progress(folder: Path, config: RLConfig) -> Progress:
         return "new"
     if (record.get("summary") or {}).get("status") == "finished":
         return "finished"
-    return "resumable" if CheckpointManager(folder / CHECKPOINTS, 0).complete() else "new"
+    return "resumable" if checkpoint.CheckpointManager(folder / checkpoint.FOLDER, 0).complete() else "new"
 
 
 def read_run_json(folder: Path) -> dict[str, Any] | None:
@@ -131,7 +128,7 @@ def read_run_json(folder: Path) -> dict[str, Any] | None:
 
 def remove_checkpoints(folder: Path) -> None:
     """Removes the checkpoints of a run with another configuration, so that a new run cannot resume from them."""
-    shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
+    shutil.rmtree(folder / checkpoint.FOLDER, ignore_errors=True)
 
 
 def _as_json(config: RLConfig) -> dict[str, Any]:
