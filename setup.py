@@ -30,7 +30,7 @@ BASE += ("rich", "tensorboard", "matplotlib", "numpy", "gymnasium", "megatron-co
 setup(
     name="roll",
     version=version(),
-    description="Post-training of language models: Megatron-Core learns, SGLang generates, Ray holds them together.",
+    description="Post-training of language models: Megatron-Core trains, SGLang generates, Ray connects them.",
     long_description=(ROOT / "README.md").read_text(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",

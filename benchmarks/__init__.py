@@ -1,4 +1,4 @@
-"""One module per question: each measures a baseline and this project in one run, and checks the ratio.
+"""Benchmarks: each module measures one figure, mostly against a baseline in the same run, and checks its target.
 
-`python -m benchmarks.NAME --json FILE` runs one, `python -m benchmarks --json-dir DIR` all of them.
+`python -m benchmarks.NAME --json FILE` runs one, `python -m benchmarks --json-dir DIR` runs all of them.
 """

@@ -1,4 +1,4 @@
-"""Runs every benchmark, each in a process of its own, and prints one table: `python -m benchmarks --json-dir DIR`."""
+"""Runs all benchmarks, each in its own process, and prints a table: `python -m benchmarks --json-dir DIR`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common import Check
+
 BENCHMARKS = (
     "scheduler",
     "generate",
@@ -25,12 +27,12 @@ BENCHMARKS = (
     "agentic_rollout",
 )
 
-LONGEST_S = 1800.0
-"""A benchmark still running then is ended with all its processes."""
+TIMEOUT_S = 1800.0
+"""Seconds after which a benchmark is killed with all its processes."""
 
 
-def run(name: str, report: Path) -> tuple[list[dict], float]:
-    """Checks and seconds of one benchmark; one that fails is a check that failed, and its output is shown."""
+def run(name: str, report: Path) -> tuple[list[Check], float]:
+    """Checks and seconds of one benchmark; a failed benchmark gives one failed check, and its output is printed."""
     start = time.perf_counter()
     report.unlink(missing_ok=True)
     command = [sys.executable, "-m", f"benchmarks.{name}", "--json", str(report)]
@@ -38,21 +40,22 @@ def run(name: str, report: Path) -> tuple[list[dict], float]:
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
     try:
-        output, _ = process.communicate(timeout=LONGEST_S)
-        outcome = f"ends with code {process.returncode}"
+        output, _ = process.communicate(timeout=TIMEOUT_S)
+        outcome = f"failed with exit code {process.returncode}"
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
-        outcome = f"took longer than {LONGEST_S:.0f} s"
+        outcome = f"took longer than {TIMEOUT_S:.0f} s"
     seconds = time.perf_counter() - start
     if process.returncode == 0 and report.exists():
-        return json.loads(report.read_text())["checks"], seconds
+        checks: list[Check] = json.loads(report.read_text())["checks"]
+        return checks, seconds
     print(output, file=sys.stderr)
-    return [{"name": f"{name} {outcome}", "value": None, "target": None, "ok": False}], seconds
+    return [Check(name=f"{name} {outcome}", value=None, target=None, ok=False)], seconds
 
 
-def table_of(results: dict[str, tuple[list[dict], float]]) -> Table:
-    """One row for each check."""
+def table_of(results: dict[str, tuple[list[Check], float]]) -> Table:
+    """A table with one row per check."""
     table = Table(title="Benchmarks", title_justify="left")
     for header in ("benchmark", "check"):
         table.add_column(header)
@@ -62,7 +65,7 @@ def table_of(results: dict[str, tuple[list[dict], float]]) -> Table:
     for name, (checks, seconds) in results.items():
         label = f"{name} ({seconds:.0f} s)"
         for check in checks:
-            numbers = ["" if check[key] is None else f"{check[key]:.4g}" for key in ("value", "target")]
+            numbers = ["" if value is None else f"{value:.4g}" for value in (check["value"], check["target"])]
             table.add_row(label, check["name"], *numbers, "[green]ok" if check["ok"] else "[bold red]missed")
             label = ""
         table.add_section()
@@ -70,10 +73,10 @@ def table_of(results: dict[str, tuple[list[dict], float]]) -> Table:
 
 
 def main() -> int:
-    """Exit code 0 when every check holds."""
+    """Returns exit code 0 if all checks pass."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json-dir", type=Path, required=True, help="folder for one report per benchmark")
-    parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=BENCHMARKS, help="run these")
+    parser.add_argument("--json-dir", type=Path, required=True, help="folder for the reports")
+    parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=BENCHMARKS, help="run only these")
     arguments = parser.parse_args()
     arguments.json_dir.mkdir(parents=True, exist_ok=True)
     console = Console()

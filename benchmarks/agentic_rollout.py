@@ -1,9 +1,9 @@
-"""Trajectories of many turns: each environment at its own pace, beside all of them in lock-step.
+"""Trajectories per minute of multi-turn rollouts: independent environments against environments in lockstep.
 
     python -m benchmarks.agentic_rollout --json FILE
 
-Both ways play the same groups on one engine with 64 environments; lengths of episodes and of answers have long tails.
-A whole run at async_generation_ratio 1 then tells how much of the time its engine is busy.
+Both modes run the same groups on one engine with 64 environments; episodes and answers have long-tailed lengths. A run
+at async_generation_ratio 1 then measures how busy its engine is.
 """
 
 from __future__ import annotations
@@ -21,15 +21,19 @@ from typing import Any
 import yaml
 
 from benchmarks.common import Measurement, at_least, at_most, main, median
+from roll.envs import TextEnv, Turn
 
-GROUPS, GROUP, AT_A_TIME, REPEATS = 24, 8, 8, 2
-"""192 trajectories in groups of 8, 64 environments at a time."""
+GROUPS, GROUP_SIZE, CONCURRENT_GROUPS, REPEATS = 24, 8, 8, 2
+"""192 trajectories in groups of 8; 64 environments run at a time."""
 STEPS, WARM_UP_STEPS = 10, 2
-ENDS = list("ab")
-"""Letters that end an answer. The model draws every token alike, so an answer has 86 tokens on average, and one in a
-hundred four times as many. The shorter answers are, the less there is to win: with 43 tokens lock-step loses a fourth,
-with 20 next to nothing.
+STOP_STRINGS = ["a", "b"]
+"""The model draws all tokens with about the same probability, so an answer has 86 tokens on average, and one in a
+hundred has four times as many. Shorter answers reduce the difference: with 43 tokens lockstep is a fourth slower, with
+20 hardly.
 """
+EPISODE_END = 0.2
+"""Probability that an action ends the episode: episodes have 5 actions on average, and at most `max_steps`."""
+
 RECIPE: dict[str, Any] = {
     "pipeline": "agentic",
     "platform": "cpu",
@@ -43,13 +47,13 @@ RECIPE: dict[str, Any] = {
     "max_tokens_per_step": 384,
     "custom_envs": {
         "Walk": {
-            "env_type": "benchmarks.walks:Walk",
+            "env_type": "benchmarks.agentic_rollout:Walk",
             "max_steps": 16,
             "agent_system_template": None,
             "agent_template": "{observation}\n",
         }
     },
-    "train_env_manager": {"group_size": GROUP, "num_env_groups": AT_A_TIME, "max_env_num_per_worker": 0},
+    "train_env_manager": {"group_size": GROUP_SIZE, "num_env_groups": CONCURRENT_GROUPS, "max_env_num_per_worker": 0},
     "actor_train": {
         "model_args": {"dtype": "fp32"},
         "training_args": {"learning_rate": 1e-5, "per_device_train_batch_size": 64},
@@ -60,7 +64,7 @@ RECIPE: dict[str, Any] = {
     },
     "actor_infer": {
         "model_args": {"dtype": "fp32"},
-        "generating_args": {"stop_strings": ENDS},
+        "generating_args": {"stop_strings": STOP_STRINGS},
         "strategy_args": {"strategy_name": "sglang", "strategy_config": {"load_format": "dummy"}},
         "device_mapping": [1],
         "max_running_requests": 64,
@@ -68,52 +72,63 @@ RECIPE: dict[str, Any] = {
 }
 
 
-class Sums:
-    """Seconds of each kind of work, added over everything that does it."""
+class Walk(TextEnv):
+    """An environment whose episode length depends only on the seed: most episodes are short, a few long."""
+
+    def rules(self) -> str:
+        return "Walk."
+
+    def begin(self) -> str:
+        return "You are at 0. Where do you go?"
+
+    def act(self, text: str) -> Turn:
+        ended = self.np_random.random() < EPISODE_END
+        return Turn(f"You are at {self.steps}. Where do you go?", float(len(text)), ended)
+
+
+class TimeSums:
+    """Seconds per kind of work, summed over all concurrent tasks."""
 
     def __init__(self) -> None:
-        """Nothing yet."""
         self.seconds: defaultdict[str, float] = defaultdict(float)
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """Adds the block."""
+        """Adds the duration of the block."""
         start = time.perf_counter()
         yield
         self.seconds[name] += time.perf_counter() - start
 
 
-class OneEngine:
-    """An engine of this process, as the pool asks it."""
+class LocalEngine:
+    """Calls an engine in this process, with the interface of a cluster of engines."""
 
     world_size = 1
 
     def __init__(self, engine: Any) -> None:
-        """Takes it."""
         self._engine = engine
 
-    def call(self, rank: int, method: str, *args: Any) -> Any:
-        """The engine's own coroutine."""
-        return getattr(self._engine, method)(*args)
+    def generate(self, rank: int, requests: list[Any]) -> Any:
+        return self._engine.generate(requests)
 
 
 def measure() -> Measurement:
-    """Trajectories per minute both ways, shares of time, prefix reuse, and the busy share of a run."""
+    """Trajectories per minute in both modes, fractions of time, prefix reuse, and how busy the engine of a run is."""
     with tempfile.TemporaryDirectory() as folder:
         config = write_recipe(Path(folder))
         raw = asyncio.run(compare(config))
-        raw["engine_busy_share"] = busy_share(config)
-    faster = raw["trajectories_per_minute"]["free"] / raw["trajectories_per_minute"]["lock_step"]
+        raw["engine_busy_fraction"] = busy_fraction(config)
+    faster = raw["trajectories_per_minute"]["independent"] / raw["trajectories_per_minute"]["lockstep"]
     return raw, [
-        at_least("agentic_rollout: trajectories per minute over lock-step", faster, 1.5),
-        at_most("agentic_rollout: environment and bookkeeping of a trajectory's time", raw["environment_share"], 0.1),
-        at_least("agentic_rollout: prompt tokens of later turns from the cache", raw["prefix_reuse"], 0.8),
-        at_least("agentic_rollout: busy share of the engine at ratio 1", raw["engine_busy_share"], 0.8),
+        at_least("agentic_rollout: trajectories per minute over lockstep", faster, 1.5),
+        at_most("agentic_rollout: time of environments and bookkeeping, fraction", raw["environment_fraction"], 0.1),
+        at_least("agentic_rollout: cached prompt tokens of later turns, fraction", raw["prefix_reuse"], 0.8),
+        at_least("agentic_rollout: busy time of the engine at ratio 1, fraction", raw["engine_busy_fraction"], 0.8),
     ]
 
 
 def write_recipe(folder: Path) -> Path:
-    """Model and configuration below `folder`; returns the configuration."""
+    """Writes model and configuration below `folder`; returns the configuration."""
     from examples.tiny_math.prepare import prepare
 
     prepare(folder / "base")
@@ -123,16 +138,16 @@ def write_recipe(folder: Path) -> Path:
 
 
 async def compare(file: Path) -> dict[str, Any]:
-    """Plays the same groups both ways in turn, REPEATS times each."""
+    """Runs the same groups in both modes alternately, REPEATS times each."""
     from roll.configs.agentic import AgenticConfig
     from roll.configs.load import load_config
+    from roll.distributed.infer_worker import InferWorker
     from roll.distributed.resources import start_ray, stop_ray
-    from roll.distributed.strategy.sglang_strategy import SGLangStrategy
-    from roll.pipeline.agentic.metrics import rollout_metrics
-    from roll.pipeline.agentic.pipeline import AgenticPipeline
-    from roll.pipeline.agentic.rollouter import make_producer
-    from roll.platforms import get_platform
-    from roll.rollout.policy import Ticket
+    from roll.distributed.worker import WorkerRank
+    from roll.pipeline.agentic.agentic_pipeline import AgenticPipeline
+    from roll.rollout.engine_pool import EnginePool
+    from roll.rollout.ledger import PromptRequest
+    from roll.rollout.metrics import rollout_metrics
 
     os.environ["OMP_NUM_THREADS"] = "1"
     config = load_config(file, ["actor_infer.strategy_args.strategy_config.load_format=auto"])
@@ -140,38 +155,40 @@ async def compare(file: Path) -> dict[str, Any]:
     pipeline = AgenticPipeline(config)
     await pipeline.prepare()
     start_ray(config, "cpu", 1)
-    engine = SGLangStrategy(config.actor_infer, config, get_platform("cpu").engine_arguments(), rank=0, seed=0)
-    rates: dict[str, list[float]] = {"free": [], "lock_step": []}
-    sums, groups = Sums(), []
+    engine = InferWorker(WorkerRank.single("actor_infer"), config.actor_infer, config)
+    rates: dict[str, list[float]] = {"independent": [], "lockstep": []}
+    sums, groups = TimeSums(), []
     try:
         await engine.initialize()
-        producer = make_producer(pipeline.inputs(), OneEngine(engine))
+        pool = EnginePool(LocalEngine(engine), 0, config.actor_infer.max_running_requests)
+        worker = pipeline.worker_factory(own_process=False)(pool)
         for repeat in range(REPEATS + 1):
-            for way in rates:
-                config.deterministic = way == "lock_step"
-                groups = producer.draw(Ticket(repeat * GROUPS + number, 0, 0) for number in range(GROUPS))
+            for mode in rates:
+                config.deterministic = mode == "lockstep"
+                groups = worker.draw([PromptRequest(repeat * GROUPS + number, 0, 0) for number in range(GROUPS)])
                 await engine.flush_cache()
                 start = time.perf_counter()
-                await producer.produce(groups, sums if way == "free" else Sums())
-                if repeat:  # the first warms up
-                    rates[way].append(60 * GROUPS * GROUP / (time.perf_counter() - start))
-        producer.close()
+                await worker.generate(groups, "train", sums if mode == "independent" else TimeSums())
+                if repeat:  # the first repeat warms up
+                    rates[mode].append(60 * GROUPS * GROUP_SIZE / (time.perf_counter() - start))
+        worker.close()
     finally:
-        engine.shutdown()
+        engine.close()
         stop_ray()
+    metrics = rollout_metrics(groups, version=0, stale_after=0)
     return {
-        "trajectories_per_minute": {way: median(values) for way, values in rates.items()},
-        "environment_share": sums.seconds["env"] / sum(sums.seconds.values()),
-        "prefix_reuse": rollout_metrics(groups, 0)["rollout/prefix_reuse"],
-        "turns": rollout_metrics(groups, 0)["rollout/turns_mean"],
+        "trajectories_per_minute": {mode: median(values) for mode, values in rates.items()},
+        "environment_fraction": sums.seconds["env"] / sum(sums.seconds.values()),
+        "prefix_reuse": metrics["rollout/prefix_reuse"],
+        "turns": metrics["rollout/turns_mean"],
     }
 
 
-def busy_share(file: Path) -> float:
-    """Of the engine, in a run that trains too."""
+def busy_fraction(file: Path) -> float:
+    """Fraction of time in which the engine of a training run has requests."""
     from roll.configs.load import load_config
     from roll.pipeline.run import run
-    from roll.trackers.jsonl import read_metrics
+    from roll.trackers.files import read_metrics
 
     asyncio.run(run(load_config(file, [])))
     lines = read_metrics(file.parent / "run" / "metrics.jsonl")[WARM_UP_STEPS:]

@@ -1,9 +1,9 @@
-"""What running ahead saves: steps per hour at ratio 0, 1 and 2, beside what it could save at best.
+"""Speed-up of asynchronous training: steps per hour at ratio 0, 1 and 2, against ideal overlap.
 
     python -m benchmarks.async_overlap --json FILE
 
-With G the time a batch takes to generate and T the rest of a step, taking turns costs G + T. The ideal of overlap is
-max(G', T'), where G' and T' are measured with the other core kept busy, because cores share caches, memory and clock.
+With G the time to generate a batch and T the rest of a step, a synchronous step takes G + T. With ideal overlap it
+takes max(G', T'), where G' and T' are measured with the other core busy, because cores share caches, memory and clock.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from benchmarks.common import Measurement, at_least, at_most, main
 from benchmarks.overlap_runs import GENERATE_CORE, TRAIN_CORE, busy_core, mean, run_at, write_recipe
 
 EFFICIENCY = 0.85
-"""Of the ideal speed-up, at ratio 1."""
+"""Required fraction of the ideal speed-up at ratio 1."""
 BALANCE = 1.2
-"""G and T differ by no more than this factor; else there is little to overlap."""
+"""Largest factor between G and T; with a larger one there is little to overlap."""
 NOISE = 0.97
-"""Two runs of one recipe differ by as much."""
+"""Ratio of steps per hour by which two runs of the same recipe may differ."""
 
 
 def measure() -> Measurement:
-    """Steps per hour, speed-ups and their share of the ideal."""
+    """Steps per hour, speed-ups, and their fraction of the ideal speed-up."""
     with tempfile.TemporaryDirectory() as folder:
         config = write_recipe(Path(folder))
         lines = {ratio: run_at(config, ratio, f"ratio-{ratio}") for ratio in (0, 1, 2)}
@@ -43,19 +43,19 @@ def measure() -> Measurement:
         "rest_seconds": {"alone": rest, "other_core_busy": busy_rest},
         "ideal_speed_up": ideal,
         "speed_up": speed_up,
-        "share_of_ideal": {ratio: value / ideal for ratio, value in speed_up.items()},
+        "fraction_of_ideal": {ratio: value / ideal for ratio, value in speed_up.items()},
         "response_length": {"mean": mean(lines[0], "rollout/response_length_mean"), "longest": longest},
         "staleness_mean": {ratio: mean(found, "staleness/mean") for ratio, found in lines.items()},
     }
     return raw, [
-        at_most("async_overlap: the longer of G and T over the other", _ratio(generate, rest), BALANCE),
-        at_least("async_overlap: speed-up of ratio 1 over the ideal", speed_up[1] / ideal, EFFICIENCY),
-        at_least("async_overlap: ratio 2 over ratio 1, steps per hour", seconds[1] / seconds[2], NOISE),
+        at_most("async_overlap: longer of G and T over the shorter", _ratio(generate, rest), BALANCE),
+        at_least("async_overlap: speed-up at ratio 1 over the ideal", speed_up[1] / ideal, EFFICIENCY),
+        at_least("async_overlap: steps per hour, ratio 2 over ratio 1", seconds[1] / seconds[2], NOISE),
     ]
 
 
 def _parts(lines: list[dict[str, float]]) -> tuple[float, float]:
-    """Seconds of a synchronous step spent waiting for samples, and the others."""
+    """Seconds of a synchronous step that wait for generation, and the rest."""
     waiting = mean(lines, "time/wait_prev_gen")
     return waiting, mean(lines, "time/step") - waiting
 

@@ -1,4 +1,4 @@
-"""What every benchmark shares: medians, checks against a target, the machine, and the report."""
+"""Shared by all benchmarks: medians, checks against a target, a description of the machine, and the report."""
 
 from __future__ import annotations
 
@@ -14,35 +14,34 @@ from typing import Any, TypedDict
 
 
 class Check(TypedDict):
-    """One figure against its target."""
+    """A figure and its target; both are None if the benchmark failed."""
 
     name: str
-    value: float
-    target: float
+    value: float | None
+    target: float | None
     ok: bool
 
 
 Measurement = tuple[dict[str, Any], list[Check]]
-"""What a benchmark finds: the raw figures, and the checks they must pass."""
+"""Raw figures of a benchmark, and its checks."""
 
 
 def median(values: Sequence[float]) -> float:
-    """The middle of repeated measurements."""
     return statistics.median(values)
 
 
 def at_least(name: str, value: float, target: float) -> Check:
-    """A check that holds when `value` reaches `target`."""
+    """A check that passes if `value >= target`."""
     return Check(name=name, value=value, target=target, ok=value >= target)
 
 
 def at_most(name: str, value: float, target: float) -> Check:
-    """A check that holds when `value` stays within `target`."""
+    """A check that passes if `value <= target`."""
     return Check(name=name, value=value, target=target, ok=value <= target)
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on: processor, cores this process may use, memory, and the engines' versions."""
+    """The machine of the figures: processor, usable cores, memory, load, and versions of the main packages."""
     names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return {
         "processor": names[0].partition(":")[2].strip() if names else platform.processor(),
@@ -60,13 +59,13 @@ def write_report(path: str | Path, raw: dict[str, Any], checks: list[Check]) -> 
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**raw, "machine": machine(), "checks": checks}, indent=2) + "\n")
     for check in checks:
-        verdict = "ok" if check["ok"] else "MISSED"
-        print(f"{check['name']:<60} {check['value']:>12.4g} {check['target']:>12.4g}  {verdict}")
+        result = "ok" if check["ok"] else "MISSED"
+        print(f"{check['name']:<60} {check['value']:>12.4g} {check['target']:>12.4g}  {result}")
 
 
 def main(measure: Callable[[], Measurement], description: str) -> None:
-    """Command line of a benchmark: `--json FILE` is where the report of `measure()` goes."""
+    """Command line of a benchmark: writes the report of `measure()` to `--json FILE`."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", required=True, help="file the report is written to")
+    parser.add_argument("--json", required=True, help="file for the report")
     arguments = parser.parse_args()
     write_report(arguments.json, *measure())

@@ -1,9 +1,9 @@
-"""Tokens per second of SGLang on CPU: batched attention against SGLang's own loop over requests.
+"""Tokens per second of SGLang on CPU: batched attention against SGLang's loop over requests.
 
     python -m benchmarks.generate --json FILE
 
-Two engines, each with one thread, serve the same tiny model with the same requests and seeds and take turns, so that
-what else the machine does falls on both. The stock one is this project's platform with `ROLL_CPU_ATTENTION=stock`.
+Two engines with one thread each run the same tiny model with the same requests and seeds. They alternate, so that other
+load on the machine affects both. The baseline is the same platform with `ROLL_CPU_ATTENTION=stock`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any
 
 from benchmarks.common import Measurement, at_least, main, median
 from roll.configs.pipeline import RLVRConfig
-from roll.configs.worker import WorkerConfig
-from roll.distributed.strategy.sglang_strategy import SGLangStrategy
-from roll.platforms import get_platform
+from roll.configs.roles import ActorInferConfig
+from roll.distributed.infer_worker import InferWorker
+from roll.distributed.worker import WorkerRank
 from roll.rollout.types import GenerateRequest, SamplingParams
 
 SHAPE: dict[str, Any] = {
@@ -43,12 +43,12 @@ TARGET_SPEEDUP = 3.0
 KINDS = ("stock", "batched")
 
 LONG_TAIL_SHAPE = 1.2
-"""Pareto exponent of the long-tailed lengths: most are near the shortest, a few are at the limit."""
+"""Pareto exponent of the long-tailed lengths: most are near the minimum, a few at the limit."""
 
 SHORTEST, LONGEST = 24, 512
 
 TIMEOUT_S = 600.0
-"""Longest start or pass on a machine that does much else."""
+"""Seconds for starting or measuring an engine on a loaded machine."""
 
 
 def workloads() -> dict[str, list[int]]:
@@ -63,30 +63,30 @@ def workloads() -> dict[str, list[int]]:
     }
 
 
-def serve(orders: Connection, attention: str, folder: str) -> None:
-    """Runs in a process of its own: one engine that measures each list of lengths it is sent, until None."""
-    os.environ["OMP_NUM_THREADS"] = "1"  # an engine beside a trainer owns one core, and idle threads would spin
-    asyncio.run(_serve(orders, attention, folder))
+def run_engine(commands: Connection, attention: str, folder: str) -> None:
+    """Process of one engine: measures each list of lengths it receives, until None."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # as next to a trainer, where idle threads would spin on its core
+    asyncio.run(_run_engine(commands, attention, folder))
 
 
-async def _serve(orders: Connection, attention: str, folder: str) -> None:
-    worker, pipeline = WorkerConfig(), RLVRConfig(prompt_length=PROMPT_TOKENS, response_length=LONGEST)
+async def _run_engine(commands: Connection, attention: str, folder: str) -> None:
+    worker, pipeline = ActorInferConfig(), RLVRConfig(prompt_length=PROMPT_TOKENS, response_length=LONGEST)
     worker.model_args.model_name_or_path, worker.model_args.dtype = folder, "fp32"
     worker.max_running_requests, worker.generation_timeout_s = 256, TIMEOUT_S
     worker.system_envs = {"ROLL_CPU_ATTENTION": attention}
-    engine = SGLangStrategy(worker, pipeline, get_platform("cpu").engine_arguments(), rank=0, seed=0)
+    engine = InferWorker(WorkerRank.single("actor_infer"), worker, pipeline)
     await engine.initialize()
     try:
         await tokens_per_second(engine, [NEW_TOKENS] * 16)
-        orders.send("ready")
-        while lengths := orders.recv():
-            orders.send(await tokens_per_second(engine, lengths))
+        commands.send("ready")
+        while lengths := commands.recv():
+            commands.send(await tokens_per_second(engine, lengths))
     finally:
-        engine.shutdown()
+        engine.close()
 
 
-async def tokens_per_second(engine: SGLangStrategy, lengths: list[int]) -> float:
-    """One pass over requests of these lengths, prefill included."""
+async def tokens_per_second(engine: InferWorker, lengths: list[int]) -> float:
+    """Generates responses of these lengths, prefill included."""
     draw = random.Random(1)
     prompts = [[draw.randrange(3, SHAPE["vocab_size"]) for _ in range(PROMPT_TOKENS)] for _ in lengths]
     requests = [
@@ -97,52 +97,52 @@ async def tokens_per_second(engine: SGLangStrategy, lengths: list[int]) -> float
     start = time.perf_counter()
     results = await engine.generate(requests)
     seconds = time.perf_counter() - start
-    assert [len(result.response_ids) for result in results] == lengths, "every response runs to its limit"
+    assert [len(result.response_ids) for result in results] == lengths, "every response must reach its limit"
     return sum(lengths) / seconds
 
 
 def measure() -> Measurement:
-    """Rates of both engines turn by turn, and the median speed-up of each workload over its repeats."""
+    """Rates of both engines, measured alternately, and the median speed-up per workload."""
     from roll.models.tiny import write_tiny_model
 
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as scratch:
         folder = write_tiny_model(Path(scratch), "qwen2", **SHAPE)
         pipes = {kind: context.Pipe() for kind in KINDS}
-        servers = [context.Process(target=serve, args=(pipes[kind][1], kind, str(folder))) for kind in KINDS]
+        processes = [context.Process(target=run_engine, args=(pipes[kind][1], kind, str(folder))) for kind in KINDS]
         try:
-            for server in servers:
-                server.start()
-            rates = take_turns({kind: pipe[0] for kind, pipe in pipes.items()})
+            for process in processes:
+                process.start()
+            rates = measure_alternately({kind: pipe[0] for kind, pipe in pipes.items()})
         finally:
-            for server in servers:
-                server.join(TIMEOUT_S / 10)
-                server.kill()
+            for process in processes:
+                process.join(TIMEOUT_S / 10)
+                process.kill()
     speedups = {
         name: median([batched / stock for stock, batched in zip(*(rates[kind][name] for kind in KINDS), strict=True)])
         for name in workloads()
     }
     medians = {kind: {name: median(values) for name, values in rates[kind].items()} for kind in KINDS}
     raw = {"tokens_per_second": rates, "median_tokens_per_second": medians, "speedup": speedups}
-    return raw, [at_least("128 requests: batched over stock", speedups["128 requests"], TARGET_SPEEDUP)]
+    return raw, [at_least("generate: 128 requests, batched over stock", speedups["128 requests"], TARGET_SPEEDUP)]
 
 
-def take_turns(engines: dict[str, Connection]) -> dict[str, dict[str, list[float]]]:
-    """Tokens per second by kind and workload, one figure per repeat; ends the engines."""
+def measure_alternately(engines: dict[str, Connection]) -> dict[str, dict[str, list[float]]]:
+    """Tokens per second by kind and workload, one figure per repeat; stops the engines."""
     rates: dict[str, dict[str, list[float]]] = {kind: {name: [] for name in workloads()} for kind in KINDS}
     for engine in engines.values():
-        _answer(engine)
+        _receive(engine)
     for _ in range(REPEATS):
         for name, lengths in workloads().items():
             for kind, engine in engines.items():
                 engine.send(lengths)
-                rates[kind][name].append(_answer(engine))
+                rates[kind][name].append(_receive(engine))
     for engine in engines.values():
         engine.send(None)
     return rates
 
 
-def _answer(engine: Connection) -> float:
+def _receive(engine: Connection) -> Any:
     if not engine.poll(TIMEOUT_S):
         raise TimeoutError(f"an engine did not answer within {TIMEOUT_S:g} s")
     return engine.recv()

@@ -1,10 +1,10 @@
-"""How much of a demo step is neither generation, training, log-probs, reward nor publishing.
+"""Fraction of a demo step that is not generation, training, log-probs, reward or weight update.
 
     python -m benchmarks.overhead --json FILE
 
-Runs the reinforcement learning stage of examples/tiny_math from a fresh model, as it is but for its length, without
-validation and checkpoints, and reads the times of every step from metrics.jsonl. The first steps, in which engines warm
-up, are left out.
+Runs the reinforcement learning stage of examples/tiny_math from a random model, shortened and without validation and
+checkpoints, and reads the times of each step from metrics.jsonl. The first steps, in which engines warm up, are left
+out.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from benchmarks.common import Check, Measurement, at_most, main, median
 STEPS = 20
 WARM_UP_STEPS = 3
 WORK = ("generate", "train", "old_log_probs", "reward", "publish")
-"""Times of metrics.jsonl that are the purpose of a step."""
+"""Times in metrics.jsonl that are not overhead."""
 
 
 def measure() -> Measurement:
-    """Share of each step that is overhead, and where it goes."""
+    """Overhead of each step, and the median of all times."""
     with tempfile.TemporaryDirectory() as folder:
         steps = run_demo_steps(Path(folder))[WARM_UP_STEPS:]
-    shares = [1 - sum(step[f"time/{name}"] for name in WORK) / step["time/step"] for step in steps]
+    overheads = [1 - sum(step[f"time/{name}"] for name in WORK) / step["time/step"] for step in steps]
     names = sorted({name for step in steps for name in step if name.startswith("time/")})
     raw = {
         "steps": len(steps),
-        "overhead_shares": shares,
+        "overhead_fractions": overheads,
         "median_seconds": {name: median([step.get(name, 0.0) for step in steps]) for name in names},
     }
-    checks: list[Check] = [at_most("overhead: share of a demo step", median(shares), 0.05)]
+    checks: list[Check] = [at_most("overhead: fraction of a demo step", median(overheads), 0.05)]
     return raw, checks
 
 
 def run_demo_steps(folder: Path) -> list[dict[str, float]]:
-    """Lines of metrics.jsonl of a short run."""
+    """Runs the demo for STEPS steps; returns the lines of its metrics.jsonl."""
     from examples.tiny_math.demo import HERE
     from examples.tiny_math.prepare import prepare
     from roll.configs.load import load_config
     from roll.datasets.math_problems import write_problems
     from roll.pipeline.run import run
-    from roll.trackers.jsonl import read_metrics
+    from roll.trackers.files import read_metrics
 
     prepare(folder / "base")
     write_problems(folder / "data", seed=1)
@@ -52,7 +52,7 @@ def run_demo_steps(folder: Path) -> list[dict[str, float]]:
         f"output_dir={folder}/run",
         f"actor_train.data_args.file_name=[{folder}/data/train.jsonl]",
         f"validation.data_args.file_name=[{folder}/data/val.jsonl]",
-        "async_generation_ratio=0",  # so that parts do not overlap and can be added up
+        "async_generation_ratio=0",  # so that parts do not overlap and add up
         f"max_steps={STEPS}",
         "eval_steps=0",
         "save_steps=0",

@@ -1,7 +1,7 @@
-"""Runs of one recipe at several ratios, for the benchmarks that compare them: one core trains, one generates.
+"""Runs of one recipe at several ratios, for the benchmarks that compare them: one core trains, the other generates.
 
-Response lengths have a long tail: a random model draws one of the stop tokens with about the same chance at every step,
-so lengths are geometric up to the limit, some three times the mean.
+Response lengths are long-tailed: a random model draws one of the stop tokens with about the same probability at every
+step, so lengths are geometric, up to a limit of about three times the mean.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import yaml
 
 STEPS = 20
 WARM_UP_STEPS = 4
-"""Left out: engines and allocators warm up, and a run ahead fills its buffer."""
+"""Steps left out: engines and allocators warm up, and an asynchronous run fills its buffer."""
 SPIN = "import torch\ntorch.set_num_threads(1)\nmatrix = torch.randn(256, 256)\nwhile True:\n    matrix @ matrix"
-"""Keeps a core as busy as training or generation does."""
+"""Python program that keeps a core as busy as training or generation."""
 TRAIN_CORE, GENERATE_CORE = 0, 1
-"""Which of the machine's cores each side is pinned to, by its device."""
+"""Indices of the cores that each side is pinned to by its device."""
 
 RECIPE: dict[str, Any] = {
     "pipeline": "rlvr",
@@ -45,14 +45,14 @@ RECIPE: dict[str, Any] = {
             "gradient_accumulation_steps": 22,
         },
         "data_args": {"template": "native"},
-        "pg_variant": "decoupled_ppo",  # computes the same at every ratio: log-probs, then a ratio against them
+        "pg_variant": "decoupled_ppo",  # recomputes log-probs at every ratio, so that steps are comparable
         "use_dynamic_batching_in_train": True,
         "max_tokens_per_microbatch_in_train": 4096,
         "use_dynamic_batching_in_infer": True,
         "max_tokens_per_microbatch_in_infer": 8192,
         "strategy_args": {
             "strategy_name": "megatron_train",
-            "strategy_config": {"recompute_granularity": "full"},  # so that a step takes as long as its samples
+            "strategy_config": {"recompute_granularity": "full"},  # balances training and generation
         },
         "device_mapping": [0],
     },
@@ -68,12 +68,12 @@ RECIPE: dict[str, Any] = {
 
 
 def digits(response: str, ground_truth: str, config: Any) -> float:
-    """Share of characters that are digits: something that varies."""
+    """Reward: fraction of characters that are digits."""
     return sum(character.isdigit() for character in response) / max(1, len(response))
 
 
 def write_recipe(folder: Path) -> Path:
-    """Model, problems and configuration below `folder`; returns the configuration."""
+    """Writes model, problems and configuration below `folder`; returns the configuration."""
     from examples.tiny_math.prepare import prepare
     from roll.datasets.math_problems import write_problems
 
@@ -90,10 +90,10 @@ def write_recipe(folder: Path) -> Path:
 
 
 def run_at(config: Path, ratio: float, name: str, *overrides: str) -> list[dict[str, float]]:
-    """Lines of metrics.jsonl of one run, its warm-up left out; the run's folder is `name` beside the configuration."""
+    """Runs at a ratio in the folder `name` next to the configuration; returns its metrics without the warm-up steps."""
     from roll.configs.load import load_config
     from roll.pipeline.run import run
-    from roll.trackers.jsonl import read_metrics
+    from roll.trackers.files import read_metrics
 
     folder = config.parent / name
     ratio_keys = [f"async_generation_ratio={ratio}", f"output_dir={folder}", *overrides]
@@ -103,7 +103,7 @@ def run_at(config: Path, ratio: float, name: str, *overrides: str) -> list[dict[
 
 @contextmanager
 def busy_core(number: int) -> Iterator[None]:
-    """That core of the machine has something else to do as well."""
+    """Keeps a core busy inside the block."""
     spinner = subprocess.Popen([sys.executable, "-c", SPIN])
     try:
         os.sched_setaffinity(spinner.pid, {sorted(os.sched_getaffinity(0))[number]})
@@ -114,5 +114,5 @@ def busy_core(number: int) -> Iterator[None]:
 
 
 def mean(lines: list[dict[str, float]], name: str) -> float:
-    """Of one metric over the lines."""
+    """Mean of one metric."""
     return sum(line[name] for line in lines) / len(lines)

@@ -1,10 +1,11 @@
-"""What the policy of running ahead costs by itself: a million prompts on a thousand simulated engines.
+"""Cost of the rollout policy alone: a million prompts on a thousand simulated engines.
 
     python -m benchmarks.scheduler --json FILE
 
-Engines are a heap of finish times: a prompt goes to the engine with the fewest outstanding tokens and ends when that
-engine has done what it was given before. One in a hundred fails and is replaced. A trainer takes a batch as soon as
-there is one, learns for a while and publishes. What is timed is policy, balancer and heap; lengths are drawn before.
+Engines are a heap of finish times. A prompt goes to the engine with the fewest outstanding tokens and finishes after
+the earlier prompts of that engine. One in a hundred fails and is replaced. The trainer takes a batch as soon as one is
+ready, trains for a fixed time and updates the weights. The time covers policy, balancer and heap; lengths are drawn
+before.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.common import Check, Measurement, at_most, main, median
-from roll.rollout.balance import Balancer
-from roll.rollout.policy import PolicySettings, RolloutPolicy, Ticket
+from roll.rollout.engine_pool import Balancer
+from roll.rollout.ledger import PromptRequest
+from roll.rollout.policy import PolicySettings, RolloutPolicy
 
 ENGINES = 1000
 BATCH_SIZE = 1000
@@ -25,67 +27,67 @@ RATIO = 2.0
 FAILURE_RATE = 0.01
 SECONDS_PER_TOKEN = 0.01
 SIZES = (10_000, 100_000, 1_000_000)
-"""Prompts consumed by each run."""
+"""Prompts of each run."""
 
 SHORT_RUNS = 10
-"""Times the shortest run is made before the longest and after it, for a machine that has other work too."""
+"""Repeats of the shortest run before and after the longest, to average over other load on the machine."""
 
 LENGTHS = 65_536
-"""Response lengths are drawn once, log-normal with a long tail, and used in turn."""
+"""Number of response lengths, log-normal, drawn once and used cyclically."""
 
 
 @dataclass
-class Simulated:
-    """One run on a virtual clock."""
+class SimulatedRun:
+    """One run with simulated time."""
 
     policy: RolloutPolicy[int]
     lengths: list[int]
     now: float = 0.0
     balancer: Balancer = field(default_factory=lambda: Balancer(ENGINES))
     free_at: list[float] = field(default_factory=lambda: [0.0] * ENGINES)
-    running: list[tuple[float, int, int, Ticket]] = field(default_factory=list)
+    running: list[tuple[float, int, int, PromptRequest]] = field(default_factory=list)
 
     def submit(self) -> None:
-        """Everything that is admissible goes to the engines."""
-        for ticket in self.policy.submit(self.policy.admissible()):
-            tokens = self.lengths[ticket.number % LENGTHS]
+        """Sends all admissible prompts to engines."""
+        for request in self.policy.submit(self.policy.admissible()):
+            tokens = self.lengths[request.number % LENGTHS]
             engine = self.balancer.choose()
             self.balancer.add(engine, tokens)
             self.free_at[engine] = end = max(self.now, self.free_at[engine]) + tokens * SECONDS_PER_TOKEN
-            heapq.heappush(self.running, (end, ticket.number, engine, ticket))
+            heapq.heappush(self.running, (end, request.number, engine, request))
 
-    def end_one(self) -> None:
-        """The prompt that ends next does."""
-        self.now, number, engine, ticket = heapq.heappop(self.running)
+    def finish_next(self) -> None:
+        """Finishes the prompt that ends next."""
+        self.now, number, engine, request = heapq.heappop(self.running)
         self.balancer.remove(engine, self.lengths[number % LENGTHS])
         if number % round(1 / FAILURE_RATE) == 7:
             self.policy.drop(number, "generation_failed")
             self.submit()
         else:
-            self.policy.finish(number, number, ticket.version)
+            self.policy.finish(number, number, request.version)
 
     def step(self, train_seconds: float) -> None:
-        """One batch: waited for, taken, learned from while generation goes on, published."""
+        """Waits for a batch, trains on it while generation continues, and updates the weights."""
         while not self.policy.ready():
-            self.end_one()
+            self.finish_next()
         self.policy.take()
-        learned = self.now + train_seconds
-        while self.running and self.running[0][0] <= learned:
-            self.end_one()
-        self.now = learned
+        trained = self.now + train_seconds
+        while self.running and self.running[0][0] <= trained:
+            self.finish_next()
+        self.now = trained
         self.policy.advance(self.policy.learning_version)
         self.submit()
 
 
 def resident_bytes() -> int:
-    """Memory of this process."""
+    """Resident memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 def run(prompts: int, lengths: list[int]) -> dict[str, float]:
-    """Seconds and memory growth of a run that consumes so many prompts; memory counts from a tenth of the way on."""
+    """Seconds and memory growth of a run of this many prompts; memory growth starts after a tenth of the batches."""
     policy: RolloutPolicy[int] = RolloutPolicy(PolicySettings(BATCH_SIZE, RATIO, total=prompts))
-    simulated = Simulated(policy, lengths)
+    simulated = SimulatedRun(policy, lengths)
     batches = prompts // BATCH_SIZE
     mean = sum(lengths) / len(lengths)
     warm = peak = 0
@@ -98,7 +100,7 @@ def run(prompts: int, lengths: list[int]) -> dict[str, float]:
         peak = max(peak, resident_bytes())
     seconds, processor = time.perf_counter() - start, time.process_time() - processor
     if policy.ledger.consumed != prompts or policy.ledger.dropped["stale"]:
-        raise AssertionError(f"the run went wrong: {policy.ledger}")
+        raise AssertionError(f"prompts are missing or stale: {policy.ledger}")
     return {
         "prompts": prompts,
         "submitted": policy.ledger.submitted,
@@ -110,7 +112,7 @@ def run(prompts: int, lengths: list[int]) -> dict[str, float]:
 
 
 def measure() -> Measurement:
-    """Time, memory and cost per prompt over run lengths."""
+    """Time, memory and cost per prompt of runs of different lengths."""
     draw = random.Random(1)
     lengths = [min(32_768, 1 + int(draw.lognormvariate(6.0, 1.0))) for _ in range(LENGTHS)]
     before = [run(SIZES[0], lengths) for _ in range(SHORT_RUNS)]
@@ -120,7 +122,7 @@ def measure() -> Measurement:
     growth = longest["microseconds_per_prompt"] / median(short)
     checks: list[Check] = [
         at_most("scheduler: seconds for 1,000,000 prompts", longest["seconds"], 60.0),
-        at_most("scheduler: cost per prompt, 1,000,000 to 10,000", growth, 1.5),
+        at_most("scheduler: cost per prompt, 1,000,000 over 10,000 prompts", growth, 1.5),
         at_most("scheduler: memory growth after warm-up (MiB)", longest["memory_growth_bytes"] / 2**20, 8.0),
     ]
     runs = before + runs + after

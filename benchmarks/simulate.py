@@ -1,9 +1,9 @@
-"""Whether `roll simulate` foretells step times: from two runs at ratio 0 and 1, those at ratio 0, 1 and 2.
+"""Accuracy of `roll simulate`: predicts step times at ratio 0, 1 and 2 from calibration runs at ratio 0 and 1.
 
     python -m benchmarks.simulate --json FILE
 
-The run at ratio 0 gives the times of each part, the one at ratio 1 how much both sides slow each other down; ratio 2 is
-foretold from these alone. Each is compared with a run of its own.
+The calibration run at ratio 0 gives the time of each part, the one at ratio 1 the slowdown of overlap. Each prediction
+is compared with another run at its ratio; no calibration run has ratio 2.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ RATIOS, CALIBRATION = (0, 1, 2), (0, 1)
 
 
 def measure() -> Measurement:
-    """Foretold and measured seconds of a step at each ratio."""
+    """Predicted and measured step time at each ratio."""
     with tempfile.TemporaryDirectory() as folder:
         config = write_recipe(Path(folder))
         calibration, measured = {}, {}
-        for ratio in RATIOS:  # turn by turn, so that what else the machine does falls on both
+        for ratio in RATIOS:  # alternately, so that other load on the machine affects both
             if ratio in CALIBRATION:
                 calibration[ratio] = run_at(config, ratio, f"calibration-{ratio}")
             measured[ratio] = mean(run_at(config, ratio, f"ratio-{ratio}"), "time/step")
-        foretold = {ratio: foretell(config, ratio) for ratio in RATIOS}
-    errors = {ratio: abs(foretold[ratio] / measured[ratio] - 1) for ratio in RATIOS}
+        predicted = {ratio: predicted_step_seconds(config, ratio) for ratio in RATIOS}
+    errors = {ratio: abs(predicted[ratio] / measured[ratio] - 1) for ratio in RATIOS}
     raw = {
-        "foretold_seconds": foretold,
+        "predicted_seconds": predicted,
         "measured_seconds": measured,
         "calibration_seconds": {ratio: mean(lines, "time/step") for ratio, lines in calibration.items()},
     }
@@ -39,18 +39,18 @@ def measure() -> Measurement:
     ]
 
 
-def foretell(config: Path, ratio: float) -> float:
-    """Seconds of a step that the simulation gives for the configured split."""
+def predicted_step_seconds(config: Path, ratio: float) -> float:
+    """Step time of the configured split in the simulation."""
+    from roll.configs.hardware import this_machine
     from roll.configs.load import load_config
-    from roll.configs.machine import this_machine
     from roll.configs.pipeline import RLConfig
-    from roll.pipeline.simulate.run import Options, build_model
-    from roll.pipeline.simulate.search import predict
+    from roll.tools.simulate.command import Options, build_cost_model
+    from roll.tools.simulate.search import predict
 
     loaded = load_config(config, [f"async_generation_ratio={ratio}"])
     assert isinstance(loaded, RLConfig)
     options = Options(from_run=config.parent / "calibration-0", overlap_run=config.parent / "calibration-1")
-    model, _ = build_model(loaded, options, this_machine())
+    model, _ = build_cost_model(loaded, options, this_machine())
     return predict(model).configured.outcome.step_seconds
 
 

@@ -1,7 +1,9 @@
 """Tokens per second of one optimizer step: Megatron on one rank against transformers with torch's AdamW.
 
-Same model, batch, micro-batches and threads, in one process, alternating; then Megatron over two ranks.
-Usage: python -m benchmarks.train_step --json FILE
+    python -m benchmarks.train_step --json FILE
+
+Both run the same model, batch and micro-batches with the same threads, alternately in one process; then Megatron runs
+on two ranks.
 """
 
 from __future__ import annotations
@@ -18,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Measurement, at_least, main, median
-from roll.configs.layout import ParallelLayout
+from roll.configs.parallel_layout import ParallelLayout
 
 TARGET_RATIO = 0.9
-"""Of the tokens per second of transformers."""
+"""Required tokens per second, as a fraction of those of transformers."""
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 4096,
@@ -38,7 +40,7 @@ SHAPE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Work:
-    """One optimizer step: samples of `length` tokens in micro-batches of `micro_batch`, repeated."""
+    """One optimizer step, repeated: `samples` of `length` tokens in micro-batches of `micro_batch`."""
 
     samples: int = 16
     micro_batch: int = 4
@@ -48,7 +50,6 @@ class Work:
 
     @property
     def tokens(self) -> int:
-        """Tokens of one optimizer step."""
         return self.samples * self.length
 
 
@@ -56,14 +57,14 @@ LAYOUTS = {"tp2": ParallelLayout(tensor=2), "pp2": ParallelLayout(pipeline=2), "
 
 
 def measure(work: Work | None = None) -> Measurement:
-    """The figures, and the ratio against its target."""
+    """Tokens per second of both, and of Megatron on two ranks."""
     work = work or Work()
     from roll.models.tiny import write_tiny_model
 
     with tempfile.TemporaryDirectory() as root:
         folder = write_tiny_model(Path(root) / "model", "qwen2", **SHAPE)
         one = _spawn(ParallelLayout(), _compare, folder, work)
-        two = {name: _spawn(layout, _ours_alone, folder, work) for name, layout in LAYOUTS.items()}
+        two = {name: _spawn(layout, _megatron_alone, folder, work) for name, layout in LAYOUTS.items()}
     speed = {name: work.tokens / median(seconds) for name, seconds in one.items()}
     ratio = speed["megatron"] / speed["transformers"]
     raw = {
@@ -82,14 +83,14 @@ def _compare(layout: ParallelLayout, rank: int, folder: Path, work: Work) -> dic
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     losses = {name: step() for name, step in steps.items()}
     if abs(losses["transformers"] - losses["megatron"]) > 1e-3:
-        raise AssertionError(f"the two do not compute the same loss: {losses}")
+        raise AssertionError(f"both must compute the same loss: {losses}")
     for _ in range(work.repeats):
         for name, step in steps.items():
             seconds[name].append(_time(step))
     return seconds
 
 
-def _ours_alone(layout: ParallelLayout, rank: int, folder: Path, work: Work) -> list[float]:
+def _megatron_alone(layout: ParallelLayout, rank: int, folder: Path, work: Work) -> list[float]:
     step = _megatron_step(layout, rank, folder, work)
     step()
     return [_time(step) for _ in range(work.repeats)]
@@ -109,7 +110,7 @@ def _tokens(work: Work) -> Any:
 
 
 def _transformers_step(folder: Path, work: Work) -> Callable[[], float]:
-    """Forward, backward, clip and AdamW as a plain training loop has them."""
+    """A plain training loop: forward, backward, gradient clipping and AdamW."""
     import torch
     import transformers
 
@@ -124,7 +125,7 @@ def _transformers_step(folder: Path, work: Work) -> Callable[[], float]:
             logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
             flat = logits.reshape(-1, logits.shape[-1])
             loss = torch.nn.functional.cross_entropy(flat, ids[:, 1:].reshape(-1), reduction="sum") / count
-            loss.backward()
+            torch.autograd.backward(loss)
             total += loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -135,21 +136,28 @@ def _transformers_step(folder: Path, work: Work) -> Callable[[], float]:
 
 
 def _megatron_step(layout: ParallelLayout, rank: int, folder: Path, work: Work) -> Callable[[], float]:
-    """The same step through the strategy that training uses."""
+    """The same step through the Megatron strategy."""
     import torch
 
-    from roll.configs.arguments import ModelArguments, StrategyArguments, TrainingArguments
     from roll.configs.pipeline import SFTConfig
-    from roll.configs.worker import WorkerConfig
+    from roll.configs.roles import (
+        ActorTrainConfig,
+        MegatronTrainArguments,
+        MegatronTrainConfig,
+        TrainingArguments,
+        TrainModelArguments,
+    )
     from roll.distributed.protocol import DataProto
-    from roll.distributed.strategy.megatron_strategy import MegatronTrainStrategy
     from roll.platforms import get_platform
 
+    get_platform("cpu").prepare_megatron()
+    from roll.distributed.strategy.megatron_strategy import MegatronTrainStrategy
+
     sizes = {"tensor_model_parallel_size": layout.tensor, "pipeline_model_parallel_size": layout.pipeline}
-    worker = WorkerConfig(
-        model_args=ModelArguments(model_name_or_path=str(folder), dtype="fp32"),
+    worker = ActorTrainConfig(
+        model_args=TrainModelArguments(model_name_or_path=str(folder), dtype="fp32"),
         training_args=TrainingArguments(learning_rate=work.learning_rate),
-        strategy_args=StrategyArguments(strategy_config=sizes),
+        strategy_args=MegatronTrainArguments(strategy_config=MegatronTrainConfig(**sizes)),
         device_mapping=list(range(layout.world_size)),
     )
     config = SFTConfig(response_length=work.length, actor_train=worker)
@@ -171,15 +179,15 @@ def _megatron_step(layout: ParallelLayout, rank: int, folder: Path, work: Work) 
 
 
 def _spawn(layout: ParallelLayout, job: Callable[..., Any], folder: Path, work: Work) -> Any:
-    """What rank 0 found, each rank on a core and a process of its own."""
-    import torch
+    """Runs `job` on all ranks, each in its own process on its own core; returns the result of rank 0."""
+    from torch.multiprocessing.spawn import spawn
 
-    from roll.distributed.ports import open_port
+    from roll.distributed.process_groups import open_port
 
     result = folder / "result.pickle"
     with open_port() as listener:
         arguments = (layout, job, folder, work, listener, result)
-        torch.multiprocessing.spawn(_rank_main, arguments, nprocs=layout.world_size)
+        spawn(_rank_main, arguments, nprocs=layout.world_size)
     return pickle.loads(result.read_bytes())
 
 
@@ -192,7 +200,7 @@ def _rank_main(
     listener: socket.socket,
     result: Path,
 ) -> None:
-    from roll.distributed.ports import hold_port
+    from roll.distributed.process_groups import hold_port
     from roll.platforms import get_platform
     from roll.platforms.sglang_cpu_plugin import define_torchvision_operators
 
@@ -204,9 +212,9 @@ def _rank_main(
     if rank == 0:
         hold_port(listener)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    found = job(layout, rank, folder, work)
+    outcome = job(layout, rank, folder, work)
     if rank == 0:
-        result.write_bytes(pickle.dumps(found))
+        result.write_bytes(pickle.dumps(outcome))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""Bytes per second of a publish, TP2 training to one engine, against a bare gloo broadcast of the same bytes.
+"""Bytes per second of a weight update from TP2 training to one engine, against a plain gloo broadcast.
 
-The bare broadcast runs between two processes of its own after the engine and the training ranks have ended. A publish
-counts whole: pause, session, gather over tensor parallel, transfer, loading, flush, resume. Both ways are measured; the
-checks are on shared memory, which a run on one CPU machine takes, and `ratio.broadcast` is the gloo way.
-Usage: python -m benchmarks.weight_sync --json FILE
+    python -m benchmarks.weight_sync --json FILE
+
+The plain broadcast sends the same number of bytes between two other processes, after the engine and the training ranks
+have stopped. The time of a weight update covers all of it: pause, begin, gather over tensor parallel ranks, transfer,
+loading, cache flush and resume. Both transports are measured. The checks are on shared memory, which a run on one CPU
+machine uses; `ratio.broadcast` is the gloo transport.
 """
 
 from __future__ import annotations
@@ -21,16 +23,16 @@ from typing import Any
 from benchmarks.common import Measurement, at_least, at_most, main, median
 
 TARGET_RATIO = 0.5
-"""Of the bandwidth of the bare broadcast."""
+"""Required bandwidth, as a fraction of that of the plain broadcast."""
 TARGET_TINY_S = 0.3
-"""Seconds of a publish of the tiny model."""
+"""Most seconds of a weight update of the tiny model."""
 REPEATS = 7
-RUNNING, RUNNING_TOKENS, RUNNING_PUBLISHES, RUNNING_GAP_S = 128, 96, 5, 1.5
-"""Requests that run during publishes in place, their tokens, and the publishes."""
+RUNNING, RUNNING_TOKENS, RUNNING_UPDATES, RUNNING_GAP_S = 128, 96, 5, 1.5
+"""Requests that run during in-place weight updates, their tokens, the number of updates, and seconds between them."""
 TARGET_PAUSE_RATIO = 2.0
-"""Seconds engines stand still, of the bare broadcast's."""
+"""Most seconds of the engines' pause, as a multiple of those of the plain broadcast."""
 BUCKET_MB = 128
-"""Two buckets of the large model, so that writing and loading overlap; the default holds it in one."""
+"""Splits the large model into two buckets, so that writing and loading overlap; the default needs one."""
 DEVICES = {"actor_train": [0, 1], "actor_infer": [2]}
 
 LARGE: dict[str, Any] = {
@@ -49,93 +51,102 @@ TINY: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 384, "head_dim"
 
 
 def measure() -> Measurement:
-    """The figures of both models by both ways, and the checks on the way that a run on this machine takes."""
-    large, tiny = _published(LARGE), _published(TINY)
+    """Figures of both models with both transports."""
+    large, tiny = _measure_model(LARGE), _measure_model(TINY)
     num_bytes = large["shared"][0]["bytes"]
-    bare_seconds = _bare_broadcast(num_bytes)
-    speed = {way: num_bytes / _median(reports, "seconds") for way, reports in large.items()}
-    bare = num_bytes / median(bare_seconds)
-    pause = _median(large["running"], "pause_seconds") / median(bare_seconds)
+    plain_seconds = _plain_broadcast(num_bytes)
+    speed = {transport: num_bytes / _median(reports, "seconds") for transport, reports in large.items()}
+    plain = num_bytes / median(plain_seconds)
+    tiny_seconds = _median(tiny["shared"], "seconds")
+    pause = _median(large["running"], "pause_seconds") / median(plain_seconds)
     raw = {
         "bucket_mb": BUCKET_MB,
         "large": {"shape": LARGE, **large},
         "tiny": {"shape": TINY, **tiny},
-        "bare_broadcast_seconds": bare_seconds,
+        "plain_broadcast_seconds": plain_seconds,
         "bytes": num_bytes,
-        "bytes_per_second": {"bare": bare, **speed},
-        "ratio": {way: value / bare for way, value in speed.items()},
+        "bytes_per_second": {"plain": plain, **speed},
+        "ratio": {transport: value / plain for transport, value in speed.items()},
         "pause_seconds": {
-            "large": {way: _median(reports, "pause_seconds") for way, reports in large.items()},
-            "tiny": {way: _median(reports, "pause_seconds") for way, reports in tiny.items()},
+            "large": {transport: _median(reports, "pause_seconds") for transport, reports in large.items()},
+            "tiny": {transport: _median(reports, "pause_seconds") for transport, reports in tiny.items()},
         },
     }
     return raw, [
         at_least("weight_sync: bytes of the large model", num_bytes, 200e6),
-        at_least("weight_sync: publish / bare gloo broadcast, bytes per second", speed["shared"] / bare, TARGET_RATIO),
-        at_most("weight_sync: pause under 128 running requests / bare broadcast", pause, TARGET_PAUSE_RATIO),
-        at_most("weight_sync: seconds to publish the tiny model", _median(tiny["shared"], "seconds"), TARGET_TINY_S),
+        at_least("weight_sync: bytes per second over a plain gloo broadcast", speed["shared"] / plain, TARGET_RATIO),
+        at_most("weight_sync: pause with 128 running requests over a broadcast", pause, TARGET_PAUSE_RATIO),
+        at_most("weight_sync: seconds of a weight update, tiny model", tiny_seconds, TARGET_TINY_S),
     ]
 
 
 def _median(reports: list[dict[str, Any]], key: str) -> float:
-    """Of the publishes after the first, which alone is verified."""
+    """Median over the weight updates after the first, which is the only verified one."""
     return median([report[key] for report in reports if not report["verified"]])
 
 
-def _published(shape: dict[str, Any]) -> dict[str, Any]:
-    """Reports of `1 + REPEATS` publishes of a random model of this shape by each way."""
+def _measure_model(shape: dict[str, Any]) -> dict[str, Any]:
+    """Reports of `1 + REPEATS` weight updates of a random model of this shape, with each transport."""
     with tempfile.TemporaryDirectory() as root, _clusters(Path(root), shape) as (config, train, infer):
-        return asyncio.run(_publish(shape, config, train, infer))
+        return asyncio.run(_update_weights(shape, config, train, infer))
 
 
-async def _publish(shape: dict[str, Any], config: Any, train: Any, infer: Any) -> dict[str, Any]:
-    from roll.distributed.weight_sync.publisher import BroadcastTransport, SharedTransport, WeightPublisher
+async def _update_weights(shape: dict[str, Any], config: Any, train: Any, infer: Any) -> dict[str, Any]:
+    from roll.distributed.weight_sync.synchronizer import BroadcastTransport, SharedMemoryTransport, WeightSynchronizer
 
     reports = {}
-    for name, way in (("broadcast", BroadcastTransport), ("shared", SharedTransport)):
-        publisher = WeightPublisher(train, infer, config, way)
-        await publisher.setup()
-        reports[name] = [asdict(await publisher.publish(version)) for version in range(1 + REPEATS)]
+    for name, transport in (("broadcast", BroadcastTransport), ("shared", SharedMemoryTransport)):
+        synchronizer = WeightSynchronizer(train, infer, config, transport)
+        await synchronizer.setup()
+        reports[name] = [asdict(await synchronizer.update_weights(version)) for version in range(1 + REPEATS)]
     if shape is LARGE:
-        reports["running"] = await _publish_while_running(config, train, infer)
+        reports["running"] = await _update_while_running(config, train, infer)
     return reports
 
 
-async def _publish_while_running(config: Any, train: Any, infer: Any) -> list[dict[str, Any]]:
-    """Reports of publishes under requests that go on in place; all of them must come back whole."""
-    from roll.distributed.weight_sync.publisher import SharedTransport, WeightPublisher
+async def _update_while_running(config: Any, train: Any, infer: Any) -> list[dict[str, Any]]:
+    """Reports of weight updates while requests run in place; all requests must finish with all of their tokens."""
+    from roll.distributed.infer_worker import InferWorker
+    from roll.distributed.weight_sync.synchronizer import SharedMemoryTransport, WeightSynchronizer
     from roll.rollout.types import GenerateRequest, SamplingParams
 
     config.in_flight_policy = "in_place"
-    publisher = WeightPublisher(train, infer, config, SharedTransport)
-    await publisher.setup()
+    synchronizer = WeightSynchronizer(train, infer, config, SharedMemoryTransport)
+    await synchronizer.setup()
     sampling = SamplingParams(max_new_tokens=RUNNING_TOKENS)
     requests = [GenerateRequest(str(i), [5 + i] * 8, sampling, seed=i) for i in range(RUNNING)]
-    answers = asyncio.ensure_future(_waited(infer.generate([requests])))
+    answers = asyncio.ensure_future(_await(infer.call_each(InferWorker.generate, [requests])))
     reports = []
-    for version in range(1 + RUNNING_PUBLISHES):
+    for version in range(1 + RUNNING_UPDATES):
         await asyncio.sleep(RUNNING_GAP_S)
         if answers.done():
-            raise RuntimeError("the requests ended before the last publish; let them draw more tokens")
-        reports.append(asdict(await publisher.publish(version)))
+            raise RuntimeError("the requests ended before the last weight update; increase RUNNING_TOKENS")
+        reports.append(asdict(await synchronizer.update_weights(version)))
     (results,) = await answers
     lost = sum(len(result.response_ids) != RUNNING_TOKENS for result in results)
     if lost:
-        raise RuntimeError(f"{lost} of {RUNNING} requests did not come back whole")
+        raise RuntimeError(f"{lost} of {RUNNING} requests lack tokens")
     return reports
 
 
-async def _waited(pending: Any) -> Any:
-    return await pending
+async def _await(call: Any) -> Any:
+    return await call
 
 
 @contextmanager
 def _clusters(root: Path, shape: dict[str, Any]) -> Iterator[tuple[Any, Any, Any]]:
-    """TP2 training ranks and one engine on Ray."""
-    from roll.configs.arguments import ModelArguments, StrategyArguments
-    from roll.configs.layouts import role_layout
+    """A training cluster with TP2 and an inference cluster with one engine, on Ray."""
     from roll.configs.pipeline import RLVRConfig
-    from roll.configs.worker import WorkerConfig
+    from roll.configs.roles import (
+        ActorInferConfig,
+        ActorTrainConfig,
+        MegatronTrainArguments,
+        MegatronTrainConfig,
+        ModelArguments,
+        RoleConfig,
+        SGLangArguments,
+        TrainModelArguments,
+    )
     from roll.distributed.cluster import Cluster
     from roll.distributed.infer_worker import InferWorker
     from roll.distributed.resources import ResourceManager, start_ray, stop_ray
@@ -149,25 +160,29 @@ def _clusters(root: Path, shape: dict[str, Any]) -> Iterator[tuple[Any, Any, Any
         response_length=RUNNING_TOKENS,
         model_update_buffer_size_mb=BUCKET_MB,
     )
-    options = {
-        "actor_train": StrategyArguments("megatron_train", {"tensor_model_parallel_size": 2}),
-        "actor_infer": StrategyArguments("sglang", {"load_format": "dummy"}),
-    }
-    roles = {
-        role: WorkerConfig(model_args=ModelArguments(dtype="fp32"), strategy_args=options[role], device_mapping=devices)
-        for role, devices in DEVICES.items()
+    roles: dict[str, RoleConfig] = {
+        "actor_train": ActorTrainConfig(
+            model_args=TrainModelArguments(dtype="fp32"),
+            strategy_args=MegatronTrainArguments(strategy_config=MegatronTrainConfig(tensor_model_parallel_size=2)),
+            device_mapping=DEVICES["actor_train"],
+        ),
+        "actor_infer": ActorInferConfig(
+            model_args=ModelArguments(dtype="fp32"),
+            strategy_args=SGLangArguments(strategy_config={"load_format": "dummy"}),
+            device_mapping=DEVICES["actor_infer"],
+        ),
     }
     start_ray(config, "cpu", 3)
     resources = ResourceManager("cpu", 3, DEVICES)
     clusters = {
         role: Cluster(
-            role, TrainWorker if role == "actor_train" else InferWorker, worker, config, resources, role_layout(worker)
+            role, TrainWorker if role == "actor_train" else InferWorker, worker, config, resources, worker.layout
         )
         for role, worker in roles.items()
     }
     try:
-        for pending in [cluster.initialize() for cluster in clusters.values()]:
-            pending.get()
+        for call in [cluster.initialize() for cluster in clusters.values()]:
+            call.get()
         yield config, clusters["actor_train"], clusters["actor_infer"]
     finally:
         for cluster in clusters.values():
@@ -175,7 +190,7 @@ def _clusters(root: Path, shape: dict[str, Any]) -> Iterator[tuple[Any, Any, Any
         stop_ray()
 
 
-def _bare_broadcast(num_bytes: int) -> list[float]:
+def _plain_broadcast(num_bytes: int) -> list[float]:
     """Seconds of each of `REPEATS` broadcasts of one tensor between two processes."""
     import torch.multiprocessing
 
@@ -183,18 +198,19 @@ def _bare_broadcast(num_bytes: int) -> list[float]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    answers = context.SimpleQueue()
-    processes = [context.Process(target=_broadcast, args=(rank, port, num_bytes, answers)) for rank in range(2)]
+    results = context.SimpleQueue()
+    processes = [context.Process(target=_broadcast, args=(rank, port, num_bytes, results)) for rank in range(2)]
     for process in processes:
         process.start()
     for process in processes:
         process.join(300)
         if process.exitcode != 0:
-            raise RuntimeError(f"the bare broadcast ended with code {process.exitcode}")
-    return answers.get()
+            raise RuntimeError(f"the plain broadcast failed with exit code {process.exitcode}")
+    seconds: list[float] = results.get()
+    return seconds
 
 
-def _broadcast(rank: int, port: int, num_bytes: int, answers: Any) -> None:
+def _broadcast(rank: int, port: int, num_bytes: int, results: Any) -> None:
     import torch
     import torch.distributed as dist
 
@@ -209,7 +225,7 @@ def _broadcast(rank: int, port: int, num_bytes: int, answers: Any) -> None:
         dist.barrier()
         seconds.append(time.perf_counter() - start)
     if rank == 1:
-        answers.put(seconds[1:])
+        results.put(seconds[1:])
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""What the recipes that run in one command share: one stage after another, then a summary and a picture."""
+"""Shared by recipes of several stages: runs a stage, writes the summary, and parses the command line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ console = Console()
 
 
 def train(file: Path, overrides: list[str]) -> RunSummary:
-    """Runs one YAML to its end."""
+    """Runs the training of one YAML file."""
     from roll.configs.load import load_config
     from roll.pipeline.run import configure_logging, run
 
@@ -29,15 +29,15 @@ def train(file: Path, overrides: list[str]) -> RunSummary:
 
 
 def summarise(out: Path, seed: int, start: float, warm: RunSummary, rl: RunSummary, metric: str) -> dict[str, float]:
-    """Writes `summary.json` and `curves.png` below `out`.
+    """Writes `summary.json` below `out` and returns it.
 
     Args:
         out: output folder of all stages.
-        seed: of all stages.
-        start: when they began, by `time.perf_counter`.
-        warm: of the supervised stage.
-        rl: of the reinforcement learning.
-        metric: of its validations, such as `val/score`: the first is `val_before`, the last `val_after`.
+        seed: seed of all stages.
+        start: `time.perf_counter()` before the first stage.
+        warm: summary of the supervised stage.
+        rl: summary of the reinforcement learning stage.
+        metric: validation metric, such as `val/score`; its first value is `val_before`, its last `val_after`.
     """
     scores = {int(step): metrics[metric] for step, metrics in rl.validation.items()}
     summary = {
@@ -54,21 +54,21 @@ def summarise(out: Path, seed: int, start: float, warm: RunSummary, rl: RunSumma
 def main(
     description: str, default_out: str, what: str, demo: Callable[[Path, int, list[str]], dict[str, float]]
 ) -> None:
-    """Reads the command line, runs the recipe and prints what came of it.
+    """Command line of a recipe: runs it and prints the summary.
 
     Args:
         description: of the recipe, for --help.
-        default_out: folder to write where --out names none.
-        what: what the two figures say, such as `validation accuracy ... on problems not trained on`; dots for them.
-        demo: the recipe: f(out, seed, overrides) -> summary.
+        default_out: output folder without --out.
+        what: what the metric measures, with `...` in place of both values: `validation accuracy ... on new problems`.
+        demo: f(out, seed, overrides) -> summary.
     """
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path(default_out), help="folder to write")
-    parser.add_argument("--seed", type=int, default=42, help="seed of everything random")
-    parser.add_argument("overrides", nargs="*", help="key=value for the reinforcement learning run")
+    parser.add_argument("--out", type=Path, default=Path(default_out), help="output folder")
+    parser.add_argument("--seed", type=int, default=42, help="random seed")
+    parser.add_argument("overrides", nargs="*", help="overrides for the reinforcement learning stage")
     arguments = parser.parse_args()
     summary = demo(arguments.out, arguments.seed, arguments.overrides)
     figures = f"[bold]{summary['val_before']:.3f} -> {summary['val_after']:.3f}[/bold]"
     memory = summary["peak_rss_bytes"] / 2**30
-    console.print(f"{what.replace('...', figures)}, in {summary['seconds']:.0f} s, at most {memory:.1f} GiB of memory")
+    console.print(f"{what.replace('...', figures)}, in {summary['seconds']:.0f} s, peak memory {memory:.1f} GiB")
     console.print(f"{arguments.out}/summary.json   {arguments.out}/curves.png   tensorboard --logdir {arguments.out}")

@@ -1,4 +1,4 @@
-"""Starts the agentic pipeline: `--config_path DIR --config_name NAME [key=value ...]`, DIR from here or examples/."""
+"""Runs the agentic pipeline: `--config_path DIR --config_name NAME [key=value ...]`, DIR below here or examples/."""
 
 import sys
 

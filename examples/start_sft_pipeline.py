@@ -1,4 +1,4 @@
-"""Starts the sft pipeline: `--config_path DIR --config_name NAME [key=value ...]`, DIR from here or from examples/."""
+"""Runs the sft pipeline: `--config_path DIR --config_name NAME [key=value ...]`, DIR below here or examples/."""
 
 import sys
 

@@ -1,3 +1,3 @@
-"""Post-training of language models: Megatron-Core learns, SGLang generates, Ray holds them together."""
+"""Post-training of language models: Megatron-Core trains, SGLang generates, Ray connects them."""
 
 __version__ = "0.1.0"

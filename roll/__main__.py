@@ -1,4 +1,4 @@
-"""`python -m roll` is the command `roll`."""
+"""Runs `roll` as `python -m roll`."""
 
 import sys
 

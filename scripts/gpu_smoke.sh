@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Megatron training, weight publishing and SGLang generation on one GPU, each compared with a CPU reference in fp32.
-# Needs requirements/gpu.txt (see docs/gpu.md). Arguments go to scripts/gpu_smoke.py: --platform cpu, --dtype fp32.
+# Megatron training, weight updates and SGLang generation on one GPU, each compared with a CPU reference in fp32.
+# Needs requirements/gpu.txt (see docs/gpu.md). Arguments are passed to scripts/gpu_smoke.py: --platform cpu, --dtype fp32.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=.venv/bin/python

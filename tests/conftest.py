@@ -1,4 +1,4 @@
-"""What every test shares: a quiet environment, the tiny model, and a look for processes left behind."""
+"""Fixtures of every test: environment variables, the tiny model, and a check for leftover processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from roll.platforms import sglang_cpu_plugin
 sglang_cpu_plugin.activate()  # transformers imports torchvision, which on a CPU build of torch needs its operators
 
 LEAVE_S = 15.0
-"""Processes that were told to end get this long; Ray's own daemons take a few seconds."""
+"""Time for processes to end after the tests; Ray's own daemons take a few seconds."""
 
 RESOURCE_TRACKER = "multiprocessing.resource_tracker"
 """Python's own helper of spawned processes: it ends with the process that started it, not before."""

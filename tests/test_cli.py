@@ -9,8 +9,7 @@ import pytest
 
 from roll.cli import find_config, launch, main
 from roll.configs.errors import ConfigError
-from roll.configs.machine import Machine
-from roll.configs.run_checks import prepare_run
+from roll.configs.hardware import Hardware, prepare_run
 from tests.configs.samples import LAPTOP, MODEL, RLVR, SERVER, SFT, rlvr, sft, write
 
 ROOT = Path(__file__).parents[1]
@@ -31,7 +30,7 @@ def test_plan_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert plan["roles"][0]["role"] == "actor_train" and plan["warnings"]
 
 
-def test_a_bad_file_is_explained_without_a_traceback(tmp_path: Path) -> None:
+def test_invalid_file_is_explained_without_a_traceback(tmp_path: Path) -> None:
     file = write(tmp_path, RLVR + "pg_variant: ppo\n")
     run = subprocess.run(
         [sys.executable, "-m", "roll", "plan", str(file)], capture_output=True, text=True, cwd=ROOT, timeout=60
@@ -41,14 +40,14 @@ def test_a_bad_file_is_explained_without_a_traceback(tmp_path: Path) -> None:
     assert run.stderr == f"{file}: 1 problem\npg_variant: unknown key; this key belongs at actor_train.pg_variant\n"
 
 
-def test_run_refuses_what_is_not_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_rejects_missing_model_and_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", str(write(tmp_path, RLVR)), "pretrain=/nowhere", "platform=cuda"]) == 2
-    said = capsys.readouterr().err
-    assert "pretrain: /nowhere is not a folder on this machine" in said
-    assert "actor_train.data_args.file_name: train.jsonl is not a file on this machine" in said
+    output = capsys.readouterr().err
+    assert "pretrain: /nowhere is not a folder on this machine" in output
+    assert "actor_train.data_args.file_name: train.jsonl is not a file on this machine" in output
 
 
-def test_run_refuses_more_devices_than_cores(tmp_path: Path) -> None:
+def test_run_rejects_more_devices_than_cores(tmp_path: Path) -> None:
     config = rlvr(tmp_path, "platform=cpu")
     with pytest.raises(ConfigError) as caught:
         prepare_run(config, LAPTOP)
@@ -58,7 +57,7 @@ def test_run_refuses_more_devices_than_cores(tmp_path: Path) -> None:
     ) in str(caught.value)
 
 
-def test_slots_may_outnumber_cores_when_the_file_says_so(tmp_path: Path) -> None:
+def test_num_devices_per_node_may_exceed_cores(tmp_path: Path) -> None:
     data = write(tmp_path, "{}", "train.jsonl")
     config = rlvr(
         tmp_path,
@@ -71,54 +70,70 @@ def test_slots_may_outnumber_cores_when_the_file_says_so(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("machine", "platform"), [(LAPTOP, "cpu"), (SERVER, "cuda")])
-def test_run_settles_the_platform(tmp_path: Path, machine: Machine, platform: str) -> None:
+def test_run_resolves_the_platform(tmp_path: Path, machine: Hardware, platform: str) -> None:
     data = write(tmp_path, "{}", "train.jsonl")
     config = sft(tmp_path, f"actor_train.data_args.file_name={data}")
     prepare_run(config, machine)
     assert config.platform == platform
 
 
-def test_a_launcher_takes_a_folder_and_a_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_launcher_runs_the_file_of_its_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, SFT, "mine.yaml")
     flags = ["--config_path", str(tmp_path), "--config_name", "mine", "pretrain=/nowhere"]
     assert launch("sft", flags) == 2
     assert "pretrain: /nowhere is not a folder" in capsys.readouterr().err
     assert launch("rlvr", flags) == 2
-    assert "pipeline: the file is for sft, but this starts rlvr; use the sft launcher" in capsys.readouterr().err
+    assert (
+        "pipeline: the file is for sft, but this command starts rlvr; use the sft launcher" in capsys.readouterr().err
+    )
 
 
-def test_a_launcher_finds_folders_of_examples_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launcher_finds_folders_of_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     expected = ROOT / "examples" / "qwen2.5-0.5B-rlvr" / "rlvr_config.yaml"
     assert find_config("qwen2.5-0.5B-rlvr", "rlvr_config") == expected
     assert find_config(str(expected.parent), "rlvr_config.yaml") == expected
 
 
-def test_a_launcher_takes_overrides_before_and_after_its_flags(
+def test_launcher_accepts_overrides_before_and_after_its_flags(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(tmp_path, SFT, "mine.yaml")
     flags = ["--config_path", str(tmp_path), "--config_name", "mine"]
     assert launch("sft", ["max_step=3", *flags, "sed=3"]) == 2
-    said = capsys.readouterr().err
-    assert "did you mean max_steps?" in said and "did you mean seed?" in said
+    output = capsys.readouterr().err
+    assert "did you mean max_steps?" in output and "did you mean seed?" in output
     with pytest.raises(SystemExit):
         launch("sft", [*flags, "--sed", "3"])
     assert "unrecognized arguments: --sed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("module", ["roll", "roll.cli"])
-def test_the_module_is_the_command(module: str) -> None:
+def test_modules_run_as_commands(module: str) -> None:
     run = subprocess.run([sys.executable, "-m", module, "plan"], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert run.returncode == 2
     assert "the following arguments are required: config" in run.stderr
 
 
 @pytest.mark.parametrize("pipeline", ["rlvr", "sft"])
-def test_the_scripts_run_the_launcher(tmp_path: Path, pipeline: str) -> None:
+def test_scripts_run_the_launcher(tmp_path: Path, pipeline: str) -> None:
     script = ROOT / "examples" / f"start_{pipeline}_pipeline.py"
     write(tmp_path, {"rlvr": RLVR, "sft": SFT}[pipeline], "mine.yaml")
     command = [sys.executable, str(script), "--config_path", ".", "--config_name", "mine", f"pretrain={MODEL}"]
     run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
     assert run.returncode == 2
     assert "train.jsonl is not a file on this machine" in run.stderr and "Traceback" not in run.stderr
+
+
+def test_plan_imports_no_tool() -> None:
+    code = "import sys; from roll.cli import main; main(['plan', 'missing.yaml']); print('roll.tools' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert run.stdout.strip() == "False"
+
+
+def test_modules_of_the_current_folder_can_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "envs_of_mine.py").write_text("from roll.envs.frozen_lake import FrozenLake\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(tmp_path))])
+    recipe = Path(__file__).parents[1] / "examples" / "tiny_frozen_lake" / "agentic_config.yaml"
+    assert main(["plan", str(recipe), "custom_envs.FrozenLake.env_type=envs_of_mine:FrozenLake"]) == 0

@@ -1,4 +1,4 @@
-"""What is installed, and what the package says about itself."""
+"""Pinned requirements, and the entry points of the package."""
 
 from __future__ import annotations
 

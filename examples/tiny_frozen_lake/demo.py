@@ -1,8 +1,8 @@
-"""The whole recipe in one command: make a model and play, warm it up on that, improve it by reinforcement learning.
+"""The whole recipe in one command: create a model and example episodes, fine-tune on them, then reinforcement learning.
 
     python -m examples.tiny_frozen_lake.demo --out output/demo-agentic
 
-Writes to the output folder: `summary.json` (share of crossings of 200 lakes before and after reinforcement learning,
+Writes to the output folder: `summary.json` (success rate on 200 lakes before and after reinforcement learning,
 seconds, peak memory), `curves.png`, and `last_step.html`, trajectories of the last step turn by turn.
 """
 
@@ -21,12 +21,12 @@ def demo(out: Path, seed: int, overrides: list[str]) -> dict[str, float]:
 
     Args:
         out: output folder.
-        seed: of the weights, the play, the lakes and both runs.
+        seed: of the weights, the episodes, the lakes and both runs.
         overrides: `key=value` for the reinforcement learning run.
     """
     from examples.tiny_frozen_lake import play
     from examples.tiny_math.prepare import prepare
-    from roll.show.command import Options, show
+    from roll.tools.show.command import Options, show
     from roll.trackers.curves import draw_curves
 
     start = time.perf_counter()
@@ -34,7 +34,7 @@ def demo(out: Path, seed: int, overrides: list[str]) -> dict[str, float]:
     base = prepare(out / "base", seed, play.WORDS)
     sizes = play.TRAIN_EPISODES, play.VALIDATION_EPISODES, play.RANDOM_MOVES
     data = play.write_play(out / "data", seed, *sizes)
-    stages.console.rule("1/2  Warm start: supervised fine-tuning on play with random moves in it")
+    stages.console.rule("1/2  Warm start: supervised fine-tuning on episodes with random moves")
     files = [
         f"actor_train.data_args.file_name=[{data}/train.jsonl]",
         f"validation.data_args.file_name=[{data}/val.jsonl]",
@@ -50,4 +50,4 @@ def demo(out: Path, seed: int, overrides: list[str]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    stages.main(__doc__ or "", "output/demo-agentic", "... of the crossings of 200 held-out lakes arrived", demo)
+    stages.main(__doc__ or "", "output/demo-agentic", "success rate ... on 200 held-out lakes", demo)

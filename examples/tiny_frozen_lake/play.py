@@ -1,4 +1,4 @@
-"""Writes conversations on frozen lakes in which the player takes the shortest way with some moves at random.
+"""Writes FrozenLake conversations in which the player follows a shortest path, with some random moves.
 
     python -m examples.tiny_frozen_lake.play --out output/tiny_frozen_lake/data
 
@@ -14,9 +14,9 @@ import random
 from collections import deque
 from pathlib import Path
 
-from roll.configs.seeds import role_seed
+from roll.configs.pipeline import role_seed
 from roll.envs import make_env
-from roll.envs.moves import MOVES
+from roll.envs.text_actions import MOVES
 
 LAKE = {"size": 4, "p": 0.8, "is_slippery": False, "max_steps": 10, "env_instruction": "Go."}
 STEPS = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}
@@ -26,7 +26,7 @@ WORDS = ("<answer>", "</answer>", *MOVES)
 
 
 def best_moves(lake: str) -> list[str]:
-    """Every move that begins a shortest way from P to G without a hole, read from the drawing."""
+    """Every move that begins a shortest path from P to G without a hole, read from the drawing."""
     cells = {(row, column): cell for row, line in enumerate(lake.split("\n")) for column, cell in enumerate(line)}
     goal = next(place for place, cell in cells.items() if cell == "G")
     player = next(place for place, cell in cells.items() if cell == "P")
@@ -71,7 +71,7 @@ def write_play(folder: Path, seed: int, train: int, val: int, chance: float) -> 
 
 
 def main() -> None:
-    """Reads the command line and says what was written."""
+    """Entry point of the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--seed", type=int, default=42, help="seed of lakes and moves")

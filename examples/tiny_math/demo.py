@@ -1,4 +1,4 @@
-"""The whole recipe in one command: make a model and problems, warm it up, improve it by reinforcement learning.
+"""The whole recipe in one command: create a model and problems, fine-tune, then reinforcement learning.
 
     python -m examples.tiny_math.demo --out output/demo
 

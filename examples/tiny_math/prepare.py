@@ -1,4 +1,4 @@
-"""Makes the model of this recipe on the spot: a small Qwen2 with random weights and a tokenizer without merges.
+"""Creates the model of this recipe: a small Qwen2 with random weights and a tokenizer without merges.
 
     python examples/tiny_math/prepare.py --out output/tiny_math/base
 
@@ -20,14 +20,14 @@ CHAT_TEMPLATE = (
     "{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}" + ANSWER + "{% endif %}"
 )
-"""The question as it is, then one marker after which the answer starts: a small model has nothing to learn about it."""
+"""The question unchanged, then one marker after which the answer starts: a small model need not learn a format."""
 
 
 def make_tokenizer(words: tuple[str, ...] = ()):
     """A `Qwen2Tokenizer` with one token per byte, so one per character of a problem: the id is the byte plus three.
 
-    It is Qwen's own class because transformers loads any folder of a Qwen2 model with that one. Every text comes back
-    as it was, whatever its characters.
+    It is Qwen's own class because transformers loads any folder of a Qwen2 model with that one. Decoding the ids of any
+    text returns the text.
 
     Args:
         words: texts that are one token each, after those of the bytes.
@@ -142,7 +142,7 @@ def prepare(folder: Path, seed: int = 42, words: tuple[str, ...] = ()) -> Path:
 
 
 def main() -> None:
-    """Reads the command line and says what was written."""
+    """Entry point of the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--seed", type=int, default=42, help="seed of the random weights")

@@ -1,5 +1,7 @@
-"""The mathematics of a training step: losses, advantages, KL, aggregation and off-policy diagnostics.
+"""Losses, advantages, KL estimators and off-policy corrections of a training step, as pure functions of tensors.
 
-Pure functions of tensors; imports torch and `roll.configs`, nothing else of the project. Shapes: B samples, T padded
-tokens, right padded; the log-prob of token t is stored at index t. See docs/algorithms.md for the formulas.
+Start at `losses` (the loss of one micro-batch) and `policy_losses` (the value of `pg_variant`); `advantages` and
+`turn_advantages` hold the estimators, `correction` the off-policy correction, `aggregation` the sums and means they
+share. Imports torch and `roll.configs` only. Shapes: B samples (b in a micro-batch), T tokens with right padding; the
+log-prob of token t is at index t. The formulas are listed in docs/algorithms.md.
 """

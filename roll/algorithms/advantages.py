@@ -1,30 +1,216 @@
-"""From scores to advantages (`adv_estimator`), over the global batch, so that they do not depend on how it is split.
+"""From scores to advantages (`adv_estimator`), computed over the global batch.
 
-An estimator is one function registered in ADV_ESTIMATORS (`roll.algorithms.estimation`). `compute_advantages` does what
-all of them share: shaping of the scores before, whitening and clipping after, and the counts a run reports.
+`compute_advantages` clips and whitens the scores, calls the estimator, and whitens and clips its advantages. An
+estimator is one function registered in ADV_ESTIMATORS; estimators that use the turns of a trajectory are in
+`roll.algorithms.turn_advantages`.
+
+R is the sum of a response's token rewards: its score, minus the KL penalty of its tokens if there is one. For
+trajectories R is that of the trajectory, which counts once in all statistics even if it is split into several samples.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from roll.algorithms.estimators import ADV_ESTIMATORS, AdvantageConfig, Shaped
+from roll.algorithms.aggregation import constant_group, masked, masked_max, masked_mean, masked_sum, normalize, whiten
 from roll.algorithms.kl import kl_divergence
-from roll.algorithms.masking import masked, masked_max, masked_mean, masked_sum, whiten, zero_spread
-from roll.algorithms.turns import Episodes, Turns, check_turns, episodes_of
+from roll.algorithms.registry import Registry
+from roll.algorithms.turn_advantages import (
+    Episodes,
+    Turns,
+    agentic_reinforce,
+    check_turns,
+    episodes_of,
+    gigpo,
+    step_reinforce,
+)
+from roll.configs.agentic import AgenticOptions, RewardNormalization
+from roll.configs.pipeline import RLConfig
+from roll.configs.policy import AdvantageOptions, KLOptions, options_of
+
+
+@dataclass
+class AdvantageConfig(AdvantageOptions):
+    """Settings of the advantages: the YAML keys of `AdvantageOptions`, of the token KL, and of turns."""
+
+    add_token_level_kl: bool = KLOptions.add_token_level_kl
+    kl_penalty: str = KLOptions.kl_penalty
+    reward_normalization: RewardNormalization = field(default_factory=RewardNormalization)
+    episode_reward_weight: float = AgenticOptions.episode_reward_weight
+    step_reward_weight: float = AgenticOptions.step_reward_weight
+    step_reward_gamma: float = AgenticOptions.step_reward_gamma
+
+    @classmethod
+    def from_config(cls, config: RLConfig) -> AdvantageConfig:
+        """The settings of a run; a run without turns has the defaults for the keys of turns."""
+        return cls(**options_of(cls, config))
+
+
+@dataclass(frozen=True)
+class RewardBatch:
+    """Input of an estimator, after `reward_clip` and `whiten_rewards`.
+
+    Attributes:
+        scores: R_i [B].
+        token_kl: [B, T] the KL penalty of each token (coefficient times KL), zeros without `add_token_level_kl`.
+        groups: [B] int64, equal for the samples of one prompt, or of trajectories from one start state.
+        response_mask: [B, T] bool.
+        turns: of trajectories; None for single-turn responses.
+    """
+
+    scores: Tensor
+    token_kl: Tensor
+    groups: Tensor
+    response_mask: Tensor
+    turns: Turns | None = None
+
+    @cached_property
+    def episodes(self) -> Episodes:
+        """The units that statistics over scores count: trajectories, or samples if there are no turns."""
+        return episodes_of(self.response_mask, self.turns)
+
+    @property
+    def episode_rewards(self) -> Tensor:
+        """R [E]: the score of each episode minus the KL penalty of its tokens."""
+        if self.turns is None:
+            return token_rewards(self.scores, self.token_kl, self.response_mask).sum(-1)
+        penalty = masked(self.token_kl, self.response_mask).sum(-1)
+        return self.episodes.per_episode(self.scores) - self.episodes.sum_samples(penalty)
+
+    @property
+    def episode_groups(self) -> Tensor:
+        """[E] group number of each episode."""
+        return self.episodes.group_numbers(self.groups)
+
+
+Estimator = Callable[[RewardBatch, AdvantageConfig], tuple[Tensor, Tensor]]
+ADV_ESTIMATORS: Registry[Estimator] = Registry("adv_estimator")
+"""f(batch, config) -> (advantages [B, T], returns [B, T])."""
+
+
+def token_rewards(scores: Tensor, token_kl: Tensor, response_mask: Tensor) -> Tensor:
+    """Rewards [B, T]: the score [B] on the last response token of each sample, minus the KL penalty of every token."""
+    mask = response_mask.bool()
+    positions = torch.arange(mask.shape[1], device=mask.device)
+    last = torch.where(mask, positions, -1).amax(dim=1, keepdim=True)
+    return torch.where(mask & (positions == last), scores[:, None], 0.0) - masked(token_kl, mask)
+
+
+def return_to_go(rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor:
+    """G_t = r_t + gamma G_{t+1} over the response tokens [B, T]; tokens outside the mask do not count as steps."""
+    if gamma == 1.0:
+        return masked(masked(rewards, response_mask).flip(-1).cumsum(-1).flip(-1), response_mask)
+    returns = torch.zeros_like(rewards)
+    following = rewards.new_zeros(rewards.shape[0])
+    for t in range(rewards.shape[1] - 1, -1, -1):
+        sampled = response_mask[:, t].bool()
+        following = torch.where(sampled, rewards[:, t] + gamma * following, following)
+        returns[:, t] = torch.where(sampled, following, 0.0)
+    return returns
+
+
+@ADV_ESTIMATORS.register("grpo")
+def grpo(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
+    """A = (R - mean_group) / (std_group + EPSILON), the same for every token of a sample.
+
+    `grpo_norm_by_std: false` leaves out the division (Dr. GRPO, arXiv 2503.20783). A group of one, or with equal R,
+    has A = 0. Source: DeepSeekMath (arXiv 2402.03300) section 4.1.2.
+    """
+    return _by_response(batch, _centered("group" if config.grpo_norm_by_std else None))
+
+
+@ADV_ESTIMATORS.register("rloo")
+def rloo(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
+    """A = n / (n - 1) (R - mean_group): R minus the mean of the other n - 1 responses to the prompt.
+
+    The baseline does not depend on the response itself, so the gradient is unbiased. A group of one has A = 0. Source:
+    Ahmadian et al. 2024 (arXiv 2402.14740), after Kool et al. 2019.
+    """
+
+    def minus_others(rewards: Tensor, groups: Tensor) -> Tensor:
+        sizes = torch.bincount(groups)[groups].to(rewards.dtype)
+        return normalize(rewards, groups, "group", None) * (sizes / (sizes - 1).clamp(min=1))
+
+    return _by_response(batch, minus_others)
+
+
+@ADV_ESTIMATORS.register("lite_ppo")
+def lite_ppo(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
+    """A = (R - mean_group) / (std_batch + EPSILON), to be used with `loss_agg_mode: token-mean`.
+
+    With the std of the batch, prompts whose responses have almost equal scores do not get large advantages. Source:
+    Liu et al. 2025, "Tricks or Traps?" (arXiv 2508.08221).
+    """
+    return _by_response(batch, _centered("batch"))
+
+
+@ADV_ESTIMATORS.register("reinforce_plus_plus_baseline")
+def reinforce_plus_plus_baseline(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
+    """A = R - mean_group, whitened over the batch's response tokens.
+
+    Source: REINFORCE++ (arXiv 2501.03262), its variant with a group baseline.
+    """
+    advantages, returns = _by_response(batch, _centered(None))
+    return whiten(advantages, batch.response_mask), returns
+
+
+@ADV_ESTIMATORS.register("reinforce_plus_plus")
+def reinforce_plus_plus(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
+    """A_t = G_t, the return to go discounted by gamma, whitened over the batch's response tokens.
+
+    It uses no groups: the baseline is the mean of the batch. With `add_token_level_kl` G_t contains the KL of the
+    tokens from t on. Source: REINFORCE++ (arXiv 2501.03262).
+    """
+    mask = batch.response_mask
+    returns = return_to_go(token_rewards(batch.scores, batch.token_kl, mask), mask, config.gamma)
+    return whiten(returns, mask), returns
+
+
+@ADV_ESTIMATORS.register("reinforce")
+def reinforce(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
+    """A_t = G_t, the return to go discounted by gamma, of scores normalized by `norm_mean_type` and `norm_std_type`.
+
+    Source: Williams 1992.
+    """
+    mask, episodes = batch.response_mask, batch.episodes
+    scores = normalize(
+        episodes.per_episode(batch.scores), batch.episode_groups, config.norm_mean_type, config.norm_std_type
+    )
+    returns = return_to_go(token_rewards(episodes.to_samples(scores), batch.token_kl, mask), mask, config.gamma)
+    return returns, returns
+
+
+ADV_ESTIMATORS.register("gigpo")(gigpo)
+ADV_ESTIMATORS.register("step_reinforce")(step_reinforce)
+ADV_ESTIMATORS.register("agentic_reinforce")(agentic_reinforce)
+
+
+def _centered(std_type: str | None) -> Callable[[Tensor, Tensor], Tensor]:
+    """f(R [E], groups [E]) [E]: R minus the mean of its group, divided by the std of `std_type` if given."""
+    return lambda rewards, groups: normalize(rewards, groups, "group", std_type)
+
+
+def _by_response(batch: RewardBatch, advantage: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """Assigns f(R [E], groups [E]) of each episode to all its tokens; the returns are the undiscounted return to go."""
+    mask = batch.response_mask
+    rewards = token_rewards(batch.scores, batch.token_kl, mask)
+    per_sample = batch.episodes.to_samples(advantage(batch.episode_rewards, batch.episode_groups))
+    return masked(per_sample[:, None].expand_as(rewards), mask), return_to_go(rewards, mask, 1.0)
 
 
 @dataclass(frozen=True)
 class Advantages:
-    """The result.
+    """Result of `compute_advantages`.
 
     Attributes:
         advantages: [B, T] float32, 0 outside the response mask.
-        returns: [B, T] float32, what a critic would learn: the return to go before any normalisation of advantages.
-        metrics: ready to log.
+        returns: [B, T] float32, the return to go before any normalization of advantages; the target of a critic.
+        metrics: to log.
     """
 
     advantages: Tensor
@@ -45,38 +231,38 @@ def compute_advantages(
 ) -> Advantages:
     """Advantages and returns of one global batch.
 
-    In this order: reward_clip, whiten_rewards, token KL, the estimator, whiten_advantages, advantage_clip.
+    Applies, in this order: reward_clip, whiten_rewards, token KL, the estimator, whiten_advantages, advantage_clip.
 
     Args:
         scores: [B] raw rewards.
-        groups: [B] int64 group numbers; `roll.algorithms.masking.group_index` makes them from prompt ids.
+        groups: [B] int64 group numbers, as `roll.algorithms.aggregation.group_index` makes them from prompt ids.
         response_mask: [B, T].
-        config: names the estimator and holds its knobs.
+        config: the estimator and its settings.
         log_probs: [B, T] of the policy; needed with `add_token_level_kl`.
         ref_log_probs: [B, T] of the reference; needed with `add_token_level_kl`.
         kl_coef: weight of the token KL, from a KL controller.
-        turns: where the samples are trajectories or turns of them; statistics over scores then count every trajectory
-            once, and samples without response tokens not at all.
+        turns: of samples that are trajectories or turns of them. Statistics over scores then count every trajectory
+            once and ignore samples without response tokens.
 
     Raises:
-        ValueError: a score is not finite, token KL lacks its log-probs, or the turns are missing where the estimator
-            needs them or contradict the rest.
+        ValueError: a score is not finite, `add_token_level_kl` lacks its log-probs, or the turns are inconsistent with
+            the rest of the batch, or missing although the estimator needs them.
     """
     if not bool(torch.isfinite(scores).all()):
         bad = [index for index, good in enumerate(torch.isfinite(scores).tolist()) if not good]
-        raise ValueError(f"scores of samples {bad[:8]} are not finite; a failed reward must be dropped, not scored")
+        raise ValueError(f"scores of samples {bad[:8]} are not finite; drop a sample whose reward failed")
     mask, scores = response_mask.bool(), scores.float()
     kl = _reference_kl(config, mask, log_probs, ref_log_probs)
     if turns is not None:
         check_turns(turns, scores, groups, mask)
     scores = _shape_scores(scores, episodes_of(mask, turns), config)
-    shaped = Shaped(scores, kl_coef * kl, groups, mask, turns)
-    advantages, returns = ADV_ESTIMATORS[config.adv_estimator](shaped, config)
+    batch = RewardBatch(scores, kl_coef * kl, groups, mask, turns)
+    advantages, returns = ADV_ESTIMATORS[config.adv_estimator](batch, config)
     if config.whiten_advantages:
         advantages = whiten(advantages, mask)
     if config.advantage_clip is not None:
         advantages = advantages.clamp(-config.advantage_clip, config.advantage_clip)
-    metrics = _metrics(advantages, returns, shaped)
+    metrics = _metrics(advantages, returns, batch)
     if config.add_token_level_kl:
         metrics |= {"advantage/token_kl": float(masked_mean(kl, mask)), "advantage/kl_coef": kl_coef}
     return Advantages(advantages, returns, metrics)
@@ -96,21 +282,22 @@ def _shape_scores(scores: Tensor, episodes: Episodes, config: AdvantageConfig) -
     if config.reward_clip is not None:
         scores = scores.clamp(-config.reward_clip, config.reward_clip)
     if config.whiten_rewards:
-        once = episodes.once(scores)
-        scores = episodes.spread(whiten(once, torch.ones_like(once, dtype=torch.bool)))
+        per_episode = episodes.per_episode(scores)
+        scores = episodes.to_samples(whiten(per_episode, torch.ones_like(per_episode, dtype=torch.bool)))
     return scores
 
 
-def _metrics(advantages: Tensor, returns: Tensor, shaped: Shaped) -> dict[str, float]:
-    mask, groups = shaped.response_mask, shaped.episode_groups
+def _metrics(advantages: Tensor, returns: Tensor, batch: RewardBatch) -> dict[str, float]:
+    mask, groups = batch.response_mask, batch.episode_groups
     mean = masked_mean(advantages, mask)
-    flat = groups[zero_spread(shaped.episodes.once(shaped.scores), groups)].unique().numel() if len(groups) else 0
+    constant = groups[constant_group(batch.episodes.per_episode(batch.scores), groups)] if len(groups) else groups
+    without_variance, total = len(set(constant.tolist())), len(set(groups.tolist()))
     return {
         "advantage/mean": float(mean),
         "advantage/std": float((masked_sum((advantages - mean) ** 2, mask) / mask.sum().clamp(min=1)).sqrt()),
         "advantage/max": float(masked_max(advantages, mask)),
         "advantage/min": -float(masked_max(-advantages, mask)),
         "advantage/return_mean": float(masked_mean(returns, mask)),
-        "advantage/zero_spread_groups": float(flat),
-        "advantage/zero_spread_group_fraction": flat / max(groups.unique().numel(), 1),
+        "advantage/zero_variance_groups": float(without_variance),
+        "advantage/zero_variance_group_fraction": without_variance / max(total, 1),
     }

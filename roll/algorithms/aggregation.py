@@ -1,27 +1,147 @@
-"""How the losses of tokens become one number (`loss_agg_mode`), with denominators over the whole global batch."""
+"""Masked sums and means, group statistics, and the aggregation of token losses into one number (`loss_agg_mode`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from roll.algorithms.masking import masked_mean, masked_sum
 from roll.algorithms.registry import Registry
+
+EPSILON = 1e-6
+"""Added to a standard deviation before dividing by it."""
+
+
+def masked(values: Tensor, mask: Tensor) -> Tensor:
+    """`values` [B, T] where `mask` [B, T] is set, exactly 0 elsewhere (also where `values` is NaN or infinite)."""
+    return torch.where(mask.bool(), values, torch.zeros((), dtype=values.dtype, device=values.device))
+
+
+def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Sum over the tokens of the mask: over all of [B, T], or over `dim`."""
+    kept = masked(values, mask)
+    return kept.sum() if dim is None else kept.sum(dim)
+
+
+def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Mean over the tokens of the mask: over all of [B, T], or over `dim`; 0 where the mask is empty."""
+    count = mask.sum() if dim is None else mask.sum(dim)
+    return masked_sum(values, mask, dim) / count.clamp(min=1)
+
+
+def masked_max(values: Tensor, mask: Tensor) -> Tensor:
+    """Largest value over the mask as a 0-d tensor; 0 if the mask is empty."""
+    if not bool(mask.any()):
+        return values.new_zeros(())
+    return values.masked_fill(~mask.bool(), -torch.inf).max()
+
+
+def whiten(values: Tensor, mask: Tensor) -> Tensor:
+    """(x - mean) / (std + EPSILON) over the values in the mask, 0 elsewhere; any shape.
+
+    The standard deviation is unbiased. Fewer than two values, or values that are all equal, give 0.
+    """
+    mask = mask.bool()
+    kept = values[mask]
+    if kept.numel() < 2 or bool(kept.max() == kept.min()):
+        return torch.zeros_like(values)
+    return masked((values - kept.mean()) / (kept.std() + EPSILON), mask)
+
+
+def group_index(ids: Sequence[Hashable]) -> Tensor:
+    """Group numbers [B] int64 from 0 for arbitrary group ids, in order of first appearance."""
+    numbers: dict[Hashable, int] = {}
+    return torch.tensor([numbers.setdefault(key, len(numbers)) for key in ids], dtype=torch.int64)
+
+
+def group_mean(values: Tensor, groups: Tensor) -> Tensor:
+    """Mean of each sample's group, [B], from values [B] and group numbers [B]."""
+    size = int(groups.max()) + 1
+    sums = values.new_zeros(size).index_add_(0, groups, values)
+    counts = values.new_zeros(size).index_add_(0, groups, torch.ones_like(values))
+    return (sums / counts.clamp(min=1))[groups]
+
+
+def group_std(values: Tensor, groups: Tensor) -> Tensor:
+    """Unbiased standard deviation of each sample's group, [B]; 0 for a group of one."""
+    size = int(groups.max()) + 1
+    squares = values.new_zeros(size).index_add_(0, groups, (values - group_mean(values, groups)) ** 2)
+    counts = values.new_zeros(size).index_add_(0, groups, torch.ones_like(values))
+    return (squares / (counts - 1).clamp(min=1)).sqrt()[groups]
+
+
+def constant_group(values: Tensor, groups: Tensor) -> Tensor:
+    """Whether all values of a sample's group are exactly equal, [B] bool; true for a group of one."""
+    size = int(groups.max()) + 1
+    highest = values.new_full((size,), -torch.inf).scatter_reduce_(0, groups, values, "amax")
+    lowest = values.new_full((size,), torch.inf).scatter_reduce_(0, groups, values, "amin")
+    return (highest == lowest)[groups]
+
+
+def normalize(
+    values: Tensor, groups: Tensor, mean_type: str | None, std_type: str | None, minimum_std: float = 0.0
+) -> Tensor:
+    """(x - mean) / (std + EPSILON), [n] from values [n] and group numbers [n].
+
+    Args:
+        values: [n].
+        groups: [n] int64.
+        mean_type: `batch` or `group`, the set whose mean is subtracted; None subtracts nothing.
+        std_type: `batch` or `group`, the set whose unbiased standard deviation divides; None divides by nothing.
+        minimum_std: see `zero_variance`.
+
+    Returns:
+        [n]; exactly 0 where `zero_variance` holds.
+    """
+    if not values.numel():
+        return values
+    result = values
+    if mean_type is not None:
+        result = result - group_mean(values, _population(groups, mean_type))
+    if std_type is not None:
+        result = result / std_divisor(values, groups, std_type)
+    return torch.where(zero_variance(values, groups, (mean_type, std_type), minimum_std), 0.0, result)
+
+
+def std_divisor(values: Tensor, groups: Tensor, std_type: str) -> Tensor:
+    """Std + EPSILON [n], with the standard deviation of the `batch` or of the `group`."""
+    return group_std(values, _population(groups, std_type)) + EPSILON
+
+
+def zero_variance(
+    values: Tensor, groups: Tensor, types: tuple[str | None, str | None], minimum_std: float = 0.0
+) -> Tensor:
+    """Where one of the sets (`batch` or `group`) that `types` name has equal values only, [n] bool.
+
+    A group of one has equal values. With `minimum_std` above 0, a standard deviation of at most that counts as well.
+    """
+    flat = torch.zeros_like(groups, dtype=torch.bool)
+    for kind in types:
+        if kind is not None:
+            population = _population(groups, kind)
+            flat = flat | constant_group(values, population)
+            if minimum_std > 0:
+                flat = flat | (group_std(values, population) <= minimum_std)
+    return flat
+
+
+def _population(groups: Tensor, kind: str) -> Tensor:
+    return groups if kind == "group" else torch.zeros_like(groups)
 
 
 @dataclass(frozen=True)
 class LossScale:
     """Counts over the global batch of one optimizer step: all micro-batches of all data-parallel ranks.
 
-    Because every term is divided by them, the sum of the losses of the micro-batches is the loss of the batch,
-    however it was split.
+    Every term of the loss is divided by these counts, so the losses of the micro-batches sum to the loss of the batch
+    for any split into micro-batches and ranks.
 
     Attributes:
         tokens: response tokens (N_tok).
         sequences: samples with at least one response token (N_seq).
-        sequence_length: the configured length that `seq-mean-token-sum-norm` divides by.
+        sequence_length: configured length, the divisor of `seq-mean-token-sum-norm`.
     """
 
     tokens: float
@@ -37,38 +157,38 @@ class LossScale:
 
 Aggregation = Callable[[Tensor, Tensor, LossScale], Tensor]
 LOSS_AGG_MODES: Registry[Aggregation] = Registry("loss_agg_mode")
-"""S_i = sum_t l_t and T_i the token count of sample i, over its response mask."""
+"""f(values [b, T], mask [b, T], scale) -> 0-d. S_i = sum_t l_t and T_i is the token count of sample i, in the mask."""
 
 
 @LOSS_AGG_MODES.register("token-mean")
 def token_mean(values: Tensor, mask: Tensor, scale: LossScale) -> Tensor:
-    """sum_i S_i / N_tok: every token of the batch weighs the same."""
+    """sum_i S_i / N_tok: every token has the same weight (DAPO, arXiv 2503.14476)."""
     return masked_sum(values, mask) / max(scale.tokens, 1.0)
 
 
 @LOSS_AGG_MODES.register("seq-mean-token-sum")
 def seq_mean_token_sum(values: Tensor, mask: Tensor, scale: LossScale) -> Tensor:
-    """sum_i S_i / N_seq: a long sample weighs more."""
+    """sum_i S_i / N_seq: long samples have more weight."""
     return masked_sum(values, mask) / max(scale.sequences, 1.0)
 
 
 @LOSS_AGG_MODES.register("seq-mean-token-mean")
 def seq_mean_token_mean(values: Tensor, mask: Tensor, scale: LossScale) -> Tensor:
-    """sum_i (S_i / T_i) / N_seq: every sample weighs the same."""
+    """sum_i (S_i / T_i) / N_seq: every sample has the same weight (GRPO, arXiv 2402.03300)."""
     return masked_mean(values, mask, dim=-1).sum() / max(scale.sequences, 1.0)
 
 
 @LOSS_AGG_MODES.register("seq-mean-token-sum-norm")
 def seq_mean_token_sum_norm(values: Tensor, mask: Tensor, scale: LossScale) -> Tensor:
-    """sum_i S_i / (N_seq * sequence_length): a token weighs the same in every batch (Dr. GRPO, arXiv 2503.20783)."""
+    """sum_i S_i / (N_seq * sequence_length): a constant divisor for every batch (Dr. GRPO, arXiv 2503.20783)."""
     return masked_sum(values, mask) / (max(scale.sequences, 1.0) * scale.sequence_length)
 
 
 def aggregate(values: Tensor, mask: Tensor, mode: str, scale: LossScale) -> Tensor:
-    """This micro-batch's share of the batch's loss.
+    """The part of the batch's loss that one micro-batch contributes.
 
     Args:
-        values: [b, T] per token; what stands outside the mask has no influence.
+        values: [b, T] per token; values outside the mask are ignored.
         mask: [b, T] response mask.
         mode: a name of LOSS_AGG_MODES.
         scale: counts over the global batch.

@@ -1,19 +1,128 @@
-"""How far the sampling policy mu is from the policy p that the update assumes: always measured, always logged.
+"""Off-policy correction (`correction`): weights and rejection of stale tokens, and metrics of how stale they are.
 
-With l = log p - log mu per token, clamped to +-LOG_RATIO_CLAMP, and w = e^l unless other weights are in use. Where
-there is no proximal policy (bypass), the current policy pi stands in the place of p, and the loss measures it.
+Three policies: mu sampled the tokens, p is the proximal policy (the weights before this batch's update), pi is the
+current one. All functions use l = log p - log mu per token, clamped to +-LOG_RATIO_CLAMP and without gradient. p is
+known once per batch; in bypass mode there is no p, pi takes its place, and the loss computes l per micro-batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from roll.algorithms.aggregation import LossScale
-from roll.algorithms.importance import clamped_log_ratio
+from roll.algorithms.aggregation import LossScale, masked, masked_max, masked_mean, masked_sum
 from roll.algorithms.kl import LOG_RATIO_CLAMP
-from roll.algorithms.masking import masked, masked_max, masked_mean, masked_sum
+from roll.algorithms.policy_losses import clamped_exp
+from roll.configs.policy import CorrectionOptions, RejectionOptions
+
+
+@dataclass(frozen=True)
+class Correction:
+    """Result of `off_policy_correction`.
+
+    Attributes:
+        weights: [B, T] factors of the token losses without gradient; 0 outside the response mask, 1 inside it when
+            the configuration has no weights.
+        kept: [B, T] bool, the response mask without rejected tokens.
+    """
+
+    weights: Tensor
+    kept: Tensor
+
+
+def off_policy_correction(
+    log_probs: Tensor, behavior_log_probs: Tensor, response_mask: Tensor, options: CorrectionOptions
+) -> Correction:
+    """Weights and kept tokens of whole samples; the result of a sample does not depend on other samples or padding.
+
+    A rejected token has no term in the loss but keeps its weight, except with `mode: mask`, which rejects the tokens
+    whose weight is outside the bounds and sets that weight to 0.
+
+    Args:
+        log_probs: log p, or log pi in bypass mode [B, T].
+        behavior_log_probs: log mu [B, T].
+        response_mask: [B, T].
+        options: the configuration; the defaults keep every token with weight 1.
+    """
+    mask = response_mask.bool()
+    log_ratio = clamped_log_ratio(log_probs, behavior_log_probs, mask)
+    kept = mask & within_bounds(log_ratio, mask, options.rejection)
+    if options.veto_threshold is not None:
+        kept = kept & ~(mask & (log_ratio < math.log(options.veto_threshold))).any(-1, keepdim=True)
+    weights, inside = importance_weights(log_ratio, mask, options)
+    return Correction(masked(weights, mask).to(log_probs.dtype), kept & inside)
+
+
+def clamped_log_ratio(log_probs: Tensor, behavior_log_probs: Tensor, mask: Tensor) -> Tensor:
+    """The log ratio l [B, T] in float64, without gradient, 0 outside the mask."""
+    difference = masked((log_probs - behavior_log_probs).detach().double(), mask)
+    return difference.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+
+
+def importance_weights(log_ratio: Tensor, mask: Tensor, options: CorrectionOptions) -> tuple[Tensor, Tensor]:
+    """Weights [B, T] and whether each is inside the bounds [B, T].
+
+    The ratio is e^l of a token, e^(sum l) of a response (`sequence`), or e^(mean l) of a response (`geometric`); the
+    last two are the same for all its tokens. `clamp` bounds the weight (truncated importance sampling); `mask` leaves
+    weights inside the bounds unchanged and sets the others to 0 (masked importance sampling, IcePop).
+    """
+    bounds = options.weights
+    if bounds.level is None:
+        return torch.ones_like(log_ratio), torch.ones_like(mask)
+    if bounds.level == "sequence":
+        log_ratio = masked_sum(log_ratio, mask, dim=-1)[:, None].expand_as(log_ratio)
+    elif bounds.level == "geometric":
+        log_ratio = masked_mean(log_ratio, mask, dim=-1)[:, None].expand_as(log_ratio)
+    ratio = clamped_exp(log_ratio)
+    if bounds.mode == "clamp":
+        return ratio.clamp(bounds.lower, bounds.upper), torch.ones_like(mask)
+    inside = (ratio >= bounds.lower) & (ratio <= bounds.upper)
+    return masked(ratio, inside), inside
+
+
+def within_bounds(log_ratio: Tensor, mask: Tensor, options: RejectionOptions) -> Tensor:
+    """Whether the rejection statistic is inside [lower, upper]: [B, T] bool, one value per response unless `token`.
+
+    k1 = l, with bounds given as ratios e^k1: lower 0.5 rejects tokens that p finds less than half as likely as mu did,
+    upper 2 those it finds more than twice as likely. k2 = l^2 / 2 and k3 = e^l - 1 - l, with bounds in nats.
+    `sequence-max` keeps a response only if all its tokens are inside.
+    """
+    if options.statistic is None:
+        return torch.ones_like(mask)
+    statistic = STATISTICS[options.statistic](log_ratio)
+    if options.level == "sequence-sum":
+        statistic = masked_sum(statistic, mask, dim=-1)[:, None]
+    elif options.level == "sequence-mean":
+        statistic = masked_mean(statistic, mask, dim=-1)[:, None]
+    lower, upper = _in_nats(options.lower, options), _in_nats(options.upper, options)
+    inside = torch.ones_like(statistic, dtype=torch.bool)
+    if lower is not None:
+        inside = inside & (statistic >= lower)
+    if upper is not None:
+        inside = inside & (statistic <= upper)
+    if options.level == "sequence-max":
+        inside = (inside | ~mask).all(-1, keepdim=True)
+    return inside.expand_as(mask)
+
+
+STATISTICS: dict[str, Callable[[Tensor], Tensor]] = {
+    "k1": lambda log_ratio: log_ratio,
+    "k2": lambda log_ratio: 0.5 * log_ratio**2,
+    "k3": lambda log_ratio: torch.expm1(log_ratio) - log_ratio,
+}
+"""`correction.rejection.statistic` -> f(l), any shape; 0 where p and mu agree."""
+
+
+def _in_nats(bound: float | None, options: RejectionOptions) -> float | None:
+    """A bound in the units of the statistic."""
+    if bound is None or options.statistic != "k1":
+        return bound
+    return math.log(bound) if bound > 0 else -math.inf
+
 
 ESS = "correction/ess"
 BEHAVIOR_K1 = "correction/behavior_k1"
@@ -25,24 +134,11 @@ WEIGHT_MAX = "correction/is_weight_max"
 MASKED_FRACTION = "correction/masked_fraction"
 LOG_PROB_DIFF_MAX = "correction/log_prob_diff_max"
 LOG_PPL_DIFF = "correction/log_ppl_diff"
-INERT = "correction/inert"
-
-CORRECTION_METRICS = {
-    ESS: "Effective share of the tokens, (sum w)^2 / (n sum w^2); 1 when all weights are equal.",
-    BEHAVIOR_K1: "Mean of l; negative when p finds the samples less likely than mu did.",
-    BEHAVIOR_K3: "Mean of e^l - 1 - l, an estimate of KL(mu || p) that is never negative.",
-    CHI2_TOKEN: "Mean of e^2l over tokens, minus 1: the variance of token weights.",
-    CHI2_SEQUENCE: "Mean of e^2L over samples, minus 1, with L the sum of l over the sample, clamped.",
-    WEIGHT_MEAN: "Mean weight of a token.",
-    WEIGHT_MAX: "Largest weight of a token.",
-    MASKED_FRACTION: "Share of tokens that rejection took out of the loss.",
-    LOG_PROB_DIFF_MAX: "Largest |log p - log mu|, not clamped; with fresh weights a parity check of the engines.",
-    LOG_PPL_DIFF: "Mean over samples of log-perplexity under p minus that under mu.",
-}
-"""What `diagnostics` measures, with its meaning."""
+NO_OP = "correction/no_op"
+"""Names of the metrics; roll/trackers/metrics.py describes them. All but NO_OP are computed here."""
 
 WEIGHT_SQUARE_MEAN = "correction/is_weight_square_mean"
-"""What `shares` give in place of the ESS, which is no sum."""
+"""Partial sum from which `finalize` computes ESS; not reported."""
 
 
 def diagnostics(
@@ -52,21 +148,21 @@ def diagnostics(
     weights: Tensor | None = None,
     kept_mask: Tensor | None = None,
 ) -> dict[str, float]:
-    """All of CORRECTION_METRICS for one batch, over the response mask before rejection.
+    """The correction metrics of one batch, over the response mask before rejection.
 
     Args:
         log_probs: log p [B, T], the proximal log-probs.
         behavior_log_probs: log mu [B, T], as the engine returned them.
         response_mask: [B, T].
-        weights: [B, T] importance weights the loss uses; default the plain ratio e^l.
+        weights: [B, T] importance weights that the loss uses; default the plain ratio e^l.
         kept_mask: [B, T] tokens left after rejection; default all of the response mask.
     """
     scale = LossScale.of(response_mask, response_mask.shape[-1])
-    parts = shares(log_probs, behavior_log_probs, response_mask, scale, weights, kept_mask)
-    return complete({name: float(value) for name, value in parts.items()})
+    sums = partial_sums(log_probs, behavior_log_probs, response_mask, scale, weights, kept_mask)
+    return finalize({name: float(value) for name, value in sums.items()})
 
 
-def shares(
+def partial_sums(
     log_probs: Tensor,
     behavior_log_probs: Tensor,
     response_mask: Tensor,
@@ -74,16 +170,16 @@ def shares(
     weights: Tensor | None = None,
     kept_mask: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """What one micro-batch contributes to the diagnostics of its global batch; 0-d tensors for `complete`.
+    """The part of the correction metrics that one micro-batch contributes, as 0-d tensors for `finalize`.
 
-    Names ending in `_max` combine by max over micro-batches, all others by sum. Arguments as `diagnostics`, and:
+    Names ending in `_max` are combined by max over micro-batches, all others by sum.
 
     Args:
         log_probs: log p or log pi [b, T].
         behavior_log_probs: log mu [b, T].
         response_mask: [b, T].
         scale: counts over the global batch.
-        weights: [b, T]; default the plain ratio.
+        weights: [b, T]; default the plain ratio e^l.
         kept_mask: [b, T]; default the response mask.
     """
     mask = response_mask.bool()
@@ -100,7 +196,7 @@ def shares(
         BEHAVIOR_K1: masked_sum(log_ratio, mask) / tokens,
         BEHAVIOR_K3: masked_sum(log_ratio.expm1() - log_ratio, mask) / tokens,
         CHI2_TOKEN: masked_sum(ratio**2 - 1, mask) / tokens,
-        CHI2_SEQUENCE: masked_sum(_square_of_samples(difference) - 1, any_token) / samples,
+        CHI2_SEQUENCE: masked_sum(_squared_sequence_ratio(difference) - 1, any_token) / samples,
         WEIGHT_MAX: masked_max(weights, mask),
         MASKED_FRACTION: rejected.sum().double() / tokens,
         LOG_PROB_DIFF_MAX: masked_max(difference.abs(), mask),
@@ -108,15 +204,18 @@ def shares(
     }
 
 
-def complete(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics with the ESS, (mean w)^2 / mean w^2, in place of the mean square it is computed from."""
-    done = {name: value for name, value in metrics.items() if name != WEIGHT_SQUARE_MEAN}
+def finalize(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Replaces the mean squared weight by the effective sample size ESS = (mean w)^2 / mean w^2.
+
+    Metrics without a mean squared weight are returned unchanged.
+    """
+    result = {name: value for name, value in metrics.items() if name != WEIGHT_SQUARE_MEAN}
     if WEIGHT_SQUARE_MEAN in metrics:
         square = metrics[WEIGHT_SQUARE_MEAN]
-        done[ESS] = metrics[WEIGHT_MEAN] ** 2 / square if square else 0.0
-    return done
+        result[ESS] = metrics[WEIGHT_MEAN] ** 2 / square if square else 0.0
+    return result
 
 
-def _square_of_samples(difference: Tensor) -> Tensor:
-    """e^2L [B], with L the clamped sum of the sample's log ratios."""
+def _squared_sequence_ratio(difference: Tensor) -> Tensor:
+    """e^2L [B], with L the clamped sum of a sample's log ratios [B, T]."""
     return (2 * difference.sum(-1).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)).exp()

@@ -1,6 +1,6 @@
-"""Estimators of the divergence between the policy and a reference, per token, from sampled log-probs alone.
+"""Estimators of the KL divergence between the policy and a reference from sampled log-probs, and its coefficient.
 
-Source: Schulman, "Approximating KL divergence", 2020.
+Source of the estimators: Schulman, "Approximating KL divergence", 2020 (http://joschu.net/blog/kl-approx.html).
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from torch import Tensor
 from roll.algorithms.registry import Registry
 
 KL_CLAMP = 10.0
-"""k3 grows exponentially: one token beyond this bound would drown the batch."""
+"""Bound of k3, which grows exponentially: without it a single token could dominate the batch."""
 
 LOG_RATIO_CLAMP = 20.0
-"""Bound of a log ratio before exponentiation: e^20 is beyond every clip, yet finite in fp32, gradient included."""
+"""Bound of a log ratio before exponentiation: e^20 is beyond every clip, but finite in fp32, as is its gradient."""
 
 KL_ESTIMATORS: Registry[Callable[[Tensor], Tensor]] = Registry("kl_penalty")
-"""Each takes the log ratio log pi - log ref [any shape]."""
+"""f(log pi - log ref), any shape."""
 
 
 @KL_ESTIMATORS.register("k1")
 def k1(log_ratio: Tensor) -> Tensor:
-    """The log ratio itself: unbiased, of either sign."""
+    """The log ratio itself: unbiased, can be negative."""
     return log_ratio
 
 
 @KL_ESTIMATORS.register("k2")
 def k2(log_ratio: Tensor) -> Tensor:
-    """(log pi - log ref)^2 / 2: never negative, biased, and its gradient is that of the KL on-policy."""
+    """(log pi - log ref)^2 / 2: never negative, biased; on-policy its gradient is that of the KL."""
     return 0.5 * log_ratio**2
 
 
 @KL_ESTIMATORS.register("k3")
 def k3(log_ratio: Tensor) -> Tensor:
-    """e^-k1 - 1 + k1, clamped to +- KL_CLAMP: unbiased and never negative."""
+    """e^-k1 - 1 + k1, clamped to +- KL_CLAMP: unbiased (before the clamp) and never negative."""
     safe = log_ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
     return (torch.expm1(-safe) + safe).clamp(-KL_CLAMP, KL_CLAMP)
 
@@ -61,7 +61,7 @@ def kl_divergence(log_probs: Tensor, ref_log_probs: Tensor, estimator: str) -> T
 
 @dataclass
 class FixedKLController:
-    """A KL coefficient that never moves; the interface adaptive ones share.
+    """A constant KL coefficient, with the interface of an adaptive one.
 
     Attributes:
         coefficient: weight of the KL in the token reward (`init_kl_coef`).
@@ -70,35 +70,35 @@ class FixedKLController:
     coefficient: float
 
     def update(self, kl: float, samples: int) -> None:
-        """Told the mean KL of a batch of `samples`; a fixed coefficient takes no notice."""
+        """Called after a batch of `samples` with its mean KL per token; does nothing."""
 
 
 KL_ERROR_CLIP = 0.2
-"""However far the KL is off its target, the coefficient moves as if by a fifth: one odd batch must not swing it."""
+"""Bound of the relative KL error in one update, so that one unusual batch cannot change the coefficient by much."""
 
 
 @dataclass
 class AdaptiveKLController(FixedKLController):
-    """A KL coefficient that rises while the KL is above its target and falls while it is below.
+    """A KL coefficient that increases while the KL is above its target and decreases while it is below.
 
     c <- c (1 + clip(KL / target - 1, +-KL_ERROR_CLIP) samples / horizon), never below 0. Source: Ziegler et al. 2019
     (arXiv 1909.08593) section 2.2.
 
     Attributes:
-        coefficient: where it stands now.
-        target: mean KL of a token to steer to, in nats (`target_kl`).
-        horizon: samples over which the coefficient moves (`kl_horizon`).
+        coefficient: current value.
+        target: target of the mean KL per token, in nats (`target_kl`).
+        horizon: samples over which the coefficient changes (`kl_horizon`).
     """
 
     target: float
     horizon: int
 
     def update(self, kl: float, samples: int) -> None:
-        """Moves the coefficient after a batch of `samples` whose mean KL per token was `kl`."""
+        """Updates the coefficient after a batch of `samples` whose mean KL per token was `kl`."""
         error = min(max(kl / self.target - 1, -KL_ERROR_CLIP), KL_ERROR_CLIP)
         self.coefficient = max(self.coefficient * (1 + error * samples / self.horizon), 0.0)
 
 
 def kl_controller(coefficient: float, target: float | None, horizon: int) -> FixedKLController:
-    """Adaptive where there is a target, fixed otherwise."""
+    """An adaptive controller if there is a target, otherwise a fixed one."""
     return FixedKLController(coefficient) if target is None else AdaptiveKLController(coefficient, target, horizon)

@@ -1,8 +1,8 @@
-"""Losses of a training step by name, as `train_step` calls them for every micro-batch.
+"""Losses of a training step by name, as the training worker's `train_step` calls them for every micro-batch.
 
-The contract: `loss(log_probs, entropy, micro, scale, config) -> (loss, metrics)`. Every term is divided by counts over
-the global batch, so the losses of all micro-batches on all data ranks sum to the loss of the batch. Metrics follow
-one rule: a name ending in `_max` is reduced by max, every other by sum.
+A loss is `loss(log_probs, entropy, micro, scale, config) -> (loss, metrics)`. Every term is divided by counts over the
+global batch, so the losses of all micro-batches on all data-parallel ranks sum to the loss of the batch. A metric
+whose name ends in `_max` is reduced by max, every other one by sum.
 """
 
 from __future__ import annotations
@@ -12,17 +12,11 @@ from typing import Any
 
 from torch import Tensor
 
-from roll.algorithms.aggregation import LossScale, aggregate
-from roll.algorithms.correction import shares
-from roll.algorithms.importance import Correction, correct
+from roll.algorithms.aggregation import LossScale, aggregate, masked, masked_max
+from roll.algorithms.correction import Correction, off_policy_correction, partial_sums
 from roll.algorithms.kl import k3, kl_divergence
-from roll.algorithms.masking import masked, masked_max
-from roll.algorithms.policy_config import PolicyLossConfig
-from roll.algorithms.policy_losses import PG_VARIANTS
-from roll.algorithms.ratio_type import tied_base
+from roll.algorithms.policy_losses import PG_VARIANTS, PolicyLossConfig, sequence_ratio_base
 from roll.algorithms.registry import Registry
-
-__all__ = ["LOSSES", "LossScale", "PolicyLossConfig", "policy", "sft"]
 
 Loss = Callable[[Tensor, Tensor | None, Mapping[str, Tensor], LossScale, Any], tuple[Tensor, dict[str, Tensor]]]
 LOSSES: Registry[Loss] = Registry("loss")
@@ -30,19 +24,19 @@ LOSSES: Registry[Loss] = Registry("loss")
 
 @LOSSES.register("sft")
 def sft(
-    log_probs: Tensor, entropy: Tensor | None, micro: Mapping[str, Tensor], scale: LossScale, config: Any = None
+    log_probs: Tensor, entropy: Tensor | None, micro: Mapping[str, Tensor], scale: LossScale, config: None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Mean negative log-likelihood of the answer tokens: -sum log pi / N_tok.
 
     Args:
         log_probs: [b, T] with gradient.
-        entropy: [b, T] or None; reported.
-        micro: `response_mask` [b, T], set on the tokens to learn.
+        entropy: [b, T], reported; or None.
+        micro: `response_mask` [b, T], set on the answer tokens.
         scale: counts over the global batch.
-        config: has no settings; takes None.
+        config: unused; this loss has no settings.
 
     Returns:
-        The 0-d loss, and `entropy` (mean over tokens) where it was given.
+        The 0-d loss, and the metric `entropy` (mean over tokens) if it was given.
     """
     mask = micro["response_mask"]
     metrics = {} if entropy is None else {"entropy": _token_mean(entropy, mask, scale)}
@@ -55,33 +49,34 @@ def policy(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss pg + kl_loss_coef KL(pi || ref) - entropy_loss_coef H, each term aggregated by `loss_agg_mode`.
 
-    The correction multiplies its weights on the policy term and takes rejected tokens out of every term; the
-    denominators still count them unless `renormalize` (then `scale` must count the kept tokens only).
+    Correction weights multiply the policy term pg. Rejected tokens have no term at all, but still count in the
+    denominators unless `renormalize` is set (then `scale` must count only the kept tokens).
 
     Args:
-        log_probs: log pi [b, T] with gradient, of logits divided by the sampling temperature.
-        entropy: [b, T]; with gradient when `entropy_loss_coef` is not 0; otherwise only reported, and may be None.
-        micro: `response_mask`, `advantages` and the base of the ratio, `old_log_probs` or `behavior_log_probs` as
-            `pg_ratio_base` says [b, T]; `ref_log_probs` [b, T] with `use_kl_loss`; `scores` [b] for the variants that
-            ask for them; `turn_index` [b, T] with `ratio_type: segment`; with a correction `correction_weights` and
-            `correction_kept` [b, T], or in bypass `behavior_log_probs`, from which they are computed here.
+        log_probs: log pi [b, T] with gradient, from logits divided by the sampling temperature.
+        entropy: [b, T], with gradient if `entropy_loss_coef` is not 0; otherwise only reported, and may be None.
+        micro: tensors [b, T] unless stated otherwise: `response_mask`, `advantages`, and the base of the ratio
+            (`old_log_probs` or `behavior_log_probs`, see `pg_ratio_base`); `ref_log_probs` with `use_kl_loss`;
+            `scores` [b] for the variants that use them; `turn_index` with `ratio_type: segment`; with a correction
+            `correction_weights` and `correction_kept`, or in bypass mode `behavior_log_probs`, from which they are
+            computed here.
         scale: counts over the global batch.
-        config: names the variant and holds the coefficients.
+        config: the variant and the coefficients.
 
     Returns:
-        The 0-d loss, and the metrics `pg_loss`, `kl_loss` (aggregated like the loss, before its coefficient), `entropy`
-        (mean over tokens), `ratio_mean`, `ratio_max`, `ratio_deviation_max` (largest |r - 1|), `clip_fraction` (of
-        tokens), `policy_kl` (k3 of log pi - log base), `log_ratio_abs_max` (largest |log pi - log base| of a token);
-        in bypass also the shares of the correction's diagnostics.
+        The 0-d loss, and the metrics `pg_loss`, `kl_loss` (aggregated like the loss, without its coefficient),
+        `entropy` (mean over tokens), `ratio_mean`, `ratio_max`, `ratio_deviation_max` (largest |r - 1|),
+        `clip_fraction` (of tokens), `policy_kl` (k3 of log pi - log base), `log_ratio_abs_max` (largest
+        |log pi - log base| of a token); in bypass mode also the partial sums of the correction metrics.
 
     Raises:
-        ValueError: an entropy bonus is asked for and no entropy is given, or ratios of segments without `turn_index`.
+        ValueError: `entropy_loss_coef` is set without an entropy, or `ratio_type: segment` without `turn_index`.
         KeyError: the variant is unknown, or `micro` lacks a tensor.
     """
     mask = micro["response_mask"]
     log_probs, base, advantages = (masked(x, mask) for x in (log_probs, micro[config.base_key], micro["advantages"]))
-    against = tied_base(log_probs, base, mask, config.ratio_type, micro.get("turn_index", None))
-    terms = PG_VARIANTS[config.pg_variant](log_probs, against, advantages, mask, micro.get("scores"), config)
+    ratio_base = sequence_ratio_base(log_probs, base, mask, config.ratio_type, micro.get("turn_index", None))
+    terms = PG_VARIANTS[config.pg_variant](log_probs, ratio_base, advantages, mask, micro.get("scores"), config)
     losses = terms.loss.to(log_probs.dtype)
     correction = _correction(log_probs, micro, config)
     weighted = losses if correction is None else losses * correction.weights
@@ -103,7 +98,10 @@ def policy(
         "log_ratio_abs_max": masked_max(log_ratio.abs(), counted),
     }
     if config.bypass:
-        metrics |= _diagnostics(log_probs, micro, scale, config, correction)
+        weights = correction.weights if correction is not None and config.correction.weighted else None
+        metrics |= partial_sums(
+            log_probs, micro["behavior_log_probs"], mask, scale, weights, None if correction is None else kept
+        )
     if config.use_kl_loss:
         divergence = kl_divergence(log_probs, masked(micro["ref_log_probs"], mask), config.kl_penalty)
         kl = term(divergence)
@@ -119,24 +117,12 @@ def policy(
 
 
 def _correction(log_probs: Tensor, micro: Mapping[str, Tensor], config: PolicyLossConfig) -> Correction | None:
-    """The correction in use, if any: computed on the driver, or here against the current policy."""
+    """The correction in use, if any: from the driver, or computed here against the current policy (bypass mode)."""
     if not config.correction.active:
         return None
     if config.bypass:
-        return correct(log_probs, micro["behavior_log_probs"], micro["response_mask"], config.correction)
+        return off_policy_correction(log_probs, micro["behavior_log_probs"], micro["response_mask"], config.correction)
     return Correction(micro["correction_weights"], micro["correction_kept"])
-
-
-def _diagnostics(
-    log_probs: Tensor,
-    micro: Mapping[str, Tensor],
-    scale: LossScale,
-    config: PolicyLossConfig,
-    correction: Correction | None,
-) -> dict[str, Tensor]:
-    weights = correction.weights if correction is not None and config.correction.weighted else None
-    kept = None if correction is None else correction.kept
-    return shares(log_probs, micro["behavior_log_probs"], micro["response_mask"], scale, weights, kept)
 
 
 def _token_mean(values: Tensor, mask: Tensor, scale: LossScale) -> Tensor:

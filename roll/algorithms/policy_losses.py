@@ -1,13 +1,332 @@
-"""Policy-gradient losses per token, by name (`pg_variant`).
+"""Policy-gradient losses per token, by name (`pg_variant`), and the settings of the policy loss.
 
-A variant is one function registered in PG_VARIANTS. It sees whole samples (b of them, T padded tokens), so that
-sequence-level ratios are as easy as token-level ones, and returns values per token; the `policy` loss of
-`roll.algorithms.losses` weights, masks and aggregates them. What stands outside the response mask is never read.
+A variant is one function registered in PG_VARIANTS. It gets whole samples (b samples of T padded tokens), so that it
+can compute sequence-level ratios, and returns values per token. The `policy` loss in `roll.algorithms.losses` applies
+the correction weights and the mask and aggregates the result; values outside the response mask are ignored.
 """
 
 from __future__ import annotations
 
-from roll.algorithms import clipped_losses, weighted_losses
-from roll.algorithms.variant import PG_VARIANTS, TokenLosses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
 
-__all__ = ["PG_VARIANTS", "TokenLosses", "clipped_losses", "weighted_losses"]
+import torch
+from torch import Tensor
+
+from roll.algorithms.aggregation import masked, masked_sum
+from roll.algorithms.kl import LOG_RATIO_CLAMP
+from roll.algorithms.registry import Registry
+from roll.configs.agentic import AgenticOptions
+from roll.configs.pipeline import RLConfig
+from roll.configs.policy import PolicyOptions, options_of, proximal_source, ratio_base
+
+
+@dataclass
+class PolicyLossConfig(PolicyOptions):
+    """Settings of the `policy` loss: the YAML keys of `PolicyOptions`, with every `auto` resolved, and two more.
+
+    The driver sends it to every training rank, so it must be picklable.
+
+    Attributes:
+        pg_variant: key of actor_train, a name of PG_VARIANTS.
+        ratio_type: key of agentic runs; other runs use the default.
+    """
+
+    old_log_probs_source: Literal["auto", "behavior", "recompute"] = "recompute"
+    pg_ratio_base: Literal["auto", "behavior", "proximal"] = "proximal"
+    pg_variant: str = field(kw_only=True)
+    ratio_type: Literal["token", "segment", "sequence"] = AgenticOptions.ratio_type
+
+    @classmethod
+    def from_config(cls, config: RLConfig) -> PolicyLossConfig:
+        """The settings of a run."""
+        variant = config.actor_train.pg_variant
+        source = proximal_source(config, variant, config.async_generation_ratio)
+        base = ratio_base(config, variant, source)
+        resolved = {"pg_variant": variant, "old_log_probs_source": source, "pg_ratio_base": base}
+        return cls(**options_of(cls, config) | resolved)
+
+    @property
+    def needs_entropy_gradient(self) -> bool:
+        """Whether the loss differentiates the entropy; otherwise it may be computed under no_grad."""
+        return self.entropy_loss_coef != 0.0
+
+    @property
+    def bypass(self) -> bool:
+        """Whether there is no proximal policy, so that the correction compares the current with the sampling policy."""
+        return self.old_log_probs_source == "behavior"
+
+    @property
+    def reads_turns(self) -> bool:
+        """Whether the loss needs `turn_index`."""
+        return self.ratio_type == "segment"
+
+    @property
+    def base_key(self) -> str:
+        """Name of the batch tensor that holds log base, the denominator of the ratio."""
+        return "behavior_log_probs" if self.pg_ratio_base == "behavior" else "old_log_probs"
+
+
+@dataclass(frozen=True)
+class TokenLosses:
+    """Result of a variant, each [b, T].
+
+    Attributes:
+        loss: loss of each token, with gradient.
+        ratio: pi / base as the variant uses it, before clipping, detached; for metrics.
+        clipped: bool, tokens whose loss is clipped, so that their gradient is zero or bounded; for metrics.
+    """
+
+    loss: Tensor
+    ratio: Tensor
+    clipped: Tensor
+
+
+PolicyLoss = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, PolicyLossConfig], TokenLosses]
+PG_VARIANTS: Registry[PolicyLoss] = Registry("pg_variant")
+"""f(log_probs [b, T] with grad, base_log_probs [b, T], advantages [b, T], response_mask [b, T], scores [b], config)."""
+
+
+def policy_ratio(log_probs: Tensor, base_log_probs: Tensor, response_mask: Tensor) -> Tensor:
+    """The ratio r = exp(clamp(log pi - log base, +-LOG_RATIO_CLAMP)) [b, T], exactly 1 outside the mask."""
+    return clamped_exp(masked(log_probs - base_log_probs, response_mask))
+
+
+def clamped_exp(log_ratio: Tensor) -> Tensor:
+    """exp(clamp(x, +-LOG_RATIO_CLAMP)), finite for any x."""
+    return log_ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
+
+
+def sequence_ratio_base(
+    log_probs: Tensor, base_log_probs: Tensor, response_mask: Tensor, ratio_type: str, turn_index: Tensor | None = None
+) -> Tensor:
+    """Replaces log base so that log pi minus it is the log ratio of the token's turn or sample (`ratio_type`).
+
+    For `segment` and `sequence` it is sg[log pi_t] - m, where m is the mean of sg[log pi - log base] over the response
+    tokens of the token's turn or sample, clamped to +-LOG_RATIO_CLAMP. All tokens then have the log ratio m, and the
+    gradient flows through each token's own log pi_t. Source: GSPO (arXiv 2507.18071) section 4.3, GSPO-token.
+
+    Args:
+        log_probs: log pi [b, T].
+        base_log_probs: log base [b, T].
+        response_mask: [b, T].
+        ratio_type: token, segment (a turn) or sequence (a sample).
+        turn_index: [b, T] the turn of each response token; needed for segment.
+
+    Returns:
+        [b, T]: `base_log_probs` unchanged for token; otherwise float64 without gradient, because in float32 the
+        difference to log pi would lose digits of m.
+
+    Raises:
+        ValueError: segment without `turn_index`.
+    """
+    if ratio_type == "token":
+        return base_log_probs
+    if ratio_type == "sequence":
+        units = torch.zeros_like(response_mask, dtype=torch.int64)
+    elif turn_index is not None:
+        units = turn_index.clamp(min=0)
+    else:
+        raise ValueError("ratio_type: segment needs the tensor turn_index [b, T] in the batch; got none")
+    current = log_probs.detach().double()
+    mean = _unit_mean(masked(current - base_log_probs, response_mask), response_mask, units)
+    return current - mean.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+
+
+def _unit_mean(values: Tensor, mask: Tensor, units: Tensor) -> Tensor:
+    """[b, T] mean over the masked tokens of the same row and unit; `values` must be 0 outside the mask."""
+    sums = values.new_zeros(values.shape[0], int(units.max()) + 1 if units.numel() else 1)
+    counts = sums.clone().scatter_add_(1, units, mask.to(values.dtype))
+    sums.scatter_add_(1, units, values)
+    return (sums / counts.clamp(min=1)).gather(1, units)
+
+
+# Variants that clip the ratio and differentiate through it: the clip bounds the size of an update.
+
+
+@dataclass(frozen=True)
+class Clip:
+    """Bounds of a ratio, [1 - low, 1 + high]; with `dual`, the loss is at most dual |A| where A < 0."""
+
+    low: float
+    high: float
+    dual: float | None = None
+
+
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip: Clip) -> TokenLosses:
+    """PPO's loss for a given ratio [b, T]; see `ppo`."""
+    unclipped = -ratio * advantages
+    bounded = -ratio.clamp(1 - clip.low, 1 + clip.high) * advantages
+    loss, clipped = torch.maximum(unclipped, bounded), bounded > unclipped
+    if clip.dual is not None:
+        ceiling = -clip.dual * advantages
+        capped = (advantages < 0) & (loss > ceiling)
+        loss, clipped = torch.where(capped, ceiling, loss), clipped | capped
+    return TokenLosses(loss, ratio.detach(), clipped)
+
+
+def _ppo_clip(config: PolicyLossConfig) -> Clip:
+    return Clip(config.pg_clip_low, config.pg_clip_high, config.dual_clip_c if config.dual_clip_loss else None)
+
+
+@PG_VARIANTS.register("ppo")
+def ppo(
+    log_probs: Tensor,
+    base_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    scores: Tensor | None,
+    config: PolicyLossConfig,
+) -> TokenLosses:
+    """max(-r A, -clip(r, 1 - eps_low, 1 + eps_high) A), and with dual clip min(that, -c A) where A < 0.
+
+    Source: Schulman et al. 2017 (arXiv 1707.06347) eq. 7; separate bounds, DAPO (arXiv 2503.14476); dual clip, Ye et
+    al. 2020 (arXiv 1912.09729) eq. 5.
+    """
+    return clipped_surrogate(policy_ratio(log_probs, base_log_probs, response_mask), advantages, _ppo_clip(config))
+
+
+@PG_VARIANTS.register("decoupled_ppo")
+def decoupled_ppo(
+    log_probs: Tensor,
+    base_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    scores: Tensor | None,
+    config: PolicyLossConfig,
+) -> TokenLosses:
+    """PPO against the proximal policy p; the weight p / mu corrects for stale samples.
+
+    The configuration turns on the weights of the `correction` section for this variant, and the `policy` loss
+    multiplies them in, so the formula here is that of `ppo`. Source: Hilton et al. 2021 (arXiv 2110.00641); AReaL
+    (arXiv 2505.24298).
+    """
+    return clipped_surrogate(policy_ratio(log_probs, base_log_probs, response_mask), advantages, _ppo_clip(config))
+
+
+@PG_VARIANTS.register("gspo")
+def gspo(
+    log_probs: Tensor,
+    base_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    scores: Tensor | None,
+    config: PolicyLossConfig,
+) -> TokenLosses:
+    """PPO's loss with r_t = sg[s] pi_t / sg[pi_t], where s = exp(mean_t(log pi - log base)) is the sequence ratio.
+
+    All tokens of a response have the same ratio and are clipped together; the gradient flows through each token's own
+    log-prob. Source: GSPO (arXiv 2507.18071) section 4.3, GSPO-token.
+    """
+    base = sequence_ratio_base(log_probs, base_log_probs, response_mask, "sequence")
+    ratio = policy_ratio(log_probs, base, response_mask).to(log_probs.dtype)
+    return clipped_surrogate(ratio, advantages, Clip(config.gspo_clip_low, config.gspo_clip_high))
+
+
+# Variants that differentiate log pi: REINFORCE, with a detached weight or a penalty for stale samples.
+
+
+@PG_VARIANTS.register("vanilla")
+def vanilla(
+    log_probs: Tensor,
+    base_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    scores: Tensor | None,
+    config: PolicyLossConfig,
+) -> TokenLosses:
+    """-A log pi (REINFORCE, Williams 1992); uses no ratio, so it does not correct for stale samples."""
+    ratio = policy_ratio(log_probs, base_log_probs, response_mask).detach()
+    return TokenLosses(-advantages * log_probs, ratio, torch.zeros_like(ratio, dtype=torch.bool))
+
+
+@PG_VARIANTS.register("tis")
+def tis(
+    log_probs: Tensor,
+    base_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    scores: Tensor | None,
+    config: PolicyLossConfig,
+) -> TokenLosses:
+    """-sg(clip(r, lower, upper)) A log pi: truncated importance sampling (Ionides 2008), per token.
+
+    Between the bounds the gradient is that of -r A; the upper bound trades variance for bias. Source of the form for
+    policy gradients: IMPALA (arXiv 1802.01561) section 4.
+    """
+    ratio = policy_ratio(log_probs, base_log_probs, response_mask).detach()
+    weight = ratio.clamp(config.tis_lower_bound, config.tis_upper_bound)
+    return TokenLosses(-weight * advantages * log_probs, ratio, weight != ratio)
+
+
+@PG_VARIANTS.register("topr")
+def topr(
+    log_probs: Tensor,
+    base_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    scores: Tensor | None,
+    config: PolicyLossConfig,
+) -> TokenLosses:
+    """-w_pos A log pi for responses with score s > 0, -w_neg sg(clip(r, 0, 1)) A log pi for the others.
+
+    Responses with a negative score lose weight as the policy becomes less likely to produce them. `topr_level:
+    sequence` takes r from the summed log ratio of the response, as in the paper. Source: Le Roux et al. 2025 (arXiv
+    2503.14286).
+
+    Raises:
+        ValueError: `scores` is None.
+    """
+    if scores is None:
+        raise ValueError("pg_variant topr needs the raw scores [b] of the samples; got None")
+    log_ratio = masked(log_probs - base_log_probs, response_mask).detach()
+    if config.topr_level == "sequence":
+        log_ratio = masked_sum(log_ratio, response_mask, dim=-1)[:, None].expand_as(log_ratio)
+    ratio = clamped_exp(masked(log_ratio, response_mask))
+    positive = (scores > 0)[:, None]
+    negative_weight = config.topr_negative_weight * ratio.clamp(max=1.0)
+    weight = torch.where(positive, torch.full_like(ratio, config.topr_positive_weight), negative_weight)
+    return TokenLosses(-weight * advantages * log_probs, ratio, ~positive & (ratio > 1))
+
+
+@PG_VARIANTS.register("cispo")
+def cispo(
+    log_probs: Tensor,
+    base_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    scores: Tensor | None,
+    config: PolicyLossConfig,
+) -> TokenLosses:
+    """-sg(clip(r, 1 - eps_low, 1 + eps_high)) A log pi: clips the weight, so every token keeps a gradient.
+
+    With `cispo_use_unified_mask` tokens with (A > 0 and r > 1 + eps_high) or (A < 0 and r < 1 - eps_low) have no loss,
+    as in PPO. Source: MiniMax-M1 (arXiv 2506.13585) eq. 4-5, and its unified formulation for the mask.
+    """
+    low, high = 1 - config.cispo_epsilon_low, 1 + config.cispo_epsilon_high
+    ratio = policy_ratio(log_probs, base_log_probs, response_mask).detach()
+    weight = ratio.clamp(low, high)
+    clipped = weight != ratio
+    if config.cispo_use_unified_mask:
+        dropped = ((advantages > 0) & (ratio > high)) | ((advantages < 0) & (ratio < low))
+        weight = weight.masked_fill(dropped, 0.0)
+    return TokenLosses(-weight * advantages * log_probs, ratio, clipped)
+
+
+@PG_VARIANTS.register("kimi15")
+def kimi15(
+    log_probs: Tensor,
+    base_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    scores: Tensor | None,
+    config: PolicyLossConfig,
+) -> TokenLosses:
+    """-A log pi + (tau / 2) (log pi - log base)^2: no weights; a squared penalty keeps the policy near its base.
+
+    Source: Kimi k1.5 (arXiv 2501.12599) section 2.3.2, per token.
+    """
+    log_ratio = masked(log_probs - base_log_probs, response_mask)
+    loss = -advantages * log_probs + 0.5 * config.kimi15_tau * log_ratio**2
+    return TokenLosses(loss, clamped_exp(log_ratio).detach(), torch.zeros_like(loss, dtype=torch.bool))

@@ -1,46 +1,45 @@
-"""Named functions: the one way a YAML name becomes code."""
+"""A registry of functions by the name that the YAML uses for them."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Generic, TypeVar
+from typing import Any, TypeVar
 
-F = TypeVar("F", bound=Callable)
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Registry(Mapping[str, F], Generic[F]):
-    """A read-only mapping from names to functions that grows by decoration.
+class Registry(Mapping[str, F]):
+    """A mapping from names to functions, filled with the decorator `register` and otherwise read-only.
 
     Args:
-        key: the YAML key the names stand for; errors speak of it.
+        key: the YAML key whose values are the names; used in error messages.
     """
 
     def __init__(self, key: str) -> None:
-        """Starts empty."""
         self._key = key
         self._functions: dict[str, F] = {}
 
     def register(self, name: str) -> Callable[[F], F]:
-        """Decorator that files a function under `name`.
+        """Decorator that registers a function under `name`.
 
         Raises:
-            ValueError: the name is taken.
+            ValueError: the name is already registered.
         """
         if name in self._functions:
             raise ValueError(f"{self._key} {name!r} is registered twice")
 
-        def file(function: F) -> F:
+        def add(function: F) -> F:
             self._functions[name] = function
             return function
 
-        return file
+        return add
 
     def __getitem__(self, name: str) -> F:
-        """The function of that name.
+        """The function registered under `name`.
 
         Raises:
-            KeyError: no such name; the message lists the known ones and the nearest.
+            KeyError: unknown name; the message lists the known names and suggests the closest.
         """
         if name in self._functions:
             return self._functions[name]
@@ -49,9 +48,7 @@ class Registry(Mapping[str, F], Generic[F]):
         raise KeyError(f"{self._key}: {name!r} is none of {', '.join(self._functions)}{hint}")
 
     def __iter__(self) -> Iterator[str]:
-        """Names in order of registration."""
         return iter(self._functions)
 
     def __len__(self) -> int:
-        """How many names there are."""
         return len(self._functions)

@@ -1,32 +1,177 @@
-"""Reinforcement learning of agents: the environments, how many play at a time, and what a trajectory may take."""
+"""Reinforcement learning of agents: environments, their messages, trajectories and the rewards of turns."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from string import Formatter
 from typing import Any, Literal
 
-from roll.configs.agent_templates import SYSTEM_TEMPLATE, TURN_TEMPLATE, system_template, turn_template
-from roll.configs.agentic_learning import AgenticLearningOptions
-from roll.configs.fields import one_or_many, option
-from roll.configs.pipeline import RLConfig
+from roll.configs.pipeline import VALIDATES, RLConfig
+from roll.configs.policy import TURN_ESTIMATORS, estimators
+from roll.configs.schema import Condition, one_or_many, option
+
+SYSTEM_FIELDS = ("env_instruction",)
+"""Fields of `agent_system_template`, the system message of a trajectory."""
+
+TURN_FIELDS = ("turn_idx", "observation", "actions_left", "max_response_length", "env_instruction")
+"""Fields of `agent_template`, the message of every turn."""
+
+SYSTEM_TEMPLATE = "You act in an environment, one action per turn, and want the highest total reward."
+"""Default of `agent_system_template`."""
+
+TURN_TEMPLATE = """Turn {turn_idx}:
+{observation}
+Actions left: {actions_left}. Think briefly, then give one action, in at most {max_response_length} tokens."""
+"""Default of `agent_template`. `turn_idx` counts from 1."""
+
+
+def system_template(text: Any) -> Any:
+    """An `agent_system_template` whose fields are checked; a value of another type is returned unchanged.
+
+    Raises:
+        ValueError: a field is unknown, or braces do not match.
+    """
+    if isinstance(text, str):
+        fields_of(text, SYSTEM_FIELDS)
+    return text
+
+
+def turn_template(text: Any) -> Any:
+    """An `agent_template` whose fields are checked; a value of another type is returned unchanged.
+
+    Raises:
+        ValueError: a field is unknown, braces do not match, or the observation is missing.
+    """
+    if isinstance(text, str) and "observation" not in fields_of(text, TURN_FIELDS):
+        raise ValueError("does not contain {observation}, so the model would see nothing of the environment; add it")
+    return text
+
+
+def fields_of(text: str, known: tuple[str, ...]) -> list[str]:
+    """Names of the fields of a template.
+
+    Raises:
+        ValueError: one is not in `known`, or braces do not match.
+    """
+    literal = "write {{ and }} for literal braces"
+    try:
+        names = [name for _, name, _, _ in Formatter().parse(text) if name is not None]
+    except ValueError as error:
+        raise ValueError(f"braces do not match ({error}); {literal}") from None
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{{{name}}} is not a field; known: {', '.join(f'{{{one}}}' for one in known)}; {literal}")
+    return names
+
+
+RATIO_FREE_VARIANTS = ("vanilla", "gspo")
+"""Values of `pg_variant` that `ratio_type` does not change."""
+
+GIGPO = estimators("gigpo", reason="only adv_estimator gigpo reads it", is_error=True)
+
+METHODS: dict[str, dict[str, str | None]] = {
+    "identity": {"norm_mean_type": None, "norm_std_type": None},
+    "mean": {"norm_mean_type": "group", "norm_std_type": None},
+    "mean_std": {"norm_mean_type": "group", "norm_std_type": "group"},
+}
+"""`method` in recipes of ROLL -> the two types with the same meaning."""
+
+
+@dataclass
+class RewardNormalization:
+    """Which rewards are normalised together, and how."""
+
+    grouping: Literal["traj_group_id", "traj_id", "tags", "batch"] = option(
+        "traj_group_id",
+        "What a group is: trajectories with one initial state, the turns of one trajectory, one tag, or the batch.",
+    )
+    norm_mean_type: Literal["batch", "group"] | None = option("group", "Subtract this mean; null: none.")
+    norm_std_type: Literal["batch", "group"] | None = option(
+        "group", "Divide by this standard deviation; null: by none."
+    )
+
+
+def read_normalization(value: Any) -> Any:
+    """A `reward_normalization` section with `method` replaced by the two types; any other value unchanged.
+
+    Raises:
+        ValueError: the method is unknown, or given together with a type it sets.
+    """
+    if not isinstance(value, Mapping) or "method" not in value:
+        return value
+    method = value["method"]
+    if method == "asym_clip":
+        raise ValueError(
+            "method asym_clip is not available: use norm_mean_type: group and norm_std_type: group, and bound the "
+            "result with advantage_clip"
+        )
+    if not isinstance(method, str) or method not in METHODS:
+        raise ValueError(
+            f"method {method!r} is not one of {', '.join(METHODS)}; or give norm_mean_type and norm_std_type"
+        )
+    both = [name for name in METHODS[method] if name in value]
+    if both:
+        raise ValueError(f"method {method} is another spelling of {' and '.join(both)}, which is given too; keep one")
+    return {key: item for key, item in value.items() if key != "method"} | METHODS[method]
+
+
+@dataclass
+class AgenticOptions:
+    """The keys of the loss and the advantages that only trajectories of several turns have."""
+
+    reward_normalization: RewardNormalization = option(
+        factory=RewardNormalization,
+        parse=read_normalization,
+        only_for=estimators(
+            *TURN_ESTIMATORS,
+            reason=f"only adv_estimator {', '.join(TURN_ESTIMATORS)} read it; others define their own normalisation",
+            is_error=True,
+        ),
+        help="Which rewards gigpo, step_reinforce and agentic_reinforce normalise together, and how.",
+    )
+    ratio_type: Literal["token", "segment", "sequence"] = option(
+        "token",
+        "The ratio of the policy loss: a token's own, or that of the mean over its turn or over its sample.",
+        only_for=Condition(
+            lambda config, _: config.actor_train.pg_variant not in RATIO_FREE_VARIANTS,
+            "this actor_train.pg_variant has no ratio, or always that of the sequence",
+            ("actor_train.pg_variant",),
+            is_error=True,
+        ),
+    )
+    episode_reward_weight: float = option(
+        1.0, "gigpo: weight of the normalised score of the episode.", ge=0, only_for=GIGPO
+    )
+    step_reward_weight: float = option(1.0, "gigpo: weight of the normalised return of the turn.", ge=0, only_for=GIGPO)
+    step_reward_gamma: float = option(
+        0.95,
+        "gigpo, step_reinforce: discount from one turn to the one before.",
+        ge=0,
+        le=1,
+        only_for=estimators(
+            "gigpo", "step_reinforce", reason="only adv_estimator gigpo and step_reinforce read it", is_error=True
+        ),
+    )
+
 
 SampleBy = Literal["traj", "step"]
-"""One training sample is a whole trajectory, or one turn of it."""
+"""One training sample is a whole trajectory or one turn of it."""
 
 MANAGERS = {"TrajEnvManager": "traj", "StepEnvManager": "step"}
-"""Classes that other recipes name -> value of `sample_by`."""
+"""Classes in recipes of ROLL -> value of `sample_by`."""
 
 ADJUSTMENTS = {
     "copy": "a copied sample would be trained on twice",
-    "delete": "a deleted one would be generated for nothing",
-    "random_sample": "a copied sample would be trained on twice, a deleted one generated for nothing",
-    "auto": "a copied sample would be trained on twice, a deleted one generated for nothing",
+    "delete": "a deleted one would be wasted",
+    "random_sample": "a copied sample would be trained on twice, a deleted one wasted",
+    "auto": "a copied sample would be trained on twice, a deleted one wasted",
 }
-"""Values of `batch_adjust_mode` elsewhere -> why they are not available."""
+"""Values of `batch_adjust_mode` in ROLL -> why they are not available."""
 
 
 def env_manager(value: Any) -> Any:
-    """`traj` or `step`, also from the class path that another recipe has.
+    """`traj` or `step`, also for the class path of a recipe of ROLL.
 
     Raises:
         ValueError: another class.
@@ -41,10 +186,10 @@ def env_manager(value: Any) -> Any:
 
 
 def batch_adjustment(value: Any) -> Any:
-    """The value, if it is not one whose reason to be refused is known.
+    """The value of `batch_adjust_mode`.
 
     Raises:
-        ValueError: it is.
+        ValueError: it is one of ADJUSTMENTS.
     """
     if isinstance(value, str) and value in ADJUSTMENTS:
         raise ValueError(f"{value} is not available: {ADJUSTMENTS[value]}; leave it out, and batches are padded")
@@ -53,20 +198,20 @@ def batch_adjustment(value: Any) -> Any:
 
 @dataclass
 class CustomEnvConfig:
-    """One kind of environment, and how it is talked to."""
+    """One kind of environment and the messages the model gets about it."""
 
     env_type: str = option(
         "frozen_lake", "A name of docs/environments.md, an id of gymnasium's registry, or `module:Class`."
     )
     env_config: dict[str, Any] = option(factory=dict, help="Its options.")
     max_steps: int | None = option(
-        None, "Actions of one trajectory; default: env_config.max_steps, or max_actions_per_traj.", minimum=1
+        None, "Actions of one trajectory; default: env_config.max_steps, or max_actions_per_traj.", ge=1
     )
     max_tokens_per_step: int | None = option(
-        None, "Longest text of one turn in tokens; default: the pipeline's max_tokens_per_step.", minimum=1
+        None, "Longest text of one turn in tokens; default: the pipeline's max_tokens_per_step.", ge=1
     )
     agent_system_template: str | None = option(
-        SYSTEM_TEMPLATE, "System message, null for none; may hold {env_instruction}.", parse=system_template
+        SYSTEM_TEMPLATE, "System message, null for none; may contain {env_instruction}.", parse=system_template
     )
     agent_template: str = option(
         TURN_TEMPLATE,
@@ -76,50 +221,56 @@ class CustomEnvConfig:
         parse=turn_template,
     )
     env_manager_cls: SampleBy | None = option(
-        None, "traj or step; one for all, default: the pipeline's sample_by.", parse=env_manager
+        None, "traj or step, the same for all entries; default: the pipeline's sample_by.", parse=env_manager
     )
 
 
 @dataclass
 class EnvManagerConfig:
-    """Which environments play, how many at a time, and in how many processes.
+    """Which environments run, how many at a time, and in how many processes.
 
     A group is `group_size` trajectories of one task: the same environment, the same options, the same seed.
     """
 
     num_env_groups: int | None = option(
-        None,
-        "Groups that play at a time; default: the sum of num_groups_partition, or the groups of one batch.",
-        minimum=1,
+        None, "Groups that run at a time; default: the sum of num_groups_partition, or the groups of one batch.", ge=1
     )
-    group_size: int = option(8, "Trajectories of one task; in val_env_manager the default is 1.", minimum=1)
+    group_size: int = option(8, "Trajectories of one task; in val_env_manager the default is 1.", ge=1)
     group_size_redundancy: int = option(
-        0, "Environments of a group beyond group_size: it is complete when group_size of them have ended.", minimum=0
+        0, "Extra environments per group: the group is complete when group_size of them have finished.", ge=0
     )
     tags: list[str] = option(
         factory=list,
         parse=one_or_many,
-        help="Names in custom_envs that play; a single one is a list of one; empty: all.",
+        help="Names in custom_envs that are used; a single one is a list of one; empty: all.",
     )
     num_groups_partition: list[int] = option(
-        factory=list,
-        help="Of num_env_groups, how many are of each of `tags`; empty: equal parts. Groups are dealt to tags in these "
-        "proportions.",
+        factory=list, help="How many of num_env_groups each of `tags` gets; empty: equal parts."
     )
-    max_env_num_per_worker: int = option(16, "Environments of one process; 0: all in one.", minimum=0)
+    max_env_num_per_worker: int = option(16, "Environments of one process; 0: all in one.", ge=0)
     max_traj_per_env: Literal[-1] = option(
-        -1, "An environment plays as many trajectories, one after the other, as batches ask for: only -1."
+        -1, "Trajectories of one environment, one after the other: only -1, as many as the batches need."
     )
 
     @property
     def environments(self) -> int:
-        """Environments that play at a time."""
+        """Number of environments that run at a time."""
         return (self.num_env_groups or 1) * (self.group_size + self.group_size_redundancy)
 
     @property
     def processes(self) -> int:
-        """Processes they live in."""
+        """Number of processes they run in."""
         return -(-self.environments // (self.max_env_num_per_worker or self.environments))
+
+
+def _some_entry_lacks(*keys: str) -> Condition:
+    """The condition that an entry of `custom_envs` sets none of these keys, the first of which replaces the default."""
+
+    def holds(config: Any, _: Any) -> bool:
+        given = set(config.source.given)
+        return any(given.isdisjoint(f"custom_envs.{tag}.{key}" for key in keys) for tag in config.custom_envs)
+
+    return Condition(holds, f"every entry of custom_envs has its own {keys[0]}", ("custom_envs",))
 
 
 def _frozen_lake() -> dict[str, CustomEnvConfig]:
@@ -128,57 +279,74 @@ def _frozen_lake() -> dict[str, CustomEnvConfig]:
 
 
 @dataclass
-class AgenticConfig(AgenticLearningOptions, RLConfig):
+class AgenticConfig(AgenticOptions, RLConfig):
     """Reinforcement learning of agents that act in environments over several turns.
 
-    `rollout_batch_size` counts trajectories. What other keys settle is filled in by loading: see `derive_agentic`.
+    `rollout_batch_size` counts trajectories. `roll.configs.defaults` fills in the keys that follow from others.
     """
 
     pipeline: Literal["agentic"] = option("agentic", "Which pipeline this file is for.")
     custom_envs: dict[str, CustomEnvConfig] = option(factory=_frozen_lake, help="Kinds of environments by tag.")
     train_env_manager: EnvManagerConfig = option(
-        factory=EnvManagerConfig, help="The environments of training; its group_size are the samples compared."
+        factory=EnvManagerConfig, help="The environments of training; the samples of one of its groups are compared."
     )
     val_env_manager: EnvManagerConfig = option(
-        factory=lambda: EnvManagerConfig(group_size=1), help="The environments of validation."
+        factory=lambda: EnvManagerConfig(group_size=1), help="The environments of validation.", only_for=VALIDATES
     )
-    val_batch_size: int | None = option(None, "Trajectories of one validation; default: rollout_batch_size.", minimum=1)
+    val_batch_size: int | None = option(
+        None, "Trajectories of one validation; default: rollout_batch_size.", ge=1, only_for=VALIDATES
+    )
     max_actions_per_traj: int = option(
-        10, "Actions of one trajectory in environments that set no max_steps.", minimum=1
+        10,
+        "Actions of one trajectory in environments without max_steps.",
+        ge=1,
+        only_for=_some_entry_lacks("max_steps", "env_config.max_steps"),
     )
     max_tokens_per_step: int | None = option(
-        None, "Longest text of one turn in tokens; default: actor_infer.generating_args.max_new_tokens.", minimum=1
+        None,
+        "Longest text of one turn in tokens; default: actor_infer.generating_args.max_new_tokens.",
+        ge=1,
+        only_for=_some_entry_lacks("max_tokens_per_step"),
     )
     sample_by: SampleBy | None = option(
         None,
-        "What one training sample is: a whole trajectory (traj) or one turn with what came before it (step); default: "
-        "what env_manager_cls says, or traj.",
+        "What one training sample is: a whole trajectory (traj) or one turn with the turns before it (step); default: "
+        "env_manager_cls, or traj.",
     )
     env_step_timeout_s: float = option(
-        60.0, "Longest one reset or step of an environment may take; its trajectory has failed then.", above=0
+        60.0, "Maximum duration of one reset or step of an environment; after it the trajectory has failed.", gt=0
     )
     trajectory_timeout_s: float = option(
-        3600.0, "Longest a trajectory may take from reset to its last reward; it has failed then.", above=0
+        3600.0,
+        "Maximum duration of a trajectory from reset to its last reward; after it the trajectory has failed.",
+        gt=0,
     )
     batch_adjust_mode: Literal["pad"] = option(
-        "pad", "What fills up a batch that does not divide: samples without a loss; only pad.", parse=batch_adjustment
+        "pad",
+        "How a batch that does not divide is filled: with samples without a loss; only pad.",
+        parse=batch_adjustment,
     )
 
     @property
     def groups_per_batch(self) -> int:
-        """Groups of one step."""
+        """Number of groups of one step."""
         return max(1, self.rollout_batch_size // self.train_env_manager.group_size)
 
     @property
     def samples_per_batch(self) -> int:
-        """Samples of one step, with `sample_by: step` at most."""
+        """Number of samples of one step; with `sample_by: step` the maximum."""
         return self.rollout_batch_size * (self.turns if self.sample_by == "step" else 1)
 
     @property
-    def turns(self) -> int:
-        """Actions of one training trajectory, at most."""
-        return max((self.custom_envs[tag].max_steps or 1 for tag in self.playing(self.train_env_manager)), default=1)
+    def requests_per_engine(self) -> int:
+        """Maximum number of requests of one engine at a time, rounded up: an environment waits for each turn."""
+        return -(-self.train_env_manager.environments // self.actor_infer.layout.data)
 
-    def playing(self, manager: EnvManagerConfig) -> list[str]:
-        """Tags of a manager that exist."""
+    @property
+    def turns(self) -> int:
+        """Maximum number of actions of one training trajectory."""
+        return max((self.custom_envs[tag].max_steps or 1 for tag in self.tags_of(self.train_env_manager)), default=1)
+
+    def tags_of(self, manager: EnvManagerConfig) -> list[str]:
+        """The tags of a manager that exist in custom_envs."""
         return [tag for tag in manager.tags or self.custom_envs if tag in self.custom_envs]

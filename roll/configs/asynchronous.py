@@ -1,14 +1,58 @@
-"""How far generation may run ahead, what waits for what, and for how long."""
+"""How far generation may run ahead of training, and how long each side waits for the other."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal
 
-from roll.configs.fields import option
+from roll.configs.schema import Condition, option
 
 InFlightPolicy = Literal["retract", "in_place", "drain", "abort_resume"]
-"""What becomes of requests that run when new weights are published."""
+"""What happens to running requests at a weight update."""
+
+DEFAULT_MAX_STALENESS = 5
+"""Versions; default of `max_staleness_allowed` unless `async_generation_ratio` needs more."""
+
+LARGEST_DENOMINATOR = 1_000_000
+"""A ratio is taken as the nearest fraction with a denominator up to this: 0.1 * 3 is 3/10 and 0.29 is 29/100.
+
+Binary floats would make floor((v + 1 + 0.29) * 100) come out one prompt short, and ceil(0.1 * 3 + 0.7) two.
+"""
+
+
+def exact_ratio(ratio: float) -> Fraction:
+    """`async_generation_ratio` as an exact fraction (see LARGEST_DENOMINATOR).
+
+    Raises:
+        ValueError: it is negative, infinite or not a number.
+    """
+    if not math.isfinite(ratio) or ratio < 0:
+        raise ValueError(f"async_generation_ratio: {ratio} is not a finite number of at least 0")
+    return Fraction(ratio).limit_denominator(LARGEST_DENOMINATOR)
+
+
+def versions_ahead(ratio: float) -> int:
+    """Largest age in versions that admission allows a sample: ceil(async_generation_ratio)."""
+    return math.ceil(exact_ratio(ratio))
+
+
+def max_batches_ready(ratio: float) -> int:
+    """Whole batches that admission allows to be ready at a time: floor(1 + async_generation_ratio)."""
+    return math.floor(1 + exact_ratio(ratio))
+
+
+def _runs_ahead(consequence: str) -> Condition:
+    """The condition of keys that only asynchronous training reads."""
+    return Condition(
+        lambda config, _: config.async_generation_ratio > 0,
+        f"async_generation_ratio is 0, so {consequence}",
+        ("async_generation_ratio",),
+    )
+
+
+SAMPLES_AGE = _runs_ahead("samples are never stale")
 
 
 @dataclass
@@ -16,37 +60,46 @@ class AsyncTrainingConfig:
     """Bounds of asynchronous training; they apply to synchronous training as well, where they are never reached."""
 
     staleness_threshold: int = option(
-        3, "Versions; samples with an older token count as stale in `stale_samples_ratio`.", minimum=0
+        3, "Versions; samples with an older token count as stale in `stale_samples_ratio`.", ge=0, only_for=SAMPLES_AGE
     )
     max_staleness_allowed: int | None = option(
         None,
         "Versions; a group with an older token is dropped when a batch is taken. At least "
         "ceil(async_generation_ratio); default: 5, or that where it is more.",
-        minimum=0,
+        ge=0,
+        only_for=SAMPLES_AGE,
     )
     max_queue_size: int | None = option(
         None,
-        "Samples (agentic: trajectories) that may be running or waiting; production blocks at it, nothing is evicted. "
+        "Samples (agentic: trajectories) that may be running or waiting; generation pauses at it, nothing is evicted. "
         "Default: what async_generation_ratio admits.",
-        minimum=1,
+        ge=1,
+        only_for=_runs_ahead("there is never more than one batch"),
     )
-    min_batch_count: int = option(1, "Batches that must be ready before one is taken.", minimum=1)
+    min_batch_count: int = option(1, "Batches that must be ready before one is taken.", ge=1)
     batch_timeout_s: float = option(
-        30.0, "A batch that takes longer is reported with what it waits for, each time this passes.", above=0
+        30.0, "A batch that takes longer is reported with the requests it waits for, each time this passes.", gt=0
     )
-    batch_deadline_s: float = option(3600.0, "The run ends when a batch takes longer.", above=0)
+    batch_deadline_s: float = option(3600.0, "The run ends when a batch takes longer.", gt=0)
     batch_generation_interval_s: float = option(
-        0.0, "Least seconds between submissions of prompt batches; 0 turns it off.", minimum=0
+        0.0,
+        "Minimum seconds between submissions of prompt batches; 0 turns it off.",
+        ge=0,
+        only_for=Condition(
+            lambda config, _: config.runs_in_background,
+            "each batch is generated on request; set async_generation_ratio or async_training.rollouter: actor",
+            ("async_generation_ratio", "async_training.rollouter"),
+        ),
     )
     rollouter: Literal["auto", "actor", "inline"] = option(
         "auto",
-        "Where generation is driven: in a process of its own beside training (actor), or inline, batch by batch. "
-        "auto: actor when async_generation_ratio is above 0.",
+        "Where generation is driven: in its own process, concurrently with training (actor), or inline, batch by "
+        "batch. auto: actor when async_generation_ratio is above 0.",
     )
     rollouter_class: str | None = option(None, "`module:Class`, a subclass of roll.pipeline.rollouter.Rollouter.")
-    trainer_class: str | None = option(None, "`module:Class`, a subclass of roll.pipeline.rl_learner.RLLearner.")
+    trainer_class: str | None = option(None, "`module:Class`, a subclass of roll.pipeline.learner.RLLearner.")
     metrics_class: str | None = option(
-        None, "`module:Class`, a roll.trackers.base.Metrics: sees the metrics of every step and may add some."
+        None, "`module:Class`, a roll.trackers.base.Metrics: receives the metrics of every step and may add some."
     )
     monitor_class: str | None = option(
         None, "`module:Class`, a roll.pipeline.health.Monitor; default: one that writes output_dir/health.json."
@@ -55,14 +108,27 @@ class AsyncTrainingConfig:
 
 @dataclass
 class AsyncOptions:
-    """What RL pipelines add for running ahead."""
+    """The keys of RL pipelines for running ahead."""
 
-    async_generation_ratio: float = option(0.0, "Batches generation may run ahead; 0 is synchronous.", minimum=0)
+    async_generation_ratio: float = option(0.0, "Batches generation may run ahead; 0 is synchronous.", ge=0)
     in_flight_policy: InFlightPolicy = option(
         "retract",
-        "Requests running at a publish recompute their cache under the new weights (retract), go on with the old "
-        "cache (in_place), are waited for (drain), or are cut and continued from their exact tokens (abort_resume).",
+        "What requests that run at a weight update do: recompute their cache under the new weights (retract), keep "
+        "the old cache (in_place), finish before the update (drain), or stop and continue from their exact tokens "
+        "(abort_resume).",
+        only_for=_runs_ahead("no request runs during a weight update"),
+    )
+    allow_uncorrected_off_policy: bool = option(
+        False,
+        "Train on stale samples without any correction for their age; otherwise such a file is refused.",
+        only_for=SAMPLES_AGE,
     )
     async_training: AsyncTrainingConfig = option(
         factory=AsyncTrainingConfig, help="Bounds and waits of asynchronous training."
     )
+
+    @property
+    def runs_in_background(self) -> bool:
+        """Whether generation is driven by its own process, concurrently with training."""
+        kind = self.async_training.rollouter
+        return self.async_generation_ratio > 0 if kind == "auto" else kind == "actor"

@@ -1,14 +1,17 @@
-"""What is wrong with a configuration, said so that it can be put right."""
+"""Errors written for the user, and the report that configuration rules fill."""
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing to change: where it stands, and the value, what is allowed and what to write instead."""
+    """One thing to change: the path of the key, and a message with the value, what is allowed and what to write."""
 
     path: str
     message: str
@@ -18,11 +21,14 @@ class Problem:
         return f"{self.path}: {self.message}" if self.path else self.message
 
 
+class RunError(RuntimeError):
+    """Ends a run with a sentence instead of a traceback: what happened, where, and what to change."""
+
+
 class ConfigError(ValueError):
-    """Every problem found in one configuration, told together."""
+    """All problems found in one configuration."""
 
     def __init__(self, problems: Sequence[Problem], source: str = "") -> None:
-        """Takes the problems in the order found and the file they come from."""
         self.problems = list(problems)
         self.source = source
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
@@ -31,26 +37,41 @@ class ConfigError(ValueError):
 
 
 class Report:
-    """What the rules say about a configuration.
+    """Findings of the rules about one configuration.
 
-    `missing` holds what stops a run but not a plan: models, datasets and checkpoints that are not on this machine, and
-    what cannot be run yet.
+    Errors stop planning and running. Missing resources (a model, dataset or checkpoint that is not on this machine)
+    stop a run but not a plan. Warnings stop nothing.
     """
 
     def __init__(self) -> None:
-        """Starts empty."""
         self.errors: list[Problem] = []
         self.warnings: list[Problem] = []
         self.missing: list[Problem] = []
 
     def error(self, path: str, message: str) -> None:
-        """Nothing can be planned or run before this is changed."""
+        """Adds a problem that stops planning and running."""
         self.errors.append(Problem(path, message))
 
     def warn(self, path: str, message: str) -> None:
-        """It runs, but perhaps not as meant."""
+        """Adds a remark about something that runs, but perhaps not as intended."""
         self.warnings.append(Problem(path, message))
 
-    def absent(self, path: str, message: str) -> None:
-        """It plans, but cannot run on this machine."""
+    def unused(self, path: str, message: str, is_error: bool) -> None:
+        """Adds a key without effect."""
+        (self.error if is_error else self.warn)(path, message)
+
+    def missing_resource(self, path: str, message: str) -> None:
+        """Adds a problem that stops a run on this machine, but not a plan."""
         self.missing.append(Problem(path, message))
+
+
+def unreachable(path: str | Path) -> str | None:
+    """The operating system's reason why nothing at `path` can be read; None if it can be read or does not exist."""
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        return error.strerror
+    needed = os.R_OK | os.X_OK if os.path.isdir(path) else os.R_OK
+    return None if os.access(path, needed) else os.strerror(errno.EACCES)

@@ -6,48 +6,67 @@ fragmentation come on top: leave some of the device free.
 
 from __future__ import annotations
 
-from roll.configs.batches import requests_per_engine
-from roll.configs.layouts import device_roles, megatron_config, role_layout
-from roll.configs.model_shape import ModelShape
+from dataclasses import dataclass
+
+from roll.configs.model_config import ModelShape
 from roll.configs.pipeline import BaseConfig, RLConfig
-from roll.configs.plan_types import MemoryLine, MemoryPlan
-from roll.configs.worker import WorkerConfig
+from roll.configs.roles import DTYPE_BYTES, ActorInferConfig, ActorTrainConfig, MegatronRoleConfig
 
-DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-"""Bytes of one number."""
-
-HEAD_BYTES = 64 * 2**20
-"""Logits of one chunk of tokens in fp32: the output head never holds those of all tokens."""
+HEAD_CHUNK_BYTES = 64 * 2**20
+"""Size of the fp32 logits of one chunk of tokens on one rank: the output head never keeps those of all tokens."""
 
 HEAD_KEPT_BYTES = 512 * 2**20
-"""Probabilities kept for the head's backward pass at most; beyond it they are computed again."""
+"""Probabilities up to this size are kept for the head's backward pass; larger ones are recomputed chunk by chunk."""
+
+
+@dataclass(frozen=True)
+class MemoryLine:
+    """One kind of memory of one device, in bytes, and its formula with the numbers put in."""
+
+    name: str
+    bytes: int
+    formula: str
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Memory of one role on its fullest device."""
+
+    role: str
+    where: str
+    lines: list[MemoryLine]
+
+    @property
+    def total(self) -> int:
+        """Bytes of all lines."""
+        return sum(line.bytes for line in self.lines)
 
 
 def memory_plans(config: BaseConfig, shapes: dict[str, ModelShape]) -> list[MemoryPlan]:
     """One plan for each role whose model's shape is known."""
     plans = []
-    for role, worker in device_roles(config).items():
+    for role, worker in config.device_roles().items():
         if role not in shapes:
             continue
         shape = shapes[role]
-        if role == "actor_train":
+        if isinstance(worker, ActorTrainConfig):
             plans.append(_training(config, worker, shape))
-        elif role == "actor_infer" and isinstance(config, RLConfig):
+        elif isinstance(worker, ActorInferConfig) and isinstance(config, RLConfig):
             plans.append(_generation(config, worker, shape))
-        else:
+        elif isinstance(worker, MegatronRoleConfig):
             plans.append(_forward(config, role, worker, shape))
     return plans
 
 
-def _training(config: BaseConfig, worker: WorkerConfig, shape: ModelShape) -> MemoryPlan:
+def _training(config: BaseConfig, worker: ActorTrainConfig, shape: ModelShape) -> MemoryPlan:
     """The fullest pipeline stage."""
-    stages = role_layout(worker).pipeline
+    stages = worker.layout.pipeline
     plans = [_training_stage(config, worker, shape, stage) for stage in range(stages)]
     return max(plans, key=lambda plan: plan.total)
 
 
-def _training_stage(config: BaseConfig, worker: WorkerConfig, shape: ModelShape, stage: int) -> MemoryPlan:
-    layout, megatron = role_layout(worker), megatron_config(worker)
+def _training_stage(config: BaseConfig, worker: ActorTrainConfig, shape: ModelShape, stage: int) -> MemoryPlan:
+    layout, megatron = worker.layout, worker.strategy_args.strategy_config
     size = DTYPE_BYTES[worker.model_args.dtype]
     count = shape.stage_parameters(stage, layout.pipeline, layout.tensor)
     gradient = 4 if megatron.accumulate_allreduce_grads_in_fp32 else size
@@ -65,28 +84,28 @@ def _training_stage(config: BaseConfig, worker: WorkerConfig, shape: ModelShape,
         _activations(config, worker, shape, stage),
     ]
     if stage == layout.pipeline - 1:
-        lines.append(_head(_micro_batch_tokens(config, worker, "train"), shape, layout.tensor, keep=True))
+        lines.append(_head(_training_tokens(config, worker), shape, layout.tensor, keep=True))
     return MemoryPlan("actor_train", f"pipeline stage {stage} of {layout.pipeline}", lines)
 
 
-def _activations(config: BaseConfig, worker: WorkerConfig, shape: ModelShape, stage: int) -> MemoryLine:
-    """What the forward pass keeps for the backward pass.
+def _activations(config: BaseConfig, worker: ActorTrainConfig, shape: ModelShape, stage: int) -> MemoryLine:
+    """Values that the forward pass keeps for the backward pass.
 
     Without recompute a layer keeps, per token, the inputs of both norms and of both first matrices (4 hidden), q, k
     and v before and after the rotation, the attention's output, and the MLP's two halves, their activation and their
     product. Attention scores are never kept, so `selective` saves nothing on top. A pipeline stage keeps this for
     each micro-batch in flight, which is the number of stages from it to the last.
     """
-    layout, megatron = role_layout(worker), megatron_config(worker)
+    layout, megatron = worker.layout, worker.strategy_args.strategy_config
     size, tensor = DTYPE_BYTES[worker.model_args.dtype], layout.tensor
-    tokens = _micro_batch_tokens(config, worker, "train")
-    spread = tensor if megatron.sequence_parallel else 1
+    tokens = _training_tokens(config, worker)
+    sequence_parallel = tensor if megatron.sequence_parallel else 1
     query, kv = shape.query_width(tensor), shape.kv_width(tensor)
-    per_layer = 4 * shape.hidden // spread + 3 * query + 3 * kv + 4 * shape.intermediate // tensor
+    per_layer = 4 * shape.hidden // sequence_parallel + 3 * query + 3 * kv + 4 * shape.intermediate // tensor
     layers = shape.layers // layout.pipeline
     in_flight = min(layout.pipeline - stage, worker.training_args.gradient_accumulation_steps)
     if megatron.recompute_granularity == "full":
-        kept = shape.hidden // spread
+        kept = shape.hidden // sequence_parallel
         values = tokens * (layers * in_flight * kept + per_layer)
         inputs = f"{layers} layers x {in_flight} in flight x {kept:,}"
         formula = f"{tokens:,} tokens x ({inputs} + one layer {per_layer:,}) x {size} B"
@@ -100,24 +119,23 @@ def _head(tokens: int, shape: ModelShape, tensor: int, keep: bool) -> MemoryLine
     columns = shape.padded_vocabulary(tensor) // tensor
     whole = tokens * columns * 4
     kept = whole if keep and whole <= HEAD_KEPT_BYTES else 0
-    formula = f"logits of {tokens:,} tokens x {columns:,} x 4 B = {gibibytes(whole)}, in chunks of 64 MiB"
-    return MemoryLine("output head", min(whole, HEAD_BYTES) + kept, formula + (" and kept" if kept else ""))
+    chunk = f"{HEAD_CHUNK_BYTES >> 20} MiB"
+    formula = f"logits of {tokens:,} tokens x {columns:,} x 4 B = {gibibytes(whole)}, in chunks of {chunk}"
+    return MemoryLine("output head", min(whole, HEAD_CHUNK_BYTES) + kept, formula + (" and kept" if kept else ""))
 
 
-def _micro_batch_tokens(config: BaseConfig, worker: WorkerConfig, phase: str) -> int:
-    """Tokens of the largest micro-batch of one data-parallel rank."""
-    if getattr(worker, f"use_dynamic_batching_in_{phase}"):
-        return int(getattr(worker, f"max_tokens_per_microbatch_in_{phase}"))
-    samples = worker.training_args.per_device_train_batch_size if phase == "train" else worker.infer_batch_size
-    return samples * (config.sequence_length or 0)
+def _training_tokens(config: BaseConfig, worker: ActorTrainConfig) -> int:
+    """Tokens of the largest training micro-batch of one data-parallel rank."""
+    samples = worker.training_args.per_device_train_batch_size
+    return worker.training_token_limit or samples * (config.sequence_length or 0)
 
 
-def _forward(config: BaseConfig, role: str, worker: WorkerConfig, shape: ModelShape) -> MemoryPlan:
+def _forward(config: BaseConfig, role: str, worker: MegatronRoleConfig, shape: ModelShape) -> MemoryPlan:
     """A frozen model: weights and one layer's values of a forward pass."""
-    layout, size = role_layout(worker), DTYPE_BYTES[worker.model_args.dtype]
+    layout, size = worker.layout, DTYPE_BYTES[worker.model_args.dtype]
     last = layout.pipeline - 1
     count = max(shape.stage_parameters(stage, layout.pipeline, layout.tensor) for stage in {0, last})
-    tokens = _micro_batch_tokens(config, worker, "infer")
+    tokens = worker.forward_token_limit or worker.infer_batch_size * (config.sequence_length or 0)
     per_token = 4 * shape.hidden + 3 * shape.intermediate // layout.tensor
     lines = [
         MemoryLine("weights", count * size, f"{count:,} parameters x {size} B"),
@@ -127,12 +145,12 @@ def _forward(config: BaseConfig, role: str, worker: WorkerConfig, shape: ModelSh
     return MemoryPlan(role, "fullest pipeline stage" if last else "every device", lines)
 
 
-def _generation(config: RLConfig, worker: WorkerConfig, shape: ModelShape) -> MemoryPlan:
+def _generation(config: RLConfig, worker: ActorInferConfig, shape: ModelShape) -> MemoryPlan:
     """Weights, and the KV cache that the engine needs to keep `max_running_requests` full sequences at once."""
-    tensor, size = role_layout(worker).tensor, DTYPE_BYTES[worker.model_args.dtype]
+    tensor, size = worker.layout.tensor, DTYPE_BYTES[worker.model_args.dtype]
     count = shape.stage_parameters(0, 1, tensor)
     per_token = 2 * shape.layers * shape.kv_width(tensor) * size
-    requests = min(worker.max_running_requests, requests_per_engine(config))
+    requests = min(worker.max_running_requests, config.requests_per_engine)
     tokens = requests * (config.sequence_length or 0)
     share = worker.strategy_args.strategy_config.get("mem_fraction_static")
     limit = f"; weights and KV together get mem_fraction_static {share} of the device" if share else ""

@@ -1,23 +1,53 @@
-"""A model's config.json, read and checked: what the folder must say to be trained here; no torch."""
+"""A model's config.json: which models can be trained, their shape and the parameters of each device; no torch."""
 
 from __future__ import annotations
 
 import difflib
 import json
 import math
+import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from roll.configs.names import ARCHITECTURES
+from roll.configs.errors import unreachable
+
+
+@dataclass(frozen=True)
+class ModelFamily:
+    """How the layers of a family of dense decoders differ from those of llama.
+
+    Attributes:
+        name: of the family.
+        qkv_bias: the projections of query, key and value have a bias.
+        qk_norm: the heads of query and key are normalised.
+    """
+
+    name: str
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+
+FAMILIES = {
+    "LlamaForCausalLM": ModelFamily("llama"),
+    "Qwen2ForCausalLM": ModelFamily("qwen2", qkv_bias=True),
+    "Qwen3ForCausalLM": ModelFamily("qwen3", qk_norm=True),
+}
+"""The models that can be trained, by `architectures` in config.json; `roll.models.weight_mapping` has their tensors."""
+
+ARCHITECTURES = tuple(FAMILIES)
+
+TRAINED_VOCABULARY_MULTIPLE = 16
+"""Same padded size for every power-of-two layout up to 16 ranks, so that checkpoints can change layout."""
 
 CONFIG_NAME = "config.json"
 
 SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
-"""Whole numbers that a model must give."""
+"""Required whole numbers."""
 
 OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
-"""Whole numbers that follow from others, or are unknown, where they are null or left out."""
+"""Whole numbers that may be null or missing."""
 
 ONLY: dict[str, Any] = {
     "hidden_act": "silu",
@@ -26,7 +56,7 @@ ONLY: dict[str, Any] = {
     "use_sliding_window": False,
     "quantization_config": None,
 }
-"""Options that change the arithmetic, and the one value of each that is computed here; left out means that value."""
+"""Options that change the computation, and the one supported value of each, which is also the default."""
 
 ROPE_TYPES = ("default", "linear", "llama3")
 
@@ -37,7 +67,7 @@ LONGEST_SHOWN = 80
 
 
 class UnsupportedModel(ValueError):
-    """The folder is not a HF model, or one this framework cannot run; the message says what would work."""
+    """The folder is not a HF model, or a model that is not supported; the message names what is supported."""
 
 
 def read_model_config(file: Path) -> dict[str, Any]:
@@ -53,17 +83,17 @@ def read_model_config(file: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise UnsupportedModel(f"{file}: is not a model configuration: not JSON: {error}") from None
     if not isinstance(raw, dict):
-        raise UnsupportedModel(f"{file}: is not a model configuration: it holds a {type(raw).__name__}")
+        raise UnsupportedModel(f"{file}: is not a model configuration: it contains a {type(raw).__name__}")
     check_model_config(raw, str(file))
     return raw
 
 
 def check_model_config(raw: Mapping[str, Any], source: str = CONFIG_NAME) -> None:
-    """Nothing, for a model that can be trained; `source` names the file in errors.
+    """Checks that a model can be trained; `source` names the file in errors.
 
     Raises:
-        UnsupportedModel: an unknown architecture, a size that is missing or none, or an option that changes the
-            arithmetic in a way that is not implemented.
+        UnsupportedModel: an unknown architecture, a missing or invalid size, or an option that changes the computation
+            in a way that is not implemented.
     """
     try:
         _check_architecture(raw)
@@ -75,10 +105,10 @@ def check_model_config(raw: Mapping[str, Any], source: str = CONFIG_NAME) -> Non
 
 
 def rotary_values(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary settings in one mapping: `rope_parameters` of transformers 5, or what older files spread.
+    """Rotary settings in one mapping: `rope_parameters` of transformers 5, or the keys of older files.
 
     Raises:
-        UnsupportedModel: a section is none.
+        UnsupportedModel: a section is not a mapping.
     """
     values = {key: raw[key] for key in ("rope_theta", "partial_rotary_factor") if key in raw}
     for key in ("rope_scaling", "rope_parameters"):
@@ -149,3 +179,86 @@ def _check_number(values: Mapping[str, Any], key: str) -> None:
 def _shown(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN - 3]}..."
+
+
+def padded_vocabulary(vocabulary: int, ranks: int) -> int:
+    """Rows of the embedding on all ranks together: the vocabulary rounded up to a multiple of `ranks` and of 16."""
+    multiple = math.lcm(TRAINED_VOCABULARY_MULTIPLE, ranks)
+    return -(-vocabulary // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a dense decoder with grouped-query attention and a gated MLP."""
+
+    architecture: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocabulary: int
+    tied: bool
+    qkv_bias: bool
+    qk_norm: bool
+    max_positions: int | None
+
+    def padded_vocabulary(self, tensor: int) -> int:
+        """Rows of the trained embedding at a tensor-parallel size."""
+        return padded_vocabulary(self.vocabulary, tensor)
+
+    def query_width(self, tensor: int = 1) -> int:
+        """Width of the query heads of one of `tensor` ranks."""
+        return self.heads // tensor * self.head_dim
+
+    def kv_width(self, tensor: int = 1) -> int:
+        """Width of the key heads of one rank, which is that of its value heads; at least one head each."""
+        return max(1, self.kv_heads // tensor) * self.head_dim
+
+    def layer_parameters(self, tensor: int = 1) -> int:
+        """Parameters of one layer on one of `tensor` ranks: matrices are split, norms are not."""
+        query, qkv = self.query_width(tensor), self.query_width(tensor) + 2 * self.kv_width(tensor)
+        matrices = self.hidden * (qkv + query) + 3 * self.hidden * self.intermediate // tensor
+        norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
+        return matrices + norms + (qkv if self.qkv_bias else 0)
+
+    def stage_parameters(self, stage: int, stages: int, tensor: int) -> int:
+        """Parameters of one rank of one pipeline stage; with tied weights and several stages the last keeps a copy."""
+        count = self.layers // stages * self.layer_parameters(tensor)
+        table = self.padded_vocabulary(tensor) // tensor * self.hidden
+        first, last = stage == 0, stage == stages - 1
+        if first:
+            count += table
+        if last:
+            count += self.hidden + (0 if self.tied and first else table)
+        return count
+
+
+def read_model_shape(folder: str | Path) -> ModelShape | None:
+    """The shape of the model in `folder`, or None when there is no config.json to read.
+
+    Raises:
+        UnsupportedModel: as `check_model_config`.
+    """
+    file = Path(folder) / CONFIG_NAME
+    if not os.path.isfile(file) or unreachable(file):
+        return None
+    config = read_model_config(file)
+    architecture = config["architectures"][0]
+    family = FAMILIES[architecture]
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    return ModelShape(
+        architecture=architecture,
+        layers=config["num_hidden_layers"],
+        hidden=hidden,
+        heads=heads,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or hidden // heads,
+        intermediate=config["intermediate_size"],
+        vocabulary=config["vocab_size"],
+        tied=config.get("tie_word_embeddings", False),
+        qkv_bias=family.qkv_bias,
+        qk_norm=family.qk_norm,
+        max_positions=config.get("max_position_embeddings"),
+    )

@@ -1,95 +1,192 @@
-"""The whole of a run: what every pipeline shares, and what RLVR and SFT add."""
+"""The configuration of a run: what all pipelines share, and what SFT, RL and RLVR add."""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from roll.configs.arguments import StrategyArguments
-from roll.configs.asynchronous import AsyncOptions
-from roll.configs.fields import environment, internal, one_or_many, option
-from roll.configs.policy import PolicyOptions
-from roll.configs.worker import WorkerConfig
+from roll.configs.asynchronous import DEFAULT_MAX_STALENESS, AsyncOptions, versions_ahead
+from roll.configs.policy import AdvantageOptions, PolicyOptions
+from roll.configs.roles import (
+    DEVICE_ROLES,
+    ENGINE_RUNS,
+    ActorInferConfig,
+    ActorTrainConfig,
+    ReferenceConfig,
+    RoleConfig,
+    ValidationConfig,
+    pipelines,
+)
+from roll.configs.schema import Condition, environment, internal, needs, one_or_many, option
+
+
+def role_seed(seed: int, *names: Any) -> int:
+    """A seed in [0, 2^31) that depends on the run's seed and on `names`, the same in every process."""
+    text = "/".join(str(part) for part in (seed, *names))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") & 0x7FFFFFFF
+
+
+@dataclass
+class TensorBoardOptions:
+    """`tracker_kwargs.tensorboard`."""
+
+    log_dir: str | None = option(None, "Folder of the event files; default: output_dir/tensorboard.")
+    flush_secs: float = option(30.0, "Maximum time a point stays in memory, in seconds.", gt=0)
+
+
+@dataclass
+class NoOptions:
+    """`tracker_kwargs` of a tracker without options."""
+
+
+TRACKER_OPTIONS: dict[str, type] = {"tensorboard": TensorBoardOptions, "stdout": NoOptions}
+"""Options of each tracker of `track_with`."""
 
 
 @dataclass
 class Source:
-    """Where a configuration came from: its file, the keys that were given, and what loading has to say about them."""
+    """Where a configuration came from.
+
+    Attributes:
+        file: the YAML file.
+        given: paths of the keys that the file or an override sets.
+        overridden: paths of the keys that an override sets.
+        notes: path and message of each remark of loading.
+    """
 
     file: str = ""
     given: list[str] = field(default_factory=list)
+    overridden: list[str] = field(default_factory=list)
     notes: list[tuple[str, str]] = field(default_factory=list)
 
+    def made_moot(self, path: str, causes: Sequence[str]) -> bool:
+        """Whether a key of the file has no effect only because an override changed one of `causes`."""
+        return path not in self.overridden and any(cause in self.overridden for cause in causes)
 
-def _role(strategy_name: Any) -> WorkerConfig:
-    return WorkerConfig(strategy_args=StrategyArguments(strategy_name=strategy_name))
+
+VALIDATES = needs("eval_steps", "eval_steps is 0, so nothing is validated")
 
 
 @dataclass
 class BaseConfig:
-    """What every pipeline needs."""
+    """The keys of all pipelines."""
 
+    pipeline: Literal["rlvr", "sft", "agentic"] = option("rlvr", "Which pipeline this file is for.")
     exp_name: str = option("roll", "Name of the run in trackers.")
-    seed: int = option(42, "Every random choice of the run derives from it.", minimum=0)
+    seed: int = option(42, "Every random choice of the run is derived from it.", ge=0)
     deterministic: bool = option(
         False, "On CPU the same seed gives the same metrics bit for bit, at some cost in speed."
     )
     platform: Literal["auto", "cpu", "cuda"] = option("auto", "Where devices are: auto takes cuda when there is one.")
     num_devices_per_node: int | None = option(
-        None,
-        "Devices of one node; default on cpu: its cores, on cuda: its GPUs (8 when planning elsewhere).",
-        minimum=1,
+        None, "Devices of one node; default on cpu: its cores, on cuda: its GPUs (8 when planning elsewhere).", ge=1
     )
     output_dir: str = option("./output", "Everything the run writes.")
     logging_dir: str | None = option(None, "Log files; default: output_dir/logs.")
     track_with: list[Literal["tensorboard", "stdout"]] = option(
         factory=lambda: ["tensorboard"],
         parse=one_or_many,
-        help="Trackers beside metrics.jsonl; a single name is taken as a list of one.",
+        help="Trackers in addition to metrics.jsonl; a single name is taken as a list of one.",
     )
     tracker_kwargs: dict[str, dict[str, Any]] = option(
         factory=dict, help="Options of the trackers by name, e.g. {tensorboard: {log_dir: PATH}}."
     )
-    max_steps: int = option(100, "Batches to train on.", minimum=1)
-    save_steps: int = option(0, "Checkpoint every so many steps, and at the end; 0: at the end only.", minimum=0)
-    logging_steps: int = option(
-        1, "Console and tracker lines every so many steps (metrics.jsonl has every step).", minimum=1
+    max_steps: int = option(100, "Batches to train on.", ge=1)
+    save_steps: int = option(
+        0,
+        "Checkpoint every so many steps, and at the end; 0: at the end only.",
+        ge=0,
+        only_for=needs("save_checkpoint", "save_checkpoint is false", is_error=True),
     )
-    eval_steps: int = option(0, "Validate before step 1, every so many steps, and at the end; 0: never.", minimum=0)
-    max_ckpt_to_keep: int = option(2, "Newest checkpoints kept; 0 keeps all.", minimum=0)
+    logging_steps: int = option(
+        1,
+        "Console and tracker lines every so many steps (metrics.jsonl has every step).",
+        ge=1,
+        only_for=needs("track_with", "track_with is empty, and metrics.jsonl has every step"),
+    )
+    eval_steps: int = option(0, "Validate before step 1, every so many steps, and at the end; 0: never.", ge=0)
+    max_ckpt_to_keep: int = option(
+        2, "Newest checkpoints kept; 0 keeps all.", ge=0, only_for=needs("save_checkpoint", "save_checkpoint is false")
+    )
     resume_from_checkpoint: bool | str = option(
         False, "true: the newest complete checkpoint of output_dir; or the path of one."
     )
     save_checkpoint: bool = option(True, "Write checkpoints at all.")
     save_hf_model: bool = option(False, "Export the final model as a HF folder, output_dir/hf_model.")
-    pretrain: str | None = option(None, "HF model folder of every role that names none.")
-    prompt_length: int = option(1024, "Longest prompt in tokens; longer ones are dropped and counted.", minimum=1)
-    response_length: int | None = option(None, "Longest response in tokens.", minimum=1)
+    pretrain: str | None = option(None, "HF model folder of every role without model_name_or_path.")
+    prompt_length: int = option(1024, "Longest prompt in tokens; longer ones are dropped and counted.", ge=1)
+    response_length: int | None = option(None, "Longest response in tokens.", ge=1)
     sequence_length: int | None = option(
-        None, "prompt_length + response_length; give either this or response_length.", minimum=2
+        None, "prompt_length + response_length; give either this or response_length.", ge=2
     )
-    max_grad_norm: float = option(1.0, "Gradient clipping by global norm; 0 turns it off.", minimum=0)
+    max_grad_norm: float = option(1.0, "Gradient clipping by global norm; 0 turns it off.", ge=0)
     rpc_timeout_s: float = option(
-        3600.0, "Longest wait for a worker before the run ends with what it waited for.", above=0
+        3600.0, "Maximum wait for a worker; after it the run ends with an error that names the call.", gt=0
     )
-    start_timeout_s: float = option(600.0, "Longest wait for workers and engines to come up.", above=0)
-    model_update_buffer_size_mb: int = option(512, "Bucket of one weight transfer.", minimum=1)
-    sync_timeout_s: float = option(60.0, "Longest one publish of weights may take.", above=0)
-    max_sync_retries: int = option(3, "Publishes tried again before the run ends.", minimum=0)
-    sync_retry_delay_s: float = option(1.0, "Seconds between them.", minimum=0)
+    start_timeout_s: float = option(600.0, "Maximum wait for workers and engines to start.", gt=0)
+    model_update_buffer_size_mb: int = option(512, "Size of one bucket of a weight update.", ge=1, only_for=ENGINE_RUNS)
+    sync_timeout_s: float = option(60.0, "Maximum duration of one weight update.", gt=0, only_for=ENGINE_RUNS)
+    max_sync_retries: int = option(
+        3, "Retries of a failed weight update before the run ends.", ge=0, only_for=ENGINE_RUNS
+    )
+    sync_retry_delay_s: float = option(
+        1.0, "Seconds between them.", ge=0, only_for=(ENGINE_RUNS, needs("max_sync_retries", "max_sync_retries is 0"))
+    )
     verify_weights: Literal["first", "always"] = option(
-        "first", "Compare names and checksums on both sides of a publish."
+        "first", "Compare names and checksums of trainer and engine after a weight update.", only_for=ENGINE_RUNS
     )
     system_envs: dict[str, str] = option(
         factory=dict, parse=environment, help="Environment variables of every process of the run."
     )
-    actor_train: WorkerConfig = option(factory=WorkerConfig, help="The role that learns.")
-    validation: WorkerConfig = option(
-        factory=WorkerConfig,
+    actor_train: ActorTrainConfig = option(factory=ActorTrainConfig, help="The role that is trained.")
+    validation: ValidationConfig = option(
+        factory=ValidationConfig,
+        only_for=VALIDATES,
         help="Data and sampling of validation; it owns no devices. Keys of data_args and generating_args that are not "
-        "given are those of training, but for file_name, and num_return_sequences, which is 1.",
+        "given are those of training, except file_name, and num_return_sequences, which is 1.",
     )
     source: Source = internal(factory=Source)
+
+    @property
+    def samples_per_batch(self) -> int:
+        """Number of samples of one step; here one optimizer step."""
+        return self.actor_train.samples_per_optimizer_step
+
+    @property
+    def optimizer_steps_per_batch(self) -> int:
+        """Optimizer steps of one training step; an incomplete one is filled with masked samples."""
+        return -(-self.samples_per_batch // self.actor_train.samples_per_optimizer_step)
+
+    @property
+    def max_sequence_length(self) -> int:
+        """Tokens of the longest sequence of a run, prompt and response.
+
+        Raises:
+            ValueError: neither `sequence_length` nor `response_length` is set.
+        """
+        if self.sequence_length is not None:
+            return self.sequence_length
+        if self.response_length is None:
+            raise ValueError("response_length: set it or sequence_length")
+        return self.prompt_length + self.response_length
+
+    @property
+    def schedule_steps(self) -> int:
+        """Optimizer steps of the learning-rate schedule."""
+        return self.max_steps * self.optimizer_steps_per_batch
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether a KL term needs the frozen model."""
+        return False
+
+    def device_roles(self) -> dict[str, RoleConfig]:
+        """The roles of this run that own devices, by name; a reference that no KL term uses owns none."""
+        names = [name for name in DEVICE_ROLES if name != "reference" or self.uses_reference]
+        roles: dict[str, RoleConfig] = {name: getattr(self, name) for name in names if hasattr(self, name)}
+        return {name: role for name, role in roles.items() if role.device_mapping}
 
 
 @dataclass
@@ -98,7 +195,10 @@ class SFTConfig(BaseConfig):
 
     pipeline: Literal["sft"] = option("sft", "Which pipeline this file is for.")
     target_loss: float | None = option(
-        None, "The run ends early, once a validation finds val/loss at or below this.", above=0
+        None,
+        "The run ends early, as soon as val/loss of a validation is at or below this.",
+        gt=0,
+        only_for=needs("eval_steps", "it is never measured, since eval_steps is 0; use eval_steps 10", is_error=True),
     )
 
 
@@ -109,16 +209,18 @@ class FilterArguments:
     threshold_up: float | None = option(None, "mean_filter: groups with this mean score or more are dropped.")
     threshold_down: float | None = option(None, "mean_filter: groups with this mean score or less are dropped.")
     std_threshold: float | None = option(
-        None, "std_filter: groups whose scores spread this much or less are dropped; default 0.", minimum=0
+        None, "std_filter: groups whose scores have this standard deviation or less are dropped; default 0.", ge=0
     )
 
 
 @dataclass
 class QueryFilterConfig:
-    """Dynamic sampling: groups that teach nothing are replaced by fresh prompts."""
+    """Dynamic sampling: groups without a learning signal are replaced by new prompts."""
 
-    type: Literal["no_filter", "mean_filter", "std_filter"] = option("no_filter", "What a group is judged by.")
-    filter_args: FilterArguments = option(factory=FilterArguments, help="Its thresholds.")
+    type: Literal["no_filter", "mean_filter", "std_filter"] = option(
+        "no_filter", "Which statistic of its scores decides about a group."
+    )
+    filter_args: FilterArguments = option(factory=FilterArguments, help="The thresholds.")
 
 
 @dataclass
@@ -128,82 +230,104 @@ class RewardConfig:
     function: str = option(
         "roll.rewards.math_rule:math_reward", "`module:function(response, ground_truth, config) -> float`."
     )
-    tag_included: list[str] = option(factory=list, help="Tags this reward scores; empty: every tag.")
-    world_size: int = option(1, "Processes of its pool.", minimum=1)
+    tag_included: list[str] = option(factory=list, help="Tags of the samples this reward scores; empty: all.")
+    world_size: int = option(1, "Worker processes of this reward.", ge=1)
     timeout_s: float = option(
-        5.0, "Seconds one sample may take; the process is killed then and the sample dropped.", above=0
+        5.0, "Maximum seconds for one sample; then the process is killed and the sample dropped.", gt=0
     )
     answer_pattern: Literal["boxed", "last_number", "boxed_or_last_number"] = option(
-        "boxed_or_last_number", "Where the answer stands in the response."
+        "boxed_or_last_number", "Where the response gives its answer."
     )
     correct_score: float = option(1.0, "Score of a right answer.")
-    wrong_score: float = option(0.0, "Score of a wrong one.")
+    wrong_score: float = option(0.0, "Score of a wrong answer.")
     query_filter_config: QueryFilterConfig = option(
-        factory=QueryFilterConfig, help="Which groups scored by this rule are learned from."
+        factory=QueryFilterConfig, help="Which groups scored by this rule are trained on."
     )
 
 
 @dataclass
-class RLConfig(AsyncOptions, PolicyOptions, BaseConfig):
-    """What reinforcement learning adds, whatever its samples are."""
+class RLConfig(AsyncOptions, PolicyOptions, AdvantageOptions, BaseConfig):
+    """The keys of reinforcement learning, shared by RLVR and agents."""
 
-    actor_infer: WorkerConfig = option(factory=lambda: _role("sglang"), help="The role that generates.")
-    reference: WorkerConfig = option(factory=lambda: _role("megatron_infer"), help="The frozen model of the KL terms.")
+    actor_infer: ActorInferConfig = option(factory=ActorInferConfig, help="The role that generates.")
+    reference: ReferenceConfig = option(
+        factory=ReferenceConfig,
+        help="The frozen model of the KL terms.",
+        only_for=Condition(
+            lambda config, _: config.uses_reference or bool(config.reference.device_mapping),
+            "neither use_kl_loss nor add_token_level_kl is on, so there is no reference",
+            ("use_kl_loss", "add_token_level_kl"),
+        ),
+    )
     rollout_dump_dir: str | None = option(
         None,
         "Folder for the samples of every step: ids, log-probs, versions, scores and advantages, one JSONL a step; "
-        "`roll show` shows them.",
+        "`roll show` prints them.",
     )
-    reward_pretrain: str | None = option(None, "Model of a reward role; rule rewards have none.")
-    rollout_batch_size: int = option(64, "Prompts (rlvr) or trajectories (agentic) of one step.", minimum=1)
-    num_return_sequences_in_group: int = option(
-        1, "Samples per prompt; agentic: train_env_manager.group_size.", minimum=1
+    rollout_batch_size: int = option(64, "Prompts (rlvr) or trajectories (agentic) of one step.", ge=1)
+    num_return_sequences_in_group: int = option(1, "Samples per prompt; agentic: train_env_manager.group_size.", ge=1)
+    is_num_return_sequences_expand: bool = option(True, "Each sample is a separate request with its own seed.")
+    ppo_epochs: int = option(1, "Passes over each batch.", ge=1)
+    max_logprob_mismatch: float | None = option(
+        None, "Largest |log p - log mu| allowed in the first step; default 1e-3 in fp32, 0.5 in half precision.", gt=0
     )
-    is_num_return_sequences_expand: bool = option(True, "Each sample is a request of its own, with its own seed.")
-    ppo_epochs: int = option(1, "Passes over each batch.", minimum=1)
-    adv_estimator: str = option("grpo", "Advantage estimator; see docs/algorithms.md for the known ones.")
-    grpo_norm_by_std: bool = option(True, "Divide by the group's standard deviation; false is Dr. GRPO.")
-    norm_mean_type: Literal["batch", "group"] | None = option(None, "Subtract this mean from scores (reinforce).")
-    norm_std_type: Literal["batch", "group"] | None = option(None, "Divide scores by this deviation (reinforce).")
-    gamma: float = option(1.0, "Discount of the return to go.", minimum=0, maximum=1)
-    reward_clip: float | None = option(None, "Clip scores to +- this.", above=0)
-    advantage_clip: float | None = option(None, "Clip advantages to +- this.", above=0)
-    whiten_rewards: bool = option(False, "Zero mean and unit variance of scores over the batch.")
-    whiten_advantages: bool = option(False, "Zero mean and unit variance of advantages over the batch's tokens.")
-    log_prob_parity_bound: float | None = option(
-        None,
-        "Largest |log p - log mu| tolerated in the first step; default 1e-3 in fp32, 0.5 in half precision.",
-        above=0,
+    on_truncated_sampling: Literal["warn", "refuse"] = option(
+        "warn", "Reaction to a top_p or top_k that truncates the sampled distribution."
     )
-    truncated_sampling: Literal["warn", "refuse"] = option(
-        "warn", "What to do when top_p or top_k truncate the sampled distribution."
-    )
-    max_generation_retries: int = option(
-        2, "Times a failed request is tried again before its group is dropped.", minimum=0
-    )
+    max_generation_retries: int = option(2, "Retries of a failed request before its group is dropped.", ge=0)
     max_failure_rate: float = option(
         0.1,
-        "Prompts, or groups of trajectories, that may fail from one batch to the next before the run ends, as a share "
-        "of those that come back whole meanwhile, or of a batch where fewer do; above 0 it allows one.",
-        minimum=0,
-        maximum=1,
+        "Maximum failed fraction per batch of prompts, or groups of trajectories; above 0, one failure is always "
+        "allowed. The fraction is of the completed ones since the last batch, or of a batch if fewer completed.",
+        ge=0,
+        le=1,
     )
     max_resample_factor: float = option(
         10.0,
-        "Groups that query filters may drop from one batch to the next before the run ends, for each that they keep, "
-        "or in batches where they keep fewer.",
-        above=0,
+        "Maximum number of groups that query filters may drop per batch for each group they keep; the batch size "
+        "counts if they keep fewer.",
+        gt=0,
+        only_for=(
+            pipelines("rlvr", reason="every complete group is trained on"),
+            Condition(
+                lambda config, _: any(
+                    reward.query_filter_config.type != "no_filter" for reward in config.rewards.values()
+                ),
+                "every query_filter_config is of type no_filter",
+                ("rewards",),
+            ),
+        ),
     )
 
     @property
     def groups_per_batch(self) -> int:
-        """Groups of samples of one step: those to one prompt."""
+        """Number of groups of samples of one step; in RLVR a group is the samples of one prompt."""
         return self.rollout_batch_size
 
     @property
     def samples_per_batch(self) -> int:
-        """Samples of one step."""
+        """Number of samples of one step."""
         return self.rollout_batch_size * self.num_return_sequences_in_group
+
+    @property
+    def optimizer_steps_per_batch(self) -> int:
+        """Optimizer steps of one training step, over all `ppo_epochs`."""
+        return super().optimizer_steps_per_batch * self.ppo_epochs
+
+    @property
+    def requests_per_engine(self) -> int:
+        """Maximum number of requests of one engine at a time, rounded up."""
+        return -(-self.samples_per_batch // self.actor_infer.layout.data)
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether a KL term needs the frozen model."""
+        return self.use_kl_loss or self.add_token_level_kl
+
+    @property
+    def default_max_staleness(self) -> int:
+        """`max_staleness_allowed` if the file does not set it."""
+        return max(DEFAULT_MAX_STALENESS, versions_ahead(self.async_generation_ratio))
 
 
 @dataclass

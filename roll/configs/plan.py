@@ -1,106 +1,138 @@
-"""The plan of a run: devices, layouts, batch arithmetic, memory and warnings, without starting anything."""
+"""The plan of a run: devices, layouts, batch sizes, memory and warnings, without starting anything."""
 
 from __future__ import annotations
 
-from roll.configs.errors import ConfigError, Report
-from roll.configs.layouts import device_roles, is_megatron, role_layout
-from roll.configs.machine import Machine, this_machine
-from roll.configs.memory import gibibytes, memory_plans
-from roll.configs.model_shape import ModelShape, read_model_shape
-from roll.configs.pipeline import BaseConfig
-from roll.configs.plan_lines import batch_lines
-from roll.configs.plan_types import DevicePlan, Plan, RolePlan
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, TextIO
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from roll.configs.agentic import AgenticConfig, EnvManagerConfig
+from roll.configs.errors import ConfigError
+from roll.configs.hardware import Hardware, check_nodes, resolve_platform, this_machine
+from roll.configs.memory import MemoryPlan, gibibytes, memory_plans
+from roll.configs.model_config import ModelShape, read_model_shape
+from roll.configs.parallel_layout import spans
+from roll.configs.pipeline import BaseConfig, RLConfig
+from roll.configs.roles import ActorTrainConfig, MegatronRoleConfig, RoleConfig
 from roll.configs.rules import check
-from roll.configs.rules.devices import check_nodes
-from roll.configs.worker import WorkerConfig
-
-GPUS_PER_NODE = 8
-"""Devices per node assumed when a run on GPUs is planned on a machine without any."""
 
 
-def make_plan(config: BaseConfig, machine: Machine | None = None) -> Plan:
-    """What follows from a loaded configuration.
+@dataclass(frozen=True)
+class RolePlan:
+    """One role: its engine, its devices and how they are split; `workers` are ranks, or engines for sglang."""
 
-    Models and datasets that are not on this machine cost the plan their lines, and it says so.
+    role: str
+    strategy: str
+    model: str | None
+    dtype: str
+    devices: list[int]
+    nodes: list[int]
+    workers: int
+    tensor: int
+    pipeline: int
+    data: int
+    shares_devices_with: list[str]
+
+
+@dataclass(frozen=True)
+class DevicePlan:
+    """One device: its node and the rank or engine of every role on it."""
+
+    device: int
+    node: int
+    local_index: int
+    uses: list[str]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One number of the batch and its formula."""
+
+    name: str
+    value: int | float | str
+    formula: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All numbers that follow from a configuration; text, numbers and lists only, so that it converts to JSON."""
+
+    exp_name: str
+    pipeline: str
+    source: str
+    platform: str
+    nodes: int
+    devices_per_node: int
+    roles: list[RolePlan]
+    devices: list[DevicePlan]
+    batch: list[Line]
+    memory: list[MemoryPlan]
+    warnings: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan for JSON, with totals."""
+        plan = asdict(self)
+        for shown, memory in zip(plan["memory"], self.memory, strict=True):
+            shown["total"] = memory.total
+        return plan
+
+
+def make_plan(config: BaseConfig, hardware: Hardware | None = None) -> Plan:
+    """The plan of a loaded configuration.
+
+    For a model that is not on this machine the plan has no memory estimate, and a warning.
 
     Args:
         config: from `load_config`.
-        machine: where it is planned; None asks this one.
+        hardware: of the machine that the run is planned for; None is this machine.
 
     Raises:
-        ConfigError: the devices cannot be placed on the nodes, or the configuration was changed after loading and
-            breaks a rule.
+        ConfigError: the devices do not fit the nodes, or the configuration was changed after loading and breaks a
+            rule.
     """
-    machine = machine or this_machine()
+    hardware = hardware or this_machine()
     report = check(config)
-    platform, per_node = place(config, machine, report)
+    platform, per_node = resolve_platform(config, hardware, report)
     check_nodes(config, per_node, report)
     if report.errors:
         raise ConfigError(report.errors, config.source.file)
     shapes = _shapes(config)
     memory = memory_plans(config, shapes)
-    absent = [f"{problem} (this stops a run, not a plan)" for problem in report.missing]
-    unknown = [role for role in device_roles(config) if role not in shapes]
+    missing = [f"{problem} (this stops a run, not a plan)" for problem in report.missing]
+    unknown = [role for role in config.device_roles() if role not in shapes]
     if unknown:
-        absent.append(f"no memory estimate for {', '.join(unknown)}: the model's config.json is not on this machine")
+        missing.append(f"no memory estimate for {', '.join(unknown)}: the model's config.json is not on this machine")
     return Plan(
         exp_name=config.exp_name,
-        pipeline=str(getattr(config, "pipeline", "")),
+        pipeline=config.pipeline,
         source=config.source.file,
         platform=platform,
-        nodes=1 + max((max(w.device_mapping) // per_node for w in device_roles(config).values()), default=0),
+        nodes=1 + max((max(w.device_mapping) // per_node for w in config.device_roles().values()), default=0),
         devices_per_node=per_node,
-        roles=[_role(config, role, worker, per_node) for role, worker in device_roles(config).items()],
+        roles=[_role(config, role, worker, per_node) for role, worker in config.device_roles().items()],
         devices=_devices(config, per_node),
         batch=batch_lines(config),
         memory=memory,
-        warnings=[str(problem) for problem in report.warnings] + absent,
+        warnings=[str(problem) for problem in report.warnings] + missing,
     )
-
-
-def place(config: BaseConfig, machine: Machine, report: Report) -> tuple[str, int]:
-    """The platform and the devices per node that a plan assumes; what is a guess is put into the report as a warning.
-
-    `auto` is cuda where there are GPUs, and cpu where all devices fit this machine's cores; otherwise the run is taken
-    to be planned for GPUs elsewhere.
-    """
-    highest = max((max(worker.device_mapping) for worker in device_roles(config).values()), default=0)
-    platform: str = config.platform
-    if platform == "auto":
-        slots = config.num_devices_per_node or machine.cores
-        platform = "cpu" if not machine.gpus and highest < slots and config.num_devices_per_node is None else "cuda"
-        if platform == "cuda" and not machine.gpus:
-            report.warn(
-                "platform",
-                "auto on a machine without a GPU: planned for cuda elsewhere; write platform: cpu to run here",
-            )
-    if config.num_devices_per_node is not None:
-        return platform, config.num_devices_per_node
-    if platform == "cpu":
-        if highest >= machine.cores:
-            report.warn(
-                "num_devices_per_node",
-                f"is not given, and device {highest} is beyond the {machine.cores} cores here: "
-                f"taken as more nodes; write num_devices_per_node: {highest + 1} for one node",
-            )
-        return platform, machine.cores
-    if not machine.gpus:
-        report.warn("num_devices_per_node", f"is not given and there is no GPU here: taken as {GPUS_PER_NODE}")
-    return platform, machine.gpus or GPUS_PER_NODE
 
 
 def _shapes(config: BaseConfig) -> dict[str, ModelShape]:
     shapes: dict[str, ModelShape] = {}
-    for role, worker in device_roles(config).items():
+    for role, worker in config.device_roles().items():
         shape = read_model_shape(worker.model_args.model_name_or_path or "")
         if shape is not None:
             shapes[role] = shape
     return shapes
 
 
-def _role(config: BaseConfig, role: str, worker: WorkerConfig, per_node: int) -> RolePlan:
-    layout, devices = role_layout(worker), worker.device_mapping
-    others = device_roles(config).items()
+def _role(config: BaseConfig, role: str, worker: RoleConfig, per_node: int) -> RolePlan:
+    layout, devices = worker.layout, worker.device_mapping
+    others = config.device_roles().items()
     return RolePlan(
         role=role,
         strategy=worker.strategy_args.strategy_name,
@@ -108,7 +140,7 @@ def _role(config: BaseConfig, role: str, worker: WorkerConfig, per_node: int) ->
         dtype=worker.model_args.dtype,
         devices=devices,
         nodes=sorted({device // per_node for device in devices}),
-        workers=layout.world_size if is_megatron(worker) else layout.data,
+        workers=layout.world_size if isinstance(worker, MegatronRoleConfig) else layout.data,
         tensor=layout.tensor,
         pipeline=layout.pipeline,
         data=layout.data,
@@ -118,22 +150,22 @@ def _role(config: BaseConfig, role: str, worker: WorkerConfig, per_node: int) ->
 
 def _devices(config: BaseConfig, per_node: int) -> list[DevicePlan]:
     uses: dict[int, list[str]] = {}
-    for role, worker in device_roles(config).items():
+    for role, worker in config.device_roles().items():
         for rank, device in enumerate(worker.device_mapping):
-            uses.setdefault(device, []).append(f"{role} {_place(worker, rank)}")
+            uses.setdefault(device, []).append(f"{role} {_position(worker, rank)}")
     return [DevicePlan(device, device // per_node, device % per_node, uses[device]) for device in sorted(uses)]
 
 
-def _place(worker: WorkerConfig, rank: int) -> str:
-    layout = role_layout(worker)
-    if not is_megatron(worker):
+def _position(worker: RoleConfig, rank: int) -> str:
+    layout = worker.layout
+    if not isinstance(worker, MegatronRoleConfig):
         return f"engine {rank // layout.tensor}" + (f" tp{rank % layout.tensor}" if layout.tensor > 1 else "")
     at = layout.coordinates(rank)
     return f"rank {rank} (tp{at.tensor} dp{at.data} pp{at.pipeline})"
 
 
 def shared_device_memory(plan: Plan) -> list[str]:
-    """Sums of memory on devices that several roles share, as sentences."""
+    """One line for each set of roles that share their devices: the sum of their memory."""
     totals = {memory.role: memory.total for memory in plan.memory}
     sentences: list[str] = []
     for role in plan.roles:
@@ -145,3 +177,206 @@ def shared_device_memory(plan: Plan) -> list[str]:
         ):
             sentences.append(f"{' + '.join(group)} on one device: {gibibytes(sum(totals[name] for name in group))}")
     return sentences
+
+
+def batch_lines(config: BaseConfig) -> list[Line]:
+    """Prompts, samples, micro-batches, optimizer steps and the schedule of a run, each with its formula."""
+    training, data = config.actor_train.training_args, config.actor_train.layout.data
+    samples, step = config.samples_per_batch, config.actor_train.samples_per_optimizer_step
+    size, accumulation = training.per_device_train_batch_size, training.gradient_accumulation_steps
+    lines: list[Line] = []
+
+    def add(name: str, value: int | str, formula: str) -> None:
+        lines.append(Line(name, value, formula))
+
+    if isinstance(config, AgenticConfig):
+        lines += _agentic_lines(config)
+    elif isinstance(config, RLConfig):
+        prompts, group = config.rollout_batch_size, config.num_return_sequences_in_group
+        engines, limit = config.actor_infer.layout.data, config.actor_infer.max_running_requests
+        share = config.requests_per_engine
+        add("prompts per step", prompts, "rollout_batch_size")
+        add("samples per step", samples, f"{prompts} prompts x {group} num_return_sequences_in_group")
+        add("requests per engine and step", share, f"{samples} samples / {engines} engines, rounded up")
+        add("requests at a time on one engine", min(share, limit), f"max_running_requests {limit}")
+    product = f"{size} per_device_train_batch_size x {accumulation} gradient_accumulation_steps x {data} data parallel"
+    add("samples per optimizer step", step, product)
+    add("samples per rank and optimizer step", step // data, f"{step} / {data} data parallel")
+    lines.append(_micro_batch_line(config.actor_train, step // data))
+    if isinstance(config, RLConfig):
+        filling = ", filled up with masked samples" if samples % step else ""
+        steps = f"{samples} samples / {step} x {config.ppo_epochs} ppo_epochs{filling}"
+        add("optimizer steps per batch", config.optimizer_steps_per_batch, steps)
+        lines.append(_forward_line(config, -(-samples // step) * step))
+    else:
+        add("optimizer steps per batch", 1, "a batch is one optimizer step")
+    length = config.sequence_length or 0
+    add("tokens per step, at most", samples * length, f"{samples} samples x {config.sequence_length} sequence_length")
+    schedule = f"{config.max_steps} max_steps x {config.optimizer_steps_per_batch} optimizer steps per batch"
+    add("learning-rate schedule", f"{config.schedule_steps} steps", schedule)
+    warmup = training.warmup_steps or round(training.warmup_ratio * config.schedule_steps)
+    end = f" to {training.min_learning_rate:g}" if training.lr_scheduler_type != "constant" else ""
+    add("warm-up", f"{warmup} steps", f"to {training.learning_rate:g}, then {training.lr_scheduler_type}{end}")
+    return lines
+
+
+def _micro_batch_line(worker: ActorTrainConfig, samples_per_rank: int) -> Line:
+    tokens = worker.training_token_limit
+    if tokens is not None:
+        return Line(
+            "micro-batches", "by tokens", f"{samples_per_rank} samples in micro-batches of at most {tokens} tokens"
+        )
+    count, size = worker.training_args.gradient_accumulation_steps, worker.training_args.per_device_train_batch_size
+    return Line(
+        "micro-batches per rank and optimizer step", count, f"{samples_per_rank} samples / {size} per micro-batch"
+    )
+
+
+def _forward_line(config: RLConfig, samples: int) -> Line:
+    worker, data = config.actor_train, config.actor_train.layout.data
+    name = "forward micro-batches per rank (log-probs)"
+    if config.old_log_probs_source == "behavior":
+        return Line(name, 0, "old_log_probs_source behavior takes the engine's log-probs")
+    if worker.forward_token_limit is not None:
+        return Line(name, "by tokens", f"at most {worker.forward_token_limit} tokens each")
+    share = -(-samples // data)
+    return Line(
+        name,
+        -(-share // worker.infer_batch_size),
+        f"{share} samples / {worker.infer_batch_size} infer_batch_size, rounded up",
+    )
+
+
+def _agentic_lines(config: AgenticConfig) -> list[Line]:
+    """Trajectories, environments, turns and samples of one step, and the environments of one validation."""
+    manager, turns, trajectories = config.train_env_manager, config.turns, config.rollout_batch_size
+    tags = config.tags_of(manager)
+    tokens = max((config.custom_envs[tag].max_tokens_per_step or 0 for tag in tags), default=0)
+    engines, limit = config.actor_infer.layout.data, config.actor_infer.max_running_requests
+    groups = f"{trajectories} trajectories / {manager.group_size} train_env_manager.group_size"
+    requests = f"{manager.environments} environments / {engines} engines, rounded up; max_running_requests {limit}"
+    samples = Line("samples per step", config.samples_per_batch, "one for each trajectory (sample_by traj)")
+    if config.sample_by == "step":
+        formula = f"{trajectories} trajectories x {turns} turns (sample_by step)"
+        samples = Line("samples per step, at most", config.samples_per_batch, formula)
+    lines = [
+        Line("trajectories per step", trajectories, "rollout_batch_size"),
+        Line("groups per step", config.groups_per_batch, groups),
+        *_manager_lines("", manager),
+        Line("turns per trajectory, at most", turns, _of_tags("max_steps", config)),
+        Line("tokens per turn, at most", tokens, _of_tags("max_tokens_per_step", config)),
+        Line("tokens per trajectory, at most", config.sequence_length or 0, "sequence_length"),
+        samples,
+        Line("requests at a time on one engine", min(config.requests_per_engine, limit), requests),
+    ]
+    if config.eval_steps:
+        lines.append(Line("trajectories of a validation", config.val_batch_size or 0, "val_batch_size"))
+        lines += _manager_lines(" of a validation", config.val_env_manager)
+    return lines
+
+
+def _manager_lines(suffix: str, manager: EnvManagerConfig) -> list[Line]:
+    """Environments at a time and their processes; `suffix` distinguishes validation from training."""
+    count, limit = manager.environments, manager.max_env_num_per_worker
+    groups = ", ".join(f"{part} {tag}" for tag, part in zip(manager.tags, manager.num_groups_partition, strict=True))
+    members = f"({manager.group_size} group_size + {manager.group_size_redundancy} group_size_redundancy)"
+    processes = f"{count} environments / {limit} max_env_num_per_worker, rounded up"
+    return [
+        Line(
+            f"environments at a time{suffix}", count, f"{manager.num_env_groups} num_env_groups ({groups}) x {members}"
+        ),
+        Line(
+            f"environment processes{suffix}",
+            manager.processes,
+            processes if limit else "max_env_num_per_worker 0: all in one",
+        ),
+    ]
+
+
+def _of_tags(key: str, config: AgenticConfig) -> str:
+    """A key of the entries of training, with its values."""
+    tags = config.tags_of(config.train_env_manager)
+    return f"{key} of " + ", ".join(f"{tag} ({getattr(config.custom_envs[tag], key)})" for tag in tags)
+
+
+WIDTH = 160
+"""Columns where the output is not a terminal, so that formulas stay on one line."""
+
+
+def print_plan(plan: Plan, file: TextIO | None = None) -> None:
+    """Writes the plan to `file`, or to standard output."""
+    console = Console(file=file, highlight=False, soft_wrap=False)
+    if not console.is_terminal:
+        console = Console(file=file, highlight=False, width=WIDTH)
+    plural = "s" if plan.nodes > 1 else ""
+    nodes = f"{plan.nodes} node{plural} x {plan.devices_per_node} devices"
+    source = f"  ({plan.source})" if plan.source else ""
+    console.print(f"{plan.exp_name}: {plan.pipeline} on {plan.platform}, {nodes}{source}", markup=False, style="bold")
+    console.print(_roles(plan))
+    console.print(_device_table(plan))
+    console.print(
+        _table(
+            "Batch",
+            ["", "", ""],
+            [
+                (line.name, f"{line.value:,}" if isinstance(line.value, int) else str(line.value), line.formula)
+                for line in plan.batch
+            ],
+        )
+    )
+    if plan.memory:
+        console.print(_memory(plan))
+        for sentence in shared_device_memory(plan):
+            console.print(f"  {sentence}", markup=False)
+    if not plan.warnings:
+        console.print("No warnings.", style="green")
+        return
+    console.print(f"{len(plan.warnings)} warning{'s' if len(plan.warnings) > 1 else ''}", style="bold yellow")
+    for warning in plan.warnings:
+        console.print(f"  - {warning}", markup=False, soft_wrap=True)
+
+
+def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_header=any(columns), title_style="bold")
+    for index, column in enumerate(columns):
+        table.add_column(
+            column, justify="right" if title in ("Batch", "Memory per device") and index == len(columns) - 2 else "left"
+        )
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _roles(plan: Plan) -> Table:
+    rows = [
+        (
+            role.role,
+            role.strategy,
+            role.dtype,
+            spans(role.devices),
+            spans(role.nodes),
+            f"{role.workers} {'engines' if role.strategy == 'sglang' else 'ranks'}",
+            f"tp{role.tensor} pp{role.pipeline} dp{role.data}",
+            ", ".join(role.shares_devices_with) or "-",
+            role.model or "-",
+        )
+        for role in plan.roles
+    ]
+    columns = ["role", "engine", "dtype", "devices", "nodes", "workers", "layout", "shares with", "model"]
+    return _table("Roles", columns, rows)
+
+
+def _device_table(plan: Plan) -> Table:
+    rows = [(str(item.device), str(item.node), str(item.local_index), ", ".join(item.uses)) for item in plan.devices]
+    return _table("Devices", ["device", "node", "index on node", "used by"], rows)
+
+
+def _memory(plan: Plan) -> Table:
+    rows: list[tuple[str, str, str, str]] = []
+    for memory in plan.memory:
+        rows += [
+            (memory.role if not i else "", line.name, gibibytes(line.bytes), line.formula)
+            for i, line in enumerate(memory.lines)
+        ]
+        rows.append(("", "total", gibibytes(memory.total), memory.where))
+    return _table("Memory per device", ["role", "", "", "formula"], rows)

@@ -1,39 +1,93 @@
-"""How a batch becomes a policy gradient: the loss, what its ratio is taken against, and the off-policy correction."""
+"""How a batch becomes a policy gradient: advantages, the loss, its KL terms and the off-policy correction."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
-from roll.configs.fields import option
+from roll.configs.schema import Condition, needs, option
+
+TURN_ESTIMATORS = ("gigpo", "step_reinforce", "agentic_reinforce")
+"""Values of `adv_estimator` that use the turns of a trajectory."""
+
+ADV_ESTIMATORS = (
+    "grpo",
+    "reinforce",
+    "rloo",
+    "lite_ppo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    *TURN_ESTIMATORS,
+)
+"""Values of `adv_estimator`; the registry of roll.algorithms agrees with it."""
+
+GROUP_ESTIMATORS = ("grpo", "rloo", "lite_ppo", "reinforce_plus_plus_baseline")
+"""Estimators that compare a response with the others to its prompt and give all its tokens the same advantage."""
+
+WHITENING_ESTIMATORS = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+"""Estimators that whiten advantages by definition."""
+
+PG_VARIANTS = ("ppo", "vanilla", "tis", "topr", "cispo", "kimi15", "gspo", "decoupled_ppo")
+"""Values of `pg_variant`; the registry of roll.algorithms agrees with it."""
 
 FOLLOWING_VARIANTS = ("ppo", "gspo")
-"""Their ratio is the size of an update; against which policy follows `old_log_probs_source`."""
+"""Variants whose ratio is the size of an update; its base follows from `old_log_probs_source`."""
 
 BEHAVIOR_VARIANTS = ("tis", "topr", "cispo", "kimi15")
-"""Their ratio is the distance to the policy that sampled."""
+"""Variants whose ratio is the distance to the policy that sampled."""
 
 RATIO_WEIGHTED_VARIANTS = ("ppo", "gspo", "tis", "topr", "cispo")
-"""Their loss is a multiple of the ratio, so a weight for the same ratio would count it twice."""
+"""Variants whose loss is a multiple of the ratio, so a weight for the same ratio would count it twice."""
 
-VARIANT_KNOBS: dict[str, tuple[str, ...]] = {
-    "pg_clip_low": ("ppo", "decoupled_ppo"),
-    "pg_clip_high": ("ppo", "decoupled_ppo"),
-    "dual_clip_loss": ("ppo", "decoupled_ppo"),
-    "dual_clip_c": ("ppo", "decoupled_ppo"),
-    "gspo_clip_low": ("gspo",),
-    "gspo_clip_high": ("gspo",),
-    "tis_lower_bound": ("tis",),
-    "tis_upper_bound": ("tis",),
-    "topr_positive_weight": ("topr",),
-    "topr_negative_weight": ("topr",),
-    "topr_level": ("topr",),
-    "cispo_epsilon_low": ("cispo",),
-    "cispo_epsilon_high": ("cispo",),
-    "cispo_use_unified_mask": ("cispo",),
-    "kimi15_tau": ("kimi15",),
-}
-"""Key -> the values of `pg_variant` that read it."""
+
+def pg_variants(*names: str) -> Condition:
+    """The condition of keys that belong to these values of `actor_train.pg_variant`."""
+    return Condition(
+        lambda config, _: config.actor_train.pg_variant in names,
+        f"it belongs to actor_train.pg_variant {' or '.join(names)}",
+        ("actor_train.pg_variant",),
+        is_error=True,
+        variants=names,
+    )
+
+
+def estimators(*names: str, reason: str, is_error: bool = False) -> Condition:
+    """The condition of keys that only these values of `adv_estimator` read."""
+    return Condition(lambda config, _: config.adv_estimator in names, reason, ("adv_estimator",), is_error)
+
+
+def not_estimators(*names: str, reason: str) -> Condition:
+    """The condition of keys that these values of `adv_estimator` do not read."""
+    return Condition(lambda config, _: config.adv_estimator not in names, reason, ("adv_estimator",))
+
+
+PPO = pg_variants("ppo", "decoupled_ppo")
+GSPO = pg_variants("gspo")
+TIS = pg_variants("tis")
+TOPR = pg_variants("topr")
+CISPO = pg_variants("cispo")
+KIMI15 = pg_variants("kimi15")
+
+KL_LOSS = needs("use_kl_loss", "use_kl_loss is false; set it to true", is_error=True)
+KL_REWARD = needs("add_token_level_kl", "add_token_level_kl is false; set it to true", is_error=True)
+ANY_KL = Condition(
+    lambda config, _: config.use_kl_loss or config.add_token_level_kl,
+    "neither use_kl_loss nor add_token_level_kl is on",
+    ("use_kl_loss", "add_token_level_kl"),
+)
+WEIGHTED = needs("level", "correction.weights.level is null; set it to token, sequence or geometric", is_error=True)
+REJECTING = needs("statistic", "correction.rejection.statistic is null; set it to k1, k2 or k3", is_error=True)
+REJECTS = Condition(
+    lambda config, correction: correction.rejects,
+    "nothing is rejected; set correction.rejection, correction.veto_threshold or correction.weights.mode: mask",
+    ("correction.rejection.statistic", "correction.veto_threshold", "correction.weights.mode"),
+    is_error=True,
+)
+NORMALISED = estimators(
+    "reinforce",
+    reason="only adv_estimator reinforce reads it; the others define their own normalisation",
+    is_error=True,
+)
 
 
 @dataclass
@@ -45,10 +99,12 @@ class WeightOptions:
         "Ratio of a token, of the whole response, or its geometric mean; null: no weights (token for decoupled_ppo).",
     )
     mode: Literal["clamp", "mask"] = option(
-        "clamp", "What happens outside the bounds: the weight is clamped to them, or its tokens leave the loss."
+        "clamp",
+        "What happens outside the bounds: the weight is clamped to them, or its tokens leave the loss.",
+        only_for=WEIGHTED,
     )
-    lower: float = option(0.0, "Least weight.", minimum=0)
-    upper: float = option(2.0, "Largest weight.", above=0)
+    lower: float = option(0.0, "Smallest weight.", ge=0, only_for=WEIGHTED)
+    upper: float = option(2.0, "Largest weight.", gt=0, only_for=WEIGHTED)
 
 
 @dataclass
@@ -59,10 +115,16 @@ class RejectionOptions:
         None, "Of the log ratio l: k1 = l, k2 = l^2 / 2, k3 = e^l - 1 - l; null: nothing is rejected."
     )
     level: Literal["token", "sequence-mean", "sequence-sum", "sequence-max"] = option(
-        "token", "One token, or the mean, sum or extremes over the response, which then leaves as a whole."
+        "token",
+        "One token, or the mean, sum or extremes over the response, which then leaves as a whole.",
+        only_for=REJECTING,
     )
-    lower: float | None = option(None, "Kept from here: a ratio for k1, nats for k2 and k3; null: no bound.", minimum=0)
-    upper: float | None = option(None, "Kept up to here, in the same units; null: no bound.", above=0)
+    lower: float | None = option(
+        None, "Smallest value kept: a ratio for k1, nats for k2 and k3; null: no bound.", ge=0, only_for=REJECTING
+    )
+    upper: float | None = option(
+        None, "Largest value kept, in the same units; null: no bound.", gt=0, only_for=REJECTING
+    )
 
 
 @dataclass
@@ -70,20 +132,22 @@ class CorrectionOptions:
     """Correction for the distance between the policy that sampled and the one that learns; off by default."""
 
     weights: WeightOptions = option(factory=WeightOptions, help="Importance weights on the token loss.")
-    rejection: RejectionOptions = option(factory=RejectionOptions, help="What is too far away to learn from.")
+    rejection: RejectionOptions = option(factory=RejectionOptions, help="Which tokens or responses are left out.")
     veto_threshold: float | None = option(
-        None, "A response with any token ratio below this leaves the loss whole, e.g. 1e-4.", above=0
+        None, "A response with any token ratio below this is left out of the loss, e.g. 1e-4.", gt=0
     )
-    renormalize: bool = option(False, "Divide the loss by the tokens left after rejection instead of by all.")
+    renormalize: bool = option(
+        False, "Divide the loss by the tokens left after rejection instead of by all.", only_for=REJECTS
+    )
 
     @property
     def weighted(self) -> bool:
-        """Whether token losses carry a weight."""
+        """Whether token losses have a weight."""
         return self.weights.level is not None
 
     @property
     def rejects(self) -> bool:
-        """Whether tokens may leave the loss."""
+        """Whether tokens may be left out of the loss."""
         masks = self.weighted and self.weights.mode == "mask"
         return masks or self.rejection.statistic is not None or self.veto_threshold is not None
 
@@ -94,8 +158,39 @@ class CorrectionOptions:
 
 
 @dataclass
-class PolicyOptions:
-    """The keys of the policy loss; `pg_variant` stands with actor_train."""
+class KLOptions:
+    """KL to the reference, in the loss or in the token reward."""
+
+    use_kl_loss: bool = option(False, "KL to the reference in the loss.")
+    kl_loss_coef: float = option(0.0, "Its weight.", ge=0, only_for=KL_LOSS)
+    add_token_level_kl: bool = option(False, "KL to the reference in the token reward.")
+    init_kl_coef: float = option(0.0, "Its weight; with target_kl the first one.", ge=0, only_for=KL_REWARD)
+    target_kl: float | None = option(
+        None,
+        "KL of the token reward in nats per token that its weight is steered to; null: a fixed weight.",
+        gt=0,
+        only_for=KL_REWARD,
+    )
+    kl_horizon: int = option(
+        10000,
+        "Samples over which that weight moves: the more, the slower.",
+        ge=1,
+        only_for=needs(
+            "target_kl",
+            "target_kl is null, so the weight of the KL is fixed",
+            accepts=lambda target: target is not None,
+        ),
+    )
+    kl_penalty: Literal["k1", "k2", "k3", "abs"] = option(
+        "k3",
+        "KL estimator: the log ratio k1, its half square k2, the unbiased positive k3, or the absolute log ratio.",
+        only_for=ANY_KL,
+    )
+
+
+@dataclass
+class PolicyOptions(KLOptions):
+    """The keys of the policy loss; `pg_variant` is a key of actor_train."""
 
     old_log_probs_source: Literal["auto", "behavior", "recompute"] = option(
         "auto",
@@ -107,56 +202,94 @@ class PolicyOptions:
         "What the ratio of the policy loss is taken against; auto is behavior for tis, topr, cispo and kimi15, "
         "proximal for decoupled_ppo, and follows old_log_probs_source for the others.",
     )
-    allow_uncorrected_off_policy: bool = option(
-        False, "Train on stale samples though nothing corrects for their age; else such a file is refused."
-    )
     correction: CorrectionOptions = option(
-        factory=CorrectionOptions, help="Weights and rejection against the sampling policy, for any pg_variant."
+        factory=CorrectionOptions,
+        help="Importance weights and rejection against the sampling policy, for any pg_variant.",
     )
-    pg_clip_low: float = option(0.2, "ppo, decoupled_ppo: ratio clip below 1.", above=0, maximum=1)
-    pg_clip_high: float = option(0.2, "ppo, decoupled_ppo: ratio clip above 1.", above=0)
-    dual_clip_loss: bool = option(False, "ppo, decoupled_ppo: bound the loss of negative advantages.")
-    dual_clip_c: float = option(3.0, "ppo, decoupled_ppo: that bound in multiples of |A|.", above=1)
-    gspo_clip_low: float = option(3e-4, "gspo: clip below 1 of the response's mean ratio.", above=0, maximum=1)
-    gspo_clip_high: float = option(4e-4, "gspo: clip above 1 of the response's mean ratio.", above=0)
-    tis_lower_bound: float = option(0.0, "tis: least weight.", minimum=0)
-    tis_upper_bound: float = option(1.0, "tis: largest weight.", above=0)
-    topr_positive_weight: float = option(1.0, "topr: weight of responses with a score above 0.", minimum=0)
-    topr_negative_weight: float = option(1.0, "topr: weight of the others.", minimum=0)
+    pg_clip_low: float = option(0.2, "Ratio clip below 1.", gt=0, le=1, only_for=PPO)
+    pg_clip_high: float = option(0.2, "Ratio clip above 1.", gt=0, only_for=PPO)
+    dual_clip_loss: bool = option(False, "Bound the loss of negative advantages.", only_for=PPO)
+    dual_clip_c: float = option(
+        3.0, "That bound in multiples of |A|.", gt=1, only_for=(PPO, needs("dual_clip_loss", "dual_clip_loss is false"))
+    )
+    gspo_clip_low: float = option(3e-4, "Clip below 1 of the response's mean ratio.", gt=0, le=1, only_for=GSPO)
+    gspo_clip_high: float = option(4e-4, "Clip above 1 of the response's mean ratio.", gt=0, only_for=GSPO)
+    tis_lower_bound: float = option(0.0, "Smallest weight.", ge=0, only_for=TIS)
+    tis_upper_bound: float = option(1.0, "Largest weight.", gt=0, only_for=TIS)
+    topr_positive_weight: float = option(1.0, "Weight of responses with a score above 0.", ge=0, only_for=TOPR)
+    topr_negative_weight: float = option(1.0, "Weight of the others.", ge=0, only_for=TOPR)
     topr_level: Literal["token", "sequence"] = option(
-        "token", "topr: the ratio of a token, or of the whole response (the paper's form)."
+        "token", "The ratio of a token, or of the whole response (the paper's form).", only_for=TOPR
     )
     cispo_epsilon_low: float = option(
-        0.1, "cispo: the weight is at least 1 minus this; 1 or more leaves it unbounded below.", above=0
+        0.1, "The weight is at least 1 minus this; 1 or more leaves it unbounded below.", gt=0, only_for=CISPO
     )
-    cispo_epsilon_high: float = option(0.1, "cispo: the weight is at most 1 plus this.", above=0)
+    cispo_epsilon_high: float = option(0.1, "The weight is at most 1 plus this.", gt=0, only_for=CISPO)
     cispo_use_unified_mask: bool = option(
-        False, "cispo: leave out tokens that ppo would clip: ratio too high with A > 0, too low with A < 0."
+        False, "Leave out tokens that ppo would clip: ratio too high with A > 0, too low with A < 0.", only_for=CISPO
     )
-    kimi15_tau: float = option(0.1, "kimi15: weight of half the squared log ratio.", above=0)
+    kimi15_tau: float = option(0.1, "Weight of half the squared log ratio.", gt=0, only_for=KIMI15)
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
         option("seq-mean-token-mean", "How token losses become one number.")
     )
-    entropy_loss_coef: float = option(0.0, "Weight of the entropy bonus.", minimum=0)
-    use_kl_loss: bool = option(False, "KL to the reference in the loss.")
-    kl_loss_coef: float = option(0.0, "Its weight.", minimum=0)
-    add_token_level_kl: bool = option(False, "KL to the reference in the token reward.")
-    init_kl_coef: float = option(0.0, "Its weight; with target_kl the first one.", minimum=0)
-    target_kl: float | None = option(
-        None, "KL of the token reward in nats per token that its weight is steered to; null: a fixed weight.", above=0
+    entropy_loss_coef: float = option(0.0, "Weight of the entropy bonus.", ge=0)
+
+
+@dataclass
+class AdvantageOptions:
+    """The keys of the advantages."""
+
+    adv_estimator: str = option("grpo", "Advantage estimator; see docs/algorithms.md for the known ones.")
+    grpo_norm_by_std: bool = option(
+        True,
+        "Divide by the group's standard deviation; false is Dr. GRPO.",
+        only_for=estimators("grpo", reason="adv_estimator is not grpo", is_error=True),
     )
-    kl_horizon: int = option(10000, "Samples over which that weight moves: the more, the slower.", minimum=1)
-    kl_penalty: Literal["k1", "k2", "k3", "abs"] = option(
-        "k3", "KL estimator: the log ratio k1, its half square k2, the unbiased positive k3, or the absolute log ratio."
+    norm_mean_type: Literal["batch", "group"] | None = option(
+        None, "Subtract this mean from scores (reinforce).", only_for=NORMALISED
     )
+    norm_std_type: Literal["batch", "group"] | None = option(
+        None, "Divide scores by this deviation (reinforce).", only_for=NORMALISED
+    )
+    gamma: float = option(
+        1.0,
+        "Discount of the return to go.",
+        ge=0,
+        le=1,
+        only_for=not_estimators(
+            *GROUP_ESTIMATORS, reason="this adv_estimator gives every token of a response the same advantage"
+        ),
+    )
+    reward_clip: float | None = option(None, "Clip scores to +- this.", gt=0)
+    advantage_clip: float | None = option(None, "Clip advantages to +- this.", gt=0)
+    whiten_rewards: bool = option(False, "Zero mean and unit variance of scores over the batch.")
+    whiten_advantages: bool = option(
+        False,
+        "Zero mean and unit variance of advantages over the batch's tokens.",
+        only_for=not_estimators(*WHITENING_ESTIMATORS, reason="this adv_estimator always whitens its advantages"),
+    )
+
+
+VARIANT_KEYS: dict[str, tuple[str, ...]] = {
+    item.name: condition.variants
+    for item in fields(PolicyOptions)
+    for condition in item.metadata["only_for"]
+    if condition.variants
+}
+"""Key -> the values of `pg_variant` that read it."""
+
+
+def options_of(cls: type, config: Any) -> dict[str, Any]:
+    """Values of the fields of `cls`, the settings of one part of a run, that the configuration has too."""
+    return {item.name: getattr(config, item.name) for item in fields(cls) if hasattr(config, item.name)}
 
 
 def proximal_source(options: PolicyOptions, pg_variant: str, async_generation_ratio: float) -> str:
     """`old_log_probs_source` without auto: behavior or recompute.
 
-    Stale samples need no recomputed log-probs unless something tells the proximal policy from the sampling one: a
-    variant or base that asks for it, weights beside a ratio that would otherwise be the same one, or denominators
-    that must be known before the loss.
+    Stale samples need no recomputed log-probs unless the proximal policy must differ from the sampling one: for a
+    variant or base that requires it, for weights in addition to a ratio that would otherwise be the same, or for
+    denominators that must be known before the loss.
     """
     if options.old_log_probs_source != "auto":
         return options.old_log_probs_source

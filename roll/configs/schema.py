@@ -1,18 +1,112 @@
-"""The tree of known keys, read off the dataclasses."""
+"""How configuration keys are declared, listed, and converted from plain mappings to dataclasses."""
 
 from __future__ import annotations
 
+import math
+import re
+import reprlib
 import types
 import typing
-from collections.abc import Iterator
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
-from roll.configs.arguments import MegatronConfig
+from roll.configs.errors import Problem
+
+Instance = TypeVar("Instance")
 
 SECTION = "a section of `key: value` lines"
-"""What a value is that holds keys of its own."""
+"""Description of a value that contains keys."""
+
+
+@dataclass(frozen=True)
+class Condition:
+    """When a key has an effect.
+
+    Attributes:
+        holds: test of the whole configuration and of the section that contains the key.
+        reason: why the key has no effect otherwise, and what to set.
+        causes: paths of the keys that `holds` reads; `.name` is a key of the same section.
+        is_error: whether a key without effect is an error, because readers would rely on it, or a warning.
+        variants: for a key of some variants only, their names.
+    """
+
+    holds: Callable[[Any, Any], bool]
+    reason: str
+    causes: tuple[str, ...]
+    is_error: bool = False
+    variants: tuple[str, ...] = ()
+
+
+def needs(name: str, reason: str, accepts: Callable[[Any], bool] = bool, is_error: bool = False) -> Condition:
+    """The condition that the value of another key of the same section is accepted."""
+    return Condition(lambda config, section: accepts(getattr(section, name)), reason, (f".{name}",), is_error)
+
+
+def option(
+    default: Any = MISSING,
+    help: str = "",
+    *,
+    factory: Callable[[], Any] | Any = MISSING,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    parse: Callable[[Any], Any] | None = None,
+    only_for: Condition | Sequence[Condition] = (),
+    decides_section: bool = False,
+) -> Any:
+    """A dataclass field whose metadata has the help text, the bounds that loading enforces and its conditions.
+
+    Args:
+        default: value if the YAML does not set the key; give `factory` instead for a mutable one.
+        help: one sentence with the unit; the configuration reference is generated from it.
+        factory: makes the default of a mutable field.
+        ge: smallest allowed value.
+        gt: exclusive lower bound.
+        le: largest allowed value.
+        parse: converts the YAML value to the field's type, raises ValueError with a reason.
+        only_for: conditions without which the key, or any key of the section, has no effect.
+        decides_section: while this key is wrong, the other keys of its section are not checked.
+    """
+    metadata = {
+        "help": help,
+        "ge": ge,
+        "gt": gt,
+        "le": le,
+        "parse": parse,
+        "only_for": (only_for,) if isinstance(only_for, Condition) else tuple(only_for),
+        "decides_section": decides_section,
+    }
+    if factory is not MISSING:
+        return field(default_factory=factory, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def internal(factory: Callable[[], Any]) -> Any:
+    """A dataclass field that loading fills and no YAML can set."""
+    return field(default_factory=factory, metadata={"internal": True}, repr=False, compare=False)
+
+
+def one_or_many(value: Any) -> Any:
+    """A single name as a list of one; any other value unchanged."""
+    return [value] if isinstance(value, str) else value
+
+
+def environment(value: Any) -> Any:
+    """Environment variables with numbers converted to text; a bool is refused because its spelling is ambiguous.
+
+    Raises:
+        ValueError: a value is a bool, a list or a mapping, or the system accepts no such name or value.
+    """
+    if not isinstance(value, dict):
+        return value
+    for name, item in value.items():
+        if not str(name) or "=" in str(name) or "\0" in f"{name}{item}":
+            raise ValueError(f"{name!r} cannot be the name of an environment variable, or {item!r} its value")
+        if isinstance(item, bool) or not isinstance(item, str | int | float):
+            raise ValueError(f"{name} is {item!r}; write the text of the variable in quotes, such as '1'")
+    return {str(name): str(item) for name, item in value.items()}
 
 
 @dataclass(frozen=True)
@@ -25,7 +119,7 @@ class Key:
 
     @property
     def default(self) -> Any:
-        """Value when the YAML is silent."""
+        """Value if the YAML does not set the key."""
         if self.field.default is not MISSING:
             return self.field.default
         return self.field.default_factory() if self.field.default_factory is not MISSING else None
@@ -33,7 +127,7 @@ class Key:
 
 @cache
 def declared(cls: type) -> dict[str, Key]:
-    """The keys of one dataclass by name, without those that no YAML may name."""
+    """The keys of one dataclass by name, without internal ones."""
     hints = typing.get_type_hints(cls)
     return {
         item.name: Key(item.name, item, hints[item.name]) for item in fields(cls) if not item.metadata.get("internal")
@@ -41,10 +135,9 @@ def declared(cls: type) -> dict[str, Key]:
 
 
 def known_keys(cls: type, prefix: str = "") -> Iterator[Key]:
-    """Every key a file for `cls` may hold, sections before what is in them.
+    """Every key a file for `cls` may contain, each section before its keys.
 
-    The name of an entry of a mapping (`rewards`) stands as `<name>`; `strategy_config` continues with Megatron's keys,
-    but not for actor_infer, whose engine has keys of its own.
+    The name of an entry of a mapping (`rewards`) is written as `<name>`.
     """
     for name, key in declared(cls).items():
         path = f"{prefix}.{name}" if prefix else name
@@ -52,24 +145,47 @@ def known_keys(cls: type, prefix: str = "") -> Iterator[Key]:
         section, inner = section_of(key.hint)
         if section is not None:
             yield from known_keys(section, f"{path}.<name>" if inner else path)
-        elif name == "strategy_config" and not path.startswith("actor_infer."):
-            yield from known_keys(MegatronConfig, path)
+
+
+def keys_along(cls: type, path: str) -> list[tuple[str, Key]]:
+    """The declarations on the way to a dotted path, outermost first, each with the path of its section."""
+    keys: list[tuple[str, Key]] = []
+    section: type | None = cls
+    is_entry_name = False
+    parts = path.split(".")
+    for index, part in enumerate(parts):
+        if is_entry_name:
+            is_entry_name = False
+        elif section is None or part not in declared(section):
+            break
+        else:
+            key = declared(section)[part]
+            keys.append((".".join(parts[:index]), key))
+            section, is_entry_name = section_of(key.hint)
+    return keys
 
 
 def section_of(hint: Any) -> tuple[type | None, bool]:
-    """The dataclass behind a type, and whether it is the value type of a mapping."""
+    """The dataclass of a type, and whether it is the value type of a mapping."""
     arguments = typing.get_args(hint)
     inner = typing.get_origin(hint) is dict
     section: Any = arguments[1] if inner else hint
     return (section, inner) if is_dataclass(section) and isinstance(section, type) else (None, False)
 
 
+def value_at(config: Any, path: str) -> Any:
+    """The value at a dotted path of a configuration or nested mapping; None if there is none."""
+    for part in path.split("."):
+        config = config.get(part) if isinstance(config, dict) else getattr(config, part, None)
+    return config
+
+
 def describe(hint: Any) -> str:
-    """What a type allows, in words."""
+    """Describes the values that a type allows, such as "a list (a number each)"."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    words = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Any: "anything"}
-    if hint in words:
-        return words[hint]
+    descriptions = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Any: "anything"}
+    if hint in descriptions:
+        return descriptions[hint]
     if origin is typing.Literal:
         return "one of " + ", ".join("null" if item is None else str(item) for item in arguments)
     if origin in (typing.Union, types.UnionType):
@@ -77,3 +193,143 @@ def describe(hint: Any) -> str:
     if origin is list:
         return f"a list ({describe(arguments[0])} each)"
     return SECTION
+
+
+LARGEST = 2**63 - 1
+"""Largest whole number: tensors and engines hold 64 bits, so a larger one is explained instead of overflowing."""
+
+TOO_LARGE = f"{{}} is too large; the largest allowed number is {LARGEST}"
+
+INVALID_CHARACTERS = re.compile("[\0\ud800-\udfff]")
+"""Characters that YAML allows, but no path and no UTF-8 text."""
+
+Suggest = Callable[[str, type, Any], list[Problem]]
+"""Problems for an unknown path, given the dataclass of its section and its value."""
+
+
+class Converter:
+    """Converts one file and collects every problem instead of stopping at the first.
+
+    Args:
+        suggest: makes the problems of an unknown key.
+        overridden: paths whose values come from the command line.
+    """
+
+    def __init__(self, suggest: Suggest, overridden: Collection[str] = ()) -> None:
+        self.problems: list[Problem] = []
+        self._suggest = suggest
+        self._overridden = overridden
+
+    def overlay(self, data: Any, default: Instance, path: str = "") -> Instance:
+        """`default`, with the values of `data` set in place."""
+        cls = type(default)
+        if not isinstance(data, Mapping):
+            self._fail(path, data, SECTION)
+            return default
+        keys = declared(cls)  # type: ignore[arg-type]
+        deciding = [name for name, key in keys.items() if key.field.metadata.get("decides_section") and name in data]
+        for name in [*deciding, *(name for name in data if name not in deciding)]:
+            value, before = data[name], len(self.problems)
+            where = f"{path}.{name}" if path else str(name)
+            if name not in keys:
+                self.problems += self._suggest(where, cls, value)
+                continue
+            setattr(default, name, self._field(value, keys[name], getattr(default, name), where))
+            if name in deciding and len(self.problems) > before:
+                break
+        return default
+
+    def _field(self, value: Any, key: Key, default: Any, path: str) -> Any:
+        parse, before = key.field.metadata.get("parse"), len(self.problems)
+        try:
+            converted = self._value(parse(value) if parse else value, key.hint, default, path)
+        except ValueError as error:
+            self._add(path, str(error))
+            return default
+        if len(self.problems) > before:
+            return default
+        self._check_text(converted, path)
+        self._check_bounds(converted, key, path)
+        return converted
+
+    def _value(self, value: Any, hint: Any, default: Any, path: str) -> Any:
+        origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+        if hint is Any:
+            return value
+        if isinstance(hint, type) and is_dataclass(hint):
+            return self.overlay(value, default if isinstance(default, hint) else hint(), path)
+        if origin is typing.Literal:
+            same = [item for item in arguments if value == item and type(value) is type(item)]
+            return same[0] if same else self._fail(path, value, describe(hint))
+        if origin in (typing.Union, types.UnionType):
+            return self._union(value, hint, path)
+        if origin is list and isinstance(value, list):
+            items = [self._value(item, arguments[0], None, f"{path}[{index}]") for index, item in enumerate(value)]
+            for index, item in enumerate(items):
+                self._check_text(item, f"{path}[{index}]")
+            return items
+        if origin is dict and isinstance(value, Mapping):
+            return {str(key): self._value(item, arguments[1], None, f"{path}.{key}") for key, item in value.items()}
+        return self._fail(path, value, describe(hint)) if origin else self._scalar(value, hint, path)
+
+    def _union(self, value: Any, hint: Any, path: str) -> Any:
+        if value is None and type(None) in typing.get_args(hint):
+            return None
+        for member in typing.get_args(hint):
+            attempt = Converter(self._suggest, self._overridden)
+            converted = attempt._value(value, member, None, path)
+            if member is not type(None) and not attempt.problems:
+                return converted
+        return self._fail(path, value, describe(hint))
+
+    def _scalar(self, value: Any, hint: type, path: str) -> Any:
+        if hint is float and isinstance(value, int | float | str) and not isinstance(value, bool):
+            try:
+                return float(value)
+            except ValueError:
+                return self._fail(path, value, describe(hint))
+            except OverflowError:
+                return self._add(path, TOO_LARGE.format(reprlib.repr(value)))
+        if type(value) is hint:
+            return value
+        suggestion = ""
+        if hint is int and isinstance(value, float) and value.is_integer():
+            suggestion = f"; write {int(value)}"
+        if hint is str and isinstance(value, bool | int | float):
+            suggestion = f"; {self._quoted(value, path)}"
+        return self._fail(path, value, describe(hint) + suggestion)
+
+    def _quoted(self, value: bool | int | float, path: str) -> str:
+        """Advice on quoting a value to make it text; a shell removes the outer quotes."""
+        text = f"'{str(value).lower() if isinstance(value, bool) else value}'"
+        if path.partition("[")[0] in self._overridden:
+            start = f"{path}=" if path in self._overridden else ""
+            return f'put it in quotes, and these in double quotes for the shell: {start}"{text}"'
+        return f"put it in quotes: {text}"
+
+    def _check_text(self, value: Any, path: str) -> None:
+        if value == "":
+            self._add(path, "'' is empty; give it a value, or leave it out")
+        elif isinstance(value, str) and INVALID_CHARACTERS.search(value):
+            self._add(path, f"{value!r} contains a character that no file or tokenizer accepts; remove it")
+
+    def _check_bounds(self, value: Any, key: Key, path: str) -> None:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return
+        least, above, most = (key.field.metadata.get(name) for name in ("ge", "gt", "le"))
+        if isinstance(value, int) and abs(value) > LARGEST:
+            self._add(path, TOO_LARGE.format(reprlib.repr(value)))
+        elif not math.isfinite(value):
+            self._add(path, f"{value} is not a finite number")
+        elif least is not None and value < least:
+            self._add(path, f"{value} is too small; the least allowed is {least}")
+        elif above is not None and value <= above:
+            self._add(path, f"{value} is too small; it must be above {above}")
+        elif most is not None and value > most:
+            self._add(path, f"{value} is too large; the most allowed is {most}")
+
+    def _fail(self, path: str, value: Any, expected: str) -> None:
+        self._add(path, f"{'null' if value is None else repr(value)} is not {expected}")
+
+    def _add(self, path: str, message: str) -> None:
+        self.problems.append(Problem(path, message))

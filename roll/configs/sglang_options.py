@@ -28,8 +28,8 @@ OWNED = {
     "data_parallel_size": "engines follow from device_mapping and num_gpus_per_worker",
     "pp_size": "an engine has one pipeline stage",
     "pipeline_parallel_size": "an engine has one pipeline stage",
-    "nnodes": "an engine lives on one node",
-    "node_rank": "an engine lives on one node",
+    "nnodes": "an engine runs on one node",
+    "node_rank": "an engine runs on one node",
     "base_gpu_id": "devices follow from device_mapping",
     "gpu_id_step": "devices follow from device_mapping",
     "device": "set platform",
@@ -42,34 +42,34 @@ OWNED = {
     "weight_version": "versions follow from training",
     "enable_deterministic_inference": "set deterministic",
 }
-"""Option -> what to write instead; setting these by hand would contradict the rest of the file."""
+"""Option -> what to write instead; setting these directly would contradict other keys."""
 
 
 TYPES: dict[str, Any] = {"bool": bool, "int": int, "float": float, "str": str, "None": type(None)}
-"""Names in annotations that are checked; others take any value."""
+"""Names in annotations that are checked; options of other types accept any value."""
 
 
 @dataclass(frozen=True)
 class ServerOption:
-    """What an option of SGLang takes: values of a type, and where `choices` are given one of these.
+    """Values of an option of SGLang: of a type, and one of `choices` if there are any.
 
-    `open` choices are those that a plugin of SGLang may add to.
+    A plugin of SGLang may add to `open` choices.
     """
 
     hint: Any
     choices: tuple[Any, ...] = ()
     open: bool = False
 
-    def refuses(self, value: Any) -> str:
-        """Why a value cannot be given; empty where it can."""
+    def error(self, value: Any) -> str:
+        """Why a value is not allowed; empty if it is."""
         shown = "null" if value is None else repr(value)
         if not _is_of(value, self.hint):
             return f"{shown} is not {describe(self.hint)}"
         return f"{shown} is not one of {self._listed()}" if self._unlisted(value) and not self.open else ""
 
-    def doubts(self, value: Any) -> str:
-        """What to say of a value that only a plugin can have added; empty where it is SGLang's own."""
-        unknown = self._unlisted(value) and self.open and not self.refuses(value)
+    def remark(self, value: Any) -> str:
+        """A remark on a value that only a plugin can have added; empty for values of SGLang itself."""
+        unknown = self._unlisted(value) and self.open and not self.error(value)
         return f"{value!r} is not one of SGLang's own: {self._listed()}; only a plugin can add it" if unknown else ""
 
     def _unlisted(self, value: Any) -> bool:
@@ -128,13 +128,13 @@ def _constants(node: ast.expr | None) -> tuple[Any, ...]:
 
 
 def _hint(node: ast.expr) -> Any:
-    """The type that an annotation names, with Any for what is not in TYPES."""
+    """The type of an annotation, with Any for names that are not in TYPES."""
     if not isinstance(node, ast.Subscript):
         return TYPES.get(ast.unparse(node), Any)
     inner = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
     match ast.unparse(node.value).rpartition(".")[2].lower():
         case "literal":
-            return Literal[tuple(ast.literal_eval(item) for item in inner)]  # type: ignore[misc]
+            return Literal[tuple(ast.literal_eval(item) for item in inner)]
         case "optional":
             return Optional[_hint(inner[0])]  # noqa: UP045  (built from a value)
         case "union":

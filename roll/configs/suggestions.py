@@ -1,4 +1,4 @@
-"""The nearest thing that would have worked."""
+"""Explains unknown keys: keys of other roles, pipelines and frameworks, and the nearest known name."""
 
 from __future__ import annotations
 
@@ -7,34 +7,91 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from roll.configs.coming_from import NAMES, SHORT, keys_here, keys_of_short
-from roll.configs.effects import ROLE_KEYS, role_reads
+from roll.configs.compat.apply import MIGRATION, SHORT_NAMES, Tree, migration, migration_of_last_part
 from roll.configs.errors import Problem
-from roll.configs.schema import SECTION, declared, describe, known_keys
+from roll.configs.roles import ROLES, AbsentKey
+from roll.configs.schema import SECTION, Key, declared, describe, known_keys
 from roll.configs.yaml_files import leaves
 
-LIKE, MUCH_LIKE = 0.6, 0.75
-"""How like a known name of the same section, and of another one, a name has to be to be taken for it."""
+SIMILAR, VERY_SIMILAR = 0.6, 0.75
+"""Least similarity to a known name of the same section, and of another one, for a suggestion."""
 
 
-def nearest(name: str, known: Iterable[str], cutoff: float = LIKE) -> str | None:
-    """The known name most like `name`, or None when nothing is like it."""
+def nearest(name: str, known: Iterable[str], cutoff: float = SIMILAR) -> str | None:
+    """The known name most similar to `name`; None if no name is similar."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return close[0] if close else None
 
 
 def suggest_for(root: type, pipelines: Mapping[str, type] | None = None) -> Callable[[str, type, Any], list[Problem]]:
-    """A function that says what an unknown path in a file for `root` was probably meant to be.
+    """A function that explains an unknown path in a file for `root`.
 
     Args:
-        root: what the file is converted to.
-        pipelines: every root by its name, for keys of another one.
+        root: dataclass the file is converted to.
+        pipelines: the dataclass of every pipeline by name, to recognise keys of another one.
     """
     return _Suggestions(root, pipelines or {}).problems
 
 
+def drop_keys_of_other_roles(tree: Tree, root: type) -> tuple[Tree, list[Problem], list[Problem]]:
+    """The tree without keys of roles that only other roles have.
+
+    Returns:
+        The tree, remarks on dropped keys with a value other than the default, and problems for keys that readers
+        would rely on.
+    """
+    roles = {name: key.hint for name, key in declared(root).items() if name in ROLES}
+    known = {name: {key.path: key for key in known_keys(hint)} for name, hint in roles.items()}
+    kept = dict(tree)
+    notes: list[Problem] = []
+    problems: list[Problem] = []
+    for role in roles:
+        if not isinstance(tree.get(role), dict) or not tree[role]:
+            continue
+        others = {name: paths for name, paths in known.items() if name != role}
+        kept[role], dropped = _without_keys_of(others, tree[role], known[role])
+        if not kept[role]:
+            del kept[role]
+        for path, value in dropped:
+            owners = {name: paths[path] for name, paths in others.items() if path in paths}
+            if all(value != key.default for key in owners.values()):
+                absent = _absence(roles[role], path) or AbsentKey(f"it belongs to {' and '.join(owners)}")
+                problem = Problem(f"{role}.{path}", f"has no effect: {absent.reason}")
+                (problems if absent.is_error else notes).append(problem)
+    return kept, notes, problems
+
+
+def _without_keys_of(
+    others: Mapping[str, Mapping[str, Key]], section: Tree, own: Mapping[str, Key], prefix: str = ""
+) -> tuple[Tree, list[tuple[str, Any]]]:
+    """A section of a role without keys that only `others` have, and the path and value of each of these."""
+    kept: Tree = {}
+    dropped: list[tuple[str, Any]] = []
+    for name, value in section.items():
+        path = f"{prefix}.{name}" if prefix else str(name)
+        of_others = path not in own and any(path in paths for paths in others.values())
+        nested = any(key.startswith(f"{path}.") for paths in (own, *others.values()) for key in paths)
+        if nested and isinstance(value, dict) and value and not (path in own and own[path].hint == dict[str, Any]):
+            inner, inner_dropped = _without_keys_of(others, value, own, path)
+            dropped += inner_dropped
+            if inner:
+                kept[name] = inner
+        elif of_others:
+            dropped.append((path, value))
+        else:
+            kept[name] = value
+    return kept, dropped
+
+
+def _absence(role: Any, path: str) -> AbsentKey | None:
+    """The entry of `absent_keys` for the path or for the innermost section around it."""
+    parts = path.split(".")
+    candidates = (role.absent_keys.get(".".join(parts[:length])) for length in range(len(parts), 0, -1))
+    return next(filter(None, candidates), None)
+
+
 class _Suggestions:
-    """Looks for a path in this order: other pipelines, other frameworks, the same name elsewhere, like names."""
+    """Searches a path in this order: other pipelines, other frameworks, the same name elsewhere, similar names."""
 
     def __init__(self, root: type, pipelines: Mapping[str, type]) -> None:
         self._paths = [key.path for key in known_keys(root)]
@@ -44,27 +101,29 @@ class _Suggestions:
         }
 
     def problems(self, path: str, section: type, value: Any) -> list[Problem]:
-        """One problem; for a section that is another framework's, one for each key in it."""
+        """One problem; for a section of another framework, one for each of its keys."""
         names = declared(section)
-        said = self._certain(path, names)
+        known = self._certain(path, names)
         inner = list(leaves(value, path)) if isinstance(value, Mapping) else []
-        if not said and self._are_of_another(inner, path, names):
-            missing = "no key is like it; docs/configuration.md lists all"
-            return [unknown(leaf, self._certain(leaf) or self._like(leaf) or missing) for leaf in inner]
+        if not known and self._are_of_another(inner, path, names):
+            missing = "no key is similar; docs/configuration.md lists all"
+            return [unknown(leaf, self._certain(leaf) or self._similar(leaf) or missing) for leaf in inner]
         if inner:
             names = {name: key for name, key in names.items() if describe(key.hint) == SECTION}
-        return [unknown(path, said or self._guess(path, names))]
+        return [unknown(path, known or self._guess(path, names))]
 
     def _are_of_another(self, inner: list[str], path: str, names: Collection[str]) -> bool:
-        """Whether keys of an unknown section say more than its name does."""
+        """Whether the keys of an unknown section are known to more tables than its name."""
         if not inner:
             return False
-        if any(keys_here(_plain(leaf)) for leaf in inner) or any(name.startswith(f"{_plain(path)}.") for name in NAMES):
+        if any(migration(_plain(leaf)) for leaf in inner) or any(
+            name.startswith(f"{_plain(path)}.") for name in MIGRATION
+        ):
             return True
         return not nearest(path.rpartition(".")[2], names) and any(self._elsewhere(leaf) for leaf in inner)
 
     def _certain(self, path: str, names: Collection[str] = ()) -> str:
-        """What a path says without guessing, in a section of these `names`; empty where it says nothing."""
+        """An explanation without guessing, for a path in a section of these `names`; empty if there is none."""
         plain = _plain(path)
         known = re.sub(r"^(rewards|custom_envs)\.[^.]+", r"\1.<name>", plain)
         if known in self._paths:
@@ -72,27 +131,27 @@ class _Suggestions:
         for name, paths in self._others.items():
             if known in paths:
                 return f"it belongs to pipeline {name}, and this is {self._pipeline}"
-        said = self._of_another(path, keys_here(plain), names)
+        other = self._of_another(path, migration(plain), names)
         elsewhere = self._elsewhere(path)
-        if not said and elsewhere:
+        if not other and elsewhere:
             return f"this key belongs at {_best(path, elsewhere)}"
-        return said or self._of_another(path, keys_of_short(plain), names)
+        return other or self._of_another(path, migration_of_last_part(plain), names)
 
     def _of_another(self, path: str, keys: tuple[str, ...], names: Collection[str]) -> str:
-        """What another framework's name for `keys` is here: in this section or role where they are in it."""
+        """Names `keys`, which another framework calls `path`; only those in the same section or role if any."""
         head, role = path.rpartition(".")[0], path.partition(".")[0]
         inside = [f"{key}.{_leaf(_plain(path))}" for key in keys]
         keys = tuple(inner if inner in self._paths else key for key, inner in zip(keys, inside, strict=True))
-        here = [f"{head}.{_leaf(key)}" for key in keys if head and _leaf(key) in names]
-        if role in ROLE_KEYS:
+        ours = [f"{head}.{_leaf(key)}" for key in keys if head and _leaf(key) in names]
+        if role in ROLES:
             keys = tuple(key.replace("<role>", role) for key in keys)
-            here = here or [key for key in keys if key.startswith(f"{role}.")]
+            ours = ours or [key for key in keys if key.startswith(f"{role}.")]
         if not keys:
             return ""
         others = (name for name, paths in self._others.items() if any(key in paths - {*self._paths} for key in keys))
         owner = next((f", of pipeline {name}" for name in others), "")
-        page = "" if _leaf(_plain(path)) in SHORT else " (docs/coming_from.md)"
-        return f"here that is {' and '.join(here or keys)}{owner}{page}"
+        page = "" if _leaf(_plain(path)) in SHORT_NAMES else " (docs/coming_from.md)"
+        return f"here that is {' and '.join(ours or keys)}{owner}{page}"
 
     def _elsewhere(self, path: str) -> list[str]:
         """Known paths with the same last part."""
@@ -100,42 +159,39 @@ class _Suggestions:
         return [known for known in self._candidates(path) if _leaf(known) == leaf]
 
     def _candidates(self, path: str) -> list[str]:
-        """Known paths that are read; for a path of a role none of rewards, which have nothing to do with it."""
-        of_role = path.partition(".")[0] in ROLE_KEYS
-        return [known for known in self._paths if self._read(known) and not (of_role and known.startswith("rewards."))]
-
-    def _read(self, path: str) -> bool:
-        """Whether a key, or any key of a section, is read by its role."""
-        return role_reads(path) or any(role_reads(inner) for inner in self._paths if inner.startswith(f"{path}."))
+        """Known paths; for a path of a role without those of rewards."""
+        of_role = path.partition(".")[0] in ROLES
+        return [known for known in self._paths if not (of_role and known.startswith("rewards."))]
 
     def _guess(self, path: str, names: Collection[str]) -> str:
         head, _, leaf = path.rpartition(".")
-        here = {name for name in names if not head or self._read(f"{head}.{name}")}
-        like = nearest(_plain(leaf), here)
+        like = nearest(_plain(leaf), names)
         if like:
             return f"did you mean {head + '.' if head else ''}{like}?"
-        return self._like(path) or (f"known here: {', '.join(sorted(here))}" if here else "nothing is known here")
+        return self._similar(path) or (
+            f"known here: {', '.join(sorted(names))}" if names else "this section has no keys"
+        )
 
-    def _like(self, path: str) -> str:
-        """The key whose last part is most like that of the path, in the same role if there is one."""
+    def _similar(self, path: str) -> str:
+        """Names the key whose last part is most similar to that of the path, preferably of the same role."""
         candidates, role = self._candidates(path), path.partition(".")[0]
         for among in ([known for known in candidates if known.startswith(f"{role}.")], candidates):
-            like = nearest(_leaf(_plain(path)), {_leaf(known) for known in among}, MUCH_LIKE)
+            like = nearest(_leaf(_plain(path)), {_leaf(known) for known in among}, VERY_SIMILAR)
             if like:
                 return f"the nearest key is {_best(path, [known for known in among if _leaf(known) == like])}"
         return ""
 
 
-def unknown(path: str, said: str) -> Problem:
-    """The problem of a key that nothing reads."""
-    return Problem(path, f"unknown key; {said}")
+def unknown(path: str, explanation: str) -> Problem:
+    """The problem of an unknown key."""
+    return Problem(path, f"unknown key; {explanation}")
 
 
 def _nested(path: str) -> str:
-    """How a known path is written in a file that has it as one key."""
+    """How to write a known path in a file, where it was written as one key with dots."""
     *sections, leaf = path.split(".")
-    opened = "".join(f"{name}: {{" for name in sections)
-    return f"in a file a dot opens no section; write {opened}{leaf}: ...{'}' * len(sections)}"
+    opening = "".join(f"{name}: {{" for name in sections)
+    return f"in a file a dot does not open a section; write {opening}{leaf}: ...{'}' * len(sections)}"
 
 
 def _leaf(path: str) -> str:
@@ -143,7 +199,7 @@ def _leaf(path: str) -> str:
 
 
 def _plain(path: str) -> str:
-    """The path as keys are written here: without dashes and capitals."""
+    """The path in the spelling of keys: without dashes and capitals."""
     return path.replace("-", "_").lower().lstrip("_")
 
 

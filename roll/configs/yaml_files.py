@@ -1,4 +1,4 @@
-"""YAML files as plain mappings: duplicate keys refused, base files included, overrides put on top."""
+"""Reads YAML files and overrides as plain mappings, with base files included and `${...}` replaced."""
 
 from __future__ import annotations
 
@@ -9,34 +9,35 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from roll.configs.aliases import Tree, settle
-from roll.configs.errors import ConfigError, Problem
-from roll.configs.paths import unreachable
+from roll.configs.compat.apply import Tree, normalize_aliases
+from roll.configs.errors import ConfigError, Problem, unreachable
 
 FLOAT = re.compile(r"[-+]?((?!0\d)\d[\d_]*\.?[\d_]*|\.\d+)([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 """YAML 1.2 floats: `1e-6` too, which YAML 1.1 reads as text."""
 
 INT = re.compile(r"[-+]?(0|[1-9][\d_]*|0x[\da-fA-F_]+)")
-"""Whole numbers: `017` and `1:30`, which YAML 1.1 reads as 15 and 90, are none."""
+"""YAML 1.2 whole numbers; YAML 1.1 would read `017` as 15 and `1:30` as 90."""
 
 REPLACED = ("tag:yaml.org,2002:float", "tag:yaml.org,2002:int", "tag:yaml.org,2002:timestamp")
-"""Types that YAML 1.1 sees in more texts than people mean; dates are text here."""
+"""Types that YAML 1.1 reads from too many texts; dates are text here."""
 
 MERGE = "tag:yaml.org,2002:merge"
-"""The key `<<`, which puts the keys of other mappings into its own."""
+"""Tag of the key `<<`, which inserts the keys of other mappings."""
 
-DEEPEST = 32
-"""Levels of sections and lists; no key here needs a third of them."""
+MAX_DEPTH = 32
+"""Maximum levels of sections and lists; the deepest known key has 4."""
 
-TOO_DEEP = f"sections or lists stand inside each other more than {DEEPEST} deep; close some of them"
+TOO_DEEP = f"sections or lists are nested more than {MAX_DEPTH} levels deep; use fewer levels"
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that stands twice in one mapping."""
+    """A YAML loader that refuses a key that is given twice in one mapping."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """The mapping as written, before `<<` puts others into it, looked through for repeated keys."""
+        """Checks the keys of a mapping as written, before `<<` inserts others."""
         node = super().compose_mapping_node(anchor)
         seen: dict[tuple[str, str], int] = {}
         for key, _ in node.value:
@@ -44,13 +45,13 @@ class _Loader(yaml.SafeLoader):
                 continue
             line, known = key.start_mark.line + 1, (key.tag, key.value)
             if known in seen:
-                raise _DuplicateKey(f"stands on line {seen[known]} and again on line {line}; keep one", key.value)
+                raise _DuplicateKey(f"is given on line {seen[known]} and again on line {line}; keep one", key.value)
             seen[known] = line
         return node
 
 
 class _DuplicateKey(Exception):
-    """The message and the key."""
+    """Arguments: the message and the key."""
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -62,10 +63,10 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"(?:{FLOAT.
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """The value `text` holds.
+    """The value of a YAML text.
 
     Raises:
-        ConfigError: it is not YAML, or a key stands twice.
+        ConfigError: it is not YAML, or a key is given twice.
     """
     try:
         value = yaml.load(text, Loader=_Loader)
@@ -79,7 +80,7 @@ def parse_yaml(text: str, source: str) -> Any:
             [Problem("", f"{where}not YAML: {getattr(error, 'problem', None) or error}")], source
         ) from None
     except (ValueError, AttributeError) as error:
-        raise ConfigError([Problem("", f"holds a value that is not of its type: {error}")], source) from None
+        raise ConfigError([Problem("", f"contains a value that is not of its type: {error}")], source) from None
     except RecursionError:
         raise ConfigError([Problem("", TOO_DEEP)], source) from None
     wrong = _nesting_problem(value)
@@ -89,22 +90,22 @@ def parse_yaml(text: str, source: str) -> Any:
 
 
 def _nesting_problem(value: Any, inside: tuple[int, ...] = ()) -> str | None:
-    """What is wrong where following a mapping or list leads back to it, or too far."""
+    """An error message if a mapping or list contains itself or is nested too deep."""
     if not isinstance(value, dict | list):
         return None
     if id(value) in inside:
-        return "an alias (*name) stands inside what its anchor (&name) names"
-    if len(inside) == DEEPEST:
+        return "an alias (*name) is inside the section or list of its own anchor (&name)"
+    if len(inside) == MAX_DEPTH:
         return TOO_DEEP
     items = value.values() if isinstance(value, dict) else value
     return next(filter(None, (_nesting_problem(item, (*inside, id(value))) for item in items)), None)
 
 
 def read_tree(path: Path, notes: list[Problem], including: Sequence[Path] = ()) -> Tree:
-    """The mapping of one file over those of the base files its `defaults` lists, other spellings settled.
+    """The mapping of one file merged over the base files in its `defaults`, with other spellings normalised.
 
     Later base files win over earlier ones and the file itself wins over all. Names in `defaults` are relative to the
-    file, with or without `.yaml`. `notes` gets what settling has to say.
+    file, with or without `.yaml`. `notes` receives the remarks of normalisation.
 
     Raises:
         ConfigError: a file is missing, is not a mapping, or includes itself.
@@ -119,10 +120,10 @@ def read_tree(path: Path, notes: list[Problem], including: Sequence[Path] = ()) 
     for name in _bases(tree.pop("defaults", None), path):
         base = path.parent / (name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")
         if not os.path.isfile(base):
-            why = unreachable(base) or "there is none"
-            raise ConfigError([Problem("defaults", f"{name!r} names no file: {base}: {why}")], str(path))
+            why = unreachable(base) or "it does not exist"
+            raise ConfigError([Problem("defaults", f"{name!r} is not a file: {base}: {why}")], str(path))
         merged = merge(merged, read_tree(base, notes, chain))
-    return merge(merged, settle(tree, str(path), notes))
+    return merge(merged, normalize_aliases(tree, str(path), notes))
 
 
 def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> Tree:
@@ -135,7 +136,7 @@ def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> Tree:
 
 
 def leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    """Dotted paths of everything that a tree gives."""
+    """Dotted paths of all values of a tree."""
     for key, value in tree.items():
         where = f"{path}.{key}" if path else str(key)
         if isinstance(value, Mapping) and value:
@@ -145,10 +146,10 @@ def leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[str]:
 
 
 def override_tree(overrides: Sequence[str], notes: list[Problem]) -> Tree:
-    """The mapping that `a.b=value` overrides describe; values are YAML, later ones win. `notes` as in `read_tree`.
+    """The mapping of `a.b=value` overrides; values are YAML, later ones win. `notes` is as in `read_tree`.
 
     Raises:
-        ConfigError: an override has no `=`, no key, or a sign in front.
+        ConfigError: an override has no `=`, no key, or a leading + or ~.
     """
     tree: Tree = {}
     for text in overrides:
@@ -164,7 +165,7 @@ def override_tree(overrides: Sequence[str], notes: list[Problem]) -> Tree:
         for part in reversed(key.split(".")):
             item = {part: item}
         tree = merge(tree, item)
-    return settle(tree, "overrides", notes)
+    return normalize_aliases(tree, "overrides", notes)
 
 
 def _mapping(path: Path) -> Tree:
@@ -176,17 +177,34 @@ def _mapping(path: Path) -> Tree:
         ) from None
     tree = parse_yaml(text, str(path))
     if not isinstance(tree, dict):
-        raise ConfigError([Problem("", "holds no `key: value` lines")], str(path))
+        raise ConfigError([Problem("", "the top level must be a mapping of `key: value` lines")], str(path))
     return tree
 
 
 def _bases(defaults: Any, path: Path) -> list[str]:
-    """Names of base files; Hydra's `_self_` last and `@_here_` mean what happens anyway."""
+    """Names of base files; Hydra's `_self_` at the end and `@_here_` change nothing."""
     names = [defaults] if isinstance(defaults, str) else defaults or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ConfigError(
             [Problem("defaults", f"{defaults!r} is not a list of base files, such as [base.yaml]")], str(path)
         )
     if "_self_" in names[:-1]:
-        raise ConfigError([Problem("defaults", "a file always wins over its base files; put _self_ last")], str(path))
+        raise ConfigError([Problem("defaults", "a file always overrides its base files; put _self_ last")], str(path))
     return [name.removesuffix("@_here_") for name in names if name != "_self_"]
+
+
+def interpolate(tree: Tree, source: str) -> Tree:
+    """The tree with every `${...}` replaced.
+
+    Raises:
+        ConfigError: a `${...}` refers to a key that is not given.
+    """
+    try:
+        resolved = OmegaConf.to_container(OmegaConf.create(tree), resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        path = getattr(error, "full_key", None) or ""
+        message = str(error.msg or error).splitlines()[0]
+        hint = "; `${key}` sees the values of files and overrides, not defaults" if "not found" in message else ""
+        raise ConfigError([Problem(path, f"cannot be interpolated: {message}{hint}")], source) from None
+    assert isinstance(resolved, dict)
+    return {str(key): value for key, value in resolved.items()}

@@ -1,8 +1,9 @@
-"""From token lists to right-padded tensors, under the keys of a training batch (B samples, T padded tokens)."""
+"""Collates token lists into right-padded tensors [B, T], with the keys of a training batch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -10,55 +11,56 @@ from torch import Tensor
 from roll.datasets.sft import SFTExample
 
 NO_VERSION = -1
-"""`weight_version` of a token that no policy sampled."""
+"""`weight_version` of a token that the policy did not sample."""
 
 Sample = tuple[Sequence[int], Sequence[int], Sequence[float], Sequence[int]]
 """(prompt ids, response ids, log-prob of each response token, weight version of each response token).
 
-A response token of NO_VERSION stands between answers, such as what an environment said; it is not learned from."""
+A response token with NO_VERSION, such as one of an observation between two turns, is not trained on."""
 
 
 def collate_samples(samples: Sequence[Sample], pad_token_id: int = 0, round_to: int = 1) -> dict[str, Tensor]:
-    """Generated samples as tensors [B, T].
+    """Collates generated samples.
 
     Args:
-        samples: at least one; their response lists are equally long within a sample.
-        pad_token_id: fills `input_ids` beyond a sample's end; never attended to.
+        samples: at least one. The three response lists of a sample have the same length.
+        pad_token_id: padding of `input_ids`; masked by the attention mask.
         round_to: T is the longest sample rounded up to a multiple of this.
 
     Returns:
-        `input_ids`, `attention_mask`, `position_ids` int64; `response_mask` bool; `behavior_log_probs` float32, 0 where
-        the policy did not sample; `weight_version` int32, -1 there.
+        Tensors [B, T]: `input_ids`, `attention_mask`, `position_ids` int64; `response_mask` bool, true for sampled
+        tokens; `behavior_log_probs` float32, 0 for tokens that were not sampled; `weight_version` int32, -1 for those.
 
     Raises:
-        ValueError: there is no sample, or the lists of one differ in length.
+        ValueError: there is no sample, or the lists of a sample differ in length.
     """
     for number, (_, response, log_probs, versions) in enumerate(samples):
         if not len(response) == len(log_probs) == len(versions):
             raise ValueError(
                 f"sample {number}: {len(response)} response tokens, {len(log_probs)} log-probs and "
-                f"{len(versions)} versions; they must be as many"
+                f"{len(versions)} versions; the numbers must be equal"
             )
     tensors = _collate_tokens([(prompt, response) for prompt, response, _, _ in samples], pad_token_id, round_to)
     mask = tensors["response_mask"]
     tensors["behavior_log_probs"] = torch.zeros(mask.shape, dtype=torch.float32)
     tensors["weight_version"] = torch.full(mask.shape, NO_VERSION, dtype=torch.int32)
-    for row, (prompt, response, log_probs, versions) in enumerate(samples):
-        span = slice(len(prompt), len(prompt) + len(response))
-        tensors["behavior_log_probs"][row, span] = torch.tensor(log_probs, dtype=torch.float32)
-        tensors["weight_version"][row, span] = torch.tensor(versions, dtype=torch.int32)
+    # One assignment for all rows: a masked tensor is filled row by row, in the order of the samples.
+    all_log_probs = list(chain.from_iterable(log_probs for _, _, log_probs, _ in samples))
+    all_versions = list(chain.from_iterable(versions for _, _, _, versions in samples))
+    tensors["behavior_log_probs"][mask] = torch.tensor(all_log_probs, dtype=torch.float32)
+    tensors["weight_version"][mask] = torch.tensor(all_versions, dtype=torch.int32)
     tensors["response_mask"] &= tensors["weight_version"] != NO_VERSION
     return tensors
 
 
 def collate_examples(examples: Sequence[SFTExample], pad_token_id: int = 0, round_to: int = 1) -> dict[str, Tensor]:
-    """Pairs as tensors [B, T]: the first four keys of `collate_samples`, the mask on what is learned."""
-    pairs = [(example.prompt_ids, example.answer_ids) for example in examples]
+    """Collates SFT examples: the first four tensors of `collate_samples`; `response_mask` marks learned tokens."""
+    pairs = [(example.prompt_ids, example.response_ids) for example in examples]
     tensors = _collate_tokens(pairs, pad_token_id, round_to)
     for row, example in enumerate(examples):
-        if example.learned is not None:
+        if example.loss_mask is not None:
             start = len(example.prompt_ids)
-            tensors["response_mask"][row, start : start + len(example.learned)] &= torch.tensor(example.learned)
+            tensors["response_mask"][row, start : start + len(example.loss_mask)] &= torch.tensor(example.loss_mask)
     return tensors
 
 
@@ -66,16 +68,16 @@ def _collate_tokens(
     pairs: Sequence[tuple[Sequence[int], Sequence[int]]], pad_token_id: int, round_to: int
 ) -> dict[str, Tensor]:
     if not pairs:
-        raise ValueError("cannot collate a batch of no samples")
+        raise ValueError("cannot collate an empty batch: there are no samples")
     width = max(len(prompt) + len(response) for prompt, response in pairs)
     width = -(-width // round_to) * round_to
-    input_ids = torch.full((len(pairs), width), pad_token_id, dtype=torch.int64)
-    for row, (prompt, response) in enumerate(pairs):
-        input_ids[row, : len(prompt) + len(response)] = torch.tensor([*prompt, *response], dtype=torch.int64)
     positions = torch.arange(width)
     starts = torch.tensor([len(prompt) for prompt, _ in pairs])[:, None]
     ends = torch.tensor([len(prompt) + len(response) for prompt, response in pairs])[:, None]
     attended = positions < ends
+    input_ids = torch.full(attended.shape, pad_token_id, dtype=torch.int64)
+    tokens = list(chain.from_iterable(chain.from_iterable(pairs)))
+    input_ids[attended] = torch.tensor(tokens, dtype=torch.int64)
     return {
         "input_ids": input_ids,
         "attention_mask": attended.long(),

@@ -1,8 +1,8 @@
-"""Which samples form which micro-batch on which data-parallel rank: pure arithmetic over lengths.
+"""Assigns samples to data-parallel ranks and micro-batches, from their lengths.
 
-Samples are sorted by length, so that those padded together are alike; every rank gets the same number of samples and
-of micro-batches, because ranks reduce gradients together; the longest come first, so that a step that does not fit in
-memory fails at once. Equal lengths keep their order, so a plan depends on its arguments alone.
+Samples are sorted by length, so that a micro-batch needs little padding. Every rank has the same number of samples and
+micro-batches, because ranks reduce gradients together. The longest samples come first, so that a step that does not fit
+in memory fails at once. The sort is stable, so a plan depends only on its arguments.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class OptimizerStepPlan:
-    """One optimizer step, or one forward pass, split over data-parallel ranks.
+    """One optimizer step or forward pass, split over data-parallel ranks.
 
     Attributes:
-        indices: for each rank its samples, as positions in the batch: the rank's shard, in order.
-        micro_batches: for each rank its micro-batches, as positions in that shard.
+        indices: per rank, its shard: the positions of its samples in the batch, in order.
+        micro_batches: per rank, its micro-batches as positions in its shard.
     """
 
     indices: list[list[int]]
@@ -25,14 +25,14 @@ class OptimizerStepPlan:
 
     @property
     def permutation(self) -> list[int]:
-        """Row i of the concatenated shards is row `permutation[i]` of the batch (of the step's samples)."""
+        """Row i of the concatenated shards is row `permutation[i]` of the batch."""
         return [index for shard in self.indices for index in shard]
 
     @property
     def inverse(self) -> list[int]:
-        """Where in the concatenated shards the samples of the batch are, in the batch's order.
+        """Positions in the concatenated shards, in the order of the batch.
 
-        `concatenated[inverse]` is the batch again where the plan covers it all, as that of `plan_forward` does.
+        `concatenated[inverse]` restores the batch if the plan covers all of it, as that of `plan_forward` does.
         """
         order = self.permutation
         return sorted(range(len(order)), key=order.__getitem__)
@@ -50,15 +50,16 @@ def plan_optimizer_steps(
     """Splits a batch into optimizer steps, each of `samples_per_step` consecutive samples.
 
     Args:
-        lengths: tokens of each sample.
-        data_parallel: ranks that share the samples of a step.
-        samples_per_step: samples of one optimizer step over all ranks.
-        micro_batch_size: samples of a micro-batch; either this or `max_tokens`.
-        max_tokens: padded tokens of a micro-batch: its longest sample, rounded up to `round_to`, times its samples.
+        lengths: length of each sample in tokens.
+        data_parallel: number of ranks.
+        samples_per_step: samples of an optimizer step over all ranks.
+        micro_batch_size: maximum samples of a micro-batch; give either this or `max_tokens`.
+        max_tokens: maximum padded tokens of a micro-batch: the length of its longest sample, rounded up to `round_to`,
+            times its number of samples.
         round_to: sequence lengths are padded to multiples of this.
 
     Raises:
-        ValueError: the batch does not divide into steps, or a step over ranks; a sample alone exceeds `max_tokens`.
+        ValueError: the batch is not divisible by the step, or the step by the ranks; or a sample exceeds `max_tokens`.
     """
     if samples_per_step < 1 or len(lengths) % samples_per_step:
         raise ValueError(
@@ -80,23 +81,23 @@ def plan_forward(
     max_tokens: int | None = None,
     round_to: int = 1,
 ) -> OptimizerStepPlan:
-    """Splits a batch for a pass without gradients; arguments as `plan_optimizer_steps`.
+    """Splits a batch for a forward pass without gradients; arguments as `plan_optimizer_steps`.
 
-    Ranks do not meet in such a pass, so where the samples do not divide some ranks have one less, and the ranks may
-    have different numbers of micro-batches then.
+    Ranks do not synchronize in such a pass. If the samples are not divisible by the ranks, some ranks have one sample
+    less, and ranks may have different numbers of micro-batches.
 
     Raises:
-        ValueError: there are fewer samples than ranks; a sample alone exceeds `max_tokens`.
+        ValueError: there are fewer samples than ranks, or a single sample exceeds `max_tokens`.
     """
     if len(lengths) < data_parallel:
-        raise ValueError(f"{len(lengths)} samples leave some of {data_parallel} data-parallel ranks without any")
+        raise ValueError(f"{len(lengths)} samples are fewer than {data_parallel} data-parallel ranks")
     split = _splitter(micro_batch_size, max_tokens, round_to)
     return _plan(lengths, range(len(lengths)), data_parallel, split)
 
 
 @dataclass(frozen=True)
 class _Splitter:
-    """Cuts one rank's samples, longest first, into micro-batches."""
+    """Cuts the samples of a rank, longest first, into micro-batches."""
 
     micro_batch_size: int | None
     max_tokens: int | None
@@ -106,7 +107,7 @@ class _Splitter:
         return -(-length // self.round_to) * self.round_to
 
     def cut(self, shard: list[int], lengths: Sequence[int]) -> list[list[int]]:
-        """As few consecutive micro-batches as the limit allows; the first sample of each is its longest."""
+        """The fewest consecutive micro-batches within the limit; the first sample of each is its longest."""
         micro_batches: list[list[int]] = []
         for position, index in enumerate(shard):
             if micro_batches and self._has_room(micro_batches[-1], shard, lengths):
@@ -115,7 +116,7 @@ class _Splitter:
             if self.max_tokens is not None and self.padded(lengths[index]) > self.max_tokens:
                 raise ValueError(
                     f"sample {index} has {lengths[index]} tokens ({self.padded(lengths[index])} padded), more than "
-                    f"max_tokens {self.max_tokens} of a whole micro-batch; raise it to at least "
+                    f"max_tokens {self.max_tokens} of a micro-batch; raise it to at least "
                     f"{self.padded(max(lengths))} or shorten sequence_length"
                 )
             micro_batches.append([position])
@@ -144,7 +145,7 @@ def _plan(lengths: Sequence[int], samples: range, data_parallel: int, split: _Sp
 
 
 def _deal(ordered: list[int], ranks: int) -> list[list[int]]:
-    """Deals samples, longest first, to ranks, turning back at each end, so that all have about the same work."""
+    """Deals samples, longest first, to ranks in alternating direction, so that all have about the same work."""
     shards: list[list[int]] = [[] for _ in range(ranks)]
     for first in range(0, len(ordered), ranks):
         row = ordered[first : first + ranks]
@@ -155,7 +156,7 @@ def _deal(ordered: list[int], ranks: int) -> list[list[int]]:
 
 
 def _split_until(micro_batches: list[list[int]], count: int) -> list[list[int]]:
-    """Halves the largest micro-batch until there are `count`; halves pad no more than the whole did."""
+    """Halves the largest micro-batch until there are `count`; halves need no more padding than the whole."""
     result = list(micro_batches)
     while len(result) < count and max(map(len, result)) > 1:
         largest = max(range(len(result)), key=lambda at: len(result[at]))

@@ -1,4 +1,4 @@
-"""Rows of JSONL and parquet files, each knowing where it stands, so that an error can say so."""
+"""Rows of JSONL and parquet files with their location, so that errors name file and line."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from roll.configs.paths import unreachable
+from roll.configs.errors import unreachable
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
-"""Files that can be read; .json holds one object per line, like .jsonl."""
+"""Supported files; .json holds one object per line, like .jsonl."""
 
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-"""Half of a character beyond U+FFFF as JSON writes it; without its other half it is no text."""
+"""A JSON escape of a surrogate; a surrogate without its pair is not valid text."""
 
 
 class DatasetError(ValueError):
-    """A data file is missing, empty or not in the layout asked for; the message names file, line and column."""
+    """A data file is missing, empty or has invalid content; the message names file, line and column."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Record:
     Attributes:
         file: the file's path.
         line: its line (JSONL) or row (parquet), from 1.
-        row: its columns.
+        row: values by column.
     """
 
     file: Path
@@ -39,26 +39,26 @@ class Record:
     row: dict[str, Any]
 
     @property
-    def place(self) -> str:
-        """`file:line`."""
+    def location(self) -> str:
+        """`file:line`, for errors."""
         return f"{self.file}:{self.line}"
 
     def fail(self, message: str) -> NoReturn:
         """Raises a DatasetError about this row."""
-        raise DatasetError(f"{self.place}: {message}")
+        raise DatasetError(f"{self.location}: {message}")
 
     def fail_missing(self, *columns: str) -> NoReturn:
-        """Raises a DatasetError about columns of which the row has none, or nothing but null."""
+        """Raises a DatasetError: the row has none of the columns, or one that is null."""
         for column in columns:
             if column.partition(".")[0] in self.row:
-                self.fail(f"column {column!r} is empty (null); give it a value")
+                self.fail(f"column {column!r} is null; give it a value")
         wanted = " or ".join(repr(column) for column in columns)
         self.fail(f"no column {wanted}; the columns are {', '.join(self.row)}")
 
 
 @contextmanager
-def naming(source: str) -> Iterator[None]:
-    """Puts `source` before the message of a DatasetError raised inside, which knows neither role nor file."""
+def prefix_errors(source: str) -> Iterator[None]:
+    """Prefixes DatasetErrors raised inside with `source`, such as the role and its files."""
     try:
         yield
     except DatasetError as error:
@@ -66,23 +66,23 @@ def naming(source: str) -> Iterator[None]:
 
 
 def read_records(files: str | Path | list[str] | list[Path]) -> list[Record]:
-    """All rows of the files, in order; a single name is a list of one.
+    """Reads all rows of one file or of several, in order.
 
     Raises:
-        DatasetError: no file is named, one is missing, unreadable, empty, of another kind, or has a line that is not
-            an object of texts and numbers.
+        DatasetError: no file is given; a file is missing, unreadable, empty or of an unsupported kind; or a line is not
+            a JSON object.
     """
     if isinstance(files, str | Path):
         files = [str(files)]
     if not files:
-        raise DatasetError("data_args.file_name names no file")
+        raise DatasetError("data_args.file_name is empty")
     return [record for file in files for record in _read_file(Path(file))]
 
 
 def _read_file(path: Path) -> list[Record]:
-    why = unreachable(path)
-    if why is not None:
-        raise DatasetError(f"{path}: cannot be read: {why}")
+    reason = unreachable(path)
+    if reason is not None:
+        raise DatasetError(f"{path}: cannot be read: {reason}")
     if not os.path.isfile(path):
         raise DatasetError(f"{path}: no such file (looked in {path.absolute().parent})")
     if path.suffix not in SUFFIXES:
@@ -101,24 +101,24 @@ def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 yield number, _json_row(line, f"{path}:{number}")
 
 
-def _json_row(line: bytes, place: str) -> dict[str, Any]:
+def _json_row(line: bytes, location: str) -> dict[str, Any]:
     try:
         row = json.loads(line.decode())
         if SURROGATE.search(line):
             json.dumps(row, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
-        raise DatasetError(f"{place}: not UTF-8 at byte {error.start + 1}; save the file as UTF-8") from error
+        raise DatasetError(f"{location}: not UTF-8 at byte {error.start + 1}; save the file as UTF-8") from error
     except UnicodeEncodeError as error:
         half = f"\\u{ord(error.object[error.start]):04x}"
-        raise DatasetError(f"{place}: {half} is half a character; remove it, or write the other half too") from error
+        raise DatasetError(f"{location}: {half} is half of a surrogate pair; add the other half") from error
     except json.JSONDecodeError as error:
-        raise DatasetError(f"{place}: not JSON: {error.msg} at column {error.colno}") from error
+        raise DatasetError(f"{location}: not JSON: {error.msg} at column {error.colno}") from error
     except RecursionError as error:
-        raise DatasetError(f"{place}: objects or lists stand inside each other too deep") from error
+        raise DatasetError(f"{location}: objects or lists are nested too deep") from error
     except ValueError as error:
-        raise DatasetError(f"{place}: a number has too many digits; put it in quotes") from error
+        raise DatasetError(f"{location}: a number has too many digits; put it in quotes") from error
     if not isinstance(row, dict):
-        raise DatasetError(f"{place}: holds a {type(row).__name__}; write one JSON object per line")
+        raise DatasetError(f"{location}: holds a {type(row).__name__}; write one JSON object per line")
     return row
 
 

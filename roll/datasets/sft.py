@@ -1,141 +1,154 @@
-"""Pairs of a prompt and the answer to learn."""
+"""Prompts with the response to learn (SFT data), as text and as token ids."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
-from roll.configs.arguments import DataArguments
-from roll.datasets.conversation import ConversationEncoder
-from roll.datasets.prompts import Message, Question, question, record_id, require_unique
+from roll.configs.roles import DataArguments
+from roll.datasets.prompts import Message, Question, check_unique_ids, question, record_id
 from roll.datasets.records import DatasetError, Record, read_records
-from roll.datasets.templates import QuestionEncoder
+from roll.datasets.templates import ConversationEncoder, PromptEncoder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
-class Pair:
-    """A question and the answer the model should give."""
+class PromptResponse:
+    """A prompt and the response that the model should give."""
 
     id: str
     question: Question
-    answer: str
+    response: str
 
 
 @dataclass(frozen=True)
 class SFTExample:
-    """A pair as ids; an answer ends with the tokenizer's end token, so that the model learns to stop.
+    """A prompt and its response as token ids.
 
     Attributes:
-        learned: which of `answer_ids` are learned: all, or not those that others said between several answers.
+        id: as in the data.
+        prompt_ids: the prompt, ready for the response to follow.
+        response_ids: the response and the tokenizer's end token, so that the model learns to stop. It may hold several
+            assistant messages and the messages between them.
+        loss_mask: which of `response_ids` are learned: those of assistant messages; None means all.
     """
 
     id: str
     prompt_ids: list[int]
-    answer_ids: list[int]
-    learned: tuple[bool, ...] | None = None
+    response_ids: list[int]
+    loss_mask: tuple[bool, ...] | None = None
 
 
-def load_pairs(files: str | list[str], data_args: DataArguments) -> list[Pair]:
-    """Pairs of all files, in order.
+def load_sft_data(files: str | list[str], data_args: DataArguments) -> list[PromptResponse]:
+    """Reads prompts and responses from all files, in order.
 
-    The answer is the column `data_args.response`; where it is missing and the messages end with the assistant's, it
-    is that message.
+    The response is the column `data_args.response`. If that is missing and the last message is the assistant's, the
+    response is that message.
 
     Raises:
         DatasetError: as `load_prompts`.
     """
     records = read_records(files)
-    pairs = [_pair(record, data_args) for record in records]
-    require_unique([pair.id for pair in pairs], records)
-    return pairs
+    data = [_prompt_response(record, data_args) for record in records]
+    check_unique_ids([item.id for item in data], records)
+    return data
 
 
-def encode_pairs(
-    pairs: Sequence[Pair],
-    tokenizer: Any,
+def encode_sft_data(
+    data: Sequence[PromptResponse],
+    tokenizer: PreTrainedTokenizerBase,
     template: str,
     prompt_length: int,
     sequence_length: int,
     mask_history: bool = True,
 ) -> tuple[list[SFTExample], int]:
-    """Encodes pairs and drops those that do not fit.
+    """Encodes prompts and responses, and drops those that are too long.
 
     Args:
-        pairs: what to encode.
-        tokenizer: a Hugging Face tokenizer with an end token.
-        template: chat template of the question; see `roll.datasets.templates`.
-        prompt_length: longest question in tokens.
-        sequence_length: longest question and answer together, end token included.
-        mask_history: learn the last answer of a conversation only; else each, the question being what precedes the
-            first.
+        data: prompts and responses.
+        tokenizer: a tokenizer with an end token.
+        template: chat template of the prompt; see `roll.datasets.templates`.
+        prompt_length: maximum tokens of a prompt.
+        sequence_length: maximum tokens of prompt and response together, end token included.
+        mask_history: learn only the last assistant message of a conversation; else learn each of them, and the prompt
+            is what precedes the first.
 
     Returns:
-        The examples that fit, in order, and how many pairs did not.
+        The examples that fit, in order, and the number that were dropped.
 
     Raises:
-        DatasetError: none fits, with the longest lengths seen; the tokenizer has no end token; or as QuestionEncoder.
+        DatasetError: none fits (the message gives the longest lengths), the tokenizer has no end token, or as
+            PromptEncoder.
     """
     if tokenizer.eos_token_id is None:
-        raise DatasetError("the tokenizer has no end token (eos_token), so no answer could be learnt to end")
-    encode = _last_answers if mask_history else _every_answer
-    encoded = encode(pairs, tokenizer, template)
+        raise DatasetError("the tokenizer has no end token (eos_token), so the model could not learn to end a response")
+    encode = _last_messages if mask_history else _all_messages
+    encoded = encode(data, tokenizer, template)
     examples = [
         example
         for example in encoded
         if len(example.prompt_ids) <= prompt_length
-        and len(example.prompt_ids) + len(example.answer_ids) <= sequence_length
+        and len(example.prompt_ids) + len(example.response_ids) <= sequence_length
     ]
     if not examples:
         prompts = [len(example.prompt_ids) for example in encoded]
-        longest = max((len(example.prompt_ids) + len(example.answer_ids) for example in encoded), default=0)
+        longest = max((len(example.prompt_ids) + len(example.response_ids) for example in encoded), default=0)
         raise DatasetError(
-            f"none of {len(pairs)} pairs fits prompt_length {prompt_length} and sequence_length {sequence_length}; the "
-            f"longest prompt has {max(prompts, default=0)} tokens, the longest pair {longest}"
+            f"none of {len(data)} examples fits prompt_length {prompt_length} and sequence_length {sequence_length}; "
+            f"the longest prompt has {max(prompts, default=0)} tokens, the longest example {longest}"
         )
-    return examples, len(pairs) - len(examples)
+    return examples, len(data) - len(examples)
 
 
-def _last_answers(pairs: Sequence[Pair], tokenizer: Any, template: str) -> list[SFTExample]:
-    encoder = QuestionEncoder(tokenizer, template)
-    prompts = encoder.encode([pair.question for pair in pairs])
-    answers = encoder.encode_text([pair.answer for pair in pairs])
+def _last_messages(
+    data: Sequence[PromptResponse], tokenizer: PreTrainedTokenizerBase, template: str
+) -> list[SFTExample]:
+    """Encodes the last assistant message of each conversation as the response."""
+    encoder = PromptEncoder(tokenizer, template)
+    prompts = encoder.encode([item.question for item in data])
+    responses = encoder.encode_text([item.response for item in data])
     return [
-        SFTExample(pair.id, prompt, [*answer, tokenizer.eos_token_id])
-        for pair, prompt, answer in zip(pairs, prompts, answers, strict=True)
+        SFTExample(item.id, prompt, [*response, tokenizer.eos_token_id])
+        for item, prompt, response in zip(data, prompts, responses, strict=True)
     ]
 
 
-def _every_answer(pairs: Sequence[Pair], tokenizer: Any, template: str) -> list[SFTExample]:
-    chat, encoder = ConversationEncoder(tokenizer, template), QuestionEncoder(tokenizer, template)
+def _all_messages(
+    data: Sequence[PromptResponse], tokenizer: PreTrainedTokenizerBase, template: str
+) -> list[SFTExample]:
+    """Encodes everything from the first assistant message as the response, with a loss mask."""
+    chat, encoder = ConversationEncoder(tokenizer, template), PromptEncoder(tokenizer, template)
     examples = []
-    for pair in pairs:
-        messages = pair.question.messages or ({"role": "user", "content": pair.question.text or ""},)
-        asked: list[Message] = []
+    for item in data:
+        messages = item.question.messages or ({"role": "user", "content": item.question.text or ""},)
+        context: list[Message] = []
         prompt: list[int] = []
         ids: list[int] = []
-        learned: list[bool] = []
-        for message in [*messages, {"role": "assistant", "content": pair.answer}]:
+        loss_mask: list[bool] = []
+        for message in [*messages, {"role": "assistant", "content": item.response}]:
             if message["role"] != "assistant":
-                asked.append(message)
+                context.append(message)
                 continue
-            between = chat.follow(ids[-1], asked) if prompt else []
-            prompt = prompt or chat.start(asked)
-            answer = [*encoder.encode_text([message["content"]])[0], tokenizer.eos_token_id]
-            ids += [*between, *answer]
-            learned += [False] * len(between) + [True] * len(answer)
-            asked = []
-        examples.append(SFTExample(pair.id, prompt, ids, tuple(learned)))
+            between = chat.follow(ids[-1], context) if prompt else []
+            prompt = prompt or chat.start(context)
+            response = [*encoder.encode_text([message["content"]])[0], tokenizer.eos_token_id]
+            ids += [*between, *response]
+            loss_mask += [False] * len(between) + [True] * len(response)
+            context = []
+        examples.append(SFTExample(item.id, prompt, ids, tuple(loss_mask)))
     return examples
 
 
-def _pair(record: Record, data_args: DataArguments) -> Pair:
-    asked, answer = question(record, data_args), record.row.get(data_args.response)
-    messages = asked.messages or ()
-    if answer is None and len(messages) > 1 and messages[-1]["role"] == "assistant":
-        asked, answer = Question(messages=messages[:-1]), messages[-1]["content"]
-    if answer is None:
+def _prompt_response(record: Record, data_args: DataArguments) -> PromptResponse:
+    prompt, response = question(record, data_args), record.row.get(data_args.response)
+    messages = prompt.messages or ()
+    if response is None and len(messages) > 1 and messages[-1]["role"] == "assistant":
+        prompt, response = Question(messages=messages[:-1]), messages[-1]["content"]
+    if response is None:
         record.fail_missing(data_args.response)
-    if not isinstance(answer, str):
-        record.fail(f"column {data_args.response!r} holds a {type(answer).__name__}; the answer is a text")
-    return Pair(record_id(record, data_args), asked, answer)
+    if not isinstance(response, str):
+        record.fail(f"column {data_args.response!r} holds a {type(response).__name__}; a response is a text")
+    return PromptResponse(record_id(record, data_args), prompt, response)

@@ -1,5 +1,5 @@
-"""Workers on Ray: who owns which device, how a call reaches every rank, what travels, and how weights are published.
+"""Workers on Ray: devices and processes of each role, remote calls and the data they carry, engines, weight updates.
 
-Imports from configs, algorithms, datasets, rollout, platforms and models; pipelines are built on it. The modules here
-import ray, and torch where tensors are; engines are imported by the strategies only, in the worker's own process.
+Imports from configs, algorithms, datasets, rollout, platforms and models; pipelines are built on it. Megatron and
+SGLang are imported in worker processes only: by modules of `strategy`, which `TrainWorker` and `InferWorker` load.
 """

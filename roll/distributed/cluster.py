@@ -1,46 +1,58 @@
-"""All workers of one role as one object: a call on it reaches every rank."""
+"""All workers of one role as one object, and single workers as other processes call them."""
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import functools
-import os
-import signal
-import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, TypeVarTuple, overload
 
 import psutil
 import ray
 
-from roll.configs.device_mapping import spans
-from roll.configs.layout import ParallelLayout
-from roll.distributed.actors import ConcurrentHost, Host
-from roll.distributed.client import ClusterClient
-from roll.distributed.dispatch import Registration, answering_ranks, arguments_by_rank, collect_answers, registrations
-from roll.distributed.pending import CallSite, Pending
-from roll.distributed.placement import Seat
-from roll.distributed.worker import Worker, WorkerRank
+from roll.configs.parallel_layout import ParallelLayout, spans
+from roll.distributed.processes import descendants, end, log_file, process_environment
+from roll.distributed.remote_call import (
+    CallContext,
+    ConcurrentWorkerActor,
+    Failure,
+    RemoteCall,
+    WorkerActor,
+    ray_failure,
+    seconds_left,
+)
+from roll.distributed.resources import DeviceSlot
+from roll.distributed.rpc_batching import RpcClient, rpc_client
+from roll.distributed.worker import Worker, WorkerRank, registered_methods
 
 if TYPE_CHECKING:
     from roll.configs.pipeline import BaseConfig
-    from roll.configs.worker import WorkerConfig
+    from roll.configs.roles import RoleConfig
     from roll.distributed.resources import ResourceManager
 
+WorkerT = TypeVar("WorkerT", bound=Worker, covariant=True)
+P = ParamSpec("P")
+Args = TypeVarTuple("Args")
+ArgumentT = TypeVar("ArgumentT")
+ResultT = TypeVar("ResultT")
+
 CONCURRENT_CALLS = 1000
-"""Calls of a cluster and letters that one concurrent worker holds at a time; its engine does its own queueing."""
+"""Calls of a cluster and batched messages that one concurrent worker holds at a time; its engine has its own queue."""
 CLOSE_TIMEOUT_S = 20.0
 """Time a worker has to end its engine before it is killed."""
-END_TIMEOUT_S = 5.0
-"""A killed process is gone within milliseconds; an engine's children notice within seconds."""
 
 
-class Cluster:
+class Cluster(Generic[WorkerT]):
     """Workers of one role on the devices of its `device_mapping`.
 
-    Every method of `worker_cls` marked with `register` is a method here. It returns a `Pending` at once: `await` it
-    or `.get()` it. Calls of one cluster reach each rank in the order they were made.
+    Methods of the worker class marked with `register` are called by reference, so that editors and mypy follow them:
+
+        metrics = await actor.call_shards(TrainWorker.train_step, shards)
+
+    `call_all` gives every rank the same arguments (ROLL's and verl's Dispatch.ONE_TO_ALL), `call_each` gives every rank
+    its own (ALL_TO_ALL), `call_shards` gives every data-parallel rank its own (DP). Each returns a `RemoteCall` at
+    once: `await` it or `.get()` it. Calls of one cluster reach each rank in the order they were made.
 
     Attributes:
         role: name of the cluster.
@@ -52,13 +64,13 @@ class Cluster:
     def __init__(
         self,
         role: str,
-        worker_cls: type[Worker],
-        config: WorkerConfig,
+        worker_cls: type[WorkerT],
+        config: RoleConfig,
         pipeline_config: BaseConfig,
         resources: ResourceManager,
         layout: ParallelLayout,
     ) -> None:
-        """Starts the processes without waiting, so that clusters come up side by side; the first call waits for them.
+        """Starts the processes without waiting, so that clusters start concurrently; the first call waits for them.
 
         Raises:
             ValueError: the devices do not divide among the layout's ranks.
@@ -67,30 +79,113 @@ class Cluster:
         self._workers = ParallelLayout(data=layout.data) if worker_cls.spans_tensor_parallel else layout
         self.world_size = self._workers.world_size
         self._worker_cls, self._pipeline_config, self._resources = worker_cls, pipeline_config, resources
-        self._seats = resources.seats(role, self.world_size)
+        self._deadlines = {
+            name: float(getattr(pipeline_config, key))
+            for name, key in registered_methods(worker_cls).items()
+            if hasattr(pipeline_config, key)
+        }
+        self._slots = resources.device_slots(role, self.world_size)
         self._logs = [log_file(pipeline_config, f"{role}-{rank}") for rank in range(self.world_size)]
-        self._actors = [self._start(rank, seat) for rank, seat in enumerate(self._seats)]
+        self._actors = [self._start(rank, slot) for rank, slot in enumerate(self._slots)]
         self._processes: list[psutil.Process] = []
         self._built = self._ended = False
-        self._bind()
 
-    def _start(self, rank: int, seat: Seat) -> Any:
-        cores, threads = self._resources.cores(seat), self._resources.threads(seat)
-        host = ConcurrentHost if self._worker_cls.concurrent else Host
+    def _start(self, rank: int, slot: DeviceSlot) -> Any:
+        cores, threads = self._resources.cores(slot), self._resources.threads(slot)
+        concurrent = self._worker_cls.concurrent
         environment = {**process_environment(self._pipeline_config, threads), **self.config.system_envs}
         if self._resources.platform_name == "cuda":
-            environment["CUDA_VISIBLE_DEVICES"] = self._resources.visible_devices(seat)
+            environment["CUDA_VISIBLE_DEVICES"] = self._resources.visible_devices(slot)
         if len(self._resources.nodes) == 1:
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        return (
-            ray.remote(host)
-            .options(
-                num_cpus=0,
-                max_concurrency=CONCURRENT_CALLS if self._worker_cls.concurrent else 1,
-                scheduling_strategy=self._resources.scheduling(seat),
-                runtime_env={"env_vars": environment},
+        actor_cls: Any = ray.remote(ConcurrentWorkerActor if concurrent else WorkerActor)
+        return actor_cls.options(
+            num_cpus=0,
+            max_concurrency=CONCURRENT_CALLS if concurrent else 1,
+            scheduling_strategy=self._resources.scheduling(slot),
+            runtime_env={"env_vars": environment},
+        ).remote(f"{self.role}-{rank}", rank, cores, self._logs[rank])
+
+    def initialize(self) -> RemoteCall[list[None]]:
+        """Starts the engines of all workers."""
+        return self._call("initialize", [()] * self.world_size, list(range(self.world_size)))
+
+    @overload
+    def call_all(
+        self, method: Callable[Concatenate[WorkerT, P], Awaitable[ResultT]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> RemoteCall[list[ResultT]]: ...
+    @overload
+    def call_all(
+        self, method: Callable[Concatenate[WorkerT, P], ResultT], /, *args: P.args, **kwargs: P.kwargs
+    ) -> RemoteCall[list[ResultT]]: ...
+    def call_all(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RemoteCall[list[Any]]:
+        """Calls every rank with the same arguments; the result is a list by rank."""
+        return self._call(method.__name__, [args] * self.world_size, list(range(self.world_size)), kwargs)
+
+    @overload
+    def call_each(
+        self, method: Callable[[WorkerT, ArgumentT], Awaitable[ResultT]], arguments: Sequence[ArgumentT]
+    ) -> RemoteCall[list[ResultT]]: ...
+    @overload
+    def call_each(
+        self, method: Callable[[WorkerT, ArgumentT], ResultT], arguments: Sequence[ArgumentT]
+    ) -> RemoteCall[list[ResultT]]: ...
+    def call_each(self, method: Callable[[Any, Any], Any], arguments: Sequence[Any]) -> RemoteCall[list[Any]]:
+        """Calls rank r with `arguments[r]`; the result is a list by rank.
+
+        Raises:
+            ValueError: there is not one argument per rank.
+        """
+        self._check_length(method.__name__, arguments, self.world_size, "ranks")
+        return self._call(method.__name__, [(each,) for each in arguments], list(range(self.world_size)))
+
+    @overload
+    def call_shards(
+        self, method: Callable[[WorkerT, ArgumentT], Awaitable[ResultT]], shards: Sequence[ArgumentT]
+    ) -> RemoteCall[list[ResultT]]: ...
+    @overload
+    def call_shards(
+        self, method: Callable[[WorkerT, ArgumentT], ResultT], shards: Sequence[ArgumentT]
+    ) -> RemoteCall[list[ResultT]]: ...
+    def call_shards(self, method: Callable[[Any, Any], Any], shards: Sequence[Any]) -> RemoteCall[list[Any]]:
+        """Calls every rank of data index d with `shards[d]`, which is put in the object store once.
+
+        The result is a list by data index, from tensor rank 0 of the last pipeline stage.
+
+        Raises:
+            ValueError: there is not one shard per data-parallel rank.
+        """
+        layout = self._workers
+        self._check_length(method.__name__, shards, layout.data, "data-parallel ranks")
+        refs = [ray.put(shard) for shard in shards]
+        arguments = [(refs[layout.coordinates(rank).data],) for rank in range(self.world_size)]
+        answering = [layout.rank(0, index, layout.pipeline - 1) for index in range(layout.data)]
+        return self._call(method.__name__, arguments, answering)
+
+    def _check_length(self, name: str, arguments: Sequence[object], length: int, receivers: str) -> None:
+        if len(arguments) != length:
+            raise ValueError(
+                f"{self.role}.{name}: needs a list with one entry for each of {length} {receivers}, "
+                f"got {len(arguments)} entries"
             )
-            .remote(f"{self.role}-{rank}", rank, cores, self._logs[rank])
+
+    def _call(
+        self,
+        name: str,
+        arguments: Sequence[tuple[Any, ...]],
+        answering: list[int],
+        keywords: Mapping[str, Any] | None = None,
+    ) -> RemoteCall[list[Any]]:
+        """Calls method `name` on rank r with `arguments[r]` and returns the answers of the ranks in `answering`."""
+        if name not in self._deadlines:
+            raise AttributeError(f"{self.role} has no method {name!r}; its workers register {sorted(self._deadlines)}")
+        self._build()
+        refs = [
+            actor.call.remote(name, rank in answering, *arguments[rank], **(keywords or {}))
+            for rank, actor in enumerate(self._actors)
+        ]
+        return RemoteCall(
+            self._context(name), refs, lambda answers: [answers[rank] for rank in answering], self._deadlines[name]
         )
 
     @property
@@ -101,18 +196,19 @@ class Cluster:
     @property
     def nodes(self) -> set[int]:
         """Indices of the nodes its workers run on."""
-        return {seat.node for seat in self._seats}
+        return {slot.node for slot in self._slots}
 
     @functools.cached_property
     def ranks(self) -> list[WorkerRank]:
         """What each rank knows about itself; the first use waits for the processes."""
         timeout_s = self._pipeline_config.start_timeout_s
-        started = [actor.process.remote() for actor in self._actors]
-        processes = Pending(self._site("start"), started, list, timeout_s).get()
-        here = ray.get_runtime_context().get_node_id()
-        local = [self._resources.nodes[seat.node].node_id == here for seat in self._seats]
+        started = [actor.process_id.remote() for actor in self._actors]
+        processes: list[int] = RemoteCall(self._context("start"), started, list, timeout_s).get()
+        driver_node = ray.get_runtime_context().get_node_id()
+        local = [self._resources.nodes[slot.node].node_id == driver_node for slot in self._slots]
         self._processes = [psutil.Process(process) for process, near in zip(processes, local, strict=True) if near]
-        port = Pending(self._site("hold_port", 0), [self._actors[0].hold_port.remote()], list, timeout_s).get()[0]
+        held = RemoteCall(self._context("hold_port", 0), [self._actors[0].hold_port.remote()], list, timeout_s)
+        port: int = held.get()[0]
         nodes = self._resources.nodes
         return [
             WorkerRank(
@@ -121,38 +217,17 @@ class Cluster:
                 world_size=self.world_size,
                 coordinates=self._workers.coordinates(rank),
                 device=0,
-                devices=seat.devices,
-                node=seat.node,
-                address=nodes[seat.node].address,
-                master_address=nodes[self._seats[0].node].address,
+                devices=slot.devices,
+                node=slot.node,
+                address=nodes[slot.node].address,
+                master_address=nodes[self._slots[0].node].address,
                 master_port=port,
-                cores=self._resources.cores(seat),
-                threads=self._resources.threads(seat),
+                cores=self._resources.cores(slot),
+                threads=self._resources.threads(slot),
                 platform=self._resources.platform_name,
             )
-            for rank, seat in enumerate(self._seats)
+            for rank, slot in enumerate(self._slots)
         ]
-
-    def _bind(self) -> None:
-        for name, registration in registrations(self._worker_cls).items():
-            setattr(self, name, functools.partial(self._call, name, registration))
-
-    def __getattr__(self, name: str) -> Callable[..., Pending]:
-        """Explains a method that no worker has registered."""
-        known = sorted(registrations(self.__dict__.get("_worker_cls", Worker)))
-        role = self.__dict__.get("role", "cluster")
-        raise AttributeError(f"{role} has no method {name!r}; its workers register {known}")
-
-    def _call(self, name: str, registration: Registration, *args: Any, **kwargs: Any) -> Pending:
-        self._build()
-        wanted = answering_ranks(registration.collect, self._workers)
-        parts = arguments_by_rank(registration.dispatch, self._workers, f"{self.role}.{name}", args, kwargs)
-        refs = [
-            actor.call.remote(name, rank in wanted, *part, **named)
-            for rank, (actor, (part, named)) in enumerate(zip(self._actors, parts, strict=True))
-        ]
-        collect = functools.partial(collect_answers, registration.collect, wanted)
-        return Pending(self._site(name), refs, collect, getattr(self._pipeline_config, registration.deadline))
 
     def _build(self) -> None:
         """Makes the workers once, before the first call."""
@@ -162,36 +237,25 @@ class Cluster:
             actor.build.remote(self._worker_cls, rank.environment(), rank, self.config, self._pipeline_config)
             for actor, rank in zip(self._actors, self.ranks, strict=True)
         ]
-        Pending(self._site("build"), refs, list, self._pipeline_config.start_timeout_s).get()
+        RemoteCall(self._context("build"), refs, list, self._pipeline_config.start_timeout_s).get()
         self._built = True
 
-    def _site(self, method: str, *ranks: int) -> CallSite:
-        """Where `method` runs: on these ranks, or on all when none are named."""
-        return CallSite(self.role, method, {rank: self._place(rank) for rank in ranks or range(self.world_size)})
+    def _context(self, method: str, *ranks: int) -> CallContext:
+        """Context of a call on these ranks, or on all ranks where none is given."""
+        return CallContext(self.role, method, {rank: self._location(rank) for rank in ranks or range(self.world_size)})
 
-    def _place(self, rank: int) -> str:
-        seat = self._seats[rank]
-        return f"node {seat.node}, devices {spans(sorted(seat.devices))}, log {self._logs[rank]}"
+    def _location(self, rank: int) -> str:
+        slot = self._slots[rank]
+        return f"node {slot.node}, devices {spans(sorted(slot.devices))}, log {self._logs[rank]}"
 
-    def client(self) -> ClusterClient:
-        """What other processes need to call single ranks; it can be sent to them."""
+    def client(self) -> ClusterClient[WorkerT]:
+        """A picklable client with which other processes call single ranks."""
         self._build()
-        config = self._pipeline_config
-        return ClusterClient(
-            self.role,
-            tuple(self._actors),
-            tuple(self._place(rank) for rank in range(self.world_size)),
-            {name: getattr(config, mark.deadline) for name, mark in registrations(self._worker_cls).items()},
-        )
-
-    def dump_stacks(self) -> None:
-        """Asks every process on this machine to write the stack of each of its threads to its log."""
-        for process in self._processes:
-            if process.is_running():
-                process.send_signal(signal.SIGUSR1)
+        locations = tuple(self._location(rank) for rank in range(self.world_size))
+        return ClusterClient(self.role, tuple(self._actors), locations, self._deadlines)
 
     def shutdown(self) -> None:
-        """Closes the workers, ends their processes and the processes these started, and waits until they are gone."""
+        """Closes the workers, ends their processes and child processes, and waits until they are gone."""
         if self._ended:
             return
         self._ended = True
@@ -204,38 +268,51 @@ class Cluster:
         end(children)
 
 
-def process_environment(config: BaseConfig, threads: int) -> dict[str, str]:
-    """Variables of every process of a run that computes with `threads` threads."""
-    return {**thread_environment(threads), **config.system_envs}
+@dataclass(frozen=True)
+class ClusterClient(Generic[WorkerT]):
+    """Calls single ranks of a concurrent cluster from any process; `Cluster.client` makes it. For one event loop.
 
+    Attributes:
+        role: name of the cluster.
+        actors: handle of each rank.
+        locations: where each rank runs, for messages.
+        deadlines: seconds by the method's name.
+    """
 
-def thread_environment(threads: int) -> dict[str, str]:
-    """Variables of a process that computes with `threads` threads and imports what the driver can."""
-    return {
-        "OMP_NUM_THREADS": str(threads),
-        "MKL_NUM_THREADS": str(threads),
-        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-    }
+    role: str
+    actors: tuple[Any, ...]
+    locations: tuple[str, ...]
+    deadlines: Mapping[str, float]
+    _clients: dict[int, RpcClient] = field(init=False, default_factory=dict, repr=False, compare=False)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles without calls in progress."""
+        return ClusterClient, (self.role, self.actors, self.locations, self.deadlines)
 
-def log_file(config: BaseConfig, name: str) -> str:
-    """Where a process of this name writes what it prints."""
-    folder = Path(config.logging_dir or Path(config.output_dir) / "logs").absolute()
-    return str(folder / f"{name}.log")
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.actors)
 
+    async def call(self, rank: int, method: Callable[[WorkerT, *Args], Awaitable[ResultT]], *args: *Args) -> ResultT:
+        """The answer of one rank. Concurrent calls are batched, see `roll.distributed.rpc_batching`.
 
-def descendants(process: psutil.Process) -> list[psutil.Process]:
-    """The process and all it started."""
-    try:
-        return [process, *process.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
-
-
-def end(processes: list[psutil.Process]) -> None:
-    """Waits for processes that are ending, and kills those that do not."""
-    _, alive = psutil.wait_procs(processes, timeout=END_TIMEOUT_S)
-    for process in alive:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(alive, timeout=END_TIMEOUT_S)
+        Raises:
+            ClusterError: the rank raised, died, or did not answer in time.
+        """
+        name = method.__name__
+        context = CallContext(self.role, name, {rank: self.locations[rank]})
+        timeout_s = seconds_left(self.deadlines[name])
+        if rank not in self._clients:
+            self._clients[rank] = rpc_client(self.actors[rank])
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await self._clients[rank].call(name, *args)
+        except TimeoutError:
+            raise context.timed_out([rank], timeout_s) from None
+        except ray.exceptions.RayError as error:
+            answer = ray_failure(rank, error)
+        if isinstance(answer, Failure):
+            raise context.failed([answer])
+        result: ResultT = answer
+        return result

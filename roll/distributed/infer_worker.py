@@ -1,152 +1,176 @@
-"""One SGLang engine of `actor_infer`."""
+"""One SGLang engine of `actor_infer`: its start, generation, pauses and end; weight updates: `WeightReceiver`."""
 
 from __future__ import annotations
 
-import asyncio
-from typing import TYPE_CHECKING, Any
+import os
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from roll.configs.seeds import role_seed
-from roll.distributed.dispatch import Dispatch, register
-from roll.distributed.worker import Worker, WorkerRank
+from roll.configs.pipeline import role_seed
+from roll.distributed.processes import gc_freeze
+from roll.distributed.strategy.sglang_engine import (
+    LONGER_CONTEXT,
+    Engine,
+    EngineError,
+    engine_arguments,
+    engine_threads,
+    free_port,
+    is_free,
+    preferred_port,
+)
+from roll.distributed.strategy.sglang_generation import Generation
+from roll.distributed.weight_sync.receiver import WeightReceiver
+from roll.distributed.worker import WorkerRank, register
 from roll.platforms import get_platform
-from roll.rollout.types import GenerateRequest, GenerateResult
+from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
 
 if TYPE_CHECKING:
     from roll.configs.asynchronous import InFlightPolicy
-    from roll.configs.pipeline import BaseConfig
-    from roll.configs.worker import WorkerConfig
-    from roll.distributed.weight_sync.groups import WeightsGroup
-    from roll.distributed.weight_sync.plan import Bucket
+    from roll.configs.pipeline import RLConfig
+    from roll.configs.roles import ActorInferConfig
+    from roll.distributed.cluster import ClusterClient
+
+PROBE_TOKEN = 1
+"""Prompt of the request that checks a started engine; any token id would do."""
+
+PORT_ATTEMPTS = 3
+"""Starts of one engine, as long as it fails on a port that was taken between choosing and binding it."""
 
 
-class DirtyEngineError(RuntimeError):
-    """The engine was asked to generate while its weights are no version: part old and part new, or never given."""
-
-
-class InferWorker(Worker):
-    """Wraps the engine, and remembers whether its weights are whole.
-
-    From `begin_update` to a verified end the engine is dirty: requests wait while the publish goes on, and are refused
-    once it was given up. An engine that started on dummy weights is dirty from the start.
-    """
+class InferWorker(WeightReceiver):
+    """One SGLang engine over `num_gpus_per_worker` devices; all methods run on the actor's event loop."""
 
     concurrent = True
     spans_tensor_parallel = True
 
-    def __init__(self, rank: WorkerRank, config: WorkerConfig, pipeline_config: BaseConfig) -> None:
-        """Starts no engine yet."""
+    def __init__(self, rank: WorkerRank, config: ActorInferConfig, pipeline_config: RLConfig) -> None:
         super().__init__(rank, config, pipeline_config)
-        self._dirty = ""
-        self._settled = asyncio.Event()
-        self._settled.set()
-        self._strategy: Any = None
-        self._joined: set[str] = set()
+        self._generation: Generation | None = None
+
+    @property
+    def generation(self) -> Generation:
+        """Requests to the engine.
+
+        Raises:
+            EngineError: the engine was not started.
+        """
+        if self._generation is None:
+            raise EngineError(f"{self.rank.name}: the engine is not running; initialize() starts it")
+        return self._generation
 
     @register(deadline="start_timeout_s")
     async def initialize(self) -> None:
-        """Starts the engine and proves it ready by one generated token."""
-        from roll.distributed.strategy.sglang_strategy import SGLangStrategy
-
-        platform = get_platform(self.rank.platform)
-        seed = role_seed(self.pipeline_config.seed, self.rank.role, self.rank.rank)
-        self._strategy = SGLangStrategy(
-            self.config, self.pipeline_config, platform.engine_arguments(), self.rank.rank, seed
-        )
-        await self._strategy.initialize()
-        if self.config.strategy_args.strategy_config.get("load_format") == "dummy":
-            self._dirty = "it started on dummy weights and none were published yet"
-
-    @register(dispatch=Dispatch.ALL_TO_ALL)
-    async def generate(self, requests: list[GenerateRequest]) -> list[GenerateResult]:
-        """One result per request, in order; what arrives during a publish waits for its end.
+        """Starts the engine and checks that it generates one token.
 
         Raises:
-            DirtyEngineError: the engine holds no whole version of the weights, and none is on its way.
+            EngineError: it did not start, or did not answer, with SGLang's reason.
         """
-        await self._settled.wait()
-        if self._dirty:
-            raise DirtyEngineError(f"{self.rank.name} serves nothing: {self._dirty}")
-        return await self._strategy.generate(requests)
+        config, pipeline = self.config, self.pipeline_config
+        seed = role_seed(pipeline.seed, self.rank.role, self.rank.rank)  # each request has its own seed as well
+        arguments = engine_arguments(config, pipeline, get_platform(self.rank.platform).engine_arguments(), seed)
+        environment = {**LONGER_CONTEXT, **config.system_envs}
+        if arguments.get("device") == "cpu":
+            environment |= engine_threads(arguments["tp_size"])
+        self._engine = Engine(self.rank.name, arguments, environment)
+        self._generation = Generation(
+            self._engine,
+            config.generation_timeout_s,
+            deterministic=pipeline.deterministic,
+            running=config.max_running_requests,
+            version=lambda: self.version,
+        )
+        await self._start(self._engine)
+        probe = GenerateRequest("probe", [PROBE_TOKEN], SamplingParams(max_new_tokens=1), seed=0)
+        [answer] = await self._generation.generate([probe])
+        if answer.error is not None or len(answer.response_ids) != 1:
+            self.close()
+            raise EngineError(f"{self.rank.name}: the engine started but generates nothing: {answer.error}")
+        await self.flush_cache()
+        if config.strategy_args.strategy_config.get("load_format") == "dummy":
+            self.stale_weights = "it started on dummy weights and received no weight update yet"
+        gc_freeze()
+        await self._engine.manager.freeze_gc()  # in the scheduler's processes too
+
+    async def _start(self, engine: Engine) -> None:
+        """Starts the engine on a free port; tries another one if the port is taken before the engine binds it."""
+        until = time.monotonic() + self.pipeline_config.start_timeout_s
+        first = preferred_port(os.getpid())
+        for attempt in range(PORT_ATTEMPTS):
+            port = free_port(first)
+            try:
+                return await engine.start({"nccl_port": port}, until - time.monotonic())
+            except EngineError:
+                if is_free(port) or attempt == PORT_ATTEMPTS - 1:
+                    raise
+            first = port + 1
+
+    @register()
+    async def generate(self, requests: list[GenerateRequest]) -> list[GenerateResult]:
+        """One result per request, in order; requests that arrive during a weight update wait for its end.
+
+        A request that takes longer than `generation_timeout_s`, or that the engine refuses, is returned with
+        finish_reason `abort`, `error` set, and the tokens sampled so far. With `deterministic` the same requests give
+        the same results bit for bit.
+
+        Raises:
+            StaleWeightsError: the engine holds no whole version of the weights, and no update is in progress.
+            EngineError: the engine died.
+        """
+        await self.wait_until_serving()
+        return await self.generation.generate(requests)
 
     @register(deadline="sync_timeout_s")
     async def pause(self, mode: InFlightPolicy) -> None:
-        """Stops generation until `resume`; see `SGLangStrategy.pause`."""
-        await self._strategy.pause(mode)
+        """Stops generation until `resume`; requests that arrive meanwhile wait.
+
+        Args:
+            mode: running requests keep their key-value cache (`in_place`), recompute it when resumed (`retract`), are
+                finished first (`drain`), or leave the engine and are continued from their exact tokens
+                (`abort_resume`).
+        """
+        await self.generation.pause(mode)
 
     @register(deadline="sync_timeout_s")
     async def resume(self) -> None:
         """Ends a pause."""
-        await self._strategy.resume()
+        await self.generation.resume()
 
     @register(deadline="sync_timeout_s")
     async def flush_cache(self) -> None:
-        """Empties the prefix cache."""
-        await self._strategy.flush_cache()
+        """Empties the prefix cache.
 
-    @register(deadline="sync_timeout_s")
-    async def join_weights_groups(self, groups: list[WeightsGroup]) -> None:
-        """Joins the broadcast group of every pipeline stage."""
-        for group in groups:
-            offset = 1 + self.rank.rank * self.config.num_gpus_per_worker
-            await self._strategy.init_weights_group(
-                group.address, group.port, offset, group.world_size, group.name, group.backend
-            )
-            self._joined.add(group.name)
-
-    @register(deadline="sync_timeout_s")
-    async def leave_weights_groups(self, groups: list[WeightsGroup]) -> None:
-        """Leaves those it has joined."""
-        for group in groups:
-            if group.name in self._joined:
-                self._joined.remove(group.name)
-                await self._strategy.destroy_weights_group(group.name)
-
-    @register(deadline="sync_timeout_s")
-    async def begin_update(self, version: int) -> None:
-        """Opens an update session; the engine is dirty until `accept_update`."""
-        self._dirty = f"the publish of version {version} did not complete"
-        self._settled.clear()
-        await self._strategy.begin_update()
-
-    @register(deadline="sync_timeout_s")
-    async def receive_broadcast(self, groups: list[WeightsGroup], buckets: list[list[Bucket]]) -> None:
-        """Receives the buckets of every stage from that stage's source, one stage after the other."""
-        for group, stage in zip(groups, buckets, strict=True):
-            for bucket in stage:
-                await self._strategy.receive_broadcast(list(bucket.specs), group.name, flattened=False)
-
-    @register(dispatch=Dispatch.ALL_TO_ALL, deadline="sync_timeout_s")
-    async def receive_shared(self, handles: list[bytes]) -> None:
-        """Loads one bucket that a process on this node shares; one handle for each rank of this engine."""
-        await self._strategy.receive_tensors(handles)
-
-    @register(deadline="sync_timeout_s")
-    async def end_update(self, version: int) -> None:
-        """Closes the session: tokens sampled from now on carry `version`."""
-        await self._strategy.end_update(version)
-
-    @register(deadline="sync_timeout_s")
-    async def checksums(self) -> dict[str, str]:
-        """Checksums of what the engine holds, by its own names and ranks."""
-        return await self._strategy.checksums()
-
-    @register(deadline="sync_timeout_s")
-    async def accept_update(self) -> None:
-        """Declares the weights whole: the engine may serve again."""
-        self._dirty = ""
-        self._settled.set()
-
-    @register(deadline="sync_timeout_s")
-    async def give_up_update(self) -> None:
-        """No attempt follows: an engine that is dirty now refuses what waits."""
-        self._settled.set()
+        Raises:
+            EngineError: requests are paused in place, so the cache is in use.
+        """
+        await self.generation.flush_cache()
 
     @register()
     async def process_ids(self) -> list[int]:
-        """The worker's process and its engine's."""
-        return self._strategy.process_ids()
+        """Ids of the worker's process and of its engine's."""
+        return [os.getpid(), *(self._engine.processes() if self._engine is not None else [])]
 
     def close(self) -> None:
-        """Ends the engine and its processes."""
-        if self._strategy is not None:
-            self._strategy.shutdown()
+        """Ends the engine's processes and waits for them; may be called twice."""
+        if self._engine is not None:
+            self._engine.stop()
+
+
+@dataclass(frozen=True)
+class EngineClient:
+    """The engines of a run as the process that samples calls them; can be pickled."""
+
+    client: ClusterClient[InferWorker]
+
+    @property
+    def world_size(self) -> int:
+        """Number of engines."""
+        return self.client.world_size
+
+    async def generate(self, rank: int, requests: list[GenerateRequest], /) -> list[GenerateResult]:
+        """Results of one engine; see `InferWorker.generate`.
+
+        Raises:
+            ClusterError: the engine refused, died, or did not answer in time.
+        """
+        return await self.client.call(rank, InferWorker.generate, requests)

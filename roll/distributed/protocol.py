@@ -1,4 +1,4 @@
-"""What travels between the driver and the workers: samples as tensors, their objects, and what is said about them."""
+"""DataProto: the samples that driver and workers exchange, as tensors, object arrays and metadata."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 from tensordict import TensorDict
 
 PADDING: dict[str, int] = {"weight_version": -1, "turn_index": -1, "state_ids": -1}
-"""Value that fills a column beyond a sample's tokens; keys not named here are filled with 0."""
+"""Padding value of a column; the columns of other keys are padded with 0."""
 
 
 class DataProto:
     """Samples: `batch` (tensors, first dimension samples), `non_tensor_batch` (object arrays), `meta_info`.
 
-    Operations return a new object that shares tensors with this one where it can; `pop` is the one that changes it.
-    Pickling carries exactly the visible elements of each tensor, out of band, so that a slice of a large batch costs
-    what the slice holds and the object store keeps no second copy.
+    Operations return a new object that shares tensors with this one where it can; only `pop` changes it.
+    Pickling transfers exactly the visible elements of each tensor, out of band, so that a slice of a large batch is as
+    small as its own samples and the object store keeps no second copy.
 
     Attributes:
         batch: tensors [B, ...]; those of two dimensions and more are [B, T, ...], right padded.
@@ -32,7 +32,7 @@ class DataProto:
         non_tensor_batch: dict[str, np.ndarray] | None = None,
         meta_info: dict[str, Any] | None = None,
     ) -> None:
-        """Takes the tensors as they are.
+        """Copies no tensor.
 
         Raises:
             ValueError: an object array has another length than the batch.
@@ -106,10 +106,10 @@ class DataProto:
         if index.dtype == torch.bool:
             index = index.nonzero(as_tuple=True)[0]
         index = index.long()
-        places = index.numpy()
+        positions = index.numpy()
         return self._with(
             {key: value[index] for key, value in self.tensors().items()},
-            {key: value[places] for key, value in self.non_tensor_batch.items()},
+            {key: value[positions] for key, value in self.non_tensor_batch.items()},
             len(index),
         )
 
@@ -182,14 +182,14 @@ class DataProto:
         )
 
     def pop(self, *keys: str) -> DataProto:
-        """Takes these tensors and object arrays out of this object and returns them."""
-        taken = self.select(*keys)
+        """Removes these tensors and object arrays from this object and returns them."""
+        removed = self.select(*keys)
         for key in keys:
             if key in self.non_tensor_batch:
                 del self.non_tensor_batch[key]
             else:
                 del self.batch[key]
-        return taken
+        return removed
 
     def rename(self, names: Mapping[str, str]) -> DataProto:
         """The same with tensors and object arrays renamed from key to value of `names`.
@@ -245,7 +245,7 @@ class DataProto:
         missing = [key for key in keys if key not in self]
         if missing:
             known = sorted([*self.tensors(), *self.non_tensor_batch])
-            raise KeyError(f"no {missing} here; there are {known}")
+            raise KeyError(f"no {missing}; the keys are {known}")
 
 
 def _object_array(values: Sequence[Any] | np.ndarray) -> np.ndarray:
@@ -280,13 +280,13 @@ def _equal(one: Any, two: Any) -> bool:
 
 
 def _to_bytes(tensor: torch.Tensor) -> tuple[np.ndarray, torch.dtype, tuple[int, ...]]:
-    """Bytes of the visible elements, whatever the dtype, with what is needed to read them."""
+    """Bytes of the visible elements, with the dtype and shape to read them."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy(), tensor.dtype, tuple(tensor.shape)
 
 
 def _from_bytes(data: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor of its own: what arrives may be a read-only view of the object store."""
+    """A new tensor, since `data` may be a read-only view of the object store."""
     tensor = torch.empty(shape, dtype=dtype)
     tensor.reshape(-1).view(torch.uint8).numpy()[:] = data
     return tensor

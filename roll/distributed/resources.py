@@ -1,4 +1,4 @@
-"""Ray and the devices of a run: starting it, reserving every role's devices at once, or saying why they do not fit."""
+"""Ray and the devices of a run: starts Ray, and reserves the devices of all roles or reports what does not fit."""
 
 from __future__ import annotations
 
@@ -14,36 +14,120 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from roll.distributed.placement import Seat, cores_of, nodes_needed, resource_table, seats_of, threads_of
+from roll.configs.parallel_layout import spans
 
 if TYPE_CHECKING:
     from roll.configs.pipeline import BaseConfig
+
 
 CPU_SLOT = "cpu_slot"
 """Ray resource that is one device on platform cpu; a node joined by hand declares it with `ray start --resources`."""
 OBJECT_STORE_BYTES = 1 << 29
 """Enough for the batches of a step; the store spills to disk beyond it."""
 RESERVE_TIMEOUT_S = 10.0
-"""Reserving what is free takes under a second; longer means that something else holds the devices."""
+"""Reserving free devices takes under a second; longer means that another run holds them."""
 CONNECT_TIMEOUT_S = 5.0
-"""A Ray that exists accepts a connection at once."""
+"""A running Ray accepts a connection at once."""
 
 
 class RayStartError(RuntimeError):
-    """Ray is not there; the message says why and what to do."""
+    """Ray could not be started or joined; the message names the reason and the remedy."""
 
 
 class ResourceError(RuntimeError):
-    """The roles do not fit on the nodes; the message holds the resource table."""
+    """The roles do not fit on the nodes; the message contains the resource table."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """One node of the run: Ray's id, the address others reach it by, and the cores this run may use on it."""
+    """One node of the run: Ray's id, its address, and the cores this run may use on it."""
 
     node_id: str
     address: str
     cores: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class DeviceSlot:
+    """The devices of one worker: `devices` are global ranks, `local_devices` the same numbered within the node."""
+
+    node: int
+    devices: tuple[int, ...]
+    local_devices: tuple[int, ...]
+
+
+def device_slots(role: str, devices: Sequence[int], workers: int, devices_per_node: int) -> list[DeviceSlot]:
+    """One slot for each worker, with devices in the order of the mapping.
+
+    Raises:
+        ValueError: the devices do not divide among the workers, or a worker would span two nodes.
+    """
+    if workers < 1 or not devices or len(devices) % workers:
+        raise ValueError(f"{role}.device_mapping: {len(devices)} devices cannot be divided among {workers} workers")
+    each = len(devices) // workers
+    slots = []
+    for worker in range(workers):
+        own = tuple(devices[worker * each : (worker + 1) * each])
+        nodes = sorted({device // devices_per_node for device in own})
+        if len(nodes) > 1:
+            raise ValueError(
+                f"{role}.device_mapping: worker {worker} would own devices {list(own)} on nodes {nodes}; "
+                f"a worker stays on one node of {devices_per_node} devices"
+            )
+        slots.append(DeviceSlot(nodes[0], own, tuple(device % devices_per_node for device in own)))
+    return slots
+
+
+def nodes_needed(roles: Mapping[str, Sequence[int]], devices_per_node: int) -> int:
+    """Number of nodes, up to the one with the highest device."""
+    return max((max(devices) // devices_per_node + 1 for devices in roles.values() if devices), default=0)
+
+
+def cores_of(local_devices: Sequence[int], num_devices: int, cores: Sequence[int]) -> tuple[int, ...]:
+    """Cores of the worker that owns `local_devices`, on a node with `num_devices` devices and these cores.
+
+    Where there is at least one core per device, each device has its own consecutive cores, so that workers on disjoint
+    devices never compete; otherwise all workers share all cores.
+    """
+    if num_devices > len(cores):
+        return tuple(cores)
+    own: list[int] = []
+    for device in sorted(local_devices):
+        own.extend(cores[device * len(cores) // num_devices : (device + 1) * len(cores) // num_devices])
+    return tuple(own)
+
+
+def threads_of(local_devices: Sequence[int], num_devices: int, num_cores: int) -> int:
+    """Threads of the worker that owns `local_devices`: its own cores, or its fair share of shared ones; at least 1.
+
+    With more threads every parallel loop would wait for a thread that is not scheduled.
+    """
+    if num_devices > num_cores:
+        return max(1, num_cores * len(local_devices) // num_devices)
+    return len(cores_of(local_devices, num_devices, range(num_cores)))
+
+
+def resource_table(
+    roles: Mapping[str, Sequence[int]], devices_per_node: int, nodes: Sequence[tuple[str, float]], device_word: str
+) -> str:
+    """Table of the devices each node needs and has, and of the devices of each role.
+
+    Args:
+        roles: device ranks of each role.
+        devices_per_node: `num_devices_per_node` of the run.
+        nodes: address and number of devices of each existing node.
+        device_word: what the platform calls devices, in the plural.
+    """
+    needed = max(nodes_needed(roles, devices_per_node), len(nodes))
+    lines = [f"{'node':<6}{'devices':<12}{'needs':<8}{'has':<8}address"]
+    for node in range(needed):
+        address, count = nodes[node] if node < len(nodes) else ("no such node", 0)
+        first = node * devices_per_node
+        requested = {d for devices in roles.values() for d in devices if first <= d < first + devices_per_node}
+        lines.append(f"{node:<6}{first}-{first + devices_per_node - 1:<10}{len(requested):<8}{count:<8g}{address}")
+    lines.append(f"{'role':<18}{device_word}")
+    lines.extend(f"{role:<18}{spans(sorted(devices))}" for role, devices in roles.items())
+    return "\n".join(lines)
 
 
 def start_ray(config: BaseConfig, platform_name: str, num_devices: int) -> None:
@@ -63,11 +147,12 @@ def start_ray(config: BaseConfig, platform_name: str, num_devices: int) -> None:
     options: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 lets anything else on the machine go first
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default of 15 yields to every other process
     if address:
         _probe(address)
         options = {"address": address, "log_to_driver": False, "logging_level": "ERROR"}
     else:
+        options["address"] = "local"  # without it Ray would join any Ray that runs on this machine
         options.update(num_cpus=len(os.sched_getaffinity(0)), object_store_memory=OBJECT_STORE_BYTES)
         options.update({"num_gpus": num_devices} if platform_name == "cuda" else {"resources": {CPU_SLOT: num_devices}})
     at_end = signal.getsignal(signal.SIGTERM)
@@ -81,18 +166,18 @@ def start_ray(config: BaseConfig, platform_name: str, num_devices: int) -> None:
 
 
 def _handle_sigterm(handler: Any) -> None:
-    """Puts a handler back in the place of Ray's, which aborts the process and leaves everything running."""
+    """Restores a handler that Ray replaced by one that aborts the process and leaves child processes running."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)
 
 
 def stop_ray() -> None:
-    """Ends every process that `start_ray` started; nothing happens where it started none."""
+    """Ends the processes that `start_ray` started, if any."""
     ray.shutdown()
 
 
 def _probe(address: str) -> None:
-    """Whether something listens at `host:port`; Ray itself would retry for minutes."""
+    """Checks that a server listens at `host:port`; Ray itself would retry for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit():
         if address in ("auto", "local"):
@@ -108,14 +193,14 @@ def _probe(address: str) -> None:
 
 
 class ResourceManager:
-    """Reserves the devices of all roles and tells each worker where it runs.
+    """Reserves the devices of all roles and assigns them to workers.
 
-    Device r stands on node r // num_devices_per_node. Every node in use is reserved whole by one placement group
+    Device r is on node r // num_devices_per_node. Every node in use is reserved whole by one placement group
     bundle, so that device numbers mean the same to every role and two runs never share a device.
     """
 
     def __init__(self, platform_name: str, num_devices_per_node: int, roles: Mapping[str, Sequence[int]]) -> None:
-        """Reserves; Ray must have been started.
+        """Reserves the devices; Ray must have been started.
 
         Args:
             platform_name: cpu (a device is a CPU slot) or cuda.
@@ -123,7 +208,7 @@ class ResourceManager:
             roles: global device ranks of each role; equal lists are colocated.
 
         Raises:
-            ResourceError: they do not fit or are held by another run.
+            ResourceError: the devices do not exist, or another run holds them.
         """
         self.platform_name = platform_name
         self.devices_per_node = num_devices_per_node
@@ -132,36 +217,36 @@ class ResourceManager:
         self._group = self._reserve()
         self.nodes = self._locate()
 
-    def seats(self, role: str, workers: int) -> list[Seat]:
-        """Where each of the role's workers runs."""
-        return seats_of(role, self.roles[role], workers, self.devices_per_node)
+    def device_slots(self, role: str, workers: int) -> list[DeviceSlot]:
+        """The devices of each of the role's workers."""
+        return device_slots(role, self.roles[role], workers, self.devices_per_node)
 
-    def cores(self, seat: Seat) -> tuple[int, ...]:
-        """Core ids the worker on `seat` is pinned to."""
-        return cores_of(seat.slots, self.devices_per_node, self.nodes[seat.node].cores)
+    def cores(self, slot: DeviceSlot) -> tuple[int, ...]:
+        """Core ids the worker on `slot` is pinned to."""
+        return cores_of(slot.local_devices, self.devices_per_node, self.nodes[slot.node].cores)
 
-    def threads(self, seat: Seat) -> int:
-        """Compute threads of the worker on `seat`."""
-        return threads_of(seat.slots, self.devices_per_node, len(self.nodes[seat.node].cores))
+    def threads(self, slot: DeviceSlot) -> int:
+        """Compute threads of the worker on `slot`."""
+        return threads_of(slot.local_devices, self.devices_per_node, len(self.nodes[slot.node].cores))
 
-    def scheduling(self, seat: Seat) -> PlacementGroupSchedulingStrategy:
-        """Ray's strategy that puts an actor on the seat's node, inside the reservation."""
-        return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=seat.node)
+    def scheduling(self, slot: DeviceSlot) -> PlacementGroupSchedulingStrategy:
+        """Ray's strategy that places an actor on the slot's node, inside the reservation."""
+        return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=slot.node)
 
-    def visible_devices(self, seat: Seat) -> str:
-        """CUDA_VISIBLE_DEVICES of the worker on `seat`: its own first, then the node's others.
+    def visible_devices(self, slot: DeviceSlot) -> str:
+        """CUDA_VISIBLE_DEVICES of the worker on `slot`: its own devices first, then the node's others.
 
-        A process counts its own devices from 0 and can still open memory that a neighbour on another device shares.
+        A process numbers its own devices from 0 and can still open memory that a process on another device shares.
         """
-        others = [slot for slot in range(self.devices_per_node) if slot not in seat.slots]
-        return ",".join(str(slot) for slot in [*seat.slots, *others])
+        others = [device for device in range(self.devices_per_node) if device not in slot.local_devices]
+        return ",".join(str(device) for device in [*slot.local_devices, *others])
 
     def release(self) -> None:
-        """Gives the devices back."""
+        """Releases the devices."""
         remove_placement_group(self._group)
 
     def table(self) -> str:
-        """Needs of the roles beside what Ray's nodes have."""
+        """Table of the devices that the roles need and that Ray's nodes have."""
         nodes = [(node["NodeManagerAddress"], node["Resources"].get(self._resource, 0)) for node in _alive_nodes()]
         word = "GPUs" if self.platform_name == "cuda" else "CPU slots"
         return resource_table(self.roles, self.devices_per_node, nodes, word)
@@ -175,27 +260,28 @@ class ResourceManager:
                 f"{len(fitting)} fit(s)\n{self.table()}"
             )
         bundles = [{self._resource: self.devices_per_node}] * max(1, needed)
-        group = placement_group(bundles, strategy="STRICT_SPREAD" if needed > 1 else "STRICT_PACK")
+        group: PlacementGroup = placement_group(bundles, strategy="STRICT_SPREAD" if needed > 1 else "STRICT_PACK")
         if not group.wait(RESERVE_TIMEOUT_S):
             remove_placement_group(group)
             raise ResourceError(f"the devices exist but another run holds them\n{self.table()}")
         return group
 
     def _locate(self) -> list[Node]:
-        """Nodes in the order of the bundles; a single one is reached by the loopback address."""
-        places = placement_group_table(self._group)["bundles_to_node_id"]
+        """Nodes in the order of the bundles; a single node gets the loopback address."""
+        bundle_nodes = placement_group_table(self._group)["bundles_to_node_id"]
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in _alive_nodes()}
-        here = ray.get_runtime_context().get_node_id()
+        this_node = ray.get_runtime_context().get_node_id()
         nodes = []
-        for index in range(len(places)):
-            node_id = places[index]
-            cores = _cores() if node_id == here else _cores_elsewhere(node_id)
-            nodes.append(Node(node_id, "127.0.0.1" if len(places) == 1 else addresses[node_id], cores))
+        for index in range(len(bundle_nodes)):
+            node_id = bundle_nodes[index]
+            cores = _cores() if node_id == this_node else _cores_elsewhere(node_id)
+            nodes.append(Node(node_id, "127.0.0.1" if len(bundle_nodes) == 1 else addresses[node_id], cores))
         return nodes
 
 
 def _alive_nodes() -> list[dict[str, Any]]:
-    return sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeManagerAddress"])
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return sorted((node for node in nodes if node["Alive"]), key=lambda node: node["NodeManagerAddress"])
 
 
 def _cores() -> tuple[int, ...]:

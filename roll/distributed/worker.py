@@ -1,16 +1,43 @@
-"""One rank of a role: what it is told about itself, and the base class of what it does."""
+"""One rank of a role: the base class of workers, what a worker knows about its rank, and which methods are remote."""
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal, TypeVar
 
-from roll.configs.layout import RankCoordinates
-from roll.distributed.dispatch import Collect, register
+from roll.configs.parallel_layout import RankCoordinates
 
 if TYPE_CHECKING:
     from roll.configs.pipeline import BaseConfig
-    from roll.configs.worker import WorkerConfig
+    from roll.configs.roles import RoleConfig
+
+MethodT = TypeVar("MethodT", bound=Callable[..., object])
+Deadline = Literal["rpc_timeout_s", "start_timeout_s", "sync_timeout_s"]
+"""Key of the pipeline's configuration that bounds a remote call."""
+_MARK = "_roll_deadline"
+
+
+def register(deadline: Deadline = "rpc_timeout_s") -> Callable[[MethodT], MethodT]:
+    """Makes a worker's method callable through its `Cluster`.
+
+    Args:
+        deadline: key of the pipeline's configuration that bounds a call, as an enclosing `deadline_scope` does.
+    """
+
+    def mark(method: MethodT) -> MethodT:
+        setattr(method, _MARK, deadline)
+        return method
+
+    return mark
+
+
+def registered_methods(worker_cls: type) -> dict[str, Deadline]:
+    """Deadline key of each registered method of a worker class; an override inherits the registration."""
+    found: dict[str, Deadline] = {}
+    for base in reversed(worker_cls.__mro__):
+        found |= {name: getattr(item, _MARK) for name, item in vars(base).items() if hasattr(item, _MARK)}
+    return found
 
 
 @dataclass(frozen=True)
@@ -19,9 +46,9 @@ class WorkerRank:
 
     Attributes:
         role: name of the cluster, such as `actor_train`.
-        rank: place in the cluster, 0 to world_size - 1.
+        rank: index in the cluster, 0 to world_size - 1.
         world_size: workers of the cluster.
-        coordinates: place in each parallel dimension.
+        coordinates: index in each parallel dimension.
         device: index of the worker's first device among those its process sees.
         devices: global ranks of the devices it owns.
         node: index of the node it runs on.
@@ -47,13 +74,32 @@ class WorkerRank:
     threads: int
     platform: str
 
+    @classmethod
+    def single(cls, role: str, platform: str = "cpu") -> WorkerRank:
+        """The only worker of a role, run in the current process without Ray and left on the cores it has."""
+        return cls(
+            role=role,
+            rank=0,
+            world_size=1,
+            coordinates=RankCoordinates(tensor=0, data=0, pipeline=0),
+            device=0,
+            devices=(0,),
+            node=0,
+            address="127.0.0.1",
+            master_address="127.0.0.1",
+            master_port=0,
+            cores=(),
+            threads=0,
+            platform=platform,
+        )
+
     @property
     def name(self) -> str:
-        """`actor_train-0`."""
+        """Role and rank, such as `actor_train-0`."""
         return f"{self.role}-{self.rank}"
 
     def environment(self) -> dict[str, str]:
-        """The variables torch's process group reads."""
+        """The environment variables that torch's process group reads."""
         return {
             "MASTER_ADDR": self.master_address,
             "MASTER_PORT": str(self.master_port),
@@ -64,26 +110,30 @@ class WorkerRank:
 
 
 class Worker:
-    """Base of what runs in a cluster's processes; methods marked with `register` become methods of the cluster.
+    """Base class of what runs in a cluster's processes; methods marked with `register` can be called remotely.
 
-    A subclass whose methods are coroutines says `concurrent = True`: its calls then run side by side. One whose single
-    process drives all tensor-parallel devices says `spans_tensor_parallel = True`.
+    A subclass whose methods are coroutines sets `concurrent = True`: its calls then run concurrently. A subclass whose
+    single process drives all tensor-parallel devices sets `spans_tensor_parallel = True`.
     """
 
     concurrent = False
     spans_tensor_parallel = False
 
-    def __init__(self, rank: WorkerRank, config: WorkerConfig, pipeline_config: BaseConfig) -> None:
-        """Keeps what it is told; engines are built by `initialize`, so that all ranks can start at once."""
+    def __init__(self, rank: WorkerRank, config: RoleConfig, pipeline_config: BaseConfig) -> None:
+        """Starts no engine: `initialize` does, so that all ranks can start at once."""
         self.rank = rank
         self.config = config
         self.pipeline_config = pipeline_config
 
-    @register(collect=Collect.ALL)
+    @register(deadline="start_timeout_s")
+    def initialize(self) -> Awaitable[None] | None:
+        """Starts the worker's engine; a coroutine where the class is concurrent."""
+        return None
+
+    @register()
     def describe(self) -> WorkerRank:
-        """What each rank knows about itself."""
+        """What this rank knows about itself."""
         return self.rank
 
-    def close(self) -> Any:
-        """Ends what the worker started; may be a coroutine where the class is concurrent."""
-        return None
+    def close(self) -> None:
+        """Ends what the worker started; called once, before its process is killed."""

@@ -1,7 +1,7 @@
-"""Text environments for agents: an observation is text, an action is the text that a model wrote.
+"""Text environments for agents: the model reads text observations and its text is the action.
 
-Imports gymnasium, numpy and `roll.configs`, nothing that runs an engine; importing this folder registers its
-environments with gymnasium. See docs/environments.md for what there is and how to add one.
+Imports gymnasium, numpy and `roll.configs`. Importing this folder registers its environments with gymnasium.
+See docs/environments.md for the list of environments and for how to add one.
 """
 
 from roll.envs.base import EnvConfig, TextEnv, Turn

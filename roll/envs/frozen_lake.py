@@ -1,24 +1,25 @@
-"""FrozenLake as text, on gymnasium's own FrozenLakeEnv."""
+"""FrozenLake as text: cross a grid of ice to the goal without falling into a hole, on gymnasium's FrozenLakeEnv."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
 from gymnasium.utils.seeding import np_random
 
-from roll.configs.fields import option
-from roll.envs.moves import MOVES, MoveConfig, MoveEnv
+from roll.configs.schema import option
+from roll.envs.text_actions import MOVE_CHOICES, MOVES, MoveConfig, MoveEnv
 
-SURE_STEP = 1 / 3
-"""On slippery ice, the chance to go where one meant to; the two sides share the rest (gymnasium's own numbers)."""
+INTENDED_MOVE_PROBABILITY = 1 / 3
+"""On slippery ice; the moves to the left and right of the intended one share the rest, as in gymnasium."""
 
 SYMBOLS = str.maketrans("SFHG", "__OG")
-"""From gymnasium's letters to what is drawn."""
+"""Maps gymnasium's letters (start, frozen, hole, goal) to the characters of the drawing."""
 
 PLAYER = {"_": "P", "O": "X", "G": "√"}
-"""The player on a cell."""
+"""Character of the player on each kind of cell."""
 
 RULES = """You are on a frozen lake and want to reach the goal without falling into a hole.
 The lake is a grid. P: you, _: ice, O: hole, G: goal, X: you in a hole, √: you on the goal.
@@ -31,64 +32,62 @@ SLIPPERY = """The ice is slippery: one move in three goes where you meant to, on
 
 @dataclass
 class FrozenLakeConfig(MoveConfig):
-    """Options of the lake."""
+    """Options of FrozenLake."""
 
-    size: int = option(4, "Rows and columns of the lake.", minimum=2, maximum=20)
-    p: float = option(0.8, "Probability that a cell is ice and not a hole.", minimum=0, maximum=1)
-    is_slippery: bool = option(True, "Go where it was meant one time in three only, else to either side.")
-    map_seed: int | None = option(None, "Seed of one map for all episodes; null draws one for each.", minimum=0)
+    size: int = option(4, "Rows and columns of the map.", ge=2, le=20)
+    p: float = option(0.8, "Probability that a cell is ice instead of a hole.", ge=0, le=1)
+    is_slippery: bool = option(True, "One move in three goes in the intended direction, the others to its sides.")
+    map_seed: int | None = option(None, "Seed of one map for all episodes; null draws a map for each episode.", ge=0)
 
 
 class FrozenLake(MoveEnv):
-    """Find the way over the ice: reward 1 on the goal, 0 in a hole and elsewhere; both end the episode.
+    """Reward 1 for reaching the goal, else 0; the goal and holes end the episode.
 
-    The map is a function of the seed of `reset` (or of `map_seed`), `size` and `p` alone, and the goal can be reached:
-    in how many moves is not bounded, so leave `max_steps` room (4 x 4 at p 0.8 needs 2.8 on average and at most 6
-    in 98 of 100).
+    The map depends only on the seed of `reset` (or on `map_seed`), `size` and `p`. The goal can always be reached, but
+    the number of moves is not bounded, so choose `max_steps` with a margin: 4 x 4 maps with p 0.8 need 2.8 moves on
+    average and at most 6 in 98 % of maps.
     """
 
     config_class = FrozenLakeConfig
     config: FrozenLakeConfig
 
     def rules(self) -> str:
-        """As the options have it: slippery ice is spoken of only where there is some."""
+        """Mentions slippery ice only if `is_slippery` is set."""
         ice = SLIPPERY if self.config.is_slippery else ""
-        return RULES.format(moves=", ".join(MOVES[:-1]) + f" or {MOVES[-1]}", ice=ice) + self.how_to_answer()
+        return RULES.format(moves=MOVE_CHOICES, ice=ice) + self.answer_format()
 
     def begin(self) -> str:
-        """A new lake, or the one of `map_seed`."""
+        """Draws a map, or makes the one of `map_seed`."""
         config = self.config
         generator = self.np_random if config.map_seed is None else np_random(config.map_seed)[0]
         rows = draw_map(generator, config.size, config.p)
-        self._lake = FrozenLakeEnv(desc=rows, is_slippery=config.is_slippery, success_rate=SURE_STEP)
-        self._lake.np_random = self.np_random
-        self._lake.reset()
+        self._game = FrozenLakeEnv(desc=rows, is_slippery=config.is_slippery, success_rate=INTENDED_MOVE_PROBABILITY)
+        self._game.np_random = self.np_random
+        self._game.reset()
         self._cells = "".join(rows).translate(SYMBOLS)
         return self.draw()
 
     def draw(self) -> str:
-        """The lake with the player in it."""
-        here, size = int(self._lake.s), self.config.size
-        player = PLAYER[self._cells[here]]
-        cells = self._cells[:here] + player + self._cells[here + 1 :]
+        """The map with the player, [size] lines of [size] characters."""
+        position, size = int(self._game.s), self.config.size
+        player = PLAYER[self._cells[position]]
+        cells = self._cells[:position] + player + self._cells[position + 1 :]
         return "\n".join(cells[row : row + size] for row in range(0, size * size, size))
 
     def move(self, move: str) -> tuple[float, bool]:
-        """One step of gymnasium's environment."""
-        _, reward, terminated, _, _ = self._lake.step(MOVES.index(move))
+        _, reward, terminated, _, _ = self._game.step(MOVES.index(move))  # type: ignore[no-untyped-call]
         return float(reward), bool(terminated)
 
     @property
     def won(self) -> bool:
-        """Whether the player stands on the goal."""
-        return self._cells[int(self._lake.s)] == "G"
+        return self._cells[int(self._game.s)] == "G"
 
 
 def draw_map(generator: np.random.Generator, size: int, p: float) -> list[str]:
-    """Rows of a lake in gymnasium's letters: S start, F ice, H hole, G goal.
+    """Rows of a map in gymnasium's letters: S start, F frozen, H hole, G goal.
 
-    Start and goal are two different cells, every pair as likely as any; each other cell is ice with probability `p`.
-    Maps whose goal cannot be reached are drawn again.
+    Start and goal are two different cells, drawn uniformly; every other cell is frozen with probability `p`.
+    Maps whose goal cannot be reached are rejected and drawn again.
     """
     while True:
         cells = np.where(generator.random((size, size)) < p, "F", "H")
@@ -98,8 +97,8 @@ def draw_map(generator: np.random.Generator, size: int, p: float) -> list[str]:
             return ["".join(row) for row in cells]
 
 
-def _connected(cells: np.ndarray, start: tuple[int, int], goal: tuple[int, int]) -> bool:
-    """Whether a way of neighbouring cells without a hole leads from start to goal; cells is [size, size]."""
+def _connected(cells: npt.NDArray[np.str_], start: tuple[int, int], goal: tuple[int, int]) -> bool:
+    """Whether a path of adjacent cells without holes leads from start to goal; `cells` is [size, size]."""
     size = len(cells)
     seen, frontier = {start}, [start]
     while frontier and goal not in seen:

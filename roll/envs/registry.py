@@ -1,4 +1,4 @@
-"""From `env_type` and `env_config` to an environment."""
+"""Makes environments from `env_type` and `env_config`, and registers the built-in ones with gymnasium."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ from typing import Any
 import gymnasium
 
 from roll.configs.errors import ConfigError, Problem
-from roll.envs.base import TextEnv
-from roll.envs.metrics import rules_fault
-from roll.envs.options import choices, read_config
+from roll.envs.base import TextEnv, choices, metrics_problem, read_config
 
 NAMES = {
     "frozen_lake": "roll/FrozenLake-v0",
     "sokoban": "roll/Sokoban-v0",
     "calculator": "roll/Calculator-v0",
 }
-"""What a YAML calls our environments, and what gymnasium does."""
+"""`env_type` of each built-in environment, and its id in gymnasium."""
 
 ENTRY_POINTS = {
     "roll/FrozenLake-v0": "roll.envs.frozen_lake:FrozenLake",
@@ -27,31 +25,31 @@ ENTRY_POINTS = {
 }
 
 for _id, _entry_point in ENTRY_POINTS.items():
-    # A TextEnv checks its turns and the order of calls itself, so gymnasium.make has nothing to wrap around it.
+    # TextEnv checks its turns and the order of calls itself, so gymnasium's wrappers are not needed.
     gymnasium.register(_id, _entry_point, order_enforce=False, disable_env_checker=True)
 
 
 def make_env(env_type: str, env_config: Mapping[str, Any] | None = None, path: str = "") -> TextEnv:
-    """A new environment; the two first arguments are plain data, from which any process makes the same one.
+    """Makes an environment. The first two arguments are plain data, so any process can make the same one.
 
     Args:
-        env_type: a name in NAMES, an id in gymnasium's registry, or `module:Class`; a subclass of `TextEnv` each.
+        env_type: a name in NAMES, an id in gymnasium's registry, or `module:Class`, each of a subclass of `TextEnv`.
         env_config: its options.
-        path: where the entry stands in a file, for errors, such as `custom_envs.Lake`.
+        path: path of the entry in the file, for errors, such as `custom_envs.Lake`.
 
     Raises:
-        ConfigError: no such environment, or options that it does not take.
+        ConfigError: the environment does not exist or does not accept the options.
     """
     prefix = f"{path}." if path else ""
-    cls, preset = _resolve(env_type, f"{prefix}env_type")
+    cls, registered = _resolve(env_type, f"{prefix}env_type")
     given = {} if env_config is None else env_config
-    options = {**preset, **given} if isinstance(given, Mapping) else given
+    options = {**registered, **given} if isinstance(given, Mapping) else given
     read_config(cls.config_class, options, f"{prefix}env_config")
     return cls(**options)
 
 
 def _resolve(env_type: str, path: str) -> tuple[type[TextEnv], dict[str, Any]]:
-    """Class of a type, and the options that its registration sets."""
+    """Class of an `env_type`, and the options set by its registration."""
     if not isinstance(env_type, str):
         raise ConfigError([Problem(path, f"{env_type!r} is not text; {choices('', NAMES)}, or write module:Class")])
     spec = gymnasium.registry.get(NAMES.get(env_type, env_type))
@@ -60,9 +58,9 @@ def _resolve(env_type: str, path: str) -> tuple[type[TextEnv], dict[str, Any]]:
         return _text_env(found, env_type, path), dict(spec.kwargs)
     if ":" in env_type:
         return _text_env(_imported(env_type, path), env_type, path), {}
-    ours = [id for id in gymnasium.registry if id.startswith("roll/")]
-    known = choices(env_type, [*NAMES, *ours])
-    raise ConfigError([Problem(path, f"{env_type!r} is no environment; {known}, or write module:Class")])
+    built_in = [id for id in gymnasium.registry if id.startswith("roll/")]
+    known = choices(env_type, [*NAMES, *built_in])
+    raise ConfigError([Problem(path, f"{env_type!r} is not an environment; {known}, or write module:Class")])
 
 
 def _imported(entry_point: str, path: str) -> Any:
@@ -79,8 +77,8 @@ def _imported(entry_point: str, path: str) -> Any:
 
 def _text_env(found: Any, env_type: str, path: str) -> type[TextEnv]:
     if isinstance(found, type) and issubclass(found, TextEnv):
-        fault = rules_fault(found.METRICS)
-        if fault is not None:
-            raise ConfigError([Problem(path, f"{env_type!r}: {fault}")])
+        problem = metrics_problem(found.METRICS)
+        if problem is not None:
+            raise ConfigError([Problem(path, f"{env_type!r}: {problem}")])
         return found
-    raise ConfigError([Problem(path, f"{env_type!r} is no text environment; subclass roll.envs.base.TextEnv")])
+    raise ConfigError([Problem(path, f"{env_type!r} is not a text environment; subclass roll.envs.TextEnv")])

@@ -1,6 +1,7 @@
-"""From a HF model folder to a Megatron model and back.
+"""Builds Megatron models from HF model folders and maps their weights.
 
-`hf_config` reads config.json, `families` declares which HF tensor is which Megatron parameter, `layouts` says how a
-tensor is cut over tensor-parallel ranks, `factory` builds the model, `hf_import` and `hf_export` move weights. May
-import `roll.platforms`, torch, safetensors and Megatron-Core; only `hf_config` is free of all of them.
+`hf_config` reads config.json; `weight_mapping` maps HF tensors to Megatron parameters and splits them over ranks;
+`factory` builds the model, from Transformer Engine's spec or from `local_spec`, whose operators are in `operators`;
+`hf_import` loads weights; `fused_linear_logprobs` computes log-probs from hidden states. May import `roll.configs`,
+`roll.platforms`, torch, safetensors and Megatron-Core; `hf_config` imports none of the last three.
 """

@@ -1,4 +1,4 @@
-"""The one place that builds a Megatron model."""
+"""Builds the Megatron model of a pipeline stage."""
 
 from __future__ import annotations
 
@@ -13,50 +13,50 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from roll.configs.model_config import padded_vocabulary
 from roll.models.hf_config import DecoderConfig
-from roll.models.layouts import padded_vocabulary
-from roll.models.rotary import RotaryTable, rotary_frequencies
+from roll.models.operators import RotaryTable, rotary_frequencies
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """How the model is run, beside what it is."""
+    """Options of a Megatron model that do not follow from the HF config."""
 
     dtype: torch.dtype = torch.float32
     tensor: int = 1
     pipeline: int = 1
     sequence_parallel: bool = False
     recompute: str | None = None
-    """`full` recomputes whole layers in the backward pass, `selective` only attention."""
+    """`full` recomputes whole layers in the backward pass, `selective` only attention; None recomputes nothing."""
     transformer_engine: bool = False
     bias_activation_fusion: bool = False
     apply_rope_fusion: bool = False
 
 
-class HiddenStateModel(GPTModel):
-    """A GPT whose last stage returns hidden states [S, B, H]: the caller applies the head to the tokens it needs."""
+class HiddenStateModel(GPTModel):  # type: ignore[misc]  # Megatron is not typed
+    """A GPT whose last stage returns hidden states [S, B, H], and leaves the head to the caller."""
 
     def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return hidden_states
 
     def head_weight(self) -> torch.Tensor:
         """This rank's rows of the output projection, [padded vocabulary / T, H]."""
-        if self.share_embeddings_and_output_weights:
-            return self.shared_embedding_or_output_weight()
-        return self.output_layer.weight
+        tied = self.share_embeddings_and_output_weights
+        weight: torch.Tensor = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        return weight
 
 
 def build_gpt_model(model: DecoderConfig, options: BuildOptions) -> HiddenStateModel:
-    """This rank's stage of the model, on its device, with weights that are not yet set.
+    """This rank's stage of the model on its device, with uninitialized weights; `hf_import.import_hf` loads them.
 
-    Megatron's parallel state must be initialised; weights come from `hf_import.import_hf`.
+    Megatron's parallel state must be initialized.
 
     Raises:
-        ValueError: the model cannot be cut as asked.
+        ValueError: the parallel sizes do not divide the model, or an option would have no effect.
     """
-    _check_cut(model, options)
+    _check_options(model, options)
     config = transformer_config(model, options)
     stage = HiddenStateModel(
         config,
@@ -75,7 +75,7 @@ def build_gpt_model(model: DecoderConfig, options: BuildOptions) -> HiddenStateM
 
 
 def transformer_config(model: DecoderConfig, options: BuildOptions) -> TransformerConfig:
-    """Megatron's description of the model. Gradients are sums over tokens: nothing is averaged behind the loss."""
+    """Megatron's config of the model. `calculate_per_token_loss` makes it sum gradients instead of averaging."""
     full = options.recompute == "full"
     return TransformerConfig(
         num_layers=model.layers,
@@ -127,19 +127,19 @@ def transformer_engine_available() -> bool:
 
 
 def _block_spec(model: DecoderConfig, config: TransformerConfig, options: BuildOptions) -> TransformerBlockSubmodules:
-    """Transformer Engine's layers when asked for, else the portable ones; the log says which."""
+    """Transformer Engine's layers, or those of `local_spec`; logs which of them is used."""
     if options.transformer_engine:
         from megatron.core.extensions.transformer_engine import TENorm
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
         layer, norm, name = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=model.qk_norm), TENorm, "TE"
     else:
-        from roll.models.portable import RMSNorm, portable_layer_spec
+        from roll.models.local_spec import RMSNorm, local_layer_spec
 
         rotary = RotaryTable(_frequencies(model))
-        layer, norm, name = portable_layer_spec(model.qk_norm, rotary), RMSNorm, "portable torch"
+        layer, norm, name = local_layer_spec(model.qk_norm, rotary), RMSNorm, "local torch"
     layers = get_num_layers_to_build(config)
-    logger.info("%s: %d of %d layers on the %s path", model.architecture, layers, model.layers, name)
+    logger.info("%s: %d of %d layers use the %s spec", model.architecture, layers, model.layers, name)
     return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=norm)
 
 
@@ -147,8 +147,8 @@ def _frequencies(model: DecoderConfig) -> torch.Tensor:
     return rotary_frequencies(model.rotary, model.head_size).to(torch.cuda.current_device())
 
 
-def _check_cut(model: DecoderConfig, options: BuildOptions) -> None:
-    """Sizes that must divide, and options that would have no effect."""
+def _check_options(model: DecoderConfig, options: BuildOptions) -> None:
+    """Checks that parallel sizes divide the model and that no option is without effect."""
     if options.apply_rope_fusion and not options.transformer_engine:
         raise ValueError("apply_rope_fusion: true needs Transformer Engine, which this role does not use")
     tensor, pipeline = options.tensor, options.pipeline
@@ -167,5 +167,5 @@ def _check_cut(model: DecoderConfig, options: BuildOptions) -> None:
 
 
 def _leave_unset(weight: torch.Tensor) -> torch.Tensor:
-    """Weights are imported, so drawing them first would be wasted."""
+    """Replaces random initialization, which would be wasted time because the weights are imported."""
     return weight

@@ -1,4 +1,4 @@
-"""What a HF config.json says about a dense decoder, checked and in one vocabulary."""
+"""The shape of a dense decoder, read from a HF config.json."""
 
 from __future__ import annotations
 
@@ -6,14 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from roll.configs.model_config import CONFIG_NAME, UnsupportedModel, read_model_config, rotary_values
-
-ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-}
-"""HF architecture name and the family whose mapping it uses."""
+from roll.configs.model_config import CONFIG_NAME, FAMILIES, UnsupportedModel, read_model_config, rotary_values
 
 
 @dataclass(frozen=True)
@@ -53,22 +46,12 @@ class DecoderConfig:
     rotary: RotaryConfig
     dtype: str
 
-    @property
-    def parameters(self) -> int:
-        """Weights of the whole model, tied embeddings counted once."""
-        query, key = self.heads * self.head_size, self.kv_heads * self.head_size
-        attention = self.hidden_size * (2 * query + 2 * key)
-        attention += (query + 2 * key) * self.qkv_bias + 2 * self.head_size * self.qk_norm
-        layer = attention + 3 * self.hidden_size * self.ffn_size + 2 * self.hidden_size
-        embeddings = self.vocabulary * self.hidden_size * (1 if self.tied_embeddings else 2)
-        return self.layers * layer + embeddings + self.hidden_size
-
 
 def read_hf_config(folder: str | Path) -> DecoderConfig:
     """Reads `folder`/config.json.
 
     Raises:
-        UnsupportedModel: no such file; or as `check_model_config`.
+        UnsupportedModel: the file is missing, or `check_model_config` rejects it.
     """
     path = Path(folder) / CONFIG_NAME
     if not path.is_file():
@@ -77,12 +60,12 @@ def read_hf_config(folder: str | Path) -> DecoderConfig:
 
 
 def decoder_config(raw: dict[str, Any]) -> DecoderConfig:
-    """The same from a parsed config.json that `check_model_config` has passed."""
+    """The shape from a parsed config.json that `check_model_config` has accepted."""
     architecture = raw["architectures"][0]
-    family = ARCHITECTURES[architecture]
+    family = FAMILIES[architecture]
     heads, hidden = raw["num_attention_heads"], raw["hidden_size"]
     return DecoderConfig(
-        family=family,
+        family=family.name,
         architecture=architecture,
         layers=raw["num_hidden_layers"],
         hidden_size=hidden,
@@ -94,8 +77,8 @@ def decoder_config(raw: dict[str, Any]) -> DecoderConfig:
         norm_epsilon=raw.get("rms_norm_eps", 1e-6),
         max_positions=raw.get("max_position_embeddings") or 2048,
         tied_embeddings=raw.get("tie_word_embeddings", False),
-        qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
+        qkv_bias=family.qkv_bias,
+        qk_norm=family.qk_norm,
         rotary=_rotary(raw),
         dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
     )

@@ -1,4 +1,4 @@
-"""HF safetensors into a Megatron stage; each rank reads only the slices it owns."""
+"""Loads HF safetensors into a Megatron pipeline stage; each rank reads only the slices it owns."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ import torch
 from safetensors import safe_open
 
 from roll.configs.model_config import UnsupportedModel
-from roll.models.families import Rule, stage_rules
 from roll.models.hf_config import DecoderConfig
+from roll.models.weight_mapping import Rule, stage_rules
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
 
 class HFTensors:
-    """The tensors of a HF folder by name, opened on demand."""
+    """The tensors of a HF folder by name; files are opened on demand.
+
+    Raises:
+        UnsupportedModel: the folder contains no safetensors.
+    """
 
     def __init__(self, folder: str | Path) -> None:
-        """Reads the index, or the single file's header.
-
-        Raises:
-            UnsupportedModel: the folder holds no safetensors.
-        """
         self.folder = Path(folder)
         self._files: dict[str, Any] = {}
         index = self.folder / INDEX_NAME
@@ -37,10 +36,10 @@ class HFTensors:
             raise UnsupportedModel(f"{self.folder}: neither {INDEX_NAME} nor {SINGLE_NAME}; save it as safetensors")
 
     def slice_of(self, name: str) -> Any:
-        """A lazily read tensor that takes row and column slices.
+        """The tensor `name` as an object that reads the row and column slices it is indexed with.
 
         Raises:
-            UnsupportedModel: there is no tensor of that name.
+            UnsupportedModel: there is no such tensor.
         """
         if name not in self._file_of:
             raise UnsupportedModel(f"{self.folder}: tensor {name} is missing")
@@ -54,14 +53,14 @@ class HFTensors:
 
 @torch.no_grad()
 def import_hf(model: torch.nn.Module, folder: str | Path, config: DecoderConfig, rank: int, ranks: int) -> None:
-    """Fills every parameter of this stage from `folder`, casting to the parameter's dtype; padding rows become zero.
+    """Sets every parameter of this stage from `folder`, cast to the parameter's dtype, with zeros in padding rows.
 
     Args:
         model: a stage built by `build_gpt_model`.
-        folder: HF folder of the same shape.
-        config: its shape.
-        rank: this rank's place among the tensor-parallel ranks.
-        ranks: how many there are.
+        folder: HF folder of a model with the shape `config`.
+        config: shape of the model.
+        rank: this rank's index among the tensor-parallel ranks.
+        ranks: number of tensor-parallel ranks.
 
     Raises:
         UnsupportedModel: a tensor is missing or has another shape.
@@ -77,7 +76,7 @@ def import_hf(model: torch.nn.Module, folder: str | Path, config: DecoderConfig,
 
 
 def rules_of(model: Any, config: DecoderConfig) -> list[Rule]:
-    """The mapping's rules for what this stage holds."""
+    """The rules of the parameters of this stage."""
     layers = model.decoder.layers
     first_layer = layers[0].layer_number - 1
     return stage_rules(config, first_layer, len(layers), model.pre_process, model.post_process)

@@ -1,4 +1,4 @@
-"""Random HF models small enough to make on the spot, for tests, benchmarks and examples."""
+"""Writes small HF models with random weights, for tests, benchmarks and scripts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TINY_SHAPE: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "initializer_range": 0.2,
 }
-"""Head size times heads is not the hidden size and the vocabulary is odd, so that nothing fits by accident."""
+"""Heads times head size differs from the hidden size and the vocabulary is odd, so that size mix-ups show."""
 
 ARCHITECTURE_OF = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
@@ -26,11 +26,11 @@ def write_tiny_model(folder: str | Path, family: str, seed: int = 0, dtype: str 
     """Writes a HF folder (config and safetensors, no tokenizer) with random weights, norms and biases included.
 
     Args:
-        folder: where; made if absent.
+        folder: target folder; created if missing.
         family: llama, qwen2 or qwen3.
         seed: of the weights.
-        dtype: of the weights, by torch's name.
-        overrides: keys of the HF config that replace `TINY_SHAPE`'s, such as `tie_word_embeddings=True`.
+        dtype: of the weights, a name in torch.
+        overrides: keys of the HF config that override `TINY_SHAPE`, such as `tie_word_embeddings=True`.
 
     Returns:
         The folder.

@@ -1,4 +1,8 @@
-"""The training loop, once; `rlvr` and `sft` supply what differs: where samples come from and how they are learned.
+"""The pipelines: one training loop, rollouter and learner, and what RLVR, agents and SFT add to them.
+
+A run starts in `run.py`, and `training_loop.py` drives it. `rollouter.py` submits prompts and buffers the samples that
+`rlvr_pipeline.py` or `agentic/agentic_worker.py` generates; `rollout_batch.py` turns them into tensors, and
+`learner.py` these into an update of the weights.
 
 May import every folder of the project but `cli`.
 """

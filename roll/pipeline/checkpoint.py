@@ -1,16 +1,22 @@
-"""Checkpoints that are complete or absent: written aside, marked, renamed, pruned."""
+"""Checkpoints that are complete or absent: written to a temporary folder, marked, renamed, pruned."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 import shutil
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
+from roll.configs.errors import RunError
 from roll.configs.pipeline import BaseConfig
-from roll.pipeline.errors import RunError
+
+FOLDER = "checkpoints"
+"""Subfolder of a run with its checkpoints."""
 
 MARKER = "COMPLETE"
 NAME = re.compile(r"step-(\d{6,})")
@@ -20,16 +26,16 @@ class CheckpointManager:
     """The folder `output_dir/checkpoints`, one `step-NNNNNN` folder for each checkpoint.
 
     A checkpoint is written into a folder whose name ends in `.partial`, gets its marker last and is renamed; a run
-    that dies in between leaves nothing that could be taken for a checkpoint.
+    that ends before that leaves only the `.partial` folder.
     """
 
     def __init__(self, folder: Path, max_to_keep: int) -> None:
-        """Takes the folder; `max_to_keep` 0 keeps every checkpoint."""
+        """Manages checkpoints in `folder`; `max_to_keep` 0 keeps all of them."""
         self._folder = folder
         self._max_to_keep = max_to_keep
 
     async def save(self, step: int, write: Callable[[Path], Awaitable[None]]) -> Path:
-        """Lets `write` fill a new checkpoint of `step`, then makes it visible and drops the oldest.
+        """Creates a checkpoint of `step` with `write`, makes it visible, and deletes the oldest beyond `max_to_keep`.
 
         Returns:
             The finished folder.
@@ -48,20 +54,20 @@ class CheckpointManager:
         return final
 
     def begin(self, resumed: Path | None) -> list[Path]:
-        """Sets aside the checkpoints that the run starting now does not follow from: it would mistake them for its own.
+        """Renames the checkpoints that the run starting now does not continue from, so that it never resumes from them.
 
         Args:
-            resumed: the checkpoint it goes on from; None at step 0.
+            resumed: the checkpoint it continues from; None at step 0.
 
         Returns:
-            Their new places, `step-NNNNNN.old`; they are never chosen or pruned, and `resume_path` takes them by name.
+            Their new paths, `step-NNNNNN.old`; they are never chosen or deleted, but a path may name them.
         """
         own = resumed is not None and resumed.resolve() in [path.resolve() for path in self.complete()]
         others = [path for path in self.complete() if not (own and resumed and _step(path) <= _step(resumed))]
         moved = []
         for path in others:
             names = (path.with_suffix(".old" if number == 1 else f".old{number}") for number in itertools.count(1))
-            moved.append(path.rename(next(place for place in names if not place.exists())))
+            moved.append(path.rename(next(name for name in names if not name.exists())))
         return moved
 
     def complete(self) -> list[Path]:
@@ -71,24 +77,24 @@ class CheckpointManager:
         found = [path for path in self._folder.iterdir() if NAME.fullmatch(path.name) and (path / MARKER).exists()]
         return sorted(found, key=_step)
 
-    def resume_path(self, wish: bool | str) -> Path | None:
-        """The checkpoint to go on from: None for false, the newest complete one for true (None when there is none).
+    def resume_path(self, choice: bool | str) -> Path | None:
+        """The checkpoint to continue from: None for false, the newest complete one (or None) for true, or a path.
 
         Raises:
-            RunError: the path asked for is not a complete checkpoint.
+            RunError: the path holds no complete checkpoint.
         """
-        if wish is False:
+        if choice is False:
             return None
-        if wish is True:
+        if choice is True:
             return next(reversed(self.complete()), None)
-        path = Path(wish)
+        path = Path(choice)
         if (path / MARKER).exists():
             return path
-        inside = CheckpointManager(path / "checkpoints" if (path / "checkpoints").is_dir() else path, 0).complete()
+        inside = CheckpointManager(path / FOLDER if (path / FOLDER).is_dir() else path, 0).complete()
         if inside:
             return inside[-1]
         known = ", ".join(str(item) for item in self.complete()) or "none"
-        raise RunError(f"resume_from_checkpoint: {wish} holds no complete checkpoint; complete ones here: {known}")
+        raise RunError(f"resume_from_checkpoint: {choice} holds no complete checkpoint; complete ones here: {known}")
 
     def _prune(self) -> None:
         if self._max_to_keep:
@@ -98,19 +104,48 @@ class CheckpointManager:
 
 def checkpoint_folder(config: BaseConfig) -> CheckpointManager:
     """The checkpoints of a run."""
-    return CheckpointManager(Path(config.output_dir) / "checkpoints", config.max_ckpt_to_keep)
+    return CheckpointManager(Path(config.output_dir) / FOLDER, config.max_ckpt_to_keep)
 
 
 def _step(checkpoint: Path) -> int:
-    """The step it was made at, by its name, which may end in `.old`."""
+    """The step of a checkpoint, from its name, which may end in `.old`."""
     return int(checkpoint.stem.removeprefix("step-"))
 
 
 def _flush_to_disk(folder: Path) -> None:
-    """Asks the system to write the folder's files before the rename makes them count."""
+    """Flushes the files of the folder to disk before it is renamed."""
     for path in [*folder.rglob("*"), folder]:
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+FILE_NAME = "pipeline.json"
+
+
+@dataclass
+class PipelineState:
+    """State of the driver. It draws no random numbers: every seed derives from the run's seed and these counters.
+
+    Attributes:
+        step: finished steps.
+        version: weight updates since the start; 0 before the first.
+        reached: a validation reached the goal of the run, so no step is left.
+        samples: state of the sample source.
+    """
+
+    step: int = 0
+    version: int = 0
+    reached: bool = False
+    samples: dict[str, Any] = field(default_factory=dict)
+
+    def save(self, folder: Path) -> None:
+        """Writes the state to a checkpoint folder."""
+        (folder / FILE_NAME).write_text(json.dumps(asdict(self), indent=1))
+
+    @classmethod
+    def load(cls, folder: Path) -> PipelineState:
+        """Reads what `save` wrote."""
+        return cls(**json.loads((folder / FILE_NAME).read_text()))

@@ -1,4 +1,4 @@
-"""Parts of a run that a configuration replaces by naming a class."""
+"""User-defined classes that a configuration names in place of built-in ones."""
 
 from __future__ import annotations
 
@@ -7,31 +7,37 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 from roll.configs.errors import ConfigError, Problem
 from roll.configs.pipeline import BaseConfig, RLConfig
 
+if TYPE_CHECKING:
+    from roll.pipeline.health import Monitor
+    from roll.pipeline.learner import RLLearner
+    from roll.pipeline.rollouter import Rollouter
+    from roll.trackers.base import Metrics
 
-def _rollouter() -> type:
+
+def _rollouter() -> type[Rollouter]:
     from roll.pipeline.rollouter import Rollouter
 
     return Rollouter
 
 
-def _learner() -> type:
-    from roll.pipeline.rl_learner import RLLearner
+def _learner() -> type[RLLearner]:
+    from roll.pipeline.learner import RLLearner
 
     return RLLearner
 
 
-def _metrics() -> type:
+def _metrics() -> type[Metrics]:
     from roll.trackers.base import Metrics
 
     return Metrics
 
 
-def _monitor() -> type:
+def _monitor() -> type[Monitor]:
     from roll.pipeline.health import Monitor
 
     return Monitor
@@ -43,17 +49,17 @@ BASES: dict[str, Callable[[], type]] = {
     "metrics_class": _metrics,
     "monitor_class": _monitor,
 }
-"""Key of `async_training` -> what its class must be; imported only where the key is given, since it brings torch."""
+"""Key of `async_training` -> base class or protocol; imported only where the key is given, since it imports torch."""
 
 
 @dataclass(frozen=True)
 class Extensions:
     """The classes a configuration names; None where it names none."""
 
-    rollouter: type | None = None
-    trainer: type | None = None
-    metrics: type | None = None
-    monitor: type | None = None
+    rollouter: type[Rollouter] | None = None
+    trainer: type[RLLearner] | None = None
+    metrics: Callable[[BaseConfig], Metrics] | None = None
+    monitor: Callable[[BaseConfig], Monitor] | None = None
 
 
 def load_extensions(config: BaseConfig) -> Extensions:
@@ -71,41 +77,46 @@ def load_extensions(config: BaseConfig) -> Extensions:
         if name is None:
             continue
         try:
-            found[key.removesuffix("_class")] = load_class(name, base())
+            found[key] = load_class(name, base())
         except ValueError as error:
             problems.append(Problem(f"async_training.{key}", str(error)))
     if problems:
         raise ConfigError(problems, config.source.file)
-    return Extensions(**found)
+    return Extensions(
+        rollouter=cast("type[Rollouter] | None", found.get("rollouter_class")),
+        trainer=cast("type[RLLearner] | None", found.get("trainer_class")),
+        metrics=cast("Callable[[BaseConfig], Metrics] | None", found.get("metrics_class")),
+        monitor=cast("Callable[[BaseConfig], Monitor] | None", found.get("monitor_class")),
+    )
 
 
 def load_class(name: str, base: type) -> type:
-    """The class `module:Class`, which must be a subclass of `base` (or have its methods, if that is a protocol).
+    """The class `module:Class`, which must be a subclass of `base`, or have its methods if `base` is a protocol.
 
-    Modules are looked for in the current folder too, which the command `roll` by itself does not search.
+    The current folder is searched for modules too.
 
     Raises:
-        ValueError: with what is wrong, and what the module does offer.
+        ValueError: the name is wrong; the message lists the classes of the module that fit.
     """
     module_name, colon, class_name = name.partition(":")
     if not (module_name and colon and class_name):
-        raise ValueError(f"{name!r} names no class; write module:Class")
+        raise ValueError(f"{name!r} is not of the form module:Class")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
         raise ValueError(f"{name}: importing {module_name} failed: {error!r}") from error
-    found: Any = getattr(module, class_name, None)
-    if _fits(found, base):
+    found: object = getattr(module, class_name, None)
+    if isinstance(found, type) and _fits(found, base):
         return found
     own = [value for value in vars(module).values() if getattr(value, "__module__", None) == module_name]
-    offered = [value.__name__ for value in own if _fits(value, base)]
-    there = f"is not in {module_name}" if found is None else f"is not a {base.__module__}.{base.__name__}"
+    offered = [value.__name__ for value in own if isinstance(value, type) and _fits(value, base)]
+    problem = f"is not in {module_name}" if found is None else f"is not a {base.__module__}.{base.__name__}"
     hint = f"; it has {', '.join(offered)}" if offered else ""
-    raise ValueError(f"{name}: {class_name} {there}{hint}")
+    raise ValueError(f"{name}: {class_name} {problem}{hint}")
 
 
-def _fits(found: Any, base: type) -> bool:
-    """Whether it is a class that can be made and used as a `base`."""
-    return isinstance(found, type) and issubclass(found, base) and not getattr(found, "_is_protocol", False)
+def _fits(found: type, base: type) -> bool:
+    """Whether the class can be constructed and used as a `base`."""
+    return issubclass(found, base) and not getattr(found, "_is_protocol", False)

@@ -1,4 +1,4 @@
-"""Whether the components of a run are alive and getting on, said every few seconds while it runs."""
+"""Health of a run: a report every few seconds, and the peak memory of all of its processes."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import asyncio
 import json
 import logging
 import os
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
+
+import psutil
 
 from roll.configs.pipeline import BaseConfig
 
@@ -19,25 +22,24 @@ logger = logging.getLogger(__name__)
 FILE_NAME = "health.json"
 
 INTERVAL_S = 5.0
-"""Between two reports: often enough to watch, too seldom to cost anything."""
+"""Seconds between two reports: often enough to watch, and cheap."""
 
 Health = Mapping[str, Any]
-"""`status` (running, finished or failed), `time` (seconds since 1970), and per component what it says of itself."""
+"""`status` (running, finished or failed), `time` (seconds since 1970), and the state of each component."""
 
 
 @runtime_checkable
 class Monitor(Protocol):
-    """Watches a run: `async_training.monitor_class` names a class that is made with the run's config."""
+    """Watches a run; `async_training.monitor_class` names such a class, constructed with the config of the run."""
 
     def report(self, health: Health) -> None:
-        """Takes the health of the run, every few seconds and once at its end; must not block."""
+        """Receives the health of the run, every few seconds and once at its end; must not block."""
 
 
 class HealthFile:
-    """Keeps output_dir/health.json: a `time` long past says that the driver hangs or is gone."""
+    """Writes output_dir/health.json; an old `time` in it means that the driver hangs or has died."""
 
     def __init__(self, config: BaseConfig) -> None:
-        """Takes the run's config."""
         self._path = Path(config.output_dir) / FILE_NAME
 
     def report(self, health: Health) -> None:
@@ -50,14 +52,14 @@ class HealthFile:
 
 @asynccontextmanager
 async def watched(
-    ask: Callable[[], Awaitable[Health]], monitor: Monitor, interval_s: float = INTERVAL_S
+    read: Callable[[], Awaitable[Health]], monitor: Monitor, interval_s: float = INTERVAL_S
 ) -> AsyncIterator[None]:
-    """Reports what `ask` answers while the block runs, and once more how the block ended.
+    """Reports the health that `read` returns while the block runs, and once more when it ended.
 
-    A component that fails, or gives no answer within `interval_s`, is reported as that. A monitor that raises is
-    logged; the run goes on.
+    An exception of `read`, or no answer within `interval_s`, is reported as `error`. A monitor that raises is
+    logged; the run continues.
     """
-    task = asyncio.create_task(_watch(ask, monitor, interval_s))
+    task = asyncio.create_task(_watch(read, monitor, interval_s))
     status = "failed"
     try:
         yield
@@ -65,19 +67,19 @@ async def watched(
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        _report(monitor, status, await _answer(ask, interval_s))
+        _report(monitor, status, await _read_in_time(read, interval_s))
 
 
-async def _watch(ask: Callable[[], Awaitable[Health]], monitor: Monitor, interval_s: float) -> None:
+async def _watch(read: Callable[[], Awaitable[Health]], monitor: Monitor, interval_s: float) -> None:
     while True:
-        _report(monitor, "running", await _answer(ask, interval_s))
+        _report(monitor, "running", await _read_in_time(read, interval_s))
         await asyncio.sleep(interval_s)
 
 
-async def _answer(ask: Callable[[], Awaitable[Health]], within_s: float) -> Health:
+async def _read_in_time(read: Callable[[], Awaitable[Health]], within_s: float) -> Health:
     try:
         async with asyncio.timeout(within_s):
-            return await ask()
+            return await read()
     except TimeoutError:
         return {"error": f"no answer within {within_s:g} s"}
     except Exception as error:
@@ -89,3 +91,46 @@ def _report(monitor: Monitor, status: str, components: Health) -> None:
         monitor.report({"status": status, "time": time.time(), **components})
     except Exception:
         logger.exception("the monitor failed")
+
+
+MEMORY_INTERVAL_S = 1.0
+"""Seconds between samples: large allocations last for many seconds, and a sample costs milliseconds."""
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process and its descendants, in bytes.
+
+    A page that several processes share counts for each of them, so this is an upper bound. The exact figure (PSS) costs
+    a hundred times as much to read.
+    """
+    own = psutil.Process()
+    total = 0
+    for process in [own, *own.children(recursive=True)]:
+        try:
+            total += process.memory_info().rss
+        except psutil.NoSuchProcess:
+            continue
+    return total
+
+
+class PeakMemory:
+    """Samples `resident_bytes` on a thread; use as a context manager."""
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample, name="peak-memory", daemon=True)
+
+    def __enter__(self) -> PeakMemory:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        while True:
+            self.peak_bytes = max(self.peak_bytes, resident_bytes())
+            if self._stop.wait(MEMORY_INTERVAL_S):
+                return

@@ -1,96 +1,124 @@
-"""Assembles a reinforcement learning run: what differs between pipelines is where its samples come from."""
+"""Assembles a reinforcement learning run: rollouter, learner and weight updates around the running clusters."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 from roll.configs.pipeline import RLConfig
 from roll.configs.plan import make_plan
-from roll.configs.queue import runs_in_background
-from roll.distributed.weight_sync.publisher import WeightPublisher
-from roll.pipeline.errors import RunError
+from roll.distributed.infer_worker import EngineClient
+from roll.distributed.remote_actor import RemoteActor
+from roll.distributed.weight_sync.synchronizer import WeightSynchronizer
 from roll.pipeline.extensions import load_extensions
-from roll.pipeline.publishing import ClockedPublisher
-from roll.pipeline.rl_learner import RLLearner
-from roll.pipeline.rollouter import Rollouter
-from roll.pipeline.samples import Ask, RolloutSamples, here
+from roll.pipeline.learner import RLLearner
+from roll.pipeline.rollout_worker import Purpose, RolloutWorker
+from roll.pipeline.rollouter import Rollouter, policy_settings, rollout_options
 from roll.pipeline.session import Session
-from roll.pipeline.tokenizer import load_tokenizer
-from roll.pipeline.training_loop import TrainingLoop
+from roll.pipeline.tokenizer import load_tokenizer, sampling_params
+from roll.pipeline.training_loop import SampleBatch, SampleSource, TrainingLoop
+from roll.rollout.engine_pool import EnginePool, Engines
 from roll.rollout.types import SamplingParams
 from roll.trackers import TrackerGroup
 
-if TYPE_CHECKING:
-    from roll.distributed.client import ClusterClient
-
 OWN_DEADLINE_GRACE_S = 60.0
-"""Added to a deadline that the rollouter keeps itself: its message says what it waits for, so it must come first."""
+"""Added to the rollouter's own deadline, so that the rollouter's error, which names the late prompts, comes first."""
+
+WorkerFactory = Callable[[EnginePool], RolloutWorker]
+"""Makes the rollout worker in the process in which the rollouter runs."""
 
 ConfigT = TypeVar("ConfigT", bound=RLConfig)
 
 
 class RLPipeline(ABC, Generic[ConfigT]):
-    """Everything that can be wrong with the inputs is found by `prepare`, before Ray or an engine starts."""
+    """What RLVR and agents share; `prepare` checks every input before Ray or an engine starts."""
 
     def __init__(self, config: ConfigT) -> None:
-        """Computes the plan; reads no data yet."""
         self._config = config
         self.plan = make_plan(config)
 
     async def prepare(self) -> None:
-        """Reads the tokenizer and what samples are made of.
+        """Reads the tokenizer and checks the sampling parameters.
 
         Raises:
             RunError: the tokenizer cannot be read; a stop string is not one token.
         """
-        self._tokenizer = load_tokenizer(self._config.actor_train.model_args.model_name_or_path)
-        self._samplings = self._sampling("actor_infer"), self._sampling("validation")
+        config = self._config
+        self._tokenizer = load_tokenizer(config.actor_train.model_args.model_name_or_path)
+        train, val = config.actor_infer.generating_args, config.validation.generating_args
+        self._sampling: dict[Purpose, SamplingParams] = {
+            "train": sampling_params(train, "actor_infer.generating_args", self._tokenizer),
+            "val": sampling_params(val, "validation.generating_args", self._tokenizer),
+        }
 
     @abstractmethod
-    def rollouter_here(self, engines: ClusterClient) -> Rollouter[Any]:
-        """One that runs in this process."""
+    def worker_factory(self, own_process: bool) -> WorkerFactory:
+        """How to make the rollout worker.
 
-    @abstractmethod
-    def rollouter_elsewhere(self, engines: ClusterClient) -> tuple[Any, ...]:
-        """A function and its arguments, which make one in another process; what this process held for it is let go."""
+        Args:
+            own_process: the rollouter runs in a separate process, so the factory must be picklable, and resources
+                that this process holds for the worker are closed.
+        """
 
     async def build(self, session: Session, trackers: TrackerGroup) -> TrainingLoop:
-        """The loop, its parts joined to the running clusters."""
-        config, clusters = self._config, session.clusters
-        rollouter = self._rollouter(session)
+        """The training loop, connected to the running clusters."""
+        config, actor = self._config, session.train_clusters["actor_train"]
+        samples = self._start_rollouter(session)
         await session.ready()
-        publisher = WeightPublisher(clusters["actor_train"], clusters["actor_infer"], config)
-        await publisher.setup()
-        learner = (load_extensions(config).trainer or RLLearner)(
-            config, clusters["actor_train"], clusters.get("reference")
-        )
-        return TrainingLoop(config, RolloutSamples(rollouter), learner, ClockedPublisher(publisher), trackers)
+        synchronizer = WeightSynchronizer(actor, session.infer_clusters["actor_infer"], config)
+        await synchronizer.setup()
+        learner = (load_extensions(config).trainer or RLLearner)(config, actor, session.train_clusters.get("reference"))
+        return TrainingLoop(config, samples, learner, synchronizer, trackers)
 
-    def _rollouter(self, session: Session) -> Ask:
-        """The way to the rollouter: here, or in a process of its own when it runs in the background."""
-        config, engines = self._config, session.clusters["actor_infer"].client()
-        if not runs_in_background(config):
-            rollouter = self.rollouter_here(engines)
+    def _start_rollouter(self, session: Session) -> SampleSource:
+        """The rollouter in this process, or the client of one in a separate process."""
+        config, engines = self._config, EngineClient(session.infer_clusters["actor_infer"].client())
+        background = config.runs_in_background
+        factory = self.worker_factory(own_process=background)
+        if not background:
+            rollouter = make_rollouter(config, factory, engines)
             session.close_first(rollouter.close)
-            return here(rollouter)
-        deadlines = {"take": config.async_training.batch_deadline_s + OWN_DEADLINE_GRACE_S}
-        return session.start_service("rollouter", deadlines, *self.rollouter_elsewhere(engines)).call
-
-    def _sampling(self, role: str) -> SamplingParams:
-        args = getattr(self._config, role).generating_args
-        path = f"{role}.generating_args"
-        if args.max_new_tokens is None:
-            raise RunError(f"{path}.max_new_tokens: is not set")
-        stops = [self._tokenizer.encode(text, add_special_tokens=False) for text in args.stop_strings]
-        for text, tokens in zip(args.stop_strings, stops, strict=True):
-            if len(tokens) != 1:
-                raise RunError(f"{path}.stop_strings: {text!r} is {len(tokens)} tokens; it must be one")
-        return SamplingParams(
-            max_new_tokens=args.max_new_tokens,
-            temperature=args.temperature,
-            top_p=args.top_p,
-            top_k=args.top_k,
-            repetition_penalty=args.repetition_penalty,
-            stop_token_ids=(self._tokenizer.eos_token_id, *(tokens[0] for tokens in stops)),
+            return rollouter
+        deadlines = {"next_batch": config.async_training.batch_deadline_s + OWN_DEADLINE_GRACE_S}
+        return RolloutClient(
+            session.start_remote_actor("rollouter", deadlines, make_rollouter, config, factory, engines)
         )
+
+
+def make_rollouter(config: RLConfig, make_worker: WorkerFactory, engines: Engines) -> Rollouter:
+    """A rollouter that generates with these engines; it is of the class that the configuration names."""
+    pool = EnginePool(engines, config.max_generation_retries, config.actor_infer.max_running_requests)
+    cls = load_extensions(config).rollouter or Rollouter
+    return cls(make_worker(pool), policy_settings(config), rollout_options(config))
+
+
+class RolloutClient:
+    """Calls a rollouter that runs in a separate process; for the methods see `Rollouter`."""
+
+    def __init__(self, remote: RemoteActor[Rollouter]) -> None:
+        self._remote = remote
+
+    async def next_batch(self) -> SampleBatch:
+        """The next batch, earliest deadline first."""
+        return await self._remote.call(Rollouter.next_batch)
+
+    async def advance(self, version: int) -> None:
+        """The engines have the weights of `version`: generation may continue."""
+        await self._remote.call(Rollouter.advance, version)
+
+    async def validate(self) -> dict[str, float]:
+        """`val/...` of the current weights."""
+        return await self._remote.call(Rollouter.validate)
+
+    async def state_dict(self) -> dict[str, Any]:
+        """Ledger, buffer, prompts in flight and position in the data."""
+        return await self._remote.call(Rollouter.state_dict)
+
+    async def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores `state_dict`."""
+        await self._remote.call(Rollouter.load_state_dict, state)
+
+    async def health(self) -> dict[str, Any]:
+        """What is ready, running and blocking."""
+        return await self._remote.call(Rollouter.health)

@@ -1,7 +1,7 @@
-"""Keeps generation going as far as the policy allows, and hands out batches. Knows neither Ray nor engines.
+"""The rollouter: keeps generation running as far ahead as the policy allows, and returns batches.
 
-Inline, a batch is produced when it is asked for: that is synchronous training. In the background, prompts are
-submitted whenever the policy admits them, and training takes what is ready.
+With `async_generation_ratio` 0 it generates a batch when it is requested: synchronous training. In the background it
+submits prompts whenever the policy admits them, and training takes what is ready. It knows neither Ray nor engines.
 """
 
 from __future__ import annotations
@@ -9,258 +9,221 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic
+from typing import Any
 
-from roll.pipeline.errors import RunError
-from roll.pipeline.rollout_metrics import account_metrics
-from roll.pipeline.rollout_types import ItemT, Producer, RolloutBatch
+from roll.configs.errors import RunError
+from roll.configs.pipeline import RLConfig
+from roll.pipeline.rollout_worker import RolloutWorker
+from roll.pipeline.training_loop import SampleBatch
 from roll.rollout.filters import StarvationLimit
-from roll.rollout.intervals import Busy
-from roll.rollout.policy import PolicySettings, RolloutPolicy, Ticket
+from roll.rollout.ledger import PromptRequest
+from roll.rollout.policy import PolicySettings, RolloutPolicy
+from roll.rollout.timers import BusyTimer
+from roll.rollout.types import Group
 
 logger = logging.getLogger(__name__)
 
 ENGINES = "engines"
-"""What keeps engines busy: generating for training and for validation, once where both go on."""
+"""Name of the timer of the engines: generation for training and for validation, counted once where both run."""
 
 
 @dataclass(frozen=True)
 class RolloutOptions:
-    """How a rollouter behaves besides what the policy decides.
+    """Options of a rollouter that are not bounds of the policy.
 
     Attributes:
-        background: produce ahead of demand.
-        together: what is admitted at one moment is generated in one call, so that runs repeat.
-        samples_per_item: for counts in samples.
-        failure_rate: share of the prompts of a batch that may be dropped for failures.
+        background: generate ahead of demand.
+        batched_submit: generate the prompts admitted at one moment in one call, so that runs are deterministic.
+        samples_per_group: for counts in samples.
+        failure_rate: share of the prompts of a batch that may fail.
         resample_factor: groups that may be filtered for one batch, in batches.
-        report_s: a batch that takes longer is reported, each time this passes.
+        report_s: a batch that takes longer is logged, each time this passes.
         deadline_s: a batch that takes longer ends the run.
-        interval_s: least time between submissions.
-        stale_from: versions; samples older than this are counted as stale.
+        interval_s: minimum time between submissions.
     """
 
     background: bool
-    together: bool
-    samples_per_item: int
+    batched_submit: bool
+    samples_per_group: int
     failure_rate: float
     resample_factor: float
     report_s: float
     deadline_s: float
     interval_s: float
-    stale_from: int
 
 
-class Rollouter(Generic[ItemT]):
-    """Submits, produces, buffers, hands out; every wait has a deadline and names what it waits for."""
+def policy_settings(config: RLConfig) -> PolicySettings:
+    """Bounds of the run in groups; loading has checked that they fit together."""
+    asynchronous, groups = config.async_training, config.groups_per_batch
+    queue = asynchronous.max_queue_size
+    return PolicySettings(
+        batch_size=groups,
+        ratio=config.async_generation_ratio,
+        max_staleness=asynchronous.max_staleness_allowed,
+        max_queue=None if queue is None else queue // config.num_return_sequences_in_group,
+        min_batches=asynchronous.min_batch_count,
+        total=config.max_steps * groups,
+    )
+
+
+def rollout_options(config: RLConfig) -> RolloutOptions:
+    """The options of a run."""
+    asynchronous, background = config.async_training, config.runs_in_background
+    return RolloutOptions(
+        background=background,
+        batched_submit=config.deterministic or not background,
+        samples_per_group=config.num_return_sequences_in_group,
+        failure_rate=config.max_failure_rate,
+        resample_factor=config.max_resample_factor,
+        report_s=asynchronous.batch_timeout_s,
+        deadline_s=asynchronous.batch_deadline_s,
+        interval_s=asynchronous.batch_generation_interval_s,
+    )
+
+
+class Rollouter:
+    """Submits, generates, buffers and returns groups; every wait has a deadline and names what it waits for.
+
+    `async_training.rollouter_class` names a subclass.
+    """
 
     def __init__(
         self,
-        producer: Producer[ItemT],
+        worker: RolloutWorker,
         settings: PolicySettings,
         options: RolloutOptions,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Starts nothing: `advance` does, once the first weights are published."""
-        self.policy: RolloutPolicy[ItemT] = RolloutPolicy(settings)
-        self._producer, self._options, self._clock = producer, options, clock
+        self.policy: RolloutPolicy[Group] = RolloutPolicy(settings)
+        self._worker, self._options, self._clock = worker, options, clock
         self._changed = asyncio.Condition()
-        self._begun = False
-        self._work: set[asyncio.Task[None]] = set()
+        self._started = False
+        self._tasks: set[asyncio.Task[None]] = set()
         self._error: BaseException | None = None
-        self._busy = {name: Busy(clock()) for name in (*producer.work, ENGINES)}
+        self._timers = {name: BusyTimer(clock()) for name in (*worker.work, ENGINES)}
         self._starvation = StarvationLimit(settings.batch_size, options.resample_factor)
-        self._failed = self._whole = 0
-        self._in_flight: dict[int, ItemT] = {}
-        self._again: list[ItemT] = []
-        self._progress = clock()
-
-    @contextmanager
-    def measure(self, name: str) -> Iterator[None]:
-        """Counts the block as work of that name; blocks that overlap count once."""
-        names = (name, ENGINES) if name == "generate" else (name,)
-        for busy in names:
-            self._busy[busy].enter(self._clock())
-        try:
-            yield
-        finally:
-            for busy in names:
-                self._busy[busy].exit(self._clock())
+        self._failed = self._completed = 0
+        self._last_failure: str | None = None
+        self._in_flight: dict[int, Group] = {}
+        self._to_regenerate: list[Group] = []
+        self._last_progress = clock()
 
     async def advance(self, version: int) -> None:
-        """The weights of `version` are published. The first call sets measuring and background production going."""
+        """The engines have the weights of `version`. The first call starts the timers and background generation."""
         async with self._changed:
             self.policy.advance(version)
             self._changed.notify_all()
-        if not self._begun:
-            self._begun = True
-            for busy in self._busy.values():
-                busy.lap(self._clock())
+        if not self._started:
+            self._started = True
+            for timer in self._timers.values():
+                timer.interval(self._clock())
             if self._options.background:
                 self._start(self._submit_always)
 
-    async def take(self) -> RolloutBatch[ItemT]:
+    async def next_batch(self) -> SampleBatch:
         """The next batch, earliest deadline first.
 
         Raises:
-            RunError: too much failed, a filter starves the batch, or it was not ready within `deadline_s`.
+            RunError: too many groups failed, a filter starves the batch, or it was not ready within `deadline_s`.
         """
         if not self._options.background and not self.policy.ready():
-            self._start(self._fill)
+            self._start(self._fill_batch)
         version = self.policy.learning_version
-        await self._until_ready()
-        taken = [entry.item for entry in self.policy.take()]
+        await self._wait_until_ready()
+        groups = [finished.group for finished in self.policy.take()]
         async with self._changed:
             self._changed.notify_all()
-        self._failed = self._whole = 0
-        self._progress = self._clock()
-        self._starvation.taken()
-        laps = {name: busy.lap(self._clock()) for name, busy in self._busy.items()}
-        seconds = {name: laps[name].busy for name in self._producer.work}
-        metrics = self._producer.metrics(taken, version)
-        tokens = metrics["rollout/response_length_mean"] * len(taken) * self._options.samples_per_item
+        self._failed = self._completed = 0
+        self._last_progress = self._clock()
+        self._starvation.reset()
+        intervals = {name: timer.interval(self._clock()) for name, timer in self._timers.items()}
+        seconds = {name: intervals[name].busy for name in self._worker.work}
+        samples = len(groups) * self._options.samples_per_group
+        metrics = self._worker.metrics(groups, version)
+        tokens = metrics["rollout/response_length_mean"] * samples
         metrics["rollout/tokens_per_second"] = tokens / max(seconds["generate"], 1e-9)
-        metrics["throughput/rollout_idle"] = laps[ENGINES].idle_share
-        metrics |= account_metrics(self.policy.ledger, taken, version, self._options)
-        return RolloutBatch(self._producer.batch(taken), metrics, seconds)
+        metrics["throughput/rollout_idle"] = intervals[ENGINES].idle_share
+        ledger = self.policy.ledger
+        metrics |= ledger.metrics() | ledger.sample_metrics(self._options.samples_per_group)
+        return SampleBatch(self._worker.batch(groups), metrics, seconds)
 
-    async def validate(self, version: int) -> dict[str, float]:
-        """Measures the weights last published; nothing is submitted for training meanwhile."""
-        start = self._clock()
-        self.policy.hold("validation")
-        try:
-            with self.measure(ENGINES):
-                metrics = await self._producer.validate(version)
-        finally:
-            self.policy.release("validation")
-            async with self._changed:
-                self._changed.notify_all()
-        return {**metrics, "val/seconds": self._clock() - start}
-
-    async def health(self) -> dict[str, Any]:
-        """What is ready, running and awaited, what holds submission, and how long nothing has come or gone; JSON-able.
-
-        Prompts are counted, not samples.
-        """
-        policy = self.policy
-        return {
-            "buffered": policy.ledger.buffered,
-            "in_flight": policy.ledger.in_flight,
-            "awaited": len(policy.awaited()),
-            "held_by": sorted(policy.held_by),
-            "seconds_since_progress": round(self._clock() - self._progress, 3),
-            "error": None if self._error is None else str(self._error),
-        }
-
-    async def state_dict(self) -> dict[str, Any]:
-        """The account, the buffer, what is in flight, and the data cursor, all of one moment."""
-        again = {item.number: item for item in self._again}
-        return {
-            "policy": self.policy.state_dict(self._producer.encode),
-            "in_flight": [self._producer.encode(item) for item in {**self._in_flight, **again}.values()],
-            "producer": self._producer.state_dict(),
-        }
-
-    async def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores `state_dict`; what was in flight is generated again, under its old numbers and deadlines.
-
-        Raises:
-            RunError: it was taken with other data, another seed, or batches of another size.
-        """
-        try:
-            self._producer.load_state_dict(state["producer"])
-            self.policy = RolloutPolicy.restore(self.policy.settings, state["policy"], self._producer.decode)
-        except ValueError as error:
-            raise RunError(f"resume_from_checkpoint: {error}") from error
-        unfinished = {item.number: item for item in map(self._producer.decode, state["in_flight"])}
-        self._again = [unfinished[ticket.number] for ticket in self.policy.resubmit()]
-
-    async def close(self) -> None:
-        """Ends production; what is in flight is given up."""
-        running = list(self._work)
-        for task in running:
-            task.cancel()
-        self._producer.close()  # before they are waited for: one may be waiting for what never answers
-        await asyncio.gather(*running, return_exceptions=True)
-
-    async def _fill(self) -> None:
-        """Produces in waves until a batch is ready."""
+    async def _fill_batch(self) -> None:
+        """Generates in waves until a batch is ready."""
         while not self.policy.ready():
-            items = self._next(self.policy.admissible())
-            if not items:
+            groups = self._draw(self.policy.admissible())
+            if not groups:
                 raise RunError(f"no batch can be made: {self._state()}")
-            await self._produce(items)
+            await self._generate(groups)
 
     async def _submit_always(self) -> None:
         """Submits whatever is admitted, until closed."""
         last = -self._options.interval_s
         while True:
             async with self._changed:
-                await self._changed.wait_for(lambda: self._again or self.policy.admissible())
+                await self._changed.wait_for(lambda: self._to_regenerate or self.policy.admissible())
             await asyncio.sleep(max(0.0, last + self._options.interval_s - self._clock()))
             last = self._clock()
-            items = self._next(min(self.policy.admissible(), self.policy.settings.batch_size))
-            for share in [items] if self._options.together else [[item] for item in items]:
-                self._start(self._produce, share)
+            groups = self._draw(min(self.policy.admissible(), self.policy.settings.batch_size))
+            for share in [groups] if self._options.batched_submit else [[group] for group in groups]:
+                self._start(self._generate, share)
 
-    def _next(self, count: int) -> list[ItemT]:
-        """What was in flight at a restart, then fresh prompts."""
-        again, self._again = self._again, []
-        items = [*again, *self._producer.draw(self.policy.submit(count))]
-        self._in_flight |= {item.number: item for item in items}
-        return items
+    def _draw(self, count: int) -> list[Group]:
+        """Groups that were in flight at a restart, then `count` new ones."""
+        again, self._to_regenerate = self._to_regenerate, []
+        groups = [*again, *self._worker.draw(self.policy.submit(count))]
+        self._in_flight |= {group.number: group for group in groups}
+        return groups
 
-    def _start(self, work: Callable[..., Awaitable[None]], *args: Any) -> None:
-        """Lets work run beside everything else, until it ends or `close` ends it."""
-        task = asyncio.create_task(self._noting_errors(work, *args))
-        self._work.add(task)
-        task.add_done_callback(self._work.discard)
-
-    async def _noting_errors(self, work: Callable[..., Awaitable[None]], *args: Any) -> None:
-        """An exception belongs to whoever waits for the batch."""
-        try:
-            await work(*args)
-        except Exception as error:
-            self._error = self._error or error
-            async with self._changed:
-                self._changed.notify_all()
-
-    async def _produce(self, items: list[ItemT]) -> None:
-        """Every item ends as finished or dropped, with a reason, in the account."""
-        await self._producer.produce(items, self)
-        for item in items:
-            self._progress = self._clock()
-            reason = item.drop_reason
-            if reason is not None:
-                self._failed += 1
-            else:
-                self._whole += 1
-                reason = self._filter(item)
-            if reason is None:
-                self.policy.finish(item.number, item, item.oldest_version)
-            else:
-                self.policy.drop(item.number, reason)
-            del self._in_flight[item.number]
-        if self._failed > self._allowed():
-            raise RunError(self._failures())
+    async def _generate(self, groups: list[Group]) -> None:
+        """Generates groups; the ledger counts each as finished, or as dropped with a reason."""
+        await self._worker.generate(groups, "train", self)
+        for group in groups:
+            self._last_progress = self._clock()
+            self._record(group)
+            del self._in_flight[group.number]
+        if self._failed > self._allowed_failures():
+            raise RunError(self._failure_message())
         async with self._changed:
             self._changed.notify_all()
 
-    def _filter(self, item: ItemT) -> str | None:
-        filtered = self._producer.filtered(item)
+    def _record(self, group: Group) -> None:
+        if group.drop_reason is not None:
+            self._failed += 1
+            self._last_failure = group.failure
+            self.policy.drop(group.number, group.drop_reason)
+            return
+        self._completed += 1
+        filtered = self._worker.filter_reason(group)
         if filtered is None:
-            self._starvation.keep()
-            return None
+            self._starvation.count_kept()
+            self.policy.finish(group.number, group, group.oldest_version)
+            return
         reason, path = filtered
-        starved = self._starvation.filtered(reason, path)
+        starved = self._starvation.count_filtered(reason, path)
         if starved is not None:
             raise RunError(starved)
-        return reason
+        self.policy.drop(group.number, reason)
 
-    async def _until_ready(self) -> None:
+    def _allowed_failures(self) -> float:
+        """Failures allowed since the last batch; a rate above 0 always allows one."""
+        share = self._options.failure_rate * self._failure_base()
+        return max(share, 1.0) if share else 0.0
+
+    def _failure_base(self) -> int:
+        """Prompts that the failure rate is a share of."""
+        return max(self.policy.settings.batch_size, self._completed)
+
+    def _failure_message(self) -> str:
+        return (
+            f"{self._failed} prompts failed since the last batch, more than max_failure_rate "
+            f"{self._options.failure_rate:g} allows of {self._failure_base()}; dropped so far: "
+            f"{dict(self.policy.ledger.dropped)}; last cause: {self._last_failure or 'see the engine log'}"
+        )
+
+    async def _wait_until_ready(self) -> None:
         until = self._clock() + self._options.deadline_s
         while self._error is None and not self.policy.ready():
             wait = min(self._options.report_s, until - self._clock())
@@ -274,29 +237,100 @@ class Rollouter(Generic[ItemT]):
         if self._error is not None:
             raise self._error
 
-    def _allowed(self) -> float:
-        """Failures since the last batch; a rate above 0 allows one, however small the batch."""
-        share = self._options.failure_rate * max(self.policy.settings.batch_size, self._whole)
-        return max(share, 1.0) if share else 0.0
-
-    def _failures(self) -> str:
-        size = max(self.policy.settings.batch_size, self._whole)
-        return (
-            f"{self._failed} prompts failed since the last batch, more than max_failure_rate "
-            f"{self._options.failure_rate:g} allows of {size}; dropped so far: {dict(self.policy.ledger.dropped)}; "
-            f"last cause: {self._producer.last_failure or 'see the engine log'}"
-        )
-
     def _state(self) -> str:
-        """What there is and what is missing, for messages."""
-        policy, awaited = self.policy, self.policy.awaited()
-        shown = ", ".join(_named(ticket) for ticket in awaited[:3])
-        held = f", submission held by {', '.join(policy.held_by)}" if policy.held_by else ""
+        """What is ready and what is missing, for messages."""
+        policy, blocking = self.policy, self.policy.blocking()
+        shown = ", ".join(_name(request) for request in blocking[:3])
+        reasons = policy.pause_reasons
+        paused = f", submission is paused for {', '.join(reasons)}" if reasons else ""
         return (
             f"{policy.ledger.buffered} of {policy.settings.batch_size} prompts are ready, {policy.ledger.in_flight} "
-            f"are running; it waits for {len(awaited)}{f' ({shown} ...)' if shown else ''}{held}"
+            f"are running; it waits for {len(blocking)}{f' ({shown} ...)' if shown else ''}{paused}"
         )
 
+    async def validate(self) -> dict[str, float]:
+        """`val/...` of the current weights; submission for training is paused until it ends."""
+        start = self._clock()
+        self.policy.pause("validation")
+        try:
+            with self.measure(ENGINES):
+                metrics = await self._worker.validate()
+        finally:
+            self.policy.resume("validation")
+            async with self._changed:
+                self._changed.notify_all()
+        return {**metrics, "val/seconds": self._clock() - start}
 
-def _named(ticket: Ticket) -> str:
-    return f"prompt {ticket.number} of version {ticket.version}"
+    @contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        """Counts the block as work of that name; overlapping blocks count once."""
+        timers = [self._timers[each] for each in ((name, ENGINES) if name == "generate" else (name,))]
+        for timer in timers:
+            timer.enter(self._clock())
+        try:
+            yield
+        finally:
+            for timer in timers:
+                timer.exit(self._clock())
+
+    async def health(self) -> dict[str, Any]:
+        """Prompts that are ready, running and blocking, why submission is paused, and seconds without progress."""
+        policy = self.policy
+        return {
+            "buffered": policy.ledger.buffered,
+            "in_flight": policy.ledger.in_flight,
+            "blocking": len(policy.blocking()),
+            "paused_for": policy.pause_reasons,
+            "seconds_since_progress": round(self._clock() - self._last_progress, 3),
+            "error": None if self._error is None else str(self._error),
+        }
+
+    async def state_dict(self) -> dict[str, Any]:
+        """Ledger, buffer, groups in flight and position in the data, all of one moment; JSON-able."""
+        again = {group.number: group for group in self._to_regenerate}
+        return {
+            "policy": self.policy.state_dict(Group.state_dict),
+            "in_flight": [group.state_dict() for group in {**self._in_flight, **again}.values()],
+            "worker": self._worker.state_dict(),
+        }
+
+    async def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores `state_dict`; groups in flight are generated again, under their old numbers and deadlines.
+
+        Raises:
+            RunError: it was taken with other data, another seed, or batches of another size.
+        """
+        try:
+            self._worker.load_state_dict(state["worker"])
+            self.policy = RolloutPolicy.restore(self.policy.settings, state["policy"], Group.from_state)
+        except ValueError as error:
+            raise RunError(f"resume_from_checkpoint: {error}") from error
+        unfinished = {group.number: group for group in map(Group.from_state, state["in_flight"])}
+        self._to_regenerate = [unfinished[request.number] for request in self.policy.resubmit()]
+
+    async def close(self) -> None:
+        """Ends generation and cancels what is in flight."""
+        running = list(self._tasks)
+        for task in running:
+            task.cancel()
+        self._worker.close()  # before the tasks are awaited: one may wait for an answer that never comes
+        await asyncio.gather(*running, return_exceptions=True)
+
+    def _start(self, work: Callable[..., Awaitable[None]], *args: Sequence[Group]) -> None:
+        """Starts work in the background; it runs until it ends or `close` cancels it."""
+        task = asyncio.create_task(self._keep_error(work, *args))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _keep_error(self, work: Callable[..., Awaitable[None]], *args: Sequence[Group]) -> None:
+        """Keeps an exception for the next call of `next_batch`."""
+        try:
+            await work(*args)
+        except Exception as error:
+            self._error = self._error or error
+            async with self._changed:
+                self._changed.notify_all()
+
+
+def _name(request: PromptRequest) -> str:
+    return f"prompt {request.number} of version {request.version}"

@@ -1,4 +1,4 @@
-"""A checked configuration becomes a run: inputs first, then processes, then the loop, then the record."""
+"""Runs a checked configuration: reads the inputs, starts the processes, trains, and writes the summary."""
 
 from __future__ import annotations
 
@@ -7,39 +7,39 @@ import logging
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rich.logging import RichHandler
 
 from roll.configs.agentic import AgenticConfig
-from roll.configs.errors import ConfigError, Problem
+from roll.configs.errors import ConfigError, Problem, RunError
 from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig, SFTConfig
+from roll.configs.plan import Plan
 from roll.datasets.records import DatasetError
-from roll.distributed.garbage import freeze_heap, unfreeze_heap
-from roll.distributed.pending import ClusterError
+from roll.distributed.env_pool.types import EnvWorkerError
+from roll.distributed.processes import gc_freeze, gc_unfreeze
+from roll.distributed.remote_call import ClusterError
 from roll.distributed.resources import RayStartError, ResourceError
-from roll.distributed.weight_sync.transaction import PublishError
-from roll.pipeline.advice import Split, advise
-from roll.pipeline.agentic.environments import EnvWorkerError
-from roll.pipeline.agentic.pipeline import AgenticPipeline
+from roll.distributed.weight_sync.synchronizer import WeightUpdateError
+from roll.pipeline.agentic.agentic_pipeline import AgenticPipeline
+from roll.pipeline.bottleneck_report import Split, bottleneck_report
 from roll.pipeline.checkpoint import checkpoint_folder
-from roll.pipeline.errors import RunError
 from roll.pipeline.extensions import load_extensions
-from roll.pipeline.health import HealthFile, Monitor, watched
-from roll.pipeline.memory import PeakMemory
-from roll.pipeline.rlvr.pipeline import RLVRPipeline
+from roll.pipeline.health import HealthFile, Monitor, PeakMemory, watched
+from roll.pipeline.rlvr_pipeline import RLVRPipeline
 from roll.pipeline.session import Session
-from roll.pipeline.sft.pipeline import SFTPipeline
+from roll.pipeline.sft_pipeline import SFTPipeline
 from roll.pipeline.training_loop import TrainingLoop
 from roll.rewards.pool import RewardFunctionError, RewardSelfTestError
 from roll.trackers import TrackerGroup, make_trackers
-from roll.trackers.jsonl import FILE_NAME, read_metrics
+from roll.trackers.files import METRICS_FILE, read_metrics
 
 logger = logging.getLogger(__name__)
 
-EXPLAINED = (
+USER_ERRORS = (
     RunError,
     DatasetError,
     RewardFunctionError,
@@ -47,12 +47,32 @@ EXPLAINED = (
     RayStartError,
     ResourceError,
     ClusterError,
-    PublishError,
+    WeightUpdateError,
     EnvWorkerError,
 )
-"""Errors whose message says what to do; anything else is a bug and keeps its traceback."""
+"""Errors that the console shows as a message; all others are bugs and keep their traceback."""
 
-PIPELINES: dict[type[BaseConfig], Any] = {
+
+class Pipeline(Protocol):
+    """Assembles the training loop of one kind of run.
+
+    Attributes:
+        plan: for `run.json`.
+    """
+
+    plan: Plan
+
+    async def prepare(self) -> None:
+        """Reads and checks every input, before Ray starts."""
+
+    async def build(self, session: Session, trackers: TrackerGroup) -> TrainingLoop:
+        """The training loop, connected to the running clusters."""
+
+    async def close(self) -> None:
+        """Ends what `prepare` started."""
+
+
+PIPELINES: dict[type[BaseConfig], Callable[[Any], Pipeline]] = {
     AgenticConfig: AgenticPipeline,
     RLVRConfig: RLVRPipeline,
     SFTConfig: SFTPipeline,
@@ -61,40 +81,40 @@ PIPELINES: dict[type[BaseConfig], Any] = {
 
 @dataclass
 class RunSummary:
-    """How a run ended: what `run.json` and the last console line say; `advice` is on the split of devices."""
+    """The end of a run, in `run.json`; `bottleneck` is the report on the split of devices."""
 
     status: str = "failed"
     steps: int = 0
     seconds: float = 0.0
     peak_memory_bytes: int = 0
     validation: dict[str, dict[str, float]] = field(default_factory=dict)
-    advice: str = ""
+    bottleneck: str = ""
 
 
 def run_pipeline(config: BaseConfig) -> int:
-    """Runs to the end.
+    """Runs to the end and logs an error of USER_ERRORS to the console.
 
     Returns:
-        The exit code: 0, 1 after an error that has been explained on the console, 130 when interrupted.
+        The exit code: 0, 1 after such an error, 130 when interrupted.
     """
     configure_logging(config)
     try:
         asyncio.run(run(config))
-    except EXPLAINED as error:
+    except USER_ERRORS as error:
         logger.error("%s", error)
         return 1
     except (KeyboardInterrupt, asyncio.CancelledError):
-        logger.error("interrupted; go on from the last checkpoint with resume_from_checkpoint=true")
+        logger.error("interrupted; continue from the last checkpoint with resume_from_checkpoint=true")
         return 130
     return 0
 
 
 async def run(config: BaseConfig) -> RunSummary:
-    """One run, its processes ended whatever happens.
+    """One run; its processes are ended in any case.
 
     Raises:
-        ConfigError: a class that the configuration names is not there.
-        Exception: one of EXPLAINED when the run cannot go on; run.json says `failed`.
+        ConfigError: a class that the configuration names does not exist.
+        Exception: one of USER_ERRORS when the run cannot continue; `status` in run.json is `failed`.
     """
     _end_at_sigterm()
     start = time.perf_counter()
@@ -120,50 +140,50 @@ async def run(config: BaseConfig) -> RunSummary:
 
 
 def _end_at_sigterm() -> None:
-    """Lets SIGTERM cancel the run, which ends its processes; asyncio does so for an interrupt from the keyboard."""
+    """Makes SIGTERM cancel the run, which ends its processes, as asyncio does for SIGINT."""
     task = asyncio.current_task()
     if task is not None and threading.current_thread() is threading.main_thread():
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
 
 
 async def _train(
-    config: BaseConfig, pipeline: Any, trackers: TrackerGroup, monitor: Monitor, summary: RunSummary
+    config: BaseConfig, pipeline: Pipeline, trackers: TrackerGroup, monitor: Monitor, summary: RunSummary
 ) -> None:
     async with Session(config) as session:
-        loop: TrainingLoop = await pipeline.build(session, trackers)
+        loop = await pipeline.build(session, trackers)
         await loop.resume()
         if loop.state.step:
             trackers.resume(loop.state.step)
         try:
-            freeze_heap()
+            gc_freeze()
             async with watched(loop.health, monitor):
                 await loop.run()
             summary.status = "finished"
-            summary.advice = split_advice(config)
+            summary.bottleneck = report_bottleneck(config)
         finally:
-            unfreeze_heap()
+            gc_unfreeze()
             summary.steps = loop.state.step
             summary.validation = loop.validation
 
 
-def split_advice(config: BaseConfig) -> str:
-    """What the finished run says about its devices and its ratio, logged too; empty where nobody generates."""
+def report_bottleneck(config: BaseConfig) -> str:
+    """Logs and returns the bottleneck report of the finished run; empty where nothing is generated."""
     if not isinstance(config, RLConfig):
         return ""
     generation, training = config.actor_infer.device_mapping, config.actor_train.device_mapping
     drains = config.in_flight_policy == "drain"
     split = Split(config.async_generation_ratio, len(generation), len(training), generation == training, drains)
-    told = advise(read_metrics(Path(config.output_dir) / FILE_NAME), split)
-    if told:
-        logger.info("%s", told)
-    return told
+    report = bottleneck_report(read_metrics(Path(config.output_dir) / METRICS_FILE), split)
+    if report:
+        logger.info("%s", report)
+    return report
 
 
 def configure_logging(config: BaseConfig) -> None:
-    """Project messages to the console and to `logging_dir/driver.log`.
+    """Writes log messages of the project to the console and to `logging_dir/driver.log`.
 
     Raises:
-        ConfigError: that cannot be written.
+        ConfigError: that file cannot be written.
     """
     folder = Path(config.logging_dir or Path(config.output_dir) / "logs")
     try:

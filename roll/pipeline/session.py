@@ -1,4 +1,4 @@
-"""Ray, the devices and the clusters of one run: all started here, all ended here."""
+"""Starts and ends Ray, the clusters and the remote actors of one run."""
 
 from __future__ import annotations
 
@@ -6,43 +6,39 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
-from roll.configs.layouts import device_roles, role_layout
 from roll.configs.pipeline import BaseConfig
+from roll.configs.roles import MegatronRoleConfig
 from roll.distributed.cluster import Cluster
 from roll.distributed.infer_worker import InferWorker
+from roll.distributed.remote_actor import RemoteActor
 from roll.distributed.resources import ResourceManager, start_ray, stop_ray
-from roll.distributed.service import Service
 from roll.distributed.train_worker import TrainWorker
 from roll.distributed.worker import Worker
 from roll.platforms import get_platform
 
-logger = logging.getLogger(__name__)
+P = ParamSpec("P")
+ObjectT = TypeVar("ObjectT")
 
-WORKERS: dict[str, type[Worker]] = {
-    "megatron_train": TrainWorker,
-    "megatron_infer": TrainWorker,
-    "sglang": InferWorker,
-}
-"""The worker that runs each `strategy_name`."""
+logger = logging.getLogger(__name__)
 
 
 class Session:
-    """The clusters of every role that owns devices, and services beside them.
+    """The clusters of every role that owns devices, and the remote actors of the run.
 
-    Entering the block starts the clusters' processes, `ready` waits until they can be used; a service that is started
-    in between comes up beside them. Leaving the block ends every process it started.
+    Entering the block starts the processes of the clusters, and `ready` waits until they can be used; remote actors
+    started in between start at the same time. Leaving the block ends every process it started.
     """
 
     def __init__(self, config: BaseConfig) -> None:
-        """Starts nothing yet."""
         self._config = config
         self._platform = get_platform(config.platform)
         self._resources: ResourceManager | None = None
-        self.clusters: dict[str, Cluster] = {}
-        self._services: list[Service] = []
-        self._first: list[Callable[[], Awaitable[None]]] = []
+        self.train_clusters: dict[str, Cluster[TrainWorker]] = {}
+        self.infer_clusters: dict[str, Cluster[InferWorker]] = {}
+        self._remote_actors: list[RemoteActor[Any]] = []
+        self._close_first: list[Callable[[], Awaitable[None]]] = []
 
     async def __aenter__(self) -> Session:
         """Starts Ray, reserves the devices, and starts the processes of all roles."""
@@ -54,12 +50,12 @@ class Session:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        """Ends what runs in this process, then clusters, reservation and Ray.
+        """Ends work in this process, then remote actors, clusters, reservation and Ray.
 
-        What fails in this is raised, unless the run has failed already: then it is logged, for the cause is the other.
+        An error in this is raised, unless the run has failed before: then it is logged, since it is not the cause.
         """
         try:
-            for close in self._first:
+            for close in self._close_first:
                 await close()
         except Exception:
             if error[0] is None:
@@ -70,44 +66,54 @@ class Session:
 
     def _start(self) -> None:
         config = self._config
-        roles = device_roles(config)
+        roles = config.device_roles()
         per_node = config.num_devices_per_node or self._platform.device_count()
         start_ray(config, self._platform.name, per_node)
         mappings = {role: worker.device_mapping for role, worker in roles.items()}
         self._resources = ResourceManager(self._platform.name, per_node, mappings)
         for role, worker in roles.items():
-            cls = WORKERS[worker.strategy_args.strategy_name]
-            self.clusters[role] = Cluster(role, cls, worker, config, self._resources, role_layout(worker))
+            layout = worker.layout
+            if isinstance(worker, MegatronRoleConfig):
+                self.train_clusters[role] = Cluster(role, TrainWorker, worker, config, self._resources, layout)
+            else:
+                self.infer_clusters[role] = Cluster(role, InferWorker, worker, config, self._resources, layout)
+
+    @property
+    def clusters(self) -> list[Cluster[Worker]]:
+        """The clusters of all roles."""
+        return [*self.train_clusters.values(), *self.infer_clusters.values()]
 
     async def ready(self) -> None:
-        """Brings all roles up side by side, and waits for them and for the services.
+        """Initializes all roles at the same time, and waits for them and for the remote actors.
 
         Raises:
-            ClusterError: one of them did not come up.
+            ClusterError: one of them did not start.
         """
-        calls = [asyncio.to_thread(cluster.initialize) for cluster in self.clusters.values()]
-        for pending in await asyncio.gather(*calls):
-            await pending
-        for service in self._services:
-            await service.ready()
+        calls = [asyncio.to_thread(cluster.initialize) for cluster in self.clusters]
+        for call in await asyncio.gather(*calls):
+            await call
+        for remote_actor in self._remote_actors:
+            await remote_actor.ready()
 
-    def start_service(self, name: str, deadlines: Mapping[str, float], make: Callable[..., Any], *args: Any) -> Service:
-        """Runs `make(*args)` in a process of its own; see `Service`."""
-        service = Service(name, self._config, deadlines, make, *args)
-        self._services.append(service)
-        return service
+    def start_remote_actor(
+        self, name: str, deadlines: Mapping[str, float], make: Callable[P, ObjectT], *args: P.args, **kwargs: P.kwargs
+    ) -> RemoteActor[ObjectT]:
+        """Runs `make(*args)` in a separate process; see `RemoteActor`."""
+        remote_actor = RemoteActor(name, self._config, deadlines, make, *args, **kwargs)
+        self._remote_actors.append(remote_actor)
+        return remote_actor
 
     def close_first(self, close: Callable[[], Awaitable[None]]) -> None:
-        """Has a coroutine function called when the block is left, before anything else is ended."""
-        self._first.append(close)
+        """Registers a coroutine function that is called first when the block is left."""
+        self._close_first.append(close)
 
     def _stop(self) -> None:
-        """Services first, Ray last; each is ended though the one before it could not be."""
+        """Ends remote actors first and Ray last; a failure does not keep the others from being ended."""
         with contextlib.ExitStack() as ends:
             ends.callback(stop_ray)
             if self._resources is not None:
                 ends.callback(self._resources.release)
-            for cluster in reversed(self.clusters.values()):
+            for cluster in reversed(self.clusters):
                 ends.callback(cluster.shutdown)
-            for service in self._services:
-                ends.callback(service.shutdown)
+            for remote_actor in self._remote_actors:
+                ends.callback(remote_actor.shutdown)

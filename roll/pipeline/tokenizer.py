@@ -1,24 +1,53 @@
-"""The tokenizer of a HF model folder."""
+"""The tokenizer of a HF model folder, and the sampling parameters that depend on it."""
 
 from __future__ import annotations
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from roll.pipeline.errors import RunError
+from roll.configs.errors import RunError
+from roll.configs.roles import GeneratingArguments
+from roll.rollout.types import SamplingParams
 
 
 def load_tokenizer(folder: str | None) -> PreTrainedTokenizerBase:
-    """Reads the tokenizer beside a model.
+    """Reads the tokenizer in a model folder.
 
     Raises:
-        RunError: there is no folder, it has no tokenizer, or it names no end-of-sequence token.
+        RunError: pretrain is not set, or the folder has no tokenizer, or the tokenizer has no end-of-sequence token.
     """
     if folder is None:
-        raise RunError("pretrain: names no HF model folder")
+        raise RunError("pretrain is not set; it must be a HF model folder")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
-        raise RunError(f"{folder}: holds no tokenizer that transformers can read: {error}") from error
+        raise RunError(f"{folder}: transformers cannot read a tokenizer from it: {error}") from error
     if tokenizer.eos_token_id is None:
-        raise RunError(f"{folder}: its tokenizer names no eos_token; a response could never end")
+        raise RunError(f"{folder}: its tokenizer has no eos_token, so no response could end")
     return tokenizer
+
+
+def sampling_params(args: GeneratingArguments, path: str, tokenizer: PreTrainedTokenizerBase) -> SamplingParams:
+    """The sampling parameters of a role; generation stops at the tokenizer's eos token and at `stop_strings`.
+
+    Args:
+        args: of the role.
+        path: of `args` in the configuration, for errors.
+        tokenizer: of the model.
+
+    Raises:
+        RunError: max_new_tokens is not set, or a stop string is not one token.
+    """
+    if args.max_new_tokens is None:
+        raise RunError(f"{path}.max_new_tokens: is not set")
+    stops = [tokenizer.encode(text, add_special_tokens=False) for text in args.stop_strings]
+    for text, tokens in zip(args.stop_strings, stops, strict=True):
+        if len(tokens) != 1:
+            raise RunError(f"{path}.stop_strings: {text!r} is {len(tokens)} tokens; it must be one")
+    return SamplingParams(
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        repetition_penalty=args.repetition_penalty,
+        stop_token_ids=(tokenizer.eos_token_id, *(tokens[0] for tokens in stops)),
+    )

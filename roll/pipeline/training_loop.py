@@ -1,33 +1,111 @@
-"""The one training loop. What differs between pipelines is behind `SampleSource` and `Learner`."""
+"""The training loop of every pipeline: take a batch, learn from it, update the engines' weights, validate, save.
+
+RLVR, agents and SFT differ in where samples come from (`SampleSource`) and in what is learned (`Learner`). The loop
+does not know whether samples were generated just now or ahead of time.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from roll.configs.layouts import device_roles
+from roll.configs.errors import RunError
 from roll.configs.pipeline import BaseConfig
-from roll.pipeline.checkpoint import checkpoint_folder
-from roll.pipeline.clock import StepClock
-from roll.pipeline.errors import RunError
-from roll.pipeline.interfaces import Learner, Publisher, SampleSource
-from roll.pipeline.state import PipelineState
-from roll.pipeline.throughput import throughput
+from roll.pipeline.checkpoint import PipelineState, checkpoint_folder
+from roll.rollout.timers import StepClock
 
 if TYPE_CHECKING:
+    from roll.distributed.protocol import DataProto
+    from roll.distributed.weight_sync.synchronizer import UpdateReport
     from roll.trackers import TrackerGroup
 
 logger = logging.getLogger(__name__)
 
+TRAINER_WORK = ("time/old_log_probs", "time/train")
+"""Times in which actor_train computes."""
+
+
+@dataclass
+class SampleBatch:
+    """One batch to learn from.
+
+    Attributes:
+        data: its tensors.
+        metrics: of its generation.
+        seconds: by kind of work, the time since the previous batch in which such work was running.
+    """
+
+    data: DataProto
+    metrics: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        """Prompt and response tokens, without padding."""
+        return int(self.data.batch["attention_mask"].sum())
+
+
+class SampleSource(Protocol):
+    """Where samples come from: a rollouter, the client of one in another process, or the pairs of SFT."""
+
+    async def next_batch(self) -> SampleBatch:
+        """The next batch."""
+
+    async def advance(self, version: int) -> None:
+        """The engines have the weights of `version`, and a due validation of them is done: generation may continue."""
+
+    async def validate(self) -> dict[str, float]:
+        """`val/...` of the current weights, with the same prompts and seeds every time."""
+
+    async def state_dict(self) -> dict[str, Any]:
+        """Everything that a resumed run needs to continue exactly; JSON-able."""
+
+    async def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores `state_dict`."""
+
+    async def health(self) -> dict[str, Any]:
+        """State for health.json; empty where the source has none."""
+
+
+class Learner(Protocol):
+    """How a batch becomes an update of the weights."""
+
+    async def learn(self, batch: SampleBatch, step: int, clock: StepClock) -> dict[str, float]:
+        """Updates the weights with the whole batch, as step number `step`; returns `actor/...` and related metrics."""
+
+    async def memory(self) -> dict[str, float]:
+        """`memory/...` of every trained role, in bytes."""
+
+    async def save(self, folder: Path) -> None:
+        """Writes weights, optimizer, schedule and RNG of every trained role."""
+
+    async def load(self, folder: Path) -> None:
+        """Restores what `save` wrote."""
+
+    async def export_hf(self, folder: Path) -> None:
+        """Writes the trained model as a HF folder."""
+
+
+class WeightUpdates(Protocol):
+    """Transfers the trained weights to the engines; see `WeightSynchronizer`."""
+
+    async def update_weights(self, version: int) -> UpdateReport:
+        """All engines generate with the weights of `version` from now on."""
+
 
 class TrainingLoop:
-    """Takes a batch, learns, publishes, validates, saves, reports; `max_steps` times.
+    """Runs `max_steps` steps.
 
     The line of step k in metrics.jsonl describes the batch that step k learned from and, where a validation was due,
     the weights after it. Line 0 is the validation before the first step.
+
+    Attributes:
+        state: counters, saved with every checkpoint.
+        validation: validation metrics by the number of steps finished when they were taken.
     """
 
     def __init__(
@@ -35,56 +113,57 @@ class TrainingLoop:
         config: BaseConfig,
         samples: SampleSource,
         learner: Learner,
-        publisher: Publisher | None,
+        synchronizer: WeightUpdates | None,
         trackers: TrackerGroup,
-        reached: Callable[[dict[str, float]], bool] | None = None,
+        target_reached: Callable[[dict[str, float]], bool] | None = None,
     ) -> None:
-        """Takes the parts.
+        """Connects the parts.
 
         Args:
             config: of the run.
             samples: where batches come from.
-            learner: what they update.
-            publisher: None where nobody generates.
-            trackers: where lines go.
-            reached: whether validation metrics are what the run was for, so that it ends early; None: never.
+            learner: learns from them.
+            synchronizer: None where the run has no engines.
+            trackers: receive the metrics of every step.
+            target_reached: whether validation metrics reach the goal of the run, which then ends early; None: never.
         """
         self._config = config
         self._samples = samples
         self._learner = learner
-        self._publisher = publisher
+        self._synchronizer = synchronizer
         self._trackers = trackers
-        self._reached = reached or (lambda metrics: False)
+        self._target_reached = target_reached or (lambda metrics: False)
         self._checkpoints = checkpoint_folder(config)
-        self._devices = len({rank for role in device_roles(config).values() for rank in role.device_mapping}) or 1
+        self._devices = len({rank for role in config.device_roles().values() for rank in role.device_mapping}) or 1
         self.state = PipelineState()
         self.validation: dict[str, dict[str, float]] = {}
-        """Validation metrics by the number of steps finished when they were taken."""
-        self._stepped = time.monotonic()
+        self._last_step_at = time.monotonic()
 
     async def run(self) -> None:
-        """Runs every remaining step; the first publish is a handshake that proves the path before any work."""
+        """Runs every remaining step. The first weight update is a handshake that tests the transfer before any work."""
         clock = StepClock()
-        metrics = await self._publish(clock)
+        metrics = await self._update_weights(clock)
         if self.state.step == 0 and self._config.eval_steps:
             metrics |= await self._validate(clock)
-            self._trackers.log(0, {"step": 0, "version": 0, **metrics, **clock.metrics()})
+            self._log(metrics | clock.metrics())
         await self._samples.advance(self.state.version)
         while not self._at_end:
             metrics = await self._step()
-            self._stepped = time.monotonic()
-            self._trackers.log(self.state.step, metrics)
+            self._last_step_at = time.monotonic()
+            self._log(metrics)
         if self._config.save_hf_model:
             await self._learner.export_hf(Path(self._config.output_dir) / "hf_model")
 
     async def _step(self) -> dict[str, float]:
         state, clock = self.state, StepClock()
         with clock.measure("wait_prev_gen"):
-            batch = await self._samples.next_batch(state.version, clock)
+            batch = await self._samples.next_batch()
+        for name, seconds in batch.seconds.items():
+            clock.add(name, seconds)
         metrics = batch.metrics | await self._learner.learn(batch, state.step + 1, clock)
         state.step += 1
         state.version += 1
-        metrics |= await self._publish(clock)
+        metrics |= await self._update_weights(clock)
         if self._due(self._config.eval_steps):
             metrics |= await self._validate(clock)
         await self._samples.advance(state.version)
@@ -93,9 +172,22 @@ class TrainingLoop:
                 await self.save()
         metrics |= await self._learner.memory()
         times = clock.metrics()
-        metrics |= throughput(batch.tokens, self._devices, times)
-        own = {"global_steps": float(state.step), "current_param_version": float(state.version)}
-        return {"step": state.step, "version": state.version, **own, **metrics, **times}
+        return metrics | throughput(batch.tokens, self._devices, times) | times
+
+    async def _update_weights(self, clock: StepClock) -> dict[str, float]:
+        if self._synchronizer is None:
+            return {}
+        with clock.measure("publish"):
+            report = await self._synchronizer.update_weights(self.state.version)
+        clock.add("publish_pause", report.pause_seconds)
+        return report.metrics()
+
+    async def _validate(self, clock: StepClock) -> dict[str, float]:
+        with clock.measure("val"):
+            metrics = await self._samples.validate()
+        self.validation[str(self.state.step)] = metrics
+        self.state.reached = self._target_reached(metrics)
+        return metrics
 
     def _due(self, every: int) -> bool:
         """Whether something done every so many steps, and at the end, is due after the step just finished."""
@@ -106,18 +198,9 @@ class TrainingLoop:
     def _at_end(self) -> bool:
         return self.state.reached or self.state.step >= self._config.max_steps
 
-    async def _publish(self, clock: StepClock) -> dict[str, float]:
-        if self._publisher is None:
-            return {}
-        with clock.measure("publish"):
-            return await self._publisher.publish(self.state.version, clock)
-
-    async def _validate(self, clock: StepClock) -> dict[str, float]:
-        with clock.measure("val"):
-            metrics = await self._samples.validate(self.state.version)
-        self.validation[str(self.state.step)] = metrics
-        self.state.reached = self._reached(metrics)
-        return metrics
+    def _log(self, metrics: Mapping[str, float]) -> None:
+        """One line of metrics.jsonl."""
+        self._trackers.log(self.state.step, {"step": self.state.step, "version": self.state.version, **metrics})
 
     async def save(self) -> Path:
         """Writes a complete checkpoint of the current step."""
@@ -129,38 +212,53 @@ class TrainingLoop:
 
         return await self._checkpoints.save(self.state.step, write)
 
-    async def health(self) -> dict[str, Any]:
-        """Where the driver is and how long it has been there, and what the sample source says of itself."""
-        driver = {
-            "step": self.state.step,
-            "version": self.state.version,
-            "seconds_since_step": round(time.monotonic() - self._stepped, 3),
-        }
-        return {"driver": driver, "rollouter": await self._samples.health()}
-
     async def resume(self) -> None:
-        """Goes on from the checkpoint that `resume_from_checkpoint` names, if there is one.
+        """Continues from the checkpoint that `resume_from_checkpoint` selects, if there is one.
 
         Raises:
-            RunError: it is none, or one of a run that this one cannot go on from.
+            RunError: the path is no checkpoint, or the checkpoint does not fit this run.
         """
         folder = self._checkpoints.resume_path(self._config.resume_from_checkpoint)
         if folder is None:
             if self._config.resume_from_checkpoint:
                 logger.warning("no complete checkpoint in %s: starting at step 0", self._config.output_dir)
-            self._set_aside(None)
+            self._rename_old_checkpoints(None)
             return
         self.state = PipelineState.load(folder)
         try:
             await self._samples.load_state_dict(self.state.samples)
             await self._learner.load(folder)
         except (ValueError, KeyError) as error:
-            told = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-            raise RunError(f"resume_from_checkpoint: {folder} does not fit this run: {told}") from error
-        self._set_aside(folder)
+            cause = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+            raise RunError(f"resume_from_checkpoint: {folder} does not fit this run: {cause}") from error
+        self._rename_old_checkpoints(folder)
         logger.info("resumed from %s at step %d, version %d", folder, self.state.step, self.state.version)
 
-    def _set_aside(self, resumed: Path | None) -> None:
+    def _rename_old_checkpoints(self, resumed: Path | None) -> None:
         moved = self._checkpoints.begin(resumed)
         if moved:
-            logger.warning("checkpoints of an earlier run are set aside: %s", ", ".join(map(str, moved)))
+            logger.warning("renamed checkpoints of an earlier run: %s", ", ".join(map(str, moved)))
+
+    async def health(self) -> dict[str, Any]:
+        """Position of the driver, seconds since its last step, and the state of the sample source."""
+        driver = {
+            "step": self.state.step,
+            "version": self.state.version,
+            "seconds_since_step": round(time.monotonic() - self._last_step_at, 3),
+        }
+        return {"driver": driver, "rollouter": await self._samples.health()}
+
+
+def throughput(tokens: int, devices: int, times: Mapping[str, float]) -> dict[str, float]:
+    """`throughput/...` of one step.
+
+    Args:
+        tokens: prompt and response tokens learned from, without padding.
+        devices: of all roles together, idle ones included.
+        times: `time/...` of the step in seconds, `time/step` among them.
+    """
+    step = max(times["time/step"], 1e-9)
+    return {
+        "throughput/tokens_per_second": tokens / step / devices,
+        "throughput/trainer_idle": max(0.0, 1 - sum(times.get(name, 0.0) for name in TRAINER_WORK) / step),
+    }

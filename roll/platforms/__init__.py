@@ -1,40 +1,11 @@
-"""What differs between a machine with accelerators and one without.
+"""What differs between a machine with GPUs and one without.
 
-`base` says what a platform answers, `cpu` and `cuda` answer it. `megatron_cpu` is the one place that makes
-Megatron-Core run without CUDA; the `sglang_cpu_*` modules do the same for SGLang. This module imports torch only
-inside its functions, because SGLang loads the plug-in beside it while it is itself being imported.
+`platform` defines the interface and its CPU and CUDA implementations. `megatron_cpu` patches torch so that
+Megatron-Core runs without CUDA; the `sglang_cpu_*` modules are SGLang's plug-in for CPU; `shared_memory` passes tensors
+between processes of a node. Nothing imported here may import torch at import time, because SGLang loads
+`sglang_cpu_plugin` while it is itself being imported.
 """
 
-from __future__ import annotations
+from roll.platforms.platform import CpuPlatform, CudaPlatform, Platform, detect, get_platform
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from roll.platforms.base import Platform
-
-PLATFORM_NAMES = ("cpu", "cuda")
-
-
-def detect() -> str:
-    """`cuda` on a machine where torch sees a GPU, else `cpu`."""
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def get_platform(name: str = "auto") -> Platform:
-    """The platform of that name; `auto` is what `detect` finds.
-
-    Raises:
-        ValueError: there is no such platform.
-    """
-    name = detect() if name == "auto" else name
-    if name == "cpu":
-        from roll.platforms.cpu import CpuPlatform
-
-        return CpuPlatform()
-    if name == "cuda":
-        from roll.platforms.cuda import CudaPlatform
-
-        return CudaPlatform()
-    raise ValueError(f"platform: {name!r} is unknown; use auto, {' or '.join(PLATFORM_NAMES)}")
+__all__ = ["CpuPlatform", "CudaPlatform", "Platform", "detect", "get_platform"]

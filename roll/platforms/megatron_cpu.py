@@ -1,8 +1,8 @@
-"""Megatron-Core on a machine without CUDA.
+"""Patches torch so that Megatron-Core runs on a machine without CUDA.
 
-Megatron-Core 0.16 calls `torch.cuda` unconditionally in places that have a meaning on a CPU too. `REPLACED` names
-every function this module replaces and the place in Megatron-Core that needs it; nothing else is touched. The layer
-is for processes that run Megatron ranks: it changes torch for the whole process.
+Megatron-Core 0.16 calls `torch.cuda` unconditionally in places that also make sense on a CPU. `REPLACED` lists every
+function that is replaced, with the place in Megatron-Core that needs it; nothing else is changed. The patch affects
+the whole process, so only processes that run Megatron ranks apply it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._device import _device_constructors
 
 CPU = torch.device("cpu")
 
@@ -48,13 +49,13 @@ REPLACED: dict[str, str] = {
     "megatron.core.tensor_parallel.random._get_cuda_rng_state": "the tracker's fork and recomputation",
     "megatron.core.tensor_parallel.random._set_cuda_rng_state": "the tracker's fork and recomputation",
 }
-"""Full name of what is replaced, and which part of Megatron-Core needs it."""
+"""Full name of each replaced function or class -> the parts of Megatron-Core that need the replacement."""
 
 _applied = False
 
 
-class _Nothing:
-    """Stands for a CUDA stream or event: every method does nothing."""
+class _NoOp:
+    """In place of a CUDA stream or event: every method does nothing."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -62,8 +63,8 @@ class _Nothing:
         return lambda *args, **kwargs: None
 
 
-def put_megatron_on_cpu() -> None:
-    """Replaces what `REPLACED` names; a second call does nothing. Call it before importing Megatron-Core."""
+def patch_megatron_for_cpu() -> None:
+    """Replaces everything in `REPLACED`; a second call does nothing. Call it before importing Megatron-Core."""
     global _applied
     if _applied:
         return
@@ -71,6 +72,10 @@ def put_megatron_on_cpu() -> None:
     _replace_streams_and_devices(torch.cuda)
     _replace_random_state(torch.cuda)
     _replace_tensor_methods()
+    # torch caches the set of factories that `with torch.device(...)` redirects when the set is first needed. The cache
+    # must contain the original factories: with the replacements instead, `torch.device("meta")` as a context would not
+    # affect the originals that the replacements call, and transformers would load models with uninitialized buffers.
+    _device_constructors()
     for factory in ("zeros", "ones", "tensor", "empty", "empty_like"):
         setattr(torch, factory, _on_cpu(getattr(torch, factory)))
     import megatron.core.tensor_parallel.random as megatron_random
@@ -80,12 +85,15 @@ def put_megatron_on_cpu() -> None:
 
 
 def _replace_streams_and_devices(cuda: Any) -> None:
-    """Streams, events, waits and memory figures. Each name gets its own object: torch._dynamo refuses a shared one."""
+    """Streams, events, synchronization and memory figures.
+
+    Each name gets its own object: torch._dynamo fails if one object has two names.
+    """
     cuda.current_device = lambda: CPU
-    cuda.current_stream = lambda *args, **kwargs: _Nothing()
-    cuda.default_stream = lambda *args, **kwargs: _Nothing()
-    cuda.Stream = type("Stream", (_Nothing,), {})
-    cuda.Event = type("Event", (_Nothing,), {})
+    cuda.current_stream = lambda *args, **kwargs: _NoOp()
+    cuda.default_stream = lambda *args, **kwargs: _NoOp()
+    cuda.Stream = type("Stream", (_NoOp,), {})
+    cuda.Event = type("Event", (_NoOp,), {})
     cuda.stream = lambda stream: contextlib.nullcontext()
     cuda.synchronize = lambda *args, **kwargs: None
     cuda.empty_cache = lambda *args, **kwargs: None
@@ -97,7 +105,7 @@ def _replace_streams_and_devices(cuda: Any) -> None:
 
 
 def _replace_random_state(cuda: Any) -> None:
-    """There is one generator on this machine: torch's own."""
+    """All random state is that of torch's CPU generator."""
     cuda.manual_seed = lambda seed: torch.manual_seed(seed)
     cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
@@ -106,7 +114,7 @@ def _replace_random_state(cuda: Any) -> None:
 
 
 def _replace_tensor_methods() -> None:
-    """Tensors and modules are already where they belong, and their type reads as the optimizers expect."""
+    """Moves to CUDA do nothing, and `Tensor.type()` returns the CUDA name that Megatron's optimizers compare with."""
     cuda: Any = torch.cuda
     cuda.FloatTensor, cuda.HalfTensor, cuda.BFloat16Tensor = torch.FloatTensor, torch.HalfTensor, torch.BFloat16Tensor
     tensor: Any = torch.Tensor
@@ -124,7 +132,7 @@ def _replace_tensor_methods() -> None:
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`factory`, with a literal CUDA device read as the CPU."""
+    """`factory` with device="cuda" replaced by the CPU."""
 
     def on_cpu(*args: Any, **kwargs: Any) -> torch.Tensor:
         if str(kwargs.get("device", "")).startswith("cuda"):

@@ -1,10 +1,10 @@
-"""Attention of SGLang's CPU engine: one padded call for many requests, in decode and in extend.
+"""Attention of SGLang's CPU engine with one padded call for many requests, in decode and in extend.
 
-The stock torch backend loops over requests in Python, which is most of the time of a decode step on a small model.
-Here requests of similar length share one masked `scaled_dot_product_attention`. Query heads that share a key head
-stand as further queries, so keys and values are gathered once and never repeated.
+SGLang's torch backend loops over requests in Python, which takes most of a decode step of a small model. Here requests
+of similar length share one masked `scaled_dot_product_attention`. Query heads that share a key head become additional
+queries, so keys and values are gathered once and not repeated per head.
 
-What this does not do it leaves to the stock loop: sliding windows, cross attention, encoders, non-causal layers.
+Sliding windows, cross attention, encoders and non-causal layers use SGLang's loop.
 """
 
 from __future__ import annotations
@@ -21,16 +21,15 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
-class BatchedTorchAttention(TorchNativeAttnBackend):
-    """The torch attention backend with batched decode and extend; results equal the stock ones to rounding."""
+class BatchedTorchAttention(TorchNativeAttnBackend):  # type: ignore[misc]  # SGLang is not typed
+    """SGLang's torch attention backend with batched decode and extend; results are equal up to rounding."""
 
     def __init__(self, model_runner: Any) -> None:
-        """Takes the pools of `model_runner`, as the stock backend does."""
         super().__init__(model_runner)
         self._plan: list[AttentionBatch | int] | None = None
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """Forgets the plan of the last forward pass; the first layer makes the next, and all layers share it."""
+        """Resets the plan; the first layer of a forward pass makes a new one, which its other layers reuse."""
         super().init_forward_metadata(forward_batch)
         self._plan = None
 
@@ -52,10 +51,11 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
     ) -> torch.Tensor:
         """One query per request. query, output [B, Hq, D]; caches [slots, Hkv, D]; seq_lens [B]."""
         if encoder_lens is not None or is_cross_attn or sliding_window_size is not None:
-            return super()._run_sdpa_forward_decode(
+            stock: torch.Tensor = super()._run_sdpa_forward_decode(
                 query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens,
                 scaling, enable_gqa, causal, is_cross_attn, sliding_window_size,
             )  # fmt: skip
+            return stock
         if self._plan is None:
             self._plan = _plan(torch.ones_like(seq_lens), seq_lens, req_to_token, req_pool_indices, query, k_cache)
         for batch in self._plan:
@@ -83,10 +83,11 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
     ) -> torch.Tensor:
         """New tokens after a cached prefix. query, output [tokens, Hq, D]; caches [slots, Hkv, D]; lengths [B]."""
         if encoder_lens is not None or is_cross_attn or sliding_window_size is not None or not causal:
-            return super()._run_sdpa_forward_extend(
+            stock: torch.Tensor = super()._run_sdpa_forward_extend(
                 query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, extend_prefix_lens,
                 extend_seq_lens, encoder_lens, scaling, enable_gqa, causal, is_cross_attn, sliding_window_size,
             )  # fmt: skip
+            return stock
         if self._plan is None:
             self._plan = _plan(extend_seq_lens, seq_lens, req_to_token, req_pool_indices, query, k_cache)
         for batch in self._plan:
@@ -110,7 +111,7 @@ def _plan(
     query: torch.Tensor,
     k_cache: torch.Tensor,
 ) -> list[AttentionBatch | int]:
-    """Batches for all layers of one forward pass; a request too long to be masked is left as its index."""
+    """Batches for all layers of one forward pass; a request with too large a mask is left as its index."""
     heads_per_key = query.shape[1] // k_cache.shape[1]
     lengths, widths = queries.tolist(), keys.tolist()
     present = [index for index, length in enumerate(lengths) if length > 0]
@@ -136,7 +137,7 @@ def _attend(
     v_cache: torch.Tensor,
     scaling: float | None,
 ) -> None:
-    """Writes the attention of one group into `output`; heads that share a key head stand as further queries."""
+    """Writes the attention of one group into `output`; query heads that share a key head are additional queries."""
     requests, longest = len(batch.requests), batch.bias.shape[-1]
     heads, key_heads = query.shape[1], k_cache.shape[1]
     queries = query.index_select(0, batch.queries).view(requests, -1, key_heads, heads // key_heads, query.shape[2])

@@ -1,4 +1,4 @@
-"""How requests of different lengths are grouped so that one padded attention call serves many of them."""
+"""Groups requests of similar length for one padded attention call each; torch only, without SGLang."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from dataclasses import dataclass
 import torch
 
 PADDING_FACTOR = 2.0
-"""Longest over shortest key length in one group: at most half of a gathered key cache is padding."""
+"""Largest ratio of key lengths in a group, so that at most half of the gathered keys are padding."""
 
 FREE_PADDING = 64
-"""Keys of padding that cost less than one more attention call."""
+"""Padding in keys that is always allowed, because it costs less than another attention call."""
 
 MASK_ELEMENTS = 1 << 24
-"""Largest mask of one call: 64 MiB once the kernel holds it as float32."""
+"""Largest mask of one call: 64 MiB as float32 in the kernel."""
 
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """Requests that share one padded attention call, as index tensors made once and used by every layer.
+    """Requests that share one padded attention call, as index tensors that all layers of a forward pass use.
 
     b requests, q queries and k keys of the longest of them, G query heads for each key head.
 
     Attributes:
         requests: [b] indices of the requests in the batch.
         queries: [b * q] rows of the flattened query tensor; padding repeats the request's last row.
-        filled: [tokens] which of these are not padding.
-        targets: [tokens] the rows of the flattened output tensor they belong to.
+        filled: [tokens] indices into `queries` that are not padding.
+        targets: [tokens] their rows in the flattened output tensor.
         keys: [b * k] slots of the key and value cache; padding reads slot 0.
-        bias: [b, 1, G * q, k] zero where the query may see the key, -inf elsewhere.
+        bias: [b, 1, G * q, k] zero where the query attends to the key, -inf elsewhere.
     """
 
     requests: list[int]
@@ -43,11 +43,11 @@ class AttentionBatch:
 def group_by_length(
     queries: Sequence[int], keys: Sequence[int], heads_per_key: int = 1, mask_elements: int = MASK_ELEMENTS
 ) -> list[list[int]]:
-    """Indices of requests by group: every request once, longest keys first.
+    """Request indices of each group; every request is in one group, and groups are ordered by decreasing key length.
 
-    A group is closed when the next request would be padded beyond `PADDING_FACTOR`, or when the padded mask
-    (requests * longest query * heads per key * longest key) would exceed `mask_elements`. A request that exceeds it
-    alone is a group of its own.
+    A new group begins when the next request would be padded beyond `PADDING_FACTOR`, or when the padded mask
+    (requests * longest query * heads per key * longest key) would exceed `mask_elements`. A request whose own mask
+    exceeds that forms its own group.
     """
     groups: list[list[int]] = []
     longest_key, longest_query = 0, 0
@@ -77,8 +77,8 @@ def build_batch(
     Args:
         requests: indices of the group's requests.
         starts: [B] first row of each request in the flattened query tensor.
-        queries: [B] new tokens of each request; they are the last ones of its keys.
-        keys: [B] keys of each request, cached prefix included.
+        queries: [B] number of new tokens of each request, which are the last of its keys.
+        keys: [B] number of keys of each request, including the cached prefix.
         slots: [B, context] cache slot of each position of each request.
         heads_per_key: query heads that share a key head.
         dtype: of the queries.

@@ -1,7 +1,7 @@
-"""SGLang's view of a machine without an accelerator, with its portable torch operators in place of compiled kernels.
+"""SGLang's platform class for a machine without GPUs, with torch operators instead of compiled kernels.
 
-`ROLL_CPU_ATTENTION=stock` in the environment of an engine takes SGLang's own loop over requests instead of the
-batched attention; `batched` is the default. It exists to compare the two (benchmarks/generate.py).
+`ROLL_CPU_ATTENTION=stock` in the environment of an engine selects SGLang's own attention, a loop over requests,
+instead of the batched attention (`batched`, the default); benchmarks/generate.py compares the two.
 """
 
 from __future__ import annotations
@@ -20,41 +20,41 @@ ATTENTION_VARIABLE = "ROLL_CPU_ATTENTION"
 ATTENTION_CHOICES = ("batched", "stock")
 
 
-def _nothing_to_wait_for(device: Any = None) -> None:
-    """Operators on a CPU are done when they return."""
+def _synchronize(device: Any = None) -> None:
+    """Replaces torch.cuda.synchronize; operators on a CPU are synchronous."""
 
 
-def _unpadded(model_config: Any, attribute: str, multiple: int) -> Any:
+def _keep_intermediate_size(model_config: Any, attribute: str, multiple: int) -> Any:
     return model_config
 
 
-def _accept_offers() -> None:
-    """Lets `update_weights_from_tensor` take offers of shared memory beside SGLang's own handles."""
+def _accept_shared_memory_handles() -> None:
+    """Makes `update_weights_from_tensor` accept handles of shared memory in addition to SGLang's own."""
     from sglang.srt.utils import MultiprocessingSerializer
 
-    own = MultiprocessingSerializer.deserialize
+    original = MultiprocessingSerializer.deserialize
 
     def deserialize(data: Any) -> Any:
-        if isinstance(data, bytes) and shared_memory.is_offer(data):
-            return shared_memory.accept(data)
-        return own(data)
+        if isinstance(data, bytes) and shared_memory.is_handle(data):
+            return shared_memory.open_handle(data)
+        return original(data)
 
     MultiprocessingSerializer.deserialize = staticmethod(deserialize)
 
 
-class SglangCpuPlatform(SRTPlatform):
-    """The `cpu` device for SGLang; one NUMA node's memory is shared by all engines on it."""
+class SglangCpuPlatform(SRTPlatform):  # type: ignore[misc]  # SGLang is not typed
+    """The `cpu` device for SGLang. All engines of a node share its main memory."""
 
     _enum = PlatformEnum.OOT
     device_name = "cpu"
     device_type = "cpu"
 
     def init_backend(self) -> None:
-        """Puts the batched attention, the seeded sampler and shared memory in place, in an engine's processes.
+        """Installs the batched attention, the seeded sampler and handles of shared memory in an engine's process.
 
-        Two functions of SGLang do not suit torch operators and are replaced. Its weight checksums call
-        `torch.cuda.synchronize` whatever the device: that becomes a no-op. On a CPU it pads the intermediate size of
-        a model to what its compiled kernels want: that is left as it is, so that parameters keep their shapes.
+        Two functions are replaced because they assume CUDA or compiled kernels: SGLang's weight checksums call
+        `torch.cuda.synchronize` on every device, which becomes a no-op; and on a CPU SGLang pads the intermediate size
+        of a model for its compiled kernels, which is turned off so that parameters keep their shapes.
 
         Raises:
             ValueError: `ROLL_CPU_ATTENTION` is neither `batched` nor `stock`.
@@ -63,10 +63,10 @@ class SglangCpuPlatform(SRTPlatform):
 
         from roll.platforms import sglang_cpu_sampling
 
-        torch.cuda.synchronize = _nothing_to_wait_for
-        update_config.update_intermediate_size = _unpadded
+        torch.cuda.synchronize = _synchronize
+        update_config.update_intermediate_size = _keep_intermediate_size
         sglang_cpu_sampling.install()
-        _accept_offers()
+        _accept_shared_memory_handles()
         choice = os.environ.get(ATTENTION_VARIABLE, ATTENTION_CHOICES[0])
         if choice not in ATTENTION_CHOICES:
             raise ValueError(f"{ATTENTION_VARIABLE}={choice!r}: use one of {', '.join(ATTENTION_CHOICES)}")
@@ -78,11 +78,10 @@ class SglangCpuPlatform(SRTPlatform):
             register_attention_backend("torch_native")(BatchedTorchAttention)
 
     def get_device_total_memory(self, device_id: int = 0) -> int:
-        """Bytes of main memory."""
         return int(psutil.virtual_memory().total)
 
     def get_current_memory_usage(self, device: torch.device | None = None) -> float:
-        """Bytes of main memory in use by anything."""
+        """Bytes of main memory in use by all processes."""
         memory = psutil.virtual_memory()
         return float(memory.total - memory.available)
 
@@ -92,39 +91,36 @@ class SglangCpuPlatform(SRTPlatform):
         return memory.available, memory.total
 
     def get_device(self, device_id: int = 0) -> torch.device:
-        """The one CPU device."""
         return torch.device("cpu")
 
     def set_device(self, device: torch.device) -> None:
-        """Nothing to choose."""
+        """Does nothing: there is one device."""
 
     def get_device_name(self, device_id: int = 0) -> str:
-        """`cpu`."""
         return "cpu"
 
     def get_device_uuid(self, device_id: int = 0) -> str:
-        """`cpu`: there is only one."""
         return "cpu"
 
     def get_device_capability(self, device_id: int = 0) -> None:
-        """No compute capability."""
         return None
 
     def get_default_attention_backend(self) -> str:
-        """SGLang's portable attention, which `init_backend` replaces by the batched one."""
+        """SGLang's torch attention; `init_backend` registers the batched one under the same name."""
         return "torch_native"
 
     def get_mha_kv_pool_cls(self) -> type:
-        """SGLang's own pool works on CPU tensors."""
+        """SGLang's default pool, which works on CPU tensors."""
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-        return MHATokenToKVPool
+        pool: type = MHATokenToKVPool
+        return pool
 
     def get_paged_allocator_cls(self) -> type:
-        """SGLang's token allocator behind the signature of a paged one; the page size is 1."""
+        """SGLang's token allocator with the signature of a paged one; the page size must be 1."""
         from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 
-        class TokenAllocator(TokenToKVPoolAllocator):
+        class TokenAllocator(TokenToKVPoolAllocator):  # type: ignore[misc]
             def __init__(
                 self, size: int, page_size: int, dtype: torch.dtype, device: str, kvcache: Any, need_sort: bool
             ) -> None:

@@ -1,9 +1,9 @@
-"""Entry point through which SGLang finds the CPU platform (group `sglang.srt.platforms`).
+"""SGLang's entry point to the CPU platform (group `sglang.srt.platforms`, declared in setup.py).
 
-Two rules. This module must not import sglang: sglang resolves its platform while it is itself being imported, and a
-circular import would lose the plug-in with nothing but a log line. And the operators below must exist before
-torchvision is imported, because torchvision's wheel is built for CUDA and on a CPU build of torch it declares
-kernels for operators that nobody defined. SGLang loads this entry point before torchvision, in every child process.
+This module must not import sglang: sglang resolves its platform while it is itself being imported, and on a circular
+import it only logs a line and continues without the plug-in. The operators below must be defined before torchvision is
+imported: torchvision's CUDA wheel registers kernels for operators that do not exist on a CPU build of torch. SGLang
+loads this entry point before torchvision in every child process.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 PLATFORM_CLASS = "roll.platforms.sglang_cpu_platform:SglangCpuPlatform"
 
 MISSING_OPERATORS = ("nms", "qnms")
-"""Operators whose fake kernels torchvision registers at import although only its compiled library defines them."""
+"""Operators that only torchvision's compiled library defines, but whose fake kernels it registers at import."""
 
 
 def activate() -> str | None:
-    """Name of the platform class for a machine without an accelerator; None leaves an accelerator's machine alone."""
+    """Name of the platform class on a machine without GPUs; None on a machine with GPUs."""
     if torch.cuda.is_available():
         return None
     define_torchvision_operators()
@@ -27,9 +27,9 @@ def activate() -> str | None:
 
 
 def define_torchvision_operators() -> None:
-    """Lets torchvision, and with it transformers, be imported on a CPU build of torch; may be called twice.
+    """Makes torchvision, and with it transformers, importable on a CPU build of torch; may be called repeatedly.
 
-    A torchvision that was built for the CPU defines the operators itself and is left alone.
+    Does nothing if torchvision was built for the CPU, because it then defines the operators itself.
     """
     global _library
     if _library is not None or not _torchvision_is_for_cuda():
@@ -47,4 +47,4 @@ def _torchvision_is_for_cuda() -> bool:
 
 
 _library: torch.library.Library | None = None
-"""Keeps the definitions alive: they vanish with the object."""
+"""Holds a reference, because the definitions are removed when the object is deleted."""

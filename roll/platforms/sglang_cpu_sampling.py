@@ -1,9 +1,8 @@
 """Seeded sampling for SGLang's CPU engine.
 
-SGLang honours a request's `sampling_seed` only in its deterministic mode, whose kernels need a GPU. Two functions are
-replaced here so that it is honoured on CPU: the one that collects the seeds of a batch, and the one that draws with
-them. A draw depends on nothing but the probabilities, the seed and the position of the token, so a sample does not
-depend on which other requests stand in the batch.
+SGLang uses a request's `sampling_seed` only in its deterministic mode, whose kernels need a GPU. `install` replaces two
+functions so that it is used on CPU: the one that collects the seeds of a batch, and the one that samples with them. A
+sampled token depends only on the probabilities, the seed and its position, not on the other requests in the batch.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ UNSEEDED = 0
 
 
 def uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Uniform numbers in (0, 1), one per row, from integers seeds [B] and positions [B] alone; [B] float64.
+    """Uniform numbers in (0, 1), [B] float64, as a function of integer seeds [B] and positions [B].
 
     The mixer is SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014), applied to
     the seed and then to its sum with the position; the upper 53 bits become the number.
@@ -31,7 +30,7 @@ def uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 def _mix(value: torch.Tensor) -> torch.Tensor:
-    """SplitMix64's output function; int64 arithmetic wraps as the unsigned arithmetic of its definition does."""
+    """SplitMix64's output function; int64 arithmetic wraps like the unsigned arithmetic of its definition."""
     value = value + _signed(0x9E3779B97F4A7C15)
     value = (value ^ _shift_right(value, 30)) * _signed(0xBF58476D1CE4E5B9)
     value = (value ^ _shift_right(value, 27)) * _signed(0x94D049BB133111EB)
@@ -47,12 +46,12 @@ def _shift_right(value: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def sample_with_seeds(log_probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Draws one index per row by inverting the cumulative distribution.
+    """Samples one index per row by inverting the cumulative distribution.
 
     Args:
-        log_probs: [B, V], not necessarily normalised; -inf is never drawn.
+        log_probs: [B, V], not necessarily normalized; -inf is never sampled.
         seeds: [B] integers.
-        positions: [B] position of the token to be drawn.
+        positions: [B] position of the token to sample.
 
     Returns:
         [B, 1] int64.
@@ -63,7 +62,7 @@ def sample_with_seeds(log_probs: torch.Tensor, seeds: torch.Tensor, positions: t
 
 
 def install() -> None:
-    """Makes this process's SGLang honour `sampling_seed`; called once when the platform comes up."""
+    """Makes SGLang in this process use `sampling_seed`; called once by `SglangCpuPlatform.init_backend`."""
     from sglang.srt.layers import sampler
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 

@@ -1,8 +1,8 @@
-"""CPU memory that several processes of a node have open, and offers of tensors that lie in it.
+"""CPU memory shared between processes of a node, and handles of the tensors in it.
 
-Torch shares CPU memory by a name that a helper process keeps, and gives up when that process is not scheduled within a
-second; an engine that is told of such memory on a busy machine then dies. Here memory has no name: who made it holds a
-descriptor, others open that through /proc, and the kernel frees it when nobody has it open any more.
+Torch's own shared CPU memory depends on a helper process and fails if that process is not scheduled within a second,
+which crashes engines on a busy machine. The memory here is anonymous (memfd): its creator holds a file descriptor,
+other processes open it through /proc, and the kernel frees it when no process has it open.
 """
 
 from __future__ import annotations
@@ -17,15 +17,22 @@ from dataclasses import dataclass
 import torch
 
 MAGIC = b"\0roll\n"
-"""What an offer begins with; neither a pickle nor base64 does."""
+"""First bytes of a handle; neither a pickle nor base64 text begins with them."""
 
-KEPT = 8
-"""Memories a process keeps open: mapping one anew for every offer would cost more than reading it."""
+MAX_OPEN = 8
+"""Number of memories a process keeps open, because mapping one again for every handle costs more than reading it."""
 
 
 @dataclass(frozen=True)
-class Placed:
-    """Where a tensor lies in a memory: its first byte, its shape, and its dtype without `torch.`."""
+class TensorLocation:
+    """Location of a tensor in shared memory.
+
+    Attributes:
+        name: of the tensor.
+        start: offset of its first byte.
+        shape: its shape.
+        dtype: its dtype, without `torch.`.
+    """
 
     name: str
     start: int
@@ -34,22 +41,21 @@ class Placed:
 
 
 class SharedMemory:
-    """Memory of this node.
+    """One block of shared memory.
 
     Attributes:
         tensor: all of it, [num_bytes] uint8.
-        address: by which another process of the same user opens it, as long as the one that made it lives.
+        address: with it another process of the same user can `open` the memory while its creator is alive.
     """
 
     def __init__(self, descriptor: int, num_bytes: int, address: str) -> None:
-        """Maps what the descriptor stands for."""
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
         self.tensor = torch.frombuffer(mmap.mmap(descriptor, num_bytes, flags=flags), dtype=torch.uint8)
         self.address = address
 
     @classmethod
     def create(cls, num_bytes: int) -> SharedMemory:
-        """New memory, all zeros."""
+        """New memory, filled with zeros."""
         token = f"roll-{uuid.uuid4().hex}"
         descriptor = os.memfd_create(token)
         os.ftruncate(descriptor, num_bytes)
@@ -57,10 +63,10 @@ class SharedMemory:
 
     @classmethod
     def open(cls, address: str) -> SharedMemory:
-        """Memory that another process made; opened once, however often it is asked for.
+        """Memory that another process created; repeated calls return the same object.
 
         Raises:
-            OSError: it is gone.
+            OSError: its creator has closed it.
         """
         if address not in _opened:
             path, _, token = address.partition(" ")
@@ -71,41 +77,39 @@ class SharedMemory:
                 memory = cls(descriptor, os.fstat(descriptor).st_size, address)
             finally:
                 os.close(descriptor)
-            while len(_opened) >= KEPT:
+            while len(_opened) >= MAX_OPEN:
                 del _opened[next(iter(_opened))]
             _opened[address] = memory
         return _opened[address]
 
-    def view(self, placed: Placed) -> torch.Tensor:
-        """The tensor that lies there."""
-        dtype: torch.dtype = getattr(torch, placed.dtype)
-        size = torch.Size(placed.shape).numel() * dtype.itemsize
-        return self.tensor[placed.start : placed.start + size].view(dtype).view(placed.shape)
+    def view(self, location: TensorLocation) -> torch.Tensor:
+        dtype: torch.dtype = getattr(torch, location.dtype)
+        size = torch.Size(location.shape).numel() * dtype.itemsize
+        return self.tensor[location.start : location.start + size].view(dtype).view(location.shape)
 
 
 _opened: dict[str, SharedMemory] = {}
 
 
-def offer(memory: SharedMemory, tensors: Iterable[Placed]) -> bytes:
-    """What tells another process of these tensors; see `accept`."""
-    placed = [[item.name, item.start, list(item.shape), item.dtype] for item in tensors]
-    return MAGIC + json.dumps({"address": memory.address, "tensors": placed}).encode()
+def make_handle(memory: SharedMemory, tensors: Iterable[TensorLocation]) -> bytes:
+    """Serialized handle of these tensors, for `open_handle` in another process."""
+    locations = [[item.name, item.start, list(item.shape), item.dtype] for item in tensors]
+    return MAGIC + json.dumps({"address": memory.address, "tensors": locations}).encode()
 
 
-def is_offer(data: bytes) -> bool:
-    """Whether `offer` made it."""
+def is_handle(data: bytes) -> bool:
     return data.startswith(MAGIC)
 
 
-def accept(data: bytes) -> list[tuple[str, torch.Tensor]]:
-    """The tensors of an offer by name: views of the memory, not copies.
+def open_handle(data: bytes) -> list[tuple[str, torch.Tensor]]:
+    """Names and tensors of a handle; the tensors are views of the memory, not copies.
 
     Raises:
-        OSError: the memory is gone.
+        OSError: the creator of the memory has closed it.
     """
     content = json.loads(data[len(MAGIC) :])
     memory = SharedMemory.open(content["address"])
     return [
-        (name, memory.view(Placed(name, start, tuple(shape), dtype)))
+        (name, memory.view(TensorLocation(name, start, tuple(shape), dtype)))
         for name, start, shape, dtype in content["tensors"]
     ]

@@ -1,4 +1,4 @@
-"""Rule rewards and the pool of killable processes that runs them.
+"""Rule-based rewards, and the pool of processes that runs reward functions and can kill them.
 
-Imports `roll.configs` and never torch, so that a replacement for a killed process starts quickly.
+Imports `roll.configs`. torch is not imported, so that the replacement of a killed process starts quickly.
 """

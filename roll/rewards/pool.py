@@ -1,4 +1,4 @@
-"""Scores samples in processes that can be killed, so that no reward function can stall or spoil a run."""
+"""Scores samples in processes that can be killed, so that no reward function can stall or corrupt a run."""
 
 from __future__ import annotations
 
@@ -6,94 +6,94 @@ import asyncio
 import multiprocessing
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar, TypeVarTuple
 
 from pebble import ProcessExpired, ProcessPool
 
 from roll.configs.pipeline import RewardConfig
-from roll.rewards import child
-from roll.rewards.child import Item, RewardFunctionError
-from roll.rewards.outcomes import RewardOutcome
+from roll.rewards import reward_process
+from roll.rewards.reward_process import Item, RewardFunctionError, RewardOutcome, SelfTest
 
 CHUNK_SIZE = 16
-"""Samples sent to a process at a time: enough that the trip costs less than the scoring, few enough that a guilty
-sample makes little work be done again."""
+"""Samples sent to a process at a time: enough that sending them costs less than scoring them, few enough that little is
+scored again when one of them fails."""
 
 START_TIMEOUT_S = 120.0
-"""Longest wait for a process to import the reward function; importing math-verify on a busy machine takes seconds."""
+"""Deadline for a process to import the reward function; importing math-verify on a busy machine takes seconds."""
+
+ArgsT = TypeVarTuple("ArgsT")
+ResultT = TypeVar("ResultT")
 
 __all__ = ["RewardFunctionError", "RewardPool", "RewardSelfTestError"]
 
 
 class RewardSelfTestError(RuntimeError):
-    """A reward function got its own known answers wrong."""
+    """A reward function gives wrong scores for its own known samples."""
 
 
 class RewardPool:
-    """`world_size` processes running one reward function, each sample under a deadline of `timeout_s` seconds.
+    """`world_size` processes that run one reward function, with a deadline of `timeout_s` seconds per sample.
 
-    Samples travel in chunks. A chunk that passes the deadline, or whose process dies, is killed and its samples are
-    scored again one by one, each with the whole deadline to itself, so that only the guilty one fails. Every failure
-    is an outcome with a reason, never a score.
+    Samples are sent in chunks. When a chunk passes the deadline or its process dies, the process is killed and the
+    samples are scored again one by one, each with its own deadline, so that only the failing sample fails. Every
+    failure is an outcome with a reason, never a score.
 
-    Start it and score from one asyncio loop at a time. `close` kills what runs. Processes are spawned, so each imports
-    the driver's main script first: keep heavy imports of such a script inside its functions.
+    Use a pool from one asyncio loop at a time. Processes are spawned, so each imports the main script of the driver
+    first: import heavy modules inside functions there.
     """
 
     def __init__(self, config: RewardConfig) -> None:
-        """Prepares the pool; processes start with `start`, or with the first `score`."""
+        """Starts no process; processes start with `start` or the first `score`."""
         self._config = config
         self._pool = ProcessPool(
             max_workers=config.world_size,
-            initializer=child.start,
+            initializer=reward_process.start,
             initargs=(config,),
             context=multiprocessing.get_context("spawn"),
         )
-        self._pending: set[Future] = set()
-        self._self_test: tuple[tuple[str, str, bool], ...] | None = None
+        self._pending: set[Future[Any]] = set()
+        self._self_test: SelfTest | None = None
 
     async def start(self) -> None:
         """Waits until a process has imported the reward function.
 
         Raises:
-            RewardFunctionError: there is no such function, or importing it failed or passed START_TIMEOUT_S.
+            RewardFunctionError: the function does not exist, or its import failed or took longer than START_TIMEOUT_S.
         """
         if self._self_test is not None:
             return
         try:
-            probing = asyncio.wrap_future(self._schedule(child.probe, timeout_s=START_TIMEOUT_S))
-            error, pairs = await asyncio.wait_for(probing, START_TIMEOUT_S)
+            probing = asyncio.wrap_future(self._schedule(START_TIMEOUT_S, reward_process.probe))
+            error, self_test = await asyncio.wait_for(probing, START_TIMEOUT_S)
         except (TimeoutError, ProcessExpired) as failure:
             name = self._config.function
             raise RewardFunctionError(f"reward function {name!r}: its process did not start: {failure!r}") from failure
         if error:
             raise RewardFunctionError(error)
-        self._self_test = pairs
+        self._self_test = self_test
 
     async def self_test(self) -> int:
-        """Scores the known pairs that the function's module offers as SELF_TEST; returns how many there were.
-
-        SELF_TEST is a sequence of (response, ground truth, whether it is right).
+        """Scores the known samples that the module of the function has as SELF_TEST, and returns their number.
 
         Raises:
             RewardFunctionError: as `start`.
-            RewardSelfTestError: naming each pair that was not scored as it should be.
+            RewardSelfTestError: lists the samples with a wrong score.
         """
         await self.start()
-        pairs = self._self_test or ()
-        outcomes = await self.score([(response, ground_truth) for response, ground_truth, _ in pairs])
+        samples = self._self_test or ()
+        outcomes = await self.score([(response, ground_truth) for response, ground_truth, _ in samples])
         wrong = []
-        for (response, ground_truth, right), outcome in zip(pairs, outcomes, strict=True):
+        for (response, ground_truth, right), outcome in zip(samples, outcomes, strict=True):
             expected = self._config.correct_score if right else self._config.wrong_score
             if outcome.score != expected:
                 got = outcome.score if outcome.reason is None else f"{outcome.reason} ({outcome.detail})"
                 wrong.append(f"{response!r} against {ground_truth!r} should score {expected}, got {got}")
         if wrong:
             raise RewardSelfTestError(f"{self._config.function} fails its self-test: " + "; ".join(wrong))
-        return len(pairs)
+        return len(samples)
 
     async def score(self, items: Sequence[Item]) -> list[RewardOutcome]:
-        """Outcomes of (response, ground truth) pairs, in order; always as many as there are items."""
+        """Scores (response, ground truth) pairs; one outcome per item, in order."""
         await self.start()
         size = max(1, min(CHUNK_SIZE, len(items) // (2 * self._config.world_size)))
         chunks = [items[first : first + size] for first in range(0, len(items), size)]
@@ -101,14 +101,13 @@ class RewardPool:
         return [outcome for outcomes in scored for outcome in outcomes]
 
     def close(self) -> None:
-        """Kills the processes and waits for their end; cancels whoever still awaits a score. Safe to call twice."""
+        """Kills the processes, waits for their end and cancels running `score` calls. Safe to call twice."""
         for future in tuple(self._pending):
             future.cancel()
-        self._pool.stop()
+        self._pool.stop()  # type: ignore[no-untyped-call]
         self._pool.join()
 
     async def __aenter__(self) -> RewardPool:
-        """Starts the pool."""
         try:
             await self.start()
         except BaseException:
@@ -117,13 +116,12 @@ class RewardPool:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Closes the pool."""
         self.close()
 
     async def _score_chunk(self, items: Sequence[Item]) -> list[RewardOutcome]:
         timeout_s = self._config.timeout_s
         try:
-            return await asyncio.wrap_future(self._schedule(child.score_chunk, items, timeout_s=timeout_s))
+            return await asyncio.wrap_future(self._schedule(timeout_s, reward_process.score_chunk, items))
         except TimeoutError:
             failure = RewardOutcome(None, "timeout", f"took longer than timeout_s = {timeout_s:g}")
         except ProcessExpired as death:
@@ -133,8 +131,8 @@ class RewardPool:
         single = await asyncio.gather(*(self._score_chunk([item]) for item in items))
         return [outcome for outcomes in single for outcome in outcomes]
 
-    def _schedule(self, function: Callable, *args: Any, timeout_s: float) -> Future:
-        future = self._pool.schedule(function, args=args, timeout=timeout_s)
+    def _schedule(self, timeout_s: float, function: Callable[[*ArgsT], ResultT], *args: *ArgsT) -> Future[ResultT]:
+        future: Future[ResultT] = self._pool.schedule(function, args=args, timeout=timeout_s)
         self._pending.add(future)
         future.add_done_callback(self._pending.discard)
         return future

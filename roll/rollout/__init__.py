@@ -1,4 +1,4 @@
-"""Generation policy: what is asked of the engines, what comes back, and who may ask for more.
+"""Rollout without engines: trajectories and groups, how far generation may run ahead, balancing, filters and metrics.
 
 Plain Python: imports no ray, torch, sglang or megatron.
 """

@@ -1,18 +1,17 @@
-"""Who may generate next, and which finished prompts make the next batch: the policy of running ahead, without a clock.
+"""The policy of asynchronous generation: how many prompts may run ahead, and which finished ones form the next batch.
 
-Three rules. Let B be the prompts of a batch, eta the async_generation_ratio, v the published weight version (0 first)
-and n the version whose weights learn from the next batch (the batches taken so far: v, or v + 1 while a taken batch is
-being learned from).
+It is plain Python without a clock: the caller reports every event. Three rules hold. Let B be the prompts of a batch,
+eta the async_generation_ratio, v the weight version that the engines have (0 first) and n the version whose weights
+learn from the next batch (the number of batches taken so far: v, or v + 1 while a taken batch is being learned from).
 
-Admission: submitted - dropped <= floor((v + 1 + eta) * B), always. At most so many may ever be on their way that
-generation is eta batches ahead. A dropped prompt gives its place back, and whoever takes the place is a new prompt with
-a deadline of its own.
+Admission: submitted - dropped <= floor((v + 1 + eta) * B), always. So generation is at most eta batches ahead of
+training. A dropped prompt frees its place for a new prompt with its own deadline.
 
 Deadline: a prompt submitted at version u is learned from by version u + ceil(eta) at the latest.
 
 Batch: B ready prompts, the earliest deadline first, then the lowest number. It waits while fewer are ready, or while a
-deadline could no longer be met without a running prompt (`Deadlines.waits_for`); otherwise it does not wait for running
-prompts, so a long response stalls nobody before it has to.
+deadline would be missed without a prompt that still runs (`Deadlines.blocking_deadline`). Otherwise it does not wait
+for running prompts, so a long response delays training only when its deadline requires it.
 
 Why no deadline is missed. Claim: for every d >= n, the prompts not yet consumed that are due by d are at most
 (d - n + 1) * B, which is what the batches n to d hold.
@@ -20,77 +19,181 @@ Why no deadline is missed. Claim: for every d >= n, the prompts not yet consumed
 - Submission keeps it. All prompts not consumed are submitted - dropped - n * B <= (v + 1 + eta - n) * B. The new ones
   are due at D = v + ceil(eta), and (v + 1 + eta - n) * B <= (D - n + 1) * B. For d < D nothing changed.
 - Finishing changes no count, and dropping lowers one. A replacement is submitted like any other.
-- Taking keeps it: `waits_for` lets a batch go only if it leaves at most (d - n) * B due by d, for every d.
+- Taking keeps it: `blocking_deadline` allows a batch only if it leaves at most (d - n) * B due by d, for every d.
 
 At d = n: at most B prompts are due now, and the batch holds all of them. So every prompt is consumed in time or
-dropped; whether a running prompt ends at all is up to the caller's timeouts, and `awaited` names those that hold the
-batch up. The rule at d = n alone (wait for what is due now) would not do: with eta = 2 the first version admits 3 * B
-prompts due at 2, and a batch 1 made of prompts due at 3 would leave 2 * B for batch 2.
+dropped. Whether a running prompt ends at all is up to the caller's timeouts; `blocking` lists the prompts that the next
+batch waits for. The rule at d = n alone (wait for what is due now) is not enough: with eta = 2 the first version admits
+3 * B prompts due at 2, and a batch 1 made of prompts due at 3 would leave 2 * B for batch 2.
 
-Staleness follows: no token is older than its prompt's submission, so it is at most ceil(eta) versions old when it is
-learned from, and the backstop `max_staleness`, where it is not set lower, drops nothing.
+Staleness follows: no token is older than the submission of its prompt, so it is at most ceil(eta) versions old when it
+is learned from. The limit `max_staleness` drops nothing in an unbroken run; it matters when a checkpoint is resumed
+with a smaller ratio than that under which its prompts were admitted.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
+from fractions import Fraction
+from functools import cached_property
 from typing import Any, Generic, TypeVar
 
-from roll.rollout.admission import Holds, PolicyError, PolicySettings, admission_bound
-from roll.rollout.buffer import SampleBuffer, Taken, Ticket
-from roll.rollout.deadlines import Deadlines
-from roll.rollout.ledger import Ledger
+from roll.configs.asynchronous import exact_ratio, versions_ahead
+from roll.rollout.ledger import STALE, Deadlines, FinishedGroup, Ledger, PromptRequest, SampleBuffer
 
-__all__ = ["PolicyError", "PolicySettings", "RolloutPolicy", "Taken", "Ticket"]
+
+class PolicyError(RuntimeError):
+    """A call violates the bounds of the policy: a bug of the caller, after which a run must end."""
+
+
+def admission_bound(batches: int, ratio: Fraction, batch_size: int) -> int:
+    """Most prompts that may have been submitted so far, without dropped ones: floor((v + 1 + ratio) * batch_size).
+
+    Args:
+        batches: v, weight updates since the first version; 0 before the first update.
+        ratio: batches that generation may run ahead; from `exact_ratio`.
+        batch_size: prompts of one batch.
+    """
+    return math.floor((batches + 1 + ratio) * batch_size)
+
+
+@dataclass(frozen=True)
+class PolicySettings:
+    """Bounds of the policy; counts are prompts (groups of samples), ages are weight versions.
+
+    Raises:
+        ValueError: a value is out of range, or no batch could ever be taken with these values.
+
+    Attributes:
+        batch_size: prompts of one training batch.
+        ratio: async_generation_ratio, any finite number of at least 0: batches that generation may run ahead.
+        max_staleness: a group whose oldest token is more versions old than this when a batch is taken is dropped as
+            `stale`; None: ceil(ratio), which admission guarantees anyway.
+        max_queue: prompts in flight and buffered together at which submission stops; none is evicted. None: no limit.
+        min_batches: batches that must be ready before one is taken; fewer at the end of a run.
+        total: prompts that the whole run consumes; no more are admitted. None: no end.
+    """
+
+    batch_size: int
+    ratio: float
+    max_staleness: int | None = None
+    max_queue: int | None = None
+    min_batches: int = 1
+    total: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size: {self.batch_size} is not at least 1")
+        if self.max_staleness is not None and self.max_staleness < self.versions_ahead:
+            raise ValueError(
+                f"max_staleness: {self.max_staleness} would drop samples that async_generation_ratio {self.ratio:g} "
+                f"admits; use at least {self.versions_ahead}"
+            )
+        most = math.floor(1 + self.max_lead)
+        if not 1 <= self.min_batches <= most:
+            raise ValueError(
+                f"min_batches: {self.min_batches} is not within 1 to {most}, the whole batches that "
+                f"async_generation_ratio {self.ratio:g} admits at a time"
+            )
+        if self.max_queue is not None and self.max_queue < self.min_batches * self.batch_size:
+            raise ValueError(
+                f"max_queue: {self.max_queue} prompts hold less than the {self.min_batches} x {self.batch_size} that "
+                f"must be ready before a batch is taken; use at least {self.min_batches * self.batch_size}"
+            )
+        if self.total is not None and (self.total < 0 or self.total % self.batch_size):
+            raise ValueError(f"total: {self.total} is not a whole number of batches of {self.batch_size}")
+
+    @cached_property
+    def max_lead(self) -> Fraction:
+        """Batches that generation may run ahead: the ratio as an exact fraction."""
+        return exact_ratio(self.ratio)
+
+    @cached_property
+    def versions_ahead(self) -> int:
+        """ceil(ratio): versions between the submission of a prompt and its deadline."""
+        return versions_ahead(self.ratio)
+
+    @cached_property
+    def staleness_limit(self) -> int:
+        """`max_staleness`, or its default."""
+        return self.versions_ahead if self.max_staleness is None else self.max_staleness
+
+
+class PauseReasons:
+    """Named reasons for which submission is paused; a reason counts until it is removed as often as it was added."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def __bool__(self) -> bool:
+        return bool(self._counts)
+
+    def add(self, reason: str) -> None:
+        """Adds a reason."""
+        self._counts[reason] += 1
+
+    def remove(self, reason: str) -> None:
+        """Removes a reason once.
+
+        Raises:
+            PolicyError: it was not added.
+        """
+        if not self._counts[reason]:
+            raise PolicyError(f"submission is not paused for {reason!r}, only for {self.names()}")
+        self._counts[reason] -= 1
+        self._counts += Counter()
+
+    def names(self) -> list[str]:
+        """The reasons, sorted, for messages."""
+        return sorted(name for name, count in self._counts.items() if count)
+
 
 T = TypeVar("T")
 
-STALE = "stale"
-"""Reason of a prompt whose oldest token was older than `max_staleness`."""
-
 
 class RolloutPolicy(Generic[T]):
-    """Admission, deadlines, the buffer and the account of one run; see the module for the rules.
+    """Admission, deadlines, buffer and ledger of one run; the rules are in the docstring of the module.
 
-    Not for several threads at once. Every call costs O(log n) for a prompt and O(ceil(ratio)) for a question, and
-    memory is that of what is in flight or buffered.
+    Not thread-safe. A change costs O(log n) for each prompt and a query O(ceil(ratio)). Memory grows with the prompts
+    in flight and buffered, not with the length of the run.
     """
 
     def __init__(self, settings: PolicySettings, version: int = 0) -> None:
-        """Starts with nothing submitted.
+        """No prompt is submitted yet.
 
         Args:
             settings: the bounds.
-            version: the weights published first; above 0 where batches before it were learned from elsewhere.
+            version: first weight version; above 0 where another process learned from the batches before it.
         """
         self.settings = settings
         self.version = version
         self.ledger = Ledger()
         self._start = version
-        self._running: dict[int, Ticket] = {}
+        self._running: dict[int, PromptRequest] = {}
         self._buffer: SampleBuffer[T] = SampleBuffer()
         self._deadlines = Deadlines()
-        self._holds = Holds()
-        self._to_resubmit: list[Ticket] = []
+        self._paused_for = PauseReasons()
+        self._to_resubmit: list[PromptRequest] = []
 
     @property
     def learning_version(self) -> int:
-        """Version of the weights that learn from the next batch: each batch makes one version."""
+        """Version of the weights that learn from the next batch; each batch makes one version."""
         return self._start + self.ledger.consumed // self.settings.batch_size
 
     @property
-    def held_by(self) -> list[str]:
-        """The holds that are on."""
-        return self._holds.names()
+    def pause_reasons(self) -> list[str]:
+        """Why submission is paused; empty where it is not."""
+        return self._paused_for.names()
 
     def admissible(self) -> int:
         """Prompts that may be submitted now."""
         settings, ledger = self.settings, self.ledger
-        if self._holds:
+        if self._paused_for:
             return 0
-        bound = admission_bound(self.version - self._start, settings.lead, settings.batch_size)
+        bound = admission_bound(self.version - self._start, settings.max_lead, settings.batch_size)
         if settings.total is not None:
             bound = min(bound, settings.total - self._start * settings.batch_size)
         room = bound - (ledger.submitted - ledger.dropped_total)
@@ -98,49 +201,49 @@ class RolloutPolicy(Generic[T]):
             room = min(room, settings.max_queue - ledger.buffered - ledger.in_flight)
         return max(0, room)
 
-    def submit(self, count: int) -> list[Ticket]:
-        """Tickets for `count` fresh prompts, which are in flight from now on.
+    def submit(self, count: int) -> list[PromptRequest]:
+        """Requests for `count` new prompts, which are in flight from now on.
 
         Raises:
             PolicyError: more than `admissible` allows.
         """
         allowed = self.admissible()
         if not 0 <= count <= allowed:
-            held = f"; submission is held by {', '.join(self.held_by)}" if self._holds else ""
-            raise PolicyError(f"{count} prompts may not be submitted at version {self.version}: {allowed} may{held}")
+            paused = f"; submission is paused for {', '.join(self.pause_reasons)}" if self._paused_for else ""
+            raise PolicyError(f"{count} prompts may not be submitted at version {self.version}, only {allowed}{paused}")
         first, deadline = self.ledger.submitted, self.version + self.settings.versions_ahead
-        tickets = [Ticket(first + index, self.version, deadline) for index in range(count)]
+        requests = [PromptRequest(first + index, self.version, deadline) for index in range(count)]
         self.ledger.submit(count)
-        for ticket in tickets:
-            self._run(ticket)
-        return tickets
+        for request in requests:
+            self._run(request)
+        return requests
 
-    def finish(self, number: int, item: T, oldest_version: int) -> None:
-        """A prompt in flight came back whole and scored; it waits, or is dropped as stale if it is too old already.
+    def finish(self, number: int, group: T, oldest_version: int) -> None:
+        """A prompt in flight is generated and scored; it is buffered, or dropped as stale if it is too old already.
 
         Raises:
             PolicyError: that prompt is not in flight.
         """
-        ticket = self._end(number, "finish")
+        request = self._end(number, "finish")
         self.ledger.finish()
-        self._keep(Taken(ticket, item, oldest_version))
+        self._keep(FinishedGroup(request, group, oldest_version))
         self._drop_stale()
 
     def drop(self, number: int, reason: str) -> None:
-        """A prompt in flight will not come back or is not wanted; its place is free for a fresh prompt.
+        """A prompt in flight failed or was filtered; its place is free for a new prompt.
 
         Raises:
             PolicyError: that prompt is not in flight.
         """
-        ticket = self._end(number, f"drop ({reason})")
-        self._deadlines.drop_running(ticket.deadline)
+        request = self._end(number, f"drop ({reason})")
+        self._deadlines.drop_running(request.deadline)
         self.ledger.drop(reason)
 
     def advance(self, version: int) -> None:
-        """The weights of `version` were published: generation draws from them from now on.
+        """The engines have the weights of `version`.
 
         Raises:
-            PolicyError: it is older than the current one, or newer than the batches taken can have made.
+            PolicyError: the version is older than the current one, or newer than the batches taken so far allow.
         """
         if not self.version <= version <= self.learning_version:
             raise PolicyError(
@@ -151,23 +254,23 @@ class RolloutPolicy(Generic[T]):
 
     def ready(self) -> bool:
         """Whether `take` would succeed now."""
-        return 0 < self._needed() <= len(self._buffer) and self._waits_for() is None
+        return 0 < self._needed() <= len(self._buffer) and self._blocking_deadline() is None
 
-    def awaited(self) -> list[Ticket]:
-        """The running prompts that hold the next batch up, by number; none when it is ready.
+    def blocking(self) -> list[PromptRequest]:
+        """The running prompts that the next batch waits for, by number; none when it is ready.
 
-        All in flight while too few are ready, else those whose deadline would be missed if the batch went without them.
+        All prompts in flight while too few are ready, else those whose deadline the batch would miss without them.
         """
         if self._needed() > len(self._buffer):
             return [self._running[number] for number in sorted(self._running)]
-        due = self._waits_for()
-        waited = [ticket for ticket in self._running.values() if due is not None and ticket.deadline <= due]
-        return sorted(waited, key=lambda ticket: ticket.number)
+        due = self._blocking_deadline()
+        due_now = [request for request in self._running.values() if due is not None and request.deadline <= due]
+        return sorted(due_now, key=lambda request: request.number)
 
-    def take(self) -> list[Taken[T]]:
+    def take(self) -> list[FinishedGroup[T]]:
         """The next batch: `batch_size` prompts, the earliest deadline first, then the lowest number.
 
-        What is left in the buffer and too old for the batch after it is dropped as stale.
+        Groups left in the buffer that are too old for the batch after it are dropped as stale.
 
         Raises:
             PolicyError: not `ready`.
@@ -175,29 +278,29 @@ class RolloutPolicy(Generic[T]):
         if not self.ready():
             raise PolicyError(
                 f"the batch for version {self.learning_version} is not ready: {len(self._buffer)} of "
-                f"{self._needed()} prompts wait, {len(self._running)} are in flight"
+                f"{self._needed()} prompts are ready, {len(self._running)} are in flight"
             )
         batch = [self._buffer.pop() for _ in range(self.settings.batch_size)]
-        for taken in batch:
-            self._deadlines.remove_ready(taken.ticket.deadline)
+        for finished in batch:
+            self._deadlines.remove_ready(finished.request.deadline)
         self.ledger.consume(len(batch))
         self._drop_stale()
         return batch
 
-    def hold(self, reason: str) -> None:
-        """Stops submission until `release` was called as often with the same reason, and for every other hold."""
-        self._holds.add(reason)
+    def pause(self, reason: str) -> None:
+        """Pauses submission until `resume` was called as often with this reason, and with every other one."""
+        self._paused_for.add(reason)
 
-    def release(self, reason: str) -> None:
-        """Lifts one hold.
+    def resume(self, reason: str) -> None:
+        """Ends one `pause`.
 
         Raises:
-            PolicyError: it is not on.
+            PolicyError: submission is not paused for this reason.
         """
-        self._holds.remove(reason)
+        self._paused_for.remove(reason)
 
     def state_dict(self, encode: Callable[[T], Any]) -> dict[str, Any]:
-        """Everything but the holds, which belong to the process: plain values as far as `encode` gives them."""
+        """Everything but the pauses, which belong to the process; plain values as far as `encode` gives them."""
         ledger = self.ledger
         return {
             "batch_size": self.settings.batch_size,
@@ -208,23 +311,23 @@ class RolloutPolicy(Generic[T]):
             "dropped": dict(sorted(ledger.dropped.items())),
             "in_flight": [list(astuple(self._running[number])) for number in sorted(self._running)],
             "buffered": [
-                {"ticket": list(astuple(t.ticket)), "oldest_version": t.oldest_version, "item": encode(t.item)}
-                for t in self._buffer
+                {"request": list(astuple(f.request)), "oldest_version": f.oldest_version, "group": encode(f.group)}
+                for f in self._buffer
             ],
         }  # fmt: skip
 
     @classmethod
     def restore(cls, settings: PolicySettings, state: dict[str, Any], decode: Callable[[Any], T]) -> RolloutPolicy[T]:
-        """The policy that `state_dict` was taken from; what was in flight still is, see `resubmit`.
+        """The policy that `state_dict` was taken from; prompts in flight still are, see `resubmit`.
 
-        The ratio and the limits may differ from those of the run that wrote it: old tickets keep their deadlines.
+        Ratio and limits may differ from those of the run that wrote it: prompts keep their deadlines.
 
         Raises:
-            ValueError: it was written with batches of another size.
+            ValueError: it was written with another batch size.
         """
         if state["batch_size"] != settings.batch_size:
             raise ValueError(
-                f"batch_size: {settings.batch_size} cannot go on from a checkpoint with batches of "
+                f"batch_size: {settings.batch_size} cannot continue from a checkpoint with batches of "
                 f"{state['batch_size']} prompts; use {state['batch_size']}"
             )
         policy = cls(settings, state["start"])
@@ -234,47 +337,47 @@ class RolloutPolicy(Generic[T]):
             Counter(state["dropped"]),
         )  # fmt: skip
         policy.ledger.check()
-        policy._to_resubmit = [Ticket(*fields) for fields in state["in_flight"]]
-        for ticket in policy._to_resubmit:
-            policy._run(ticket)
+        policy._to_resubmit = [PromptRequest(*fields) for fields in state["in_flight"]]
+        for request in policy._to_resubmit:
+            policy._run(request)
         for entry in state["buffered"]:
-            taken = Taken(Ticket(*entry["ticket"]), decode(entry["item"]), entry["oldest_version"])
-            policy._deadlines.submit(taken.ticket.deadline)
-            policy._keep(taken)
+            finished = FinishedGroup(PromptRequest(*entry["request"]), decode(entry["group"]), entry["oldest_version"])
+            policy._deadlines.submit(finished.request.deadline)
+            policy._keep(finished)
         policy._drop_stale()
         return policy
 
-    def resubmit(self) -> list[Ticket]:
-        """After `restore`, once: tickets that were in flight and must be generated again, number and deadline kept."""
-        tickets, self._to_resubmit = self._to_resubmit, []
-        return tickets
+    def resubmit(self) -> list[PromptRequest]:
+        """The requests in flight at a restart, to be generated again under their old numbers and deadlines; once."""
+        requests, self._to_resubmit = self._to_resubmit, []
+        return requests
 
     def _needed(self) -> int:
-        """Prompts that must be ready before a batch is taken; 0 when the run has had all of its batches."""
+        """Prompts that must be ready before a batch is taken; 0 when the run has taken all of its batches."""
         settings = self.settings
         needed = settings.min_batches * settings.batch_size
         if settings.total is None:
             return needed
         return max(0, min(needed, settings.total - self._start * settings.batch_size - self.ledger.consumed))
 
-    def _waits_for(self) -> int | None:
-        return self._deadlines.waits_for(self.learning_version, self.settings.batch_size)
+    def _blocking_deadline(self) -> int | None:
+        return self._deadlines.blocking_deadline(self.learning_version, self.settings.batch_size)
 
-    def _run(self, ticket: Ticket) -> None:
-        self._running[ticket.number] = ticket
-        self._deadlines.submit(ticket.deadline)
+    def _run(self, request: PromptRequest) -> None:
+        self._running[request.number] = request
+        self._deadlines.submit(request.deadline)
 
-    def _end(self, number: int, event: str) -> Ticket:
-        ticket = self._running.pop(number, None)
-        if ticket is None:
+    def _end(self, number: int, event: str) -> PromptRequest:
+        request = self._running.pop(number, None)
+        if request is None:
             raise PolicyError(f"{event}: prompt {number} is not in flight; {len(self._running)} others are")
-        return ticket
+        return request
 
-    def _keep(self, taken: Taken[T]) -> None:
-        self._deadlines.finish(taken.ticket.deadline)
-        self._buffer.put(taken)
+    def _keep(self, finished: FinishedGroup[T]) -> None:
+        self._deadlines.finish(finished.request.deadline)
+        self._buffer.put(finished)
 
     def _drop_stale(self) -> None:
-        for taken in self._buffer.expire(self.learning_version - self.settings.staleness_limit):
-            self._deadlines.remove_ready(taken.ticket.deadline)
+        for finished in self._buffer.expire(self.learning_version - self.settings.staleness_limit):
+            self._deadlines.remove_ready(finished.request.deadline)
             self.ledger.discard(STALE)

@@ -1,14 +1,24 @@
-"""What travels between the rollout side and the engines: token ids in, token ids and log-probs out."""
+"""Data of a rollout: requests to the engines, their results, trajectories made of them, and groups of trajectories."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from itertools import chain
+from typing import Any, Literal
+
+NOT_SAMPLED = -1
+"""`versions` of a token that no policy sampled: prompt, environment, template."""
+
+StopReason = Literal["terminated", "truncated", "sequence_length"]
+"""Why a trajectory ended: by the environment's rules, after its last action, or because it reached its longest length.
+
+A single response has terminated when its stop token came, and reached its length when it was cut off."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one response is drawn; the engine's full-softmax log-probs are at `temperature`."""
+    """How one response is sampled; the engine's log-probs are those of the full softmax at `temperature`."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -20,7 +30,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """One response to draw for the exact ids of one prompt."""
+    """One response to sample for the exact ids of one prompt."""
 
     request_id: str
     prompt_ids: list[int]
@@ -41,4 +51,184 @@ class GenerateResult:
     versions: list[int]
     finish_reason: Literal["stop", "length", "abort"]
     cached_prompt_tokens: int = 0
-    error: str | None = field(default=None)
+    error: str | None = None
+
+
+class TrajectoryError(RuntimeError):
+    """The sequence of a turn does not begin with that of the turn before it, token for token."""
+
+
+@dataclass
+class Turn:
+    """One response of the model inside a trajectory.
+
+    Attributes:
+        observation: text the model read last before it responded; empty for a single response to a prompt.
+        start: position of the response's first token in the trajectory.
+        end: position after its last token.
+        text: the response, as the environment or the reward function reads it.
+        reward: of this response; 0 where it was cut off and never reached the environment.
+        metrics: of this response, by the environment.
+        cached: prompt tokens that the engine had in its prefix cache.
+        reusable: prompt tokens that it could have had there: those of the turn before, if the same weights sampled it.
+    """
+
+    observation: str
+    start: int
+    end: int
+    text: str
+    reward: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+    cached: int = 0
+    reusable: int = 0
+
+
+@dataclass
+class Trajectory:
+    """One episode as token ids that only grow: prompt, response, observation, response, and so on.
+
+    Attributes:
+        ids: of the whole sequence.
+        log_probs: one for each id; 0 where the token was not sampled.
+        versions: weight version of each id; NOT_SAMPLED where it was not sampled.
+        turns: the responses in order; together they span exactly the sampled tokens.
+        stop: why it ended; None while it is running.
+        outcome: the last observation, after which no response was sampled; empty if there was none.
+        metrics: of the episode, aggregated over its actions by the rules of the environment.
+    """
+
+    ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    stop: StopReason | None = None
+    outcome: str = ""
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of_response(cls, prompt_ids: Sequence[int], result: GenerateResult, text: str) -> Trajectory:
+        """A whole trajectory of one turn: the response to a prompt; its reward is still 0.
+
+        Raises:
+            TrajectoryError: ids, log-probs and versions differ in number, or there are none.
+        """
+        trajectory = cls()
+        trajectory.add_context(prompt_ids)
+        trajectory._add_turn(result, "", text, reusable=0)
+        trajectory.stop = "sequence_length" if result.finish_reason == "length" else "terminated"
+        return trajectory
+
+    def add_context(self, ids: Sequence[int]) -> None:
+        """Appends tokens that no policy sampled."""
+        self.ids.extend(ids)
+        self.log_probs.extend([0.0] * len(ids))
+        self.versions.extend([NOT_SAMPLED] * len(ids))
+
+    def add_response(self, prompt_ids: Sequence[int], result: GenerateResult, observation: str, text: str) -> Turn:
+        """Appends the response sampled for `prompt_ids`, which must be this trajectory so far.
+
+        Raises:
+            TrajectoryError: it is not, or ids, log-probs and versions differ in number, or there are none.
+        """
+        if list(prompt_ids) != self.ids:
+            pairs = zip(prompt_ids, self.ids, strict=False)
+            first = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(prompt_ids), len(self.ids)))
+            raise TrajectoryError(
+                f"turn {len(self.turns)}: the request had {len(prompt_ids)} prompt tokens and the trajectory has "
+                f"{len(self.ids)}, different from position {first} on"
+            )
+        last = self.turns[-1].end if self.turns else 0
+        same_weights = bool(last and result.versions) and self.versions[last - 1] == result.versions[0]
+        return self._add_turn(result, observation, text, reusable=last if same_weights else 0)
+
+    def _add_turn(self, result: GenerateResult, observation: str, text: str, reusable: int) -> Turn:
+        tokens = len(result.response_ids)
+        if not tokens or tokens != len(result.log_probs) or tokens != len(result.versions):
+            counts = tokens, len(result.log_probs), len(result.versions)
+            raise TrajectoryError(
+                f"turn {len(self.turns)}: ids, log-probs and versions of a response must be equally many and at least "
+                f"one, not {counts}"
+            )
+        start = len(self.ids)
+        self.ids.extend(result.response_ids)
+        self.log_probs.extend(result.log_probs)
+        self.versions.extend(result.versions)
+        turn = Turn(observation, start, start + tokens, text, cached=result.cached_prompt_tokens, reusable=reusable)
+        self.turns.append(turn)
+        return turn
+
+    @property
+    def score(self) -> float:
+        """Sum of the rewards of all turns."""
+        return sum(turn.reward for turn in self.turns)
+
+    @property
+    def sampled_versions(self) -> list[int]:
+        """Weight version of each sampled token, in order."""
+        return list(chain.from_iterable(self.versions[turn.start : turn.end] for turn in self.turns))
+
+    @property
+    def oldest_version(self) -> int:
+        """Weight version of its oldest sampled token."""
+        return min(self.sampled_versions)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values for JSON, which share lists with this trajectory."""
+        return {**vars(self), "turns": [dict(vars(turn)) for turn in self.turns]}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Trajectory:
+        """Restores `state_dict`."""
+        return cls(**{**state, "turns": [Turn(**turn) for turn in state["turns"]]})
+
+
+@dataclass
+class Group:
+    """The trajectories of one prompt or one environment: complete and scored, or dropped with a reason.
+
+    Attributes:
+        number: position among all groups submitted in the run; seeds derive from it.
+        tag: decides the reward function (RLVR) or the environment (a name in `custom_envs`).
+        problem: which problem of that kind: index of the prompt in the data, or seed of the environment.
+        name: id of the prompt, or tag and number of the environment; for messages and dumps.
+        drop_reason: why it cannot be learned from; None while it can.
+        failure: description of the cause, for messages.
+    """
+
+    number: int
+    tag: str
+    problem: int
+    name: str
+    trajectories: list[Trajectory] = field(default_factory=list)
+    drop_reason: str | None = None
+    failure: str | None = None
+
+    def drop(self, reason: str, failure: str) -> None:
+        """Marks the group as one that cannot be learned from."""
+        self.trajectories, self.drop_reason, self.failure = [], reason, failure
+
+    @property
+    def scores(self) -> list[float]:
+        """Raw reward of each trajectory."""
+        return [trajectory.score for trajectory in self.trajectories]
+
+    @property
+    def oldest_version(self) -> int:
+        """Weight version of the oldest sampled token of any trajectory."""
+        return min(trajectory.oldest_version for trajectory in self.trajectories)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; only of a group that is not dropped."""
+        return {
+            "number": self.number,
+            "tag": self.tag,
+            "problem": self.problem,
+            "name": self.name,
+            "trajectories": [trajectory.state_dict() for trajectory in self.trajectories],
+        }
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Group:
+        """Restores `state_dict`."""
+        trajectories = [Trajectory.from_state(trajectory) for trajectory in state["trajectories"]]
+        return cls(state["number"], state["tag"], state["problem"], state["name"], trajectories)

@@ -1,11 +1,11 @@
-"""Metrics out: metrics.jsonl and run.json always, TensorBoard and a live console where asked for, and a picture.
+"""Output of metrics: metrics.jsonl and run.json for every run, TensorBoard and console if configured, and plots.
 
-`metrics` names and explains every number of a run; `group` hands each step to every tracker; `run_json` and `curves`
-write the record and the picture of a run. May import anything above it in roll/, never a pipeline.
+`metrics` describes every metric; `group` passes each step to all trackers; `files` writes metrics.jsonl and run.json;
+`curves` plots a run. May import all folders above it in the import order (tests/test_architecture.py), not pipelines.
 """
 
 from roll.trackers.base import Tracker
+from roll.trackers.files import write_run_json
 from roll.trackers.group import TrackerGroup, make_trackers
-from roll.trackers.run_json import write_run_json
 
 __all__ = ["Tracker", "TrackerGroup", "make_trackers", "write_run_json"]

@@ -1,4 +1,4 @@
-"""What a tracker is, and the registry of those a config can name in `track_with`."""
+"""The interface of trackers and of user-defined metrics, and the registry of trackers for `track_with`."""
 
 from __future__ import annotations
 
@@ -11,44 +11,44 @@ from roll.configs.pipeline import BaseConfig
 
 
 class Tracker(ABC):
-    """A place metrics go to."""
+    """Records the metrics of a run."""
 
     every_step = False
-    """True for a tracker that keeps the full record; others get a line every `logging_steps`."""
+    """True to receive every step; other trackers receive one step in every `logging_steps`."""
 
-    def resume(self, step: int) -> None:  # noqa: B027  (most trackers have nothing to undo)
-        """Called before the first `log` of a run that goes on after `step`; whatever was logged later is undone."""
+    def resume(self, step: int) -> None:  # noqa: B027  (optional)
+        """Called before the first `log` of a run resumed after `step`; removes what was logged for later steps."""
 
     @abstractmethod
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Records the metrics of one step; a step is logged once, in increasing order."""
+        """Records the metrics of one step. Steps are logged once and in increasing order."""
 
-    def close(self) -> None:  # noqa: B027
-        """Writes what is still held back and lets go of files; nothing is logged afterwards."""
+    def close(self) -> None:  # noqa: B027  (optional)
+        """Flushes and closes files; nothing is logged afterwards."""
 
 
 @runtime_checkable
 class Metrics(Protocol):
-    """Metrics of one's own: `async_training.metrics_class` names a class that is made with the run's config."""
+    """User-defined metrics: `async_training.metrics_class` names a class that is constructed with the run's config."""
 
     def step(self, step: int, metrics: Mapping[str, float]) -> Mapping[str, float]:
-        """What to add to the metrics of a step; a name that is there already keeps its value."""
+        """Metrics to add to those of a step; an existing name keeps its value."""
 
 
 TrackerFactory = Callable[[BaseConfig, Path, dict[str, Any]], Tracker]
-"""Makes a tracker from the run's config, its output folder and the tracker's own `tracker_kwargs`."""
+"""f(config of the run, its output folder, the tracker's `tracker_kwargs`) -> tracker."""
 
 TRACKERS: dict[str, TrackerFactory] = {}
-"""Trackers by the name they have in `track_with`."""
+"""Name in `track_with` -> factory."""
 
 
 def register_tracker(name: str) -> Callable[[TrackerFactory], TrackerFactory]:
-    """Decorator that enters a factory into TRACKERS under `name`."""
+    """Decorator that registers a factory in TRACKERS under `name`."""
 
-    def enter(factory: TrackerFactory) -> TrackerFactory:
+    def add(factory: TrackerFactory) -> TrackerFactory:
         if name in TRACKERS:
             raise ValueError(f"a tracker named {name!r} is registered already")
         TRACKERS[name] = factory
         return factory
 
-    return enter
+    return add

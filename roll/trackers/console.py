@@ -1,4 +1,4 @@
-"""The console: a live progress bar on a terminal, one plain line per step elsewhere."""
+"""Console output: a live progress bar on a terminal, otherwise one plain line per step."""
 
 from __future__ import annotations
 
@@ -22,20 +22,19 @@ SHOWN = (
     ("val/score", "validation", "{:.3f}"),
     ("val/loss", "validation loss", "{:.4f}"),
 )
-"""What the console shows where the run has it: metric, label, format. Validation keeps its last value."""
+"""Metrics the console shows if the run has them: name, label, format. Validation metrics keep their last value."""
 
 
 class ConsoleTracker(Tracker):
-    """Shows how far the run is and how it does."""
+    """Shows progress and the most important metrics.
+
+    Args:
+        name: of the run, at the start of the line.
+        total_steps: length of the bar.
+        stream: output, by default standard output; on a terminal a bar is drawn.
+    """
 
     def __init__(self, name: str, total_steps: int, stream: IO[str] | None = None) -> None:
-        """Shows nothing until the first step.
-
-        Args:
-            name: of the run, at the start of the line.
-            total_steps: length of the bar.
-            stream: where to write; default standard output. A bar is drawn when it is a terminal.
-        """
         self._name = name
         self._total_steps = total_steps
         self._console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
@@ -44,20 +43,19 @@ class ConsoleTracker(Tracker):
         self._last: dict[str, float] = {}
 
     def resume(self, step: int) -> None:
-        """Says where the run goes on."""
-        self._console.print(f"{self._name}: goes on after step {step}")
+        self._console.print(f"{self._name}: resumes after step {step}")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Moves the bar, or prints the step's line."""
+        """Updates the bar, or prints a line."""
         self._last.update(metrics)
         if self._console.is_terminal:
-            self._bar().update(self._task, completed=step, values=summarise(self._last, dim="[dim]", end="[/]"))
+            self._bar().update(self._task, completed=step, values=format_metrics(self._last, dim="[dim]", end="[/]"))
         else:
-            line = summarise({**_validations(self._last), **metrics})
+            line = format_metrics({**_validations(self._last), **metrics})
             self._console.print(f"{self._name} {step}/{self._total_steps}  {line}", markup=False)
 
     def close(self) -> None:
-        """Leaves the bar as it stands, so that the terminal is usable after."""
+        """Stops the bar at its current state and restores the terminal."""
         if self._progress is not None:
             self._progress.stop()
 
@@ -77,8 +75,8 @@ class ConsoleTracker(Tracker):
         return self._progress
 
 
-def summarise(metrics: Mapping[str, float], dim: str = "", end: str = "") -> str:
-    """The SHOWN metrics that are there, as `label value`, with `dim` and `end` around each label."""
+def format_metrics(metrics: Mapping[str, float], dim: str = "", end: str = "") -> str:
+    """The present SHOWN metrics as `label value`, with `dim` and `end` around each label."""
     parts = []
     for name, label, form in SHOWN:
         value = metrics.get(name)

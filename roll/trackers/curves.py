@@ -1,4 +1,4 @@
-"""The picture of a run: reward, validation score, response length and step time over its steps."""
+"""Plots a run: reward, validation score, response length and step time over its steps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from roll.trackers.jsonl import FILE_NAME, read_metrics
+from roll.trackers.files import METRICS_FILE, read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,35 +17,34 @@ GENERATION = (
     ("time/generate", "generate", "#2a9d8f"),
     ("time/reward", "reward", "#e9c46a"),
 )
-"""What waiting for a batch is made of in synchronous training."""
+"""Parts of waiting for a batch in synchronous training: metric, label, color."""
 
 WAITING = (("time/wait_prev_gen", "wait for samples", "#2a9d8f"),)
-"""What is left of it when generation runs ahead."""
+"""The part of a step spent waiting for a batch in asynchronous training."""
 
 LEARNING = (
     ("time/old_log_probs", "log-probs", "#8ab17d"),
     ("time/train", "train", "#2563a8"),
-    ("time/publish", "publish", "#e76f51"),
+    ("time/publish", "weight update", "#e76f51"),
     ("time/checkpoint", "checkpoint", "#9d8fb0"),
 )
-"""What the rest of a step is made of, in the order it is spent; what remains of `time/step` without `time/val` is
-overhead."""
+"""The other parts of a step, in order; the rest of `time/step` without `time/val` is overhead."""
 
 OVERLAP = 1.1
-"""Generation ran beside training where its time exceeds the wait for it by this factor, over the run."""
+"""Generation overlapped training if its total time exceeds the total time waiting for it by this factor."""
 
 SMOOTHING_SHARE = 0.15
-"""A smooth line averages over this share of the run around each step: enough to show a trend, not to hide a fall."""
+"""Width of the moving average as a fraction of the run: shows trends without hiding drops."""
 
 TIME_SMOOTHING_SHARE = 0.05
-"""The same for the time of steps, where single slow steps are of interest."""
+"""The same for step times, narrower because single slow steps are of interest."""
 
 Rows = list[dict[str, float]]
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One panel: shown when the run has the metric it is about."""
+    """One panel of the plot, drawn if the run has `metric`."""
 
     metric: str
     title: str
@@ -53,26 +52,26 @@ class Panel:
 
 
 def draw_curves(run_dir: Path, out_png: Path, title: str = "") -> Path:
-    """Draws `run_dir`/metrics.jsonl to `out_png`, and returns that path.
+    """Plots `run_dir`/metrics.jsonl to `out_png` and returns that path.
 
     Args:
         run_dir: output folder of a run.
-        out_png: file to write; its folder is made when missing.
-        title: above the picture.
+        out_png: file to write; its folder is created if missing.
+        title: above the plot.
 
     Raises:
-        ValueError: the run has logged none of the metrics that are drawn.
+        ValueError: the run logged none of the plotted metrics.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    rows = read_metrics(run_dir / FILE_NAME)
+    rows = read_metrics(run_dir / METRICS_FILE)
     panels = [panel for panel in PANELS if any(row.get(panel.metric) is not None for row in rows)]
     if any(panel.metric == "rollout/reward_mean" for panel in panels):
         panels = [panel for panel in panels if panel.metric != "actor/loss"]
     if not panels:
-        raise ValueError(f"{run_dir / FILE_NAME}: holds nothing to draw; {len(rows)} lines")
+        raise ValueError(f"{run_dir / METRICS_FILE}: nothing to plot in {len(rows)} lines")
     columns = min(2, len(panels))
     lines = -(-len(panels) // columns)
     spacing = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12, hspace=0.04, wspace=0.03)
@@ -90,7 +89,7 @@ def draw_curves(run_dir: Path, out_png: Path, title: str = "") -> Path:
 
 
 def smooth(values: list[float], share: float = SMOOTHING_SHARE) -> list[float]:
-    """Centred moving average over `share` of the values, narrower at both ends so that no point is invented."""
+    """Centered moving average over the fraction `share` of the values, narrower at both ends."""
     reach = int(len(values) * share / 2)
     averages = []
     for index in range(len(values)):
@@ -101,13 +100,13 @@ def smooth(values: list[float], share: float = SMOOTHING_SHARE) -> list[float]:
 
 
 def series(rows: Rows, name: str) -> tuple[list[int], list[float]]:
-    """Steps and values of a metric, where it was logged and is a number."""
+    """Steps and values of a metric, without steps that lack it."""
     pairs = [(int(row["step"]), row[name]) for row in rows if row.get(name) is not None]
     return [step for step, _ in pairs], [value for _, value in pairs]
 
 
 def dress(axes: Axes, title: str) -> None:
-    """Gives a panel over steps its title and the look all pictures share."""
+    """Sets the title and the common style of a panel."""
     axes.set_title(title, loc="left", color=INK, fontsize=10.5, fontweight="bold", pad=8)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
@@ -120,7 +119,7 @@ def dress(axes: Axes, title: str) -> None:
 
 
 def _trend(axes: Axes, rows: Rows, name: str, color: str) -> None:
-    """The values, pale, and their smooth line, with its last value written at its end."""
+    """Draws the values in a pale color, and their moving average with its last value as a label."""
     steps, values = series(rows, name)
     line = smooth(values)
     axes.plot(steps, values, color=color, alpha=0.28, linewidth=1.0)
@@ -162,11 +161,11 @@ def _length(axes: Axes, rows: Rows) -> None:
 
 
 def _time(axes: Axes, rows: Rows) -> None:
-    """Stacked parts of every step, a little smoothed, validation left out: it is not part of training."""
+    """Draws the stacked parts of every step, slightly smoothed and without validation."""
     rows = [row for row in rows if row["step"] > 0 and row.get("time/step") is not None]
     steps = [int(row["step"]) for row in rows]
-    ahead = _ran_ahead(rows)
-    stack = (WAITING if ahead else GENERATION) + LEARNING
+    overlapped = _overlapped(rows)
+    stack = (WAITING if overlapped else GENERATION) + LEARNING
     parts = [([row.get(name) or 0.0 for row in rows], label, color) for name, label, color in stack]
     parts = [part for part in parts if any(part[0])]
     totals = [row["time/step"] - (row.get("time/val") or 0.0) for row in rows]
@@ -175,17 +174,18 @@ def _time(axes: Axes, rows: Rows) -> None:
     areas = [smooth(values, TIME_SMOOTHING_SHARE) for values, _, _ in parts]
     axes.stackplot(steps, *areas, colors=[color for _, _, color in parts],
                    labels=[label for _, label, _ in parts], linewidth=0)  # fmt: skip
-    if ahead:
-        beside = smooth([row.get("time/generate") or 0.0 for row in rows])
-        axes.plot(steps, beside, color=INK, linewidth=1.2, linestyle=(0, (3, 2)), label="generation, beside")
-    axes.set_ylim(0, 1.35 * sorted(totals)[int(0.95 * (len(totals) - 1))])  # one slow step must not flatten the rest
+    if overlapped:
+        generation = smooth([row.get("time/generate") or 0.0 for row in rows])
+        axes.plot(steps, generation, color=INK, linewidth=1.2, linestyle=(0, (3, 2)), label="generation, overlapped")
+    # One slow step must not flatten the others.
+    axes.set_ylim(0, 1.35 * sorted(totals)[int(0.95 * (len(totals) - 1))])
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles, labels, loc="upper right", ncols=4, fontsize=7.5, frameon=False, labelcolor=INK,
                 handlelength=0.9, handleheight=0.9, columnspacing=1.0, handletextpad=0.4)  # fmt: skip
 
 
-def _ran_ahead(rows: Rows) -> bool:
-    """Whether generation took place beside training."""
+def _overlapped(rows: Rows) -> bool:
+    """Whether generation overlapped training."""
     waited = sum(row.get("time/wait_prev_gen") or 0.0 for row in rows)
     generated = sum((row.get("time/generate") or 0.0) + (row.get("time/reward") or 0.0) for row in rows)
     return "time/wait_prev_gen" in rows[-1] and generated > OVERLAP * waited
@@ -199,4 +199,4 @@ PANELS = (
     Panel("rollout/response_length_mean", "Response length, tokens", _length),
     Panel("time/step", "Time of a step without validation, seconds", _time),
 )
-"""The panels, in order. A policy loss says nothing about progress: the loss is drawn where there is no reward."""
+"""The panels in order. The loss is drawn only without rewards, because a policy loss does not show progress."""

@@ -1,4 +1,4 @@
-"""All trackers of a run behind one `log`."""
+"""All trackers of a run behind one interface."""
 
 from __future__ import annotations
 
@@ -9,29 +9,27 @@ from typing import Any
 
 from roll.configs.errors import ConfigError, Problem
 from roll.configs.pipeline import BaseConfig
-from roll.trackers import console, tensorboard  # noqa: F401  (they register themselves)
+from roll.trackers import console, tensorboard  # noqa: F401  (registers them)
 from roll.trackers.base import TRACKERS, Metrics, Tracker
-from roll.trackers.jsonl import FILE_NAME, JsonlTracker
-from roll.trackers.metrics import undocumented
-from roll.trackers.run_json import write_run_json
+from roll.trackers.files import METRICS_FILE, JsonlTracker, write_run_json
+from roll.trackers.metrics import undocumented, with_aliases
 
 logger = logging.getLogger(__name__)
 
 
 class TrackerGroup:
-    """Hands every step to every tracker, and keeps run.json."""
+    """Passes every step to all trackers, and writes run.json at the start and at the end of the run.
+
+    Args:
+        config: of the run.
+        trackers: that record its steps.
+        plan: for run.json.
+        metrics: user-defined metrics, added to those of every step.
+    """
 
     def __init__(
         self, config: BaseConfig, trackers: list[Tracker], plan: Any = None, metrics: Metrics | None = None
     ) -> None:
-        """Writes run.json at once, so that even a run that dies early says what it was.
-
-        Args:
-            config: of the run.
-            trackers: that record its steps.
-            plan: for run.json.
-            metrics: adds its own to those of every step.
-        """
         self._config = config
         self._metrics = metrics
         self._trackers = trackers
@@ -40,15 +38,16 @@ class TrackerGroup:
         self._write_run_json(summary=None)
 
     def resume(self, step: int) -> None:
-        """The run goes on after `step`: whatever was logged later is removed. Call it before the first `log`."""
+        """Removes what was logged after `step`, where the run resumes. Call it before the first `log`."""
         for tracker in self._trackers:
             tracker.resume(step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Records one step; trackers other than metrics.jsonl get it every `logging_steps`, and the last one always."""
+        """Records one step and its aliases; trackers without `every_step` get one in `logging_steps` and the last."""
         for name in set(undocumented(metrics)) - self._warned:
             logger.warning("metric %r is not described in roll/trackers/metrics.py", name)
             self._warned.add(name)
+        metrics = with_aliases(metrics)
         if self._metrics is not None:
             metrics = {**self._metrics.step(step, metrics), **metrics}
         due = step % self._config.logging_steps == 0 or step == self._config.max_steps
@@ -57,7 +56,7 @@ class TrackerGroup:
                 tracker.log(step, metrics)
 
     def close(self, summary: Mapping[str, Any] | None = None) -> None:
-        """Closes every tracker and completes run.json with `summary`."""
+        """Closes all trackers and adds `summary` to run.json."""
         for tracker in self._trackers:
             tracker.close()
         self._write_run_json(summary)
@@ -67,22 +66,22 @@ class TrackerGroup:
 
 
 def make_trackers(config: BaseConfig, plan: Any = None, metrics: Metrics | None = None) -> TrackerGroup:
-    """metrics.jsonl and run.json in `output_dir`, and what `track_with` names.
+    """The trackers of a run: metrics.jsonl and run.json in `output_dir`, and those named in `track_with`.
 
     Args:
-        config: the run's; `tracker_kwargs` holds each tracker's options under its name.
-        plan: what run.json says under `plan`; a dataclass or a mapping.
-        metrics: adds its own to those of every step.
+        config: of the run; `tracker_kwargs` has the options of each tracker under its name.
+        plan: for run.json; a dataclass or a mapping.
+        metrics: user-defined metrics, added to those of every step.
 
     Raises:
-        ValueError: `track_with` or `tracker_kwargs` names no known tracker.
-        ConfigError: a tracker has no such option.
+        ValueError: `track_with` names an unknown tracker, or `tracker_kwargs` one that `track_with` does not name.
+        ConfigError: an option is not one of the tracker.
     """
     output_dir = Path(config.output_dir)
     unused = set(config.tracker_kwargs) - set(config.track_with)
     if unused:
         raise ValueError(f"tracker_kwargs.{min(unused)}: has no effect, since track_with is {config.track_with}")
-    trackers: list[Tracker] = [JsonlTracker(output_dir / FILE_NAME)]
+    trackers: list[Tracker] = [JsonlTracker(output_dir / METRICS_FILE)]
     for name in config.track_with:
         if name not in TRACKERS:
             raise ValueError(f"track_with: {name!r} is unknown; use {', '.join(sorted(TRACKERS))}")

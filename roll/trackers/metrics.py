@@ -1,190 +1,249 @@
-"""Every metric a run writes, with its unit and meaning: the one place a metric is named and explained.
+"""Every metric of a run with its unit and description, from which `make docs` generates docs/metrics.md.
 
-docs/metrics.md is made from it (`make docs`).
+Metrics are described only here. The code that computes a metric names it; a name without a description is logged as a
+warning (`undocumented`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One line of the table; `name` may hold `<placeholders>`, each standing for one word without a slash."""
+    """A metric; `name` may contain `<placeholders>`, each for one word without a slash."""
 
     name: str
     unit: str
     meaning: str
 
 
+ALIASES: dict[str, str] = {
+    "global_steps": "step",
+    "current_param_version": "version",
+    "processed_samples": "queue/total_consumed",
+    "queue_size": "queue/size",
+    "total_produced": "queue/total_produced",
+    "total_consumed": "queue/total_consumed",
+    "dropped_samples": "queue/dropped_samples",
+}
+"""Name in other asynchronous trainers -> the metric of this project with the same value."""
+
 RUN = (
-    Metric("step", "steps", "Number of the line: batches learned from so far; 0 is the state before the first."),
-    Metric("version", "versions", "Weight version that this step produced; each update makes the next."),
+    Metric("step", "steps", "Number of the training step, which equals the batches trained on; 0 is before training."),
+    Metric("version", "versions", "Weight version after this step; every weight update increases it by one."),
 )
 
 TIME = (
-    Metric("time/step", "s", "The whole step, publishing and validation included."),
-    Metric("time/wait_prev_gen", "s", "Waiting for the batch; generation itself when async_generation_ratio is 0."),
-    Metric(
-        "time/generate",
-        "s",
-        "Time since the batch before in which responses were sampled.",
-    ),
-    Metric("time/reward", "s", "The same for scoring them."),
-    Metric("time/env", "s", "The same for environments that were opened or reacted to an answer."),
+    Metric("time/step", "s", "The whole step, including weight update, validation and checkpoint."),
+    Metric("time/wait_prev_gen", "s", "Waiting for the next batch; with async_generation_ratio 0 all of generation."),
+    Metric("time/generate", "s", "Seconds with at least one generation request running, since the previous batch."),
+    Metric("time/reward", "s", "Seconds with at least one response being scored, since the previous batch."),
+    Metric("time/env", "s", "Seconds with at least one environment resetting or stepping, since the previous batch."),
     Metric("time/old_log_probs", "s", "Log-probs of the batch under actor_train and the reference."),
     Metric("time/advantages", "s", "Advantages and corrections, on the driver."),
-    Metric("time/train", "s", "Forward, backward and optimizer steps."),
-    Metric("time/publish", "s", "Bringing the new weights to the engines, verification included."),
-    Metric("time/publish_pause", "s", "Inside that: the time engines stood still, from the end of their last step on."),
+    Metric("time/train", "s", "Forward and backward passes and optimizer steps."),
+    Metric("time/publish", "s", "Weight update of the engines, including verification."),
+    Metric("time/publish_pause", "s", "Part of the weight update during which the engines generated nothing."),
     Metric("time/val", "s", "Validation."),
     Metric("time/checkpoint", "s", "Writing a checkpoint."),
 )
 
 ROLLOUT = (
     Metric("rollout/reward_mean", "score", "Mean raw reward of the batch's samples."),
-    Metric("rollout/reward_std", "score", "Its standard deviation."),
-    Metric("rollout/response_length_mean", "tokens", "Mean length of a response."),
-    Metric("rollout/response_length_max", "tokens", "Longest response."),
-    Metric("rollout/truncated_fraction", "share", "Responses that ended at the length limit."),
-    Metric("rollout/sequence_length_mean", "tokens", "Mean length of a trajectory, environment and prompt included."),
-    Metric("rollout/turns_mean", "turns", "Mean number of answers in a trajectory."),
-    Metric("rollout/versions_max", "versions", "Most weight versions that the tokens of one trajectory come from."),
+    Metric("rollout/reward_std", "score", "Standard deviation of the raw reward."),
+    Metric("rollout/response_length_mean", "tokens", "Mean response length."),
+    Metric("rollout/response_length_max", "tokens", "Largest response length."),
+    Metric("rollout/truncated_fraction", "fraction", "Responses that ended at the length limit."),
+    Metric("rollout/sequence_length_mean", "tokens", "Mean trajectory length, including prompt and environment text."),
+    Metric("rollout/turns_mean", "turns", "Mean number of turns of a trajectory."),
+    Metric("rollout/versions_max", "versions", "Largest number of weight versions within one trajectory."),
     Metric(
         "rollout/prefix_reuse",
-        "share",
-        "Prompt tokens that engines had in their cache, of those of second and later turns whose turn before was "
-        "answered by the same weights.",
+        "fraction",
+        "Prompt tokens found in the engines' prefix cache, counted over turns after the first whose previous turn was "
+        "generated with the same weights.",
     ),
+    Metric("rollout/tokens_per_second", "tokens/s", "Response tokens per second of generation (time/generate)."),
     Metric("env/<tag>/num_actions", "actions", "Mean number of actions of a trajectory."),
-    Metric("env/<tag>/<metric>", "varies", "Mean over trajectories of what the environments measure."),
-    Metric("env/failures_<reason>", "environments", "Environments that raised, hung or died since the run began."),
-    Metric("rollout/tokens_per_second", "tokens/s", "Response tokens by the time it took to generate them."),
-    Metric("staleness/mean", "versions", "How many versions old the oldest token of a sample is when learned from."),
-    Metric("staleness/max", "versions", "The same, of the oldest sample."),
-    Metric("staleness/token_mean", "versions", "Age of a token when it is learned from."),
-    Metric("staleness/token_max", "versions", "The same, of the oldest token."),
+    Metric("env/<tag>/<metric>", "varies", "Mean over trajectories of a metric that the environment reports."),
+    Metric("env/failures_<reason>", "environments", "Environments that failed for this reason since the run began."),
+)
+
+STALENESS = (
+    Metric("staleness/mean", "versions", "Age of a sample when it is trained on, by its oldest token: mean."),
+    Metric("staleness/max", "versions", "Age of a sample when it is trained on, by its oldest token: maximum."),
+    Metric("staleness/token_mean", "versions", "Age of a token when it is trained on: mean."),
+    Metric("staleness/token_max", "versions", "Age of a token when it is trained on: maximum."),
+    Metric("avg_sample_age", "versions", "Age of a group when it is trained on, by its oldest token: mean."),
+    Metric("max_sample_age", "versions", "Age of a group when it is trained on, by its oldest token: maximum."),
+    Metric("stale_samples_ratio", "fraction", "Groups older than async_training.staleness_threshold."),
 )
 
 LEDGER = (
-    Metric("ledger/submitted", "prompts", "Sent to the engines since the run began."),
-    Metric("ledger/consumed", "prompts", "Learned from."),
-    Metric("ledger/buffered", "prompts", "Scored, waiting to be learned from."),
+    Metric("ledger/submitted", "prompts", "Submitted for generation; the sum of all other ledger metrics."),
+    Metric("ledger/consumed", "prompts", "Trained on."),
+    Metric("ledger/buffered", "prompts", "Scored, waiting to be trained on."),
     Metric("ledger/in_flight", "prompts", "Being generated or scored."),
-    Metric("ledger/dropped_<reason>", "prompts", "Given up for that reason. All of the above add up to submitted."),
-    Metric("queue/size", "samples", "Samples waiting to be learned from."),
-    Metric(
-        "queue/total_produced", "samples", "Samples that waited for a batch and were not dropped, since the run began."
-    ),
-    Metric("queue/total_consumed", "samples", "Samples that left it for a batch."),
-    Metric(
-        "queue/dropped_samples",
-        "samples",
-        "Samples given up for any reason, whether they were waiting or still being generated.",
-    ),
-)
-
-ACCOUNT = (
-    Metric("global_steps", "steps", "As step."),
-    Metric("current_param_version", "versions", "As version."),
-    Metric("processed_samples", "samples", "Samples learned from since the run began."),
-    Metric("param_sync_count", "publishes", "Versions brought to the engines since the run began."),
-    Metric("param_sync_requests", "attempts", "Attempts at that: one each, and the failed ones."),
-    Metric("sync_failures", "attempts", "Failed attempts since the process started."),
-    Metric("total_generated_samples", "samples", "Samples that came back from generation since the run began."),
-    Metric("generation_errors", "prompts", "Prompts given up because a response could not be generated."),
+    Metric("ledger/dropped_<reason>", "prompts", "Dropped for this reason."),
+    Metric("queue/size", "samples", "Samples waiting to be trained on."),
+    Metric("queue/total_produced", "samples", "Samples that reached the queue and were not dropped."),
+    Metric("queue/total_consumed", "samples", "Samples trained on."),
+    Metric("queue/dropped_samples", "samples", "Samples dropped for any reason, in the queue or before it."),
+    Metric("total_generated_samples", "samples", "Samples whose generation finished."),
+    Metric("generation_errors", "prompts", "Prompts dropped because a response could not be generated."),
     Metric("dropped_stale_samples", "samples", "Samples dropped for a token older than max_staleness_allowed."),
-    Metric("avg_sample_age", "versions", "Mean age of the oldest token of a group when it is learned from."),
-    Metric("max_sample_age", "versions", "The same, of the oldest group."),
-    Metric("stale_samples_ratio", "share", "Groups older than async_training.staleness_threshold."),
-    Metric("queue_size", "samples", "As queue/size."),
-    Metric("total_produced", "samples", "As queue/total_produced."),
-    Metric("total_consumed", "samples", "As queue/total_consumed."),
-    Metric("dropped_samples", "samples", "As queue/dropped_samples."),
 )
 
 ADVANTAGE = (
     Metric("advantage/mean", "", "Mean advantage over response tokens."),
-    Metric("advantage/std", "", "Its standard deviation."),
+    Metric("advantage/std", "", "Standard deviation of the advantage over response tokens."),
     Metric("advantage/min", "", "Smallest advantage."),
     Metric("advantage/max", "", "Largest advantage."),
     Metric("advantage/return_mean", "score", "Mean return to go over response tokens."),
-    Metric("advantage/zero_spread_groups", "groups", "Groups whose scores are all equal: they teach nothing."),
-    Metric("advantage/zero_spread_group_fraction", "share", "Their share of all groups."),
+    Metric("advantage/zero_variance_groups", "groups", "Groups whose scores are all equal: they give no gradient."),
+    Metric("advantage/zero_variance_group_fraction", "fraction", "Fraction of the groups whose scores are all equal."),
     Metric("advantage/token_kl", "nats", "Mean KL to the reference in the token reward (add_token_level_kl)."),
-    Metric("advantage/kl_coef", "", "Its weight."),
+    Metric("advantage/kl_coef", "", "Weight of that KL."),
 )
 
 ACTOR = (
-    Metric("actor/loss", "", "What the optimizer minimised; like all of actor/, the mean over its optimizer steps."),
-    Metric("actor/pg_loss", "", "Its policy term."),
-    Metric("actor/kl_loss", "nats", "Its KL to the reference, before the coefficient."),
-    Metric("actor/entropy", "nats", "Mean entropy of the next token."),
-    Metric("actor/policy_kl", "nats", "KL estimate (k3) between the policy now and pg_ratio_base."),
-    Metric("actor/ratio_mean", "ratio", "Mean of policy now over that base; 1 before the first update."),
-    Metric("actor/ratio_max", "ratio", "Largest such ratio."),
-    Metric("actor/ratio_deviation_max", "ratio", "Largest distance of such a ratio from 1."),
-    Metric("actor/log_ratio_abs_max", "nats", "Largest log ratio of a token, either sign, before any clamp."),
-    Metric("actor/clip_fraction", "share", "Tokens whose ratio or weight a clip cut off."),
-    Metric("actor/grad_norm", "", "Global norm of the gradient before clipping."),
+    Metric("actor/loss", "", "Loss minimized by the optimizer."),
+    Metric("actor/pg_loss", "", "Policy term of the loss."),
+    Metric("actor/kl_loss", "nats", "KL to the reference in the loss, before its coefficient."),
+    Metric("actor/entropy", "nats", "Mean entropy of the next-token distribution."),
+    Metric("actor/policy_kl", "nats", "KL estimate (k3) between the current policy and pg_ratio_base."),
+    Metric("actor/ratio_mean", "ratio", "Mean ratio of the policy to pg_ratio_base; 1 before the first update."),
+    Metric("actor/ratio_max", "ratio", "Largest ratio."),
+    Metric("actor/ratio_deviation_max", "ratio", "Largest distance of a ratio from 1."),
+    Metric("actor/log_ratio_abs_max", "nats", "Largest absolute log ratio of a token, before clamping."),
+    Metric("actor/clip_fraction", "fraction", "Tokens whose ratio or weight was clipped."),
+    Metric("actor/grad_norm", "", "Global gradient norm before clipping."),
     Metric("actor/lr", "", "Learning rate of the optimizer step."),
+)
+
+CORRECTION = (
+    Metric("correction/ess", "fraction", "Effective sample size of the tokens, (sum w)^2 / (n sum w^2)."),
+    Metric(
+        "correction/behavior_k1", "nats", "Mean of l; negative if the samples are less likely under p than under mu."
+    ),
+    Metric("correction/behavior_k3", "nats", "Mean of e^l - 1 - l, an estimate of KL(mu || p); never negative."),
+    Metric("correction/chi2_token", "", "Mean of e^2l over tokens, minus 1: the variance of token ratios."),
+    Metric(
+        "correction/chi2_sequence", "", "Mean of e^2L over samples, minus 1; L is the clamped sum of l in a sample."
+    ),
+    Metric("correction/is_weight_mean", "", "Mean weight of a token."),
+    Metric("correction/is_weight_max", "", "Largest weight of a token."),
+    Metric("correction/masked_fraction", "fraction", "Tokens that rejection removed from the loss."),
+    Metric(
+        "correction/log_prob_diff_max",
+        "nats",
+        "Largest |log p - log mu| before clamping; with fresh weights the difference between engine and trainer.",
+    ),
+    Metric("correction/log_ppl_diff", "nats", "Mean over samples of the log-perplexity under p minus that under mu."),
+    Metric("correction/no_op", "0 or 1", "1 if samples were stale but every ratio and weight was 1: an error."),
 )
 
 VALIDATION = (
     Metric("val/score", "score", "Mean reward over all validation responses."),
-    Metric("val/<name>/score", "score", "The same, of the prompts with that tag."),
-    Metric("val/response_length_mean", "tokens", "Mean length of a validation response."),
+    Metric("val/<name>/score", "score", "Mean reward over the validation prompts with this tag."),
+    Metric("val/response_length_mean", "tokens", "Mean validation response length."),
     Metric("val/<tag>/num_actions", "actions", "Mean number of actions of a validation trajectory."),
-    Metric("val/<tag>/<metric>", "varies", "Mean over validation trajectories of what the environments measure."),
-    Metric("val/replayed_groups", "groups", "Groups of trajectories that failed and were played again."),
-    Metric("val/seconds", "s", "Time of the validation."),
-    Metric("val/loss", "nats", "SFT: mean negative log-likelihood of the answers' tokens."),
+    Metric("val/<tag>/<metric>", "varies", "Mean over validation trajectories of a metric of the environment."),
+    Metric("val/replayed_groups", "groups", "Validation groups that failed and were repeated."),
+    Metric("val/seconds", "s", "Duration of the validation."),
+    Metric("val/loss", "nats", "SFT: mean negative log-likelihood of the answer tokens."),
 )
 
 SYSTEM = (
-    Metric("publish/bytes", "bytes", "Weights brought to the engines."),
-    Metric("publish/verified", "0 or 1", "Whether names and checksums were compared on both sides."),
+    Metric("publish/bytes", "bytes", "Weights sent to the engines."),
+    Metric("publish/verified", "0 or 1", "Whether names and checksums of the weights were compared on both sides."),
+    Metric("param_sync_count", "updates", "Weight updates since the run began."),
+    Metric("param_sync_requests", "attempts", "Attempts at a weight update, including failed ones."),
+    Metric("sync_failures", "attempts", "Failed attempts at a weight update since the process started."),
     Metric("memory/<name>", "bytes", "Memory in use, by role and kind."),
+    Metric("throughput/tokens_per_second", "tokens/s", "Tokens trained on, including prompts, per second and device."),
+    Metric("throughput/trainer_idle", "fraction", "Fraction of the step during which actor_train was idle."),
     Metric(
-        "throughput/tokens_per_second",
-        "tokens/s",
-        "Tokens learned from, prompts included, by the step's time and devices.",
+        "throughput/rollout_idle",
+        "fraction",
+        "Fraction of the time since the previous batch without a generation request running.",
     ),
-    Metric("throughput/trainer_idle", "share", "Share of the step in which actor_train did nothing."),
-    Metric("throughput/rollout_idle", "share", "Share of the time since the last batch in which no engine generated."),
 )
 
+SECTIONS: dict[str, tuple[Metric, ...]] = {
+    "Run": RUN,
+    "Time": TIME,
+    "Rollout": ROLLOUT,
+    "Staleness": STALENESS,
+    "Prompt accounting": LEDGER,
+    "Advantages": ADVANTAGE,
+    "Actor": ACTOR,
+    "Off-policy correction": CORRECTION,
+    "Validation": VALIDATION,
+    "System": SYSTEM,
+}
+"""Every metric by subject, without aliases."""
 
-def sections() -> dict[str, tuple[Metric, ...]]:
-    """Every metric by subject; those of the correction are explained where they are computed."""
-    from roll.algorithms.correction import CORRECTION_METRICS, INERT
+NOTES = {
+    "Actor": "Means over the optimizer steps of the batch; of names ending in `_max`, maxima.",
+    "Prompt accounting": (
+        "Counts since the run began. A prompt stands for its group of samples: the responses to one prompt, or the "
+        "trajectories from one start state."
+    ),
+    "Off-policy correction": (
+        "mu is the policy that sampled, p the proximal policy (the current one in bypass mode), l = log p - log mu of "
+        "a token, clamped to +-20, and w its weight, by default e^l; see [algorithms](algorithms.md#correction)."
+    ),
+}
 
-    correction = tuple(Metric(name, "", meaning) for name, meaning in CORRECTION_METRICS.items())
-    inert = Metric(INERT, "0 or 1", "Whether the samples were stale and yet every ratio and weight was 1: an error.")
-    return {
-        "The run": RUN,
-        "Time": TIME,
-        "Rollout and staleness": ROLLOUT,
-        "The account of prompts": LEDGER,
-        "The account in other systems' terms": ACCOUNT,
-        "Advantages": ADVANTAGE,
-        "Actor": ACTOR,
-        "Sampling policy against training policy": (*correction, inert),
-        "Validation": VALIDATION,
-        "System": SYSTEM,
-    }
+
+def with_aliases(metrics: Mapping[str, float]) -> dict[str, float]:
+    """`metrics` and, for metrics with an alias, the same value under that name."""
+    return {**{alias: metrics[name] for alias, name in ALIASES.items() if name in metrics}, **metrics}
 
 
 def undocumented(names: Iterable[str]) -> list[str]:
-    """Those of `names` that no metric describes."""
+    """The names that are neither a metric nor an alias."""
     return [name for name in names if not _pattern().fullmatch(name)]
 
 
 @cache
 def _pattern() -> re.Pattern[str]:
-    """One expression that matches every documented name."""
-    names = [metric.name for metrics in sections().values() for metric in metrics]
+    """A pattern that matches every documented name."""
+    names = [metric.name for metrics in SECTIONS.values() for metric in metrics] + list(ALIASES)
     return re.compile("|".join(re.sub(r"<\w+>", r"[^/]+", re.escape(name)) for name in names))
+
+
+HEAD = """\
+# Metrics
+
+The metrics that a run writes to `metrics.jsonl`, one line per step, and to its trackers. A run writes only the metrics
+that apply to it; an SFT run, for example, has no rewards. `make docs` generates this page from
+`roll/trackers/metrics.py`.
+"""
+
+ALIAS_HEAD = """
+## Aliases
+
+The names of these metrics in other asynchronous trainers. `param_sync_count`, `param_sync_requests`, `sync_failures`,
+`total_generated_samples`, `generation_errors`, `dropped_stale_samples`, `avg_sample_age`, `max_sample_age` and
+`stale_samples_ratio` are names of those trainers; they are described above, because no other metric equals them.
+
+| name | same as |
+|---|---|
+"""
+
+
+def markdown() -> str:
+    """The text of docs/metrics.md, with a table for each section."""
+    parts = [HEAD]
+    for title, metrics in SECTIONS.items():
+        cells = [(f"`{item.name}`", item.unit, item.meaning.replace("|", r"\|")) for item in metrics]
+        rows = "".join(f"| {' | '.join(row)} |\n" for row in cells)
+        note = f"{NOTES[title]}\n\n" if title in NOTES else ""
+        parts.append(f"\n## {title}\n\n{note}| name | unit | meaning |\n|---|---|---|\n{rows}")
+    return "".join([*parts, ALIAS_HEAD, *(f"| `{alias}` | `{name}` |\n" for alias, name in ALIASES.items())])

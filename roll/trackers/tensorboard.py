@@ -1,4 +1,4 @@
-"""TensorBoard: the same names as metrics.jsonl, as scalars."""
+"""TensorBoard output: scalars with the same names as in metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roll.configs.pipeline import BaseConfig
-from roll.configs.trackers import TensorBoardOptions
+from roll.configs.pipeline import BaseConfig, TensorBoardOptions
 from roll.trackers.base import Tracker, register_tracker
 
 if TYPE_CHECKING:
@@ -16,26 +15,24 @@ if TYPE_CHECKING:
 
 
 class TensorBoardTracker(Tracker):
-    """Writes event files to `log_dir`; on resume, points after the resumed step are purged by TensorBoard itself."""
+    """Writes event files; on resume, TensorBoard itself purges points after the resumed step.
+
+    Args:
+        log_dir: folder of the event files.
+        flush_secs: longest time a point stays in memory, in seconds.
+    """
 
     def __init__(self, log_dir: Path, flush_secs: float = TensorBoardOptions.flush_secs) -> None:
-        """Opens the event file with the first step.
-
-        Args:
-            log_dir: folder of the event files.
-            flush_secs: longest time a point stays in memory, in seconds.
-        """
         self._log_dir = log_dir
         self._flush_secs = flush_secs
         self._purge_step: int | None = None
         self._writer: SummaryWriter | None = None
 
     def resume(self, step: int) -> None:
-        """Hides what an earlier run logged after `step`."""
         self._purge_step = step + 1
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds one point to every curve; a value that is not finite leaves a gap."""
+        """Adds one point to every curve; values that are not finite are skipped."""
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -47,7 +44,6 @@ class TensorBoardTracker(Tracker):
                 self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Flushes and closes the event file."""
         if self._writer is not None:
             self._writer.close()
 

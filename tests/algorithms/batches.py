@@ -1,4 +1,4 @@
-"""Random batches for the tests of this folder, and ways to split and pad them."""
+"""Random batches, and functions that split and pad them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Batch = dict[str, Tensor]
 
 
 def random_batch(samples: int = 8, tokens: int = 9, seed: int = 0) -> Batch:
-    """Samples with prompts and responses of different lengths; float64, so that equality can be asked strictly."""
+    """Samples with prompts and responses of different lengths; float64, for strict comparisons."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, tokens - 1, (samples,), generator=generator)
     starts = torch.randint(1, 3, (samples,), generator=generator)
@@ -36,13 +36,13 @@ def rows(batch: Batch, indices: list[int]) -> Batch:
     return {name: tensor[indices] for name, tensor in batch.items()}
 
 
-def pad(batch: Batch, columns: int, junk: float = 123.0) -> Batch:
-    """The batch with padding on the right; junk wherever the mask makes it invisible."""
+def pad(batch: Batch, columns: int, fill: float = 123.0) -> Batch:
+    """The batch with padding on the right; other values outside the mask."""
 
     def wider(name: str, tensor: Tensor) -> Tensor:
         if tensor.dim() == 1:
             return tensor
-        fill = False if name == "response_mask" else junk
-        return torch.cat([tensor, tensor.new_full((tensor.shape[0], columns), fill)], dim=1)
+        value = False if name == "response_mask" else fill
+        return torch.cat([tensor, tensor.new_full((tensor.shape[0], columns), value)], dim=1)
 
     return {name: wider(name, tensor) for name, tensor in batch.items()}

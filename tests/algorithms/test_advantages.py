@@ -5,10 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from roll.algorithms.advantages import compute_advantages
-from roll.algorithms.estimators import ADV_ESTIMATORS, AdvantageConfig, return_to_go, token_rewards
-from roll.configs.names import TURN_ESTIMATORS
+from roll.algorithms.advantages import ADV_ESTIMATORS, AdvantageConfig, compute_advantages, return_to_go, token_rewards
 from roll.configs.pipeline import RLVRConfig
+from roll.configs.policy import TURN_ESTIMATORS
 from tests.algorithms.trajectories import single_turns
 
 MASK = torch.tensor([[0, 1, 1, 0], [0, 1, 1, 1], [0, 1, 0, 0], [0, 1, 1, 0]])
@@ -23,31 +22,31 @@ def per_sample(result):
     return result.advantages[:, 1].tolist()
 
 
-def test_grpo_standardises_within_the_group():
+def test_grpo_normalizes_within_the_group():
     result = compute_advantages(SCORES, GROUPS, MASK, GRPO)
     assert per_sample(result) == pytest.approx([2**-0.5, -(2**-0.5), -(2**-0.5), 2**-0.5], abs=1e-5)
     assert (result.advantages[MASK == 0] == 0).all()
     assert result.returns[0].tolist() == [0, 1, 1, 0]
 
 
-def test_grpo_without_the_deviation_only_centres():
+def test_grpo_without_the_std_only_subtracts_the_mean():
     result = compute_advantages(SCORES, GROUPS, MASK, replace(GRPO, grpo_norm_by_std=False))
     assert per_sample(result) == [0.5, -0.5, -2.0, 2.0]
 
 
-def test_groups_without_spread_have_no_advantage_and_are_counted():
+def test_groups_with_zero_variance_have_no_advantage_and_are_counted():
     scores, groups = torch.tensor([0.1, 0.1, 0.1, 5.0]), torch.tensor([0, 0, 0, 1])
     result = compute_advantages(scores, groups, MASK, GRPO)
     assert (result.advantages == 0).all()
-    assert result.metrics["advantage/zero_spread_groups"] == 2
-    assert result.metrics["advantage/zero_spread_group_fraction"] == 1.0
+    assert result.metrics["advantage/zero_variance_groups"] == 2
+    assert result.metrics["advantage/zero_variance_group_fraction"] == 1.0
 
 
-def test_a_group_that_clipping_made_equal_is_counted():
+def test_a_group_with_zero_variance_after_clipping_is_counted():
     scores, groups = torch.tensor([2.0, 3.0, 0.1, 0.5]), torch.tensor([0, 0, 1, 1])
     result = compute_advantages(scores, groups, MASK, replace(GRPO, reward_clip=1.0))
     assert (result.advantages[:2] == 0).all() and (result.advantages[2:] != 0).any()
-    assert result.metrics["advantage/zero_spread_groups"] == 1
+    assert result.metrics["advantage/zero_variance_groups"] == 1
 
 
 def test_reinforce_discounts_the_return_to_go():
@@ -67,7 +66,7 @@ def test_reinforce_discounts_the_return_to_go():
         ("batch", "group", [-1.7678, -3.1820, -0.0884, 1.3258]),
     ],
 )
-def test_reinforce_normalises_scores_over_batch_or_group(mean, std, expected):
+def test_reinforce_normalizes_scores_over_batch_or_group(mean, std, expected):
     config = replace(REINFORCE, gamma=1.0, norm_mean_type=mean, norm_std_type=std)
     assert per_sample(compute_advantages(SCORES, GROUPS, MASK, config)) == pytest.approx(expected, abs=1e-4)
 
@@ -84,7 +83,7 @@ def test_rloo_compares_with_the_other_responses_of_the_group():
     assert per_sample(three) == pytest.approx([1.0 - 1.0, 0.0 - 1.5, 2.0 - 0.5, 0.0], abs=1e-6)
 
 
-def test_lite_ppo_divides_by_the_deviation_of_the_batch():
+def test_lite_ppo_divides_by_the_std_of_the_batch():
     deviation = SCORES.std().item()
     assert per_sample(estimate("lite_ppo")) == pytest.approx([x / deviation for x in (0.5, -0.5, -2.0, 2.0)], abs=1e-5)
 
@@ -97,7 +96,7 @@ def test_reinforce_plus_plus_whitens_the_return_to_go_over_the_tokens_of_the_bat
     assert result.returns[MASK.bool()].tolist() == returns.tolist()
 
 
-def test_reinforce_plus_plus_baseline_whitens_what_is_left_of_the_group():
+def test_reinforce_plus_plus_baseline_whitens_scores_minus_the_group_mean():
     centred = torch.tensor([0.5, 0.5, -0.5, -0.5, -0.5, -2.0, 2.0, 2.0])
     expected = (centred - centred.mean()) / (centred.std() + 1e-6)
     result = estimate("reinforce_plus_plus_baseline")
@@ -105,7 +104,7 @@ def test_reinforce_plus_plus_baseline_whitens_what_is_left_of_the_group():
 
 
 @pytest.mark.parametrize("name", ADV_ESTIMATORS)
-def test_equal_scores_of_single_responses_teach_nothing(name):
+def test_equal_scores_of_single_responses_have_no_advantage(name):
     scores, config = torch.ones(4), replace(GRPO, adv_estimator=name)
     flat = compute_advantages(scores, torch.arange(4), MASK, config, turns=single_turns(scores, MASK))
     assert torch.isfinite(flat.advantages).all()
@@ -122,7 +121,7 @@ def test_no_estimator_depends_on_order_or_padding(name):
 
 
 @pytest.mark.parametrize("name", [name for name in ADV_ESTIMATORS if name not in TURN_ESTIMATORS])
-def test_responses_are_worth_the_same_whether_or_not_they_are_said_to_be_turns(name):
+def test_single_turns_have_the_same_advantages_as_responses_without_turns(name):
     config = replace(GRPO, adv_estimator=name)
     turns = compute_advantages(SCORES, GROUPS, MASK, config, turns=single_turns(SCORES, MASK))
     assert turns.metrics == estimate(name).metrics
@@ -130,7 +129,7 @@ def test_responses_are_worth_the_same_whether_or_not_they_are_said_to_be_turns(n
 
 
 @pytest.mark.parametrize("name", ADV_ESTIMATORS)
-def test_token_kl_reaches_every_estimator(name):
+def test_token_kl_changes_the_advantages_of_every_estimator(name):
     config = replace(GRPO, adv_estimator=name, add_token_level_kl=True, kl_penalty="k1")
     log_probs, ref = torch.zeros(4, 4), -torch.arange(16.0).reshape(4, 4) / 16
     groups, turns = torch.zeros(4, dtype=torch.int64), single_turns(SCORES, MASK)
@@ -140,7 +139,7 @@ def test_token_kl_reaches_every_estimator(name):
     assert not torch.allclose(moved.advantages, plain.advantages)
 
 
-def test_token_kl_is_taken_from_every_token():
+def test_token_kl_is_subtracted_from_the_reward_of_every_token():
     log_probs, ref = torch.zeros(4, 4), torch.full((4, 4), -0.5)
     config = replace(REINFORCE, gamma=1.0, add_token_level_kl=True, kl_penalty="k1")
     result = compute_advantages(SCORES, GROUPS, MASK, config, log_probs=log_probs, ref_log_probs=ref, kl_coef=0.2)
@@ -148,7 +147,7 @@ def test_token_kl_is_taken_from_every_token():
     assert result.metrics["advantage/token_kl"] == pytest.approx(0.5)
 
 
-def test_token_kl_moves_grpo_through_the_sum_of_rewards():
+def test_grpo_uses_the_sum_of_rewards_with_token_kl():
     config = replace(GRPO, add_token_level_kl=True, kl_penalty="k1", grpo_norm_by_std=False)
     zeros, ref = torch.zeros(4, 4), torch.full((4, 4), -1.0)
     result = compute_advantages(SCORES, GROUPS, MASK, config, log_probs=zeros, ref_log_probs=ref, kl_coef=0.1)
@@ -158,7 +157,7 @@ def test_token_kl_moves_grpo_through_the_sum_of_rewards():
 
 
 @pytest.mark.parametrize(
-    ("knob", "value"),
+    ("key", "value"),
     [
         ("reward_clip", 1.5),
         ("advantage_clip", 0.5),
@@ -167,9 +166,9 @@ def test_token_kl_moves_grpo_through_the_sum_of_rewards():
         ("gamma", 1.0),
     ],
 )
-def test_every_knob_turns_the_advantages(knob, value):
+def test_every_key_changes_the_advantages(key, value):
     before = compute_advantages(SCORES, GROUPS, MASK, REINFORCE).advantages
-    after = compute_advantages(SCORES, GROUPS, MASK, replace(REINFORCE, **{knob: value})).advantages
+    after = compute_advantages(SCORES, GROUPS, MASK, replace(REINFORCE, **{key: value})).advantages
     assert not torch.allclose(before, after)
     assert (after[MASK == 0] == 0).all()
 
@@ -192,7 +191,7 @@ def test_a_score_that_is_not_finite_is_refused():
         compute_advantages(torch.tensor([1.0, float("nan"), 0.0, 0.0]), GROUPS, MASK, GRPO)
 
 
-def test_rewards_sit_on_the_last_response_token_and_gaps_are_stepped_over():
+def test_rewards_sit_on_the_last_response_token_and_gaps_are_not_discounted():
     mask = torch.tensor([[1, 0, 1, 0]])
     rewards = token_rewards(torch.tensor([4.0]), torch.zeros(1, 4), mask)
     assert rewards.tolist() == [[0, 0, 4, 0]]
@@ -204,7 +203,7 @@ def test_a_sample_without_response_tokens_has_no_reward():
     assert token_rewards(torch.tensor([4.0]), torch.zeros(1, 3), torch.zeros(1, 3)).abs().sum() == 0
 
 
-def test_the_settings_come_from_the_run():
+def test_settings_come_from_the_configuration():
     assert AdvantageConfig.from_config(RLVRConfig(gamma=0.9, reward_clip=2.0)) == replace(
         GRPO, gamma=0.9, reward_clip=2.0
     )

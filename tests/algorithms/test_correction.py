@@ -5,27 +5,24 @@ import math
 import pytest
 import torch
 
-from roll.algorithms.correction import CORRECTION_METRICS, diagnostics
+from roll.algorithms.correction import diagnostics
 
 MASK = torch.tensor([[0, 1, 1], [0, 1, 0]])
 MU = torch.tensor([[-9.0, -1.0, -1.0], [-9.0, -1.0, -9.0]])
 
 
 def shifted(*log_ratios: float) -> torch.Tensor:
-    """Log p, off from MU by the given amounts on the three response tokens and by junk elsewhere."""
+    """Log p, off from MU by the given amounts on the three response tokens and by other amounts elsewhere."""
     log_probs = MU + 7.0
     log_probs[MASK.bool()] = MU[MASK.bool()] + torch.tensor(log_ratios)
     return log_probs
 
 
-def test_every_metric_is_there_and_documented():
-    assert set(diagnostics(MU, MU, MASK)) == set(CORRECTION_METRICS)
-
-
 def test_equal_policies_have_weight_one_and_no_divergence():
     metrics = diagnostics(shifted(0, 0, 0), MU, MASK)
     ones = {"correction/ess", "correction/is_weight_mean", "correction/is_weight_max"}
-    assert metrics == {name: 1.0 if name in ones else 0.0 for name in CORRECTION_METRICS}
+    assert metrics == {name: 1.0 if name in ones else 0.0 for name in metrics}
+    assert len(metrics) == 10
 
 
 def test_closed_forms():
@@ -50,7 +47,7 @@ def test_k1_has_the_sign_of_log_p_minus_log_mu():
     assert diagnostics(shifted(-0.1, -0.1, -0.1), MU, MASK)["correction/behavior_k1"] == pytest.approx(-0.1)
 
 
-def test_weights_in_use_and_rejection_are_what_is_reported():
+def test_given_weights_and_rejection_are_reported():
     kept = torch.tensor([[0, 1, 0], [0, 1, 0]])
     metrics = diagnostics(shifted(1, 0, 0), MU, MASK, weights=torch.full((2, 3), 0.5), kept_mask=kept)
     assert metrics["correction/ess"] == pytest.approx(1.0)
@@ -58,7 +55,7 @@ def test_weights_in_use_and_rejection_are_what_is_reported():
     assert metrics["correction/masked_fraction"] == pytest.approx(1 / 3)
 
 
-def test_a_token_the_policy_lost_does_not_overflow():
+def test_a_very_unlikely_token_does_not_overflow():
     assert all(math.isfinite(value) for value in diagnostics(shifted(-900.0, 900.0, 0.0), MU, MASK).values())
 
 

@@ -38,7 +38,7 @@ def test_gradient_by_finite_differences(estimator):
     assert torch.autograd.gradcheck(lambda x: kl_divergence(x, reference, estimator), (log_probs,))
 
 
-def test_k3_is_bounded_and_its_gradient_finite_however_far_the_policy_went():
+def test_k3_is_bounded_and_has_a_finite_gradient_for_any_log_ratio():
     log_probs = torch.tensor([-500.0, 0.0], requires_grad=True)
     divergence = kl_divergence(log_probs, torch.tensor([0.0, -500.0]), "k3")
     divergence.sum().backward()
@@ -46,7 +46,7 @@ def test_k3_is_bounded_and_its_gradient_finite_however_far_the_policy_went():
     assert torch.isfinite(log_probs.grad).all()
 
 
-def test_a_fixed_controller_stays():
+def test_a_fixed_controller_is_constant():
     controller = FixedKLController(0.2)
     controller.update(kl=5.0, samples=100)
     assert controller.coefficient == 0.2

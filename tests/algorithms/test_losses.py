@@ -12,7 +12,8 @@ from roll.algorithms.policy_losses import PG_VARIANTS
 from roll.configs.pipeline import RLVRConfig
 from tests.algorithms.batches import pad, random_batch, rows
 
-EVERYTHING = PolicyLossConfig(entropy_loss_coef=0.01, use_kl_loss=True, kl_loss_coef=0.1)
+PPO = PolicyLossConfig(pg_variant="ppo")
+EVERYTHING = PolicyLossConfig(pg_variant="ppo", entropy_loss_coef=0.01, use_kl_loss=True, kl_loss_coef=0.1)
 SPLITS = {
     "whole": [[0, 1, 2, 3, 4, 5, 6, 7]],
     "two data ranks": [[0, 2, 4, 6], [1, 3, 5, 7]],
@@ -75,7 +76,7 @@ def test_policy_gradient_by_finite_differences():
 
 
 @pytest.mark.parametrize(
-    ("knob", "value"),
+    ("key", "value"),
     [
         ("pg_variant", "vanilla"),
         ("loss_agg_mode", "token-mean"),
@@ -85,40 +86,40 @@ def test_policy_gradient_by_finite_differences():
         ("kl_penalty", "k2"),
     ],
 )
-def test_every_knob_turns_the_loss(knob, value):
+def test_every_key_changes_the_loss(key, value):
     batch = random_batch()
-    assert policy(batch, EVERYTHING)[0] != pytest.approx(policy(batch, replace(EVERYTHING, **{knob: value}))[0])
+    assert policy(batch, EVERYTHING)[0] != pytest.approx(policy(batch, replace(EVERYTHING, **{key: value}))[0])
 
 
-def test_entropy_without_gradient_is_reported_and_may_be_missing():
+def test_entropy_is_optional_without_entropy_loss_coef():
     batch = random_batch()
     scale = LossScale.of(batch["response_mask"], 16)
-    _, with_entropy = LOSSES["policy"](batch["log_probs"], batch["entropy"], batch, scale, PolicyLossConfig())
-    _, without = LOSSES["policy"](batch["log_probs"], None, batch, scale, PolicyLossConfig())
+    _, with_entropy = LOSSES["policy"](batch["log_probs"], batch["entropy"], batch, scale, PPO)
+    _, without = LOSSES["policy"](batch["log_probs"], None, batch, scale, PPO)
     assert set(with_entropy) - set(without) == {"entropy"}
     with pytest.raises(ValueError, match="entropy_loss_coef: 0.01 needs the entropy"):
         LOSSES["policy"](batch["log_probs"], None, batch, scale, EVERYTHING)
 
 
-def test_not_a_number_outside_the_mask_reaches_neither_loss_nor_gradient():
+def test_nan_outside_the_mask_changes_neither_loss_nor_gradient():
     batch = random_batch()
-    dirty = pad(batch, 3, junk=float("nan"))
-    loss, gradient, _, _ = policy(dirty, EVERYTHING)
+    padded = pad(batch, 3, fill=float("nan"))
+    loss, gradient, _, _ = policy(padded, EVERYTHING)
     assert loss == pytest.approx(policy(batch, EVERYTHING)[0])
     assert torch.isfinite(gradient).all()
 
 
-def test_the_ratio_is_taken_against_the_base_that_is_named():
+def test_the_ratio_is_taken_against_pg_ratio_base():
     batch = random_batch()
-    junk = torch.full_like(batch["old_log_probs"], torch.nan)
-    proximal = policy(batch | {"behavior_log_probs": junk}, EVERYTHING)
-    behavior = policy(batch | {"old_log_probs": junk}, replace(EVERYTHING, pg_ratio_base="behavior"))
+    unused = torch.full_like(batch["old_log_probs"], torch.nan)
+    proximal = policy(batch | {"behavior_log_probs": unused}, EVERYTHING)
+    behavior = policy(batch | {"old_log_probs": unused}, replace(EVERYTHING, pg_ratio_base="behavior"))
     assert proximal[0] != pytest.approx(behavior[0])
     swapped = batch | {"old_log_probs": batch["behavior_log_probs"]}
     assert policy(swapped, EVERYTHING)[0] == pytest.approx(behavior[0])
 
 
-def test_how_far_ratios_are_from_one_is_reported():
+def test_the_distance_of_ratios_from_one_is_reported():
     batch = random_batch()
     mask = batch["response_mask"]
     off = (batch["log_probs"] - batch["old_log_probs"])[mask]
@@ -136,11 +137,11 @@ def test_sft_is_the_mean_negative_log_likelihood_of_the_answer():
     torch.testing.assert_close(log_probs.grad, -mask / 3)
 
 
-def test_the_settings_come_from_the_run_and_survive_the_journey_to_a_rank():
+def test_settings_come_from_the_configuration_and_can_be_pickled():
     config = RLVRConfig(pg_clip_low=0.1, kl_loss_coef=0.3)
     config.actor_train.pg_variant = "vanilla"
-    assert PolicyLossConfig.from_config(RLVRConfig()) == PolicyLossConfig()
+    assert PolicyLossConfig.from_config(RLVRConfig()) == PPO
     settings = PolicyLossConfig.from_config(config)
     assert (settings.pg_variant, settings.pg_clip_low, settings.kl_loss_coef) == ("vanilla", 0.1, 0.3)
     assert pickle.loads(pickle.dumps(settings)) == settings
-    assert settings == replace(PolicyLossConfig(), pg_variant="vanilla", pg_clip_low=0.1, kl_loss_coef=0.3)
+    assert settings == replace(PPO, pg_variant="vanilla", pg_clip_low=0.1, kl_loss_coef=0.3)

@@ -6,12 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from roll.algorithms.policy_config import PolicyLossConfig
-from roll.algorithms.policy_losses import PG_VARIANTS
-from roll.configs.policy import VARIANT_KNOBS
+from roll.algorithms.policy_losses import PG_VARIANTS, PolicyLossConfig
+from roll.configs.policy import VARIANT_KEYS
 from tests.algorithms.batches import random_batch
 
-CONFIG = PolicyLossConfig(pg_clip_low=0.2, pg_clip_high=0.3)
+CONFIG = PolicyLossConfig(pg_variant="ppo", pg_clip_low=0.2, pg_clip_high=0.3)
 
 
 def one_token(variant, ratio, advantage, config=CONFIG):
@@ -66,7 +65,7 @@ def response(variant, log_ratios, advantage, config):
     return terms.loss[0].tolist(), terms.clipped[0].tolist(), gradient[0].tolist()
 
 
-def test_gspo_gives_all_tokens_of_a_response_the_ratio_of_its_mean():
+def test_gspo_uses_the_mean_log_ratio_of_the_response():
     losses, clipped, gradient = response("gspo", [0.3, -0.1], 2.0, GSPO)
     ratio = math.exp(0.1)
     assert losses == pytest.approx([-2 * ratio] * 2) and clipped == [False, False]
@@ -81,13 +80,13 @@ def test_gspo_clips_a_response_as_a_whole():
     assert response("gspo", [1.0, 0.0], -2.0, GSPO)[1] == [False, False]
 
 
-def test_gspo_of_one_token_is_ppo_with_bounds_of_its_own():
+def test_gspo_of_one_token_is_ppo_with_other_bounds():
     for ratio in (0.5, 1.1, 1.5):
         for advantage in (-2.0, 2.0):
             assert one_token("gspo", ratio, advantage, GSPO) == pytest.approx(one_token("ppo", ratio, advantage))
 
 
-def test_decoupled_ppo_is_ppo_before_its_weights():
+def test_decoupled_ppo_without_weights_is_ppo():
     for ratio in (0.5, 1.1, 1.5):
         assert one_token("decoupled_ppo", ratio, -2.0) == one_token("ppo", ratio, -2.0)
 
@@ -107,7 +106,7 @@ def test_gradient_by_finite_differences(variant, dual):
     assert torch.autograd.gradcheck(loss, (batch["log_probs"].requires_grad_(),))
 
 
-def test_gspo_has_the_gradient_of_the_surrogate_whose_sequence_ratio_is_frozen():
+def test_gspo_has_the_gradient_of_the_surrogate_with_a_constant_sequence_ratio():
     batch = random_batch(samples=3, tokens=5, seed=1)
     mask, frozen = batch["response_mask"], batch["log_probs"].detach().clone()
     off = torch.where(mask, frozen - batch["old_log_probs"], 0.0)
@@ -125,19 +124,19 @@ def test_gspo_has_the_gradient_of_the_surrogate_whose_sequence_ratio_is_frozen()
     torch.testing.assert_close(ours, torch.autograd.grad(surrogate(log_probs).sum(), log_probs)[0])
 
 
-def test_a_ratio_beyond_all_bounds_stays_finite():
+def test_a_very_small_ratio_gives_a_finite_loss():
     loss, _, gradient = one_token("ppo", math.exp(-90.0), -1.0)
     assert math.isfinite(loss) and math.isfinite(gradient)
 
 
 @pytest.mark.parametrize("variant", PG_VARIANTS)
 @pytest.mark.parametrize("log_ratio", [-900.0, 900.0])
-def test_every_variant_is_finite_where_the_policies_have_nothing_in_common(variant, log_ratio):
+def test_every_variant_is_finite_for_extreme_log_ratios(variant, log_ratio):
     losses, _, gradient = response(variant, [log_ratio, 0.1], -1.0, CONFIG)
     assert all(map(math.isfinite, losses + gradient))
 
 
-KNOBS = {
+KEYS = {
     "ppo": {"pg_clip_low": 0.01, "pg_clip_high": 0.01, "dual_clip_loss": True, "dual_clip_c": 1.1},
     "decoupled_ppo": {"pg_clip_low": 0.01, "pg_clip_high": 0.01, "dual_clip_loss": True, "dual_clip_c": 1.1},
     "gspo": {"gspo_clip_low": 0.1, "gspo_clip_high": 0.1},
@@ -149,29 +148,29 @@ KNOBS = {
 
 
 @pytest.mark.parametrize(
-    ("variant", "knob", "value"),
-    [(name, knob, value) for name, knobs in KNOBS.items() for knob, value in knobs.items()],
+    ("variant", "key", "value"),
+    [(name, key, value) for name, keys in KEYS.items() for key, value in keys.items()],
 )
-def test_every_knob_turns_the_loss_of_its_variant_and_of_no_other(variant, knob, value):
+def test_every_key_changes_only_the_loss_of_its_variants(variant, key, value):
     batch = random_batch(seed=2)
     mask, base = batch["response_mask"], batch["old_log_probs"] + torch.tensor([-0.8, 0.8, 0.0]).repeat(3)
-    config = replace(CONFIG, dual_clip_loss=knob == "dual_clip_c", dual_clip_c=1.2)
+    config = replace(CONFIG, dual_clip_loss=key == "dual_clip_c", dual_clip_c=1.2)
 
     def loss(name, settings):
         terms = PG_VARIANTS[name](batch["log_probs"], base, batch["advantages"], mask, batch["scores"], settings)
         return terms.loss[mask].sum().item()
 
     for name in PG_VARIANTS:
-        moved = loss(name, config) != pytest.approx(loss(name, replace(config, **{knob: value})))
-        assert moved == (name in VARIANT_KNOBS[knob]), name
+        moved = loss(name, config) != pytest.approx(loss(name, replace(config, **{key: value})))
+        assert moved == (name in VARIANT_KEYS[key]), name
 
 
-def test_every_knob_has_a_test():
-    assert {knob for knobs in KNOBS.values() for knob in knobs} == set(VARIANT_KNOBS)
+def test_every_key_has_a_test():
+    assert {key for keys in KEYS.values() for key in keys} == set(VARIANT_KEYS)
 
 
 def gradients(base, seed=3):
-    """Gradient of every variant with ratios against `base`, knobs wide enough that few tokens are clipped."""
+    """Gradient of every variant with ratios against `base`, keys wide enough that few tokens are clipped."""
     batch = random_batch(seed=seed)
     mask, result = batch["response_mask"], {}
     for name, variant in PG_VARIANTS.items():

@@ -2,21 +2,21 @@ from __future__ import annotations
 
 import pytest
 
+from roll.algorithms.advantages import ADV_ESTIMATORS
 from roll.algorithms.aggregation import LOSS_AGG_MODES
-from roll.algorithms.estimators import ADV_ESTIMATORS
 from roll.algorithms.kl import KL_ESTIMATORS
 from roll.algorithms.losses import LOSSES
 from roll.algorithms.policy_losses import PG_VARIANTS
 from roll.algorithms.registry import Registry
-from roll.configs import names
+from roll.configs import policy
 
 
-def test_the_configuration_knows_exactly_the_registered_names():
-    assert set(PG_VARIANTS) == set(names.PG_VARIANTS)
-    assert set(ADV_ESTIMATORS) == set(names.ADV_ESTIMATORS)
+def test_registered_names_are_those_of_the_configuration():
+    assert set(PG_VARIANTS) == set(policy.PG_VARIANTS)
+    assert set(ADV_ESTIMATORS) == set(policy.ADV_ESTIMATORS)
 
 
-def test_every_spelling_the_configuration_allows_is_registered():
+def test_all_allowed_values_are_registered():
     assert set(LOSS_AGG_MODES) == {
         "token-mean",
         "seq-mean-token-sum",
@@ -27,7 +27,7 @@ def test_every_spelling_the_configuration_allows_is_registered():
     assert set(LOSSES) == {"sft", "policy"}
 
 
-def test_an_unknown_name_lists_the_known_and_the_nearest():
+def test_an_unknown_name_error_lists_the_known_names_and_the_closest():
     with pytest.raises(KeyError, match="pg_variant: 'pppo' is none of ppo, .*, kimi15; did you mean 'ppo'"):
         PG_VARIANTS["pppo"]
 

@@ -1,4 +1,4 @@
-"""Batches of trajectories for the tests of this folder, one sample for each or one for each turn."""
+"""Batches of trajectories with one sample per trajectory or per turn."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from roll.algorithms.advantages import Advantages, compute_advantages
-from roll.algorithms.estimators import AdvantageConfig
-from roll.algorithms.turns import Turns, read_turns
+from roll.algorithms.advantages import AdvantageConfig, Advantages, compute_advantages
+from roll.algorithms.turn_advantages import Turns, read_turns
 
 JUNK = 77.0
-"""Stands wherever it must not be read."""
+"""Value of every entry that must not be read."""
 
 
 @dataclass
@@ -28,10 +27,10 @@ class Trajectory:
     score: float | None = None
 
     def row(self, number: int, turns: Sequence[int]) -> dict[str, object]:
-        """A sample that holds these turns of this trajectory: before each a token of the environment."""
+        """A sample with these turns of the trajectory, each after one token of the environment."""
         index: list[int] = []
-        for place, turn in enumerate(turns):
-            index += [-1] + [place] * (self.lengths[turn] if self.lengths else 2)
+        for position, turn in enumerate(turns):
+            index += [-1] + [position] * (self.lengths[turn] if self.lengths else 2)
         return {
             "number": number,
             "turns": list(turns),
@@ -46,7 +45,7 @@ class Trajectory:
 
 @dataclass
 class Batch:
-    """Tensors, and for each sample its trajectory and the turns in it."""
+    """Tensors, and for each sample its trajectory and turns."""
 
     tensors: dict[str, Tensor]
     rows: list[dict]
@@ -62,12 +61,12 @@ class Batch:
             **more,
         )
 
-    def worth(self, values: Tensor) -> dict[tuple[int, int], float]:
-        """(trajectory, turn) -> the value that all tokens of the turn have; all others must have 0."""
+    def per_turn(self, values: Tensor) -> dict[tuple[int, int], float]:
+        """(trajectory, turn) -> the value of all tokens of the turn; all other tokens must have 0."""
         found = {}
         for row, line in enumerate(self.rows):
-            for place, turn in enumerate(line["turns"]):
-                of_turn = values[row][self.tensors["turn_index"][row] == place]
+            for position, turn in enumerate(line["turns"]):
+                of_turn = values[row][self.tensors["turn_index"][row] == position]
                 assert (of_turn == of_turn[0]).all()
                 found[line["number"], turn] = of_turn[0].item()
         assert (values[~self.tensors["response_mask"]] == 0).all()
@@ -75,7 +74,7 @@ class Batch:
 
 
 def make_batch(trajectories: Sequence[Trajectory], steps: bool = False, padding: int = 0) -> Batch:
-    """Samples of the trajectories, or of each of their turns, and `padding` samples without response tokens."""
+    """One sample per trajectory, or per turn with `steps`, and `padding` samples without response tokens."""
     rows = [
         one.row(number, turns)
         for number, one in enumerate(trajectories)
@@ -111,7 +110,7 @@ def make_batch(trajectories: Sequence[Trajectory], steps: bool = False, padding:
 
 
 def single_turns(scores: Tensor, response_mask: Tensor) -> Turns:
-    """Turns of samples that are a trajectory of one turn each, all begun in the same state."""
+    """Turns of samples that are trajectories of one turn, all from the same state."""
     samples = torch.arange(len(scores))
     return Turns(
         turn_index=torch.where(response_mask.bool(), 0, -1),

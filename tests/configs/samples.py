@@ -1,4 +1,4 @@
-"""A small configuration that is right, for tests to spoil."""
+"""Small correct configurations for tests to modify."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import yaml
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import ConfigError
+from roll.configs.hardware import Hardware
 from roll.configs.load import load_config
-from roll.configs.machine import Machine
 from roll.configs.pipeline import RLVRConfig, SFTConfig
 
 DATA = Path(__file__).parents[1] / "data"
 MODEL = str(DATA / "models" / "qwen2.5-7B")
 """config.json alone: 28 heads, 4 key-value heads, 28 layers."""
 
-LAPTOP = Machine(gpus=0, cores=2)
-SERVER = Machine(gpus=8, cores=64)
+LAPTOP = Hardware(gpus=0, cores=2)
+SERVER = Hardware(gpus=8, cores=64)
 
 RLVR = f"""
 pretrain: {MODEL}
@@ -114,7 +114,7 @@ def agentic(folder: Path, *overrides: str, text: str = AGENTIC) -> AgenticConfig
 
 
 def refusal(folder: Path, *overrides: str, text: str = RLVR) -> str:
-    """What is said about a configuration that must not load."""
+    """The error of a configuration that must not load."""
     try:
         load_config(write(folder, text), overrides)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""What a model's config.json may hold, and what is said of a plan for any other."""
+"""Which config.json of a model is accepted, and the errors for others."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
-from roll.configs.model_config import check_model_config
-from roll.configs.model_shape import read_model_shape
+from roll.configs.model_config import TRAINED_VOCABULARY_MULTIPLE, check_model_config, read_model_shape
+from roll.models.tiny import write_tiny_model
 from tests.configs.samples import MODEL, refusal
 
 QWEN = json.loads(Path(MODEL, "config.json").read_text())
@@ -47,13 +48,13 @@ def model(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("changes", "said"), REFUSED)
-def test_a_plan_refuses_a_model_that_cannot_be_trained(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
-    told = refusal(tmp_path, f"pretrain={model(tmp_path, **changes)}")
-    assert f"pretrain: {tmp_path}/config.json: " in told and said in told
+@pytest.mark.parametrize(("changes", "message"), REFUSED)
+def test_a_plan_refuses_a_model_that_cannot_be_trained(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    reported = refusal(tmp_path, f"pretrain={model(tmp_path, **changes)}")
+    assert f"pretrain: {tmp_path}/config.json: " in reported and message in reported
 
 
-def test_what_is_left_out_or_off_is_allowed(tmp_path: Path) -> None:
+def test_optional_model_settings_may_be_missing(tmp_path: Path) -> None:
     off = {"use_sliding_window": False, "quantization_config": None, "num_key_value_heads": None, "rope_scaling": None}
     shape = read_model_shape(model(tmp_path, **off))
     assert shape is not None and shape.kv_heads == shape.heads
@@ -61,7 +62,7 @@ def test_what_is_left_out_or_off_is_allowed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "[" * 100_000, "1" * 5000, "\ud800"])
-def test_a_file_that_is_no_model_configuration_is_explained(tmp_path: Path, text: str) -> None:
+def test_invalid_model_config_is_explained(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_bytes(text.encode(errors="surrogatepass"))
     assert f"{tmp_path}/config.json: is not a model configuration" in refusal(tmp_path, f"pretrain={tmp_path}")
 
@@ -69,3 +70,11 @@ def test_a_file_that_is_no_model_configuration_is_explained(tmp_path: Path, text
 def test_a_model_without_a_size_is_explained(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({key: QWEN[key] for key in QWEN if key != "hidden_size"}))
     assert "config.json: has no hidden_size; give a whole number" in refusal(tmp_path, f"pretrain={tmp_path}")
+
+
+@pytest.mark.parametrize(("family", "tied"), [("llama", False), ("qwen2", True), ("qwen3", False)])
+def test_parameter_count_equals_that_of_the_model_files(tmp_path: Path, family: str, tied: bool) -> None:
+    folder = write_tiny_model(tmp_path, family, tie_word_embeddings=tied, vocab_size=6 * TRAINED_VOCABULARY_MULTIPLE)
+    shape = read_model_shape(folder)
+    counted = sum(tensor.numel() for tensor in load_file(folder / "model.safetensors").values())
+    assert shape is not None and shape.stage_parameters(0, 1, 1) == counted

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def jsonl(folder: Path, *rows: Any, name: str = "data.jsonl") -> str:
-    """A file with one row each: objects as JSON, texts as they are."""
+    """Writes a file with one line per row: objects as JSON, texts unchanged."""
     path = folder / name
     path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
     return str(path)

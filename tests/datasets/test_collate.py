@@ -20,7 +20,7 @@ def test_samples_are_padded_on_the_right():
     assert torch.equal(batch["behavior_log_probs"], expected)
 
 
-def test_dtypes_are_those_of_a_training_batch():
+def test_dtypes():
     kinds = {name: tensor.dtype for name, tensor in collate_samples(SAMPLES).items()}
     assert kinds == {
         "input_ids": torch.int64,
@@ -36,14 +36,14 @@ def test_the_width_is_rounded_up():
     assert collate_samples(SAMPLES, round_to=4)["input_ids"].shape == (2, 8)
 
 
-def test_lists_of_different_length_are_refused():
+def test_lists_of_different_length_are_an_error():
     with pytest.raises(ValueError, match="sample 0: 2 response tokens, 1 log-probs and 2 versions"):
         collate_samples([([1], [2, 3], [-0.1], [0, 0])])
     with pytest.raises(ValueError, match="no samples"):
         collate_samples([])
 
 
-def test_the_mask_of_an_example_is_on_the_answer():
+def test_the_response_mask_of_an_example_is_true_for_its_response():
     batch = collate_examples([SFTExample("a", [5, 6], [7, 1]), SFTExample("b", [5], [1])])
     assert batch["input_ids"].tolist() == [[5, 6, 7, 1], [5, 1, 0, 0]]
     assert batch["response_mask"].int().tolist() == [[0, 0, 1, 1], [0, 1, 0, 0]]

@@ -28,7 +28,7 @@ def padded_tokens(lengths, micro_batch, round_to=1) -> int:
 
 
 @given(batches(), st.integers(1, 9))
-def test_by_count_every_sample_is_trained_once_on_ranks_in_step(batch, micro_batch_size):
+def test_with_micro_batch_size_every_sample_is_in_one_micro_batch_and_ranks_have_equally_many(batch, micro_batch_size):
     lengths, ranks, samples_per_step = batch
     plans = plan_optimizer_steps(lengths, ranks, samples_per_step=samples_per_step, micro_batch_size=micro_batch_size)
     check_cover(plans, lengths, ranks, samples_per_step)
@@ -39,7 +39,7 @@ def test_by_count_every_sample_is_trained_once_on_ranks_in_step(batch, micro_bat
 
 
 @given(batches(), st.integers(56, 200), st.sampled_from([1, 4, 8]))
-def test_by_tokens_no_micro_batch_exceeds_the_budget(batch, max_tokens, round_to):
+def test_with_max_tokens_no_micro_batch_exceeds_the_limit(batch, max_tokens, round_to):
     lengths, ranks, samples_per_step = batch
     plans = plan_optimizer_steps(
         lengths, ranks, samples_per_step=samples_per_step, max_tokens=max_tokens, round_to=round_to
@@ -61,7 +61,7 @@ def check_cover(plans, lengths, ranks, samples_per_step):
 
 
 @given(st.integers(1, 4), st.lists(st.integers(1, 50), min_size=4, max_size=30), st.integers(1, 8))
-def test_a_forward_pass_covers_the_batch_and_its_order_is_restored(ranks, lengths, micro_batch_size):
+def test_a_forward_plan_covers_the_batch_and_its_inverse_restores_the_order(ranks, lengths, micro_batch_size):
     plan = plan_forward(lengths, ranks, micro_batch_size=micro_batch_size)
     assert sorted(plan.permutation) == list(range(len(lengths)))
     sizes = [len(shard) for shard in plan.indices]
@@ -70,14 +70,14 @@ def test_a_forward_pass_covers_the_batch_and_its_order_is_restored(ranks, length
     assert [concatenated[position] for position in plan.inverse] == lengths
 
 
-def test_samples_of_like_length_are_padded_together():
+def test_samples_of_similar_length_share_a_micro_batch():
     lengths = [1, 100] * 8
     (plan,) = plan_optimizer_steps(lengths, 2, samples_per_step=16, micro_batch_size=4)
     assert all(len({lengths[index] for index in micro}) == 1 for micros in groups(plan) for micro in micros)
     assert [lengths[micros[0][0]] for micros in groups(plan)] == [100, 100]
 
 
-def test_a_plan_is_the_same_every_time_and_ranks_have_like_work():
+def test_plans_are_reproducible_and_balance_the_ranks():
     lengths = [(7 * n) % 31 + 1 for n in range(64)]
     first, again = (plan_forward(lengths, 4, max_tokens=64) for _ in range(2))
     assert first == again
@@ -96,12 +96,12 @@ def test_a_plan_is_the_same_every_time_and_ranks_have_like_work():
         ({"samples_per_step": 4, "max_tokens": 11}, r"sample 7 has 12 tokens \(12 padded\), more than max_tokens 11"),
     ],
 )
-def test_what_cannot_be_planned_is_an_error(arguments, message):
+def test_invalid_batches_and_limits_are_errors(arguments, message):
     lengths = [3, 3, 3, 3, 3, 3, 3, 12, 3, 3, 3, 3]
     with pytest.raises(ValueError, match=message):
         plan_optimizer_steps(lengths, 2, **arguments)
 
 
-def test_fewer_samples_than_ranks_cannot_be_passed_forward():
-    with pytest.raises(ValueError, match="1 samples leave some of 2 data-parallel ranks without any"):
+def test_fewer_samples_than_ranks_are_an_error():
+    with pytest.raises(ValueError, match="1 samples are fewer than 2 data-parallel ranks"):
         plan_forward([3], 2, micro_batch_size=1)

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import json
+
 import pyarrow
 import pyarrow.parquet
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from roll.configs.arguments import DataArguments
-from roll.datasets.prompts import Prompt, Question, load_prompts
+from roll.configs.roles import DataArguments
+from roll.datasets.prompts import Prompt, PromptSampler, Question, load_prompts
 from roll.datasets.records import DatasetError
 from tests.datasets.files import jsonl, row
 
@@ -19,20 +23,20 @@ def failure(*rows, folder, arguments=ARGUMENTS) -> str:
     return str(caught.value)
 
 
-def test_columns_become_prompts_in_order_over_files(tmp_path):
+def test_prompts_are_read_in_order_from_all_files(tmp_path):
     files = [jsonl(tmp_path, row(1), "", row(2)), jsonl(tmp_path, row(3), name="more.jsonl")]
     prompts = load_prompts(files, ARGUMENTS)
     assert prompts[0] == Prompt("p1", "math_rule", Question(text="1+1="), "2")
     assert [prompt.id for prompt in prompts] == ["p1", "p2", "p3"]
 
 
-def test_columns_have_the_names_the_configuration_gives(tmp_path):
+def test_column_names_are_those_of_the_configuration(tmp_path):
     arguments = DataArguments(id="key", tag="kind", prompt="problem", ground_truth="answer")
     file = jsonl(tmp_path, {"key": 7, "kind": "x", "problem": "q", "answer": "a"})
     assert load_prompts(file, arguments) == [Prompt("7", "x", Question(text="q"), "a")]
 
 
-def test_messages_are_used_where_present_and_the_solution_where_there_is_no_ground_truth(tmp_path):
+def test_messages_replace_the_prompt_and_the_solution_a_missing_ground_truth(tmp_path):
     file = jsonl(tmp_path, {"messages": CHAT, "prompt": "unused", "solution": r"so \boxed{2}"})
     (prompt,) = load_prompts(file, ARGUMENTS)
     assert prompt.question == Question(messages=tuple(CHAT))
@@ -40,7 +44,7 @@ def test_messages_are_used_where_present_and_the_solution_where_there_is_no_grou
     assert (prompt.id, prompt.tag) == ("data:1", "default")
 
 
-def test_verl_parquet_is_a_prompt_source(tmp_path):
+def test_verls_parquet_layout_is_read(tmp_path):
     text = "Xavier needs 84 paper plates. He already has 21 green plates and 28 red plates. How many more?"
     rows = [
         {
@@ -57,19 +61,19 @@ def test_verl_parquet_is_a_prompt_source(tmp_path):
     assert load_prompts(str(path), ARGUMENTS) == [expected]
 
 
-def test_a_uid_is_an_id(tmp_path):
+def test_a_uid_is_the_id(tmp_path):
     file = jsonl(tmp_path, {"prompt": "q", "ground_truth": "1", "uid": "u1"}, {"prompt": "q", "ground_truth": 1})
     assert [prompt.id for prompt in load_prompts(file, ARGUMENTS)] == ["u1", "data:2"]
 
 
-def test_a_missing_file_is_named_with_where_it_was_looked_for():
+def test_a_missing_file_is_an_error_with_the_folder_searched():
     with pytest.raises(DatasetError, match=r"nowhere\.jsonl: no such file \(looked in /"):
         load_prompts("nowhere.jsonl", ARGUMENTS)
-    with pytest.raises(DatasetError, match="data_args.file_name names no file"):
+    with pytest.raises(DatasetError, match="data_args.file_name is empty"):
         load_prompts([], ARGUMENTS)
 
 
-def test_an_empty_or_foreign_file_is_an_error(tmp_path):
+def test_an_empty_or_unsupported_file_is_an_error(tmp_path):
     assert "the file is empty" in failure(folder=tmp_path)
     (tmp_path / "data.csv").write_text("a,b")
     with pytest.raises(DatasetError, match=r"cannot read \.csv; use \.jsonl, \.json, \.parquet"):
@@ -79,7 +83,7 @@ def test_an_empty_or_foreign_file_is_an_error(tmp_path):
         load_prompts(str(tmp_path / "data.parquet"), ARGUMENTS)
 
 
-def test_a_bad_line_is_named_by_its_number(tmp_path):
+def test_an_invalid_line_is_an_error_with_its_number(tmp_path):
     assert "data.jsonl:2: not JSON" in failure(row(1), '{"id": ', folder=tmp_path)
     assert "data.jsonl:1: holds a list; write one JSON object per line" in failure("[1]", folder=tmp_path)
 
@@ -89,21 +93,21 @@ def test_a_bad_line_is_named_by_its_number(tmp_path):
     [
         (b'{"prompt": "\xff"}', "not UTF-8 at byte 13; save the file as UTF-8"),
         (b'{"index": ' + b"1" * 5000 + b"}", "a number has too many digits; put it in quotes"),
-        (b"[" * 100_000, "objects or lists stand inside each other too deep"),
+        (b"[" * 100_000, "objects or lists are nested too deep"),
     ],
 )
-def test_bytes_that_are_no_row_are_named_by_their_line(tmp_path, line, message):
+def test_invalid_bytes_are_an_error_with_their_line(tmp_path, line, message):
     (tmp_path / "data.jsonl").write_bytes(b"\n" + line + b"\n")
     with pytest.raises(DatasetError, match=f"data.jsonl:2: {message}"):
         load_prompts(str(tmp_path / "data.jsonl"), ARGUMENTS)
 
 
-def test_a_character_written_in_two_halves_is_whole(tmp_path):
+def test_a_surrogate_pair_is_one_character(tmp_path):
     (prompt,) = load_prompts(jsonl(tmp_path, row(1, prompt="\U0001f600")), ARGUMENTS)
     assert prompt.question.text == "\U0001f600"
 
 
-def test_a_damaged_parquet_file_is_named(tmp_path):
+def test_a_damaged_parquet_file_is_an_error(tmp_path):
     path = tmp_path / "data.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row(number) for number in range(100)]), path)
     whole = bytearray(path.read_bytes())
@@ -113,12 +117,12 @@ def test_a_damaged_parquet_file_is_named(tmp_path):
         load_prompts(str(path), ARGUMENTS)
 
 
-def test_a_path_that_cannot_be_read_is_told():
+def test_an_unreadable_path_is_an_error():
     with pytest.raises(DatasetError, match="cannot be read: File name too long"):
         load_prompts("a" * 300 + ".jsonl", ARGUMENTS)
 
 
-def test_a_missing_column_is_named_with_those_there_are(tmp_path):
+def test_a_missing_column_is_an_error_with_the_existing_columns(tmp_path):
     message = failure({"id": 1, "problem": "q", "answer": "a"}, folder=tmp_path)
     assert "data.jsonl:1: no column 'prompt' or 'messages'; the columns are id, problem, answer" in message
     message = failure({"prompt": "q", "label": "a"}, folder=tmp_path)
@@ -130,31 +134,71 @@ def test_a_missing_column_is_named_with_those_there_are(tmp_path):
     ("columns", "message"),
     [
         ({"prompt": ""}, "column 'prompt' holds ''"),
-        ({"prompt": " \n"}, r"column 'prompt' holds ' \n'; it takes a text or a list of messages, not empty"),
+        ({"prompt": " \n"}, r"column 'prompt' holds ' \n'; use a text or a list of messages, not empty"),
         ({"prompt": 5}, "column 'prompt' holds 5"),
         (
             {"messages": [{"role": "user"}]},
-            "column 'messages' holds {'role': 'user'}; a message is an object with a role and a content",
+            "column 'messages' holds {'role': 'user'}; a message has a role and a content, both text",
         ),
         (
             {"messages": [{"role": "human", "content": "Hi"}]},
-            "column 'messages' holds a message of 'human'; a role is one of system, user, assistant, tool",
+            "column 'messages' holds the role 'human'; roles are system, user, assistant, tool",
         ),
-        ({"ground_truth": None}, "column 'ground_truth' is empty (null); give it a value"),
-        ({"ground_truth": ""}, "column 'ground_truth' holds ''; no response could be compared with that"),
-        ({"ground_truth": float("nan")}, "column 'ground_truth' holds nan; no response could be compared with that"),
-        ({"id": None, "extra_info": "x"}, "column 'extra_info' holds a str; it takes an object, such as {'index': 7}"),
-        ({"id": None, "extra_info": [7]}, "column 'extra_info' holds a list; it takes an object"),
-        ({"prompt": "\ud800"}, r"\ud800 is half a character; remove it, or write the other half too"),
+        ({"ground_truth": None}, "column 'ground_truth' is null; give it a value"),
+        ({"ground_truth": ""}, "column 'ground_truth' holds ''; a response cannot be compared with it"),
+        ({"ground_truth": float("nan")}, "column 'ground_truth' holds nan; a response cannot be compared with it"),
+        ({"id": None, "extra_info": "x"}, "column 'extra_info' holds a str; expected an object, such as {'index': 7}"),
+        ({"id": None, "extra_info": [7]}, "column 'extra_info' holds a list; expected an object"),
+        ({"prompt": "\ud800"}, r"\ud800 is half of a surrogate pair; add the other half"),
         ({"ground_truth": ["1"]}, "column 'ground_truth' holds a list"),
         ({"ground_truth": True}, "column 'ground_truth' holds a bool"),
     ],
 )
-def test_a_column_of_the_wrong_kind_is_an_error(tmp_path, columns, message):
+def test_an_invalid_value_is_an_error(tmp_path, columns, message):
     assert f"data.jsonl:1: {message}" in failure(row(1, **columns), folder=tmp_path)
 
 
-def test_ids_that_stand_twice_are_named(tmp_path):
+def test_duplicate_ids_are_an_error(tmp_path):
     message = failure(row(1), row(2), row(1), folder=tmp_path)
     file = tmp_path / "data.jsonl"
-    assert f"ids that stand more than once: p1 ({file}:1 and {file}:3); ids must be unique" in message
+    assert f"ids that occur more than once: p1 ({file}:1 and {file}:3); ids must be unique" in message
+
+
+@given(
+    size=st.integers(1, 30),
+    seed=st.integers(0, 5),
+    counts=st.lists(st.integers(0, 70), max_size=6),
+    shuffle=st.booleans(),
+)
+def test_every_epoch_contains_every_index_once(size, seed, counts, shuffle):
+    sampler = PromptSampler(size, seed, shuffle)
+    drawn = [index for count in counts for index in sampler.take(count)]
+    assert len(drawn) == sum(counts)
+    for first in range(0, len(drawn), size):
+        part = drawn[first : first + size]
+        assert len(set(part)) == len(part)
+    assert sampler.epoch == len(drawn) // size
+
+
+@given(size=st.integers(1, 20), before=st.integers(0, 60), after=st.integers(0, 60), shuffle=st.booleans())
+def test_a_resumed_sampler_continues_exactly(size, before, after, shuffle):
+    original = PromptSampler(size, 3, shuffle)
+    original.take(before)
+    resumed = PromptSampler(size, 3, shuffle)
+    resumed.load_state_dict(json.loads(json.dumps(original.state_dict())))
+    assert resumed.take(after) == original.take(after)
+
+
+def test_orders_depend_on_seed_and_epoch():
+    sampler = PromptSampler(20, 1)
+    first, second = sampler.take(20), sampler.take(20)
+    assert first != second and PromptSampler(20, 1).take(20) == first != PromptSampler(20, 2).take(20)
+    assert PromptSampler(3, 1, shuffle=False).take(5) == [0, 1, 2, 0, 1]
+
+
+def test_a_state_of_other_data_is_an_error():
+    state = PromptSampler(5, 1).state_dict()
+    with pytest.raises(ValueError, match="size was 5 and is 6"):
+        PromptSampler(6, 1).load_state_dict(state)
+    with pytest.raises(ValueError, match="at least one prompt"):
+        PromptSampler(0, 1)

@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from examples.tiny_math.prepare import ANSWER, make_tokenizer
-from roll.configs import names
+from examples.tiny_math.prepare import ANSWER, END, make_tokenizer
+from roll.configs import roles
 from roll.datasets.prompts import Prompt, Question
 from roll.datasets.records import DatasetError
-from roll.datasets.templates import TEMPLATES, QuestionEncoder, encode_prompts
+from roll.datasets.sft import PromptResponse, encode_sft_data
+from roll.datasets.templates import BUILT_IN, TEMPLATES, ConversationEncoder, PromptEncoder, encode_prompts
 
 ASKED = Question(text="1+1=")
 CHAT = Question(messages=({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}))
@@ -24,25 +25,25 @@ def qwen_tokenizer():
     return tokenizer
 
 
-def test_the_configuration_knows_exactly_these_templates():
-    assert set(TEMPLATES) == set(names.TEMPLATES)
+def test_the_configuration_lists_these_templates():
+    assert set(TEMPLATES) == set(roles.TEMPLATES)
 
 
-def test_native_is_the_tokenizers_own_template_ready_for_the_answer(tokenizer):
-    (ids,) = QuestionEncoder(tokenizer, "native").encode([ASKED])
+def test_native_is_the_tokenizers_own_template_with_the_start_of_a_response(tokenizer):
+    (ids,) = PromptEncoder(tokenizer, "native").encode([ASKED])
     assert tokenizer.decode(ids) == "1+1=" + ANSWER
     assert ids[-1] == tokenizer.convert_tokens_to_ids(ANSWER)
 
 
-def test_none_takes_the_text_as_it_is(tokenizer):
-    (ids,) = QuestionEncoder(tokenizer, "none").encode([ASKED])
+def test_none_leaves_the_text_unchanged(tokenizer):
+    (ids,) = PromptEncoder(tokenizer, "none").encode([ASKED])
     assert tokenizer.decode(ids) == "1+1="
-    with pytest.raises(DatasetError, match="'none' takes a text"):
-        QuestionEncoder(tokenizer, "none").encode([CHAT])
+    with pytest.raises(DatasetError, match="'none' needs a text"):
+        PromptEncoder(tokenizer, "none").encode([CHAT])
 
 
-def test_qwen2_5_adds_its_system_message_unless_there_is_one(qwen_tokenizer):
-    encoder = QuestionEncoder(qwen_tokenizer, "qwen2_5")
+def test_qwen2_5_adds_its_system_message_unless_one_is_given(qwen_tokenizer):
+    encoder = PromptEncoder(qwen_tokenizer, "qwen2_5")
     assert encoder.render(CHAT) == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     )
@@ -52,31 +53,98 @@ def test_qwen2_5_adds_its_system_message_unless_there_is_one(qwen_tokenizer):
     assert qwen_tokenizer.decode(ids) == encoder.render(ASKED)
 
 
-def test_llama3_has_its_headers(tokenizer):
+def test_llama3_adds_its_headers(tokenizer):
     markers = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
     tokenizer = make_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": markers})
-    assert QuestionEncoder(tokenizer, "llama3").render(ASKED) == (
+    assert PromptEncoder(tokenizer, "llama3").render(ASKED) == (
         "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n1+1=<|eot_id|>"
         "<|start_header_id|>assistant<|end_header_id|>\n\n"
     )
 
 
-def test_a_template_that_does_not_fit_the_tokenizer_is_an_error(tokenizer):
-    with pytest.raises(DatasetError, match=r"'qwen2\.5' is none of native, none, .*did you mean 'qwen2_5'"):
-        QuestionEncoder(tokenizer, "qwen2.5")
-    with pytest.raises(DatasetError, match=r"'qwen3' is made of <\|im_end\|>, <\|im_start\|>, which this tokenizer"):
-        QuestionEncoder(tokenizer, "qwen3")
+def test_a_template_the_tokenizer_cannot_apply_is_an_error(tokenizer):
+    with pytest.raises(DatasetError, match=r"'qwen2\.5' is not one of native, none, .*did you mean 'qwen2_5'"):
+        PromptEncoder(tokenizer, "qwen2.5")
+    with pytest.raises(
+        DatasetError, match=r"'qwen3' needs the special tokens <\|im_end\|>, <\|im_start\|>, which this tokenizer"
+    ):
+        PromptEncoder(tokenizer, "qwen3")
     bare = make_tokenizer()
     bare.chat_template = None
     with pytest.raises(DatasetError, match="the tokenizer has no chat template; use none"):
-        QuestionEncoder(bare, "native")
+        PromptEncoder(bare, "native")
 
 
-def test_prompts_too_long_are_dropped_and_counted_and_all_of_them_is_an_error(tokenizer):
+def test_long_prompts_are_dropped_and_dropping_all_is_an_error(tokenizer):
     prompts = [Prompt(str(size), "t", Question(text="1" * size), "1") for size in (3, 9, 5)]
     encoded, dropped = encode_prompts(prompts, tokenizer, "none", prompt_length=5)
     assert [prompt.id for prompt in encoded] == ["3", "5"] and dropped == 1
     assert (encoded[0].tag, encoded[0].ground_truth, len(encoded[0].ids)) == ("t", "1", 3)
     with pytest.raises(DatasetError, match="all 3 prompts are longer than 2 tokens; they have 3 to 9"):
         encode_prompts(prompts, tokenizer, "none", prompt_length=2)
+
+
+CONVERSATION = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "What is 1+1?"},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "And 2+2?"},
+    {"role": "assistant", "content": " 4\n"},
+    {"role": "tool", "content": "four"},
+]
+
+
+def with_markers(template: str):
+    """The tiny tokenizer with the special tokens of a template; the last of them is the end token."""
+    tokenizer = make_tokenizer()
+    if template in BUILT_IN:
+        markers = list(BUILT_IN[template].markers)
+        tokenizer.add_tokens(markers, special_tokens=True)
+        tokenizer.eos_token = markers[-1]
+    return tokenizer
+
+
+@pytest.mark.parametrize("template", ["native", *BUILT_IN])
+def test_ids_turn_by_turn_equal_those_of_the_whole_conversation(template):
+    tokenizer = with_markers(template)
+    chat, whole = ConversationEncoder(tokenizer, template), PromptEncoder(tokenizer, template)
+    ids = chat.start(CONVERSATION[:2])
+    assert ids == whole.encode([Question(messages=tuple(CONVERSATION[:2]))])[0]
+    for end in (3, 5):
+        answer = [*whole.encode_text([CONVERSATION[end - 1]["content"]])[0], tokenizer.eos_token_id]
+        before = [*ids, *answer]
+        ids = before + chat.follow(answer[-1], [CONVERSATION[end]])
+        assert ids == whole.encode([Question(messages=tuple(CONVERSATION[: end + 1]))])[0]
+        assert ids[: len(before)] == before
+
+
+@pytest.mark.parametrize("template", ["native", *BUILT_IN])
+def test_a_truncated_response_is_closed_by_the_template(template):
+    tokenizer = with_markers(template)
+    chat = ConversationEncoder(tokenizer, template)
+    cut, ended = chat.follow(70, [CONVERSATION[3]]), chat.follow(tokenizer.eos_token_id, [CONVERSATION[3]])
+    assert cut == [tokenizer.eos_token_id, *ended]
+
+
+def test_a_template_that_changes_earlier_turns_is_an_error():
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    chat = ConversationEncoder(tokenizer, "native")
+    with pytest.raises(DatasetError, match="renders earlier turns differently when later ones follow"):
+        chat.follow(1, [CONVERSATION[1]])
+    tokenizer.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    with pytest.raises(DatasetError, match="omits or changes assistant messages"):
+        ConversationEncoder(tokenizer, "native")
+
+
+def test_without_mask_history_every_assistant_message_is_learned_and_nothing_between_them():
+    tokenizer = make_tokenizer()
+    item = PromptResponse("a", Question(messages=tuple(CONVERSATION[:4])), "4")
+    [last], _ = encode_sft_data([item], tokenizer, "native", 100, 200)
+    [every], _ = encode_sft_data([item], tokenizer, "native", 100, 200, mask_history=False)
+    assert last.prompt_ids + last.response_ids == every.prompt_ids + every.response_ids
+    assert tokenizer.decode(every.prompt_ids) == "Be brief.What is 1+1?" + ANSWER
+    learned = [token for token, learn in zip(every.response_ids, every.loss_mask, strict=True) if learn]
+    assert tokenizer.decode(learned) == f"2{END}4{END}"
+    assert last.loss_mask is None and tokenizer.decode(last.response_ids) == "4" + END

@@ -1,4 +1,4 @@
-"""What an engine does with requests that arrive around a publish."""
+"""Requests that reach an engine during and after a weight update."""
 
 from __future__ import annotations
 
@@ -7,51 +7,58 @@ from typing import Any
 
 import pytest
 
-from roll.distributed.infer_worker import DirtyEngineError, InferWorker
+from roll.distributed.infer_worker import InferWorker
+from roll.distributed.weight_sync.receiver import StaleWeightsError
+from roll.distributed.worker import WorkerRank
 
 
 class Echo:
-    """An engine in which nothing can go wrong."""
-
-    async def begin_update(self) -> None: ...
+    """Answers every request at once."""
 
     async def generate(self, requests: list[Any]) -> list[Any]:
         return requests
 
 
-class Rank:
-    name = "actor_infer-0"
+class EngineWithoutProcesses(InferWorker):
+    """An engine whose update session cannot fail."""
+
+    async def _open_session(self) -> None: ...
 
 
-def worker() -> Any:
-    made: Any = InferWorker(Rank(), None, None)  # type: ignore[arg-type]
-    made._strategy = Echo()
+REQUESTS: Any = ["request"]
+
+
+def worker() -> InferWorker:
+    unused: Any = None
+    made = EngineWithoutProcesses(WorkerRank.single("actor_infer"), unused, unused)
+    echo: Any = Echo()
+    made._generation = echo
     return made
 
 
-def test_requests_that_arrive_during_a_publish_wait_for_its_end() -> None:
+def test_requests_that_arrive_during_an_update_wait_for_its_end() -> None:
     async def run() -> None:
-        engine = worker()
+        engine, requests = worker(), REQUESTS
         await engine.begin_update(3)
-        asked = asyncio.create_task(engine.generate(["request"]))
+        answer = asyncio.create_task(engine.generate(requests))
         await asyncio.sleep(0.01)
-        assert not asked.done()
-        await engine.accept_update()
-        assert await asked == ["request"]
+        assert not answer.done()
+        await engine.commit_update()
+        assert await answer == requests
 
     asyncio.run(run())
 
 
-def test_requests_are_refused_once_a_publish_was_given_up() -> None:
+def test_requests_are_refused_after_an_aborted_update() -> None:
     async def run() -> None:
-        engine = worker()
+        engine, requests = worker(), REQUESTS
         await engine.begin_update(3)
-        asked = asyncio.create_task(engine.generate(["request"]))
-        await engine.give_up_update()
-        with pytest.raises(DirtyEngineError, match="serves nothing: the publish of version 3 did not complete"):
-            await asked
+        answer = asyncio.create_task(engine.generate(requests))
+        await engine.abort_update()
+        with pytest.raises(StaleWeightsError, match="actor_infer-0 is not serving: weight update v3 incomplete"):
+            await answer
         await engine.begin_update(4)
-        await engine.accept_update()
-        assert await engine.generate(["request"]) == ["request"]
+        await engine.commit_update()
+        assert await engine.generate(requests) == requests
 
     asyncio.run(run())

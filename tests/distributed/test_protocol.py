@@ -1,4 +1,4 @@
-"""DataProto: its operations undo each other, pad as documented, and travel cheaply."""
+"""DataProto: inverse operations, padding, and compact pickling."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_reorder_by_the_inverse_permutation_restores_the_order(order: list[int],
 
 @settings(max_examples=40, deadline=None)
 @given(sizes, widths, st.integers(1, 3), st.booleans())
-def test_repeat_keeps_every_sample_that_often(samples: int, width: int, times: int, interleave: bool) -> None:
+def test_repeat_repeats_every_sample(samples: int, width: int, times: int, interleave: bool) -> None:
     data = make(samples, width)
     repeated = data.repeat(times, interleave)
     step = range(0, samples * times, times) if interleave else range(samples)
@@ -99,7 +99,7 @@ def test_a_slice_is_pickled_without_the_rest_of_its_batch() -> None:
     assert sum(buffer.raw().nbytes for buffer in buffers) == 10 * 1000 * 4
 
 
-def test_what_was_pickled_may_be_written_to() -> None:
+def test_unpickled_tensors_are_writable() -> None:
     buffers: list[pickle.PickleBuffer] = []
     head = pickle.dumps(make(2, 3), protocol=5, buffer_callback=buffers.append)
     frozen = [bytes(buffer.raw()) for buffer in buffers]
@@ -139,21 +139,21 @@ def test_union_joins_columns_and_refuses_a_conflict() -> None:
         left.union(right)
 
 
-def test_pop_takes_out_what_select_would_show() -> None:
+def test_pop_removes_what_select_returns() -> None:
     data = make(3, 4)
-    taken = data.pop("scores", "id")
-    assert set(taken.batch.keys()) == {"scores"} and set(taken.non_tensor_batch) == {"id"}
+    removed = data.pop("scores", "id")
+    assert set(removed.batch.keys()) == {"scores"} and set(removed.non_tensor_batch) == {"id"}
     assert "scores" not in data and "id" not in data and "lists" in data
 
 
-def test_rename_refuses_a_taken_name() -> None:
+def test_rename_refuses_an_existing_name() -> None:
     data = make(2, 2).rename({"behavior_log_probs": "old_log_probs"})
     assert "old_log_probs" in data and "behavior_log_probs" not in data
     with pytest.raises(ValueError, match="taken"):
         data.rename({"scores": "input_ids"})
 
 
-def test_a_missing_key_lists_what_there_is() -> None:
+def test_a_missing_key_error_lists_the_existing_keys() -> None:
     with pytest.raises(KeyError, match="attention_mask"):
         make(1, 1).select("advantages")
 

@@ -1,4 +1,4 @@
-"""Ways to play an environment, shared by the tests."""
+"""Helpers that play environments."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import numpy as np
 from hypothesis import settings
 
 from roll.envs.base import TextEnv
-from roll.envs.moves import MOVES
+from roll.envs.text_actions import MOVES
 
-patient = settings(deadline=None)
-"""For properties: how long a draw takes says nothing about it, and machines are busy."""
+no_deadline = settings(deadline=None)
+"""For property tests, which may be slow on a busy machine."""
 
-OURS = {
+BUILT_IN = {
     "frozen_lake": {"format_penalty": -0.25},
     "sokoban": {"num_boxes": 2, "format_penalty": -0.25},
     "calculator": {"format_penalty": -0.25},
 }
-"""Every environment of the project, with options that the tests can tell from defaults."""
+"""Options of each built-in environment, different from the defaults."""
 
-INVALID = [
+INVALID_TEXTS = [
     "",
     "Right",
     "<answer>Right",
@@ -29,11 +29,11 @@ INVALID = [
     "<tool>",
     "\x00√\n<|im_end|>",
 ]
-"""Texts that are no action anywhere."""
+"""Texts that hold no valid action in any environment."""
 
 
 class Step(NamedTuple):
-    """What `step` returns."""
+    """The return value of `step`."""
 
     observation: str
     reward: float
@@ -43,14 +43,14 @@ class Step(NamedTuple):
 
 
 def texts(env: TextEnv, seed: int) -> list[str]:
-    """Twenty texts that mean something to some environment, and some that do to none."""
+    """Twenty random texts, with valid actions of each environment and invalid ones."""
     moves = [f"<answer>{move}</answer>" for move in MOVES]
-    choices = [*moves, *moves, "<tool>12*(3+4)</tool>", "<tool>1/0</tool>", *INVALID]
+    choices = [*moves, *moves, "<tool>12*(3+4)</tool>", "<tool>1/0</tool>", *INVALID_TEXTS]
     return [choices[index] for index in np.random.default_rng(seed).integers(len(choices), size=20)]
 
 
 def play(env: TextEnv, seed: int, actions: list[str]) -> list:
-    """First observation, then every step until the episode ends."""
+    """The result of `reset`, then each step until the episode ends."""
     episode: list = [env.reset(seed=seed)]
     for text in actions:
         step = Step(*env.step(text))

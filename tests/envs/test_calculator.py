@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll.envs import make_env
-from roll.envs.arithmetic import CalculatorError, calculate, evaluate
-from tests.envs.playing import Step, patient
+from roll.envs.calculator import CalculatorError, calculate, evaluate
+from tests.envs.playing import Step, no_deadline
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_results_are_exact(expression, result):
 
 
 @pytest.mark.parametrize(
-    ("expression", "said"),
+    ("expression", "message"),
     [
         ("", "not a complete expression"),
         ("1+", "not a complete expression"),
@@ -65,16 +65,16 @@ def test_results_are_exact(expression, result):
         ("1e9", "holds numbers"),
     ],
 )
-def test_what_is_no_bounded_arithmetic_is_refused_at_once(expression, said):
+def test_invalid_or_unbounded_expressions_are_rejected_quickly(expression, message):
     started = time.process_time()
-    with pytest.raises(CalculatorError, match=said):
+    with pytest.raises(CalculatorError, match=message):
         calculate(expression)
     assert time.process_time() - started < 1
 
 
-@patient
+@no_deadline
 @given(st.text(alphabet="0123456789.+-*/%() \n", max_size=40))
-def test_any_text_has_a_bounded_value_or_a_reason(text):
+def test_any_text_has_a_bounded_value_or_an_error(text):
     try:
         value = evaluate(text)
     except CalculatorError as error:
@@ -85,9 +85,9 @@ def test_any_text_has_a_bounded_value_or_a_reason(text):
         assert abs(Fraction(shown) - value) <= Fraction(1, 10**12)
 
 
-@patient
+@no_deadline
 @given(seed=st.integers(0, 2**32), terms=st.integers(2, 8), digits=st.integers(1, 6))
-def test_the_tool_solves_every_problem_and_its_answer_is_right(seed, terms, digits):
+def test_the_tool_solves_every_problem(seed, terms, digits):
     env = make_env("calculator", {"terms": terms, "digits": digits})
     problem = env.reset(seed=seed)[0].removeprefix("Compute ")
     numbers = "".join(cell if cell.isdigit() else " " for cell in problem).split()
@@ -106,7 +106,7 @@ def started():
 
 
 @pytest.mark.parametrize("form", ["{0}", " {0:,}\n", "{0}.0", "{0:+d}"])
-def test_an_answer_may_be_written_in_any_common_way(form):
+def test_answers_are_accepted_in_common_formats(form):
     env, _, value = started()
     assert env.step(f"<ANSWER>{form.format(value)}</ANSWER>")[:3] == ("Right.", 1.0, True)
 
@@ -117,19 +117,19 @@ def test_a_wrong_answer_ends_the_episode_without_reward():
     assert step[:4] == ("Wrong.", 0.0, True, False) and step.info["metrics"]["success"] == 0
 
 
-def test_the_problem_is_not_its_own_answer():
+def test_the_problem_itself_is_not_accepted_as_an_answer():
     env, problem, _ = started()
     step = Step(*env.step(f"<answer>{problem}</answer>"))
     assert step.reward == -0.5 and not step.terminated and step.info["metrics"]["action_is_valid"] == 0
 
 
-def test_only_the_first_of_a_turn_is_read():
+def test_only_the_first_action_of_a_turn_is_executed():
     env, _, value = started()
     step = Step(*env.step(f"<tool>2+3</tool><answer>{value}</answer>"))
     assert step.observation == "Result: 5" and not step.terminated
 
 
-def test_a_call_that_fails_says_why_and_counts():
+def test_a_failed_tool_call_returns_the_error_and_is_counted():
     env, _, _ = started()
     step = Step(*env.step("<tool>1/0</tool>"))
     assert step.observation == "Error: division by zero." and step.reward == 0

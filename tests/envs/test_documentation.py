@@ -1,4 +1,4 @@
-"""The example of docs/environments.md runs as it stands there, and its tables tell the truth."""
+"""The examples of docs/environments.md run, and its tables are complete."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def blocks(language: str) -> list[str]:
 
 @pytest.fixture
 def guess(tmp_path, monkeypatch):
-    """The environment of the page, made from its file and its YAML."""
+    """The environment of the example, made from its file and its YAML."""
     (code,) = blocks("python")
     (tmp_path / "my_envs").mkdir()
     (tmp_path / "my_envs" / "guess.py").write_text(code, encoding="utf-8")
@@ -38,18 +38,18 @@ def test_the_example_is_one_short_file():
     assert len(code.splitlines()) < 40
 
 
-def test_the_example_is_an_environment_that_can_be_won(guess):
+def test_the_example_can_be_won(guess):
     check_env(guess, skip_render_check=True)
     for seed in range(20):
-        low, high, said = 1, 20, guess.reset(seed=seed)[0]
-        while said != "Right.":
+        low, high, observation = 1, 20, guess.reset(seed=seed)[0]
+        while observation != "Right.":
             middle = (low + high) // 2
-            said, reward, terminated, truncated, info = guess.step(f"<answer>{middle}</answer>")
-            low, high = (middle + 1, high) if said == "Higher." else (low, middle - 1)
+            observation, reward, terminated, truncated, info = guess.step(f"<answer>{middle}</answer>")
+            low, high = (middle + 1, high) if observation == "Higher." else (low, middle - 1)
         assert (reward, terminated, truncated, info["metrics"]["success"]) == (1.0, True, False, 1.0)
 
 
-def test_the_first_entry_of_the_page_can_be_made():
+def test_the_first_entry_of_the_page_is_valid():
     env = make_env(**yaml.safe_load(blocks("yaml")[0]))
     assert env.config.max_steps == 10 and "slippery" not in env.instruction
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from roll.configs.errors import ConfigError
 from roll.envs import make_env
-from roll.envs.sokoban_room import DIRECTIONS, Room, draw_room
-from tests.envs.playing import Step, patient, play
+from roll.envs.sokoban import DIRECTIONS, Room, draw_room
+from tests.envs.playing import Step, no_deadline, play
 
 
 def read(drawing: str) -> Room:
@@ -18,7 +18,7 @@ def read(drawing: str) -> Room:
     cells = {(row, column): cell for row, line in enumerate(drawing.split("\n")) for column, cell in enumerate(line)}
 
     def where(symbols: str) -> frozenset:
-        return frozenset(place for place, cell in cells.items() if cell in symbols)
+        return frozenset(position for position, cell in cells.items() if cell in symbols)
 
     (player,) = where("PS")
     return Room(where("_OX√PS"), where("O√S"), where("X√"), player)
@@ -55,7 +55,7 @@ def solution(room: Room) -> list[str] | None:
         ({"dim_room": [5, 6], "num_boxes": 2}, 10),
     ],
 )
-def test_every_room_can_be_solved_in_the_moves_it_promises_and_is_not_solved_yet(options, rooms):
+def test_every_room_is_unsolved_and_can_be_solved_within_search_depth(options, rooms):
     env = make_env("sokoban", {"max_steps": 20, **options})
     for seed in range(rooms):
         room = read(env.reset(seed=seed)[0])
@@ -68,9 +68,9 @@ def test_every_room_can_be_solved_in_the_moves_it_promises_and_is_not_solved_yet
         assert earned == pytest.approx(10 + len(room.boxes) - 0.1 * len(moves))
 
 
-@patient
+@no_deadline
 @given(seed=st.integers(0, 2**32), rows=st.integers(5, 9), columns=st.integers(5, 9))
-def test_a_drawing_shows_the_room_whole(seed, rows, columns):
+def test_a_drawing_shows_the_whole_room(seed, rows, columns):
     drawing, _ = make_env("sokoban", {"dim_room": [rows, columns]}).reset(seed=seed)
     lines = drawing.split("\n")
     assert [len(line) for line in lines] == [columns] * rows
@@ -84,7 +84,7 @@ def test_the_most_crowded_options_find_a_room(side, depth):
     assert len(room.boxes) == 6 and not room.boxes & room.targets
 
 
-def test_options_without_any_room_end_with_what_to_change():
+def test_impossible_options_are_an_error_that_names_the_options():
     with pytest.raises(RuntimeError, match="no room of 5 x 5 with 8 boxes .*num_boxes, dim_room, search_depth"):
         draw_room(np.random.default_rng(0), 5, 5, 8, 8)
 
@@ -105,7 +105,7 @@ def moved(drawing: str, *moves: str) -> Room:
     return room
 
 
-def test_a_box_goes_ahead_of_the_player_and_stops_at_walls_and_boxes():
+def test_a_push_moves_a_box_until_a_wall_or_another_box():
     assert moved(WALK, "Right").boxes == {(1, 3), (2, 3), (2, 4)} and moved(WALK, "Right").player == (1, 2)
     assert moved(WALK, "Up") == moved(WALK, "Left") == read(WALK)
     assert moved(WALK, "Right", "Right", "Right") == moved(WALK, "Right", "Right")
@@ -114,7 +114,7 @@ def test_a_box_goes_ahead_of_the_player_and_stops_at_walls_and_boxes():
     assert moved(WALK, "Down").player == (2, 1) and moved(WALK, "Down", "Right") == moved(WALK, "Down")
 
 
-def test_a_box_on_a_target_pays_and_is_paid_back():
+def test_the_reward_of_a_box_is_subtracted_when_it_leaves_the_target():
     env = make_env("sokoban", {"num_boxes": 2})
     env.reset(seed=0)
     env._room = read("######\n#PXO_#\n#___##\n#OX__#\n######")
@@ -125,14 +125,14 @@ def test_a_box_on_a_target_pays_and_is_paid_back():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
-        ({"dim_room": [4, 6]}, r"dim_room: \[4, 6\] is not two numbers from 5 to 12; such as \[6, 6\]"),
+        ({"dim_room": [4, 6]}, r"dim_room: \[4, 6\] is not two numbers from 5 to 12; an example is \[6, 6\]"),
         ({"dim_room": [6]}, r"dim_room: \[6\] is not two numbers"),
         ({"num_boxes": 4}, r"num_boxes: 4 do not fit into \[6, 6\]; at most 3 do"),
-        ({"num_boxes": 3, "search_depth": 10}, "search_depth: 10 is too small for 3 boxes; write 15"),
+        ({"num_boxes": 3, "search_depth": 10}, "search_depth: 10 is too small for 3 boxes; use at least 15"),
     ],
 )
-def test_options_that_do_not_go_together_are_told(options, said):
-    with pytest.raises(ConfigError, match=said):
+def test_conflicting_options_are_an_error(options, message):
+    with pytest.raises(ConfigError, match=message):
         make_env("sokoban", options)

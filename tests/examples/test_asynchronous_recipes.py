@@ -1,4 +1,4 @@
-"""The four asynchronous recipes load in the spelling of the systems they are named after, and mean what those mean."""
+"""The four asynchronous recipes load with keys of other frameworks and configure what these keys mean there."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 import yaml
 
-from roll.configs.aliases import PLACES
+from roll.configs.compat.apply import MOVED_KEYS
+from roll.configs.hardware import prepare_run
 from roll.configs.load import load_config
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.plan import make_plan
-from roll.configs.run_checks import prepare_run
 from roll.pipeline.extensions import load_extensions
 from tests.configs.samples import LAPTOP, write
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RECIPES = ["one_step_off", "rlvr_async", "fully_async", "offpolicy_buffer"]
 NOTES = ("is read as", "engines always return log-probs", "engines keep their memory")
-"""What may be said about a recipe that is right."""
+"""Notes that a correct recipe may have."""
 
 
 def load(name: str, folder: Path, model: Path) -> RLVRConfig:
@@ -30,7 +30,7 @@ def load(name: str, folder: Path, model: Path) -> RLVRConfig:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_plans_and_may_run_without_a_warning_that_matters(name: str, tmp_path: Path, tiny_model_dir: Path):
+def test_a_recipe_plans_with_expected_notes_only(name: str, tmp_path: Path, tiny_model_dir: Path):
     config = load(name, tmp_path, tiny_model_dir)
     plan = make_plan(config, LAPTOP)
     assert [warning for warning in plan.warnings if not any(note in warning for note in NOTES)] == []
@@ -40,7 +40,7 @@ def test_a_recipe_plans_and_may_run_without_a_warning_that_matters(name: str, tm
     assert not set(config.actor_train.device_mapping) & set(config.actor_infer.device_mapping)
 
 
-def test_one_step_off_recomputes_nothing_and_is_one_version_old(tmp_path: Path, tiny_model_dir: Path):
+def test_one_step_off_recomputes_no_log_probs_and_is_one_version_stale(tmp_path: Path, tiny_model_dir: Path):
     config = load("one_step_off", tmp_path, tiny_model_dir)
     assert config.async_generation_ratio == 1
     assert (config.old_log_probs_source, config.pg_ratio_base) == ("behavior", "behavior")
@@ -57,8 +57,8 @@ def test_rlvr_async_interpolates_and_counts_prompts(tmp_path: Path, tiny_model_d
 def test_fully_async_sets_every_key_of_its_block(tmp_path: Path, tiny_model_dir: Path):
     config = load("fully_async", tmp_path, tiny_model_dir)
     block = yaml.safe_load((EXAMPLES / "fully_async" / "rlvr_config.yaml").read_text())["async_training"]
-    here = {key for path in PLACES for head, _, key in [path.rpartition(".")] if head == "async_training"}
-    assert here <= set(block)
+    moved = {key for path in MOVED_KEYS for head, _, key in [path.rpartition(".")] if head == "async_training"}
+    assert moved <= set(block)
     assert config.actor_infer.generation_timeout_s == config.sync_timeout_s == 30
     assert config.async_training.batch_generation_interval_s == 0.1
     made = load_extensions(config)
@@ -67,7 +67,7 @@ def test_fully_async_sets_every_key_of_its_block(tmp_path: Path, tiny_model_dir:
     assert step == {"mine/samples_per_second": 32.0}
 
 
-def test_offpolicy_buffer_is_a_lead_a_bound_and_clipped_weights(tmp_path: Path, tiny_model_dir: Path):
+def test_offpolicy_buffer_sets_ratio_staleness_and_clipped_weights(tmp_path: Path, tiny_model_dir: Path):
     config = load("offpolicy_buffer", tmp_path, tiny_model_dir)
     assert (config.actor_infer.device_mapping, config.actor_train.device_mapping) == ([2], [0, 1])
     assert (config.async_generation_ratio, config.async_training.max_staleness_allowed) == (2, 3)

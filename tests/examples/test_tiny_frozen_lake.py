@@ -1,4 +1,4 @@
-"""The recipe of the lakes: its files plan, its play is right, and what is learned from play is what is met later."""
+"""The FrozenLake recipe: its files plan, and its example episodes follow shortest paths."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 
 from examples.tiny_frozen_lake.play import LAKE, WORDS, best_moves, conversation, write_play
 from examples.tiny_math.prepare import prepare
+from roll.configs.hardware import prepare_run
 from roll.configs.load import load_config
 from roll.configs.plan import make_plan
-from roll.configs.run_checks import prepare_run
 from roll.envs import make_env
 from tests.configs.samples import LAPTOP
 
@@ -24,13 +24,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("ratio", [0, 1])
-def test_the_run_on_lakes_plans_without_a_warning(ratio: int, model: Path) -> None:
+def test_the_rl_run_plans_without_a_warning(ratio: int, model: Path) -> None:
     config = load_config(FOLDER / "agentic_config.yaml", [f"pretrain={model}", f"async_generation_ratio={ratio}"])
     plan = make_plan(config, LAPTOP)
     assert plan.warnings == [] == prepare_run(config, LAPTOP)
 
 
-def test_the_warm_start_plans_on_the_play_that_is_written(model: Path, tmp_path: Path) -> None:
+def test_the_warm_start_plans_with_the_written_episodes(model: Path, tmp_path: Path) -> None:
     data = write_play(tmp_path, seed=1, train=3, val=2, chance=0.15)
     files = [
         f"{role}.data_args.file_name=[{data}/{name}.jsonl]"
@@ -43,13 +43,13 @@ def test_the_warm_start_plans_on_the_play_that_is_written(model: Path, tmp_path:
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_play_without_random_moves_takes_a_shortest_way(seed: int) -> None:
+def test_episodes_without_random_moves_follow_a_shortest_path(seed: int) -> None:
     lake, played = make_env("frozen_lake", LAKE), conversation(seed, chance=0.0)
     observation, _ = lake.reset(seed=seed)
     assert played[0]["content"] == f"{lake.instruction}\n{observation}\n"
     ends = []
-    for said in played[1::2]:
-        assert said["content"].removeprefix("<answer>").removesuffix("</answer>") in best_moves(observation)
-        observation, reward, terminated, truncated, _ = lake.step(said["content"])
+    for answer in played[1::2]:
+        assert answer["content"].removeprefix("<answer>").removesuffix("</answer>") in best_moves(observation)
+        observation, reward, terminated, truncated, _ = lake.step(answer["content"])
         ends.append((reward, terminated, truncated))
     assert ends[-1] == (1.0, True, False) and not any(terminated for _, terminated, _ in ends[:-1])

@@ -1,4 +1,4 @@
-"""The model that the tiny recipe makes on the spot."""
+"""The model that the tiny_math recipe creates."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def test_special_ids_are_stable() -> None:
 def test_chat_template_ends_with_the_answer_marker_and_a_whole_turn_with_the_end(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     question = [{"role": "user", "content": "1+2="}]
-    asked = tokenizer.apply_chat_template(question, add_generation_prompt=True, tokenize=False)
-    answered = tokenizer.apply_chat_template([*question, {"role": "assistant", "content": "3"}], tokenize=False)
-    assert asked == "1+2=<|answer|>"
-    assert answered == asked + "3" + tokenizer.eos_token
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, tokenize=False)
+    whole = tokenizer.apply_chat_template([*question, {"role": "assistant", "content": "3"}], tokenize=False)
+    assert prompt == "1+2=<|answer|>"
+    assert whole == prompt + "3" + tokenizer.eos_token
 
 
 def test_weights_depend_on_the_seed_alone(folder: Path, tmp_path: Path) -> None:

@@ -10,26 +10,25 @@ import sys
 import time
 from typing import Any
 
-from roll.distributed.dispatch import Collect, Dispatch, register
-from roll.distributed.worker import Worker
+from roll.distributed.worker import Worker, register
 
 
 class Echo(Worker):
-    """Answers with what it was given, or misbehaves when told to."""
+    """Returns its arguments, or fails on request."""
 
     @register()
     def same(self, value: Any, extra: int = 0) -> tuple[int, Any, int]:
         return self.rank.rank, value, extra
 
-    @register(dispatch=Dispatch.ALL_TO_ALL)
+    @register()
     def own(self, value: Any) -> Any:
         return value
 
-    @register(dispatch=Dispatch.DP)
+    @register()
     def shard(self, data: list[int]) -> tuple[int, list[int]]:
         return self.rank.rank, data
 
-    @register(collect=Collect.FIRST)
+    @register()
     def surroundings(self) -> dict[str, Any]:
         return {
             "affinity": sorted(os.sched_getaffinity(0)),
@@ -58,13 +57,15 @@ class Echo(Worker):
     def process_id(self) -> int:
         return os.getpid()
 
+    def not_registered(self) -> None: ...
+
     @register()
     def spawn(self) -> int:
         return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
 
 
 class AsyncEcho(Worker):
-    """Calls that run side by side."""
+    """Calls that run concurrently."""
 
     concurrent = True
 

@@ -1,4 +1,4 @@
-"""Environments that go wrong when they are told to."""
+"""Environments that raise, hang or exit when the action requests it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from roll.envs import TextEnv, Turn
 
 
 class Trouble(TextEnv):
-    """Counts, and does what the action says."""
+    """Counts steps and does what the action says."""
 
     METRICS = {"count": "last"}
 
@@ -45,8 +45,8 @@ class Trouble(TextEnv):
         return Turn(observation, 0.5, metrics={"count": float(self.steps)})
 
 
-class Forgetful(Trouble):
-    """Starts elsewhere in every process."""
+class Irreproducible(Trouble):
+    """Its first observation is the process id."""
 
     def begin(self) -> str:
         return f"{os.getpid()}"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from roll.distributed.protocol import DataProto
-from tests.integration.megatron_harness import RankContext
+from tests.integration.rank_pool import RankContext
 
 STEPS = 20
 TEMPERATURE = 0.7
@@ -71,12 +71,12 @@ def _score_and_export(context: RankContext, family: str, model: Path) -> None:
         context.results[f"log_probs/{family}/{side}"] = scored.batch["log_probs"].clone() if len(scored) else None
     strategy.shutdown()
     trainer = context.strategy(model)
-    specs, weights = trainer.weight_specs(), list(trainer.weights())
+    specs, weights = trainer.weights.specs(), list(trainer.weights.full_tensors())
     context.results[f"specs/{family}"] = [(spec.name, spec.shape, spec.dtype) for spec in specs]
     context.results[f"names/{family}"] = [
         (name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in weights
     ]
-    trainer.export_hf(context.folder / family)
+    trainer.weights.export_hf(context.folder / family)
     trainer.shutdown()
 
 
@@ -85,7 +85,7 @@ def _train(context: RankContext, name: str, model: Path, options: dict[str, Any]
     strategy = context.strategy(model, **options)
     data = training_batch(strategy.coordinates.data, context.layout.data, size)
     context.results[f"steps/{name}"] = [strategy.train_step(data) for _ in range(STEPS)]
-    strategy.export_hf(context.folder / name)
+    strategy.weights.export_hf(context.folder / name)
     context.results[f"memory/{name}"] = strategy.memory()
     strategy.shutdown()
 
@@ -105,7 +105,7 @@ def _policy(context: RankContext, name: str, model: Path, options: dict[str, Any
     data.batch["response_mask"][plan["micro_batches"][-1]] = False
     plan["tokens"] = float(data.batch["response_mask"].sum())
     data.meta_info |= {"temperature": TEMPERATURE, "micro_batches": plan["micro_batches"], "loss": "policy"}
-    data.meta_info["loss_config"] = PolicyLossConfig(entropy_loss_coef=0.01)
+    data.meta_info["loss_config"] = PolicyLossConfig(pg_variant="ppo", entropy_loss_coef=0.01)
     scored = strategy.compute_log_probs(data)
     shape = data.batch["input_ids"].shape
     data.batch["old_log_probs"] = scored.batch["log_probs"] if len(scored) else torch.zeros(shape)
@@ -131,11 +131,11 @@ def _resume(context: RankContext, name: str, model: Path, options: dict[str, Any
         strategy.train_step(data)
     strategy.save_checkpoint(folder)
     unbroken = [strategy.train_step(data) for _ in range(2)]
-    weights = {key: value.clone() for key, value in strategy.weights()}
+    weights = {key: value.clone() for key, value in strategy.weights.full_tensors()}
     strategy.shutdown()
     strategy = context.strategy(model, training=training, max_steps=6, **options)
     strategy.load_checkpoint(folder)
     resumed = [strategy.train_step(data) for _ in range(2)]
-    same = all(torch.equal(weights[key], value) for key, value in strategy.weights())
+    same = all(torch.equal(weights[key], value) for key, value in strategy.weights.full_tensors())
     context.results[f"resume/{name}"] = {"unbroken": unbroken, "resumed": resumed, "same_weights": same}
     strategy.shutdown()

@@ -89,10 +89,10 @@ def recipe(inputs: dict[str, Any], folder: Path, **keys: Any) -> Path:
     return file
 
 
-def start(config: Path, *overrides: str) -> subprocess.Popen[str]:
-    """`roll run` in a process of its own, in a session of its own."""
+def start(config: Path, *overrides: str, module: str = "roll") -> subprocess.Popen[str]:
+    """`roll run` in a process of its own, in a session of its own; `module` may be one that prepares `roll`."""
     return subprocess.Popen(
-        [sys.executable, "-m", "roll", "run", str(config), *overrides],
+        [sys.executable, "-m", module, "run", str(config), *overrides],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,

@@ -13,13 +13,13 @@ import ray
 import torch
 
 from roll.configs.pipeline import RLVRConfig
-from roll.configs.worker import WorkerConfig
-from roll.distributed.strategy.base import WeightSpec
+from roll.configs.roles import ActorInferConfig
+from roll.distributed.infer_worker import InferWorker
 from roll.distributed.strategy.sglang_generation import Generation
-from roll.distributed.strategy.sglang_strategy import SGLangStrategy
-from roll.distributed.weight_sync.shared_memory import placed, views_of
-from roll.platforms import get_platform
-from roll.platforms.shared_memory import SharedMemory, offer
+from roll.distributed.weight_sync.plan import WeightSpec
+from roll.distributed.weight_sync.shm_buckets import tensor_locations, views_of
+from roll.distributed.worker import WorkerRank
+from roll.platforms.shared_memory import SharedMemory, make_handle
 from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
 
 CALL_TIMEOUT_S = 400.0
@@ -29,41 +29,41 @@ ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actors do not
 
 
 class EngineHost:
-    """Calls methods of a strategy by name, several at a time."""
+    """Calls methods of a worker by name, several at a time."""
 
     def __init__(self, folder: str, tensor_parallel: int, options: dict[str, Any]) -> None:
-        worker = WorkerConfig(num_gpus_per_worker=tensor_parallel, max_running_requests=32)
+        worker = ActorInferConfig(num_gpus_per_worker=tensor_parallel, max_running_requests=32)
         worker.model_args.model_name_or_path, worker.model_args.dtype = folder, "fp32"
         worker.strategy_args.strategy_config = options
         pipeline = RLVRConfig(prompt_length=56, response_length=2000, deterministic=True, sync_timeout_s=30)
-        self.strategy = SGLangStrategy(worker, pipeline, get_platform("cpu").engine_arguments(), rank=0, seed=1)
+        self.worker = InferWorker(WorkerRank.single("actor_infer"), worker, pipeline)
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        answer = getattr(self.strategy, method)(*arguments)
+        answer = getattr(self.worker, method)(*arguments)
         return await answer if inspect.isawaitable(answer) else answer
 
     async def generate_within(self, requests: list[GenerateRequest], timeout_s: float) -> list[GenerateResult]:
-        generation = Generation(self.strategy._engine, timeout_s, deterministic=False, running=32)
-        generation.version = self.strategy._generation.version
+        version = self.worker.version
+        generation = Generation(self.worker.engine, timeout_s, deterministic=False, running=32, version=lambda: version)
         return await generation.generate(requests)
 
-    async def give_up(self, requests: list[GenerateRequest], after_s: float) -> None:
+    async def cancel(self, requests: list[GenerateRequest], after_s: float) -> None:
         """Cancels a call in the middle of its generation."""
-        asking = asyncio.create_task(self.strategy.generate(requests))
+        asking = asyncio.create_task(self.worker.generate(requests))
         await asyncio.wait([asking], timeout=after_s)
-        assert not asking.done(), "it was over before it was given up"
+        assert not asking.done(), "it finished before it was cancelled"
         asking.cancel()
 
 
 class Sender:
-    """A process that offers tensors to engines, as a training worker does; it keeps the last it offered."""
+    """A process that shares tensors with engines, as a training worker does; it keeps the last ones."""
 
     def share(self, tensors: dict[str, torch.Tensor]) -> bytes:
         specs = [WeightSpec(name, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()]
         self.memory = SharedMemory.create(sum(tensor.nbytes for tensor in tensors.values()))
         for name, view in views_of(self.memory.tensor, specs):
             view.copy_(tensors[name])
-        return offer(self.memory, placed(specs))
+        return make_handle(self.memory, tensor_locations(specs))
 
 
 class RemoteEngine:
@@ -76,8 +76,8 @@ class RemoteEngine:
     def __getattr__(self, method: str) -> Any:
         return lambda *arguments: ray.get(self.actor.call.remote(method, *arguments), timeout=CALL_TIMEOUT_S)
 
-    def give_up(self, requests: list[GenerateRequest], after_s: float) -> None:
-        ray.get(self.actor.give_up.remote(requests, after_s), timeout=CALL_TIMEOUT_S)
+    def cancel_generate(self, requests: list[GenerateRequest], after_s: float) -> None:
+        ray.get(self.actor.cancel.remote(requests, after_s), timeout=CALL_TIMEOUT_S)
 
     def start_generate(self, requests: list[GenerateRequest]) -> ray.ObjectRef:
         return self.actor.call.remote("generate", requests)

@@ -16,7 +16,7 @@ from runs import assert_nothing_is_left, finish, lines, recipe, start, wait_for_
 from transformers import AutoTokenizer
 
 from roll.envs import make_env
-from roll.pipeline.rollout_dump import read_samples
+from roll.pipeline.rollout_batch import read_samples
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
@@ -124,7 +124,7 @@ def ascii_of(text: str) -> str:
     return "".join(character for character in text if character.isascii())
 
 
-def test_trajectories_run_ahead_and_environments_that_fail_are_not_learned_from(inputs, tmp_path):
+def test_trajectories_run_ahead_and_environments_that_fail_are_not_learned_from(shared_runs, inputs, tmp_path):
     config = agentic(
         inputs,
         tmp_path,
@@ -139,7 +139,7 @@ def test_trajectories_run_ahead_and_environments_that_fail_are_not_learned_from(
         eval_steps=0,
         verify_weights="always",
     )
-    code, output = finish(start(config))
+    code, output = shared_runs.run(config)
     assert code == 0, output
     steps = lines(tmp_path)
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
@@ -156,10 +156,11 @@ def test_trajectories_run_ahead_and_environments_that_fail_are_not_learned_from(
     )
     assert steps[-1]["ledger/dropped_env_raised"] >= 1 and steps[-1]["ledger/dropped_env_hung"] >= 1
     assert steps[-1]["env/failures_raised"] >= GROUP and steps[-1]["env/failures_hung"] >= 1
-    assert_nothing_is_left(tmp_path)
 
 
-def test_a_sequence_that_is_full_in_the_first_turn_ends_it_and_validation_beside_play_repeats(inputs, tmp_path):
+def test_a_sequence_that_is_full_in_the_first_turn_ends_it_and_validation_beside_play_repeats(
+    shared_runs, inputs, tmp_path
+):
     """The first message is 17 tokens, so an answer is cut off after 3, unless it ends by itself: nothing is learned."""
     room = 3
     config = agentic(
@@ -174,7 +175,7 @@ def test_a_sequence_that_is_full_in_the_first_turn_ends_it_and_validation_beside
         max_tokens_per_step=8,
         actor_train__training_args__learning_rate=1e-12,
     )
-    code, output = finish(start(config))
+    code, output = shared_runs.run(config)
     assert code == 0, output
     first, *steps = lines(tmp_path)
     check_laws(steps, 1)
@@ -201,19 +202,21 @@ def turns(seed: int, rows: list[dict[str, Any]]) -> int:
     return max(len(row["episode"]["turns"]) for row in rows if row["episode"]["seed"] == seed)
 
 
-def test_a_run_killed_in_mid_episode_leaves_nothing_and_goes_on_as_if_it_had_not_been(inputs, tmp_path):
+def test_a_run_killed_in_mid_episode_leaves_nothing_and_goes_on_as_if_it_had_not_been(shared_runs, inputs, tmp_path):
     """Deterministic and synchronous: turn by turn in lock-step, one sample a turn."""
     keys = {"sample_by": "step", "adv_estimator": "gigpo", "actor_train__pg_variant": "cispo"}
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    code, output = finish(start(agentic(inputs, whole, **keys)))
+    code, output = shared_runs.run(agentic(inputs, whole, **keys))
     assert code == 0, output
     config = agentic(inputs, broken, **keys)
-    first = start(config)
+    first = start(config, "async_training.rollouter=actor")  # SIGTERM must end the rollouter's process too
     wait_for_line(broken, 3)
     first.send_signal(signal.SIGTERM)
-    assert finish(first)[0] == 130
+    code, output = finish(first)
+    assert code == 130 and "continue from the last checkpoint" in output
+    assert json.loads((broken / "run" / "run.json").read_text())["summary"]["status"] == "failed"
     assert_nothing_is_left(broken)
-    code, output = finish(start(config, "resume_from_checkpoint=true"))
+    code, output = shared_runs.run(config, "resume_from_checkpoint=true")
     assert code == 0, output
     assert lines(broken) == lines(whole)
     steps = lines(whole)

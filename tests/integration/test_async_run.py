@@ -5,12 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
-import signal
+import re
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from runs import (
@@ -27,8 +25,8 @@ from runs import (
 
 from roll.algorithms.aggregation import LossScale
 from roll.algorithms.losses import LOSSES
-from roll.algorithms.policy_config import PolicyLossConfig
-from roll.pipeline.rollout_dump import read_samples
+from roll.algorithms.policy_losses import PolicyLossConfig
+from roll.pipeline.rollout_batch import read_samples
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
@@ -90,7 +88,7 @@ FILTERED = {
         (3, "abort_resume", {"actor_train__pg_variant": "cispo"}),
     ],
 )
-def test_staleness_is_bounded_and_every_sample_accounted_for(inputs, tmp_path, ratio, policy, keys):
+def test_staleness_is_bounded_and_every_sample_accounted_for(shared_runs, inputs, tmp_path, ratio, policy, keys):
     config = asynchronous(
         inputs,
         tmp_path,
@@ -100,7 +98,7 @@ def test_staleness_is_bounded_and_every_sample_accounted_for(inputs, tmp_path, r
         rollout_dump_dir=str(tmp_path / "samples"),
         **keys,
     )
-    code, output = finish(start(config))
+    code, output = shared_runs.run(config)
     assert code == 0, output
     steps = lines(tmp_path)[1:]
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
@@ -108,14 +106,13 @@ def test_staleness_is_bounded_and_every_sample_accounted_for(inputs, tmp_path, r
     assert steps[0]["staleness/max"] == 0
     assert max(line["staleness/max"] for line in steps) > 0, "nothing ran ahead"
     assert any(line["actor/ratio_deviation_max"] > 1e-3 for line in steps[1:]), "nothing was corrected"
-    assert not any(line["correction/inert"] for line in steps)
+    assert not any(line["correction/no_op"] for line in steps)
     assert ("ledger/dropped_filtered_no_spread" in steps[-1]) == ("rewards__math_rule__query_filter_config" in keys)
     check_versions(tmp_path / "samples", steps, policy)
     if policy != "in_place":
         check_weights_of_versions(tmp_path / "samples")
     if ratio == 2:
         check_gradients(tmp_path / "samples")
-    assert_nothing_is_left(tmp_path)
 
 
 def check_versions(folder: Path, steps: list[dict[str, Any]], policy: str) -> None:
@@ -185,10 +182,10 @@ def gradient_of(rows: list[dict[str, Any]], variant: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["one_step_off", "rlvr_async", "fully_async", "offpolicy_buffer"])
-def test_the_recipes_of_four_systems_run(inputs, tmp_path, name):
+def test_the_recipes_of_four_systems_run(shared_runs, inputs, tmp_path, name):
     data = json.dumps(inputs["actor_train"]["data_args"]["file_name"])
     validation = json.dumps(inputs["validation"]["data_args"]["file_name"])
-    run = start(
+    code, output = shared_runs.run(
         ROOT / "examples" / name / "rlvr_config.yaml",
         f"pretrain={inputs['pretrain']}",
         f"output_dir={tmp_path}/run",
@@ -196,61 +193,44 @@ def test_the_recipes_of_four_systems_run(inputs, tmp_path, name):
         f"validation.data_args.file_name={validation}",
         "max_steps=4",
     )
-    code, output = finish(run)
     assert code == 0, output
     steps = lines(tmp_path)
     assert steps[-1]["step"] == steps[-1]["global_steps"] == 4
     assert steps[-1]["processed_samples"] == 4 * 16 * 8
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     ratio = record["config"]["async_generation_ratio"]
-    assert ratio > 0 and record["summary"]["advice"]
+    assert ratio > 0 and record["summary"]["bottleneck"]
     assert max(line.get("staleness/max", 0) for line in steps) <= math.ceil(ratio)
 
 
-def test_a_killed_run_goes_on_with_what_was_buffered_and_running(inputs, tmp_path):
+def test_an_engine_that_dies_ends_the_run_which_goes_on_with_what_was_buffered_and_running(
+    shared_runs, inputs, tmp_path
+):
     config = asynchronous(inputs, tmp_path, 2, save_steps=1, eval_steps=0)
-    first = start(config)
-    wait_for_line(tmp_path, 3)
-    os.kill(first.pid, signal.SIGKILL)
-    finish(first)
-    code, output = finish(start(config, "resume_from_checkpoint=true"))
+    run = start(config, "max_steps=1000")
+    wait_for_line(tmp_path, 2)
+    [scheduler] = [process for process in processes_of(tmp_path) if "sglang::scheduler" in process.name()]
+    scheduler.kill()
+    code, output = finish(run)
+    assert code == 1
+    said = " ".join(output.split())
+    assert re.search(r"actor_infer\.\w+ failed on rank 0", said) and "of the engine died" in said
+    assert_nothing_is_left(tmp_path)
+    last = lines(tmp_path)[-1]["step"] + 3
+    code, output = shared_runs.run(config, "resume_from_checkpoint=true", f"max_steps={last}")
     assert code == 0, output
     steps = lines(tmp_path)
-    assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
+    assert [line["step"] for line in steps] == list(range(1, last + 1))
     check_laws(steps, 2)
-    assert steps[-1]["ledger/submitted"] == 4 * STEPS, "a prompt was lost or drawn twice"
+    assert steps[-1]["ledger/submitted"] == 4 * last, "a prompt was lost or drawn twice"
     assert steps[-1]["ledger/in_flight"] == steps[-1]["ledger/buffered"] == 0
 
 
-def test_requests_that_never_end_are_dropped_and_the_cause_is_told(inputs, tmp_path):
+def test_requests_that_never_end_are_dropped_and_the_cause_is_told(shared_runs, inputs, tmp_path):
     config = asynchronous(
         inputs, tmp_path, 1, eval_steps=0, response_length=1000, actor_infer__generation_timeout_s=0.5
     )
-    code, output = finish(start(config))
+    code, output = shared_runs.run(config)
     assert code == 1
     said = " ".join(output.split())
     assert "generation_failed" in said and "aborted after 0.5 s (generation_timeout_s)" in said
-    assert_nothing_is_left(tmp_path)
-
-
-def test_an_engine_that_dies_ends_the_run_with_its_name(inputs, tmp_path):
-    run = start(asynchronous(inputs, tmp_path, 2, max_steps=1000, eval_steps=0, save_checkpoint=False, save_steps=0))
-    wait_for_line(tmp_path, 2)
-    schedulers = [process for process in psutil.process_iter() if "sglang::scheduler" in process.name()]
-    mine = [process for process in schedulers if process in processes_of(tmp_path)]
-    assert len(mine) == 1
-    mine[0].kill()
-    code, output = finish(run)
-    assert code == 1
-    assert "actor_infer[0]" in output and "died" in output
-    assert_nothing_is_left(tmp_path)
-
-
-def test_an_interrupted_run_leaves_nothing_behind(inputs, tmp_path):
-    run = start(asynchronous(inputs, tmp_path, 2, max_steps=1000, eval_steps=0))
-    wait_for_line(tmp_path, 2)
-    run.send_signal(signal.SIGTERM)
-    code, output = finish(run)
-    assert code == 130 and "go on from the last checkpoint" in output
-    assert json.loads((tmp_path / "run" / "run.json").read_text())["summary"]["status"] == "failed"
-    assert_nothing_is_left(tmp_path)

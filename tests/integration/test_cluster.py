@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Iterator
@@ -16,11 +17,11 @@ import psutil
 import pytest
 from cluster_workers import AsyncEcho, Echo
 
-from roll.configs.layout import ParallelLayout
+from roll.configs.parallel_layout import ParallelLayout
 from roll.configs.pipeline import BaseConfig
-from roll.configs.worker import WorkerConfig
+from roll.configs.roles import RoleConfig
 from roll.distributed.cluster import Cluster
-from roll.distributed.pending import ClusterError
+from roll.distributed.remote_call import ClusterError, deadline_scope
 from roll.distributed.resources import ResourceError, ResourceManager, start_ray, stop_ray
 
 pytestmark = pytest.mark.integration
@@ -44,38 +45,38 @@ def resources(config: BaseConfig) -> Iterator[ResourceManager]:
     stop_ray()
 
 
-def make(config: BaseConfig, resources: ResourceManager) -> Cluster:
-    return Cluster("echo", Echo, WorkerConfig(device_mapping=[0, 1, 2, 3]), config, resources, LAYOUT)
+def make(config: BaseConfig, resources: ResourceManager) -> Cluster[Echo]:
+    return Cluster("echo", Echo, RoleConfig(device_mapping=[0, 1, 2, 3]), config, resources, LAYOUT)
 
 
 @pytest.fixture(scope="module")
-def echo(config: BaseConfig, resources: ResourceManager) -> Iterator[Cluster]:
+def echo(config: BaseConfig, resources: ResourceManager) -> Iterator[Cluster[Echo]]:
     cluster = make(config, resources)
     yield cluster
     cluster.shutdown()
 
 
-def test_one_to_all_gives_every_rank_the_same(echo: Cluster) -> None:
-    assert echo.same("x", extra=3).get() == [(rank, "x", 3) for rank in range(4)]
+def test_call_all_gives_every_rank_the_same(echo: Cluster[Echo]) -> None:
+    assert echo.call_all(Echo.same, "x", extra=3).get() == [(rank, "x", 3) for rank in range(4)]
 
 
-def test_all_to_all_gives_every_rank_its_own(echo: Cluster) -> None:
-    assert echo.own([5, 6, 7, 8]).get() == [5, 6, 7, 8]
+def test_call_each_gives_every_rank_its_own(echo: Cluster[Echo]) -> None:
+    assert echo.call_each(Echo.own, [5, 6, 7, 8]).get() == [5, 6, 7, 8]
     with pytest.raises(ValueError, match="one entry for each of 4 ranks, got 2 entries"):
-        echo.own([5, 6])
+        echo.call_each(Echo.own, [5, 6])
 
 
-def test_dp_gives_each_data_index_its_shard_and_collects_in_order(echo: Cluster) -> None:
-    assert asyncio.run(awaited(echo.shard([[0, 1, 2], [3, 4]]))) == [(0, [0, 1, 2]), (2, [3, 4])]
+def test_call_shards_gives_each_data_index_its_shard_and_collects_in_order(echo: Cluster[Echo]) -> None:
+    assert asyncio.run(awaited(echo.call_shards(Echo.shard, [[0, 1, 2], [3, 4]]))) == [(0, [0, 1, 2]), (2, [3, 4])]
 
 
-async def awaited(pending: Any) -> Any:
-    return await pending
+async def awaited(call: Any) -> Any:
+    return await call
 
 
-def test_a_process_knows_its_cores_threads_and_environment(echo: Cluster) -> None:
-    found = echo.surroundings().get()
-    rank = echo.describe().get()[0]
+def test_a_process_knows_its_cores_threads_and_environment(echo: Cluster[Echo]) -> None:
+    found = echo.call_all(Echo.surroundings).get()[0]
+    rank = echo.call_all(Echo.describe).get()[0]
     assert tuple(found["affinity"]) == rank.cores and found["threads"] == rank.threads
     assert found["env"] == {
         "RANK": "0",
@@ -86,16 +87,16 @@ def test_a_process_knows_its_cores_threads_and_environment(echo: Cluster) -> Non
     }
 
 
-def test_an_unknown_method_lists_the_known_ones(echo: Cluster) -> None:
-    with pytest.raises(AttributeError, match="echo has no method 'nothing'; its workers register .*'same'"):
-        echo.nothing()
+def test_a_method_that_is_not_registered_is_refused_with_those_that_are(echo: Cluster[Echo]) -> None:
+    with pytest.raises(AttributeError, match="echo has no method 'not_registered'; its workers register .*'same'"):
+        echo.call_all(Echo.not_registered)
 
 
 @pytest.mark.parametrize("waits", ["get", "await"])
-def test_the_traceback_of_the_first_rank_that_raised_comes_first(echo: Cluster, waits: str) -> None:
+def test_the_traceback_of_the_first_rank_that_raised_comes_first(echo: Cluster[Echo], waits: str) -> None:
     with pytest.raises(ClusterError) as caught:
-        pending = echo.stumble(2)
-        pending.get() if waits == "get" else asyncio.run(awaited(pending))
+        call = echo.call_all(Echo.stumble, 2)
+        call.get() if waits == "get" else asyncio.run(awaited(call))
     message = str(caught.value)
     assert message.startswith("echo.stumble failed on rank 2 (node 0, devices 2, log ")
     assert message.index("rank 2 lost its key") < message.index("then rank")
@@ -103,30 +104,31 @@ def test_the_traceback_of_the_first_rank_that_raised_comes_first(echo: Cluster, 
 
 
 @pytest.mark.parametrize("waits", ["get", "await"])
-def test_a_call_past_its_deadline_says_what_it_waited_for(echo: Cluster, waits: str) -> None:
-    pending = echo.sleep(1, 1.5).within(0.3)
-    with pytest.raises(ClusterError, match=r"echo.sleep: no answer within 0.3 s from rank 1 \(node 0,") as e:
-        pending.get() if waits == "get" else asyncio.run(awaited(pending))
+def test_a_call_past_its_deadline_names_the_rank_without_an_answer(echo: Cluster[Echo], waits: str) -> None:
+    with deadline_scope(time.monotonic() + 0.3):
+        call = echo.call_all(Echo.sleep, 1, 1.5)
+    with pytest.raises(ClusterError, match=r"echo.sleep: no answer within 0.[23]\d* s from rank 1 \(node 0,") as e:
+        call.get() if waits == "get" else asyncio.run(awaited(call))
     assert e.value.kind == "Timeout"
-    echo.same(0).get()
+    echo.call_all(Echo.same, 0).get()
 
 
-def test_concurrent_workers_run_calls_side_by_side(config: BaseConfig, resources: ResourceManager) -> None:
-    cluster = Cluster("side", AsyncEcho, WorkerConfig(device_mapping=[4]), config, resources, ParallelLayout())
-    cluster.meet("warm").get()
+def test_concurrent_workers_run_calls_concurrently(config: BaseConfig, resources: ResourceManager) -> None:
+    cluster = Cluster("side", AsyncEcho, RoleConfig(device_mapping=[4]), config, resources, ParallelLayout())
+    cluster.call_all(AsyncEcho.meet, "warm").get()
     start = time.monotonic()
-    pendings = [cluster.meet(str(index)) for index in range(10)]
-    assert all(pending.get()[0] >= 0.4 for pending in pendings)
+    calls = [cluster.call_all(AsyncEcho.meet, str(index)) for index in range(10)]
+    assert all(call.get()[0] >= 0.4 for call in calls)
     assert time.monotonic() - start < 3
     cluster.shutdown()
 
 
 def test_a_dead_rank_is_named_and_shutdown_leaves_no_process(config: BaseConfig, resources: ResourceManager) -> None:
     cluster = make(config, resources)
-    children = cluster.spawn().get()
-    own = cluster.process_id().get()
+    children = cluster.call_all(Echo.spawn).get()
+    own = cluster.call_all(Echo.process_id).get()
     with pytest.raises(ClusterError) as caught:
-        cluster.die(3).get()
+        cluster.call_all(Echo.die, 3).get()
     assert (caught.value.rank, caught.value.kind) == (3, "ProcessDied")
     cluster.shutdown()
     assert not [pid for pid in own + children if psutil.pid_exists(pid)]
@@ -142,7 +144,7 @@ def test_devices_that_do_not_fit_fail_at_once_with_the_table(resources: Resource
         ResourceManager("cpu", 8, {"actor_train": [0, 7]})
 
 
-def test_a_ray_that_cannot_be_had_is_an_error_that_says_why(config: BaseConfig) -> None:
+def test_a_ray_that_cannot_start_is_an_error_with_its_reason(config: BaseConfig) -> None:
     code = textwrap.dedent("""
         from roll.configs.pipeline import BaseConfig
         from roll.distributed.resources import RayStartError, start_ray
@@ -162,21 +164,36 @@ def test_a_ray_that_cannot_be_had_is_an_error_that_says_why(config: BaseConfig) 
         assert said in run.stdout, run.stderr
 
 
+def test_another_ray_on_this_machine_is_not_joined() -> None:
+    code = textwrap.dedent("""
+        from roll.configs.pipeline import BaseConfig
+        from roll.distributed.resources import start_ray, stop_ray
+        start_ray(BaseConfig(), "cpu", 2)
+        stop_ray()
+    """)
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # short, for the sockets in it
+        (Path(folder) / "ray").mkdir()
+        (Path(folder) / "ray" / "ray_current_cluster").write_text("127.0.0.1:1")  # as a Ray that has died leaves it
+        environment = {**os.environ, "RAY_TMPDIR": folder}
+        run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+
+
 def test_no_process_outlives_a_driver_that_was_killed(tmp_path: Path) -> None:
     driver = tmp_path / "driver.py"
     driver.write_text(
         textwrap.dedent(f"""
         import sys, time
         sys.path.insert(0, {str(Path(__file__).parent)!r})
-        from test_cluster import LAYOUT, BaseConfig, Cluster, Echo, ResourceManager, WorkerConfig, start_ray
+        from test_cluster import LAYOUT, BaseConfig, Cluster, Echo, ResourceManager, RoleConfig, start_ray
         if __name__ == "__main__":
             config = BaseConfig(output_dir={str(tmp_path)!r}, system_envs={{"MINE": "orphan-{tmp_path.name}"}})
             start_ray(config, "cpu", 4)
             resources = ResourceManager("cpu", 4, {{"echo": [0, 1, 2, 3]}})
-            cluster = Cluster("echo", Echo, WorkerConfig(device_mapping=[0, 1, 2, 3]), config, resources, LAYOUT)
-            cluster.same(1).get()
+            cluster = Cluster("echo", Echo, RoleConfig(device_mapping=[0, 1, 2, 3]), config, resources, LAYOUT)
+            cluster.call_all(Echo.same, 1).get()
             print("ready", flush=True)
-            cluster.sleep(0, 600.0)
+            cluster.call_all(Echo.sleep, 0, 600.0)
             time.sleep(600)
         """)
     )

@@ -9,9 +9,9 @@ import pytest
 from cluster_workers import Echo
 from ray.cluster_utils import Cluster as RayNodes
 
-from roll.configs.layout import ParallelLayout
+from roll.configs.parallel_layout import ParallelLayout
 from roll.configs.pipeline import BaseConfig
-from roll.configs.worker import WorkerConfig
+from roll.configs.roles import RoleConfig
 from roll.distributed.cluster import Cluster
 from roll.distributed.resources import CPU_SLOT, ResourceError, ResourceManager, start_ray, stop_ray
 
@@ -22,13 +22,15 @@ pytestmark = pytest.mark.integration
 def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     node = {"num_cpus": 1, "resources": {CPU_SLOT: 2}, "object_store_memory": 100_000_000, "include_dashboard": False}
     nodes = RayNodes(initialize_head=True, head_node_args=node)
-    node.pop("include_dashboard")
-    nodes.add_node(**node)
-    nodes.wait_for_nodes()
-    monkeypatch.setenv("RAY_ADDRESS", nodes.address)
-    yield
-    stop_ray()
-    nodes.shutdown()
+    try:
+        node.pop("include_dashboard")
+        nodes.add_node(**node)
+        nodes.wait_for_nodes()
+        monkeypatch.setenv("RAY_ADDRESS", nodes.address)
+        yield
+    finally:  # a head that stays, or its address in /tmp/ray, keeps others from starting Ray
+        stop_ray()
+        nodes.shutdown()
 
 
 def test_devices_are_counted_through_the_nodes_of_a_joined_ray(two_nodes: None, tmp_path: Path) -> None:
@@ -40,13 +42,13 @@ def test_devices_are_counted_through_the_nodes_of_a_joined_ray(two_nodes: None, 
     with pytest.raises(ResourceError, match="another run holds them"):
         ResourceManager("cpu", 2, {"other": [0]})
     layout = ParallelLayout(data=2, tensor=2)
-    echo = Cluster("echo", Echo, WorkerConfig(device_mapping=[0, 1, 2, 3]), config, resources, layout)
-    ranks = echo.describe().get()
+    echo = Cluster("echo", Echo, RoleConfig(device_mapping=[0, 1, 2, 3]), config, resources, layout)
+    ranks = echo.call_all(Echo.describe).get()
     assert echo.nodes == {0, 1}
     assert [(rank.node, rank.devices, rank.master_address) for rank in ranks] == [
         (node, (device,), ranks[0].address) for node, device in ((0, 0), (0, 1), (1, 2), (1, 3))
     ]
     assert all(rank.address != "127.0.0.1" for rank in ranks)
-    assert echo.shard([[1], [2]]).get() == [(0, [1]), (2, [2])]
+    assert echo.call_shards(Echo.shard, [[1], [2]]).get() == [(0, [1]), (2, [2])]
     echo.shutdown()
     resources.release()

@@ -1,4 +1,4 @@
-"""Environments in real processes: what raises, hangs or dies costs what it must and no more; nothing is left."""
+"""Environments in real worker processes that raise, hang or die: what fails, what goes on, and what is left running."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ import pytest
 import ray
 
 from roll.configs.pipeline import BaseConfig
-from roll.distributed.cluster import thread_environment
+from roll.distributed.env_pool.pool import EnvHandle, EnvPool
+from roll.distributed.env_pool.types import EnvFailure, EnvSpec
+from roll.distributed.processes import thread_environment
 from roll.distributed.resources import start_ray, stop_ray
 from roll.envs import make_env
-from roll.pipeline.agentic.environments import Env, EnvFailure, EnvPool, EnvSpec
 
 pytestmark = pytest.mark.integration
 
@@ -45,11 +46,11 @@ async def started(workers: int, log: Path | None = None) -> AsyncIterator[EnvPoo
         pool.close()
 
 
-async def process_of(env: Env) -> int:
+async def process_of(env: EnvHandle) -> int:
     return int((await env.step("process")).observation.split()[0])
 
 
-async def gone(process: int) -> None:
+async def ended(process: int) -> None:
     """Waits until the process has ended."""
     for _ in range(200):
         if not psutil.pid_exists(process):
@@ -58,57 +59,57 @@ async def gone(process: int) -> None:
     raise AssertionError(f"process {process} still runs")
 
 
-def test_an_episode_through_the_pool_is_the_episode_itself() -> None:
+def test_an_episode_in_a_worker_process_equals_one_in_this_process() -> None:
     spec = EnvSpec("frozen_lake", {"size": 5})
     actions = ["<answer>Right</answer>", "no idea", "<answer>Down</answer>"]
 
     async def play() -> None:
         async with started(1) as pool:
-            env, opened = await pool.open(spec, 3)
-            alone = make_env(spec.env_type, spec.env_config)
-            assert opened.observation == alone.reset(seed=3)[0]
-            assert (opened.instruction, opened.metric_rules) == (alone.instruction, alone.METRICS)
+            env, reset = await pool.open(spec, 3)
+            direct = make_env(spec.env_type, spec.env_config)
+            assert reset.observation == direct.reset(seed=3)[0]
+            assert (reset.instruction, reset.metric_rules) == (direct.instruction, direct.METRICS)
             for action in actions:
-                stepped = await env.step(action)
-                observation, reward, terminated, truncated, info = alone.step(action)
-                assert (stepped.observation, stepped.reward) == (observation, reward)
-                assert (stepped.terminated, stepped.truncated) == (terminated, truncated)
-                assert stepped.metrics == info["metrics"]
+                result = await env.step(action)
+                observation, reward, terminated, truncated, info = direct.step(action)
+                assert (result.observation, result.reward) == (observation, reward)
+                assert (result.terminated, result.truncated) == (terminated, truncated)
+                assert result.metrics == info["metrics"]
 
     asyncio.run(play())
 
 
-def test_workers_compute_with_one_thread_without_torch_and_share_the_environments() -> None:
+def test_workers_have_one_compute_thread_and_no_torch_and_equal_numbers_of_environments() -> None:
     async def play() -> None:
         async with started(2) as pool:
             envs = [(await pool.open(TROUBLE, seed))[0] for seed in range(4)]
-            said = [(await env.step("process")).observation for env in envs]
-            processes = [text.split()[0] for text in said]
+            observations = [(await env.step("process")).observation for env in envs]
+            processes = [text.split()[0] for text in observations]
             assert [processes.count(process) for process in set(processes)] == [2, 2]
-            assert {text.partition(" ")[2] for text in said} == {"1 False"}
+            assert {text.partition(" ")[2] for text in observations} == {"1 False"}
 
     asyncio.run(play())
 
 
 @pytest.mark.parametrize(
-    ("action", "says"),
+    ("action", "message"),
     [
         ("raise", r"turn 2: KeyError: 'lost' \(.*env_troubles.py:\d+ in act\)"),
         ("leave", "turn 2: SystemExit: 3"),
         ("number", "turn 2: TypeError: Trouble.act: the observation is int, not text"),
     ],
 )
-def test_what_raises_fails_alone(action: str, says: str, tmp_path: Path) -> None:
+def test_an_environment_that_raises_fails_alone(action: str, message: str, tmp_path: Path) -> None:
     log = tmp_path / "envs.log"
 
     async def play() -> None:
         async with started(1, log) as pool:
-            guilty, other = [(await pool.open(TROUBLE, seed))[0] for seed in (8, 9)]
-            process = await process_of(guilty)
-            with pytest.raises(EnvFailure, match=f"env_troubles:Trouble with seed 8, {says}") as caught:
-                await guilty.step(action)
+            failing, other = [(await pool.open(TROUBLE, seed))[0] for seed in (8, 9)]
+            process = await process_of(failing)
+            with pytest.raises(EnvFailure, match=f"env_troubles:Trouble with seed 8, {message}") as caught:
+                await failing.step(action)
             assert caught.value.reason == "env_raised"
-            await guilty.close()
+            await failing.close()
             assert await process_of(other) == process
             assert pool.failures == {"env_raised": 1}
 
@@ -117,16 +118,16 @@ def test_what_raises_fails_alone(action: str, says: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("action", ["sleep 600", "spin"])
-def test_what_hangs_fails_alone_and_its_worker_goes_with_its_last_environment(action: str) -> None:
+def test_an_environment_that_hangs_fails_alone_and_its_worker_is_killed_when_it_is_empty(action: str) -> None:
     async def play() -> None:
         async with started(1) as pool:
-            guilty, other = [(await pool.open(TROUBLE, seed))[0] for seed in range(2)]
+            failing, other = [(await pool.open(TROUBLE, seed))[0] for seed in range(2)]
             process = await process_of(other)
-            call = asyncio.create_task(guilty.step(action))
+            call = asyncio.create_task(failing.step(action))
             await asyncio.sleep(0.2)
             start = time.monotonic()
             await other.step("count")
-            assert time.monotonic() - start < 1.0, "delayed by one that hangs"
+            assert time.monotonic() - start < 1.0, "delayed by the environment that hangs"
             with pytest.raises(EnvFailure, match="turn 1: no answer within step_timeout_s = 2") as caught:
                 await call
             assert caught.value.reason == "env_hung"
@@ -134,37 +135,37 @@ def test_what_hangs_fails_alone_and_its_worker_goes_with_its_last_environment(ac
             assert await process_of(fresh) != process
             assert await process_of(other) == process
             await other.close()
-            await gone(process)
+            await ended(process)
             assert pool.failures == {"env_hung": 1}
 
     asyncio.run(play())
 
 
-def test_a_dead_process_takes_those_in_a_call_and_the_others_are_repeated_elsewhere() -> None:
+def test_environments_with_a_running_call_fail_when_their_process_dies_and_the_others_are_replayed() -> None:
     async def play() -> None:
         async with started(1) as pool:
-            guilty, waiting, idle = [(await pool.open(TROUBLE, seed))[0] for seed in range(3)]
-            forgetful, _ = await pool.open(EnvSpec("env_troubles:Forgetful", {}), 3)
+            failing, waiting, idle = [(await pool.open(TROUBLE, seed))[0] for seed in range(3)]
+            irreproducible, _ = await pool.open(EnvSpec("env_troubles:Irreproducible", {}), 3)
             process = await process_of(waiting)
             before = int((await idle.step("count")).observation)
             call = asyncio.create_task(waiting.step("sleep 600"))
             await asyncio.sleep(0.2)
-            for failing in (guilty.step("exit"), call):
+            for running in (failing.step("exit"), call):
                 with pytest.raises(EnvFailure, match="worker 0 died: ") as caught:
-                    await failing
+                    await running
                 assert caught.value.reason == "env_died"
-            stepped = await idle.step("count")
-            assert int(stepped.observation) == before + 1 and stepped.metrics == {"count": 2.0}
+            result = await idle.step("count")
+            assert int(result.observation) == before + 1 and result.metrics == {"count": 2.0}
             assert await process_of(idle) != process
-            with pytest.raises(EnvFailure, match="it is not repeatable"):
-                await forgetful.step("count")
+            with pytest.raises(EnvFailure, match="the episode is not reproducible"):
+                await irreproducible.step("count")
             await waiting.close()
             assert pool.failures == {"env_died": 3}
 
     asyncio.run(play())
 
 
-def test_a_process_killed_while_all_are_between_calls_costs_no_episode() -> None:
+def test_no_environment_fails_when_a_process_dies_between_calls() -> None:
     async def play() -> None:
         async with started(1) as pool:
             env, _ = await pool.open(TROUBLE, 1)
@@ -173,7 +174,7 @@ def test_a_process_killed_while_all_are_between_calls_costs_no_episode() -> None
             process = await process_of(other)
             await other.close()
             psutil.Process(process).kill()
-            await gone(process)
+            await ended(process)
             await asyncio.sleep(1.0)
             assert int((await env.step("count")).observation) == before + 1
             assert not pool.failures
@@ -181,7 +182,7 @@ def test_a_process_killed_while_all_are_between_calls_costs_no_episode() -> None
     asyncio.run(play())
 
 
-def test_close_ends_every_process_also_those_that_environments_started() -> None:
+def test_close_ends_the_workers_and_the_processes_that_environments_started() -> None:
     async def play() -> list[int]:
         async with started(2) as pool:
             envs = [(await pool.open(TROUBLE, seed))[0] for seed in range(3)]
@@ -198,7 +199,7 @@ def test_close_ends_every_process_also_those_that_environments_started() -> None
 
 
 class Owner:
-    """Has a pool in a process of its own."""
+    """Owns a pool."""
 
     async def open(self) -> int:
         self.pool = EnvPool(1, STEP_TIMEOUT_S, 60.0)
@@ -209,16 +210,16 @@ class Owner:
         return process
 
 
-def test_a_pool_does_not_outlive_the_actor_that_owns_it() -> None:
+def test_workers_end_with_the_actor_that_owns_the_pool() -> None:
     variables = {"env_vars": thread_environment(threads=1)}
     owner: Any = ray.remote(Owner).options(num_cpus=0, runtime_env=variables).remote()
     process = ray.get(owner.open.remote(), timeout=60)
     assert psutil.pid_exists(process)
     ray.kill(owner)
-    asyncio.run(gone(process))
+    asyncio.run(ended(process))
 
 
-def test_a_pool_does_not_outlive_a_driver_that_was_killed(tmp_path: Path) -> None:
+def test_workers_end_when_the_driver_is_killed(tmp_path: Path) -> None:
     driver = tmp_path / "driver.py"
     driver.write_text(
         textwrap.dedent(f"""
@@ -238,4 +239,4 @@ def test_a_pool_does_not_outlive_a_driver_that_was_killed(tmp_path: Path) -> Non
     worker = int(process.stdout.readline())
     process.kill()
     process.wait()
-    asyncio.run(gone(worker))
+    asyncio.run(ended(worker))

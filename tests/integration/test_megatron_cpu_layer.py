@@ -1,4 +1,4 @@
-"""The CPU layer replaces what its table says, and only in the process that asks for it."""
+"""The CPU patch of Megatron-Core replaces exactly what its table lists, and only in the process that calls it."""
 
 from __future__ import annotations
 
@@ -18,19 +18,21 @@ PROGRAM = """
 import torch, warnings
 warnings.filterwarnings("ignore")
 import megatron.core.tensor_parallel.random
-from roll.platforms.megatron_cpu import REPLACED, put_megatron_on_cpu
+from roll.platforms.megatron_cpu import REPLACED, patch_megatron_for_cpu
 from tests.integration.test_megatron_cpu_layer import resolve
 before = {name: resolve(name) for name in REPLACED}
 untouched = {name: getattr(torch, name) for name in ("full", "arange", "matmul")}
-put_megatron_on_cpu()
+patch_megatron_for_cpu()
 once = {name: resolve(name) for name in REPLACED}
-put_megatron_on_cpu()
+patch_megatron_for_cpu()
 assert all(resolve(name) is once[name] for name in REPLACED), "the second call replaced something again"
 same = [name for name in REPLACED if once[name] is before[name]]
 assert not same, f"listed but not replaced: {same}"
 shared = len(once) - len({id(value) for value in once.values()})
 assert shared == 0, "torch._dynamo refuses one object under two names"
 assert all(getattr(torch, name) is value for name, value in untouched.items())
+with torch.device("meta"):
+    assert torch.empty(1).device.type == torch.zeros(1).device.type == "meta", "torch.device as a context is ignored"
 assert torch.zeros(2, device="cuda").device.type == "cpu" and torch.tensor([1.0], device="cuda:0").device.type == "cpu"
 assert torch.ones(1).type() == "torch.cuda.FloatTensor" and torch.ones(1).type(torch.int32).dtype == torch.int32
 torch.manual_seed(3)
@@ -43,7 +45,7 @@ assert not torch.cuda.is_available()
 
 
 def resolve(name: str) -> Any:
-    """The object a dotted name stands for now."""
+    """The current value of a dotted name."""
     root, _, rest = name.partition(".")
     if root == "megatron":
         module, _, attribute = name.rpartition(".")
@@ -51,11 +53,11 @@ def resolve(name: str) -> Any:
     return reduce(getattr, rest.split("."), importlib.import_module(root))
 
 
-def test_every_listed_name_is_replaced_and_nothing_shared():
+def test_every_listed_name_is_replaced_by_its_own_object():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
 
-def test_this_process_is_untouched():
+def test_other_processes_are_unchanged():
     names = [name for name in REPLACED if name.startswith("torch.")]
     assert all(getattr(resolve(name), "__module__", None) != "roll.platforms.megatron_cpu" for name in names)

@@ -9,9 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from roll.configs.layout import ParallelLayout
+from roll.configs.parallel_layout import ParallelLayout
 from roll.models.tiny import write_tiny_model
-from tests.integration.megatron_harness import RankFailed, run_on_ranks
 from tests.integration.megatron_scenario import STEPS, TEMPERATURE, token_batch
 
 pytestmark = pytest.mark.integration
@@ -56,6 +55,8 @@ VARIANTS = {
         "dp2, plain optimizer": {"micro_batch_size": 3, "megatron": PLAIN_OPTIMIZER},
     },
     "tp2 x pp2": {"tp2 x pp2": {"micro_batch_size": 2, "megatron": SEQUENCE_PARALLEL}},
+    "tp2 x dp2": {"tp2 x dp2": {"micro_batch_size": 2, "megatron": SEQUENCE_PARALLEL}},
+    "pp2 x dp2": {"pp2 x dp2": {"micro_batch_size": 1, "megatron": {"overlap_grad_reduce": True}}},
 }
 RESUMED = {
     "tp1": {
@@ -66,6 +67,8 @@ RESUMED = {
     "pp2": {},
     "dp2": {"dp2": {"micro_batch_size": 2}},
     "tp2 x pp2": {"tp2 x pp2": {"micro_batch_size": 2, "megatron": SEQUENCE_PARALLEL}},
+    "tp2 x dp2": {"tp2 x dp2": {"micro_batch_size": 2}},
+    "pp2 x dp2": {"pp2 x dp2": {"micro_batch_size": 1}},
 }
 POLICIES = {
     "tp1": {"tp1": {"micro_batch_size": 3}},
@@ -73,6 +76,8 @@ POLICIES = {
     "pp2": {"pp2": {"micro_batch_size": 2}},
     "dp2": {},
     "tp2 x pp2": {},
+    "tp2 x dp2": {},
+    "pp2 x dp2": {},
 }
 LAYOUTS = {
     "tp1": ParallelLayout(),
@@ -80,7 +85,11 @@ LAYOUTS = {
     "pp2": ParallelLayout(pipeline=2),
     "dp2": ParallelLayout(data=2),
     "tp2 x pp2": ParallelLayout(tensor=2, pipeline=2),
+    "tp2 x dp2": ParallelLayout(tensor=2, data=2),
+    "pp2 x dp2": ParallelLayout(pipeline=2, data=2),
 }
+SCORED = ("tp1", "tp2", "pp2", "tp2 x pp2")
+"""Layouts that score and export a model of every family; data ranks add nothing to that."""
 SAME_AS_ONE_RANK = [
     (layout, name) for layout, names in VARIANTS.items() for name in names if "bf16" not in name and name != "tp1"
 ]
@@ -93,31 +102,23 @@ def models(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def run(models, tmp_path_factory):
-    """Results of a layout's ranks and the folder they wrote; each layout runs once, even if it fails."""
-    done: dict[str, tuple[list[dict], Path] | RankFailed] = {}
-
-    def results_of(layout: str):
-        if layout not in done:
-            folder = tmp_path_factory.mktemp(layout.replace(" ", ""))
-            arguments = {
-                "models": {} if layout == "dp2" else models,
-                "trained": models["qwen3"],
-                "variants": VARIANTS[layout],
-                "policies": POLICIES[layout],
-                "resumed": RESUMED[layout],
-            }
-            try:
-                ranks = run_on_ranks("tests.integration.megatron_scenario:run", LAYOUTS[layout], folder, **arguments)
-                done[layout] = ranks, folder
-            except RankFailed as failure:
-                done[layout] = failure
-        outcome = done[layout]
-        if isinstance(outcome, RankFailed):
-            raise outcome
-        return outcome
-
-    return results_of
+def run(models, rank_pool, tmp_path_factory):
+    """Results of a layout's ranks and the folder they wrote; each layout runs once, several side by side."""
+    folders = {layout: tmp_path_factory.mktemp(layout.replace(" ", "")) for layout in LAYOUTS}
+    running = {
+        layout: rank_pool.start(
+            "tests.integration.megatron_scenario:run",
+            sizes,
+            folders[layout],
+            models=models if layout in SCORED else {},
+            trained=models["qwen3"],
+            variants=VARIANTS[layout],
+            policies=POLICIES[layout],
+            resumed=RESUMED[layout],
+        )
+        for layout, sizes in LAYOUTS.items()
+    }
+    return lambda layout: (running[layout].result(), folders[layout])
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +140,7 @@ def expected(models):
     return values
 
 
-@pytest.mark.parametrize("layout", ["tp1", "tp2", "pp2", "tp2 x pp2"])
+@pytest.mark.parametrize("layout", SCORED)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_log_probs_agree_with_transformers(run, expected, layout, family, side):
@@ -151,7 +152,7 @@ def test_log_probs_agree_with_transformers(run, expected, layout, family, side):
         torch.testing.assert_close(log_probs, expected[family, side], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("layout", ["tp1", "tp2", "pp2", "tp2 x pp2"])
+@pytest.mark.parametrize("layout", SCORED)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_weights_return_to_hf_bit_for_bit(run, models, layout, family):
     _, folder = run(layout)
@@ -160,7 +161,7 @@ def test_weights_return_to_hf_bit_for_bit(run, models, layout, family):
     assert all(torch.equal(original[name], exported[name]) for name in original)
 
 
-@pytest.mark.parametrize("layout", ["tp1", "tp2", "pp2", "tp2 x pp2"])
+@pytest.mark.parametrize("layout", SCORED)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_specs_announce_what_weights_yield(run, layout, family):
     ranks, _ = run(layout)

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from runs import finish, inputs_in, lines, recipe, start, wait_for_line
 
+from tests.integration.shared_runs import SharedRuns
+
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
 
@@ -21,10 +23,12 @@ def inputs(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> di
 
 
 @pytest.fixture(scope="module")
-def unbroken(inputs: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def unbroken(
+    shared_runs: SharedRuns, inputs: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, str]:
     """A deterministic run from start to end: its folder and what it printed."""
     folder = tmp_path_factory.mktemp("unbroken")
-    code, output = finish(start(recipe(inputs, folder, async_training__rollouter="inline")))
+    code, output = shared_runs.run(recipe(inputs, folder, async_training__rollouter="inline"))
     assert code == 0, output
     return folder, output
 
@@ -56,7 +60,7 @@ def test_run_json_says_what_ran_and_how_it_ended(unbroken):
     assert {"torch", "sglang", "megatron-core", "ray"} <= set(record["versions"])
 
 
-def test_a_killed_and_resumed_run_writes_what_an_unbroken_one_does(unbroken, inputs, tmp_path):
+def test_a_killed_and_resumed_run_writes_what_an_unbroken_one_does(shared_runs, unbroken, inputs, tmp_path):
     """The checkpoint is of step 2, after a validation at that step had filled the prefix cache."""
     config = recipe(inputs, tmp_path, async_training__rollouter="inline")
     first = start(config)
@@ -64,18 +68,18 @@ def test_a_killed_and_resumed_run_writes_what_an_unbroken_one_does(unbroken, inp
     os.kill(first.pid, signal.SIGKILL)
     finish(first)
     assert lines(tmp_path)[:3] == lines(unbroken[0])[:3], "two runs with one seed differ"
-    code, output = finish(start(config, "resume_from_checkpoint=true"))
+    code, output = shared_runs.run(config, "resume_from_checkpoint=true")
     assert code == 0, output
     assert lines(tmp_path) == lines(unbroken[0])
 
 
-def test_ratio_0_through_the_rollouter_is_synchronous_training_bit_for_bit(unbroken, inputs, tmp_path):
-    code, output = finish(start(recipe(inputs, tmp_path, async_training__rollouter="actor")))
+def test_ratio_0_through_the_rollouter_is_synchronous_training_bit_for_bit(shared_runs, unbroken, inputs, tmp_path):
+    code, output = shared_runs.run(recipe(inputs, tmp_path, async_training__rollouter="actor"))
     assert code == 0, output
     assert lines(tmp_path) == lines(unbroken[0])
 
 
-def test_pipeline_parallel_reference_and_token_budget_run_together(inputs, tmp_path):
+def test_pipeline_parallel_reference_and_token_budget_run_together(shared_runs, inputs, tmp_path):
     config = recipe(
         inputs,
         tmp_path,
@@ -98,7 +102,7 @@ def test_pipeline_parallel_reference_and_token_budget_run_together(inputs, tmp_p
             "device_mapping": [0, 1],
         },
     )
-    code, output = finish(start(config))
+    code, output = shared_runs.run(config)
     assert code == 0, output
     first, second = lines(tmp_path)
     assert first["actor/kl_loss"] > 0 and second["actor/kl_loss"] > 0, "the policy left the reference"
@@ -107,10 +111,10 @@ def test_pipeline_parallel_reference_and_token_budget_run_together(inputs, tmp_p
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "hf_model").num_parameters() > 0
 
 
-def test_a_reward_that_fails_ends_the_run_with_its_cause(inputs, tmp_path):
+def test_a_reward_that_fails_ends_the_run_with_its_cause(shared_runs, inputs, tmp_path):
     reward = {"function": "tests.integration.rewards:broken_reward"}
     config = recipe(inputs, tmp_path, eval_steps=0, rewards__math_rule=reward)
-    code, output = finish(start(config))
+    code, output = shared_runs.run(config)
     assert code == 1
     text = " ".join(output.split())
     assert "reward_raised" in text and "max_failure_rate" in text

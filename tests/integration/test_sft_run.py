@@ -7,44 +7,45 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import ROOT, finish, lines, start
+from runs import ROOT, lines
 
 from roll.datasets.math_problems import write_problems
+from tests.integration.shared_runs import SharedRuns
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
 STEPS = 6
 
 
-def sft(data: Path, model: Path, folder: Path, *overrides: str) -> dict[str, Any]:
+def sft(shared_runs: SharedRuns, data: Path, model: Path, folder: Path, *overrides: str) -> dict[str, Any]:
     """The summary of the tiny recipe, run below `folder` with a few steps that all validate."""
-    code, output = finish(
-        start(
-            ROOT / "examples" / "tiny_math" / "sft_config.yaml",
-            f"pretrain={model}",
-            f"output_dir={folder}/run",
-            f"actor_train.data_args.file_name=[{data}/train.jsonl]",
-            f"validation.data_args.file_name=[{data}/val.jsonl]",
-            "actor_train.training_args.per_device_train_batch_size=16",
-            "actor_train.training_args.learning_rate=0.01",
-            "actor_train.training_args.warmup_steps=0",
-            f"max_steps={STEPS}",
-            "eval_steps=1",
-            "track_with=[]",
-            *overrides,
-        )
+    code, output = shared_runs.run(
+        ROOT / "examples" / "tiny_math" / "sft_config.yaml",
+        f"pretrain={model}",
+        f"output_dir={folder}/run",
+        f"actor_train.data_args.file_name=[{data}/train.jsonl]",
+        f"validation.data_args.file_name=[{data}/val.jsonl]",
+        "actor_train.training_args.per_device_train_batch_size=16",
+        "actor_train.training_args.learning_rate=0.01",
+        "actor_train.training_args.warmup_steps=0",
+        f"max_steps={STEPS}",
+        "eval_steps=1",
+        "track_with=[]",
+        *overrides,
     )
     assert code == 0, output
     return json.loads((folder / "run" / "run.json").read_text())["summary"]
 
 
-def test_a_run_learns_and_one_resumed_from_it_goes_on_without_a_seam_to_its_target(tmp_path, tiny_model_dir):
+def test_a_run_learns_and_one_resumed_from_it_goes_on_without_a_seam_to_its_target(
+    shared_runs, tmp_path, tiny_model_dir
+):
     from transformers import AutoModelForCausalLM
 
     write_problems(tmp_path / "data", seed=3, train=40, val=16, levels=(1,))
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     saving = ["save_checkpoint=true", "save_steps=2", "max_ckpt_to_keep=0", "target_loss=0.0001"]
-    assert sft(tmp_path / "data", tiny_model_dir, whole, *saving)["steps"] == STEPS
+    assert sft(shared_runs, tmp_path / "data", tiny_model_dir, whole, *saving)["steps"] == STEPS
     steps = lines(whole)
     losses = [line["val/loss"] for line in steps]
     assert losses[-1] < losses[0] - 0.5
@@ -52,7 +53,7 @@ def test_a_run_learns_and_one_resumed_from_it_goes_on_without_a_seam_to_its_targ
 
     between = (losses[3] + losses[4]) / 2
     checkpoint = f"resume_from_checkpoint={whole}/run/checkpoints/step-000002"
-    summary = sft(tmp_path / "data", tiny_model_dir, resumed, checkpoint, f"target_loss={between}")
+    summary = sft(shared_runs, tmp_path / "data", tiny_model_dir, resumed, checkpoint, f"target_loss={between}")
     assert (summary["status"], summary["steps"]) == ("finished", 4), "40 pairs in batches of 16 end in mid-batch"
     assert lines(resumed) == steps[3:5]
     AutoModelForCausalLM.from_pretrained(resumed / "run" / "hf_model")

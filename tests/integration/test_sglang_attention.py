@@ -1,4 +1,4 @@
-"""The batched attention gives what SGLang's loop over requests gives."""
+"""The batched attention equals SGLang's loop over requests."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_extend(backends, heads, key_heads, prefixes):
     torch.testing.assert_close(extend(batched(), case), extend(stock, case), atol=2e-6, rtol=1e-5)
 
 
-def test_a_mask_too_large_goes_to_the_stock_loop(backends, monkeypatch):
+def test_a_request_with_too_large_a_mask_uses_the_stock_loop(backends, monkeypatch):
     from roll.platforms import sglang_cpu_attention, sglang_cpu_batches
 
     monkeypatch.setattr(sglang_cpu_attention, "MASK_ELEMENTS", 1000)
@@ -82,7 +82,7 @@ def test_a_mask_too_large_goes_to_the_stock_loop(backends, monkeypatch):
     torch.testing.assert_close(extend(batched(), case), extend(stock, case), atol=2e-6, rtol=1e-5)
 
 
-def test_a_sliding_window_is_the_stock_one(backends):
+def test_a_sliding_window_uses_the_stock_loop(backends):
     stock, batched = backends
     case = problem([0, 100], [30, 40], 4, 2)
     window = {"sliding_window_size": 16}
@@ -91,7 +91,7 @@ def test_a_sliding_window_is_the_stock_one(backends):
     assert torch.equal(decode(batched(), steps, **window), decode(stock, steps, **window))
 
 
-def test_layers_of_one_pass_share_the_plan_and_the_next_pass_makes_its_own(backends):
+def test_layers_of_one_forward_pass_share_the_plan(backends):
     _, batched = backends
     backend = batched()
     backend.use_sliding_window_kv_pool = False

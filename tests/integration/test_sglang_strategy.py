@@ -1,4 +1,4 @@
-"""A real SGLang engine in a Ray actor: parity, seeds, determinism, deadlines, weight updates, and how it ends."""
+"""A real SGLang engine in a Ray actor: parity, seeds, determinism, deadlines, weight updates, and its end."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import torch
 from sglang_host import CALL_TIMEOUT_S, RemoteEngine, Sender, largest_difference, reference, requests
 
 from roll.configs.pipeline import BaseConfig
+from roll.distributed.process_groups import BroadcastGroup, join_as_source
 from roll.distributed.resources import start_ray, stop_ray
-from roll.distributed.strategy.base import WeightSpec
-from roll.distributed.strategy.sglang_arguments import free_port, preferred_port
 from roll.distributed.strategy.sglang_checksums import EngineChecksums
-from roll.distributed.weight_sync.groups import WeightsGroup, join_as_source
+from roll.distributed.strategy.sglang_engine import free_port, preferred_port
+from roll.distributed.weight_sync.plan import Bucket, WeightSpec
 from roll.models.tiny import write_tiny_model
 from roll.rollout.types import GenerateRequest, SamplingParams
 
@@ -56,15 +56,15 @@ def engine(on_ray, llama_folder):
     engine = RemoteEngine(llama_folder)
     engine.initialize()
     names = [psutil.Process(process).name() for process in engine.process_ids()]
-    assert not any("detoken" in name for name in names), "a process that has nothing to do was started"
+    assert not any("detoken" in name for name in names), "an unneeded process was started"
     yield engine
-    engine.shutdown()
+    engine.close()
     assert len(engine.process_ids()) == 1, "only the actor is left"
 
 
 @pytest.fixture(scope="module")
 def model(llama_folder):
-    """What the engine holds; tests that publish change it in place."""
+    """What the engine holds; tests that update weights change it in place."""
     return load(llama_folder)
 
 
@@ -76,26 +76,27 @@ def change(model, factor):
 
 @pytest.fixture(scope="module")
 def offer(on_ray):
-    """Offers tensors by name from a process of its own and gives their handle."""
+    """Shares tensors by name from another process and returns their handle."""
     sender = ray.remote(num_cpus=0)(Sender).remote()
     yield lambda tensors: ray.get(sender.share.remote(tensors), timeout=60)
     ray.kill(sender)
 
 
 @pytest.fixture(scope="module")
-def publish(offer):
-    """Brings a whole model to an engine in one bucket of shared memory."""
+def update(offer):
+    """Updates an engine to a whole model in one bucket of shared memory."""
 
-    def publish(engine, model, version, ranks=1):
-        engine.begin_update()
-        engine.receive_tensors([offer(model.state_dict())] * ranks)
+    def update(engine, model, version, ranks=1):
+        engine.begin_update(version)
+        engine.receive_shared([offer(model.state_dict())] * ranks)
         engine.end_update(version)
+        engine.commit_update()
 
-    return publish
+    return update
 
 
 def expected_checksums(model, folder, ranks):
-    checksums = EngineChecksums(folder, ranks)
+    checksums = EngineChecksums.of_model(folder, ranks)
     for name, tensor in model.state_dict().items():
         checksums.add(name, tensor)
     return checksums.result()
@@ -173,7 +174,7 @@ def seconds_of_a_quarter(engine):
 
 
 @pytest.mark.parametrize(("mode", "version"), [("in_place", 3), ("retract", 4), ("drain", 5), ("abort_resume", 6)])
-def test_no_running_request_is_lost_and_each_token_knows_its_version(engine, model, publish, mode, version):
+def test_no_running_request_is_lost_and_each_token_knows_its_version(engine, model, update, mode, version):
     before = copy.deepcopy(model)
     old = engine.generate(requests(1, 1))[0].versions[0]
     asked, quarter_s = requests(4, RUNNING_TOKENS), seconds_of_a_quarter(engine)
@@ -181,7 +182,7 @@ def test_no_running_request_is_lost_and_each_token_knows_its_version(engine, mod
     time.sleep(quarter_s)
     change(model, 1.01)
     engine.pause(mode)
-    publish(engine, model, version)
+    update(engine, model, version)
     if mode != "in_place":
         engine.flush_cache()
     engine.resume()
@@ -200,7 +201,7 @@ def test_no_running_request_is_lost_and_each_token_knows_its_version(engine, mod
     engine.flush_cache()
 
 
-def test_prefixes_are_shared_within_one_version_only(engine, model, publish):
+def test_prefixes_are_shared_within_one_version_only(engine, model, update):
     """In place the cache cannot be emptied, so it is kept apart by version."""
     prompt = [GenerateRequest("long", list(range(4, 40)), SamplingParams(2), seed=1)]
     first, again = (engine.generate_within(prompt, 30.0)[0].cached_prompt_tokens for _ in range(2))
@@ -209,16 +210,16 @@ def test_prefixes_are_shared_within_one_version_only(engine, model, publish):
     pending = engine.start_generate(requests(2, RUNNING_TOKENS))
     time.sleep(quarter_s)
     engine.pause("in_place")
-    publish(engine, model, 7)
+    update(engine, model, 7)
     engine.resume()
     assert [engine.generate_within(prompt, 30.0)[0].cached_prompt_tokens > 0 for _ in range(2)] == [False, True]
     ray.get(pending, timeout=CALL_TIMEOUT_S)
 
 
-def test_an_update_is_proved_by_names_and_checksums(engine, model, publish, llama_folder):
+def test_an_update_is_verified_by_names_and_checksums(engine, model, update, llama_folder):
     change(model, 0.99)
     engine.pause("retract")
-    publish(engine, model, 8)
+    update(engine, model, 8)
     engine.flush_cache()
     engine.resume()
     expected = expected_checksums(model, llama_folder, 1)
@@ -229,18 +230,18 @@ def test_an_update_is_proved_by_names_and_checksums(engine, model, publish, llam
     assert wrong == {"model.layers.1.mlp.gate_up_proj.weight@0"}
 
 
-def broadcast(engine, group, sent, specs, flattened):
-    """Sends the tensors from this process while the engine receives what `specs` says."""
+def broadcast(engine, joined, sent, specs):
+    """Sends the tensors from this process while the engine receives a bucket of `specs`."""
+    plan, group = joined
 
     def send():
-        buffers = [torch.cat([t.reshape(-1).view(torch.uint8) for t in sent])] if flattened else sent
-        for buffer in buffers:
-            torch.distributed.broadcast(buffer, src=0, group=group)
+        for tensor in sent:
+            torch.distributed.broadcast(tensor, src=0, group=group)
 
     sender = threading.Thread(target=send, daemon=True)
     sender.start()
     try:
-        engine.receive_broadcast(specs, "test", flattened)
+        engine.receive_broadcast([plan], [[Bucket(tuple(specs))]])
     finally:
         sender.join(30)
 
@@ -248,30 +249,30 @@ def broadcast(engine, group, sent, specs, flattened):
 @pytest.fixture(scope="module")
 def group(engine):
     port, joined = free_port(18000), []
-    plan = WeightsGroup("test", "127.0.0.1", port, 2, "gloo")
+    plan = BroadcastGroup("test", "127.0.0.1", port, 2, "gloo")
     joiner = threading.Thread(target=lambda: joined.append(join_as_source(plan, 30)), daemon=True)
     joiner.start()
-    engine.init_weights_group("127.0.0.1", port, 1, 2, "test", "gloo")
+    engine.join_broadcast_groups([plan])
     joiner.join(30)
-    yield joined[0]
-    engine.destroy_weights_group("test")
+    yield plan, joined[0]
+    engine.leave_broadcast_groups([plan])
     torch.distributed.destroy_process_group(joined[0])
 
 
-@pytest.mark.parametrize("flattened", [True, False])
-def test_tensors_arrive_by_broadcast(engine, group, model, llama_folder, flattened):
+def test_tensors_arrive_by_broadcast(engine, group, model, llama_folder):
     change(model, 1.02)
     state = model.state_dict()
     specs = [WeightSpec(name, tuple(t.shape), "float32") for name, t in state.items()]
-    engine.begin_update()
-    broadcast(engine, group, [t.contiguous() for t in state.values()], specs, flattened)
-    engine.end_update(9 + flattened)
+    engine.begin_update(9)
+    broadcast(engine, group, [t.contiguous() for t in state.values()], specs)
+    engine.end_update(9)
+    engine.commit_update()
     engine.flush_cache()
     assert engine.checksums() == expected_checksums(model, llama_folder, 1)
     asked = requests(3, 20)
     answers = engine.generate(asked)
     assert largest_difference(model, asked, answers) < TOLERANCE
-    assert set(answers[0].versions) == {9 + flattened}
+    assert set(answers[0].versions) == {9}
 
 
 @pytest.mark.parametrize(
@@ -282,21 +283,22 @@ def test_tensors_arrive_by_broadcast(engine, group, model, llama_folder, flatten
     ],
 )
 def test_a_tensor_that_does_not_fit_is_an_error(engine, group, name, shape, message):
-    engine.begin_update()
+    engine.begin_update(10)
     with pytest.raises(ray.exceptions.RayTaskError, match=message):
-        broadcast(engine, group, [torch.zeros(shape)], [WeightSpec(name, shape, "float32")], True)
+        broadcast(engine, group, [torch.zeros(shape)], [WeightSpec(name, shape, "float32")])
 
 
 def test_a_session_left_open_by_an_error_is_closed_by_the_next(engine):
-    engine.begin_update()
-    engine.begin_update()
+    engine.begin_update(11)
+    engine.begin_update(11)
     engine.end_update(11)
+    engine.commit_update()
 
 
 def test_updates_outside_a_session_are_refused(engine, model, offer):
     handle = offer({"model.norm.weight": model.model.norm.weight.detach()})
     with pytest.raises(ray.exceptions.RayTaskError, match="must run between"):
-        engine.receive_tensors([handle])
+        engine.receive_shared([handle])
     with pytest.raises(ray.exceptions.RayTaskError, match="no weight-update session is open"):
         engine.end_update(12)
 
@@ -313,16 +315,16 @@ def test_the_cache_is_not_emptied_under_running_requests(engine):
     assert [answer.finish_reason for answer in answers] == ["length", "length"]
 
 
-def test_requests_that_are_given_up_leave_the_engine(engine):
+def test_cancelled_requests_leave_the_engine(engine):
     quarter_s = seconds_of_a_quarter(engine)
-    engine.give_up(requests(2, 4 * RUNNING_TOKENS), quarter_s)
+    engine.cancel_generate(requests(2, 4 * RUNNING_TOKENS), quarter_s)
     start = time.monotonic()
     engine.flush_cache()  # possible without running requests only
-    assert time.monotonic() - start < quarter_s, "they ran on"
+    assert time.monotonic() - start < quarter_s, "they were still running"
 
 
-def test_an_engine_over_two_devices_from_dummy_weights_to_its_end(publish, tmp_path_factory):
-    """Its port is taken, its weights are dummies, it gets real ones, its scheduler is killed, its actor is killed."""
+def test_an_engine_over_two_devices_from_dummy_weights_to_its_end(update, tmp_path_factory):
+    """Its port is taken, it refuses to serve dummy weights, gets real ones, and its scheduler and actor are killed."""
     folder = write_tiny_model(tmp_path_factory.mktemp("qwen3"), "qwen3", **SHAPE)
     model = load(folder)
     engine = RemoteEngine(folder, tensor_parallel=2, load_format="dummy")
@@ -332,8 +334,10 @@ def test_an_engine_over_two_devices_from_dummy_weights_to_its_end(publish, tmp_p
         holder.listen()
         engine.initialize()
     asked = requests(4, 16, 0.7)
-    assert largest_difference(model, asked, engine.generate(asked)) > 0.1
-    publish(engine, model, 1, ranks=2)
+    with pytest.raises(ray.exceptions.RayTaskError, match="is not serving: it started on dummy weights"):
+        engine.generate(asked)
+    assert engine.checksums() != expected_checksums(model, folder, 2)
+    update(engine, model, 1, ranks=2)
     engine.flush_cache()
     assert engine.checksums() == expected_checksums(model, folder, 2)
     assert largest_difference(model, asked, engine.generate(asked)) < TOLERANCE

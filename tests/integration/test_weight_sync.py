@@ -1,4 +1,4 @@
-"""Publishing from real Megatron ranks to a real engine: parity of log-probs, verification, faults, no process left."""
+"""Weight updates from real Megatron ranks to a real engine: parity of log-probs, verification, faults, clean end."""
 
 from __future__ import annotations
 
@@ -7,24 +7,37 @@ import dataclasses
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
 import pytest
 import torch
-from weight_sync_workers import ScalingWorker
+from weight_sync_workers import Fault, FaultySynchronizer, FaultyWorker
 
-from roll.configs.arguments import ModelArguments, StrategyArguments
-from roll.configs.layouts import role_layout
 from roll.configs.pipeline import RLVRConfig
-from roll.configs.worker import WorkerConfig
+from roll.configs.roles import (
+    ActorInferConfig,
+    ActorTrainConfig,
+    MegatronTrainArguments,
+    MegatronTrainConfig,
+    ModelArguments,
+    SGLangArguments,
+    TrainModelArguments,
+)
 from roll.distributed.cluster import Cluster
 from roll.distributed.infer_worker import InferWorker
-from roll.distributed.pending import ClusterError
 from roll.distributed.protocol import DataProto
+from roll.distributed.remote_call import ClusterError
 from roll.distributed.resources import ResourceManager, start_ray, stop_ray
-from roll.distributed.weight_sync.publisher import BroadcastTransport, WeightPublisher
-from roll.distributed.weight_sync.stage_tensors import Fault
-from roll.distributed.weight_sync.transaction import GRACE_S, PublishError, PublishReport, Transfer
+from roll.distributed.weight_sync.synchronizer import (
+    STEP_GRACE_S,
+    BroadcastTransport,
+    Transfer,
+    UpdateReport,
+    WeightSynchronizer,
+    WeightUpdateError,
+)
+from roll.distributed.worker import Worker
 from roll.models.tiny import write_tiny_model
 from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
 
@@ -35,21 +48,22 @@ MODEL = {"tie_word_embeddings": True, "hidden_size": 128, "intermediate_size": 3
 DEVICES = {"tp2": [0, 1], "pp2": [2, 3], "actor_infer": [4]}
 
 
-def megatron(devices: list[int], **sizes: int) -> WorkerConfig:
-    return WorkerConfig(
-        model_args=ModelArguments(dtype="fp32"),
-        strategy_args=StrategyArguments("megatron_train", {"use_distributed_optimizer": True, **sizes}),
+def megatron(devices: list[int], **sizes: int) -> ActorTrainConfig:
+    return ActorTrainConfig(
+        model_args=TrainModelArguments(dtype="fp32"),
+        strategy_args=MegatronTrainArguments(strategy_config=MegatronTrainConfig(**sizes)),
         device_mapping=devices,
     )
 
 
 @dataclass
 class World:
-    """Everything the tests share: two training clusters, one engine, and two publishers from each."""
+    """Two training clusters, one engine, and for each training cluster one synchronizer per transport."""
 
     config: RLVRConfig
-    clusters: dict[str, Cluster]
-    publishers: dict[str, WeightPublisher]
+    train: dict[str, Cluster[FaultyWorker]]
+    engine: Cluster[InferWorker]
+    synchronizers: dict[str, FaultySynchronizer]
     version: int = 0
     requests: int = 0
 
@@ -72,48 +86,47 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     )
     start_ray(config, "cpu", SLOTS)
     resources = ResourceManager("cpu", SLOTS, DEVICES)
-    roles = {
-        "tp2": (ScalingWorker, megatron(DEVICES["tp2"], tensor_model_parallel_size=2)),
-        "pp2": (ScalingWorker, megatron(DEVICES["pp2"], pipeline_model_parallel_size=2)),
-        "actor_infer": (
-            InferWorker,
-            WorkerConfig(
-                model_args=ModelArguments(dtype="fp32"),
-                strategy_args=StrategyArguments("sglang", {"load_format": "dummy"}),
-                device_mapping=DEVICES["actor_infer"],
-                max_running_requests=16,
-            ),
-        ),
+    trained = {
+        "tp2": megatron(DEVICES["tp2"], tensor_model_parallel_size=2),
+        "pp2": megatron(DEVICES["pp2"], pipeline_model_parallel_size=2),
     }
-    clusters = {
-        role: Cluster(role, cls, worker, config, resources, role_layout(worker))
-        for role, (cls, worker) in roles.items()
+    train = {
+        role: Cluster(role, FaultyWorker, worker, config, resources, worker.layout) for role, worker in trained.items()
     }
+    sglang = ActorInferConfig(
+        model_args=ModelArguments(dtype="fp32"),
+        strategy_args=SGLangArguments(strategy_config={"load_format": "dummy"}),
+        device_mapping=DEVICES["actor_infer"],
+        max_running_requests=16,
+    )
+    engine = Cluster("actor_infer", InferWorker, sglang, config, resources, sglang.layout)
+    clusters: list[Cluster[Worker]] = [*train.values(), engine]
     try:
-        starting = [cluster.initialize() for cluster in clusters.values()]
-        for pending in starting:
-            pending.get()
-        engine = clusters["actor_infer"]
-        publishers = {
-            "tp2": WeightPublisher(clusters["tp2"], engine, config, BroadcastTransport),
-            "pp2": WeightPublisher(clusters["pp2"], engine, config, BroadcastTransport),
-            "tp2 shared": WeightPublisher(clusters["tp2"], engine, config),
-            "pp2 shared": WeightPublisher(clusters["pp2"], engine, config),
+        for call in [cluster.initialize() for cluster in clusters]:
+            call.get()
+        synchronizers = {
+            "tp2": FaultySynchronizer(train["tp2"], engine, config, BroadcastTransport),
+            "pp2": FaultySynchronizer(train["pp2"], engine, config, BroadcastTransport),
+            "tp2 shared": FaultySynchronizer(train["tp2"], engine, config),
+            "pp2 shared": FaultySynchronizer(train["pp2"], engine, config),
         }
-        for publisher in publishers.values():
-            asyncio.run(publisher.setup())
-        yield World(config, clusters, publishers)
+        for synchronizer in synchronizers.values():
+            asyncio.run(synchronizer.setup())
+        yield World(config, train, engine, synchronizers)
     finally:
-        for cluster in clusters.values():
+        for cluster in clusters:
             cluster.shutdown()
         resources.release()
         stop_ray()
 
 
-def publish(world: World, way: str, fault: Fault | None = None) -> PublishReport:
-    """The next version, from this training cluster and by this way."""
+def update(world: World, path: str, fault: Fault | None = None) -> UpdateReport:
+    """Updates to the next version with the synchronizer of this name."""
     world.version += 1
-    return asyncio.run(world.publishers[way].publish(world.version, fault))
+    synchronizer = world.synchronizers[path]
+    if fault is not None:
+        return asyncio.run(synchronizer.update_with(world.version, fault))
+    return asyncio.run(synchronizer.update_weights(world.version))
 
 
 def requests_of(world: World, temperature: float, count: int = 6) -> list[GenerateRequest]:
@@ -130,7 +143,7 @@ def requests_of(world: World, temperature: float, count: int = 6) -> list[Genera
 def generate(world: World, temperature: float) -> list[tuple[list[int], GenerateResult]]:
     """Prompts and what the engine answers."""
     requests = requests_of(world, temperature)
-    [answers] = world.clusters["actor_infer"].generate([requests]).get()
+    [answers] = world.engine.call_each(InferWorker.generate, [requests]).get()
     assert [answer.error for answer in answers] == [None] * len(requests)
     return [(request.prompt_ids, answer) for request, answer in zip(requests, answers, strict=True)]
 
@@ -157,106 +170,109 @@ def disagreement(world: World, role: str, temperature: float) -> float:
         },
         meta_info={"temperature": temperature, "micro_batches": [[0, 1, 2], [3, 4, 5]]},
     )
-    [scored] = world.clusters[role].compute_log_probs([data]).get()
+    [scored] = world.train[role].call_shards(FaultyWorker.compute_log_probs, [data]).get()
     return ((scored.batch["log_probs"] - behavior) * response).abs().max().item()
 
 
-def test_an_engine_on_dummy_weights_serves_nothing_before_the_first_publish(world: World) -> None:
-    with pytest.raises(ClusterError, match="actor_infer-0 serves nothing: it started on dummy weights"):
+def test_an_engine_on_dummy_weights_does_not_serve_before_the_first_update(world: World) -> None:
+    with pytest.raises(ClusterError, match="actor_infer-0 is not serving: it started on dummy weights"):
         generate(world, 1.0)
 
 
 @pytest.mark.parametrize("role", ["tp2", "pp2"])
-def test_log_probs_agree_before_and_after_three_publishes(world: World, role: str) -> None:
-    check_three_publishes(world, role, role)
+def test_log_probs_agree_before_and_after_three_updates_by_broadcast(world: World, role: str) -> None:
+    check_three_updates(world, role, role)
 
 
-def check_three_publishes(world: World, role: str, way: str) -> None:
+def check_three_updates(world: World, role: str, path: str) -> None:
     for _ in range(4):
-        report = publish(world, way)
+        report = update(world, path)
         assert report.verified and report.attempts == 1
         assert disagreement(world, role, 1.0) < 1e-4
         assert disagreement(world, role, 0.7) < 1e-4
-        world.clusters[role].scale_weights(0.97).get()
+        world.train[role].call_all(FaultyWorker.scale_weights, 0.97).get()
 
 
-def test_weights_are_verified_once_where_that_is_asked_for(world: World) -> None:
+def test_weights_are_verified_once_where_configured(world: World) -> None:
     world.config.verify_weights = "first"
-    reports = [publish(world, "tp2") for _ in range(3)]
+    reports = [update(world, "tp2") for _ in range(3)]
     world.config.verify_weights = "always"
     assert all(0 < report.pause_seconds <= report.seconds and not report.verified for report in reports)
 
 
-@pytest.mark.parametrize("way", ["tp2", "tp2 shared"])
-def test_requests_that_arrive_during_a_publish_wait_for_the_new_weights(
-    world: World, way: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("path", ["tp2", "tp2 shared"])
+def test_requests_that_arrive_during_an_update_wait_for_the_new_weights(
+    world: World, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publish(world, way)
-    transport, arrived = world.publishers[way]._transport, []
+    update(world, path)
+    transport, arrived = world.synchronizers[path]._transport, []
     transfer = transport.transfer
 
-    async def transfer_under_requests(digest: bool) -> Transfer:
-        arrived.append(world.clusters["actor_infer"].generate([requests_of(world, 1.0)]))
+    async def transfer_under_requests(checksums: bool) -> Transfer:
+        arrived.append(world.engine.call_each(InferWorker.generate, [requests_of(world, 1.0)]))
         await asyncio.sleep(0.2)  # so that they reach the engine before the first tensor does
-        return await transfer(digest)
+        return await transfer(checksums)
 
     monkeypatch.setattr(transport, "transfer", transfer_under_requests)
-    publish(world, way)
+    update(world, path)
     [answers] = arrived[0].get()
     assert [(answer.error, set(answer.versions)) for answer in answers] == [(None, {world.version})] * len(answers)
 
 
-DAMAGE = [("corrupt", "arrived different"), ("drop", "was not published"), ("fail", "told to fail")]
+FAULTS = [("corrupt", "differs: sent"), ("drop", "was not sent"), ("fail", "injected failure")]
 
 
-@pytest.mark.parametrize("way", ["tp2", "pp2"])
-@pytest.mark.parametrize(("kind", "said"), DAMAGE)
-def test_damage_is_detected_and_the_engine_serves_nothing_until_a_whole_publish(
-    world: World, way: str, kind: str, said: str
+@pytest.mark.parametrize("path", ["tp2", "pp2"])
+@pytest.mark.parametrize(("kind", "message"), FAULTS)
+def test_a_fault_is_detected_and_the_engine_does_not_serve_until_a_complete_update(
+    world: World, path: str, kind: str, message: str
 ) -> None:
-    check_damage(world, way, kind, said)
+    check_fault(world, path, kind, message)
 
 
-def check_damage(world: World, way: str, kind: str, said: str) -> None:
+def check_fault(world: World, path: str, kind: Any, message: str) -> None:
     name = "model.layers.3.mlp.down_proj.weight"
-    with pytest.raises(PublishError) as caught:
-        publish(world, way, Fault(kind, name))
-    message = str(caught.value)
-    assert said in message and "model.layers.3" in message and "2 attempt(s)" in message
-    with pytest.raises(ClusterError, match="serves nothing"):
+    with pytest.raises(WeightUpdateError) as caught:
+        update(world, path, Fault(kind, name))
+    error = str(caught.value)
+    assert message in error and "model.layers.3" in error and "2 attempt(s)" in error
+    with pytest.raises(ClusterError, match="is not serving: weight update v"):
         generate(world, 1.0)
-    publish(world, way)
-    assert disagreement(world, way.split()[0], 1.0) < 1e-4
+    update(world, path)
+    assert disagreement(world, path.split()[0], 1.0) < 1e-4
 
 
 @pytest.mark.parametrize("role", ["tp2", "pp2"])
-def test_log_probs_agree_after_publishes_through_shared_memory(world: World, role: str) -> None:
-    check_three_publishes(world, role, f"{role} shared")
+def test_log_probs_agree_after_updates_through_shared_memory(world: World, role: str) -> None:
+    check_three_updates(world, role, f"{role} shared")
 
 
-@pytest.mark.parametrize(("kind", "said"), DAMAGE)
-def test_damage_in_shared_memory_is_detected(world: World, kind: str, said: str) -> None:
-    check_damage(world, "pp2 shared", kind, said)
+@pytest.mark.parametrize(("kind", "message"), FAULTS)
+def test_a_fault_in_shared_memory_is_detected(world: World, kind: str, message: str) -> None:
+    check_fault(world, "pp2 shared", kind, message)
 
 
-def test_a_publish_that_hangs_ends_in_time_and_names_whom_it_waited_for(world: World) -> None:
+def test_an_update_that_hangs_ends_in_time_and_names_the_rank_without_an_answer(world: World) -> None:
     hasty = dataclasses.replace(world.config, sync_timeout_s=2, max_sync_retries=0)
-    publisher = WeightPublisher(world.clusters["tp2"], world.clusters["actor_infer"], hasty)
-    asyncio.run(publisher.setup())
+    synchronizer = WeightSynchronizer(world.train["tp2"], world.engine, hasty)
+    asyncio.run(synchronizer.setup())
+    fault = Fault("hang", "model.layers.3.mlp.down_proj.weight")
+    world.train["tp2"].call_all(FaultyWorker.set_fault, fault).get()
     start = time.monotonic()
-    with pytest.raises(PublishError, match=r"tp2.fill_shared_weights: no answer within .* s from rank [01] \("):
-        asyncio.run(publisher.publish(world.version, Fault("hang", "model.layers.3.mlp.down_proj.weight")))
-    assert time.monotonic() - start < 3 * hasty.sync_timeout_s + 2 * GRACE_S
-    publish(world, "tp2 shared")
+    with pytest.raises(WeightUpdateError, match=r"tp2.fill_bucket: no answer within .* s from rank [01] \("):
+        asyncio.run(synchronizer.update_weights(world.version))
+    assert time.monotonic() - start < 3 * hasty.sync_timeout_s + 2 * STEP_GRACE_S
+    world.train["tp2"].call_all(FaultyWorker.set_fault, None).get()
+    update(world, "tp2 shared")
     assert disagreement(world, "tp2", 1.0) < 1e-4
 
 
 def test_an_engine_ends_with_the_worker_that_owns_it(world: World) -> None:
-    [engine] = world.clusters["actor_infer"].process_ids().get()
+    [engine] = world.engine.call_all(InferWorker.process_ids).get()
     processes = [psutil.Process(process) for process in engine]
     assert len(processes) >= 3
     processes[0].kill()
     assert not psutil.wait_procs(processes, timeout=20)[1]
     with pytest.raises(ClusterError) as caught:
-        world.clusters["actor_infer"].resume().get()
+        world.engine.call_all(InferWorker.resume).get()
     assert caught.value.kind == "ProcessDied"

@@ -1,19 +1,121 @@
-"""The training worker of the weight publishing tests: it moves its weights without learning."""
+"""Training workers and a synchronizer for the weight update tests, with faults injected on request."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar
+
 import torch
+import torch.distributed as dist
 
-from roll.distributed.dispatch import register
+from roll.distributed.cluster import Cluster
 from roll.distributed.train_worker import TrainWorker
+from roll.distributed.weight_sync.plan import Bucket, WeightSpec
+from roll.distributed.weight_sync.sender import SendError
+from roll.distributed.weight_sync.synchronizer import UpdateReport, WeightSynchronizer
+from roll.distributed.worker import register
+
+T = TypeVar("T")
+HANG_S = 6.0
+"""Seconds that a fault of kind `hang` takes."""
 
 
-class ScalingWorker(TrainWorker):
-    """Stands on the real strategy; a factor on every weight is the quickest change that every layer feels."""
+@dataclass(frozen=True)
+class Fault:
+    """Damage to one weight update.
+
+    Attributes:
+        kind: `corrupt` changes one element after its checksum was computed, as a faulty network would; `drop` leaves
+            the tensor out, as a weight mapping with a hole would; `fail` raises when the tensor is sent; `hang` waits
+            `HANG_S` before it is sent.
+        name: HF name of the tensor.
+    """
+
+    kind: Literal["corrupt", "drop", "fail", "hang"]
+    name: str
+
+
+class FaultyWeights:
+    """The weights of a stage, with a fault."""
+
+    def __init__(self, weights, fault: Fault) -> None:
+        self._weights, self._fault = weights, fault
+
+    def __getattr__(self, name: str):
+        return getattr(self._weights, name)
+
+    def gathered(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        return self._faulty(self._weights.gathered())
+
+    def slice_writers(self) -> Iterator[tuple[str, Callable[[torch.Tensor], None]]]:
+        return self._faulty(self._weights.slice_writers())
+
+    def _faulty(self, named: Iterator[tuple[str, T]]) -> Iterator[tuple[str, T]]:
+        for name, value in named:
+            if name == self._fault.name and self._fault.kind == "fail":
+                for _ in named:  # ends the gathers that other ranks take part in
+                    pass
+                raise SendError(f"{name}: injected failure")
+            if name == self._fault.name and self._fault.kind == "hang":
+                time.sleep(HANG_S)
+            if name != self._fault.name or self._fault.kind != "drop":
+                yield name, value
+
+
+class FaultyWorker(TrainWorker):
+    """A real training rank that changes its weights without training and damages weight updates on request."""
+
+    fault: Fault | None = None
 
     @register()
     def scale_weights(self, factor: float) -> None:
-        """Multiplies every parameter of this rank; tied embeddings stay equal on both stages."""
+        """Multiplies every parameter of this rank; tied embeddings stay equal on all stages."""
         with torch.no_grad():
-            for parameter in self._strategy.stage.parameters():
+            for parameter in self.train_strategy.stage.parameters():
                 parameter.mul_(factor)
+
+    @register()
+    def set_fault(self, fault: Fault | None) -> None:
+        """Damages the following weight updates; None ends that."""
+        self.fault = fault
+        weights = self.train_strategy.weights
+        self._model_weights = weights if fault is None else FaultyWeights(weights, fault)
+
+    def _broadcast(self, name: str, tensor: torch.Tensor) -> tuple[dist.Work | None, torch.Tensor]:
+        if self.fault == Fault("corrupt", name):
+            tensor = tensor.clone()
+            tensor.view(-1)[0] += 1
+        return super()._broadcast(name, tensor)
+
+    @register(deadline="sync_timeout_s")
+    def checksum_bucket(self, stages: list[list[Bucket]], index: int, checksum_ranks: int) -> dict[str, str] | None:
+        checksums = super().checksum_bucket(stages, index, checksum_ranks)
+        if self.is_source and index < len(stages[self.stage]):
+            for name, tensor in self.filled_tensors(index, stages[self.stage][index]):
+                if self.fault == Fault("corrupt", name):
+                    tensor.view(-1)[0] += 1
+        return checksums
+
+
+class FaultySynchronizer(WeightSynchronizer):
+    """Updates weights with a fault."""
+
+    _train: Cluster[FaultyWorker]
+
+    async def update_with(self, version: int, fault: Fault) -> UpdateReport:
+        """As `update_weights`, with this fault in every attempt."""
+        sources = self._transport.sources
+        if fault.kind == "drop":
+            self._transport.sources = [replace(source, specs=_without(source.specs, fault.name)) for source in sources]
+        await self._train.call_all(FaultyWorker.set_fault, fault)
+        try:
+            return await self.update_weights(version)
+        finally:
+            self._transport.sources = sources
+            await self._train.call_all(FaultyWorker.set_fault, None)
+
+
+def _without(specs: list[WeightSpec], name: str) -> list[WeightSpec]:
+    return [spec for spec in specs if spec.name != name]

@@ -1,4 +1,4 @@
-"""A table for agents: engines that answer from the request alone, and real environments in this process."""
+"""Test setup of agents: engines whose responses depend on the request alone, and environments in this process."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from env_workers import JumpingLoop
-
 from examples.tiny_math.prepare import make_tokenizer
-from roll.configs.seeds import role_seed
-from roll.datasets.conversation import ConversationEncoder
+from roll.configs.pipeline import role_seed
+from roll.datasets.templates import ConversationEncoder
+from roll.distributed.env_pool.pool import EnvPool
+from roll.distributed.env_pool.server import EnvServer
+from roll.distributed.env_pool.types import EnvSpec
 from roll.envs.base import EnvConfig, TextEnv, Turn
-from roll.pipeline.agentic.environments import EnvPool, EnvSpec
-from roll.pipeline.agentic.environments.host import EnvHost
 from roll.pipeline.agentic.episode import Episode, Task
-from roll.pipeline.agentic.play import Player
-from roll.pipeline.engine_pool import EnginePool
+from roll.pipeline.agentic.runner import RolloutRunner
+from roll.rollout.engine_pool import EnginePool
 from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
+from tests.distributed.env_workers import JumpingLoop
 
 SAMPLING = SamplingParams(max_new_tokens=64)
 STEP_TIMEOUT_S = 10.0
@@ -28,7 +28,7 @@ TRAJECTORY_TIMEOUT_S = 100.0
 
 
 class Steps(TextEnv):
-    """Every answer is a step. `gold` pays 1 and ends it, `fall` ends it, `boom` is a mistake, the rest pays a bit."""
+    """`gold` gives reward 1 and terminates, `fall` terminates, `boom` raises, anything else gives a small reward."""
 
     config_class = EnvConfig
     METRICS = {"letters": "sum", "gold": "last"}
@@ -37,8 +37,7 @@ class Steps(TextEnv):
         return "Walk."
 
     def begin(self) -> str:
-        self.place = int(self.np_random.integers(1000))
-        return f"start {self.place}"
+        return f"start {int(self.np_random.integers(1000))}"
 
     def act(self, text: str) -> Turn:
         if "boom" in text:
@@ -48,18 +47,11 @@ class Steps(TextEnv):
         return Turn(f"saw {text}", 1.0 if gold else 0.125, gold or "fall" in text, metrics)
 
 
-class Host(EnvHost):
-    """The host of environments as it is, in this process."""
-
-    def __init__(self) -> None:
-        self._envs = {}
-
-
 class Worker:
-    """Answers after as many seconds as `pause` says of a method and its arguments."""
+    """Answers after `pause(method, *arguments)` seconds."""
 
     def __init__(self, pause: Callable[..., float]) -> None:
-        self.host, self.pause = Host(), pause
+        self.server, self.pause = EnvServer(), pause
 
     async def ready(self) -> None:
         pass
@@ -71,9 +63,9 @@ class Worker:
 
     async def _answer(self, method: str, *args: Any) -> Any:
         await asyncio.sleep(self.pause(method, *args))
-        return getattr(self.host, method)(*args)
+        return getattr(self.server, method)(*args)
 
-    def death(self, error: BaseException) -> str | None:
+    def exit_reason(self, error: BaseException) -> str | None:
         return None
 
     def kill(self) -> None:
@@ -83,46 +75,45 @@ class Worker:
 
 
 def one_of(*texts: str) -> Callable[[GenerateRequest], str]:
-    """What is said follows from prompt and seed, as in an engine that repeats."""
+    """The response follows from prompt and seed, as in a deterministic engine."""
     return lambda request: texts[role_seed(request.seed or 0, request.prompt_ids) % len(texts)]
 
 
 def in_turn(*texts: str) -> Callable[[GenerateRequest], str]:
-    """The first text in the first turn, and so on; a request's name ends with its turn."""
+    """The first text in the first turn, and so on; the name of a request ends with its turn."""
     return lambda request: texts[int(request.request_id.rpartition("-")[2])]
 
 
 @dataclass
 class Engines:
-    """Says what it is told to, cut at the request's limit; `None` is an abort."""
+    """Responds with the text of `respond`, cut at the limit of the request; `None` is an abort."""
 
-    say: Callable[[GenerateRequest], str | None]
+    respond: Callable[[GenerateRequest], str | None]
     seconds: Callable[[GenerateRequest], float] = lambda request: 0.0
     world_size: int = 1
     version: int = 0
     calls: list[list[GenerateRequest]] = field(default_factory=list)
     by_engine: Counter[int] = field(default_factory=Counter)
 
-    async def call(self, rank: int, method: str, requests: list[GenerateRequest]) -> list[GenerateResult]:
-        assert method == "generate"
+    async def generate(self, rank: int, requests: list[GenerateRequest]) -> list[GenerateResult]:
         self.calls.append(requests)
         self.by_engine[rank] += len(requests)
         await asyncio.sleep(max(map(self.seconds, requests)))
         return [await self.answer(request) for request in requests]
 
     async def answer(self, request: GenerateRequest) -> GenerateResult:
-        text = self.say(request)
+        text = self.respond(request)
         if text is None:
             return GenerateResult(request.request_id, [], [], [], "abort", error="out of memory")
         tokens = tokenizer()
         whole = [*tokens.encode(text, add_special_tokens=False), tokens.eos_token_id]
         ids = whole[: request.sampling.max_new_tokens]
-        log_probs = [-0.25 - place / 64 for place in range(len(ids))]
+        log_probs = [-0.25 - index / 64 for index in range(len(ids))]
         reason = "stop" if ids == whole else "length"
         return GenerateResult(request.request_id, ids, log_probs, [self.version] * len(ids), reason)
 
     @property
-    def asked(self) -> list[GenerateRequest]:
+    def requests(self) -> list[GenerateRequest]:
         return [request for call in self.calls for request in call]
 
 
@@ -140,13 +131,15 @@ def decode(ids: list[int]) -> str:
     return str(tokenizer().decode(ids, skip_special_tokens=True))
 
 
-def task(env_type: str = "agents:Steps", max_steps: int = 3, max_tokens: int = 32, **options: Any) -> Task:
+def task(
+    env_type: str = "tests.pipeline.agents:Steps", max_steps: int = 3, max_tokens: int = 32, **options: Any
+) -> Task:
     spec = EnvSpec(env_type, {"max_steps": max_steps, **options})
     return Task("Steps", spec, max_steps, max_tokens, "", "{turn_idx}: {observation}")
 
 
-class Table:
-    """A pool of environments and a player; `open` counts environments that nobody has closed."""
+class Setup:
+    """An environment pool and a runner; `open` counts environments that are not closed."""
 
     def __init__(
         self,
@@ -158,41 +151,41 @@ class Table:
     ) -> None:
         self.engines, self.workers = engines, []
         self.pool = EnvPool(1, STEP_TIMEOUT_S, 30.0, capacity=capacity, launch=lambda: self._launch(pause))
-        self.player = Player(EnginePool(engines, 0, 64), self.pool, chat(), decode, sequence_length, timeout_s)
+        self.runner = RolloutRunner(EnginePool(engines, 0, 64), self.pool, chat(), decode, sequence_length, timeout_s)
 
     def _launch(self, pause: Callable[..., float]) -> Worker:
         self.workers.append(Worker(pause))
         return self.workers[-1]
 
     async def all_left(self) -> None:
-        """Waits for the environments that are being closed; whoever played them does not."""
+        """Waits for the environments that are being closed, as the runner does not."""
         while self.pool._closing:
             await asyncio.wait(list(self.pool._closing.values()))
 
     @property
     def open(self) -> int:
-        return sum(len(worker.host._envs) for worker in self.workers)
+        return sum(len(worker.server) for worker in self.workers)
 
 
 def episode(what: Task, sequence_length: int = 1000, sampling: SamplingParams = SAMPLING) -> Episode:
     return Episode("train-0-0", what, 7, 1, sampling, sequence_length, chat())
 
 
-async def play(one: Episode, table: Table) -> Episode:
-    """Plays an episode to its end, without a player."""
+async def run_episode(one: Episode, setup: Setup) -> Episode:
+    """Runs an episode to its end, without a runner."""
     try:
-        await one.begin(table.pool)
+        await one.begin(setup.pool)
         while (request := one.request()) is not None:
-            [answer] = await table.engines.call(0, "generate", [request])
-            await one.accept(request, answer, decode(answer.response_ids))
+            [answer] = await setup.engines.generate(0, [request])
+            await one.add_response(request, answer, decode(answer.response_ids))
     finally:
-        one.leave()
-        await table.all_left()
-    assert table.open == 0
+        one.start_close()
+        await setup.all_left()
+    assert setup.open == 0
     return one
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """On a loop whose seconds take no time."""
+    """Runs a coroutine on an event loop whose clock jumps instead of waiting."""
     with asyncio.Runner(loop_factory=JumpingLoop) as runner:
         return runner.run(coroutine)

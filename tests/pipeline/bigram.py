@@ -1,7 +1,8 @@
-"""The smallest policy there is, a table of next-token scores, behind what a learner asks of a cluster."""
+"""A bigram policy, a table of next-token scores, with the interface of a cluster that learners use."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from roll.algorithms.losses import LOSSES, LossScale
-from roll.configs.layout import ParallelLayout
+from roll.configs.parallel_layout import ParallelLayout
 from roll.datasets.collate import collate_samples
 from roll.distributed.protocol import DataProto
 
@@ -30,6 +31,15 @@ class BigramCluster:
         """Of each token given the one before, [b, T]; 0 for the first."""
         scores = self.table.log_softmax(-1)[ids[:, :-1], ids[:, 1:]]
         return torch.nn.functional.pad(scores, (1, 0))
+
+    async def call_shards(self, method: Callable[..., Any], shards: list[DataProto]) -> list[Any]:
+        """Calls the method of this class with the name of the worker's method."""
+        result: list[Any] = await getattr(self, method.__name__)(shards)
+        return result
+
+    async def call_all(self, method: Callable[..., Any], *args: Any) -> Any:
+        """As `call_shards`, with the same arguments for every rank."""
+        return await getattr(self, method.__name__)(*args)
 
     async def compute_log_probs(self, shards: list[DataProto]) -> list[DataProto]:
         with torch.no_grad():
@@ -65,7 +75,7 @@ class BigramCluster:
         self.table.grad = None
 
     def sample(self, seed: int, samples: int = 8) -> DataProto:
-        """A batch as rollout delivers it: responses of different lengths, sampled from the table as it is now."""
+        """A batch as a rollouter returns it: responses of different lengths, sampled from the current table."""
         generator = torch.Generator().manual_seed(seed)
         drawn = []
         for number in range(samples):

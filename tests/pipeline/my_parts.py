@@ -9,7 +9,7 @@ from roll.pipeline.rollouter import Rollouter
 
 
 class MyRollouter(Rollouter):
-    """As usual."""
+    """The built-in rollouter under another name."""
 
 
 class Doubling:
@@ -23,7 +23,7 @@ class Doubling:
 
 
 class Listening:
-    """Keeps what it is told."""
+    """Records the reports."""
 
     def __init__(self, config: Any) -> None:
         self.heard: list[Mapping[str, Any]] = []

@@ -1,4 +1,4 @@
-"""A checkpoint is complete or it is not there."""
+"""Checkpoints are complete or absent."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from roll.configs.errors import RunError
 from roll.pipeline.checkpoint import MARKER, CheckpointManager
-from roll.pipeline.errors import RunError
 
 
 async def write_weights(folder: Path) -> None:
@@ -26,7 +26,7 @@ def test_a_saved_checkpoint_is_found_and_holds_what_was_written(tmp_path):
     assert (folder / "weights").read_text() == "w"
 
 
-def test_a_run_that_dies_while_saving_leaves_the_checkpoint_before(tmp_path):
+def test_a_run_that_dies_while_saving_keeps_the_previous_checkpoint(tmp_path):
     manager = CheckpointManager(tmp_path, max_to_keep=0)
     before = save(manager, 1)
 
@@ -61,7 +61,7 @@ def test_newest_means_the_largest_step_beyond_six_digits(tmp_path):
     assert manager.resume_path(True) == tmp_path / "step-1000000"
 
 
-def test_nothing_to_resume_from_is_none_but_a_wrong_path_is_an_error(tmp_path):
+def test_without_checkpoints_there_is_no_resume_path_and_a_wrong_path_is_an_error(tmp_path):
     manager = CheckpointManager(tmp_path / "checkpoints", max_to_keep=0)
     assert manager.resume_path(True) is None
     assert manager.resume_path(False) is None
@@ -77,7 +77,7 @@ def test_a_path_may_name_a_checkpoint_its_folder_or_a_run(tmp_path):
         assert other.resume_path(str(path)) == folder
 
 
-def test_a_fresh_run_sets_aside_what_an_earlier_one_left_and_keeps_its_own(tmp_path):
+def test_a_new_run_renames_checkpoints_of_an_earlier_run_and_keeps_its_own(tmp_path):
     manager = CheckpointManager(tmp_path, max_to_keep=2)
     earlier = [save(manager, step) for step in (90, 180)]
     moved = manager.begin(None)
@@ -89,7 +89,7 @@ def test_a_fresh_run_sets_aside_what_an_earlier_one_left_and_keeps_its_own(tmp_p
     assert manager.resume_path(str(moved[1])) == moved[1]
 
 
-def test_a_run_resumed_from_an_early_step_sets_aside_the_later_ones(tmp_path):
+def test_a_run_resumed_from_an_early_step_renames_later_checkpoints(tmp_path):
     manager = CheckpointManager(tmp_path, max_to_keep=2)
     early, late = (save(manager, step) for step in (4, 6))
     assert manager.begin(manager.resume_path(str(early))) == [tmp_path / "step-000006.old"]
@@ -99,7 +99,7 @@ def test_a_run_resumed_from_an_early_step_sets_aside_the_later_ones(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000004", "step-000006.old", "step-000006.old2"]
 
 
-def test_a_run_resumed_from_elsewhere_sets_aside_everything_here(tmp_path):
+def test_a_run_resumed_from_another_folder_renames_all_checkpoints(tmp_path):
     manager = CheckpointManager(tmp_path / "here", max_to_keep=2)
     save(manager, 3)
     manager.begin(save(CheckpointManager(tmp_path / "there", 0), 5))

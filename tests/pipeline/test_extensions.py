@@ -1,4 +1,4 @@
-"""Parts of a run are replaced by naming a class, and a name that is wrong is told before anything starts."""
+"""User-defined classes are found by name, and a wrong name is an error before anything starts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from roll.configs.errors import ConfigError
 from roll.configs.pipeline import RLVRConfig, SFTConfig
 from roll.pipeline.extensions import Extensions, load_extensions
 from roll.trackers import make_trackers
-from roll.trackers.jsonl import read_metrics
+from roll.trackers.files import read_metrics
 from tests.pipeline.my_parts import Doubling, Listening, MyRollouter
 
 
@@ -36,9 +36,9 @@ def test_without_names_nothing_is_imported():
 
 
 @pytest.mark.parametrize(
-    ("key", "name", "said"),
+    ("key", "name", "expected"),
     [
-        ("rollouter_class", "MyRollouter", "'MyRollouter' names no class; write module:Class"),
+        ("rollouter_class", "MyRollouter", "'MyRollouter' is not of the form module:Class"),
         ("rollouter_class", "no.where:Mine", "importing no.where failed: ModuleNotFoundError"),
         (
             "rollouter_class",
@@ -48,19 +48,19 @@ def test_without_names_nothing_is_imported():
         (
             "trainer_class",
             "tests.pipeline.my_parts:MyRollouter",
-            "MyRollouter is not a roll.pipeline.rl_learner.RLLearner",
+            "MyRollouter is not a roll.pipeline.learner.RLLearner",
         ),
         ("metrics_class", "tests.pipeline.my_parts:Listening", "not a roll.trackers.base.Metrics; it has Doubling"),
         ("monitor_class", "roll.pipeline.health:Monitor", "not a roll.pipeline.health.Monitor; it has HealthFile"),
     ],
 )
-def test_a_name_that_is_wrong_is_told_with_what_there_is(key, name, said):
+def test_a_wrong_name_is_an_error_that_lists_the_classes_that_fit(key, name, expected):
     with pytest.raises(ConfigError) as caught:
         load_extensions(named(**{key: name}))
-    assert str(caught.value).startswith(f"async_training.{key}: ") and said in str(caught.value)
+    assert str(caught.value).startswith(f"async_training.{key}: ") and expected in str(caught.value)
 
 
-def test_metrics_of_ones_own_are_added_and_replace_nothing(tmp_path, caplog):
+def test_user_defined_metrics_are_added_and_replace_nothing(tmp_path, caplog):
     config = named()
     config.output_dir = str(tmp_path)
     trackers = make_trackers(config, metrics=Doubling(config))

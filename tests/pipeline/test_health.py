@@ -1,4 +1,4 @@
-"""Health is reported while a run lives, at its end, and about components that do not answer."""
+"""Health is reported during a run and at its end, also for components that do not answer."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ async def well() -> dict[str, Any]:
     return {"driver": {"step": 3}}
 
 
-def watch(ask: Any, monitor: Any, seconds: float = 0.05, error: Exception | None = None) -> None:
+def watch(read: Any, monitor: Any, seconds: float = 0.05, error: Exception | None = None) -> None:
     async def run() -> None:
-        async with watched(ask, monitor, interval_s=0.01):
+        async with watched(read, monitor, interval_s=0.01):
             await asyncio.sleep(seconds)
             if error:
                 raise error
@@ -27,7 +27,7 @@ def watch(ask: Any, monitor: Any, seconds: float = 0.05, error: Exception | None
     asyncio.run(run())
 
 
-def test_a_run_is_reported_while_it_lives_and_at_its_end():
+def test_health_is_reported_during_a_run_and_at_its_end():
     monitor = Listening(None)
     watch(well, monitor)
     assert [health["status"] for health in monitor.heard[:2]] == ["running", "running"]
@@ -35,14 +35,14 @@ def test_a_run_is_reported_while_it_lives_and_at_its_end():
     assert (monitor.heard[-1]["status"], monitor.heard[-1]["driver"]) == ("finished", {"step": 3})
 
 
-def test_a_run_that_fails_says_so_and_keeps_its_error():
+def test_a_failed_run_is_reported_as_failed_and_raises_its_error():
     monitor = Listening(None)
     with pytest.raises(ValueError, match="broken"):
         watch(well, monitor, error=ValueError("broken"))
     assert monitor.heard[-1]["status"] == "failed"
 
 
-def test_a_component_that_does_not_answer_is_reported_and_asked_again():
+def test_a_component_that_does_not_answer_is_reported_and_read_again():
     monitor, calls = Listening(None), []
 
     async def silent() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What is wrong with the inputs of a run is told before any process starts."""
+"""Errors in the inputs of a run are reported before any process starts."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from examples.tiny_math.prepare import make_tokenizer
+from roll.configs.errors import RunError
 from roll.configs.pipeline import RLVRConfig
 from roll.datasets.records import DatasetError
-from roll.pipeline.errors import RunError
-from roll.pipeline.rlvr.pipeline import RLVRPipeline
+from roll.pipeline.rlvr_pipeline import RLVRPipeline
 from tests.configs.samples import MODEL, rlvr
 from tests.datasets.files import jsonl, row
 
@@ -29,24 +29,26 @@ def prepared(config: RLVRConfig) -> None:
     asyncio.run(RLVRPipeline(config).prepare())
 
 
-def test_a_stop_string_of_several_tokens_is_told_with_its_role(tmp_path: Path, model: Path) -> None:
+def test_a_stop_string_of_several_tokens_is_reported_with_its_role(tmp_path: Path, model: Path) -> None:
     file = jsonl(tmp_path, row(1))
     given = [f"pretrain={model}", f"actor_train.data_args.file_name={file}"]
-    said = r"actor_infer.generating_args.stop_strings: 'ab' is 2 tokens; it must be one"
-    with pytest.raises(RunError, match=said):
+    message = r"actor_infer.generating_args.stop_strings: 'ab' is 2 tokens; it must be one"
+    with pytest.raises(RunError, match=message):
         prepared(rlvr(tmp_path, *given, "actor_infer.generating_args.stop_strings=[ab]"))
     with pytest.raises(RunError, match="validation.generating_args.stop_strings: 'ab' is 2 tokens"):
         prepared(rlvr(tmp_path, *given, "validation.generating_args.stop_strings=[ab]"))
 
 
-def test_prompts_of_which_none_fits_are_told_with_role_and_file(tmp_path: Path, model: Path) -> None:
+def test_prompts_of_which_none_fits_are_reported_with_role_and_file(tmp_path: Path, model: Path) -> None:
     file = jsonl(tmp_path, row(1, prompt="1" * 30))
     with pytest.raises(DatasetError) as caught:
         prepared(rlvr(tmp_path, f"pretrain={model}", f"actor_train.data_args.file_name={file}", "prompt_length=24"))
     assert str(caught.value).startswith(f"actor_train ({file}): prompt_length: all 1 prompts are longer than 24 tokens")
 
 
-def test_too_few_prompts_for_a_batch_are_told(tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_too_few_prompts_for_a_batch_are_reported(
+    tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     file = jsonl(tmp_path, row(1))
     given = (f"pretrain={model}", f"actor_train.data_args.file_name={file}", "eval_steps=0")
     pipeline = RLVRPipeline(rlvr(tmp_path, *given))

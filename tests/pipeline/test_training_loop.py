@@ -1,4 +1,4 @@
-"""The loop's order, counters and resume, with parts that live in memory."""
+"""Order, counters and resume of the training loop, with parts in memory."""
 
 from __future__ import annotations
 
@@ -10,31 +10,32 @@ from typing import Any
 import pytest
 import torch
 
+from roll.configs.errors import RunError
 from roll.configs.pipeline import BaseConfig, RLVRConfig
 from roll.distributed.protocol import DataProto
-from roll.pipeline.clock import StepClock
-from roll.pipeline.errors import RunError
-from roll.pipeline.interfaces import SampleBatch
+from roll.distributed.weight_sync.synchronizer import UpdateReport
 from roll.pipeline.run import run as run_whole
-from roll.pipeline.training_loop import TrainingLoop
+from roll.pipeline.training_loop import SampleBatch, TrainingLoop, throughput
+from roll.rollout.timers import StepClock
 
 
 class Counting:
-    """A sample source, learner and publisher in one: it counts, and notes what it was asked, in order."""
+    """Sample source, learner and weight synchronizer in one: counts batches and updates, and records the calls."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
         self.drawn = 0
         self.weights = 0
+        self.version = 0
 
-    async def next_batch(self, version: int, clock: StepClock) -> SampleBatch:
+    async def next_batch(self) -> SampleBatch:
         self.drawn += 1
-        self.events.append(f"batch {self.drawn} at version {version}")
+        self.events.append(f"batch {self.drawn} at version {self.version}")
         data = DataProto.from_dict({"attention_mask": torch.ones(2, 3, dtype=torch.int64)})
-        return SampleBatch(data, {"rollout/reward_mean": float(self.drawn)})
+        return SampleBatch(data, {"rollout/reward_mean": float(self.drawn)}, {"generate": 0.5})
 
-    async def validate(self, version: int) -> dict[str, float]:
-        self.events.append(f"validate version {version}")
+    async def validate(self) -> dict[str, float]:
+        self.events.append(f"validate version {self.version}")
         return {"val/score": float(self.weights)}
 
     async def advance(self, version: int) -> None:
@@ -63,13 +64,14 @@ class Counting:
     async def export_hf(self, folder: Path) -> None:
         self.events.append(f"export {folder.name}")
 
-    async def publish(self, version: int, clock: StepClock) -> dict[str, float]:
-        self.events.append(f"publish {version}")
-        return {}
+    async def update_weights(self, version: int) -> UpdateReport:
+        self.version = version
+        self.events.append(f"update weights to {version}")
+        return UpdateReport(version, 0.2, 0.1, 8, True, 1, 0)
 
 
 class Lines:
-    """Keeps what was logged, times apart."""
+    """Records logged metrics, without times."""
 
     def __init__(self) -> None:
         self.lines: list[tuple[int, dict[str, float]]] = []
@@ -94,19 +96,19 @@ def config_in(folder: Path, **keys: Any) -> BaseConfig:
     return BaseConfig(output_dir=str(folder), **keys)
 
 
-def test_weights_are_published_before_anything_and_after_every_update(tmp_path):
+def test_engines_get_the_weights_first_and_after_every_update(tmp_path):
     parts, _ = run(config_in(tmp_path, max_steps=2, eval_steps=2, save_hf_model=True))
     assert parts.events == [
-        "publish 0",
+        "update weights to 0",
         "validate version 0",
         "advance 0",
         "batch 1 at version 0",
         "learn",
-        "publish 1",
+        "update weights to 1",
         "advance 1",
         "batch 2 at version 1",
         "learn",
-        "publish 2",
+        "update weights to 2",
         "validate version 2",
         "advance 2",
         "export hf_model",
@@ -129,10 +131,10 @@ def test_a_run_in_two_parts_writes_the_lines_of_a_run_in_one(tmp_path, stop):
     )
     assert [step for step, _ in second.lines] == list(range(stop + 1, 6))
     assert second.lines == whole.lines[stop + 1 :]
-    assert parts.events[0] == f"publish {stop}"
+    assert parts.events[0] == f"update weights to {stop}"
 
 
-def test_a_run_ends_early_when_a_validation_finds_what_it_was_for(tmp_path):
+def test_a_run_ends_early_when_a_validation_reaches_the_target(tmp_path):
     config = config_in(tmp_path, max_steps=9, eval_steps=2, save_steps=5)
     parts, lines = Counting(), Lines()
     loop = TrainingLoop(config, parts, parts, parts, lines, lambda metrics: metrics["val/score"] >= 3)
@@ -142,7 +144,7 @@ def test_a_run_ends_early_when_a_validation_finds_what_it_was_for(tmp_path):
     again = TrainingLoop(config_in(tmp_path, max_steps=9, resume_from_checkpoint=True), parts, parts, parts, lines)
     asyncio.run(again.resume())
     asyncio.run(again.run())
-    assert again.state.step == 4, "a run that reached its target goes on"
+    assert again.state.step == 4, "a run that reached its target continues"
 
 
 def test_only_the_end_is_saved_when_save_steps_is_zero(tmp_path):
@@ -156,13 +158,13 @@ def test_nothing_is_saved_when_checkpoints_are_off(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "message"),
     [
-        (ValueError("batch_size: 2 cannot go on from batches of 4"), "this run: batch_size: 2 cannot go on from"),
+        (ValueError("batch_size: 2 cannot continue from batches of 4"), "this run: batch_size: 2 cannot continue from"),
         (KeyError("producer"), "this run: it has no 'producer'"),
     ],
 )
-def test_a_checkpoint_of_another_run_is_explained(tmp_path, fault, said):
+def test_a_checkpoint_of_another_run_is_explained(tmp_path, fault, message):
     run(config_in(tmp_path, max_steps=1))
 
     class Other(Counting):
@@ -173,10 +175,28 @@ def test_a_checkpoint_of_another_run_is_explained(tmp_path, fault, said):
     loop = TrainingLoop(config_in(tmp_path, resume_from_checkpoint=True), parts, parts, parts, Lines())
     with pytest.raises(RunError, match="resume_from_checkpoint: .*step-000001 does not fit") as error:
         asyncio.run(loop.resume())
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
-def test_a_folder_without_checkpoints_is_told_before_anything_starts(tmp_path):
+def test_a_folder_without_checkpoints_is_an_error_before_anything_starts(tmp_path):
     config = RLVRConfig(output_dir=str(tmp_path), resume_from_checkpoint=str(tmp_path))
     with pytest.raises(RunError, match="resume_from_checkpoint: .* holds no complete checkpoint"):
         asyncio.run(run_whole(config))
+
+
+def test_seconds_of_a_batch_are_times_of_its_step(tmp_path):
+    class Times(Lines):
+        def log(self, step: int, metrics: dict[str, float]) -> None:
+            self.lines.append((step, dict(metrics)))
+
+    parts, lines = Counting(), Times()
+    asyncio.run(TrainingLoop(config_in(tmp_path, max_steps=2), parts, parts, parts, lines).run())
+    assert [line["time/generate"] for _, line in lines.lines] == [0.5, 0.5]
+
+
+def test_the_idle_share_and_tokens_are_those_of_the_step():
+    times = {"time/step": 10.0, "time/generate": 4.0, "time/old_log_probs": 1.0, "time/train": 2.0, "time/val": 1.0}
+    assert throughput(600, 3, times) == {
+        "throughput/tokens_per_second": pytest.approx(20.0),
+        "throughput/trainer_idle": pytest.approx(0.7),
+    }

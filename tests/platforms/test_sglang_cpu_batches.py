@@ -13,7 +13,7 @@ LENGTHS = st.lists(st.tuples(st.integers(1, 50), st.integers(0, 3000)), min_size
 
 @settings(deadline=None)
 @given(LENGTHS, st.integers(1, 8))
-def test_every_request_is_in_one_group_and_groups_keep_their_bounds(lengths, heads_per_key):
+def test_every_request_is_in_one_group_within_the_padding_and_mask_limits(lengths, heads_per_key):
     queries = [query for query, _ in lengths]
     keys = [query + prefix for query, prefix in lengths]
     groups = group_by_length(queries, keys, heads_per_key, mask_elements=20_000)
@@ -29,7 +29,7 @@ def test_equal_lengths_are_one_group_in_order():
     assert group_by_length([1, 1, 1], [7, 7, 7]) == [[0, 1, 2]]
 
 
-def test_a_batch_points_at_queries_cache_rows_and_visible_keys():
+def test_index_tensors_and_causal_mask_of_a_batch():
     slots = torch.tensor([[10, 11, 12, 13], [20, 21, 22, 23]], dtype=torch.int32)
     queries, keys = torch.tensor([1, 2]), torch.tensor([4, 3])
     batch = build_batch([0, 1], torch.tensor([0, 1]), queries, keys, slots, 1, torch.float32)
@@ -42,7 +42,7 @@ def test_a_batch_points_at_queries_cache_rows_and_visible_keys():
     assert visible[1].tolist() == [[True, True, False, False], [True, True, True, False]]
 
 
-def test_heads_that_share_a_key_head_see_the_same_keys():
+def test_query_heads_of_one_key_head_have_the_same_mask():
     slots, one = torch.arange(6)[None], torch.tensor([1])
     batch = build_batch([0], torch.tensor([0]), one * 2, one * 6, slots, 3, torch.float32)
     assert batch.bias.shape == (1, 1, 6, 6)

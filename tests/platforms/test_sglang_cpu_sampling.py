@@ -1,4 +1,4 @@
-"""Draws that depend on the seed and the position alone."""
+"""Seeded sampling that depends only on the seed and the position."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_uniform_is_splitmix64():
         assert uniform(torch.tensor([seed]), torch.tensor([position])).item() == expected * 2.0**-53
 
 
-def test_draws_follow_the_distribution():
+def test_samples_follow_the_distribution():
     probabilities = torch.tensor([0.1, 0.0, 0.6, 0.3])
     rows = torch.log(probabilities).expand(DRAWS, 4)
     drawn = sample_with_seeds(rows, torch.arange(DRAWS), torch.zeros(DRAWS, dtype=torch.int64)).squeeze(1)
@@ -41,15 +41,15 @@ def test_positions_of_one_seed_are_independent():
     assert abs(torch.corrcoef(pairs)[0, 1]) < 0.01
 
 
-def test_a_draw_does_not_depend_on_its_neighbours():
+def test_a_sample_does_not_depend_on_other_rows():
     rows = torch.log_softmax(torch.randn(16, 100, generator=torch.Generator().manual_seed(0)), -1)
     seeds, positions = torch.arange(16), torch.arange(16) + 3
-    together = sample_with_seeds(rows, seeds, positions)
+    batched = sample_with_seeds(rows, seeds, positions)
     alone = [sample_with_seeds(rows[i : i + 1], seeds[i : i + 1], positions[i : i + 1]) for i in range(16)]
-    assert torch.equal(together, torch.cat(alone))
+    assert torch.equal(batched, torch.cat(alone))
 
 
-def test_a_row_of_one_possible_token_always_draws_it():
+def test_a_row_with_one_possible_token_always_samples_it():
     rows = torch.full((1000, 5), float("-inf"))
     rows[:, 4] = 0
     assert (sample_with_seeds(rows, torch.arange(1000), torch.zeros(1000, dtype=torch.int64)) == 4).all()

@@ -1,4 +1,4 @@
-"""A reward function that misbehaves on demand; the pool's processes import it by name."""
+"""A reward function that fails as the response requests; reward processes import it by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SELF_TEST = (("1", "1", True), ("2", "1", True))
 
 
 def behave(response: str, ground_truth: str, config: RewardConfig) -> Any:
-    """Does what the response says; a response that is a number is its score."""
+    """Fails as the response requests; a response that is a number is its own score."""
     if response == "hang":
         time.sleep(600)
     if response == "raise":

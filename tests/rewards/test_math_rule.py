@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from roll.configs.pipeline import RewardConfig
-from roll.rewards.math_rule import SELF_TEST, equal, math_reward
+from roll.rewards.math_rule import SELF_TEST, boxed, equal, extract_answer, last_number, math_reward
 
 
 @pytest.mark.parametrize(
@@ -31,12 +31,12 @@ def test_equality_is_mathematical(answer, expected, right):
     assert equal(answer, expected) is right
 
 
-def test_a_ground_truth_that_is_not_mathematics_is_an_error_and_not_a_wrong_answer():
-    with pytest.raises(ValueError, match="ground truth '' is not readable"):
+def test_an_invalid_ground_truth_is_an_error_not_a_wrong_answer():
+    with pytest.raises(ValueError, match="ground truth '' cannot be parsed"):
         math_reward("46", "", RewardConfig())
 
 
-def test_scores_are_the_configured_ones():
+def test_scores_are_those_of_the_configuration():
     config = RewardConfig(correct_score=2.0, wrong_score=-1.0)
     assert math_reward("12+34=46", "46", config) == 2.0
     assert math_reward("12+34=47", "46", config) == -1.0
@@ -48,13 +48,64 @@ def test_the_ground_truth_may_be_a_worked_solution():
 
 
 @pytest.mark.parametrize("pattern", ["boxed", "last_number", "boxed_or_last_number"])
-def test_the_known_pairs_hold_under_every_pattern(pattern):
+def test_the_self_test_holds_for_every_answer_pattern(pattern):
     config = RewardConfig(answer_pattern=pattern)
     for response, ground_truth, right in SELF_TEST:
         assert math_reward(response, ground_truth, config) == float(right), response
 
 
-def test_rewards_import_neither_torch_nor_math_verify_before_it_is_needed():
+def test_importing_rewards_imports_neither_torch_nor_math_verify():
     code = "import sys, roll.rewards.pool, roll.rewards.math_rule; print({'torch', 'sympy'} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"so \boxed{46}", "46"),
+        (r"\boxed{1} no, \boxed{2}", "2"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{ \{1, 2\} }", r"\{1, 2\}"),
+        (r"\boxed{4} and \boxed{4", "4"),
+        (r"\fbox{3} \fboxed{5}", "5"),
+        (r"\boxed{}", ""),
+        ("46", None),
+        (r"\boxed{4", None),
+    ],
+)
+def test_the_last_balanced_box(text, answer):
+    assert boxed(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("12+34=46", "46"),
+        ("12-5=7", "7"),
+        ("12-5", "5"),
+        ("x = -3", "-3"),
+        ("x=-3.", "-3"),
+        ("-3", "-3"),
+        ("+8", "8"),
+        ("costs $1,234.50.", "1234.50"),
+        ("1,2", "2"),
+        ("about 3/4 of it", "3/4"),
+        ("\u22125", "-5"),
+        ("7%", "7"),
+        ("none", None),
+        ("", None),
+    ],
+)
+def test_the_last_number(text, answer):
+    assert last_number(text) == answer
+
+
+def test_answer_patterns():
+    text = r"\boxed{5} which is 6"
+    assert extract_answer(text, "boxed") == extract_answer(text, "boxed_or_last_number") == "5"
+    assert extract_answer(text, "last_number") == "6"
+    assert extract_answer("just 6", "boxed") is None
+    assert extract_answer("just 6", "boxed_or_last_number") == "6"
+    with pytest.raises(ValueError, match="answer_pattern: 'first' is not one of"):
+        extract_answer(text, "first")

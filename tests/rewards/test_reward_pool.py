@@ -10,19 +10,19 @@ import psutil
 import pytest
 
 from roll.configs.pipeline import RewardConfig
-from roll.rewards.child import resolve
 from roll.rewards.pool import RewardFunctionError, RewardPool, RewardSelfTestError
+from roll.rewards.reward_process import load_reward_function
 
 ODD = "tests.rewards.odd_rewards:behave"
 
 
 def pool_processes(parent: int) -> list[psutil.Process]:
-    """Descendants of a process, but for Python's own resource tracker, which ends with it."""
+    """Descendants of a process, except Python's resource tracker, which ends with it."""
     children = psutil.Process(parent).children(recursive=True)
     return [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
 
 
-def test_every_kind_of_failure_is_classified_and_spoils_no_other_sample():
+def test_every_kind_of_failure_is_classified_and_affects_no_other_sample():
     behaviours = ["0.5", "raise", "hang", "nan", "1", "infinite", "text", "nothing", "two", "exit", "die", "0.25"]
 
     async def run():
@@ -55,7 +55,7 @@ def test_every_kind_of_failure_is_classified_and_spoils_no_other_sample():
     assert set(pool_processes(os.getpid())) == before
 
 
-def test_thousands_of_samples_come_back_in_order_after_the_self_test_of_the_math_rule():
+def test_the_math_rule_passes_its_self_test_and_scores_are_in_order():
     async def run():
         async with RewardPool(RewardConfig()) as pool:
             assert await pool.self_test() > 0
@@ -67,7 +67,7 @@ def test_thousands_of_samples_come_back_in_order_after_the_self_test_of_the_math
     assert [outcome.score for outcome in outcomes] == [1.0, 0.0] * 1000
 
 
-def test_a_failed_self_test_names_the_pair_and_closing_cancels_who_waits():
+def test_a_failed_self_test_names_the_sample_and_close_cancels_running_calls():
     async def run():
         pool = RewardPool(RewardConfig(function=ODD, timeout_s=60))
         with pytest.raises(RewardSelfTestError, match=r"'2' against '1' should score 1.0, got 2.0"):
@@ -91,12 +91,12 @@ def test_a_failed_self_test_names_the_pair_and_closing_cancels_who_waits():
         ("tests.rewards.odd_rewards:NOT_A_FUNCTION", "has no function NOT_A_FUNCTION"),
     ],
 )
-def test_an_unknown_function_is_an_error_that_says_what_there_is(function, message):
+def test_an_unknown_function_is_an_error_that_lists_the_functions(function, message):
     with pytest.raises(RewardFunctionError, match=message):
-        resolve(function)
+        load_reward_function(function)
 
 
-def test_an_unknown_function_is_an_error_before_anything_is_scored():
+def test_starting_the_pool_with_an_unknown_function_is_an_error():
     async def run():
         async with RewardPool(RewardConfig(function="tests.rewards.odd_rewards:behav")):
             pass
@@ -120,7 +120,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_hanging_reward_ends_with_a_driver_that_was_killed(tmp_path):
+def test_a_hanging_reward_process_ends_when_the_driver_is_killed(tmp_path):
     script = tmp_path / "driver.py"
     script.write_text(DRIVER)
     environment = os.environ | {"PYTHONPATH": os.getcwd()}

@@ -1,4 +1,4 @@
-"""A random run of the policy beside a model that counts on its own, and the laws checked after every event."""
+"""A random run of the policy and of an independent model of it, with invariants checked after every event."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from fractions import Fraction
 
 import pytest
 
-from roll.rollout.policy import PolicyError, PolicySettings, RolloutPolicy, Ticket
+from roll.rollout.ledger import PromptRequest
+from roll.rollout.policy import PolicyError, PolicySettings, RolloutPolicy
 
 
 @dataclass
 class Model:
-    """Where every prompt is, by number, kept without looking at the policy."""
+    """State of every prompt by number, kept independently of the policy."""
 
     version: int = 0
     batches: int = 0
-    running: dict[int, Ticket] = field(default_factory=dict)
-    buffered: dict[int, tuple[Ticket, int]] = field(default_factory=dict)
+    running: dict[int, PromptRequest] = field(default_factory=dict)
+    buffered: dict[int, tuple[PromptRequest, int]] = field(default_factory=dict)
     consumed: set[int] = field(default_factory=set)
     dropped: dict[int, str] = field(default_factory=dict)
 
@@ -32,7 +33,7 @@ class Model:
 
 
 class Driver:
-    """Draws events: submissions, ends in any order, drops, batches, publishes, holds, crashes.
+    """Draws events: submissions, ends in any order, drops, batches, weight updates, pauses, crashes.
 
     An event returns whether anything changed; only those are counted.
     """
@@ -53,14 +54,14 @@ class Driver:
         )
         self.policy: RolloutPolicy[dict] = RolloutPolicy(self.settings)
         self.model = Model()
-        self.holds: list[str] = []
+        self.pauses: list[str] = []
         self.saved: tuple[str, Model] | None = None
         self.events: Counter[str] = Counter()
         self.drop_rate = self.draw.choice([0.0, 0.02, 0.3])
 
-    def play(self, events: int) -> None:
-        """Draws that many events, then lets the run end."""
-        names = ["submit", "end", "end", "end", "take", "advance", "hold", "release", "crash", "save"]
+    def run(self, events: int) -> None:
+        """Draws that many events, then ends the run."""
+        names = ["submit", "end", "end", "end", "take", "advance", "pause", "resume", "crash", "save"]
         weights = [10, 10, 10, 10, 10, 6, 1, 3, 0.3, 0.3]
         for name in self.draw.choices(names, weights, k=events):
             self.events[name] += getattr(self, name)()
@@ -69,64 +70,64 @@ class Driver:
 
     def submit(self) -> bool:
         allowed = self.policy.admissible()
-        if self.holds:
+        if self.pauses:
             assert allowed == 0
         with pytest.raises(PolicyError):
             self.policy.submit(allowed + 1)
         first = self.model.submitted
-        for offset, ticket in enumerate(self.policy.submit(self.draw.randint(0, allowed))):
+        for offset, request in enumerate(self.policy.submit(self.draw.randint(0, allowed))):
             deadline = self.model.version + math.ceil(self.ratio)
-            assert ticket == Ticket(first + offset, self.model.version, deadline)
-            self.model.running[ticket.number] = ticket
+            assert request == PromptRequest(first + offset, self.model.version, deadline)
+            self.model.running[request.number] = request
         return self.model.submitted > first
 
     def end(self) -> bool:
-        """Any running prompt ends, early or late, whole or not."""
+        """Any running prompt ends, early or late, finished or dropped."""
         if not self.model.running:
             return False
         number = self.draw.choice(list(self.model.running))
-        ticket = self.model.running.pop(number)
+        request = self.model.running.pop(number)
         if self.draw.random() < self.drop_rate:
             reason = self.draw.choice(["generation_failed", "reward_timeout", "filtered_no_spread"])
             self.policy.drop(number, reason)
             self.model.dropped[number] = reason
         else:
-            oldest = self.draw.randint(ticket.version, self.model.version)
+            oldest = self.draw.randint(request.version, self.model.version)
             self.policy.finish(number, {"number": number}, oldest)
-            self.model.buffered[number] = (ticket, oldest)
+            self.model.buffered[number] = (request, oldest)
         return True
 
     def take(self) -> bool:
         assert self.policy.ready() == self.batch_can_go()
-        assert (not self.policy.awaited()) or not self.policy.ready()
+        assert (not self.policy.blocking()) or not self.policy.ready()
         if not self.policy.ready():
             with pytest.raises(PolicyError):
                 self.policy.take()
             return False
-        earliest = sorted((ticket.deadline, number) for number, (ticket, _) in self.model.buffered.items())
+        earliest = sorted((request.deadline, number) for number, (request, _) in self.model.buffered.items())
         batch = self.policy.take()
-        assert [taken.ticket.number for taken in batch] == [number for _, number in earliest[: self.batch_size]]
+        assert [taken.request.number for taken in batch] == [number for _, number in earliest[: self.batch_size]]
         for taken in batch:
-            ticket, oldest = self.model.buffered.pop(taken.ticket.number)
-            assert (taken.ticket, taken.oldest_version, taken.item) == (ticket, oldest, {"number": ticket.number})
-            assert ticket.deadline >= self.model.batches, "learned from after its deadline"
+            request, oldest = self.model.buffered.pop(taken.request.number)
+            assert (taken.request, taken.oldest_version, taken.group) == (request, oldest, {"number": request.number})
+            assert request.deadline >= self.model.batches, "learned from after its deadline"
             assert self.model.batches - oldest <= math.ceil(self.ratio), "staler than the bound"
-            self.model.consumed.add(ticket.number)
-        left = [*self.model.running.values(), *(ticket for ticket, _ in self.model.buffered.values())]
-        assert all(ticket.deadline > self.model.batches for ticket in left), "left behind though it was due"
+            self.model.consumed.add(request.number)
+        left = [*self.model.running.values(), *(request for request, _ in self.model.buffered.values())]
+        assert all(request.deadline > self.model.batches for request in left), "a due prompt was left out"
         self.model.batches += 1
         return True
 
     def batch_can_go(self) -> bool:
-        """By going through the batches to come: what stays behind, earliest deadline first, must fit into them."""
+        """Simulates the following batches: all other prompts, earliest deadline first, must fit into them."""
         needed = self.settings.min_batches * self.batch_size
         if self.settings.total is not None:
             needed = min(needed, self.settings.total - len(self.model.consumed))
-        ready = sorted((ticket.deadline, number) for number, (ticket, _) in self.model.buffered.items())
+        ready = sorted((request.deadline, number) for number, (request, _) in self.model.buffered.items())
         if needed <= 0 or len(ready) < needed:
             return False
         left = [deadline for deadline, _ in ready[self.batch_size :]]
-        left += [ticket.deadline for ticket in self.model.running.values()]
+        left += [request.deadline for request in self.model.running.values()]
         next_batch = self.model.batches + 1
         return all(deadline >= next_batch + i // self.batch_size for i, deadline in enumerate(sorted(left)))
 
@@ -138,15 +139,15 @@ class Driver:
         self.policy.advance(self.model.version)
         return self.model.version > before
 
-    def hold(self) -> bool:
-        self.holds.append(self.draw.choice(["validation", "closing"]))
-        self.policy.hold(self.holds[-1])
+    def pause(self) -> bool:
+        self.pauses.append(self.draw.choice(["validation", "closing"]))
+        self.policy.pause(self.pauses[-1])
         return True
 
-    def release(self) -> bool:
-        if not self.holds:
+    def resume(self) -> bool:
+        if not self.pauses:
             return False
-        self.policy.release(self.holds.pop(self.draw.randrange(len(self.holds))))
+        self.policy.resume(self.pauses.pop(self.draw.randrange(len(self.pauses))))
         return True
 
     def state(self) -> str:
@@ -157,17 +158,17 @@ class Driver:
         return True
 
     def crash(self) -> bool:
-        """Back to the last checkpoint, or to this moment: what was in flight is generated again."""
+        """Restores the last checkpoint, or the current state; prompts in flight are generated again."""
         state, model = self.saved or (self.state(), self.model)
         self.model = copy.deepcopy(model)
         self.policy = RolloutPolicy.restore(self.settings, json.loads(state), lambda number: {"number": number})
-        self.holds = []
+        self.pauses = []
         assert self.state() == state
         assert self.policy.resubmit() == [self.model.running[number] for number in sorted(self.model.running)]
         return True
 
     def check(self) -> None:
-        """The laws that hold after every event."""
+        """Checks the invariants that hold after every event."""
         model, ledger = self.model, self.policy.ledger
         ledger.check()
         counts = (len(model.consumed), len(model.buffered), len(model.running), len(model.dropped))
@@ -177,12 +178,12 @@ class Driver:
         assert alive <= math.floor((model.version + 1 + self.ratio) * self.batch_size)
         assert self.settings.total is None or alive <= self.settings.total
         assert self.settings.max_queue is None or len(model.buffered) + len(model.running) <= self.settings.max_queue
-        assert "stale" not in ledger.dropped, "admission bounds staleness by itself"
+        assert "stale" not in ledger.dropped, "admission alone bounds staleness"
 
     def run_dry(self) -> None:
-        """Every hold released and every prompt ending in finite time, the next batches come: nothing is stuck."""
-        while self.holds:
-            self.release()
+        """Ends all pauses and all prompts; the next batches must become ready."""
+        while self.pauses:
+            self.resume()
         self.drop_rate = 0.0
         target = self.model.batches + 5
         if self.settings.total is not None:
@@ -190,10 +191,10 @@ class Driver:
         while self.model.batches < target:
             self.model.version = self.model.batches
             self.policy.advance(self.model.version)
-            for ticket in self.policy.submit(self.policy.admissible()):
-                self.model.running[ticket.number] = ticket
+            for request in self.policy.submit(self.policy.admissible()):
+                self.model.running[request.number] = request
             while not self.policy.ready():
-                assert self.policy.awaited(), "not ready, and nothing to wait for"
+                assert self.policy.blocking(), "not ready, and nothing to wait for"
                 self.end()
                 self.check()
             self.take()

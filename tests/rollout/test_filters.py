@@ -1,66 +1,46 @@
-from __future__ import annotations
+"""Query filters and the limit on filtered groups."""
 
-import math
+from __future__ import annotations
 
 import pytest
 
+from roll.configs.pipeline import FilterArguments, QueryFilterConfig
 from roll.rollout.filters import QueryFilter, StarvationLimit
 
 RIGHT, WRONG, MIXED = [1.0] * 4, [0.0] * 4, [1.0, 0.0, 0.0, 1.0]
 
 
 @pytest.mark.parametrize(
-    ("section", "reasons"),
+    ("kind", "arguments", "reasons"),
     [
-        (None, [None, None, None]),
-        ({"type": "no_filter"}, [None, None, None]),
-        ({"type": "mean_filter"}, [None, None, None]),
+        ("no_filter", {}, [None, None, None]),
+        ("mean_filter", {}, [None, None, None]),
         (
-            {"type": "mean_filter", "filter_args": {"threshold_up": 0.9, "threshold_down": 0.1}},
+            "mean_filter",
+            {"threshold_up": 0.9, "threshold_down": 0.1},
             ["filtered_mean_high", "filtered_mean_low", None],
         ),
-        (
-            {"type": "mean_filter", "filter_args": {"threshold_up": 1, "threshold_down": 0}},
-            ["filtered_mean_high", "filtered_mean_low", None],
-        ),
-        ({"type": "std_filter"}, ["filtered_no_spread", "filtered_no_spread", None]),
-        ({"type": "std_filter", "filter_args": {"std_threshold": 0.5}}, ["filtered_no_spread"] * 3),
-        ({"type": "std_filter", "filter_args": {"std_threshold": -1}}, [None, None, None]),
+        ("mean_filter", {"threshold_up": 1, "threshold_down": 0}, ["filtered_mean_high", "filtered_mean_low", None]),
+        ("std_filter", {}, ["filtered_no_spread", "filtered_no_spread", None]),
+        ("std_filter", {"std_threshold": 0.5}, ["filtered_no_spread"] * 3),
+        ("std_filter", {"std_threshold": -1}, [None, None, None]),
     ],
 )
-def test_a_group_is_kept_or_dropped_with_the_reason(section: dict | None, reasons: list[str | None]) -> None:
-    made = QueryFilter.from_config(section)
-    assert [made.reason(scores) for scores in (RIGHT, WRONG, MIXED)] == reasons
-
-
-@pytest.mark.parametrize(
-    ("section", "message"),
-    [
-        ({"type": "median_filter"}, "q.type: 'median_filter' is none of no_filter, mean_filter, std_filter"),
-        ({"kind": "mean_filter"}, "q.kind: unknown key; known are type and filter_args"),
-        (
-            {"type": "mean_filter", "filter_args": {"std_threshold": 0}},
-            "q.filter_args.std_threshold: unknown key; type mean_filter knows threshold_down, threshold_up",
-        ),
-        ({"type": "std_filter", "filter_args": {"std_threshold": math.nan}}, "std_threshold: nan is not a number"),
-        (
-            {"type": "mean_filter", "filter_args": {"threshold_up": 0.1, "threshold_down": 0.9}},
-            "no mean score lies between threshold_down 0.9 and threshold_up 0.1",
-        ),
-    ],
-)
-def test_a_section_that_cannot_be_meant_is_refused(section: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        QueryFilter.from_config(section, "q")
+def test_a_group_is_kept_or_dropped_with_the_reason(kind, arguments, reasons) -> None:
+    query_filter = QueryFilter.from_config(QueryFilterConfig(kind, FilterArguments(**arguments)))
+    assert [query_filter.reason(scores) for scores in (RIGHT, WRONG, MIXED)] == reasons
 
 
 def test_a_starved_batch_names_the_filter_and_counts() -> None:
     limit = StarvationLimit(batch_size=2, max_resample_factor=1.5)
-    limit.keep()
+    limit.count_kept()
     path = "rewards.math_rule.query_filter_config"
-    assert [limit.filtered(reason, path) for reason in ("filtered_mean_low", "filtered_mean_high")] == [None, None]
-    assert limit.filtered("filtered_mean_low", path) is None
-    text = limit.filtered("filtered_mean_low", path)
+    assert [limit.count_filtered(reason, path) for reason in ("filtered_mean_low", "filtered_mean_high")] == [
+        None,
+        None,
+    ]
+    assert limit.count_filtered("filtered_mean_low", path) is None
+    text = limit.count_filtered("filtered_mean_low", path)
     assert text is not None
     assert text.startswith(f"{path}: filtered_mean_low starves the batch: it dropped 3 of the 5 groups")
     assert "the last batch of 2, and 1 were kept; max_resample_factor 1.5 allows 3" in text
@@ -70,17 +50,17 @@ def test_a_starved_batch_names_the_filter_and_counts() -> None:
 def test_while_several_batches_are_filled_ahead_the_limit_is_that_of_all() -> None:
     limit = StarvationLimit(batch_size=1, max_resample_factor=2)
     for _ in range(5):
-        limit.keep()
-        assert [limit.filtered("filtered_no_spread") for _ in range(2)] == [None, None]
-    text = limit.filtered("filtered_no_spread")
+        limit.count_kept()
+        assert [limit.count_filtered("filtered_no_spread") for _ in range(2)] == [None, None]
+    text = limit.count_filtered("filtered_no_spread")
     assert text is not None and "allows 10 to be filtered" in text
 
 
 def test_every_batch_has_the_whole_limit() -> None:
     limit = StarvationLimit(batch_size=1, max_resample_factor=1)
     for _ in range(5):
-        assert limit.filtered("filtered_no_spread") is None
-        limit.taken()
+        assert limit.count_filtered("filtered_no_spread") is None
+        limit.reset()
 
 
 def test_a_limit_that_allows_nothing_is_refused() -> None:

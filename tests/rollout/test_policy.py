@@ -1,4 +1,4 @@
-"""The policy of running ahead, case by case: admission, deadlines, batches, holds, restore."""
+"""The policy of asynchronous generation, case by case: admission, deadlines, batches, pauses, restore."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from roll.rollout.admission import admission_bound, exact_ratio
-from roll.rollout.policy import PolicyError, PolicySettings, RolloutPolicy
+from roll.configs.asynchronous import exact_ratio
+from roll.rollout.policy import PolicyError, PolicySettings, RolloutPolicy, admission_bound
 
 
 def policy(ratio: float, batch_size: int = 4, **settings: int) -> RolloutPolicy[str]:
@@ -19,8 +19,8 @@ def finish(made: RolloutPolicy[str], numbers: list[int] | range) -> None:
         made.finish(number, f"item {number}", made.version)
 
 
-def numbers(tickets: list) -> list[int]:
-    return [getattr(ticket, "ticket", ticket).number for ticket in tickets]
+def numbers(requests: list) -> list[int]:
+    return [getattr(request, "request", request).number for request in requests]
 
 
 @pytest.mark.parametrize(
@@ -50,9 +50,9 @@ def test_ratio_0_is_synchronous_training() -> None:
         made.advance(step + 1)
 
 
-def test_ratio_1_generates_the_next_batch_while_one_is_learned_from() -> None:
+def test_ratio_1_generates_the_next_batch_while_one_is_trained_on() -> None:
     made = policy(1)
-    assert [ticket.deadline for ticket in made.submit(8)] == [1] * 8
+    assert [request.deadline for request in made.submit(8)] == [1] * 8
     finish(made, [7, 1, 2, 5])
     assert numbers(made.take()) == [1, 2, 5, 7]
     assert made.admissible() == 0 and made.ledger.in_flight == 4
@@ -68,9 +68,9 @@ def test_a_batch_waits_for_a_running_prompt_that_is_due_and_for_no_other() -> No
     made.advance(1)
     made.submit(4)
     finish(made, [4, 5, 6, 8, 9])
-    assert not made.ready() and numbers(made.awaited()) == [7]
+    assert not made.ready() and numbers(made.blocking()) == [7]
     finish(made, [7])
-    assert made.awaited() == [] and numbers(made.take()) == [4, 5, 6, 7]
+    assert made.blocking() == [] and numbers(made.take()) == [4, 5, 6, 7]
 
 
 def test_a_batch_also_waits_where_a_later_deadline_could_no_longer_be_met() -> None:
@@ -82,19 +82,19 @@ def test_a_batch_also_waits_where_a_later_deadline_could_no_longer_be_met() -> N
     made.submit(4)
     finish(made, range(12, 16))
     assert not made.ready(), "without one of 4 to 11 in this batch, the next would have to hold 8 prompts"
-    assert numbers(made.awaited()) == list(range(4, 12))
+    assert numbers(made.blocking()) == list(range(4, 12))
     finish(made, range(4, 8))
     assert numbers(made.take()) == [4, 5, 6, 7]
 
 
-def test_too_few_ready_awaits_everything_in_flight() -> None:
+def test_all_prompts_in_flight_block_while_too_few_are_ready() -> None:
     made = policy(0.5)
     made.submit(6)
     finish(made, [0, 3])
-    assert numbers(made.awaited()) == [1, 2, 4, 5]
+    assert numbers(made.blocking()) == [1, 2, 4, 5]
 
 
-def test_a_dropped_prompt_gives_its_place_to_one_with_a_number_and_deadline_of_its_own() -> None:
+def test_a_dropped_prompt_is_replaced_by_one_with_its_own_number_and_deadline() -> None:
     made = policy(0)
     made.submit(4)
     finish(made, [0, 1, 2])
@@ -106,18 +106,18 @@ def test_a_dropped_prompt_gives_its_place_to_one_with_a_number_and_deadline_of_i
     assert made.ledger.dropped == {"generation_failed": 1}
 
 
-def test_holds_nest_by_name() -> None:
+def test_pauses_nest_by_reason() -> None:
     made = policy(0)
     for reason in ("validation", "validation", "closing"):
-        made.hold(reason)
+        made.pause(reason)
     assert made.admissible() == 0
     for reason in ("validation", "closing"):
-        made.release(reason)
-    assert made.admissible() == 0 and made.held_by == ["validation"]
-    made.release("validation")
+        made.resume(reason)
+    assert made.admissible() == 0 and made.pause_reasons == ["validation"]
+    made.resume("validation")
     assert made.admissible() == 4
-    with pytest.raises(PolicyError, match="'validation' is released but not set"):
-        made.release("validation")
+    with pytest.raises(PolicyError, match="submission is not paused for 'validation'"):
+        made.resume("validation")
 
 
 def test_a_full_queue_blocks_submission_and_evicts_nothing() -> None:
@@ -139,7 +139,7 @@ def test_no_more_is_admitted_than_the_run_consumes() -> None:
     finish(made, [0, 1, 2, 3, 4, 5, 6, 8])
     made.take()
     made.take()
-    assert not made.ready() and made.awaited() == [] and made.admissible() == 0
+    assert not made.ready() and made.blocking() == [] and made.admissible() == 0
 
 
 def test_min_batches_holds_the_first_batch_back_and_not_the_last() -> None:
@@ -150,13 +150,13 @@ def test_min_batches_holds_the_first_batch_back_and_not_the_last() -> None:
     finish(made, range(4, 8))
     made.take()
     made.advance(1)
-    finish(made, [ticket.number for ticket in made.submit(4)])
+    finish(made, [request.number for request in made.submit(4)])
     made.take()
     made.advance(2)
     assert made.ready(), "four prompts are all that is left of the run"
 
 
-def test_the_backstop_drops_what_is_too_old_and_frees_its_place() -> None:
+def test_max_staleness_drops_groups_that_are_too_old_and_frees_their_slots() -> None:
     made = policy(1)
     made.submit(8)
     finish(made, range(4))
@@ -190,14 +190,16 @@ def test_a_prompt_that_is_not_in_flight_neither_finishes_nor_drops(event) -> Non
         event(made)
 
 
-def test_what_is_not_allowed_says_what_is() -> None:
+def test_errors_name_what_is_allowed() -> None:
     made = policy(0)
-    with pytest.raises(PolicyError, match="5 prompts may not be submitted at version 0: 4 may"):
+    with pytest.raises(PolicyError, match="5 prompts may not be submitted at version 0, only 4"):
         made.submit(5)
-    made.hold("validation")
-    with pytest.raises(PolicyError, match="0 may; submission is held by validation"):
+    made.pause("validation")
+    with pytest.raises(PolicyError, match="only 0; submission is paused for validation"):
         made.submit(1)
-    with pytest.raises(PolicyError, match="batch for version 0 is not ready: 0 of 4 prompts wait, 0 are in flight"):
+    with pytest.raises(
+        PolicyError, match="batch for version 0 is not ready: 0 of 4 prompts are ready, 0 are in flight"
+    ):
         made.take()
 
 
@@ -218,7 +220,7 @@ def test_settings_that_cannot_work_are_refused(settings: dict, message: str) -> 
         PolicySettings(**{"batch_size": 4, "ratio": 0, **settings})
 
 
-def test_a_restored_policy_goes_on_where_it_stopped() -> None:
+def test_a_restored_policy_continues_where_it_stopped() -> None:
     made = policy(1)
     made.submit(8)
     finish(made, [0, 1, 2, 3, 6])
@@ -233,18 +235,18 @@ def test_a_restored_policy_goes_on_where_it_stopped() -> None:
     assert back.resubmit() == []
     assert back.admissible() == 0
     finish(back, [4, 7, 8])
-    assert [taken.item for taken in back.take()] == ["item 4", "item 6", "item 7", "item 8"]
+    assert [taken.group for taken in back.take()] == ["item 4", "item 6", "item 7", "item 8"]
 
 
 def test_a_checkpoint_of_another_batch_size_is_refused() -> None:
     state = policy(1).state_dict(str)
-    with pytest.raises(ValueError, match="batch_size: 5 cannot go on from .* use 4"):
+    with pytest.raises(ValueError, match="batch_size: 5 cannot continue from .* use 4"):
         RolloutPolicy.restore(PolicySettings(5, 1), state, str)
 
 
 def test_a_run_that_starts_at_a_later_version_is_bounded_from_there() -> None:
     made: RolloutPolicy[str] = RolloutPolicy(PolicySettings(4, 1, total=16), version=2)
-    assert [(ticket.version, ticket.deadline) for ticket in made.submit(made.admissible())] == [(2, 3)] * 8
+    assert [(request.version, request.deadline) for request in made.submit(made.admissible())] == [(2, 3)] * 8
     finish(made, range(8))
     made.take()
     made.advance(3)

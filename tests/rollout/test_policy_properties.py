@@ -1,4 +1,4 @@
-"""Over random runs, every law of the policy holds after every event."""
+"""Over random runs, every invariant of the policy holds after every event."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ FEWEST_EVENTS = 100_000
 
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from(RATIOS), st.randoms(use_true_random=False), st.integers(0, 60))
-def test_every_law_holds_in_short_runs_that_shrink(ratio: str, draw: random.Random, events: int) -> None:
-    Driver(ratio, draw).play(events)
+def test_every_invariant_holds_in_short_runs(ratio: str, draw: random.Random, events: int) -> None:
+    Driver(ratio, draw).run(events)
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
-def test_every_law_holds_after_every_event(ratio: str) -> None:
+def test_every_invariant_holds_after_every_event(ratio: str) -> None:
     played: Counter[str] = Counter()
     batches = 0
     for seed in range(RUNS_PER_RATIO):
         driver = Driver(ratio, random.Random(f"{ratio}/{seed}"))
         try:
-            driver.play(EVENTS_PER_RUN)
+            driver.run(EVENTS_PER_RUN)
         except Exception as error:
             raise AssertionError(f"ratio {ratio}, seed {seed}, after {dict(driver.events)}: {error!r}") from error
         played.update(driver.events)
         batches += driver.model.batches
     assert played.total() * len(RATIOS) >= FEWEST_EVENTS
     assert min(played.values()) >= 50, f"every kind of event happens: {played}"
-    assert batches > 10 * RUNS_PER_RATIO, "the runs got somewhere"
+    assert batches > 10 * RUNS_PER_RATIO, "the runs made progress"

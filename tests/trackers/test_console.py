@@ -1,10 +1,10 @@
-"""The console, on a terminal and elsewhere."""
+"""Console output on a terminal and to a file."""
 
 from __future__ import annotations
 
 import io
 
-from roll.trackers.console import ConsoleTracker, summarise
+from roll.trackers.console import ConsoleTracker, format_metrics
 
 
 class Terminal(io.StringIO):
@@ -12,7 +12,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_elsewhere_it_prints_one_plain_line_per_step() -> None:
+def test_without_a_terminal_it_prints_one_line_per_step() -> None:
     stream = io.StringIO()
     tracker = ConsoleTracker("demo", 3, stream)
     tracker.log(1, {"time/step": 2.04, "rollout/reward_mean": 0.5, "val/score": 0.25})
@@ -24,7 +24,7 @@ def test_elsewhere_it_prints_one_plain_line_per_step() -> None:
     ]
 
 
-def test_on_a_terminal_it_draws_a_bar_and_keeps_the_last_validation(monkeypatch) -> None:
+def test_a_terminal_shows_a_bar_with_the_last_validation(monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "140")
     monkeypatch.setenv("TERM", "xterm")
     stream = Terminal()
@@ -35,9 +35,9 @@ def test_on_a_terminal_it_draws_a_bar_and_keeps_the_last_validation(monkeypatch)
     assert "━" in stream.getvalue() and "2/3" in stream.getvalue() and "0.250" in stream.getvalue()
 
 
-def test_only_what_is_there_is_shown() -> None:
-    assert summarise({"actor/loss": 0.5, "actor/lr": 1.0}) == "loss 0.5000"
+def test_only_present_metrics_are_shown() -> None:
+    assert format_metrics({"actor/loss": 0.5, "actor/lr": 1.0}) == "loss 0.5000"
 
 
-def test_a_value_that_is_not_finite_is_shown_as_it_is() -> None:
-    assert summarise({"actor/loss": float("nan")}) == "loss nan"
+def test_a_value_that_is_not_finite_is_shown_as_text() -> None:
+    assert format_metrics({"actor/loss": float("nan")}) == "loss nan"

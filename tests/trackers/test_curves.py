@@ -1,4 +1,4 @@
-"""The picture of a run."""
+"""The plot of a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from roll.trackers import curves
 from roll.trackers.curves import draw_curves, series, smooth
-from roll.trackers.jsonl import JsonlTracker
+from roll.trackers.files import JsonlTracker
 
 
 def write(folder: Path, *lines: dict[str, float]) -> None:
@@ -18,14 +18,14 @@ def write(folder: Path, *lines: dict[str, float]) -> None:
     tracker.close()
 
 
-def test_a_run_becomes_a_png(tmp_path: Path) -> None:
+def test_a_run_is_plotted_as_png(tmp_path: Path) -> None:
     steps = [{"rollout/reward_mean": 0.1 * step, "time/step": 2.0, "time/train": 1.0} for step in range(6)]
     write(tmp_path, {"val/score": 0.2}, *steps, {"val/score": 0.6, "time/step": 3.0, "time/val": 1.0})
     picture = draw_curves(tmp_path, tmp_path / "pictures" / "curves.png", "a run")
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_where_generation_ran_beside_training_only_the_wait_is_part_of_a_step(tmp_path: Path) -> None:
+def test_with_overlapped_generation_only_waiting_is_part_of_a_step(tmp_path: Path) -> None:
     from matplotlib.figure import Figure
 
     for generated, shown in ((0.5, {"generate", "train", "other"}), (1.8, {"wait for samples", "train", "other"})):
@@ -33,17 +33,17 @@ def test_where_generation_ran_beside_training_only_the_wait_is_part_of_a_step(tm
         axes = Figure().add_subplot()
         curves._time(axes, [line, {**line, "step": 2}])
         labels = {text.get_text() for text in axes.get_legend().get_texts()}
-        assert labels - {"generation, beside"} == shown
-        assert ("generation, beside" in labels) == (generated > 1)
+        assert labels - {"generation, overlapped"} == shown
+        assert ("generation, overlapped" in labels) == (generated > 1)
 
 
-def test_a_run_without_rewards_shows_its_loss(tmp_path: Path) -> None:
+def test_a_run_without_rewards_plots_its_loss(tmp_path: Path) -> None:
     write(tmp_path, {"val/loss": 2.0}, {"actor/loss": 1.0}, {"actor/loss": 0.5, "val/loss": 1.0})
     assert draw_curves(tmp_path, tmp_path / "sft.png").stat().st_size > 0
 
 
-def test_a_run_with_nothing_to_draw_is_an_error_that_names_the_file(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="metrics.jsonl: holds nothing to draw; 1 lines"):
+def test_a_run_with_nothing_to_plot_is_an_error_with_the_file(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="metrics.jsonl: nothing to plot in 1 lines"):
         write(tmp_path, {"version": 0})
         draw_curves(tmp_path, tmp_path / "none.png")
 
@@ -55,6 +55,6 @@ def test_smoothing_keeps_the_length_and_the_ends() -> None:
     assert max(abs(value - 0.5) for value in line[5:-5]) < 0.1
 
 
-def test_a_step_without_a_number_is_left_out() -> None:
+def test_steps_without_a_value_are_skipped() -> None:
     rows = [{"step": 1, "val/loss": 1.0}, {"step": 2}, {"step": 3, "val/loss": None}, {"step": 4, "val/loss": 0.5}]
     assert series(rows, "val/loss") == ([1, 4], [1.0, 0.5])

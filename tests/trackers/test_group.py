@@ -13,10 +13,10 @@ from roll.configs.errors import ConfigError
 from roll.configs.pipeline import RLVRConfig
 from roll.trackers import make_trackers
 from roll.trackers.base import register_tracker
-from roll.trackers.jsonl import read_metrics
+from roll.trackers.files import read_metrics
 
 
-def test_run_json_says_what_the_run_is_from_the_start_and_how_it_ended_at_the_end(config: RLVRConfig) -> None:
+def test_run_json_is_written_at_the_start_and_completed_at_the_end(config: RLVRConfig) -> None:
     trackers = make_trackers(config, plan={"roles": ["actor_train"]})
     path = Path(config.output_dir) / "run.json"
     begun = json.loads(path.read_text())
@@ -27,7 +27,7 @@ def test_run_json_says_what_the_run_is_from_the_start_and_how_it_ended_at_the_en
     assert [file.name for file in path.parent.iterdir()] == ["run.json"]
 
 
-def test_metrics_jsonl_has_every_step_whatever_logging_steps_says(config: RLVRConfig, capsys) -> None:
+def test_metrics_jsonl_has_every_step_for_any_logging_steps(config: RLVRConfig, capsys) -> None:
     trackers = make_trackers(replace(config, logging_steps=3, track_with=["stdout"]))
     for step in range(1, 5):
         trackers.log(step, {"step": step, "time/step": 1.0})
@@ -36,7 +36,7 @@ def test_metrics_jsonl_has_every_step_whatever_logging_steps_says(config: RLVRCo
     assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == ["3/4", "4/4"]
 
 
-def test_a_metric_without_a_description_is_named_once(config: RLVRConfig, caplog) -> None:
+def test_a_metric_without_a_description_is_warned_about_once(config: RLVRConfig, caplog) -> None:
     trackers = make_trackers(config)
     with caplog.at_level(logging.WARNING):
         trackers.log(1, {"actor/los": 1.0})
@@ -46,12 +46,12 @@ def test_a_metric_without_a_description_is_named_once(config: RLVRConfig, caplog
     ]
 
 
-def test_an_unknown_tracker_is_refused_with_the_known_ones(config: RLVRConfig) -> None:
+def test_an_unknown_tracker_error_lists_the_known_ones(config: RLVRConfig) -> None:
     with pytest.raises(ValueError, match="'carrier_pigeon' is unknown; use stdout, tensorboard"):
         make_trackers(replace(config, track_with=["carrier_pigeon"]))
 
 
-def test_options_of_a_tracker_that_is_off_are_refused(config: RLVRConfig) -> None:
+def test_options_of_a_tracker_that_is_not_used_are_refused(config: RLVRConfig) -> None:
     with pytest.raises(ValueError, match="tracker_kwargs.tensorboard: has no effect"):
         make_trackers(replace(config, tracker_kwargs={"tensorboard": {"flush_secs": 1}}))
 
@@ -61,16 +61,16 @@ def test_a_name_is_registered_once() -> None:
         register_tracker("stdout")(lambda config, folder, options: None)
 
 
-def test_the_known_trackers_are_those_a_config_may_name() -> None:
+def test_the_registered_trackers_are_those_of_the_configuration() -> None:
     from typing import get_args, get_type_hints
 
-    from roll.configs.trackers import TRACKER_OPTIONS
+    from roll.configs.pipeline import TRACKER_OPTIONS
     from roll.trackers.base import TRACKERS
 
     (names,) = get_args(get_type_hints(RLVRConfig)["track_with"])
     assert set(get_args(names)) == set(TRACKERS) == set(TRACKER_OPTIONS)
 
 
-def test_an_option_that_a_tracker_lacks_is_explained(config):
+def test_an_unknown_tracker_option_is_an_error(config):
     with pytest.raises(ConfigError, match="tracker_kwargs.tensorboard: .*unexpected keyword argument 'flush'"):
         make_trackers(replace(config, track_with=["tensorboard"], tracker_kwargs={"tensorboard": {"flush": 1}}))

@@ -1,6 +1,6 @@
-"""Cross-field rules: one module per subject, each rule a function of the configuration that writes into a report.
+"""Rules between keys: one module per subject, each rule a function of the configuration that writes into a report.
 
-Rules read the configuration and, for models, a config.json where there is one; they never start or import an engine.
+Rules read the configuration and, for models, a config.json; they never start or import an engine.
 """
 
 from __future__ import annotations
@@ -8,45 +8,51 @@ from __future__ import annotations
 from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import Report
 from roll.configs.pipeline import BaseConfig, RLConfig
-from roll.configs.rules import (
-    agentic,
-    algorithm,
-    asynchronous,
-    batch,
-    devices,
-    engines,
-    environments,
-    files,
-    groups,
-    inert,
-    model,
-    policy,
-    rewards,
-    sampling,
-)
+from roll.configs.rules import agentic, devices, files, generation, learning
+from roll.configs.schema import keys_along, value_at
 
 
 def check(config: BaseConfig) -> Report:
-    """Everything the rules say about a configuration that loading has completed."""
+    """The findings of all rules about a configuration that loading has completed."""
     report = Report()
     for path, message in config.source.notes:
         report.warn(path, message)
     devices.check_devices(config, report)
-    engines.check_engines(config, report)
-    batch.check_training(config, report)
+    devices.check_engines(config, report)
+    devices.check_training(config, report)
     if not any(problem.path.startswith("actor_train.") for problem in report.errors):
-        batch.check_batch(config, report)
+        devices.check_batch(config, report)
     if isinstance(config, RLConfig):
-        algorithm.check_algorithm(config, report)
-        asynchronous.check_asynchronous(config, report)
-        policy.check_policy(config, report)
-        sampling.check_sampling(config, report)
-        rewards.check_rewards(config, report)
+        learning.check_algorithm(config, report)
+        generation.check_asynchronous(config, report)
+        learning.check_policy(config, report)
+        learning.check_sampling(config, report)
+        generation.check_rewards(config, report)
     if isinstance(config, AgenticConfig):
-        groups.check_groups(config, report)
+        agentic.check_groups(config, report)
         agentic.check_agentic(config, report)
-        environments.check_environments(config, report)
-    inert.check_inert(config, report)
-    model.check_models(config, report)
+        agentic.check_environments(config, report)
+    check_unused_keys(config, report)
+    files.check_models(config, report)
     files.check_files(config, report)
     return report
+
+
+def check_unused_keys(config: BaseConfig, report: Report) -> None:
+    """Reports keys with a value other than the default that have no effect, by the `only_for` of their declarations.
+
+    A key of the file that only an override has made moot is a warning.
+    """
+    defaults = type(config)()
+    for path in config.source.given:
+        if value_at(config, path) == value_at(defaults, path):
+            continue
+        for head, key in reversed(keys_along(type(config), path)):
+            section = value_at(config, head) if head else config
+            unmet = next((item for item in key.field.metadata["only_for"] if not item.holds(config, section)), None)
+            if unmet is None:
+                continue
+            causes = [f"{head}{cause}".lstrip(".") if cause.startswith(".") else cause for cause in unmet.causes]
+            is_error = unmet.is_error and not config.source.made_moot(path, causes)
+            report.unused(path, f"has no effect: {unmet.reason}", is_error)
+            break

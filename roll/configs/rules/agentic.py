@@ -1,21 +1,133 @@
-"""Turns, deadlines and schedules of agents that fit together."""
+"""Agents: environments, groups of trajectories, turns, deadlines and messages that fit together."""
 
 from __future__ import annotations
 
-from roll.configs.agentic import AgenticConfig
-from roll.configs.errors import Report
+import math
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from roll.configs.agentic import AgenticConfig, EnvManagerConfig
+from roll.configs.asynchronous import exact_ratio
+from roll.configs.errors import ConfigError, Report
+from roll.configs.suggestions import nearest
+
+ENVIRONMENTS = "roll.envs.registry"
+"""Module of `make_env`, imported by name because environments import this folder."""
+
+
+def check_environments(config: AgenticConfig, report: Report) -> None:
+    """Creates one environment of each entry, which is cheap, and reports its errors."""
+    if not config.custom_envs:
+        report.error("custom_envs", "is empty, so there is no environment; describe one, such as Lake: {}")
+        return
+    make_env: Callable[..., Any] = import_module(ENVIRONMENTS).make_env
+    for tag, entry in config.custom_envs.items():
+        try:
+            make_env(entry.env_type, entry.env_config, f"custom_envs.{tag}")
+        except ConfigError as error:
+            for problem in error.problems:
+                report.error(problem.path, problem.message)
+
+
+def check_groups(config: AgenticConfig, report: Report) -> None:
+    """Batches are whole groups, tags exist, and their shares add up; for validation too if there is one."""
+    managers = {"train_env_manager": config.train_env_manager}
+    batches = {"rollout_batch_size": (config.rollout_batch_size, "train_env_manager")}
+    if config.eval_steps:
+        managers["val_env_manager"] = config.val_env_manager
+        batches["val_batch_size"] = (config.val_batch_size or 0, "val_env_manager")
+    for key, (size, name) in batches.items():
+        _check_whole(key, size, name, managers[name].group_size, report)
+    for name, manager in managers.items():
+        _check_tags(name, manager, config, report)
+        _check_partition(name, manager, report)
+    _check_unused(config, report)
+    _check_ahead(config, report)
+    _check_greedy(config, report)
+
+
+def _check_whole(key: str, size: int, manager: str, group: int, report: Report) -> None:
+    if size % group:
+        below = size // group * group
+        report.error(
+            key,
+            f"{size} trajectories are not whole groups of {manager}.group_size {group}; "
+            f"use {f'{below} or ' if below else ''}{below + group}",
+        )
+
+
+def _check_tags(name: str, manager: EnvManagerConfig, config: AgenticConfig, report: Report) -> None:
+    for index, tag in enumerate(manager.tags):
+        if tag not in config.custom_envs:
+            like = nearest(tag, config.custom_envs)
+            hint = f"; did you mean {like}?" if like else ""
+            report.error(f"{name}.tags", f"{tag!r} is not in custom_envs; known: {', '.join(config.custom_envs)}{hint}")
+        elif tag in manager.tags[:index]:
+            report.error(f"{name}.tags", f"contains {tag} twice; list it once, with its share in num_groups_partition")
+
+
+def _check_partition(name: str, manager: EnvManagerConfig, report: Report) -> None:
+    parts, tags, groups = manager.num_groups_partition, manager.tags, manager.num_env_groups or 1
+    path = f"{name}.num_groups_partition"
+    if not parts:
+        below = groups // len(tags) * len(tags) if tags else 0
+        sizes = f"{f'{below} or ' if below else ''}{below + len(tags)}"
+        report.error(
+            path,
+            f"is not given, and num_env_groups {groups} does not divide into equal parts for {len(tags)} tags; "
+            f"use num_env_groups {sizes}, or write the parts",
+        )
+    elif len(parts) != len(tags):
+        report.error(
+            path, f"{parts} has {len(parts)} part(s) for {len(tags)} tag(s), {', '.join(tags)}; write one part for each"
+        )
+    elif min(parts) < 1:
+        report.error(path, f"{parts} leaves a tag without groups; use at least 1 each, or remove the tag from tags")
+    elif sum(parts) != groups:
+        report.error(path, f"{parts} adds up to {sum(parts)}, but num_env_groups is {groups}; use the same for both")
+
+
+def _check_unused(config: AgenticConfig, report: Report) -> None:
+    used = {*config.train_env_manager.tags, *(config.val_env_manager.tags if config.eval_steps else [])}
+    for tag in config.custom_envs:
+        if tag not in used:
+            report.warn(f"custom_envs.{tag}", "has no effect: no env_manager has it in its tags")
+
+
+def _check_ahead(config: AgenticConfig, report: Report) -> None:
+    """No more groups run at a time than may be submitted."""
+    admitted = math.floor((1 + exact_ratio(config.async_generation_ratio)) * config.groups_per_batch)
+    limits = {"train_env_manager": (admitted, "async_generation_ratio and rollout_batch_size admit")}
+    if config.eval_steps and config.val_batch_size:
+        limits["val_env_manager"] = (config.val_batch_size // config.val_env_manager.group_size, "val_batch_size has")
+    for name, (limit, why) in limits.items():
+        groups = getattr(config, name).num_env_groups
+        if groups > max(limit, 1):
+            report.warn(f"{name}.num_env_groups", f"{groups} groups never run at a time: {why} {limit}; use that")
+
+
+def _check_greedy(config: AgenticConfig, report: Report) -> None:
+    """Greedy trajectories of one task are identical."""
+    group = config.val_env_manager.group_size
+    if config.eval_steps and group > 1 and config.validation.generating_args.temperature == 0:
+        report.warn(
+            "val_env_manager.group_size",
+            f"{group} runs each task {group} times identically, since validation.generating_args.temperature is 0; "
+            "use 1",
+        )
 
 
 def check_agentic(config: AgenticConfig, report: Report) -> None:
-    """Trajectories have room for their turns, deadlines are in order, and messages and schedules are of a kind."""
+    """Trajectories have room for their turns; deadlines, messages and schedules are consistent."""
     _check_lengths(config, report)
     _check_deadlines(config, report)
-    _check_talk(config, report)
+    _check_template(config, report)
     _check_schedule(config, report)
 
 
 def _check_lengths(config: AgenticConfig, report: Report) -> None:
-    """Each limit of a turn once, at the key it comes from, for the entry with the most turns."""
+    """Each limit of a turn is checked once, at the key that sets it, for the entry with the most turns."""
     given, sampling = set(config.source.given), "actor_infer.generating_args.max_new_tokens"
     common = "max_tokens_per_step" if "max_tokens_per_step" in given else sampling
     turns: dict[tuple[str, int], int] = {}
@@ -73,13 +185,16 @@ def _check_deadlines(config: AgenticConfig, report: Report) -> None:
         )
 
 
-def _check_talk(config: AgenticConfig, report: Report) -> None:
-    """Messages of several turns are joined by a chat template."""
+def _check_template(config: AgenticConfig, report: Report) -> None:
+    """Messages of several turns need a chat template."""
     if config.actor_train.data_args.template == "none":
         report.error(
             "actor_train.data_args.template",
-            "none cannot tell the messages of a trajectory apart; use native, or a chat template by name",
+            "none cannot separate the messages of a trajectory; use native, or a chat template by name",
         )
+    path, template = "validation.data_args.template", config.actor_train.data_args.template
+    if path in config.source.given and config.validation.data_args.template != template:
+        report.error(path, f"has no effect: training and validation both use actor_train.data_args.template {template}")
 
 
 def _check_schedule(config: AgenticConfig, report: Report) -> None:
@@ -87,5 +202,6 @@ def _check_schedule(config: AgenticConfig, report: Report) -> None:
     if config.sample_by == "step" and kind != "constant":
         report.warn(
             "actor_train.training_args.lr_scheduler_type",
-            f"{kind} is laid out for the most turns a run can have; trajectories that end early leave it unfinished",
+            f"{kind} is computed for the largest possible number of turns; trajectories that end early leave it "
+            "unfinished",
         )

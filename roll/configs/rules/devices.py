@@ -1,23 +1,34 @@
-"""Which devices the roles own: sizes that divide, and roles that share all devices or none."""
+"""Devices, engines and batches: sizes that divide, options that the engine and the platform have."""
 
 from __future__ import annotations
 
 from itertools import combinations
+from math import gcd, isqrt, lcm
+from typing import Any
 
-from roll.configs.device_mapping import spans
+from roll.configs.agentic import AgenticConfig
+from roll.configs.compat import vllm
 from roll.configs.errors import Report
-from roll.configs.layouts import device_roles, is_megatron, megatron_config, role_layout, uses_reference
-from roll.configs.machine import Machine
+from roll.configs.parallel_layout import spans
 from roll.configs.pipeline import BaseConfig, RLConfig
-from roll.configs.worker import WorkerConfig
+from roll.configs.roles import DEVICE_ROLES, ActorInferConfig, ActorTrainConfig, MegatronRoleConfig, RoleConfig
+from roll.configs.sglang_options import OWNED, ServerOption, server_options
+from roll.configs.suggestions import nearest
+
+CUDA_ONLY = ("bias_activation_fusion", "apply_rope_fusion", "overlap_grad_reduce")
+"""Megatron options that need a GPU."""
+
+
+MAX_TRIES = 1_000_000
+"""Numbers tried as divisors: all up to the square root of any realistic batch."""
 
 
 def check_devices(config: BaseConfig, report: Report) -> None:
-    """Every role that needs devices has some, they divide by its layout, and roles share all or none."""
+    """Every role that needs devices has some, their number fits its layout, and roles share all devices or none."""
     _check_owned(config, report)
-    for role, worker in device_roles(config).items():
+    for role, worker in config.device_roles().items():
         _check_divides(role, worker, report)
-    for (first, one), (second, other) in combinations(device_roles(config).items(), 2):
+    for (first, one), (second, other) in combinations(config.device_roles().items(), 2):
         _check_overlap(first, one.device_mapping, second, other.device_mapping, report)
 
 
@@ -25,47 +36,37 @@ def _check_owned(config: BaseConfig, report: Report) -> None:
     needed = ["actor_train"] + (["actor_infer"] if isinstance(config, RLConfig) else [])
     for role in needed:
         if not getattr(config, role).device_mapping:
-            report.error(f"{role}.device_mapping", "is empty; name the devices of this role, such as list(range(0,8))")
+            report.error(f"{role}.device_mapping", "is empty; list the devices of this role, such as list(range(0,8))")
     if not isinstance(config, RLConfig):
         return
     if config.async_generation_ratio > 0 and config.actor_infer.device_mapping == config.actor_train.device_mapping:
         report.warn(
             "async_generation_ratio",
-            f"{config.async_generation_ratio:g} gains nothing while actor_infer shares the devices of actor_train: "
-            "they take turns; give them separate devices",
+            f"{config.async_generation_ratio:g} has no benefit while actor_infer shares the devices of actor_train: "
+            "they run one after the other; give them separate devices",
         )
-    if uses_reference(config) and not config.reference.device_mapping:
+    if config.uses_reference and not config.reference.device_mapping:
         terms = " and ".join(name for name in ("use_kl_loss", "add_token_level_kl") if getattr(config, name))
         devices = f"such as {spans(config.actor_train.device_mapping)}, the devices of actor_train, to share them"
         report.error(
-            "reference.device_mapping", f"is empty, but {terms} needs the reference; name its devices, {devices}"
+            "reference.device_mapping", f"is empty, but {terms} needs the reference; set its devices, {devices}"
         )
-    if config.reference.device_mapping and not uses_reference(config):
+    if config.reference.device_mapping and not config.uses_reference:
         report.warn(
             "reference",
             "is configured but not used: neither use_kl_loss nor add_token_level_kl is on; it is not loaded",
         )
 
 
-def _check_divides(role: str, worker: WorkerConfig, report: Report) -> None:
+def _check_divides(role: str, worker: RoleConfig, report: Report) -> None:
     count, path = len(worker.device_mapping), f"{role}.device_mapping"
-    if not is_megatron(worker):
-        size = worker.num_gpus_per_worker
-        if count % size:
-            report.error(
-                path,
-                f"{count} devices cannot hold engines of num_gpus_per_worker {size}; use {_multiples(count, size)}",
-            )
+    tensor, pipeline = worker.layout.tensor, worker.layout.pipeline
+    if count % (tensor * pipeline) == 0:
         return
-    if worker.num_gpus_per_worker != 1:
-        report.error(
-            f"{role}.num_gpus_per_worker",
-            f"{worker.num_gpus_per_worker} does not apply to {worker.strategy_args.strategy_name}: a rank owns one "
-            "device; set strategy_config.tensor_model_parallel_size instead",
-        )
-    megatron = megatron_config(worker)
-    tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
-    if count % (tensor * pipeline):
+    if isinstance(worker, ActorInferConfig):
+        suggestion = f"use {_multiples(count, tensor)}"
+        report.error(path, f"{count} devices cannot hold engines of num_gpus_per_worker {tensor}; {suggestion}")
+    else:
         sizes = f"tensor parallel {tensor}" + (f" x pipeline parallel {pipeline}" if pipeline > 1 else "")
         report.error(path, f"{count} devices cannot hold {sizes}; use {_multiples(count, tensor * pipeline)}")
 
@@ -97,34 +98,197 @@ def _short(ranks: list[int]) -> str:
     return f"device{'s' if len(ranks) > 1 else ''} {names}" + (", ..." if len(ranks) > 4 else "")
 
 
-def check_nodes(config: BaseConfig, devices_per_node: int, report: Report) -> None:
-    """Engines fit on one node each; a tensor-parallel group that spans nodes is slow."""
-    for role, worker in device_roles(config).items():
-        size = role_layout(worker).tensor
-        for start in range(0, len(worker.device_mapping), size):
-            group = worker.device_mapping[start : start + size]
-            nodes = sorted({rank // devices_per_node for rank in group})
-            if len(nodes) == 1:
-                continue
-            spread = f"devices {spans(group)} are on nodes {spans(nodes)} ({devices_per_node} devices per node)"
-            if is_megatron(worker):
-                report.warn(f"{role}.device_mapping", f"a tensor-parallel group spans nodes and will be slow: {spread}")
-            else:
-                report.error(
-                    f"{role}.device_mapping", f"an engine must be on one node: {spread}; lower num_gpus_per_worker"
-                )
-            break
+def check_engines(config: BaseConfig, report: Report) -> None:
+    """Engines get options that they know and that the platform supports."""
+    for role in DEVICE_ROLES:
+        worker = getattr(config, role, None)
+        if isinstance(worker, MegatronRoleConfig) and (role == "actor_train" or worker.device_mapping):
+            _check_megatron(config, role, worker, report)
+        elif isinstance(worker, ActorInferConfig) and worker.device_mapping:
+            _check_sglang(worker, f"{role}.strategy_args.strategy_config", report)
+    _check_precision(config, report)
+    if config.deterministic and config.platform == "cuda":
+        report.error(
+            "deterministic",
+            "true is not available on cuda, where kernels add in no fixed order; use platform cpu or false",
+        )
+    if not isinstance(config, AgenticConfig):
+        _check_data(config, report)
+    for name in config.tracker_kwargs:
+        if name not in config.track_with:
+            path, message = f"tracker_kwargs.{name}", f"track_with does not contain {name}; add it or remove this"
+            report.unused(path, message, is_error=not config.source.made_moot(path, ["track_with"]))
 
 
-def check_fits_machine(config: BaseConfig, machine: Machine, report: Report) -> None:
-    """On cpu more devices than cores have to be asked for by `num_devices_per_node`."""
-    if config.num_devices_per_node is not None or config.platform != "cpu":
+def _check_precision(config: BaseConfig, report: Report) -> None:
+    """Both engines compute in the same precision."""
+    if not isinstance(config, RLConfig):
         return
-    for role, worker in device_roles(config).items():
-        highest = max(worker.device_mapping)
-        if highest >= machine.cores:
+    training, sampling = config.actor_train.model_args.dtype, config.actor_infer.model_args.dtype
+    if training != sampling:
+        report.warn(
+            "actor_infer.model_args.dtype",
+            f"{sampling} samples while actor_train computes in {training}: their log-probs differ by rounding; "
+            f"use {training}",
+        )
+
+
+def _check_data(config: BaseConfig, report: Report) -> None:
+    if config.eval_steps and not config.validation.data_args.file_name:
+        report.error(
+            "validation.data_args.file_name",
+            f"is empty, but eval_steps is {config.eval_steps}; set a file, or eval_steps: 0",
+        )
+    if not config.actor_train.data_args.file_name:
+        report.error("actor_train.data_args.file_name", "is empty; set the JSONL or parquet files to train on")
+
+
+def _check_megatron(config: BaseConfig, role: str, worker: MegatronRoleConfig, report: Report) -> None:
+    path, megatron, model = (
+        f"{role}.strategy_args.strategy_config",
+        worker.strategy_args.strategy_config,
+        worker.model_args,
+    )
+    if megatron.sequence_parallel and megatron.tensor_model_parallel_size == 1:
+        report.error(
+            f"{path}.sequence_parallel",
+            "true splits the sequence over tensor-parallel ranks, and there is one; set it to false, or "
+            "tensor_model_parallel_size to 2 or more",
+        )
+    if isinstance(worker, ActorTrainConfig):
+        _check_recompute(worker, f"{path}.recompute_granularity", report)
+    if model.dtype == "fp16":
+        report.error(f"{role}.model_args.dtype", "fp16 needs loss scaling, which is not available; use bf16 or fp32")
+    if config.platform != "cpu":
+        return
+    for option in CUDA_ONLY:
+        if getattr(megatron, option, False):
+            report.error(f"{path}.{option}", "true needs a GPU, and platform is cpu; set it to false")
+    if model.attn_implementation == "fa2":
+        report.error(f"{role}.model_args.attn_implementation", "fa2 needs a GPU, and platform is cpu; use auto or sdpa")
+
+
+def _check_recompute(worker: ActorTrainConfig, path: str, report: Report) -> None:
+    recompute = worker.strategy_args.strategy_config.recompute_granularity
+    if worker.model_args.disable_gradient_checkpointing and recompute is not None:
+        report.error(path, f"{recompute} contradicts model_args.disable_gradient_checkpointing: true; keep one of them")
+
+
+def _check_sglang(worker: ActorInferConfig, path: str, report: Report) -> None:
+    options = worker.strategy_args.strategy_config
+    known = server_options()
+    for name, value in options.items():
+        if name in OWNED:
+            report.error(f"{path}.{name}", f"{value!r}: the framework sets this option; {OWNED[name]}")
+        elif known is not None and name not in known:
+            like = vllm.OPTIONS.get(name) or nearest(name, known.keys() - OWNED.keys())
+            hint = f"; did you mean {like}?" if like else ""
+            if name in vllm.ROLE_OPTIONS:
+                hint = f"; set actor_infer.{vllm.ROLE_OPTIONS[name]}"
+            report.error(f"{path}.{name}", f"SGLang has no option of this name{hint}")
+        elif name == "mem_fraction_static":
+            _check_share(f"{path}.{name}", value, report)
+        elif known is not None:
+            _check_value(f"{path}.{name}", value, known[name], report)
+    if known is None and options:
+        report.warn(path, f"sglang is not installed here: {', '.join(options)} were not checked against its options")
+
+
+def _check_share(path: str, share: Any, report: Report) -> None:
+    if share is not None and not (isinstance(share, int | float) and 0 < share < 1):
+        report.error(path, f"{share!r} is not a share of the device's memory between 0 and 1, such as 0.8")
+
+
+def _check_value(path: str, value: Any, option: ServerOption, report: Report) -> None:
+    refusal, doubt = option.error(value), option.remark(value)
+    if refusal:
+        report.error(path, refusal)
+    if doubt:
+        report.warn(path, doubt)
+
+
+def check_training(config: BaseConfig, report: Report) -> None:
+    """The optimizer's schedule and the token budgets of dynamic batching."""
+    training = config.actor_train.training_args
+    path = "actor_train.training_args"
+    if training.warmup_steps and training.warmup_ratio:
+        report.error(
+            f"{path}.warmup_ratio",
+            f"{training.warmup_ratio} and warmup_steps {training.warmup_steps} exclude each other; keep one",
+        )
+    if training.min_learning_rate > training.learning_rate:
+        report.error(
+            f"{path}.min_learning_rate",
+            f"{training.min_learning_rate} is above learning_rate {training.learning_rate}; use at most that",
+        )
+    for beta in ("adam_beta1", "adam_beta2"):
+        if getattr(training, beta) == 1:
             report.error(
-                f"{role}.device_mapping",
-                f"device {highest} does not exist: this machine has {machine.cores} cores, so devices 0 to "
-                f"{machine.cores - 1}; use those, or set num_devices_per_node: {highest + 1} to put several on a core",
+                f"{path}.{beta}", "1 never updates the moving average, so the optimizer never moves; use less than 1"
             )
+    limits = {"actor_train.max_tokens_per_microbatch_in_train": config.actor_train.training_token_limit}
+    for role, worker in config.device_roles().items():
+        if isinstance(worker, MegatronRoleConfig):
+            limits[f"{role}.max_tokens_per_microbatch_in_infer"] = worker.forward_token_limit
+    for path, limit in limits.items():
+        if limit is not None and limit < (config.sequence_length or 0):
+            report.error(
+                path, f"{limit} cannot hold one sample of sequence_length {config.sequence_length}; use at least that"
+            )
+
+
+def check_batch(config: BaseConfig, report: Report) -> None:
+    """The samples of a step fill whole optimizer steps."""
+    if isinstance(config, RLConfig) and not _fills(config, report):
+        return
+    training, steps = config.actor_train.training_args, config.schedule_steps
+    if training.warmup_steps > steps:
+        report.warn(
+            "actor_train.training_args.warmup_steps",
+            f"{training.warmup_steps} is longer than the run of {steps} optimizer steps: the peak is never reached",
+        )
+
+
+def _fills(config: RLConfig, report: Report) -> bool:
+    """Whether the samples fill optimizer steps; otherwise reports sizes that do. Batches of agents are padded."""
+    prompts, group = config.rollout_batch_size, config.num_return_sequences_in_group
+    samples, step = config.samples_per_batch, config.actor_train.samples_per_optimizer_step
+    if samples % step == 0:
+        return True
+    if isinstance(config, AgenticConfig):
+        _warn_of_padding(config, step, report)
+        return True
+    training, data_parallel = config.actor_train.training_args, config.actor_train.layout.data
+    size = training.per_device_train_batch_size
+    product = (
+        f"per_device_train_batch_size {size} x gradient_accumulation_steps "
+        f"{training.gradient_accumulation_steps} x data parallel {data_parallel}"
+    )
+    unit = step // gcd(step, group)
+    below = prompts // unit * unit
+    suggestion = f"use rollout_batch_size {f'{below} or ' if below else ''}{below + unit}"
+    if samples % (size * data_parallel) == 0:
+        accumulation = _nearest_divisor(samples // (size * data_parallel), training.gradient_accumulation_steps)
+        suggestion += f", or gradient_accumulation_steps {accumulation}"
+    count = f"{prompts} prompts x num_return_sequences_in_group {group} = {samples} samples"
+    report.error("rollout_batch_size", f"{count} do not fill optimizer steps of {step} ({product}); {suggestion}")
+    return False
+
+
+def _warn_of_padding(config: AgenticConfig, step: int, report: Report) -> None:
+    """Warns if trajectories do not fill optimizer steps; the number of turns is not known before the run."""
+    trajectories, group = config.rollout_batch_size, config.train_env_manager.group_size
+    if config.sample_by == "step" or trajectories % group:
+        return
+    empty, unit = -trajectories % step, lcm(step, group)
+    report.warn(
+        "rollout_batch_size",
+        f"{trajectories} trajectories do not fill optimizer steps of {step}: {empty} samples of every batch are masked "
+        f"padding; use {-(-trajectories // unit) * unit} to learn from all",
+    )
+
+
+def _nearest_divisor(number: int, wanted: int) -> int:
+    """The divisor of `number` nearest to `wanted`, among MAX_TRIES candidates and their complements."""
+    small = [n for n in range(1, min(isqrt(number), MAX_TRIES) + 1) if number % n == 0]
+    return min(small + [number // n for n in small], key=lambda n: (abs(n - wanted), n))

@@ -1,4 +1,4 @@
-"""Datasets and checkpoints on this machine."""
+"""Models, datasets, checkpoints and folders on this machine."""
 
 from __future__ import annotations
 
@@ -6,33 +6,31 @@ import os
 import reprlib
 from pathlib import Path
 
-from roll.configs.errors import Report
-from roll.configs.names import TEMPLATES
-from roll.configs.paths import unreachable
+from roll.configs.errors import Report, unreachable
+from roll.configs.model_config import CONFIG_NAME, ModelShape, UnsupportedModel, read_model_shape
 from roll.configs.pipeline import BaseConfig
-from roll.configs.rules.algorithm import check_name
+from roll.configs.roles import TEMPLATES, MegatronRoleConfig, RoleConfig
+from roll.configs.rules.learning import check_name
 
 ENDINGS = (".jsonl", ".parquet")
-"""Files prompts are read from."""
+"""File types that prompts are read from."""
 
 
 def check_files(config: BaseConfig, report: Report) -> None:
-    """Data files are of a known kind and here; a checkpoint named by path is here."""
+    """Data files have a known type and exist; a checkpoint given by path exists."""
     roles = ["actor_train"] + (["validation"] if config.eval_steps else [])
     for role in roles:
         check_name(f"{role}.data_args.template", getattr(config, role).data_args.template, TEMPLATES, report)
         for name in getattr(config, role).data_args.file_name:
             path = f"{role}.data_args.file_name"
             if not name.endswith(ENDINGS):
-                report.error(
-                    path, f"{name} is not a file of lines or columns; use one that ends in {' or '.join(ENDINGS)}"
-                )
+                report.error(path, f"{name} has an unknown file type; use a file that ends in {' or '.join(ENDINGS)}")
             elif not os.path.isfile(name) or unreachable(name):
-                report.absent(path, f"{name} {_absence(name, 'is not a file on this machine')}")
+                report.missing_resource(path, f"{name} {_absence(name, 'is not a file on this machine')}")
     _check_folders(config, report)
     checkpoint = config.resume_from_checkpoint
     if isinstance(checkpoint, str) and (not os.path.isdir(checkpoint) or unreachable(checkpoint)):
-        report.absent(
+        report.missing_resource(
             "resume_from_checkpoint",
             f"{checkpoint} {_absence(checkpoint, 'is not a folder')}; use a checkpoint's path, or true for the newest "
             "one of output_dir",
@@ -45,14 +43,14 @@ def _absence(name: str, otherwise: str) -> str:
 
 
 def _check_folders(config: BaseConfig, report: Report) -> None:
-    """What the run writes can be written; folders that the same thing stands in the way of are told once."""
-    told: set[str] = set()
+    """The folders of the run can be written; an obstacle of several folders is reported once."""
+    reported: set[str] = set()
     for key in ("output_dir", "logging_dir", "rollout_dump_dir"):
         folder = getattr(config, key, None)
         why = _obstacle(Path(folder)) if folder is not None else None
-        if why is not None and why not in told:
-            report.absent(key, f"{folder} {why}; name another")
-            told.add(why)
+        if why is not None and why not in reported:
+            report.missing_resource(key, f"{folder} {why}; use another")
+            reported.add(why)
 
 
 def _obstacle(folder: Path) -> str | None:
@@ -61,8 +59,92 @@ def _obstacle(folder: Path) -> str | None:
     if not there.is_dir():
         return f"cannot be a folder, since {there} is a file"
     if not os.access(there, os.W_OK | os.X_OK):
-        return f"cannot be written, since {there} is closed to this user"
+        return f"cannot be written, since this user has no access to {there}"
     for path in (folder, *(there / name for name in folder.relative_to(there).parts)):
         if (why := unreachable(path)) is not None:
             return f"cannot be used, since {reprlib.repr(path.name)} cannot be reached: {why}"
     return None
+
+
+def check_models(config: BaseConfig, report: Report) -> None:
+    """The model of each role exists, is supported and fits the layout; a shared problem is reported once."""
+    seen: set[str] = set()
+    for role, worker in config.device_roles().items():
+        name = worker.model_args.model_name_or_path
+        path = f"{role}.model_args.model_name_or_path"
+        if name is None:
+            if not seen:
+                report.error("pretrain", f"is not set, and neither is {path}; set it to the folder of a HF model")
+            seen.add("")
+            continue
+        path = "pretrain" if name == config.pretrain else path
+        try:
+            shape = read_model_shape(name)
+        except UnsupportedModel as error:
+            if name not in seen:
+                report.error(path, str(error))
+            seen.add(name)
+            continue
+        if shape is None and name not in seen:
+            report.missing_resource(path, _model_absence(name))
+        if shape is not None:
+            _check_splits(role, worker, shape, report)
+            if name not in seen:
+                _check_positions(config, path, shape, report)
+        seen.add(name)
+
+
+def _model_absence(name: str) -> str:
+    why = unreachable(Path(name, CONFIG_NAME))
+    if why is not None:
+        return f"{name} cannot be read: {why}"
+    if os.path.exists(name):
+        return f"{name} has no {CONFIG_NAME}, so it is not the folder of a HF model"
+    fetch = ""
+    if name.count("/") == 1 and not name.startswith((".", "/", "models/")):
+        fetch = f"; download it: hf download {name} --local-dir models/{name.split('/')[1]}"
+    return f"{name} is not a folder on this machine{fetch}"
+
+
+def _check_positions(config: BaseConfig, path: str, shape: ModelShape, report: Report) -> None:
+    if shape.max_positions and (config.sequence_length or 0) > shape.max_positions:
+        report.error(
+            "sequence_length",
+            f"{config.sequence_length} is above max_position_embeddings {shape.max_positions} of {path}; "
+            "use at most that",
+        )
+
+
+def _check_splits(role: str, worker: RoleConfig, shape: ModelShape, report: Report) -> None:
+    layout = worker.layout
+    tensor, stages = layout.tensor, layout.pipeline
+    key = (
+        "strategy_args.strategy_config.tensor_model_parallel_size"
+        if isinstance(worker, MegatronRoleConfig)
+        else "num_gpus_per_worker"
+    )
+    if tensor not in _splits(shape):
+        sizes = (
+            f"{shape.heads} attention heads, {shape.kv_heads} key-value heads (a divisor or a multiple) and "
+            f"intermediate_size {shape.intermediate}"
+        )
+        report.error(f"{role}.{key}", f"{tensor} does not divide the model's {sizes}; use {_either(_splits(shape))}")
+    if shape.layers % stages:
+        fitting = [n for n in range(1, shape.layers + 1) if shape.layers % n == 0]
+        where = f"{role}.strategy_args.strategy_config.pipeline_model_parallel_size"
+        report.error(where, f"{stages} does not divide the model's {shape.layers} layers; use {_either(fitting)}")
+
+
+def _splits(shape: ModelShape) -> list[int]:
+    """Tensor-parallel sizes the model can be cut into."""
+    return [
+        size
+        for size in range(1, shape.heads + 1)
+        if shape.heads % size == 0
+        and shape.intermediate % size == 0
+        and (shape.kv_heads % size == 0 or size % shape.kv_heads == 0)
+    ]
+
+
+def _either(values: list[int]) -> str:
+    return ", ".join(map(str, values[:-1])) + (" or " if len(values) > 1 else "") + str(values[-1])

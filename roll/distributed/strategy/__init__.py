@@ -1,1 +1,1 @@
-"""The engines behind small interfaces: Megatron-Core trains and infers log-probs, SGLang generates."""
+"""The engines: a Megatron-Core model that computes log-probs and is trained, and an SGLang engine that generates."""

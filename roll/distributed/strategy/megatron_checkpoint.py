@@ -17,25 +17,27 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint import FileSystemWriter  # type: ignore[attr-defined]
+from torch.distributed.checkpoint import save as save_distributed  # type: ignore[attr-defined]
 
 from roll.distributed.strategy.megatron_optimizer import parts
 
 OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
-"""Adam's state is stored per parameter, so that another layout could read it."""
+"""Megatron's format with Adam's state per parameter. `load` still requires the layout of `save`, since random state is
+saved per rank."""
 
 
-class InProcessSave(TorchDistSaveShardedStrategy):
+class InProcessSave(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # Megatron is not typed
     """Megatron's torch_dist format, written by this process.
 
     Megatron's own writer forks a process per file and keeps a manager process for its results, even for a save that
-    is waited for; forking a process that holds threads, collectives and a Ray actor is not safe.
+    is synchronous; forking a process with threads, collectives and a Ray actor is not safe.
     """
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
         """Writes this rank's tensors; collective over all ranks."""
         tensors, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
-        torch.distributed.checkpoint.save(
+        save_distributed(
             mcore_to_pyt_state_dict(tensors, False),
             storage_writer=FileSystemWriter(checkpoint_dir, thread_count=self.thread_count),
             planner=MCoreSavePlanner(
@@ -45,7 +47,7 @@ class InProcessSave(TorchDistSaveShardedStrategy):
 
 
 def save(folder: Path, wrapped: DistributedDataParallel, optimizer: MegatronOptimizer, optimizer_steps: int) -> None:
-    """Writes weights, optimizer, step count and random state; collective over all ranks, complete when it returns."""
+    """Writes weights, optimizer, step count and random state; collective over all ranks, complete on return."""
     if torch.distributed.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
     torch.distributed.barrier()
@@ -57,17 +59,17 @@ def save(folder: Path, wrapped: DistributedDataParallel, optimizer: MegatronOpti
 
 
 def load(folder: Path, wrapped: DistributedDataParallel, optimizer: MegatronOptimizer) -> int:
-    """Restores what `save` wrote at the same layout.
+    """Restores what `save` wrote; the layout must be the same.
 
     Returns:
         Optimizer steps taken so far.
 
     Raises:
-        FileNotFoundError: `folder` holds no checkpoint.
+        FileNotFoundError: `folder` contains no checkpoint.
         ValueError: it was written at another layout.
     """
     if not (folder / "metadata.json").is_file():
-        raise FileNotFoundError(f"{folder}: no Megatron checkpoint (metadata.json) here")
+        raise FileNotFoundError(f"{folder}: contains no Megatron checkpoint (metadata.json)")
     written = dist_checkpointing.load_common_state_dict(str(folder))["layout"]
     if written != _layout():
         raise ValueError(f"{folder}: written at {written}, this run has {_layout()}; resume at the same layout")
@@ -80,7 +82,7 @@ def load(folder: Path, wrapped: DistributedDataParallel, optimizer: MegatronOpti
 
 
 def _allocate_optimizer_state(optimizer: MegatronOptimizer) -> None:
-    """Gives torch's Adam, which allocates on its first step, the state that is about to be read."""
+    """Allocates the state of torch's Adam, which would do so on its first step, so that it can be read into."""
     (inner,) = (part.optimizer for part in parts(optimizer))
     if not isinstance(inner, torch.optim.AdamW):
         return
@@ -92,10 +94,10 @@ def _allocate_optimizer_state(optimizer: MegatronOptimizer) -> None:
 
 
 def _load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
-    """Loads `state`, minding the step counters of torch's Adam.
+    """Loads `state` and restores the step counters of torch's Adam.
 
-    Megatron-Core 0.16 copies every entry of a parameter's state and finds no stored `step` for it, and it hands one
-    shared counter to all parameters, which would then advance once per parameter. So the counters are set here.
+    Megatron-Core 0.16 copies every entry of a parameter's state, finds no stored `step`, and gives all parameters one
+    shared counter, which would then advance once per parameter. So the counters are restored here.
     """
     (inner,) = parts(optimizer)
     sharded = state.pop("param_state", None)
@@ -109,10 +111,11 @@ def _load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None
 
 
 def _sharded_state(wrapped: DistributedDataParallel, optimizer: MegatronOptimizer, loading: bool) -> dict[str, Any]:
-    model = wrapped.module.sharded_state_dict(metadata=OPTIMIZER_FORMAT)
+    metadata = dict(OPTIMIZER_FORMAT)  # Megatron adds the data-parallel group of this moment to it
+    model = wrapped.module.sharded_state_dict(metadata=metadata)
     return {
         "model": model,
-        "optimizer": optimizer.sharded_state_dict(model, is_loading=loading, metadata=OPTIMIZER_FORMAT),
+        "optimizer": optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata),
         "random": _random_state(),
     }
 
@@ -127,8 +130,8 @@ def _layout() -> dict[str, int]:
 
 
 def _random_state() -> ShardedObject:
-    """This rank's generators; every rank has its own."""
-    place = (
+    """State of this rank's random generators."""
+    position = (
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_data_parallel_rank(),
         parallel_state.get_pipeline_model_parallel_rank(),
@@ -138,7 +141,7 @@ def _random_state() -> ShardedObject:
         "device": torch.cuda.get_rng_state(),
         "tracker": get_cuda_rng_tracker().get_states(),
     }
-    return ShardedObject("random", state, tuple(_layout().values()), place, replica_id=0)
+    return ShardedObject("random", state, tuple(_layout().values()), position, replica_id=0)
 
 
 def _set_random_state(state: dict[str, Any]) -> None:

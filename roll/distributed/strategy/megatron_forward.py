@@ -1,24 +1,118 @@
-"""Forward passes of a Megatron stage: hidden states through the pipeline, scores at its end.
+"""Forward and backward passes of a Megatron stage: micro-batches, log-probs at the end of the pipeline, and metrics.
 
-Log-probs for the loss and log-probs on their own come from the same code on the same shapes, so that the ratio of a
-first optimizer step is 1.
+Log-probs with and without a loss are computed by the same code on the same shapes, so that the ratio of a first
+optimizer step is 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from tensordict import TensorDict
 
-from roll.distributed.strategy.megatron_micro_batch import MicroBatch, make_micro_batch
 from roll.models.factory import HiddenStateModel
+from roll.models.fused_linear_logprobs import HeadSpec, fused_linear_logprobs
 from roll.models.hf_config import DecoderConfig
-from roll.models.scores import HeadSpec, head_scores
+
+
+@dataclass
+class MicroBatch:
+    """b samples, left-aligned and cut to the longest.
+
+    `batch` keeps the caller's columns (T of them, trailing padding cut), `input_ids` [b, S] are right padded with S
+    rounded up for sequence parallel. Token n to score is `targets`[n] at (`samples`[n], `columns`[n]) of the caller's
+    columns, and the hidden state before it is row `hidden_rows`[n] of [S * b, H].
+    """
+
+    batch: TensorDict
+    input_ids: torch.Tensor
+    targets: torch.Tensor
+    samples: torch.Tensor
+    columns: torch.Tensor
+    hidden_rows: torch.Tensor
+
+    def to_columns(self, values: torch.Tensor) -> torch.Tensor:
+        """[N] values of the scored tokens as [b, T], 0 elsewhere; keeps the gradient."""
+        shape = (self.batch.batch_size[0], self.batch["attention_mask"].shape[1])
+        return values.new_zeros(shape).index_put((self.samples, self.columns), values)
+
+
+def make_micro_batch(
+    batch: TensorDict, indices: Sequence[int], multiple: int = 1, device: torch.device | str = "cpu"
+) -> MicroBatch:
+    """The micro-batch of samples `indices` of `batch`.
+
+    Tokens to score are those of `response_mask` where the batch has one, else all of `attention_mask`; the first
+    token of a sample has no predecessor and is never scored. Padding may be on either side: samples are moved so that
+    it is on the right, where the causal mask hides it, and positions count from the first real token.
+
+    Args:
+        batch: `input_ids` and `attention_mask` [B, T], and the columns that the loss reads.
+        indices: of the samples.
+        multiple: S is a multiple of this (the tensor-parallel size under sequence parallel).
+        device: of the tensors.
+
+    Raises:
+        ValueError: a sample is empty, or has padding between its tokens.
+    """
+    rows = torch.as_tensor(list(indices), dtype=torch.long)
+    chosen = batch[rows]
+    mask = chosen["attention_mask"].bool()
+    first, lengths = mask.int().argmax(dim=1), mask.sum(dim=1)
+    _check_padding(mask, first, lengths, rows)
+    width = int((first + lengths).max())
+    if width < mask.shape[1]:
+        chosen, mask = _cut(chosen, mask.shape[1], width), mask[:, :width]
+    scored = _scored(chosen, mask, first)
+    samples, columns = scored.nonzero(as_tuple=True)
+    ids = _compact(chosen["input_ids"], first, int(lengths.max()), multiple)
+    hidden_rows = (columns - first[samples] - 1) * len(rows) + samples
+    micro = MicroBatch(chosen, ids, chosen["input_ids"][samples, columns], samples, columns, hidden_rows)
+    return _to(micro, device)
+
+
+def _scored(batch: TensorDict, mask: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+    scored = batch["response_mask"].bool() & mask if "response_mask" in batch.keys() else mask.clone()
+    scored[torch.arange(len(first)), first] = False
+    return scored
+
+
+def _compact(ids: torch.Tensor, first: torch.Tensor, longest: int, multiple: int) -> torch.Tensor:
+    """Each row from its first real token on, [b, S]; ids after a sample's end are arbitrary but valid."""
+    width = -(-longest // multiple) * multiple
+    columns = (first[:, None] + torch.arange(width)).clamp(max=ids.shape[1] - 1)
+    return ids.gather(1, columns)
+
+
+def _check_padding(mask: torch.Tensor, first: torch.Tensor, lengths: torch.Tensor, rows: torch.Tensor) -> None:
+    columns = torch.arange(mask.shape[1])
+    expected = (columns >= first[:, None]) & (columns < (first + lengths)[:, None])
+    bad = (lengths == 0) | (expected != mask).any(dim=1)
+    if bad.any():
+        sample = int(rows[bad.nonzero()[0, 0]])
+        raise ValueError(f"attention_mask: sample {sample} is empty or has padding between its tokens")
+
+
+def _cut(batch: TensorDict, old: int, new: int) -> TensorDict:
+    """Columns of the token tensors cut to the first `new`."""
+    tensors = {
+        key: value[:, :new] if value.dim() > 1 and value.shape[1] == old else value for key, value in batch.items()
+    }
+    return TensorDict(tensors, batch_size=batch.batch_size)
+
+
+def _to(micro: MicroBatch, device: torch.device | str) -> MicroBatch:
+    if torch.device(device).type == "cpu":
+        return micro
+    moved = {field.name: getattr(micro, field.name).to(device, non_blocking=True) for field in fields(micro)}
+    return MicroBatch(**moved)
+
 
 LossFunction = Callable[[torch.Tensor, torch.Tensor, TensorDict], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """(log_probs [b, T], entropy [b, T], samples) -> (loss, metrics) of one micro-batch."""
@@ -43,7 +137,7 @@ class ForwardPass:
 
         def scores(hidden: torch.Tensor, micro: MicroBatch, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
             log_probs, entropy = self._scores(hidden, micro, temperature, entropy_gradient=False)
-            return micro.spread(log_probs), micro.spread(entropy)
+            return micro.to_columns(log_probs), micro.to_columns(entropy)
 
         with torch.no_grad():
             rows = self._schedule(batch, micro_batches, scores, forward_only=True)
@@ -71,7 +165,7 @@ class ForwardPass:
 
         def loss_of(hidden: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
             log_probs, entropy = self._scores(hidden, micro, temperature, entropy_gradient)
-            value, metrics = loss(micro.spread(log_probs), micro.spread(entropy), micro.batch)
+            value, metrics = loss(micro.to_columns(log_probs), micro.to_columns(entropy), micro.batch)
             reported = {"loss": value.detach().clone(), **{name: each.detach() for name, each in metrics.items()}}
             no_tokens = torch.zeros((), dtype=torch.int, device=value.device)
             return value, no_tokens, reported
@@ -82,19 +176,19 @@ class ForwardPass:
         self,
         batch: TensorDict,
         micro_batches: Sequence[Sequence[int]],
-        at_the_end: Callable[..., Any],
+        on_last_stage: Callable[..., Any],
         forward_only: bool,
     ) -> list[Any]:
-        """Megatron's schedule over the micro-batches; `at_the_end` sees the last stage's hidden states."""
+        """Megatron's schedule over the micro-batches; `on_last_stage` is given the hidden states of the last stage."""
         multiple = self.stage.config.tensor_model_parallel_size if self.stage.config.sequence_parallel else 1
         prepared = (make_micro_batch(batch, indices, multiple, self.device) for indices in micro_batches)
 
         def step(iterator: Iterator[MicroBatch], module: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
             micro = next(iterator)
             hidden = module(input_ids=micro.input_ids, position_ids=None, attention_mask=None)
-            return hidden, lambda output, **options: at_the_end(output, micro, **options)
+            return hidden, lambda output, **options: on_last_stage(output, micro, **options)
 
-        return get_forward_backward_func()(
+        results: list[Any] = get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=prepared,
             model=[self.wrapped],
@@ -104,6 +198,7 @@ class ForwardPass:
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
+        return results
 
     def _scores(
         self, hidden: torch.Tensor, micro: MicroBatch, temperature: float, entropy_gradient: bool
@@ -123,4 +218,51 @@ class ForwardPass:
             reduce_hidden_gradient=not sequence_parallel,
         )
         rows = hidden.flatten(0, 1).index_select(0, micro.hidden_rows)
-        return head_scores(rows, weight, micro.targets, spec, entropy_gradient)
+        return fused_linear_logprobs(rows, weight, micro.targets, spec, entropy_gradient)
+
+
+def is_maximum(name: str) -> bool:
+    """A name ending in `_max` is reduced by max; every other by sum, its terms being shares of the global batch."""
+    return name.endswith("_max")
+
+
+def reduce_micro_batches(rows: Sequence[Mapping[str, torch.Tensor]], device: torch.device) -> dict[str, float]:
+    """Reduces over this rank's micro-batches and over data ranks, and sends the result to every pipeline stage.
+
+    Args:
+        rows: one mapping per micro-batch on the last stage, nothing on the others.
+        device: where the collectives run.
+    """
+    reduced: dict[str, float] = {}
+    if parallel_state.is_pipeline_last_stage():
+        names = sorted(rows[0])
+        for kind in (False, True):
+            chosen = [name for name in names if is_maximum(name) == kind]
+            if chosen:
+                reduced |= _reduce(rows, chosen, kind, device)
+    return _from_last_stage(reduced)
+
+
+def over_optimizer_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Mean over optimizer steps; the largest for names ending in `_max`."""
+    values = {name: [step[name] for step in steps] for name in steps[0]}
+    return {name: max(each) if is_maximum(name) else sum(each) / len(each) for name, each in values.items()}
+
+
+def _reduce(
+    rows: Sequence[Mapping[str, torch.Tensor]], names: Sequence[str], maximum: bool, device: torch.device
+) -> dict[str, float]:
+    table = torch.stack([torch.stack([row[name].double().to(device) for name in names]) for row in rows])
+    values = table.amax(dim=0) if maximum else table.sum(dim=0)
+    group = parallel_state.get_data_parallel_group()
+    dist.all_reduce(values, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=group)
+    return dict(zip(names, values.tolist(), strict=True))
+
+
+def _from_last_stage(reduced: dict[str, float]) -> dict[str, float]:
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        return reduced
+    shared = [reduced]
+    source = parallel_state.get_pipeline_model_parallel_last_rank()
+    dist.broadcast_object_list(shared, src=source, group=parallel_state.get_pipeline_model_parallel_group())
+    return shared[0]

@@ -1,53 +1,81 @@
-"""The Megatron engines of a role: `MegatronInferStrategy` scores, `MegatronTrainStrategy` also learns."""
+"""The Megatron model of a role: `MegatronInferStrategy` computes log-probs, `MegatronTrainStrategy` is also trained.
+
+Imports Megatron: on a CPU, `Platform.prepare_megatron` must be called before this module is imported.
+"""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
+import math
+import os
+from collections.abc import Iterable
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TypedDict
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
 from tensordict import TensorDict
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from roll.configs.batches import training_batch
-from roll.configs.layout import ParallelLayout
-from roll.configs.layouts import megatron_config
-from roll.configs.pipeline import BaseConfig
-from roll.configs.worker import WorkerConfig
+from roll.algorithms.aggregation import LossScale
+from roll.algorithms.losses import LOSSES
+from roll.algorithms.policy_losses import PolicyLossConfig
+from roll.configs.parallel_layout import ParallelLayout, RankCoordinates
+from roll.configs.pipeline import BaseConfig, role_seed
+from roll.configs.roles import TORCH_DTYPES, ActorTrainConfig, MegatronRoleConfig, MegatronTrainConfig
+from roll.distributed.process_groups import serve_store
 from roll.distributed.protocol import DataProto
-from roll.distributed.strategy.base import InferenceStrategy, TrainStrategy, WeightSpec
-from roll.distributed.strategy.megatron_parallel import join_process_group, leave_process_group, seed_rank
+from roll.distributed.strategy import megatron_checkpoint
+from roll.distributed.strategy.megatron_forward import (
+    ForwardPass,
+    LossFunction,
+    over_optimizer_steps,
+    reduce_micro_batches,
+)
+from roll.distributed.strategy.megatron_optimizer import (
+    LearningRate,
+    build_optimizer,
+    require_finite,
+    update,
+    wrap_model,
+)
+from roll.distributed.strategy.megatron_weights import MegatronWeights
+from roll.models.factory import BuildOptions, HiddenStateModel, build_gpt_model, transformer_engine_available
 from roll.models.hf_config import DecoderConfig, read_hf_config
-from roll.platforms.base import Platform
-
-if TYPE_CHECKING:
-    from roll.distributed.strategy.megatron_forward import LossFunction
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+from roll.models.hf_import import import_hf
+from roll.platforms.platform import Platform
 
 
-class MegatronInferStrategy(InferenceStrategy):
-    """A frozen Megatron model of a role: log-probs of given tokens."""
+class OptimizerStep(TypedDict):
+    """One optimizer step of a shard: its micro-batches, and token and sequence counts of the whole global batch."""
+
+    micro_batches: list[list[int]]
+    tokens: float
+    sequences: float
+
+
+class MegatronInferStrategy:
+    """A frozen Megatron model: log-probs of given tokens."""
 
     def __init__(
         self,
-        worker_config: WorkerConfig,
+        worker_config: MegatronRoleConfig,
         pipeline_config: BaseConfig,
         layout: ParallelLayout,
         rank: int,
         platform: Platform,
         role: str = "megatron",
     ) -> None:
-        """Only remembers; `initialize` does the work.
+        """Builds nothing: `initialize` does.
 
         Args:
             worker_config: the role's section of the configuration.
-            pipeline_config: the whole of it.
+            pipeline_config: the whole configuration.
             layout: sizes of the parallel dimensions.
             rank: this rank within the role.
-            platform: where it runs.
-            role: seeds derive from it.
+            platform: of the rank's device.
+            role: seeds are derived from it.
         """
         self.worker_config = worker_config
         self.pipeline_config = pipeline_config
@@ -55,27 +83,26 @@ class MegatronInferStrategy(InferenceStrategy):
         self.rank = rank
         self.platform = platform
         self.role = role
-        self.megatron = megatron_config(worker_config)
+        self.megatron = worker_config.strategy_args.strategy_config
 
     def initialize(self) -> None:
-        """Joins the role's process group (MASTER_ADDR and MASTER_PORT say where) and builds the model.
+        """Joins the role's process group at MASTER_ADDR and MASTER_PORT, and builds the model with its weights.
 
         Raises:
-            UnsupportedModel: the model folder is missing or cannot be run.
+            UnsupportedModel: the model folder is missing or its model is not supported.
             ValueError: the layout does not divide the model.
             RuntimeError: the ranks did not find each other in time.
         """
         folder = self.model_folder
         self.model: DecoderConfig = read_hf_config(folder)
-        warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
-        self.platform.prepare_megatron()
         self.device = self.platform.torch_device(0)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         start, call = self.pipeline_config.start_timeout_s, self.pipeline_config.rpc_timeout_s
         self.coordinates = join_process_group(self.platform, self.layout, self.rank, start, max(start, call))
         seed_rank(self.pipeline_config.seed, self.role, self.coordinates)
-        self._build(folder)
+        self.stage = self._build_stage(folder)
+        self._set_up()
 
     @property
     def model_folder(self) -> Path:
@@ -90,7 +117,17 @@ class MegatronInferStrategy(InferenceStrategy):
         return Path(path)
 
     def compute_log_probs(self, data: DataProto) -> DataProto:
-        """See `InferenceStrategy`; where the batch has a `response_mask` only its tokens are scored, others are 0."""
+        """Log-probs and entropies of the given tokens.
+
+        Args:
+            data: `input_ids`, `attention_mask`, `position_ids` [B, T]; `meta_info["temperature"]` divides the
+                logits; `meta_info["micro_batches"]` lists the sample indices of each forward pass. Where the batch
+                has a `response_mask`, only its tokens are scored and the others are 0.
+
+        Returns:
+            `log_probs` and `entropy` [B, T] float32 in the order of `data`, index t for token t (0 at t = 0),
+            on every tensor-parallel rank of the last pipeline stage; no samples elsewhere.
+        """
         meta = data.meta_info
         outputs = self.forward.log_probs(data.batch, meta["micro_batches"], meta["temperature"])
         if outputs is None:
@@ -98,31 +135,26 @@ class MegatronInferStrategy(InferenceStrategy):
         return DataProto.from_dict({"log_probs": outputs[0], "entropy": outputs[1]})
 
     def memory(self) -> dict[str, int]:
-        """Bytes of this process by the platform's count, and of the parameters."""
+        """Bytes of this process as the platform counts them, and of the parameters."""
         return {**self.platform.memory(), "parameters": _bytes(self.stage.parameters())}
 
     def shutdown(self) -> None:
-        """Leaves the process group."""
+        """Leaves the process group, so that this process can join another."""
         leave_process_group()
 
-    def _build(self, folder: Path) -> None:
-        from roll.distributed.strategy.megatron_forward import ForwardPass
-
-        self.stage = self._imported_stage(folder)
+    def _set_up(self) -> None:
+        """Prepares the loaded stage for its use."""
         self.stage.requires_grad_(False)
         self.forward = ForwardPass(self.stage, self.stage, self.model, self.device)
 
-    def _imported_stage(self, folder: Path) -> Any:
-        from roll.models.factory import BuildOptions, build_gpt_model
-        from roll.models.hf_import import import_hf
-
+    def _build_stage(self, folder: Path) -> HiddenStateModel:
         megatron = self.megatron
         options = BuildOptions(
-            dtype=DTYPES[self.worker_config.model_args.dtype],
+            dtype=getattr(torch, TORCH_DTYPES[self.worker_config.model_args.dtype]),
             tensor=self.layout.tensor,
             pipeline=self.layout.pipeline,
             sequence_parallel=megatron.sequence_parallel,
-            recompute=megatron.recompute_granularity,
+            recompute=megatron.recompute_granularity if isinstance(megatron, MegatronTrainConfig) else None,
             transformer_engine=self._use_transformer_engine(),
             bias_activation_fusion=megatron.bias_activation_fusion,
             apply_rope_fusion=megatron.apply_rope_fusion,
@@ -132,9 +164,7 @@ class MegatronInferStrategy(InferenceStrategy):
         return stage
 
     def _use_transformer_engine(self) -> bool:
-        """On a GPU, if it is installed and not declined by `attn_implementation: sdpa`."""
-        from roll.models.factory import transformer_engine_available
-
+        """On a GPU where it is installed, unless `attn_implementation: sdpa` declines it."""
         wanted = self.worker_config.model_args.attn_implementation
         usable = self.device.type == "cuda" and transformer_engine_available()
         if wanted == "fa2" and not usable:
@@ -142,41 +172,54 @@ class MegatronInferStrategy(InferenceStrategy):
         return usable and wanted != "sdpa"
 
 
-class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
-    """A Megatron model that learns, publishes its weights and saves itself."""
+class MegatronTrainStrategy(MegatronInferStrategy):
+    """A Megatron model with its optimizer.
+
+    Attributes:
+        weights: the weights of this stage under their HF names.
+        optimizer_steps: taken so far.
+    """
 
     def train_step(self, data: DataProto) -> dict[str, float]:
-        """See `TrainStrategy`; `meta_info["temperature"]` divides the logits and is 1 where absent (SFT has none).
+        """Optimizer steps over this rank's shard.
+
+        Args:
+            data: samples of this data-parallel rank; `meta_info["optimizer_steps"]` is a list of `OptimizerStep`,
+                `meta_info["loss"]` names the loss in `roll.algorithms.losses`, `meta_info["loss_config"]` is the
+                loss's last argument, and `meta_info["temperature"]` divides the logits (1 where absent).
+
+        Returns:
+            Metrics reduced over micro-batches, ranks and optimizer steps, the same on every rank: `loss`,
+            `grad_norm`, `lr`, and what the loss reports.
 
         Raises:
             NonFiniteError: a loss or gradient norm is not finite; the message names the optimizer step.
         """
-        from roll.algorithms.losses import LOSSES
-        from roll.distributed.strategy.megatron_metrics import over_optimizer_steps
-
         meta = data.meta_info
         function, config = LOSSES[meta["loss"]], meta["loss_config"]
+        entropy_gradient = isinstance(config, PolicyLossConfig) and config.needs_entropy_gradient
+        length = self.pipeline_config.max_sequence_length
+        steps: list[OptimizerStep] = meta["optimizer_steps"]
         results = []
-        for plan in meta["optimizer_steps"]:
-            scale = self._loss_scale(plan)
+        for step in steps:
+            scale = LossScale(float(step["tokens"]), float(step["sequences"]), length)
 
-            def loss(log_probs: Any, entropy: Any, fields: Any, scale: Any = scale) -> Any:
+            def loss(
+                log_probs: torch.Tensor, entropy: torch.Tensor, fields: TensorDict, scale: LossScale = scale
+            ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
                 return function(log_probs, entropy, fields, scale, config)
 
-            results.append(self.optimizer_step(data, plan["micro_batches"], loss, _differentiates_entropy(config)))
+            results.append(self.optimizer_step(data, step["micro_batches"], loss, entropy_gradient))
         return over_optimizer_steps(results)
 
     def optimizer_step(
         self, data: DataProto, micro_batches: list[list[int]], loss: LossFunction, entropy_gradient: bool = False
     ) -> dict[str, float]:
-        """One optimizer step with the sum of `loss` over all micro-batches of all data ranks as the loss.
+        """One optimizer step on the sum of `loss` over all micro-batches of all data-parallel ranks.
 
         Raises:
             NonFiniteError: see `train_step`.
         """
-        from roll.distributed.strategy.megatron_metrics import reduce_micro_batches
-        from roll.distributed.strategy.megatron_optimizer import require_finite, update
-
         self.wrapped.zero_grad_buffer()
         self.optimizer.zero_grad()
         temperature = data.meta_info.get("temperature", 1.0)
@@ -188,84 +231,105 @@ class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
         self.optimizer_steps += 1
         return {**metrics, "grad_norm": norm, "lr": rate}
 
-    def weight_specs(self) -> list[WeightSpec]:
-        """See `TrainStrategy`."""
-        from roll.distributed.strategy.megatron_weights import weight_specs
-
-        return weight_specs(self.stage, self.model)
-
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `TrainStrategy`; tensors may share memory with the model, so use them before the next step."""
-        from roll.distributed.strategy.megatron_weights import hf_weights
-
-        return hf_weights(self.stage, self.model)
-
-    def source_weights(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """See `TrainStrategy`."""
-        from roll.distributed.strategy.megatron_weights import source_weights
-
-        return source_weights(self.stage, self.model)
-
-    def weight_slices(self) -> Iterator[tuple[str, Callable[[torch.Tensor], None]]]:
-        """See `TrainStrategy`."""
-        from roll.distributed.strategy.megatron_weights import weight_slices
-
-        return weight_slices(self.stage, self.model)
-
     def save_checkpoint(self, folder: Path) -> None:
-        """See `TrainStrategy`."""
-        from roll.distributed.strategy import megatron_checkpoint
-
-        megatron_checkpoint.save(Path(folder), self.wrapped, self.optimizer, self.optimizer_steps)
+        """Writes weights, distributed optimizer, step count and random state; collective over all ranks."""
+        megatron_checkpoint.save(folder, self.wrapped, self.optimizer, self.optimizer_steps)
 
     def load_checkpoint(self, folder: Path) -> None:
-        """See `TrainStrategy`.
+        """Restores what `save_checkpoint` wrote at the same layout, bit for bit.
 
         Raises:
-            FileNotFoundError: there is no checkpoint in `folder`.
+            FileNotFoundError: `folder` contains no checkpoint.
+            ValueError: it was written at another layout.
         """
-        from roll.distributed.strategy import megatron_checkpoint
-
-        self.optimizer_steps = megatron_checkpoint.load(Path(folder), self.wrapped, self.optimizer)
-
-    def export_hf(self, folder: Path) -> None:
-        """See `TrainStrategy`."""
-        from roll.distributed.strategy.megatron_export import export_hf
-
-        export_hf(self.stage, self.model, self.model_folder, Path(folder))
+        self.optimizer_steps = megatron_checkpoint.load(folder, self.wrapped, self.optimizer)
 
     def memory(self) -> dict[str, int]:
-        """Also the bytes of gradient buffers and optimizer state."""
+        """As for a frozen model, and the bytes of gradient buffers and optimizer state."""
         gradients = sum(buffer.grad_data.nbytes for buffer in self.wrapped.buffers)
-        state = [value for _, values in self.optimizer.state.items() for value in values.values()]
+        state = (value for _, values in self.optimizer.state.items() for value in values.values())
         return {**super().memory(), "gradients": gradients, "optimizer": _bytes(state)}
 
-    def _build(self, folder: Path) -> None:
-        from roll.distributed.strategy.megatron_forward import ForwardPass
-        from roll.distributed.strategy.megatron_optimizer import build_optimizer, wrap_model
-        from roll.distributed.strategy.megatron_schedule import LearningRate
-
-        arguments = self.worker_config.training_args
-        self.stage = self._imported_stage(folder)
-        self.wrapped = wrap_model(self.stage, self.megatron)
-        self.optimizer = build_optimizer(self.wrapped, arguments, self.megatron)
+    def _set_up(self) -> None:
+        role = self.worker_config
+        assert isinstance(role, ActorTrainConfig)
+        arguments, megatron = role.training_args, role.strategy_args.strategy_config
+        self.wrapped = wrap_model(self.stage, megatron)
+        self.optimizer = build_optimizer(self.wrapped, arguments, megatron)
         self.forward = ForwardPass(self.wrapped, self.stage, self.model, self.device)
-        self.schedule = LearningRate.of(arguments, training_batch(self.pipeline_config).schedule_steps)
+        self.weights = MegatronWeights(self.stage, self.model, self.model_folder)
+        self.schedule = LearningRate.of(arguments, self.pipeline_config.schedule_steps)
         self.optimizer_steps = 0
 
-    def _loss_scale(self, plan: dict[str, Any]) -> Any:
-        from roll.algorithms.aggregation import LossScale
 
-        pipeline = self.pipeline_config
-        length = pipeline.sequence_length or pipeline.prompt_length + (pipeline.response_length or 0)
-        return LossScale(float(plan["tokens"]), float(plan["sequences"]), length)
+def _bytes(values: Iterable[object]) -> int:
+    """Bytes of the tensors among `values`."""
+    return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
 
 
-def _differentiates_entropy(config: Any) -> bool:
-    from roll.algorithms.policy_config import PolicyLossConfig
+def join_process_group(
+    platform: Platform, layout: ParallelLayout, rank: int, start_timeout_s: float, collective_timeout_s: float
+) -> RankCoordinates:
+    """Joins the role's ranks at MASTER_ADDR:MASTER_PORT and builds Megatron's groups.
 
-    return isinstance(config, PolicyLossConfig) and config.needs_entropy_gradient
+    Args:
+        platform: names the collective backend.
+        layout: sizes of the parallel dimensions; the world size is their product.
+        rank: this rank.
+        start_timeout_s: longest wait for all ranks to start.
+        collective_timeout_s: longest time of any later collective.
+
+    Returns:
+        The coordinates of this rank.
+
+    Raises:
+        RuntimeError: the environment lacks the address, contradicts the layout, or ranks did not start in time.
+    """
+    address, port = _master()
+    _check_environment(layout, rank)
+    timeout = timedelta(seconds=start_timeout_s)
+    if rank == 0:
+        store = serve_store(address, port, layout.world_size, timeout)
+    else:
+        store = TCPStore(address, port, layout.world_size, is_master=False, timeout=timeout)
+    dist.init_process_group(
+        platform.collective_backend,
+        store=store,
+        rank=rank,
+        world_size=layout.world_size,
+        timeout=timedelta(seconds=collective_timeout_s),
+    )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        distributed_timeout_minutes=math.ceil(collective_timeout_s / 60),
+        create_gloo_process_groups=platform.collective_backend != "gloo",
+    )
+    return layout.coordinates(rank)
 
 
-def _bytes(tensors: Any) -> int:
-    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
+def leave_process_group() -> None:
+    """Undoes `join_process_group`."""
+    if dist.is_initialized():
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def seed_rank(seed: int, role: str, coordinates: RankCoordinates) -> None:
+    """Seeds torch and Megatron's tracker, which must agree over data ranks and differ over pipeline stages."""
+    tensor_parallel.model_parallel_cuda_manual_seed(role_seed(seed, role, coordinates.pipeline), force_reset_rng=True)
+    torch.manual_seed(role_seed(seed, role, "torch", coordinates.pipeline, coordinates.data, coordinates.tensor))
+
+
+def _master() -> tuple[str, int]:
+    try:
+        return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    except KeyError as missing:
+        raise RuntimeError(f"environment variable {missing} is not set, so ranks cannot find each other") from None
+
+
+def _check_environment(layout: ParallelLayout, rank: int) -> None:
+    for name, expected in (("RANK", rank), ("WORLD_SIZE", layout.world_size)):
+        value = os.environ.get(name)
+        if value is not None and int(value) != expected:
+            raise RuntimeError(f"environment variable {name} is {value}, but the layout {layout} needs {expected}")

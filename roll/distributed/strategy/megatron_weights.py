@@ -1,84 +1,136 @@
-"""A stage's weights under their HF names, for publishing and for export."""
+"""A stage's weights under their HF names, for weight updates and for export."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from safetensors.torch import save_file
 
-from roll.distributed.strategy.base import WeightSpec
+from roll.configs.model_config import CONFIG_NAME
+from roll.distributed.weight_sync.plan import WeightSpec
 from roll.models.factory import HiddenStateModel
-from roll.models.families import TIED_HEAD, Rule
 from roll.models.hf_config import DecoderConfig
-from roll.models.hf_import import rules_of
+from roll.models.hf_import import INDEX_NAME, rules_of
+from roll.models.weight_mapping import TIED_HEAD, Rule
+
+FILE_BYTES = 4 * 2**30
+"""A safetensors file is closed when the next tensor would make it larger."""
 
 
-def published_rules(stage: HiddenStateModel, model: DecoderConfig) -> list[Rule]:
-    """The stage's rules in publishing order; tied embeddings go out once, from the first stage."""
-    return [rule for rule in rules_of(stage, model) if rule != TIED_HEAD]
-
-
-def weight_specs(stage: HiddenStateModel, model: DecoderConfig) -> list[WeightSpec]:
-    """Names, full shapes and dtypes of what `hf_weights` yields, in order, without communication."""
-    ranks = parallel_state.get_tensor_model_parallel_world_size()
-    parameters = dict(stage.named_parameters())
-    specs = []
-    for rule in published_rules(stage, model):
-        parameter = parameters[rule.megatron]
-        shapes = rule.layout.hf_shapes(parameter.shape, ranks, model)
-        dtype = str(parameter.dtype).removeprefix("torch.")
-        specs += [WeightSpec(name, shape, dtype) for name, shape in zip(rule.hf, shapes, strict=True)]
-    return specs
-
-
-@torch.no_grad()
-def hf_weights(stage: HiddenStateModel, model: DecoderConfig) -> Iterator[tuple[str, torch.Tensor]]:
-    """HF-named full tensors of this stage; collective over its tensor-parallel ranks.
+class MegatronWeights:
+    """The weights of one pipeline stage under their HF names, in the order of the stage's rules.
 
     Tensors may share memory with the model: use them before the next training step.
+
+    Attributes:
+        folder: HF folder that the model came from.
     """
-    parameters = dict(stage.named_parameters())
-    for rule in published_rules(stage, model):
-        shards = _gather(parameters[rule.megatron].detach(), rule)
-        yield from zip(rule.hf, rule.layout.merge(shards, model), strict=True)
+
+    def __init__(self, stage: HiddenStateModel, model: DecoderConfig, folder: Path) -> None:
+        self._stage, self._model, self.folder = stage, model, folder
+        self._parameters = dict(stage.named_parameters())
+        self._rules = [rule for rule in rules_of(stage, model) if rule != TIED_HEAD]
+        """Tied embeddings are sent and exported once, by the first stage."""
+
+    def specs(self) -> list[WeightSpec]:
+        """Names, full shapes and dtypes of the stage's weights, without communication."""
+        ranks = parallel_state.get_tensor_model_parallel_world_size()
+        specs = []
+        for rule in self._rules:
+            parameter = self._parameters[rule.megatron]
+            shapes = rule.layout.hf_shapes(parameter.shape, ranks, self._model)
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            specs += [WeightSpec(name, shape, dtype) for name, shape in zip(rule.hf, shapes, strict=True)]
+        return specs
+
+    @torch.no_grad()
+    def full_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Full tensors on every rank; collective over the stage's tensor-parallel ranks."""
+        for rule in self._rules:
+            shards = _all_gather(self._parameters[rule.megatron].detach(), rule)
+            yield from zip(rule.hf, rule.layout.merge(shards, self._model), strict=True)
+
+    @torch.no_grad()
+    def gathered(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Full tensors on tensor rank 0, None for every name on the other ranks, which only send their shards to it.
+
+        That halves the traffic of `full_tensors`. The gather of the next parameter runs while one is used.
+        """
+        started = [self._start_gather(rule) for rule in self._rules[:1]]
+        for index, rule in enumerate(self._rules):
+            if index + 1 < len(self._rules):
+                started.append(self._start_gather(self._rules[index + 1]))
+            work, shards = started.pop(0)
+            if work is not None:
+                work.wait()
+            tensors = [None] * len(rule.hf) if shards is None else rule.layout.merge(shards, self._model)
+            yield from zip(rule.hf, tensors, strict=True)
+
+    def slice_writers(self) -> Iterator[tuple[str, Callable[[torch.Tensor], None]]]:
+        """For every HF name, a function that copies this rank's slice into the full tensor; no communication."""
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        for rule in self._rules:
+            shard = self._parameters[rule.megatron].detach()
+            for part, name in enumerate(rule.hf):
+                yield name, partial(rule.layout.write, shard, part=part, config=self._model, rank=rank)
+
+    def _start_gather(self, rule: Rule) -> tuple[dist.Work | None, list[torch.Tensor] | None]:
+        """A started gather to tensor rank 0, and where it puts the shards; None for those elsewhere."""
+        shard = self._parameters[rule.megatron].detach()
+        group = parallel_state.get_tensor_model_parallel_group()
+        is_source = group.rank() == 0
+        if group.size() == 1 or not rule.layout.is_split:
+            return None, [shard] if is_source else None
+        shards = [torch.empty_like(shard) for _ in range(group.size())] if is_source else None
+        work = dist.gather(shard.contiguous(), shards, group=group, group_dst=0, async_op=True)
+        return work, shards
+
+    def export_hf(self, folder: Path) -> None:
+        """Writes a folder for transformers and SGLang: tensors, index, config and tokenizer; made if absent.
+
+        Every stage writes its own files at the same time; collective over all ranks.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        written: dict[str, str] = {}
+        size = 0
+        if parallel_state.get_data_parallel_rank() == 0:
+            writes = parallel_state.get_tensor_model_parallel_rank() == 0
+            for name, tensors in self._files():
+                if writes:
+                    save_file(tensors, folder / name, metadata={"format": "pt"})
+                    written |= dict.fromkeys(tensors, name)
+                    size += sum(tensor.nbytes for tensor in tensors.values())
+        parts: list[tuple[dict[str, str], int]] = [({}, 0)] * dist.get_world_size()
+        dist.all_gather_object(parts, (written, size))
+        if dist.get_rank() == 0:
+            weight_map = {name: file for names, _ in parts for name, file in names.items()}
+            index = {"metadata": {"total_size": sum(size for _, size in parts)}, "weight_map": weight_map}
+            (folder / INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True))
+            _copy_small_files(self.folder, folder, self._stage.config.params_dtype)
+        dist.barrier()
+
+    def _files(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+        """File names and their tensors, up to `FILE_BYTES` each."""
+        number = parallel_state.get_pipeline_model_parallel_rank() + 1
+        tensors: dict[str, torch.Tensor] = {}
+        count, size = 1, 0
+        for name, tensor in self.full_tensors():
+            if tensors and size + tensor.nbytes > FILE_BYTES:
+                yield f"model-stage{number:02}-{count:03}.safetensors", tensors
+                tensors, count, size = {}, count + 1, 0
+            tensors[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+            size += tensor.nbytes
+        yield f"model-stage{number:02}-{count:03}.safetensors", tensors
 
 
-@torch.no_grad()
-def source_weights(stage: HiddenStateModel, model: DecoderConfig) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """As `hf_weights` on tensor rank 0; the other ranks only send their shards to it, and get None.
-
-    That halves the traffic. The next parameter is under way while one is used.
-    """
-    parameters = dict(stage.named_parameters())
-    rules = published_rules(stage, model)
-    under_way = [_start_gather(parameters[rule.megatron].detach(), rule) for rule in rules[:1]]
-    for index, rule in enumerate(rules):
-        if index + 1 < len(rules):
-            following = rules[index + 1]
-            under_way.append(_start_gather(parameters[following.megatron].detach(), following))
-        work, shards = under_way.pop(0)
-        if work is not None:
-            work.wait()
-        tensors = [None] * len(rule.hf) if shards is None else rule.layout.merge(shards, model)
-        yield from zip(rule.hf, tensors, strict=True)
-
-
-def weight_slices(
-    stage: HiddenStateModel, model: DecoderConfig
-) -> Iterator[tuple[str, Callable[[torch.Tensor], None]]]:
-    """For every HF name in publishing order, what copies this rank's slice into the whole tensor; no communication."""
-    parameters = dict(stage.named_parameters())
-    rank = parallel_state.get_tensor_model_parallel_rank()
-    for rule in published_rules(stage, model):
-        shard = parameters[rule.megatron].detach()
-        for part, name in enumerate(rule.hf):
-            yield name, partial(rule.layout.write, shard, part=part, config=model, rank=rank)
-
-
-def _gather(shard: torch.Tensor, rule: Rule) -> list[torch.Tensor]:
+def _all_gather(shard: torch.Tensor, rule: Rule) -> list[torch.Tensor]:
     """The shards of all tensor-parallel ranks, in order."""
     group = parallel_state.get_tensor_model_parallel_group()
     if group.size() == 1 or not rule.layout.is_split:
@@ -88,12 +140,12 @@ def _gather(shard: torch.Tensor, rule: Rule) -> list[torch.Tensor]:
     return shards
 
 
-def _start_gather(shard: torch.Tensor, rule: Rule) -> tuple[dist.Work | None, list[torch.Tensor] | None]:
-    """A gather to tensor rank 0 under way, and where the shards will be there; None elsewhere."""
-    group = parallel_state.get_tensor_model_parallel_group()
-    is_source = group.rank() == 0
-    if group.size() == 1 or not rule.layout.is_split:
-        return None, [shard] if is_source else None
-    shards = [torch.empty_like(shard) for _ in range(group.size())] if is_source else None
-    work = dist.gather(shard.contiguous(), shards, group=group, group_dst=0, async_op=True)
-    return work, shards
+def _copy_small_files(source: Path, folder: Path, dtype: torch.dtype) -> None:
+    """Config (with the dtype now written), generation settings and tokenizer."""
+    for path in source.iterdir():
+        if path.is_file() and path.suffix in {".json", ".jinja", ".model", ".txt"} and path.name != INDEX_NAME:
+            shutil.copyfile(path, folder / path.name)
+    config = json.loads((source / CONFIG_NAME).read_text())
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    config[key] = str(dtype).removeprefix("torch.")
+    (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

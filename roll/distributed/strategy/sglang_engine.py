@@ -1,4 +1,4 @@
-"""One SGLang engine and the processes it runs: start, watch, stop. Nothing of it outlives its owner."""
+"""One SGLang engine: its arguments and ports, and its processes, which are started, watched and stopped here."""
 
 from __future__ import annotations
 
@@ -7,39 +7,43 @@ import atexit
 import ctypes
 import os
 import signal
+import socket
 from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import psutil
 
+from roll.configs.pipeline import BaseConfig
+from roll.configs.roles import TORCH_DTYPES, ActorInferConfig
+
 T = TypeVar("T")
 
 WATCH_INTERVAL_S = 0.5
-"""How often the engine's processes are looked at."""
+"""How often the engine's processes are checked."""
 
 STOP_TIMEOUT_S = 20.0
-"""Killed processes get this long to disappear; a process holding much memory needs seconds."""
+"""Time killed processes get to disappear; a process with much memory needs seconds."""
 
 
 class EngineError(RuntimeError):
-    """The engine refused, died, or did not answer in time; the message says which, and what was asked of it."""
+    """The engine refused a request, died, or did not answer in time; the message names the request."""
 
 
 class Engine:
     """SGLang's scheduler processes, seen from the process that owns them.
 
     SGLang asks the kernel to kill its processes when the thread that started them ends, so they are started by a
-    thread that lives as long as this object: they end with the owner, however it ends.
+    thread that lives as long as this object: they always end with the owning process.
     """
 
     def __init__(self, name: str, arguments: dict[str, Any], environment: dict[str, str]) -> None:
-        """Remembers what to start.
+        """Starts nothing: `start` does.
 
         Args:
-            name: how errors call this engine, such as `actor_infer[0]`.
+            name: of the engine in errors, such as `actor_infer-0`.
             arguments: SGLang's ServerArgs.
-            environment: variables of the engine's processes; they stay set in this process.
+            environment: variables of the engine's processes; they remain set in this process.
         """
         self.name = name
         self.arguments = arguments
@@ -62,14 +66,14 @@ class Engine:
         return self._engine.tokenizer_manager
 
     async def start(self, arguments: dict[str, Any], timeout_s: float) -> None:
-        """Starts the processes and waits until the model is loaded; after a failure it may be tried again.
+        """Starts the processes and waits until the model is loaded; may be called again after a failure.
 
         Args:
-            arguments: further ServerArgs, for this start.
+            arguments: further ServerArgs of this start.
             timeout_s: longest wait.
 
         Raises:
-            EngineError: SGLang failed, with its reason, or was not up within `timeout_s`.
+            EngineError: SGLang failed, with its reason, or was not ready within `timeout_s`.
         """
         loop = asyncio.get_running_loop()
         before = set(psutil.Process().children(recursive=True))
@@ -77,7 +81,7 @@ class Engine:
         try:
             self._engine = await asyncio.wait_for(asyncio.shield(start), timeout_s)
         except TimeoutError as error:
-            raise EngineError(f"{self.name}: SGLang was not up after {timeout_s:g} s (start_timeout_s)") from error
+            raise EngineError(f"{self.name}: SGLang was not ready after {timeout_s:g} s (start_timeout_s)") from error
         except Exception as error:
             raise EngineError(f"{self.name}: SGLang did not start: {error}") from error
         finally:
@@ -91,19 +95,17 @@ class Engine:
         os.environ.update(self._environment)
         _ignore_quit_signal()
         engine = _engine_class()(**arguments)
-        atexit.unregister(engine.shutdown)  # it would kill every child of this process, ours or not
+        atexit.unregister(engine.shutdown)  # it would kill every child of this process
         watchdog = engine.tokenizer_manager._subprocess_watchdog
         if watchdog is not None:
             watchdog.stop()  # `_watch` replaces it
         return engine
 
     async def guard(self, answer: Awaitable[T], what: str, timeout_s: float | None) -> T:
-        """Awaits the engine's `answer`, but no longer than the engine lives or `timeout_s` seconds.
-
-        None leaves the deadline to the caller.
+        """Awaits the engine's `answer` until the engine dies or `timeout_s` seconds have passed (None: no limit).
 
         Raises:
-            EngineError: the engine died, or there was no answer in time; `what` is named.
+            EngineError: the engine died, or did not answer in time; the message names `what`.
         """
         if self._death is None:
             raise EngineError(f"{self.name}: {what}: the engine is not running")
@@ -126,7 +128,7 @@ class Engine:
         while True:
             dead = [process.pid for process in self._processes if not _alive(process)]
             if dead:
-                self._death.set_result(f"process {dead[0]} of the engine died; its last words are in the worker's log")
+                self._death.set_result(f"process {dead[0]} of the engine died; see the worker's log")
                 return
             await asyncio.sleep(WATCH_INTERVAL_S)
 
@@ -134,7 +136,7 @@ class Engine:
         """Ends the engine and waits until its processes are gone; may be called twice.
 
         Raises:
-            EngineError: a process did not go.
+            EngineError: a process did not end.
         """
         if self._watcher is not None:
             self._watcher.cancel()
@@ -154,16 +156,16 @@ class Engine:
         _, alive = psutil.wait_procs(self._processes, timeout=STOP_TIMEOUT_S)
         if alive:
             raise EngineError(
-                f"{self.name}: processes {[p.pid for p in alive]} live on {STOP_TIMEOUT_S:g} s after SIGKILL"
+                f"{self.name}: processes {[p.pid for p in alive]} are alive {STOP_TIMEOUT_S:g} s after SIGKILL"
             )
         self._processes = []
 
 
 def _engine_class() -> Any:
-    """SGLang's engine without its detokenizer: token ids come out, so that process would start and do nothing."""
+    """SGLang's engine without its detokenizer process, which is not needed for token ids."""
     from sglang.srt.entrypoints.engine import Engine as SGLangEngine
 
-    class TokenEngine(SGLangEngine):
+    class TokenEngine(SGLangEngine):  # type: ignore[misc]  # SGLang is not typed
         @classmethod
         def _launch_detokenizer_subprocesses(cls, *_: Any, **__: Any) -> tuple[list[Any], list[str]]:
             return [], []
@@ -173,7 +175,7 @@ def _engine_class() -> Any:
 
 def _alive(process: psutil.Process) -> bool:
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 
@@ -181,7 +183,95 @@ def _alive(process: psutil.Process) -> bool:
 def _ignore_quit_signal() -> None:
     """Keeps this process alive when an engine process fails.
 
-    SGLang's processes report a failure by SIGQUIT to their parent, whose default is to die without a word; and
-    Python installs handlers in the main thread only, where a Ray actor's code does not run.
+    SGLang's processes report a failure by SIGQUIT to their parent, whose default is to die silently; and Python
+    installs handlers in the main thread only, where a Ray actor's code does not run.
     """
     ctypes.CDLL(None).signal(signal.SIGQUIT, ctypes.c_void_p(1))
+
+
+CONTEXT_MARGIN = 8
+"""SGLang refuses prompts that leave less than 6 tokens of its context, and ends responses 2 before its end. Responses
+continued after a pause, and last turns of a conversation, reach that limit."""
+
+LONGER_CONTEXT = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+"""Allows the margin where the longest sequence uses all positions of the model; no position beyond is ever used."""
+
+FIRST_PORT = 20000
+"""First port to try: above the ports of Ray's workers, below the kernel's ephemeral ports."""
+
+PORTS = 8000
+"""Number of ports to try."""
+
+PORT_STRIDE = 16
+"""Distance of the first ports of processes with consecutive ids."""
+
+
+def engine_arguments(
+    worker: ActorInferConfig, pipeline: BaseConfig, platform_arguments: dict[str, Any], seed: int
+) -> dict[str, Any]:
+    """ServerArgs of one engine: from our keys, from the platform, and `strategy_config` unchanged, in rising priority.
+
+    The engine's context is the longest sequence plus CONTEXT_MARGIN, so that a sequence may end at the model's last
+    position. On a CPU the key-value pool is sized for `max_running_requests` sequences of that length, because SGLang
+    cannot measure device memory there; `strategy_config.max_total_tokens` overrides it.
+    """
+    options = worker.strategy_args.strategy_config
+    arguments: dict[str, Any] = {
+        "model_path": worker.model_args.model_name_or_path or pipeline.pretrain,
+        "dtype": TORCH_DTYPES[worker.model_args.dtype],
+        "tp_size": worker.num_gpus_per_worker,
+        "max_running_requests": worker.max_running_requests,
+        "random_seed": seed,
+        "skip_tokenizer_init": True,
+        "weight_version": "0",
+        "log_level": "error",
+        "context_length": pipeline.max_sequence_length + CONTEXT_MARGIN,
+        **platform_arguments,
+    }
+    if arguments.get("device") == "cpu":
+        arguments["max_total_tokens"] = worker.max_running_requests * arguments["context_length"]
+    return {**arguments, **options}
+
+
+def preferred_port(process_id: int) -> int:
+    """First port to try for the engine of this process, so that engines of one node rarely try the same one."""
+    return FIRST_PORT + process_id * PORT_STRIDE % PORTS
+
+
+def free_port(first: int, count: int = PORTS) -> int:
+    """The first free port among `first` to `first + count - 1`, found by binding it.
+
+    Raises:
+        RuntimeError: all of them are in use.
+    """
+    for port in range(first, first + count):
+        if is_free(port):
+            return port
+    raise RuntimeError(f"ports {first} to {first + count - 1} are all in use; end the processes that hold them")
+
+
+def is_free(port: int) -> bool:
+    """Whether a server could now listen on `port` of all interfaces."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+        return True
+
+
+def engine_threads(tensor_parallel: int) -> dict[str, str]:
+    """Environment variables that give each rank of an engine its share of this process's cores.
+
+    Threads and pinning must agree (two OpenMP threads on one core cost a factor of twenty), so a rank gets as many
+    threads as its share of this process's cores, or of OMP_NUM_THREADS where that is smaller.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    threads = min(int(os.environ.get("OMP_NUM_THREADS", len(cores))), len(cores))
+    share = max(1, threads // tensor_parallel)
+    environment = {"OMP_NUM_THREADS": str(share)}
+    if tensor_parallel > 1:
+        spans = [cores[rank * share % len(cores) :][:share] for rank in range(tensor_parallel)]
+        environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, span)) for span in spans)
+    return environment

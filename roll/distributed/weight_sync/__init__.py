@@ -1,5 +1,5 @@
-"""How trained weights reach the engines: what goes in which bucket, who sends, and one transaction around it.
+"""How trained weights reach the engines.
 
-`plan` and `transaction` are plain Python; `groups` and `sender` run in training ranks, `publisher` in the driver. The
-receiving side is the engine's strategy.
+`synchronizer` drives a weight update from the driver; `sender` is its training side, `receiver` its engine side. `plan`
+divides tensors into buckets, `shm_buckets` holds buckets in memory that processes of one node share.
 """

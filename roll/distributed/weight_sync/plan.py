@@ -1,4 +1,4 @@
-"""What is published in which order, and what must be true of it: pure."""
+"""The plan of a weight update, tensors in buckets, and its checks: pure functions."""
 
 from __future__ import annotations
 
@@ -6,52 +6,61 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from roll.distributed.strategy.base import WeightSpec
+import torch
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Bytes of one element of the dtypes that weights are published in."""
+from roll.configs.roles import TORCH_DTYPES
 
 
 class PlanError(ValueError):
-    """The stages together do not publish every tensor exactly once."""
+    """The pipeline stages together do not send every tensor exactly once."""
+
+
+@dataclass(frozen=True)
+class WeightSpec:
+    """One tensor under its HF name; `dtype` is torch's name without the prefix, such as bfloat16."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors that travel together: one dtype, consecutive in the publishing order, never none."""
+    """Tensors that are sent together: of one dtype, consecutive in the sending order, never empty."""
 
     specs: tuple[WeightSpec, ...]
 
     @property
     def bytes(self) -> int:
-        """Size of the whole."""
+        """Size of all tensors."""
         return sum(spec_bytes(spec) for spec in self.specs)
 
     @property
     def dtype(self) -> str:
-        """The dtype all tensors share."""
+        """The dtype of all tensors."""
         return self.specs[0].dtype
 
 
 def spec_bytes(spec: WeightSpec) -> int:
-    """Bytes of one tensor.
+    """Size of one tensor.
 
     Raises:
-        PlanError: its dtype is none that weights are published in.
+        PlanError: weights of this dtype cannot be sent.
     """
-    if spec.dtype not in DTYPE_BYTES:
-        raise PlanError(f"{spec.name}: cannot publish dtype {spec.dtype}; known are {sorted(DTYPE_BYTES)}")
-    return math.prod(spec.shape) * DTYPE_BYTES[spec.dtype]
+    if spec.dtype not in TORCH_DTYPES.values():
+        raise PlanError(f"{spec.name}: cannot send dtype {spec.dtype}; supported are {sorted(TORCH_DTYPES.values())}")
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    return math.prod(spec.shape) * dtype.itemsize
 
 
 def make_buckets(specs: Sequence[WeightSpec], bucket_bytes: int) -> list[Bucket]:
-    """Consecutive tensors in buckets of at most `bucket_bytes`; a larger tensor has one of its own.
+    """Consecutive tensors in buckets of at most `bucket_bytes`; a larger tensor gets its own bucket.
 
     Raises:
-        PlanError: `bucket_bytes` is not positive, or a dtype is unknown.
+        PlanError: `bucket_bytes` is not positive, or a dtype is not supported.
     """
     if bucket_bytes < 1:
-        raise PlanError(f"a bucket of {bucket_bytes} bytes holds nothing")
+        raise PlanError(f"bucket size must be at least 1 byte, got {bucket_bytes}")
     buckets: list[Bucket] = []
     open_specs: list[WeightSpec] = []
     filled = 0
@@ -66,33 +75,33 @@ def make_buckets(specs: Sequence[WeightSpec], bucket_bytes: int) -> list[Bucket]
 
 
 def check_stages(stages: Sequence[Sequence[WeightSpec]]) -> None:
-    """Every name is published once, over all stages.
+    """Checks that every tensor is sent by exactly one stage.
 
     Raises:
-        PlanError: naming the first tensor published twice and by which stages, or the stage that publishes nothing.
+        PlanError: naming the first tensor that two stages send, or the stage without tensors.
     """
     owner: dict[str, int] = {}
     for stage, specs in enumerate(stages):
         if not specs:
-            raise PlanError(f"pipeline stage {stage} publishes nothing")
+            raise PlanError(f"pipeline stage {stage} has no weights to send")
         for spec in specs:
             if spec.name in owner:
-                raise PlanError(f"{spec.name} is published by stage {owner[spec.name]} and again by stage {stage}")
+                raise PlanError(f"{spec.name} is sent by stage {owner[spec.name]} and again by stage {stage}")
             owner[spec.name] = stage
 
 
-def differences(expected: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
-    """How an engine's checksums differ from what was sent, one sentence a tensor; empty when they agree.
+def checksum_differences(expected: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
+    """How an engine's checksums differ from those of the sent tensors, one sentence a tensor; empty when equal.
 
     Args:
-        expected: checksum by the engine's name, of what the training side published.
-        found: the same of what the engine holds.
+        expected: checksums of the sent tensors, by the engine's parameter name.
+        found: checksums of the engine's parameters, by name.
     """
-    never_sent = [f"{name} was not published" for name in sorted(found.keys() - expected.keys())]
-    unknown = [f"{name} is not known to the engine" for name in sorted(expected.keys() - found.keys())]
+    not_sent = [f"{name} was not sent" for name in sorted(found.keys() - expected.keys())]
+    unknown = [f"{name} is not a parameter of the engine" for name in sorted(expected.keys() - found.keys())]
     changed = [
-        f"{name} arrived different: sent {expected[name]}, holds {found[name]}"
+        f"{name} differs: sent {expected[name]}, engine holds {found[name]}"
         for name in sorted(expected.keys() & found.keys())
         if expected[name] != found[name]
     ]
-    return never_sent + unknown + changed
+    return not_sent + unknown + changed

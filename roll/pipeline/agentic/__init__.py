@@ -1,1 +1,1 @@
-"""Reinforcement learning of agents: a policy talks with environments over several turns."""
+"""Reinforcement learning of agents: trajectories of several turns in text environments."""

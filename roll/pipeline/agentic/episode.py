@@ -1,4 +1,4 @@
-"""One episode: a model and an environment take turns until either has no more to say."""
+"""One episode: model and environment alternate until the environment ends it or the sequence is full."""
 
 from __future__ import annotations
 
@@ -6,36 +6,36 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from roll.configs.seeds import role_seed
-from roll.datasets.conversation import ConversationEncoder
-from roll.envs.metrics import Aggregation, episode_metrics, metrics_without_action
-from roll.pipeline.agentic.environments import Env, EnvPool, EnvSpec
-from roll.rollout.trajectory import Trajectory
-from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
+from roll.configs.pipeline import role_seed
+from roll.datasets.templates import ConversationEncoder
+from roll.distributed.env_pool.pool import EnvHandle, EnvPool
+from roll.distributed.env_pool.types import EnvSpec
+from roll.envs.base import Aggregation, episode_metrics, metrics_without_action
+from roll.rollout.ledger import GENERATION_FAILED
+from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams, Trajectory
 
 
 class EpisodeFailed(RuntimeError):
     """An episode that cannot be learned from.
 
     Attributes:
-        reason: its class, for the account of dropped prompts.
+        reason: drop reason of its group.
     """
 
     def __init__(self, reason: str, message: str) -> None:
-        """Takes the class and the words."""
         super().__init__(message)
         self.reason = reason
 
 
 @dataclass(frozen=True)
 class Task:
-    """What the episodes of one tag have in common.
+    """Settings shared by the episodes of one tag.
 
     Attributes:
         tag: name in `custom_envs`.
         spec: the environment.
-        max_actions: after which the environment cuts the episode off.
-        max_tokens: of one answer.
+        max_actions: after which the environment truncates the episode.
+        max_tokens: of one response.
         system: text of the system message; empty for none.
         template: text of every message after it.
     """
@@ -49,7 +49,7 @@ class Task:
 
 
 class Episode:
-    """Plays one environment. `request` says what to ask the model, `accept` takes its answer to the environment."""
+    """One episode in one environment: `request` makes the next request, `add_response` takes its result."""
 
     def __init__(
         self,
@@ -61,38 +61,38 @@ class Episode:
         sequence_length: int,
         chat: ConversationEncoder,
     ) -> None:
-        """Starts nothing yet.
+        """Sets up the episode; `begin` opens the environment.
 
         Args:
-            name: unique among what runs; requests are called after it.
+            name: unique among running episodes; names of requests derive from it.
             task: of its tag.
-            env_seed: decides the environment.
-            seed: from which those of the answers derive.
-            sampling: of the answers; none is longer than it allows.
-            sequence_length: most tokens of the whole trajectory.
-            chat: from messages to ids.
+            env_seed: the environment is reset with it.
+            seed: seeds of the responses derive from it.
+            sampling: of the responses.
+            sequence_length: maximum tokens of the whole trajectory.
+            chat: converts messages to ids.
         """
         self.trajectory = Trajectory()
         self._name, self._task, self._env_seed, self._seed = name, task, env_seed, seed
         self._sampling, self._sequence_length, self._chat = sampling, sequence_length, chat
-        self._env: Env | None = None
+        self._env: EnvHandle | None = None
         self._rules: Mapping[str, Aggregation] = {}
         self._observation = ""
 
     async def begin(self, pool: EnvPool) -> None:
-        """Opens the environment and says the first words.
+        """Opens the environment and adds the first message.
 
         Raises:
-            EnvFailure: it could not be opened.
-            EpisodeFailed: the first words alone fill the sequence.
+            EnvFailure: the environment could not be opened.
+            EpisodeFailed: the first message alone fills the sequence.
         """
-        self._env, opened = await pool.open(self._task.spec, self._env_seed)
-        self._rules, self._observation = opened.metric_rules, opened.observation
-        messages = [{"role": "user", "content": self._first(opened.instruction)}]
+        self._env, reset = await pool.open(self._task.spec, self._env_seed)
+        self._rules, self._observation = reset.metric_rules, reset.observation
+        messages = [{"role": "user", "content": self._first(reset.instruction)}]
         if self._task.system:
-            system = self._task.system.format(env_instruction=opened.instruction)
+            system = self._task.system.format(env_instruction=reset.instruction)
             messages.insert(0, {"role": "system", "content": system})
-        self.trajectory.say(self._chat.start(messages))
+        self.trajectory.add_context(self._chat.start(messages))
         if len(self.trajectory.ids) >= self._sequence_length:
             raise EpisodeFailed(
                 "prompt_too_long",
@@ -101,69 +101,70 @@ class Episode:
             )
 
     def request(self) -> GenerateRequest | None:
-        """What to ask next; None when the episode is over."""
+        """The next request to the model; None when the episode is over."""
         trajectory, turn = self.trajectory, len(self.trajectory.turns)
         if trajectory.stop is not None:
             return None
-        room = min(self._longest, self._sequence_length - len(trajectory.ids))
+        limit = min(self._longest, self._sequence_length - len(trajectory.ids))
         return GenerateRequest(
             request_id=f"{self._name}-{turn}",
             prompt_ids=list(trajectory.ids),
-            sampling=replace(self._sampling, max_new_tokens=room),
+            sampling=replace(self._sampling, max_new_tokens=limit),
             seed=role_seed(self._seed, self._name, turn),
         )
 
-    async def accept(self, request: GenerateRequest, result: GenerateResult, text: str) -> None:
-        """Takes an answer and, unless the sequence is full, lets the environment react.
+    async def add_response(self, request: GenerateRequest, result: GenerateResult, text: str) -> None:
+        """Adds a response and, unless the sequence is full, steps the environment with it.
+
+        Args:
+            request: that was sent.
+            result: of the engine.
+            text: of the response.
 
         Raises:
-            EpisodeFailed: there is no answer.
+            EpisodeFailed: the result is aborted or empty.
             EnvFailure: the environment failed.
         """
         assert self._env is not None, "begin comes first"
         if result.finish_reason == "abort":
-            raise EpisodeFailed(
-                "generation_failed", f"{request.request_id}: {result.error or 'generation was aborted'}"
-            )
+            raise EpisodeFailed(GENERATION_FAILED, f"{request.request_id}: {result.error or 'generation was aborted'}")
         if not result.response_ids:
             raise EpisodeFailed(
-                "generation_failed", f"{request.request_id}: the answer is empty, not even its end came"
+                GENERATION_FAILED, f"{request.request_id}: the response is empty, without even a stop token"
             )
         trajectory = self.trajectory
-        turn = trajectory.answer(request.prompt_ids, result, self._observation, text)
+        turn = trajectory.add_response(request.prompt_ids, result, self._observation, text)
         if result.finish_reason == "length" and len(trajectory.ids) >= self._sequence_length:
-            trajectory.stop = "sequence_length"  # the answer was cut off in mid-word, so it is none
+            trajectory.stop = "sequence_length"  # the response was cut off, so it is no action
             if len(trajectory.turns) == 1:
                 trajectory.metrics = metrics_without_action(self._rules)
             return
-        stepped = await self._env.step(text)
-        turn.reward, turn.metrics = stepped.reward, dict(stepped.metrics)
+        step = await self._env.step(text)
+        turn.reward, turn.metrics = step.reward, dict(step.metrics)
         trajectory.metrics = episode_metrics(self._rules, [turn.metrics for turn in trajectory.turns])
-        if stepped.terminated or stepped.truncated:
-            trajectory.stop, trajectory.outcome = (
-                "terminated" if stepped.terminated else "truncated",
-                stepped.observation,
-            )
+        if step.terminated or step.truncated:
+            trajectory.stop = "terminated" if step.terminated else "truncated"
+            trajectory.outcome = step.observation
             return
-        self._observation = stepped.observation
-        said = self._chat.follow(result.response_ids[-1], [{"role": "user", "content": self._filled()}])
-        if len(trajectory.ids) + len(said) >= self._sequence_length:
-            trajectory.stop, trajectory.outcome = "sequence_length", stepped.observation
+        self._observation = step.observation
+        message = self._chat.follow(result.response_ids[-1], [{"role": "user", "content": self._filled()}])
+        if len(trajectory.ids) + len(message) >= self._sequence_length:
+            trajectory.stop, trajectory.outcome = "sequence_length", step.observation
             return
-        trajectory.say(said)
+        trajectory.add_context(message)
 
-    def leave(self) -> None:
-        """Gives the environment back; one that is in a call leaves after it, and nobody waits for that."""
+    def start_close(self) -> None:
+        """Closes the environment, after its running call if there is one; does not wait for that."""
         if self._env is not None:
-            self._env.leave()
+            self._env.start_close()
 
     @property
     def _longest(self) -> int:
-        """Tokens an answer may have where the sequence has room for them; sampling may allow fewer than the task."""
+        """Maximum tokens of a response, by the task and by the sampling parameters."""
         return min(self._task.max_tokens, self._sampling.max_new_tokens)
 
     def _first(self, instruction: str) -> str:
-        """The first message: the rules stand before it, unless a template says where."""
+        """The first message, preceded by the instruction, unless a template has a field for it."""
         if any("{env_instruction}" in template for template in (self._task.system, self._task.template)):
             return self._filled(instruction)
         return f"{instruction}\n{self._filled()}"

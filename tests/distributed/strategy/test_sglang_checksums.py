@@ -1,4 +1,4 @@
-"""Published tensors laid out as an engine holds them."""
+"""Checksums of tensors arranged as an engine stores them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ import hashlib
 import pytest
 import torch
 
-from roll.distributed.strategy.sglang_checksums import EngineChecksums, ModelShape, checksum, engine_parameter
-from roll.distributed.strategy.sglang_cuda_hash import TILE_WORDS, cuda_checksum
+from roll.distributed.strategy.sglang_checksums import (
+    TILE_WORDS,
+    EngineChecksums,
+    checksum,
+    cuda_checksum,
+    engine_parameter,
+)
 
 LAYER = "model.layers.0."
 
@@ -18,7 +23,7 @@ def digest(*tensors: torch.Tensor) -> str:
 
 
 def result(tensors: dict[str, torch.Tensor], ranks: int, key_heads: int = 2, tied: bool = False) -> dict[str, str]:
-    checksums = EngineChecksums(ModelShape(key_heads, tied), ranks)
+    checksums = EngineChecksums(key_heads, tied, ranks)
     for name, tensor in tensors.items():
         checksums.add(name, tensor)
     return checksums.result()
@@ -31,7 +36,7 @@ def test_names_of_fused_parameters():
     assert engine_parameter("lm_head.weight") == "lm_head.weight"
 
 
-def test_query_key_and_value_are_one_parameter_in_whatever_order_they_come():
+def test_query_key_and_value_are_one_parameter_in_any_order():
     q, k, v = torch.randn(8, 6), torch.randn(4, 6), torch.randn(4, 6)
     parts = {LAYER + f"self_attn.{name}_proj.weight": t for name, t in (("v", v), ("q", q), ("k", k))}
     fused = LAYER + "self_attn.qkv_proj.weight"
@@ -55,12 +60,12 @@ def test_output_layers_are_split_by_columns_and_the_vocabulary_is_padded():
     assert found["model.embed_tokens.weight@1"] == digest(embedding[64:], torch.zeros(58, 3))
 
 
-def test_a_tied_head_is_no_parameter_of_its_own():
+def test_a_tied_head_is_not_a_parameter():
     assert result({"lm_head.weight": torch.ones(64, 2)}, 1, tied=True) == {}
 
 
 def test_a_missing_part_is_named():
-    with pytest.raises(ValueError, match=r"gate_up_proj.weight: up_proj was not published, only gate_proj"):
+    with pytest.raises(ValueError, match=r"gate_up_proj.weight: up_proj was not sent, only gate_proj"):
         result({LAYER + "mlp.gate_proj.weight": torch.ones(2, 2)}, 1)
 
 

@@ -1,0 +1,265 @@
+"""Renames, moves, translates or refuses keys in the spelling of other frameworks, by the tables of this folder."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import yaml
+
+from roll.configs.compat import Names, UnsupportedKey, async_trainers, roll, slime, trl, verl, vllm
+from roll.configs.compat.async_trainers import WEIGHT_RANGE, WEIGHT_SWITCH
+from roll.configs.errors import ConfigError, Problem
+from roll.configs.schema import SECTION
+
+Tree = dict[str, Any]
+"""A configuration as nested plain mappings."""
+
+SHORT_NAMES: Names = {
+    "tp_size": (f"{verl.MEGATRON}.tensor_model_parallel_size", "actor_infer.num_gpus_per_worker"),
+    "pp_size": f"{verl.MEGATRON}.pipeline_model_parallel_size",
+}
+"""Short names used by many frameworks."""
+
+MIGRATION: dict[str, tuple[str, ...]] = {
+    name: (ours,) if isinstance(ours, str) else ours
+    for table in (verl.NAMES, slime.NAMES, trl.NAMES, roll.NAMES, SHORT_NAMES)
+    for name, ours in table.items()
+}
+"""Name elsewhere -> keys here; docs/coming_from.md has the same tables."""
+
+RENAMED_KEYS = roll.RENAMED_KEYS | async_trainers.RENAMED_KEYS
+"""Other spelling -> key here, at any depth."""
+
+MOVED_KEYS = async_trainers.MOVED_KEYS | verl.MOVED_KEYS | roll.MOVED_KEYS
+"""Path elsewhere -> path here."""
+
+MOVED_VALUES = verl.MOVED_VALUES
+"""Path of `MOVED_KEYS` -> its values -> values of the path here, where they differ."""
+
+RENAMED_VALUES: dict[str, dict[Any, Any]] = {**verl.RENAMED_VALUES, **vllm.RENAMED_VALUES}
+"""Key -> value elsewhere -> value here with the same meaning."""
+
+UNSUPPORTED_KEYS: tuple[UnsupportedKey, ...] = (*verl.UNSUPPORTED_KEYS, *roll.UNSUPPORTED_KEYS)
+"""Keys without a counterpart; the first matching pattern applies."""
+
+OPAQUE_SECTIONS = ("env_config",)
+"""Sections whose keys belong to a class of the user."""
+
+AMBIGUOUS_WORDS = ("n", "name", "path")
+"""Last parts of names that mean nothing without the parts before them."""
+
+
+def migration(path: str) -> tuple[str, ...]:
+    """The keys here for an unknown path of another framework, or for the end of it; empty if no table has it."""
+    for end in _ends(path):
+        if end in MIGRATION:
+            return MIGRATION[end]
+        section = end.rpartition(".")[0]
+        if f"{section}.*" in MIGRATION:
+            return MIGRATION[f"{section}.*"]
+    return ()
+
+
+def migration_of_last_part(path: str) -> tuple[str, ...]:
+    """As `migration`, for a path that leaves out the sections of a name: `lr` for `actor.optim.lr`."""
+    for end in _ends(path):
+        found = [ours for name, keys in MIGRATION.items() if name.endswith(f".{end}") for ours in keys]
+        if found and end not in AMBIGUOUS_WORDS:
+            return tuple(dict.fromkeys(found))
+    return ()
+
+
+def _ends(path: str) -> list[str]:
+    """The path, and the path without its first part, its first two, and so on."""
+    parts = path.split(".")
+    return [".".join(parts[index:]) for index in range(len(parts))]
+
+
+def normalize_aliases(tree: Mapping[str, Any], source: str, notes: list[Problem]) -> Tree:
+    """One file or all overrides in the spelling used here, so that an override wins in any spelling.
+
+    Args:
+        tree: as written.
+        source: for messages.
+        notes: receives one remark for every moved key.
+
+    Raises:
+        ConfigError: two spellings of one key are given, or a value has no meaning.
+    """
+    moved = dict(tree)
+    for path, target in MOVED_KEYS.items():
+        head, _, key = path.rpartition(".")
+        section = moved.get(head) if head else moved
+        if not isinstance(section, Mapping) or key not in section:
+            continue
+        target_head, _, target_key = target.rpartition(".")
+        target_section = moved.get(target_head) if target_head else moved
+        if isinstance(target_section, Mapping) and any(
+            RENAMED_KEYS.get(name, name) == target_key for name in target_section
+        ):
+            raise ConfigError([_two_spellings(path, target)], source)
+        if target_head and not isinstance(target_section or {}, Mapping):
+            raise ConfigError([Problem(target_head, f"{target_section!r} is not {SECTION}")], source)
+        value, note = _moved_value(path, target, section[key], source)
+        notes.append(note)
+        moved = _set(_without(moved, head, key), target_head, target_key, value)
+    renamed: Tree = _renamed(moved, source)
+    return renamed
+
+
+def _two_spellings(path: str, ours: str) -> Problem:
+    return Problem(path, f"is another spelling of {ours}, which is given too; keep one")
+
+
+def _moved_value(path: str, target: str, value: Any, source: str) -> tuple[Any, Problem]:
+    values = MOVED_VALUES.get(path)
+    if values is None:
+        return value, Problem(path, f"is read as {target}")
+    if not isinstance(value, bool):
+        raise ConfigError([Problem(path, f"{value!r} is not true or false")], source)
+    return values[value], Problem(path, f"{str(value).lower()} is read as {target}: {values[value]}")
+
+
+def _without(tree: Tree, head: str, key: str) -> Tree:
+    """The tree without a key of a section (of the top level if `head` is empty), and without an emptied section."""
+    section = {name: item for name, item in (tree[head] if head else tree).items() if name != key}
+    if not head:
+        return section
+    return {**tree, head: section} if section else {name: item for name, item in tree.items() if name != head}
+
+
+def _set(tree: Tree, head: str, key: str, value: Any) -> Tree:
+    return {**tree, head: {**(tree.get(head) or {}), key: value}} if head else {**tree, key: value}
+
+
+def _renamed(value: Any, source: str) -> Any:
+    """A value with the keys of `RENAMED_KEYS` under their names here; inside `${...}` those of `MOVED_KEYS` too."""
+    if isinstance(value, Mapping):
+        renamed: Tree = {}
+        for key, item in value.items():
+            name = RENAMED_KEYS[key] if key in RENAMED_KEYS else key
+            if name in renamed or (name != key and name in value):
+                raise ConfigError([_two_spellings(key, name)], source)
+            renamed[name] = _renamed(item, source)
+        return renamed
+    if isinstance(value, list):
+        return [_renamed(item, source) for item in value]
+    if isinstance(value, str) and "${" in value:
+        value = re.sub(r"(?<=\$\{)([\w.]+)(?=\})", lambda match: MOVED_KEYS.get(match[1], match[1]), value)
+        return re.sub(r"(?<=[{.])(\w+)(?=[.}])", lambda match: RENAMED_KEYS.get(match[1], match[1]), value)
+    return value
+
+
+def translate_values(tree: Tree, path: str = "") -> tuple[Tree, list[Problem]]:
+    """The tree with the values of `RENAMED_VALUES` in their spelling here, and a remark on each."""
+    translated: Tree = {}
+    notes: list[Problem] = []
+    for key, value in tree.items():
+        where = f"{path}.{key}" if path else key
+        translated[key] = value
+        if isinstance(value, dict):
+            translated[key], inner = translate_values(value, where)
+            notes += inner
+        elif isinstance(value, str | int) and not isinstance(value, bool) and value in RENAMED_VALUES.get(key, {}):
+            translated[key] = RENAMED_VALUES[key][value]
+            notes.append(Problem(where, f"{value} is read as {translated[key]}"))
+    return translated, notes
+
+
+def drop_unsupported_keys(tree: Tree, pipeline: str, path: str = "") -> tuple[Tree, list[Problem], list[Problem]]:
+    """The tree without unsupported keys, remarks on the harmless ones, and problems for the others."""
+    kept: Tree = {}
+    notes: list[Problem] = []
+    problems: list[Problem] = []
+    for key, value in tree.items():
+        where = f"{path}.{key}" if path else str(key)
+        unsupported = next(
+            (item for item in UNSUPPORTED_KEYS if pipeline in item.pipelines and fnmatchcase(where, item.pattern)), None
+        )
+        if unsupported is None and isinstance(value, dict) and key not in OPAQUE_SECTIONS:
+            kept[key], inner_notes, inner_problems = drop_unsupported_keys(value, pipeline, where)
+            notes += inner_notes
+            problems += inner_problems
+        elif unsupported is None:
+            kept[key] = value
+        elif unsupported.harmless(value):
+            notes.append(Problem(where, f"has no effect: {unsupported.reason}"))
+        else:
+            shown = "this section" if isinstance(value, dict) else str(value)
+            problems.append(Problem(where, f"{shown} is not available: {unsupported.reason}"))
+    return kept, notes, problems
+
+
+def expand_importance_sampling(tree: Tree) -> tuple[Tree, list[Problem], list[Problem]]:
+    """The tree with `importance_sampling` and its range as `correction.weights`, a remark on it, and problems.
+
+    Without a range the bounds are the defaults of `correction.weights`.
+    """
+    rest = {key: value for key, value in tree.items() if key not in (WEIGHT_SWITCH, WEIGHT_RANGE)}
+    if WEIGHT_SWITCH not in tree and WEIGHT_RANGE not in tree:
+        return rest, [], []
+    problem = _importance_sampling_problem(tree)
+    if problem is not None:
+        return rest, [], [problem]
+    if not tree[WEIGHT_SWITCH]:
+        return rest, [Problem(WEIGHT_SWITCH, "false is the default and does not change correction.weights")], []
+    correction = tree.get("correction") or {}
+    if not isinstance(correction, dict):
+        return rest, [], []  # conversion reports the section
+    weights: Tree = {"level": "token", "mode": "clamp"}
+    if WEIGHT_RANGE in tree:
+        weights["lower"], weights["upper"] = tree[WEIGHT_RANGE]
+    shown = ", ".join(f"{key}: {value}" for key, value in weights.items())
+    rest["correction"] = {**correction, "weights": weights}
+    return rest, [Problem(WEIGHT_SWITCH, f"true is read as correction.weights {{{shown}}}")], []
+
+
+def _importance_sampling_problem(tree: Tree) -> Problem | None:
+    switch, correction = tree.get(WEIGHT_SWITCH, False), tree.get("correction")
+    if not isinstance(switch, bool):
+        suggestions = {"seq": "write actor_train.pg_variant: gspo", "token": "leave it out; ratios are those of tokens"}
+        return Problem(WEIGHT_SWITCH, f"{switch!r} is not true or false; {suggestions.get(str(switch), 'use true')}")
+    if isinstance(correction, dict) and "weights" in correction and WEIGHT_SWITCH in tree:
+        return _two_spellings(WEIGHT_SWITCH, "correction.weights")
+    if not switch:
+        return Problem(WEIGHT_RANGE, f"has no effect without {WEIGHT_SWITCH}: true") if WEIGHT_RANGE in tree else None
+    bounds = tree.get(WEIGHT_RANGE, [0, 1])
+    numbers = isinstance(bounds, list) and all(type(item) in (int, float) for item in bounds)
+    if not numbers or len(bounds) != 2:
+        return Problem(WEIGHT_RANGE, f"{bounds!r} is not a lower and an upper bound; write [0.5, 2.0]")
+    return None
+
+
+def vllm_problems(tree: Tree) -> list[Problem]:
+    """One problem for each role whose engine is vLLM, with its section rewritten for SGLang."""
+    problems = []
+    for role, section in tree.items():
+        strategy = section.get("strategy_args") if isinstance(section, dict) else None
+        if isinstance(strategy, dict) and strategy.get("strategy_name") == "vllm":
+            rewritten, dropped = sglang_section(section)
+            text = yaml.safe_dump({role: rewritten}, sort_keys=False).rstrip()
+            left = f"\nwithout equivalent, left out: {', '.join(dropped)}" if dropped else ""
+            where = f"{role}.strategy_args.strategy_name"
+            problems.append(Problem(where, f"vllm is not available; use sglang. The same section:\n{text}{left}"))
+    return problems
+
+
+def sglang_section(section: Tree) -> tuple[Tree, list[str]]:
+    """The keys of a role that change from vLLM to SGLang, and the options without an equivalent."""
+    given = section["strategy_args"].get("strategy_config")
+    role: Tree = {}
+    engine: Tree = {}
+    dropped: list[str] = []
+    for name, value in (given if isinstance(given, dict) else {}).items():
+        if name in vllm.ROLE_OPTIONS:
+            role[vllm.ROLE_OPTIONS[name]] = value
+        elif name in vllm.OPTIONS:
+            engine[vllm.OPTIONS[name]] = value
+        elif name in vllm.NEGATED_OPTIONS:
+            engine[vllm.NEGATED_OPTIONS[name]] = not value
+        else:
+            dropped.append(name)
+    return {**role, "strategy_args": {"strategy_name": "sglang", "strategy_config": engine}}, dropped

@@ -1,0 +1,205 @@
+"""Fills in the keys that follow from others, once, after loading."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from roll.configs.agentic import AgenticConfig, CustomEnvConfig, EnvManagerConfig
+from roll.configs.errors import Problem
+from roll.configs.pipeline import BaseConfig, RLConfig
+from roll.configs.policy import proximal_source, ratio_base
+from roll.configs.roles import DEVICE_ROLES
+
+MISMATCH_FP32 = 1e-3
+"""Both engines compute the same sums in another order: differences of a few 1e-6 are usual, 1e-3 means a fault."""
+
+MISMATCH_HALF = 0.5
+"""One token's log-prob in 8 bits of mantissa can be off by some tenths; larger means another model or temperature."""
+
+SINGLE_TURN_KEYS = ("prompt_length", "response_length")
+"""Lengths of a prompt and its one response; a trajectory has several."""
+
+
+def fill_in_defaults(config: BaseConfig) -> list[Problem]:
+    """Sets the keys that the file leaves open; returns what contradicts itself or cannot be filled in.
+
+    Afterwards `sequence_length` = `prompt_length` + `response_length`, every role has a model, validation has the data
+    and sampling of training, and no key of the policy loss is `auto`. For agents, `response_length` is the longest
+    text of a turn, every entry of `custom_envs` has `max_steps` (in `env_config` too), `max_tokens_per_step` and
+    `env_manager_cls`, and managers have `tags`, `num_env_groups` and `num_groups_partition`.
+    """
+    problems = _fill_in_agents(config) if isinstance(config, AgenticConfig) else _fill_in_lengths(config)
+    if problems:
+        return problems
+    config.logging_dir = config.logging_dir or str(Path(config.output_dir) / "logs")
+    for role in DEVICE_ROLES:
+        section = getattr(config, role, None)
+        if section is not None and section.model_args.model_name_or_path is None:
+            section.model_args.model_name_or_path = config.pretrain
+    _inherit(config, "data_args", config.actor_train.data_args, skip=("file_name",))
+    if isinstance(config, RLConfig):
+        _fill_in_rl(config)
+    return []
+
+
+def _fill_in_lengths(config: BaseConfig) -> list[Problem]:
+    """Sets the third of prompt_length, response_length and sequence_length."""
+    prompt, response, sequence = config.prompt_length, config.response_length, config.sequence_length
+    if response is None and sequence is None:
+        return [Problem("response_length", "is not given; write response_length, the longest response in tokens")]
+    if response is None and sequence is not None:
+        if sequence <= prompt:
+            hint = f"leaves no room for a response after prompt_length {prompt}; use more than {prompt}"
+            return [Problem("sequence_length", f"{sequence} {hint}")]
+        response = sequence - prompt
+    if sequence is not None and response is not None and sequence != prompt + response:
+        total = f"prompt_length {prompt} + response_length {response} = {prompt + response}"
+        return [Problem("sequence_length", f"{sequence} is not {total}; leave sequence_length out")]
+    assert response is not None
+    config.response_length = response
+    config.sequence_length = prompt + response
+    return []
+
+
+def _fill_in_rl(config: RLConfig) -> None:
+    sampling = config.actor_infer.generating_args
+    if sampling.max_new_tokens is None:
+        sampling.max_new_tokens = config.response_length
+    if sampling.num_return_sequences is None:
+        sampling.num_return_sequences = config.num_return_sequences_in_group
+    _inherit(config, "generating_args", sampling, skip=("num_return_sequences",))
+    if config.validation.generating_args.num_return_sequences is None:
+        config.validation.generating_args.num_return_sequences = 1
+    if config.async_training.max_staleness_allowed is None:
+        config.async_training.max_staleness_allowed = config.default_max_staleness
+    _fill_in_policy(config)
+    if config.max_logprob_mismatch is None:
+        dtypes = {config.actor_train.model_args.dtype, config.actor_infer.model_args.dtype}
+        config.max_logprob_mismatch = MISMATCH_FP32 if dtypes == {"fp32"} else MISMATCH_HALF
+
+
+def _fill_in_policy(config: RLConfig) -> None:
+    """Sets the policies the loss compares, and the weights that are part of decoupled_ppo."""
+    variant, weights = config.actor_train.pg_variant, config.correction.weights
+    if variant == "decoupled_ppo" and weights.level is None:
+        weights.level = "token"
+    source = proximal_source(config, variant, config.async_generation_ratio)
+    config.old_log_probs_source = source  # type: ignore[assignment]
+    config.pg_ratio_base = ratio_base(config, variant, source)  # type: ignore[assignment]
+
+
+def _inherit(config: BaseConfig, section: str, training: Any, skip: tuple[str, ...]) -> None:
+    """Sets every key of a section of validation that the file does not set to the value of training."""
+    target = getattr(config.validation, section)
+    given = set(config.source.given)
+    for item in fields(target):
+        if item.name not in skip and f"validation.{section}.{item.name}" not in given:
+            setattr(target, item.name, getattr(training, item.name))
+
+
+def _fill_in_agents(config: AgenticConfig) -> list[Problem]:
+    problems = _fill_in_turn_lengths(config) + _fill_in_sample_kind(config)
+    for tag, entry in config.custom_envs.items():
+        problems += _fill_in_steps(f"custom_envs.{tag}", entry, config.max_actions_per_traj)
+    if problems:
+        return problems
+    if config.val_batch_size is None:
+        config.val_batch_size = config.rollout_batch_size
+    config.num_return_sequences_in_group = config.train_env_manager.group_size
+    _fill_in_manager(config.train_env_manager, config, config.rollout_batch_size)
+    _fill_in_manager(config.val_env_manager, config, config.val_batch_size)
+    return []
+
+
+def _fill_in_turn_lengths(config: AgenticConfig) -> list[Problem]:
+    """Sets the longest text of a turn, and the rest of the trajectory as `prompt_length`."""
+    given = set(config.source.given)
+    problems = [
+        Problem(key, "a trajectory has several turns; write sequence_length for all of it and max_tokens_per_step")
+        for key in SINGLE_TURN_KEYS
+        if key in given
+    ]
+    sampling = config.actor_infer.generating_args
+    if config.sequence_length is None:
+        problems.append(
+            Problem("sequence_length", "is not given; write the longest trajectory in tokens, such as 8192")
+        )
+    limits = [entry.max_tokens_per_step for entry in config.custom_envs.values()]
+    if config.max_tokens_per_step is None:
+        config.max_tokens_per_step = sampling.max_new_tokens
+    if config.max_tokens_per_step is None and (None in limits or not limits):
+        hint = "write the longest text of one turn in tokens, such as 128"
+        other = "actor_infer.generating_args.max_new_tokens"
+        problems.append(Problem("max_tokens_per_step", f"is not given, and neither is {other}; {hint}"))
+    if problems:
+        return problems
+    assert config.sequence_length is not None
+    for entry in config.custom_envs.values():
+        if entry.max_tokens_per_step is None:
+            entry.max_tokens_per_step = config.max_tokens_per_step
+    longest = max([entry.max_tokens_per_step or 0 for entry in config.custom_envs.values()] or [1])
+    if sampling.max_new_tokens is None:
+        sampling.max_new_tokens = longest
+    if config.validation.generating_args.max_new_tokens is None:
+        config.validation.generating_args.max_new_tokens = longest
+    config.response_length = longest
+    config.prompt_length = max(1, config.sequence_length - longest)
+    return []
+
+
+def _fill_in_sample_kind(config: AgenticConfig) -> list[Problem]:
+    """Sets `sample_by` and the `env_manager_cls` of every entry, which agree, and one sample per request."""
+    problems = []
+    named = {
+        f"custom_envs.{tag}.env_manager_cls": entry.env_manager_cls
+        for tag, entry in config.custom_envs.items()
+        if entry.env_manager_cls is not None
+    }
+    wanted = config.sample_by or next(iter(named.values()), "traj")
+    first = "sample_by" if config.sample_by else next(iter(named), "")
+    for path, value in named.items():
+        if value != wanted:
+            problems.append(Problem(path, f"{value} contradicts {first} {wanted}; all samples are of one kind"))
+    config.sample_by = wanted
+    for entry in config.custom_envs.values():
+        entry.env_manager_cls = wanted
+    group = config.train_env_manager.group_size
+    if "num_return_sequences_in_group" in config.source.given and config.num_return_sequences_in_group != group:
+        message = f"{config.num_return_sequences_in_group} is not train_env_manager.group_size {group}; leave it out"
+        problems.append(Problem("num_return_sequences_in_group", message))
+    for role in ("actor_infer", "validation"):
+        sampling = getattr(config, role).generating_args
+        if sampling.num_return_sequences not in (None, 1):
+            problems.append(
+                Problem(
+                    f"{role}.generating_args.num_return_sequences",
+                    f"{sampling.num_return_sequences} is not 1: a turn has one text; "
+                    f"write {'train' if role == 'actor_infer' else 'val'}_env_manager.group_size",
+                )
+            )
+        sampling.num_return_sequences = 1
+    return problems
+
+
+def _fill_in_steps(path: str, entry: CustomEnvConfig, default: int) -> list[Problem]:
+    """Sets the `max_steps` of an entry and of its options, which are one number."""
+    inner = entry.env_config.get("max_steps")
+    if entry.max_steps is not None and inner is not None and inner != entry.max_steps:
+        return [Problem(f"{path}.max_steps", f"{entry.max_steps} is not env_config.max_steps {inner}; keep one")]
+    if inner is None:
+        entry.env_config["max_steps"] = entry.max_steps = entry.max_steps or default
+    elif isinstance(inner, int):
+        entry.max_steps = inner
+    return []
+
+
+def _fill_in_manager(manager: EnvManagerConfig, config: AgenticConfig, trajectories: int) -> None:
+    """Sets tags, groups and the share of each tag, if they divide."""
+    manager.tags = manager.tags or list(config.custom_envs)
+    partition = manager.num_groups_partition
+    if manager.num_env_groups is None:
+        manager.num_env_groups = max(1, sum(partition) or trajectories // manager.group_size)
+    if not partition and manager.tags and manager.num_env_groups % len(manager.tags) == 0:
+        manager.num_groups_partition = [manager.num_env_groups // len(manager.tags)] * len(manager.tags)

@@ -1,0 +1,123 @@
+"""The hardware of this machine, and which platform and nodes a run is planned for or started on."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from roll.configs.errors import ConfigError, Report
+from roll.configs.parallel_layout import spans
+from roll.configs.pipeline import BaseConfig
+from roll.configs.roles import MegatronRoleConfig
+from roll.configs.rules import check
+
+GPUS_PER_NODE = 8
+"""Assumed devices per node of a run on GPUs that is planned on a machine without any."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Accelerators and usable cores of one machine."""
+
+    gpus: int
+    cores: int
+
+
+def this_machine() -> Hardware:
+    """The GPUs this process may use (CUDA_VISIBLE_DEVICES respected) and its cores, without importing torch."""
+    devices = sum(1 for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        devices = min(devices, len([name for name in visible.split(",") if name.strip() not in ("", "-1")]))
+    return Hardware(gpus=devices, cores=len(os.sched_getaffinity(0)))
+
+
+def prepare_run(config: BaseConfig, hardware: Hardware | None = None) -> list[str]:
+    """Resolves `platform: auto` by the hardware of this machine, and checks everything a run needs.
+
+    Returns:
+        Warnings to show before the run starts.
+
+    Raises:
+        ConfigError: a model, dataset or checkpoint is missing, or there are too few devices.
+    """
+    hardware = hardware or this_machine()
+    if config.platform == "auto":
+        config.platform = "cuda" if hardware.gpus else "cpu"
+    report = check(config)
+    check_fits_machine(config, hardware, report)
+    per_node = config.num_devices_per_node or (hardware.cores if config.platform == "cpu" else hardware.gpus)
+    if per_node and not report.errors:
+        check_nodes(config, per_node, report)
+    problems = report.errors + report.missing
+    if problems:
+        raise ConfigError(problems, config.source.file)
+    return [str(warning) for warning in report.warnings]
+
+
+def resolve_platform(config: BaseConfig, hardware: Hardware, report: Report) -> tuple[str, int]:
+    """The platform and the devices per node that a plan assumes; assumptions are warnings of the report.
+
+    `auto` is cuda if there are GPUs, and cpu if all devices fit this machine's cores; otherwise the run is planned for
+    GPUs elsewhere.
+    """
+    highest = max((max(worker.device_mapping) for worker in config.device_roles().values()), default=0)
+    platform: str = config.platform
+    if platform == "auto":
+        slots = config.num_devices_per_node or hardware.cores
+        platform = "cpu" if not hardware.gpus and highest < slots and config.num_devices_per_node is None else "cuda"
+        if platform == "cuda" and not hardware.gpus:
+            report.warn(
+                "platform",
+                "auto on a machine without a GPU: planned for cuda elsewhere; write platform: cpu to run here",
+            )
+    if config.num_devices_per_node is not None:
+        return platform, config.num_devices_per_node
+    if platform == "cpu":
+        if highest >= hardware.cores:
+            report.warn(
+                "num_devices_per_node",
+                f"is not given, and device {highest} is beyond the {hardware.cores} cores here: "
+                f"planned as more nodes; write num_devices_per_node: {highest + 1} for one node",
+            )
+        return platform, hardware.cores
+    if not hardware.gpus:
+        report.warn("num_devices_per_node", f"is not given and there is no GPU here: assumed {GPUS_PER_NODE}")
+    return platform, hardware.gpus or GPUS_PER_NODE
+
+
+def check_nodes(config: BaseConfig, devices_per_node: int, report: Report) -> None:
+    """Every engine fits on one node; a tensor-parallel group that spans nodes is slow."""
+    for role, worker in config.device_roles().items():
+        size = worker.layout.tensor
+        for start in range(0, len(worker.device_mapping), size):
+            group = worker.device_mapping[start : start + size]
+            nodes = sorted({rank // devices_per_node for rank in group})
+            if len(nodes) == 1:
+                continue
+            placement = f"devices {spans(group)} are on nodes {spans(nodes)} ({devices_per_node} devices per node)"
+            if isinstance(worker, MegatronRoleConfig):
+                report.warn(
+                    f"{role}.device_mapping", f"a tensor-parallel group spans nodes and will be slow: {placement}"
+                )
+            else:
+                report.error(
+                    f"{role}.device_mapping", f"an engine must be on one node: {placement}; lower num_gpus_per_worker"
+                )
+            break
+
+
+def check_fits_machine(config: BaseConfig, hardware: Hardware, report: Report) -> None:
+    """On cpu, more devices than cores need `num_devices_per_node`."""
+    if config.num_devices_per_node is not None or config.platform != "cpu":
+        return
+    for role, worker in config.device_roles().items():
+        highest = max(worker.device_mapping)
+        if highest >= hardware.cores:
+            report.error(
+                f"{role}.device_mapping",
+                f"device {highest} does not exist: this machine has {hardware.cores} cores, so devices 0 to "
+                f"{hardware.cores - 1}; use those, or set num_devices_per_node: {highest + 1} to put several on a core",
+            )

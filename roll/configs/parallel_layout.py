@@ -1,0 +1,140 @@
+"""The devices of a role: the `device_mapping` of the YAML, and how ranks are split into parallel dimensions."""
+
+from __future__ import annotations
+
+import ast
+import re
+import reprlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+MAX_DEVICES = 1_000_000
+"""Limit of device numbers: a typing error must not fill the memory with ranks."""
+
+ALLOWED_FORMS = "a list of ranks, '0-7,16-23', or 'list(range(0,8))' and sums of these"
+
+
+def parse_device_mapping(value: Any) -> list[int]:
+    """Global device ranks in the order given, without duplicates.
+
+    Raises:
+        ValueError: the text is none of the allowed forms, a rank is negative, or a rank is given twice.
+    """
+    ranks = _ranks(value)
+    if any(rank < 0 for rank in ranks):
+        raise ValueError(f"{value!r} contains a negative device")
+    if ranks and max(ranks) >= MAX_DEVICES:
+        raise ValueError(
+            f"{reprlib.repr(value)} contains device {reprlib.repr(max(ranks))}; the last is {MAX_DEVICES - 1}"
+        )
+    twice = sorted(rank for rank, count in Counter(ranks).items() if count > 1)
+    if twice:
+        raise ValueError(f"{value!r} contains device {twice[0]} twice")
+    return ranks
+
+
+def spans(ranks: Sequence[int]) -> str:
+    """Ranks as `0-7,16-23`, in the order given."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][1] + 1:
+            parts[-1][1] = rank
+        else:
+            parts.append([rank, rank])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+
+
+def _ranks(value: Any) -> list[int]:
+    if value is None:
+        return []
+    if isinstance(value, int) and not isinstance(value, bool):
+        return [value]
+    if isinstance(value, list | tuple):
+        if all(isinstance(item, int) and not isinstance(item, bool) for item in value):
+            return list(value)
+        raise ValueError(f"{value!r} is not a list of whole numbers; use {ALLOWED_FORMS}")
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is not {ALLOWED_FORMS}")
+    text = value.strip()
+    if re.fullmatch(r"\d+(-\d+)?(\s*,\s*\d+(-\d+)?)*", text):
+        return [rank for part in text.split(",") for rank in _span(part)]
+    try:
+        return _evaluate(ast.parse(text, mode="eval").body)
+    except _TooMany:
+        raise
+    except (RecursionError, MemoryError):
+        raise ValueError(f"{reprlib.repr(value)} has too many parts; write spans, such as '0-7,16-23'") from None
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"{value!r} is not {ALLOWED_FORMS}") from error
+
+
+def _span(part: str) -> list[int]:
+    first, _, last = part.strip().partition("-")
+    ranks = _listed(range(int(first), int(last or first) + 1))
+    if not ranks:
+        raise ValueError(f"the span {part.strip()!r} is empty; write the smaller rank first")
+    return ranks
+
+
+def _evaluate(node: ast.expr) -> list[int]:
+    """Lists, `list(range(...))`, and their sums; anything else is refused."""
+    if isinstance(node, ast.List):
+        return [_whole(item) for item in node.elts]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _evaluate(node.left) + _evaluate(node.right)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
+        if node.func.id == "list" and len(node.args) == 1:
+            return _evaluate(node.args[0])
+        if node.func.id == "range" and 1 <= len(node.args) <= 3:
+            return _listed(range(*(_whole(item) for item in node.args)))
+    raise ValueError(ast.dump(node))
+
+
+class _TooMany(ValueError):
+    """A span of more devices than MAX_DEVICES."""
+
+
+def _listed(span: range) -> list[int]:
+    if len(span) > MAX_DEVICES:
+        raise _TooMany(f"{span.start} to {span.stop} are more than {MAX_DEVICES} devices")
+    return list(span)
+
+
+def _whole(node: ast.expr) -> int:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    raise ValueError(ast.dump(node))
+
+
+@dataclass(frozen=True)
+class RankCoordinates:
+    """Index of one rank in each parallel dimension."""
+
+    tensor: int
+    data: int
+    pipeline: int
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """Sizes of the parallel dimensions of one role, in Megatron's order: tensor, data, pipeline (fastest first)."""
+
+    tensor: int = 1
+    data: int = 1
+    pipeline: int = 1
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks: the product of the sizes."""
+        return self.tensor * self.data * self.pipeline
+
+    def coordinates(self, rank: int) -> RankCoordinates:
+        """Inverse of `rank`: rank = tensor + T * (data + D * pipeline)."""
+        tensor, rest = rank % self.tensor, rank // self.tensor
+        return RankCoordinates(tensor=tensor, data=rest % self.data, pipeline=rest // self.data)
+
+    def rank(self, tensor: int, data: int, pipeline: int) -> int:
+        """The rank with these coordinates."""
+        return tensor + self.tensor * (data + self.data * pipeline)

@@ -1,0 +1,422 @@
+"""The roles of a run: one dataclass for each, so that a key a role does not read does not exist there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from roll.configs.parallel_layout import ParallelLayout, parse_device_mapping
+from roll.configs.schema import Condition, environment, needs, one_or_many, option
+
+ENGINES = ("megatron_train", "megatron_infer", "sglang")
+"""Values of `strategy_name`; each role runs one of them."""
+
+TORCH_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""torch's name of each value of `dtype`."""
+
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+"""Bytes of one number of each value of `dtype`; the plan of a run is made without torch."""
+
+TEMPLATES = ("native", "none", "chatml", "qwen2_5", "qwen3", "llama3")
+"""Values of `data_args.template`; `roll.datasets.templates` defines them."""
+
+
+def pipelines(*names: str, reason: str, is_error: bool = False) -> Condition:
+    """The condition of keys that only these pipelines read."""
+    return Condition(lambda config, _: config.pipeline in names, reason, ("pipeline",), is_error)
+
+
+RESPONSES_SCORED = pipelines("rlvr", "agentic", reason="supervised fine-tuning scores no response")
+FILES_READ = pipelines("rlvr", "sft", reason="environments are described in custom_envs", is_error=True)
+COLUMNS_READ = pipelines("rlvr", "sft", reason="observations come from environments, not from files")
+ENGINE_RUNS = pipelines("rlvr", "agentic", reason="supervised fine-tuning generates nothing and updates no engine")
+POLICY_LOSS = pipelines("rlvr", "agentic", reason="supervised fine-tuning has no policy loss", is_error=True)
+FORWARD_PASSES = Condition(
+    lambda config, _: config.pipeline != "sft" or config.eval_steps > 0,
+    "eval_steps is 0, and only validation runs forward passes without a backward pass",
+    ("pipeline", "eval_steps"),
+)
+
+
+@dataclass
+class ModelArguments:
+    """Which model a role runs and in which precision."""
+
+    model_name_or_path: str | None = option(None, "Folder of a HF model; default: the pipeline's `pretrain`.")
+    dtype: Literal["fp32", "bf16", "fp16"] = option("bf16", "Precision of weights and activations.")
+
+
+@dataclass
+class MegatronModelArguments(ModelArguments):
+    """A model that Megatron runs."""
+
+    attn_implementation: Literal["auto", "sdpa", "fa2"] = option(
+        "auto", "Attention kernel: fa2 needs platform cuda with Transformer Engine; sdpa runs everywhere."
+    )
+
+
+@dataclass
+class TrainModelArguments(MegatronModelArguments):
+    """A model that is trained."""
+
+    disable_gradient_checkpointing: bool = option(
+        False, "If false, strategy_config.recompute_granularity applies; true refuses it."
+    )
+
+
+@dataclass
+class TrainingArguments:
+    """One optimizer and its schedule."""
+
+    learning_rate: float = option(1e-6, "Peak learning rate.", gt=0)
+    min_learning_rate: float = option(
+        0.0,
+        "Learning rate at the end of the schedule.",
+        ge=0,
+        only_for=needs(
+            "lr_scheduler_type",
+            "lr_scheduler_type is constant; use linear or cosine",
+            accepts=lambda kind: kind != "constant",
+        ),
+    )
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = option("constant", "Shape after warm-up.")
+    warmup_steps: int = option(0, "Optimizer steps of linear warm-up.", ge=0)
+    warmup_ratio: float = option(
+        0.0, "Warm-up as a share of all optimizer steps; exclusive with warmup_steps.", ge=0, le=1
+    )
+    weight_decay: float = option(0.0, "Decoupled weight decay.", ge=0)
+    adam_beta1: float = option(0.9, "First Adam decay.", ge=0, le=1)
+    adam_beta2: float = option(0.999, "Second Adam decay.", ge=0, le=1)
+    adam_epsilon: float = option(1e-8, "Adam denominator offset.", gt=0)
+    per_device_train_batch_size: int = option(1, "Samples of one micro-batch on one data-parallel rank.", ge=1)
+    gradient_accumulation_steps: int = option(1, "Micro-batches of one optimizer step.", ge=1)
+
+    def samples_per_optimizer_step(self, data_parallel: int) -> int:
+        """per_device_train_batch_size x gradient_accumulation_steps x data-parallel size."""
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps * data_parallel
+
+
+@dataclass
+class DataArguments:
+    """Where prompts come from and the names of their columns."""
+
+    file_name: list[str] = option(
+        factory=list,
+        parse=one_or_many,
+        help="JSONL or parquet files; a single name is taken as a list of one.",
+        only_for=FILES_READ,
+    )
+    template: str = option(
+        "native",
+        "Chat template: `native` is the tokenizer's own, `none` leaves the prompt unchanged, or a built-in one.",
+    )
+    id: str = option(
+        "id", "Column of the prompt's identity; missing ids are made from the file and line.", only_for=COLUMNS_READ
+    )
+    tag: str = option("tag", "Column that chooses the reward of the sample.", only_for=(COLUMNS_READ, RESPONSES_SCORED))
+    prompt: str = option("prompt", "Column with the question as text.", only_for=COLUMNS_READ)
+    messages: str = option(
+        "messages", "Column with chat messages; used where present instead of `prompt`.", only_for=COLUMNS_READ
+    )
+    response: str = option(
+        "solution",
+        "Column with the answer: SFT's target, and the ground truth where `ground_truth` is absent.",
+        only_for=COLUMNS_READ,
+    )
+    ground_truth: str = option(
+        "ground_truth",
+        "Column with the exact answer the reward compares with.",
+        only_for=(COLUMNS_READ, RESPONSES_SCORED),
+    )
+    mask_history: bool = option(
+        True, "SFT: learn the last answer of a conversation only; false learns every answer of the assistant."
+    )
+
+
+@dataclass
+class TrainDataArguments(DataArguments):
+    """The data of training."""
+
+    shuffle: bool = option(True, "Draw a new order, seeded, for every pass over the data.", only_for=COLUMNS_READ)
+
+
+@dataclass
+class GeneratingArguments:
+    """How responses are sampled."""
+
+    max_new_tokens: int | None = option(None, "Longest response in tokens; default: response_length.", ge=1)
+    temperature: float = option(1.0, "Sampling temperature; training logits are divided by the same value.", ge=0)
+    top_p: float = option(
+        1.0, "Nucleus mass; below 1 the engine's log-probs are those of another distribution.", gt=0, le=1
+    )
+    top_k: int = option(0, "Most likely tokens to sample from; 0 means all.", ge=0)
+    repetition_penalty: float = option(1.0, "1 is off; any other value biases every ratio.", gt=0)
+    num_return_sequences: int | None = option(None, "Samples per prompt; default: num_return_sequences_in_group.", ge=1)
+    num_beams: Literal[1] = option(1, "Beam search is not sampling: only 1.")
+    stop_strings: list[str] = option(
+        factory=list, parse=one_or_many, help="Strings that end a response; each must be one token of the tokenizer."
+    )
+
+
+@dataclass
+class MegatronConfig:
+    """`strategy_config` of megatron_infer, and what megatron_train shares with it."""
+
+    tensor_model_parallel_size: int = option(1, "Ranks one layer is split over.", ge=1)
+    pipeline_model_parallel_size: int = option(1, "Stages the layers are split into.", ge=1)
+    expert_model_parallel_size: int = option(
+        1, "Ranks experts are split over; the dense families here allow 1.", ge=1, le=1
+    )
+    context_parallel_size: int = option(1, "Ranks one sequence is split over; only 1 is available.", ge=1, le=1)
+    sequence_parallel: bool = option(
+        False, "Split norms and residuals along the sequence over the tensor-parallel ranks."
+    )
+    bias_activation_fusion: bool = option(False, "Fused bias and activation kernel (cuda only).")
+    apply_rope_fusion: bool = option(False, "Fused rotary embedding kernel (cuda with Transformer Engine only).")
+
+
+@dataclass
+class MegatronTrainConfig(MegatronConfig):
+    """`strategy_config` of megatron_train."""
+
+    use_distributed_optimizer: bool = option(True, "Shard fp32 weights and Adam state over data-parallel ranks.")
+    overlap_grad_reduce: bool = option(False, "Reduce gradients while the backward pass runs (cuda only).")
+    recompute_granularity: Literal["full", "selective"] | None = option(
+        None, "Recompute activations in the backward pass."
+    )
+    accumulate_allreduce_grads_in_fp32: bool = option(True, "Keep and reduce gradients in fp32.")
+
+
+def _engine_of(role: str, engine: str) -> Callable[[Any], Any]:
+    """A parser of `strategy_name` that accepts the one engine of a role."""
+
+    def parse(value: Any) -> Any:
+        if value == engine:
+            return value
+        if isinstance(value, str) and value in ENGINES:
+            raise ValueError(f"{value} cannot run {role}; use {engine}")
+        shown = "null" if value is None else repr(value)
+        raise ValueError(f"{shown} is not one of {', '.join(ENGINES)}; use {engine}")
+
+    return parse
+
+
+@dataclass
+class StrategyArguments:
+    """Which engine a role runs, and the options of that engine in `strategy_config`."""
+
+    strategy_name: str
+
+
+@dataclass
+class MegatronTrainArguments(StrategyArguments):
+    """Megatron-Core with an optimizer."""
+
+    strategy_name: Literal["megatron_train"] = option(
+        "megatron_train", "The engine.", parse=_engine_of("actor_train", "megatron_train"), decides_section=True
+    )
+    strategy_config: MegatronTrainConfig = option(factory=MegatronTrainConfig, help="Options of Megatron.")
+
+
+@dataclass
+class MegatronInferArguments(StrategyArguments):
+    """Megatron-Core for forward passes."""
+
+    strategy_name: Literal["megatron_infer"] = option(
+        "megatron_infer", "The engine.", parse=_engine_of("reference", "megatron_infer"), decides_section=True
+    )
+    strategy_config: MegatronConfig = option(factory=MegatronConfig, help="Options of Megatron.")
+
+
+@dataclass
+class SGLangArguments(StrategyArguments):
+    """SGLang."""
+
+    strategy_name: Literal["sglang"] = option(
+        "sglang", "The engine.", parse=_engine_of("actor_infer", "sglang"), decides_section=True
+    )
+    strategy_config: dict[str, Any] = option(
+        factory=dict, help="Options of SGLang's ServerArgs, passed through by name."
+    )
+
+
+@dataclass(frozen=True)
+class AbsentKey:
+    """Why a role does not have a key that other roles have; an error if readers would rely on it."""
+
+    reason: str
+    is_error: bool = False
+
+
+NO_POLICY_LOSS = AbsentKey("only actor_train has a policy loss", is_error=True)
+NO_OPTIMIZER = AbsentKey("only actor_train has an optimizer")
+ONE_DEVICE_PER_RANK = AbsentKey(
+    "a Megatron rank has one device; set strategy_config.tensor_model_parallel_size instead", is_error=True
+)
+
+
+@dataclass
+class RoleConfig:
+    """A role that owns devices; its ranks own those of `device_mapping` in order."""
+
+    absent_keys: ClassVar[dict[str, AbsentKey]] = {}
+    """Keys of other roles -> why this role does not have them, where the reason is more than which role has them."""
+
+    model_args: ModelArguments = option(factory=ModelArguments, help="The role's model.")
+    strategy_args: StrategyArguments = option(factory=MegatronInferArguments, help="The role's engine.")
+    device_mapping: list[int] = option(
+        factory=list,
+        help="Global device ranks: a list, `0-7,16-23`, or `list(range(0,8))`.",
+        parse=parse_device_mapping,
+    )
+    system_envs: dict[str, str] = option(
+        factory=dict, parse=environment, help="Environment variables of the role's processes."
+    )
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """How the devices are split into parallel dimensions; here one data-parallel rank each."""
+        return ParallelLayout(data=max(1, len(self.device_mapping)))
+
+
+@dataclass
+class MegatronRoleConfig(RoleConfig):
+    """A role that runs Megatron-Core, one rank on each device."""
+
+    model_args: MegatronModelArguments = option(factory=MegatronModelArguments, help="The role's model.")
+    strategy_args: MegatronTrainArguments | MegatronInferArguments = option(
+        factory=MegatronInferArguments, help="The role's engine."
+    )
+    infer_batch_size: int = option(
+        16,
+        "Samples of one forward micro-batch (log-probs) on one data-parallel rank.",
+        ge=1,
+        only_for=(
+            FORWARD_PASSES,
+            needs(
+                "use_dynamic_batching_in_infer",
+                "use_dynamic_batching_in_infer forms forward micro-batches by tokens",
+                accepts=lambda dynamic: not dynamic,
+            ),
+        ),
+    )
+    use_dynamic_batching_in_infer: bool = option(
+        False, "Form forward micro-batches by tokens instead of by count.", only_for=FORWARD_PASSES
+    )
+    max_tokens_per_microbatch_in_infer: int = option(
+        0,
+        "Padded tokens of one forward micro-batch; needed with dynamic batching.",
+        ge=0,
+        only_for=(FORWARD_PASSES, needs("use_dynamic_batching_in_infer", "use_dynamic_batching_in_infer is false")),
+    )
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """How the devices are split into parallel dimensions."""
+        megatron = self.strategy_args.strategy_config
+        tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+        data = max(1, len(self.device_mapping) // (tensor * pipeline))
+        return ParallelLayout(tensor=tensor, data=data, pipeline=pipeline)
+
+    @property
+    def forward_token_limit(self) -> int | None:
+        """Padded tokens of one forward micro-batch; None if micro-batches are formed by count."""
+        return self.max_tokens_per_microbatch_in_infer if self.use_dynamic_batching_in_infer else None
+
+
+@dataclass
+class ActorTrainConfig(MegatronRoleConfig):
+    """`actor_train`: the policy that is trained."""
+
+    absent_keys: ClassVar[dict[str, AbsentKey]] = {
+        "generating_args": AbsentKey("training samples are drawn by actor_infer.generating_args", is_error=True),
+        "num_gpus_per_worker": ONE_DEVICE_PER_RANK,
+    }
+
+    model_args: TrainModelArguments = option(factory=TrainModelArguments, help="The role's model.")
+    strategy_args: MegatronTrainArguments = option(factory=MegatronTrainArguments, help="The role's engine.")
+    training_args: TrainingArguments = option(factory=TrainingArguments, help="The optimizer.")
+    data_args: TrainDataArguments = option(factory=TrainDataArguments, help="The training data.")
+    use_dynamic_batching_in_train: bool = option(False, "Form training micro-batches by tokens instead of by count.")
+    max_tokens_per_microbatch_in_train: int = option(
+        0,
+        "Padded tokens of one training micro-batch; needed with dynamic batching.",
+        ge=0,
+        only_for=needs("use_dynamic_batching_in_train", "use_dynamic_batching_in_train is false"),
+    )
+    pg_variant: str = option("ppo", "Policy loss; see docs/algorithms.md for the known ones.", only_for=POLICY_LOSS)
+
+    @property
+    def training_token_limit(self) -> int | None:
+        """Padded tokens of one training micro-batch; None if micro-batches are formed by count."""
+        return self.max_tokens_per_microbatch_in_train if self.use_dynamic_batching_in_train else None
+
+    @property
+    def samples_per_optimizer_step(self) -> int:
+        """Samples of one optimizer step over all data-parallel ranks."""
+        return self.training_args.samples_per_optimizer_step(self.layout.data)
+
+
+@dataclass
+class ReferenceConfig(MegatronRoleConfig):
+    """`reference`: the frozen model of the KL terms."""
+
+    absent_keys: ClassVar[dict[str, AbsentKey]] = {
+        "pg_variant": NO_POLICY_LOSS,
+        "training_args": NO_OPTIMIZER,
+        "num_gpus_per_worker": ONE_DEVICE_PER_RANK,
+        "strategy_args": AbsentKey("the reference is not trained"),
+        "model_args": AbsentKey("the reference is not trained"),
+    }
+
+    strategy_args: MegatronInferArguments = option(factory=MegatronInferArguments, help="The role's engine.")
+
+
+@dataclass
+class ActorInferConfig(RoleConfig):
+    """`actor_infer`: the engines that generate, each on `num_gpus_per_worker` devices."""
+
+    absent_keys: ClassVar[dict[str, AbsentKey]] = {
+        "pg_variant": NO_POLICY_LOSS,
+        "training_args": NO_OPTIMIZER,
+        "data_args": AbsentKey("prompts are read by actor_train.data_args"),
+        "infer_batch_size": AbsentKey("the engine forms its own batches; max_running_requests bounds them"),
+        "model_args": AbsentKey("the engine chooses its own kernels"),
+    }
+
+    strategy_args: SGLangArguments = option(factory=SGLangArguments, help="The role's engine.")
+    generating_args: GeneratingArguments = option(factory=GeneratingArguments, help="The sampling of training.")
+    num_gpus_per_worker: int = option(1, "Devices of one engine: its tensor-parallel size.", ge=1)
+    max_running_requests: int = option(128, "Requests one engine runs at a time.", ge=1)
+    generation_timeout_s: float = option(120.0, "Seconds one request may take before it is aborted and retried.", gt=0)
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """`tensor`: devices of one engine; `data`: number of engines."""
+        engines = len(self.device_mapping) // self.num_gpus_per_worker
+        return ParallelLayout(tensor=self.num_gpus_per_worker, data=max(1, engines))
+
+
+@dataclass
+class ValidationConfig:
+    """`validation`: data and sampling of validation, which runs on the engines of actor_infer."""
+
+    absent_keys: ClassVar[dict[str, AbsentKey]] = {
+        "pg_variant": NO_POLICY_LOSS,
+        "training_args": NO_OPTIMIZER,
+        "device_mapping": AbsentKey("validation generates on actor_infer's devices", is_error=True),
+        "strategy_args": AbsentKey("validation generates with actor_infer's engine", is_error=True),
+        "data_args.shuffle": AbsentKey("validation runs over all of its data"),
+    }
+
+    data_args: DataArguments = option(factory=DataArguments, help="The validation data.")
+    generating_args: GeneratingArguments = option(
+        factory=GeneratingArguments, help="The sampling of validation.", only_for=ENGINE_RUNS
+    )
+
+
+DEVICE_ROLES = ("actor_train", "actor_infer", "reference")
+"""Roles that can own devices, in the order they are shown."""
+
+ROLES = (*DEVICE_ROLES, "validation")

@@ -1,0 +1,233 @@
+"""The policy gradient: estimators, losses, KL terms, corrections and sampling that exist and fit together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from roll.configs.agentic import AgenticConfig
+from roll.configs.errors import Report
+from roll.configs.pipeline import RLConfig, RLVRConfig
+from roll.configs.policy import ADV_ESTIMATORS, GROUP_ESTIMATORS, PG_VARIANTS, RATIO_WEIGHTED_VARIANTS, TURN_ESTIMATORS
+from roll.configs.suggestions import nearest
+
+
+def check_algorithm(config: RLConfig, report: Report) -> None:
+    """Names are known, groups are large enough, and terms that are on have a weight."""
+    check_name("adv_estimator", config.adv_estimator, ADV_ESTIMATORS, report)
+    check_name("actor_train.pg_variant", config.actor_train.pg_variant, PG_VARIANTS, report)
+    if config.adv_estimator in TURN_ESTIMATORS and isinstance(config, RLVRConfig):
+        report.error(
+            "adv_estimator",
+            f"{config.adv_estimator} needs trajectories of several turns, and pipeline rlvr has one turn; use grpo or "
+            "reinforce",
+        )
+    group = config.num_return_sequences_in_group
+    if config.adv_estimator in GROUP_ESTIMATORS and group == 1:
+        report.error(
+            "train_env_manager.group_size" if isinstance(config, AgenticConfig) else "num_return_sequences_in_group",
+            f"1 gives every sample of {config.adv_estimator} advantage 0, so nothing is learned; use at least 2, "
+            "or adv_estimator reinforce",
+        )
+    if config.adv_estimator == "lite_ppo" and config.loss_agg_mode != "token-mean":
+        report.warn("loss_agg_mode", f"{config.loss_agg_mode} is not the aggregation of lite_ppo; use token-mean")
+    if not config.is_num_return_sequences_expand and group > 1:
+        report.error(
+            "is_num_return_sequences_expand",
+            "false is not available: each sample is a request with its own seed; set it to true or leave it out",
+        )
+    if config.use_kl_loss and config.kl_loss_coef == 0:
+        report.error("kl_loss_coef", "0 turns off the KL that use_kl_loss requires; use a weight such as 0.001")
+    if config.add_token_level_kl and config.init_kl_coef == 0:
+        report.error("init_kl_coef", "0 turns off the KL that add_token_level_kl requires; use a weight such as 0.001")
+    if config.adv_estimator in GROUP_ESTIMATORS and config.add_token_level_kl:
+        report.warn(
+            "add_token_level_kl",
+            f"with {config.adv_estimator} the KL of a response is summed into its one score; use_kl_loss keeps it per "
+            "token",
+        )
+    _check_old_log_probs(config, report)
+
+
+def check_name(path: str, name: str, known: Sequence[str], report: Report) -> None:
+    """Reports an unknown name together with the known ones."""
+    if name not in known:
+        like = nearest(name, known)
+        hint = f"; did you mean {like}?" if like else ""
+        report.error(path, f"{name!r} is not known; known: {', '.join(known)}{hint}")
+
+
+def _check_old_log_probs(config: RLConfig, report: Report) -> None:
+    if config.old_log_probs_source != "behavior" or config.async_generation_ratio > 0:
+        return
+    report.warn(
+        "old_log_probs_source",
+        "behavior in synchronous training uses the engine's log-probs instead of the trainer's, so the first ratio "
+        "is not exactly 1; auto recomputes them",
+    )
+
+
+def check_policy(config: RLConfig, report: Report) -> None:
+    """The base of the ratio exists, bounds are in order, nothing is counted twice, and stale samples are corrected."""
+    _check_base(config, report)
+    _check_bounds(config, report)
+    _check_rejection(config, report)
+    if config.correction.renormalize and config.old_log_probs_source == "behavior":
+        report.error(
+            "correction.renormalize",
+            "true needs to know the kept tokens before the loss is computed, but with old_log_probs_source behavior "
+            "they depend on the current policy; set that to recompute, or leave renormalize out",
+        )
+    _check_counted_once(config, report)
+    if config.async_generation_ratio > 0:
+        _check_corrected(config, report)
+
+
+def _check_base(config: RLConfig, report: Report) -> None:
+    variant = config.actor_train.pg_variant
+    if variant == "decoupled_ppo" and config.pg_ratio_base == "behavior":
+        report.error(
+            "pg_ratio_base",
+            "behavior leaves decoupled_ppo without its proximal policy; leave it out, or use pg_variant ppo",
+        )
+    if config.old_log_probs_source != "behavior":
+        return
+    if variant == "decoupled_ppo":
+        report.error(
+            "old_log_probs_source",
+            "behavior makes the proximal policy of decoupled_ppo the sampling one, so its weights are 1; leave it out, "
+            "or use pg_variant ppo",
+        )
+    elif config.pg_ratio_base == "proximal":
+        report.error(
+            "pg_ratio_base",
+            "proximal needs a proximal policy, but old_log_probs_source is behavior; set that to recompute, or leave "
+            "pg_ratio_base out",
+        )
+
+
+def _check_bounds(config: RLConfig, report: Report) -> None:
+    weights, rejection = config.correction.weights, config.correction.rejection
+    pairs: dict[str, tuple[float, float]] = {
+        "tis_lower_bound": (config.tis_lower_bound, config.tis_upper_bound),
+        "correction.weights.lower": (weights.lower, weights.upper),
+    }
+    if rejection.lower is not None and rejection.upper is not None:
+        pairs["correction.rejection.lower"] = (rejection.lower, rejection.upper)
+    for path, (lower, upper) in pairs.items():
+        if lower > upper:
+            report.error(path, f"{lower:g} is above the upper bound {upper:g}; swap them")
+    if config.topr_positive_weight == config.topr_negative_weight == 0:
+        report.error("topr_positive_weight", "0, and topr_negative_weight 0 too: nothing is learned; give one a weight")
+
+
+def _check_rejection(config: RLConfig, report: Report) -> None:
+    rejection, path = config.correction.rejection, "correction.rejection"
+    if rejection.statistic is not None and not rejection.lower and rejection.upper is None:
+        bounds = {"k1": "lower: 0.5, upper: 2.0", "k2": "upper: 0.1", "k3": "upper: 0.01"}[rejection.statistic]
+        given = "without bounds" if rejection.lower is None else "with a lower bound of 0 alone"
+        report.error(f"{path}.statistic", f"{rejection.statistic} {given} rejects nothing; give some, such as {bounds}")
+    agreement = 1.0 if rejection.statistic == "k1" else 0.0
+    if rejection.statistic is not None and not _inside(agreement, rejection.lower, rejection.upper):
+        report.warn(path, f"also rejects on-policy samples: {rejection.statistic} of equal policies is {agreement:g}")
+    veto = config.correction.veto_threshold
+    if veto is not None and veto > 1:
+        report.warn(
+            "correction.veto_threshold", f"{veto:g} also rejects on-policy samples: their ratio is 1; use less than 1"
+        )
+    weights = config.correction.weights
+    if config.correction.weighted and weights.mode == "mask" and not _inside(1.0, weights.lower, weights.upper):
+        report.warn("correction.weights", "mask also leaves out on-policy samples: their weight is 1")
+
+
+def _inside(value: float, lower: float | None, upper: float | None) -> bool:
+    return (lower is None or value >= lower) and (upper is None or value <= upper)
+
+
+def _check_counted_once(config: RLConfig, report: Report) -> None:
+    variant, weights = config.actor_train.pg_variant, config.correction.weights
+    if not config.correction.weighted or variant not in RATIO_WEIGHTED_VARIANTS or config.pg_ratio_base != "behavior":
+        return
+    report.error(
+        "correction.weights.level",
+        f"{weights.level} would count the distance to the sampling policy twice: the ratio of {variant} is "
+        "already taken against it; leave correction.weights out, or set pg_ratio_base: proximal and "
+        "old_log_probs_source: recompute",
+    )
+
+
+def _check_corrected(config: RLConfig, report: Report) -> None:
+    """Stale samples need a ratio against the sampling policy or weights for it, unless explicitly allowed without."""
+    variant = config.actor_train.pg_variant
+    if config.correction.weighted:
+        return
+    if variant == "vanilla" and "actor_train.pg_variant" in config.source.given:
+        report.warn(
+            "actor_train.pg_variant",
+            "vanilla does not correct for the age of samples; ppo and tis do, and vanilla does with "
+            "correction.weights.level: token",
+        )
+        return
+    if config.pg_ratio_base == "behavior" and variant != "vanilla":
+        return
+    path = "pg_ratio_base" if "pg_ratio_base" in config.source.given else "old_log_probs_source"
+    message = (
+        f"{getattr(config, path)} with async_generation_ratio {config.async_generation_ratio:g} computes the ratio of "
+        f"{variant} against the policy just before the update, not against the older one that sampled"
+    )
+    if config.allow_uncorrected_off_policy:
+        report.warn(path, f"{message}; allowed by allow_uncorrected_off_policy")
+    else:
+        report.error(
+            path,
+            f"{message}; leave it out, or correct with actor_train.pg_variant: decoupled_ppo or "
+            "correction.weights.level: token, or set allow_uncorrected_off_policy: true",
+        )
+
+
+def check_sampling(config: RLConfig, report: Report) -> None:
+    """Temperature, truncation, penalties and lengths of the samples trained on, and the lengths of validation."""
+    sampling, path = config.actor_infer.generating_args, "actor_infer.generating_args"
+    if sampling.temperature <= 0:
+        report.error(
+            f"{path}.temperature",
+            f"{sampling.temperature:g} is greedy: all samples of a prompt would be equal, with nothing to train on; "
+            "use above 0, such as 1.0 (validation may use 0)",
+        )
+    agentic = isinstance(config, AgenticConfig)
+    if not agentic and sampling.num_return_sequences != config.num_return_sequences_in_group:
+        report.error(
+            f"{path}.num_return_sequences",
+            f"{sampling.num_return_sequences} is not num_return_sequences_in_group "
+            f"{config.num_return_sequences_in_group}; leave it out",
+        )
+    if sampling.repetition_penalty != 1:
+        report.warn(
+            f"{path}.repetition_penalty",
+            f"{sampling.repetition_penalty:g} changes the distribution sampled from, but not the log-probs the engine "
+            "returns: every ratio is biased; use 1.0",
+        )
+    _check_truncation(config, report)
+    if agentic:
+        return
+    for role in ("actor_infer", "validation"):
+        longest = getattr(config, role).generating_args.max_new_tokens
+        if longest is not None and config.response_length is not None and longest > config.response_length:
+            report.error(
+                f"{role}.generating_args.max_new_tokens",
+                f"{longest} is above response_length {config.response_length}; use at most that, or leave it out",
+            )
+
+
+def _check_truncation(config: RLConfig, report: Report) -> None:
+    sampling = config.actor_infer.generating_args
+    cuts = [f"top_p {sampling.top_p:g}"] * (sampling.top_p < 1) + [f"top_k {sampling.top_k}"] * (sampling.top_k > 0)
+    if not cuts:
+        return
+    message = (
+        f"{' and '.join(cuts)} sample from a truncated distribution, but the engine returns log-probs of the whole "
+        "one: every ratio and KL is biased; use top_p 1.0 and top_k 0"
+    )
+    if config.on_truncated_sampling == "refuse":
+        report.error("actor_infer.generating_args", f"{message} (on_truncated_sampling is refuse)")
+    else:
+        report.warn("actor_infer.generating_args", message)

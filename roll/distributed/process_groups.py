@@ -1,0 +1,100 @@
+"""Ports and stores of process groups, and the groups in which training ranks broadcast weights to engines.
+
+A port that is looked up first and bound later may meanwhile be taken by any outgoing connection on the machine. Here a
+port is bound when it is chosen, and its listening socket is handed to the store that serves on it. Imports torch inside
+functions: worker processes hold ports before they are ready to import torch.
+"""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, TCPStore  # type: ignore[attr-defined]
+
+_held: dict[int, socket.socket] = {}
+
+
+def open_port() -> socket.socket:
+    """A socket that listens on a free port of all interfaces."""
+    dual = socket.has_dualstack_ipv6()
+    return socket.create_server(("", 0), family=socket.AF_INET6 if dual else socket.AF_INET, dualstack_ipv6=dual)
+
+
+def hold_port(listener: socket.socket | None = None) -> int:
+    """Holds a port for a store of this process: that of `listener`, or else a free one. Returns its number."""
+    listener = listener or open_port()
+    port = int(listener.getsockname()[1])
+    _held[port] = listener
+    return port
+
+
+def release_port(port: int) -> None:
+    """Closes a held port; does nothing where the port was used by a store or never held."""
+    listener = _held.pop(port, None)
+    if listener is not None:
+        listener.close()
+
+
+def serve_store(address: str, port: int, world_size: int, timeout: timedelta) -> TCPStore:
+    """Serves the store at `address`:`port`, on the listening socket if this process holds that port.
+
+    Raises:
+        torch.distributed.DistNetworkError: this process does not hold the port and another process has bound it.
+        torch.distributed.DistStoreError: fewer than `world_size` ranks joined within `timeout`.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    listener = _held.pop(port, None)
+    descriptor = None if listener is None else listener.detach()
+    return TCPStore(address, port, world_size, is_master=True, timeout=timeout, master_listen_fd=descriptor)
+
+
+@dataclass(frozen=True)
+class BroadcastGroup:
+    """The group of one pipeline stage: its source rank is rank 0, the ranks of all engines follow.
+
+    Attributes:
+        name: unique in a run, retries included.
+        address: of the source's node.
+        port: held by the source.
+        world_size: 1 + the ranks of all engines.
+        backend: gloo or nccl.
+    """
+
+    name: str
+    address: str
+    port: int
+    world_size: int
+    backend: str
+
+
+def join_as_source(group: BroadcastGroup, timeout_s: float) -> ProcessGroup:
+    """Joins as rank 0 and waits for the engines.
+
+    The engines join through SGLang, which builds a group from the same store and name; torch has no public function
+    for a group of processes that share no default group.
+
+    Raises:
+        torch.distributed.DistStoreError: not all engines joined within `timeout_s`.
+    """
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+    from torch.distributed import distributed_c10d as c10d
+
+    timeout = timedelta(seconds=timeout_s)
+    store = serve_store(group.address, group.port, group.world_size, timeout)
+    joined, _ = c10d._new_process_group_helper(
+        group.world_size,
+        0,
+        [],
+        c10d.Backend(group.backend),
+        PrefixStore(group.name, store),
+        group_name=c10d.GroupName(group.name),
+        timeout=timeout,
+    )
+    c10d._world.pg_group_ranks[joined] = {rank: rank for rank in range(group.world_size)}
+    source: ProcessGroup = joined
+    return source

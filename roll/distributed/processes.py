@@ -1,0 +1,104 @@
+"""What every process of a run has: its environment, cores, log and garbage collection; and how processes end.
+
+Imports no torch: a worker process is pinned to its cores before torch counts them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+if TYPE_CHECKING:
+    from roll.configs.pipeline import BaseConfig
+
+END_TIMEOUT_S = 5.0
+"""A killed process is gone within milliseconds; an engine's children notice within seconds."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def process_environment(config: BaseConfig, threads: int) -> dict[str, str]:
+    """Environment variables of every process of a run that computes with `threads` threads."""
+    return {**thread_environment(threads), **config.system_envs}
+
+
+def thread_environment(threads: int) -> dict[str, str]:
+    """Environment variables of a process with `threads` compute threads and the driver's import path."""
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+    }
+
+
+def log_file(config: BaseConfig, name: str) -> str:
+    """Path of the log of the process called `name`."""
+    folder = Path(config.logging_dir or Path(config.output_dir) / "logs").absolute()
+    return str(folder / f"{name}.log")
+
+
+def print_to(log_file: str) -> None:
+    """Redirects stdout and stderr, child processes included, to the log; SIGUSR1 adds the stack of every thread."""
+    path = Path(log_file)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
+
+
+def pin(cores: tuple[int, ...]) -> None:
+    """Pins every running thread of this process to `cores`; later threads inherit the affinity."""
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), cores)
+
+
+def end_with_parent() -> None:
+    """Asks the kernel to kill this process when the Ray daemon that started it ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def gc_freeze() -> None:
+    """Exempts all current objects from garbage collection; call it once a process has finished its start-up.
+
+    Modules such as torch and SGLang leave millions of permanent objects. Every full collection would traverse them,
+    half a second at a time, and short-lived small objects such as requests are what triggers full collections.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def gc_unfreeze() -> None:
+    """Makes frozen objects collectable again, so that the collection at process exit finds unused ones."""
+    gc.unfreeze()
+
+
+def descendants(process: psutil.Process) -> list[psutil.Process]:
+    """The process and all processes below it."""
+    try:
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def end(processes: list[psutil.Process]) -> None:
+    """Waits for processes that are ending and kills those that have not ended after END_TIMEOUT_S."""
+    _, alive = psutil.wait_procs(processes, timeout=END_TIMEOUT_S)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(alive, timeout=END_TIMEOUT_S)

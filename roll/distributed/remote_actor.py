@@ -1,0 +1,102 @@
+"""One object in its own process without devices, such as the rollouter."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
+
+import psutil
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from roll.distributed.cluster import CLOSE_TIMEOUT_S
+from roll.distributed.processes import descendants, end, log_file, process_environment
+from roll.distributed.remote_call import CallContext, ConcurrentWorkerActor, RemoteCall
+
+if TYPE_CHECKING:
+    from roll.configs.pipeline import BaseConfig
+
+ObjectT = TypeVar("ObjectT", covariant=True)
+P = ParamSpec("P")
+ResultT = TypeVar("ResultT")
+
+CONCURRENT_CALLS = 100
+"""Calls one remote actor holds at a time."""
+
+
+class RemoteActor(Generic[ObjectT]):
+    """Runs `make(*args)` on the driver's node; coroutines of the object are called by reference, concurrently."""
+
+    def __init__(
+        self,
+        name: str,
+        config: BaseConfig,
+        deadlines: Mapping[str, float],
+        make: Callable[P, ObjectT],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> None:
+        """Starts the process, in which the object is then made; `ready` waits for it.
+
+        Args:
+            name: for messages and the log file.
+            config: of the run.
+            deadlines: seconds by the coroutine's name, where it is not `rpc_timeout_s`.
+            make: gives the object, which has a coroutine `close`.
+            args: of `make`.
+            kwargs: of `make`.
+
+        Raises:
+            ClusterError: the process did not start.
+        """
+        self._name, self._config, self._deadlines, self._ended = name, config, deadlines, False
+        self._log = log_file(config, name)
+        self._actor = self._start()
+        started: RemoteCall[int] = self._remote_call("start", self._actor.process_id.remote(), config.start_timeout_s)
+        self._process = psutil.Process(started.get())
+        self._built: RemoteCall[None] = self._remote_call(
+            "build", self._actor.build.remote(make, {}, *args, **kwargs), config.start_timeout_s
+        )
+
+    def _start(self) -> Any:
+        """Starts the process without waiting for it."""
+        cores = tuple(sorted(os.sched_getaffinity(0)))
+        node = ray.get_runtime_context().get_node_id()
+        actor_cls: Any = ray.remote(ConcurrentWorkerActor)
+        return actor_cls.options(
+            num_cpus=0,
+            max_concurrency=CONCURRENT_CALLS,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+            runtime_env={"env_vars": process_environment(self._config, threads=1)},
+        ).remote(self._name, 0, cores, self._log)
+
+    async def ready(self) -> None:
+        """Waits until the object is made.
+
+        Raises:
+            ClusterError: making it failed.
+        """
+        await self._built
+
+    def call(
+        self, method: Callable[Concatenate[ObjectT, P], Awaitable[ResultT]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> RemoteCall[ResultT]:
+        """Calls one of the object's coroutines, within the deadline of its name."""
+        name = method.__name__
+        deadline_s = self._deadlines.get(name, self._config.rpc_timeout_s)
+        return self._remote_call(name, self._actor.call.remote(name, True, *args, **kwargs), deadline_s)
+
+    def shutdown(self) -> None:
+        """Closes the object and ends its process and child processes; may be called twice."""
+        if self._ended:
+            return
+        self._ended = True
+        processes = descendants(self._process)
+        ray.wait([self._actor.call.remote("close", False)], timeout=CLOSE_TIMEOUT_S)
+        ray.kill(self._actor)
+        end(processes)
+
+    def _remote_call(self, method: str, answer: ray.ObjectRef[Any], timeout_s: float) -> RemoteCall[Any]:
+        context = CallContext(self._name, method, {0: f"log {self._log}"})
+        return RemoteCall(context, [answer], lambda answers: answers[0], timeout_s)

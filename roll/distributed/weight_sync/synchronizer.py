@@ -1,0 +1,386 @@
+"""Weight updates, driven from here: `WeightSynchronizer.update_weights` is one transaction over all engines.
+
+The training ranks' side of each call is in `sender.py`, the engines' side in `receiver.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+from roll.distributed.infer_worker import InferWorker
+from roll.distributed.process_groups import BroadcastGroup
+from roll.distributed.remote_call import deadline_scope
+from roll.distributed.train_worker import TrainWorker
+from roll.distributed.weight_sync.plan import Bucket, check_stages, checksum_differences, make_buckets, spec_bytes
+from roll.distributed.weight_sync.sender import SendResult, StageSource
+
+if TYPE_CHECKING:
+    from roll.configs.pipeline import RLConfig
+    from roll.distributed.cluster import Cluster
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+STEP_GRACE_S = 1.0
+"""What a step gets beyond the deadline of its remote calls, so that they can report which rank did not answer."""
+SHOWN_DIFFERENCES = 5
+"""Tensors named in the message of a failed verification."""
+MEGABYTE = 1 << 20
+
+
+class WeightUpdateError(RuntimeError):
+    """Every attempt of a weight update failed; once an update was begun, the engines stay paused and do not serve."""
+
+
+class VerificationError(RuntimeError):
+    """The weights of an engine differ from those that were sent."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What was sent: bytes, and checksums by the engine's parameter names where they were requested."""
+
+    bytes: int
+    checksums: dict[str, str]
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    """One successful weight update.
+
+    Attributes:
+        version: of the weights.
+        seconds: from the first pause to the last resume, retries included.
+        pause_seconds: during which the engines were paused in the successful attempt, from the end of their last step.
+        bytes: of weights sent, counted once for all engines.
+        verified: whether names and checksums were compared.
+        attempts: 1 when nothing failed.
+        failures: failed attempts of all weight updates so far.
+    """
+
+    version: int
+    seconds: float
+    pause_seconds: float
+    bytes: int
+    verified: bool
+    attempts: int
+    failures: int
+
+    def metrics(self) -> dict[str, float]:
+        """What a step logs, apart from its times."""
+        return {
+            "publish/bytes": float(self.bytes),
+            "publish/verified": float(self.verified),
+            "param_sync_requests": float(self.version + 1 + self.failures),
+            "param_sync_count": float(self.version + 1),
+            "sync_failures": float(self.failures),
+        }
+
+
+class WeightSynchronizer:
+    """Transfers the weights of a training cluster to the engines of an inference cluster.
+
+    An update takes effect completely or not at all. From `begin` to `commit` the engines' weights are stale, and only a
+    complete attempt makes them serve again: after the last failed attempt they stay paused and refuse requests.
+
+    Attributes:
+        stale_weights: whether the engines hold weights of no version.
+    """
+
+    def __init__(
+        self,
+        train: Cluster[TrainWorker],
+        infer: Cluster[InferWorker],
+        config: RLConfig,
+        transport: type[Transport] | None = None,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        """Connects nothing yet.
+
+        Args:
+            train: sends the weights.
+            infer: receives them.
+            config: of the run.
+            transport: how weights are sent; by default as `choose_transport` decides.
+            sleep: waits between attempts; replaced in tests.
+        """
+        self._train, self._infer, self._config, self._sleep = train, infer, config, sleep
+        self._transport = (transport or choose_transport(train, infer))(train, infer, config)
+        self._verified = False
+        self._failures = 0
+        self.stale_weights = False
+
+    async def setup(self) -> None:
+        """Collects what every pipeline stage sends, checks it, and connects the transport.
+
+        Raises:
+            PlanError: two stages send the same tensor.
+            ClusterError: a broadcast group did not form.
+        """
+        described = await self._train.call_all(TrainWorker.describe_weights)
+        sources = sorted((source for source in described if source is not None), key=lambda source: source.stage)
+        check_stages([source.specs for source in sources])
+        self._transport.sources = sources
+        await self._transport.connect()
+
+    async def update_weights(self, version: int) -> UpdateReport:
+        """Transfers the weights of `version` to all engines, in at most `1 + max_sync_retries` attempts.
+
+        The first update is always verified, later ones as `verify_weights` configures.
+
+        Raises:
+            WeightUpdateError: every attempt failed; the message contains each cause.
+        """
+        verify = not self._verified or self._config.verify_weights == "always"
+        start = time.perf_counter()
+        causes: list[str] = []
+        last: Exception | None = None
+        for attempt in range(1, self._config.max_sync_retries + 2):
+            if attempt > 1:
+                await self._sleep(self._config.sync_retry_delay_s)
+            try:
+                pause_seconds, sent = await self._attempt(version, verify)
+            except Exception as error:
+                last = error
+                self._failures += 1
+                causes.append(f"attempt {attempt}: {type(error).__name__}: {error}")
+                logger.warning("weight update to version %d failed, %s", version, causes[-1])
+                await self._clean_up("disconnect", self._transport.disconnect, causes)
+            else:
+                self._verified = True
+                seconds = time.perf_counter() - start
+                return UpdateReport(version, seconds, pause_seconds, sent.bytes, verify, attempt, self._failures)
+        await self._clean_up("abort", lambda: self._infer.call_all(InferWorker.abort_update), causes)
+        state = "the engines are paused and not serving" if self.stale_weights else "no weights were sent"
+        raise WeightUpdateError(
+            f"weight update to version {version} failed in {len(causes)} attempt(s) (max_sync_retries); {state}\n"
+            + "\n".join(causes)
+        ) from last
+
+    async def _attempt(self, version: int, verify: bool) -> tuple[float, Transfer]:
+        """One transaction; all its steps together end by `sync_timeout_s`."""
+        infer, transport = self._infer, self._transport
+        deadline = time.monotonic() + self._config.sync_timeout_s
+        step = partial(self._step, deadline)
+        with deadline_scope(deadline):
+            await step("connect", transport.connect())
+            await step("pause", infer.call_all(InferWorker.pause, self._config.in_flight_policy))
+            self.stale_weights = True
+            await step("begin", infer.call_all(InferWorker.begin_update, version))
+            paused = time.perf_counter()  # an engine answers once the step it was computing is done
+            sent = await step("transfer", transport.transfer(verify))
+            await step("end", infer.call_all(InferWorker.end_update, version))
+            if (
+                self._config.in_flight_policy != "in_place"
+            ):  # in_place keeps using the cache, whose entries belong to versions
+                await step("flush", infer.call_all(InferWorker.flush_cache))
+            if verify:
+                await step("verify", self._verify(sent.checksums))
+            await step("commit", infer.call_all(InferWorker.commit_update))
+            self.stale_weights = False
+            await step("resume", infer.call_all(InferWorker.resume))
+        return time.perf_counter() - paused, sent
+
+    async def _verify(self, checksums: dict[str, str]) -> None:
+        """Compares the names and checksums of every engine with what was sent.
+
+        Raises:
+            VerificationError: they differ.
+        """
+        for engine, found in enumerate(await self._infer.call_all(InferWorker.checksums)):
+            wrong = checksum_differences(checksums, found)
+            if wrong:
+                more = f"; and {len(wrong) - SHOWN_DIFFERENCES} more" if len(wrong) > SHOWN_DIFFERENCES else ""
+                raise VerificationError(f"engine {engine}: {'; '.join(wrong[:SHOWN_DIFFERENCES])}{more}")
+
+    async def _step(self, deadline: float, name: str, answer: Awaitable[T]) -> T:
+        """Awaits one step of the transaction.
+
+        Raises:
+            WeightUpdateError: it was not done by the deadline.
+        """
+        try:
+            return await asyncio.wait_for(answer, max(0.0, deadline - time.monotonic()) + STEP_GRACE_S)
+        except TimeoutError as error:
+            timeout_s = self._config.sync_timeout_s
+            raise WeightUpdateError(f"{name} was not done {timeout_s:g} s (sync_timeout_s) after the start") from error
+
+    async def _clean_up(self, name: str, call: Callable[[], Awaitable[object]], causes: list[str]) -> None:
+        """Runs a step after a failure; its own failure is added to the last cause."""
+        deadline = time.monotonic() + self._config.sync_timeout_s
+        try:
+            with deadline_scope(deadline):
+                await self._step(deadline, name, call())
+        except Exception as error:
+            causes[-1] += f"\nand then {name}: {type(error).__name__}: {error}"
+
+
+def choose_transport(train: Cluster[TrainWorker], infer: Cluster[InferWorker]) -> type[Transport]:
+    """Shared memory within one node, where both clusters own the same GPUs or any CPU slots; else broadcast.
+
+    Raises:
+        ValueError: the clusters share GPUs of several nodes, where neither shared memory nor NCCL works.
+    """
+    one_node = len(train.nodes | infer.nodes) == 1
+    colocated = train.config.device_mapping == infer.config.device_mapping
+    if one_node and (colocated or train.platform == "cpu"):
+        return SharedMemoryTransport
+    if colocated and train.platform != "cpu":
+        raise ValueError(
+            f"{train.role} and {infer.role} share GPUs on {len(train.nodes)} nodes; weights can be shared within one "
+            "node only: give them disjoint device_mapping, or one node"
+        )
+    return BroadcastTransport
+
+
+class Transport(ABC):
+    """Sends weights from the training ranks to the engines.
+
+    Attributes:
+        sources: what each pipeline stage sends; set before `connect`.
+    """
+
+    def __init__(self, train: Cluster[TrainWorker], infer: Cluster[InferWorker], config: RLConfig) -> None:
+        self._train, self._infer = train, infer
+        self._timeout_s = config.sync_timeout_s
+        self._bucket_bytes = config.model_update_buffer_size_mb * MEGABYTE
+        self.sources: list[StageSource] = []
+
+    @abstractmethod
+    async def connect(self) -> None:
+        """Connects training ranks and engines; returns at once where they are connected."""
+
+    @abstractmethod
+    async def transfer(self, checksums: bool) -> Transfer:
+        """Sends every tensor, and computes checksums where requested."""
+
+    @abstractmethod
+    async def disconnect(self) -> None:
+        """After a failure: frees ranks and engines that wait for each other; `connect` then starts again."""
+
+    def buckets(self) -> list[list[Bucket]]:
+        """Buckets of each stage."""
+        return [make_buckets(source.specs, self._bucket_bytes) for source in self.sources]
+
+    def checksum_ranks(self, checksums: bool) -> int:
+        """Tensor-parallel ranks of an engine whose checksums are computed; 0 computes none."""
+        return self._infer.layout.tensor if checksums else 0
+
+
+class BroadcastTransport(Transport):
+    """One broadcast group per pipeline stage (NCCL or gloo): its source rank and every rank of every engine."""
+
+    _numbers = itertools.count()
+
+    def __init__(self, train: Cluster[TrainWorker], infer: Cluster[InferWorker], config: RLConfig) -> None:
+        super().__init__(train, infer, config)
+        self._groups: list[BroadcastGroup] = []
+
+    async def connect(self) -> None:
+        """Joins the groups, stage by stage in the same order on all engines."""
+        if self._groups:
+            return
+        world_size = 1 + self._infer.world_size * self._infer.layout.tensor
+        backend = "nccl" if self._train.platform == "cuda" else "gloo"
+        number = next(self._numbers)
+        held = await self._train.call_all(TrainWorker.hold_broadcast_port)
+        ports = [port for port in held if port is not None]
+        self._groups = [
+            BroadcastGroup(f"weights-{number}-stage-{source.stage}", source.address, port, world_size, backend)
+            for source, port in zip(self.sources, ports, strict=True)
+        ]
+        await asyncio.gather(
+            self._train.call_all(TrainWorker.join_broadcast_group, self._groups, self._timeout_s),
+            self._infer.call_all(InferWorker.join_broadcast_groups, self._groups),
+        )
+
+    async def transfer(self, checksums: bool) -> Transfer:
+        """Source ranks and engines process the same buckets in the same order."""
+        buckets = self.buckets()
+        ranks = self.checksum_ranks(checksums)
+        sent, _ = await asyncio.gather(
+            self._train.call_all(TrainWorker.broadcast_weights, buckets, ranks),
+            self._infer.call_all(InferWorker.receive_broadcast, self._groups, buckets),
+        )
+        return _total([result for result in sent if result is not None])
+
+    async def disconnect(self) -> None:
+        """Leaves the groups, source ranks first, which frees engines that wait for them."""
+        await self._train.call_all(TrainWorker.leave_broadcast_group)
+        groups, self._groups = self._groups, []
+        await self._infer.call_all(InferWorker.leave_broadcast_groups, groups)
+
+
+class SharedMemoryTransport(Transport):
+    """Both clusters on one node: engines open the memory into which training ranks write buckets."""
+
+    def __init__(self, train: Cluster[TrainWorker], infer: Cluster[InferWorker], config: RLConfig) -> None:
+        super().__init__(train, infer, config)
+        self._connected = train.platform != "cpu"  # GPU buckets are new memory in every update
+        self._loading: asyncio.Future[None] | None = None
+
+    async def connect(self) -> None:
+        """On a CPU, opens the same memory on all ranks of a stage."""
+        if self._connected:
+            return
+        largest = [
+            min(sum(sizes), max(self._bucket_bytes, *sizes))
+            for sizes in ([spec_bytes(spec) for spec in source.specs] for source in self.sources)
+        ]
+        created = await self._train.call_all(TrainWorker.create_shm, largest)
+        addresses = [address for address in created if address is not None]
+        await self._train.call_all(TrainWorker.open_shm, addresses)
+        self._connected = True
+
+    async def transfer(self, checksums: bool) -> Transfer:
+        """Engines load one bucket while training ranks write the next."""
+        buckets, ranks = self.buckets(), self.checksum_ranks(checksums)
+        receivers = self._infer.world_size * self._infer.layout.tensor
+        sent: list[SendResult] = []
+        found: dict[str, str] = {}
+        for index in range(max(map(len, buckets))):
+            filled = await self._train.call_all(TrainWorker.fill_bucket, buckets, index, receivers)
+            results = [result for result in filled if result is not None]
+            if checksums:
+                for stage in await self._train.call_all(TrainWorker.checksum_bucket, buckets, index, ranks):
+                    found |= stage or {}
+            await self._loaded()
+            self._loading = asyncio.ensure_future(self._load(results))
+            sent += results
+        await self._loaded()
+        await self._train.call_all(TrainWorker.release_buckets)
+        return Transfer(_total(sent).bytes, found)
+
+    async def disconnect(self) -> None:
+        """Ends the update on every training rank, once no engine reads what the next attempt overwrites."""
+        with contextlib.suppress(Exception):  # it is already among the causes
+            await self._loaded()
+        await self._train.call_all(TrainWorker.release_buckets)
+
+    async def _loaded(self) -> None:
+        """Waits until the engines have loaded the last bucket they were given."""
+        loading, self._loading = self._loading, None
+        if loading is not None:
+            await loading
+
+    async def _load(self, results: Sequence[SendResult]) -> None:
+        ranks = self._infer.layout.tensor
+        for result in results:
+            starts = range(0, len(result.handles), ranks)
+            handles = [list(result.handles[start : start + ranks]) for start in starts]
+            await self._infer.call_each(InferWorker.receive_shared, handles)
+
+
+def _total(results: Sequence[SendResult]) -> Transfer:
+    """Bytes and checksums of all source ranks together."""
+    checksums = {name: value for result in results for name, value in result.checksums.items()}
+    return Transfer(sum(result.num_bytes for result in results), checksums)

@@ -1,0 +1,165 @@
+"""Log-probs and entropies of target tokens from hidden states, fused with the head, for a vocabulary split over ranks.
+
+The matrix product with the head is part of the operator, so that logits exist only for the selected tokens and one
+chunk at a time, and become probabilities in place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from roll.configs.memory import HEAD_CHUNK_BYTES, HEAD_KEPT_BYTES
+
+
+@dataclass(frozen=True)
+class HeadSpec:
+    """This rank's part of the vocabulary, and the scaling of logits.
+
+    Attributes:
+        first_token: token id of the rank's first row.
+        tokens: rows of the rank without padding rows, which are ignored.
+        temperature: divisor of the logits.
+        group: tensor-parallel group; None for one rank.
+        reduce_hidden_gradient: whether this operator sums the gradient of the hidden states over the group; under
+            sequence parallel the preceding gather does that.
+    """
+
+    first_token: int
+    tokens: int
+    temperature: float = 1.0
+    group: dist.ProcessGroup | None = None
+    reduce_hidden_gradient: bool = True
+
+
+def fused_linear_logprobs(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, spec: HeadSpec, entropy_gradient: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-prob log softmax(hidden W^T / temperature)[target], and the entropy of the same distribution.
+
+    Args:
+        hidden: [N, H], the same on every rank of the group.
+        weight: this rank's rows of the head, [padded vocabulary / T, H].
+        targets: token ids [N].
+        spec: the rank's part of the vocabulary.
+        entropy_gradient: whether the entropy is differentiable.
+
+    Returns:
+        Log-probs and entropies in nats, [N] float32 each.
+    """
+    keep = torch.is_grad_enabled() and hidden.shape[0] * weight.shape[0] * 4 <= HEAD_KEPT_BYTES
+    log_probs, entropy = _FusedLinearLogprobs.apply(hidden, weight, targets, spec, entropy_gradient, keep)  # type: ignore[no-untyped-call]
+    return log_probs, entropy
+
+
+class _FusedLinearLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        spec: HeadSpec,
+        entropy_gradient: bool,
+        keep: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        chunks = _chunks(hidden.shape[0], weight.shape[0])
+        parts = [_forward_chunk(hidden[rows], weight, targets[rows], spec) for rows in chunks]
+        log_probs = torch.cat([part.log_probs for part in parts])
+        entropy = torch.cat([part.entropy for part in parts])
+        ctx.spec, ctx.entropy_gradient = spec, entropy_gradient
+        ctx.probabilities = [part.probabilities for part in parts] if keep else None
+        ctx.save_for_backward(hidden, weight, targets, entropy)
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
+        return log_probs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, log_prob_gradient: torch.Tensor, entropy_gradient: torch.Tensor | None) -> Any:
+        hidden, weight, targets, entropy = ctx.saved_tensors
+        spec: HeadSpec = ctx.spec
+        hidden_gradient = torch.empty_like(hidden)
+        weight_gradient = torch.zeros_like(weight)
+        used = weight[: spec.tokens]
+        for index, rows in enumerate(_chunks(hidden.shape[0], weight.shape[0])):
+            if ctx.probabilities is None:
+                probabilities = _forward_chunk(hidden[rows], weight, targets[rows], spec).probabilities
+            else:
+                probabilities = ctx.probabilities[index]
+            of_entropy = entropy_gradient[rows] if ctx.entropy_gradient and entropy_gradient is not None else None
+            logits = _logit_gradient(
+                probabilities, targets[rows], entropy[rows], log_prob_gradient[rows], of_entropy, spec
+            ).to(hidden.dtype)
+            torch.matmul(logits, used, out=hidden_gradient[rows])
+            weight_gradient[: spec.tokens].addmm_(logits.t(), hidden[rows])
+        ctx.probabilities = None
+        if spec.group is not None and spec.reduce_hidden_gradient:
+            dist.all_reduce(hidden_gradient, group=spec.group)
+        return hidden_gradient, weight_gradient, None, None, None, None
+
+
+@dataclass
+class _ChunkResult:
+    log_probs: torch.Tensor
+    entropy: torch.Tensor
+    probabilities: torch.Tensor
+
+
+def _forward_chunk(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, spec: HeadSpec) -> _ChunkResult:
+    """Results for n tokens; `probabilities` cover this rank's part of the vocabulary, [n, tokens] float32."""
+    logits = torch.matmul(hidden, weight[: spec.tokens].t()).float()
+    if spec.temperature != 1.0:
+        logits.mul_(1.0 / spec.temperature)
+    highest = logits.amax(dim=-1)
+    if spec.group is not None:
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=spec.group)
+    logits.sub_(highest[:, None])
+    exponentials = logits.exp()
+    local, own = _own_targets(targets, spec)
+    target_logits = logits.gather(1, local[:, None]).squeeze(1) * own
+    sums = torch.stack([exponentials.sum(-1), target_logits, logits.mul_(exponentials).sum(-1)])
+    if spec.group is not None:
+        dist.all_reduce(sums, group=spec.group)
+    total, target_logits, weighted = sums
+    log_total = total.log()
+    return _ChunkResult(
+        log_probs=target_logits - log_total,
+        entropy=log_total - weighted / total,
+        probabilities=exponentials.div_(total[:, None]),
+    )
+
+
+def _logit_gradient(
+    probabilities: torch.Tensor,
+    targets: torch.Tensor,
+    entropy: torch.Tensor,
+    of_log_prob: torch.Tensor,
+    of_entropy: torch.Tensor | None,
+    spec: HeadSpec,
+) -> torch.Tensor:
+    """d/dz of g log p_target + h H: g (1[target] - p) - h p (log p + H), divided by the temperature; overwrites p."""
+    of_log_prob = of_log_prob / spec.temperature
+    local, own = _own_targets(targets, spec)
+    if of_entropy is None:
+        gradient = probabilities.mul_(-of_log_prob[:, None])
+    else:
+        of_entropy = of_entropy / spec.temperature
+        surprise = probabilities.clamp(min=torch.finfo(torch.float32).tiny).log_().add_(entropy[:, None])
+        gradient = probabilities.mul_(surprise.mul_(-of_entropy[:, None]).sub_(of_log_prob[:, None]))
+    return gradient.scatter_add_(1, local[:, None], (of_log_prob * own)[:, None])
+
+
+def _own_targets(targets: torch.Tensor, spec: HeadSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """Column of each target on this rank, 0 for targets of other ranks; and 1.0 for own targets, 0.0 for others."""
+    local = targets - spec.first_token
+    own = (local >= 0) & (local < spec.tokens)
+    return torch.where(own, local, 0), own.float()
+
+
+def _chunks(rows: int, columns: int) -> list[slice]:
+    """Row slices of at most HEAD_CHUNK_BYTES; `columns` includes padding rows of the head, so that all ranks agree."""
+    size = max(1, HEAD_CHUNK_BYTES // (4 * columns))
+    return [slice(start, min(start + size, rows)) for start in range(0, max(rows, 1), size)]

@@ -1,0 +1,158 @@
+"""Layer spec of a decoder on plain torch operators, with the parameter names of Transformer Engine's spec.
+
+Equal names allow one weight mapping and one checkpoint format for both specs: for example
+`linear_qkv.layer_norm_weight` is the weight of the norm before the linear in both.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+from roll.models.operators import RotaryTable, rms_norm, swiglu
+
+
+class RMSNorm(torch.nn.Module):
+    """RMSNorm over the last dimension; under sequence parallel Megatron sums the weight's gradient over ranks."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = _norm_weight(config, hidden_size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., hidden_size] to the same shape."""
+        return rms_norm(x, self.weight, self.eps)
+
+
+class NormColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc]  # Megatron is not typed
+    """RMSNorm followed by a linear whose rows are split over tensor-parallel ranks."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **kwargs)
+        self.layer_norm_weight = _norm_weight(config, input_size)
+        self.eps = config.layernorm_epsilon
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Normalizes [S, B, H] before the linear gathers a sequence-parallel input."""
+        result: tuple[torch.Tensor, torch.Tensor | None] = super().forward(
+            rms_norm(x, self.layer_norm_weight, self.eps), *args, **kwargs
+        )
+        return result
+
+
+class CausalAttention(torch.nn.Module):
+    """Rotary embedding and causal attention by `scaled_dot_product_attention`, without materialized scores or masks.
+
+    Sequences are padded on the right, so the causal mask also hides padding from every valid token. The rotation is
+    done here and not in Megatron's attention because it can then write queries and keys in the memory order that
+    attention reads.
+
+    Args:
+        config: not used, but Megatron passes it.
+        rotary: table shared by all layers.
+        softmax_scale: None is 1 / sqrt(head size).
+    """
+
+    def __init__(
+        self, config: TransformerConfig, rotary: RotaryTable, softmax_scale: float | None = None, **_: Any
+    ) -> None:
+        super().__init__()
+        self.rotary = rotary
+        self.scale = softmax_scale
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None, **_: Any
+    ) -> torch.Tensor:
+        """Query [S, B, heads, D], key and value [S, B, groups, D] to [S, B, heads * D]."""
+        context = F.scaled_dot_product_attention(
+            self.rotary.rotate(query),
+            self.rotary.rotate(key),
+            value.permute(1, 2, 0, 3),
+            is_causal=True,
+            scale=self.scale,
+            enable_gqa=query.shape[2] != key.shape[2],
+        )
+        return context.permute(2, 0, 1, 3).flatten(2)
+
+
+class SwiGLU(torch.nn.Module):
+    """The MLP's activation on the fused gate and up projections; has no weights."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[S, B, 2F] to [S, B, F]."""
+        return swiglu(x)
+
+    def sharded_state_dict(self, *args: object, **kwargs: object) -> dict[str, object]:
+        """Empty; Megatron calls this on every submodule of the MLP."""
+        return {}
+
+
+class TorchSpecProvider(LocalSpecProvider):  # type: ignore[misc]
+    """The module for each part of a layer; `rotary` is shared by all layers."""
+
+    def __init__(self, rotary: RotaryTable) -> None:
+        self.rotary = rotary
+
+    def fuse_layernorm_and_linear(self) -> bool:
+        return True
+
+    def column_parallel_layer_norm_linear(self) -> type:
+        return NormColumnParallelLinear
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+        """Norms that are not fused with a linear: final, query and key."""
+        return RMSNorm
+
+    def core_attention(self) -> Any:
+        return partial(CausalAttention, rotary=self.rotary)
+
+    def activation_func(self) -> type:
+        return SwiGLU
+
+
+def local_layer_spec(qk_norm: bool, rotary: RotaryTable) -> ModuleSpec:
+    """Spec of a dense decoder layer with these modules."""
+    backend = TorchSpecProvider(rotary)
+    head_norm = backend.layer_norm(for_qk=True) if qk_norm else IdentityOp
+    attention = SelfAttentionSubmodules(
+        linear_qkv=backend.column_parallel_layer_norm_linear(),
+        core_attention=backend.core_attention(),
+        linear_proj=backend.row_parallel_linear(),
+        q_layernorm=head_norm,
+        k_layernorm=head_norm,
+    )
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            self_attention=ModuleSpec(
+                module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=IdentityOp,
+            mlp=get_mlp_module_spec_for_backend(backend=backend, use_te_activation_func=True),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def _norm_weight(config: TransformerConfig, size: int) -> torch.nn.Parameter:
+    weight = torch.nn.Parameter(torch.ones(size, dtype=config.params_dtype, device=torch.cuda.current_device()))
+    weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return weight

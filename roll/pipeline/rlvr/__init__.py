@@ -1,1 +1,0 @@
-"""Reinforcement learning with verifiable rewards: prompts, groups of responses, scores, advantages."""

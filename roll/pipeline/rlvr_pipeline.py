@@ -1,0 +1,259 @@
+"""RLVR: prompts, one response for each sample, scored by rewards. A response is a trajectory of one turn."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+from transformers import PreTrainedTokenizerBase
+
+from roll.configs.errors import RunError
+from roll.configs.pipeline import RewardConfig, RLVRConfig, role_seed
+from roll.datasets.prompts import PromptSampler, load_prompts
+from roll.datasets.records import prefix_errors
+from roll.datasets.templates import EncodedPrompt, encode_prompts
+from roll.pipeline.rl_pipeline import RLPipeline, WorkerFactory
+from roll.pipeline.rollout_worker import Purpose, RolloutWorker
+from roll.pipeline.tokenizer import load_tokenizer
+from roll.rewards.pool import RewardPool
+from roll.rollout.engine_pool import EnginePool
+from roll.rollout.filters import QueryFilter
+from roll.rollout.ledger import GENERATION_FAILED, PromptRequest
+from roll.rollout.timers import Timer
+from roll.rollout.types import GenerateRequest, GenerateResult, Group, SamplingParams, Trajectory
+
+logger = logging.getLogger(__name__)
+
+
+class RLVRWorker(RolloutWorker):
+    """Draws prompts in a seeded order; a group with a failed response is dropped whole, with a reason."""
+
+    work: ClassVar[tuple[str, ...]] = ("generate", "reward")
+
+    def __init__(
+        self,
+        config: RLVRConfig,
+        prompts: dict[Purpose, list[EncodedPrompt]],
+        sampling: dict[Purpose, SamplingParams],
+        engines: EnginePool,
+        scorer: Scorer,
+    ) -> None:
+        super().__init__(config)
+        self._prompts, self._sampling, self._engines, self._scorer = prompts, sampling, engines, scorer
+        self._seed, self._group_size = config.seed, config.num_return_sequences_in_group
+        self._validation_samples = config.validation.generating_args.num_return_sequences or 1
+        shuffle = config.actor_train.data_args.shuffle
+        self._sampler = PromptSampler(len(prompts["train"]), role_seed(config.seed, "prompts"), shuffle)
+
+    def draw(self, requests: Sequence[PromptRequest]) -> list[Group]:
+        """The next prompt for each request."""
+        indices = self._sampler.take(len(requests))
+        return [self._group("train", request.number, at) for request, at in zip(requests, indices, strict=True)]
+
+    def validation_groups(self) -> list[Group]:
+        """One group for each validation prompt."""
+        return [self._group("val", number, number) for number in range(len(self._prompts["val"]))]
+
+    def _group(self, purpose: Purpose, number: int, index: int) -> Group:
+        prompt = self._prompts[purpose][index]
+        return Group(number, prompt.tag, index, prompt.id)
+
+    async def generate(self, groups: Sequence[Group], purpose: Purpose, timer: Timer) -> None:
+        """Generates all responses of all groups in one call, then scores the complete groups in one batch."""
+        prompts = [self._prompts[purpose][group.problem] for group in groups]
+        requests = [self._requests(group, prompt, purpose) for group, prompt in zip(groups, prompts, strict=True)]
+        with timer.measure("generate"):
+            results = await self._engines.generate(requests)
+        with timer.measure("reward"):
+            scorable: list[tuple[Group, str]] = []
+            for group, prompt, responses in zip(groups, prompts, results, strict=True):
+                failed = next((each for each in responses if not _is_sample(each)), None)
+                if failed is not None:
+                    group.drop(GENERATION_FAILED, f"{failed.request_id}: {failed.error or 'the response is empty'}")
+                    continue
+                texts = [self._scorer.text(response.response_ids) for response in responses]
+                pairs = zip(responses, texts, strict=True)
+                group.trajectories = [Trajectory.of_response(prompt.ids, response, text) for response, text in pairs]
+                scorable.append((group, prompt.ground_truth))
+            await self._scorer.score(scorable)
+
+    def _requests(self, group: Group, prompt: EncodedPrompt, purpose: Purpose) -> list[GenerateRequest]:
+        """One request for each response, each with its own seed."""
+        sampling, samples = self._sampling[purpose], self._group_size
+        if purpose == "val":
+            samples = self._validation_samples
+        return [
+            GenerateRequest(
+                request_id=f"{purpose}-{group.number}-{index}",
+                prompt_ids=prompt.ids,
+                sampling=sampling,
+                seed=role_seed(self._seed, purpose, group.number, index),
+            )
+            for index in range(samples)
+        ]
+
+    def filter_reason(self, group: Group) -> tuple[str, str] | None:
+        """Drop reason by the query filter of the group's reward."""
+        return self._scorer.filter_reason(group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position in the data, and the size of the groups that a checkpoint may hold."""
+        return {"sampler": self._sampler.state_dict(), "samples": self._group_size}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores `state_dict`.
+
+        Raises:
+            ValueError: it was taken with other data, another seed, or groups of another size.
+        """
+        if state["samples"] != self._group_size:
+            raise ValueError(
+                f"num_return_sequences_in_group: {self._group_size} cannot continue from a checkpoint with groups of "
+                f"{state['samples']}; use {state['samples']}"
+            )
+        self._sampler.load_state_dict(state["sampler"])
+
+    def close(self) -> None:
+        """Ends the reward processes."""
+        self._scorer.close()
+
+
+def _is_sample(result: GenerateResult) -> bool:
+    return result.finish_reason != "abort" and bool(result.response_ids)
+
+
+class Scorer:
+    """Scores responses with the reward of their tag, each reward in its own pool of killable processes."""
+
+    def __init__(self, rewards: dict[str, RewardConfig], tokenizer: PreTrainedTokenizerBase) -> None:
+        self._rewards, self._tokenizer = rewards, tokenizer
+        self._pools = {name: RewardPool(config) for name, config in rewards.items()}
+        self._filters = {name: QueryFilter.from_config(config.query_filter_config) for name, config in rewards.items()}
+
+    def reward_of(self, tag: str) -> str:
+        """Name of the reward for a tag: the first whose `tag_included` has it or is empty.
+
+        Raises:
+            RunError: no reward includes the tag.
+        """
+        for name, config in self._rewards.items():
+            if not config.tag_included or tag in config.tag_included:
+                return name
+        known = {name: config.tag_included for name, config in self._rewards.items()}
+        raise RunError(f"no reward scores samples tagged {tag!r}; rewards and their tag_included: {known}")
+
+    async def self_test(self) -> None:
+        """Runs every reward on known pairs, so that a broken one ends the run before step 1."""
+        for pool in self._pools.values():
+            await pool.self_test()
+
+    def text(self, response_ids: list[int]) -> str:
+        """The text that rewards read."""
+        return str(self._tokenizer.decode(response_ids, skip_special_tokens=True))
+
+    async def score(self, groups: Sequence[tuple[Group, str]]) -> None:
+        """Sets the reward of every trajectory, or drops the group with a reason.
+
+        Args:
+            groups: each with the ground truth of its prompt.
+        """
+        for name, pool in self._pools.items():
+            own = [(group, truth) for group, truth in groups if self.reward_of(group.tag) == name]
+            pairs = [(each.turns[0].text, truth) for group, truth in own for each in group.trajectories]
+            outcomes = iter(await pool.score(pairs) if pairs else [])
+            for group, _ in own:
+                scored = [(trajectory, next(outcomes)) for trajectory in group.trajectories]
+                for trajectory, outcome in scored:
+                    if outcome.score is None:
+                        cause = f"reward {name}: {outcome.reason} {outcome.detail or ''}".strip()
+                        group.drop(f"reward_{outcome.reason}", cause)
+                        break
+                    trajectory.turns[0].reward = outcome.score
+
+    def filter_reason(self, group: Group) -> tuple[str, str] | None:
+        """Drop reason of a scored group without a learning signal, and the path of its filter; None keeps it."""
+        name = self.reward_of(group.tag)
+        reason = self._filters[name].reason(group.scores)
+        return None if reason is None else (reason, f"rewards.{name}.query_filter_config")
+
+    def close(self) -> None:
+        """Ends every pool."""
+        for pool in self._pools.values():
+            pool.close()
+
+
+class RLVRPipeline(RLPipeline[RLVRConfig]):
+    """Samples are single responses to prompts."""
+
+    def __init__(self, config: RLVRConfig) -> None:
+        super().__init__(config)
+        self._scorer: Scorer | None = None
+
+    async def prepare(self) -> None:
+        """Reads and encodes the prompts, starts the rewards and tests them on known answers.
+
+        Raises:
+            RunError: a tag that no reward scores, a broken reward, no validation prompts though eval_steps is set, a
+                stop string that is not one token.
+        """
+        await super().prepare()
+        config = self._config
+        train = self._read("actor_train", config.actor_train.data_args.file_name)
+        if len(train) < config.rollout_batch_size:
+            logger.warning(
+                "actor_train: %d prompts for a rollout_batch_size of %d: every batch repeats some prompts",
+                len(train),
+                config.rollout_batch_size,
+            )
+        val = self._read("validation", config.validation.data_args.file_name) if config.eval_steps else []
+        self._prompts: dict[Purpose, list[EncodedPrompt]] = {"train": train, "val": val}
+        self._scorer = scorer = Scorer(config.rewards, self._tokenizer)
+        for tag in sorted({prompt.tag for prompt in [*train, *val]}):
+            scorer.reward_of(tag)
+        await scorer.self_test()
+
+    def _read(self, role: str, files: list[str]) -> list[EncodedPrompt]:
+        args = getattr(self._config, role).data_args
+        if not files:
+            raise RunError(f"{role}.data_args.file_name: is not set")
+        prompts = load_prompts(files, args)
+        with prefix_errors(f"{role} ({', '.join(files)})"):
+            encoded, dropped = encode_prompts(prompts, self._tokenizer, args.template, self._config.prompt_length)
+        if dropped:
+            logger.warning(
+                "%s: %d of %d prompts are longer than prompt_length %d and were dropped",
+                role,
+                dropped,
+                len(prompts),
+                self._config.prompt_length,
+            )
+        return encoded
+
+    def worker_factory(self, own_process: bool) -> WorkerFactory:
+        """With the rewards that `prepare` has started; a worker in a separate process starts its own."""
+        scorer = self._scorer
+        assert scorer is not None, "prepare comes first"
+        if own_process:
+            scorer.close()
+            scorer = None
+        return partial(make_rlvr_worker, self._config, self._prompts, self._sampling, scorer)
+
+    async def close(self) -> None:
+        """Ends the reward processes."""
+        if self._scorer is not None:
+            self._scorer.close()
+
+
+def make_rlvr_worker(
+    config: RLVRConfig,
+    prompts: dict[Purpose, list[EncodedPrompt]],
+    sampling: dict[Purpose, SamplingParams],
+    scorer: Scorer | None,
+    engines: EnginePool,
+) -> RLVRWorker:
+    """The rollout worker; without a scorer it starts the rewards itself."""
+    if scorer is None:
+        scorer = Scorer(config.rewards, load_tokenizer(config.actor_train.model_args.model_name_or_path))
+    return RLVRWorker(config, prompts, sampling, engines, scorer)

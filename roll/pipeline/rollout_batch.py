@@ -1,0 +1,228 @@
+"""Groups of trajectories as the tensors the learner takes, and as the files of `rollout_dump_dir`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from roll.configs.agentic import SampleBy
+from roll.datasets.collate import Sample, collate_samples
+from roll.distributed.protocol import DataProto
+from roll.rollout.types import NOT_SAMPLED, Group, Trajectory, Turn
+
+NO_TURN = -1
+"""`turn_index` of a token that no policy sampled, and `state_ids` behind the last turn of a row."""
+
+PADDING = Trajectory(ids=[0, 0], log_probs=[0.0, 0.0], versions=[NOT_SAMPLED, NOT_SAMPLED])
+"""A row without a trained token; it fills a batch up to whole optimizer steps."""
+
+
+@dataclass(slots=True)
+class Row:
+    """One sample: a trajectory up to the end of the last of its `turns`; only the tokens of these turns are trained on.
+
+    Attributes:
+        name: of the sample in dumps.
+        trajectory: that it is or belongs to.
+        turns: all of the trajectory, or one of them; none in a padding row.
+        trajectory_id: number of the trajectory in the batch.
+        group_id: number of the group in the batch.
+        group: None in a padding row.
+        trajectory_name: of the trajectory in dumps.
+    """
+
+    name: str
+    trajectory: Trajectory
+    turns: Sequence[Turn]
+    trajectory_id: int
+    group_id: int
+    group: Group | None
+    trajectory_name: str
+
+
+def batch_of_groups(
+    groups: Sequence[Group], sample_by: SampleBy = "traj", multiple: int = 1, episodes: bool = False
+) -> DataProto:
+    """One row for each trajectory (`traj`) or turn (`step`), the rows of a group together.
+
+    Args:
+        groups: complete ones.
+        sample_by: what a row is.
+        multiple: padding rows are added until the number of rows is a multiple of this, spread evenly over the runs of
+            so many rows, so that optimizer steps learn from about as many samples; no sample is copied.
+        episodes: rows are named after trajectory and turn instead of the group, and described in the column `episode`.
+
+    Returns:
+        The token tensors [B, T] of `collate_samples` and, with K the most turns of a row:
+        `turn_index` [B, T] int64, the turn within its row of each sampled token, else NO_TURN;
+        `turn_count` [B]; `turn_rewards` [B, K] float32; `state_ids` [B, K] int64, equal for turns of one group that
+        responded to the same observation; `scores` [B] of the whole trajectory; `group_ids`, `trajectory_ids` and
+        `tag_ids` [B]. The columns `id` and `episode` are for dumps.
+    """
+    rows = _pad_rows(list(_rows(groups, sample_by)), multiple)
+    tensors = collate_samples([_sample(row) for row in rows])
+    tags = ["" if row.group is None else row.group.tag for row in rows]
+    tag_numbers = {tag: number for number, tag in enumerate(dict.fromkeys(tags))}
+    width = max(len(row.turns) for row in rows)
+    tensors |= {
+        "turn_index": _turn_index(rows, tensors["response_mask"]),
+        "turn_count": torch.tensor([len(row.turns) for row in rows]),
+        "turn_rewards": _pad_columns([[turn.reward for turn in row.turns] for row in rows], width, 0.0),
+        "state_ids": _pad_columns(_state_ids(rows), width, NO_TURN),
+        "scores": torch.tensor([row.trajectory.score for row in rows], dtype=torch.float32),
+        "group_ids": torch.tensor([row.group_id for row in rows]),
+        "trajectory_ids": torch.tensor([row.trajectory_id for row in rows]),
+        "tag_ids": torch.tensor([tag_numbers[tag] for tag in tags]),
+    }
+    if not episodes:
+        return DataProto.from_dict(tensors, {"id": [row.name if row.group is None else row.group.name for row in rows]})
+    descriptions = [_describe_episode(row) for row in rows]
+    return DataProto.from_dict(tensors, {"id": [row.name for row in rows], "episode": descriptions})
+
+
+def _rows(groups: Sequence[Group], sample_by: SampleBy) -> Iterator[Row]:
+    """Rows in the order of the groups; their names contain the index of trajectory and turn."""
+    trajectory_id = 0
+    for group_id, group in enumerate(groups):
+        for index, trajectory in enumerate(group.trajectories):
+            name = f"{group.name}-{index}"
+            if sample_by == "traj":
+                yield Row(name, trajectory, trajectory.turns, trajectory_id, group_id, group, name)
+            else:
+                for turn_place, turn in enumerate(trajectory.turns):
+                    yield Row(f"{name}-{turn_place}", trajectory, [turn], trajectory_id, group_id, group, name)
+            trajectory_id += 1
+
+
+def _pad_rows(rows: Sequence[Row], multiple: int) -> list[Row]:
+    """The rows in their order, with padding rows at the end of each run of `multiple`."""
+    runs = -(-len(rows) // multiple)
+    missing, last = runs * multiple - len(rows), rows[-1]
+    real = iter(rows)
+    padding = (
+        Row("padding", PADDING, (), last.trajectory_id + 1 + index, last.group_id + 1 + index, None, "")
+        for index in range(missing)
+    )
+    padded: list[Row] = []
+    for run in range(runs):
+        share = missing // runs + (run < missing % runs)
+        padded += [*islice(real, multiple - share), *islice(padding, share)]
+    return padded
+
+
+def _sample(row: Row) -> Sample:
+    """The prompt ends where the first turn of the row begins; observations between its turns are not sampled."""
+    trajectory = row.trajectory
+    start, end = (row.turns[0].start, row.turns[-1].end) if row.turns else (1, 2)
+    return (
+        trajectory.ids[:start],
+        trajectory.ids[start:end],
+        trajectory.log_probs[start:end],
+        trajectory.versions[start:end],
+    )
+
+
+def _turn_index(rows: Sequence[Row], response_mask: Tensor) -> Tensor:
+    index = torch.where(response_mask, 0, NO_TURN)
+    for number, row in enumerate(rows):
+        for turn_number, turn in enumerate(row.turns[1:], start=1):
+            index[number, turn.start : turn.end] = turn_number
+    return index
+
+
+def _state_ids(rows: Sequence[Row]) -> list[list[int]]:
+    """A number for each observation of each group."""
+    numbers: dict[tuple[int, str], int] = {}
+    return [[numbers.setdefault((row.group_id, turn.observation), len(numbers)) for turn in row.turns] for row in rows]
+
+
+def _pad_columns(values: Sequence[Sequence[float]], width: int, fill: float) -> Tensor:
+    return torch.tensor([[*row, *[fill] * (width - len(row))] for row in values])
+
+
+def _describe_episode(row: Row) -> dict[str, Any]:
+    """The row's trajectory for people, as JSON; empty for padding."""
+    if row.group is None:
+        return {}
+    trajectory = row.trajectory
+    return {
+        "trajectory": row.trajectory_name,
+        "tag": row.group.tag,
+        "seed": row.group.problem,
+        "stop": trajectory.stop,
+        "outcome": trajectory.outcome,
+        "metrics": trajectory.metrics,
+        "turns": [
+            {
+                "observation": turn.observation,
+                "text": turn.text,
+                "reward": turn.reward,
+                "versions": sorted(set(trajectory.versions[turn.start : turn.end])),
+            }
+            for turn in row.turns
+        ],
+    }
+
+
+TOKEN_VALUES = ("behavior_log_probs", "weight_version", "old_log_probs", "ref_log_probs", "advantages")
+"""Tensors [B, T] whose values at response tokens are written, where the batch has them."""
+
+
+def dump_path(folder: Path, step: int) -> Path:
+    """The file of one step."""
+    return folder / f"step-{step:06d}.jsonl"
+
+
+def dumped_steps(folder: Path) -> list[int]:
+    """The steps with a file in the folder, in order; none if there is no folder."""
+    numbers = (path.stem.removeprefix("step-") for path in folder.glob("step-*.jsonl"))
+    return sorted(int(number) for number in numbers if number.isdecimal())
+
+
+def dump_samples(data: DataProto, folder: Path, step: int) -> Path:
+    """Writes one line for each sample and returns the file; a partly written file is never visible under its name.
+
+    A line has `id`, `group`, `score`, `prompt_ids`, `response_ids`, and TOKEN_VALUES of each response token. In agentic
+    runs it has `episode` too: `trajectory` (its name), `tag`, `seed`, `stop`, `outcome`, `metrics`, and `turns`, each
+    with `observation`, `text`, `reward` and `versions`. Padding samples are left out.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = dump_path(folder, step)
+    aside = path.with_suffix(".partial")
+    with aside.open("w") as file:
+        for sample in _samples(data):
+            file.write(json.dumps(sample) + "\n")
+    os.replace(aside, path)
+    return path
+
+
+def read_samples(folder: Path, step: int) -> list[dict[str, Any]]:
+    """The lines that `dump_samples` wrote."""
+    return [json.loads(line) for line in dump_path(folder, step).read_text().splitlines()]
+
+
+def _samples(data: DataProto) -> Iterator[dict[str, Any]]:
+    batch, names = data.batch, [name for name in TOKEN_VALUES if name in data.batch.keys()]
+    for row in range(len(batch["input_ids"])):
+        response = batch["response_mask"][row].bool()
+        if not response.any():
+            continue
+        attended = batch["attention_mask"][row].bool()
+        first = int(response.float().argmax())
+        yield {
+            "id": data.non_tensor_batch["id"][row],
+            "group": int(batch["group_ids"][row]),
+            "score": float(batch["scores"][row]),
+            "prompt_ids": batch["input_ids"][row, :first][attended[:first]].tolist(),
+            "response_ids": batch["input_ids"][row][response].tolist(),
+            **{name: batch[name][row][response].tolist() for name in names},
+            **({"episode": data.non_tensor_batch["episode"][row]} if "episode" in data else {}),
+        }

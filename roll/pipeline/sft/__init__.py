@@ -1,1 +1,0 @@
-"""Supervised fine-tuning on prompt and answer pairs, on the same loop."""

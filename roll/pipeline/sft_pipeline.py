@@ -1,0 +1,136 @@
+"""SFT: supervised fine-tuning on prompt and answer pairs. Reads the pairs before anything starts."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from roll.configs.errors import RunError
+from roll.configs.pipeline import SFTConfig, role_seed
+from roll.configs.plan import make_plan
+from roll.configs.roles import DataArguments
+from roll.datasets.collate import collate_examples
+from roll.datasets.prompts import PromptSampler
+from roll.datasets.records import prefix_errors
+from roll.datasets.sft import SFTExample, encode_sft_data, load_sft_data
+from roll.distributed.protocol import DataProto
+from roll.distributed.train_worker import TrainWorker
+from roll.pipeline.learner import ActorLearner, cluster_log_probs, training_plans, training_shards
+from roll.pipeline.session import Session
+from roll.pipeline.tokenizer import load_tokenizer
+from roll.pipeline.training_loop import SampleBatch, TrainingLoop
+from roll.rollout.timers import StepClock
+from roll.trackers import TrackerGroup
+
+if TYPE_CHECKING:
+    from roll.distributed.cluster import Cluster
+
+logger = logging.getLogger(__name__)
+
+
+class SFTPipeline:
+    """One role that learns; `prepare` checks every input before Ray starts."""
+
+    def __init__(self, config: SFTConfig) -> None:
+        self._config = config
+        self.plan = make_plan(config)
+
+    async def prepare(self) -> None:
+        """Reads and encodes the pairs."""
+        config = self._config
+        self._tokenizer = load_tokenizer(config.actor_train.model_args.model_name_or_path)
+        self._examples = self._read("actor_train", config.actor_train.data_args)
+        self._validation = self._read("validation", config.validation.data_args) if config.eval_steps else []
+
+    def _read(self, role: str, args: DataArguments) -> list[SFTExample]:
+        if not args.file_name:
+            raise RunError(f"{role}.data_args.file_name: is not set")
+        data = load_sft_data(args.file_name, args)
+        lengths = (self._config.prompt_length, self._config.sequence_length or 0)
+        with prefix_errors(f"{role} ({', '.join(args.file_name)})"):
+            encoded, dropped = encode_sft_data(data, self._tokenizer, args.template, *lengths, args.mask_history)
+        if dropped:
+            logger.warning(
+                "%s: %d of %d examples dropped: prompt over %d or all over %d tokens",
+                role,
+                dropped,
+                len(data),
+                *lengths,
+            )
+        return encoded
+
+    async def build(self, session: Session, trackers: TrackerGroup) -> TrainingLoop:
+        """The training loop, connected to the running cluster."""
+        await session.ready()
+        actor = session.train_clusters["actor_train"]
+        samples = SFTSamples(self._config, self._examples, self._validation, actor)
+        learner = SFTLearner(self._config, actor)
+        return TrainingLoop(self._config, samples, learner, None, trackers, self._target_reached)
+
+    def _target_reached(self, metrics: dict[str, float]) -> bool:
+        target = self._config.target_loss
+        return target is not None and metrics["val/loss"] <= target
+
+    async def close(self) -> None:
+        """Does nothing: `prepare` starts no process."""
+
+
+class SFTSamples:
+    """Draws batches in a seeded order; validation is the loss on the answers of held-out pairs."""
+
+    def __init__(
+        self, config: SFTConfig, examples: list[SFTExample], validation: list[SFTExample], actor: Cluster[TrainWorker]
+    ) -> None:
+        self._config = config
+        self._examples = examples
+        self._validation = validation
+        self._actor = actor
+        shuffle = config.actor_train.data_args.shuffle
+        self._sampler = PromptSampler(len(examples), role_seed(config.seed, "examples"), shuffle)
+        self._batch_size = config.actor_train.samples_per_optimizer_step
+
+    async def next_batch(self) -> SampleBatch:
+        """The next pairs, as many as one optimizer step takes."""
+        chosen = [self._examples[index] for index in self._sampler.take(self._batch_size)]
+        return SampleBatch(DataProto.from_dict(collate_examples(chosen)))
+
+    async def validate(self) -> dict[str, float]:
+        """`val/loss`: mean negative log-prob of an answer token, in nats."""
+        data = DataProto.from_dict(collate_examples(self._validation))
+        data.meta_info["temperature"] = 1.0
+        answer = await cluster_log_probs(self._actor, data, self._config.actor_train)
+        mask = data.batch["response_mask"]
+        return {"val/loss": float(-(answer.batch["log_probs"] * mask).sum() / mask.sum())}
+
+    async def advance(self, version: int) -> None:
+        """Does nothing: no engine generates."""
+
+    async def state_dict(self) -> dict[str, Any]:
+        """Position in the data."""
+        return {"sampler": self._sampler.state_dict()}
+
+    async def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores `state_dict`."""
+        self._sampler.load_state_dict(state["sampler"])
+
+    async def health(self) -> dict[str, Any]:
+        """Empty: nothing runs outside of the training loop."""
+        return {}
+
+
+class SFTLearner(ActorLearner):
+    """Makes one optimizer step of each batch: negative log-likelihood of the answers."""
+
+    def __init__(self, config: SFTConfig, actor: Cluster[TrainWorker]) -> None:
+        super().__init__(actor)
+        self._config = config
+
+    async def learn(self, batch: SampleBatch, step: int, clock: StepClock) -> dict[str, float]:
+        """Returns `actor/loss` and the metrics of the optimizer."""
+        data = batch.data
+        data.meta_info |= {"temperature": 1.0, "loss": "sft", "loss_config": None}
+        (plan,) = training_plans(data, self._config, self._actor.layout)
+        with clock.measure("train"):
+            shards = training_shards(data, plan)
+            metrics = (await self._actor.call_shards(TrainWorker.train_step, shards))[0]
+        return {f"actor/{name}": value for name, value in metrics.items()}

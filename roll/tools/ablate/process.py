@@ -1,0 +1,140 @@
+"""One trial as a subprocess: how it starts and ends, and how its progress is read from its folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from roll.configs.pipeline import RLConfig
+from roll.pipeline import checkpoint
+from roll.tools.terminal import option_error
+from roll.trackers.files import RUN_FILE, plain
+
+GRACE_S = 60.0
+"""Seconds between SIGTERM, after which a run stops its workers and engines itself, and SIGKILL."""
+
+CAUSE_LINES = 12
+"""Lines of output kept of a failed trial: the message, and for a bug the end of its traceback."""
+
+TAIL_BYTES = 20_000
+"""End of a log in which `tail` looks for lines."""
+
+LOCK_FILE = ".lock"
+"""File in the output folder, locked by the `roll ablate` that uses the folder."""
+
+NOT_COMPARED = ("source", "resume_from_checkpoint")
+"""Keys of a configuration that do not change what is learned."""
+
+Progress = Literal["finished", "resumable", "new"]
+"""State of a trial's folder; `resumable` has a complete checkpoint of the same configuration."""
+
+
+@contextmanager
+def lock_folder(folder: Path) -> Iterator[int]:
+    """Locks an output folder and yields the file descriptor of the lock.
+
+    A subprocess that inherits the descriptor keeps the lock if it outlives its `roll ablate`, so that no other one
+    starts in the same folder.
+
+    Raises:
+        ConfigError: the folder cannot be written, or is locked by another process.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / LOCK_FILE).open("w")
+    except OSError as error:
+        raise option_error("--out", f"{folder} cannot be written: {error.strerror}; use another folder") from None
+    with lock as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            message = (
+                f"{folder} is in use by another `roll ablate`, or by a run that it left behind; wait until it ends, "
+                "or use another folder"
+            )
+            raise option_error("--out", message) from None
+        yield file.fileno()
+
+
+def run_process(command: Sequence[str], log: Path, grace_s: float = GRACE_S, pass_fds: Sequence[int] = ()) -> int:
+    """Runs a command, appends its output to `log`, and returns its exit code.
+
+    The command runs in its own session, so Ctrl-C reaches only this process. It then gets SIGTERM, and its process
+    group gets SIGKILL after `grace_s` or a second Ctrl-C.
+
+    Raises:
+        KeyboardInterrupt: after the process group has ended.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            pass_fds=pass_fds,
+        )
+        try:
+            return process.wait()
+        except BaseException:
+            process.send_signal(signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
+                process.wait(grace_s)
+            raise
+        finally:
+            with suppress(ProcessLookupError):  # raised if no process of the group is left
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def tail(log: Path, count: int = CAUSE_LINES) -> str:
+    """The last non-empty lines of a log; empty if there is no log."""
+    if not log.is_file():
+        return ""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+        lines = file.read().decode(errors="replace").splitlines()
+    return "\n".join([line.rstrip() for line in lines if line.strip()][-count:])
+
+
+def read_progress(folder: Path, config: RLConfig) -> Progress:
+    """Progress of the run in `folder`; `new` if its run.json has another configuration."""
+    record = read_run_json(folder)
+    if record is None or _compared(record["config"]) != _compared(_as_json(config)):
+        return "new"
+    if (record.get("summary") or {}).get("status") == "finished":
+        return "finished"
+    return "resumable" if checkpoint.CheckpointManager(folder / checkpoint.FOLDER, 0).complete() else "new"
+
+
+def read_run_json(folder: Path) -> dict[str, Any] | None:
+    """The run.json of a run; None if it is missing or invalid."""
+    try:
+        record = json.loads((folder / RUN_FILE).read_text())
+    except (OSError, ValueError):
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("config"), dict) else None
+
+
+def remove_checkpoints(folder: Path) -> None:
+    """Removes the checkpoints of a run with another configuration, so that a new run cannot resume from them."""
+    shutil.rmtree(folder / checkpoint.FOLDER, ignore_errors=True)
+
+
+def _as_json(config: RLConfig) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config), default=plain))
+    return values
+
+
+def _compared(config: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in NOT_COMPARED}

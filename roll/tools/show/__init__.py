@@ -1,0 +1,1 @@
+"""`roll show`: prints the samples of a training step."""

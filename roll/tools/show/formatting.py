@@ -1,0 +1,104 @@
+"""Short texts for the terminal: numbers, scores, weight versions, and sanitized texts of models and environments."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Sequence
+from itertools import groupby
+
+from rich.text import Text
+
+MAX_SCORES = 16
+"""Scores of a group that are listed; the mean covers all."""
+
+HEAD_CHARACTERS, TAIL_CHARACTERS = 1500, 500
+"""Characters kept of a longer text. The tail is kept because it often holds the answer."""
+
+HEAD_LINES, TAIL_LINES = 30, 10
+"""Lines kept of a longer text."""
+
+NAME_CHARACTERS = 120
+"""Characters kept of a longer name."""
+
+ESCAPED_CATEGORIES = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
+"""Unicode categories that move the cursor, change the writing direction, are invisible, or cannot be encoded."""
+
+ESCAPE_STYLE = "bold magenta"
+"""Style of escapes, which distinguishes them from a backslash in the text."""
+
+OMITTED_STYLE = "italic yellow"
+
+
+def format_count(count: int, noun: str) -> str:
+    """A count with its noun: `1 group`, `2 trajectories`."""
+    if count == 1:
+        return f"1 {noun}"
+    return f"{count:,} {noun.removesuffix('y')}ies" if noun.endswith("y") else f"{count:,} {noun}s"
+
+
+def format_number(value: float) -> str:
+    """Four significant digits, without trailing zeros."""
+    return f"{value:.4g}"
+
+
+def format_scores(values: Sequence[float]) -> str:
+    """Scores and their mean, `1 0 0 1, mean 0.5`; lists at most MAX_SCORES."""
+    listed = " ".join(format_number(value) for value in values[:MAX_SCORES])
+    more = f" and {len(values) - MAX_SCORES} more" if len(values) > MAX_SCORES else ""
+    return f"{listed}{more}, mean {format_number(sum(values) / len(values))}"
+
+
+def format_advantage(value: float | None, name: str = "advantage") -> Text:
+    """A signed advantage, green above zero and red below."""
+    if value is None:
+        return Text(f"{name} not in the dump", "dim")
+    return Text.assemble(f"{name} ", (f"{value:+.3f}", "green" if value > 0 else "red" if value < 0 else ""))
+
+
+def format_versions(values: Sequence[int]) -> Text:
+    """`version 3`; several versions, of weights updated during generation, are highlighted."""
+    if len(values) == 1:
+        return Text(f"version {values[0]}", "dim")
+    return Text(f"versions {', '.join(map(str, values)) or 'unknown'}", "yellow")
+
+
+def sanitize(text: str, style: str = "", keep: str = "\n") -> Text:
+    """The text with characters of ESCAPED_CATEGORIES written as Python escapes, except those in `keep`."""
+    sanitized = Text(style=style)
+    for escaped, run in groupby(text, key=lambda character: character not in keep and _is_escaped(character)):
+        piece = "".join(run)
+        sanitized.append(
+            piece.encode("unicode_escape").decode() if escaped else piece, ESCAPE_STYLE if escaped else None
+        )
+    return sanitized
+
+
+def sanitize_line(text: str, style: str = "") -> Text:
+    """A name on one line: line breaks are escaped too, and a long name is cut."""
+    sanitized = sanitize(text[:NAME_CHARACTERS], style, keep="")
+    omitted = len(text) - NAME_CHARACTERS
+    return sanitized.append(f"... {omitted:,} characters omitted", OMITTED_STYLE) if omitted > 0 else sanitized
+
+
+def sanitize_short(text: str, style: str = "") -> Text:
+    """The sanitized text; the middle of a long text is replaced by the number of characters omitted."""
+    head, omitted, tail = shorten(text)
+    if not omitted:
+        return sanitize(text, style)
+    gap = Text(f"\n... {omitted:,} characters omitted ...\n", OMITTED_STYLE)
+    return Text.assemble(sanitize(head, style), gap, sanitize(tail, style))
+
+
+def shorten(text: str) -> tuple[str, int, str]:
+    """Head, number of characters omitted, and tail; (text, 0, "") if the text is short."""
+    few_lines = text.count("\n") < HEAD_LINES + TAIL_LINES
+    if len(text) <= HEAD_CHARACTERS + TAIL_CHARACTERS and few_lines:
+        return text, 0, ""
+    head = "\n".join(text[:HEAD_CHARACTERS].split("\n")[:HEAD_LINES])
+    rest = text[len(head) :]
+    tail = "\n".join(rest[-TAIL_CHARACTERS:].split("\n")[-TAIL_LINES:])
+    return head, len(rest) - len(tail), tail
+
+
+def _is_escaped(character: str) -> bool:
+    return unicodedata.category(character) in ESCAPED_CATEGORIES

@@ -1,0 +1,235 @@
+"""Reads the samples of a training step from the dump of a run and groups them; turns of a trajectory are joined."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from roll.configs.errors import ConfigError
+from roll.pipeline.rollout_batch import read_samples
+from roll.tools.terminal import option_error
+from roll.trackers.files import RUN_FILE
+
+
+@dataclass(frozen=True)
+class RunDump:
+    """Where a run wrote its samples.
+
+    Attributes:
+        folder: one file per step.
+        model: folder of the trained model with its tokenizer; None if the configuration has none.
+    """
+
+    folder: Path
+    model: str | None
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One observation and the model's answer.
+
+    Attributes:
+        observation: text of the environment before the answer.
+        text: the answer.
+        reward: of the environment for the answer.
+        versions: weight versions that generated the answer.
+        advantage: mean over the answer's tokens if each turn was a sample; None if the trajectory was one sample.
+    """
+
+    observation: str
+    text: str
+    reward: float
+    versions: Sequence[int]
+    advantage: float | None
+
+
+@dataclass(frozen=True)
+class Episode:
+    """The trajectory of a sample, as stored in the dump."""
+
+    tag: str
+    seed: int
+    stop: str | None
+    outcome: str
+    metrics: Mapping[str, float]
+    turns: Sequence[Turn]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One response or one trajectory.
+
+    Attributes:
+        id: of the prompt or the trajectory.
+        score: total reward.
+        advantages: one per trained token; empty if the dump has none.
+        versions: weight versions that generated it, without duplicates.
+        prompt_ids: tokens of the prompt.
+        response_ids: tokens of the response, or of all answers of a trajectory.
+        episode: the trajectory; None for a response.
+    """
+
+    id: str
+    score: float
+    advantages: Sequence[float]
+    versions: Sequence[int]
+    prompt_ids: Sequence[int]
+    response_ids: Sequence[int]
+    episode: Episode | None
+
+    @property
+    def advantage(self) -> float | None:
+        """Mean over trained tokens."""
+        return _mean(self.advantages)
+
+
+@dataclass(frozen=True)
+class SampleGroup:
+    """Samples of one prompt or environment seed; `number` is the group's number in the dump."""
+
+    number: int
+    samples: Sequence[Sample]
+
+    @property
+    def scores(self) -> list[float]:
+        """Score of each sample."""
+        return [sample.score for sample in self.samples]
+
+    @property
+    def advantage(self) -> float | None:
+        """Mean over the trained tokens of all samples."""
+        return _mean([value for sample in self.samples for value in sample.advantages])
+
+
+def find_dump(run: Path) -> RunDump:
+    """Finds the samples of a run from its run.json, which exists as soon as the run has started.
+
+    Raises:
+        ConfigError: the folder is not the `output_dir` of a run, or the run does not write samples.
+    """
+    file = run / RUN_FILE
+    try:
+        config: Mapping[str, Any] = json.loads(file.read_text())["config"]
+        if "rollout_dump_dir" not in config:
+            raise option_error("RUN_DIR", f"{run} is a run of the {config['pipeline']} pipeline, which has no samples")
+        dump_dir, output_dir = config["rollout_dump_dir"], config["output_dir"]
+        model = config["actor_train"]["model_args"]["model_name_or_path"]
+    except (FileNotFoundError, NotADirectoryError):
+        raise option_error("RUN_DIR", f"{run} has no {RUN_FILE}; give the output_dir of a run") from None
+    except ConfigError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise option_error("RUN_DIR", f"{file} is not a valid run.json: {type(error).__name__} {error}") from None
+    if dump_dir is None:
+        raise option_error(
+            "rollout_dump_dir",
+            f"is null in {file}, so the run wrote no samples; set it to a folder, such as "
+            f"rollout_dump_dir={os.path.join(output_dir, 'samples')}, and run again",
+        )
+    start = working_directory(run, output_dir)
+    local = None if model is None else start / model
+    return RunDump(start / dump_dir, str(local) if local is not None and local.is_dir() else model)
+
+
+def working_directory(run: Path, output_dir: str) -> Path:
+    """The folder that a run was started in, to which relative paths of its configuration refer.
+
+    This is the run's folder without its trailing `output_dir`; the current folder if `output_dir` is absolute or the
+    run's folder does not end with it.
+    """
+    absolute, parts = run.resolve(), Path(output_dir).parts
+    if not Path(output_dir).is_absolute() and parts and absolute.parts[-len(parts) :] == parts:
+        return Path(*absolute.parts[: -len(parts)])
+    return Path()
+
+
+def choose_step(steps: Sequence[int], requested: int | None, folder: Path) -> int:
+    """The step to show: `requested`, or the last one if that is None.
+
+    Args:
+        steps: existing steps, ascending.
+        requested: step of --step.
+        folder: of the dump, for errors.
+
+    Raises:
+        ConfigError: there is no step yet, or not the requested one.
+    """
+    if not steps:
+        raise option_error("RUN_DIR", f"{folder} has no steps yet; wait until the first step has finished")
+    if requested is None:
+        return steps[-1]
+    if requested in steps:
+        return requested
+    below = max((step for step in steps if step < requested), default=None)
+    above = min((step for step in steps if step > requested), default=None)
+    nearest = " and ".join(str(step) for step in (below, above) if step is not None)
+    raise option_error(
+        "--step", f"{requested} is not in {folder}; nearest: {nearest} (steps are {steps[0]} to {steps[-1]})"
+    )
+
+
+def read_groups(folder: Path, step: int) -> list[SampleGroup]:
+    """Groups of a step.
+
+    Raises:
+        ConfigError: the file of the step cannot be read, or lacks fields of a dump.
+    """
+    try:
+        return groups_of(read_samples(folder, step))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise option_error("--step", f"{step} in {folder} is not valid: {type(error).__name__} {error}") from None
+
+
+def groups_of(rows: Iterable[Mapping[str, Any]]) -> list[SampleGroup]:
+    """Groups in the order of the dump.
+
+    Rows with the same trajectory are turns of it and become one sample. Responses to one prompt share their id, so each
+    of their rows is a sample.
+
+    Raises:
+        KeyError: a row lacks a field that every dump has.
+    """
+    groups: dict[int, dict[tuple[str, Any], list[Mapping[str, Any]]]] = {}
+    for index, row in enumerate(rows):
+        key = ("trajectory", row["episode"]["trajectory"]) if "episode" in row else ("response", index)
+        groups.setdefault(row["group"], {}).setdefault(key, []).append(row)
+    return [SampleGroup(number, [_sample(rows) for rows in samples.values()]) for number, samples in groups.items()]
+
+
+def _sample(rows: Sequence[Mapping[str, Any]]) -> Sample:
+    """The sample of a response (one row) or a trajectory (one row, or one per turn)."""
+    first = rows[0]
+    return Sample(
+        id=str(first["episode"]["trajectory"] if "episode" in first else first["id"]),
+        score=float(first["score"]),
+        advantages=[value for row in rows for value in row.get("advantages", [])],
+        versions=sorted({version for row in rows for version in row.get("weight_version", [])}),
+        prompt_ids=first["prompt_ids"],
+        response_ids=[token for row in rows for token in row["response_ids"]],
+        episode=_episode(rows) if "episode" in first else None,
+    )
+
+
+def _episode(rows: Sequence[Mapping[str, Any]]) -> Episode:
+    fields = rows[0]["episode"]
+    turns = [
+        Turn(
+            turn["observation"],
+            turn["text"],
+            turn["reward"],
+            turn["versions"],
+            _mean(row.get("advantages", [])) if len(rows) > 1 else None,
+        )
+        for row in rows
+        for turn in row["episode"]["turns"]
+    ]
+    return Episode(fields["tag"], fields["seed"], fields["stop"], fields["outcome"], fields["metrics"], turns)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return fmean(values) if values else None

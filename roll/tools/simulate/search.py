@@ -1,0 +1,221 @@
+"""Simulates the configured device split and ratio and alternatives to them, and picks the best."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from roll.configs.asynchronous import versions_ahead
+from roll.configs.errors import ConfigError, Problem
+from roll.configs.pipeline import RLConfig
+from roll.tools.simulate.calibration import RunShape
+from roll.tools.simulate.cost_model import CostModel
+from roll.tools.simulate.simulator import Outcome, generation_seconds, simulate
+
+RATIOS = (0.0, 0.5, 1.0, 2.0)
+"""Ratios tried besides the configured one; above 2 staleness grows and step time hardly improves."""
+
+MAX_SPLITS = 4
+"""Splits simulated: those whose slower side, alone, is fastest."""
+
+TOLERANCE = 0.02
+"""Candidates within this fraction of the fastest count as equally fast; the smallest ratio among them is best."""
+
+TOTAL_SAMPLES = 400_000
+"""Responses simulated in all, which takes some seconds; sets the number of steps per candidate."""
+
+MIN_STEPS, MAX_STEPS = 4, 30
+"""Range of the batches measured per candidate."""
+
+MAX_SAMPLES = 100_000
+"""Largest batch in samples; a third of it took two minutes."""
+
+MAX_SAMPLES_AHEAD = 2_000_000
+"""Most samples generated before the simulation is in steady state; near this limit it takes over two minutes."""
+
+MAX_DEVICES = 10_000
+"""Most devices; 4,100 took half a minute."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """Number of devices of each side; `shared` if both sides use all devices in turns."""
+
+    train_devices: int
+    infer_devices: int
+    shared: bool = False
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One split and ratio with its simulated outcome.
+
+    Attributes:
+        split: devices of each side.
+        ratio: `async_generation_ratio`.
+        outcome: of the simulation.
+        generate_seconds: one batch on these engines when nothing else runs.
+        train_seconds: log-probs and training on these devices when nothing else runs.
+    """
+
+    split: Split
+    ratio: float
+    outcome: Outcome
+    generate_seconds: float
+    train_seconds: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Result of `predict`.
+
+    Attributes:
+        devices: number of devices of both sides.
+        generate_seconds: G, one batch with engines on all devices.
+        train_seconds: T, log-probs and training on all devices.
+        configured: the configured split and ratio.
+        candidates: all candidates, the configured one included, fastest first.
+        best: the candidate to use.
+    """
+
+    devices: int
+    generate_seconds: float
+    train_seconds: float
+    configured: Candidate
+    candidates: list[Candidate]
+    best: Candidate
+
+
+def predict(model: CostModel) -> Prediction:
+    """Simulates the configured split and ratio, then the most promising others with the same devices."""
+    config = model.config
+    configured, total = configured_split(config), len(all_devices(config))
+    alone = _AloneTimes(model, total)
+    candidates = [(configured, config.async_generation_ratio)]
+    splits = [Split(total, total, shared=True), *_promising_splits(model, alone, total)] if total > 1 else []
+    for split in splits:
+        for ratio in (0.0,) if split.shared else RATIOS:
+            if (split, ratio) not in candidates and _is_valid(config, split):
+                candidates.append((split, ratio))
+    samples = RunShape.from_config(config).samples
+    steps = max(MIN_STEPS, min(MAX_STEPS, TOTAL_SAMPLES // (samples * len(candidates))))
+    simulated = [_simulate_candidate(model, alone, split, ratio, steps) for split, ratio in candidates]
+    fastest = min(candidate.outcome.step_seconds for candidate in simulated)
+    good = [candidate for candidate in simulated if candidate.outcome.step_seconds <= fastest * (1 + TOLERANCE)]
+    return Prediction(
+        devices=total,
+        generate_seconds=alone.generate(total),
+        train_seconds=alone.train(total, 0.0),
+        configured=simulated[0],
+        candidates=sorted(simulated, key=lambda candidate: candidate.outcome.step_seconds),
+        best=min(good, key=lambda candidate: (candidate.ratio, candidate.outcome.step_seconds)),
+    )
+
+
+def check_size(config: RLConfig) -> None:
+    """Checks that simulating the configuration takes minutes at most.
+
+    Raises:
+        ConfigError: its batch, ratio or number of devices is too large.
+    """
+    prompts, group = config.rollout_batch_size, config.num_return_sequences_in_group
+    samples, devices = prompts * group, len(all_devices(config))
+    problems = []
+    if samples > MAX_SAMPLES:
+        problems.append(
+            Problem(
+                "rollout_batch_size",
+                f"{prompts} prompts x num_return_sequences_in_group {group} = {samples} samples per batch take too "
+                f"long to simulate; use at most {MAX_SAMPLES} samples",
+            )
+        )
+    elif samples * versions_ahead(config.async_generation_ratio) > MAX_SAMPLES_AHEAD:
+        problems.append(
+            Problem(
+                "async_generation_ratio",
+                f"{config.async_generation_ratio:g} with {samples} samples per batch takes too long to simulate; "
+                f"use at most {MAX_SAMPLES_AHEAD // samples}",
+            )
+        )
+    if devices > MAX_DEVICES:
+        problems.append(
+            Problem("device_mapping", f"{devices} devices take too long to simulate; use at most {MAX_DEVICES}")
+        )
+    if problems:
+        raise ConfigError(problems, config.source.file)
+
+
+def all_devices(config: RLConfig) -> set[int]:
+    """Devices of training and generation."""
+    return set(config.actor_train.device_mapping) | set(config.actor_infer.device_mapping)
+
+
+def configured_split(config: RLConfig) -> Split:
+    """The split of the configuration."""
+    train, infer = config.actor_train.device_mapping, config.actor_infer.device_mapping
+    return Split(len(train), len(infer), shared=set(train) == set(infer))
+
+
+def possible_splits(config: RLConfig, devices: int) -> list[Split]:
+    """Splits of all devices that the parallel sizes and the samples per optimizer step allow."""
+    splits = [Split(devices - infer, infer) for infer in range(1, devices)]
+    return [split for split in splits if _is_valid(config, split)]
+
+
+def _is_valid(config: RLConfig, split: Split) -> bool:
+    layout = config.actor_train.layout
+    model_parallel = layout.tensor * layout.pipeline
+    if split.train_devices % model_parallel or split.infer_devices % config.actor_infer.num_gpus_per_worker:
+        return False
+    return config.actor_train.samples_per_optimizer_step % (split.train_devices // model_parallel) == 0
+
+
+class _AloneTimes:
+    """Seconds of each side when nothing else runs, by number of devices.
+
+    Training scales with devices. Generation does not, because an engine with fewer requests has shorter iterations but
+    not fewer of them, so it is simulated.
+    """
+
+    def __init__(self, model: CostModel, devices: int) -> None:
+        self._model = model
+        self._devices_per_engine = model.config.actor_infer.num_gpus_per_worker
+        self._max_engines = self._engines(devices)
+        self._simulated: dict[int, float] = {}
+
+    def _engines(self, devices: int) -> int:
+        return max(1, devices // self._devices_per_engine)
+
+    def generate(self, devices: int) -> float:
+        engines = self._engines(devices)
+        if engines not in self._simulated:
+            self._simulated[engines] = generation_seconds(self._model.scenario(1, engines, 0.0, 1), batches=4)
+        return self._simulated[engines]
+
+    def estimate_generate(self, devices: int) -> float:
+        """Interpolates as p + q / engines between one engine and all engines: enough to discard slow splits."""
+        fewest = self.generate(self._devices_per_engine)
+        most = self.generate(self._max_engines * self._devices_per_engine)
+        slope = (fewest - most) / (1 - 1 / self._max_engines) if self._max_engines > 1 else 0.0
+        return fewest - slope + slope / self._engines(devices)
+
+    def train(self, devices: int, ratio: float) -> float:
+        costs = self._model.scenario(devices, 1, ratio, 1).costs
+        return costs.train + costs.log_probs
+
+
+def _promising_splits(model: CostModel, alone: _AloneTimes, devices: int) -> list[Split]:
+    def lower_bound(split: Split) -> float:
+        return max(alone.estimate_generate(split.infer_devices), alone.train(split.train_devices, 1.0))
+
+    return sorted(possible_splits(model.config, devices), key=lower_bound)[:MAX_SPLITS]
+
+
+def _simulate_candidate(model: CostModel, alone: _AloneTimes, split: Split, ratio: float, steps: int) -> Candidate:
+    engines = max(1, split.infer_devices // model.config.actor_infer.num_gpus_per_worker)
+    return Candidate(
+        split,
+        ratio,
+        simulate(model.scenario(split.train_devices, engines, ratio, steps)),
+        alone.generate(split.infer_devices),
+        alone.train(split.train_devices, ratio),
+    )

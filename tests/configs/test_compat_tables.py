@@ -1,0 +1,93 @@
+"""The migration tables and docs/coming_from.md agree and name keys that exist."""
+
+from __future__ import annotations
+
+import re
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+
+from roll.configs.agentic import AgenticConfig
+from roll.configs.compat.apply import MIGRATION, MOVED_KEYS, RENAMED_KEYS, SHORT_NAMES, UNSUPPORTED_KEYS
+from roll.configs.compat.async_trainers import WEIGHT_RANGE, WEIGHT_SWITCH
+from roll.configs.pipeline import RLVRConfig
+from roll.configs.schema import known_keys
+from roll.configs.sglang_options import server_options
+from tests.configs.samples import refusal
+
+PAGE = Path(__file__).parents[2] / "docs" / "coming_from.md"
+ENGINE = "actor_infer.strategy_args.strategy_config."
+
+
+def rows() -> list[list[str]]:
+    """Cells of every row, without headings."""
+    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("|") and not line.startswith("|---")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [row for row in cells if row[0] != "there"]
+
+
+def test_every_key_of_the_migration_tables_exists() -> None:
+    known = {key.path for cls in (RLVRConfig, AgenticConfig) for key in known_keys(cls)}
+    known |= {re.sub(r"^actor_train", "<role>", path) for path in known}
+    known |= {f"{ENGINE}{name}" for name in server_options() or ()}
+    named = [key for row in rows() for key in re.findall(r"`([^`]+)`", row[1])]
+    assert len(named) > 100
+    assert [key for key in named if key not in known] == []
+
+
+def is_read(name: str) -> bool:
+    """Whether a key of another framework is known or answered without the data."""
+    keys = [key.path for cls in (RLVRConfig, AgenticConfig) for key in known_keys(cls)]
+    own = {path.rpartition(".")[2] for path in keys if not path.startswith("rewards.")}
+    moved = {*RENAMED_KEYS, *(path.rpartition(".")[2] for path in MOVED_KEYS), WEIGHT_SWITCH, WEIGHT_RANGE}
+    return name in own | moved or any(
+        fnmatchcase(path, item.pattern) for item in UNSUPPORTED_KEYS for path in (name, f"role.{name}")
+    )
+
+
+def reported() -> dict[str, set[str]]:
+    """Keys here of every name in the tables that is neither known nor a value or file."""
+    pairs: dict[str, set[str]] = {}
+    for other, own, _ in rows():
+        names = [text.partition(":")[0].lstrip("-").replace("-", "_") for text in re.findall(r"`([^`]+)`", other)]
+        ours = re.findall(r"`([^`]+)`", own)
+        for index, name in enumerate(names):
+            if not is_read(name) and name not in ("deepspeed_train", "mse", "train.py", "train_async.py"):
+                pairs[name] = {ours[index]} if len(ours) == len(names) else set(ours)
+    return pairs
+
+
+def test_page_and_tables_agree() -> None:
+    assert {name: set(keys) for name, keys in MIGRATION.items() if name not in SHORT_NAMES} == reported()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    {
+        "num_generations=4": "num_generations: unknown key; here that is num_return_sequences_in_group",
+        "beta=0.1": "beta: unknown key; here that is use_kl_loss and kl_loss_coef (docs/coming_from.md)",
+        "--eps-clip=0.1": "--eps-clip: unknown key; here that is pg_clip_low",
+        "max_tokens_per_gpu=1": "here that is actor_train.max_tokens_per_microbatch_in_train",
+        "train_batch_size=1": "train_batch_size: unknown key; here that is rollout_batch_size",
+        "trainer={nnodes: 2, total_epochs: 1}": "trainer.nnodes: unknown key; here that is actor_train.device_mapping",
+        "trainer.total_epochs=1": "trainer.total_epochs: unknown key; no key is similar; docs/configuration.md lists",
+        "actor_rollout_ref.actor.optim.lr=1": "here that is actor_train.training_args.learning_rate",
+        "rollout.val_kwargs.top_p=1": "here that is validation.generating_args.top_p",
+        "rollout.val_kwargs.n=1": "here that is validation.generating_args (",
+        "actor_infer.bf16=true": "here that is actor_infer.model_args.dtype",
+    }.items(),
+)
+def test_key_of_another_framework_names_ours(tmp_path: Path, override: str, message: str) -> None:
+    assert message in refusal(tmp_path, override)
+
+
+def test_every_row_has_three_cells() -> None:
+    assert [row for row in rows() if len(row) != 3] == []
+
+
+def test_every_moved_key_is_on_the_page() -> None:
+    shown = {name for row in rows() for name in re.findall(r"`([^`]+)`", row[0])}
+    moved = {path.rpartition(".")[2] for path in MOVED_KEYS}
+    assert moved <= shown
+    assert {"num_gpus_per_node", "batch_timeout", "batch_generation_interval"} <= shown & set(RENAMED_KEYS)

@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from roll.configs.load import load_config
+from roll.configs.pipeline import RLVRConfig, SFTConfig
+from tests.configs.samples import RLVR, refusal, rlvr, sft, write
+
+
+def test_the_pipeline_is_a_key_and_rlvr_by_default(tmp_path: Path) -> None:
+    assert type(rlvr(tmp_path)) is RLVRConfig
+    assert type(sft(tmp_path)) is SFTConfig
+
+
+def test_a_launcher_refuses_a_file_for_another_pipeline(tmp_path: Path) -> None:
+    file = write(tmp_path, RLVR + "pipeline: rlvr\n")
+    with pytest.raises(ValueError, match="pipeline: the file is for rlvr, but this command starts sft"):
+        load_config(file, pipeline="sft")
+
+
+def test_an_unknown_pipeline_names_the_nearest(tmp_path: Path) -> None:
+    assert "pipeline: 'rlrv' is not one of rlvr, sft, agentic; did you mean rlvr?" in refusal(tmp_path, "pipeline=rlrv")
+
+
+def test_values_are_interpolated(tmp_path: Path) -> None:
+    text = RLVR + "  generating_args:\n    max_new_tokens: ${response_length}\nexp_name: run-${rollout_batch_size}\n"
+    config = rlvr(tmp_path, "response_length=512", text=text)
+    assert config.actor_infer.generating_args.max_new_tokens == 512
+    assert config.exp_name == "run-64"
+
+
+def test_interpolating_an_unknown_key_is_reported(tmp_path: Path) -> None:
+    message = refusal(tmp_path, "exp_name=${nowhere}")
+    assert (
+        "exp_name: cannot be interpolated: Interpolation key 'nowhere' not found; `${key}` sees the values of files"
+        in message
+    )
+
+
+def test_file_overrides_its_base_files(tmp_path: Path) -> None:
+    write(tmp_path, RLVR + "seed: 1\nexp_name: base\n", "common/base.yaml")
+    write(tmp_path, "exp_name: middle\nmax_steps: 7\n", "common/middle.yaml")
+    file = write(tmp_path, "defaults: [../common/base, ../common/middle.yaml]\nexp_name: mine\n", "runs/run.yaml")
+    config = load_config(file)
+    assert (config.exp_name, config.seed, config.max_steps) == ("mine", 1, 7)
+
+
+def test_sections_of_base_and_file_merge_key_by_key(tmp_path: Path) -> None:
+    write(tmp_path, RLVR, "base.yaml")
+    config = rlvr(tmp_path, text="defaults: base\nactor_train:\n  training_args:\n    learning_rate: 2e-6\n")
+    assert config.actor_train.training_args.learning_rate == 2e-6
+    assert config.actor_train.training_args.gradient_accumulation_steps == 64
+
+
+@pytest.mark.parametrize("listed", ["[base, _self_]", "[base@_here_]", "base.yaml"])
+def test_spellings_of_an_inclusion(tmp_path: Path, listed: str) -> None:
+    write(tmp_path, RLVR, "base.yaml")
+    assert rlvr(tmp_path, text=f"defaults: {listed}\nseed: 3\n").seed == 3
+
+
+def test_merge_keys_put_a_mapping_into_others(tmp_path: Path) -> None:
+    text = RLVR + (
+        "  generating_args: &train {temperature: 0.9, top_p: 0.8}\n"
+        "validation:\n  generating_args: &sharper {<<: *train, temperature: 0.5}\n"
+        "system_envs: {<<: [*sharper, *train], top_k: 3}\n"
+    )
+    config = rlvr(tmp_path, text=text)
+    assert (config.validation.generating_args.temperature, config.validation.generating_args.top_p) == (0.5, 0.8)
+    assert config.system_envs == {"temperature": "0.5", "top_p": "0.8", "top_k": "3"}
+
+
+def test_circular_includes_are_reported(tmp_path: Path) -> None:
+    write(tmp_path, "defaults: [config]\n", "other.yaml")
+    message = refusal(tmp_path, text="defaults: [other]\n")
+    assert "the files include each other: config.yaml -> other.yaml -> config.yaml" in message
+
+
+def test_missing_base_file_is_reported(tmp_path: Path) -> None:
+    assert "defaults: 'nothing' is not a file" in refusal(tmp_path, text="defaults: [nothing]\n")
+
+
+def test_overrides_win_and_are_yaml(tmp_path: Path) -> None:
+    config = rlvr(
+        tmp_path,
+        "seed=7",
+        "seed=8",
+        "actor_train.data_args.file_name=[a.jsonl, b.jsonl]",
+        "actor_infer.strategy_args.strategy_config={mem_fraction_static: 0.5}",
+        "actor_train.training_args.learning_rate=3e-6",
+        "max_logprob_mismatch=~",
+    )
+    assert config.seed == 8
+    assert config.actor_train.data_args.file_name == ["a.jsonl", "b.jsonl"]
+    assert config.actor_infer.strategy_args.strategy_config == {"mem_fraction_static": 0.5}
+    assert config.actor_train.training_args.learning_rate == 3e-6
+
+
+@pytest.mark.parametrize("text", ["seed", "=3", "actor_train..seed=3"])
+def test_malformed_override_is_reported(tmp_path: Path, text: str) -> None:
+    assert f"override {text!r}: write key=value" in refusal(tmp_path, text)
+
+
+def test_override_with_a_plus_is_reported(tmp_path: Path) -> None:
+    assert "write it without '+'" in refusal(tmp_path, "+seed=3")
+
+
+def test_an_override_of_an_unknown_key_names_the_nearest(tmp_path: Path) -> None:
+    assert "max_step: unknown key; did you mean max_steps?" in refusal(tmp_path, "max_step=3")
+
+
+@pytest.mark.parametrize("written", ["1e-6", "1.0e-6", "'1e-6'", "0.000001"])
+def test_numbers_in_scientific_notation_are_numbers(tmp_path: Path, written: str) -> None:
+    config = rlvr(tmp_path, f"actor_train.training_args.learning_rate={written}")
+    assert config.actor_train.training_args.learning_rate == 1e-6
+
+
+def test_a_whole_number_is_a_number(tmp_path: Path) -> None:
+    weight_decay = rlvr(tmp_path, "actor_train.training_args.weight_decay=0").actor_train.training_args.weight_decay
+    assert weight_decay == 0.0 and isinstance(weight_decay, float)
+
+
+def test_renamed_keys_are_read(tmp_path: Path) -> None:
+    config = rlvr(tmp_path, text=RLVR + "num_gpus_per_node: 4\nrpc_timeout: 60\nseed: ${num_gpus_per_node}\n")
+    assert (config.num_devices_per_node, config.rpc_timeout_s, config.seed) == (4, 60.0, 4)
+
+
+def test_override_replaces_a_key_in_another_spelling(tmp_path: Path) -> None:
+    config = rlvr(tmp_path, "num_devices_per_node=2", text=RLVR + "num_gpus_per_node: 4\n")
+    assert config.num_devices_per_node == 2
+
+
+def test_two_spellings_of_one_key_are_refused(tmp_path: Path) -> None:
+    message = refusal(tmp_path, text=RLVR + "num_gpus_per_node: 4\nnum_devices_per_node: 4\n")
+    assert "num_gpus_per_node: is another spelling of num_devices_per_node" in message
+
+
+def test_other_spellings_of_values_are_translated_with_a_note(tmp_path: Path) -> None:
+    config = rlvr(tmp_path, "actor_infer.generating_args.top_k=-1")
+    assert config.actor_infer.generating_args.top_k == 0
+    assert ("actor_infer.generating_args.top_k", "-1 is read as 0") in config.source.notes
+
+
+def test_lengths_complete_each_other(tmp_path: Path) -> None:
+    assert rlvr(tmp_path).sequence_length == 3072
+    by_sequence = RLVR.replace("response_length: 1024", "sequence_length: 8192")
+    assert rlvr(tmp_path, text=by_sequence).response_length == 8192 - 2048
+
+
+def test_roles_take_the_model_of_the_run(tmp_path: Path) -> None:
+    config = rlvr(tmp_path)
+    assert config.actor_infer.model_args.model_name_or_path == config.pretrain
+
+
+def test_validation_inherits_data_and_sampling(tmp_path: Path) -> None:
+    config = rlvr(
+        tmp_path,
+        "eval_steps=10",
+        "actor_train.data_args.prompt=question",
+        "actor_infer.generating_args.stop_strings=['</s>']",
+        "validation.data_args.file_name=val.jsonl",
+        "validation.generating_args.temperature=0",
+    )
+    assert config.validation.data_args.prompt == "question"
+    assert config.validation.data_args.file_name == ["val.jsonl"]
+    assert config.validation.generating_args.stop_strings == ["</s>"]
+    assert config.validation.generating_args.temperature == 0
+    assert config.validation.generating_args.num_return_sequences == 1
+
+
+@pytest.mark.parametrize(("ratio", "source"), [(0, "recompute"), (1, "behavior")])
+def test_old_log_probs_follow_from_the_ratio(tmp_path: Path, ratio: float, source: str) -> None:
+    assert rlvr(tmp_path, f"async_generation_ratio={ratio}").old_log_probs_source == source
+
+
+def test_environment_variables_may_be_numbers(tmp_path: Path) -> None:
+    assert rlvr(tmp_path, "system_envs={OMP_NUM_THREADS: 4}").system_envs == {"OMP_NUM_THREADS": "4"}
+
+
+def test_rewards_are_those_given(tmp_path: Path) -> None:
+    config = rlvr(tmp_path, "rewards={strict: {answer_pattern: boxed}}")
+    assert list(config.rewards) == ["strict"]
+    assert config.rewards["strict"].answer_pattern == "boxed"
+
+
+def test_a_date_is_text(tmp_path: Path) -> None:
+    assert rlvr(tmp_path, "exp_name=2025-01-31").exp_name == "2025-01-31"

@@ -1,0 +1,272 @@
+"""Plans against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from roll.configs.errors import ConfigError
+from roll.configs.hardware import Hardware
+from roll.configs.load import load_config
+from roll.configs.memory import MemoryPlan
+from roll.configs.model_config import read_model_shape
+from roll.configs.parallel_layout import spans
+from roll.configs.plan import Plan, make_plan
+from tests.configs.samples import DATA, LAPTOP, SERVER, rlvr, sft
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+MEGATRON = "actor_train.strategy_args.strategy_config"
+
+
+def lines(plan: Plan) -> dict[str, int | float | str]:
+    return {line.name: line.value for line in plan.batch}
+
+
+def memory(plan: Plan, role: str) -> MemoryPlan:
+    return next(item for item in plan.memory if item.role == role)
+
+
+def bytes_of(plan: Plan, role: str, name: str) -> int:
+    return next(line.bytes for line in memory(plan, role).lines if line.name == name)
+
+
+def test_devices_are_placed_on_nodes_in_the_order_of_ranks(tmp_path: Path) -> None:
+    plan = make_plan(rlvr(tmp_path), SERVER)
+    assert (plan.platform, plan.nodes, plan.devices_per_node) == ("cuda", 3, 8)
+    train, infer = plan.roles
+    assert (train.workers, train.tensor, train.pipeline, train.data, train.nodes) == (16, 2, 1, 8, [0, 1])
+    assert (infer.workers, infer.tensor, infer.data, infer.nodes) == (8, 1, 8, [2])
+    assert [(item.device, item.node, item.local_index) for item in plan.devices[7:9]] == [(7, 0, 7), (8, 1, 0)]
+    assert plan.devices[9].uses == ["actor_train rank 9 (tp1 dp4 pp0)"]
+    assert plan.devices[16].uses == ["actor_infer engine 0"]
+
+
+def test_equal_devices_are_shared(tmp_path: Path) -> None:
+    plan = make_plan(rlvr(tmp_path, "actor_infer.device_mapping=0-15", "actor_infer.num_gpus_per_worker=2"), SERVER)
+    assert plan.roles[0].shares_devices_with == ["actor_infer"]
+    assert plan.devices[3].uses == ["actor_train rank 3 (tp1 dp1 pp0)", "actor_infer engine 1 tp1"]
+
+
+def test_batch_arithmetic_by_count(tmp_path: Path) -> None:
+    config = rlvr(
+        tmp_path,
+        "rollout_batch_size=128",
+        "ppo_epochs=2",
+        "max_steps=50",
+        "actor_train.training_args.warmup_ratio=0.1",
+        "actor_train.infer_batch_size=12",
+    )
+    assert lines(make_plan(config, SERVER)) == {
+        "prompts per step": 128,
+        "samples per step": 1024,
+        "requests per engine and step": 128,
+        "requests at a time on one engine": 128,
+        "samples per optimizer step": 512,
+        "samples per rank and optimizer step": 64,
+        "micro-batches per rank and optimizer step": 64,
+        "optimizer steps per batch": 4,
+        "forward micro-batches per rank (log-probs)": 11,
+        "tokens per step, at most": 1024 * 3072,
+        "learning-rate schedule": "200 steps",
+        "warm-up": "20 steps",
+    }
+
+
+def test_batch_arithmetic_by_tokens(tmp_path: Path) -> None:
+    config = rlvr(
+        tmp_path,
+        "actor_train.use_dynamic_batching_in_train=true",
+        "actor_train.max_tokens_per_microbatch_in_train=8192",
+        "actor_train.use_dynamic_batching_in_infer=true",
+        "actor_train.max_tokens_per_microbatch_in_infer=8192",
+    )
+    found = lines(make_plan(config, SERVER))
+    assert found["samples per optimizer step"] == 512
+    assert found["micro-batches"] == "by tokens"
+    assert found["forward micro-batches per rank (log-probs)"] == "by tokens"
+
+
+def test_sft_takes_one_optimizer_step_per_batch(tmp_path: Path) -> None:
+    found = lines(make_plan(sft(tmp_path, "max_steps=30"), SERVER))
+    assert found["samples per optimizer step"] == 4 * 2 * 2
+    assert found["learning-rate schedule"] == "30 steps"
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("qwen2.5-7B", 7_615_616_512), ("qwen2.5-0.5B", 494_032_768)])
+def test_parameters_are_those_of_the_published_models(name: str, parameters: int) -> None:
+    shape = read_model_shape(DATA / "models" / name)
+    assert shape is not None and shape.stage_parameters(0, 1, 1) == parameters
+
+
+def test_stages_of_an_untied_model_hold_all_parameters_once() -> None:
+    shape = read_model_shape(DATA / "models" / "qwen2.5-7B")
+    assert shape is not None
+    assert sum(shape.stage_parameters(stage, 4, 1) for stage in range(4)) == shape.stage_parameters(0, 1, 1)
+    assert shape.padded_vocabulary(2) == 152064 and shape.padded_vocabulary(7) == 152096
+
+
+def test_training_memory_of_qwen_7b_at_tp2_dp8(tmp_path: Path) -> None:
+    plan = make_plan(rlvr(tmp_path, f"{MEGATRON}.sequence_parallel=true"), SERVER)
+    layer = (3584 * (3584 + 2 * 512 + 3584) + 3 * 3584 * 18944 + 3584 + 2 * 512) // 2 + 2 * 3584
+    count = 28 * layer + 2 * 152064 * 3584 // 2 + 3584
+    assert count == 3_807_910_400
+    assert bytes_of(plan, "actor_train", "weights") == 2 * count
+    assert bytes_of(plan, "actor_train", "gradients") == 4 * count
+    assert bytes_of(plan, "actor_train", "optimizer") == 12 * count // 8
+    per_token = 4 * 3584 // 2 + 3 * 3584 // 2 + 3 * 512 // 2 + 4 * 18944 // 2
+    assert bytes_of(plan, "actor_train", "activations") == 3072 * 28 * per_token * 2
+    assert memory(plan, "actor_train").total == sum(line.bytes for line in memory(plan, "actor_train").lines)
+
+
+def test_recomputation_keeps_one_hidden_state_per_layer(tmp_path: Path) -> None:
+    plan = make_plan(rlvr(tmp_path, f"{MEGATRON}.recompute_granularity=full"), SERVER)
+    per_token = 4 * 3584 + (3 * 3584 + 3 * 512 + 4 * 18944) // 2
+    assert bytes_of(plan, "actor_train", "activations") == 3072 * (28 * 3584 + per_token) * 2
+
+
+def test_without_the_distributed_optimizer_every_rank_has_the_whole_state(tmp_path: Path) -> None:
+    plan = make_plan(rlvr(tmp_path, f"{MEGATRON}.use_distributed_optimizer=false"), SERVER)
+    assert bytes_of(plan, "actor_train", "optimizer") == 12 * 3_807_910_400
+
+
+def test_fp32_training_has_no_second_copy_of_the_weights(tmp_path: Path) -> None:
+    plan = make_plan(rlvr(tmp_path, "actor_train.model_args.dtype=fp32", "actor_infer.model_args.dtype=fp32"), SERVER)
+    assert bytes_of(plan, "actor_train", "weights") == 4 * 3_807_910_400
+    assert bytes_of(plan, "actor_train", "optimizer") == 8 * 3_807_910_400 // 8
+
+
+def test_the_first_of_two_stages_keeps_two_micro_batches(tmp_path: Path) -> None:
+    plan = make_plan(rlvr(tmp_path, f"{MEGATRON}.pipeline_model_parallel_size=2", "rollout_batch_size=32"), SERVER)
+    assert memory(plan, "actor_train").where == "pipeline stage 0 of 2"
+    per_token = 4 * 3584 + (3 * 3584 + 3 * 512 + 4 * 18944) // 2
+    assert bytes_of(plan, "actor_train", "activations") == 3072 * 14 * 2 * per_token * 2
+
+
+def test_kv_cache_of_the_requests_one_engine_runs(tmp_path: Path) -> None:
+    plan = make_plan(rlvr(tmp_path), SERVER)
+    per_token = 2 * 28 * 4 * 128 * 2
+    assert bytes_of(plan, "actor_infer", "KV cache") == 64 * 3072 * per_token
+    assert bytes_of(plan, "actor_infer", "weights") == 2 * 7_615_616_512
+
+
+def test_missing_model_removes_only_the_memory_estimate(tmp_path: Path) -> None:
+    known, unknown = rlvr(tmp_path), rlvr(tmp_path, "pretrain=/elsewhere/model")
+    plan = make_plan(unknown, SERVER)
+    assert plan.memory == []
+    assert plan.batch == make_plan(known, SERVER).batch
+    assert "pretrain: /elsewhere/model is not a folder on this machine (this stops a run, not a plan)" in plan.warnings
+    expected = "no memory estimate for actor_train, actor_infer: the model's config.json is not on this machine"
+    assert expected in plan.warnings
+
+
+@pytest.mark.parametrize(
+    ("overrides", "machine", "expected"),
+    [
+        (["platform=cuda"], SERVER, ("cuda", 8)),
+        (["platform=cuda"], LAPTOP, ("cuda", 8)),
+        (["platform=cuda", "num_devices_per_node=4"], LAPTOP, ("cuda", 4)),
+        ([], LAPTOP, ("cuda", 8)),
+        ([], Hardware(gpus=0, cores=32), ("cpu", 32)),
+        (["platform=cpu", "num_devices_per_node=24"], LAPTOP, ("cpu", 24)),
+        (["platform=cpu"], LAPTOP, ("cpu", 2)),
+    ],
+)
+def test_assumed_platform(tmp_path: Path, overrides: list[str], machine: Hardware, expected: tuple[str, int]) -> None:
+    plan = make_plan(rlvr(tmp_path, *overrides), machine)
+    assert (plan.platform, plan.devices_per_node) == expected
+
+
+def test_assumptions_are_warnings(tmp_path: Path) -> None:
+    message = "\n".join(make_plan(rlvr(tmp_path), LAPTOP).warnings)
+    assert "platform: auto on a machine without a GPU: planned for cuda elsewhere" in message
+    assert "num_devices_per_node: is not given and there is no GPU here: assumed 8" in message
+
+
+def test_an_engine_must_be_on_one_node(tmp_path: Path) -> None:
+    config = rlvr(tmp_path, "actor_infer.num_gpus_per_worker=2", "num_devices_per_node=3")
+    with pytest.raises(ConfigError, match="an engine must be on one node: devices 20-21 are on nodes 6-7"):
+        make_plan(config, SERVER)
+
+
+def test_a_tensor_parallel_group_across_nodes_is_a_warning(tmp_path: Path) -> None:
+    plan = make_plan(rlvr(tmp_path, "num_devices_per_node=3"), SERVER)
+    assert any("a tensor-parallel group spans nodes and will be slow" in warning for warning in plan.warnings)
+
+
+def test_a_plan_is_json(tmp_path: Path) -> None:
+    plan = make_plan(rlvr(tmp_path), SERVER)
+    read = json.loads(json.dumps(plan.as_dict()))
+    assert read["roles"][0]["devices"] == list(range(16))
+    assert read["memory"][0]["total"] == plan.memory[0].total
+    assert math.isclose(sum(line["bytes"] for line in read["memory"][0]["lines"]), read["memory"][0]["total"])
+
+
+def test_ranks_are_shown_as_spans() -> None:
+    assert spans([0, 1, 2, 3, 8, 10, 11]) == "0-3,8,10-11"
+
+
+def test_the_published_rlvr_recipe_plans() -> None:
+    plan = make_plan(load_config(DATA / "recipes" / "rlvr_config_async.yaml"), LAPTOP)
+    assert (plan.nodes, plan.devices_per_node) == (3, 8)
+    found = lines(plan)
+    assert found["samples per step"] == found["samples per optimizer step"] == 512
+    assert found["learning-rate schedule"] == "1000 steps"
+    message = "\n".join(plan.warnings)
+    assert "top_p 0.99 and top_k 100 sample from a truncated distribution" in message
+    assert "reward_pretrain: has no effect" in message
+    assert "fp16 samples while actor_train computes in bf16" in message
+
+
+def test_vllm_recipe_is_shown_the_sglang_section() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(DATA / "recipes" / "agent_val_frozen_lake_async.yaml")
+    assert [problem.path for problem in caught.value.problems] == ["actor_infer.strategy_args.strategy_name"]
+    message = str(caught.value)
+    assert "use sglang" in message and "mem_fraction_static: 0.8" in message and "page_size: 16" in message
+
+
+RECIPES = {
+    "qwen2.5-7B-rlvr_megatron/rlvr_config.yaml": ("qwen2.5-7B", 512, 2),
+    "qwen2.5-0.5B-rlvr/rlvr_config.yaml": ("qwen2.5-0.5B", 256, 2),
+}
+
+
+@pytest.mark.parametrize(("recipe", "expected"), RECIPES.items())
+def test_examples_plan(recipe: str, expected: tuple[str, int, int]) -> None:
+    model, samples, optimizer_steps = expected
+    config = load_config(EXAMPLES / recipe, [f"pretrain={DATA / 'models' / model}"])
+    plan = make_plan(config, LAPTOP)
+    assert lines(plan)["samples per step"] == samples
+    assert lines(plan)["optimizer steps per batch"] == optimizer_steps
+    assert all("is not a file on this machine" in warning for warning in plan.warnings), plan.warnings
+    assert sum(item.total for item in plan.memory if item.role == "actor_train") < 70 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides"),
+    [
+        (
+            "qwen2.5-7B-rlvr_megatron/rlvr_config.yaml",
+            [
+                "actor_train.device_mapping=0-7",
+                "actor_infer.device_mapping=8-15",
+                "actor_train.training_args.gradient_accumulation_steps=64",
+            ],
+        ),
+        (
+            "qwen2.5-0.5B-rlvr/rlvr_config.yaml",
+            [
+                "num_devices_per_node=2",
+                "actor_infer.device_mapping=[1]",
+                "actor_infer.strategy_args.strategy_config.mem_fraction_static=0.85",
+            ],
+        ),
+    ],
+)
+def test_the_overrides_in_the_readmes_plan(recipe: str, overrides: list[str]) -> None:
+    text = (EXAMPLES / recipe).with_name("README.md").read_text()
+    assert all(override in text for override in overrides)
+    assert make_plan(load_config(EXAMPLES / recipe, overrides), LAPTOP).roles

@@ -1,0 +1,275 @@
+"""Messages of the rules between keys of roles, batches, engines and rewards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from roll.configs.errors import Problem
+from roll.configs.rules import check
+from tests.configs.samples import RLVR, SFT, refusal, rlvr, sft
+
+TP = "actor_train.strategy_args.strategy_config.tensor_model_parallel_size"
+PP = "actor_train.strategy_args.strategy_config.pipeline_model_parallel_size"
+SGLANG = "actor_infer.strategy_args.strategy_config"
+TRAINING = "actor_train.training_args"
+SAMPLING = "actor_infer.generating_args"
+
+DEVICES = {
+    "actor_train.device_mapping=[0,1,2]": "actor_train.device_mapping: 3 devices cannot hold tensor "
+    "parallel 2; use 2 or 4",
+    "actor_train.device_mapping=[0]": "actor_train.device_mapping: 1 devices cannot hold tensor parallel 2; use 2",
+    "actor_train.device_mapping=[]": "actor_train.device_mapping: is empty; list the devices of this role",
+    "actor_infer.num_gpus_per_worker=3": "actor_infer.device_mapping: 8 devices cannot hold engines of "
+    "num_gpus_per_worker 3; use 6 or 9",
+    "actor_train.num_gpus_per_worker=2": "actor_train.num_gpus_per_worker: has no effect: a Megatron rank has one",
+    "actor_infer.device_mapping=12-19": "actor_infer.device_mapping: overlaps actor_train.device_mapping in devices "
+    "12, 13, 14, 15; roles share all their devices or none",
+    "actor_infer.device_mapping=8-15,0-7": "lists the devices of actor_train in another order; to share them write "
+    "0-15",
+    "actor_train.device_mapping=0-99999": "write 0-99999 to share, or devices outside, such as 100000-100007, to",
+    "actor_infer.device_mapping=sixteen": "actor_infer.device_mapping: 'sixteen' is not a list of ranks",
+    "actor_infer.device_mapping=[16,16]": "actor_infer.device_mapping: [16, 16] contains device 16 twice",
+    "actor_infer.device_mapping=[-1]": "contains a negative device",
+    "actor_infer.device_mapping=9-3": "'9-3'",
+    "actor_infer.device_mapping=__import__('os')": "is not a list of ranks",
+}
+
+BATCH = {
+    "rollout_batch_size=60": "rollout_batch_size: 60 prompts x num_return_sequences_in_group 8 = 480 samples do not "
+    "fill optimizer steps of 512 (per_device_train_batch_size 1 x gradient_accumulation_steps 64 x data parallel 8); "
+    "use rollout_batch_size 64, or gradient_accumulation_steps 60",
+    "rollout_batch_size=1000000000001": "or gradient_accumulation_steps 73",
+    "rollout_batch_size=100": "use rollout_batch_size 64 or 128, or gradient_accumulation_steps 50",
+    f"{TRAINING}.warmup_ratio=0.1 {TRAINING}.warmup_steps=3": "warmup_ratio: 0.1 and warmup_steps 3 exclude each other",
+    f"{TRAINING}.min_learning_rate=1": "min_learning_rate: 1.0 is above learning_rate 1e-06",
+    f"{TRAINING}.adam_beta2=1": "adam_beta2: 1 never updates the moving average",
+    "actor_train.use_dynamic_batching_in_train=true actor_train.max_tokens_per_microbatch_in_train=3000": "actor_train."
+    "max_tokens_per_microbatch_in_train: 3000 cannot hold one sample of sequence_length 3072; use at least that",
+    "sequence_length=4000": "sequence_length: 4000 is not prompt_length 2048 + response_length 1024 = 3072",
+}
+
+ALGORITHM = {
+    "adv_estimator=gpro": "adv_estimator: 'gpro' is not known; known: grpo, reinforce, rloo, ",
+    "actor_train.pg_variant=topper": "actor_train.pg_variant: 'topper' is not known; known: ppo, vanilla, tis, topr, "
+    "cispo, kimi15, gspo, decoupled_ppo; did you mean topr?",
+    "num_return_sequences_in_group=1 rollout_batch_size=512": "num_return_sequences_in_group: 1 gives every sample of "
+    "grpo advantage 0, so nothing is learned; use at least 2",
+    "is_num_return_sequences_expand=false": "is_num_return_sequences_expand: false is not available",
+    "use_kl_loss=true kl_loss_coef=0.01": "reference.device_mapping: is empty, but use_kl_loss needs the reference",
+    "add_token_level_kl=true init_kl_coef=0.01": "reference.device_mapping: is empty, but add_token_level_kl needs",
+    "use_kl_loss=true reference.device_mapping=0-15": "kl_loss_coef: 0 turns off the KL that use_kl_loss requires",
+    "add_token_level_kl=true reference.device_mapping=0-15": "init_kl_coef: 0 turns off the KL that add_token_level_kl",
+    "kl_loss_coef=0.1": "kl_loss_coef: has no effect: use_kl_loss is false; set it to true",
+    "init_kl_coef=0.1": "init_kl_coef: has no effect: add_token_level_kl is false; set it to true",
+    "norm_mean_type=batch": "norm_mean_type: has no effect: only adv_estimator reinforce reads it",
+    "adv_estimator=reinforce grpo_norm_by_std=false": "grpo_norm_by_std: has no effect: adv_estimator is not grpo",
+}
+
+SAMPLES = {
+    f"{SAMPLING}.temperature=0": f"{SAMPLING}.temperature: 0 is greedy: all samples of a prompt would be equal",
+    f"{SAMPLING}.temperature=-1": f"{SAMPLING}.temperature: -1.0 is too small; the least allowed is 0",
+    f"{SAMPLING}.num_return_sequences=4": "num_return_sequences: 4 is not num_return_sequences_in_group 8",
+    f"{SAMPLING}.max_new_tokens=2000": f"{SAMPLING}.max_new_tokens: 2000 is above response_length 1024",
+    f"on_truncated_sampling=refuse {SAMPLING}.top_p=0.9": "top_p 0.9 sample from a truncated distribution",
+    "prompt_length=200000": "sequence_length: 201024 is above max_position_embeddings 131072 of pretrain; use at",
+}
+
+ENGINES = {
+    f"{SGLANG}.mem_fraction_statik=0.8": f"{SGLANG}.mem_fraction_statik: SGLang has no option of this name; did you "
+    "mean mem_fraction_static?",
+    f"{SGLANG}.gpu_memory_utilization=0.8": "SGLang has no option of this name; did you mean mem_fraction_static?",
+    f"{SGLANG}.max_num_seqs=8": "SGLang has no option of this name; set actor_infer.max_running_requests",
+    f"{SGLANG}.mem_fraction_static=80": "mem_fraction_static: 80 is not a share of the device's memory between 0 and 1",
+    f"{SGLANG}.page_size=banana": f"{SGLANG}.page_size: 'banana' is not a whole number or null",
+    f"{SGLANG}.chunked_prefill_size=0.5": "chunked_prefill_size: 0.5 is not a whole number",
+    f"{SGLANG}.disable_radix_cache=1": f"{SGLANG}.disable_radix_cache: 1 is not true or false",
+    f"{SGLANG}.kv_cache_dtype=fp9": f"{SGLANG}.kv_cache_dtype: 'fp9' is not one of auto, ",
+    f"{SGLANG}.tp_size=2": f"{SGLANG}.tp_size: 2: the framework sets this option; set num_gpus_per_worker",
+    f"{SGLANG}.random_seed=2": f"{SGLANG}.random_seed: 2: the framework sets this option; set seed",
+    f"{SGLANG}.model_path=x": "the framework sets this option; set model_args.model_name_or_path",
+    f"{SGLANG}.port=30000": "the framework sets this option; ports and addresses are allocated",
+    "actor_infer.strategy_args.strategy_name=megatron_infer": "megatron_infer cannot run actor_infer; use sglang",
+    "actor_train.strategy_args.strategy_name=sglang": "sglang cannot run actor_train; use megatron_train",
+    f"{TP}=1 actor_train.strategy_args.strategy_config.sequence_parallel=true rollout_batch_size=128": "true "
+    "splits the sequence over tensor-parallel ranks, and there is one; set it to false",
+    "platform=cpu actor_train.model_args.attn_implementation=fa2": "attn_implementation: fa2 needs a GPU",
+    "platform=cpu actor_train.strategy_args.strategy_config.apply_rope_fusion=true": "rope_fusion: true needs a GPU",
+    "platform=cuda deterministic=true": "deterministic: true is not available on cuda",
+    "actor_train.model_args.dtype=fp16": "actor_train.model_args.dtype: fp16 needs loss scaling",
+    "actor_train.model_args.disable_gradient_checkpointing=true "
+    "actor_train.strategy_args.strategy_config.recompute_granularity=full": "recompute_granularity: full contradicts",
+    "tracker_kwargs={stdout: {}}": "tracker_kwargs.stdout: track_with does not contain stdout",
+    "eval_steps=5": "validation.data_args.file_name: is empty, but eval_steps is 5; set a file, or eval_steps: 0",
+    "actor_train.data_args.file_name=[]": "actor_train.data_args.file_name: is empty; set the JSONL or parquet files",
+    "actor_train.data_args.file_name=a.csv": "actor_train.data_args.file_name: a.csv has an unknown file type",
+    "actor_train.data_args.template=qwen2_6": "template: 'qwen2_6' is not known; known: native, none",
+}
+
+MODEL_SPLITS = {
+    f"{TP}=8 actor_train.device_mapping=0-7 actor_infer.device_mapping=[8] rollout_batch_size=64": f"{TP}: 8 does not "
+    "divide the model's 28 attention heads, 4 key-value heads (a divisor or a multiple) and intermediate_size 18944; "
+    "use 1, 2 or 4",
+    f"{TP}=1 {PP}=8": f"{PP}: 8 does not divide the model's 28 layers; use 1, 2, 4, 7, 14 or 28",
+    "actor_infer.num_gpus_per_worker=8": "actor_infer.num_gpus_per_worker: 8 does not divide the model's 28",
+    "pretrain=null": "pretrain: is not set, and neither is actor_train.model_args.model_name_or_path",
+}
+
+MISLEADING = {
+    "actor_train.generating_args.temperature=0.5": "actor_train.generating_args.temperature: has no effect: training "
+    "samples are drawn by actor_infer.generating_args",
+    "actor_infer.pg_variant=vanilla": "actor_infer.pg_variant: has no effect: only actor_train has a policy loss",
+    "validation.device_mapping=[0]": "validation.device_mapping: has no effect: validation generates on actor_infer's",
+    "actor_train.pg_variant=vanilla pg_clip_low=0.1": "pg_clip_low: has no effect: it belongs to "
+    "actor_train.pg_variant ppo or decoupled_ppo",
+    "save_checkpoint=false save_steps=5": "save_steps: has no effect: save_checkpoint is false",
+    "checkpoint_config={type: file_system}": "checkpoint_config: this section is not available: checkpoints are",
+    "difficulty_mask=true": "difficulty_mask: True is not available: prompts are not filtered by difficulty",
+    "critic={device_mapping: 0-7}": "critic: this section is not available: there is no critic; remove the section",
+}
+
+REWARD = "rewards.math_rule"
+
+REWARDS = {
+    "rewards={}": "rewards: is empty, so nothing scores a response; describe one, such as math_rule: {}",
+    "rewards={a: {}, b: {}}": "rewards.b: scores nothing: every tag is already scored by rewards.a; change tag_",
+    "rewards={a: {tag_included: [x]}, b: {tag_included: [y]}, c: {tag_included: [x, y]}}": "rewards.c: scores nothing: "
+    "its tags are already scored by rewards.a and rewards.b",
+    f"{REWARD}.function=math_reward": f"{REWARD}.function: 'math_reward' is not the name of a function; write",
+    f"{REWARD}.function=a/b.py:f": "'a/b.py:f' is not the name of a function; write",
+    f"{REWARD}.correct_score=0": f"{REWARD}.correct_score: 0 equals wrong_score, so every answer has the same score",
+    "async_training.rollouter_class=mine.Rollouter": "rollouter_class: 'mine.Rollouter' is not the name of a class",
+}
+
+CASES = REWARDS | DEVICES | BATCH | ALGORITHM | SAMPLES | ENGINES | MODEL_SPLITS | MISLEADING
+
+
+@pytest.mark.parametrize(("overrides", "message"), CASES.items())
+def test_broken_rule_is_explained(tmp_path: Path, overrides: str, message: str) -> None:
+    assert message in refusal(tmp_path, *_split(overrides))
+
+
+HARMLESS = {
+    "reward_pretrain=x": "reward_pretrain: has no effect: rule rewards have no model",
+    "actor_infer.infer_batch_size=2": "actor_infer.infer_batch_size: has no effect: the engine forms its own batches",
+    "actor_infer.model_args.disable_gradient_checkpointing=true": "disable_gradient_checkpointing: has no effect",
+    "actor_infer.data_args.template=qwen2_5": "has no effect: prompts are read by actor_train.data_args",
+    "value_clip=0.5": "value_clip: has no effect: there is no critic",
+    "hydra={run: {dir: .}}": "hydra: has no effect: configuration is not read by Hydra",
+    "max_len_mask=false": "max_len_mask: has no effect",
+    "actor_train.worker_cls=a.b.ActorPGWorker": "actor_train.worker_cls: has no effect",
+    f"{SAMPLING}.top_p=0.99 {SAMPLING}.top_k=100": f"{SAMPLING}: top_p 0.99 and top_k 100 sample from a truncated "
+    "distribution, but the engine returns log-probs of the whole one: every ratio and KL is biased",
+    f"{SAMPLING}.repetition_penalty=1.1": "repetition_penalty: 1.1 changes the distribution sampled from",
+    "actor_infer.model_args.dtype=fp16": "actor_infer.model_args.dtype: fp16 samples while actor_train computes in",
+    "reference.device_mapping=0-15": "reference: is configured but not used",
+    "old_log_probs_source=behavior": "old_log_probs_source: behavior in synchronous training",
+    f"{TRAINING}.warmup_steps=1000": "warmup_steps: 1000 is longer than the run of 100 optimizer steps",
+    "validation.data_args.file_name=val.jsonl": "validation.data_args.file_name: has no effect: eval_steps is 0",
+    "async_generation_ratio=1 actor_infer.device_mapping=0-15": "async_generation_ratio: 1 has no benefit while",
+    "in_flight_policy=abort_resume": "in_flight_policy: has no effect: async_generation_ratio is 0, so no request runs",
+    "async_training.staleness_threshold=1": "staleness_threshold: has no effect: async_generation_ratio is 0",
+    "async_training.max_staleness_allowed=1": "max_staleness_allowed: has no effect: async_generation_ratio is 0",
+    "async_training.max_queue_size=600": "max_queue_size: has no effect: async_generation_ratio is 0",
+    "async_training.batch_generation_interval=1": "batch_generation_interval_s: has no effect: each batch is generated "
+    "on request",
+    "max_resample_factor=3": "max_resample_factor: has no effect: every query_filter_config is of type no_filter",
+    "max_sync_retries=0 sync_retry_delay_s=4": "sync_retry_delay_s: has no effect: max_sync_retries is 0",
+    "track_with=[] logging_steps=5": "logging_steps: has no effect: track_with is empty",
+    f"{TRAINING}.min_learning_rate=1e-8": "min_learning_rate: has no effect: lr_scheduler_type is constant",
+    "reference.model_args.dtype=fp32": "reference.model_args.dtype: has no effect: neither use_kl_loss nor",
+    "use_kl_loss=true kl_loss_coef=0.1 reference.device_mapping=0-15 "
+    "reference.strategy_args.strategy_config.recompute_granularity=full": "recompute_granularity: has no effect: the "
+    "reference is not trained",
+    "eval_steps=1 validation.data_args.file_name=a.jsonl validation.data_args.shuffle=false": "shuffle: has no effect",
+    f"{SGLANG}.load_format=nope": f"{SGLANG}.load_format: 'nope' is not one of SGLang's own: auto, pt, safetensors, ",
+    "num_nodes=3": "num_nodes: has no effect: nodes follow from device_mapping",
+}
+
+
+@pytest.mark.parametrize(("overrides", "message"), HARMLESS.items())
+def test_harmless_key_is_a_warning(tmp_path: Path, overrides: str, message: str) -> None:
+    warnings = [str(warning) for warning in check(rlvr(tmp_path, *_split(overrides))).warnings]
+    assert any(message in warning for warning in warnings), warnings
+
+
+def test_correct_file_has_no_warnings(tmp_path: Path) -> None:
+    assert check(rlvr(tmp_path)).warnings == []
+    assert check(sft(tmp_path)).warnings == []
+
+
+def test_explicit_default_is_no_warning(tmp_path: Path) -> None:
+    assert check(rlvr(tmp_path, "actor_infer.infer_batch_size=16", "kl_loss_coef=0")).warnings == []
+
+
+def test_generation_keys_have_no_effect_in_sft(tmp_path: Path) -> None:
+    message = [str(warning) for warning in check(sft(tmp_path, "sync_timeout_s=5")).warnings]
+    assert message == ["sync_timeout_s: has no effect: supervised fine-tuning generates nothing and updates no engine"]
+    assert "actor_train.pg_variant: has no effect" in refusal(tmp_path, "actor_train.pg_variant=vanilla", text=SFT)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("actor_train.data_args.tag=domain", "tag: has no effect: supervised fine-tuning scores no response"),
+        ("actor_train.infer_batch_size=3", "infer_batch_size: has no effect: eval_steps is 0, and only validation"),
+    ],
+)
+def test_rl_data_keys_have_no_effect_in_sft(tmp_path: Path, override: str, message: str) -> None:
+    (warning,) = check(sft(tmp_path, override)).warnings
+    assert message in str(warning)
+
+
+def test_rewards_may_divide_tags(tmp_path: Path) -> None:
+    rewards = "rewards={a: {tag_included: [x]}, b: {tag_included: [x, y]}, c: {}}"
+    assert check(rlvr(tmp_path, rewards)).warnings == []
+
+
+def test_submission_interval_with_background_generation(tmp_path: Path) -> None:
+    given = ["async_training.batch_generation_interval_s=1", "async_training.rollouter=actor"]
+    assert check(rlvr(tmp_path, *given)).warnings == []
+
+
+def test_missing_resources_stop_a_run_only(tmp_path: Path) -> None:
+    config = rlvr(tmp_path, "pretrain=Qwen/Qwen2.5-7B", "resume_from_checkpoint=old/step_5")
+    assert check(config).missing == [
+        Problem(
+            "pretrain",
+            "Qwen/Qwen2.5-7B is not a folder on this machine; download it: "
+            "hf download Qwen/Qwen2.5-7B --local-dir models/Qwen2.5-7B",
+        ),
+        Problem("actor_train.data_args.file_name", "train.jsonl is not a file on this machine"),
+        Problem(
+            "resume_from_checkpoint",
+            "old/step_5 is not a folder; use a checkpoint's path, or true for the newest one of output_dir",
+        ),
+    ]
+
+
+def test_engine_options_are_not_checked_where_sglang_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from roll.configs.rules import devices
+
+    monkeypatch.setattr(devices, "server_options", lambda: None)
+    warnings = check(rlvr(tmp_path, f"{SGLANG}.anything=1")).warnings
+    assert [str(warning) for warning in warnings] == [
+        f"{SGLANG}: sglang is not installed here: anything were not checked against its options"
+    ]
+
+
+def test_vllm_section_is_rewritten_for_sglang(tmp_path: Path) -> None:
+    text = RLVR + (
+        "  strategy_args:\n    strategy_name: vllm\n    strategy_config:\n      gpu_memory_utilization: 0.8\n"
+        "      tensor_parallel_size: 2\n      swap_space: 4\n"
+    )
+    message = refusal(tmp_path, "rolout_batch_size=1", text=text)
+    assert "actor_infer.strategy_args.strategy_name: vllm is not available; use sglang. The same section:" in message
+    assert "num_gpus_per_worker: 2" in message and "mem_fraction_static: 0.8" in message
+    assert "without equivalent, left out: swap_space" in message
+    assert "rolout_batch_size" not in message
+
+
+def _split(overrides: str) -> list[str]:
+    return overrides.split(" ") if "{" not in overrides else [overrides]

@@ -1,0 +1,107 @@
+"""Paths that cannot be read or written stop a run; a plan reports them."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from roll.configs.errors import Problem, unreachable
+from roll.configs.rules import check
+from tests.configs.samples import refusal, rlvr
+
+LONG = "a" * 300
+
+
+def missing_of(folder: Path, *overrides: str) -> dict[str, str]:
+    """What is missing, by path, but for the sample's data file."""
+    missing = check(rlvr(folder, *overrides)).missing
+    return {problem.path: problem.message for problem in missing if "train.jsonl is not" not in problem.message}
+
+
+@pytest.mark.parametrize("key", ["output_dir", "logging_dir", "rollout_dump_dir"])
+def test_a_folder_below_a_file_stops_a_run_only(tmp_path: Path, key: str) -> None:
+    (tmp_path / "file").touch()
+    missing = check(rlvr(tmp_path, f"{key}={tmp_path / 'file' / 'x'}")).missing
+    reported = f"{tmp_path / 'file' / 'x'} cannot be a folder, since {tmp_path / 'file'} is a file; use another"
+    assert Problem(key, reported) in missing
+
+
+def test_file_in_place_of_a_folder_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "samples").touch()
+    reported = missing_of(tmp_path, f"output_dir={tmp_path}", f"rollout_dump_dir={tmp_path}/samples")
+    assert reported == {
+        "rollout_dump_dir": f"{tmp_path}/samples cannot be a folder, since {tmp_path}/samples is a file; use another"
+    }
+
+
+def test_obstacle_of_several_folders_is_reported_once(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    reported = missing_of(tmp_path, f"output_dir={tmp_path}/file/out", f"rollout_dump_dir={tmp_path}/file/out/samples")
+    assert list(reported) == ["output_dir"]
+
+
+def test_missing_output_folder_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert missing_of(tmp_path, "output_dir=some/where", f"rollout_dump_dir={tmp_path}/new/er") == {}
+
+
+@pytest.mark.parametrize(
+    ("override", "reported"),
+    [
+        (
+            f"output_dir=new/{LONG}",
+            "'aaaaaaaaaaaa...aaaaaaaaaaaaa' cannot be reached: File name too long; use another",
+        ),
+        (f"pretrain={LONG}", "cannot be read: File name too long"),
+        (f"resume_from_checkpoint={LONG}", "cannot be read: File name too long; use a checkpoint's path"),
+        (f"actor_train.data_args.file_name={LONG}.jsonl", "cannot be read: File name too long"),
+    ],
+)
+def test_a_path_that_is_too_long_is_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, override: str, reported: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert reported in missing_of(tmp_path, override)[override.partition("=")[0]]
+
+
+def test_a_base_file_with_a_name_too_long_is_explained(tmp_path: Path) -> None:
+    assert "is not a file: " in (reported := refusal(tmp_path, text=f"defaults: {LONG}\n"))
+    assert "File name too long" in reported
+
+
+def close(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulates a folder without permission; root has permission for every folder."""
+    stat, access = os.stat, os.access
+
+    def refusing_stat(path, *args, **kwargs):
+        if folder in Path(os.fsdecode(path)).parents:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return stat(path, *args, **kwargs)
+
+    def refusing_access(path, *args, **kwargs):
+        return folder not in [Path(path), *Path(path).parents] and access(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "stat", refusing_stat)
+    monkeypatch.setattr(os, "access", refusing_access)
+
+
+def test_folder_without_permission_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    close(closed, monkeypatch)
+    reported = missing_of(
+        tmp_path, f"output_dir={closed}/out", f"pretrain={closed}/model", f"resume_from_checkpoint={closed}/x"
+    )
+    assert (
+        reported["output_dir"]
+        == f"{closed}/out cannot be written, since this user has no access to {closed}; use another"
+    )
+    assert reported["pretrain"] == f"{closed}/model cannot be read: Permission denied"
+    assert reported["resume_from_checkpoint"].startswith(f"{closed}/x cannot be read: Permission denied; use")
+
+
+def test_missing_and_readable_paths_are_reachable(tmp_path: Path) -> None:
+    assert unreachable(tmp_path) is unreachable(tmp_path / "new" / "er") is None

@@ -1,0 +1,183 @@
+"""Messages of the rules of the policy loss and its off-policy correction."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from roll.algorithms.policy_losses import PolicyLossConfig
+from roll.configs.policy import (
+    BEHAVIOR_VARIANTS,
+    FOLLOWING_VARIANTS,
+    GROUP_ESTIMATORS,
+    PG_VARIANTS,
+    RATIO_WEIGHTED_VARIANTS,
+    VARIANT_KEYS,
+)
+from roll.configs.rules import check
+from tests.configs.samples import refusal, rlvr
+
+VARIANT, ASYNC = "actor_train.pg_variant", "async_generation_ratio=1"
+WEIGHTS, REJECTION = "correction.weights", "correction.rejection"
+TOKENS = f"{WEIGHTS}.level=token"
+
+BASES = {
+    "": ("recompute", "proximal"),
+    ASYNC: ("behavior", "behavior"),
+    f"{VARIANT}=vanilla": ("recompute", "proximal"),
+    f"{VARIANT}=gspo": ("recompute", "proximal"),
+    f"{VARIANT}=gspo {ASYNC}": ("behavior", "behavior"),
+    f"{VARIANT}=tis": ("recompute", "behavior"),
+    f"{VARIANT}=topr": ("recompute", "behavior"),
+    f"{VARIANT}=cispo {ASYNC}": ("behavior", "behavior"),
+    f"{VARIANT}=kimi15 {ASYNC}": ("behavior", "behavior"),
+    f"{VARIANT}=kimi15 {TOKENS} pg_ratio_base=proximal {ASYNC}": ("recompute", "proximal"),
+    f"{VARIANT}=decoupled_ppo": ("recompute", "proximal"),
+    f"{VARIANT}=decoupled_ppo {ASYNC}": ("recompute", "proximal"),
+    f"{TOKENS} {ASYNC}": ("recompute", "proximal"),
+    f"{TOKENS} {VARIANT}=vanilla {ASYNC}": ("behavior", "behavior"),
+    f"correction.renormalize=true correction.veto_threshold=0.01 {VARIANT}=tis {ASYNC}": ("recompute", "behavior"),
+    "old_log_probs_source=behavior": ("behavior", "behavior"),
+    f"old_log_probs_source=recompute pg_ratio_base=behavior {ASYNC}": ("recompute", "behavior"),
+}
+
+
+@pytest.mark.parametrize(("overrides", "expected"), BASES.items())
+def test_ratio_base_follows_from_variant_and_ratio(tmp_path, overrides, expected) -> None:
+    config = rlvr(tmp_path, *overrides.split())
+    assert (config.old_log_probs_source, config.pg_ratio_base) == expected
+    settings = PolicyLossConfig.from_config(config)
+    assert (settings.old_log_probs_source, settings.pg_ratio_base) == expected
+
+
+def test_decoupled_ppo_has_token_weights_by_default(tmp_path: Path) -> None:
+    weights = rlvr(tmp_path, f"{VARIANT}=decoupled_ppo").correction.weights
+    assert (weights.level, weights.mode, weights.lower, weights.upper) == ("token", "clamp", 0.0, 2.0)
+    other = rlvr(tmp_path, f"{VARIANT}=decoupled_ppo", f"{WEIGHTS}.level=sequence", f"{WEIGHTS}.upper=5")
+    assert (other.correction.weights.level, other.correction.weights.upper) == ("sequence", 5.0)
+
+
+REFUSED = {
+    f"{ASYNC} old_log_probs_source=recompute": "recompute with async_generation_ratio 1 computes the ratio of ppo "
+    "against the policy just before the update",
+    f"{ASYNC} pg_ratio_base=proximal {VARIANT}=tis": "pg_ratio_base: proximal with async_generation_ratio 1",
+    f"{ASYNC} pg_ratio_base=proximal {VARIANT}=kimi15": "or set allow_uncorrected_off_policy: true",
+    f"{ASYNC} old_log_probs_source=recompute correction.veto_threshold=0.1": "or set allow_uncorrected_off_policy",
+    "async_generation_ratio=.nan": "async_generation_ratio: nan is not a finite number",
+    "async_generation_ratio=.inf": "async_generation_ratio: inf is not a finite number",
+    "async_generation_ratio=-1": "async_generation_ratio: -1.0 is too small; the least allowed is 0",
+    "async_generation_ratio=half": "async_generation_ratio: 'half' is not a number",
+    f"{VARIANT}=decoupled_ppo pg_ratio_base=behavior": "pg_ratio_base: behavior leaves decoupled_ppo without",
+    f"{VARIANT}=decoupled_ppo old_log_probs_source=behavior": "behavior makes the proximal policy of",
+    "old_log_probs_source=behavior pg_ratio_base=proximal": "pg_ratio_base: proximal needs a proximal policy",
+    f"{VARIANT}=tis {TOKENS}": "correction.weights.level: token would count the distance to the sampling policy twice",
+    f"{TOKENS} old_log_probs_source=behavior": "the ratio of ppo is already taken against it",
+    f"{VARIANT}=tis tis_lower_bound=2": "tis_lower_bound: 2 is above the upper bound 1",
+    f"{TOKENS} {WEIGHTS}.lower=3": "correction.weights.lower: 3 is above the upper bound 2",
+    f"{REJECTION}.statistic=k3 {REJECTION}.lower=2 {REJECTION}.upper=1": "correction.rejection.lower: 2 is above",
+    f"{REJECTION}.statistic=k1": "k1 without bounds rejects nothing; give some, such as lower: 0.5, upper: 2.0",
+    f"{VARIANT}=topr topr_positive_weight=0 topr_negative_weight=0": "nothing is learned; give one a weight",
+    f"{WEIGHTS}.upper=3": "correction.weights.upper: has no effect: correction.weights.level is null",
+    f"{REJECTION}.upper=3": "correction.rejection.upper: has no effect: correction.rejection.statistic is null",
+    "correction.renormalize=true": "correction.renormalize: has no effect: nothing is rejected",
+    "correction.renormalize=true correction.veto_threshold=0.1 old_log_probs_source=behavior": "true needs to know the "
+    "kept tokens before",
+    f"{WEIGHTS}.level=word": "correction.weights.level: 'word' is not one of token, sequence, geometric or null",
+    f"{WEIGHTS}.uper=3": "correction.weights.uper: unknown key; did you mean correction.weights.upper?",
+    "actor_train.tis_upper_bound=2": "actor_train.tis_upper_bound: unknown key; this key belongs at tis_upper_bound",
+    "target_kl=0.1": "target_kl: has no effect: add_token_level_kl is false; set it to true",
+    "adv_estimator=rloo grpo_norm_by_std=false": "grpo_norm_by_std: has no effect: adv_estimator is not grpo",
+    "adv_estimator=reinforce_plus_plus norm_std_type=batch": "norm_std_type: has no effect: only adv_estimator",
+}
+
+
+@pytest.mark.parametrize(("overrides", "message"), REFUSED.items())
+def test_contradicting_policy_keys_are_refused(tmp_path: Path, overrides: str, message: str) -> None:
+    assert message in refusal(tmp_path, *overrides.split())
+
+
+WARNED = {
+    f"{ASYNC} {VARIANT}=vanilla": "actor_train.pg_variant: vanilla does not correct for the age of samples",
+    f"{ASYNC} old_log_probs_source=recompute allow_uncorrected_off_policy=true": "allowed by allow_uncorrected_off",
+    "allow_uncorrected_off_policy=true": "allow_uncorrected_off_policy: has no effect: async_generation_ratio is 0",
+    f"{REJECTION}.statistic=k1 {REJECTION}.upper=0.9": "also rejects on-policy samples: k1 of equal policies is 1",
+    f"{REJECTION}.statistic=k3 {REJECTION}.lower=0.1": "also rejects on-policy samples: k3 of equal policies is 0",
+    f"{TOKENS} {WEIGHTS}.mode=mask {WEIGHTS}.lower=1.1": "mask also leaves out on-policy samples",
+    "correction.veto_threshold=5": "correction.veto_threshold: 5 also rejects on-policy samples: their ratio is 1",
+    "adv_estimator=lite_ppo": "loss_agg_mode: seq-mean-token-mean is not the aggregation of lite_ppo; use token-mean",
+    "adv_estimator=rloo gamma=0.9": "gamma: has no effect: this adv_estimator gives every token",
+    "adv_estimator=reinforce_plus_plus whiten_advantages=true": "whiten_advantages: has no effect",
+}
+
+
+@pytest.mark.parametrize(("overrides", "message"), WARNED.items())
+def test_doubtful_policy_keys_are_warnings(tmp_path: Path, overrides: str, message: str) -> None:
+    warnings = [str(warning) for warning in check(rlvr(tmp_path, *overrides.split())).warnings]
+    assert any(message in warning for warning in warnings), warnings
+
+
+CORRECTED = [
+    ASYNC,
+    f"{ASYNC} {TOKENS}",
+    f"{ASYNC} {VARIANT}=vanilla {TOKENS}",
+    *(f"{ASYNC} {VARIANT}={variant}" for variant in PG_VARIANTS if variant != "vanilla"),
+]
+
+
+@pytest.mark.parametrize("overrides", CORRECTED)
+def test_corrected_asynchronous_training_has_no_warnings(tmp_path: Path, overrides: str) -> None:
+    assert check(rlvr(tmp_path, *overrides.split())).warnings == []
+
+
+@pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
+def test_group_estimators_need_groups(tmp_path: Path, estimator: str) -> None:
+    message = refusal(
+        tmp_path, f"adv_estimator={estimator}", "num_return_sequences_in_group=1", "rollout_batch_size=512"
+    )
+    assert f"num_return_sequences_in_group: 1 gives every sample of {estimator} advantage 0" in message
+
+
+@pytest.mark.parametrize("key", VARIANT_KEYS)
+def test_key_of_another_variant_names_its_variants(tmp_path: Path, key: str) -> None:
+    value = {"topr_level": "sequence", "dual_clip_loss": "true", "cispo_use_unified_mask": "true", "dual_clip_c": 4}
+    message = refusal(tmp_path, f"{VARIANT}=vanilla", f"{key}={value.get(key, 0.7)}")
+    assert f"{key}: has no effect: it belongs to actor_train.pg_variant {' or '.join(VARIANT_KEYS[key])}" in message
+
+
+def test_every_variant_is_classified() -> None:
+    assert {*FOLLOWING_VARIANTS, *BEHAVIOR_VARIANTS, "vanilla", "decoupled_ppo"} == set(PG_VARIANTS)
+    assert {name for names in VARIANT_KEYS.values() for name in names} | {"vanilla"} == set(PG_VARIANTS)
+    assert set(RATIO_WEIGHTED_VARIANTS) < set(PG_VARIANTS)
+
+
+def test_importance_sampling_is_another_spelling_of_token_weights(tmp_path: Path) -> None:
+    config = rlvr(tmp_path, "importance_sampling=true", "is_clip_range=[0.5, 2.0]", ASYNC)
+    weights = config.correction.weights
+    assert (weights.level, weights.mode, weights.lower, weights.upper) == ("token", "clamp", 0.5, 2.0)
+    assert (config.old_log_probs_source, config.pg_ratio_base) == ("recompute", "proximal")
+    message = "true is read as correction.weights {level: token, mode: clamp, lower: 0.5, upper: 2.0}"
+    assert ("importance_sampling", message) in config.source.notes
+
+
+def test_importance_sampling_off_is_a_remark(tmp_path: Path) -> None:
+    config = rlvr(tmp_path, "importance_sampling=false", "correction.veto_threshold=0.01")
+    assert not config.correction.weighted and config.correction.veto_threshold == 0.01
+    message = "false is the default and does not change correction.weights"
+    assert config.source.notes == [("importance_sampling", message)]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["is_clip_range=[0.5, 2.0]"], "is_clip_range: has no effect without importance_sampling: true"),
+        (["importance_sampling=true", "is_clip_range=2"], "is_clip_range: 2 is not a lower and an upper bound; write"),
+        (["importance_sampling=true", "is_clip_range=[2.0, 0.5]"], "correction.weights.lower: 2 is above the upper"),
+        (["importance_sampling=true", f"{WEIGHTS}.upper=3"], "is another spelling of correction.weights"),
+        (["importance_sampling=false", f"{WEIGHTS}.level=token"], "which is given too; keep one"),
+        (["importance_sampling=seq"], "importance_sampling: 'seq' is not true or false; write actor_train.pg_variant"),
+        (["importance_sampling=token"], "'token' is not true or false; leave it out; ratios are those of tokens"),
+    ],
+)
+def test_invalid_importance_sampling_is_explained(tmp_path: Path, overrides: list[str], message: str) -> None:
+    assert message in refusal(tmp_path, *overrides)

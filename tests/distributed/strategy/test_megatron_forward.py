@@ -1,0 +1,62 @@
+import pytest
+import torch
+from tensordict import TensorDict
+
+from roll.distributed.strategy.megatron_forward import make_micro_batch
+
+IDS = torch.tensor([[1, 2, 3, 0, 0, 0], [4, 5, 6, 7, 0, 0], [0, 0, 0, 8, 9, 10]])
+MASK = torch.tensor([[1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0], [0, 0, 0, 1, 1, 1]])
+
+
+def batch(**more):
+    return TensorDict({"input_ids": IDS, "attention_mask": MASK, "scores": torch.tensor([1.0, 2.0, 3.0]), **more}, [3])
+
+
+def test_columns_after_the_longest_sample_are_cut():
+    micro = make_micro_batch(batch(), [0, 1])
+    assert micro.input_ids.tolist() == [[1, 2, 3, 0], [4, 5, 6, 7]]
+    assert micro.batch["attention_mask"].shape == (2, 4) and micro.batch["scores"].tolist() == [1.0, 2.0]
+
+
+def test_every_token_but_a_samples_first_is_scored():
+    micro = make_micro_batch(batch(), [0, 1])
+    assert micro.targets.tolist() == [2, 3, 5, 6, 7]
+    assert micro.to_columns(torch.arange(1.0, 6.0)).tolist() == [[0, 1, 2, 0], [0, 3, 4, 5]]
+
+
+def test_hidden_rows_point_at_the_token_before():
+    micro = make_micro_batch(batch(), [1, 2])
+    flat = micro.input_ids.t().flatten()
+    assert flat[micro.hidden_rows].tolist() == [4, 5, 6, 8, 9]
+    assert micro.targets.tolist() == [5, 6, 7, 9, 10]
+
+
+def test_left_padding_is_moved_to_the_right_and_scores_go_back_to_their_columns():
+    micro = make_micro_batch(batch(), [2])
+    assert micro.input_ids.tolist() == [[8, 9, 10]]
+    assert micro.to_columns(torch.tensor([1.0, 2.0])).tolist() == [[0, 0, 0, 0, 1, 2]]
+
+
+def test_only_the_response_is_scored_where_the_batch_has_a_response_mask():
+    response = torch.zeros_like(MASK, dtype=torch.bool)
+    response[1, 2:4] = True
+    micro = make_micro_batch(batch(response_mask=response), [0, 1])
+    assert micro.targets.tolist() == [6, 7]
+
+
+def test_width_is_rounded_up_for_sequence_parallel():
+    assert make_micro_batch(batch(), [0, 1], multiple=8).input_ids.shape == (2, 8)
+
+
+@pytest.mark.parametrize("row", [[0, 0, 0, 0, 0, 0], [1, 0, 1, 0, 0, 0]])
+def test_empty_samples_and_inner_padding_are_refused_by_index(row):
+    torn = batch()
+    torn["attention_mask"] = torch.cat([MASK[:2], torch.tensor([row])])
+    with pytest.raises(ValueError, match="sample 2 is empty or has padding between its tokens"):
+        make_micro_batch(torn, [0, 2])
+
+
+def test_turn_indices_are_cut_and_moved_with_their_tokens():
+    turns = torch.tensor([[-1, 0, 1, -1, -1, -1], [-1, 0, -1, 1, -1, -1], [-1, -1, -1, -1, 0, 0]])
+    micro = make_micro_batch(batch(turn_index=turns), [1, 0])
+    assert micro.batch["turn_index"].tolist() == [[-1, 0, -1, 1], [-1, 0, 1, -1]]

@@ -1,0 +1,68 @@
+"""Requests in SGLang's terms, and results from its replies."""
+
+from __future__ import annotations
+
+import pytest
+
+from roll.distributed.strategy.sglang_engine import EngineError
+from roll.distributed.strategy.sglang_generation import completed, sampling_parameters, to_result, token_versions
+from roll.rollout.types import GenerateRequest, SamplingParams
+
+REQUEST = GenerateRequest("r", [1, 2], SamplingParams(4))
+
+
+def reply(reason: dict, rows: int = 3) -> dict:
+    return {
+        "output_ids": [5, 6, 7],
+        "meta_info": {
+            "finish_reason": reason,
+            "output_token_logprobs": [(-1.0, token, None) for token in [5, 6, 7][:rows]],
+            "weight_versions": [{"version": "1", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 3}],
+            "cached_tokens": 1,
+        },
+    }
+
+
+def test_versions_follow_the_spans():
+    spans = [{"version": "0", "start": 0, "end": 2}, {"version": "3", "start": 2, "end": 5}]
+    assert token_versions(spans, 5) == [0, 0, 3, 3, 3]
+
+
+def test_a_sample():
+    result = to_result(REQUEST, reply({"type": "stop", "matched": 7}), None)
+    assert (result.response_ids, result.log_probs, result.versions) == ([5, 6, 7], [-1.0, -1.0, -1.0], [1, 1, 4])
+    assert (result.finish_reason, result.cached_prompt_tokens, result.error) == ("stop", 1, None)
+
+
+def test_an_aborted_request_keeps_its_tokens_and_its_reason():
+    result = to_result(REQUEST, reply({"type": "abort", "message": "too long"}), None)
+    assert (result.finish_reason, result.error, result.response_ids) == ("abort", "too long", [5, 6, 7])
+
+
+def test_an_expired_request_is_an_abort_even_if_it_finished_meanwhile():
+    assert to_result(REQUEST, reply({"type": "length"}), "aborted after 1 s").finish_reason == "abort"
+    assert to_result(REQUEST, None, "aborted after 1 s").response_ids == []
+
+
+def cut_after_three(max_new_tokens: int, stop_token_ids: set[int]) -> tuple[str, str | None]:
+    result = to_result(REQUEST, reply({"type": "abort", "message": "cut"}), None)
+    end = completed(GenerateRequest("r", [1, 2], SamplingParams(max_new_tokens)), result, stop_token_ids)
+    assert end.response_ids == result.response_ids
+    return end.finish_reason, end.error
+
+
+def test_a_response_interrupted_at_its_last_token_is_finished():
+    assert cut_after_three(4, {7}) == cut_after_three(3, {7}) == ("stop", None)
+    assert cut_after_three(3, {9}) == ("length", None)
+    assert cut_after_three(4, {5, 9}) == ("abort", "cut")
+
+
+def test_tokens_without_log_probs_are_an_error():
+    with pytest.raises(EngineError, match="request r: 3 tokens came with 2 log-probs and 3 versions"):
+        to_result(REQUEST, reply({"type": "length"}, rows=2), None)
+
+
+def test_no_top_k_is_minus_one_in_sglang():
+    parameters = sampling_parameters(SamplingParams(4, temperature=0.7, stop_token_ids=(2,)), seed=9)
+    assert (parameters["top_k"], parameters["stop_token_ids"], parameters["sampling_seed"]) == (-1, [2], 9)
+    assert sampling_parameters(SamplingParams(4, top_k=5), None)["top_k"] == 5

@@ -1,0 +1,306 @@
+"""Which environments fail when one fails, on workers without processes; integration/test_env_pool.py has real ones."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections import Counter
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roll.distributed.env_pool.pool import EnvHandle, EnvPool
+from roll.distributed.env_pool.types import EnvFailure, EnvSpec, EnvWorkerError, StepResult
+from tests.distributed.env_workers import FakeWorker, JumpingLoop, Workers
+
+STEP_TIMEOUT_S = 10.0
+PLAIN = EnvSpec("plain", {})
+
+
+def pool_of(workers: Workers, count: int, **options: Any) -> EnvPool:
+    return EnvPool(count, STEP_TIMEOUT_S, 30.0, launch=workers.launch, **options)
+
+
+def run(coroutine: Coroutine[Any, Any, None]) -> None:
+    with asyncio.Runner(loop_factory=JumpingLoop) as runner:
+        runner.run(coroutine)
+
+
+class TrackedEnv:
+    """An environment with the failure that it must have."""
+
+    def __init__(self, env: EnvHandle, seed: int) -> None:
+        self.env, self.seed = env, seed
+        self.steps = 0
+        self.expected_failure: str | None = None
+        self.call: asyncio.Task[StepResult] | None = None
+
+    @property
+    def idle(self) -> bool:
+        return self.call is None and self.expected_failure is None
+
+    async def finish(self) -> str | None:
+        """Awaits the running call and returns the reason of its failure, which must be the expected one."""
+        if self.call is None:
+            return None
+        call, self.call = self.call, None
+        try:
+            result = await call
+        except EnvFailure as failure:
+            assert failure.reason == self.expected_failure, str(failure)
+            assert f"environment plain with seed {self.seed}, turn {self.steps + 1}: " in str(failure)
+            return failure.reason
+        assert self.expected_failure is None
+        self.steps += 1
+        assert result.observation.startswith(f"{self.seed} after {self.steps} with ")
+        return None
+
+
+class Script:
+    """Applies drawn events to a pool and predicts the result of each environment."""
+
+    def __init__(self, size: int) -> None:
+        self.workers = Workers(before_exit=self.expect_death_of_calls_on)
+        self.pool = pool_of(self.workers, size)
+        self.envs: list[TrackedEnv] = []
+        self.failures: Counter[str] = Counter()
+        self.seeds = 0
+
+    async def apply(self, event: str, pick: int) -> None:
+        idle = [tracked for tracked in self.envs if tracked.idle]
+        tracked = idle[pick % len(idle)] if idle else None
+        if event == "open":
+            self.seeds += 1
+            env, reset = await self.pool.open(PLAIN, self.seeds)
+            assert reset.observation == f"{self.seeds}"
+            self.envs.append(TrackedEnv(env, self.seeds))
+        elif event == "kill":
+            worker = self.workers.alive[pick % len(self.workers.alive)]
+            self.expect_death_of_calls_on(worker)
+            worker.die()
+            await self.run_ready_tasks()
+        elif event == "finish_all":
+            await self.finish_all()
+        elif tracked is None:
+            return
+        elif event == "close":
+            self.envs.remove(tracked)
+            await tracked.env.close()
+        else:
+            await self.step(tracked, event)
+
+    async def step(self, tracked: TrackedEnv, action: str) -> None:
+        tracked.call = asyncio.create_task(tracked.env.step(action))
+        tracked.expected_failure = {"raise": "env_raised", "hang": "env_hung", "exit": "env_died"}.get(action)
+        if action in ("go", "raise", "exit"):
+            await self.finish(tracked)
+        await self.run_ready_tasks()
+
+    async def run_ready_tasks(self) -> None:
+        """Runs tasks that are ready, without advancing the clock."""
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    def expect_death_of_calls_on(self, worker: FakeWorker) -> None:
+        seeds = {env[0] for env in worker.envs.values()}
+        for tracked in self.envs:
+            if tracked.seed in seeds and tracked.call is not None:
+                tracked.expected_failure = "env_died"
+
+    async def finish(self, tracked: TrackedEnv) -> None:
+        reason = await tracked.finish()
+        if reason is not None:
+            self.failures[reason] += 1
+
+    async def finish_all(self) -> None:
+        """Answers calls that wait, lets hanging calls pass their deadline, and checks every result."""
+        for worker in self.workers.all:
+            worker.answer_waiting()
+        for tracked in self.envs:
+            await self.finish(tracked)
+        self.envs = [tracked for tracked in self.envs if tracked.expected_failure is None]
+        assert self.pool.failures == self.failures
+
+
+@settings(max_examples=600, deadline=None)
+@given(
+    st.integers(1, 3),
+    st.lists(
+        st.tuples(
+            st.sampled_from(
+                ["open", "open", "go", "go", "wait", "raise", "hang", "exit", "kill", "close", "finish_all"]
+            ),
+            st.integers(0, 50),
+        ),
+        max_size=50,
+    ),
+)
+def test_an_environment_fails_alone_or_with_its_process(size: int, events: list[tuple[str, int]]) -> None:
+    async def scenario() -> None:
+        script = Script(size)
+        await script.pool.start()
+        for event, pick in events:
+            await script.apply(event, pick)
+        await script.finish_all()
+        for tracked in script.envs:
+            await tracked.env.step("go")
+            await tracked.env.close()
+        await script.run_ready_tasks()
+        assert len(script.workers.alive) == size, "retired workers are killed once empty, dead workers are replaced"
+        assert not any(worker.envs for worker in script.workers.alive)
+        script.pool.close()
+        assert all(worker.joined for worker in script.workers.all)
+
+    run(scenario())
+
+
+def test_environments_with_a_running_call_fail_when_their_process_ends_and_the_others_are_replayed() -> None:
+    async def scenario() -> None:
+        workers = Workers()
+        pool = pool_of(workers, 1)
+        (exiting, _), (waiting, _), (idle, _) = [await pool.open(PLAIN, seed) for seed in range(3)]
+        await idle.step("go")
+        call = asyncio.create_task(waiting.step("wait"))
+        await asyncio.sleep(0)
+        with pytest.raises(EnvFailure, match="seed 0, turn 1: worker 0 died: exit requested"):
+            await exiting.step("exit")
+        with pytest.raises(EnvFailure, match="seed 1, turn 1: worker 0 died"):
+            await call
+        assert (await idle.step("go")).observation == "2 after 2 with go"
+        assert pool.failures == {"env_died": 2}
+        pool.close()
+
+    run(scenario())
+
+
+def test_an_episode_that_is_not_reproducible_fails_after_its_replay() -> None:
+    async def scenario() -> None:
+        workers = Workers()
+        pool = pool_of(workers, 1)
+        env, _ = await pool.open(EnvSpec("not_reproducible", {}), 5)
+        workers.all[0].die()
+        await asyncio.sleep(0)
+        with pytest.raises(
+            EnvFailure, match="the episode is not reproducible; reset returned .*5 on 1.* after .*5 on 0"
+        ):
+            await env.step("go")
+        assert pool.failures == {"env_died": 1}
+        assert not workers.all[1].envs
+        with pytest.raises(RuntimeError, match="has failed"):
+            await env.step("go")
+        pool.close()
+
+    run(scenario())
+
+
+def test_a_reset_that_raises_or_hangs_fails_alone() -> None:
+    async def scenario() -> None:
+        workers = Workers()
+        pool = pool_of(workers, 1)
+        with pytest.raises(EnvFailure, match=r"seed 1, reset: ValueError: no \(env.py:1 in reset\)"):
+            await pool.open(EnvSpec("raise", {}), 1)
+        with pytest.raises(
+            EnvFailure, match="seed 2, reset: no answer within step_timeout_s = 10; worker 0 is retired"
+        ):
+            await pool.open(EnvSpec("hang", {}), 2)
+        await asyncio.sleep(0)
+        assert workers.all[0].killed and len(workers.alive) == 1
+        pool.close()
+
+    run(scenario())
+
+
+def test_a_step_is_one_call_of_the_worker() -> None:
+    async def scenario() -> None:
+        workers = Workers()
+        pool = pool_of(workers, 1)
+        env, _ = await pool.open(PLAIN, 1)
+        before = workers.all[0].calls
+        for _ in range(10):
+            await env.step("go")
+        assert workers.all[0].calls == before + 10
+        pool.close()
+
+    run(scenario())
+
+
+def test_an_environment_can_be_closed_after_the_caller_of_a_step_was_cancelled() -> None:
+    async def scenario() -> None:
+        workers = Workers()
+        pool = pool_of(workers, 1)
+        env, _ = await pool.open(PLAIN, 1)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(env.step("hang"), 1.0)
+        with pytest.raises(RuntimeError, match="still in a call"):
+            await env.step("go")
+        await env.close()
+        await env.close()
+        assert pool.failures == {"env_hung": 1}
+        assert workers.all[0].killed
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(pool.open(EnvSpec("wait", {}), 2), 1.0)
+        workers.all[1].answer_waiting()
+        await asyncio.sleep(1.0)
+        assert not workers.all[1].envs and pool.failures == {"env_hung": 1}
+        pool.close()
+
+    run(scenario())
+
+
+def test_a_full_pool_is_an_error_until_an_environment_is_closed() -> None:
+    async def scenario() -> None:
+        pool = pool_of(Workers(), 2, capacity=1)
+        (first, _), _ = [await pool.open(PLAIN, seed) for seed in range(2)]
+        with pytest.raises(EnvWorkerError, match="use more workers"):
+            await pool.open(PLAIN, 3)
+        await first.close()
+        await pool.open(PLAIN, 4)
+        pool.close()
+
+    run(scenario())
+
+
+def test_an_error_names_the_workers_that_did_not_start() -> None:
+    class Slow(FakeWorker):
+        async def ready(self) -> None:
+            await asyncio.sleep(31.0 if self.number == 1 else 0.0)
+
+    class SlowWorkers(Workers):
+        worker_class = Slow
+
+    async def scenario() -> None:
+        workers = SlowWorkers()
+        pool = pool_of(workers, 2)
+        with pytest.raises(EnvWorkerError, match="^environment worker 1 was not up within start_timeout_s = 30$"):
+            await pool.start()
+        assert workers.all[1].killed
+        pool.close()
+
+    run(scenario())
+
+
+def test_closing_the_pool_fails_running_calls_and_new_ones() -> None:
+    async def scenario() -> None:
+        pool = pool_of(Workers(), 1)
+        env, _ = await pool.open(PLAIN, 1)
+        call = asyncio.create_task(env.step("hang"))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        pool.close()
+        pool.close()
+        with pytest.raises(EnvFailure, match="the pool was closed"):
+            await call
+        await env.close()
+        with pytest.raises(RuntimeError, match="is closed"):
+            await pool.open(PLAIN, 2)
+        assert not pool.failures
+
+    run(scenario())
+
+
+def test_a_failure_can_be_pickled() -> None:
+    failure = pickle.loads(pickle.dumps(EnvFailure("env_hung", "why")))
+    assert (failure.reason, str(failure)) == ("env_hung", "why")

@@ -1,0 +1,59 @@
+"""A held port cannot be in_use by another process before a store serves on it."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+
+import pytest
+
+from roll.distributed.process_groups import hold_port, open_port, release_port, serve_store
+
+BRIEFLY = timedelta(seconds=10)
+
+
+def in_use(port: int) -> bool:
+    with socket.socket() as other:
+        try:
+            other.bind(("", port))
+        except OSError:
+            return True
+    return False
+
+
+def test_a_held_port_is_not_free():
+    ports = [hold_port() for _ in range(200)]
+    try:
+        assert len(set(ports)) == 200
+        assert all(in_use(port) for port in ports)
+    finally:
+        for port in ports:
+            release_port(port)
+
+
+def test_a_store_serves_on_the_held_socket_and_accepts_earlier_connections():
+    port = hold_port()
+    early = socket.create_connection(("127.0.0.1", port), timeout=5)
+    store = serve_store("127.0.0.1", port, 1, BRIEFLY)
+    early.close()
+    store.set("who", "rank 0")
+    from torch.distributed import TCPStore
+
+    other = TCPStore("127.0.0.1", port, is_master=False, timeout=BRIEFLY)
+    assert other.get("who") == b"rank 0"
+
+
+def test_a_given_listener_is_held_under_its_port():
+    listener = open_port()
+    port = hold_port(listener)
+    assert port == listener.getsockname()[1] and in_use(port)
+    release_port(port)
+    release_port(port)
+    assert listener.fileno() == -1
+
+
+def test_a_port_of_another_process_is_refused_by_name():
+    from torch.distributed import DistNetworkError
+
+    with open_port() as other, pytest.raises(DistNetworkError, match=str(other.getsockname()[1])):
+        serve_store("127.0.0.1", other.getsockname()[1], 1, BRIEFLY)

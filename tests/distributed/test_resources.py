@@ -1,0 +1,52 @@
+"""Which devices, cores and threads each worker gets."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roll.distributed.resources import cores_of, device_slots, nodes_needed, resource_table, threads_of
+
+
+def test_devices_are_assigned_in_the_order_of_the_mapping() -> None:
+    slots = device_slots("actor_infer", [5, 4, 9, 8], workers=2, devices_per_node=8)
+    assert [(slot.node, slot.devices, slot.local_devices) for slot in slots] == [
+        (0, (5, 4), (5, 4)),
+        (1, (9, 8), (1, 0)),
+    ]
+
+
+def test_a_worker_stays_on_one_node() -> None:
+    with pytest.raises(ValueError, match=r"worker 0 would own devices \[7, 8\] on nodes \[0, 1\]"):
+        device_slots("actor_infer", [7, 8], workers=1, devices_per_node=8)
+
+
+def test_devices_must_divide_among_workers() -> None:
+    with pytest.raises(ValueError, match="3 devices cannot be divided among 2 workers"):
+        device_slots("actor_train", [0, 1, 2], workers=2, devices_per_node=8)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 16), st.integers(0, 48))
+def test_devices_with_a_core_each_share_none(devices: int, extra: int) -> None:
+    cores = tuple(range(100, 100 + devices + extra))
+    owned = [cores_of([device], devices, cores) for device in range(devices)]
+    assert all(owned)
+    assert sorted(core for group in owned for core in group) == list(cores)
+    assert [threads_of([device], devices, len(cores)) for device in range(devices)] == [len(group) for group in owned]
+
+
+def test_more_devices_than_cores_share_all_cores_with_a_fair_share_of_threads() -> None:
+    assert cores_of([3], 4, (0, 1)) == (0, 1)
+    assert threads_of([3], 4, 2) == 1
+    assert threads_of([0, 1, 2, 3], 4, 2) == 2
+
+
+def test_nodes_up_to_the_highest_device_are_needed() -> None:
+    assert nodes_needed({"a": [0, 1], "b": [17], "c": []}, 8) == 3
+
+
+def test_the_table_shows_a_missing_node() -> None:
+    table = resource_table({"actor_train": [0, 1], "actor_infer": [2]}, 2, [("10.0.0.1", 2.0)], "CPU slots")
+    assert "no such node" in table and "10.0.0.1" in table and "actor_train       0-1" in table

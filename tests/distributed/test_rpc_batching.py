@@ -1,0 +1,144 @@
+"""Batched calls are answered once each; cancellations reach the actor; a broken transport fails its calls."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roll.distributed.rpc_batching import Answer, Call, CallError, RpcClient, RpcServer
+
+
+class Actor:
+    """Doubles a value after some turns of the event loop, and records the size of each message."""
+
+    def __init__(self) -> None:
+        self.server = RpcServer(self.run)
+        self.begun: Counter[int] = Counter()
+        self.cancelled: Counter[int] = Counter()
+        self.messages: list[int] = []
+
+    async def run(self, method: str, value: int, turns: int) -> int:
+        self.begun[value] += 1
+        try:
+            for _ in range(turns):
+                await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            self.cancelled[value] += 1
+            raise
+        if method != "double":
+            raise ArithmeticError(f"{method} of {value}")
+        return 2 * value
+
+    async def submit(self, client_id: str, calls: list[Call], cancelled: list[int]) -> None:
+        """Delivers smaller messages later, so that only waiting for delivery keeps messages in order."""
+        self.messages.append(len(calls))
+        for _ in range(5 - min(4, len(calls))):
+            await asyncio.sleep(0)
+        self.server.submit(client_id, calls, cancelled)
+
+    def client(self) -> RpcClient:
+        return RpcClient(self.submit, self.server.collect)
+
+
+def test_concurrent_calls_are_one_message_and_each_gets_its_answer() -> None:
+    async def scenario() -> tuple[list[int], Actor]:
+        actor = Actor()
+        client = actor.client()
+        return await asyncio.gather(*(client.call("double", value, 20 - value) for value in range(20))), actor
+
+    answers, actor = asyncio.run(scenario())
+    assert answers == [2 * value for value in range(20)]
+    assert actor.messages == [20]
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.sampled_from([0, 1])), max_size=30))
+def test_every_call_runs_once_and_is_answered_once(plan: list[tuple[int, int, int]]) -> None:
+    async def delayed(client: RpcClient, value: int, wait: int, turns: int) -> Any:
+        for _ in range(wait):
+            await asyncio.sleep(0)
+        return await client.call("double", value, turns)
+
+    async def scenario() -> tuple[list[int], Counter[int]]:
+        actor = Actor()
+        clients = [actor.client(), actor.client()]
+        calls = [delayed(clients[which], value, wait, turns) for value, (wait, turns, which) in enumerate(plan)]
+        return await asyncio.wait_for(asyncio.gather(*calls), 10), actor.begun
+
+    answers, begun = asyncio.run(scenario())
+    assert answers == [2 * value for value in range(len(plan))]
+    assert begun == Counter(range(len(plan)))
+
+
+def test_an_exception_is_returned_as_text_for_its_call_only() -> None:
+    async def scenario() -> list[Any]:
+        client = Actor().client()
+        return await asyncio.gather(
+            client.call("halve", 3, 0), client.call("double", 4, 2), client.call("none"), return_exceptions=True
+        )
+
+    halved, doubled, none = asyncio.run(scenario())
+    assert isinstance(halved, CallError) and "ArithmeticError: halve of 3" in str(halved)
+    assert doubled == 8
+    assert isinstance(none, CallError) and "TypeError" in str(none)
+
+
+@given(st.integers(0, 12))
+def test_a_cancelled_call_is_cancelled_in_the_actor_and_others_are_answered(after: int) -> None:
+    async def scenario() -> tuple[int, Actor]:
+        actor = Actor()
+        client = actor.client()
+        unwanted, wanted = client.call("double", 1, 10_000), client.call("double", 2, 30)
+        for _ in range(after):
+            await asyncio.sleep(0)
+        unwanted.cancel()
+        answer = await asyncio.wait_for(wanted, 10)
+        assert await asyncio.wait_for(client.call("double", 5, 0), 10) == 10
+        return answer, actor
+
+    answer, actor = asyncio.run(scenario())
+    assert answer == 4
+    assert actor.begun[1] == actor.cancelled[1], "a started call was cancelled"
+
+
+def test_a_cancellation_does_not_overtake_its_call() -> None:
+    async def scenario() -> Actor:
+        actor = Actor()
+        client = actor.client()
+        many = [client.call("double", value, 200) for value in range(3)]
+        await asyncio.sleep(0)
+        for call in many:
+            call.cancel()
+        assert await asyncio.wait_for(client.call("double", 5, 0), 10) == 10
+        return actor
+
+    actor = asyncio.run(scenario())
+    assert actor.begun == actor.cancelled + Counter([5])
+
+
+@pytest.mark.parametrize("broken", ["submit", "collect"])
+def test_a_broken_transport_fails_waiting_and_later_calls(broken: str) -> None:
+    async def scenario() -> list[Any]:
+        actor = Actor()
+
+        async def submit(client_id: str, calls: list[Call], cancelled: list[int]) -> None:
+            if broken == "submit":
+                raise ConnectionError("submit")
+            await actor.submit(client_id, calls, cancelled)
+
+        async def collect(client_id: str) -> list[Answer]:
+            if broken == "collect":
+                raise ConnectionError("collect")
+            return await actor.server.collect(client_id)
+
+        client = RpcClient(submit, collect)
+        first = await asyncio.gather(*(client.call("double", 1, 0) for _ in range(2)), return_exceptions=True)
+        return first + await asyncio.gather(client.call("double", 1, 0), return_exceptions=True)
+
+    assert [repr(error) for error in asyncio.run(asyncio.wait_for(scenario(), 10))] == [
+        repr(ConnectionError(broken))
+    ] * 3

@@ -1,0 +1,186 @@
+"""A weight update succeeds or has no effect: deadlines, retries, and engines that stay paused until one succeeds.
+
+The clusters and the transport here fail on request; real ones are tested in tests/integration/test_weight_sync.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roll.distributed.remote_call import seconds_left
+from roll.distributed.weight_sync.synchronizer import (
+    Transfer,
+    UpdateReport,
+    VerificationError,
+    WeightSynchronizer,
+    WeightUpdateError,
+)
+
+CALLS = {
+    "pause": "pause",
+    "begin_update": "begin",
+    "end_update": "end",
+    "flush_cache": "flush",
+    "checksums": "verify",
+    "commit_update": "commit",
+    "resume": "resume",
+    "abort_update": "abort",
+}
+"""Step of the transaction by the engine's method."""
+STEPS = ("connect", "pause", "begin", "transfer", "end", "flush", "verify", "commit", "resume")
+Faults = Sequence[tuple[str, str] | None]
+
+
+class World:
+    """Engines and a transport that record the steps; `faults` has for each attempt the step that fails and how."""
+
+    def __init__(self, faults: Faults = ()) -> None:
+        self.faults, self.steps, self.attempt = list(faults), list[str](), 0
+        self.during: dict[str, Callable[[], None]] = {}
+        self.checksums = {"w": "1"}
+
+    async def step(self, name: str) -> None:
+        self.steps.append(name)
+        self.during.get(name, lambda: None)()
+        fault = self.faults[self.attempt] if self.attempt < len(self.faults) else None
+        if fault is not None and fault[0] == name:
+            if fault[1] == "hang":
+                await asyncio.sleep(60)
+            raise VerificationError(f"{name} broke")
+
+    async def call_all(self, method: Callable[..., Any], *args: Any) -> list[Any]:
+        await self.step(CALLS[method.__name__])
+        return [self.checksums if method.__name__ == "checksums" else None]
+
+    def transport(self, *_: Any) -> Any:
+        """Replaces the transport class."""
+        return self
+
+    async def connect(self) -> None:
+        await self.step("connect")
+
+    async def transfer(self, checksums: bool) -> Transfer:
+        await self.step("transfer")
+        return Transfer(10, {"w": "1"} if checksums else {})
+
+    async def disconnect(self) -> None:
+        await self.step("disconnect")
+        self.attempt += 1
+
+
+def updated(
+    world: World, retries: int = 2, timeout_s: float = 5.0, updates: int = 1, verify: str = "always", **config: Any
+) -> tuple[UpdateReport | WeightUpdateError, WeightSynchronizer, list[float]]:
+    """Outcome of the last of `updates` updates, the synchronizer, and the waits between attempts."""
+    waits: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+
+    settings: Any = SimpleNamespace(
+        sync_timeout_s=timeout_s,
+        max_sync_retries=retries,
+        sync_retry_delay_s=1.5,
+        verify_weights=verify,
+        in_flight_policy="retract",
+        **config,
+    )
+    engines: Any = world
+    synchronizer = WeightSynchronizer(engines, engines, settings, engines.transport, sleep)
+    try:
+        for _ in range(updates - 1):
+            asyncio.run(synchronizer.update_weights(2))
+            world.steps.clear()
+        return asyncio.run(synchronizer.update_weights(3)), synchronizer, waits
+    except WeightUpdateError as error:
+        return error, synchronizer, waits
+
+
+def test_an_update_pauses_transfers_verifies_and_resumes_in_that_order() -> None:
+    world = World()
+    report, synchronizer, waits = updated(world)
+    assert isinstance(report, UpdateReport) and world.steps == list(STEPS)
+    assert (report.bytes, report.verified, report.attempts, waits) == (10, True, 1, [])
+    assert 0 < report.pause_seconds <= report.seconds and not synchronizer.stale_weights
+
+
+def test_the_first_update_is_verified_and_later_ones_where_configured() -> None:
+    first, second, always = World(), World(), World()
+    updated(first, verify="first")
+    updated(second, verify="first", updates=2)
+    updated(always, verify="always", updates=2)
+    assert ["verify" in world.steps for world in (first, second, always)] == [True, False, True]
+
+
+def test_weights_that_differ_fail_the_verification() -> None:
+    world = World()
+    world.checksums = {"w": "2"}
+    error, _, _ = updated(world, retries=0)
+    assert "VerificationError: engine 0: w differs: sent 1, engine holds 2" in str(error)
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from([None, *[(step, "raise") for step in STEPS]]), max_size=5), st.integers(0, 3))
+def test_engines_resume_only_after_a_complete_attempt(faults: Faults, retries: int) -> None:
+    world = World(faults)
+    outcome, synchronizer, waits = updated(world, retries)
+    attempts = [attempt.split() for attempt in " ".join(world.steps).split("disconnect")]
+    planned = [*faults, *[None] * (retries + 1)][: retries + 1]
+    if None in planned:
+        failed = planned.index(None)
+        assert isinstance(outcome, UpdateReport) and outcome.attempts == failed + 1 and outcome.failures == failed
+        assert attempts[-1] == list(STEPS) and not synchronizer.stale_weights
+    else:
+        failed = retries + 1
+        assert attempts[-1] == ["abort"] and f"{failed} attempt(s)" in str(outcome)
+    assert waits == [1.5] * min(failed, retries)
+    for fault, steps in zip(planned, attempts[:failed], strict=False):
+        assert fault is not None and steps == list(STEPS[: STEPS.index(fault[0]) + 1])
+
+
+@pytest.mark.parametrize(
+    ("step", "state"),
+    [
+        ("connect", "no weights were sent"),
+        ("pause", "no weights were sent"),
+        ("begin", "the engines are paused and not serving"),
+    ],
+)
+def test_the_error_tells_whether_the_engines_were_changed(step: str, state: str) -> None:
+    error, _, _ = updated(World([(step, "raise")]), retries=0)
+    assert state in str(error)
+
+
+def test_the_calls_of_all_steps_share_the_deadline_of_the_attempt() -> None:
+    world, left = World(), list[float]()
+    world.during = {"connect": lambda: left.append(seconds_left(60.0)), "end": lambda: left.append(seconds_left(60.0))}
+    updated(world, timeout_s=5.0)
+    assert 0 < left[1] < left[0] <= 5.0 and seconds_left(60.0) == 60.0
+
+
+def test_engines_with_stale_weights_are_not_resumed() -> None:
+    world = World([("transfer", "raise")] * 3)
+    error, synchronizer, _ = updated(world, retries=2)
+    assert synchronizer.stale_weights and "resume" not in world.steps and "commit" not in world.steps
+    assert str(error).count("transfer broke") == 3
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_step_that_hangs_is_ended_by_the_deadline_and_named(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("roll.distributed.weight_sync.synchronizer.STEP_GRACE_S", 0.0)
+    error, _, _ = updated(World([(step, "hang")]), retries=0, timeout_s=0.3)
+    assert f"{step} was not done 0.3 s (sync_timeout_s) after the start" in str(error)
+
+
+def test_failed_attempts_are_counted_in_the_metrics() -> None:
+    report, _, _ = updated(World([("transfer", "raise")]), updates=2)
+    assert isinstance(report, UpdateReport)
+    metrics = report.metrics()
+    assert (metrics["param_sync_count"], metrics["param_sync_requests"], metrics["sync_failures"]) == (4, 5, 1)

@@ -1,0 +1,46 @@
+"""What every rank does for test_policy_updates.py: one optimizer step per `pg_variant` on one stale batch."""
+
+from __future__ import annotations
+
+import torch
+
+from roll.distributed.protocol import DataProto
+from tests.integration.rank_pool import RankContext
+
+RATE = 1.0
+
+
+def one_step_of_each_variant(context: RankContext) -> None:
+    """`arguments`: model, batch (tensors by name), loss_configs (by variant), temperature.
+
+    Every step starts from the weights of `model`. With an Adam epsilon of 1 the first step subtracts
+    RATE g / (|g| + 1), so the weights after it tell the gradient g of each parameter.
+    """
+    arguments = context.arguments
+    for variant, loss_config in arguments["loss_configs"].items():
+        strategy = context.strategy(
+            arguments["model"],
+            megatron={"sequence_parallel": context.layout.tensor > 1},
+            training={"learning_rate": RATE, "adam_epsilon": 1.0},
+            max_grad_norm=0.0,
+        )
+        data = _shard(arguments["batch"], strategy.coordinates.data, context.layout.data)
+        data.meta_info |= {"loss": "policy", "loss_config": loss_config, "temperature": arguments["temperature"]}
+        metrics = strategy.train_step(data)
+        weights = {name: tensor.clone() for name, tensor in strategy.weights.full_tensors()}
+        context.results[variant] = {"grad_norm": metrics["grad_norm"], "loss": metrics["loss"], "weights": weights}
+        strategy.shutdown()
+
+
+def _shard(batch: dict[str, torch.Tensor], data_rank: int, data_ranks: int) -> DataProto:
+    """This data rank's samples, in micro-batches of unequal size; token and sample counts are those of the batch."""
+    rows = list(range(data_rank, len(batch["input_ids"]), data_ranks))
+    data = DataProto.from_dict({name: tensor[rows] for name, tensor in batch.items()})
+    indices = list(range(len(rows)))
+    plan = {
+        "micro_batches": [indices[:1], indices[1:]],
+        "tokens": float(batch["response_mask"].sum()),
+        "sequences": float(len(batch["input_ids"])),
+    }
+    data.meta_info = {"optimizer_steps": [plan]}
+    return data

@@ -1,0 +1,93 @@
+"""An RLVR run on two devices, each of which trains one half of the model and runs one engine: it learns its reward."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import assert_nothing_is_left, finish, inputs_in, lines, recipe, start
+
+from roll.pipeline.rollout_batch import read_samples
+from tests.integration.recorded_engines import generated_by
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+
+STEPS = 14
+ENGINES = 2
+DEVICES = [0, 1]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Path:
+    """The folder of the finished run."""
+    folder = tmp_path_factory.mktemp("colocated")
+    config = recipe(
+        inputs_in(folder, tiny_model_dir),
+        folder,
+        num_devices_per_node=len(DEVICES),
+        actor_train__device_mapping=DEVICES,
+        actor_infer__device_mapping=DEVICES,
+        deterministic=False,
+        verify_weights="always",
+        old_log_probs_source="recompute",
+        max_steps=STEPS,
+        save_steps=0,
+        save_checkpoint=False,
+        eval_steps=0,
+        rollout_batch_size=8,
+        num_return_sequences_in_group=8,
+        actor_train__training_args__learning_rate=5e-3,
+        actor_train__training_args__per_device_train_batch_size=32,
+        rollout_dump_dir=str(folder / "samples"),
+    )
+    code, output = finish(start(config, module="tests.integration.recorded_engines"))
+    assert code == 0, output
+    assert_nothing_is_left(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def samples_of(folder: Path) -> dict[int, list[list[dict[str, Any]]]]:
+    """The samples that each engine drew, by step; its log-probs tell a response from all others."""
+    engine_of = {
+        tuple(torch.tensor(json.loads(line)).tolist()): engine
+        for engine in range(ENGINES)
+        for line in generated_by(folder / "run", engine).read_text().splitlines()
+    }
+    samples: dict[int, list[list[dict[str, Any]]]] = {engine: [[] for _ in range(STEPS)] for engine in range(ENGINES)}
+    for step in range(STEPS):
+        for sample in read_samples(folder / "samples", step + 1):
+            samples[engine_of[tuple(sample["behavior_log_probs"])]][step].append(sample)
+    return samples
+
+
+def test_the_reward_rises(folder):
+    """A mean over 64 responses of 6 tokens has a standard deviation of 0.03 at most."""
+    rewards = [line["rollout/reward_mean"] for line in lines(folder)]
+    first, last = sum(rewards[:3]) / 3, sum(rewards[-3:]) / 3
+    assert last > first + 0.3, rewards
+
+
+def test_every_update_is_verified_on_engines_that_share_the_trainers_devices(folder):
+    steps = lines(folder)
+    assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
+    assert all(line["publish/verified"] == 1 and line["sync_failures"] == 0 for line in steps)
+    assert all(line["actor/grad_norm"] > 0 and line["staleness/max"] == 0 for line in steps)
+
+
+def test_requests_spread_over_the_engines(samples_of):
+    for step in range(STEPS):
+        assert {engine: len(samples[step]) for engine, samples in samples_of.items()} == {0: 32, 1: 32}
+
+
+def test_every_update_reaches_every_engine(samples_of):
+    """The weights that drew a token are those that the trainer scores it with, on either engine, after each update."""
+    for samples in samples_of.values():
+        for step in range(STEPS):
+            for sample in samples[step]:
+                assert set(sample["weight_version"]) == {step}
+                trainer, engine = torch.tensor(sample["old_log_probs"]), torch.tensor(sample["behavior_log_probs"])
+                assert (trainer - engine).abs().max() < 1e-4

@@ -1,0 +1,157 @@
+"""Policy updates through Megatron: each `pg_variant` gives its own gradient, which is that of its formula in torch."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from roll.algorithms.policy_losses import PolicyLossConfig
+from roll.configs.parallel_layout import ParallelLayout
+from roll.configs.pipeline import RLVRConfig
+from roll.configs.roles import ActorTrainConfig
+from roll.models.tiny import write_tiny_model
+from tests.integration.megatron_scenario import PROMPT, SAMPLES, WIDTH, token_batch
+from tests.integration.policy_scenario import RATE
+from tests.integration.rank_pool import RankPool
+
+pytestmark = pytest.mark.integration
+
+TEMPERATURE = 0.7
+LAYOUTS = {
+    "tp2 with sequence parallel": ParallelLayout(tensor=2),
+    "pp2 x dp2": ParallelLayout(pipeline=2, data=2),
+}
+TOLERANCE = 1e-4
+"""Of a gradient's norm: fp32 sums in another order."""
+
+Tensors = dict[str, torch.Tensor]
+
+
+def variant_losses(log_probs: torch.Tensor, batch: Tensors) -> Tensors:
+    """The loss of every token [b, T] by variant, written down from the papers with the default coefficients."""
+    advantages, positive = batch["advantages"], batch["scores"][:, None] > 0
+    log_ratio = log_probs - batch["behavior_log_probs"]
+    ratio, weight = log_ratio.exp(), log_ratio.exp().detach()
+    return {
+        "vanilla": -advantages * log_probs,
+        "ppo": -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages),
+        "tis": -weight.clamp(max=1.0) * advantages * log_probs,
+        "topr": -torch.where(positive, 1.0, weight.clamp(max=1.0)) * advantages * log_probs,
+        "cispo": -weight.clamp(0.9, 1.1) * advantages * log_probs,
+        "kimi15": -advantages * log_probs + 0.05 * log_ratio**2,
+    }
+
+
+VARIANTS = ("vanilla", "ppo", "tis", "topr", "cispo", "kimi15")
+
+
+def log_probs_of(model: Any, batch: Tensors) -> torch.Tensor:
+    """Log-prob [b, T] of every token at its own position, 0 at the first."""
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
+    log_probs = torch.log_softmax(model(**inputs).logits[:, :-1].float() / TEMPERATURE, -1)
+    picked = log_probs.gather(2, batch["input_ids"][:, 1:, None]).squeeze(2)
+    return torch.nn.functional.pad(picked, (1, 0))
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"), "qwen3", tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="module")
+def model(model_folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def batch(model: Any) -> Tensors:
+    """One stale batch: its responses were sampled by weights that differ from the model's."""
+    import copy
+
+    batch = token_batch()
+    batch["response_mask"] = batch["attention_mask"].bool() & (torch.arange(WIDTH) >= PROMPT)
+    generator = torch.Generator().manual_seed(5)
+    older = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in older.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+        batch["behavior_log_probs"] = log_probs_of(older, batch)
+        ratio = (log_probs_of(model, batch) - batch["behavior_log_probs"]).exp()[batch["response_mask"]]
+    assert ((ratio < 0.8) | (ratio > 1.2)).float().mean() > 0.3, "the batch is hardly stale"
+    batch["advantages"] = torch.linspace(-1.0, 1.5, SAMPLES)[:, None].expand(SAMPLES, WIDTH).clone()
+    batch["scores"] = torch.linspace(-1.0, 1.5, SAMPLES)
+    return batch
+
+
+@pytest.fixture(scope="module")
+def expected(model: Any, batch: Tensors) -> dict[str, Tensors]:
+    """Gradients by variant and HF name, from autograd through transformers."""
+    gradients = {}
+    for variant in VARIANTS:
+        model.zero_grad()
+        mask = batch["response_mask"]
+        losses = variant_losses(log_probs_of(model, batch), batch)[variant]
+        per_sample = torch.where(mask, losses, 0.0).sum(1) / mask.sum(1)
+        per_sample.mean().backward()
+        gradients[variant] = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    return gradients
+
+
+@pytest.fixture(scope="module")
+def steps(rank_pool: RankPool, model_folder: Path, batch: Tensors, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Each rank's results by layout; the layouts run side by side."""
+    scenario = "tests.integration.policy_scenario:one_step_of_each_variant"
+    configs = {
+        variant: PolicyLossConfig.from_config(
+            RLVRConfig(async_generation_ratio=1, actor_train=ActorTrainConfig(pg_variant=variant))
+        )
+        for variant in VARIANTS
+    }
+    arguments = {"model": model_folder, "batch": batch, "loss_configs": configs, "temperature": TEMPERATURE}
+    running = {
+        name: rank_pool.start(scenario, layout, tmp_path_factory.mktemp("ranks"), **arguments)
+        for name, layout in LAYOUTS.items()
+    }
+    return {name: future.result() for name, future in running.items()}
+
+
+def gradient_of_step(ranks: list[dict[str, Any]], variant: str, before: Tensors) -> Tensors:
+    """The gradient that the weights after the step tell; see `one_step_of_each_variant`."""
+    after = {name: tensor for rank in ranks for name, tensor in rank[variant]["weights"].items()}
+    assert after.keys() == before.keys()
+    moved = {name: before[name] - after[name] for name in before}
+    return {name: move / (RATE - move.abs()) for name, move in moved.items()}
+
+
+def distance(one: Tensors, other: Tensors) -> float:
+    return sum(float((one[name] - other[name]).double().square().sum()) for name in one) ** 0.5
+
+
+def norm(gradient: Tensors) -> float:
+    return distance(gradient, {name: torch.zeros_like(value) for name, value in gradient.items()})
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_policy_step_follows_the_gradient_of_its_formula(steps, expected, model, layout, variant):
+    before = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    gradient = gradient_of_step(steps[layout], variant, before)
+    size = norm(expected[variant])
+    assert distance(gradient, expected[variant]) < TOLERANCE * size
+    for rank in steps[layout]:
+        assert rank[variant]["grad_norm"] == pytest.approx(size, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_variant_moves_the_weights_elsewhere(steps, model, layout):
+    before = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    gradients = {variant: gradient_of_step(steps[layout], variant, before) for variant in VARIANTS}
+    size = norm(gradients["vanilla"])
+    for one, other in itertools.combinations(VARIANTS, 2):
+        assert distance(gradients[one], gradients[other]) > 100 * TOLERANCE * size, (one, other)

@@ -1,0 +1,284 @@
+"""From scored samples to an update: ratios, correction of stale samples, and the checks of a step."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from roll.algorithms.turn_advantages import TURN_KEYS
+from roll.configs.agentic import AgenticOptions
+from roll.configs.errors import RunError
+from roll.configs.pipeline import RLVRConfig
+from roll.configs.policy import ADV_ESTIMATORS, PG_VARIANTS
+from roll.distributed.protocol import DataProto
+from roll.pipeline.learner import RLLearner, corrects_nothing, first_update_fault
+from roll.pipeline.training_loop import SampleBatch
+from roll.rollout.timers import StepClock
+from tests.configs.samples import RLVR, rlvr
+from tests.pipeline.bigram import BigramCluster
+
+SMALL = (
+    "rollout_batch_size=2",
+    "num_return_sequences_in_group=4",
+    "actor_train.training_args.gradient_accumulation_steps=4",
+    "actor_train.model_args.dtype=fp32",
+    "actor_infer.model_args.dtype=fp32",
+    "actor_train.device_mapping=[0,1]",
+    "actor_train.strategy_args.strategy_config.tensor_model_parallel_size=1",
+    "actor_infer.device_mapping=[2]",
+)
+ASYNC = "async_generation_ratio=1"
+
+
+def learner(folder: Path, *overrides: str) -> tuple[RLLearner, BigramCluster]:
+    config: RLVRConfig = rlvr(folder, *SMALL, *overrides, text=RLVR)
+    cluster = BigramCluster()
+    return RLLearner(config, cluster, None), cluster  # type: ignore[arg-type]
+
+
+def learn(parts: tuple[RLLearner, BigramCluster], data, staleness: float = 0.0) -> dict[str, float]:
+    return asyncio.run(parts[0].learn(SampleBatch(data, {"staleness/max": staleness}), 1, StepClock()))
+
+
+def aged(folder: Path, *overrides: str) -> tuple[dict[str, float], torch.Tensor]:
+    """Metrics and change of weights of the second of two batches that were both sampled before the first update."""
+    parts = learner(folder, *overrides)
+    first, second = parts[1].sample(1), parts[1].sample(2)
+    learn(parts, first)
+    before = parts[1].table.detach().clone()
+    return learn(parts, second, staleness=1.0), parts[1].table.detach() - before
+
+
+@pytest.mark.parametrize("variant", PG_VARIANTS)
+@pytest.mark.parametrize("mode", ["", ASYNC])
+def test_the_first_step_of_every_variant_passes_its_checks_and_moves_the_weights(tmp_path, variant, mode):
+    parts = learner(tmp_path, f"actor_train.pg_variant={variant}", *mode.split())
+    before = parts[1].table.detach().clone()
+    metrics = learn(parts, parts[1].sample(1))
+    assert metrics["actor/ratio_mean"] == pytest.approx(1, abs=1e-5) and metrics["correction/no_op"] == 0
+    assert metrics["correction/ess"] == pytest.approx(1, abs=1e-5)
+    assert not torch.equal(parts[1].table.detach(), before)
+
+
+def test_fresh_samples_give_the_same_update_with_and_without_recomputed_log_probs(tmp_path):
+    changes = []
+    for mode in ([], [ASYNC]):
+        parts = learner(tmp_path, *mode)
+        learn(parts, parts[1].sample(1))
+        changes.append(parts[1].table.detach())
+    torch.testing.assert_close(changes[0], changes[1])
+
+
+@pytest.mark.parametrize("variant", [name for name in PG_VARIANTS if name != "vanilla"])
+def test_stale_samples_are_corrected_and_give_another_update_than_vanilla(tmp_path, variant):
+    metrics, change = aged(tmp_path, ASYNC, f"actor_train.pg_variant={variant}")
+    _, plain = aged(tmp_path, ASYNC, "actor_train.pg_variant=vanilla")
+    assert metrics["correction/no_op"] == 0 and metrics["correction/log_prob_diff_max"] > 1e-3
+    assert (metrics["actor/ratio_deviation_max"] > 1e-3) == (variant != "decoupled_ppo")
+    assert not torch.allclose(change, plain, rtol=1e-3, atol=1e-6)
+
+
+def test_a_ratio_of_one_on_stale_samples_is_logged_as_an_error_and_counted(tmp_path, caplog):
+    parts = learner(tmp_path)
+    learn(parts, parts[1].sample(1))
+    with caplog.at_level(logging.ERROR):
+        assert learn(parts, parts[1].sample(2), staleness=0.0)["correction/no_op"] == 0
+        assert not caplog.records
+        assert learn(parts, parts[1].sample(3), staleness=2.0)["correction/no_op"] == 1
+    assert "the correction is not working: samples are up to 2 versions old" in caplog.text
+
+
+def test_no_error_if_uncorrected_training_is_allowed(tmp_path, caplog):
+    overrides = (ASYNC, "old_log_probs_source=recompute", "allow_uncorrected_off_policy=true")
+    with caplog.at_level(logging.ERROR):
+        metrics, _ = aged(tmp_path, *overrides)
+    assert metrics["correction/no_op"] == 1 and not caplog.records
+
+
+def test_decoupled_weights_and_rejection_are_those_reported(tmp_path):
+    metrics, _ = aged(
+        tmp_path,
+        "correction.weights.level=token",
+        "correction.weights.upper=1.01",
+        "correction.rejection.statistic=k1",
+        "correction.rejection.lower=0.99",
+    )
+    assert metrics["correction/is_weight_max"] == pytest.approx(1.01) and metrics["correction/is_weight_mean"] < 1.01
+    assert 0 < metrics["correction/masked_fraction"] < 1
+    assert metrics["actor/ratio_max"] == pytest.approx(1)
+
+
+def test_in_bypass_weights_are_measured_where_the_loss_is_computed(tmp_path):
+    metrics, _ = aged(
+        tmp_path,
+        ASYNC,
+        "actor_train.pg_variant=vanilla",
+        "correction.weights.level=token",
+        "correction.weights.upper=1.01",
+        "correction.rejection.statistic=k3",
+        "correction.rejection.upper=1e-4",
+    )
+    assert metrics["correction/is_weight_max"] == pytest.approx(1.01) and 0 < metrics["correction/ess"] < 1
+    assert 0 < metrics["correction/masked_fraction"] < 1
+    assert "correction/is_weight_square_mean" not in metrics
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
+def test_renormalised_updates_are_larger_than_diluted_ones(tmp_path, mode):
+    rejection = (
+        f"loss_agg_mode={mode}",
+        "actor_train.pg_variant=vanilla",
+        "correction.rejection.statistic=k1",
+        "correction.rejection.level=sequence-mean",
+        "correction.rejection.lower=1.0",
+    )
+    _, diluted = aged(tmp_path, *rejection)
+    metrics, whole = aged(tmp_path, *rejection, "correction.renormalize=true")
+    assert 0 < metrics["correction/masked_fraction"] < 1
+    factor = (whole.norm() / diluted.norm()).item()
+    torch.testing.assert_close(whole, diluted * factor, rtol=1e-3, atol=1e-6)
+    assert factor > 1.05
+    if mode == "token-mean":
+        assert factor == pytest.approx(1 / (1 - metrics["correction/masked_fraction"]), rel=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["", ASYNC])
+def test_an_engine_of_another_temperature_is_found_in_the_first_step(tmp_path, mode):
+    parts = learner(tmp_path, *mode.split())
+    data = parts[1].sample(1)
+    data.batch["behavior_log_probs"] = data.batch["behavior_log_probs"] * 0.9
+    with pytest.raises(RunError, match="check that both load the same weights, temperature and dtype"):
+        learn(parts, data)
+
+
+def test_in_half_precision_small_disagreements_of_the_engine_are_tolerated(tmp_path):
+    parts = learner(tmp_path, ASYNC, "actor_infer.model_args.dtype=bf16")
+    data = parts[1].sample(1)
+    data.batch["behavior_log_probs"] = data.batch["behavior_log_probs"] - 0.1
+    assert learn(parts, data)["actor/ratio_mean"] == pytest.approx(1.105, abs=1e-3)
+
+
+def test_an_adaptive_kl_weight_moves_and_is_remembered(tmp_path):
+    settings = (
+        "adv_estimator=reinforce",
+        "add_token_level_kl=true",
+        "init_kl_coef=0.1",
+        "reference.device_mapping=[0,1]",
+    )
+    adaptive = (*settings, "target_kl=1e-9", "kl_horizon=80")
+
+    def with_reference(*overrides):
+        config = rlvr(tmp_path, *SMALL, *overrides, text=RLVR)
+        return RLLearner(config, BigramCluster(), BigramCluster())
+
+    first = with_reference(*adaptive)
+    data = [BigramCluster().sample(seed) for seed in (1, 2)]
+    weights = [learn((first, None), batch)["advantage/kl_coef"] for batch in data]
+    assert weights == pytest.approx([0.1, 0.1 * (1 - 0.2 * 8 / 80)])
+    asyncio.run(first.save(tmp_path))
+    for overrides, expected in ((adaptive, 0.1 * 0.98 * 1.02), (settings, 0.1)):
+        second = with_reference(*overrides)
+        asyncio.run(second.load(tmp_path))
+        assert learn((second, None), BigramCluster().sample(1))["advantage/kl_coef"] == pytest.approx(expected)
+
+
+def test_the_number_of_steps_without_a_gradient_is_restored(tmp_path):
+    first, second = (learner(tmp_path)[0] for _ in range(2))
+    first._steps_without_gradient = 3
+    asyncio.run(first.save(tmp_path))
+    asyncio.run(second.load(tmp_path))
+    assert second._steps_without_gradient == 3
+
+
+@dataclass
+class Agent(AgenticOptions, RLVRConfig):
+    """A run whose samples have turns."""
+
+
+class RecordingCluster(BigramCluster):
+    """Remembers which tensors reached the loss."""
+
+    async def train_step(self, shards):
+        self.seen = set(shards[0].tensors())
+        return await super().train_step(shards)
+
+
+def learn_trajectories(folder: Path, padding: int = 0, **settings) -> tuple[dict[str, float], RecordingCluster]:
+    """One step on samples of two turns, followed by `padding` samples that are masked out."""
+    cluster = RecordingCluster()
+    data = cluster.sample(1)
+    mask = data.batch["response_mask"].bool()
+    turn = (mask.cumsum(-1) > 2).long()
+    more = {
+        "turn_index": torch.where(mask, turn, -1),
+        "turn_rewards": torch.stack([torch.zeros(8), data.batch["scores"]], dim=1),
+        "turn_count": torch.full((8,), 2),
+        "state_ids": torch.stack([data.batch["group_ids"] * 2, data.batch["group_ids"] * 2 + 1], dim=1),
+        "trajectory_ids": torch.arange(8),
+        "tag_ids": torch.zeros(8, dtype=torch.int64),
+    }
+    data = DataProto.from_dict(data.tensors() | more)
+    idle = data.slice(0, padding).tensors() | {"group_ids": torch.arange(padding) + 8}
+    idle |= {"response_mask": torch.zeros_like(idle["response_mask"]), "trajectory_ids": torch.arange(padding) + 8}
+    data = DataProto.concat([data, DataProto.from_dict(idle)]) if padding else data
+    config = Agent(**vars(rlvr(folder, *SMALL, text=RLVR)) | settings)
+    config.actor_train.training_args.gradient_accumulation_steps += padding // 2
+    return learn((RLLearner(config, cluster, None), cluster), data), cluster
+
+
+@pytest.mark.parametrize("ratio_type", ["token", "segment", "sequence"])
+def test_turn_index_reaches_the_loss_only_if_ratio_type_needs_it(tmp_path, ratio_type):
+    metrics, cluster = learn_trajectories(tmp_path, ratio_type=ratio_type)
+    assert cluster.seen & set(TURN_KEYS) == ({"turn_index"} if ratio_type == "segment" else set())
+    assert metrics["actor/ratio_mean"] == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize("estimator", ADV_ESTIMATORS)
+def test_padding_changes_nothing_of_an_update(tmp_path, estimator):
+    plain, cluster = learn_trajectories(tmp_path, adv_estimator=estimator)
+    padded, other = learn_trajectories(tmp_path, padding=2, adv_estimator=estimator)
+    assert padded == pytest.approx(plain, abs=1e-5)
+    torch.testing.assert_close(other.table, cluster.table)
+
+
+STEP = {"log_ratio_abs_max": 1e-4, "policy_kl": 1e-8, "ratio_mean": 1.0, "ratio_max": 1.0001}
+
+
+@pytest.mark.parametrize(
+    ("base", "dtype", "bound", "faulty"),
+    [
+        ("proximal", "fp32", 1e-3, True),
+        ("proximal", "bf16", 1e-3, False),
+        ("behavior", "fp32", 1e-3, False),
+        ("behavior", "fp32", 1e-5, True),
+        ("behavior", "bf16", None, False),
+    ],
+)
+def test_the_tolerance_of_the_first_step_fits_the_base(base, dtype, bound, faulty):
+    assert (first_update_fault(STEP, base, dtype, bound) is not None) == faulty
+
+
+def test_a_first_step_that_is_not_a_number_is_a_fault():
+    assert first_update_fault(STEP | {"log_ratio_abs_max": float("nan")}, "behavior", "bf16", 0.5)
+    assert first_update_fault(STEP | {"policy_kl": float("nan")}, "proximal", "bf16", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "weight", "staleness", "no_op"),
+    [
+        (0.0, None, 1.0, True),
+        (9e-7, None, 1.0, True),
+        (2e-6, None, 1.0, False),
+        (0.0, None, 0.0, False),
+        (0.0, 1e-3, 1.0, False),
+        (0.0, 0.0, 1.0, True),
+        (float("nan"), None, 1.0, False),
+    ],
+)
+def test_a_correction_corrects_nothing_where_all_ratios_and_weights_are_one(ratio, weight, staleness, no_op):
+    assert corrects_nothing(ratio, weight, staleness) == no_op

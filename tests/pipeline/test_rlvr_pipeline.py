@@ -1,0 +1,172 @@
+"""RLVR groups: requests of all prompts in one call, scoring, failures, replayed validations, and checkpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from roll.algorithms.advantages import AdvantageConfig, compute_advantages
+from roll.algorithms.turn_advantages import read_turns
+from roll.configs.errors import RunError
+from roll.configs.pipeline import RLVRConfig
+from roll.configs.policy import ADV_ESTIMATORS
+from roll.datasets.templates import EncodedPrompt
+from roll.pipeline.rlvr_pipeline import RLVRWorker, Scorer
+from roll.rewards.reward_process import RewardOutcome
+from roll.rollout.engine_pool import EnginePool
+from roll.rollout.ledger import PromptRequest
+from roll.rollout.timers import StepClock
+from roll.rollout.types import Group, SamplingParams
+from tests.pipeline.agents import Engines, decode, one_of
+
+PROMPTS = [EncodedPrompt(id=f"p{i}", tag="math", ids=[7, i + 1], ground_truth=str(i)) for i in range(5)]
+SAMPLING = SamplingParams(max_new_tokens=8)
+
+
+class LengthScorer(Scorer):
+    """Scores in this process, by length; texts for which `fails` is true have no score."""
+
+    def __init__(self, fails: Callable[[str], bool] = lambda text: False) -> None:
+        class Pool:
+            async def score(self, pairs: list[tuple[str, str]]) -> list[RewardOutcome]:
+                return [
+                    RewardOutcome(None, "raised", "ValueError: no") if fails(text) else RewardOutcome(float(len(text)))
+                    for text, _ in pairs
+                ]
+
+            def close(self) -> None:
+                pass
+
+        config = RLVRConfig()
+        super().__init__(config.rewards, None)  # type: ignore[arg-type]
+        self._pools = {"math_rule": Pool()}  # type: ignore[dict-item]
+
+    def text(self, response_ids: list[int]) -> str:
+        return decode(response_ids)
+
+
+def worker(samples: int = 2, engines: Engines | None = None, scorer: Scorer | None = None) -> RLVRWorker:
+    config = RLVRConfig(num_return_sequences_in_group=samples)
+    pool = EnginePool(engines or Engines(one_of("12", "345", "6")), 0, 64)
+    sampling: Any = {"train": SAMPLING, "val": SAMPLING}
+    return RLVRWorker(config, {"train": PROMPTS, "val": PROMPTS[:3]}, sampling, pool, scorer or LengthScorer())
+
+
+def drawn(made: RLVRWorker, first: int, count: int) -> list[int]:
+    return [group.problem for group in made.draw([PromptRequest(first + i, 0, 0) for i in range(count)])]
+
+
+def generated(made: RLVRWorker, count: int) -> list[Group]:
+    groups = made.draw([PromptRequest(i, 0, 0) for i in range(count)])
+    asyncio.run(made.generate(groups, "train", StepClock()))
+    return groups
+
+
+def test_all_groups_are_generated_in_one_call_and_scored():
+    engines = Engines(one_of("12", "345", "6"))
+    groups = generated(worker(4, engines), 3)
+    assert len(engines.calls) == 1 and len({request.seed for request in engines.requests}) == 3 * 4
+    for group in groups:
+        assert group.drop_reason is None and group.name == PROMPTS[group.problem].id
+        for trajectory in group.trajectories:
+            [turn] = trajectory.turns
+            assert trajectory.ids[: turn.start] == PROMPTS[group.problem].ids
+            assert trajectory.score == len(turn.text) and trajectory.stop == "terminated"
+
+
+def test_a_response_cut_at_the_length_limit_is_marked():
+    [group] = generated(worker(1, Engines(one_of("1" * 100))), 1)
+    assert group.trajectories[0].stop == "sequence_length"
+
+
+def test_a_failed_response_drops_its_group_and_no_other():
+    engines = Engines(lambda request: None if request.request_id == "train-1-1" else "12")
+    first, second = generated(worker(2, engines), 2)
+    assert first.drop_reason is None and len(first.trajectories) == 2
+    assert (second.drop_reason, second.failure, second.trajectories) == (
+        "generation_failed",
+        "train-1-1: out of memory",
+        [],
+    )
+
+
+def test_a_response_without_a_score_drops_its_group_with_the_reason():
+    engines = Engines(lambda request: "666" if request.request_id == "train-0-1" else "12")
+    first, second = generated(worker(2, engines, LengthScorer(lambda text: text == "666")), 2)
+    assert (first.drop_reason, first.failure) == ("reward_raised", "reward math_rule: raised ValueError: no")
+    assert second.scores == [2.0, 2.0]
+
+
+def test_a_validation_replays_a_failed_group_with_the_same_seeds():
+    broken = ["val-1-0"]
+    engines = Engines(lambda request: None if request.request_id in broken and not broken.clear() else "12")
+    metrics = asyncio.run(worker(engines=engines).validate())
+    assert metrics == {
+        "val/math/score": 2.0,
+        "val/score": 2.0,
+        "val/response_length_mean": 3.0,
+        "val/replayed_groups": 1,
+    }
+    assert [[request.request_id for request in call] for call in engines.calls] == [
+        ["val-0-0", "val-1-0", "val-2-0"],
+        ["val-1-0"],
+    ]
+    assert engines.calls[0][1].seed == engines.calls[1][0].seed
+
+
+@pytest.mark.parametrize(
+    ("engines", "scorer", "message"),
+    [
+        (
+            Engines(lambda request: None if request.request_id == "val-2-0" else "12"),
+            LengthScorer(),
+            "validation group p2: failed 3 times, last with generation_failed: val-2-0: out of memory",
+        ),
+        (
+            Engines(one_of("12")),
+            LengthScorer(lambda text: True),
+            "validation group p0: failed 3 times, last with reward_raised: reward math_rule: raised ValueError: no",
+        ),
+    ],
+)
+def test_a_validation_ends_the_run_with_prompt_and_cause_of_a_group_that_always_fails(engines, scorer, message):
+    with pytest.raises(RunError, match=f"^{message}$"):
+        asyncio.run(worker(engines=engines, scorer=scorer).validate())
+
+
+@pytest.mark.parametrize("estimator", ADV_ESTIMATORS)
+def test_one_turn_changes_no_advantage(estimator):
+    """The turns of an RLVR batch, one for each sample, give the advantages of a batch without turns."""
+    made = worker(4)
+    batch = made.batch(generated(made, 5)).batch
+    assert batch["turn_count"].tolist() == [1] * 20
+    config = AdvantageConfig(estimator)
+    arguments = (batch["scores"], batch["group_ids"], batch["response_mask"], config)
+    with_turns = compute_advantages(*arguments, turns=read_turns(batch))
+    if estimator in ("gigpo", "step_reinforce", "agentic_reinforce"):
+        return
+    without = compute_advantages(*arguments)
+    assert with_turns.advantages.equal(without.advantages) and with_turns.returns.equal(without.returns)
+    assert with_turns.metrics == without.metrics
+
+
+def test_groups_are_restored_from_a_checkpoint_exactly():
+    groups = generated(worker(3), 2)
+    assert [Group.from_state(json.loads(json.dumps(group.state_dict()))) for group in groups] == groups
+
+
+def test_the_position_in_the_data_is_restored_also_within_a_pass():
+    whole, first, second = worker(), worker(), worker()
+    order = drawn(whole, 0, 12)
+    assert drawn(first, 0, 7) == order[:7]
+    second.load_state_dict(first.state_dict())
+    assert drawn(second, 7, 5) == order[7:]
+
+
+def test_groups_of_another_size_are_refused_with_the_size_that_fits():
+    with pytest.raises(ValueError, match="num_return_sequences_in_group: 8 cannot continue .* groups of 4; use 4"):
+        worker(8).load_state_dict(worker(4).state_dict())

@@ -1,0 +1,143 @@
+"""Load balancing over engines: even load, groups on one engine, and retries of failed requests on another."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roll.rollout.engine_pool import Balancer, EnginePool
+from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
+
+
+class FaultyEngines:
+    """Answers with the request's own ids; every (engine, request) pair in `broken` aborts."""
+
+    def __init__(self, engines: int, broken: set[tuple[int, str]]) -> None:
+        self.world_size = engines
+        self.broken = broken
+        self.attempts: Counter[str] = Counter()
+        self.running: Counter[int] = Counter()
+        self.most: Counter[int] = Counter()
+        self.seconds = 0.0
+
+    async def generate(self, rank: int, requests: list[GenerateRequest]) -> list[GenerateResult]:
+        assert requests
+        self.running[rank] += len(requests)
+        self.most[rank] = max(self.most[rank], self.running[rank])
+        await asyncio.sleep(self.seconds)
+        self.running[rank] -= len(requests)
+        return [self.answer(rank, request) for request in requests]
+
+    def answer(self, engine: int, request: GenerateRequest) -> GenerateResult:
+        self.attempts[request.request_id] += 1
+        if (engine, request.request_id) in self.broken:
+            return GenerateResult(request.request_id, [], [], [], "abort", error="out of memory")
+        return GenerateResult(request.request_id, request.prompt_ids, [0.0], [0], "stop")
+
+
+def groups_of(sizes: list[int]) -> list[list[GenerateRequest]]:
+    sampling = SamplingParams(max_new_tokens=1)
+    return [[GenerateRequest(f"{g}-{i}", [g, i], sampling) for i in range(n)] for g, n in enumerate(sizes)]
+
+
+def generate(engines: FaultyEngines, retries: int, sizes: list[int]) -> list[list[GenerateResult]]:
+    return asyncio.run(EnginePool(engines, retries, max_running=4).generate(groups_of(sizes)))
+
+
+@given(st.lists(st.integers(0, 8), max_size=30), st.integers(1, 5))
+def test_results_are_in_the_order_of_the_requests(sizes, engines):
+    answers = generate(FaultyEngines(engines, set()), 0, sizes)
+    assert [[a.response_ids for a in group] for group in answers] == [
+        [[g, i] for i in range(n)] for g, n in enumerate(sizes)
+    ]
+
+
+@given(st.lists(st.integers(1, 8), min_size=1, max_size=50), st.integers(1, 5))
+def test_no_engine_holds_more_than_one_group_above_another(sizes, engines):
+    faultless = FaultyEngines(engines, set())
+    generate(faultless, 0, sizes)
+    loads = [faultless.most[engine] for engine in range(engines)]
+    assert max(loads) - min(loads) <= max(sizes)
+
+
+def test_groups_sent_one_by_one_go_to_the_least_loaded_engine_and_wait_for_room():
+    engines = FaultyEngines(2, set())
+    engines.seconds = 0.001
+
+    async def one_by_one() -> None:
+        pool = EnginePool(engines, 0, max_running=4)
+        await asyncio.gather(*(pool.generate([group]) for group in groups_of([2] * 40)))
+
+    asyncio.run(one_by_one())
+    assert sum(engines.attempts.values()) == 80
+    assert engines.most == {0: 8, 1: 8}
+
+
+def test_a_failed_request_is_retried_on_the_next_engine():
+    engines = FaultyEngines(2, {(0, "0-0")})
+    (group,) = generate(engines, 1, [2])
+    assert [answer.finish_reason for answer in group] == ["stop", "stop"]
+    assert [answer.request_id for answer in group] == ["0-0", "0-1"]
+    assert engines.attempts == {"0-0": 2, "0-1": 1}
+
+
+def test_the_load_of_a_retry_counts_on_its_engine_and_is_removed_after_it():
+    engines = FaultyEngines(3, {(0, "0-0"), (1, "0-0")})
+    engines.seconds = 0.01
+    pool = EnginePool(engines, 2, max_running=4)
+    seen = []
+
+    async def watched(rank, requests, generate=engines.generate):
+        seen.append((rank, [pool._balancer.outstanding(engine) for engine in range(3)]))
+        return await generate(rank, requests)
+
+    engines.generate = watched
+    asyncio.run(pool.generate(groups_of([2])))
+    assert seen == [(0, [6, 0, 0]), (1, [0, 3, 0]), (2, [0, 0, 3])]
+    assert [pool._balancer.outstanding(engine) for engine in range(3)] == [0, 0, 0]
+
+
+def test_a_request_that_always_fails_is_returned_with_its_error_after_the_retries():
+    engines = FaultyEngines(1, {(0, "0-1")})
+    (group,) = generate(engines, 2, [2])
+    assert [answer.finish_reason for answer in group] == ["stop", "abort"]
+    assert group[1].error == "out of memory"
+    assert sum(count for name, count in engines.attempts.items() if name.startswith("0-1")) == 3
+
+
+def test_the_engine_with_the_fewest_tokens_comes_first_and_the_lowest_number_among_equals() -> None:
+    balancer = Balancer(3)
+    chosen = []
+    for tokens in (10, 4, 4, 5, 1):
+        chosen.append(balancer.choose())
+        balancer.add(chosen[-1], tokens)
+    assert chosen == [0, 1, 2, 1, 2]
+    balancer.remove(0, 10)
+    assert balancer.choose() == 0
+
+
+def test_more_tokens_than_outstanding_cannot_be_removed() -> None:
+    balancer = Balancer(1)
+    balancer.add(0, 3)
+    with pytest.raises(ValueError, match="engine 0 has 3 tokens outstanding; 4 cannot end"):
+        balancer.remove(0, 4)
+
+
+@pytest.mark.parametrize("engines", [1, 2, 5, 13])
+def test_the_tree_chooses_as_a_search_over_all_engines(engines: int) -> None:
+    draw, balancer, loads = random.Random(engines), Balancer(engines), [0] * engines
+    for _ in range(3000):
+        engine, tokens = draw.randrange(engines), draw.randrange(9)
+        event = draw.choice(("add", "add", "remove"))
+        if event == "add":
+            balancer.add(engine, tokens)
+            loads[engine] += tokens
+        else:
+            balancer.remove(engine, min(tokens, loads[engine]))
+            loads[engine] -= min(tokens, loads[engine])
+        assert balancer.choose() == min((load, i) for i, load in enumerate(loads))[1]

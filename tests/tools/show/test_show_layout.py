@@ -1,0 +1,136 @@
+"""Groups of a dump, and how trajectories, maps and long or unsafe texts are printed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console, RenderableType
+from rich.text import Text
+
+from roll.configs.agentic import SampleBy
+from roll.rollout.types import Group
+from roll.tools.show.command import token_numbers
+from roll.tools.show.formatting import sanitize, sanitize_line, sanitize_short, shorten
+from roll.tools.show.layout import CHANGED, is_map, map_text, step_view
+from roll.tools.show.samples import SampleGroup, read_groups
+from tests.tools.show.dumped_runs import RIGHT, START, agentic_run, lake_groups, trajectory
+
+
+def lines(view: RenderableType, width: int = 100) -> list[str]:
+    console = Console(width=width, highlight=False, color_system=None)
+    with console.capture() as capture:
+        console.print(view)
+    return [line.rstrip() for line in capture.get().split("\n")]
+
+
+def groups(folder: Path, *arguments: Group, sample_by: SampleBy = "traj") -> list[SampleGroup]:
+    run = agentic_run(folder / "run", 1, groups=list(arguments) or lake_groups(), sample_by=sample_by)
+    return read_groups(run / "samples", 1)
+
+
+def shown(folder: Path, *arguments: Group, limit: int | None = None, sample_by: SampleBy = "traj") -> list[str]:
+    return lines(step_view(1, groups(folder, *arguments, sample_by=sample_by), limit, token_numbers))
+
+
+def test_trajectory_is_shown_turn_by_turn_with_the_map_before_and_after(tmp_path: Path) -> None:
+    assert shown(tmp_path)[:13] == [
+        "step 1: 3 trajectories in 2 groups",
+        "",
+        " group 0   FrozenLake  seed 77  scores 1 -0.01, mean 0.495  mean advantage -0.005",
+        "  FrozenLake-12-0  advantage +0.500",
+        "    turn 1  reward 0  version 3",
+        "      P__  ->  _P_  I go <answer>Right</answer>",
+        "      _O_      _O_",
+        "      __G      __G",
+        "    turn 2  reward 1  versions 3, 4",
+        "      _P_  ->  ___  <answer>Down</answer>",
+        "      _O_      _O_",
+        "      __G      __√",
+        "    end  score 1  terminated: ended by the environment  success 1  action_is_valid 1",
+    ]
+
+
+def test_observation_without_map_is_shown_above_the_answer(tmp_path: Path) -> None:
+    output = shown(tmp_path)
+    start = output.index("      reads   Your guess?")
+    assert output[start + 1 : start + 3] == ["      writes  I say <answer>7</answer>", "      then    Higher."]
+
+
+def test_turns_that_were_samples_are_joined_into_a_trajectory(tmp_path: Path) -> None:
+    by_step = groups(tmp_path / "step", sample_by="step")
+    by_trajectory = groups(tmp_path / "traj")
+    assert [group.scores for group in by_step] == [group.scores for group in by_trajectory]
+    assert [len(group.samples) for group in by_step] == [2, 1]
+    first = by_step[0].samples[0]
+    assert first.episode is not None and [turn.observation for turn in first.episode.turns] == [START, RIGHT]
+    assert [turn.advantage for turn in first.episode.turns] == [0.5, 0.5]
+
+
+def test_limit_counts_over_groups_and_reports_what_is_omitted(tmp_path: Path) -> None:
+    output = shown(tmp_path, limit=1)
+    assert sum("turn 1" in line for line in output) == 1
+    assert "2 trajectories not shown; use --limit or --group to see more" in output
+
+
+def test_trajectory_cut_by_the_token_limit_shows_one_map(tmp_path: Path) -> None:
+    cut = trajectory([(START, "", 0.0)], "", "sequence_length")
+    output = shown(tmp_path, Group(1, "FrozenLake", 7, "FrozenLake-1", [cut]))
+    assert "      P__  (nothing)" in output
+    assert "    end  score 0  sequence_length: token limit reached  success 0  action_is_valid 1" in output
+
+
+def test_control_characters_and_markup_are_escaped(tmp_path: Path) -> None:
+    text = "[red]no[/red] [/] :smile:\x1b[2J\r\x07\x9b1m\u202eabc\ud800\u2028\t\\"
+    harmful = trajectory([(text, text, 0.0)], text)
+    output = shown(tmp_path, Group(1, "[bold]tag\n", 7, "[bold]tag\n-1", [harmful]))
+    safe_form = "[red]no[/red] [/] :smile:\\x1b[2J\\r\\x07\\x9b1m\\u202eabc\\ud800\\u2028\\t\\"
+    assert [line.split(maxsplit=1)[1] for line in output if ":smile:" in line] == [safe_form] * 3
+    assert any("[bold]tag\\n  seed 7" in line for line in output)
+    assert "\n".join(output).isascii()
+
+
+def test_escapes_have_another_style_than_a_backslash_in_the_text() -> None:
+    shown_text = sanitize("\\x1b\x1b")
+    assert shown_text.plain == "\\x1b\\x1b"
+    assert [(span.start, span.end) for span in shown_text.spans] == [(4, 8)]
+
+
+@pytest.mark.parametrize("text", ["a" * 9000, "\n" * 900, "word " * 3000, "a" * 2001, "b\n" * 40])
+def test_omitted_characters_of_a_long_text_are_counted(text: str) -> None:
+    head, omitted, tail = shorten(text)
+    assert omitted > 0 and len(head) + omitted + len(tail) == len(text)
+    assert text.startswith(head) and text.endswith(tail) and (head + tail).count("\n") <= 40
+    assert f"... {omitted:,} characters omitted ..." in sanitize_short(text).plain
+
+
+@pytest.mark.parametrize("text", ["", "short", "a" * 2000, "b\n" * 39])
+def test_short_text_is_unchanged(text: str) -> None:
+    assert sanitize_short(text).plain == text
+
+
+def test_name_stays_on_one_line() -> None:
+    assert sanitize_line("a\nb").plain == "a\\nb"
+    assert sanitize_line("a" * 130).plain == "a" * 120 + "... 10 characters omitted"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [(START, True), ("##\n##\n", True), ("one row", False), ("ab\nabc", False), ("", False), ("a\x1b\nbc", False)],
+)
+def test_map_has_rows_of_equal_length(text: str, expected: bool) -> None:
+    assert is_map(text) is expected
+
+
+def test_changed_cells_are_highlighted() -> None:
+    def changed(text: Text) -> list[int]:
+        return [span.start for span in text.spans if span.style == CHANGED]
+
+    assert changed(map_text(RIGHT, START)) == [0, 1]
+    assert changed(map_text(START, "____\n____")) == []
+
+
+def test_example_in_the_docs_is_current(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "environments.md").read_text(encoding="utf-8")
+    example = page.split("## Looking at trajectories")[1].split("```")[1].strip("\n").split("\n")
+    assert shown(tmp_path)[1 : len(example)] == example[1:]

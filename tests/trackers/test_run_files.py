@@ -1,0 +1,64 @@
+"""metrics.jsonl."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from roll.trackers.files import JsonlTracker, read_metrics
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "run" / "metrics.jsonl"
+
+
+def logged(path: Path, *steps: int, resume: int | None = None) -> None:
+    tracker = JsonlTracker(path)
+    if resume is not None:
+        tracker.resume(resume)
+    for step in steps:
+        tracker.log(step, {"step": step, "actor/loss": step / 10})
+    tracker.close()
+
+
+def test_a_line_is_one_object_with_step_first_and_sorted_names(path: Path) -> None:
+    JsonlTracker(path).log(3, {"time/step": 1.5, "version": 3, "step": 3})
+    assert path.read_text() == '{"step": 3, "time/step": 1.5, "version": 3}\n'
+
+
+def test_a_line_is_readable_as_soon_as_it_is_logged(path: Path) -> None:
+    tracker = JsonlTracker(path)
+    for step in (1, 2):
+        tracker.log(step, {})
+        assert [line["step"] for line in read_metrics(path)][-1] == step
+
+
+def test_values_that_are_not_finite_become_null(path: Path) -> None:
+    JsonlTracker(path).log(1, {"actor/loss": float("nan"), "actor/grad_norm": float("inf")})
+    assert json.loads(path.read_text()) == {"step": 1, "actor/grad_norm": None, "actor/loss": None}
+
+
+def test_a_fresh_run_starts_an_empty_file(path: Path) -> None:
+    logged(path, 1, 2, 3)
+    logged(path, 1)
+    assert [line["step"] for line in read_metrics(path)] == [1]
+
+
+def test_a_resumed_run_writes_the_same_file_as_an_uninterrupted_one(path: Path, tmp_path: Path) -> None:
+    logged(path, 0, 1, 2, 3, 4)
+    logged(path, 3, 4, 5, resume=2)
+    uninterrupted = tmp_path / "uninterrupted.jsonl"
+    logged(uninterrupted, 0, 1, 2, 3, 4, 5)
+    assert path.read_bytes() == uninterrupted.read_bytes()
+
+
+def test_a_partial_line_is_dropped(path: Path) -> None:
+    logged(path, 1, 2)
+    with path.open("a") as file:
+        file.write('{"step": 3, "actor/lo')
+    assert [line["step"] for line in read_metrics(path)] == [1, 2]
+    logged(path, 3, resume=2)
+    assert [line["step"] for line in read_metrics(path)] == [1, 2, 3]
