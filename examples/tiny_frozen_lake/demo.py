@@ -2,7 +2,7 @@
 
     python -m examples.tiny_frozen_lake.demo --out output/demo-agentic
 
-Writes to the output folder: `summary.json` (success rate on 200 lakes before and after reinforcement learning,
+Writes to the output folder: `summary.json` (success rate on 200 maps before and after reinforcement learning,
 seconds, peak memory), `curves.png`, and `last_step.html`, trajectories of the last step turn by turn.
 """
 
@@ -21,7 +21,7 @@ def demo(out: Path, seed: int, overrides: list[str]) -> dict[str, float]:
 
     Args:
         out: output folder.
-        seed: of the weights, the episodes, the lakes and both runs.
+        seed: of the weights, the episodes, the maps and both runs.
         overrides: `key=value` for the reinforcement learning run.
     """
     from examples.tiny_frozen_lake import play
@@ -30,7 +30,7 @@ def demo(out: Path, seed: int, overrides: list[str]) -> dict[str, float]:
     from roll.trackers.curves import draw_curves
 
     start = time.perf_counter()
-    stages.console.rule("[bold]A small language model learns to cross frozen lakes")
+    stages.console.rule("[bold]A small language model learns to play FrozenLake")
     base = prepare(out / "base", seed, play.WORDS)
     sizes = play.TRAIN_EPISODES, play.VALIDATION_EPISODES, play.RANDOM_MOVES
     data = play.write_play(out / "data", seed, *sizes)
@@ -50,4 +50,4 @@ def demo(out: Path, seed: int, overrides: list[str]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    stages.main(__doc__ or "", "output/demo-agentic", "success rate ... on 200 held-out lakes", demo)
+    stages.main(__doc__ or "", "output/demo-agentic", "success rate ... on 200 held-out maps", demo)

@@ -74,7 +74,7 @@ def main() -> None:
     """Entry point of the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    parser.add_argument("--seed", type=int, default=42, help="seed of lakes and moves")
+    parser.add_argument("--seed", type=int, default=42, help="seed of maps and moves")
     parser.add_argument("--train", type=int, default=TRAIN_EPISODES, help="episodes to learn from")
     parser.add_argument("--val", type=int, default=VALIDATION_EPISODES, help="episodes to measure with")
     parser.add_argument("--chance", type=float, default=RANDOM_MOVES, help="share of moves that are random")

@@ -43,7 +43,7 @@ def render() -> str:
     parts.append("## Names\n\n" + _table(("key", "known"), _names()))
     parts.append(
         "## Options of SGLang\n\n`strategy_config` of `actor_infer` takes every option of SGLang's `ServerArgs` by "
-        "name, except those that are set by other keys:\n\n" + _table(("option", "instead"), OWNED.items())
+        "name, except the options that other keys set:\n\n" + _table(("option", "instead"), OWNED.items())
     )
     parts.append("## Other spellings\n\n" + _table(("in other recipes", "here"), _spellings()))
     unsupported = ((f"`{item.pattern}`{_pipelines(item.pipelines)}", item.reason) for item in UNSUPPORTED_KEYS)

@@ -65,7 +65,7 @@ def encode_sft_data(
     sequence_length: int,
     mask_history: bool = True,
 ) -> tuple[list[SFTExample], int]:
-    """Encodes prompts and responses, and drops those that are too long.
+    """Encodes prompts and responses, and drops samples that are too long.
 
     Args:
         data: prompts and responses.

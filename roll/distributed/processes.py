@@ -96,7 +96,7 @@ def descendants(process: psutil.Process) -> list[psutil.Process]:
 
 
 def end(processes: list[psutil.Process]) -> None:
-    """Waits for processes that are ending and kills those that have not ended after END_TIMEOUT_S."""
+    """Waits for processes that are ending and kills any that have not ended after END_TIMEOUT_S."""
     _, alive = psutil.wait_procs(processes, timeout=END_TIMEOUT_S)
     for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):

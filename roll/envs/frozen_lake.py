@@ -16,7 +16,7 @@ INTENDED_MOVE_PROBABILITY = 1 / 3
 """On slippery ice; the moves to the left and right of the intended one share the rest, as in gymnasium."""
 
 SYMBOLS = str.maketrans("SFHG", "__OG")
-"""Maps gymnasium's letters (start, frozen, hole, goal) to the characters of the drawing."""
+"""Maps gymnasium's characters (start, frozen, hole, goal) to those of the drawing."""
 
 PLAYER = {"_": "P", "O": "X", "G": "√"}
 """Character of the player on each kind of cell."""
@@ -84,7 +84,7 @@ class FrozenLake(MoveEnv):
 
 
 def draw_map(generator: np.random.Generator, size: int, p: float) -> list[str]:
-    """Rows of a map in gymnasium's letters: S start, F frozen, H hole, G goal.
+    """Rows of a map in gymnasium's characters: S start, F frozen, H hole, G goal.
 
     Start and goal are two different cells, drawn uniformly; every other cell is frozen with probability `p`.
     Maps whose goal cannot be reached are rejected and drawn again.

@@ -1,4 +1,4 @@
-"""Environments for whole runs: a lake on which some episodes go wrong in ways that only their seed decides."""
+"""Environments for whole runs: a FrozenLake in which some episodes fail in ways that only their seed decides."""
 
 from __future__ import annotations
 

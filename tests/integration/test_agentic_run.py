@@ -32,7 +32,7 @@ def inputs(tiny_model_dir: Path) -> dict[str, Any]:
 
 
 def agentic(inputs: dict[str, Any], folder: Path, env_type: str = "frozen_lake", **keys: Any) -> Path:
-    """Groups on small lakes, most of whose answers hold no move; a few turns fill the sequence."""
+    """Groups on small maps, most of whose responses contain no move; a few turns fill the sequence."""
     lake = {"env_type": env_type, "max_steps": 4, "agent_system_template": None, "agent_template": "{observation}\n"}
     lake["env_config"] = {"is_slippery": False, "format_penalty": -0.01, "env_instruction": "Go.", "size": 3}
     file = recipe(
@@ -100,7 +100,7 @@ def check_samples(folder: Path, model: str) -> list[dict[str, Any]]:
 
 
 def check_maps(rows: list[dict[str, Any]], size: int) -> None:
-    """The members of a group begin on the same lake, which is that of the group's seed."""
+    """The members of a group begin on the same map, that of the group's seed."""
     lake = make_env("frozen_lake", {"size": size, "is_slippery": False})
     for seed in {row["episode"]["seed"] for row in rows}:
         first = {row["episode"]["turns"][0]["observation"] for row in rows if row["episode"]["seed"] == seed}
@@ -108,7 +108,7 @@ def check_maps(rows: list[dict[str, Any]], size: int) -> None:
 
 
 def check_ages(folder: Path, steps: list[dict[str, Any]]) -> None:
-    """A trajectory is as old as its oldest token, also where it goes on after a publish."""
+    """A trajectory is as old as its oldest token, also where it continues after a weight update."""
     spans = 0
     for line in steps:
         versions = [row["weight_version"] for row in read_samples(folder, line["step"])]
@@ -116,7 +116,7 @@ def check_ages(folder: Path, steps: list[dict[str, Any]]) -> None:
         assert line["staleness/mean"] == pytest.approx(sum(ages) / len(ages))
         assert line["staleness/max"] == max(ages)
         spans += sum(len(set(each)) > 1 for each in versions)
-    assert spans, "no trajectory saw a publish, so nothing was told apart"
+    assert spans, "no trajectory continued across a weight update, so nothing was tested"
 
 
 def ascii_of(text: str) -> str:
@@ -189,7 +189,7 @@ def test_a_sequence_that_is_full_in_the_first_turn_ends_it_and_validation_beside
         assert (turn["reward"], row["score"], row["episode"]["stop"]) == (0.0, 0.0, "sequence_length")
         assert row["episode"]["metrics"] == {"success": 0.0}, "a word cut off in the middle was taken for an action"
     validated = [{name: value for name, value in line.items() if is_result(name)} for line in (first, *steps)]
-    assert len(validated[0]) > 3 and validated == [validated[0]] * 3, "a validation met other lakes than the one before"
+    assert len(validated[0]) > 3 and validated == [validated[0]] * 3, "a validation used other maps than the one before"
 
 
 def is_result(name: str) -> bool:

@@ -40,7 +40,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> di
 
 
 def asynchronous(inputs: dict[str, Any], folder: Path, ratio: float, **keys: Any) -> Path:
-    """A run in which responses take longer than training, so that publishes meet running requests."""
+    """A run in which responses take longer than training, so that weight updates find requests running."""
     return recipe(
         inputs,
         folder,
@@ -130,7 +130,7 @@ def check_weights_of_versions(folder: Path) -> None:
 
     Before its update of step s the trainer has version s - 1 and computes every token anew: those marked with that
     version must agree with what the engine drew them with, and those marked older must not. Requests that run through
-    a publish `in_place` are left out, since their cache is of older weights.
+    an `in_place` weight update are left out, since their cache is of older weights.
     """
     current, older = [], []
     for step in range(1, STEPS + 1):

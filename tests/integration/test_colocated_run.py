@@ -84,7 +84,7 @@ def test_requests_spread_over_the_engines(samples_of):
 
 
 def test_every_update_reaches_every_engine(samples_of):
-    """The weights that drew a token are those that the trainer scores it with, on either engine, after each update."""
+    """Either engine samples with the weights that the trainer scores with, after each update."""
     for samples in samples_of.values():
         for step in range(STEPS):
             for sample in samples[step]:

@@ -43,7 +43,7 @@ class EnvPool:
     initialized. `close` kills the workers; they also end with the process that started them.
 
     Attributes:
-        failures: number of failed environments by reason, including those that failed while being closed.
+        failures: number of failed environments by reason, including environments that failed while being closed.
     """
 
     def __init__(

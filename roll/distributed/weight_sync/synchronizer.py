@@ -42,7 +42,7 @@ class WeightUpdateError(RuntimeError):
 
 
 class VerificationError(RuntimeError):
-    """The weights of an engine differ from those that were sent."""
+    """The weights of an engine differ from the weights that were sent."""
 
 
 @dataclass(frozen=True)
@@ -179,9 +179,7 @@ class WeightSynchronizer:
             paused = time.perf_counter()  # an engine answers once the step it was computing is done
             sent = await step("transfer", transport.transfer(verify))
             await step("end", infer.call_all(InferWorker.end_update, version))
-            if (
-                self._config.in_flight_policy != "in_place"
-            ):  # in_place keeps using the cache, whose entries belong to versions
+            if self._config.in_flight_policy != "in_place":  # which keeps the cache: its entries belong to versions
                 await step("flush", infer.call_all(InferWorker.flush_cache))
             if verify:
                 await step("verify", self._verify(sent.checksums))

@@ -225,6 +225,7 @@ class _Simulation:
         self._staleness: Counter[int] = Counter()
 
     def run(self) -> Outcome:
+        """Simulates a warm-up and then the scenario's steps; only the latter are measured."""
         warm_up = 2 + 2 * self._scenario.settings.versions_ahead
         self._submit()
         start = self._run_until(warm_up)

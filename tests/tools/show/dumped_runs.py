@@ -32,7 +32,7 @@ def trajectory(
 
 
 def lake_groups() -> list[Group]:
-    """A lake solved once and failed once, and a word game that reached the token limit."""
+    """A FrozenLake map solved once and failed once, and a word game that reached the token limit."""
     right = "I go <answer>Right</answer>"
     won = trajectory([(START, right, 0.0), (RIGHT, "<answer>Down</answer>", 1.0)], GOAL)
     lost = trajectory([(START, right, 0.0), (RIGHT, "hm", -0.01)], RIGHT, "truncated")
