@@ -1,29 +1,40 @@
-"""All workers of one role as one object, and single workers as other processes call them."""
+"""All workers of one role as one object: the cluster, a call in progress, and the Ray actor that runs the methods.
+
+A call goes from `Cluster.call_all` to `WorkerActor.call` and comes back as a `RemoteCall` with a deadline. Imports no
+torch: the actor pins its process before torch counts the cores.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, TypeVarTuple, overload
+import inspect
+import os
+import sys
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 import psutil
 import ray
 
 from roll.configs.parallel_layout import ParallelLayout, spans
-from roll.distributed.processes import descendants, end, log_file, process_environment
-from roll.distributed.remote_call import (
-    CallContext,
-    ConcurrentWorkerActor,
-    Failure,
-    RemoteCall,
-    WorkerActor,
-    ray_failure,
-    seconds_left,
+from roll.distributed.process_groups import hold_port
+from roll.distributed.processes import (
+    descendants,
+    end,
+    end_with_parent,
+    gc_freeze,
+    log_file,
+    pin,
+    print_to,
+    process_environment,
 )
+from roll.distributed.remote_errors import CallContext, Failure, ray_failure, seconds_left
 from roll.distributed.resources import DeviceSlot
-from roll.distributed.rpc_batching import RpcClient, rpc_client
+from roll.distributed.rpc_batching import ClusterClient, RpcActor, RpcServer
 from roll.distributed.worker import Worker, WorkerRank, registered_methods
 
 if TYPE_CHECKING:
@@ -31,9 +42,9 @@ if TYPE_CHECKING:
     from roll.configs.roles import RoleConfig
     from roll.distributed.resources import ResourceManager
 
+T = TypeVar("T")
 WorkerT = TypeVar("WorkerT", bound=Worker, covariant=True)
 P = ParamSpec("P")
-Args = TypeVarTuple("Args")
 ArgumentT = TypeVar("ArgumentT")
 ResultT = TypeVar("ResultT")
 
@@ -41,6 +52,9 @@ CONCURRENT_CALLS = 1000
 """Calls of a cluster and batched messages that one concurrent worker holds at a time; its engine has its own queue."""
 CLOSE_TIMEOUT_S = 20.0
 """Time a worker has to end its engine before it is killed."""
+FAILURE_GRACE_S = 1.0
+"""After a first failure, how long other ranks may still fail: a broken collective fails on several ranks within
+milliseconds and the earliest failure is the cause."""
 
 
 class Cluster(Generic[WorkerT]):
@@ -268,51 +282,160 @@ class Cluster(Generic[WorkerT]):
         end(children)
 
 
-@dataclass(frozen=True)
-class ClusterClient(Generic[WorkerT]):
-    """Calls single ranks of a concurrent cluster from any process; `Cluster.client` makes it. For one event loop.
+class RemoteCall(Generic[T]):
+    """A call in progress: `await` it, or `get()` its result where there is no event loop.
 
-    Attributes:
-        role: name of the cluster.
-        actors: handle of each rank.
-        locations: where each rank runs, for messages.
-        deadlines: seconds by the method's name.
+    The call waits for all ranks, also those whose answer is discarded: their failure is the call's failure. The first
+    failure ends the wait, since the other ranks may be blocked on the failed one.
     """
 
-    role: str
-    actors: tuple[Any, ...]
-    locations: tuple[str, ...]
-    deadlines: Mapping[str, float]
-    _clients: dict[int, RpcClient] = field(init=False, default_factory=dict, repr=False, compare=False)
+    def __init__(
+        self,
+        context: CallContext,
+        refs: Sequence[ray.ObjectRef[Any]],
+        collect: Callable[[list[Any]], T],
+        timeout_s: float,
+    ) -> None:
+        """Starts the clock; an enclosing `deadline_scope` may shorten the timeout.
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles without calls in progress."""
-        return ClusterClient, (self.role, self.actors, self.locations, self.deadlines)
+        Args:
+            context: what was called where.
+            refs: the answer of each rank of the context.
+            collect: makes the result of the answers in that order.
+            timeout_s: until all answers must have arrived.
+        """
+        self._context, self._refs, self._collect = context, dict(zip(context.locations, refs, strict=True)), collect
+        self._timeout_s, self._start = seconds_left(timeout_s), time.monotonic()
 
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return len(self.actors)
-
-    async def call(self, rank: int, method: Callable[[WorkerT, *Args], Awaitable[ResultT]], *args: *Args) -> ResultT:
-        """The answer of one rank. Concurrent calls are batched, see `roll.distributed.rpc_batching`.
+    def get(self) -> T:
+        """The result.
 
         Raises:
-            ClusterError: the rank raised, died, or did not answer in time.
+            ClusterError: a rank raised, died, or did not answer in time.
         """
-        name = method.__name__
-        context = CallContext(self.role, name, {rank: self.locations[rank]})
-        timeout_s = seconds_left(self.deadlines[name])
-        if rank not in self._clients:
-            self._clients[rank] = rpc_client(self.actors[rank])
+        answers: dict[int, Any] = {}
+        while len(answers) < len(self._refs):
+            open_ranks = [rank for rank in self._refs if rank not in answers]
+            ready, _ = ray.wait([self._refs[rank] for rank in open_ranks], timeout=self._remaining())
+            if not ready:
+                raise self._context.timed_out(open_ranks, self._timeout_s)
+            self._fetch(answers, ready)
+            if _failures(answers):
+                rest = [ref for rank, ref in self._refs.items() if rank not in answers]
+                more = ray.wait(rest, num_returns=len(rest), timeout=FAILURE_GRACE_S)[0] if rest else []
+                self._fetch(answers, more)
+                raise self._context.failed(_failures(answers))
+        return self._collect([answers[rank] for rank in self._refs])
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self._wait().__await__()
+
+    async def _wait(self) -> T:
+        waits = {rank: asyncio.wrap_future(_future(ref)) for rank, ref in self._refs.items()}
+        answers: dict[int, Any] = {}
+        while len(answers) < len(waits):
+            open_ranks = [rank for rank in waits if rank not in answers]
+            done, _ = await asyncio.wait(
+                [waits[rank] for rank in open_ranks], timeout=self._remaining(), return_when=asyncio.FIRST_COMPLETED
+            )
+            if not done:
+                raise self._context.timed_out(open_ranks, self._timeout_s)
+            _take_done(answers, waits)
+            if _failures(answers):
+                if len(answers) < len(waits):
+                    await asyncio.wait(waits.values(), timeout=FAILURE_GRACE_S)
+                _take_done(answers, waits)
+                raise self._context.failed(_failures(answers))
+        return self._collect([answers[rank] for rank in waits])
+
+    def _fetch(self, answers: dict[int, Any], ready: Sequence[ray.ObjectRef[Any]]) -> None:
+        ranks = {ref: rank for rank, ref in self._refs.items()}
+        for ref in ready:
+            rank = ranks[ref]
+            try:
+                answers[rank] = ray.get(ref)
+            except ray.exceptions.RayError as error:
+                answers[rank] = ray_failure(rank, error)
+
+    def _remaining(self) -> float:
+        return max(0.0, self._start + self._timeout_s - time.monotonic())
+
+
+def _future(ref: ray.ObjectRef[Any]) -> Future[Any]:
+    return ref.future()
+
+
+def _take_done(answers: dict[int, Any], waits: Mapping[int, asyncio.Future[Any]]) -> None:
+    for rank, wait in waits.items():
+        if wait.done() and rank not in answers:
+            error = wait.exception()
+            answers[rank] = wait.result() if error is None else ray_failure(rank, error)
+
+
+def _failures(answers: Mapping[int, Any]) -> list[Failure]:
+    return [answer for answer in answers.values() if isinstance(answer, Failure)]
+
+
+class WorkerActor:
+    """The Ray actor that runs one worker in its own process; one call at a time, in the main thread."""
+
+    def __init__(self, name: str, rank: int, cores: tuple[int, ...], log_file: str) -> None:
+        """Pins the process to its cores and redirects its output to its log file."""
+        self._name, self._rank = name, rank
+        self._worker: object = None
+        end_with_parent()
+        pin(cores)
+        print_to(log_file)
+
+    def process_id(self) -> int:
+        """Id of the worker's process."""
+        return os.getpid()
+
+    def hold_port(self) -> int:
+        """A TCP port of this node, held by this process until its worker's store serves on it."""
+        return hold_port()
+
+    def build(self, make: Callable[..., object], environment: dict[str, str], *args: Any) -> Failure | None:
+        """Makes the worker with these environment variables set."""
+        os.environ.update(environment)
         try:
-            async with asyncio.timeout(timeout_s):
-                answer = await self._clients[rank].call(name, *args)
-        except TimeoutError:
-            raise context.timed_out([rank], timeout_s) from None
-        except ray.exceptions.RayError as error:
-            answer = ray_failure(rank, error)
-        if isinstance(answer, Failure):
-            raise context.failed([answer])
-        result: ResultT = answer
-        return result
+            self._worker = make(*args)
+        except Exception as error:
+            return self._failure(error)
+        gc_freeze()
+        return None
+
+    def call(self, method: str, keep: bool, *args: Any, **kwargs: Any) -> Any:
+        """The worker's answer, None where `keep` is false, or a Failure where the method raised."""
+        try:
+            result = getattr(self._worker, method)(*args, **kwargs)
+        except Exception as error:
+            return self._failure(error)
+        return result if keep else None
+
+    def _failure(self, error: Exception) -> Failure:
+        text = "".join(traceback.format_exception(error))
+        print(f"{self._name} failed:\n{text}", file=sys.stderr, flush=True)
+        return Failure(self._rank, time.time(), type(error).__name__, str(error), text)
+
+
+class ConcurrentWorkerActor(RpcActor, WorkerActor):
+    """Runs one worker whose methods are coroutines, concurrently on one event loop; serves batched calls too."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._server = RpcServer(lambda method, *args: self.call(method, True, *args))
+
+    async def process_id(self) -> int:  # type: ignore[override]
+        """Id of the worker's process."""
+        return os.getpid()
+
+    async def call(self, method: str, keep: bool, *args: Any, **kwargs: Any) -> Any:
+        """As in WorkerActor, awaiting the worker's coroutine."""
+        try:
+            result = getattr(self._worker, method)(*args, **kwargs)
+            if inspect.isawaitable(result):
+                result = await result
+        except Exception as error:
+            return self._failure(error)
+        return result if keep else None

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from roll.configs.asynchronous import InFlightPolicy
     from roll.configs.pipeline import RLConfig
     from roll.configs.roles import ActorInferConfig
-    from roll.distributed.cluster import ClusterClient
+    from roll.distributed.rpc_batching import ClusterClient
 
 PROBE_TOKEN = 1
 """Prompt of the request that checks a started engine; any token id would do."""

@@ -10,10 +10,19 @@ import itertools
 import traceback
 import uuid
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar, TypeVarTuple
+
+import ray
+
+from roll.distributed.remote_errors import CallContext, Failure, ray_failure, seconds_left
+from roll.distributed.worker import Worker
+
+WorkerT = TypeVar("WorkerT", bound=Worker, covariant=True)
+Args = TypeVarTuple("Args")
+ResultT = TypeVar("ResultT")
 
 
 class CallError(RuntimeError):
@@ -177,3 +186,53 @@ def rpc_client(actor: Any) -> RpcClient:
         lambda *message: asyncio.wrap_future(actor.submit.remote(*message).future()),
         lambda client_id: asyncio.wrap_future(actor.collect.remote(client_id).future()),
     )
+
+
+@dataclass(frozen=True)
+class ClusterClient(Generic[WorkerT]):
+    """Calls single ranks of a concurrent cluster from any process; `Cluster.client` makes it. For one event loop.
+
+    Attributes:
+        role: name of the cluster.
+        actors: handle of each rank.
+        locations: where each rank runs, for messages.
+        deadlines: seconds by the method's name.
+    """
+
+    role: str
+    actors: tuple[Any, ...]
+    locations: tuple[str, ...]
+    deadlines: Mapping[str, float]
+    _clients: dict[int, RpcClient] = field(init=False, default_factory=dict, repr=False, compare=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles without calls in progress."""
+        return ClusterClient, (self.role, self.actors, self.locations, self.deadlines)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.actors)
+
+    async def call(self, rank: int, method: Callable[[WorkerT, *Args], Awaitable[ResultT]], *args: *Args) -> ResultT:
+        """The answer of one rank. Concurrent calls are batched.
+
+        Raises:
+            ClusterError: the rank raised, died, or did not answer in time.
+        """
+        name = method.__name__
+        context = CallContext(self.role, name, {rank: self.locations[rank]})
+        timeout_s = seconds_left(self.deadlines[name])
+        if rank not in self._clients:
+            self._clients[rank] = rpc_client(self.actors[rank])
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await self._clients[rank].call(name, *args)
+        except TimeoutError:
+            raise context.timed_out([rank], timeout_s) from None
+        except ray.exceptions.RayError as error:
+            answer = ray_failure(rank, error)
+        if isinstance(answer, Failure):
+            raise context.failed([answer])
+        result: ResultT = answer
+        return result

@@ -21,7 +21,7 @@ from roll.configs.plan import Plan
 from roll.datasets.records import DatasetError
 from roll.distributed.env_pool.types import EnvWorkerError
 from roll.distributed.processes import gc_freeze, gc_unfreeze
-from roll.distributed.remote_call import ClusterError
+from roll.distributed.remote_errors import ClusterError
 from roll.distributed.resources import RayStartError, ResourceError
 from roll.distributed.weight_sync.synchronizer import WeightUpdateError
 from roll.pipeline.agentic.agentic_pipeline import AgenticPipeline

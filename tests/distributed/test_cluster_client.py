@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import ray
 
-from roll.distributed.cluster import ClusterClient
-from roll.distributed.remote_call import ClusterError, Failure
-from roll.distributed.rpc_batching import RpcActor, RpcServer
+from roll.distributed.remote_errors import ClusterError, Failure
+from roll.distributed.rpc_batching import ClusterClient, RpcActor, RpcServer
 from roll.distributed.worker import Worker
 
 

@@ -21,7 +21,7 @@ from roll.configs.parallel_layout import ParallelLayout
 from roll.configs.pipeline import BaseConfig
 from roll.configs.roles import RoleConfig
 from roll.distributed.cluster import Cluster
-from roll.distributed.remote_call import ClusterError, deadline_scope
+from roll.distributed.remote_errors import ClusterError, deadline_scope
 from roll.distributed.resources import ResourceError, ResourceManager, start_ray, stop_ray
 
 pytestmark = pytest.mark.integration

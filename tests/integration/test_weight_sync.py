@@ -27,7 +27,7 @@ from roll.configs.roles import (
 from roll.distributed.cluster import Cluster
 from roll.distributed.infer_worker import InferWorker
 from roll.distributed.protocol import DataProto
-from roll.distributed.remote_call import ClusterError
+from roll.distributed.remote_errors import ClusterError
 from roll.distributed.resources import ResourceManager, start_ray, stop_ray
 from roll.distributed.weight_sync.synchronizer import (
     STEP_GRACE_S,

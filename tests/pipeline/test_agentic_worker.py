@@ -135,6 +135,13 @@ def test_a_failed_validation_group_is_replayed_with_the_same_seeds():
     assert run(repaired.validate()) == expected | {"val/replayed_groups": 1.0}
 
 
+def test_a_validation_group_that_timed_out_ends_the_run_without_another_try():
+    setup = Setup(Engines(lambda request: "gold", lambda request: 30.0), timeout_s=20.0)
+    with pytest.raises(RunError, match=r"failed 1 times, last with trajectory_timeout: a trajectory was not over"):
+        run(worker(setup).validate())
+    assert setup.engines.calls
+
+
 def test_groups_are_restored_from_a_checkpoint_exactly():
     made = worker(Setup(Engines(ANSWERS)))
     groups = drawn(made, range(3))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from roll.distributed.infer_worker import InferWorker
 from roll.distributed.process_groups import BroadcastGroup
-from roll.distributed.remote_call import deadline_scope
+from roll.distributed.remote_errors import deadline_scope
 from roll.distributed.train_worker import TrainWorker
 from roll.distributed.weight_sync.plan import Bucket, check_stages, checksum_differences, make_buckets, spec_bytes
 from roll.distributed.weight_sync.sender import SendResult, StageSource

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.distributed.remote_call import seconds_left
+from roll.distributed.remote_errors import seconds_left
 from roll.distributed.weight_sync.synchronizer import (
     Transfer,
     UpdateReport,

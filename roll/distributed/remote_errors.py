@@ -1,0 +1,102 @@
+"""Failures of remote calls as values, the errors made of them, and the deadline of calls made together.
+
+Every error names the rank, its node, devices and log.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+_deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)
+
+
+@contextmanager
+def deadline_scope(deadline: float) -> Iterator[None]:
+    """Remote calls made in this block, and in tasks it starts, end by `deadline` on the monotonic clock."""
+    token = _deadline.set(deadline)
+    try:
+        yield
+    finally:
+        _deadline.reset(token)
+
+
+def seconds_left(timeout_s: float) -> float:
+    """`timeout_s`, or the time to the deadline of the enclosing `deadline_scope` where that is shorter."""
+    return max(0.0, min(timeout_s, _deadline.get() - time.monotonic()))
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception in a worker, as a value, so that exceptions that cannot be pickled reach the driver too.
+
+    Attributes:
+        rank: of the worker.
+        time: seconds since the epoch; the earliest failure is the cause of the others.
+        kind: name of the exception's class.
+        message: text of the exception.
+        traceback: as Python prints it.
+    """
+
+    rank: int
+    time: float
+    kind: str
+    message: str
+    traceback: str
+
+
+def ray_failure(rank: int, error: BaseException) -> Failure:
+    """Ray's own error about a call, as a rule that the process has died."""
+    kind = "ProcessDied" if isinstance(error, ray.exceptions.RayActorError) else type(error).__name__
+    return Failure(rank, time.time(), kind, str(error).splitlines()[0], str(error))
+
+
+class ClusterError(RuntimeError):
+    """A call on a cluster failed or passed its deadline.
+
+    Attributes:
+        role: of the cluster.
+        method: that was called.
+        rank: the first to fail, or the first without an answer.
+        kind: class of the exception there, `Timeout` at a deadline, or `ProcessDied`.
+    """
+
+    def __init__(self, role: str, method: str, rank: int, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.role, self.method, self.rank, self.kind = role, method, rank, kind
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ClusterError, (self.role, self.method, self.rank, self.kind, str(self))
+
+
+@dataclass(frozen=True)
+class CallContext:
+    """What was called where, for error messages; `locations` describes the node, devices and log of each rank."""
+
+    role: str
+    method: str
+    locations: Mapping[int, str]
+
+    def failed(self, failures: Sequence[Failure]) -> ClusterError:
+        """The error of a call that failed on these ranks; a dead process comes first, then the earliest failure."""
+        ordered = sorted(failures, key=lambda f: (f.kind != "ProcessDied", f.time))
+        first, others = ordered[0], ordered[1:]
+        lines = [f"{self.role}.{self.method} failed on rank {first.rank} ({self.locations[first.rank]})"]
+        if len(failures) < len(self.locations):
+            lines[0] += f"; {len(self.locations) - len(failures)} of {len(self.locations)} ranks did not fail"
+        lines.append(first.traceback.rstrip())
+        lines.extend(f"then rank {f.rank}: {f.kind}: {f.message}" for f in others)
+        return ClusterError(self.role, self.method, first.rank, first.kind, "\n".join(lines))
+
+    def timed_out(self, ranks: Sequence[int], seconds: float) -> ClusterError:
+        """The error of a call that these ranks did not answer in time."""
+        waited = "; ".join(f"rank {rank} ({self.locations[rank]})" for rank in ranks)
+        message = f"{self.role}.{self.method}: no answer within {seconds:g} s from {waited}"
+        return ClusterError(self.role, self.method, ranks[0], "Timeout", message)
