@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal
+from typing import Any, Literal
 
 from roll.configs.schema import Condition, option
 
@@ -54,19 +54,46 @@ def _runs_ahead(consequence: str) -> Condition:
 
 SAMPLES_AGE = _runs_ahead("samples are never stale")
 
+REACHED = Condition(
+    lambda config, section: section.staleness_threshold < versions_ahead(config.async_generation_ratio),
+    "no sample is older than ceil(async_generation_ratio) versions, so stale_samples_ratio is always 0; use less",
+    ("async_generation_ratio",),
+)
+
+
+def _whole_versions(value: Any) -> Any:
+    """Refuses a fraction, which means something else in another system."""
+    if isinstance(value, float) and not value.is_integer():
+        raise ValueError(
+            f"{value:g} is not a whole number of versions; where it is the share of samples that may be generated "
+            f"ahead, write async_generation_ratio: {value:g}"
+        )
+    return value
+
 
 @dataclass
 class AsyncTrainingConfig:
     """Bounds of asynchronous training; they apply to synchronous training as well, where they are never reached."""
 
     staleness_threshold: int = option(
-        3, "Versions; samples with an older token count as stale in `stale_samples_ratio`.", ge=0, only_for=SAMPLES_AGE
+        3,
+        "Versions; samples with an older token count as stale in `stale_samples_ratio`.",
+        ge=0,
+        parse=_whole_versions,
+        only_for=(SAMPLES_AGE, REACHED),
     )
     max_staleness_allowed: int | None = option(
         None,
         "Versions; a group with an older token is dropped when a batch is taken. At least "
         "ceil(async_generation_ratio); default: 5, or that where it is more.",
         ge=0,
+        only_for=SAMPLES_AGE,
+    )
+    max_sample_age_s: float | None = option(
+        None,
+        "Seconds; a group whose prompt was submitted longer ago is dropped when a batch is taken, and counted as "
+        "`expired`; null: no limit.",
+        gt=0,
         only_for=SAMPLES_AGE,
     )
     max_queue_size: int | None = option(
@@ -103,6 +130,9 @@ class AsyncTrainingConfig:
     )
     monitor_class: str | None = option(
         None, "`module:Class`, a roll.pipeline.health.Monitor; default: one that writes output_dir/health.json."
+    )
+    batch_hook_class: str | None = option(
+        None, "`module:Class`, a roll.pipeline.training_loop.BatchHook: sees every batch before it is learned from."
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import statistics
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from roll.configs.pipeline import RLConfig
 from roll.pipeline.rollout_worker import RolloutWorker
 from roll.pipeline.training_loop import SampleBatch
 from roll.rollout.filters import StarvationLimit
-from roll.rollout.ledger import PromptRequest
+from roll.rollout.ledger import EXPIRED, PromptRequest
 from roll.rollout.policy import PolicySettings, RolloutPolicy
 from roll.rollout.timers import BusyTimer
 from roll.rollout.types import Group
@@ -66,6 +67,7 @@ def policy_settings(config: RLConfig) -> PolicySettings:
         max_queue=None if queue is None else queue // config.num_return_sequences_in_group,
         min_batches=asynchronous.min_batch_count,
         total=config.max_steps * groups,
+        max_age_s=asynchronous.max_sample_age_s if config.async_generation_ratio > 0 else None,
     )
 
 
@@ -96,9 +98,19 @@ class Rollouter:
         settings: PolicySettings,
         options: RolloutOptions,
         clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
+        """Nothing is generated yet.
+
+        Args:
+            worker: generates and scores groups.
+            settings: bounds of the policy.
+            options: everything else.
+            clock: seconds, for timers and deadlines.
+            wall_clock: seconds, for the age of groups, which outlives a restart.
+        """
         self.policy: RolloutPolicy[Group] = RolloutPolicy(settings)
-        self._worker, self._options, self._clock = worker, options, clock
+        self._worker, self._options, self._clock, self._wall_clock = worker, options, clock, wall_clock
         self._changed = asyncio.Condition()
         self._started = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -133,7 +145,9 @@ class Rollouter:
             self._start(self._fill_batch)
         version = self.policy.learning_version
         await self._wait_until_ready()
-        groups = [finished.group for finished in self.policy.take()]
+        taken = self.policy.take()
+        groups = [finished.group for finished in taken]
+        ages = [self._wall_clock() - finished.request.submitted_at_s for finished in taken]
         async with self._changed:
             self._changed.notify_all()
         self._failed = self._completed = 0
@@ -146,6 +160,7 @@ class Rollouter:
         tokens = metrics["rollout/response_length_mean"] * samples
         metrics["rollout/tokens_per_second"] = tokens / max(seconds["generate"], 1e-9)
         metrics["throughput/rollout_idle"] = intervals[ENGINES].idle_share
+        metrics |= {"time/sample_age_mean": statistics.fmean(ages), "time/sample_age_max": max(ages)}
         ledger = self.policy.ledger
         metrics |= ledger.metrics() | ledger.sample_metrics(self._options.samples_per_group)
         return SampleBatch(self._worker.batch(groups), metrics, seconds)
@@ -173,7 +188,7 @@ class Rollouter:
     def _draw(self, count: int) -> list[Group]:
         """Groups that were in flight at a restart, then `count` new ones."""
         again, self._to_regenerate = self._to_regenerate, []
-        groups = [*again, *self._worker.draw(self.policy.submit(count))]
+        groups = [*again, *self._worker.draw(self.policy.submit(count, self._wall_clock()))]
         self._in_flight |= {group.number: group for group in groups}
         return groups
 
@@ -225,7 +240,7 @@ class Rollouter:
 
     async def _wait_until_ready(self) -> None:
         until = self._clock() + self._options.deadline_s
-        while self._error is None and not self.policy.ready():
+        while self._error is None and not await self._is_ready():
             wait = min(self._options.report_s, until - self._clock())
             if wait <= 0:
                 raise RunError(f"no batch within {self._options.deadline_s:g} s (batch_deadline_s): {self._state()}")
@@ -237,15 +252,24 @@ class Rollouter:
         if self._error is not None:
             raise self._error
 
+    async def _is_ready(self) -> bool:
+        """Whether a batch can be taken now, after groups that are too old for it were dropped."""
+        if self.policy.ready() and self.policy.expire(self._wall_clock()):
+            async with self._changed:
+                self._changed.notify_all()
+        return self.policy.ready()
+
     def _state(self) -> str:
         """What is ready and what is missing, for messages."""
         policy, blocking = self.policy, self.policy.blocking()
         shown = ", ".join(_name(request) for request in blocking[:3])
         reasons = policy.pause_reasons
         paused = f", submission is paused for {', '.join(reasons)}" if reasons else ""
+        expired = policy.ledger.dropped[EXPIRED]
+        dropped = f", {expired} so far were dropped for their age (max_sample_age_s)" if expired else ""
         return (
             f"{policy.ledger.buffered} of {policy.settings.batch_size} prompts are ready, {policy.ledger.in_flight} "
-            f"are running; it waits for {len(blocking)}{f' ({shown} ...)' if shown else ''}{paused}"
+            f"are running; it waits for {len(blocking)}{f' ({shown} ...)' if shown else ''}{paused}{dropped}"
         )
 
     async def validate(self) -> dict[str, float]:
@@ -306,7 +330,7 @@ class Rollouter:
         except ValueError as error:
             raise RunError(f"resume_from_checkpoint: {error}") from error
         unfinished = {group.number: group for group in map(Group.from_state, state["in_flight"])}
-        self._to_regenerate = [unfinished[request.number] for request in self.policy.resubmit()]
+        self._to_regenerate = [unfinished[request.number] for request in self.policy.resubmit(self._wall_clock())]
 
     async def close(self) -> None:
         """Ends generation and cancels what is in flight."""

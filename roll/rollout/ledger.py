@@ -17,6 +17,9 @@ GENERATION_FAILED = "generation_failed"
 STALE = "stale"
 """Drop reason of a prompt whose oldest token was older than `max_staleness`."""
 
+EXPIRED = "expired"
+"""Drop reason of a prompt that was submitted more than `max_age_s` before a batch was taken."""
+
 
 class LedgerError(RuntimeError):
     """The counts of prompts do not add up: a bug, after which a run must end."""
@@ -92,6 +95,7 @@ class Ledger:
             "queue/dropped_samples": self.dropped_total,
             "total_generated_samples": generated,
             "dropped_stale_samples": self.dropped[STALE],
+            "dropped_expired_samples": self.dropped[EXPIRED],
         }
         samples = {name: float(count * samples_per_prompt) for name, count in counts.items()}
         return {**samples, "generation_errors": float(self.dropped[GENERATION_FAILED])}
@@ -108,11 +112,13 @@ class PromptRequest:
         number: position among all prompts submitted in the run; seeds derive from it.
         version: weight version when it was submitted.
         deadline: weight version by which its samples must be learned from.
+        submitted_at_s: time when it was submitted, on the clock of the caller.
     """
 
     number: int
     version: int
     deadline: int
+    submitted_at_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -172,6 +178,11 @@ class SampleBuffer(Generic[T]):
         ages = [age for age in self._numbers_by_age if age < oldest_allowed]
         numbers = sorted(number for age in ages for number in self._numbers_by_age[age])
         return [self._remove(number) for number in numbers]
+
+    def expire_submitted_before(self, time_s: float) -> Iterable[FinishedGroup[T]]:
+        """Removes and returns the groups whose prompt was submitted before that time; costs O(n)."""
+        numbers = [number for number, each in self._waiting.items() if each.request.submitted_at_s < time_s]
+        return [self._remove(number) for number in sorted(numbers)]
 
     def _remove(self, number: int) -> FinishedGroup[T]:
         finished = self._waiting.pop(number)

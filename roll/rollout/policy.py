@@ -1,8 +1,9 @@
 """The policy of asynchronous generation: how many prompts may run ahead, and which finished ones form the next batch.
 
-It is plain Python without a clock: the caller reports every event. Three rules hold. Let B be the prompts of a batch,
-eta the async_generation_ratio, v the weight version that the engines have (0 first) and n the version whose weights
-learn from the next batch (the number of batches taken so far: v, or v + 1 while a taken batch is being learned from).
+It is plain Python without a clock: the caller reports every event, and the time where it matters. Three rules hold.
+Let B be the prompts of a batch, eta the async_generation_ratio, v the weight version that the engines have (0 first)
+and n the version whose weights learn from the next batch (the number of batches taken so far: v, or v + 1 while a taken
+batch is being learned from).
 
 Admission: submitted - dropped <= floor((v + 1 + eta) * B), always. So generation is at most eta batches ahead of
 training. A dropped prompt frees its place for a new prompt with its own deadline.
@@ -29,20 +30,23 @@ batch waits for. The rule at d = n alone (wait for what is due now) is not enoug
 Staleness follows: no token is older than the submission of its prompt, so it is at most ceil(eta) versions old when it
 is learned from. The limit `max_staleness` drops nothing in an unbroken run; it matters when a checkpoint is resumed
 with a smaller ratio than that under which its prompts were admitted.
+
+Freshness by time: with `max_age_s`, `expire` drops ready groups whose prompt was submitted longer ago. The caller calls
+it before it takes a batch, so no token learned from is older. What it drops frees places as any dropped prompt does.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import astuple, dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 from roll.configs.asynchronous import exact_ratio, versions_ahead
-from roll.rollout.ledger import STALE, Deadlines, FinishedGroup, Ledger, PromptRequest, SampleBuffer
+from roll.rollout.ledger import EXPIRED, STALE, Deadlines, FinishedGroup, Ledger, PromptRequest, SampleBuffer
 
 
 class PolicyError(RuntimeError):
@@ -72,6 +76,7 @@ class PolicySettings:
         ratio: async_generation_ratio, any finite number of at least 0: batches that generation may run ahead.
         max_staleness: a group whose oldest token is more versions old than this when a batch is taken is dropped as
             `stale`; None: ceil(ratio), which admission guarantees anyway.
+        max_age_s: seconds from the submission of a prompt after which `expire` drops its group; None: no limit.
         max_queue: prompts in flight and buffered together at which submission stops; none is evicted. None: no limit.
         min_batches: batches that must be ready before one is taken; fewer at the end of a run.
         total: prompts that the whole run consumes; no more are admitted. None: no end.
@@ -83,6 +88,7 @@ class PolicySettings:
     max_queue: int | None = None
     min_batches: int = 1
     total: int | None = None
+    max_age_s: float | None = None
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -103,6 +109,8 @@ class PolicySettings:
                 f"max_queue: {self.max_queue} prompts hold less than the {self.min_batches} x {self.batch_size} that "
                 f"must be ready before a batch is taken; use at least {self.min_batches * self.batch_size}"
             )
+        if self.max_age_s is not None and not self.max_age_s > 0:
+            raise ValueError(f"max_age_s: {self.max_age_s} is not above 0")
         if self.total is not None and (self.total < 0 or self.total % self.batch_size):
             raise ValueError(f"total: {self.total} is not a whole number of batches of {self.batch_size}")
 
@@ -201,8 +209,12 @@ class RolloutPolicy(Generic[T]):
             room = min(room, settings.max_queue - ledger.buffered - ledger.in_flight)
         return max(0, room)
 
-    def submit(self, count: int) -> list[PromptRequest]:
+    def submit(self, count: int, now_s: float = 0.0) -> list[PromptRequest]:
         """Requests for `count` new prompts, which are in flight from now on.
+
+        Args:
+            count: prompts.
+            now_s: the time, on any clock that a restart does not set back; only `expire` compares it.
 
         Raises:
             PolicyError: more than `admissible` allows.
@@ -212,7 +224,7 @@ class RolloutPolicy(Generic[T]):
             paused = f"; submission is paused for {', '.join(self.pause_reasons)}" if self._paused_for else ""
             raise PolicyError(f"{count} prompts may not be submitted at version {self.version}, only {allowed}{paused}")
         first, deadline = self.ledger.submitted, self.version + self.settings.versions_ahead
-        requests = [PromptRequest(first + index, self.version, deadline) for index in range(count)]
+        requests = [PromptRequest(first + index, self.version, deadline, now_s) for index in range(count)]
         self.ledger.submit(count)
         for request in requests:
             self._run(request)
@@ -266,6 +278,12 @@ class RolloutPolicy(Generic[T]):
         due = self._blocking_deadline()
         due_now = [request for request in self._running.values() if due is not None and request.deadline <= due]
         return sorted(due_now, key=lambda request: request.number)
+
+    def expire(self, now_s: float) -> int:
+        """Drops the ready groups whose prompt was submitted more than `max_age_s` ago; returns their number."""
+        if self.settings.max_age_s is None:
+            return 0
+        return self._discard(self._buffer.expire_submitted_before(now_s - self.settings.max_age_s), EXPIRED)
 
     def take(self) -> list[FinishedGroup[T]]:
         """The next batch: `batch_size` prompts, the earliest deadline first, then the lowest number.
@@ -347,9 +365,13 @@ class RolloutPolicy(Generic[T]):
         policy._drop_stale()
         return policy
 
-    def resubmit(self) -> list[PromptRequest]:
-        """The requests in flight at a restart, to be generated again under their old numbers and deadlines; once."""
-        requests, self._to_resubmit = self._to_resubmit, []
+    def resubmit(self, now_s: float = 0.0) -> list[PromptRequest]:
+        """The requests in flight at a restart, to be generated again under their old numbers and deadlines; once.
+
+        Nothing of what was generated for them is left, so their age counts from `now_s`.
+        """
+        requests, self._to_resubmit = [replace(request, submitted_at_s=now_s) for request in self._to_resubmit], []
+        self._running |= {request.number: request for request in requests}
         return requests
 
     def _needed(self) -> int:
@@ -378,6 +400,13 @@ class RolloutPolicy(Generic[T]):
         self._buffer.put(finished)
 
     def _drop_stale(self) -> None:
-        for finished in self._buffer.expire(self.learning_version - self.settings.staleness_limit):
+        self._discard(self._buffer.expire(self.learning_version - self.settings.staleness_limit), STALE)
+
+    def _discard(self, removed: Iterable[FinishedGroup[T]], reason: str) -> int:
+        """Counts ready groups that were removed as dropped; returns their number."""
+        count = 0
+        for finished in removed:
             self._deadlines.remove_ready(finished.request.deadline)
-            self.ledger.discard(STALE)
+            self.ledger.discard(reason)
+            count += 1
+        return count

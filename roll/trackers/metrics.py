@@ -45,11 +45,14 @@ TIME = (
     Metric("time/env", "s", "Seconds with at least one environment resetting or stepping, since the previous batch."),
     Metric("time/old_log_probs", "s", "Log-probs of the batch under actor_train and the reference."),
     Metric("time/advantages", "s", "Advantages and corrections, on the driver."),
+    Metric("time/batch_hook", "s", "The class named in async_training.batch_hook_class."),
     Metric("time/train", "s", "Forward and backward passes and optimizer steps."),
     Metric("time/publish", "s", "Weight update of the engines, including verification."),
     Metric("time/publish_pause", "s", "Part of the weight update during which the engines generated nothing."),
     Metric("time/val", "s", "Validation."),
     Metric("time/checkpoint", "s", "Writing a checkpoint."),
+    Metric("time/sample_age_mean", "s", "Time from the submission of a group's prompt until it is trained on: mean."),
+    Metric("time/sample_age_max", "s", "Time from the submission of a group's prompt until it is trained on: maximum."),
 )
 
 ROLLOUT = (
@@ -68,6 +71,7 @@ ROLLOUT = (
         "generated with the same weights.",
     ),
     Metric("rollout/tokens_per_second", "tokens/s", "Response tokens per second of generation (time/generate)."),
+    Metric("batch_hook/<name>", "varies", "A metric that the class of async_training.batch_hook_class returned."),
     Metric("env/<tag>/num_actions", "actions", "Mean number of actions of a trajectory."),
     Metric("env/<tag>/<metric>", "varies", "Mean over trajectories of a metric that the environment reports."),
     Metric("env/failures_<reason>", "environments", "Environments that failed for this reason since the run began."),
@@ -96,6 +100,7 @@ LEDGER = (
     Metric("total_generated_samples", "samples", "Samples whose generation finished."),
     Metric("generation_errors", "prompts", "Prompts dropped because a response could not be generated."),
     Metric("dropped_stale_samples", "samples", "Samples dropped for a token older than max_staleness_allowed."),
+    Metric("dropped_expired_samples", "samples", "Samples dropped for an age in seconds above max_sample_age_s."),
 )
 
 ADVANTAGE = (

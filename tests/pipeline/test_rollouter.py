@@ -241,6 +241,55 @@ def test_the_engines_idle_while_training_and_not_while_validating():
     assert asyncio.run(run()) == pytest.approx([0.0, 0.5, 0.5])
 
 
+class Waiting(Scripted):
+    """A batch takes 10 s to generate on a wall clock that the test moves."""
+
+    wall = 1000.0
+
+    async def generate(self, groups: Sequence[Group], purpose: Purpose, timer: Timer) -> None:
+        await super().generate(groups, purpose, timer)
+        self.wall += 10.0 / BATCH
+
+
+def test_samples_that_waited_too_long_for_the_trainer_are_dropped_counted_and_replaced():
+    async def run() -> None:
+        worker = Waiting([1])
+        bounds = PolicySettings(batch_size=BATCH, ratio=1.0, total=3 * BATCH, max_age_s=60.0)
+        made = Rollouter(worker, bounds, OPTIONS, wall_clock=lambda: worker.wall)
+        await made.advance(0)
+        first = await made.next_batch()
+        assert prompts_of(first) == [0, 1, 2, 3] and first.metrics["dropped_expired_samples"] == 0
+        while made.policy.ledger.buffered < BATCH:
+            await asyncio.sleep(0)
+        worker.wall += 100.0  # a slow step of the trainer
+        worker.version = 1
+        await made.advance(1)
+        second = await made.next_batch()
+        assert prompts_of(second) == [8, 9, 10, 11]
+        assert second.metrics["dropped_expired_samples"] == second.metrics["queue/dropped_samples"] == 2 * BATCH
+        assert second.metrics["ledger/dropped_expired"] == BATCH
+        assert 0 < second.metrics["time/sample_age_mean"] <= second.metrics["time/sample_age_max"] <= 60
+        made.policy.ledger.check()
+        await made.close()
+
+    asyncio.run(run())
+
+
+def test_a_limit_on_the_age_that_no_batch_can_meet_is_named_at_the_deadline():
+    async def run() -> None:
+        worker = Waiting([1])
+        bounds = PolicySettings(batch_size=BATCH, ratio=1.0, total=3 * BATCH, max_age_s=1.0)
+        made = Rollouter(worker, bounds, replace(OPTIONS, deadline_s=0.2), wall_clock=lambda: worker.wall)
+        await made.advance(0)
+        try:
+            await made.next_batch()
+        finally:
+            await made.close()
+
+    with pytest.raises(RunError, match=r"no batch within 0.2 s .* so far were dropped for their age"):
+        asyncio.run(run())
+
+
 def error_of(worker: Scripted, ratio: float = 1.0, **options: Any) -> str:
     async def run() -> None:
         made = rollouter(worker, ratio, steps=6, **options)

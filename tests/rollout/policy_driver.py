@@ -7,7 +7,7 @@ import json
 import math
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 import pytest
@@ -33,7 +33,7 @@ class Model:
 
 
 class Driver:
-    """Draws events: submissions, ends in any order, drops, batches, weight updates, pauses, crashes.
+    """Draws events: submissions, ends in any order, drops, batches, weight updates, pauses, crashes; time passes.
 
     An event returns whether anything changed; only those are counted.
     """
@@ -51,7 +51,9 @@ class Driver:
             max_queue=self.draw.choice([None, None, min_batches * self.batch_size + self.draw.randint(0, 12)]),
             min_batches=min_batches,
             total=self.draw.choice([None, self.draw.randint(most_batches, 60) * self.batch_size]),
+            max_age_s=self.draw.choice([None, None, 20.0, 200.0]),
         )
+        self.now = 1000.0
         self.policy: RolloutPolicy[dict] = RolloutPolicy(self.settings)
         self.model = Model()
         self.pauses: list[str] = []
@@ -64,6 +66,7 @@ class Driver:
         names = ["submit", "end", "end", "end", "take", "advance", "pause", "resume", "crash", "save"]
         weights = [10, 10, 10, 10, 10, 6, 1, 3, 0.3, 0.3]
         for name in self.draw.choices(names, weights, k=events):
+            self.now += self.draw.choice([0.0, 0.5, 1.0])
             self.events[name] += getattr(self, name)()
             self.check()
         self.run_dry()
@@ -75,9 +78,9 @@ class Driver:
         with pytest.raises(PolicyError):
             self.policy.submit(allowed + 1)
         first = self.model.submitted
-        for offset, request in enumerate(self.policy.submit(self.draw.randint(0, allowed))):
+        for offset, request in enumerate(self.policy.submit(self.draw.randint(0, allowed), self.now)):
             deadline = self.model.version + math.ceil(self.ratio)
-            assert request == PromptRequest(first + offset, self.model.version, deadline)
+            assert request == PromptRequest(first + offset, self.model.version, deadline, self.now)
             self.model.running[request.number] = request
         return self.model.submitted > first
 
@@ -97,7 +100,21 @@ class Driver:
             self.model.buffered[number] = (request, oldest)
         return True
 
+    def expire(self) -> None:
+        """Drops ready prompts by their age, as before a batch is taken."""
+        limit = self.settings.max_age_s
+        old = [
+            number
+            for number, (request, _) in self.model.buffered.items()
+            if limit is not None and self.now - request.submitted_at_s > limit
+        ]
+        assert self.policy.expire(self.now) == len(old)
+        for number in old:
+            del self.model.buffered[number]
+            self.model.dropped[number] = "expired"
+
     def take(self) -> bool:
+        self.expire()
         assert self.policy.ready() == self.batch_can_go()
         assert (not self.policy.blocking()) or not self.policy.ready()
         if not self.policy.ready():
@@ -112,6 +129,8 @@ class Driver:
             assert (taken.request, taken.oldest_version, taken.group) == (request, oldest, {"number": request.number})
             assert request.deadline >= self.model.batches, "learned from after its deadline"
             assert self.model.batches - oldest <= math.ceil(self.ratio), "staler than the bound"
+            age = self.now - request.submitted_at_s
+            assert self.settings.max_age_s is None or age <= self.settings.max_age_s, "older than max_age_s"
             self.model.consumed.add(request.number)
         left = [*self.model.running.values(), *(request for request, _ in self.model.buffered.values())]
         assert all(request.deadline > self.model.batches for request in left), "a due prompt was left out"
@@ -164,7 +183,9 @@ class Driver:
         self.policy = RolloutPolicy.restore(self.settings, json.loads(state), lambda number: {"number": number})
         self.pauses = []
         assert self.state() == state
-        assert self.policy.resubmit() == [self.model.running[number] for number in sorted(self.model.running)]
+        again = {number: replace(each, submitted_at_s=self.now) for number, each in self.model.running.items()}
+        assert self.policy.resubmit(self.now) == [again[number] for number in sorted(again)]
+        self.model.running = again
         return True
 
     def check(self) -> None:
@@ -179,6 +200,7 @@ class Driver:
         assert self.settings.total is None or alive <= self.settings.total
         assert self.settings.max_queue is None or len(model.buffered) + len(model.running) <= self.settings.max_queue
         assert "stale" not in ledger.dropped, "admission alone bounds staleness"
+        assert ledger.dropped["expired"] == list(model.dropped.values()).count("expired")
 
     def run_dry(self) -> None:
         """Ends all pauses and all prompts; the next batches must become ready."""
@@ -191,7 +213,8 @@ class Driver:
         while self.model.batches < target:
             self.model.version = self.model.batches
             self.policy.advance(self.model.version)
-            for request in self.policy.submit(self.policy.admissible()):
+            self.expire()
+            for request in self.policy.submit(self.policy.admissible(), self.now):
                 self.model.running[request.number] = request
             while not self.policy.ready():
                 assert self.policy.blocking(), "not ready, and nothing to wait for"

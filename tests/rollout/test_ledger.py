@@ -68,5 +68,6 @@ def test_counts_in_samples_and_prompts_that_failed():
         "queue/dropped_samples": 4.0 * 8,
         "total_generated_samples": (20.0 - 4 - 3) * 8,
         "dropped_stale_samples": 8.0,
+        "dropped_expired_samples": 0.0,
         "generation_errors": 3.0,
     }

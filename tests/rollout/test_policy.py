@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from roll.configs.asynchronous import exact_ratio
 from roll.rollout.policy import PolicyError, PolicySettings, RolloutPolicy, admission_bound
 
 
-def policy(ratio: float, batch_size: int = 4, **settings: int) -> RolloutPolicy[str]:
+def policy(ratio: float, batch_size: int = 4, **settings: Any) -> RolloutPolicy[str]:
     return RolloutPolicy(PolicySettings(batch_size, ratio, **settings))
 
 
@@ -167,6 +168,52 @@ def test_max_staleness_drops_groups_that_are_too_old_and_frees_their_slots() -> 
     assert made.ledger.dropped == {"stale": 2}
 
 
+def test_groups_that_are_too_old_by_time_are_dropped_when_a_batch_is_taken_and_replaced() -> None:
+    made, clock = policy(1, max_age_s=60.0), 1000.0
+    made.submit(4, clock)
+    clock += 50
+    made.submit(4, clock)
+    finish(made, range(8))
+    clock += 10
+    assert made.expire(clock) == 0, "60 s are not more than 60 s"
+    clock += 1
+    assert made.ready() and made.expire(clock) == 4
+    assert made.ledger.dropped == {"expired": 4} and made.ledger.buffered == 4
+    assert made.admissible() == 4
+    assert numbers(made.take()) == [4, 5, 6, 7]
+    assert made.ledger.sample_metrics(8)["dropped_expired_samples"] == 32
+    assert made.ledger.sample_metrics(8)["dropped_stale_samples"] == 0
+
+
+def test_a_batch_waits_for_replacements_of_groups_that_are_too_old() -> None:
+    made = policy(0.5, max_age_s=60.0)
+    made.submit(6, 1000.0)
+    finish(made, range(4))
+    assert made.expire(1061.0) == 4 and not made.ready()
+    assert numbers(made.submit(made.admissible(), 1061.0)) == [6, 7, 8, 9]
+    finish(made, range(4, 10))
+    assert made.expire(1062.0) == 2, "those that ran all the time"
+    assert numbers(made.take()) == [6, 7, 8, 9]
+
+
+def test_without_a_limit_nothing_is_too_old_by_time() -> None:
+    made = policy(0)
+    made.submit(4, 0.0)
+    finish(made, range(4))
+    assert made.expire(1e9) == 0 and made.ready()
+
+
+def test_age_goes_on_over_a_restart_for_ready_groups_and_begins_again_for_running_ones() -> None:
+    made = policy(0.5, max_age_s=60.0)
+    made.submit(6, 1000.0)
+    finish(made, [0, 1, 2, 3])
+    back = RolloutPolicy.restore(made.settings, json.loads(json.dumps(made.state_dict(str))), str)
+    assert [request.submitted_at_s for request in back.resubmit(1050.0)] == [1050.0, 1050.0]
+    assert back.expire(1061.0) == 4
+    finish(back, [4, 5])
+    assert back.expire(1110.0) == 0 and back.expire(1111.0) == 2
+
+
 def test_versions_follow_the_batches() -> None:
     made = policy(1)
     with pytest.raises(PolicyError, match="version 1 cannot follow version 0"):
@@ -212,6 +259,7 @@ def test_errors_name_what_is_allowed() -> None:
         ({"ratio": 2.5, "max_staleness": 2}, "max_staleness: 2 would drop samples .* use at least 3"),
         ({"ratio": 1.5, "min_batches": 3}, "min_batches: 3 is not within 1 to 2"),
         ({"ratio": 1, "min_batches": 2, "max_queue": 7}, "max_queue: 7 prompts hold less .* use at least 8"),
+        ({"max_age_s": 0.0}, "max_age_s: 0.0 is not above 0"),
         ({"total": 6}, "total: 6 is not a whole number of batches of 4"),
     ],
 )

@@ -5,6 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from roll.algorithms import correction
+from roll.distributed.weight_sync.synchronizer import UpdateReport
+from roll.rollout.ledger import Ledger
+from roll.rollout.metrics import rollout_metrics
+from roll.rollout.types import GenerateResult, Group, Trajectory
 from roll.trackers.metrics import ALIASES, CORRECTION, SECTIONS, markdown, undocumented, with_aliases
 
 NAMES = [metric.name for metrics in SECTIONS.values() for metric in metrics]
@@ -36,6 +40,20 @@ def test_an_alias_has_the_value_of_its_metric() -> None:
         "queue/size": 3.0,
         "time/step": 1.0,
     }
+
+
+OTHER_TRAINERS = """
+global_steps processed_samples current_param_version param_sync_count total_generated_samples dropped_stale_samples
+generation_errors param_sync_requests avg_sample_age max_sample_age stale_samples_ratio queue_size total_produced
+total_consumed dropped_samples sync_failures
+""".split()
+
+
+def test_the_names_of_other_asynchronous_trainers_are_written() -> None:
+    written = Ledger().metrics() | Ledger().sample_metrics(1) | UpdateReport(0, 0.0, 0.0, 0, True, 1, 0).metrics()
+    group = Group(0, "math", 0, "", [Trajectory.of_response([1], GenerateResult("r", [2], [-1.0], [0], "stop"), "")])
+    written |= rollout_metrics([group], 0, 3) | {"step": 1.0, "version": 1.0}
+    assert set(OTHER_TRAINERS) <= set(with_aliases(written))
 
 
 def test_the_page_is_current() -> None:

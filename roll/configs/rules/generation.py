@@ -89,6 +89,13 @@ def _check_waits(config: RLConfig, report: Report) -> None:
             "reports the requests it waits for; use a longer one",
         )
     longest = config.actor_infer.generation_timeout_s
+    age = asynchronous.max_sample_age_s
+    if age is not None and age < longest and config.async_generation_ratio > 0:
+        report.warn(
+            "async_training.max_sample_age_s",
+            f"{age:g} s is less than actor_infer.generation_timeout_s {longest:g} s, so a response that takes longer "
+            "is generated in vain; use at least that, or lower generation_timeout_s",
+        )
     if config.in_flight_policy == "drain" and config.sync_timeout_s < longest:
         report.warn(
             "sync_timeout_s",
@@ -125,7 +132,7 @@ def _check_filter(path: str, config: QueryFilterConfig, group: int, source: Sour
         )
 
 
-CLASSES = ("rollouter_class", "trainer_class", "metrics_class", "monitor_class")
+CLASSES = ("rollouter_class", "trainer_class", "metrics_class", "monitor_class", "batch_hook_class")
 """Keys of `async_training` that name a class."""
 
 
