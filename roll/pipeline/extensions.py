@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from roll.pipeline.health import Monitor
     from roll.pipeline.learner import RLLearner
     from roll.pipeline.rollouter import Rollouter
+    from roll.pipeline.training_loop import BatchHook
     from roll.trackers.base import Metrics
 
 
@@ -43,11 +44,18 @@ def _monitor() -> type[Monitor]:
     return Monitor
 
 
+def _batch_hook() -> type[BatchHook]:
+    from roll.pipeline.training_loop import BatchHook
+
+    return BatchHook
+
+
 BASES: dict[str, Callable[[], type]] = {
     "rollouter_class": _rollouter,
     "trainer_class": _learner,
     "metrics_class": _metrics,
     "monitor_class": _monitor,
+    "batch_hook_class": _batch_hook,
 }
 """Key of `async_training` -> base class or protocol; imported only where the key is given, since it imports torch."""
 
@@ -60,6 +68,7 @@ class Extensions:
     trainer: type[RLLearner] | None = None
     metrics: Callable[[BaseConfig], Metrics] | None = None
     monitor: Callable[[BaseConfig], Monitor] | None = None
+    batch_hook: Callable[[BaseConfig], BatchHook] | None = None
 
 
 def load_extensions(config: BaseConfig) -> Extensions:
@@ -87,6 +96,7 @@ def load_extensions(config: BaseConfig) -> Extensions:
         trainer=cast("type[RLLearner] | None", found.get("trainer_class")),
         metrics=cast("Callable[[BaseConfig], Metrics] | None", found.get("metrics_class")),
         monitor=cast("Callable[[BaseConfig], Monitor] | None", found.get("monitor_class")),
+        batch_hook=cast("Callable[[BaseConfig], BatchHook] | None", found.get("batch_hook_class")),
     )
 
 

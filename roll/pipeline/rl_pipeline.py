@@ -68,8 +68,10 @@ class RLPipeline(ABC, Generic[ConfigT]):
         await session.ready()
         synchronizer = WeightSynchronizer(actor, session.infer_clusters["actor_infer"], config)
         await synchronizer.setup()
-        learner = (load_extensions(config).trainer or RLLearner)(config, actor, session.train_clusters.get("reference"))
-        return TrainingLoop(config, samples, learner, synchronizer, trackers)
+        extensions = load_extensions(config)
+        learner = (extensions.trainer or RLLearner)(config, actor, session.train_clusters.get("reference"))
+        hook = extensions.batch_hook(config) if extensions.batch_hook else None
+        return TrainingLoop(config, samples, learner, synchronizer, trackers, batch_hook=hook)
 
     def _start_rollouter(self, session: Session) -> SampleSource:
         """The rollouter in this process, or the client of one in a separate process."""

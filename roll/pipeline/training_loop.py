@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from roll.configs.errors import RunError
 from roll.configs.pipeline import BaseConfig
@@ -90,6 +91,27 @@ class Learner(Protocol):
         """Writes the trained model as a HF folder."""
 
 
+@runtime_checkable
+class BatchHook(Protocol):
+    """Sees every batch before it is learned from.
+
+    `async_training.batch_hook_class` names a class that is constructed with the run's config, on the driver.
+    """
+
+    def before_learning(self, batch: SampleBatch, step: int) -> Mapping[str, float] | None:
+        """Reads `batch` or changes the values of its tensors; it must keep its samples.
+
+        Args:
+            batch: `data.batch` has the tensors: `input_ids`, `attention_mask`, `position_ids`, `response_mask`,
+                `behavior_log_probs` and `weight_version` [B, T], `scores` and `group_ids` [B], and those of turns.
+                `data.non_tensor_batch["id"]` names the prompts. Padding samples have no token in `response_mask`.
+            step: that learns from it.
+
+        Returns:
+            Metrics to add as `batch_hook/<name>`.
+        """
+
+
 class WeightUpdates(Protocol):
     """Transfers the trained weights to the engines; see `WeightSynchronizer`."""
 
@@ -116,6 +138,7 @@ class TrainingLoop:
         synchronizer: WeightUpdates | None,
         trackers: TrackerGroup,
         target_reached: Callable[[dict[str, float]], bool] | None = None,
+        batch_hook: BatchHook | None = None,
     ) -> None:
         """Connects the parts.
 
@@ -126,6 +149,7 @@ class TrainingLoop:
             synchronizer: None where the run has no engines.
             trackers: receive the metrics of every step.
             target_reached: whether validation metrics reach the goal of the run, which then ends early; None: never.
+            batch_hook: sees every batch before `learner`.
         """
         self._config = config
         self._samples = samples
@@ -133,6 +157,7 @@ class TrainingLoop:
         self._synchronizer = synchronizer
         self._trackers = trackers
         self._target_reached = target_reached or (lambda metrics: False)
+        self._batch_hook = batch_hook
         self._checkpoints = checkpoint_folder(config)
         self._devices = len({rank for role in config.device_roles().values() for rank in role.device_mapping}) or 1
         self.state = PipelineState()
@@ -160,7 +185,8 @@ class TrainingLoop:
             batch = await self._samples.next_batch()
         for name, seconds in batch.seconds.items():
             clock.add(name, seconds)
-        metrics = batch.metrics | await self._learner.learn(batch, state.step + 1, clock)
+        metrics = batch.metrics | self._show_to_hook(batch, clock)
+        metrics |= await self._learner.learn(batch, state.step + 1, clock)
         state.step += 1
         state.version += 1
         metrics |= await self._update_weights(clock)
@@ -173,6 +199,30 @@ class TrainingLoop:
         metrics |= await self._learner.memory()
         times = clock.metrics()
         return metrics | throughput(batch.tokens, self._devices, times) | times
+
+    def _show_to_hook(self, batch: SampleBatch, clock: StepClock) -> dict[str, float]:
+        """`batch_hook/...` of the user's hook, if there is one.
+
+        Raises:
+            RunError: it failed, or it added or removed samples.
+        """
+        if self._batch_hook is None:
+            return {}
+        name, step, samples = type(self._batch_hook).__name__, self.state.step + 1, len(batch.data)
+        with clock.measure("batch_hook"):
+            try:
+                metrics = dict(self._batch_hook.before_learning(batch, step) or {})
+                metrics = {f"batch_hook/{key}": float(value) for key, value in metrics.items()}
+            except Exception as error:
+                cause = f"{_line_of_hook(error)}{error!r}"
+                raise RunError(f"async_training.batch_hook_class: {name} failed in step {step}: {cause}") from error
+        if len(batch.data) != samples:
+            raise RunError(
+                f"async_training.batch_hook_class: {name} changed the batch of step {step} from {samples} to "
+                f"{len(batch.data)} samples, which do not fill its optimizer steps; to leave a sample out of the loss, "
+                "set its response_mask to false"
+            )
+        return metrics
 
     async def _update_weights(self, clock: StepClock) -> dict[str, float]:
         if self._synchronizer is None:
@@ -247,6 +297,13 @@ class TrainingLoop:
             "seconds_since_step": round(time.monotonic() - self._last_step_at, 3),
         }
         return {"driver": driver, "rollouter": await self._samples.health()}
+
+
+def _line_of_hook(error: Exception) -> str:
+    """File and line of the hook's own code where an error came from; empty if the hook could not be called."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    own = [frame for frame in frames if frame.filename == frames[0].filename]
+    return f"{own[-1].filename}, line {own[-1].lineno}: " if own else ""
 
 
 def throughput(tokens: int, devices: int, times: Mapping[str, float]) -> dict[str, float]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from roll.pipeline.rollouter import Rollouter
+from roll.pipeline.training_loop import SampleBatch
 
 
 class MyRollouter(Rollouter):
@@ -20,6 +21,33 @@ class Doubling:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> Mapping[str, float]:
         return {f"{self.name}/twice": 2 * metrics["rollout/reward_mean"], "rollout/reward_mean": -1.0}
+
+
+class Masking:
+    """Leaves the first sample of every batch out of the loss."""
+
+    def __init__(self, config: Any) -> None:
+        self.steps: list[int] = []
+
+    def before_learning(self, batch: SampleBatch, step: int) -> Mapping[str, float]:
+        self.steps.append(step)
+        batch.data.batch["response_mask"][0] = False
+        return {"masked": 1}
+
+
+class Halving(Masking):
+    """Removes samples, which a hook must not do."""
+
+    def before_learning(self, batch: SampleBatch, step: int) -> Mapping[str, float]:
+        batch.data = batch.data.select_idxs([0])
+        return {}
+
+
+class Failing(Masking):
+    """Raises in code that it calls."""
+
+    def before_learning(self, batch: SampleBatch, step: int) -> Mapping[str, float]:
+        return {"length": float(batch.data.batch["lengths"].sum())}
 
 
 class Listening:

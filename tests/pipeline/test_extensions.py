@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-import pytest
+import asyncio
+import re
+import sys
+from pathlib import Path
 
-from roll.configs.errors import ConfigError
+import pytest
+import torch
+import yaml
+
+from roll.configs.errors import ConfigError, RunError
 from roll.configs.pipeline import RLVRConfig, SFTConfig
-from roll.pipeline.extensions import Extensions, load_extensions
+from roll.distributed.protocol import DataProto
+from roll.pipeline.extensions import BASES, Extensions, load_extensions
+from roll.pipeline.training_loop import BatchHook, SampleBatch, TrainingLoop
+from roll.rollout.timers import StepClock
 from roll.trackers import make_trackers
 from roll.trackers.files import read_metrics
-from tests.pipeline.my_parts import Doubling, Listening, MyRollouter
+from roll.trackers.metrics import undocumented
+from tests.configs.samples import RLVR, rlvr
+from tests.pipeline.my_parts import Doubling, Failing, Halving, Listening, Masking, MyRollouter
+from tests.pipeline.test_training_loop import Counting, Lines
+
+PAGE = (Path(__file__).parents[2] / "docs" / "extensions.md").read_text(encoding="utf-8")
 
 
 def named(**keys: str) -> RLVRConfig:
@@ -26,9 +41,10 @@ def test_classes_are_found_by_name():
             rollouter_class=f"{parts}:MyRollouter",
             metrics_class=f"{parts}:Doubling",
             monitor_class=f"{parts}:Listening",
+            batch_hook_class=f"{parts}:Masking",
         )
     )
-    assert found == Extensions(rollouter=MyRollouter, metrics=Doubling, monitor=Listening)
+    assert found == Extensions(rollouter=MyRollouter, metrics=Doubling, monitor=Listening, batch_hook=Masking)
 
 
 def test_without_names_nothing_is_imported():
@@ -51,6 +67,11 @@ def test_without_names_nothing_is_imported():
             "MyRollouter is not a roll.pipeline.learner.RLLearner",
         ),
         ("metrics_class", "tests.pipeline.my_parts:Listening", "not a roll.trackers.base.Metrics; it has Doubling"),
+        (
+            "batch_hook_class",
+            "tests.pipeline.my_parts:Doubling",
+            "not a roll.pipeline.training_loop.BatchHook; it has Masking, Halving, Failing",
+        ),
         ("monitor_class", "roll.pipeline.health:Monitor", "not a roll.pipeline.health.Monitor; it has HealthFile"),
     ],
 )
@@ -68,3 +89,68 @@ def test_user_defined_metrics_are_added_and_replace_nothing(tmp_path, caplog):
     trackers.close()
     assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "mine/twice": 0.5, "rollout/reward_mean": 0.25}]
     assert "mine/twice" not in caplog.text, "it is the run's own, not an undocumented metric of ours"
+
+
+class Learning(Counting):
+    """Batches of four responses of 1, 4, 7 and 8 tokens with a score of 1; keeps what is learned from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.learned: list[DataProto] = []
+
+    async def next_batch(self) -> SampleBatch:
+        mask = torch.arange(8) < torch.tensor([1, 4, 7, 8])[:, None]
+        tensors = {"response_mask": mask, "attention_mask": mask.long(), "scores": torch.ones(4)}
+        return SampleBatch(DataProto.from_dict(tensors), {"rollout/reward_mean": 1.0})
+
+    async def learn(self, batch: SampleBatch, step: int, clock: StepClock) -> dict[str, float]:
+        self.learned.append(batch.data)
+        return await super().learn(batch, step, clock)
+
+
+def train(folder: Path, hook: BatchHook) -> tuple[Learning, Lines]:
+    """Two steps with a hook."""
+    parts, lines = Learning(), Lines()
+    config = RLVRConfig(output_dir=str(folder), max_steps=2, save_checkpoint=False)
+    loop = TrainingLoop(config, parts, parts, parts, lines, batch_hook=hook)  # type: ignore[arg-type]
+    asyncio.run(loop.run())
+    return parts, lines
+
+
+def test_a_hook_changes_every_batch_before_it_is_learned_from_and_adds_metrics(tmp_path):
+    hook = Masking(None)
+    parts, lines = train(tmp_path, hook)
+    assert hook.steps == [1, 2]
+    assert [data.batch["response_mask"].any(-1).tolist() for data in parts.learned] == [[False, True, True, True]] * 2
+    assert [metrics["batch_hook/masked"] for _, metrics in lines.lines] == [1.0, 1.0]
+    assert undocumented(["batch_hook/masked", "time/batch_hook"]) == []
+
+
+@pytest.mark.parametrize(
+    ("hook", "message"),
+    [
+        (Halving, "Halving changed the batch of step 1 from 4 to 1 samples, .* set its response_mask to false"),
+        (Failing, r"Failing failed in step 1: .*my_parts\.py, line \d+: KeyError"),
+    ],
+)
+def test_a_hook_that_fails_or_removes_samples_ends_the_run_and_is_named(tmp_path, hook, message):
+    with pytest.raises(RunError, match=f"async_training.batch_hook_class: {message}"):
+        train(tmp_path, hook(None))
+
+
+def test_the_example_of_the_page_works_as_it_is_written(tmp_path, monkeypatch):
+    ((module, code),) = re.findall(r"^```python\n# (\w+)\.py\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    ((text),) = re.findall(r"^```yaml\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    (tmp_path / f"{module}.py").write_text(code, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = rlvr(tmp_path, "response_length=8", text=RLVR + yaml.safe_dump(yaml.safe_load(text)))
+    made = load_extensions(config).batch_hook
+    assert made is not None
+    parts, lines = train(tmp_path, made(config))
+    assert parts.learned[0].batch["scores"].tolist() == [1.0, 1.0, 0.5, 0.0]
+    assert lines.lines[0][1]["batch_hook/penalty_mean"] == 0.375
+    sys.modules.pop(module)
+
+
+def test_the_page_names_every_class_of_the_configuration():
+    assert [key for key in BASES if f"`async_training.{key}`" not in PAGE] == []
