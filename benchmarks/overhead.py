@@ -53,6 +53,7 @@ def run_demo_steps(folder: Path) -> list[dict[str, float]]:
         f"actor_train.data_args.file_name=[{folder}/data/train.jsonl]",
         f"validation.data_args.file_name=[{folder}/data/val.jsonl]",
         "async_generation_ratio=0",  # so that parts do not overlap and add up
+        "actor_train.infer_batch_size=256",
         f"max_steps={STEPS}",
         "eval_steps=0",
         "save_steps=0",

@@ -37,6 +37,11 @@ FORWARD_PASSES = Condition(
     "eval_steps is 0, and only validation runs forward passes without a backward pass",
     ("pipeline", "eval_steps"),
 )
+OLD_LOG_PROBS = Condition(
+    lambda config, role: role is not config.actor_train or getattr(config, "old_log_probs_source", "") != "behavior",
+    "the old log-probs are those of the engine (old_log_probs_source: behavior), so actor_train computes none",
+    ("old_log_probs_source", "async_generation_ratio"),
+)
 
 
 @dataclass
@@ -294,6 +299,7 @@ class MegatronRoleConfig(RoleConfig):
         ge=1,
         only_for=(
             FORWARD_PASSES,
+            OLD_LOG_PROBS,
             needs(
                 "use_dynamic_batching_in_infer",
                 "use_dynamic_batching_in_infer forms forward micro-batches by tokens",
@@ -302,13 +308,19 @@ class MegatronRoleConfig(RoleConfig):
         ),
     )
     use_dynamic_batching_in_infer: bool = option(
-        False, "Form forward micro-batches by tokens instead of by count.", only_for=FORWARD_PASSES
+        False,
+        "Form forward micro-batches by tokens instead of by count.",
+        only_for=(FORWARD_PASSES, OLD_LOG_PROBS),
     )
     max_tokens_per_microbatch_in_infer: int = option(
         0,
         "Padded tokens of one forward micro-batch; needed with dynamic batching.",
         ge=0,
-        only_for=(FORWARD_PASSES, needs("use_dynamic_batching_in_infer", "use_dynamic_batching_in_infer is false")),
+        only_for=(
+            FORWARD_PASSES,
+            OLD_LOG_PROBS,
+            needs("use_dynamic_batching_in_infer", "use_dynamic_batching_in_infer is false"),
+        ),
     )
 
     @property

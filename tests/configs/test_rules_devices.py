@@ -171,6 +171,13 @@ HARMLESS = {
     "in_flight_policy=abort_resume": "in_flight_policy: has no effect: async_generation_ratio is 0, so no request runs",
     "async_training.staleness_threshold=1": "staleness_threshold: has no effect: async_generation_ratio is 0",
     "async_training.max_staleness_allowed=1": "max_staleness_allowed: has no effect: async_generation_ratio is 0",
+    "async_training.max_sample_age_s=600": "max_sample_age_s: has no effect: async_generation_ratio is 0",
+    "async_generation_ratio=2 async_training.max_sample_age_s=60": "max_sample_age_s: 60 s is less than actor_infer",
+    "async_generation_ratio=2 async_training.staleness_threshold=2": "staleness_threshold: has no effect: no sample is",
+    "async_generation_ratio=1 actor_train.infer_batch_size=8": "actor_train.infer_batch_size: has no effect: the old",
+    "async_generation_ratio=1 actor_train.use_dynamic_batching_in_infer=true "
+    "actor_train.max_tokens_per_microbatch_in_infer=512": "actor_train.max_tokens_per_microbatch_in_infer: has no effe",
+    "old_log_probs_source=behavior actor_train.use_dynamic_batching_in_infer=true": "batching_in_infer: has no effect",
     "async_training.max_queue_size=600": "max_queue_size: has no effect: async_generation_ratio is 0",
     "async_training.batch_generation_interval=1": "batch_generation_interval_s: has no effect: each batch is generated "
     "on request",
@@ -201,6 +208,20 @@ def test_correct_file_has_no_warnings(tmp_path: Path) -> None:
 
 def test_explicit_default_is_no_warning(tmp_path: Path) -> None:
     assert check(rlvr(tmp_path, "actor_infer.infer_batch_size=16", "kl_loss_coef=0")).warnings == []
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "actor_train.infer_batch_size=8",
+        "async_generation_ratio=1 actor_train.pg_variant=decoupled_ppo actor_train.infer_batch_size=8",
+        "async_generation_ratio=1 use_kl_loss=true kl_loss_coef=0.1 reference.device_mapping=0-15 "
+        "reference.infer_batch_size=8",
+        "async_generation_ratio=2 async_training.staleness_threshold=1 async_training.max_sample_age_s=600",
+    ],
+)
+def test_keys_with_an_effect_are_no_warning(tmp_path: Path, overrides: str) -> None:
+    assert check(rlvr(tmp_path, *_split(overrides))).warnings == []
 
 
 def test_generation_keys_have_no_effect_in_sft(tmp_path: Path) -> None:

@@ -11,7 +11,14 @@ from roll.configs.compat import vllm
 from roll.configs.errors import Report
 from roll.configs.parallel_layout import spans
 from roll.configs.pipeline import BaseConfig, RLConfig
-from roll.configs.roles import DEVICE_ROLES, ActorInferConfig, ActorTrainConfig, MegatronRoleConfig, RoleConfig
+from roll.configs.roles import (
+    DEVICE_ROLES,
+    OLD_LOG_PROBS,
+    ActorInferConfig,
+    ActorTrainConfig,
+    MegatronRoleConfig,
+    RoleConfig,
+)
 from roll.configs.sglang_options import OWNED, ServerOption, server_options
 from roll.configs.suggestions import nearest
 
@@ -228,7 +235,7 @@ def check_training(config: BaseConfig, report: Report) -> None:
             )
     limits = {"actor_train.max_tokens_per_microbatch_in_train": config.actor_train.training_token_limit}
     for role, worker in config.device_roles().items():
-        if isinstance(worker, MegatronRoleConfig):
+        if isinstance(worker, MegatronRoleConfig) and OLD_LOG_PROBS.holds(config, worker):
             limits[f"{role}.max_tokens_per_microbatch_in_infer"] = worker.forward_token_limit
     for path, limit in limits.items():
         if limit is not None and limit < (config.sequence_length or 0):
