@@ -6,10 +6,11 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from roll.configs.agentic import AgenticConfig
+from roll.configs.compat import Tree
 from roll.configs.compat.apply import (
-    Tree,
     drop_unsupported_keys,
     expand_importance_sampling,
+    read_systems,
     translate_values,
     vllm_problems,
 )
@@ -83,7 +84,10 @@ def build_config(
     engines = vllm_problems(tree)
     if engines:
         raise ConfigError(engines, source)
-    tree, unsupported_notes, problems = drop_unsupported_keys(tree, kind)
+    tree, system_notes, problems = read_systems(tree, kind, notes, overridden)
+    notes = [*notes, *system_notes]
+    tree, unsupported_notes, unsupported = drop_unsupported_keys(tree, kind)
+    problems += unsupported
     tree, weight_notes, weight_problems = expand_importance_sampling(tree)
     tree, translations = translate_values(tree)
     tree, role_notes, role_problems = drop_keys_of_other_roles(tree, root)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from roll.configs.parallel_layout import spans
 from roll.configs.rules import check
 from tests.configs.samples import RLVR, refusal, rlvr, write
 
@@ -72,6 +73,152 @@ def test_the_keys_of_an_off_policy_buffer_take_effect(tmp_path: Path) -> None:
         assert note in message
 
 
+PUBLISHED = """
+trainer:
+  type: async
+  async:
+    buffer_size: 2
+    max_staleness: 1
+    importance_sampling: true
+    is_clip_range: [0.5, 2.0]
+    rollout_gpu_ids: [16, 17]
+    train_gpu_ids: [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]
+exp_name: lead-${trainer.async.buffer_size}
+"""
+
+WITHOUT_DEVICES = RLVR.replace("  device_mapping: 0-15\n", "").replace("actor_infer:\n  device_mapping: 16-23\n", "")
+
+
+def test_the_nested_block_of_an_off_policy_trainer_loads_and_admission_obeys_the_smaller_bound(tmp_path: Path) -> None:
+    config = rlvr(tmp_path, text=WITHOUT_DEVICES + PUBLISHED)
+    assert config.actor_infer.device_mapping == [16, 17]
+    assert config.actor_train.device_mapping == list(range(16))
+    assert (config.async_generation_ratio, config.async_training.max_staleness_allowed) == (1, 1)
+    weights = config.correction.weights
+    assert (weights.level, weights.mode, weights.lower, weights.upper) == ("token", "clamp", 0.5, 2.0)
+    message = "trainer.async.max_staleness: 1 is less than the 2 batches of buffer_size; the smaller applies: "
+    notes = [str(warning) for warning in check(config).warnings]
+    assert [note for note in notes if "smaller" in note] == [f"{message}async_generation_ratio: 1"]
+    assert "trainer.async.train_gpu_ids: is read as actor_train.device_mapping" in notes
+
+
+@pytest.mark.parametrize(
+    ("overrides", "bounds"),
+    [
+        (["trainer.async.max_staleness=3"], (2, 3)),
+        (["trainer.async.buffer_size=0.5"], (0.5, 1)),
+        (["max_staleness=4", "async_generation_ratio=3"], (3, 4)),
+        (["trainer.type=sync"], (0, 1)),
+    ],
+)
+def test_overrides_of_the_nested_block_win(tmp_path: Path, overrides: list[str], bounds: tuple[float, int]) -> None:
+    config = rlvr(tmp_path, *overrides, text=WITHOUT_DEVICES + PUBLISHED)
+    assert (config.async_generation_ratio, config.async_training.max_staleness_allowed) == bounds
+
+
+def test_a_trainer_of_type_sync_ignores_its_asynchronous_section(tmp_path: Path) -> None:
+    config = rlvr(tmp_path, text=RLVR + "trainer: {type: sync, async: {buffer_size: 2, max_staleness: 1}}\n")
+    assert config.async_generation_ratio == 0 and config.async_training.max_staleness_allowed == 5
+    assert ("trainer.async", "has no effect: trainer.type is sync") in config.source.notes
+
+
+POOLS = [
+    ("trainer: {nnodes: 2, n_gpus_per_node: 6}\nrollout: {nnodes: 2, n_gpus_per_node: 2}", "0-5,8-13", "6-7,14-15", 8),
+    ("trainer: {nnodes: 1, n_gpus_per_node: 12}\nrollout: {nnodes: 1, n_gpus_per_node: 4}", "0-11", "12-15", 12),
+    (
+        "trainer: {n_gpus_per_node: 12}\nrollout: {n_gpus_per_node: 4}\nnum_devices_per_node: 16",
+        "0-11",
+        "12-15",
+        16,
+    ),
+    ("trainer: {nnodes: 2, n_gpus_per_node: 8}\nrollout: {nnodes: 1, n_gpus_per_node: 8}", "0-15", "16-23", 8),
+    ("trainer: {nnodes: 2}", "0-15", "0-15", 8),
+    ("trainer: {nnodes: 2, n_gpus_per_node: 8}\nrollout: {nnodes: 0}", "0-15", "0-15", 8),
+]
+
+
+@pytest.mark.parametrize(("text", "training", "generation", "per_node"), POOLS)
+def test_nodes_and_devices_of_two_pools_are_device_mappings(
+    tmp_path: Path, text: str, training: str, generation: str, per_node: int
+) -> None:
+    text = f"{WITHOUT_DEVICES}{text}\nactor_infer: {{max_running_requests: 64}}\n"
+    given = ["actor_train.training_args.gradient_accumulation_steps=1", "rollout_batch_size=96"]
+    config = rlvr(tmp_path, *given, text=text)
+    assert spans(config.actor_train.device_mapping) == training
+    assert spans(config.actor_infer.device_mapping) == generation
+    assert config.num_devices_per_node == per_node
+    notes = [f"{path}: {message}" for path, message in config.source.notes]
+    assert any(note.endswith(f"devices are read as actor_train.device_mapping: {training}") for note in notes), notes
+
+
+def test_a_reference_in_use_shares_the_devices_of_training(tmp_path: Path) -> None:
+    text = WITHOUT_DEVICES + "trainer: {nnodes: 1, n_gpus_per_node: 8}\nuse_kl_loss: true\nkl_loss_coef: 0.1\n"
+    assert rlvr(tmp_path, text=text).reference.device_mapping == list(range(8))
+
+
+def test_a_device_mapping_of_the_command_line_replaces_the_pools_numbers(tmp_path: Path) -> None:
+    text = WITHOUT_DEVICES + "trainer: {n_gpus_per_node: 4}\nrollout: {n_gpus_per_node: 4}\n"
+    config = rlvr(tmp_path, "actor_infer.device_mapping=[4,5]", text=text)
+    assert (config.actor_train.device_mapping, config.actor_infer.device_mapping) == ([0, 1, 2, 3], [4, 5])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("trainer: {nnodes: two}", "trainer.nnodes: 'two' is not a whole number of at least 1"),
+        ("rollout: {nnodes: 1}", "rollout.nnodes: needs trainer.nnodes and trainer.n_gpus_per_node too"),
+        (
+            "num_devices_per_node: 4\ntrainer: {nnodes: 1}",
+            "trainer.n_gpus_per_node: 8 devices are more than num_devices",
+        ),
+    ],
+)
+def test_pools_that_cannot_be_placed_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    assert message in refusal(tmp_path, text=f"{WITHOUT_DEVICES}{text}\n")
+
+
+def test_numbers_of_a_pool_next_to_its_device_mapping_are_refused(tmp_path: Path) -> None:
+    message = "trainer.n_gpus_per_node: is another spelling of actor_train.device_mapping, which is given too"
+    assert message in refusal(tmp_path, text=RLVR + "trainer: {nnodes: 2}\n")
+
+
+CORRECTION = (
+    "algorithm: {rollout_correction: {rollout_is: token, rollout_is_threshold: 3, loss_type: ppo_clip, "
+    "rollout_is_batch_normalize: false, rollout_rs: token_k1, "
+)
+
+
+def test_rollout_correction_is_read_with_its_bounds_inverted(tmp_path: Path) -> None:
+    text = f"{RLVR}{CORRECTION}rollout_rs_threshold: '0.5_4.0', bypass_mode: false}}}}\n"
+    config = rlvr(tmp_path, text=text)
+    weights, rejection = config.correction.weights, config.correction.rejection
+    assert (weights.level, weights.lower, weights.upper) == ("token", 0, 3)
+    assert (rejection.statistic, rejection.level, rejection.lower, rejection.upper) == ("k1", "token", 0.25, 2)
+    assert config.correction.renormalize and config.old_log_probs_source == "recompute"
+    notes = [f"{path}: {message}" for path, message in config.source.notes]
+    assert "algorithm.rollout_correction.bypass_mode: false is read as old_log_probs_source: recompute" in notes
+    assert any(note.startswith("algorithm.rollout_correction.rollout_is: is read as correction: ") for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ("rollout_rs=token_k1", "rollout_rs token_k1 needs rollout_rs_threshold"),
+        ("rollout_rs=token_k4 rollout_rs_threshold=2", "rollout_rs 'token_k4' is unknown; use token_k1, seq_mean_k1"),
+        ("rollout_rs='token_k1,seq_max_k2' rollout_rs_threshold='2,3'", "several rejections at once are not available"),
+        ("rollout_rs=seq_sum_k1 rollout_rs_threshold=often", "rollout_rs_threshold 'often' is not a number above 0"),
+        (
+            "algorithm.rollout_correction.rollout_is_batch_normalize=true rollout_is=token",
+            "rollout_is_batch_normalize: True is not available: weights are not divided by their mean",
+        ),
+        ("rollout_is=batch", "rollout_is 'batch' is not token, sequence or null"),
+        ("rollout_is=token correction.weights.level=token", "is another spelling of correction"),
+    ],
+)
+def test_a_rollout_correction_without_meaning_is_refused(tmp_path: Path, keys: str, message: str) -> None:
+    assert message in refusal(tmp_path, *keys.split())
+
+
 @pytest.mark.parametrize(("value", "source"), [("true", "behavior"), ("false", "recompute")])
 def test_bypass_mode_is_read(tmp_path: Path, value: str, source: str) -> None:
     config = rlvr(tmp_path, f"bypass_mode={value}")
@@ -101,7 +248,20 @@ def test_keys_that_describe_the_default_are_warnings(tmp_path: Path, override: s
         ("bypass_mode: true\nold_log_probs_source: recompute", "bypass_mode: is another spelling of old_log_probs"),
         ("buffer_size: 1\nasync_generation_ratio: 1", "buffer_size: is another spelling of async_generation_ratio"),
         ("rollout_gpu_ids: [1]", "rollout_gpu_ids: is another spelling of actor_infer.device_mapping, which is"),
-        ("buffer_size: 2\nmax_staleness: 1", "max_staleness_allowed: 1 would drop samples"),
+        (
+            "async_generation_ratio: 2\nasync_training: {max_staleness_allowed: 1}",
+            "max_staleness_allowed: 1 would drop samples",
+        ),
+        ("trainer: {type: fast}", "trainer.type: 'fast' is not async or sync"),
+        ("trainer: {type: async}", "trainer.type: async needs the batches that generation may run ahead: set trainer."),
+        ("trainer: {type: sync}\nasync_generation_ratio: 1", "trainer.type: is another spelling of async_generation_r"),
+        ("trainer: {type: async, async: {buffer_size: 1, depth: 2}}", "trainer.async.depth: unknown key"),
+        ("trainer: {async: {buffer_size: 1}}\nbuffer_size: 1", "another spelling of async_generation_ratio"),
+        (
+            "trainer: {async: {importance_sampling: true}}\nimportance_sampling: true",
+            "another spelling of importance_s",
+        ),
+        ("async_training: {staleness_threshold: 0.3}", "0.3 is not a whole number of versions; where it is the share"),
         (
             "sync_timeout: 5\nasync_training: {sync_timeout: 6}",
             "async_training.sync_timeout: is another spelling of sync_timeout_s, which is given too; keep one",

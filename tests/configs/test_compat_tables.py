@@ -7,12 +7,14 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
+import yaml
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.compat.apply import MIGRATION, MOVED_KEYS, RENAMED_KEYS, SHORT_NAMES, UNSUPPORTED_KEYS
-from roll.configs.compat.async_trainers import WEIGHT_RANGE, WEIGHT_SWITCH
+from roll.configs.compat.async_trainers import KIND, WEIGHT_RANGE, WEIGHT_SWITCH
+from roll.configs.compat.verl import read_rollout_correction
 from roll.configs.pipeline import RLVRConfig
-from roll.configs.schema import known_keys
+from roll.configs.schema import known_keys, value_at
 from roll.configs.sglang_options import server_options
 from tests.configs.samples import refusal
 
@@ -20,11 +22,19 @@ PAGE = Path(__file__).parents[2] / "docs" / "coming_from.md"
 ENGINE = "actor_infer.strategy_args.strategy_config."
 
 
-def rows() -> list[list[str]]:
-    """Cells of every row, without headings."""
-    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("|") and not line.startswith("|---")]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    return [row for row in cells if row[0] != "there"]
+def rows(head: str = "there") -> list[list[str]]:
+    """Cells of every row of the tables whose first heading is `head`, without headings."""
+    found: list[list[str]] = []
+    inside = False
+    previous = ""
+    for line in PAGE.read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("|") and not previous.startswith("|"):
+            inside = cells[0] == head
+        elif line.startswith("|") and inside and not line.startswith("|---"):
+            found.append(cells)
+        previous = line
+    return found
 
 
 def test_every_key_of_the_migration_tables_exists() -> None:
@@ -38,6 +48,8 @@ def test_every_key_of_the_migration_tables_exists() -> None:
 
 def is_read(name: str) -> bool:
     """Whether a key of another framework is known or answered without the data."""
+    if name == KIND:
+        return True
     keys = [key.path for cls in (RLVRConfig, AgenticConfig) for key in known_keys(cls)]
     own = {path.rpartition(".")[2] for path in keys if not path.startswith("rewards.")}
     moved = {*RENAMED_KEYS, *(path.rpartition(".")[2] for path in MOVED_KEYS), WEIGHT_SWITCH, WEIGHT_RANGE}
@@ -70,10 +82,10 @@ def test_page_and_tables_agree() -> None:
         "--eps-clip=0.1": "--eps-clip: unknown key; here that is pg_clip_low",
         "max_tokens_per_gpu=1": "here that is actor_train.max_tokens_per_microbatch_in_train",
         "train_batch_size=1": "train_batch_size: unknown key; here that is rollout_batch_size",
-        "trainer={nnodes: 2, total_epochs: 1}": "trainer.nnodes: unknown key; here that is actor_train.device_mapping",
         "trainer.total_epochs=1": "trainer.total_epochs: unknown key; no key is similar; docs/configuration.md lists",
         "actor_rollout_ref.actor.optim.lr=1": "here that is actor_train.training_args.learning_rate",
         "rollout.val_kwargs.top_p=1": "here that is validation.generating_args.top_p",
+        "actor_rollout_ref.rollout.nnodes=1": "rollout.nnodes: unknown key; here that is actor_infer.device_mapping",
         "rollout.val_kwargs.n=1": "here that is validation.generating_args (",
         "actor_infer.bf16=true": "here that is actor_infer.model_args.dtype",
     }.items(),
@@ -91,3 +103,21 @@ def test_every_moved_key_is_on_the_page() -> None:
     moved = {path.rpartition(".")[2] for path in MOVED_KEYS}
     assert moved <= shown
     assert {"num_gpus_per_node", "batch_timeout", "batch_generation_interval"} <= shown & set(RENAMED_KEYS)
+
+
+def test_the_defaults_of_the_page_are_those_of_the_code() -> None:
+    table = rows("key")
+    assert len(table) > 20 and {len(row) for row in table} == {6}
+    here = {row[0].strip("`"): yaml.safe_load(row[1].strip("`")) for row in table}
+    assert here == {path: value_at(RLVRConfig(), path) for path in here}
+
+
+def test_the_rejections_of_the_page_are_those_that_a_file_in_verls_spelling_gets() -> None:
+    table = rows("`rollout_rs`, `rollout_rs_threshold`")
+    assert len(table) >= 6
+    for given, ours in table:
+        option, threshold = re.findall(r"`([^`]+)`", given)
+        keys = {"rollout_rs": option, "rollout_rs_threshold": yaml.safe_load(threshold)}
+        read, _, problems = read_rollout_correction({"algorithm": {"rollout_correction": keys}})
+        assert not problems
+        assert read["correction"]["rejection"] == yaml.safe_load(ours.strip("`"))

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 import yaml
 
-from roll.configs.compat import Names, UnsupportedKey, async_trainers, roll, slime, trl, verl, vllm
+from roll.configs.compat import (
+    Names,
+    Tree,
+    UnsupportedKey,
+    async_trainers,
+    roll,
+    set_at,
+    slime,
+    trl,
+    two_spellings,
+    verl,
+    vllm,
+    without,
+)
 from roll.configs.compat.async_trainers import WEIGHT_RANGE, WEIGHT_SWITCH
 from roll.configs.errors import ConfigError, Problem
-from roll.configs.schema import SECTION
-
-Tree = dict[str, Any]
-"""A configuration as nested plain mappings."""
+from roll.configs.schema import SECTION, value_at
 
 SHORT_NAMES: Names = {
     "tp_size": (f"{verl.MEGATRON}.tensor_model_parallel_size", "actor_infer.num_gpus_per_worker"),
@@ -89,29 +99,25 @@ def normalize_aliases(tree: Mapping[str, Any], source: str, notes: list[Problem]
     Raises:
         ConfigError: two spellings of one key are given, or a value has no meaning.
     """
-    moved = dict(tree)
+    moved = async_trainers.read_trainer_type(tree, source, notes)
     for path, target in MOVED_KEYS.items():
         head, _, key = path.rpartition(".")
-        section = moved.get(head) if head else moved
+        section = value_at(moved, head) if head else moved
         if not isinstance(section, Mapping) or key not in section:
             continue
         target_head, _, target_key = target.rpartition(".")
-        target_section = moved.get(target_head) if target_head else moved
+        target_section = value_at(moved, target_head) if target_head else moved
         if isinstance(target_section, Mapping) and any(
             RENAMED_KEYS.get(name, name) == target_key for name in target_section
         ):
-            raise ConfigError([_two_spellings(path, target)], source)
+            raise ConfigError([two_spellings(path, target)], source)
         if target_head and not isinstance(target_section or {}, Mapping):
             raise ConfigError([Problem(target_head, f"{target_section!r} is not {SECTION}")], source)
         value, note = _moved_value(path, target, section[key], source)
         notes.append(note)
-        moved = _set(_without(moved, head, key), target_head, target_key, value)
+        moved = set_at(without(moved, path), target, value)
     renamed: Tree = _renamed(moved, source)
     return renamed
-
-
-def _two_spellings(path: str, ours: str) -> Problem:
-    return Problem(path, f"is another spelling of {ours}, which is given too; keep one")
 
 
 def _moved_value(path: str, target: str, value: Any, source: str) -> tuple[Any, Problem]:
@@ -123,18 +129,6 @@ def _moved_value(path: str, target: str, value: Any, source: str) -> tuple[Any, 
     return values[value], Problem(path, f"{str(value).lower()} is read as {target}: {values[value]}")
 
 
-def _without(tree: Tree, head: str, key: str) -> Tree:
-    """The tree without a key of a section (of the top level if `head` is empty), and without an emptied section."""
-    section = {name: item for name, item in (tree[head] if head else tree).items() if name != key}
-    if not head:
-        return section
-    return {**tree, head: section} if section else {name: item for name, item in tree.items() if name != head}
-
-
-def _set(tree: Tree, head: str, key: str, value: Any) -> Tree:
-    return {**tree, head: {**(tree.get(head) or {}), key: value}} if head else {**tree, key: value}
-
-
 def _renamed(value: Any, source: str) -> Any:
     """A value with the keys of `RENAMED_KEYS` under their names here; inside `${...}` those of `MOVED_KEYS` too."""
     if isinstance(value, Mapping):
@@ -142,7 +136,7 @@ def _renamed(value: Any, source: str) -> Any:
         for key, item in value.items():
             name = RENAMED_KEYS[key] if key in RENAMED_KEYS else key
             if name in renamed or (name != key and name in value):
-                raise ConfigError([_two_spellings(key, name)], source)
+                raise ConfigError([two_spellings(key, name)], source)
             renamed[name] = _renamed(item, source)
         return renamed
     if isinstance(value, list):
@@ -193,6 +187,24 @@ def drop_unsupported_keys(tree: Tree, pipeline: str, path: str = "") -> tuple[Tr
     return kept, notes, problems
 
 
+def read_systems(
+    tree: Tree, pipeline: str, notes: Sequence[Problem], overridden: Collection[str]
+) -> tuple[Tree, list[Problem], list[Problem]]:
+    """The tree with the keys of other systems that concern several keys here, remarks, and problems.
+
+    Args:
+        tree: all files and overrides together, interpolated.
+        pipeline: rlvr, agentic or sft.
+        notes: remarks of `normalize_aliases`.
+        overridden: paths that the command line sets.
+    """
+    tree, buffer_remarks, buffer_problems = async_trainers.settle_buffer(tree, notes)
+    tree, pool_remarks, pool_problems = verl.place_pools(tree, pipeline, overridden)
+    tree, correction_remarks, correction_problems = verl.read_rollout_correction(tree)
+    remarks = buffer_remarks + pool_remarks + correction_remarks
+    return tree, remarks, buffer_problems + pool_problems + correction_problems
+
+
 def expand_importance_sampling(tree: Tree) -> tuple[Tree, list[Problem], list[Problem]]:
     """The tree with `importance_sampling` and its range as `correction.weights`, a remark on it, and problems.
 
@@ -223,7 +235,7 @@ def _importance_sampling_problem(tree: Tree) -> Problem | None:
         suggestions = {"seq": "write actor_train.pg_variant: gspo", "token": "leave it out; ratios are those of tokens"}
         return Problem(WEIGHT_SWITCH, f"{switch!r} is not true or false; {suggestions.get(str(switch), 'use true')}")
     if isinstance(correction, dict) and "weights" in correction and WEIGHT_SWITCH in tree:
-        return _two_spellings(WEIGHT_SWITCH, "correction.weights")
+        return two_spellings(WEIGHT_SWITCH, "correction.weights")
     if not switch:
         return Problem(WEIGHT_RANGE, f"has no effect without {WEIGHT_SWITCH}: true") if WEIGHT_RANGE in tree else None
     bounds = tree.get(WEIGHT_RANGE, [0, 1])

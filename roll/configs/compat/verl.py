@@ -1,8 +1,14 @@
-"""Keys of verl and of its one-step-off trainer."""
+"""Keys of verl and of its one-step-off trainer: tables, its numbers of devices, and its rollout correction."""
 
 from __future__ import annotations
 
-from roll.configs.compat import Names, UnsupportedKey, if_off
+from collections.abc import Collection
+from typing import Any
+
+from roll.configs.compat import Names, Tree, UnsupportedKey, if_off, set_at, two_spellings, without
+from roll.configs.errors import Problem
+from roll.configs.parallel_layout import spans
+from roll.configs.schema import value_at
 
 SGLANG = "actor_infer.strategy_args.strategy_config"
 MEGATRON = "actor_train.strategy_args.strategy_config"
@@ -78,9 +84,11 @@ NAMES: Names = {
     "trigger_parameter_sync_step": "rollout_batch_size",
 }
 
-MOVED_KEYS = {"bypass_mode": "old_log_probs_source"}
+CORRECTION = "algorithm.rollout_correction"
 
-MOVED_VALUES: dict[str, dict[bool, str]] = {"bypass_mode": {True: "behavior", False: "recompute"}}
+MOVED_KEYS = {name: "old_log_probs_source" for name in ("bypass_mode", f"{CORRECTION}.bypass_mode")}
+
+MOVED_VALUES: dict[str, dict[bool, str]] = {name: {True: "behavior", False: "recompute"} for name in MOVED_KEYS}
 
 RENAMED_VALUES = {"kl_penalty": {"kl": "k1", "mse": "k2"}}
 
@@ -94,3 +102,211 @@ UNSUPPORTED_KEYS = (
         for pattern in ("free_cache_engine", "*.free_cache_engine")
     ),
 )
+
+POOLS = {"trainer": "actor_train", "rollout": "actor_infer"}
+"""Section with `nnodes` and `n_gpus_per_node` -> the role that owns these devices."""
+
+COUNTS = {"nnodes": 1, "n_gpus_per_node": 8}
+"""Keys of a pool and verl's defaults."""
+
+DEVICES_PER_NODE = 8
+"""Devices of a node that two pools may share, where `num_devices_per_node` does not say it."""
+
+
+def place_pools(tree: Tree, pipeline: str, overridden: Collection[str]) -> tuple[Tree, list[Problem], list[Problem]]:
+    """All files and overrides together, with the numbers of nodes and devices of the pools as device mappings.
+
+    Training has the first devices of its nodes. Generation has the next ones of the same nodes if a node holds both
+    pools, else nodes of its own. Without `rollout`, both roles share the devices of `trainer`.
+
+    Args:
+        tree: the configuration.
+        pipeline: sft has no generation.
+        overridden: paths that the command line sets; a device mapping among them replaces the numbers of its pool.
+
+    Returns:
+        The tree, remarks and problems.
+    """
+    paths = [f"{pool}.{key}" for pool in POOLS for key in COUNTS if value_at(tree, f"{pool}.{key}") is not None]
+    if not paths:
+        return tree, [], []
+    values = {path: value_at(tree, path) for path in paths}
+    for path in paths:
+        tree = without(tree, path)
+    if not values.get("rollout.nnodes", 1):  # colocated
+        values = {path: value for path, value in values.items() if not path.startswith("rollout.")}
+    node = tree.get("num_devices_per_node")
+    problems = [Problem(path, f"{n!r} is not a whole number of at least 1") for path, n in values.items() if _bad(n)]
+    if problems or (node is not None and _bad(node)):  # conversion reports the latter
+        return tree, [], problems
+    sizes = {
+        pool: (values.get(f"{pool}.nnodes", COUNTS["nnodes"]), values.get(f"{pool}.n_gpus_per_node", DEVICES_PER_NODE))
+        for pool in POOLS
+        if any(path.startswith(f"{pool}.") for path in values)
+    }
+    if "trainer" not in sizes:
+        missing = "needs trainer.nnodes and trainer.n_gpus_per_node too; or write actor_infer.device_mapping"
+        return tree, [], [Problem(next(iter(values)), missing)]
+    for pool, (_, devices) in sizes.items():
+        if node is not None and devices > node:
+            message = f"{devices} devices are more than num_devices_per_node {node}; use at most that"
+            return tree, [], [Problem(f"{pool}.n_gpus_per_node", message)]
+    mappings, per_node = _mappings(sizes, node)
+    if pipeline == "sft":
+        del mappings["actor_infer"]
+    return _with_mappings(tree, sizes, mappings, per_node, overridden)
+
+
+def _bad(value: Any) -> bool:
+    return not isinstance(value, int) or isinstance(value, bool) or value < 1
+
+
+def _mappings(sizes: dict[str, tuple[int, int]], node: int | None) -> tuple[dict[str, list[int]], int]:
+    """Device mapping of each role, and devices per node, which is the number used unless it is given."""
+    nodes, devices = sizes["trainer"]
+    other_nodes, others = sizes.get("rollout", (0, 0))
+    together = devices + others <= (node or DEVICES_PER_NODE)
+    per_node = node or (devices + others if together else max(devices, others))
+    first_node, first_device = (0, devices) if together else (nodes, 0)
+    training = [n * per_node + device for n in range(nodes) for device in range(devices)]
+    start = first_node * per_node + first_device
+    generation = [start + n * per_node + device for n in range(other_nodes) for device in range(others)]
+    return {"actor_train": training, "actor_infer": generation or training}, per_node
+
+
+def _with_mappings(
+    tree: Tree,
+    sizes: dict[str, tuple[int, int]],
+    mappings: dict[str, list[int]],
+    per_node: int,
+    overridden: Collection[str],
+) -> tuple[Tree, list[Problem], list[Problem]]:
+    given = tree.get("num_devices_per_node") is not None
+    tree = set_at(tree, "num_devices_per_node", per_node)
+    if tree.get("use_kl_loss") or tree.get("add_token_level_kl"):
+        mappings["reference"] = mappings["actor_train"]
+    notes, problems = [], []
+    for role, mapping in mappings.items():
+        path, pool = f"{role}.device_mapping", "rollout" if role == "actor_infer" and "rollout" in sizes else "trainer"
+        nodes, devices = sizes[pool]
+        numbers = f"{nodes} x {devices} devices"
+        if value_at(tree, path) is None and isinstance(tree.get(role) or {}, dict):
+            tree = set_at(tree, path, mapping)
+            notes.append(Problem(f"{pool}.n_gpus_per_node", f"{numbers} are read as {path}: {spans(mapping)}"))
+        elif path in overridden:
+            notes.append(Problem(f"{pool}.n_gpus_per_node", f"{numbers} have no effect: {path} is given"))
+        elif POOLS[pool] == role:
+            problems.append(two_spellings(f"{pool}.n_gpus_per_node", path))
+    if not given:
+        size = "num_devices_per_node is not given"
+        apart = "rollout" in sizes and per_node < sizes["trainer"][1] + sizes["rollout"][1]
+        hint = "; if one node holds both pools, set it to its number of devices" if apart else ""
+        notes.append(Problem("num_devices_per_node", f"{size}: {per_node} is assumed{hint}"))
+    return tree, notes, problems
+
+
+REJECTION_LEVELS = {"token": "token", "seq_mean": "sequence-mean", "seq_sum": "sequence-sum", "seq_max": "sequence-max"}
+"""First part of an option of `rollout_rs` -> level here; the last part is the statistic."""
+
+EARLIER_REJECTION = {"token": "token", "sequence": "sequence-sum", "geometric": "sequence-mean"}
+"""`rollout_rs` of verl before it had statistics -> level here, with k1; its bounds are those of the ratio."""
+
+
+UNSUPPORTED_CORRECTION = (
+    (f"{CORRECTION}.rollout_is_batch_normalize", False, "weights are not divided by their mean; set it to false"),
+    (f"{CORRECTION}.loss_type", "ppo_clip", "for reinforce write actor_train.pg_variant: tis"),
+)
+"""Keys without a counterpart, the value that means what is done here, and the alternative."""
+
+
+def read_rollout_correction(tree: Tree) -> tuple[Tree, list[Problem], list[Problem]]:
+    """All files and overrides together, with `algorithm.rollout_correction` as `correction`; remarks and problems.
+
+    Its k1 is the negative log ratio, so its bounds `a_b` are those of 1 / ratio: here 1 / b and 1 / a. A single bound u
+    of k1 stands for 1 / u to u there. Tokens that it rejects leave the denominator of the loss as well.
+    """
+    names = ("rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold", "rollout_rs_threshold_lower")
+    sections = (f"{CORRECTION}.", "rollout_correction.", "")
+    found = [(section + name, name) for section in sections for name in names if _has(tree, section + name)]
+    for path, usual, reason in UNSUPPORTED_CORRECTION:
+        if _has(tree, path) and value_at(tree, path) != usual:
+            return tree, [], [Problem(path, f"{value_at(tree, path)} is not available: {reason}")]
+        tree = without(tree, path) if _has(tree, path) else tree
+    given: dict[str, Any] = {}
+    for path, name in found:
+        given[name] = value_at(tree, path)
+        tree = without(tree, path)
+    level, option = given.get("rollout_is"), given.get("rollout_rs")
+    if level is None and option is None:
+        return tree, [Problem(path, "has no effect: rollout_is and rollout_rs are null") for path, _ in found], []
+    where = next(path for path, name in found if given[name] is not None and name in ("rollout_is", "rollout_rs"))
+    if value_at(tree, "correction.weights") is not None or value_at(tree, "correction.rejection") is not None:
+        return tree, [], [two_spellings(where, "correction")]
+    correction: Tree = dict(tree.get("correction") or {})
+    try:
+        if level is not None:
+            correction["weights"] = _weights(level, given.get("rollout_is_threshold"))
+        if option is not None:
+            correction["rejection"] = _rejection(option, given)
+            if tree.get("old_log_probs_source") != "behavior":
+                correction.setdefault("renormalize", True)
+    except ValueError as error:
+        return tree, [], [Problem(where, str(error))]
+    return set_at(tree, "correction", correction), [Problem(where, f"is read as correction: {_shown(correction)}")], []
+
+
+def _has(tree: Tree, path: str) -> bool:
+    head, _, name = path.rpartition(".")
+    section = value_at(tree, head) if head else tree
+    return isinstance(section, dict) and name in section
+
+
+def _weights(level: Any, threshold: Any) -> Tree:
+    if level not in ("token", "sequence"):
+        raise ValueError(f"rollout_is {level!r} is not token, sequence or null")
+    return {"level": level, "upper": 2.0 if threshold is None else _positive(threshold, "rollout_is_threshold")}
+
+
+def _rejection(option: Any, given: Tree) -> Tree:
+    """The rejection of one option.
+
+    Raises:
+        ValueError: it is unknown, or has no bound.
+    """
+    threshold, lower = given.get("rollout_rs_threshold"), given.get("rollout_rs_threshold_lower")
+    if threshold is None:
+        raise ValueError(f"rollout_rs {option} needs rollout_rs_threshold")
+    if option in EARLIER_REJECTION:
+        upper = _positive(threshold, "rollout_rs_threshold")
+        least = 1 / upper if lower is None else _positive(lower, "rollout_rs_threshold_lower")
+        return {"statistic": "k1", "level": EARLIER_REJECTION[option], "lower": least, "upper": upper}
+    level, _, statistic = str(option).rpartition("_")
+    if "," in str(option):
+        raise ValueError(f"rollout_rs {option}: several rejections at once are not available; keep one of them")
+    if level not in REJECTION_LEVELS or statistic not in ("k1", "k2", "k3"):
+        known = ", ".join(f"{name}_k1" for name in REJECTION_LEVELS)
+        raise ValueError(f"rollout_rs {option!r} is unknown; use {known}, or the same with k2 or k3")
+    rejection: Tree = {"statistic": statistic, "level": REJECTION_LEVELS[level]}
+    if statistic != "k1":
+        return rejection | {"upper": _positive(threshold, "rollout_rs_threshold")}
+    first, found, second = str(threshold).partition("_")
+    high = _positive(second if found else first, "rollout_rs_threshold")
+    low = _positive(first, "rollout_rs_threshold") if found else 1 / high
+    return rejection | {"lower": 1 / high, "upper": 1 / low}
+
+
+def _positive(value: Any, name: str) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = 0.0
+    if isinstance(value, bool) or not number > 0:
+        raise ValueError(f"{name} {value!r} is not a number above 0, or two of them such as 0.5_2.0 for k1")
+    return number
+
+
+def _shown(value: Any) -> str:
+    """A section on one line, with numbers of four digits."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_shown(item)}" for key, item in value.items()) + "}"
+    return f"{value:.4g}" if isinstance(value, float) else str(value).lower() if isinstance(value, bool) else str(value)
