@@ -114,7 +114,8 @@ def normalize_aliases(tree: Mapping[str, Any], source: str, notes: list[Problem]
         if target_head and not isinstance(target_section or {}, Mapping):
             raise ConfigError([Problem(target_head, f"{target_section!r} is not {SECTION}")], source)
         value, note = _moved_value(path, target, section[key], source)
-        notes.append(note)
+        if target not in (WEIGHT_SWITCH, WEIGHT_RANGE):  # what they mean is noted by expand_importance_sampling
+            notes.append(note)
         moved = set_at(without(moved, path), target, value)
     renamed: Tree = _renamed(moved, source)
     return renamed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from roll.configs.compat import Names, Tree, UnsupportedKey, if_off, set_at, two_spellings, without
+from roll.configs.compat import Names, Tree, UnsupportedKey, always, if_off, set_at, two_spellings, without
 from roll.configs.errors import Problem
 from roll.configs.parallel_layout import spans
 from roll.configs.schema import value_at
@@ -77,7 +77,6 @@ NAMES: Names = {
     "trainer.resume_mode": "resume_from_checkpoint",
     "custom_reward_function.path": "rewards.<name>.function",
     "custom_reward_function.name": "rewards.<name>.function",
-    "hybrid_engine": "actor_infer.device_mapping",
     "wait_prev_gen": "async_generation_ratio",
     "partial_rollout": "in_flight_policy",
     "require_batches": "rollout_batch_size",
@@ -100,6 +99,10 @@ UNSUPPORTED_KEYS = (
     *(
         UnsupportedKey(pattern, if_off, "engines keep their memory between steps; set it to false")
         for pattern in ("free_cache_engine", "*.free_cache_engine")
+    ),
+    *(
+        UnsupportedKey(pattern, always, "equal device mappings share devices, disjoint ones do not")
+        for pattern in ("hybrid_engine", "*.hybrid_engine")
     ),
 )
 
@@ -198,10 +201,9 @@ def _with_mappings(
         elif POOLS[pool] == role:
             problems.append(two_spellings(f"{pool}.n_gpus_per_node", path))
     if not given:
-        size = "num_devices_per_node is not given"
         apart = "rollout" in sizes and per_node < sizes["trainer"][1] + sizes["rollout"][1]
         hint = "; if one node holds both pools, set it to its number of devices" if apart else ""
-        notes.append(Problem("num_devices_per_node", f"{size}: {per_node} is assumed{hint}"))
+        notes.append(Problem("num_devices_per_node", f"is not given: {per_node} is assumed{hint}"))
     return tree, notes, problems
 
 
