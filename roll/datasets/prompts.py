@@ -45,7 +45,7 @@ class Prompt:
     tag: str
     question: Question
     ground_truth: str
-    row: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    row: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
 
 def load_prompts(files: str | list[str], data_args: DataArguments) -> list[Prompt]:

@@ -75,7 +75,7 @@ class EncodedPrompt:
     ids: list[int]
     ground_truth: str
     question: Question = Question(text="")
-    row: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    row: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
 
 class PromptEncoder:

@@ -64,7 +64,7 @@ def test_a_variant_that_corrects_nothing_is_known_as_one(variant: str) -> None:
         function = policy_losses.PG_VARIANTS[variant]
         return function(-one, base * one, one, one.bool(), torch.tensor([-1.0]), config).loss.sum().item()
 
-    reads = loss(-1.1) != loss(-0.9)
+    reads = loss(-1.1) != loss(-0.8)
     assert PG_VARIANTS[variant].reads_ratio == reads, (
         f"the loss of {variant} {'depends' if reads else 'does not depend'} on its ratio, so reads_ratio must be "
         f"{reads} in {LINE.replace('NAME', variant)}; otherwise stale samples are trained on uncorrected without a word"

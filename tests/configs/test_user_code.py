@@ -17,6 +17,7 @@ from roll.configs.user_code import (
     search_modules_beside,
     user_folders,
 )
+from roll.distributed.processes import thread_environment
 
 
 @pytest.fixture
@@ -126,3 +127,10 @@ def test_an_error_outside_the_users_code_has_no_location() -> None:
         assert str(error) == "'': write module:name"
     assert failure_text(ValueError("no")) == "ValueError: no"
     assert len(failure_text(ValueError("no" * 9999))) < 600
+
+
+def test_processes_of_a_run_search_the_same_folders(folder: Path) -> None:
+    beside = folder / "recipes"
+    search_modules_beside(beside / "config.yaml")
+    paths = thread_environment(threads=1)["PYTHONPATH"].split(":")
+    assert paths[-2:] == [str(folder), str(beside)]
