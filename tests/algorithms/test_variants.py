@@ -14,6 +14,9 @@ from roll.configs.policy import PG_VARIANTS, VARIANT_KEYS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
 
+BOTH = [name for name in policy_losses.PG_VARIANTS if name in PG_VARIANTS]
+"""Variants with a function and a declaration."""
+
 LINE = 'its line in PG_VARIANTS of roll/configs/policy.py: "NAME": VariantTraits(...)'
 
 
@@ -46,7 +49,7 @@ def test_every_function_is_declared() -> None:
     assert not missing, "; ".join(f"write {LINE}".replace("NAME", name) for name in missing)
 
 
-@pytest.mark.parametrize("variant", policy_losses.PG_VARIANTS)
+@pytest.mark.parametrize("variant", BOTH)
 def test_no_weight_can_count_a_ratio_twice(variant: str) -> None:
     multiplies = gradient(variant, -0.05) == pytest.approx(2.718281828**-0.05, rel=1e-3)
     assert PG_VARIANTS[variant].multiplies_ratio == multiplies, (
@@ -56,7 +59,7 @@ def test_no_weight_can_count_a_ratio_twice(variant: str) -> None:
     )
 
 
-@pytest.mark.parametrize("variant", policy_losses.PG_VARIANTS)
+@pytest.mark.parametrize("variant", BOTH)
 def test_a_variant_that_corrects_nothing_is_known_as_one(variant: str) -> None:
     def loss(base: float) -> float:
         one = torch.ones(1, 2, dtype=torch.float64)
