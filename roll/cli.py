@@ -10,8 +10,13 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from roll.configs.errors import ConfigError
+from roll.configs.user_code import search_modules_beside
+
+if TYPE_CHECKING:
+    from roll.configs.pipeline import BaseConfig
 
 EXIT_CONFIG_ERROR = 2
 """Exit code for a configuration or option that cannot be used; argparse exits with the same code."""
@@ -32,8 +37,8 @@ TOOLS = ("simulate", "ablate", "show")
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    _import_from_current_folder()
     arguments = _parse(_parser(argv), argv)
+    search_modules_beside(getattr(arguments, "config", ""))
     if arguments.command == "plan":
         return _exit_code(lambda: plan(arguments.config, arguments.overrides, as_json=arguments.json))
     if arguments.command == "run":
@@ -48,18 +53,9 @@ def launch(pipeline: str, argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--config_name", required=True, help="file in that folder, with or without .yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override values of the file")
     arguments = _parse(parser, argv)
-    _import_from_current_folder()
     file = find_config(arguments.config_path, arguments.config_name)
+    search_modules_beside(file)
     return _exit_code(lambda: run(file, arguments.overrides, pipeline))
-
-
-def _import_from_current_folder() -> None:
-    """Lets a configuration name modules of the current folder, which Python does not search for the `roll` script.
-
-    The processes of a run search where this one does.
-    """
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
 
 
 def find_config(folder: str, name: str) -> Path:
@@ -78,7 +74,9 @@ def plan(config: str | Path, overrides: Sequence[str], as_json: bool = False) ->
     from roll.configs.load import load_config
     from roll.configs.plan import make_plan
 
-    made = make_plan(load_config(config, overrides))
+    loaded = load_config(config, overrides)
+    made = make_plan(loaded)
+    made.warnings.extend(check_user_inputs(loaded, may_miss=True))
     if as_json:
         print(json.dumps(made.as_dict(), indent=2))
         return 0
@@ -94,11 +92,26 @@ def run(config: str | Path, overrides: Sequence[str], pipeline: str | None = Non
     from roll.configs.load import load_config
 
     loaded = load_config(config, overrides, pipeline)
-    for warning in prepare_run(loaded):
+    for warning in prepare_run(loaded) + check_user_inputs(loaded, may_miss=False):
         print(f"warning: {warning}", file=sys.stderr)
     from roll.pipeline.run import run_pipeline
 
     return run_pipeline(loaded)
+
+
+def check_user_inputs(config: BaseConfig, may_miss: bool) -> list[str]:
+    """Tries data, tokenizer, rewards and environments, and returns warnings.
+
+    Raises:
+        ConfigError: one of them fails, or is not on this machine unless it `may_miss`.
+    """
+    from roll.pipeline.check_inputs import check_inputs
+
+    report = check_inputs(config)
+    problems = report.errors + ([] if may_miss else report.missing)
+    if problems:
+        raise ConfigError(problems)
+    return [*map(str, report.warnings), *(f"{problem} (this stops a run, not a plan)" for problem in report.missing)]
 
 
 def _tool(name: str) -> ModuleType:

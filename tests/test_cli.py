@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -137,3 +138,30 @@ def test_modules_of_the_current_folder_can_be_named(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(tmp_path))])
     recipe = Path(__file__).parents[1] / "examples" / "tiny_frozen_lake" / "agentic_config.yaml"
     assert main(["plan", str(recipe), "custom_envs.FrozenLake.env_type=envs_of_mine:FrozenLake"]) == 0
+
+
+def test_modules_beside_the_file_are_found_by_the_installed_script_in_every_process(tmp_path: Path) -> None:
+    """The reward raises in the process of its pool, so it was found there; the current folder is another one."""
+    for name in ("bin", "recipe", "elsewhere"):
+        (tmp_path / name).mkdir()
+    script = write(
+        tmp_path / "bin",
+        "import sys\nfrom roll.cli import main\nif __name__ == '__main__':\n    sys.exit(main())\n",
+        "roll",
+    )
+    write(tmp_path / "recipe", "def score(response):\n    return [][0]\n", "my_own_rewards.py")
+    data = write(tmp_path / "recipe", '{"prompt": "1+1=", "ground_truth": "2"}\n', "train.jsonl")
+    rewards = 'rewards: {mine: {function: "my_own_rewards:score"}}\n'
+    file = write(tmp_path / "recipe", RLVR.replace("train.jsonl", str(data)) + rewards)
+    run = subprocess.run(
+        [sys.executable, str(script), "plan", str(file)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path / "elsewhere",
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        timeout=60,
+    )
+    assert run.returncode == 2
+    assert run.stderr.startswith(
+        f"{tmp_path}/recipe/my_own_rewards.py:2: IndexError: list index out of range\n    return [][0]\n"
+    )

@@ -15,6 +15,7 @@ from roll.configs.load import load_config
 from roll.configs.pipeline import RLVRConfig
 from roll.datasets.prompts import load_prompts
 from roll.envs import make_env
+from roll.rewards.calling import RewardRequest
 from roll.rewards.reward_process import load_reward_function
 
 ROOT = Path(__file__).parents[1]
@@ -66,9 +67,10 @@ def test_data_is_read(folder: Path) -> None:
 
 def test_reward_scores_its_own_examples(folder: Path) -> None:
     (reward,) = config(folder).rewards.values()
-    module, function = load_reward_function(reward.function)
+    module, function = load_reward_function(reward)
     for response, ground_truth, right in module.SELF_TEST:
-        assert function(response, ground_truth, reward) == (reward.correct_score if right else reward.wrong_score)
+        score = function.call(RewardRequest((response,), ground_truth), 0)
+        assert score == (reward.correct_score if right else reward.wrong_score)
 
 
 def test_environment_gives_a_reward(folder: Path) -> None:

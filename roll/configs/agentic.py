@@ -8,7 +8,7 @@ from string import Formatter
 from typing import Any, Literal
 
 from roll.configs.pipeline import VALIDATES, RLConfig
-from roll.configs.policy import TURN_ESTIMATORS, estimators
+from roll.configs.policy import TURN_ESTIMATORS, estimators, traits_of
 from roll.configs.schema import Condition, one_or_many, option
 
 SYSTEM_FIELDS = ("env_instruction",)
@@ -64,9 +64,6 @@ def fields_of(text: str, known: tuple[str, ...]) -> list[str]:
             raise ValueError(f"{{{name}}} is not a field; known: {', '.join(f'{{{one}}}' for one in known)}; {literal}")
     return names
 
-
-RATIO_FREE_VARIANTS = ("vanilla", "gspo")
-"""Values of `pg_variant` that `ratio_type` does not change."""
 
 GIGPO = estimators("gigpo", reason="only adv_estimator gigpo reads it", is_error=True)
 
@@ -134,7 +131,7 @@ class AgenticOptions:
         "token",
         "The ratio of the policy loss: a token's own, or that of the mean over its turn or over its sample.",
         only_for=Condition(
-            lambda config, _: config.actor_train.pg_variant not in RATIO_FREE_VARIANTS,
+            lambda config, _: traits_of(config.actor_train.pg_variant).reads_ratio_type,
             "this actor_train.pg_variant has no ratio, or always that of the sequence",
             ("actor_train.pg_variant",),
             is_error=True,

@@ -9,7 +9,7 @@ from typing import Any
 from roll.configs.agentic import AgenticConfig, CustomEnvConfig, EnvManagerConfig
 from roll.configs.errors import Problem
 from roll.configs.pipeline import BaseConfig, RLConfig
-from roll.configs.policy import proximal_source, ratio_base
+from roll.configs.policy import proximal_source, ratio_base, traits_of
 from roll.configs.roles import DEVICE_ROLES
 
 MISMATCH_FP32 = 1e-3
@@ -81,9 +81,9 @@ def _fill_in_rl(config: RLConfig) -> None:
 
 
 def _fill_in_policy(config: RLConfig) -> None:
-    """Sets the policies the loss compares, and the weights that are part of decoupled_ppo."""
+    """Sets the policies the loss compares, and the weights that are part of some variants."""
     variant, weights = config.actor_train.pg_variant, config.correction.weights
-    if variant == "decoupled_ppo" and weights.level is None:
+    if traits_of(variant).needs_weights and weights.level is None:
         weights.level = "token"
     source = proximal_source(config, variant, config.async_generation_ratio)
     config.old_log_probs_source = source  # type: ignore[assignment]

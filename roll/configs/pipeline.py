@@ -228,12 +228,13 @@ class RewardConfig:
     """One rule that scores samples."""
 
     function: str = option(
-        "roll.rewards.math_rule:math_reward", "`module:function(response, ground_truth, config) -> float`."
+        "roll.rewards.math_rule:math_reward",
+        "`module:function`; its parameters say what it reads and when it is called, see docs/rewards.md.",
     )
     tag_included: list[str] = option(factory=list, help="Tags of the samples this reward scores; empty: all.")
     world_size: int = option(1, "Worker processes of this reward.", ge=1)
     timeout_s: float = option(
-        5.0, "Maximum seconds for one sample; then the process is killed and the sample dropped.", gt=0
+        5.0, "Maximum seconds for one call; then the process is killed and the group of the sample dropped.", gt=0
     )
     answer_pattern: Literal["boxed", "last_number", "boxed_or_last_number"] = option(
         "boxed_or_last_number", "Where the response gives its answer."

@@ -27,17 +27,53 @@ GROUP_ESTIMATORS = ("grpo", "rloo", "lite_ppo", "reinforce_plus_plus_baseline")
 WHITENING_ESTIMATORS = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
 """Estimators that whiten advantages by definition."""
 
-PG_VARIANTS = ("ppo", "vanilla", "tis", "topr", "cispo", "kimi15", "gspo", "decoupled_ppo")
-"""Values of `pg_variant`; the registry of roll.algorithms agrees with it."""
 
-FOLLOWING_VARIANTS = ("ppo", "gspo")
-"""Variants whose ratio is the size of an update; its base follows from `old_log_probs_source`."""
+@dataclass(frozen=True)
+class VariantTraits:
+    """What the rules of the configuration need to know of a policy loss; nothing has a default, so each is decided.
 
-BEHAVIOR_VARIANTS = ("tis", "topr", "cispo", "kimi15")
-"""Variants whose ratio is the distance to the policy that sampled."""
+    Attributes:
+        ratio_base: what `pg_ratio_base: auto` is: `behavior` where the ratio is the distance to the policy that
+            sampled, `proximal` where it must be the size of an update, `auto` where `old_log_probs_source` decides.
+        multiplies_ratio: whether the gradient of a token is a multiple of its ratio, so that a weight for the same
+            ratio would count it twice.
+        reads_ratio: whether the loss depends on the ratio at all; if not, it does not correct for stale samples.
+        reads_ratio_type: whether the loss takes the ratio of a token, which `ratio_type` can replace.
+        needs_weights: whether the weights of `correction` are part of the loss, so that they are on by default.
+    """
 
-RATIO_WEIGHTED_VARIANTS = ("ppo", "gspo", "tis", "topr", "cispo")
-"""Variants whose loss is a multiple of the ratio, so a weight for the same ratio would count it twice."""
+    ratio_base: Literal["behavior", "proximal", "auto"]
+    multiplies_ratio: bool
+    reads_ratio: bool
+    reads_ratio_type: bool
+    needs_weights: bool
+
+
+PG_VARIANTS: dict[str, VariantTraits] = {
+    # ratio_base, multiplies_ratio, reads_ratio, reads_ratio_type, needs_weights
+    "ppo": VariantTraits("auto", True, True, True, False),
+    "vanilla": VariantTraits("auto", False, False, False, False),
+    "tis": VariantTraits("behavior", True, True, True, False),
+    "topr": VariantTraits("behavior", True, True, True, False),
+    "cispo": VariantTraits("behavior", True, True, True, False),
+    "kimi15": VariantTraits("behavior", False, True, True, False),
+    "gspo": VariantTraits("auto", True, True, False, False),
+    "decoupled_ppo": VariantTraits("proximal", True, True, True, True),
+}
+"""Values of `pg_variant`. A variant consists of its line here, its keys in `PolicyOptions`, its function in
+`roll/algorithms/policy_losses.py` and its row in docs/algorithms.md; `tests/algorithms/test_variants.py` compares
+them."""
+
+
+def traits_of(pg_variant: str) -> VariantTraits:
+    """The traits of a variant; those of ppo for an unknown one, which the rules report."""
+    return PG_VARIANTS.get(pg_variant, PG_VARIANTS["ppo"])
+
+
+def _names(base: str) -> str:
+    """The variants whose ratio has this base, for help texts."""
+    names = [name for name, traits in PG_VARIANTS.items() if traits.ratio_base == base]
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def pg_variants(*names: str) -> Condition:
@@ -199,8 +235,8 @@ class PolicyOptions(KLOptions):
     )
     pg_ratio_base: Literal["auto", "behavior", "proximal"] = option(
         "auto",
-        "What the ratio of the policy loss is taken against; auto is behavior for tis, topr, cispo and kimi15, "
-        "proximal for decoupled_ppo, and follows old_log_probs_source for the others.",
+        f"What the ratio of the policy loss is taken against; auto is behavior for {_names('behavior')}, "
+        f"proximal for {_names('proximal')}, and follows old_log_probs_source for the others.",
     )
     correction: CorrectionOptions = option(
         factory=CorrectionOptions,
@@ -293,8 +329,9 @@ def proximal_source(options: PolicyOptions, pg_variant: str, async_generation_ra
     """
     if options.old_log_probs_source != "auto":
         return options.old_log_probs_source
-    weighted = options.correction.weighted and pg_variant in FOLLOWING_VARIANTS
-    proximal = pg_variant == "decoupled_ppo" or options.pg_ratio_base == "proximal"
+    traits = traits_of(pg_variant)
+    weighted = options.correction.weighted and traits.ratio_base == "auto" and traits.multiplies_ratio
+    proximal = traits.ratio_base == "proximal" or options.pg_ratio_base == "proximal"
     needed = proximal or weighted or options.correction.renormalize
     return "behavior" if async_generation_ratio > 0 and not needed else "recompute"
 
@@ -303,6 +340,7 @@ def ratio_base(options: PolicyOptions, pg_variant: str, source: str) -> str:
     """`pg_ratio_base` without auto: behavior or proximal, given the source of the proximal log-probs."""
     if options.pg_ratio_base != "auto":
         return options.pg_ratio_base
-    if pg_variant in BEHAVIOR_VARIANTS:
-        return "behavior"
-    return "behavior" if source == "behavior" and pg_variant != "decoupled_ppo" else "proximal"
+    base = traits_of(pg_variant).ratio_base
+    if base == "auto":
+        return "behavior" if source == "behavior" else "proximal"
+    return base

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from roll.configs.roles import DataArguments
@@ -37,12 +38,14 @@ class Prompt:
         tag: selects the reward that scores the responses.
         question: content of the prompt.
         ground_truth: what the reward compares a response with.
+        row: of the data file, by column.
     """
 
     id: str
     tag: str
     question: Question
     ground_truth: str
+    row: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
 
 def load_prompts(files: str | list[str], data_args: DataArguments) -> list[Prompt]:
@@ -57,17 +60,20 @@ def load_prompts(files: str | list[str], data_args: DataArguments) -> list[Promp
             existing ones) or has an invalid value; an id occurs twice.
     """
     records = read_records(files)
-    prompts = [
-        Prompt(
-            id=record_id(record, data_args),
-            tag=_tag(record, data_args),
-            question=question(record, data_args),
-            ground_truth=_ground_truth(record, data_args),
-        )
-        for record in records
-    ]
+    prompts = [read_prompt(record, data_args) for record in records]
     check_unique_ids([prompt.id for prompt in prompts], records)
     return prompts
+
+
+def read_prompt(record: Record, data_args: DataArguments) -> Prompt:
+    """The prompt of one row; see `load_prompts`."""
+    return Prompt(
+        id=record_id(record, data_args),
+        tag=_tag(record, data_args),
+        question=question(record, data_args),
+        ground_truth=_ground_truth(record, data_args),
+        row=record.row,
+    )
 
 
 def check_unique_ids(ids: list[str], records: list[Record]) -> None:

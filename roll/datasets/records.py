@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from roll.configs.errors import unreachable
 
@@ -18,6 +19,11 @@ SUFFIXES = (".jsonl", ".json", ".parquet")
 
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 """A JSON escape of a surrogate; a surrogate without its pair is not valid text."""
+
+PARQUET_BATCH = 8192
+"""Rows of a parquet file that are decoded at a time."""
+
+ResultT = TypeVar("ResultT")
 
 
 class DatasetError(ValueError):
@@ -79,7 +85,41 @@ def read_records(files: str | Path | list[str] | list[Path]) -> list[Record]:
     return [record for file in files for record in _read_file(Path(file))]
 
 
+def read_first(
+    file: str | Path, count: int, read: Callable[[Record], ResultT]
+) -> tuple[list[ResultT], list[DatasetError]]:
+    """What `read` makes of the first `count` rows, and the error of every broken row among them.
+
+    Raises:
+        DatasetError: the file is missing, unreadable, empty or of an unsupported kind.
+    """
+    found: list[ResultT] = []
+    errors: list[DatasetError] = []
+    for row in islice(_rows(Path(file)), count):
+        try:
+            found.append(read(_whole(row)))
+        except DatasetError as error:
+            errors.append(error)
+    if not found and not errors:
+        raise DatasetError(f"{file}: the file is empty")
+    return found, errors
+
+
 def _read_file(path: Path) -> list[Record]:
+    records = [_whole(row) for row in _rows(path)]
+    if not records:
+        raise DatasetError(f"{path}: the file is empty")
+    return records
+
+
+def _whole(row: Record | DatasetError) -> Record:
+    if isinstance(row, DatasetError):
+        raise row
+    return row
+
+
+def _rows(path: Path) -> Iterator[Record | DatasetError]:
+    """The rows of a file, and an error in place of each that is broken."""
     reason = unreachable(path)
     if reason is not None:
         raise DatasetError(f"{path}: cannot be read: {reason}")
@@ -87,18 +127,17 @@ def _read_file(path: Path) -> list[Record]:
         raise DatasetError(f"{path}: no such file (looked in {path.absolute().parent})")
     if path.suffix not in SUFFIXES:
         raise DatasetError(f"{path}: cannot read {path.suffix or 'a file without suffix'}; use {', '.join(SUFFIXES)}")
-    reader = _parquet_rows if path.suffix == ".parquet" else _json_lines
-    records = [Record(path, line, row) for line, row in reader(path)]
-    if not records:
-        raise DatasetError(f"{path}: the file is empty")
-    return records
+    return _parquet_rows(path) if path.suffix == ".parquet" else _json_lines(path)
 
 
-def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _json_lines(path: Path) -> Iterator[Record | DatasetError]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                yield number, _json_row(line, f"{path}:{number}")
+                try:
+                    yield Record(path, number, _json_row(line, f"{path}:{number}"))
+                except DatasetError as error:
+                    yield error
 
 
 def _json_row(line: bytes, location: str) -> dict[str, Any]:
@@ -122,12 +161,14 @@ def _json_row(line: bytes, location: str) -> dict[str, Any]:
     return row
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _parquet_rows(path: Path) -> Iterator[Record]:
     import pyarrow
     import pyarrow.parquet
 
     try:
-        rows = pyarrow.parquet.read_table(path).to_pylist()
+        with pyarrow.parquet.ParquetFile(path) as file:
+            rows = (row for batch in file.iter_batches(PARQUET_BATCH) for row in batch.to_pylist())
+            for number, row in enumerate(rows, start=1):
+                yield Record(path, number, row)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DatasetError(f"{path}: not a parquet file, or a damaged one: {error}") from error
-    yield from enumerate(rows, start=1)

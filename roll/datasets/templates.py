@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from roll.datasets.prompts import Message, Prompt, Question
 from roll.datasets.records import DatasetError
@@ -68,12 +68,14 @@ TEMPLATES = (NATIVE, NONE, *BUILT_IN)
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """A `Prompt` with token ids in place of its content."""
+    """A `Prompt` with its token ids; the other attributes are those of `Prompt`."""
 
     id: str
     tag: str
     ids: list[int]
     ground_truth: str
+    question: Question = Question(text="")
+    row: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
 
 class PromptEncoder:
@@ -146,7 +148,7 @@ def encode_prompts(
     """
     encoded = PromptEncoder(tokenizer, template).encode([prompt.question for prompt in prompts])
     kept = [
-        EncodedPrompt(prompt.id, prompt.tag, ids, prompt.ground_truth)
+        EncodedPrompt(prompt.id, prompt.tag, ids, prompt.ground_truth, prompt.question, prompt.row)
         for prompt, ids in zip(prompts, encoded, strict=True)
         if len(ids) <= prompt_length
     ]

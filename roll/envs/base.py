@@ -7,6 +7,7 @@ import string
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, ClassVar, Literal, Protocol, TypeVar, get_args
 
 import gymnasium
@@ -16,6 +17,7 @@ from gymnasium.spaces import Text
 from roll.configs.errors import ConfigError, Problem
 from roll.configs.schema import Converter, declared, option
 from roll.configs.suggestions import nearest, unknown
+from roll.configs.user_code import definition_of
 
 Aggregation = Literal["mean", "sum", "last"]
 """How the values of a metric over an episode are combined: mean or sum over its actions, or that of the last action."""
@@ -143,14 +145,23 @@ class TextEnv(gymnasium.Env[str, str]):
 
     def _checked(self, turn: Turn) -> Turn:
         """Raises if `act` broke its contract, because the policy would otherwise be trained on the result."""
-        name = f"{type(self).__name__}.act"
+        if not isinstance(turn, Turn):
+            kind = "None" if turn is None else f"a {type(turn).__name__}"
+            raise TypeError(self._blamed(f"returned {kind}; return Turn(observation, reward)"))
         if not isinstance(turn.observation, str):
-            raise TypeError(f"{name}: the observation is {type(turn.observation).__name__}, not text")
+            raise TypeError(self._blamed(f"the observation is {type(turn.observation).__name__}, not text"))
+        if not isinstance(turn.reward, Real):
+            raise TypeError(self._blamed(f"the reward is {type(turn.reward).__name__}, not a number"))
         if not math.isfinite(turn.reward):
-            raise ValueError(f"{name}: the reward is {turn.reward}, it must be finite")
+            raise ValueError(self._blamed(f"the reward is {turn.reward}, it must be finite"))
         if turn.metrics.keys() != self.METRICS.keys():
-            raise ValueError(f"{name}: the metrics are {sorted(turn.metrics)}, METRICS declares {sorted(self.METRICS)}")
+            declared_names = sorted(self.METRICS)
+            raise ValueError(self._blamed(f"the metrics are {sorted(turn.metrics)}, METRICS declares {declared_names}"))
         return turn
+
+    def _blamed(self, problem: str) -> str:
+        """The problem after the file and line of the method that caused it, which is no longer on the stack."""
+        return f"{definition_of(type(self).act)}: {type(self).__name__}.act: {problem}"
 
 
 class FreeText(Text):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from typing import Any
 
 import gymnasium
 
 from roll.configs.errors import ConfigError, Problem
+from roll.configs.user_code import UserCodeError, failure_text, import_named
 from roll.envs.base import TextEnv, choices, metrics_problem, read_config
 
 NAMES = {
@@ -45,7 +45,12 @@ def make_env(env_type: str, env_config: Mapping[str, Any] | None = None, path: s
     given = {} if env_config is None else env_config
     options = {**registered, **given} if isinstance(given, Mapping) else given
     read_config(cls.config_class, options, f"{prefix}env_config")
-    return cls(**options)
+    try:
+        return cls(**options)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError([Problem(f"{prefix}env_type", failure_text(error))]) from error
 
 
 def _resolve(env_type: str, path: str) -> tuple[type[TextEnv], dict[str, Any]]:
@@ -64,15 +69,10 @@ def _resolve(env_type: str, path: str) -> tuple[type[TextEnv], dict[str, Any]]:
 
 
 def _imported(entry_point: str, path: str) -> Any:
-    module_name, _, name = entry_point.partition(":")
     try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        raise ConfigError([Problem(path, f"{entry_point!r}: importing {module_name} failed: {error!r}")]) from error
-    if not hasattr(module, name):
-        classes = [key for key, value in vars(module).items() if isinstance(value, type) and issubclass(value, TextEnv)]
-        raise ConfigError([Problem(path, f"{entry_point!r}: {module_name} has no {name}; {choices(name, classes)}")])
-    return getattr(module, name)
+        return import_named(entry_point, lambda value: isinstance(value, type))[1]
+    except UserCodeError as error:
+        raise ConfigError([Problem(path, str(error))]) from error
 
 
 def _text_env(found: Any, env_type: str, path: str) -> type[TextEnv]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from roll.configs.errors import ConfigError, Problem
 from roll.configs.pipeline import BaseConfig, RLConfig
+from roll.configs.user_code import failure_text
 
 if TYPE_CHECKING:
     from roll.pipeline.health import Monitor
@@ -103,20 +102,16 @@ def load_extensions(config: BaseConfig) -> Extensions:
 def load_class(name: str, base: type) -> type:
     """The class `module:Class`, which must be a subclass of `base`, or have its methods if `base` is a protocol.
 
-    The current folder is searched for modules too.
-
     Raises:
         ValueError: the name is wrong; the message lists the classes of the module that fit.
     """
     module_name, colon, class_name = name.partition(":")
     if not (module_name and colon and class_name):
         raise ValueError(f"{name!r} is not of the form module:Class")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
-        raise ValueError(f"{name}: importing {module_name} failed: {error!r}") from error
+        raise ValueError(f"{name}: importing {module_name} failed: {failure_text(error)}") from error
     found: object = getattr(module, class_name, None)
     if isinstance(found, type) and _fits(found, base):
         return found

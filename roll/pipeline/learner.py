@@ -29,6 +29,7 @@ from roll.algorithms.turn_advantages import TURN_KEYS, read_turns
 from roll.configs.errors import RunError
 from roll.configs.parallel_layout import ParallelLayout
 from roll.configs.pipeline import BaseConfig, RLConfig
+from roll.configs.policy import traits_of
 from roll.configs.roles import MegatronRoleConfig
 from roll.datasets.micro_batches import OptimizerStepPlan, plan_forward, plan_optimizer_steps
 from roll.distributed.protocol import DataProto
@@ -231,7 +232,7 @@ class RLLearner(ActorLearner):
         no_op = stale and corrects_nothing(metrics["actor/ratio_deviation_max"], weights, staleness)
         no_gradient = metrics.get("actor/grad_norm") == 0
         self._steps_without_gradient = self._steps_without_gradient + 1 if no_gradient else 0
-        uncorrected = self._loss_config.pg_variant == "vanilla" and weights is None
+        uncorrected = weights is None and not traits_of(self._loss_config.pg_variant).reads_ratio
         if no_op and not uncorrected and not self._config.allow_uncorrected_off_policy:
             logger.error(
                 "the correction is not working: samples are up to %g versions old, and every ratio and weight is 1 "

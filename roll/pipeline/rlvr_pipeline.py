@@ -17,10 +17,12 @@ from roll.datasets.templates import EncodedPrompt, encode_prompts
 from roll.pipeline.rl_pipeline import RLPipeline, WorkerFactory
 from roll.pipeline.rollout_worker import Purpose, RolloutWorker
 from roll.pipeline.tokenizer import load_tokenizer
+from roll.rewards.calling import RewardRequest
 from roll.rewards.pool import RewardPool
 from roll.rollout.engine_pool import EnginePool
 from roll.rollout.filters import QueryFilter
 from roll.rollout.ledger import GENERATION_FAILED, PromptRequest
+from roll.rollout.metrics import reported_metrics
 from roll.rollout.timers import Timer
 from roll.rollout.types import GenerateRequest, GenerateResult, Group, SamplingParams, Trajectory
 
@@ -67,7 +69,7 @@ class RLVRWorker(RolloutWorker):
         with timer.measure("generate"):
             results = await self._engines.generate(requests)
         with timer.measure("reward"):
-            scorable: list[tuple[Group, str]] = []
+            scorable: list[tuple[Group, EncodedPrompt]] = []
             for group, prompt, responses in zip(groups, prompts, results, strict=True):
                 failed = next((each for each in responses if not _is_sample(each)), None)
                 if failed is not None:
@@ -76,7 +78,7 @@ class RLVRWorker(RolloutWorker):
                 texts = [self._scorer.text(response.response_ids) for response in responses]
                 pairs = zip(responses, texts, strict=True)
                 group.trajectories = [Trajectory.of_response(prompt.ids, response, text) for response, text in pairs]
-                scorable.append((group, prompt.ground_truth))
+                scorable.append((group, prompt))
             await self._scorer.score(scorable)
 
     def _requests(self, group: Group, prompt: EncodedPrompt, purpose: Purpose) -> list[GenerateRequest]:
@@ -97,6 +99,14 @@ class RLVRWorker(RolloutWorker):
     def filter_reason(self, group: Group) -> tuple[str, str] | None:
         """Drop reason by the query filter of the group's reward."""
         return self._scorer.filter_reason(group)
+
+    def validation_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
+        """`val/...`, also what the rewards report."""
+        return super().validation_metrics(groups) | reported_metrics(groups, "val")
+
+    def metrics(self, groups: Sequence[Group], version: int) -> dict[str, float]:
+        """`rollout/...`, `staleness/...`, and what the rewards report as `reward/...`."""
+        return super().metrics(groups, version) | reported_metrics(groups, "reward")
 
     def state_dict(self) -> dict[str, Any]:
         """Position in the data, and the size of the groups that a checkpoint may hold."""
@@ -144,33 +154,33 @@ class Scorer:
         known = {name: config.tag_included for name, config in self._rewards.items()}
         raise RunError(f"no reward scores samples tagged {tag!r}; rewards and their tag_included: {known}")
 
-    async def self_test(self) -> None:
-        """Runs every reward on known pairs, so that a broken one ends the run before step 1."""
+    def launch(self) -> None:
+        """Starts the processes of every reward without waiting for them."""
         for pool in self._pools.values():
-            await pool.self_test()
+            pool.launch()
 
     def text(self, response_ids: list[int]) -> str:
         """The text that rewards read."""
         return str(self._tokenizer.decode(response_ids, skip_special_tokens=True))
 
-    async def score(self, groups: Sequence[tuple[Group, str]]) -> None:
-        """Sets the reward of every trajectory, or drops the group with a reason.
+    async def score(self, groups: Sequence[tuple[Group, EncodedPrompt]]) -> None:
+        """Sets reward and metrics of every trajectory, or drops the group with a reason.
 
         Args:
-            groups: each with the ground truth of its prompt.
+            groups: each with its prompt.
         """
         for name, pool in self._pools.items():
-            own = [(group, truth) for group, truth in groups if self.reward_of(group.tag) == name]
-            pairs = [(each.turns[0].text, truth) for group, truth in own for each in group.trajectories]
-            outcomes = iter(await pool.score(pairs) if pairs else [])
-            for group, _ in own:
-                scored = [(trajectory, next(outcomes)) for trajectory in group.trajectories]
-                for trajectory, outcome in scored:
+            own = [(group, prompt) for group, prompt in groups if self.reward_of(group.tag) == name]
+            requests = [_request(group, prompt) for group, prompt in own]
+            scored = await pool.score(requests) if requests else []
+            for (group, _), outcomes in zip(own, scored, strict=True):
+                for trajectory, outcome in zip(list(group.trajectories), outcomes, strict=True):
                     if outcome.score is None:
                         cause = f"reward {name}: {outcome.reason} {outcome.detail or ''}".strip()
                         group.drop(f"reward_{outcome.reason}", cause)
                         break
                     trajectory.turns[0].reward = outcome.score
+                    trajectory.metrics = dict(outcome.metrics)
 
     def filter_reason(self, group: Group) -> tuple[str, str] | None:
         """Drop reason of a scored group without a learning signal, and the path of its filter; None keeps it."""
@@ -184,6 +194,11 @@ class Scorer:
             pool.close()
 
 
+def _request(group: Group, prompt: EncodedPrompt) -> RewardRequest:
+    texts = tuple(trajectory.turns[0].text for trajectory in group.trajectories)
+    return RewardRequest(texts, prompt.ground_truth, prompt.question, prompt.row, prompt.tag, prompt.id)
+
+
 class RLVRPipeline(RLPipeline[RLVRConfig]):
     """Samples are single responses to prompts."""
 
@@ -192,11 +207,11 @@ class RLVRPipeline(RLPipeline[RLVRConfig]):
         self._scorer: Scorer | None = None
 
     async def prepare(self) -> None:
-        """Reads and encodes the prompts, starts the rewards and tests them on known answers.
+        """Reads and encodes the prompts.
 
         Raises:
-            RunError: a tag that no reward scores, a broken reward, no validation prompts though eval_steps is set, a
-                stop string that is not one token.
+            RunError: a tag that no reward scores, no validation prompts though eval_steps is set, a stop string that is
+                not one token.
         """
         await super().prepare()
         config = self._config
@@ -212,7 +227,6 @@ class RLVRPipeline(RLPipeline[RLVRConfig]):
         self._scorer = scorer = Scorer(config.rewards, self._tokenizer)
         for tag in sorted({prompt.tag for prompt in [*train, *val]}):
             scorer.reward_of(tag)
-        await scorer.self_test()
 
     def _read(self, role: str, files: list[str]) -> list[EncodedPrompt]:
         args = getattr(self._config, role).data_args
@@ -232,12 +246,13 @@ class RLVRPipeline(RLPipeline[RLVRConfig]):
         return encoded
 
     def worker_factory(self, own_process: bool) -> WorkerFactory:
-        """With the rewards that `prepare` has started; a worker in a separate process starts its own."""
+        """Starts the rewards; a worker in a separate process starts its own."""
         scorer = self._scorer
         assert scorer is not None, "prepare comes first"
         if own_process:
-            scorer.close()
             scorer = None
+        else:
+            scorer.launch()
         return partial(make_rlvr_worker, self._config, self._prompts, self._sampling, scorer)
 
     async def close(self) -> None:

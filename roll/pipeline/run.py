@@ -33,7 +33,7 @@ from roll.pipeline.rlvr_pipeline import RLVRPipeline
 from roll.pipeline.session import Session
 from roll.pipeline.sft_pipeline import SFTPipeline
 from roll.pipeline.training_loop import TrainingLoop
-from roll.rewards.pool import RewardFunctionError, RewardSelfTestError
+from roll.rewards.calling import RewardFunctionError
 from roll.trackers import TrackerGroup, make_trackers
 from roll.trackers.files import METRICS_FILE, read_metrics
 
@@ -43,7 +43,6 @@ USER_ERRORS = (
     RunError,
     DatasetError,
     RewardFunctionError,
-    RewardSelfTestError,
     RayStartError,
     ResourceError,
     ClusterError,

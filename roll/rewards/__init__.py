@@ -1,4 +1,5 @@
 """Rule-based rewards, and the pool of processes that runs reward functions and can kill them.
 
-Imports `roll.configs`. torch is not imported, so that the replacement of a killed process starts quickly.
+Imports `roll.configs` and `roll.datasets.prompts`. torch is not imported, so that the replacement of a killed process
+starts quickly.
 """

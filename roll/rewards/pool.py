@@ -4,22 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, TypeVar, TypeVarTuple
 
 from pebble import ProcessExpired, ProcessPool
 
 from roll.configs.pipeline import RewardConfig
 from roll.rewards import reward_process
-from roll.rewards.reward_process import Item, RewardFunctionError, RewardOutcome, SelfTest
+from roll.rewards.calling import RewardFunctionError, RewardOutcome, RewardRequest
+from roll.rewards.reward_process import Call, LoadedReward
 
 CHUNK_SIZE = 16
 """Samples sent to a process at a time: enough that sending them costs less than scoring them, few enough that little is
 scored again when one of them fails."""
 
+ASYNC_CHUNK_SIZE = 128
+"""The same for a coroutine function; they are scored at the same time, and none of them is scored again."""
+
+ASYNC_GRACE_S = 5.0
+"""Added to the deadline of a chunk of coroutines, each of which has its own: after it the loop itself is blocked."""
+
 START_TIMEOUT_S = 120.0
 """Deadline for a process to import the reward function; importing math-verify on a busy machine takes seconds."""
+
+OTHER_ANSWER = "I do not know."
+"""A response with which a reward is tried; it holds no answer."""
 
 ArgsT = TypeVarTuple("ArgsT")
 ResultT = TypeVar("ResultT")
@@ -28,22 +39,26 @@ __all__ = ["RewardFunctionError", "RewardPool", "RewardSelfTestError"]
 
 
 class RewardSelfTestError(RuntimeError):
-    """A reward function gives wrong scores for its own known samples."""
+    """A reward function fails, or gives wrong scores for its own known samples."""
+
+
+class MissingRewardError(RewardFunctionError):
+    """The module of a reward function, or one that it imports, is not on this machine."""
 
 
 class RewardPool:
-    """`world_size` processes that run one reward function, with a deadline of `timeout_s` seconds per sample.
+    """`world_size` processes that run one reward function, with a deadline of `timeout_s` seconds per call.
 
-    Samples are sent in chunks. When a chunk passes the deadline or its process dies, the process is killed and the
-    samples are scored again one by one, each with its own deadline, so that only the failing sample fails. Every
-    failure is an outcome with a reason, never a score.
+    Calls are sent in chunks. When a chunk passes the deadline or its process dies, the process is killed and the calls
+    are made again one by one, each with its own deadline, so that only the failing call fails. Every failure is an
+    outcome with a reason, never a score.
 
     Use a pool from one asyncio loop at a time. Processes are spawned, so each imports the main script of the driver
     first: import heavy modules inside functions there.
     """
 
     def __init__(self, config: RewardConfig) -> None:
-        """Starts no process; processes start with `start` or the first `score`."""
+        """Starts no process; processes start with `launch`, `start` or the first `score`."""
         self._config = config
         self._pool = ProcessPool(
             max_workers=config.world_size,
@@ -52,53 +67,86 @@ class RewardPool:
             context=multiprocessing.get_context("spawn"),
         )
         self._pending: set[Future[Any]] = set()
-        self._self_test: SelfTest | None = None
+        self._probing: Future[LoadedReward] | None = None
+        self._loaded: LoadedReward | None = None
 
-    async def start(self) -> None:
+    def launch(self) -> None:
+        """Starts the processes without waiting for them."""
+        if self._probing is None:
+            self._probing = self._schedule(START_TIMEOUT_S, reward_process.probe)
+
+    async def start(self) -> LoadedReward:
         """Waits until a process has imported the reward function.
 
         Raises:
             RewardFunctionError: the function does not exist, or its import failed or took longer than START_TIMEOUT_S.
         """
-        if self._self_test is not None:
-            return
+        if self._loaded is not None:
+            return self._loaded
+        self.launch()
+        assert self._probing is not None
         try:
-            probing = asyncio.wrap_future(self._schedule(START_TIMEOUT_S, reward_process.probe))
-            error, self_test = await asyncio.wait_for(probing, START_TIMEOUT_S)
+            loaded = await asyncio.wait_for(asyncio.wrap_future(self._probing), START_TIMEOUT_S)
         except (TimeoutError, ProcessExpired) as failure:
             name = self._config.function
             raise RewardFunctionError(f"reward function {name!r}: its process did not start: {failure!r}") from failure
-        if error:
-            raise RewardFunctionError(error)
-        self._self_test = self_test
+        if loaded.error:
+            raise (MissingRewardError if loaded.missing else RewardFunctionError)(loaded.error)
+        self._loaded = loaded
+        return loaded
 
-    async def self_test(self) -> int:
-        """Scores the known samples that the module of the function has as SELF_TEST, and returns their number.
+    async def self_test(self, first: Sequence[RewardRequest] = ()) -> int:
+        """Scores known samples, and returns their number: SELF_TEST of the function's module, and `first`.
+
+        Args:
+            first: the first prompts of the data, without responses. Each is scored with its ground truth and with
+                OTHER_ANSWER as response; the scores may be any.
 
         Raises:
             RewardFunctionError: as `start`.
-            RewardSelfTestError: lists the samples with a wrong score.
+            RewardSelfTestError: lists the samples with a wrong score, or has the first failure.
         """
-        await self.start()
-        samples = self._self_test or ()
-        outcomes = await self.score([(response, ground_truth) for response, ground_truth, _ in samples])
+        loaded = await self.start()
+        for request in first:
+            await self._try(replace(request, responses=(request.ground_truth, OTHER_ANSWER)))
+        outcomes = await self.score([_known(response, truth) for response, truth, _ in loaded.self_test])
         wrong = []
-        for (response, ground_truth, right), outcome in zip(samples, outcomes, strict=True):
+        for (response, truth, right), (outcome,) in zip(loaded.self_test, outcomes, strict=True):
             expected = self._config.correct_score if right else self._config.wrong_score
             if outcome.score != expected:
                 got = outcome.score if outcome.reason is None else f"{outcome.reason} ({outcome.detail})"
-                wrong.append(f"{response!r} against {ground_truth!r} should score {expected}, got {got}")
+                wrong.append(f"{response!r} against {truth!r} should score {expected}, got {got}")
         if wrong:
             raise RewardSelfTestError(f"{self._config.function} fails its self-test: " + "; ".join(wrong))
-        return len(samples)
+        return len(loaded.self_test) + len(first)
 
-    async def score(self, items: Sequence[Item]) -> list[RewardOutcome]:
-        """Scores (response, ground truth) pairs; one outcome per item, in order."""
-        await self.start()
-        size = max(1, min(CHUNK_SIZE, len(items) // (2 * self._config.world_size)))
-        chunks = [items[first : first + size] for first in range(0, len(items), size)]
+    async def _try(self, request: RewardRequest) -> None:
+        for called, index in _calls(request, await self.start()):
+            [outcomes] = await self._score_chunk([(called, index)])
+            failure = next((outcome for outcome in outcomes if outcome.reason is not None), None)
+            if failure is not None:
+                given = (
+                    f"the responses {called.responses}"
+                    if index is None
+                    else f"the response {called.responses[index]!r}"
+                )
+                raise RewardSelfTestError(
+                    f"{failure.detail}\n    {self._config.function} was called with {given} for the first prompt of "
+                    f"its data ({request.id})"
+                )
+
+    async def score(self, requests: Sequence[RewardRequest]) -> list[list[RewardOutcome]]:
+        """Scores every response of every request; the outcomes of each request, in order."""
+        loaded = await self.start()
+        calls = [call for request in requests for call in _calls(request, loaded)]
+        share = len(calls) // (2 * self._config.world_size)
+        if loaded.is_async:
+            share = -(-len(calls) // self._config.world_size)
+        size = max(1, min(ASYNC_CHUNK_SIZE if loaded.is_async else CHUNK_SIZE, share))
+        chunks = [calls[first : first + size] for first in range(0, len(calls), size)]
         scored = await asyncio.gather(*(self._score_chunk(chunk) for chunk in chunks))
-        return [outcome for outcomes in scored for outcome in outcomes]
+        outcomes = iter([outcome for of_chunk in scored for of_call in of_chunk for outcome in of_call])
+        return [[next(outcomes) for _ in request.responses] for request in requests]
 
     def close(self) -> None:
         """Kills the processes, waits for their end and cancels running `score` calls. Safe to call twice."""
@@ -118,21 +166,39 @@ class RewardPool:
     async def __aexit__(self, *_: object) -> None:
         self.close()
 
-    async def _score_chunk(self, items: Sequence[Item]) -> list[RewardOutcome]:
-        timeout_s = self._config.timeout_s
+    async def _score_chunk(self, calls: Sequence[Call]) -> list[list[RewardOutcome]]:
+        loaded = await self.start()
+        timeout_s = self._config.timeout_s + (ASYNC_GRACE_S if loaded.is_async else 0.0)
         try:
-            return await asyncio.wrap_future(self._schedule(timeout_s, reward_process.score_chunk, items))
+            return await asyncio.wrap_future(self._schedule(timeout_s, reward_process.score_chunk, calls))
         except TimeoutError:
-            failure = RewardOutcome(None, "timeout", f"took longer than timeout_s = {timeout_s:g}")
+            failure = reward_process.timed_out(loaded.where, self._config)
         except ProcessExpired as death:
-            failure = RewardOutcome(None, "raised", f"its process died with exit code {death.exitcode}")
-        if len(items) == 1:
-            return [failure]
-        single = await asyncio.gather(*(self._score_chunk([item]) for item in items))
-        return [outcome for outcomes in single for outcome in outcomes]
+            text = f"{loaded.where}: the process of the reward died with exit code {death.exitcode}"
+            failure = RewardOutcome(None, "raised", text)
+        if len(calls) == 1:
+            return [reward_process.failed(failure, *calls[0])]
+        single = await asyncio.gather(*(self._score_chunk([call]) for call in calls))
+        return [outcomes for chunk in single for outcomes in chunk]
 
     def _schedule(self, timeout_s: float, function: Callable[[*ArgsT], ResultT], *args: *ArgsT) -> Future[ResultT]:
         future: Future[ResultT] = self._pool.schedule(function, args=args, timeout=timeout_s)
         self._pending.add(future)
         future.add_done_callback(self._pending.discard)
         return future
+
+
+def _calls(request: RewardRequest, loaded: LoadedReward) -> list[Call]:
+    """The calls that score a request, in the order of its responses."""
+    if loaded.per_group:
+        return [(request, None)]
+    if loaded.sees_group:
+        return [(request, index) for index in range(len(request.responses))]
+    return [(replace(request, responses=(response,)), 0) for response in request.responses]
+
+
+def _known(response: str, truth: Any) -> RewardRequest:
+    """A sample of SELF_TEST; its second value is the ground truth, or the row for a reward that reads columns."""
+    if isinstance(truth, Mapping):
+        return RewardRequest((response,), str(truth.get("ground_truth", "")), row=truth)
+    return RewardRequest((response,), truth)

@@ -2,130 +2,155 @@
 
 from __future__ import annotations
 
-import importlib
-import math
-import numbers
-import os
-import threading
-from collections.abc import Callable, Sequence
+import asyncio
+import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing import parent_process
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 from roll.configs.pipeline import RewardConfig
+from roll.configs.user_code import UserCodeError, failure_text, import_named, start_user_process
+from roll.rewards.calling import RewardFunction, RewardFunctionError, RewardOutcome, RewardRequest
 
-Item = tuple[str, str]
-"""(response, ground truth)."""
+Call = tuple[RewardRequest, int | None]
+"""A request, and which of its responses to score; None scores all in one call."""
 
-SelfTest = tuple[tuple[str, str, bool], ...]
-"""(response, ground truth, whether the response is right) of known samples; a module offers them as SELF_TEST."""
-
-RewardFunction = Callable[[str, str, RewardConfig], float]
-"""function(response, ground_truth, config) -> score."""
-
-Reason = Literal["raised", "timeout", "not_finite", "wrong_type"]
-
-DETAIL_LENGTH = 200
-"""Longest error text that is returned to the driver, in characters."""
-
-
-class RewardFunctionError(ValueError):
-    """The configured reward function does not exist or cannot be imported."""
+SelfTest = tuple[tuple[str, Any, bool], ...]
+"""(response, ground truth or row, whether the response is right) of known samples; SELF_TEST of a module."""
 
 
 @dataclass(frozen=True)
-class RewardOutcome:
-    """The score of a sample, or the reason why it has none; a failure is never a score of zero.
+class LoadedReward:
+    """What the driver needs to know of the reward function of a process.
 
     Attributes:
-        score: the reward, or None.
-        reason: None if there is a score. `raised`: the function raised or its process died; `timeout`: it passed its
-            deadline; `not_finite`: it returned NaN or infinity; `wrong_type`: it did not return one number.
-        detail: one line for the log.
+        error: why it could not be loaded; the other attributes have no meaning then.
+        missing: the error is that a module is not on this machine.
+        where: `file:line` of the function.
+        self_test: SELF_TEST of its module.
+        is_async: as of `RewardFunction`.
+        per_group: as of `RewardFunction`.
+        sees_group: as of `RewardFunction`.
     """
 
-    score: float | None
-    reason: Reason | None = None
-    detail: str = ""
+    error: str | None = None
+    missing: bool = False
+    where: str = ""
+    self_test: SelfTest = ()
+    is_async: bool = False
+    per_group: bool = False
+    sees_group: bool = False
 
 
-class _Loaded:
-    """The reward function of this process; `error` is set if it could not be loaded."""
+class _Process:
+    """The reward function of this process; `loaded.error` is set if it could not be loaded."""
 
     config: RewardConfig
     function: RewardFunction
-    module: ModuleType | None = None
-    error: str | None = None
+    loaded: LoadedReward
+    loop: asyncio.Runner | None = None
+    """One loop for all calls of a coroutine function, so that its connections outlive a call."""
 
 
 def start(config: RewardConfig) -> None:
-    """Initializes a reward process: ends it with its parent, imports the function, calls `warm_up` of its module.
+    """Initializes a reward process: imports the function and calls `warm_up` of its module.
 
     An error is kept for `probe`, because the pool would start processes forever if the initializer raised.
     """
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-    _Loaded.config = config
+    start_user_process()
+    _Process.config = config
     try:
-        _Loaded.module, _Loaded.function = load_reward_function(config.function)
-        if hasattr(_Loaded.module, "warm_up"):
-            _Loaded.module.warm_up()
+        module, function = load_reward_function(config)
+        if hasattr(module, "warm_up"):
+            module.warm_up()
+        _Process.function = function
+        _Process.loaded = LoadedReward(
+            where=function.where,
+            self_test=tuple(getattr(module, "SELF_TEST", ())),
+            is_async=function.is_async,
+            per_group=function.per_group,
+            sees_group=function.sees_group,
+        )
+    except UserCodeError as error:
+        _Process.loaded = LoadedReward(str(error), error.missing)
+    except RewardFunctionError as error:
+        _Process.loaded = LoadedReward(str(error))
     except Exception as error:
-        _Loaded.error = str(error) if isinstance(error, RewardFunctionError) else f"{config.function}: {error!r}"
+        _Process.loaded = LoadedReward(failure_text(error))
 
 
-def probe() -> tuple[str | None, SelfTest]:
-    """The error of `start`, or None, and SELF_TEST of the reward's module, if it has one."""
-    return _Loaded.error, tuple(getattr(_Loaded.module, "SELF_TEST", ()))
+def probe() -> LoadedReward:
+    """The result of `start`."""
+    return _Process.loaded
 
 
-def score_chunk(items: Sequence[Item]) -> list[RewardOutcome]:
-    """One outcome per item, in order. An exception affects only its own item."""
-    return [_score(response, ground_truth) for response, ground_truth in items]
-
-
-def load_reward_function(name: str) -> tuple[ModuleType, RewardFunction]:
-    """Imports `module:function`.
+def load_reward_function(config: RewardConfig) -> tuple[ModuleType, RewardFunction]:
+    """Imports the function of a reward.
 
     Raises:
-        RewardFunctionError: with the reason, and the functions that the module has.
+        UserCodeError: it cannot be imported, or does not exist.
+        RewardFunctionError: it cannot be called.
     """
-    module_name, colon, attribute = name.partition(":")
-    if not (module_name and colon and attribute):
-        raise RewardFunctionError(f"reward function {name!r}: write module:function")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        raise RewardFunctionError(f"reward function {name!r}: importing {module_name} failed: {error!r}") from error
-    function = getattr(module, attribute, None)
-    if not callable(function):
-        functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise RewardFunctionError(
-            f"reward function {name!r}: {module_name} has no function {attribute}; it has {', '.join(functions)}"
-        )
-    return module, function
+    module, function = import_named(config.function, callable)
+    return module, RewardFunction(function, config)
 
 
-def _score(response: str, ground_truth: str) -> RewardOutcome:
+def score_chunk(calls: Sequence[Call]) -> list[list[RewardOutcome]]:
+    """The outcomes of each call, in order. An exception affects only its own call."""
+    if not _Process.loaded.is_async:
+        return [_score(request, index) for request, index in calls]
+    if _Process.loop is None:
+        _Process.loop = asyncio.Runner()
+    return _Process.loop.run(_score_together(calls))
+
+
+async def _score_together(calls: Sequence[Call]) -> list[list[RewardOutcome]]:
+    return list(await asyncio.gather(*(_score_within_deadline(request, index) for request, index in calls)))
+
+
+async def _score_within_deadline(request: RewardRequest, index: int | None) -> list[RewardOutcome]:
+    deadline = asyncio.timeout(_Process.config.timeout_s)
     try:
-        return _outcome_of(_Loaded.function(response, ground_truth, _Loaded.config))
+        async with deadline:
+            value = await _Process.function.call(request, index)
     except (Exception, SystemExit) as error:
-        return RewardOutcome(None, "raised", f"{type(error).__name__}: {error}"[:DETAIL_LENGTH])
+        if deadline.expired():
+            return failed(timed_out(_Process.loaded.where, _Process.config), request, index)
+        return failed(RewardOutcome(None, "raised", _text(error)), request, index)
+    return _Process.function.outcomes(value, _count(request, index))
 
 
-def _outcome_of(value: Any) -> RewardOutcome:
-    """Outcome of a returned value: a finite real number is a score, everything else a failure."""
-    if not isinstance(value, numbers.Real):
-        size = f" of length {len(value)}" if hasattr(value, "__len__") else ""
-        return RewardOutcome(None, "wrong_type", f"returned {type(value).__name__}{size}, not one number")
-    if not math.isfinite(value):
-        return RewardOutcome(None, "not_finite", f"returned {value}")
-    return RewardOutcome(float(value))
+def _score(request: RewardRequest, index: int | None) -> list[RewardOutcome]:
+    try:
+        value = _Process.function.call(request, index)
+        if inspect.isawaitable(value):
+            value = asyncio.run(_awaited(value))
+        return _Process.function.outcomes(value, _count(request, index))
+    except (Exception, SystemExit) as error:
+        return failed(RewardOutcome(None, "raised", _text(error)), request, index)
 
 
-def _exit_with_parent() -> None:
-    """Ends this process when the driver has ended for any reason, even while a reward function hangs."""
-    parent = parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
+async def _awaited(value: Any) -> Any:
+    return await value
+
+
+def timed_out(where: str, config: RewardConfig) -> RewardOutcome:
+    """The outcome of a call that passed its deadline."""
+    text = (
+        f"{where}: the call took longer than timeout_s = {config.timeout_s:g}; what is slow once belongs in warm_up()"
+    )
+    return RewardOutcome(None, "timeout", text.removeprefix(": "))
+
+
+def failed(outcome: RewardOutcome, request: RewardRequest, index: int | None) -> list[RewardOutcome]:
+    """The failure for every response of a call."""
+    return [outcome] * (_count(request, index) or 1)
+
+
+def _count(request: RewardRequest, index: int | None) -> int | None:
+    return len(request.responses) if index is None else None
+
+
+def _text(error: BaseException) -> str:
+    return str(error) if isinstance(error, RewardFunctionError) else failure_text(error)

@@ -73,13 +73,25 @@ def environment_metrics(groups: Sequence[Group], family: str) -> dict[str, float
 
     A metric is averaged over the trajectories that have it: one that was cut off before its first action may not.
     """
-    by_tag: dict[str, list[Trajectory]] = {}
-    for group in groups:
-        by_tag.setdefault(group.tag, []).extend(group.trajectories)
+    actions = {
+        f"{family}/{tag}/num_actions": statistics.fmean(len(trajectory.turns) for trajectory in trajectories)
+        for tag, trajectories in _by_tag(groups)
+    }
+    return actions | reported_metrics(groups, family)
+
+
+def reported_metrics(groups: Sequence[Group], family: str) -> dict[str, float]:
+    """`<family>/<tag>/...`: what environments or rewards report, each as mean over the trajectories that have it."""
     metrics = {}
-    for tag, trajectories in sorted(by_tag.items()):
-        metrics[f"{family}/{tag}/num_actions"] = statistics.fmean(len(trajectory.turns) for trajectory in trajectories)
+    for tag, trajectories in _by_tag(groups):
         for name in dict.fromkeys(name for trajectory in trajectories for name in trajectory.metrics):
             values = [trajectory.metrics[name] for trajectory in trajectories if name in trajectory.metrics]
             metrics[f"{family}/{tag}/{name}"] = statistics.fmean(values)
     return metrics
+
+
+def _by_tag(groups: Sequence[Group]) -> list[tuple[str, list[Trajectory]]]:
+    by_tag: dict[str, list[Trajectory]] = {}
+    for group in groups:
+        by_tag.setdefault(group.tag, []).extend(group.trajectories)
+    return sorted(by_tag.items())

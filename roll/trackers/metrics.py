@@ -72,6 +72,9 @@ ROLLOUT = (
     ),
     Metric("rollout/tokens_per_second", "tokens/s", "Response tokens per second of generation (time/generate)."),
     Metric("batch_hook/<name>", "varies", "A metric that the class of async_training.batch_hook_class returned."),
+    Metric(
+        "reward/<tag>/<metric>", "varies", "Mean over the responses of a number that the reward returns with the score."
+    ),
     Metric("env/<tag>/num_actions", "actions", "Mean number of actions of a trajectory."),
     Metric("env/<tag>/<metric>", "varies", "Mean over trajectories of a metric that the environment reports."),
     Metric("env/failures_<reason>", "environments", "Environments that failed for this reason since the run began."),
@@ -157,7 +160,9 @@ VALIDATION = (
     Metric("val/<name>/score", "score", "Mean reward over the validation prompts with this tag."),
     Metric("val/response_length_mean", "tokens", "Mean validation response length."),
     Metric("val/<tag>/num_actions", "actions", "Mean number of actions of a validation trajectory."),
-    Metric("val/<tag>/<metric>", "varies", "Mean over validation trajectories of a metric of the environment."),
+    Metric(
+        "val/<tag>/<metric>", "varies", "Mean over validation trajectories of a metric of the environment or reward."
+    ),
     Metric("val/replayed_groups", "groups", "Validation groups that failed and were repeated."),
     Metric("val/seconds", "s", "Duration of the validation."),
     Metric("val/loss", "nats", "SFT: mean negative log-likelihood of the answer tokens."),

@@ -18,8 +18,6 @@ REFUSED = {
     f"{TRAIN}.tags=[Lake,Lake]": f"{TRAIN}.tags: contains Lake twice; list it once, with its share in num_groups_",
     "custom_envs.Lake.env_type=frozen_lak": "custom_envs.Lake.env_type: 'frozen_lak' is not an environment; did you "
     "mean frozen_lake? known: ",
-    "custom_envs.Lake.env_type=no_such_module:Env": "custom_envs.Lake.env_type: 'no_such_module:Env': importing "
-    "no_such_module failed",
     "custom_envs.Lake.env_config.sice=5": "custom_envs.Lake.env_config.sice: unknown key; did you mean size? known: ",
     "custom_envs.Lake.env_config.size=1": "custom_envs.Lake.env_config.size: 1 is too small; the least allowed is 2",
     "custom_envs.Lake.env_config.max_steps=5": "custom_envs.Lake.max_steps: 6 is not env_config.max_steps 5; keep one",

@@ -52,8 +52,7 @@ BATCH = {
 
 ALGORITHM = {
     "adv_estimator=gpro": "adv_estimator: 'gpro' is not known; known: grpo, reinforce, rloo, ",
-    "actor_train.pg_variant=topper": "actor_train.pg_variant: 'topper' is not known; known: ppo, vanilla, tis, topr, "
-    "cispo, kimi15, gspo, decoupled_ppo; did you mean topr?",
+    "actor_train.pg_variant=topper": "actor_train.pg_variant: 'topper' is not known; known: ppo, vanilla, tis, ",
     "num_return_sequences_in_group=1 rollout_batch_size=512": "num_return_sequences_in_group: 1 gives every sample of "
     "grpo advantage 0, so nothing is learned; use at least 2",
     "is_num_return_sequences_expand=false": "is_num_return_sequences_expand: false is not available",

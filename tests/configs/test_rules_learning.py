@@ -7,14 +7,7 @@ from pathlib import Path
 import pytest
 
 from roll.algorithms.policy_losses import PolicyLossConfig
-from roll.configs.policy import (
-    BEHAVIOR_VARIANTS,
-    FOLLOWING_VARIANTS,
-    GROUP_ESTIMATORS,
-    PG_VARIANTS,
-    RATIO_WEIGHTED_VARIANTS,
-    VARIANT_KEYS,
-)
+from roll.configs.policy import GROUP_ESTIMATORS, PG_VARIANTS, VARIANT_KEYS
 from roll.configs.rules import check
 from tests.configs.samples import refusal, rlvr
 
@@ -143,12 +136,6 @@ def test_key_of_another_variant_names_its_variants(tmp_path: Path, key: str) -> 
     value = {"topr_level": "sequence", "dual_clip_loss": "true", "cispo_use_unified_mask": "true", "dual_clip_c": 4}
     message = refusal(tmp_path, f"{VARIANT}=vanilla", f"{key}={value.get(key, 0.7)}")
     assert f"{key}: has no effect: it belongs to actor_train.pg_variant {' or '.join(VARIANT_KEYS[key])}" in message
-
-
-def test_every_variant_is_classified() -> None:
-    assert {*FOLLOWING_VARIANTS, *BEHAVIOR_VARIANTS, "vanilla", "decoupled_ppo"} == set(PG_VARIANTS)
-    assert {name for names in VARIANT_KEYS.values() for name in names} | {"vanilla"} == set(PG_VARIANTS)
-    assert set(RATIO_WEIGHTED_VARIANTS) < set(PG_VARIANTS)
 
 
 def test_importance_sampling_is_another_spelling_of_token_weights(tmp_path: Path) -> None:

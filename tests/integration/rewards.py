@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from roll.rewards.pool import OTHER_ANSWER
+
 
 def length_reward(response: str, ground_truth: str, config: Any) -> float:
     """Something a random model varies in: the share of characters that are digits or lower-case letters."""
@@ -11,5 +13,7 @@ def length_reward(response: str, ground_truth: str, config: Any) -> float:
 
 
 def broken_reward(response: str, ground_truth: str, config: Any) -> float:
-    """Cannot score anything."""
+    """Passes the trial before a run and can score nothing else."""
+    if response in (ground_truth, OTHER_ANSWER):
+        return 0.0
     raise RuntimeError("the dog ate it")

@@ -112,8 +112,9 @@ def test_pipeline_parallel_reference_and_token_budget_run_together(shared_runs, 
 
 
 def test_a_reward_that_fails_ends_the_run_with_its_cause(shared_runs, inputs, tmp_path):
-    reward = {"function": "tests.integration.rewards:broken_reward"}
-    config = recipe(inputs, tmp_path, eval_steps=0, rewards__math_rule=reward)
+    """The reward is a module beside the recipe, and so not in the current folder."""
+    (tmp_path / "rewards_beside.py").write_text("from tests.integration.rewards import broken_reward as mine\n")
+    config = recipe(inputs, tmp_path, eval_steps=0, rewards__math_rule={"function": "rewards_beside:mine"})
     code, output = shared_runs.run(config)
     assert code == 1
     text = " ".join(output.split())

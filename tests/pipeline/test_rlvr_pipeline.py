@@ -16,14 +16,16 @@ from roll.configs.pipeline import RLVRConfig
 from roll.configs.policy import ADV_ESTIMATORS
 from roll.datasets.templates import EncodedPrompt
 from roll.pipeline.rlvr_pipeline import RLVRWorker, Scorer
-from roll.rewards.reward_process import RewardOutcome
+from roll.rewards.calling import RewardOutcome, RewardRequest
 from roll.rollout.engine_pool import EnginePool
 from roll.rollout.ledger import PromptRequest
 from roll.rollout.timers import StepClock
 from roll.rollout.types import Group, SamplingParams
 from tests.pipeline.agents import Engines, decode, one_of
 
-PROMPTS = [EncodedPrompt(id=f"p{i}", tag="math", ids=[7, i + 1], ground_truth=str(i)) for i in range(5)]
+PROMPTS = [
+    EncodedPrompt(id=f"p{i}", tag="math", ids=[7, i + 1], ground_truth=str(i), row={"level": i}) for i in range(5)
+]
 SAMPLING = SamplingParams(max_new_tokens=8)
 
 
@@ -32,11 +34,13 @@ class LengthScorer(Scorer):
 
     def __init__(self, fails: Callable[[str], bool] = lambda text: False) -> None:
         class Pool:
-            async def score(self, pairs: list[tuple[str, str]]) -> list[RewardOutcome]:
-                return [
-                    RewardOutcome(None, "raised", "ValueError: no") if fails(text) else RewardOutcome(float(len(text)))
-                    for text, _ in pairs
-                ]
+            async def score(self, requests: list[RewardRequest]) -> list[list[RewardOutcome]]:
+                return [[self.outcome(text, request) for text in request.responses] for request in requests]
+
+            def outcome(self, text: str, request: RewardRequest) -> RewardOutcome:
+                if fails(text):
+                    return RewardOutcome(None, "raised", "ValueError: no")
+                return RewardOutcome(float(len(text)), metrics={"level": float(request.row["level"])})
 
             def close(self) -> None:
                 pass
@@ -78,6 +82,12 @@ def test_all_groups_are_generated_in_one_call_and_scored():
             assert trajectory.score == len(turn.text) and trajectory.stop == "terminated"
 
 
+def test_numbers_that_the_reward_returns_are_metrics_of_the_batch():
+    made = worker(2)
+    groups = generated(made, 5)
+    assert made.metrics(groups, version=1)["reward/math/level"] == 2.0
+
+
 def test_a_response_cut_at_the_length_limit_is_marked():
     [group] = generated(worker(1, Engines(one_of("1" * 100))), 1)
     assert group.trajectories[0].stop == "sequence_length"
@@ -107,6 +117,7 @@ def test_a_validation_replays_a_failed_group_with_the_same_seeds():
     metrics = asyncio.run(worker(engines=engines).validate())
     assert metrics == {
         "val/math/score": 2.0,
+        "val/math/level": 1.0,
         "val/score": 2.0,
         "val/response_length_mean": 3.0,
         "val/replayed_groups": 1,

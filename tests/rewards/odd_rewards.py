@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from typing import Any
@@ -23,6 +24,17 @@ def behave(response: str, ground_truth: str, config: RewardConfig) -> Any:
         os._exit(7)
     odd = {"nan": float("nan"), "infinite": float("-inf"), "text": "good", "nothing": None, "two": [1.0, 0.0]}
     return odd[response] if response in odd else float(response)
+
+
+def rank(responses: list[str]) -> list[float]:
+    """The rank of each response by its length."""
+    return [float(sorted(responses, key=len).index(response)) for response in responses]
+
+
+async def slow(response: str) -> dict[str, float]:
+    """Waits as long as the response says."""
+    await asyncio.sleep(float(response))
+    return {"score": float(response), "loop": float(id(asyncio.get_running_loop()))}
 
 
 NOT_A_FUNCTION = 3

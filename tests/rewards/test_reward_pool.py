@@ -2,15 +2,19 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
 
 import psutil
 import pytest
 
 from roll.configs.pipeline import RewardConfig
-from roll.rewards.pool import RewardFunctionError, RewardPool, RewardSelfTestError
+from roll.configs.user_code import UserCodeError
+from roll.rewards.calling import RewardFunctionError, RewardRequest
+from roll.rewards.pool import RewardPool, RewardSelfTestError
 from roll.rewards.reward_process import load_reward_function
 
 ODD = "tests.rewards.odd_rewards:behave"
@@ -27,10 +31,10 @@ def test_every_kind_of_failure_is_classified_and_affects_no_other_sample():
 
     async def run():
         async with RewardPool(RewardConfig(function=ODD, timeout_s=0.5, world_size=2)) as pool:
-            return await pool.score([(behaviour, "") for behaviour in behaviours])
+            return await pool.score([RewardRequest((behaviour,), "") for behaviour in behaviours])
 
     before = set(pool_processes(os.getpid()))
-    outcomes = dict(zip(behaviours, asyncio.run(run()), strict=True))
+    outcomes = {behaviour: outcome for behaviour, [outcome] in zip(behaviours, asyncio.run(run()), strict=True)}
     assert {name: outcome.score for name, outcome in outcomes.items() if outcome.reason is None} == {
         "0.5": 0.5,
         "1": 1.0,
@@ -48,7 +52,9 @@ def test_every_kind_of_failure_is_classified_and_affects_no_other_sample():
         "two": "wrong_type",
     }
     assert all(outcome.score is None for outcome in outcomes.values() if outcome.reason)
-    assert "cannot judge this" in outcomes["raise"].detail
+    assert re.match(
+        r"tests/rewards/odd_rewards.py:\d+: RuntimeError: cannot judge this\n    raise", outcomes["raise"].detail
+    )
     assert "exit code 7" in outcomes["die"].detail
     assert "of length 2" in outcomes["two"].detail
     assert "timeout_s = 0.5" in outcomes["hang"].detail
@@ -60,11 +66,11 @@ def test_the_math_rule_passes_its_self_test_and_scores_are_in_order():
         async with RewardPool(RewardConfig()) as pool:
             assert await pool.self_test() > 0
             assert await pool.score([]) == []
-            items = [(f"{n}+{n}={2 * n}", str(2 * n + n % 2)) for n in range(2000)]
-            return await pool.score(items)
+            groups = [RewardRequest((f"{n}+{n}={2 * n}", "no"), str(2 * n + n % 2)) for n in range(2000)]
+            return await pool.score(groups)
 
-    outcomes = asyncio.run(run())
-    assert [outcome.score for outcome in outcomes] == [1.0, 0.0] * 1000
+    scores = [[outcome.score for outcome in outcomes] for outcomes in asyncio.run(run())]
+    assert scores == [[1.0, 0.0], [0.0, 0.0]] * 1000
 
 
 def test_a_failed_self_test_names_the_sample_and_close_cancels_running_calls():
@@ -72,7 +78,7 @@ def test_a_failed_self_test_names_the_sample_and_close_cancels_running_calls():
         pool = RewardPool(RewardConfig(function=ODD, timeout_s=60))
         with pytest.raises(RewardSelfTestError, match=r"'2' against '1' should score 1.0, got 2.0"):
             await pool.self_test()
-        waiting = asyncio.ensure_future(pool.score([("hang", "")]))
+        waiting = asyncio.ensure_future(pool.score([RewardRequest(("hang",), "")]))
         await asyncio.sleep(0.2)
         pool.close()
         pool.close()
@@ -85,15 +91,15 @@ def test_a_failed_self_test_names_the_sample_and_close_cancels_running_calls():
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("math_reward", "write module:function"),
-        ("tests.rewards.nowhere:behave", "importing tests.rewards.nowhere failed"),
-        ("tests.rewards.odd_rewards:behav", "has no function behav; it has .*behave"),
-        ("tests.rewards.odd_rewards:NOT_A_FUNCTION", "has no function NOT_A_FUNCTION"),
+        ("math_reward", "'math_reward': write module:name"),
+        ("tests.rewards.nowhere:behave", "there is no module tests.rewards.nowhere"),
+        ("tests.rewards.odd_rewards:behav", "the module has no behav; did you mean behave"),
+        ("tests.rewards.odd_rewards:NOT_A_FUNCTION", "has NOT_A_FUNCTION, which is a int"),
     ],
 )
 def test_an_unknown_function_is_an_error_that_lists_the_functions(function, message):
-    with pytest.raises(RewardFunctionError, match=message):
-        load_reward_function(function)
+    with pytest.raises(UserCodeError, match=message):
+        load_reward_function(RewardConfig(function=function))
 
 
 def test_starting_the_pool_with_an_unknown_function_is_an_error():
@@ -101,19 +107,62 @@ def test_starting_the_pool_with_an_unknown_function_is_an_error():
         async with RewardPool(RewardConfig(function="tests.rewards.odd_rewards:behav")):
             pass
 
-    with pytest.raises(RewardFunctionError, match="has no function behav"):
+    with pytest.raises(RewardFunctionError, match="the module has no behav"):
         asyncio.run(run())
+
+
+def test_a_group_function_scores_all_responses_in_one_call():
+    async def run():
+        async with RewardPool(RewardConfig(function="tests.rewards.odd_rewards:rank", world_size=2)) as pool:
+            return await pool.score([RewardRequest(("aa", "b", "cccc"), ""), RewardRequest(("dd", "e"), "")])
+
+    outcomes = asyncio.run(run())
+    assert [[outcome.score for outcome in of_group] for of_group in outcomes] == [[1.0, 0.0, 2.0], [1.0, 0.0]]
+
+
+def test_coroutines_run_at_the_same_time_in_one_loop_and_have_their_own_deadlines():
+    async def run():
+        async with RewardPool(RewardConfig(function="tests.rewards.odd_rewards:slow", timeout_s=1)) as pool:
+            start = time.perf_counter()
+            first = await pool.score([RewardRequest(("0.5",) * 19 + ("30",), "")])
+            return first[0], await pool.score([RewardRequest(("0",), "")]), time.perf_counter() - start
+
+    first, second, seconds = asyncio.run(run())
+    assert [outcome.score for outcome in first[:19]] == [0.5] * 19 and first[19].reason == "timeout"
+    assert second[0][0].score == 0 and seconds < 5
+    assert {outcome.metrics["loop"] for outcome in first[:19]} == {second[0][0].metrics["loop"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("divide", r"^tests/rewards/odd_rewards.py:\d+: ZeroDivisionError: .*\n    return 1 / 0"),
+        ("forget", r"^tests/rewards/odd_rewards.py:\d+: forget returned None; return one number"),
+        ("sleep", r"^tests/rewards/odd_rewards.py:\d+: the call took longer than timeout_s = 0.5"),
+        ("ask", r"asks for reference, which is neither a column of the data \(level\) nor one of response, "),
+        ("short", r"^tests/rewards/odd_rewards.py:\d+: short returned 1 scores for 2 responses; return one for each"),
+    ],
+)
+def test_a_trial_on_the_first_prompt_reports_file_and_line_first(name, message):
+    async def run():
+        async with RewardPool(RewardConfig(function=f"tests.rewards.broken_rewards:{name}", timeout_s=0.5)) as pool:
+            await pool.self_test([RewardRequest((), "5", row={"level": 1}, id="data:1")])
+
+    with pytest.raises(RewardSelfTestError, match=message.replace("odd_rewards", "broken_rewards")) as caught:
+        asyncio.run(run())
+    assert "for the first prompt of its data (data:1)" in str(caught.value)
 
 
 DRIVER = f"""
 import asyncio
 from roll.configs.pipeline import RewardConfig
+from roll.rewards.calling import RewardRequest
 from roll.rewards.pool import RewardPool
 
 async def main():
     async with RewardPool(RewardConfig(function={ODD!r}, timeout_s=600)) as pool:
         print("ready", flush=True)
-        await pool.score([("hang", "")])
+        await pool.score([RewardRequest(("hang",), "")])
 
 if __name__ == "__main__":
     asyncio.run(main())

@@ -17,12 +17,18 @@ ENVIRONMENTS = "roll.envs.registry"
 
 
 def check_environments(config: AgenticConfig, report: Report) -> None:
-    """Creates one environment of each entry, which is cheap, and reports its errors."""
+    """Creates one environment of each entry, which is cheap, and reports its errors.
+
+    A class of the user's, `module:Class`, is left out: it is tried in a process of its own, which may hang or die
+    (`roll.envs.self_test`).
+    """
     if not config.custom_envs:
         report.error("custom_envs", "is empty, so there is no environment; describe one, such as Lake: {}")
         return
     make_env: Callable[..., Any] = import_module(ENVIRONMENTS).make_env
     for tag, entry in config.custom_envs.items():
+        if ":" in str(entry.env_type):
+            continue
         try:
             make_env(entry.env_type, entry.env_config, f"custom_envs.{tag}")
         except ConfigError as error:

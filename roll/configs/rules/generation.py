@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from roll.configs.agentic import AgenticConfig
 from roll.configs.asynchronous import max_batches_ready, versions_ahead
 from roll.configs.errors import Report
@@ -167,7 +169,12 @@ def check_rewards(config: RLConfig, report: Report) -> None:
 
 def _check_reward(path: str, reward: RewardConfig, report: Report) -> None:
     if not _names_code(reward.function):
-        report.error(f"{path}.function", f"{reward.function!r} is not the name of a function; write module:function")
+        file, _, name = reward.function.rpartition(":")
+        stem = os.path.basename(file).removesuffix(".py")
+        hint = f", here {stem}:{name}, with {stem}.py beside the YAML file" if file.endswith(".py") else ""
+        report.error(
+            f"{path}.function", f"{reward.function!r} is not the name of a function; write module:function{hint}"
+        )
     if reward.function == RewardConfig().function and reward.correct_score == reward.wrong_score:
         report.error(
             f"{path}.correct_score",

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import Report
 from roll.configs.pipeline import RLConfig, RLVRConfig
-from roll.configs.policy import ADV_ESTIMATORS, GROUP_ESTIMATORS, PG_VARIANTS, RATIO_WEIGHTED_VARIANTS, TURN_ESTIMATORS
+from roll.configs.policy import ADV_ESTIMATORS, GROUP_ESTIMATORS, PG_VARIANTS, TURN_ESTIMATORS, traits_of
 from roll.configs.suggestions import nearest
 
 
 def check_algorithm(config: RLConfig, report: Report) -> None:
     """Names are known, groups are large enough, and terms that are on have a weight."""
     check_name("adv_estimator", config.adv_estimator, ADV_ESTIMATORS, report)
-    check_name("actor_train.pg_variant", config.actor_train.pg_variant, PG_VARIANTS, report)
+    check_name("actor_train.pg_variant", config.actor_train.pg_variant, [*PG_VARIANTS], report)
     if config.adv_estimator in TURN_ESTIMATORS and isinstance(config, RLVRConfig):
         report.error(
             "adv_estimator",
@@ -84,17 +84,18 @@ def check_policy(config: RLConfig, report: Report) -> None:
 
 def _check_base(config: RLConfig, report: Report) -> None:
     variant = config.actor_train.pg_variant
-    if variant == "decoupled_ppo" and config.pg_ratio_base == "behavior":
+    needs_proximal = traits_of(variant).ratio_base == "proximal"
+    if needs_proximal and config.pg_ratio_base == "behavior":
         report.error(
             "pg_ratio_base",
-            "behavior leaves decoupled_ppo without its proximal policy; leave it out, or use pg_variant ppo",
+            f"behavior leaves {variant} without its proximal policy; leave it out, or use pg_variant ppo",
         )
     if config.old_log_probs_source != "behavior":
         return
-    if variant == "decoupled_ppo":
+    if needs_proximal:
         report.error(
             "old_log_probs_source",
-            "behavior makes the proximal policy of decoupled_ppo the sampling one, so its weights are 1; leave it out, "
+            f"behavior makes the proximal policy of {variant} the sampling one, so its weights are 1; leave it out, "
             "or use pg_variant ppo",
         )
     elif config.pg_ratio_base == "proximal":
@@ -145,7 +146,10 @@ def _inside(value: float, lower: float | None, upper: float | None) -> bool:
 
 def _check_counted_once(config: RLConfig, report: Report) -> None:
     variant, weights = config.actor_train.pg_variant, config.correction.weights
-    if not config.correction.weighted or variant not in RATIO_WEIGHTED_VARIANTS or config.pg_ratio_base != "behavior":
+    traits = traits_of(variant)
+    if traits.ratio_base == "proximal" or not traits.multiplies_ratio:
+        return
+    if not config.correction.weighted or config.pg_ratio_base != "behavior":
         return
     report.error(
         "correction.weights.level",
@@ -160,14 +164,15 @@ def _check_corrected(config: RLConfig, report: Report) -> None:
     variant = config.actor_train.pg_variant
     if config.correction.weighted:
         return
-    if variant == "vanilla" and "actor_train.pg_variant" in config.source.given:
+    reads_ratio = traits_of(variant).reads_ratio
+    if not reads_ratio and "actor_train.pg_variant" in config.source.given:
         report.warn(
             "actor_train.pg_variant",
-            "vanilla does not correct for the age of samples; ppo and tis do, and vanilla does with "
+            f"{variant} does not correct for the age of samples; ppo and tis do, and {variant} does with "
             "correction.weights.level: token",
         )
         return
-    if config.pg_ratio_base == "behavior" and variant != "vanilla":
+    if config.pg_ratio_base == "behavior" and reads_ratio:
         return
     path = "pg_ratio_base" if "pg_ratio_base" in config.source.given else "old_log_probs_source"
     message = (

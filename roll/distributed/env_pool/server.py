@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from roll.configs.user_code import users_frame
 from roll.distributed.env_pool.types import EnvError, ResetResult, StepResult
 from roll.distributed.processes import end_with_parent, print_to
 from roll.distributed.rpc_batching import RpcActor, RpcServer
@@ -70,7 +71,7 @@ class EnvServer:
         except BaseException as error:
             traceback.print_exc(file=sys.stderr)
             self._envs.pop(key, None)
-            frame = traceback.extract_tb(error.__traceback__)[-1]
+            frame = users_frame(error) or traceback.extract_tb(error.__traceback__)[-1]
             return EnvError(f"{type(error).__name__}: {error}", f"{frame.filename}:{frame.lineno} in {frame.name}")
 
 

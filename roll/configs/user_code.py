@@ -1,0 +1,174 @@
+"""Code that a configuration names as `module:name`: where it is searched, how it is imported, and where it failed."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import linecache
+import os
+import sys
+import sysconfig
+import threading
+import traceback
+from collections.abc import Callable
+from multiprocessing import parent_process
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from roll.configs.suggestions import nearest
+
+MAX_MESSAGE_LENGTH = 500
+"""Characters of an exception's message that are shown."""
+
+OWN_FOLDER = str(Path(__file__).resolve().parents[1]) + os.sep
+"""Folder of this package; its frames are not the user's."""
+
+LIBRARIES = tuple({os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "purelib", "platlib")})
+"""Folders of Python and of installed packages; their frames are the user's only where nothing else is."""
+
+
+class UserCodeError(ValueError):
+    """Named code does not exist, cannot be imported or fails; the message begins with the user's file and line.
+
+    Attributes:
+        missing: the module, or one that it imports, is not on this machine; another machine may have it.
+    """
+
+    def __init__(self, message: str, missing: bool = False) -> None:
+        super().__init__(message)
+        self.missing = missing
+
+
+def search_modules_beside(config_file: str | Path) -> None:
+    """Lets a configuration name modules of the current folder and of its own folder.
+
+    Both come last on the import path, so that a file of the user replaces no installed module. The processes of a run
+    search where this one does.
+    """
+    for folder in (os.getcwd(), os.path.dirname(os.path.abspath(config_file))):
+        if folder not in sys.path:
+            sys.path.append(folder)
+
+
+def import_named(name: str, fits: Callable[[Any], bool]) -> tuple[ModuleType, Any]:
+    """The module and the value that `module:name` names.
+
+    Args:
+        name: of the form `module:name`.
+        fits: whether a value can be what is wanted; such values are offered where the name does not exist.
+
+    Raises:
+        UserCodeError: the form is wrong, the import fails, or the module has no such value.
+    """
+    module_name, colon, attribute = name.partition(":")
+    if not (module_name and colon and attribute):
+        raise UserCodeError(f"{name!r}: write module:name")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise UserCodeError(failure_text(error), missing=True) from error
+        raise UserCodeError(_not_found(name, error.name), missing=True) from error
+    except (Exception, SystemExit) as error:
+        raise UserCodeError(failure_text(error), missing=isinstance(error, ImportError)) from error
+    found = getattr(module, attribute, None)
+    if not fits(found):
+        raise UserCodeError(_does_not_fit(name, module, attribute, found, fits))
+    return module, found
+
+
+def failure_text(error: BaseException) -> str:
+    """`file:line: class: message` with the line of code below it, of the innermost frame in the user's own code.
+
+    Without a location where the error did not pass through the user's code.
+    """
+    message = f"{type(error).__name__}: {error}".rstrip(": ")
+    if len(message) > MAX_MESSAGE_LENGTH:
+        message = f"{message[:MAX_MESSAGE_LENGTH]}..."
+    if isinstance(error, SyntaxError) and error.filename and error.lineno:
+        return _at(error.filename, error.lineno, f"{type(error).__name__}: {error.msg}")
+    frame = users_frame(error)
+    return message if frame is None else _at(frame.filename, frame.lineno or 1, message)
+
+
+def users_frame(error: BaseException) -> traceback.FrameSummary | None:
+    """The innermost frame of an error in the user's own code, if it passed through any."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return next((frame for frame in reversed(frames) if _is_users(frame.filename)), None)
+
+
+def definition_of(code: Any) -> str:
+    """`file:line` where a function or class is defined; empty if Python does not know it."""
+    try:
+        file = inspect.getsourcefile(inspect.unwrap(code))
+        line = inspect.getsourcelines(inspect.unwrap(code))[1]
+    except (TypeError, OSError, ValueError):
+        return ""
+    return f"{shown_path(file)}:{max(line, 1)}" if file else ""
+
+
+def shown_path(file: str) -> str:
+    """The path as a user would write it: relative to the current folder if it is below it."""
+    inside = os.path.relpath(file)
+    return file if inside.startswith(os.pardir) else inside
+
+
+def start_user_process() -> None:
+    """Prepares a process that runs the user's code.
+
+    It ends with its parent, even while that code hangs, and what the code prints goes to stderr, since it is no output
+    of a command.
+    """
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    os.dup2(2, 1)
+
+
+def _exit_with_parent() -> None:
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def user_folders() -> list[str]:
+    """Folders of the import path that are neither Python's nor those of installed packages or of this project."""
+    folders = [os.path.abspath(entry) for entry in sys.path if os.path.isdir(entry or os.curdir)]
+    others = [folder for folder in dict.fromkeys(folders) if not f"{os.path.realpath(folder)}/".startswith(LIBRARIES)]
+    return [folder for folder in others if f"{folder}/roll/" != OWN_FOLDER]
+
+
+def _is_users(file: str) -> bool:
+    if file.startswith("<"):
+        return False
+    real = os.path.realpath(file)
+    return not real.startswith((OWN_FOLDER, *LIBRARIES))
+
+
+def _at(file: str, line: int, message: str) -> str:
+    code = linecache.getline(file, line).strip()
+    return f"{shown_path(file)}:{line}: {message}" + (f"\n    {code}" if code else "")
+
+
+def _not_found(name: str, missing: str) -> str:
+    folders = user_folders()
+    files = [Path(folder, entry) for folder in folders for entry in sorted(os.listdir(folder)) if entry.endswith(".py")]
+    like = nearest(missing.rpartition(".")[2], [file.stem for file in files])
+    hint = f"; did you mean {like}?" if like else ""
+    return f"{name!r}: there is no module {missing}{hint} (searched {', '.join(folders)}, and installed packages)"
+
+
+def _does_not_fit(name: str, module: ModuleType, attribute: str, found: Any, fits: Callable[[Any], bool]) -> str:
+    file = getattr(module, "__file__", None)
+    where = shown_path(file) if file else module.__name__
+    own = [key for key, value in vars(module).items() if not key.startswith("_") and fits(value)]
+    own = [key for key in own if getattr(getattr(module, key), "__module__", module.__name__) == module.__name__]
+    like = nearest(attribute, own)
+    problem = f"has no {attribute}" if found is None else f"has {attribute}, which is a {type(found).__name__}"
+    hint = f"; did you mean {like}?" if like else ""
+    offered = f"; it has {', '.join(own)}" if own else ""
+    relative = Path(*module.__name__.split("."))
+    twins = [str(twin) for folder in user_folders() if (twin := Path(folder, relative.with_suffix(".py"))).is_file()]
+    hidden = [shown_path(twin) for twin in twins if file is None or not os.path.samefile(twin, file)]
+    other = f"; {hidden[0]} has the same name and is not used, rename it" if hidden else ""
+    return f"{where}: {name!r}: the module {problem}{hint}{offered}{other}"

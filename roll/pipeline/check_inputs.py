@@ -1,0 +1,137 @@
+"""Tries what a run reads from the user before anything starts: data, tokenizer, reward functions and environments.
+
+`roll plan` and `roll run` do this; it imports no torch and takes seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from roll.configs.agentic import AgenticConfig
+from roll.configs.errors import Report
+from roll.configs.pipeline import BaseConfig, RewardConfig, RLVRConfig, SFTConfig
+from roll.configs.roles import DataArguments
+from roll.datasets.prompts import Prompt, read_prompt
+from roll.datasets.records import DatasetError, read_first
+from roll.datasets.sft import read_prompt_response
+from roll.envs.self_test import NOTICE_S, EnvTrial, try_environments
+from roll.rewards.calling import RewardFunctionError, RewardRequest
+from roll.rewards.pool import START_TIMEOUT_S, MissingRewardError, RewardPool, RewardSelfTestError
+
+CHECKED_ROWS = 50_000
+"""Rows of each data file that are checked; a larger file would delay the start by more than seconds."""
+
+SHOWN_ROWS = 5
+"""Broken rows of a data file that are listed."""
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model")
+"""Files of which every folder with a tokenizer has one."""
+
+
+def check_inputs(config: BaseConfig) -> Report:
+    """What is wrong with the data, tokenizers, rewards and environments that a run would use.
+
+    Data files and folders that are not on this machine are left out, since the rules of the configuration report them.
+    Problems with the user's code have no path: their text begins with the user's file and line.
+    """
+    report = Report()
+    _check_tokenizers(config, report)
+    if isinstance(config, RLVRConfig):
+        prompts = _check_data(config, report, read_prompt)
+        asyncio.run(_check_rewards(config.rewards, prompts, report))
+    elif isinstance(config, SFTConfig):
+        _check_data(config, report, read_prompt_response)
+    elif isinstance(config, AgenticConfig):
+        trials = [
+            EnvTrial(f"custom_envs.{tag}", entry.env_type, entry.env_config)
+            for tag, entry in config.custom_envs.items()
+            if ":" in entry.env_type  # the rules make the others
+        ]
+        for problem in try_environments(trials, config.env_step_timeout_s) if trials else []:
+            report.error("", problem)
+    return report
+
+
+def _check_tokenizers(config: BaseConfig, report: Report) -> None:
+    """The folder of the trained model has a tokenizer that can be read."""
+    name = config.actor_train.model_args.model_name_or_path
+    if name is None or not os.path.isdir(name):
+        return
+    path = "pretrain" if name == config.pretrain else "actor_train.model_args.model_name_or_path"
+    folder = Path(name)
+    if not any((folder / file).is_file() for file in TOKENIZER_FILES):
+        report.missing_resource(
+            path,
+            f"{name} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}); copy the files of the "
+            "tokenizer from the model it was made from",
+        )
+    elif (folder / TOKENIZER_FILES[0]).is_file():
+        from tokenizers import Tokenizer
+
+        try:
+            Tokenizer.from_file(str(folder / TOKENIZER_FILES[0]))
+        except Exception as error:  # the library raises Exception itself
+            report.error(path, f"{folder / TOKENIZER_FILES[0]} cannot be read as a tokenizer: {error}")
+
+
+def _check_data(config: BaseConfig, report: Report, read: Callable[..., Any]) -> list[Any]:
+    """The first rows of every data file of training and validation; what is broken goes into the report."""
+    found: list[Any] = []
+    for role in ["actor_train"] + (["validation"] if config.eval_steps else []):
+        args: DataArguments = getattr(config, role).data_args
+        for file in filter(os.path.isfile, args.file_name):
+            try:
+                rows, errors = read_first(file, CHECKED_ROWS, partial(read, data_args=args))
+            except DatasetError as error:
+                rows, errors = [], [error]
+            found += rows
+            for broken in errors[:SHOWN_ROWS]:
+                report.error(f"{role}.data_args", str(broken))
+            if len(errors) > SHOWN_ROWS:
+                more = len(errors) - SHOWN_ROWS
+                report.error(f"{role}.data_args", f"{file}: {more} more of its first {CHECKED_ROWS:,} rows are broken")
+    return found
+
+
+async def _check_rewards(rewards: dict[str, RewardConfig], prompts: list[Prompt], report: Report) -> None:
+    """Every reward is imported, passes its own SELF_TEST, and scores the first prompt of each of its tags."""
+    first: dict[str, Prompt] = {}
+    for prompt in prompts:
+        first.setdefault(prompt.tag, prompt)
+    requests: dict[str, list[RewardRequest]] = {name: [] for name in rewards}
+    for tag, prompt in first.items():
+        name = next(
+            (name for name, reward in rewards.items() if not reward.tag_included or tag in reward.tag_included), None
+        )
+        if name is None:
+            known = {name: reward.tag_included for name, reward in rewards.items()}
+            report.error("rewards", f"no reward scores samples tagged {tag!r}; rewards and their tag_included: {known}")
+        else:
+            request = RewardRequest((), prompt.ground_truth, prompt.question, prompt.row, prompt.tag, prompt.id)
+            requests[name].append(request)
+    await asyncio.gather(*(_check_reward(name, rewards[name], requests[name], report) for name in rewards))
+
+
+async def _check_reward(name: str, reward: RewardConfig, first: list[RewardRequest], report: Report) -> None:
+    if not first and reward.function.startswith("roll."):
+        return  # nothing of the user's takes part
+    pool = RewardPool(replace(reward, world_size=1))
+    trial = asyncio.ensure_future(pool.self_test(first))
+    try:
+        if not (await asyncio.wait([trial], timeout=NOTICE_S))[0]:
+            limits = f"at most {START_TIMEOUT_S:g} s for its import and timeout_s {reward.timeout_s:g} s for a call"
+            print(f"rewards.{name}: the trial of {reward.function} has taken {NOTICE_S:g} s; {limits}", file=sys.stderr)
+        await trial
+    except MissingRewardError as error:
+        report.missing_resource("", f"{error}\n    rewards.{name} was imported before the run")
+    except (RewardFunctionError, RewardSelfTestError) as error:
+        report.error("", f"{error}\n    rewards.{name} was tried before the run")
+    finally:
+        pool.close()

@@ -1,0 +1,277 @@
+"""How a reward function is called, by the names of its parameters, and which results it may return."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, Literal
+
+from roll.configs.pipeline import RewardConfig
+from roll.configs.suggestions import nearest
+from roll.configs.user_code import definition_of
+from roll.datasets.prompts import Message, Question
+
+Reason = Literal["raised", "timeout", "not_finite", "wrong_type"]
+
+SCORE = "score"
+"""Key of the reward in a dictionary that a reward function returns."""
+
+
+@dataclass(frozen=True)
+class RewardRequest:
+    """The responses to one prompt, which are to be scored, and everything known about the prompt.
+
+    Attributes:
+        responses: the decoded responses.
+        ground_truth: what the data has as the right answer.
+        question: the prompt, a text or messages.
+        row: of the data file, by column.
+        tag: of the prompt.
+        id: of the prompt.
+    """
+
+    responses: tuple[str, ...]
+    ground_truth: str
+    question: Question = Question(text="")
+    row: Mapping[str, Any] = field(default_factory=dict)
+    tag: str = ""
+    id: str = ""
+
+    @property
+    def prompt(self) -> str:
+        """The text of the prompt, or the last message of the user."""
+        if self.question.messages is None:
+            return self.question.text or ""
+        asked = [message["content"] for message in self.question.messages if message["role"] == "user"]
+        return asked[-1] if asked else self.question.messages[-1]["content"]
+
+    @property
+    def messages(self) -> list[Message]:
+        """The messages of the prompt; a text is one message of the user."""
+        return [dict(message) for message in self.question.messages or ({"role": "user", "content": self.prompt},)]
+
+
+@dataclass(frozen=True)
+class RewardOutcome:
+    """The score of a sample, or the reason why it has none; a failure is never a score of zero.
+
+    Attributes:
+        score: the reward, or None.
+        reason: None if there is a score. `raised`: the function raised or its process died; `timeout`: it passed its
+            deadline; `not_finite`: it returned NaN or infinity; `wrong_type`: it did not return one number, or a list
+            of another length.
+        detail: for the log; it begins with the user's file and line.
+        metrics: other numbers that the function returned.
+    """
+
+    score: float | None
+    reason: Reason | None = None
+    detail: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of a reward function: for the response at `index`, or for all responses."""
+
+    request: RewardRequest
+    index: int
+    config: RewardConfig
+
+    @property
+    def response(self) -> str:
+        return self.request.responses[self.index]
+
+    def sample(self, index: int) -> SimpleNamespace:
+        """A response with the attributes that reward functions of slime read."""
+        request = self.request
+        return SimpleNamespace(
+            prompt=request.prompt,
+            response=request.responses[index],
+            label=request.ground_truth,
+            metadata=request.row,
+            index=index,
+        )
+
+    def for_each(self, value: Any) -> list[Any]:
+        return [value] * len(self.request.responses)
+
+
+OWN: dict[str, Callable[[_Call], Any]] = {
+    "response": lambda call: call.response,
+    "responses": lambda call: list(call.request.responses),
+    "ground_truth": lambda call: call.request.ground_truth,
+    "prompt": lambda call: call.request.prompt,
+    "messages": lambda call: call.request.messages,
+    "row": lambda call: dict(call.request.row),
+    "tag": lambda call: call.request.tag,
+    "id": lambda call: call.request.id,
+    "config": lambda call: call.config,
+}
+"""Parameters that a reward function may have; any other name is a column of the data."""
+
+VERL: dict[str, Callable[[_Call], Any]] = {
+    "solution_str": lambda call: call.response,
+    "data_source": lambda call: call.request.row.get("data_source", call.request.tag),
+    "extra_info": lambda call: call.request.row.get("extra_info") or {},
+}
+"""Parameters of verl's `compute_score(data_source, solution_str, ground_truth, extra_info)`."""
+
+TRL: dict[str, Callable[[_Call], Any]] = {
+    "completions": lambda call: [_as_completion(call.request, text) for text in call.request.responses],
+    "prompts": lambda call: call.for_each(_as_prompt(call.request)),
+}
+"""Parameters of TRL's `reward(prompts, completions, **columns)`; every column is a list with an item per response."""
+
+SLIME: dict[str, Callable[[_Call], Any]] = {
+    "args": lambda call: call.config,
+    "sample": lambda call: call.sample(call.index),
+    "samples": lambda call: [call.sample(index) for index in range(len(call.request.responses))],
+}
+"""Parameters of slime's `async rm(args, sample)` and of its form for groups."""
+
+ALL = {**OWN, **VERL, **TRL, **SLIME}
+
+LISTS = OWN.keys() - {"config", "responses"}
+"""Parameters that are lists, as columns are, for a function in TRL's form."""
+
+ONE_RESPONSE = {"response", "solution_str", "sample"}
+"""A function with one of these is called for each response."""
+
+ALL_RESPONSES = {"responses", "completions", "samples"}
+"""A function with one of these and none of ONE_RESPONSE is called once for a group and returns a list."""
+
+
+class RewardFunctionError(ValueError):
+    """The configured reward function does not exist or cannot be called."""
+
+
+class RewardFunction:
+    """A user's reward function with the arguments that it asks for.
+
+    Attributes:
+        name: of the function.
+        where: `file:line` of its definition.
+        is_async: it is a coroutine function, so that several calls run at the same time.
+        per_group: it is called once for all responses of a group and returns a list.
+        sees_group: it reads all responses of a group.
+    """
+
+    def __init__(self, function: Callable[..., Any], config: RewardConfig) -> None:
+        """Reads the parameters.
+
+        Raises:
+            RewardFunctionError: it takes no response, or a parameter that cannot be passed by name.
+        """
+        self._function, self._config = function, config
+        self.name = getattr(function, "__name__", type(function).__name__)
+        self.where = definition_of(function)
+        method = getattr(type(function), "__call__")  # noqa: B004 B009 (of an object that is called)
+        self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(method)
+        try:
+            parameters = list(inspect.signature(function).parameters.values())
+        except (TypeError, ValueError) as error:
+            raise RewardFunctionError(self._located(f"its parameters are unknown: {error}")) from error
+        kinds = inspect.Parameter
+        for parameter in parameters:
+            if parameter.kind in (kinds.POSITIONAL_ONLY, kinds.VAR_POSITIONAL):
+                raise RewardFunctionError(
+                    self._located(f"parameter {parameter} has no name to pass it by; use plain parameters")
+                )
+        self._takes_all_columns = any(parameter.kind == kinds.VAR_KEYWORD for parameter in parameters)
+        named = [parameter for parameter in parameters if parameter.kind != kinds.VAR_KEYWORD]
+        self._parameters = {parameter.name: parameter.default is not kinds.empty for parameter in named}
+        names = self._parameters.keys()
+        if not names & (ONE_RESPONSE | ALL_RESPONSES):
+            raise RewardFunctionError(
+                self._located("has no parameter for the response; name it response, or responses for all of a group")
+            )
+        self.per_group = not names & ONE_RESPONSE
+        self.sees_group = bool(names & ALL_RESPONSES)
+        self._columns_are_lists = "completions" in names
+
+    def call(self, request: RewardRequest, index: int | None) -> Any:
+        """Calls the function for the response at `index`, or for all where it is None; a coroutine is not awaited.
+
+        Raises:
+            RewardFunctionError: it asks for a column that the data does not have.
+        """
+        return self._function(**self._arguments(_Call(request, index or 0, self._config)))
+
+    def _arguments(self, call: _Call) -> dict[str, Any]:
+        arguments: dict[str, Any] = {}
+        row = call.request.row
+        for name, has_default in self._parameters.items():
+            if name in ALL and not (self._columns_are_lists and name in LISTS):
+                arguments[name] = ALL[name](call)
+            elif name in row or name in OWN:
+                value = row[name] if name in row else OWN[name](call)
+                arguments[name] = call.for_each(value) if self._columns_are_lists else value
+            elif not has_default:
+                raise RewardFunctionError(self._unknown(name, row))
+        if self._takes_all_columns:
+            for name in row.keys() - arguments.keys():
+                arguments[name] = call.for_each(row[name]) if self._columns_are_lists else row[name]
+        return arguments
+
+    def _unknown(self, name: str, row: Mapping[str, Any]) -> str:
+        columns = ", ".join(row) or "none"
+        like = nearest(name, [*OWN, *row])
+        hint = f"; did you mean {like}?" if like else ""
+        return self._located(
+            f"asks for {name}, which is neither a column of the data ({columns}) nor one of {', '.join(OWN)}{hint}"
+        )
+
+    def outcomes(self, value: Any, count: int | None) -> list[RewardOutcome]:
+        """Outcomes of a returned value: of one response, or of `count`."""
+        if count is None:
+            return [self._outcome(value)]
+        if not isinstance(value, Sequence) and not hasattr(value, "tolist") or isinstance(value, str | bytes):
+            return [self._wrong(value, f"a list of {count} scores, one for each response")] * count
+        values = list(value.tolist() if hasattr(value, "tolist") else value)
+        if len(values) != count:
+            text = self._located(f"returned {len(values)} scores for {count} responses; return one for each")
+            return [RewardOutcome(None, "wrong_type", text)] * count
+        return [self._outcome(item) for item in values]
+
+    def _outcome(self, value: Any) -> RewardOutcome:
+        """A finite real number is a score, everything else a failure."""
+        metrics: dict[str, float] = {}
+        if isinstance(value, Mapping):
+            if SCORE not in value:
+                keys = ", ".join(map(str, value)) or "none"
+                text = f"returned a dictionary without the key {SCORE!r}; its keys are {keys}"
+                return RewardOutcome(None, "wrong_type", self._located(text))
+            metrics = {str(name): float(item) for name, item in value.items() if name != SCORE and _is_finite(item)}
+            value = value[SCORE]
+        if not isinstance(value, numbers.Real):
+            return self._wrong(value, f"one number, or a dictionary with {SCORE!r}")
+        if not math.isfinite(value):
+            return RewardOutcome(None, "not_finite", self._located(f"returned {float(value)}; return a finite number"))
+        return RewardOutcome(float(value), metrics=metrics)
+
+    def _wrong(self, value: Any, wanted: str) -> RewardOutcome:
+        kind = "None" if value is None else f"a {type(value).__name__}"
+        size = f" of length {len(value)}" if hasattr(value, "__len__") else ""
+        hint = ", for example with .item()" if hasattr(value, "item") else ""
+        return RewardOutcome(None, "wrong_type", self._located(f"returned {kind}{size}; return {wanted}{hint}"))
+
+    def _located(self, text: str) -> str:
+        return f"{self.where}: {self.name} {text}".removeprefix(": ")
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and math.isfinite(value)
+
+
+def _as_completion(request: RewardRequest, text: str) -> Any:
+    """A response in the form of its prompt: text, or a list of one message."""
+    return text if request.question.messages is None else [{"role": "assistant", "content": text}]
+
+
+def _as_prompt(request: RewardRequest) -> Any:
+    return request.prompt if request.question.messages is None else request.messages

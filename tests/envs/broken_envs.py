@@ -1,0 +1,59 @@
+"""Environments with the mistakes that users make."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from roll.envs import TextEnv, Turn
+
+
+class Good(TextEnv):
+    """Works."""
+
+    def rules(self) -> str:
+        return "Wait."
+
+    def begin(self) -> str:
+        return "Go."
+
+    def act(self, text: str) -> Turn:
+        return Turn("Done.", 1.0, terminated=True)
+
+
+class Raises(Good):
+    def act(self, text: str) -> Turn:
+        return Turn("x", 1 / 0)
+
+
+class ReturnsNothing(Good):
+    def act(self, text: str) -> Any:
+        pass
+
+
+class BadReward(Good):
+    def act(self, text: str) -> Turn:
+        return Turn("x", "1")  # type: ignore[arg-type]
+
+
+class NoText(Good):
+    def begin(self) -> Any:
+        return 3
+
+
+class BadInit(Good):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.size = options["size"]
+
+
+class Dies(Good):
+    def act(self, text: str) -> Turn:
+        os._exit(7)
+
+
+class Hangs(Good):
+    def begin(self) -> str:
+        time.sleep(600)
+        return "too late"

@@ -1,0 +1,46 @@
+"""Environments are tried before a run: errors begin with the user's file and line, and nothing can hang the driver."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from roll.envs.self_test import EnvTrial, try_environments
+
+MODULE = "tests.envs.broken_envs"
+
+
+def trial(name: str) -> EnvTrial:
+    return EnvTrial(f"custom_envs.{name}", f"{MODULE}:{name}", {})
+
+
+def test_every_mistake_is_reported_with_file_and_line_and_the_others_are_tried_too() -> None:
+    names = ["Good", "Raises", "ReturnsNothing", "BadReward", "NoText", "BadInit", "Dies", "Good"]
+    built_in = EnvTrial("custom_envs.Lake", "frozen_lake", {"is_slippery": False})
+    problems = try_environments([built_in, *map(trial, names)], 30)
+    expected = [
+        ("Raises", "ZeroDivisionError: division by zero\n    return Turn('x', 1 / 0)"),
+        ("ReturnsNothing", "ReturnsNothing.act: returned None; return Turn(observation, reward)"),
+        ("BadReward", "BadReward.act: the reward is str, not a number"),
+        ("NoText", "begin returned a int, not text"),
+        ("BadInit", "KeyError: 'size'"),
+        ("Dies", "ended its process with exit code 7"),
+    ]
+    assert len(problems) == len(expected), problems
+    for problem, (name, message) in zip(problems, expected, strict=True):
+        assert message.replace("'x'", '"x"') in problem and problem.endswith(
+            f"custom_envs.{name} was tried before the run"
+        )
+        assert name == "Dies" or "tests/envs/broken_envs.py:" in problem.splitlines()[0]
+
+
+@pytest.mark.timeout(60)
+def test_a_hanging_environment_is_reported_after_its_deadline() -> None:
+    start = time.perf_counter()
+    [problem] = try_environments([trial("Hangs")], 0.5)
+    assert (
+        "first reset and step of tests.envs.broken_envs:Hangs took longer than 0.5 s (env_step_timeout_s 0.5)"
+        in problem
+    )
+    assert time.perf_counter() - start < 30

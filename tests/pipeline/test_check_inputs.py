@@ -1,0 +1,116 @@
+"""Data, tokenizer, rewards and environments are tried before a run; errors name the user's file and line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from roll.cli import main
+from roll.configs.errors import Report
+from roll.configs.pipeline import RLVRConfig
+from roll.configs.user_code import search_modules_beside
+from roll.pipeline.check_inputs import check_inputs
+from tests.configs.samples import RLVR, agentic, rlvr, sft, write
+from tests.datasets.files import jsonl, row
+
+REWARD = "def score(response, ground_truth):\n    return 1 / 0\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of a user, which is not the current one."""
+    known = set(sys.modules)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    search_modules_beside(tmp_path / "config.yaml")
+    yield tmp_path
+    for name in set(sys.modules) - known:
+        del sys.modules[name]
+
+
+def config(folder: Path, *overrides: str, function: str = "", code: str = "") -> RLVRConfig:
+    """The RLVR sample with two rows of data and, if there is code, a reward in a module of its own."""
+    data = jsonl(folder, row(1), row(2))
+    given = [f"actor_train.data_args.file_name={data}", "pretrain=/elsewhere", *overrides]
+    if code:
+        write(folder, code, f"{function.partition(':')[0]}.py")
+    if function:
+        given.append(f'rewards={{mine: {{function: "{function}"}}}}')
+    return rlvr(folder, *given)
+
+
+def errors(report: Report) -> list[str]:
+    return [str(problem) for problem in report.errors]
+
+
+def test_a_sound_configuration_has_no_findings(folder: Path) -> None:
+    report = check_inputs(config(folder))
+    assert errors(report) == [] and report.missing == []
+
+
+def test_a_reward_that_raises_is_reported_with_file_and_line_first(folder: Path) -> None:
+    [error] = errors(check_inputs(config(folder, function="own_one:score", code=REWARD)))
+    lines = error.splitlines()
+    assert lines[:2] == [f"{folder}/own_one.py:2: ZeroDivisionError: division by zero", "    return 1 / 0"]
+    assert "own_one:score was called with the response '2' for the first prompt of its data (p1)" in lines[2]
+    assert lines[3:] == ["    rewards.mine was tried before the run"]
+
+
+def test_a_reward_that_cannot_be_imported_stops_a_run_but_not_a_plan(folder: Path) -> None:
+    report = check_inputs(config(folder, function="own_two:score"))
+    assert errors(report) == [] and "there is no module own_two" in str(report.missing[0])
+
+
+def test_a_tag_without_a_reward_is_reported(folder: Path) -> None:
+    [error] = errors(check_inputs(config(folder, "rewards={a: {tag_included: [code]}}")))
+    assert error.startswith("rewards: no reward scores samples tagged 'math_rule'")
+
+
+def test_broken_lines_are_all_named(folder: Path) -> None:
+    data = jsonl(folder, row(1), "{", row(2), '{"prompt": "1+1="}', *["[1]"] * 9, row(3), name="broken.jsonl")
+    function, code = "own_four:score", "def score(response): return 1"
+    found = errors(
+        check_inputs(config(folder, f"actor_train.data_args.file_name={data}", function=function, code=code))
+    )
+    assert found[0].startswith(f"actor_train.data_args: {data}:2: not JSON")
+    assert found[1].startswith(f"actor_train.data_args: {data}:4: no column 'ground_truth'")
+    assert found[4].startswith(f"actor_train.data_args: {data}:7: holds a list")
+    assert found[5] == f"actor_train.data_args: {data}: 6 more of its first 50,000 rows are broken"
+
+
+def test_columns_of_sft_are_checked(folder: Path) -> None:
+    data = jsonl(folder, {"prompt": "1+1=", "answer": "2"})
+    [error] = errors(check_inputs(sft(folder, f"actor_train.data_args.file_name={data}")))
+    assert error.endswith(f"{data}:1: no column 'solution'; the columns are prompt, answer")
+
+
+def test_a_folder_without_a_tokenizer_is_reported(folder: Path) -> None:
+    model = folder / "model"
+    model.mkdir()
+    (model / "config.json").write_text(Path(RLVR.split("pretrain: ")[1].split()[0], "config.json").read_text())
+    data = f"actor_train.data_args.file_name={jsonl(folder, {'prompt': '1+1=', 'solution': '2'})}"
+    [problem] = check_inputs(sft(folder, data, f"pretrain={model}")).missing
+    assert str(problem).startswith(f"pretrain: {model} has no tokenizer (none of tokenizer.json, ")
+    (model / "tokenizer.json").write_text("{")
+    [error] = errors(check_inputs(sft(folder, data, f"pretrain={model}")))
+    assert f"{model}/tokenizer.json cannot be read as a tokenizer" in error
+
+
+def test_environments_are_tried(folder: Path) -> None:
+    names = {"Lake": "frozen_lake", "Room": "tests.envs.broken_envs:Raises"}
+    entries = {tag: {"env_type": name} for tag, name in names.items()}
+    [error] = errors(check_inputs(agentic(folder, f"custom_envs={yaml.safe_dump(entries, default_flow_style=True)}")))
+    assert "broken_envs.py:" in error.splitlines()[0] and error.endswith("custom_envs.Room was tried before the run")
+
+
+def test_a_plan_ends_with_the_users_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = config(folder, function="own_three:score", code=REWARD)
+    overrides = [f"actor_train.data_args.file_name={given.actor_train.data_args.file_name}"]
+    overrides.append('rewards={mine: {function: "own_three:score"}}')
+    assert main(["plan", str(folder / "config.yaml"), *overrides]) == 2
+    assert capsys.readouterr().err.startswith(f"{folder}/own_three.py:2: ZeroDivisionError: division by zero\n")
