@@ -395,7 +395,7 @@ def _downloads(plan: Plan) -> Table:
         (
             item.name,
             ", ".join(item.used_by),
-            f"{item.files} files, {gibibytes(item.bytes)}",
+            f"{item.files} file{'s' if item.files != 1 else ''}, {gibibytes(item.bytes)}",
             f"{gibibytes(item.missing_bytes)} to fetch" if item.missing_bytes else "on this machine",
         )
         for item in plan.downloads

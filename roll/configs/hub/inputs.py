@@ -28,6 +28,7 @@ from roll.configs.hub.names import (
     list_files,
     missing_model_files,
     model_files,
+    offline,
 )
 from roll.configs.hub.splits import CARD, SplitError, choose_files, matching_files
 from roll.configs.model_config import CONFIG_NAME
@@ -190,7 +191,7 @@ class _Hub:
         """As `names.list_files`."""
         if self._unreachable is not None:
             raise self._unreachable
-        if not self._said:
+        if not self._said and not offline():
             self._say(f"looking up {name} at {endpoint()}")
             self._said = True
         key = HubName(name.kind, name.repo, name.revision)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatch
@@ -110,5 +111,9 @@ def _library_errors(name: HubName) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reason = str(error).partition("\n")[0]
-        raise HubError(f"{name} cannot be fetched from ModelScope: {type(error).__name__}: {reason}") from error
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise HubError(
+            f"{name} is no folder here (in {os.getcwd()}), and as a model on ModelScope it cannot be had: {reason}. Where "
+            f"there is a network, run `modelscope download {name.repo}` and copy it into MODELSCOPE_CACHE, or write the "
+            "path of a folder with config.json, tokenizer.json and *.safetensors"
+        ) from error
