@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,17 +47,18 @@ async def _fetch_on(node: Node, uris: Sequence[str], config: BaseConfig) -> None
         runtime_env={"env_vars": process_environment(config, 1)},
     ).remote(list(uris))
     reply = asyncio.ensure_future(_reply(call))
-    waited = 0.0
-    while True:
-        done, _ = await asyncio.wait([reply], timeout=PROGRESS_INTERVAL_S)
-        if done:
-            break
-        waited += PROGRESS_INTERVAL_S
-        logger.info("node %s is fetching %s for %d s", node.address, ", ".join(uris), waited)
-        if waited >= config.rpc_timeout_s:
+    start = time.monotonic()
+    try:
+        while not (await asyncio.wait([reply], timeout=PROGRESS_INTERVAL_S))[0]:
+            waited = time.monotonic() - start
+            logger.info("node %s has been fetching %s for %d s", node.address, ", ".join(uris), waited)
+            if waited >= config.rpc_timeout_s:
+                limit = f"rpc_timeout_s {config.rpc_timeout_s:g}"
+                raise RunError(f"node {node.address} has not fetched {', '.join(uris)} within {limit}; raise it")
+    finally:
+        if not reply.done():
+            reply.cancel()
             ray.cancel(call, force=True)
-            limit = f"rpc_timeout_s {config.rpc_timeout_s:g}"
-            raise RunError(f"node {node.address} has not fetched {', '.join(uris)} within {limit}; raise it")
     problem = reply.result()
     if problem:
         raise RunError(f"node {node.address}: {problem}")

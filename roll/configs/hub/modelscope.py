@@ -113,7 +113,7 @@ def _library_errors(name: HubName) -> Iterator[None]:
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise HubError(
-            f"{name} is no folder here (in {os.getcwd()}), and as a model on ModelScope it cannot be had: {reason}. Where"
-            f" there is a network, run `modelscope download {name.repo}` and copy it into MODELSCOPE_CACHE, or write the"
-            " path of a folder with config.json, tokenizer.json and *.safetensors"
+            f"{name} is no folder here (in {os.getcwd()}), and as a model on ModelScope it cannot be had: {reason}. "
+            f"Where there is a network, run `modelscope download {name.repo}` and copy it into MODELSCOPE_CACHE, or "
+            "write the path of a folder with config.json, tokenizer.json and *.safetensors"
         ) from error

@@ -124,7 +124,9 @@ def test_two_fetches_at_once_download_each_file_once(hub: HubServer, folder: Pat
     assert hub.downloads("model-1.safetensors") == [""]
 
 
-def test_a_repository_that_does_not_exist_and_one_that_is_gated_say_what_to_do(hub: HubServer, folder: Path) -> None:
+def test_a_repository_that_does_not_exist_and_one_that_is_gated_say_what_to_do(
+    hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(HubError, match=r"has no model of this name, or it is private and HF_TOKEN"):
         list_files(HubName("model", "tiny/randon"))
     with pytest.raises(HubError, match="has tiny/random, but no revision v9 of it"):
@@ -132,6 +134,8 @@ def test_a_repository_that_does_not_exist_and_one_that_is_gated_say_what_to_do(h
     hub.gated.add("tiny/random")
     with pytest.raises(HubError, match=r"its terms must be accepted at http://.*/tiny/random, and HF_TOKEN"):
         list_files(NAME)
+    monkeypatch.setenv("HF_TOKEN", "hf_mine")
+    assert (fetch_all() / "config.json").is_file()
 
 
 def test_a_hub_that_is_down_is_unreachable(hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
