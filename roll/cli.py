@@ -71,11 +71,12 @@ def find_config(folder: str, name: str) -> Path:
 
 def plan(config: str | Path, overrides: Sequence[str], as_json: bool = False) -> int:
     """Prints the plan of a run without starting it."""
+    from roll.configs.hub.inputs import look_up
     from roll.configs.load import load_config
     from roll.configs.plan import make_plan
 
     loaded = load_config(config, overrides)
-    made = make_plan(loaded)
+    made = make_plan(loaded, hub=look_up(loaded, _say))
     made.warnings.extend(check_user_inputs(loaded, may_miss=True))
     if as_json:
         print(json.dumps(made.as_dict(), indent=2))
@@ -89,9 +90,13 @@ def plan(config: str | Path, overrides: Sequence[str], as_json: bool = False) ->
 def run(config: str | Path, overrides: Sequence[str], pipeline: str | None = None) -> int:
     """Checks the configuration and this machine, then trains; returns the exit code of the run."""
     from roll.configs.hardware import prepare_run
+    from roll.configs.hub.inputs import look_up
     from roll.configs.load import load_config
 
     loaded = load_config(config, overrides, pipeline)
+    problems = look_up(loaded, _say).problems
+    if problems:
+        raise ConfigError(problems, loaded.source.file)
     for warning in prepare_run(loaded) + check_user_inputs(loaded, may_miss=False):
         print(f"warning: {warning}", file=sys.stderr)
     from roll.pipeline.run import run_pipeline
@@ -112,6 +117,10 @@ def check_user_inputs(config: BaseConfig, may_miss: bool) -> list[str]:
     if problems:
         raise ConfigError(problems)
     return [*map(str, report.warnings), *(f"{problem} (this stops a run, not a plan)" for problem in report.missing)]
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _tool(name: str) -> ModuleType:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
-OPTIONAL = {"transformer_engine", "apex"}
-"""Accelerators that are detected, never required."""
+OPTIONAL = {"transformer_engine", "apex", "modelscope"}
+"""Accelerators that are detected, and a hub that is asked for; never required."""
 
 
 def lines(file: str) -> list[str]:

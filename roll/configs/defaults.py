@@ -38,7 +38,7 @@ def fill_in_defaults(config: BaseConfig) -> list[Problem]:
         section = getattr(config, role, None)
         if section is not None and section.model_args.model_name_or_path is None:
             section.model_args.model_name_or_path = config.pretrain
-    _inherit(config, "data_args", config.actor_train.data_args, skip=("file_name",))
+    _inherit(config, "data_args", config.actor_train.data_args, skip=("file_name", "split"))
     if isinstance(config, RLConfig):
         _fill_in_rl(config)
     return []

@@ -115,7 +115,14 @@ class BaseConfig:
     )
     save_checkpoint: bool = option(True, "Write checkpoints at all.")
     save_hf_model: bool = option(False, "Export the final model as a HF folder, output_dir/hf_model.")
-    pretrain: str | None = option(None, "HF model folder of every role without model_name_or_path.")
+    pretrain: str | None = option(
+        None,
+        "Model of every role without model_name_or_path: a HF folder, or `owner/name` or `owner/name@revision` on the "
+        "hub, which is fetched once per node. A folder wins where both exist.",
+    )
+    model_download_type: Literal["HUGGINGFACE_HUB", "MODELSCOPE"] | None = option(
+        None, "Where models given by name come from; default: ModelScope if USE_MODELSCOPE is 1, else Hugging Face."
+    )
     prompt_length: int = option(1024, "Longest prompt in tokens; longer ones are dropped and counted.", ge=1)
     response_length: int | None = option(None, "Longest response in tokens.", ge=1)
     sequence_length: int | None = option(

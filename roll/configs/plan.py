@@ -13,6 +13,8 @@ from rich.table import Table
 from roll.configs.agentic import AgenticConfig, EnvManagerConfig
 from roll.configs.errors import ConfigError
 from roll.configs.hardware import Hardware, check_nodes, resolve_platform, this_machine
+from roll.configs.hub.inputs import Download, LookUp
+from roll.configs.hub.names import local_model
 from roll.configs.memory import MemoryPlan, gibibytes, memory_plans
 from roll.configs.model_config import ModelShape, read_model_shape
 from roll.configs.parallel_layout import spans
@@ -71,6 +73,7 @@ class Plan:
     devices: list[DevicePlan]
     batch: list[Line]
     memory: list[MemoryPlan]
+    downloads: list[Download] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
@@ -81,7 +84,7 @@ class Plan:
         return plan
 
 
-def make_plan(config: BaseConfig, hardware: Hardware | None = None) -> Plan:
+def make_plan(config: BaseConfig, hardware: Hardware | None = None, hub: LookUp | None = None) -> Plan:
     """The plan of a loaded configuration.
 
     For a model that is not on this machine the plan has no memory estimate, and a warning.
@@ -89,6 +92,7 @@ def make_plan(config: BaseConfig, hardware: Hardware | None = None) -> Plan:
     Args:
         config: from `load_config`.
         hardware: of the machine that the run is planned for; None is this machine.
+        hub: what was looked up of models and datasets given by name; None if nothing was.
 
     Raises:
         ConfigError: the devices do not fit the nodes, or the configuration was changed after loading and breaks a
@@ -102,7 +106,8 @@ def make_plan(config: BaseConfig, hardware: Hardware | None = None) -> Plan:
         raise ConfigError(report.errors, config.source.file)
     shapes = _shapes(config)
     memory = memory_plans(config, shapes)
-    missing = [f"{problem} (this stops a run, not a plan)" for problem in report.missing]
+    hub = hub or LookUp()
+    missing = [f"{problem} (this stops a run, not a plan)" for problem in [*report.missing, *hub.problems]]
     unknown = [role for role in config.device_roles() if role not in shapes]
     if unknown:
         missing.append(f"no memory estimate for {', '.join(unknown)}: the model's config.json is not on this machine")
@@ -117,6 +122,7 @@ def make_plan(config: BaseConfig, hardware: Hardware | None = None) -> Plan:
         devices=_devices(config, per_node),
         batch=batch_lines(config),
         memory=memory,
+        downloads=hub.downloads,
         warnings=[str(problem) for problem in report.warnings] + missing,
     )
 
@@ -124,7 +130,7 @@ def make_plan(config: BaseConfig, hardware: Hardware | None = None) -> Plan:
 def _shapes(config: BaseConfig) -> dict[str, ModelShape]:
     shapes: dict[str, ModelShape] = {}
     for role, worker in config.device_roles().items():
-        shape = read_model_shape(worker.model_args.model_name_or_path or "")
+        shape = read_model_shape(local_model(worker.model_args.model_name_or_path or ""))
         if shape is not None:
             shapes[role] = shape
     return shapes
@@ -328,6 +334,8 @@ def print_plan(plan: Plan, file: TextIO | None = None) -> None:
         console.print(_memory(plan))
         for sentence in shared_device_memory(plan):
             console.print(f"  {sentence}", markup=False)
+    if plan.downloads:
+        console.print(_downloads(plan))
     if not plan.warnings:
         console.print("No warnings.", style="green")
         return
@@ -380,3 +388,16 @@ def _memory(plan: Plan) -> Table:
         ]
         rows.append(("", "total", gibibytes(memory.total), memory.where))
     return _table("Memory per device", ["role", "", "", "formula"], rows)
+
+
+def _downloads(plan: Plan) -> Table:
+    rows = [
+        (
+            item.name,
+            ", ".join(item.used_by),
+            f"{item.files} file{'s' if item.files != 1 else ''}, {gibibytes(item.bytes)}",
+            f"{gibibytes(item.missing_bytes)} to fetch" if item.missing_bytes else "on this machine",
+        )
+        for item in plan.downloads
+    ]
+    return _table("Models and data by name", ["name", "key", "size", ""], rows)

@@ -30,6 +30,14 @@ def pipelines(*names: str, reason: str, is_error: bool = False) -> Condition:
 RESPONSES_SCORED = pipelines("rlvr", "agentic", reason="supervised fine-tuning scores no response")
 FILES_READ = pipelines("rlvr", "sft", reason="environments are described in custom_envs", is_error=True)
 COLUMNS_READ = pipelines("rlvr", "sft", reason="observations come from environments, not from files")
+DATASET_NAMED = (
+    FILES_READ,
+    Condition(
+        lambda config, section: any(not name.endswith((".jsonl", ".parquet")) for name in section.file_name),
+        "every file_name is a file; a dataset by name or folder has splits",
+        (".file_name",),
+    ),
+)
 ENGINE_RUNS = pipelines("rlvr", "agentic", reason="supervised fine-tuning generates nothing and updates no engine")
 POLICY_LOSS = pipelines("rlvr", "agentic", reason="supervised fine-tuning has no policy loss", is_error=True)
 FORWARD_PASSES = Condition(
@@ -48,7 +56,9 @@ OLD_LOG_PROBS = Condition(
 class ModelArguments:
     """Which model a role runs and in which precision."""
 
-    model_name_or_path: str | None = option(None, "Folder of a HF model; default: the pipeline's `pretrain`.")
+    model_name_or_path: str | None = option(
+        None, "Folder of a HF model, or its name on the hub, as in `pretrain`; default: `pretrain`."
+    )
     dtype: Literal["fp32", "bf16", "fp16"] = option("bf16", "Precision of weights and activations.")
 
 
@@ -109,8 +119,20 @@ class DataArguments:
     file_name: list[str] = option(
         factory=list,
         parse=one_or_many,
-        help="JSONL or parquet files; a single name is taken as a list of one.",
+        help="JSONL or parquet files, folders of a dataset, or datasets on the hub: `owner/name`, "
+        "`owner/name@revision`, `hf://datasets/owner/name/path`. A single name is taken as a list of one.",
         only_for=FILES_READ,
+    )
+    subset: str | None = option(
+        None,
+        "Subset of a dataset given by name or folder, as `name` of `load_dataset`; default: its only or default one.",
+        only_for=DATASET_NAMED,
+    )
+    split: str | None = option(
+        None,
+        "Split of a dataset given by name or folder; default: train, and for validation the first of validation and "
+        "test that it has.",
+        only_for=DATASET_NAMED,
     )
     template: str = option(
         "native",

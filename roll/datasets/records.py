@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from roll.configs.errors import unreachable
+from roll.configs.hub.names import local_file
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 """Supported files; .json holds one object per line, like .jsonl."""
@@ -82,7 +83,7 @@ def read_records(files: str | Path | list[str] | list[Path]) -> list[Record]:
         files = [str(files)]
     if not files:
         raise DatasetError("data_args.file_name is empty")
-    return [record for file in files for record in _read_file(Path(file))]
+    return [record for file in files for record in _read_file(local_file(file))]
 
 
 def read_first(

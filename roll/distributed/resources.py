@@ -215,6 +215,7 @@ class ResourceManager:
         self.roles = {role: list(devices) for role, devices in roles.items() if devices}
         self._resource = "GPU" if platform_name == "cuda" else CPU_SLOT
         self._group = self._reserve()
+        self.this_node = ray.get_runtime_context().get_node_id()
         self.nodes = self._locate()
 
     def device_slots(self, role: str, workers: int) -> list[DeviceSlot]:
@@ -270,11 +271,10 @@ class ResourceManager:
         """Nodes in the order of the bundles; a single node gets the loopback address."""
         bundle_nodes = placement_group_table(self._group)["bundles_to_node_id"]
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in _alive_nodes()}
-        this_node = ray.get_runtime_context().get_node_id()
         nodes = []
         for index in range(len(bundle_nodes)):
             node_id = bundle_nodes[index]
-            cores = _cores() if node_id == this_node else _cores_elsewhere(node_id)
+            cores = _cores() if node_id == self.this_node else _cores_elsewhere(node_id)
             nodes.append(Node(node_id, "127.0.0.1" if len(bundle_nodes) == 1 else addresses[node_id], cores))
         return nodes
 

@@ -9,12 +9,10 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from roll.configs.hub.names import WEIGHT_FILE, WEIGHT_INDEX
 from roll.configs.model_config import UnsupportedModel
 from roll.models.hf_config import DecoderConfig
 from roll.models.weight_mapping import Rule, stage_rules
-
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
 
 
 class HFTensors:
@@ -27,13 +25,13 @@ class HFTensors:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self._files: dict[str, Any] = {}
-        index = self.folder / INDEX_NAME
+        index = self.folder / WEIGHT_INDEX
         if index.is_file():
             self._file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        elif (self.folder / SINGLE_NAME).is_file():
-            self._file_of = dict.fromkeys(self._open(SINGLE_NAME).keys(), SINGLE_NAME)
+        elif (self.folder / WEIGHT_FILE).is_file():
+            self._file_of = dict.fromkeys(self._open(WEIGHT_FILE).keys(), WEIGHT_FILE)
         else:
-            raise UnsupportedModel(f"{self.folder}: neither {INDEX_NAME} nor {SINGLE_NAME}; save it as safetensors")
+            raise UnsupportedModel(f"{self.folder}: neither {WEIGHT_INDEX} nor {WEIGHT_FILE}; save it as safetensors")
 
     def slice_of(self, name: str) -> Any:
         """The tensor `name` as an object that reads the row and column slices it is indexed with.

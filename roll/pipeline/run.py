@@ -16,6 +16,7 @@ from rich.logging import RichHandler
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import ConfigError, Problem, RunError
+from roll.configs.hub.inputs import fetch_inputs
 from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig, SFTConfig
 from roll.configs.plan import Plan
 from roll.datasets.records import DatasetError
@@ -98,6 +99,7 @@ def run_pipeline(config: BaseConfig) -> int:
     """
     configure_logging(config)
     try:
+        fetch_inputs(config)
         asyncio.run(run(config))
     except USER_ERRORS as error:
         logger.error("%s", error)

@@ -12,6 +12,7 @@ from roll.configs.pipeline import BaseConfig
 from roll.configs.roles import MegatronRoleConfig
 from roll.distributed.cluster import Cluster
 from roll.distributed.infer_worker import InferWorker
+from roll.distributed.model_download import fetch_on_nodes
 from roll.distributed.remote_actor import RemoteActor
 from roll.distributed.resources import ResourceManager, start_ray, stop_ray
 from roll.distributed.train_worker import TrainWorker
@@ -41,9 +42,11 @@ class Session:
         self._close_first: list[Callable[[], Awaitable[None]]] = []
 
     async def __aenter__(self) -> Session:
-        """Starts Ray, reserves the devices, and starts the processes of all roles."""
+        """Starts Ray, reserves the devices, fetches models to every node, and starts the processes of all roles."""
         try:
-            self._start()
+            resources = self._reserve()
+            await fetch_on_nodes(self._config, resources)
+            self._start_clusters(resources)
         except BaseException:
             self._stop()
             raise
@@ -64,19 +67,22 @@ class Session:
         finally:
             self._stop()
 
-    def _start(self) -> None:
+    def _reserve(self) -> ResourceManager:
         config = self._config
-        roles = config.device_roles()
         per_node = config.num_devices_per_node or self._platform.device_count()
         start_ray(config, self._platform.name, per_node)
-        mappings = {role: worker.device_mapping for role, worker in roles.items()}
+        mappings = {role: worker.device_mapping for role, worker in config.device_roles().items()}
         self._resources = ResourceManager(self._platform.name, per_node, mappings)
-        for role, worker in roles.items():
+        return self._resources
+
+    def _start_clusters(self, resources: ResourceManager) -> None:
+        config = self._config
+        for role, worker in config.device_roles().items():
             layout = worker.layout
             if isinstance(worker, MegatronRoleConfig):
-                self.train_clusters[role] = Cluster(role, TrainWorker, worker, config, self._resources, layout)
+                self.train_clusters[role] = Cluster(role, TrainWorker, worker, config, resources, layout)
             else:
-                self.infer_clusters[role] = Cluster(role, InferWorker, worker, config, self._resources, layout)
+                self.infer_clusters[role] = Cluster(role, InferWorker, worker, config, resources, layout)
 
     @property
     def clusters(self) -> list[Cluster[Worker]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from roll.configs.errors import RunError
+from roll.configs.hub.names import local_model
 from roll.configs.roles import GeneratingArguments
 from roll.rollout.types import SamplingParams
 
@@ -16,9 +17,9 @@ def load_tokenizer(folder: str | None) -> PreTrainedTokenizerBase:
         RunError: pretrain is not set, or the folder has no tokenizer, or the tokenizer has no end-of-sequence token.
     """
     if folder is None:
-        raise RunError("pretrain is not set; it must be a HF model folder")
+        raise RunError("pretrain is not set; set it to a HF model folder or to owner/name on the hub")
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(local_model(folder), local_files_only=True)
     except (OSError, ValueError) as error:
         raise RunError(f"{folder}: transformers cannot read a tokenizer from it: {error}") from error
     if tokenizer.eos_token_id is None:

@@ -98,13 +98,13 @@ def math_reward(response: str, ground_truth: str, config: RewardConfig) -> float
 
     Args:
         response: the decoded response, without the prompt.
-        ground_truth: the answer, or a worked solution with the answer in `\boxed{}`.
+        ground_truth: the answer, or a worked solution with the answer in `\boxed{}` or, as in GSM8K, after `####`.
         config: `answer_pattern`, `correct_score` and `wrong_score` are used.
 
     Raises:
         ValueError: the ground truth cannot be parsed as mathematics.
     """
-    expected = (boxed(ground_truth) or ground_truth).strip()
+    expected = (boxed(ground_truth) or ground_truth.rpartition("####")[2]).strip()
     answer = extract_answer(response, config.answer_pattern)
     right = answer is not None and equal(answer, expected)
     return config.correct_score if right else config.wrong_score

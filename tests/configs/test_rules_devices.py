@@ -252,12 +252,12 @@ def test_submission_interval_with_background_generation(tmp_path: Path) -> None:
 
 
 def test_missing_resources_stop_a_run_only(tmp_path: Path) -> None:
-    config = rlvr(tmp_path, "pretrain=Qwen/Qwen2.5-7B", "resume_from_checkpoint=old/step_5")
+    config = rlvr(tmp_path, "pretrain=models/Qwen2.5-7B", "resume_from_checkpoint=old/step_5")
     assert check(config).missing == [
         Problem(
             "pretrain",
-            "Qwen/Qwen2.5-7B is not a folder on this machine; download it: "
-            "hf download Qwen/Qwen2.5-7B --local-dir models/Qwen2.5-7B",
+            "models/Qwen2.5-7B is not a folder on this machine; write a path that exists, or the name of a model on "
+            "the hub, owner/name",
         ),
         Problem("actor_train.data_args.file_name", "train.jsonl is not a file on this machine"),
         Problem(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,25 +10,29 @@ import pytest
 from cluster_workers import Echo
 from ray.cluster_utils import Cluster as RayNodes
 
+from roll.configs.errors import RunError
 from roll.configs.parallel_layout import ParallelLayout
 from roll.configs.pipeline import BaseConfig
 from roll.configs.roles import RoleConfig
 from roll.distributed.cluster import Cluster
+from roll.distributed.model_download import fetch_on_nodes
 from roll.distributed.resources import CPU_SLOT, ResourceError, ResourceManager, start_ray, stop_ray
+from tests.hub_server import commit_of, serve_hub
 
 pytestmark = pytest.mark.integration
 
 
-@pytest.fixture
-def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@pytest.fixture(scope="module")
+def two_nodes() -> Iterator[None]:
     node = {"num_cpus": 1, "resources": {CPU_SLOT: 2}, "object_store_memory": 100_000_000, "include_dashboard": False}
     nodes = RayNodes(initialize_head=True, head_node_args=node)
     try:
         node.pop("include_dashboard")
         nodes.add_node(**node)
         nodes.wait_for_nodes()
-        monkeypatch.setenv("RAY_ADDRESS", nodes.address)
-        yield
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RAY_ADDRESS", nodes.address)
+            yield
     finally:  # a head that stays, or its address in /tmp/ray, keeps others from starting Ray
         stop_ray()
         nodes.shutdown()
@@ -52,3 +57,28 @@ def test_devices_are_counted_through_the_nodes_of_a_joined_ray(two_nodes: None, 
     assert echo.call_shards(Echo.shard, [[1], [2]]).get() == [(0, [1]), (2, [2])]
     echo.shutdown()
     resources.release()
+
+
+def test_the_other_node_fetches_a_model_by_name_and_a_failure_names_it(two_nodes: None, tmp_path: Path) -> None:
+    served = tmp_path / "served"
+    served.mkdir()
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (served / name).write_text("{}")
+    config = BaseConfig(output_dir=str(tmp_path), pretrain="hf://tiny/any")
+    config.actor_train.device_mapping = [0, 1, 2, 3]
+    config.actor_train.model_args.model_name_or_path = "hf://tiny/any"
+    with serve_hub() as hub:
+        hub.add("models", "tiny/any", served)
+        cache = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "0"}
+        config.system_envs = {**cache, "TRANSFORMERS_OFFLINE": "0"}
+        start_ray(config, "cpu", 2)
+        resources = ResourceManager("cpu", 2, {"actor_train": [0, 1, 2, 3]})
+        asyncio.run(fetch_on_nodes(config, resources))
+        commit = commit_of(served)
+        assert (tmp_path / "cache/hub/models--tiny--any/snapshots" / commit / "model.safetensors").is_file()
+        hub.status = 503
+        config.system_envs["HF_HOME"] = str(tmp_path / "empty")
+        (other,) = [node.address for node in resources.nodes if node.node_id != resources.this_node]
+        with pytest.raises(RunError, match=f"node {other}: tiny/any is no folder here .* answered 503"):
+            asyncio.run(fetch_on_nodes(config, resources))
+        resources.release()

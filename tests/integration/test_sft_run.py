@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 from runs import ROOT, lines
 
+from roll.configs.hub.inputs import fetch_model
+from roll.configs.hub.names import HubName
 from roll.datasets.math_problems import write_problems
+from tests.hub_server import go_online, serve_hub
 from tests.integration.shared_runs import SharedRuns
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
@@ -37,6 +40,15 @@ def sft(shared_runs: SharedRuns, data: Path, model: Path, folder: Path, *overrid
     return json.loads((folder / "run" / "run.json").read_text())["summary"]
 
 
+def inputs_by_name(model: Path, cache: Path) -> list[str]:
+    """Overrides by which a run takes the model by name, from a cache that a hub has filled; runs ask no network."""
+    with serve_hub() as hub, pytest.MonkeyPatch.context() as patch:
+        go_online(hub, cache, patch)
+        hub.add("models", "tiny/math", model)
+        fetch_model(HubName("model", "tiny/math"))
+    return ["pretrain=tiny/math", f"system_envs.HF_HOME={cache}"]
+
+
 def test_a_run_learns_and_one_resumed_from_it_goes_on_without_a_seam_to_its_target(
     shared_runs, tmp_path, tiny_model_dir
 ):
@@ -44,8 +56,9 @@ def test_a_run_learns_and_one_resumed_from_it_goes_on_without_a_seam_to_its_targ
 
     write_problems(tmp_path / "data", seed=3, train=40, val=16, levels=(1,))
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    by_name = inputs_by_name(tiny_model_dir, tmp_path / "cache")
     saving = ["save_checkpoint=true", "save_steps=2", "max_ckpt_to_keep=0", "target_loss=0.0001"]
-    assert sft(shared_runs, tmp_path / "data", tiny_model_dir, whole, *saving)["steps"] == STEPS
+    assert sft(shared_runs, tmp_path / "data", tiny_model_dir, whole, *saving, *by_name)["steps"] == STEPS
     steps = lines(whole)
     losses = [line["val/loss"] for line in steps]
     assert losses[-1] < losses[0] - 0.5

@@ -45,6 +45,7 @@ def test_scores_are_those_of_the_configuration():
 
 def test_the_ground_truth_may_be_a_worked_solution():
     assert math_reward(r"\boxed{46}", r"12 + 34 is \boxed{46}", RewardConfig()) == 1.0
+    assert math_reward(r"\boxed{1046}", "1012 + 34 = <<1012+34=1046>>1046\n#### 1,046", RewardConfig()) == 1.0
 
 
 @pytest.mark.parametrize("pattern", ["boxed", "last_number", "boxed_or_last_number"])

@@ -68,9 +68,6 @@ UNSUPPORTED_KEYS: tuple[UnsupportedKey, ...] = (
     UnsupportedKey("error_max_len_threshold", always, "scores are not changed by length"),
     UnsupportedKey("rl_loss_coef", lambda value: value == 1, "the policy loss has weight 1"),
     UnsupportedKey("is_offload_states", if_off, "a role keeps its memory; set it to false"),
-    UnsupportedKey(
-        "model_download_type", if_off, "models are folders on disk; download the model and set pretrain to its folder"
-    ),
     UnsupportedKey("tag_to_template", if_off, "one template serves all prompts: actor_train.data_args.template"),
     UnsupportedKey("global_template", if_off, "write actor_train.data_args.template"),
     UnsupportedKey(

@@ -7,6 +7,8 @@ import reprlib
 from pathlib import Path
 
 from roll.configs.errors import Report, unreachable
+from roll.configs.hub.inputs import folder_files
+from roll.configs.hub.names import HubError, hub_name, local_model, other_reading
 from roll.configs.model_config import CONFIG_NAME, ModelShape, UnsupportedModel, read_model_shape
 from roll.configs.pipeline import BaseConfig
 from roll.configs.roles import TEMPLATES, MegatronRoleConfig, RoleConfig
@@ -23,8 +25,13 @@ def check_files(config: BaseConfig, report: Report) -> None:
         check_name(f"{role}.data_args.template", getattr(config, role).data_args.template, TEMPLATES, report)
         for name in getattr(config, role).data_args.file_name:
             path = f"{role}.data_args.file_name"
-            if not name.endswith(ENDINGS):
-                report.error(path, f"{name} has an unknown file type; use a file that ends in {' or '.join(ENDINGS)}")
+            if hub_name(name, "dataset") is not None:
+                continue  # `roll.configs.hub.inputs` looks it up
+            if os.path.isdir(name):
+                _check_dataset_folder(name, role, config, report)
+            elif not name.endswith(ENDINGS):
+                kinds = f"use a file that ends in {' or '.join(ENDINGS)}{other_reading(name, 'dataset')}"
+                report.error(path, f"{name} has an unknown file type; {kinds}")
             elif not os.path.isfile(name) or unreachable(name):
                 report.missing_resource(path, f"{name} {_absence(name, 'is not a file on this machine')}")
     _check_folders(config, report)
@@ -35,6 +42,13 @@ def check_files(config: BaseConfig, report: Report) -> None:
             f"{checkpoint} {_absence(checkpoint, 'is not a folder')}; use a checkpoint's path, or true for the newest "
             "one of output_dir",
         )
+
+
+def _check_dataset_folder(name: str, role: str, config: BaseConfig, report: Report) -> None:
+    try:
+        folder_files(Path(name), role, getattr(config, role).data_args)
+    except HubError as error:
+        report.missing_resource(f"{role}.data_args.file_name", str(error))
 
 
 def _absence(name: str, otherwise: str) -> str:
@@ -79,13 +93,13 @@ def check_models(config: BaseConfig, report: Report) -> None:
             continue
         path = "pretrain" if name == config.pretrain else path
         try:
-            shape = read_model_shape(name)
+            shape = read_model_shape(local_model(name))
         except UnsupportedModel as error:
             if name not in seen:
                 report.error(path, str(error))
             seen.add(name)
             continue
-        if shape is None and name not in seen:
+        if shape is None and name not in seen and hub_name(name, "model") is None:
             report.missing_resource(path, _model_absence(name))
         if shape is not None:
             _check_splits(role, worker, shape, report)
@@ -100,10 +114,7 @@ def _model_absence(name: str) -> str:
         return f"{name} cannot be read: {why}"
     if os.path.exists(name):
         return f"{name} has no {CONFIG_NAME}, so it is not the folder of a HF model"
-    fetch = ""
-    if name.count("/") == 1 and not name.startswith((".", "/", "models/")):
-        fetch = f"; download it: hf download {name} --local-dir models/{name.split('/')[1]}"
-    return f"{name} is not a folder on this machine{fetch}"
+    return f"{name} is not a folder on this machine{other_reading(name, 'model')}"
 
 
 def _check_positions(config: BaseConfig, path: str, shape: ModelShape, report: Report) -> None:

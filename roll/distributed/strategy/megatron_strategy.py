@@ -21,6 +21,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from roll.algorithms.aggregation import LossScale
 from roll.algorithms.losses import LOSSES
 from roll.algorithms.policy_losses import PolicyLossConfig
+from roll.configs.hub.names import local_model
 from roll.configs.parallel_layout import ParallelLayout, RankCoordinates
 from roll.configs.pipeline import BaseConfig, role_seed
 from roll.configs.roles import TORCH_DTYPES, ActorTrainConfig, MegatronRoleConfig, MegatronTrainConfig
@@ -114,7 +115,7 @@ class MegatronInferStrategy:
         path = self.worker_config.model_args.model_name_or_path or self.pipeline_config.pretrain
         if path is None:
             raise ValueError("model_args.model_name_or_path: not set, and neither is pretrain; name a HF model folder")
-        return Path(path)
+        return local_model(path)
 
     def compute_log_probs(self, data: DataProto) -> DataProto:
         """Log-probs and entropies of the given tokens.

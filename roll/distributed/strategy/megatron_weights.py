@@ -13,11 +13,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from safetensors.torch import save_file
 
+from roll.configs.hub.names import WEIGHT_INDEX
 from roll.configs.model_config import CONFIG_NAME
 from roll.distributed.weight_sync.plan import WeightSpec
 from roll.models.factory import HiddenStateModel
 from roll.models.hf_config import DecoderConfig
-from roll.models.hf_import import INDEX_NAME, rules_of
+from roll.models.hf_import import rules_of
 from roll.models.weight_mapping import TIED_HEAD, Rule
 
 FILE_BYTES = 4 * 2**30
@@ -112,7 +113,7 @@ class MegatronWeights:
         if dist.get_rank() == 0:
             weight_map = {name: file for names, _ in parts for name, file in names.items()}
             index = {"metadata": {"total_size": sum(size for _, size in parts)}, "weight_map": weight_map}
-            (folder / INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True))
+            (folder / WEIGHT_INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
             _copy_small_files(self.folder, folder, self._stage.config.params_dtype)
         dist.barrier()
 
@@ -143,7 +144,7 @@ def _all_gather(shard: torch.Tensor, rule: Rule) -> list[torch.Tensor]:
 def _copy_small_files(source: Path, folder: Path, dtype: torch.dtype) -> None:
     """Config (with the dtype now written), generation settings and tokenizer."""
     for path in source.iterdir():
-        if path.is_file() and path.suffix in {".json", ".jinja", ".model", ".txt"} and path.name != INDEX_NAME:
+        if path.is_file() and path.suffix in {".json", ".jinja", ".model", ".txt"} and path.name != WEIGHT_INDEX:
             shutil.copyfile(path, folder / path.name)
     config = json.loads((source / CONFIG_NAME).read_text())
     key = "torch_dtype" if "torch_dtype" in config else "dtype"

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import psutil
 
+from roll.configs.hub.names import local_model
 from roll.configs.pipeline import BaseConfig
 from roll.configs.roles import TORCH_DTYPES, ActorInferConfig
 
@@ -216,8 +217,9 @@ def engine_arguments(
     cannot measure device memory there; `strategy_config.max_total_tokens` overrides it.
     """
     options = worker.strategy_args.strategy_config
+    model = worker.model_args.model_name_or_path or pipeline.pretrain
     arguments: dict[str, Any] = {
-        "model_path": worker.model_args.model_name_or_path or pipeline.pretrain,
+        "model_path": None if model is None else str(local_model(model)),
         "dtype": TORCH_DTYPES[worker.model_args.dtype],
         "tp_size": worker.num_gpus_per_worker,
         "max_running_requests": worker.max_running_requests,

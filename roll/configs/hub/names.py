@@ -1,0 +1,323 @@
+"""Names of models and datasets on a hub: what a name means, what the cache has of it, and what the hub lists; no torch.
+
+`owner/name`, `owner/name@revision`, and `hf://datasets/owner/name@revision/path` for files of a dataset name something
+on the Hugging Face Hub, or on the server at HF_ENDPOINT. A path that exists always wins over a name. The cache is that
+of huggingface_hub, so other programs find what a run has fetched, and a run finds what they have fetched.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Literal
+
+from roll.configs.errors import RunError
+from roll.configs.model_config import CONFIG_NAME
+
+Kind = Literal["model", "dataset"]
+
+NAME = re.compile(
+    r"(?P<repo>[A-Za-z0-9]\w*(?:[.-]\w+)*/[A-Za-z0-9]\w*(?:[.-]\w+)*)"
+    r"(?:@(?P<revision>refs/(?:convert|pr)/\w+|[\w.-]+))?",
+    re.ASCII,
+)
+"""owner/name@revision."""
+
+COMMIT = re.compile(r"[0-9a-f]{40}")
+
+SCHEMES = {"model": ("hf://", "modelscope://"), "dataset": ("hf://datasets/",)}
+"""Beginnings that make a text a name on a hub, whatever exists here."""
+
+FOLDER_WORDS = frozenset(("models", "model", "output", "outputs", "data", "datasets", "checkpoints"))
+"""First parts of paths; who means an owner of such a name writes hf://."""
+
+FILE_ENDINGS = frozenset(
+    (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt", ".arrow", ".gz", ".zip", ".yaml")
+    + (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+)
+"""A text with such an ending is the path of a file."""
+
+WEIGHTS = "*.safetensors"
+WEIGHT_FILE = "model.safetensors"
+WEIGHT_INDEX = "model.safetensors.index.json"
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+MODEL_FILES = ("*.json", WEIGHTS, "*.txt", "*.model", "*.jinja", "*.tiktoken")
+UNUSED_MODEL_FILES = ("*/*", "consolidated*", "*.bin.index.json")
+"""Weights in other formats, which many repositories have beside their safetensors."""
+
+LOOK_UP_TIMEOUT_S = 10.0
+"""A hub answers in well under a second; a firewall that drops packets never does."""
+
+
+class HubError(RunError):
+    """A model or dataset is neither here nor can it be fetched."""
+
+
+class HubUnreachable(HubError):
+    """The hub did not answer, or HF_HUB_OFFLINE forbids asking it."""
+
+
+@dataclass(frozen=True)
+class HubName:
+    """The name of a model or dataset on a hub.
+
+    Attributes:
+        kind: which of the two.
+        repo: `owner/name`.
+        revision: commit, branch or tag; None is the default branch.
+        path: files of a dataset, `*` and `**` allowed; empty means the dataset.
+        modelscope: on ModelScope instead of the Hugging Face Hub.
+    """
+
+    kind: Kind
+    repo: str
+    revision: str | None = None
+    path: str = ""
+    modelscope: bool = False
+
+    def __str__(self) -> str:
+        """As a user writes it."""
+        return self.repo + (f"@{self.revision}" if self.revision else "") + (f"/{self.path}" if self.path else "")
+
+    @property
+    def uri(self) -> str:
+        """As it is read back in any folder."""
+        return f"{SCHEMES[self.kind][1 if self.modelscope else 0]}{self}"
+
+    @property
+    def storage(self) -> Path:
+        """The folder of this repository in the cache."""
+        return cache_folder() / f"{self.kind}s--{self.repo.replace('/', '--')}"
+
+    @property
+    def page(self) -> str:
+        """The address of the repository."""
+        return f"{endpoint()}/{'datasets/' if self.kind == 'dataset' else ''}{self.repo}"
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """A file of a repository; `etag` is its name among the blobs of the cache."""
+
+    path: str
+    size: int
+    etag: str
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The files of a repository at one commit."""
+
+    name: HubName
+    commit: str
+    files: tuple[RemoteFile, ...]
+
+    @property
+    def paths(self) -> list[str]:
+        """The paths of all files."""
+        return [file.path for file in self.files]
+
+    @property
+    def pinned(self) -> HubName:
+        """The name with this commit as its revision."""
+        return replace(self.name, revision=self.commit)
+
+    @property
+    def snapshot(self) -> Path:
+        """Where the cache has the files of this commit."""
+        return self.name.storage / "snapshots" / self.commit
+
+    def missing(self, paths: Collection[str]) -> list[RemoteFile]:
+        """Those of `paths` that the cache does not have."""
+        blobs = self.name.storage / "blobs"
+        wanted = [file for file in self.files if file.path in paths]
+        return [
+            file for file in wanted if not (self.snapshot / file.path).exists() and not (blobs / file.etag).exists()
+        ]
+
+
+def hub_name(text: str, kind: Kind) -> HubName | None:
+    """The name on a hub that `text` is by its form; None for a path, so that no misspelt path is sent over a network.
+
+    A path is what exists, what lies in a folder that exists or has a folder's usual name, what ends like a file, and
+    whatever is not `owner/name`.
+    """
+    for scheme in SCHEMES[kind]:
+        if text.startswith(scheme):
+            return _parse(text.removeprefix(scheme), kind, scheme == "modelscope://")
+    parent = text.partition("/")[0]
+    if parent in FOLDER_WORDS or os.path.exists(text) or os.path.exists(parent):
+        return None
+    name = _parse(text, kind, kind == "model" and modelscope_chosen())
+    return None if name is None or name.path or Path(text).suffix.lower() in FILE_ENDINGS else name
+
+
+def _parse(text: str, kind: Kind, modelscope: bool) -> HubName | None:
+    match = NAME.match(text)
+    if match is None:
+        return None
+    rest = text[match.end() :]
+    if rest and (kind == "model" or not rest.startswith("/") or ".." in rest.split("/")):
+        return None
+    return HubName(kind, match["repo"], match["revision"], rest.strip("/"), modelscope)
+
+
+def other_reading(text: str, kind: Kind) -> str:
+    """For messages about a path that does not exist: how to write it as a name on the hub, if it could be one."""
+    scheme = SCHEMES[kind][0]
+    if text.startswith(SCHEMES[kind]):
+        return f"; a name on the hub is {scheme}owner/name, with @revision where it is not the default branch"
+    if not NAME.fullmatch(text) or Path(text).suffix.lower() in FILE_ENDINGS:
+        return ""
+    parent = text.partition("/")[0]
+    if parent in FOLDER_WORDS and not os.path.isdir(parent):
+        return f"; write a path that exists, or the name of a {kind} on the hub, owner/name"
+    found = sorted(name for name in os.listdir(parent) if not name.startswith(".")) if os.path.isdir(parent) else []
+    holds = f" ({parent} has {', '.join(found[:5])})" if found else ""
+    return f"{holds}; for the name on the hub write {scheme}{text}"
+
+
+def apply_environment(variables: Mapping[str, str]) -> None:
+    """Sets the variables among `system_envs` that say how to reach a hub in this process too."""
+    prefixes = ("HF_", "MODELSCOPE_", "USE_MODELSCOPE", "TRANSFORMERS_OFFLINE")
+    os.environ.update({name: value for name, value in variables.items() if name.startswith(prefixes)})
+
+
+def is_on(variable: str) -> bool:
+    """Whether an environment variable says yes, in the spellings of huggingface_hub."""
+    return os.environ.get(variable, "").upper() in ("1", "ON", "YES", "TRUE")
+
+
+def modelscope_chosen() -> bool:
+    """Whether models are fetched from ModelScope."""
+    return is_on("USE_MODELSCOPE")
+
+
+def offline() -> bool:
+    """Whether no hub may be asked."""
+    return is_on("HF_HUB_OFFLINE") or is_on("TRANSFORMERS_OFFLINE")
+
+
+def endpoint() -> str:
+    """The address of the hub."""
+    return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+
+
+def cache_folder() -> Path:
+    """The cache of huggingface_hub; read at each call, because `system_envs` may set it."""
+    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("HF_HOME") or f"{caches}/huggingface"
+    hub = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or f"{home}/hub"
+    return Path(os.path.expandvars(hub)).expanduser()
+
+
+def cached_folder(name: HubName) -> Path | None:
+    """The snapshot of the revision in the cache, complete or not; no network."""
+    if name.modelscope:
+        from roll.configs.hub.modelscope import cached_model
+
+        return cached_model(name)
+    revision = name.revision or "main"
+    try:
+        commit = revision if COMMIT.fullmatch(revision) else (name.storage / "refs" / revision).read_text().strip()
+    except OSError:
+        return None
+    folder = name.storage / "snapshots" / commit
+    return folder if folder.is_dir() else None
+
+
+def local_model(text: str | Path) -> Path:
+    """The folder of a model: a path as it is, a name on the hub as its folder in the cache; no network.
+
+    A name that is not in the cache is returned as a path, which does not exist.
+    """
+    name = hub_name(str(text), "model")
+    return (cached_folder(name) if name is not None else None) or Path(text)
+
+
+def local_file(text: str | Path) -> Path:
+    """A data file: a path as it is, a file of a dataset on the hub as its copy in the cache; no network."""
+    name = hub_name(str(text), "dataset")
+    folder = cached_folder(name) if name is not None else None
+    return folder / name.path if folder is not None and name is not None else Path(text)
+
+
+def missing_model_files(folder: Path) -> list[str]:
+    """What a folder lacks of a model that can be run: config.json, the safetensors of its index, a tokenizer."""
+    lacking = [] if (folder / CONFIG_NAME).is_file() else [CONFIG_NAME]
+    weights = [WEIGHT_FILE]
+    if (folder / WEIGHT_INDEX).is_file():
+        weights = sorted(set(json.loads((folder / WEIGHT_INDEX).read_text())["weight_map"].values()))
+    lacking += [file for file in weights if not (folder / file).is_file()]
+    return lacking if any((folder / file).is_file() for file in TOKENIZERS) else [*lacking, TOKENIZERS[0]]
+
+
+def model_files(listing: Listing) -> list[str]:
+    """The files of a model that a run needs.
+
+    Raises:
+        HubError: it has no config.json or no safetensors.
+    """
+    paths = listing.paths
+    if CONFIG_NAME not in paths:
+        raise HubError(f"{listing.name.page} has no {CONFIG_NAME}, so it is not a model in the Hugging Face layout")
+    if not any(fnmatch(path, WEIGHTS) and "/" not in path for path in paths):
+        raise HubError(f"{listing.name.page} has no {WEIGHTS}; convert the model, and give the path of its folder")
+    return [
+        path
+        for path in paths
+        if any(fnmatch(path, pattern) for pattern in MODEL_FILES)
+        and not any(fnmatch(path, pattern) for pattern in UNUSED_MODEL_FILES)
+    ]
+
+
+def list_files(name: HubName) -> Listing:
+    """The commit and the files of a repository, in one request of at most LOOK_UP_TIMEOUT_S.
+
+    Raises:
+        HubUnreachable: the hub does not answer, or may not be asked.
+        HubError: it has no such repository or revision, or not for this user.
+    """
+    if offline():
+        raise HubUnreachable("HF_HUB_OFFLINE is set")
+    from huggingface_hub import HfApi
+
+    with hub_errors(name):
+        info = HfApi(endpoint=endpoint()).repo_info(
+            name.repo, revision=name.revision, repo_type=name.kind, files_metadata=True, timeout=LOOK_UP_TIMEOUT_S
+        )
+    files = [
+        RemoteFile(file.rfilename, file.size or 0, (file.lfs.sha256 if file.lfs else file.blob_id) or "")
+        for file in getattr(info, "siblings", None) or []
+    ]
+    return Listing(name, str(info.sha), tuple(files))
+
+
+@contextmanager
+def hub_errors(name: HubName) -> Iterator[None]:
+    """Turns the errors of huggingface_hub into one sentence each."""
+    import httpx
+    from huggingface_hub import errors
+
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        message = f"its terms must be accepted at {name.page}, and HF_TOKEN be a token of that account"
+        raise HubError(message) from error
+    except errors.RevisionNotFoundError as error:
+        raise HubError(f"{endpoint()} has {name.repo}, but no revision {name.revision} of it") from error
+    except errors.RepositoryNotFoundError as error:
+        private = "or it is private and HF_TOKEN is no token that may read it"
+        raise HubError(f"{endpoint()} has no {name.kind} of this name, {private}") from error
+    except errors.HfHubHTTPError as error:
+        raise HubUnreachable(f"{endpoint()} answered {error.response.status_code}") from error
+    except (httpx.TransportError, errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError) as error:
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise HubUnreachable(f"{endpoint()} cannot be reached ({reason})") from error

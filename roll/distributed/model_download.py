@@ -1,0 +1,84 @@
+"""Fetches the models that a run gives by name to every node; the driver fetches them to its own before Ray starts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from roll.configs.errors import RunError
+from roll.configs.hub.inputs import fetch_model, model_uris
+from roll.configs.hub.names import HubError, hub_name
+from roll.configs.pipeline import BaseConfig
+from roll.distributed.processes import process_environment
+from roll.distributed.resources import Node, ResourceManager
+
+logger = logging.getLogger(__name__)
+
+PROGRESS_INTERVAL_S = 15.0
+"""Time between two lines about nodes that still fetch."""
+
+
+async def fetch_on_nodes(config: BaseConfig, resources: ResourceManager) -> None:
+    """Fetches the models to the cache of every other node of the run, one process per node, all nodes at once.
+
+    Raises:
+        RunError: a node cannot fetch a model, or takes longer than `rpc_timeout_s`; the message names it.
+    """
+    uris = list(model_uris(config))
+    others = [node for node in resources.nodes if node.node_id != resources.this_node]
+    if not uris or not others:
+        return
+    logger.info("fetching %s on %d other nodes", ", ".join(uris), len(others))
+    await asyncio.gather(*(_fetch_on(node, uris, config) for node in others))
+
+
+async def _fetch_on(node: Node, uris: Sequence[str], config: BaseConfig) -> None:
+    task: Any = ray.remote(_fetch)
+    call = task.options(
+        num_cpus=0,
+        max_retries=0,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node.node_id, soft=False),
+        runtime_env={"env_vars": process_environment(config, 1)},
+    ).remote(list(uris))
+    reply = asyncio.ensure_future(_reply(call))
+    start = time.monotonic()
+    try:
+        while not (await asyncio.wait([reply], timeout=PROGRESS_INTERVAL_S))[0]:
+            waited = time.monotonic() - start
+            logger.info("node %s has been fetching %s for %d s", node.address, ", ".join(uris), waited)
+            if waited >= config.rpc_timeout_s:
+                limit = f"rpc_timeout_s {config.rpc_timeout_s:g}"
+                raise RunError(f"node {node.address} has not fetched {', '.join(uris)} within {limit}; raise it")
+    finally:
+        if not reply.done():
+            reply.cancel()
+            ray.cancel(call, force=True)
+    problem = reply.result()
+    if problem:
+        raise RunError(f"node {node.address}: {problem}")
+
+
+async def _reply(call: Any) -> str:
+    try:
+        problem: str = await call
+    except ray.exceptions.RayError as error:
+        return f"the process that fetches models ended: {error}"
+    return problem
+
+
+def _fetch(uris: Sequence[str]) -> str:
+    """In a process of the node: fetches the models; returns what kept it from doing so, or nothing."""
+    try:
+        for uri in uris:
+            name = hub_name(uri, "model")
+            assert name is not None, uri
+            fetch_model(name)
+    except HubError as error:
+        return str(error)
+    return ""
