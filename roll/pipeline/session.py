@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from roll.configs.pipeline import BaseConfig
@@ -22,6 +22,11 @@ P = ParamSpec("P")
 ObjectT = TypeVar("ObjectT")
 
 logger = logging.getLogger(__name__)
+
+
+def count_devices(devices: Sequence[int]) -> str:
+    """`1 device` or `4 devices`."""
+    return f"{len(devices)} device{'s' if len(devices) > 1 else ''}"
 
 
 class Session:
@@ -44,6 +49,7 @@ class Session:
         """Starts Ray, reserves the devices, and starts the processes of all roles."""
         try:
             self._start()
+            await asyncio.sleep(0)  # a Ctrl-C that came meanwhile ends the run here
         except BaseException:
             self._stop()
             raise
@@ -68,9 +74,12 @@ class Session:
         config = self._config
         roles = config.device_roles()
         per_node = config.num_devices_per_node or self._platform.device_count()
+        logger.info("starting Ray")
         start_ray(config, self._platform.name, per_node)
         mappings = {role: worker.device_mapping for role, worker in roles.items()}
         self._resources = ResourceManager(self._platform.name, per_node, mappings)
+        names = ", ".join(f"{role} on {count_devices(worker.device_mapping)}" for role, worker in roles.items())
+        logger.info("starting %s; their logs are in %s", names, config.logging_dir)
         for role, worker in roles.items():
             layout = worker.layout
             if isinstance(worker, MegatronRoleConfig):

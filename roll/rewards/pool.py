@@ -13,6 +13,7 @@ from pebble import ProcessExpired, ProcessPool
 from roll.configs.pipeline import RewardConfig
 from roll.rewards import reward_process
 from roll.rewards.reward_process import Item, RewardFunctionError, RewardOutcome, SelfTest
+from roll.terminal import block_interrupts
 
 CHUNK_SIZE = 16
 """Samples sent to a process at a time: enough that sending them costs less than scoring them, few enough that little is
@@ -63,7 +64,8 @@ class RewardPool:
         if self._self_test is not None:
             return
         try:
-            probing = asyncio.wrap_future(self._schedule(START_TIMEOUT_S, reward_process.probe))
+            with block_interrupts():
+                probing = asyncio.wrap_future(self._schedule(START_TIMEOUT_S, reward_process.probe))
             error, self_test = await asyncio.wait_for(probing, START_TIMEOUT_S)
         except (TimeoutError, ProcessExpired) as failure:
             name = self._config.function
