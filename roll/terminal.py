@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
@@ -116,6 +117,7 @@ def handle_interrupt(handler: Callable[[], None], *signals: signal.Signals) -> I
 @contextlib.contextmanager
 def block_interrupts() -> Iterator[None]:
     """Threads and processes that the block starts never receive Ctrl-C: this process ends them."""
+    resource_tracker.ensure_running()  # multiprocessing starts it with its first process, and then unblocks signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

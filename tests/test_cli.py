@@ -118,7 +118,7 @@ def test_keys_given_as_flags_are_answered_with_their_spelling(
 
 
 def test_a_plan_in_a_pipe_is_not_wrapped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    name = "x" * 300
+    name = "folder/" * 60 + "train"
     assert main(["plan", str(write(tmp_path, RLVR)), f"actor_train.data_args.file_name={name}.jsonl"]) == 0
     assert any(f"{name}.jsonl is not a file on this machine" in line for line in capsys.readouterr().out.splitlines())
 

@@ -102,7 +102,6 @@ ENGINES = {
     "actor_train.model_args.dtype=fp16": "actor_train.model_args.dtype: fp16 needs loss scaling",
     "actor_train.model_args.disable_gradient_checkpointing=true "
     "actor_train.strategy_args.strategy_config.recompute_granularity=full": "recompute_granularity: full contradicts",
-    "tracker_kwargs={stdout: {}}": "tracker_kwargs.stdout: track_with does not contain stdout",
     "eval_steps=5": "validation.data_args.file_name: is empty, but eval_steps is 5; set a file, or eval_steps: 0",
     "actor_train.data_args.file_name=[]": "actor_train.data_args.file_name: is empty; set the JSONL or parquet files",
     "actor_train.data_args.file_name=a.csv": "actor_train.data_args.file_name: a.csv has an unknown file type",
@@ -303,3 +302,8 @@ def test_a_run_on_gpus_needs_gpus_here_or_elsewhere(tmp_path: Path, monkeypatch:
         prepare_run(config, LAPTOP)
     assert "platform" not in str(caught.value)
     assert any("this machine has no GPU" in warning for warning in make_plan(config, LAPTOP).warnings)
+
+
+def test_options_of_a_tracker_that_is_off_are_refused(tmp_path: Path) -> None:
+    message = refusal(tmp_path, "track_with=[]", "tracker_kwargs={stdout: {}}")
+    assert "tracker_kwargs.stdout: track_with does not contain stdout" in message
