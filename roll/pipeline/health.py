@@ -92,16 +92,17 @@ async def watched(
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        _report(monitor, status, await _read_in_time(read, interval_s))
+        _report(monitor, status, await read_in_time(read, interval_s))
 
 
 async def _watch(read: Callable[[], Awaitable[Health]], monitor: Monitor, interval_s: float) -> None:
     while True:
-        _report(monitor, "running", await _read_in_time(read, interval_s))
+        _report(monitor, "running", await read_in_time(read, interval_s))
         await asyncio.sleep(interval_s)
 
 
-async def _read_in_time(read: Callable[[], Awaitable[Health]], within_s: float) -> Health:
+async def read_in_time(read: Callable[[], Awaitable[Health]], within_s: float) -> Health:
+    """The health that `read` returns; its error, or that it did not answer in time, under `error`."""
     try:
         async with asyncio.timeout(within_s):
             return await read()

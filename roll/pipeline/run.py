@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import re
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -27,7 +28,7 @@ from roll.pipeline.agentic.agentic_pipeline import AgenticPipeline
 from roll.pipeline.bottleneck_report import Split, bottleneck_report
 from roll.pipeline.checkpoint import checkpoint_folder
 from roll.pipeline.extensions import load_extensions
-from roll.pipeline.health import Health, HealthFile, PeakMemory, watched
+from roll.pipeline.health import INTERVAL_S, Health, HealthFile, PeakMemory, read_in_time, watched
 from roll.pipeline.rlvr_pipeline import RLVRPipeline
 from roll.pipeline.session import Session
 from roll.pipeline.sft_pipeline import SFTPipeline
@@ -151,7 +152,8 @@ def next_steps(config: BaseConfig, summary: RunSummary, command: str) -> list[st
         rows["samples"] = f"roll show {folder}"
     rows["curves"] = f"roll plot {folder}"
     if saved is not None:
-        rows["train on"] = f"{command} resume_from_checkpoint=true max_steps={2 * config.max_steps}"
+        longer = re.sub(r" max_steps=\S+", "", command)
+        rows["train on"] = f"{longer} resume_from_checkpoint=true max_steps={2 * summary.steps}"
     if config.save_hf_model:
         rows["model"] = f"{folder / 'hf_model'}  (a Hugging Face folder)"
     elif saved is not None:
@@ -192,14 +194,29 @@ async def run(config: BaseConfig) -> RunSummary:
 
 
 class RunningLoop:
-    """The training loop of a run, from the moment when there is one."""
+    """The training loop of a run, while it runs; before and after it nothing of it is called."""
 
     def __init__(self) -> None:
-        self.loop: TrainingLoop | None = None
+        self._loop: TrainingLoop | None = None
+        self._ended = False
+        self._last: Health = {"stage": "starting"}
+
+    def begin(self, loop: TrainingLoop) -> None:
+        self._loop = loop
+
+    async def end(self) -> None:
+        """Keeps the last health, since Ray would start again for a call after the run has ended it."""
+        if self._loop is not None:
+            self._last, self._loop, self._ended = await read_in_time(self._loop.health, INTERVAL_S), None, True
 
     async def health(self) -> Health:
         """The health of the loop."""
-        return {"stage": "starting"} if self.loop is None else await self.loop.health()
+        return self._last if self._loop is None else await self._loop.health()
+
+    def stop(self, task: asyncio.Task[Any]) -> None:
+        """Ends the run that `task` runs: after its step, before its first step at once; it may be ending already."""
+        if not self._ended and (self._loop is None or not self._loop.stop()):
+            task.cancel()
 
 
 @contextlib.contextmanager
@@ -217,11 +234,7 @@ def interrupts(config: BaseConfig, running: RunningLoop) -> Iterator[None]:
             HealthFile(config).end("interrupted")
             end_now("interrupted a second time: ended at once")
         say("interrupted: ending the run and its processes; press Ctrl-C again to end at once")
-        events.call_soon_threadsafe(stop)
-
-    def stop() -> None:
-        if running.loop is None or not running.loop.stop():
-            task.cancel()
+        events.call_soon_threadsafe(running.stop, task)
 
     def cancel() -> None:
         events.call_soon_threadsafe(task.cancel)
@@ -262,7 +275,7 @@ async def _train(
             trackers.resume(loop.state.step)
         try:
             gc_freeze()
-            running.loop = loop
+            running.begin(loop)
             if "stdout" not in config.track_with:
                 logger.info(
                     "progress is in %s; track_with: [stdout] prints it here", Path(config.output_dir, METRICS_FILE)
@@ -271,10 +284,10 @@ async def _train(
             summary.status = "finished"
             summary.bottleneck = report_bottleneck(config)
         finally:
+            await running.end()
             gc_unfreeze()
             summary.steps = loop.state.step
             summary.validation = loop.validation
-        logger.info("ending the processes of the run")
 
 
 def report_bottleneck(config: BaseConfig) -> str:

@@ -60,6 +60,7 @@ class Session:
 
         An error in this is raised, unless the run has failed before: then it is logged, since it is not the cause.
         """
+        logger.info("ending the processes of the run")
         try:
             for close in self._close_first:
                 await close()
