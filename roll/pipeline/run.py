@@ -108,7 +108,7 @@ def run_pipeline(config: BaseConfig, command: str = "roll run CONFIG") -> int:
     except (KeyboardInterrupt, asyncio.CancelledError, RunInterrupted) as error:
         health.end("interrupted")
         saved = error.checkpoint if isinstance(error, RunInterrupted) else newest_checkpoint(config)
-        logger.error("interrupted%s", f"; {continuation(saved, command)}" if saved else "; there is no checkpoint")
+        logger.warning("interrupted; %s", continuation(saved, command) if saved else "there is no checkpoint")
         return EXIT_INTERRUPTED
     except (*USER_ERRORS, OSError) as error:
         health.end("failed")

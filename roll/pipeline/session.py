@@ -48,8 +48,7 @@ class Session:
     async def __aenter__(self) -> Session:
         """Starts Ray, reserves the devices, and starts the processes of all roles."""
         try:
-            self._start()
-            await asyncio.sleep(0)  # a Ctrl-C that came meanwhile ends the run here
+            await self._start()
         except BaseException:
             self._stop()
             raise
@@ -71,12 +70,14 @@ class Session:
         finally:
             self._stop()
 
-    def _start(self) -> None:
+    async def _start(self) -> None:
+        """Starts everything without waiting for it; the pauses are where a Ctrl-C that came meanwhile ends the run."""
         config = self._config
         roles = config.device_roles()
         per_node = config.num_devices_per_node or self._platform.device_count()
         logger.info("starting Ray")
         start_ray(config, self._platform.name, per_node)
+        await asyncio.sleep(0)
         mappings = {role: worker.device_mapping for role, worker in roles.items()}
         self._resources = ResourceManager(self._platform.name, per_node, mappings)
         names = ", ".join(f"{role} on {count_devices(worker.device_mapping)}" for role, worker in roles.items())
@@ -87,6 +88,7 @@ class Session:
                 self.train_clusters[role] = Cluster(role, TrainWorker, worker, config, self._resources, layout)
             else:
                 self.infer_clusters[role] = Cluster(role, InferWorker, worker, config, self._resources, layout)
+        await asyncio.sleep(0)
 
     @property
     def clusters(self) -> list[Cluster[Worker]]:

@@ -186,8 +186,8 @@ class TrainingLoop:
             return False
         if not self._stop.is_set():
             step = f"finishing step {self.state.step + 1}" if self._learning else f"after step {self.state.step}"
-            saving = "then saving a checkpoint" if self._config.save_checkpoint else "without a checkpoint"
-            logger.warning("interrupted: %s, %s (save_checkpoint)", step, saving)
+            saving = "then saving it" if self._config.save_checkpoint else "without saving: save_checkpoint is false"
+            logger.warning("interrupted: %s, %s", step, saving)
             self._stop.set()
             self._stopping = asyncio.create_task(self._samples.stop())
         return True
