@@ -11,10 +11,10 @@ import sys
 import time
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common import Check
+from roll.terminal import make_console
 
 BENCHMARKS = (
     "scheduler",
@@ -79,7 +79,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=BENCHMARKS, help="run only these")
     arguments = parser.parse_args()
     arguments.json_dir.mkdir(parents=True, exist_ok=True)
-    console = Console()
+    console = make_console()
     results = {}
     for name in arguments.only:
         console.print(f"running {name} ...")

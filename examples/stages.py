@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
+from roll.terminal import make_console
 
 if TYPE_CHECKING:
     from roll.pipeline.run import RunSummary
 
-console = Console()
+console = make_console()
 
 
 def train(file: Path, overrides: list[str]) -> RunSummary:
-    """Runs the training of one YAML file."""
+    """Runs the training of one YAML file; ends the recipe with its exit code where it does not finish."""
+    from roll.cli import run
     from roll.configs.load import load_config
-    from roll.pipeline.run import configure_logging, run
+    from roll.pipeline.run import RunSummary
+    from roll.trackers.files import RUN_FILE
 
-    config = load_config(file, overrides)
-    configure_logging(config)
-    return asyncio.run(run(config))
+    code = run(file, overrides)
+    if code:
+        sys.exit(code)
+    record = json.loads((Path(load_config(file, overrides).output_dir) / RUN_FILE).read_text())
+    return RunSummary(**record["summary"])
 
 
 def summarise(out: Path, seed: int, start: float, warm: RunSummary, rl: RunSummary, metric: str) -> dict[str, float]:

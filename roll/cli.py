@@ -5,18 +5,24 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import logging
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from roll.configs.errors import ConfigError
+from roll.configs.errors import ConfigError, RunError
 from roll.configs.user_code import search_modules_beside
+from roll.terminal import EXIT_INTERRUPTED, configure_logging, end_now, handle_interrupt, log_to_console
 
 if TYPE_CHECKING:
     from roll.configs.pipeline import BaseConfig
+    from roll.pipeline.health import HealthFile
+
+logger = logging.getLogger(__name__)
 
 EXIT_CONFIG_ERROR = 2
 """Exit code for a configuration or option that cannot be used; argparse exits with the same code."""
@@ -27,20 +33,27 @@ HELP = {
     "simulate": "predict step time, idle time and staleness, and search for a better device split and ratio",
     "ablate": "run a grid of policy losses, ratios and seeds; run it again to resume unfinished runs",
     "show": "print the samples of a training step",
+    "plot": "draw the curves of a run as a picture",
 }
 """What each command does, for --help."""
 
-TOOLS = ("simulate", "ablate", "show")
+TOOLS = ("simulate", "ablate", "show", "plot")
 """Commands defined in `roll/tools/<name>/command.py`, as `add_options(parser)` and `run(arguments)`."""
+
+HANDLE_INTERRUPT = ("run", "ablate")
+"""Commands with something to end in order at Ctrl-C; it ends the others at once."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    arguments = _parse(_parser(argv), argv)
-    search_modules_beside(getattr(arguments, "config", ""))
-    if arguments.command == "plan":
-        return _exit_code(lambda: plan(arguments.config, arguments.overrides, as_json=arguments.json))
+    with handle_interrupt(end_now):
+        arguments = _parse(_parser(argv), argv)
+        search_modules_beside(getattr(arguments, "config", ""))
+        if arguments.command == "plan":
+            return _exit_code(lambda: plan(arguments.config, arguments.overrides, as_json=arguments.json))
+        if arguments.command not in HANDLE_INTERRUPT:
+            return _exit_code(lambda: _tool(arguments.command).run(arguments))
     if arguments.command == "run":
         return _exit_code(lambda: run(arguments.config, arguments.overrides))
     return _exit_code(lambda: _tool(arguments.command).run(arguments))
@@ -88,20 +101,52 @@ def plan(config: str | Path, overrides: Sequence[str], as_json: bool = False) ->
 
 
 def run(config: str | Path, overrides: Sequence[str], pipeline: str | None = None) -> int:
-    """Checks the configuration and this machine, then trains; returns the exit code of the run."""
-    from roll.configs.hardware import prepare_run
-    from roll.configs.hub.inputs import look_up
-    from roll.configs.load import load_config
+    """Checks the configuration and this machine, then trains; returns the exit code of the run.
 
-    loaded = load_config(config, overrides, pipeline)
-    problems = look_up(loaded, _say).problems
-    if problems:
-        raise ConfigError(problems, loaded.source.file)
-    for warning in prepare_run(loaded) + check_user_inputs(loaded, may_miss=False):
-        print(f"warning: {warning}", file=sys.stderr)
-    from roll.pipeline.run import run_pipeline
+    Until the run itself handles Ctrl-C there is nothing to keep, and an exception in the middle of an import might be
+    swallowed there: so Ctrl-C ends the process at once.
+    """
+    report: HealthFile | None = None
 
-    return run_pipeline(loaded)
+    def interrupt() -> None:
+        if report is not None:
+            report.end("interrupted")
+        end_now("interrupted before anything was started")
+
+    with handle_interrupt(interrupt):
+        log_to_console()
+        logger.info("reading %s", config)
+        from roll.configs.hardware import prepare_run
+        from roll.configs.hub.inputs import fetch_inputs, look_up
+        from roll.configs.load import load_config
+        from roll.pipeline.health import HealthFile
+
+        loaded = load_config(config, overrides, pipeline)
+        problems = look_up(loaded).problems
+        if problems:
+            raise ConfigError(problems, loaded.source.file)
+        warnings = prepare_run(loaded)
+        configure_logging(loaded)
+        report = HealthFile(loaded)
+        report.begin("importing")
+        logger.info(
+            "%s: %s on %s, %d steps, output in %s",
+            loaded.exp_name, loaded.pipeline, loaded.platform, loaded.max_steps, loaded.output_dir,
+        )  # fmt: skip
+        for warning in warnings:
+            logger.warning("%s", warning)
+        try:
+            fetch_inputs(loaded)
+            for warning in check_user_inputs(loaded, may_miss=False):
+                logger.warning("%s", warning)
+        except (ConfigError, RunError):
+            report.end("failed")
+            raise
+        logger.info("importing torch, transformers and Ray")
+        from roll.pipeline.run import run_pipeline
+
+        given = [text for text in overrides if not text.startswith("resume_from_checkpoint=")]
+        return run_pipeline(loaded, shlex.join(["roll", "run", str(config), *given]))
 
 
 def check_user_inputs(config: BaseConfig, may_miss: bool) -> list[str]:
@@ -128,12 +173,18 @@ def _tool(name: str) -> ModuleType:
 
 
 def _exit_code(command: Callable[[], int]) -> int:
-    """Exit code of a command; a configuration error is printed without a traceback."""
+    """Exit code of a command; a configuration error, a failed download and Ctrl-C are told without a traceback."""
     try:
         return command()
     except ConfigError as error:
         print(error, file=sys.stderr)
         return EXIT_CONFIG_ERROR
+    except RunError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
 
 
 def _parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
@@ -142,10 +193,25 @@ def _parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpa
     overrides = getattr(arguments, "overrides", None)
     unknown = [text for text in rest if overrides is None or text.startswith("-") or "=" not in text]
     if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        hint = "" if overrides is None else f"; {_override_hint(argv)}"
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     if overrides is not None:
         arguments.overrides = [*overrides, *rest]
     return arguments
+
+
+def _override_hint(argv: Sequence[str] | None) -> str:
+    """How to write keys of the configuration that were given as flags."""
+    words = sys.argv[1:] if argv is None else argv
+    ours = {"--json", "--config_path", "--config_name"}
+    written = []
+    for word, following in zip(words, [*words[1:], "--"], strict=True):
+        if word.startswith("--") and word not in ours:
+            key, equals, value = word.lstrip("-").partition("=")
+            value = value if equals else "true" if following.startswith("-") else following
+            written.append(f"{key.replace('-', '_')}={value}")
+    example = " ".join(written) or "max_steps=100"
+    return f"keys of the configuration are written as key=value, without dashes: {example}"
 
 
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
@@ -154,7 +220,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in HELP.items():
         command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-        if name != "show":
+        if name not in ("show", "plot"):
             command.add_argument("config", help="YAML file")
             command.add_argument("overrides", nargs="*", metavar="key=value", help="override values of the file")
         if name == "plan":

@@ -109,6 +109,21 @@ def test_launcher_accepts_overrides_before_and_after_its_flags(
     assert "unrecognized arguments: --sed" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("given", [["--max_steps", "3"], ["--max_steps=3"], ["--max-steps", "3"]])
+def test_keys_given_as_flags_are_answered_with_their_spelling(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], given: list[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", str(write(tmp_path, SFT)), *given, "--deterministic"])
+    assert "written as key=value, without dashes: max_steps=3 deterministic=true" in capsys.readouterr().err
+
+
+def test_a_plan_in_a_pipe_is_not_wrapped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "folder/" * 60 + "train"
+    assert main(["plan", str(write(tmp_path, RLVR)), f"actor_train.data_args.file_name={name}.jsonl"]) == 0
+    assert any(f"{name}.jsonl is not a file on this machine" in line for line in capsys.readouterr().out.splitlines())
+
+
 @pytest.mark.parametrize("module", ["roll", "roll.cli"])
 def test_modules_run_as_commands(module: str) -> None:
     run = subprocess.run([sys.executable, "-m", module, "plan"], capture_output=True, text=True, cwd=ROOT, timeout=60)

@@ -64,6 +64,7 @@ def _fill_in_lengths(config: BaseConfig) -> list[Problem]:
 
 
 def _fill_in_rl(config: RLConfig) -> None:
+    config.rollout_dump_dir = config.rollout_dump_dir or str(Path(config.output_dir) / "samples")
     sampling = config.actor_infer.generating_args
     if sampling.max_new_tokens is None:
         sampling.max_new_tokens = config.response_length

@@ -25,6 +25,18 @@ class RunError(RuntimeError):
     """Ends a run with a sentence instead of a traceback: what happened, where, and what to change."""
 
 
+class RunInterrupted(Exception):
+    """A signal ended the run after a whole step.
+
+    Attributes:
+        checkpoint: that holds this step; None where the run saves none.
+    """
+
+    def __init__(self, checkpoint: Path | None) -> None:
+        super().__init__("interrupted")
+        self.checkpoint = checkpoint
+
+
 class ConfigError(ValueError):
     """All problems found in one configuration."""
 

@@ -73,6 +73,8 @@ def resolve_platform(config: BaseConfig, hardware: Hardware, report: Report) -> 
                 "platform",
                 "auto on a machine without a GPU: planned for cuda elsewhere; write platform: cpu to run here",
             )
+    elif platform == "cuda" and not hardware.gpus:
+        report.warn("platform", "cuda, and this machine has no GPU: planned for another machine")
     if config.num_devices_per_node is not None:
         return platform, config.num_devices_per_node
     if platform == "cpu":
@@ -109,8 +111,20 @@ def check_nodes(config: BaseConfig, devices_per_node: int, report: Report) -> No
             break
 
 
+def _check_gpus(config: BaseConfig, hardware: Hardware, report: Report) -> None:
+    per_node, elsewhere = config.num_devices_per_node or 0, "or join the Ray of a cluster that does with RAY_ADDRESS"
+    if not hardware.gpus:
+        report.missing_resource("platform", f"cuda needs GPUs, and this machine has none; use cpu, {elsewhere}")
+    elif per_node > hardware.gpus:
+        report.missing_resource(
+            "num_devices_per_node", f"{per_node}, and this machine has {hardware.gpus} GPUs; use those, {elsewhere}"
+        )
+
+
 def check_fits_machine(config: BaseConfig, hardware: Hardware, report: Report) -> None:
-    """On cpu, more devices than cores need `num_devices_per_node`."""
+    """Devices exist here, unless Ray joins other machines; on cpu, more than the cores need `num_devices_per_node`."""
+    if config.platform == "cuda" and "RAY_ADDRESS" not in os.environ:
+        _check_gpus(config, hardware, report)
     if config.num_devices_per_node is not None or config.platform != "cpu":
         return
     for role, worker in config.device_roles().items():

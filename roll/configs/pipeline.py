@@ -86,7 +86,7 @@ class BaseConfig:
     output_dir: str = option("./output", "Everything the run writes.")
     logging_dir: str | None = option(None, "Log files; default: output_dir/logs.")
     track_with: list[Literal["tensorboard", "stdout"]] = option(
-        factory=lambda: ["tensorboard"],
+        factory=lambda: ["stdout", "tensorboard"],
         parse=one_or_many,
         help="Trackers in addition to metrics.jsonl; a single name is taken as a list of one.",
     )
@@ -269,8 +269,11 @@ class RLConfig(AsyncOptions, PolicyOptions, AdvantageOptions, BaseConfig):
     )
     rollout_dump_dir: str | None = option(
         None,
-        "Folder for the samples of every step: ids, log-probs, versions, scores and advantages, one JSONL a step; "
-        "`roll show` prints them.",
+        "Folder for the samples of the newest steps: ids, log-probs, versions, scores and advantages, one JSONL a "
+        "step; `roll show` prints them. Default: output_dir/samples.",
+    )
+    rollout_dump_steps: int | None = option(
+        10, "Newest steps whose samples are kept there; null keeps all steps, 0 writes none.", ge=0
     )
     rollout_batch_size: int = option(64, "Prompts (rlvr) or trajectories (agentic) of one step.", ge=1)
     num_return_sequences_in_group: int = option(1, "Samples per prompt; agentic: train_env_manager.group_size.", ge=1)

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TextIO
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from roll.configs.agentic import AgenticConfig, EnvManagerConfig
@@ -21,6 +20,8 @@ from roll.configs.parallel_layout import spans
 from roll.configs.pipeline import BaseConfig, RLConfig
 from roll.configs.roles import ActorTrainConfig, MegatronRoleConfig, RoleConfig
 from roll.configs.rules import check
+from roll.configs.rules.lengths import check_episode_lengths, check_prompt_lengths
+from roll.terminal import make_console
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,9 @@ def make_plan(config: BaseConfig, hardware: Hardware | None = None, hub: LookUp 
     report = check(config)
     platform, per_node = resolve_platform(config, hardware, report)
     check_nodes(config, per_node, report)
+    check_prompt_lengths(config, report)
+    if isinstance(config, AgenticConfig):
+        check_episode_lengths(config, report)
     if report.errors:
         raise ConfigError(report.errors, config.source.file)
     shapes = _shapes(config)
@@ -305,15 +309,9 @@ def _of_tags(key: str, config: AgenticConfig) -> str:
     return f"{key} of " + ", ".join(f"{tag} ({getattr(config.custom_envs[tag], key)})" for tag in tags)
 
 
-WIDTH = 160
-"""Columns where the output is not a terminal, so that formulas stay on one line."""
-
-
 def print_plan(plan: Plan, file: TextIO | None = None) -> None:
     """Writes the plan to `file`, or to standard output."""
-    console = Console(file=file, highlight=False, soft_wrap=False)
-    if not console.is_terminal:
-        console = Console(file=file, highlight=False, width=WIDTH)
+    console = make_console(file)
     plural = "s" if plan.nodes > 1 else ""
     nodes = f"{plan.nodes} node{plural} x {plan.devices_per_node} devices"
     source = f"  ({plan.source})" if plan.source else ""

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +15,7 @@ from typing import Any
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import Report
+from roll.configs.hub.names import local_file, local_model
 from roll.configs.pipeline import BaseConfig, RewardConfig, RLVRConfig, SFTConfig
 from roll.configs.roles import DataArguments
 from roll.datasets.prompts import Prompt, read_prompt
@@ -62,10 +62,10 @@ def check_inputs(config: BaseConfig) -> Report:
 def _check_tokenizers(config: BaseConfig, report: Report) -> None:
     """The folder of the trained model has a tokenizer that can be read."""
     name = config.actor_train.model_args.model_name_or_path
-    if name is None or not os.path.isdir(name):
+    folder = local_model(name or "")
+    if name is None or not folder.is_dir():
         return
     path = "pretrain" if name == config.pretrain else "actor_train.model_args.model_name_or_path"
-    folder = Path(name)
     if not any((folder / file).is_file() for file in TOKENIZER_FILES):
         report.missing_resource(
             path,
@@ -86,7 +86,7 @@ def _check_data(config: BaseConfig, report: Report, read: Callable[..., Any]) ->
     found: list[Any] = []
     for role in ["actor_train"] + (["validation"] if config.eval_steps else []):
         args: DataArguments = getattr(config, role).data_args
-        for file in filter(os.path.isfile, args.file_name):
+        for file in filter(Path.is_file, map(local_file, args.file_name)):
             try:
                 rows, errors = read_first(file, CHECKED_ROWS, partial(read, data_args=args))
             except DatasetError as error:

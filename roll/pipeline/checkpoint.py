@@ -1,24 +1,29 @@
-"""Checkpoints that are complete or absent: written to a temporary folder, marked, renamed, pruned."""
+"""Checkpoints and other folders that are complete or absent: written to a temporary folder, marked, renamed, pruned."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import re
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from roll.configs.errors import RunError
 from roll.configs.pipeline import BaseConfig
+from roll.trackers.files import DiskFullError, free_bytes, is_disk_full, megabytes
 
 FOLDER = "checkpoints"
 """Subfolder of a run with its checkpoints."""
 
 MARKER = "COMPLETE"
+EXHAUSTED_SHARE = 0.9
+"""A failed save that has written this share of the free bytes failed for want of the rest."""
+
 NAME = re.compile(r"step-(\d{6,})")
 
 
@@ -39,22 +44,27 @@ class CheckpointManager:
 
         Returns:
             The finished folder.
+
+        Raises:
+            DiskFullError: it does not fit on the disk; nothing of it is left there.
         """
-        final = self._folder / f"step-{step:06d}"
-        partial = final.with_suffix(".partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        await write(partial)
-        (partial / MARKER).touch()
-        _flush_to_disk(partial)
-        if final.exists():
-            shutil.rmtree(final)
-        os.rename(partial, final)
+        final, last = self._folder / f"step-{step:06d}", folder_bytes(self.complete()[-1:])
+        free = free_bytes(self._folder)
+        if free is not None and free < last:
+            raise DiskFullError(final, f"{megabytes(last)} needed, as for the last checkpoint", free)
+
+        async def write_all(folder: Path) -> None:
+            await write(folder)
+            (folder / MARKER).touch()
+
+        await write_folder(final, write_all)
         self._prune()
         return final
 
     def begin(self, resumed: Path | None) -> list[Path]:
         """Renames the checkpoints that the run starting now does not continue from, so that it never resumes from them.
+
+        What an earlier run had not finished writing is deleted.
 
         Args:
             resumed: the checkpoint it continues from; None at step 0.
@@ -63,7 +73,9 @@ class CheckpointManager:
             Their new paths, `step-NNNNNN.old`; they are never chosen or deleted, but a path may name them.
         """
         own = resumed is not None and resumed.resolve() in [path.resolve() for path in self.complete()]
-        others = [path for path in self.complete() if not (own and resumed and _step(path) <= _step(resumed))]
+        for unfinished in self._folder.glob("step-*.partial"):
+            shutil.rmtree(unfinished, ignore_errors=True)
+        others = [path for path in self.complete() if not (own and resumed and step_of(path) <= step_of(resumed))]
         moved = []
         for path in others:
             names = (path.with_suffix(".old" if number == 1 else f".old{number}") for number in itertools.count(1))
@@ -75,7 +87,7 @@ class CheckpointManager:
         if not self._folder.is_dir():
             return []
         found = [path for path in self._folder.iterdir() if NAME.fullmatch(path.name) and (path / MARKER).exists()]
-        return sorted(found, key=_step)
+        return sorted(found, key=step_of)
 
     def resume_path(self, choice: bool | str) -> Path | None:
         """The checkpoint to continue from: None for false, the newest complete one (or None) for true, or a path.
@@ -107,9 +119,47 @@ def checkpoint_folder(config: BaseConfig) -> CheckpointManager:
     return CheckpointManager(Path(config.output_dir) / FOLDER, config.max_ckpt_to_keep)
 
 
-def _step(checkpoint: Path) -> int:
+def step_of(checkpoint: Path) -> int:
     """The step of a checkpoint, from its name, which may end in `.old`."""
     return int(checkpoint.stem.removeprefix("step-"))
+
+
+async def write_folder(final: Path, write: Callable[[Path], Awaitable[None]]) -> None:
+    """Replaces a folder at once by what `write` puts into another one, whose name ends in `.partial`.
+
+    Raises:
+        DiskFullError: it does not fit on the disk; nothing of it is left there.
+    """
+    partial = final.with_suffix(".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    free = free_bytes(final)
+    try:
+        partial.mkdir(parents=True)
+        await write(partial)
+        _flush_to_disk(partial)
+    except Exception as error:
+        written = folder_bytes([partial])
+        shutil.rmtree(partial, ignore_errors=True)
+        if is_disk_full(error) or _is_exhausted(free, written):
+            raise DiskFullError(final, f"more than {megabytes(written)} needed", free) from error
+        raise
+    if final.exists():
+        shutil.rmtree(final)
+    os.rename(partial, final)
+
+
+def folder_bytes(folders: Iterable[Path]) -> int:
+    """Bytes of all files below the folders."""
+    total = 0
+    for path in (path for folder in folders for path in folder.rglob("*")):
+        with contextlib.suppress(OSError):  # a rank may be removing it
+            total += path.lstat().st_size
+    return total
+
+
+def _is_exhausted(free: int | None, written: int) -> bool:
+    """Whether a failed save has used up what was free: torch tells of a full disk in words that vary."""
+    return free is not None and written >= EXHAUSTED_SHARE * free
 
 
 def _flush_to_disk(folder: Path) -> None:

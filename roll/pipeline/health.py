@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -15,7 +14,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import psutil
 
+from roll.configs.errors import RunError, RunInterrupted
 from roll.configs.pipeline import BaseConfig
+from roll.trackers.files import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ INTERVAL_S = 5.0
 """Seconds between two reports: often enough to watch, and cheap."""
 
 Health = Mapping[str, Any]
-"""`status` (running, finished or failed), `time` (seconds since 1970), and the state of each component."""
+"""`status` (running, finished, interrupted or failed), `time` (seconds since 1970), and the state of each component."""
 
 
 @runtime_checkable
@@ -37,17 +38,38 @@ class Monitor(Protocol):
 
 
 class HealthFile:
-    """Writes output_dir/health.json; an old `time` in it means that the driver hangs or has died."""
+    """Writes output_dir/health.json; an old `time` in it means that the driver hangs or has died.
+
+    On a full disk the report is written over the last one, which needs no space.
+    """
 
     def __init__(self, config: BaseConfig) -> None:
         self._path = Path(config.output_dir) / FILE_NAME
 
     def report(self, health: Health) -> None:
         """Replaces the file, so that a reader never sees half of it."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        aside = self._path.with_suffix(".partial")
-        aside.write_text(json.dumps(health, indent=2) + "\n")
-        os.replace(aside, self._path)
+        text = json.dumps(health, indent=2) + "\n"
+        try:
+            write_whole(self._path, lambda file: file.write(text))
+        except RunError:
+            if not self._path.exists():
+                raise
+            with self._path.open("r+") as file:
+                file.write(text)
+                file.truncate()
+
+    def begin(self, stage: str) -> None:
+        """Replaces what an earlier run in this folder reported last."""
+        self.report({"status": "running", "time": time.time(), "stage": stage})
+
+    def end(self, status: str) -> None:
+        """Ends a report of a run that did not come to its own last one."""
+        try:
+            last = json.loads(self._path.read_text())
+            if last["status"] == "running":
+                self.report({**last, "status": status, "time": time.time()})
+        except (OSError, ValueError, KeyError, TypeError, RunError) as error:
+            logger.warning("%s does not say that the run is %s: %s", self._path, status, error)
 
 
 @asynccontextmanager
@@ -64,19 +86,23 @@ async def watched(
     try:
         yield
         status = "finished"
+    except (asyncio.CancelledError, KeyboardInterrupt, RunInterrupted):
+        status = "interrupted"
+        raise
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        _report(monitor, status, await _read_in_time(read, interval_s))
+        _report(monitor, status, await read_in_time(read, interval_s))
 
 
 async def _watch(read: Callable[[], Awaitable[Health]], monitor: Monitor, interval_s: float) -> None:
     while True:
-        _report(monitor, "running", await _read_in_time(read, interval_s))
+        _report(monitor, "running", await read_in_time(read, interval_s))
         await asyncio.sleep(interval_s)
 
 
-async def _read_in_time(read: Callable[[], Awaitable[Health]], within_s: float) -> Health:
+async def read_in_time(read: Callable[[], Awaitable[Health]], within_s: float) -> Health:
+    """The health that `read` returns; its error, or that it did not answer in time, under `error`."""
     try:
         async with asyncio.timeout(within_s):
             return await read()
@@ -89,6 +115,8 @@ async def _read_in_time(read: Callable[[], Awaitable[Health]], within_s: float) 
 def _report(monitor: Monitor, status: str, components: Health) -> None:
     try:
         monitor.report({"status": status, "time": time.time(), **components})
+    except (OSError, RunError) as error:
+        logger.warning("the monitor failed: %s", error)
     except Exception:
         logger.exception("the monitor failed")
 

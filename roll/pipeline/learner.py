@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -115,11 +116,23 @@ class RLLearner(ActorLearner):
         with clock.measure("advantages"):
             metrics = self._add_correction(data)
             metrics |= self._add_advantages(data)
-        if self._config.rollout_dump_dir:
-            dump_samples(data, Path(self._config.rollout_dump_dir), step)
-        with clock.measure("train"):
-            metrics |= await self._train(data)
+        dump = self._dump(data, step)
+        try:
+            with clock.measure("train"):
+                metrics |= await self._train(data)
+        finally:
+            await dump
         return metrics | self._check_correction(metrics, batch.metrics.get("staleness/max", 0.0))
+
+    def _dump(self, data: DataProto, step: int) -> Awaitable[None]:
+        """Writes the samples on a thread, while the ranks train."""
+
+        def write() -> None:
+            folder, keep = self._config.rollout_dump_dir, self._config.rollout_dump_steps
+            if folder is not None and keep != 0:
+                dump_samples(data, Path(folder), step, keep)
+
+        return asyncio.ensure_future(asyncio.to_thread(write))
 
     # 1. Log-probs
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
@@ -21,6 +22,8 @@ from roll.pipeline.training_loop import SampleBatch, SampleSource, TrainingLoop
 from roll.rollout.engine_pool import EnginePool, Engines
 from roll.rollout.types import SamplingParams
 from roll.trackers import TrackerGroup
+
+logger = logging.getLogger(__name__)
 
 OWN_DEADLINE_GRACE_S = 60.0
 """Added to the rollouter's own deadline, so that the rollouter's error, which names the late prompts, comes first."""
@@ -66,6 +69,7 @@ class RLPipeline(ABC, Generic[ConfigT]):
         config, actor = self._config, session.train_clusters["actor_train"]
         samples = self._start_rollouter(session)
         await session.ready()
+        logger.info("connecting trainer and engines for weight updates")
         synchronizer = WeightSynchronizer(actor, session.infer_clusters["actor_infer"], config)
         await synchronizer.setup()
         extensions = load_extensions(config)
@@ -101,9 +105,13 @@ class RolloutClient:
     def __init__(self, remote: RemoteActor[Rollouter]) -> None:
         self._remote = remote
 
-    async def next_batch(self) -> SampleBatch:
-        """The next batch, earliest deadline first."""
+    async def next_batch(self) -> SampleBatch | None:
+        """The next batch, earliest deadline first; None once `stop` was called."""
         return await self._remote.call(Rollouter.next_batch)
+
+    async def stop(self) -> None:
+        """No batch is taken from now on."""
+        await self._remote.call(Rollouter.stop)
 
     async def advance(self, version: int) -> None:
         """The engines have the weights of `version`: generation may continue."""

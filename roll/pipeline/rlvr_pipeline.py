@@ -60,7 +60,7 @@ class RLVRWorker(RolloutWorker):
 
     def _group(self, purpose: Purpose, number: int, index: int) -> Group:
         prompt = self._prompts[purpose][index]
-        return Group(number, prompt.tag, index, prompt.id)
+        return Group(number, prompt.tag, index, prompt.id, ground_truth=prompt.ground_truth)
 
     async def generate(self, groups: Sequence[Group], purpose: Purpose, timer: Timer) -> None:
         """Generates all responses of all groups in one call, then scores the complete groups in one batch."""

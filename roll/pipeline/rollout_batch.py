@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -17,6 +16,7 @@ from roll.configs.agentic import SampleBy
 from roll.datasets.collate import Sample, collate_samples
 from roll.distributed.protocol import DataProto
 from roll.rollout.types import NOT_SAMPLED, Group, Trajectory, Turn
+from roll.trackers.files import write_whole
 
 NO_TURN = -1
 """`turn_index` of a token that no policy sampled, and `state_ids` behind the last turn of a row."""
@@ -65,7 +65,7 @@ def batch_of_groups(
         `turn_index` [B, T] int64, the turn within its row of each sampled token, else NO_TURN;
         `turn_count` [B]; `turn_rewards` [B, K] float32; `state_ids` [B, K] int64, equal for turns of one group that
         responded to the same observation; `scores` [B] of the whole trajectory; `group_ids`, `trajectory_ids` and
-        `tag_ids` [B]. The columns `id` and `episode` are for dumps.
+        `tag_ids` [B]. The columns `id`, `prompt_id`, `ground_truth` and `episode` are for dumps.
     """
     rows = _pad_rows(list(_rows(groups, sample_by)), multiple)
     tensors = collate_samples([_sample(row) for row in rows])
@@ -82,10 +82,19 @@ def batch_of_groups(
         "trajectory_ids": torch.tensor([row.trajectory_id for row in rows]),
         "tag_ids": torch.tensor([tag_numbers[tag] for tag in tags]),
     }
-    if not episodes:
-        return DataProto.from_dict(tensors, {"id": [row.name if row.group is None else row.group.name for row in rows]})
-    descriptions = [_describe_episode(row) for row in rows]
-    return DataProto.from_dict(tensors, {"id": [row.name for row in rows], "episode": descriptions})
+    columns: dict[str, list[Any]] = {
+        "id": [row.name if episodes or row.group is None else row.group.name for row in rows],
+        "prompt_id": ["" if row.group is None else _prompt_id(row.group, episodes) for row in rows],
+        "ground_truth": [None if row.group is None else row.group.ground_truth for row in rows],
+    }
+    if episodes:
+        columns["episode"] = [_describe_episode(row) for row in rows]
+    return DataProto.from_dict(tensors, columns)
+
+
+def _prompt_id(group: Group, episodes: bool) -> str:
+    """The same for groups of the same prompt, or of the same environment with the same seed."""
+    return f"{group.tag}/{group.problem}" if episodes else group.name
 
 
 def _rows(groups: Sequence[Group], sample_by: SampleBy) -> Iterator[Row]:
@@ -172,6 +181,9 @@ def _describe_episode(row: Row) -> dict[str, Any]:
     }
 
 
+NAMES = ("id", "prompt_id", "ground_truth")
+"""Columns that say which sample a line is of, where the batch has them."""
+
 TOKEN_VALUES = ("behavior_log_probs", "weight_version", "old_log_probs", "ref_log_probs", "advantages")
 """Tensors [B, T] whose values at response tokens are written, where the batch has them."""
 
@@ -187,20 +199,30 @@ def dumped_steps(folder: Path) -> list[int]:
     return sorted(int(number) for number in numbers if number.isdecimal())
 
 
-def dump_samples(data: DataProto, folder: Path, step: int) -> Path:
+def dump_samples(data: DataProto, folder: Path, step: int, keep: int | None = None) -> Path:
     """Writes one line for each sample and returns the file; a partly written file is never visible under its name.
 
-    A line has `id`, `group`, `score`, `prompt_ids`, `response_ids`, and TOKEN_VALUES of each response token. In agentic
-    runs it has `episode` too: `trajectory` (its name), `tag`, `seed`, `stop`, `outcome`, `metrics`, and `turns`, each
-    with `observation`, `text`, `reward` and `versions`. Padding samples are left out.
+    A line has `id`, `prompt_id`, `ground_truth`, `group`, `score`, `prompt_ids`, `response_ids`, and TOKEN_VALUES of
+    each response token. In agentic runs it has `episode` too: `trajectory` (its name), `tag`, `seed`, `stop`,
+    `outcome`, `metrics`, and `turns`, each with `observation`, `text`, `reward` and `versions`. Padding samples are
+    left out.
+
+    Args:
+        data: the batch of the step.
+        folder: of the dump.
+        step: its number.
+        keep: steps up to this one that stay, the newest; later ones are of an earlier run and do not. None keeps all.
+
+    Raises:
+        RunError: the file cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     path = dump_path(folder, step)
-    aside = path.with_suffix(".partial")
-    with aside.open("w") as file:
-        for sample in _samples(data):
-            file.write(json.dumps(sample) + "\n")
-    os.replace(aside, path)
+    write_whole(path, lambda file: file.writelines(json.dumps(sample) + "\n" for sample in _samples(data)))
+    if keep is not None:
+        steps = dumped_steps(folder)
+        kept = [number for number in steps if number <= step][-keep:]
+        for number in set(steps) - set(kept):
+            dump_path(folder, number).unlink(missing_ok=True)
     return path
 
 
@@ -218,7 +240,7 @@ def _samples(data: DataProto) -> Iterator[dict[str, Any]]:
         attended = batch["attention_mask"][row].bool()
         first = int(response.float().argmax())
         yield {
-            "id": data.non_tensor_batch["id"][row],
+            **{name: data.non_tensor_batch[name][row] for name in NAMES if name in data},
             "group": int(batch["group_ids"][row]),
             "score": float(batch["scores"][row]),
             "prompt_ids": batch["input_ids"][row, :first][attended[:first]].tolist(),

@@ -112,7 +112,7 @@ class Rollouter:
         self.policy: RolloutPolicy[Group] = RolloutPolicy(settings)
         self._worker, self._options, self._clock, self._wall_clock = worker, options, clock, wall_clock
         self._changed = asyncio.Condition()
-        self._started = False
+        self._started = self._stopped = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._error: BaseException | None = None
         self._timers = {name: BusyTimer(clock()) for name in (*worker.work, ENGINES)}
@@ -135,8 +135,8 @@ class Rollouter:
             if self._options.background:
                 self._start(self._submit_always)
 
-    async def next_batch(self) -> SampleBatch:
-        """The next batch, earliest deadline first.
+    async def next_batch(self) -> SampleBatch | None:
+        """The next batch, earliest deadline first; None once `stop` was called, also to a call that is waiting.
 
         Raises:
             RunError: too many groups failed, a filter starves the batch, or it was not ready within `deadline_s`.
@@ -145,6 +145,8 @@ class Rollouter:
             self._start(self._fill_batch)
         version = self.policy.learning_version
         await self._wait_until_ready()
+        if self._stopped:
+            return None
         taken = self.policy.take()
         groups = [finished.group for finished in taken]
         ages = [self._wall_clock() - finished.request.submitted_at_s for finished in taken]
@@ -164,6 +166,12 @@ class Rollouter:
         ledger = self.policy.ledger
         metrics |= ledger.metrics() | ledger.sample_metrics(self._options.samples_per_group)
         return SampleBatch(self._worker.batch(groups), metrics, seconds)
+
+    async def stop(self) -> None:
+        """No batch is taken from now on, so that `state_dict` is that of the steps that were learned from."""
+        async with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
 
     async def _fill_batch(self) -> None:
         """Generates in waves until a batch is ready."""
@@ -240,17 +248,20 @@ class Rollouter:
 
     async def _wait_until_ready(self) -> None:
         until = self._clock() + self._options.deadline_s
-        while self._error is None and not await self._is_ready():
+        while not (self._error or self._stopped or await self._is_ready()):
             wait = min(self._options.report_s, until - self._clock())
             if wait <= 0:
                 raise RunError(f"no batch within {self._options.deadline_s:g} s (batch_deadline_s): {self._state()}")
             try:
                 async with asyncio.timeout(wait), self._changed:
-                    await self._changed.wait_for(lambda: self._error is not None or self.policy.ready())
+                    await self._changed.wait_for(self._may_go_on)
             except TimeoutError:
                 logger.warning("still waiting for a batch: %s", self._state())
         if self._error is not None:
             raise self._error
+
+    def _may_go_on(self) -> bool:
+        return self._error is not None or self._stopped or self.policy.ready()
 
     async def _is_ready(self) -> bool:
         """Whether a batch can be taken now, after groups that are too old for it were dropped."""

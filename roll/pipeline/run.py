@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import logging
+import re
 import signal
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from rich.logging import RichHandler
-
 from roll.configs.agentic import AgenticConfig
-from roll.configs.errors import ConfigError, Problem, RunError
-from roll.configs.hub.inputs import fetch_inputs
+from roll.configs.errors import RunError, RunInterrupted
 from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig, SFTConfig
 from roll.configs.plan import Plan
 from roll.datasets.records import DatasetError
@@ -29,14 +28,15 @@ from roll.pipeline.agentic.agentic_pipeline import AgenticPipeline
 from roll.pipeline.bottleneck_report import Split, bottleneck_report
 from roll.pipeline.checkpoint import checkpoint_folder
 from roll.pipeline.extensions import load_extensions
-from roll.pipeline.health import HealthFile, Monitor, PeakMemory, watched
+from roll.pipeline.health import INTERVAL_S, Health, HealthFile, PeakMemory, read_in_time, watched
 from roll.pipeline.rlvr_pipeline import RLVRPipeline
 from roll.pipeline.session import Session
 from roll.pipeline.sft_pipeline import SFTPipeline
 from roll.pipeline.training_loop import TrainingLoop
 from roll.rewards.calling import RewardFunctionError
+from roll.terminal import EXIT_INTERRUPTED, end_now, handle_interrupt, say
 from roll.trackers import TrackerGroup, make_trackers
-from roll.trackers.files import METRICS_FILE, read_metrics
+from roll.trackers.files import METRICS_FILE, RUN_FILE, DiskFullError, is_disk_full, read_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -91,64 +91,181 @@ class RunSummary:
     bottleneck: str = ""
 
 
-def run_pipeline(config: BaseConfig) -> int:
-    """Runs to the end and logs an error of USER_ERRORS to the console.
+def run_pipeline(config: BaseConfig, command: str = "roll run CONFIG") -> int:
+    """Runs to the end and logs how it ended, where its results are and what can be done next.
+
+    Args:
+        config: a checked configuration; the log has been set up by `configure_logging`.
+        command: that started the run, for the command that continues it.
 
     Returns:
-        The exit code: 0, 1 after such an error, 130 when interrupted.
+        The exit code: 0, 1 after an error of USER_ERRORS, 130 when interrupted.
     """
-    configure_logging(config)
+    health = HealthFile(config)
     try:
-        fetch_inputs(config)
-        asyncio.run(run(config))
-    except USER_ERRORS as error:
-        logger.error("%s", error)
+        summary = asyncio.run(run(config))
+    except (KeyboardInterrupt, asyncio.CancelledError, RunInterrupted) as error:
+        health.end("interrupted")
+        saved = error.checkpoint if isinstance(error, RunInterrupted) else newest_checkpoint(config)
+        logger.warning("interrupted; %s", continuation(saved, command) if saved else "there is no checkpoint")
+        return EXIT_INTERRUPTED
+    except (*USER_ERRORS, OSError) as error:
+        health.end("failed")
+        if isinstance(error, OSError) and not is_disk_full(error):
+            raise
+        logger.error("%s", short_message(error, config))
+        if (saved := newest_checkpoint(config)) is not None:
+            logger.info("%s", continuation(saved, command))
         return 1
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        logger.error("interrupted; continue from the last checkpoint with resume_from_checkpoint=true")
-        return 130
+    except BaseException:
+        health.end("failed")
+        raise
+    logger.info("%s", "\n".join(next_steps(config, summary, command)))
     return 0
+
+
+def short_message(error: BaseException, config: BaseConfig) -> str:
+    """The message of an error; one line where a process of the run met a full disk."""
+    if isinstance(error, DiskFullError) or not is_disk_full(error):
+        return str(error)
+    name = getattr(error, "filename", None)
+    return str(DiskFullError(Path(name or config.output_dir)))
+
+
+def newest_checkpoint(config: BaseConfig) -> Path | None:
+    """The checkpoint that `resume_from_checkpoint=true` continues from."""
+    return next(reversed(checkpoint_folder(config).complete()), None)
+
+
+def continuation(checkpoint: Path, command: str) -> str:
+    """How to continue a run from its newest checkpoint."""
+    return f"{checkpoint} is complete; continue with: {command} resume_from_checkpoint=true"
+
+
+def next_steps(config: BaseConfig, summary: RunSummary, command: str) -> list[str]:
+    """How the run ended, where its results are, and commands that show or continue it."""
+    folder, saved = Path(config.output_dir), newest_checkpoint(config)
+    lines = [f"finished {summary.steps} steps in {summary.seconds:.0f} s"]
+    rows = {"results": f"{folder}/  ({METRICS_FILE}, {RUN_FILE}, logs)"}
+    if isinstance(config, RLConfig) and config.rollout_dump_steps != 0:
+        rows["samples"] = f"roll show {folder}"
+    rows["curves"] = f"roll plot {folder}"
+    if saved is not None:
+        longer = re.sub(r" max_steps=\S+", "", command)
+        rows["train on"] = f"{longer} resume_from_checkpoint=true max_steps={2 * summary.steps}"
+    if config.save_hf_model:
+        rows["model"] = f"{folder / 'hf_model'}  (a Hugging Face folder)"
+    elif saved is not None:
+        rows["model"] = f"{command} resume_from_checkpoint=true save_hf_model=true  (writes {folder / 'hf_model'})"
+    return [*lines, *(f"{'':11} {name:9} {text}" for name, text in rows.items())]
 
 
 async def run(config: BaseConfig) -> RunSummary:
     """One run; its processes are ended in any case.
 
+    The first Ctrl-C ends it in order, with a checkpoint of the last step; the second ends it at once.
+
     Raises:
         ConfigError: a class that the configuration names does not exist.
+        RunInterrupted: by Ctrl-C, after a step.
+        asyncio.CancelledError: by Ctrl-C before the first step, or by SIGTERM.
         Exception: one of USER_ERRORS when the run cannot continue; `status` in run.json is `failed`.
     """
-    _end_at_sigterm()
     start = time.perf_counter()
-    extensions = load_extensions(config)
-    checkpoint_folder(config).resume_path(config.resume_from_checkpoint)
-    pipeline = PIPELINES[type(config)](config)
-    try:
-        await pipeline.prepare()
-        metrics = extensions.metrics(config) if extensions.metrics else None
-        trackers = make_trackers(config, pipeline.plan, metrics)
+    running = RunningLoop()
+    with interrupts(config, running):
+        extensions = load_extensions(config)
+        checkpoint_folder(config).resume_path(config.resume_from_checkpoint)
         monitor = (extensions.monitor or HealthFile)(config)
         summary = RunSummary()
-        with PeakMemory() as memory:
+        async with watched(running.health, monitor):
+            pipeline = PIPELINES[type(config)](config)
             try:
-                await _train(config, pipeline, trackers, monitor, summary)
+                logger.info("reading tokenizer and data")
+                await pipeline.prepare()
+                metrics = extensions.metrics(config) if extensions.metrics else None
+                trackers = make_trackers(config, pipeline.plan, metrics)
+                async with recorded(trackers, summary, start):
+                    await _train(config, pipeline, trackers, running, summary)
             finally:
-                summary.seconds = time.perf_counter() - start
-                summary.peak_memory_bytes = memory.peak_bytes
-                trackers.close(vars(summary))
-    finally:
-        await pipeline.close()
+                await pipeline.close()
     return summary
 
 
-def _end_at_sigterm() -> None:
-    """Makes SIGTERM cancel the run, which ends its processes, as asyncio does for SIGINT."""
-    task = asyncio.current_task()
-    if task is not None and threading.current_thread() is threading.main_thread():
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+class RunningLoop:
+    """The training loop of a run, while it runs; before and after it nothing of it is called."""
+
+    def __init__(self) -> None:
+        self._loop: TrainingLoop | None = None
+        self._ended = False
+        self._last: Health = {"stage": "starting"}
+
+    def begin(self, loop: TrainingLoop) -> None:
+        self._loop = loop
+
+    async def end(self) -> None:
+        """Keeps the last health, since Ray would start again for a call after the run has ended it."""
+        if self._loop is not None:
+            self._last, self._loop, self._ended = await read_in_time(self._loop.health, INTERVAL_S), None, True
+
+    async def health(self) -> Health:
+        """The health of the loop."""
+        return self._last if self._loop is None else await self._loop.health()
+
+    def stop(self, task: asyncio.Task[Any]) -> None:
+        """Ends the run that `task` runs: after its step, before its first step at once; it may be ending already."""
+        if not self._ended and (self._loop is None or not self._loop.stop()):
+            task.cancel()
+
+
+@contextlib.contextmanager
+def interrupts(config: BaseConfig, running: RunningLoop) -> Iterator[None]:
+    """Ctrl-C ends the run after its step and, the second time, at once; SIGTERM cancels the run.
+
+    The handler raises nothing, so nothing that is being started or ended, Ray for example, is left half-way.
+    """
+    task, events = asyncio.current_task(), asyncio.get_running_loop()
+    count = itertools.count(1)
+    assert task is not None
+
+    def interrupt() -> None:
+        if next(count) > 1:
+            HealthFile(config).end("interrupted")
+            end_now("interrupted a second time: ended at once")
+        say("interrupted: ending the run and its processes; press Ctrl-C again to end at once")
+        events.call_soon_threadsafe(running.stop, task)
+
+    def cancel() -> None:
+        events.call_soon_threadsafe(task.cancel)
+
+    with handle_interrupt(interrupt), handle_interrupt(cancel, signal.SIGTERM):
+        yield
+
+
+@contextlib.asynccontextmanager
+async def recorded(trackers: TrackerGroup, summary: RunSummary, start: float) -> AsyncIterator[None]:
+    """Writes the summary of the run, whatever its end; an error in this does not replace that of the run."""
+    failed = True
+    with PeakMemory() as memory:
+        try:
+            yield
+            failed = False
+        except (asyncio.CancelledError, KeyboardInterrupt, RunInterrupted):
+            summary.status = "interrupted"
+            raise
+        finally:
+            summary.seconds = time.perf_counter() - start
+            summary.peak_memory_bytes = memory.peak_bytes
+            try:
+                trackers.close(vars(summary))
+            except Exception as error:
+                if not failed:
+                    raise
+                logger.warning("closing the trackers failed: %s", error)
 
 
 async def _train(
-    config: BaseConfig, pipeline: Pipeline, trackers: TrackerGroup, monitor: Monitor, summary: RunSummary
+    config: BaseConfig, pipeline: Pipeline, trackers: TrackerGroup, running: RunningLoop, summary: RunSummary
 ) -> None:
     async with Session(config) as session:
         loop = await pipeline.build(session, trackers)
@@ -157,11 +274,16 @@ async def _train(
             trackers.resume(loop.state.step)
         try:
             gc_freeze()
-            async with watched(loop.health, monitor):
-                await loop.run()
+            running.begin(loop)
+            if "stdout" not in config.track_with:
+                logger.info(
+                    "progress is in %s; track_with: [stdout] prints it here", Path(config.output_dir, METRICS_FILE)
+                )
+            await loop.run()
             summary.status = "finished"
             summary.bottleneck = report_bottleneck(config)
         finally:
+            await running.end()
             gc_unfreeze()
             summary.steps = loop.state.step
             summary.validation = loop.validation
@@ -178,23 +300,3 @@ def report_bottleneck(config: BaseConfig) -> str:
     if report:
         logger.info("%s", report)
     return report
-
-
-def configure_logging(config: BaseConfig) -> None:
-    """Writes log messages of the project to the console and to `logging_dir/driver.log`.
-
-    Raises:
-        ConfigError: that file cannot be written.
-    """
-    folder = Path(config.logging_dir or Path(config.output_dir) / "logs")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = logging.FileHandler(folder / "driver.log")
-    except OSError as error:
-        raise ConfigError(
-            [Problem("logging_dir", f"{folder} cannot be written: {error}")], config.source.file
-        ) from None
-    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    root = logging.getLogger("roll")
-    root.setLevel(logging.INFO)
-    root.handlers = [RichHandler(show_path=False, rich_tracebacks=False), file]

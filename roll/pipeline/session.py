@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from roll.configs.pipeline import BaseConfig
@@ -23,6 +23,11 @@ P = ParamSpec("P")
 ObjectT = TypeVar("ObjectT")
 
 logger = logging.getLogger(__name__)
+
+
+def count_devices(devices: Sequence[int]) -> str:
+    """`1 device` or `4 devices`."""
+    return f"{len(devices)} device{'s' if len(devices) > 1 else ''}"
 
 
 class Session:
@@ -44,9 +49,7 @@ class Session:
     async def __aenter__(self) -> Session:
         """Starts Ray, reserves the devices, fetches models to every node, and starts the processes of all roles."""
         try:
-            resources = self._reserve()
-            await fetch_on_nodes(self._config, resources)
-            self._start_clusters(resources)
+            await self._start()
         except BaseException:
             self._stop()
             raise
@@ -57,6 +60,7 @@ class Session:
 
         An error in this is raised, unless the run has failed before: then it is logged, since it is not the cause.
         """
+        logger.info("ending the processes of the run")
         try:
             for close in self._close_first:
                 await close()
@@ -67,22 +71,26 @@ class Session:
         finally:
             self._stop()
 
-    def _reserve(self) -> ResourceManager:
+    async def _start(self) -> None:
+        """Starts everything without waiting for it; the pauses are where a Ctrl-C that came meanwhile ends the run."""
         config = self._config
+        roles = config.device_roles()
         per_node = config.num_devices_per_node or self._platform.device_count()
+        logger.info("starting Ray")
         start_ray(config, self._platform.name, per_node)
-        mappings = {role: worker.device_mapping for role, worker in config.device_roles().items()}
-        self._resources = ResourceManager(self._platform.name, per_node, mappings)
-        return self._resources
-
-    def _start_clusters(self, resources: ResourceManager) -> None:
-        config = self._config
-        for role, worker in config.device_roles().items():
+        await asyncio.sleep(0)
+        mappings = {role: worker.device_mapping for role, worker in roles.items()}
+        resources = self._resources = ResourceManager(self._platform.name, per_node, mappings)
+        await fetch_on_nodes(config, resources)
+        names = ", ".join(f"{role} on {count_devices(worker.device_mapping)}" for role, worker in roles.items())
+        logger.info("starting %s; their logs are in %s", names, config.logging_dir)
+        for role, worker in roles.items():
             layout = worker.layout
             if isinstance(worker, MegatronRoleConfig):
                 self.train_clusters[role] = Cluster(role, TrainWorker, worker, config, resources, layout)
             else:
                 self.infer_clusters[role] = Cluster(role, InferWorker, worker, config, resources, layout)
+        await asyncio.sleep(0)
 
     @property
     def clusters(self) -> list[Cluster[Worker]]:

@@ -94,6 +94,9 @@ class SFTSamples:
         chosen = [self._examples[index] for index in self._sampler.take(self._batch_size)]
         return SampleBatch(DataProto.from_dict(collate_examples(chosen)))
 
+    async def stop(self) -> None:
+        """Does nothing: no call of `next_batch` waits."""
+
     async def validate(self) -> dict[str, float]:
         """`val/loss`: mean negative log-prob of an answer token, in nats."""
         data = DataProto.from_dict(collate_examples(self._validation))

@@ -6,17 +6,18 @@ does not know whether samples were generated just now or ahead of time.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
-from roll.configs.errors import RunError
+from roll.configs.errors import RunError, RunInterrupted
 from roll.configs.pipeline import BaseConfig
-from roll.pipeline.checkpoint import PipelineState, checkpoint_folder
+from roll.pipeline.checkpoint import PipelineState, checkpoint_folder, step_of, write_folder
 from roll.rollout.timers import StepClock
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from roll.trackers import TrackerGroup
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 TRAINER_WORK = ("time/old_log_probs", "time/train")
 """Times in which actor_train computes."""
@@ -53,8 +56,11 @@ class SampleBatch:
 class SampleSource(Protocol):
     """Where samples come from: a rollouter, the client of one in another process, or the pairs of SFT."""
 
-    async def next_batch(self) -> SampleBatch:
-        """The next batch."""
+    async def next_batch(self) -> SampleBatch | None:
+        """The next batch; None once `stop` was called, also to a call that is waiting."""
+
+    async def stop(self) -> None:
+        """No batch is taken from now on, so that `state_dict` is that of the steps that were learned from."""
 
     async def advance(self, version: int) -> None:
         """The engines have the weights of `version`, and a due validation of them is done: generation may continue."""
@@ -128,6 +134,7 @@ class TrainingLoop:
     Attributes:
         state: counters, saved with every checkpoint.
         validation: validation metrics by the number of steps finished when they were taken.
+        checkpoint: the last one that this run has written or resumed from.
     """
 
     def __init__(
@@ -163,42 +170,90 @@ class TrainingLoop:
         self.state = PipelineState()
         self.validation: dict[str, dict[str, float]] = {}
         self._last_step_at = time.monotonic()
+        self._training = self._learning = False
+        self._stop = asyncio.Event()
+        self._stopping: asyncio.Task[None] | None = None
+        self.checkpoint: Path | None = None
 
     async def run(self) -> None:
-        """Runs every remaining step. The first weight update is a handshake that tests the transfer before any work."""
+        """Runs every remaining step. The first weight update is a handshake that tests the transfer before any work.
+
+        Raises:
+            RunInterrupted: `stop` was called; the last step is whole, and saved unless the run saves no checkpoints.
+        """
         clock = StepClock()
+        if self._synchronizer is not None:
+            logger.info("sending the first weights to the engines")
         metrics = await self._update_weights(clock)
         if self.state.step == 0 and self._config.eval_steps:
+            logger.info("validating before step 1")
             metrics |= await self._validate(clock)
             self._log(metrics | clock.metrics())
         await self._samples.advance(self.state.version)
-        while not self._at_end:
-            metrics = await self._step()
-            self._last_step_at = time.monotonic()
-            self._log(metrics)
+        logger.info("training, step %d of %d is next", self.state.step + 1, self._config.max_steps)
+        self._training = True
+        while not self._at_end and not self._stop.is_set():
+            await self._step()
+        self._training = False
+        if self._stop.is_set():
+            raise RunInterrupted(await self._save_last_step())
         if self._config.save_hf_model:
-            await self._learner.export_hf(Path(self._config.output_dir) / "hf_model")
+            logger.info("writing the model as a Hugging Face folder")
+            await write_folder(Path(self._config.output_dir) / "hf_model", self._learner.export_hf)
 
-    async def _step(self) -> dict[str, float]:
+    def stop(self) -> bool:
+        """Lets `run` end after the step that is learned from at this moment; a batch that is waited for stays undrawn.
+
+        Returns:
+            False where no step is in progress and `run` does not end by itself.
+        """
+        if not self._training:
+            return False
+        if not self._stop.is_set():
+            step = f"finishing step {self.state.step + 1}" if self._learning else f"after step {self.state.step}"
+            saving = "then saving it" if self._config.save_checkpoint else "without saving: save_checkpoint is false"
+            logger.warning("interrupted: %s, %s", step, saving)
+            self._stop.set()
+            self._stopping = asyncio.create_task(self._samples.stop())
+        return True
+
+    async def _save_last_step(self) -> Path | None:
+        """Saves the last step, unless it is saved already or nothing was learned."""
+        if self._stopping is not None:
+            await asyncio.gather(self._stopping, return_exceptions=True)
+        step = self.state.step
+        if self._config.save_checkpoint and step and not (self.checkpoint and step_of(self.checkpoint) == step):
+            await self.save()
+        return self.checkpoint
+
+    async def _step(self) -> None:
+        """Takes one batch and learns from it; its metrics are logged also when the checkpoint cannot be written."""
         state, clock = self.state, StepClock()
         with clock.measure("wait_prev_gen"):
             batch = await self._samples.next_batch()
+        if batch is None:
+            return
         for name, seconds in batch.seconds.items():
             clock.add(name, seconds)
         metrics = batch.metrics | self._show_to_hook(batch, clock)
+        self._learning = True
         metrics |= await self._learner.learn(batch, state.step + 1, clock)
         state.step += 1
         state.version += 1
         metrics |= await self._update_weights(clock)
+        self._learning = False
         if self._due(self._config.eval_steps):
             metrics |= await self._validate(clock)
         await self._samples.advance(state.version)
-        if self._config.save_checkpoint and self._due(self._config.save_steps or self._config.max_steps):
-            with clock.measure("checkpoint"):
-                await self.save()
         metrics |= await self._learner.memory()
-        times = clock.metrics()
-        return metrics | throughput(batch.tokens, self._devices, times) | times
+        try:
+            if self._config.save_checkpoint and self._due(self._config.save_steps or self._config.max_steps):
+                with clock.measure("checkpoint"):
+                    await self.save()
+        finally:
+            times = clock.metrics()
+            self._last_step_at = time.monotonic()
+            self._log(metrics | throughput(batch.tokens, self._devices, times) | times)
 
     def _show_to_hook(self, batch: SampleBatch, clock: StepClock) -> dict[str, float]:
         """`batch_hook/...` of the user's hook, if there is one.
@@ -234,10 +289,23 @@ class TrainingLoop:
 
     async def _validate(self, clock: StepClock) -> dict[str, float]:
         with clock.measure("val"):
-            metrics = await self._samples.validate()
+            metrics = await self._unless_stopped(self._samples.validate())
+        if metrics is None:
+            return {}
         self.validation[str(self.state.step)] = metrics
         self.state.reached = self._target_reached(metrics)
         return metrics
+
+    async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """The result of `work`; None, and the work is cancelled, where `stop` is called before it ends."""
+        task, stop = asyncio.ensure_future(work), asyncio.ensure_future(self._stop.wait())
+        try:
+            await asyncio.wait([task, stop], return_when=asyncio.FIRST_COMPLETED)
+            return await task if task.done() else None
+        finally:
+            task.cancel()
+            stop.cancel()
+            await asyncio.gather(task, stop, return_exceptions=True)
 
     def _due(self, every: int) -> bool:
         """Whether something done every so many steps, and at the end, is due after the step just finished."""
@@ -260,7 +328,8 @@ class TrainingLoop:
             await self._learner.save(folder)
             self.state.save(folder)
 
-        return await self._checkpoints.save(self.state.step, write)
+        self.checkpoint = await self._checkpoints.save(self.state.step, write)
+        return self.checkpoint
 
     async def resume(self) -> None:
         """Continues from the checkpoint that `resume_from_checkpoint` selects, if there is one.
@@ -282,6 +351,7 @@ class TrainingLoop:
             cause = f"it has no {error}" if isinstance(error, KeyError) else str(error)
             raise RunError(f"resume_from_checkpoint: {folder} does not fit this run: {cause}") from error
         self._rename_old_checkpoints(folder)
+        self.checkpoint = folder
         logger.info("resumed from %s at step %d, version %d", folder, self.state.step, self.state.version)
 
     def _rename_old_checkpoints(self, resumed: Path | None) -> None:

@@ -15,6 +15,7 @@ from roll.configs.pipeline import RewardConfig
 from roll.rewards import reward_process
 from roll.rewards.calling import RewardFunctionError, RewardOutcome, RewardRequest
 from roll.rewards.reward_process import Call, LoadedReward
+from roll.terminal import block_interrupts
 
 CHUNK_SIZE = 16
 """Samples sent to a process at a time: enough that sending them costs less than scoring them, few enough that little is
@@ -73,7 +74,8 @@ class RewardPool:
     def launch(self) -> None:
         """Starts the processes without waiting for them."""
         if self._probing is None:
-            self._probing = self._schedule(START_TIMEOUT_S, reward_process.probe)
+            with block_interrupts():
+                self._probing = self._schedule(START_TIMEOUT_S, reward_process.probe)
 
     async def start(self) -> LoadedReward:
         """Waits until a process has imported the reward function.

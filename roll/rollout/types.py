@@ -193,6 +193,7 @@ class Group:
         name: id of the prompt, or tag and number of the environment; for messages and dumps.
         drop_reason: why it cannot be learned from; None while it can.
         failure: description of the cause, for messages.
+        ground_truth: of the prompt, for dumps; None for environments.
     """
 
     number: int
@@ -202,6 +203,7 @@ class Group:
     trajectories: list[Trajectory] = field(default_factory=list)
     drop_reason: str | None = None
     failure: str | None = None
+    ground_truth: str | None = None
 
     def drop(self, reason: str, failure: str) -> None:
         """Marks the group as one that cannot be learned from."""
@@ -224,6 +226,7 @@ class Group:
             "tag": self.tag,
             "problem": self.problem,
             "name": self.name,
+            "ground_truth": self.ground_truth,
             "trajectories": [trajectory.state_dict() for trajectory in self.trajectories],
         }
 
@@ -231,4 +234,6 @@ class Group:
     def from_state(cls, state: dict[str, Any]) -> Group:
         """Restores `state_dict`."""
         trajectories = [Trajectory.from_state(trajectory) for trajectory in state["trajectories"]]
-        return cls(state["number"], state["tag"], state["problem"], state["name"], trajectories)
+        group = cls(state["number"], state["tag"], state["problem"], state["name"], trajectories)
+        group.ground_truth = state["ground_truth"]
+        return group

@@ -1,31 +1,20 @@
-"""Shared by the tools: argument types, errors about an option, and the console."""
+"""Shared by the tools: argument types and errors about an option."""
 
 from __future__ import annotations
 
 import argparse
 import math
 from collections.abc import Callable
-from typing import TextIO, TypeVar
-
-from rich.console import Console
+from typing import TypeVar
 
 from roll.configs.errors import ConfigError, Problem
 
 T = TypeVar("T")
 
-WIDTH = 120
-"""Columns of output that is not a terminal."""
-
 
 def option_error(option: str, message: str) -> ConfigError:
     """An error about one option or argument, to be raised."""
     return ConfigError([Problem(option, message)])
-
-
-def make_console(file: TextIO | None = None) -> Console:
-    """A console on `file`, or on standard output, `WIDTH` columns wide if that is not a terminal."""
-    console = Console(file=file, highlight=False)
-    return console if console.is_terminal else Console(file=file, highlight=False, width=WIDTH)
 
 
 def number(minimum: float = -math.inf, unit: str = "") -> Callable[[str], float]:

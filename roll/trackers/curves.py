@@ -106,7 +106,9 @@ def series(rows: Rows, name: str) -> tuple[list[int], list[float]]:
 
 
 def dress(axes: Axes, title: str) -> None:
-    """Sets the title and the common style of a panel."""
+    """Sets the title and the common style of a panel whose horizontal axis counts steps."""
+    from matplotlib.ticker import MaxNLocator
+
     axes.set_title(title, loc="left", color=INK, fontsize=10.5, fontweight="bold", pad=8)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
@@ -115,6 +117,7 @@ def dress(axes: Axes, title: str) -> None:
     axes.set_axisbelow(True)
     axes.tick_params(colors=PALE, labelsize=8, length=0)
     axes.set_xlabel("step", color=PALE, fontsize=8)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.margins(x=0.02)
 
 
@@ -177,8 +180,8 @@ def _time(axes: Axes, rows: Rows) -> None:
     if overlapped:
         generation = smooth([row.get("time/generate") or 0.0 for row in rows])
         axes.plot(steps, generation, color=INK, linewidth=1.2, linestyle=(0, (3, 2)), label="generation, overlapped")
-    # One slow step must not flatten the others.
-    axes.set_ylim(0, 1.35 * sorted(totals)[int(0.95 * (len(totals) - 1))])
+    # One slow step of many must not flatten the others. The legend takes the upper third.
+    axes.set_ylim(0, 1.45 * sorted(totals)[-1 - len(totals) // 20])
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles, labels, loc="upper right", ncols=4, fontsize=7.5, frameon=False, labelcolor=INK,
                 handlelength=0.9, handleheight=0.9, columnspacing=1.0, handletextpad=0.4)  # fmt: skip

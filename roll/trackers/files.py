@@ -1,21 +1,121 @@
-"""Files of a run: metrics.jsonl, one JSON object per step, and run.json, its configuration and result."""
+"""Files of a run: metrics.jsonl, one JSON object per step, and run.json, its configuration and result.
+
+A file is whole or absent, also when the disk is full; the error then names the file and the bytes.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import math
 import os
 import platform
-from collections.abc import Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from roll.configs.errors import RunError
 from roll.trackers.base import Tracker
 
 METRICS_FILE = "metrics.jsonl"
+
+FULL_DISK = {errno.ENOSPC, errno.EDQUOT}
+"""Errors of a disk without space, or of a user without a share of it."""
+
+FULL_DISK_TEXTS = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), "StorageFull")
+"""How those errors appear in messages of other processes and of libraries that are not written in Python."""
+
+
+class DiskFullError(RunError):
+    """A file of the run does not fit on its disk; the message names the file and the bytes."""
+
+    def __init__(self, path: Path, needed: str = "", free: int | None = None) -> None:
+        """Explains what could not be written.
+
+        Args:
+            path: of the file or folder.
+            needed: how much it needs, such as `52.3 MB needed`, where that is known.
+            free: bytes that were free before; None: those that are now.
+        """
+        known = [needed] if needed else []
+        free = free_bytes(path) if free is None else free
+        known += [f"{megabytes(free)} free"] if free is not None else []
+        super().__init__(
+            f"no space left to write {path}{': ' if known else ''}{', '.join(known)}; free some space or move "
+            "output_dir to another disk, then continue with resume_from_checkpoint=true"
+        )
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether an error, of this process or as told by another one, is that of a full disk."""
+    if isinstance(error, DiskFullError) or (isinstance(error, OSError) and error.errno in FULL_DISK):
+        return True
+    return any(text in str(error) for text in FULL_DISK_TEXTS)
+
+
+def free_bytes(path: Path) -> int | None:
+    """Bytes that this user may still write on the disk of a path that may not exist; None if it cannot be asked."""
+    there = next((each for each in (path, *path.absolute().parents) if each.exists()), None)
+    try:
+        return None if there is None else shutil.disk_usage(there).free
+    except OSError:
+        return None
+
+
+def megabytes(count: int) -> str:
+    """A number of bytes for people, in powers of 10."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} bytes"
+
+
+@contextmanager
+def explain_write_errors(path: Path) -> Iterator[None]:
+    """Turns an error of the operating system while `path` is written into a sentence.
+
+    Raises:
+        DiskFullError: its disk is full.
+        RunError: it cannot be written for another reason.
+    """
+    try:
+        yield
+    except OSError as error:
+        if is_disk_full(error):
+            raise DiskFullError(path) from error
+        raise RunError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def write_whole(path: Path, write: Callable[[IO[str]], object], flush: bool = False) -> Path:
+    """Replaces a file at once, so that no reader ever sees a part of it; creates its folder.
+
+    Args:
+        path: of the file.
+        write: writes the content.
+        flush: also to the disk, so that it outlives the machine.
+
+    Raises:
+        RunError: it cannot be written; what was there before stays.
+    """
+    aside = path.with_suffix(".partial")
+    with explain_write_errors(path):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with aside.open("w", encoding="utf-8") as file:
+                write(file)
+                if flush:
+                    file.flush()
+                    os.fsync(file.fileno())
+            os.replace(aside, path)
+        except BaseException:
+            aside.unlink(missing_ok=True)
+            raise
+    return path
 
 
 class JsonlTracker(Tracker):
@@ -42,7 +142,7 @@ class JsonlTracker(Tracker):
         if self._descriptor is None:
             self._descriptor = self._begin()
         rest = {name: _number(value) for name, value in sorted(metrics.items()) if name != "step"}
-        os.write(self._descriptor, (json.dumps({"step": step, **rest}) + "\n").encode())
+        self._append(self._descriptor, (json.dumps({"step": step, **rest}) + "\n").encode())
 
     def close(self) -> None:
         """Flushes the file to disk."""
@@ -51,11 +151,19 @@ class JsonlTracker(Tracker):
             os.close(self._descriptor)
             self._descriptor = None
 
+    def _append(self, descriptor: int, line: bytes) -> None:
+        """Appends the whole line or, on a full disk, nothing."""
+        before = os.fstat(descriptor).st_size
+        with explain_write_errors(self._path):
+            try:
+                while line:
+                    line = line[os.write(descriptor, line) :]
+            except OSError:
+                os.ftruncate(descriptor, before)
+                raise
+
     def _begin(self) -> int:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        aside = self._path.with_suffix(".partial")
-        aside.write_text("".join(f"{line}\n" for line in self._kept))
-        os.replace(aside, self._path)
+        write_whole(self._path, lambda file: file.writelines(f"{line}\n" for line in self._kept))
         return os.open(self._path, os.O_WRONLY | os.O_APPEND)
 
 
@@ -98,6 +206,9 @@ def write_run_json(
         plan: the plan of the run, a dataclass or a mapping; or None.
         versions: of Python and all dependencies; by default those of this process.
         summary: result of the run; None while it is running.
+
+    Raises:
+        RunError: the file cannot be written.
     """
     record = {
         "config": config,
@@ -105,16 +216,8 @@ def write_run_json(
         "plan": plan,
         "summary": summary,
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    target = folder / RUN_FILE
-    aside = target.with_suffix(".partial")
-    with aside.open("w") as file:
-        json.dump(record, file, indent=2, default=plain)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, target)
-    return target
+    text = json.dumps(record, indent=2, default=plain) + "\n"
+    return write_whole(folder / RUN_FILE, lambda file: file.write(text), flush=True)
 
 
 @cache

@@ -238,7 +238,7 @@ RECIPES = {
 def test_examples_plan(recipe: str, expected: tuple[str, int, int]) -> None:
     model, samples, optimizer_steps = expected
     config = load_config(EXAMPLES / recipe, [f"pretrain={DATA / 'models' / model}"])
-    plan = make_plan(config, LAPTOP)
+    plan = make_plan(config, SERVER)
     assert lines(plan)["samples per step"] == samples
     assert lines(plan)["optimizer steps per batch"] == optimizer_steps
     assert all("is not a file on this machine" in warning for warning in plan.warnings), plan.warnings

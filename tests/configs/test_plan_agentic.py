@@ -91,7 +91,7 @@ def test_the_published_agentic_recipe_plans_with_sglang(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "ratio"), [("agent_val_frozen_lake", 0), ("agent_val_frozen_lake_async", 1)])
 def test_agentic_examples_plan(name: str, ratio: float) -> None:
     config = load_config(FOLDER / f"{name}.yaml", [f"pretrain={DATA / 'models' / 'qwen2.5-0.5B'}"], "agentic")
-    plan = make_plan(config, LAPTOP)
+    plan = make_plan(config, SERVER)
     assert isinstance(config, AgenticConfig) and config.async_generation_ratio == ratio
     unused = "actor_train.infer_batch_size: has no effect: the old log-probs are those of the engine"
     assert [warning for warning in plan.warnings if not warning.startswith(unused)] == []

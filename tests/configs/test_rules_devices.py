@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from roll.configs.errors import Problem
+from roll.configs.errors import ConfigError, Problem
+from roll.configs.hardware import prepare_run
+from roll.configs.plan import make_plan
 from roll.configs.rules import check
-from tests.configs.samples import RLVR, SFT, refusal, rlvr, sft
+from tests.configs.samples import LAPTOP, RLVR, SERVER, SFT, refusal, rlvr, sft
 
 TP = "actor_train.strategy_args.strategy_config.tensor_model_parallel_size"
 PP = "actor_train.strategy_args.strategy_config.pipeline_model_parallel_size"
@@ -99,7 +101,6 @@ ENGINES = {
     "actor_train.model_args.dtype=fp16": "actor_train.model_args.dtype: fp16 needs loss scaling",
     "actor_train.model_args.disable_gradient_checkpointing=true "
     "actor_train.strategy_args.strategy_config.recompute_granularity=full": "recompute_granularity: full contradicts",
-    "tracker_kwargs={stdout: {}}": "tracker_kwargs.stdout: track_with does not contain stdout",
     "eval_steps=5": "validation.data_args.file_name: is empty, but eval_steps is 5; set a file, or eval_steps: 0",
     "actor_train.data_args.file_name=[]": "actor_train.data_args.file_name: is empty; set the JSONL or parquet files",
     "actor_train.data_args.file_name=a.csv": "actor_train.data_args.file_name: a.csv has an unknown file type",
@@ -293,3 +294,36 @@ def test_vllm_section_is_rewritten_for_sglang(tmp_path: Path) -> None:
 
 def _split(overrides: str) -> list[str]:
     return overrides.split(" ") if "{" not in overrides else [overrides]
+
+
+def test_optimizer_steps_of_one_sample_are_a_warning(tmp_path: Path) -> None:
+    sizes = ["rollout_batch_size=4", "actor_train.training_args.gradient_accumulation_steps=1"]
+    config = rlvr(tmp_path, *sizes, "actor_train.device_mapping=[0,1]")
+    warnings = [str(warning) for warning in check(config).warnings]
+    assert any(
+        "gradient_accumulation_steps: 1 with per_device_train_batch_size 1 makes 32 optimizer steps of one sample each"
+        in warning
+        and "use 32 for one step of the whole batch" in warning
+        for warning in warnings
+    )
+    assert not any("of one sample" in str(warning) for warning in check(rlvr(tmp_path)).warnings)
+
+
+def test_a_run_on_gpus_needs_gpus_here_or_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = rlvr(tmp_path, "platform=cuda")
+    missing = "platform: cuda needs GPUs, and this machine has none; use cpu, or join the Ray of a cluster"
+    with pytest.raises(ConfigError, match=missing):
+        prepare_run(config, LAPTOP)
+    few = rlvr(tmp_path, "platform=cuda", "num_devices_per_node=16")
+    with pytest.raises(ConfigError, match="num_devices_per_node: 16, and this machine has 8 GPUs; use those"):
+        prepare_run(few, SERVER)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    with pytest.raises(ConfigError) as caught:
+        prepare_run(config, LAPTOP)
+    assert "platform" not in str(caught.value)
+    assert any("this machine has no GPU" in warning for warning in make_plan(config, LAPTOP).warnings)
+
+
+def test_options_of_a_tracker_that_is_off_are_refused(tmp_path: Path) -> None:
+    message = refusal(tmp_path, "track_with=[]", "tracker_kwargs={stdout: {}}")
+    assert "tracker_kwargs.stdout: track_with does not contain stdout" in message

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import signal
 from collections import Counter
 from pathlib import Path
@@ -202,19 +203,22 @@ def turns(seed: int, rows: list[dict[str, Any]]) -> int:
     return max(len(row["episode"]["turns"]) for row in rows if row["episode"]["seed"] == seed)
 
 
-def test_a_run_killed_in_mid_episode_leaves_nothing_and_goes_on_as_if_it_had_not_been(shared_runs, inputs, tmp_path):
+def test_a_run_ended_by_ctrl_c_saves_a_checkpoint_and_goes_on_as_if_it_had_not_been(shared_runs, inputs, tmp_path):
     """Deterministic and synchronous: turn by turn in lock-step, one sample a turn."""
     keys = {"sample_by": "step", "adv_estimator": "gigpo", "actor_train__pg_variant": "cispo"}
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     code, output = shared_runs.run(agentic(inputs, whole, **keys))
     assert code == 0, output
     config = agentic(inputs, broken, **keys)
-    first = start(config, "async_training.rollouter=actor")  # SIGTERM must end the rollouter's process too
-    wait_for_line(broken, 3)
-    first.send_signal(signal.SIGTERM)
+    first = start(config, "async_training.rollouter=actor")  # Ctrl-C must end the rollouter's process too
+    wait_for_line(broken, 2)
+    os.killpg(first.pid, signal.SIGINT)  # as a terminal does, to every process of the run
     code, output = finish(first)
-    assert code == 130 and "continue from the last checkpoint" in output
-    assert json.loads((broken / "run" / "run.json").read_text())["summary"]["status"] == "failed"
+    assert code == 130 and "Traceback" not in output and "KeyboardInterrupt" not in output, output
+    saved = lines(broken)[-1]["step"]
+    assert f"step-{saved:06d} is complete; continue with: roll run {config}" in output
+    assert json.loads((broken / "run" / "run.json").read_text())["summary"]["status"] == "interrupted"
+    assert json.loads((broken / "run" / "health.json").read_text())["status"] == "interrupted"
     assert_nothing_is_left(broken)
     code, output = shared_runs.run(config, "resume_from_checkpoint=true")
     assert code == 0, output

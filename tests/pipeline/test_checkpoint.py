@@ -9,6 +9,7 @@ import pytest
 
 from roll.configs.errors import RunError
 from roll.pipeline.checkpoint import MARKER, CheckpointManager
+from roll.trackers.files import DiskFullError, free_bytes
 
 
 async def write_weights(folder: Path) -> None:
@@ -104,3 +105,51 @@ def test_a_run_resumed_from_another_folder_renames_all_checkpoints(tmp_path):
     save(manager, 3)
     manager.begin(save(CheckpointManager(tmp_path / "there", 0), 5))
     assert manager.complete() == []
+
+
+async def fill(folder: Path) -> None:
+    """Writes more than the disk holds, as a rank does; its error comes as text from another process."""
+    with (folder / "weights").open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(65536))
+        except OSError as error:
+            raise RuntimeError(f"actor_train.save_checkpoint failed on rank 0: {error}") from None
+
+
+def test_a_checkpoint_that_does_not_fit_on_the_disk_is_absent_and_the_error_has_path_and_bytes(small_disk):
+    manager = CheckpointManager(small_disk, max_to_keep=0)
+    before = save(manager, 1)
+    with pytest.raises(DiskFullError) as caught:
+        asyncio.run(manager.save(2, fill))
+    message = str(caught.value)
+    assert f"no space left to write {small_disk}/step-000002: more than 1.0 MB needed, 1.0 MB free;" in message
+    assert "\n" not in message
+    assert [path.name for path in small_disk.iterdir()] == [before.name], "a part of it is left"
+    assert free_bytes(small_disk) > 900_000
+
+
+def test_a_checkpoint_larger_than_the_free_space_is_not_begun(small_disk):
+    manager = CheckpointManager(small_disk, max_to_keep=0)
+
+    async def large(folder: Path) -> None:
+        (folder / "weights").write_bytes(bytes(600_000))
+
+    asyncio.run(manager.save(1, large))
+    with pytest.raises(DiskFullError, match="600.0 kB needed, as for the last checkpoint, 4.* kB free"):
+        asyncio.run(manager.save(2, fill))
+
+
+def test_an_error_that_is_not_about_space_is_raised_as_it_is(tmp_path):
+    async def broken(folder: Path) -> None:
+        raise RuntimeError("a rank died")
+
+    with pytest.raises(RuntimeError, match="a rank died"):
+        asyncio.run(CheckpointManager(tmp_path, 0).save(1, broken))
+
+
+def test_a_new_run_deletes_what_an_earlier_one_had_not_finished_writing(tmp_path):
+    manager = CheckpointManager(tmp_path, max_to_keep=0)
+    (tmp_path / "step-000007.partial").mkdir()
+    manager.begin(None)
+    assert list(tmp_path.iterdir()) == []

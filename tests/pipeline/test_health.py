@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from roll.configs.errors import RunInterrupted
 from roll.configs.pipeline import RLVRConfig
 from roll.pipeline.health import HealthFile, watched
+from roll.trackers.files import free_bytes
 from tests.pipeline.my_parts import Listening
 
 
@@ -17,7 +19,7 @@ async def well() -> dict[str, Any]:
     return {"driver": {"step": 3}}
 
 
-def watch(read: Any, monitor: Any, seconds: float = 0.05, error: Exception | None = None) -> None:
+def watch(read: Any, monitor: Any, seconds: float = 0.05, error: BaseException | None = None) -> None:
     async def run() -> None:
         async with watched(read, monitor, interval_s=0.01):
             await asyncio.sleep(seconds)
@@ -78,3 +80,27 @@ def test_the_file_holds_the_last_report(tmp_path):
     watch(well, HealthFile(config))
     assert json.loads((tmp_path / "run" / "health.json").read_text())["status"] == "finished"
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["health.json"]
+
+
+def test_on_a_full_disk_the_last_report_is_written_over_the_one_before(small_disk):
+    health = HealthFile(RLVRConfig(output_dir=str(small_disk)))
+    health.begin("importing")
+    (small_disk / "filler").write_bytes(bytes(free_bytes(small_disk)))
+    health.report({"status": "failed", "time": 1.0})
+    assert json.loads((small_disk / "health.json").read_text()) == {"status": "failed", "time": 1.0}
+
+
+def test_a_run_that_ended_before_its_own_last_report_gets_one(tmp_path):
+    health = HealthFile(RLVRConfig(output_dir=str(tmp_path)))
+    health.begin("importing")
+    health.end("interrupted")
+    health.end("failed")
+    assert json.loads((tmp_path / "health.json").read_text())["status"] == "interrupted"
+
+
+@pytest.mark.parametrize("error", [RunInterrupted(None), asyncio.CancelledError()])
+def test_an_interrupted_run_is_reported_as_such(error):
+    monitor = Listening(None)
+    with pytest.raises(type(error)):
+        watch(well, monitor, error=error)
+    assert monitor.heard[-1]["status"] == "interrupted"

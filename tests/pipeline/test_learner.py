@@ -17,6 +17,7 @@ from roll.configs.pipeline import RLVRConfig
 from roll.configs.policy import ADV_ESTIMATORS, PG_VARIANTS
 from roll.distributed.protocol import DataProto
 from roll.pipeline.learner import RLLearner, corrects_nothing, first_update_fault
+from roll.pipeline.rollout_batch import dumped_steps, read_samples
 from roll.pipeline.training_loop import SampleBatch
 from roll.rollout.timers import StepClock
 from tests.configs.samples import RLVR, rlvr
@@ -36,7 +37,7 @@ ASYNC = "async_generation_ratio=1"
 
 
 def learner(folder: Path, *overrides: str) -> tuple[RLLearner, BigramCluster]:
-    config: RLVRConfig = rlvr(folder, *SMALL, *overrides, text=RLVR)
+    config: RLVRConfig = rlvr(folder, *SMALL, f"output_dir={folder}", *overrides, text=RLVR)
     cluster = BigramCluster()
     return RLLearner(config, cluster, None), cluster  # type: ignore[arg-type]
 
@@ -282,3 +283,19 @@ def test_a_first_step_that_is_not_a_number_is_a_fault():
 )
 def test_a_correction_corrects_nothing_where_all_ratios_and_weights_are_one(ratio, weight, staleness, no_op):
     assert corrects_nothing(ratio, weight, staleness) == no_op
+
+
+def test_the_samples_of_the_newest_steps_are_kept_and_those_of_an_earlier_run_are_not(tmp_path):
+    (tmp_path / "samples").mkdir()
+    (tmp_path / "samples" / "step-000009.jsonl").touch()
+    made, cluster = learner(tmp_path, "rollout_dump_steps=2")
+    for step in (1, 2, 3):
+        asyncio.run(made.learn(SampleBatch(cluster.sample(step), {}), step, StepClock()))
+    assert dumped_steps(tmp_path / "samples") == [2, 3]
+    assert all(len(row["advantages"]) == len(row["response_ids"]) for row in read_samples(tmp_path / "samples", 3))
+
+
+def test_samples_are_not_written_where_no_step_is_kept(tmp_path):
+    made, cluster = learner(tmp_path, "rollout_dump_steps=0")
+    asyncio.run(made.learn(SampleBatch(cluster.sample(1), {}), 1, StepClock()))
+    assert not (tmp_path / "samples").exists()

@@ -436,3 +436,34 @@ def test_health_has_ready_running_and_blocking_prompts_and_seconds_without_progr
         await made.close()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_rollouter_that_stops_takes_no_batch_and_its_state_has_every_prompt(background):
+    """The batch that was waited for is in the state, in flight or finished, and is the next one after a restart."""
+
+    async def go() -> dict[str, Any]:
+        worker = Scripted([50])
+        made = rollouter(worker, 1.0 if background else 0.0, 3, background=background)
+        await made.advance(0)
+        waiting = asyncio.create_task(made.next_batch())
+        for _ in range(5):
+            await asyncio.sleep(0)
+        await made.stop()
+        assert await waiting is None and await made.next_batch() is None
+        state = await made.state_dict()
+        await made.close()
+        return state
+
+    state = json.loads(json.dumps(asyncio.run(go())))
+    assert state["policy"]["consumed"] == 0 and len(state["in_flight"]) >= BATCH
+
+    async def resume() -> list[list[int]]:
+        worker = Scripted([1])
+        made = rollouter(worker, 1.0 if background else 0.0, 3, background=background)
+        await made.load_state_dict(state)
+        batches = await train(made, worker, range(3))
+        await made.close()
+        return batches
+
+    assert sorted(sum(asyncio.run(resume()), [])) == list(range(3 * BATCH))

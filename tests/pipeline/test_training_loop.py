@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from roll.configs.errors import RunError
+from roll.configs.errors import RunError, RunInterrupted
 from roll.configs.pipeline import BaseConfig, RLVRConfig
 from roll.distributed.protocol import DataProto
 from roll.distributed.weight_sync.synchronizer import UpdateReport
 from roll.pipeline.run import run as run_whole
 from roll.pipeline.training_loop import SampleBatch, TrainingLoop, throughput
 from roll.rollout.timers import StepClock
+from roll.trackers.files import DiskFullError, JsonlTracker, read_metrics
 
 
 class Counting:
@@ -28,7 +30,7 @@ class Counting:
         self.weights = 0
         self.version = 0
 
-    async def next_batch(self) -> SampleBatch:
+    async def next_batch(self) -> SampleBatch | None:
         self.drawn += 1
         self.events.append(f"batch {self.drawn} at version {self.version}")
         data = DataProto.from_dict({"attention_mask": torch.ones(2, 3, dtype=torch.int64)})
@@ -37,6 +39,9 @@ class Counting:
     async def validate(self) -> dict[str, float]:
         self.events.append(f"validate version {self.version}")
         return {"val/score": float(self.weights)}
+
+    async def stop(self) -> None:
+        self.events.append("stop")
 
     async def advance(self, version: int) -> None:
         self.events.append(f"advance {version}")
@@ -62,7 +67,8 @@ class Counting:
         self.weights = json.loads((folder / "weights.json").read_text())
 
     async def export_hf(self, folder: Path) -> None:
-        self.events.append(f"export {folder.name}")
+        self.events.append("export")
+        (folder / "config.json").write_text("{}")
 
     async def update_weights(self, version: int) -> UpdateReport:
         self.version = version
@@ -111,8 +117,9 @@ def test_engines_get_the_weights_first_and_after_every_update(tmp_path):
         "update weights to 2",
         "validate version 2",
         "advance 2",
-        "export hf_model",
+        "export",
     ]
+    assert [path.name for path in (tmp_path / "hf_model").iterdir()] == ["config.json"]
 
 
 def test_one_line_a_step_and_line_zero_is_the_validation_before_training(tmp_path):
@@ -200,3 +207,93 @@ def test_the_idle_share_and_tokens_are_those_of_the_step():
         "throughput/tokens_per_second": pytest.approx(20.0),
         "throughput/trainer_idle": pytest.approx(0.7),
     }
+
+
+class Waiting(Counting):
+    """The batch after `ready` of them never comes; `stop` ends the wait for it."""
+
+    def __init__(self, ready: int) -> None:
+        super().__init__()
+        self.ready = ready
+        self.stopped = asyncio.Event()
+
+    async def next_batch(self) -> SampleBatch | None:
+        if self.drawn < self.ready:
+            return await super().next_batch()
+        await self.stopped.wait()
+        return None
+
+    async def stop(self) -> None:
+        self.stopped.set()
+
+
+def interrupt(loop: TrainingLoop, after: Callable[[], bool]) -> RunInterrupted:
+    """Runs until `after` holds, calls `stop`, and gives how the run ended."""
+
+    async def go() -> None:
+        running = asyncio.create_task(loop.run())
+        while not after():
+            await asyncio.sleep(0)
+        assert loop.stop() and loop.stop()
+        await running
+
+    with pytest.raises(RunInterrupted) as caught:
+        asyncio.run(go())
+    return caught.value
+
+
+def test_a_run_that_waits_for_samples_stops_at_once_with_a_checkpoint_that_it_resumes_from(tmp_path):
+    parts, lines = Waiting(ready=2), Lines()
+    loop = TrainingLoop(config_in(tmp_path, max_steps=9), parts, parts, parts, lines)
+    ended = interrupt(loop, lambda: loop.state.step == 2)
+    assert ended.checkpoint == tmp_path / "checkpoints" / "step-000002"
+    again, more = run(config_in(tmp_path, max_steps=4, resume_from_checkpoint=True))
+    assert again.drawn == 4 and [step for step, _ in more.lines] == [3, 4]
+
+
+def test_a_step_that_is_learned_from_is_finished_and_its_validation_is_not(tmp_path):
+    class Slow(Waiting):
+        async def learn(self, batch: SampleBatch, step: int, clock: StepClock) -> dict[str, float]:
+            self.learning = True
+            for _ in range(5):
+                await asyncio.sleep(0)
+            return await super().learn(batch, step, clock)
+
+        async def validate(self) -> dict[str, float]:
+            await asyncio.sleep(60)
+            return {}
+
+    parts, lines = Slow(ready=9), Lines()
+    config = config_in(tmp_path, max_steps=9, eval_steps=1)
+    loop = TrainingLoop(config, parts, parts, parts, lines)
+    loop.state.step = loop.state.version = 4
+    ended = interrupt(loop, lambda: hasattr(parts, "learning"))
+    assert ended.checkpoint == tmp_path / "checkpoints" / "step-000005"
+    assert [(step, "val/score" in metrics) for step, metrics in lines.lines] == [(5, False)]
+    assert parts.events[-2:] == ["update weights to 5", "advance 5"]
+
+
+def test_a_run_without_checkpoints_stops_without_one(tmp_path):
+    parts = Waiting(ready=1)
+    config = config_in(tmp_path, max_steps=9, save_checkpoint=False)
+    loop = TrainingLoop(config, parts, parts, parts, Lines())
+    assert interrupt(loop, lambda: loop.state.step == 1).checkpoint is None
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_before_the_first_batch_is_waited_for_there_is_no_step_to_stop_after(tmp_path):
+    parts = Counting()
+    assert not TrainingLoop(config_in(tmp_path), parts, parts, parts, Lines()).stop()
+
+
+def test_a_full_disk_at_a_checkpoint_keeps_the_metrics_of_its_step(small_disk):
+    class Large(Counting):
+        async def save(self, folder: Path) -> None:
+            (folder / "weights").write_bytes(bytes(2**21))
+
+    parts, tracker = Large(), JsonlTracker(small_disk / "metrics.jsonl")
+    config = config_in(small_disk, max_steps=3, save_steps=2)
+    with pytest.raises(DiskFullError, match="checkpoints/step-000002: more than"):
+        asyncio.run(TrainingLoop(config, parts, parts, parts, tracker).run())
+    assert [line["step"] for line in read_metrics(small_disk / "metrics.jsonl")] == [1, 2]
+    assert list((small_disk / "checkpoints").iterdir()) == []

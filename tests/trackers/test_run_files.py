@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from roll.trackers.files import JsonlTracker, read_metrics
+from roll.configs.errors import RunError
+from roll.trackers.files import DiskFullError, JsonlTracker, is_disk_full, read_metrics, write_whole
 
 
 @pytest.fixture
@@ -62,3 +63,40 @@ def test_a_partial_line_is_dropped(path: Path) -> None:
     assert [line["step"] for line in read_metrics(path)] == [1, 2]
     logged(path, 3, resume=2)
     assert [line["step"] for line in read_metrics(path)] == [1, 2, 3]
+
+
+def test_on_a_full_disk_a_line_is_whole_or_absent_and_the_error_names_the_file(small_disk: Path) -> None:
+    path = small_disk / "metrics.jsonl"
+    tracker = JsonlTracker(path)
+    with pytest.raises(DiskFullError, match=f"no space left to write {path}: 0 bytes free; free some space or move"):
+        for step in range(2000):
+            tracker.log(step, {f"actor/metric_{index}": 0.123456789 for index in range(100)})
+    lines = path.read_text()
+    assert lines.endswith("\n") and len(read_metrics(path)) > 100
+
+
+def test_a_file_that_does_not_fit_leaves_the_one_before(small_disk: Path) -> None:
+    path = small_disk / "run.json"
+    write_whole(path, lambda file: file.write("before"))
+    with pytest.raises(DiskFullError, match=f"{path}"):
+        write_whole(path, lambda file: file.write("x" * 2**21))
+    assert path.read_text() == "before" and [each.name for each in small_disk.iterdir()] == ["run.json"]
+
+
+def test_a_file_that_cannot_be_written_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match="file/run.json cannot be written: Not a directory"):
+        write_whole(tmp_path / "file" / "run.json", lambda file: file.write(""))
+
+
+@pytest.mark.parametrize(
+    ("error", "full"),
+    [
+        (OSError(28, "No space left on device"), True),
+        (RuntimeError("rank 0: IoError(Os { code: 28, kind: StorageFull, message: No space left on device })"), True),
+        (OSError(13, "Permission denied"), False),
+        (RuntimeError("out of memory"), False),
+    ],
+)
+def test_a_full_disk_is_recognised_in_the_words_of_other_processes(error: Exception, full: bool) -> None:
+    assert is_disk_full(error) is full

@@ -246,13 +246,27 @@ def check_training(config: BaseConfig, report: Report) -> None:
 
 def check_batch(config: BaseConfig, report: Report) -> None:
     """The samples of a step fill whole optimizer steps."""
-    if isinstance(config, RLConfig) and not _fills(config, report):
-        return
+    if isinstance(config, RLConfig):
+        if not _fills(config, report):
+            return
+        _check_step_size(config, report)
     training, steps = config.actor_train.training_args, config.schedule_steps
     if training.warmup_steps > steps:
         report.warn(
             "actor_train.training_args.warmup_steps",
             f"{training.warmup_steps} is longer than the run of {steps} optimizer steps: the peak is never reached",
+        )
+
+
+def _check_step_size(config: RLConfig, report: Report) -> None:
+    """Warns of optimizer steps of one sample, which is what the defaults of both sizes make."""
+    samples = config.samples_per_batch
+    if config.actor_train.samples_per_optimizer_step == 1 and samples > 1:
+        report.warn(
+            "actor_train.training_args.gradient_accumulation_steps",
+            f"1 with per_device_train_batch_size 1 makes {samples} optimizer steps of one sample each of every batch: "
+            f"each follows the noise of its sample, and later ones learn from older samples; use {samples} for one "
+            "step of the whole batch",
         )
 
 

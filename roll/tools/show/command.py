@@ -14,13 +14,17 @@ from rich.text import Text
 
 from roll.configs.errors import RunError
 from roll.pipeline.rollout_batch import dumped_steps
+from roll.terminal import make_console
 from roll.tools.show.formatting import sanitize_line
 from roll.tools.show.layout import Decode, step_view
 from roll.tools.show.samples import SampleGroup, choose_step, find_dump, read_groups
-from roll.tools.terminal import WIDTH, integer, make_console, option_error
+from roll.tools.terminal import integer, option_error
 
 DEFAULT_LIMIT = 16
 """Samples shown without --limit and --group; a step may have thousands."""
+
+PAGE_WIDTH = 120
+"""Columns of an HTML page."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,7 @@ def write_page(view: RenderableType, file: Path) -> None:
     Raises:
         ConfigError: the file cannot be written.
     """
-    console = Console(file=io.StringIO(), record=True, highlight=False, width=WIDTH, force_terminal=True)
+    console = Console(file=io.StringIO(), record=True, highlight=False, width=PAGE_WIDTH, force_terminal=True)
     console.print(view)
     try:
         console.save_html(str(file))

@@ -75,9 +75,15 @@ def _group_view(group: SampleGroup, limit: int, decode: Decode) -> RenderableTyp
 def _group_header(group: SampleGroup) -> Text:
     episode = group.samples[0].episode
     name = Text(f" group {group.number} ", "bold white on blue")
-    environment = [Text.assemble(sanitize_line(episode.tag), f"  seed {episode.seed}")] if episode is not None else []
+    first = group.samples[0]
+    if episode is not None:
+        problem = [Text.assemble(sanitize_line(episode.tag), f"  seed {episode.seed}")]
+    else:
+        problem = [Text.assemble("prompt ", sanitize_line(first.prompt_id))]
+    if first.ground_truth is not None:
+        problem.append(Text.assemble("ground truth ", sanitize_line(first.ground_truth, OBSERVATION)))
     scores = Text(f"scores {format_scores(group.scores)}")
-    return Text("  ").join([name, *environment, scores, format_advantage(group.advantage, "mean advantage")])
+    return Text("  ").join([name, *problem, scores, format_advantage(group.advantage, "mean advantage")])
 
 
 def _response_view(sample: Sample, decode: Decode) -> RenderableType:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +65,8 @@ class Sample:
 
     Attributes:
         id: of the prompt or the trajectory.
+        prompt_id: of the prompt, or of the environment and its seed.
+        ground_truth: what the reward compares the response with; None where there is none.
         score: total reward.
         advantages: one per trained token; empty if the dump has none.
         versions: weight versions that generated it, without duplicates.
@@ -75,6 +76,8 @@ class Sample:
     """
 
     id: str
+    prompt_id: str
+    ground_truth: str | None
     score: float
     advantages: Sequence[float]
     versions: Sequence[int]
@@ -118,6 +121,7 @@ def find_dump(run: Path) -> RunDump:
         if "rollout_dump_dir" not in config:
             raise option_error("RUN_DIR", f"{run} is a run of the {config['pipeline']} pipeline, which has no samples")
         dump_dir, output_dir = config["rollout_dump_dir"], config["output_dir"]
+        steps_kept = config["rollout_dump_steps"]
         model = config["actor_train"]["model_args"]["model_name_or_path"]
     except (FileNotFoundError, NotADirectoryError):
         raise option_error("RUN_DIR", f"{run} has no {RUN_FILE}; give the output_dir of a run") from None
@@ -125,11 +129,9 @@ def find_dump(run: Path) -> RunDump:
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise option_error("RUN_DIR", f"{file} is not a valid run.json: {type(error).__name__} {error}") from None
-    if dump_dir is None:
+    if steps_kept == 0:
         raise option_error(
-            "rollout_dump_dir",
-            f"is null in {file}, so the run wrote no samples; set it to a folder, such as "
-            f"rollout_dump_dir={os.path.join(output_dir, 'samples')}, and run again",
+            "rollout_dump_steps", f"is 0 in {file}, so the run wrote no samples; leave it out, and run again"
         )
     start = working_directory(run, output_dir)
     local = None if model is None else start / model
@@ -206,6 +208,8 @@ def _sample(rows: Sequence[Mapping[str, Any]]) -> Sample:
     first = rows[0]
     return Sample(
         id=str(first["episode"]["trajectory"] if "episode" in first else first["id"]),
+        prompt_id=str(first["prompt_id"]),
+        ground_truth=first["ground_truth"],
         score=float(first["score"]),
         advantages=[value for row in rows for value in row.get("advantages", [])],
         versions=sorted({version for row in rows for version in row.get("weight_version", [])}),

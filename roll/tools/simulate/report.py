@@ -9,9 +9,9 @@ from typing import Any, TextIO
 from rich import box
 from rich.table import Table
 
+from roll.terminal import make_console
 from roll.tools.simulate.cost_model import CostModel
 from roll.tools.simulate.search import Candidate, Prediction, Split
-from roll.tools.terminal import make_console
 
 
 def as_dict(prediction: Prediction, model: CostModel, notes: list[str]) -> dict[str, Any]:

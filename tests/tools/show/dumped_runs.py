@@ -52,6 +52,7 @@ def run_folder(folder: Path, model: Path | None = None, **config: object) -> Pat
     folder.mkdir(exist_ok=True)
     role = {"model_args": {"model_name_or_path": None if model is None else str(model)}}
     settings = {"pipeline": "agentic", "output_dir": str(folder), "rollout_dump_dir": str(folder / "samples")}
+    settings["rollout_dump_steps"] = 10
     (folder / "run.json").write_text(json.dumps({"config": {**settings, "actor_train": role, **config}}))
     return folder
 
@@ -70,5 +71,7 @@ def rlvr_run(folder: Path, responses: list[list[int]], model: Path | None = None
     tensors = collate_samples(rows)
     tensors["scores"] = torch.arange(len(rows), dtype=torch.float32)
     tensors["group_ids"] = torch.zeros(len(rows), dtype=torch.int64)
-    write_step(folder / "samples", 1, DataProto.from_dict(tensors, {"id": ["train-31"] * len(rows)}))
+    names = {"id": "train-31", "prompt_id": "train-31", "ground_truth": "19"}
+    columns = {name: [text] * len(rows) for name, text in names.items()}
+    write_step(folder / "samples", 1, DataProto.from_dict(tensors, columns))
     return run_folder(folder, model)

@@ -54,10 +54,8 @@ def test_unknown_step_names_the_nearest(
 
 def test_invalid_runs_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"{tmp_path / 'no'} has no run.json; give the output_dir" in show_error(capsys, tmp_path / "no")
-    without = run_folder(tmp_path / "without", rollout_dump_dir=None)
-    output = show_error(capsys, without)
-    assert f"rollout_dump_dir: is null in {without}/run.json" in output
-    assert f"rollout_dump_dir={without}/samples, and run again" in output
+    without = run_folder(tmp_path / "without", rollout_dump_steps=0)
+    assert f"rollout_dump_steps: is 0 in {without}/run.json" in show_error(capsys, without)
     assert "has no steps yet" in show_error(capsys, run_folder(tmp_path / "early"))
     run = agentic_run(tmp_path / "run", 1)
     assert "--group: 2 does not exist; this step has groups 0 to 1" in show_error(capsys, run, "--group", 2)
@@ -79,7 +77,7 @@ def test_invalid_arguments_are_rejected(flags: list[str], capsys: pytest.Capture
 def test_responses_are_token_ids_without_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = show(capsys, rlvr_run(tmp_path / "run", [[1, 2, 3], [4] * 1500]))
     assert "showing token ids, no tokenizer: pretrain is not set" in output
-    assert "group 0   scores 0 1, mean 0.5" in output
+    assert "group 0   prompt train-31  ground truth 19  scores 0 1, mean 0.5" in output
     assert "train-31  score 0  advantage -0.500  version 4  3 tokens\n    1 2 3 " in output
     assert "... 999 characters omitted ..." in output
 
