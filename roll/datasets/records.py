@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from roll.configs.errors import unreachable
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
-"""Supported files; .json holds one object per line, like .jsonl."""
+"""Supported files; .json holds one list of objects, or one object per line like .jsonl."""
 
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 """A JSON escape of a surrogate; a surrogate without its pair is not valid text."""
@@ -87,7 +87,7 @@ def _read_file(path: Path) -> list[Record]:
         raise DatasetError(f"{path}: no such file (looked in {path.absolute().parent})")
     if path.suffix not in SUFFIXES:
         raise DatasetError(f"{path}: cannot read {path.suffix or 'a file without suffix'}; use {', '.join(SUFFIXES)}")
-    reader = _parquet_rows if path.suffix == ".parquet" else _json_lines
+    reader = _parquet_rows if path.suffix == ".parquet" else _json_list if _is_list(path) else _json_lines
     records = [Record(path, line, row) for line, row in reader(path)]
     if not records:
         raise DatasetError(f"{path}: the file is empty")
@@ -101,11 +101,35 @@ def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 yield number, _json_row(line, f"{path}:{number}")
 
 
+def _is_list(path: Path) -> bool:
+    """Whether a .json file holds one list; a .jsonl file holds lines."""
+    if path.suffix != ".json":
+        return False
+    with path.open("rb") as file:
+        return file.read(4096).lstrip().startswith(b"[")
+
+
+def _json_list(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The objects of a list, numbered from 1."""
+    rows = _parsed(path.read_bytes(), str(path))
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, dict):
+            raise DatasetError(f"{path}: item {number} of the list is a {type(row).__name__}; write objects")
+        yield number, row
+
+
 def _json_row(line: bytes, location: str) -> dict[str, Any]:
+    row = _parsed(line, location)
+    if not isinstance(row, dict):
+        raise DatasetError(f"{location}: holds a {type(row).__name__}; write one JSON object per line")
+    return row
+
+
+def _parsed(text: bytes, location: str) -> Any:
     try:
-        row = json.loads(line.decode())
-        if SURROGATE.search(line):
-            json.dumps(row, ensure_ascii=False).encode()
+        value = json.loads(text.decode())
+        if SURROGATE.search(text):
+            json.dumps(value, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
         raise DatasetError(f"{location}: not UTF-8 at byte {error.start + 1}; save the file as UTF-8") from error
     except UnicodeEncodeError as error:
@@ -117,9 +141,7 @@ def _json_row(line: bytes, location: str) -> dict[str, Any]:
         raise DatasetError(f"{location}: objects or lists are nested too deep") from error
     except ValueError as error:
         raise DatasetError(f"{location}: a number has too many digits; put it in quotes") from error
-    if not isinstance(row, dict):
-        raise DatasetError(f"{location}: holds a {type(row).__name__}; write one JSON object per line")
-    return row
+    return value
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from roll.algorithms.advantages import AdvantageConfig, compute_advantages
+from roll.algorithms.advantages import AdvantageConfig, compute_advantages, learned_samples
 from roll.algorithms.correction import (
     LOG_PROB_DIFF_MAX,
     NO_OP,
@@ -116,6 +116,8 @@ class RLLearner(ActorLearner):
             metrics |= self._add_advantages(data)
         if self._config.rollout_dump_dir:
             dump_samples(data, Path(self._config.rollout_dump_dir), step)
+        if "learned" in data.batch.keys():
+            data.batch["response_mask"] &= data.batch["learned"][:, None]
         with clock.measure("train"):
             metrics |= await self._train(data)
         return metrics | self._check_correction(metrics, batch.metrics.get("staleness/max", 0.0))
@@ -167,7 +169,8 @@ class RLLearner(ActorLearner):
     # 3. Advantages
 
     def _add_advantages(self, data: DataProto) -> dict[str, float]:
-        """Adds `advantages` and `returns` [B, T]; adapts the KL coefficient."""
+        """Adds `advantages` and `returns` [B, T], and `learned` [B] with a mask of samples; adapts the KL coefficient."""
+        masks = self._add_learned(data)
         result = compute_advantages(
             data.batch["scores"],
             data.batch["group_ids"],
@@ -177,12 +180,25 @@ class RLLearner(ActorLearner):
             ref_log_probs=data.batch.get("ref_log_probs", None),
             kl_coef=self._kl.coefficient,
             turns=read_turns(data.batch),
+            learned=data.batch.get("learned", None),
         )
         if self._config.add_token_level_kl:
             samples = int(data.batch["response_mask"].bool().any(-1).sum())
             self._kl.update(result.metrics["advantage/token_kl"], samples)
         data.batch["advantages"], data.batch["returns"] = result.advantages, result.returns
-        return result.metrics
+        return result.metrics | masks
+
+    def _add_learned(self, data: DataProto) -> dict[str, float]:
+        """Adds `learned` [B], the samples that stay in the loss, where `max_len_mask` or `difficulty_mask` is on."""
+        config, batch = self._config, data.batch
+        if not config.max_len_mask and not config.difficulty_mask:
+            return {}
+        learned = learned_samples(
+            batch["scores"], batch["group_ids"], batch["trajectory_ids"], batch["truncated"], config
+        )
+        real = batch["response_mask"].bool().any(-1)
+        batch["learned"] = learned
+        return {"advantage/learned_samples": float((learned & real).sum() / real.sum().clamp(min=1))}
 
     # 4. Training
 

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
 from typing import Any
-
-import yaml
 
 from roll.configs.compat import Names, UnsupportedKey, async_trainers, roll, slime, trl, verl, vllm
 from roll.configs.compat.async_trainers import WEIGHT_RANGE, WEIGHT_SWITCH
+from roll.configs.compat.recipe import ABSENT, Tree
 from roll.configs.errors import ConfigError, Problem
 from roll.configs.schema import SECTION
-
-Tree = dict[str, Any]
-"""A configuration as nested plain mappings."""
 
 SHORT_NAMES: Names = {
     "tp_size": (f"{verl.MEGATRON}.tensor_model_parallel_size", "actor_infer.num_gpus_per_worker"),
@@ -39,7 +34,7 @@ MOVED_KEYS = async_trainers.MOVED_KEYS | verl.MOVED_KEYS | roll.MOVED_KEYS
 MOVED_VALUES = verl.MOVED_VALUES
 """Path of `MOVED_KEYS` -> its values -> values of the path here, where they differ."""
 
-RENAMED_VALUES: dict[str, dict[Any, Any]] = {**verl.RENAMED_VALUES, **vllm.RENAMED_VALUES}
+RENAMED_VALUES: dict[str, dict[Any, Any]] = {**verl.RENAMED_VALUES, **vllm.RENAMED_VALUES, **roll.RENAMED_VALUES}
 """Key -> value elsewhere -> value here with the same meaning."""
 
 UNSUPPORTED_KEYS: tuple[UnsupportedKey, ...] = (*verl.UNSUPPORTED_KEYS, *roll.UNSUPPORTED_KEYS)
@@ -97,6 +92,10 @@ def normalize_aliases(tree: Mapping[str, Any], source: str, notes: list[Problem]
             continue
         target_head, _, target_key = target.rpartition(".")
         target_section = moved.get(target_head) if target_head else moved
+        if isinstance(target_section, Mapping) and target_section.get(target_key, ABSENT) == section[key]:
+            moved = _without(moved, head, key)
+            notes.append(Problem(path, f"says the same as {target}"))
+            continue
         if isinstance(target_section, Mapping) and any(
             RENAMED_KEYS.get(name, name) == target_key for name in target_section
         ):
@@ -177,7 +176,7 @@ def drop_unsupported_keys(tree: Tree, pipeline: str, path: str = "") -> tuple[Tr
     for key, value in tree.items():
         where = f"{path}.{key}" if path else str(key)
         unsupported = next(
-            (item for item in UNSUPPORTED_KEYS if pipeline in item.pipelines and fnmatchcase(where, item.pattern)), None
+            (item for item in UNSUPPORTED_KEYS if pipeline in item.pipelines and item.matches(where)), None
         )
         if unsupported is None and isinstance(value, dict) and key not in OPAQUE_SECTIONS:
             kept[key], inner_notes, inner_problems = drop_unsupported_keys(value, pipeline, where)
@@ -186,7 +185,8 @@ def drop_unsupported_keys(tree: Tree, pipeline: str, path: str = "") -> tuple[Tr
         elif unsupported is None:
             kept[key] = value
         elif unsupported.harmless(value):
-            notes.append(Problem(where, f"has no effect: {unsupported.reason}"))
+            if not unsupported.silent:
+                notes.append(Problem(where, f"has no effect: {unsupported.reason}"))
         else:
             shown = "this section" if isinstance(value, dict) else str(value)
             problems.append(Problem(where, f"{shown} is not available: {unsupported.reason}"))
@@ -220,8 +220,7 @@ def expand_importance_sampling(tree: Tree) -> tuple[Tree, list[Problem], list[Pr
 def _importance_sampling_problem(tree: Tree) -> Problem | None:
     switch, correction = tree.get(WEIGHT_SWITCH, False), tree.get("correction")
     if not isinstance(switch, bool):
-        suggestions = {"seq": "write actor_train.pg_variant: gspo", "token": "leave it out; ratios are those of tokens"}
-        return Problem(WEIGHT_SWITCH, f"{switch!r} is not true or false; {suggestions.get(str(switch), 'use true')}")
+        return Problem(WEIGHT_SWITCH, f"{switch!r} is not true or false; use true")
     if isinstance(correction, dict) and "weights" in correction and WEIGHT_SWITCH in tree:
         return _two_spellings(WEIGHT_SWITCH, "correction.weights")
     if not switch:
@@ -231,35 +230,3 @@ def _importance_sampling_problem(tree: Tree) -> Problem | None:
     if not numbers or len(bounds) != 2:
         return Problem(WEIGHT_RANGE, f"{bounds!r} is not a lower and an upper bound; write [0.5, 2.0]")
     return None
-
-
-def vllm_problems(tree: Tree) -> list[Problem]:
-    """One problem for each role whose engine is vLLM, with its section rewritten for SGLang."""
-    problems = []
-    for role, section in tree.items():
-        strategy = section.get("strategy_args") if isinstance(section, dict) else None
-        if isinstance(strategy, dict) and strategy.get("strategy_name") == "vllm":
-            rewritten, dropped = sglang_section(section)
-            text = yaml.safe_dump({role: rewritten}, sort_keys=False).rstrip()
-            left = f"\nwithout equivalent, left out: {', '.join(dropped)}" if dropped else ""
-            where = f"{role}.strategy_args.strategy_name"
-            problems.append(Problem(where, f"vllm is not available; use sglang. The same section:\n{text}{left}"))
-    return problems
-
-
-def sglang_section(section: Tree) -> tuple[Tree, list[str]]:
-    """The keys of a role that change from vLLM to SGLang, and the options without an equivalent."""
-    given = section["strategy_args"].get("strategy_config")
-    role: Tree = {}
-    engine: Tree = {}
-    dropped: list[str] = []
-    for name, value in (given if isinstance(given, dict) else {}).items():
-        if name in vllm.ROLE_OPTIONS:
-            role[vllm.ROLE_OPTIONS[name]] = value
-        elif name in vllm.OPTIONS:
-            engine[vllm.OPTIONS[name]] = value
-        elif name in vllm.NEGATED_OPTIONS:
-            engine[vllm.NEGATED_OPTIONS[name]] = not value
-        else:
-            dropped.append(name)
-    return {**role, "strategy_args": {"strategy_name": "sglang", "strategy_config": engine}}, dropped
