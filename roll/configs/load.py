@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from roll.configs.agentic import AgenticConfig
+from roll.configs.compat import Tree
 from roll.configs.compat.apply import (
     MOVED_KEYS,
     RENAMED_KEYS,
@@ -15,7 +16,7 @@ from roll.configs.compat.apply import (
 )
 from roll.configs.compat.async_trainers import WEIGHT_RANGE, WEIGHT_SWITCH
 from roll.configs.compat.capabilities import missing_capabilities
-from roll.configs.compat.recipe import Recipe, Tree
+from roll.configs.compat.recipe import Recipe
 from roll.configs.compat.roll_recipes import is_roll_recipe, read_roll_keys, read_roll_recipe
 from roll.configs.compat.vllm import read_engine
 from roll.configs.defaults import fill_in_defaults
@@ -34,6 +35,9 @@ PIPELINES: dict[str, type[AnyConfig]] = {"rlvr": RLVRConfig, "sft": SFTConfig, "
 
 SPELLINGS = {path for path in (*RENAMED_KEYS, *MOVED_KEYS, WEIGHT_SWITCH, WEIGHT_RANGE) if "." not in path}
 """Top-level keys that take effect under another name; a value may refer to them too."""
+
+KNOWN_KEYS = declared(RLVRConfig).keys() | declared(SFTConfig).keys() | declared(AgenticConfig).keys()
+"""Top-level keys of any pipeline."""
 
 AGENTIC_KEYS = declared(AgenticConfig).keys() - declared(RLVRConfig).keys()
 """Keys by which a file without the key `pipeline` is recognised as agentic."""
@@ -124,8 +128,7 @@ def build_config(
 
 def _variables(tree: Tree) -> set[str]:
     """Top-level keys that only `${...}` reads: unknown ones that another value refers to."""
-    known = {name for root in PIPELINES.values() for name in declared(root)}
-    return referenced(tree) & tree.keys() - known - SPELLINGS
+    return referenced(tree) & tree.keys() - KNOWN_KEYS - SPELLINGS
 
 
 def _grouped(notes: Sequence[Problem]) -> list[Problem]:

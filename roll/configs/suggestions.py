@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
+from roll.configs.compat import Tree
 from roll.configs.compat.apply import MIGRATION, SHORT_NAMES, migration, migration_of_last_part
-from roll.configs.compat.recipe import Tree
 from roll.configs.errors import Problem
 from roll.configs.roles import ROLES, AbsentKey
 from roll.configs.schema import SECTION, Key, declared, describe, known_keys

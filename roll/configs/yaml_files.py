@@ -15,8 +15,8 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from roll.configs.compat import Tree
 from roll.configs.compat.apply import normalize_aliases
-from roll.configs.compat.recipe import Tree
 from roll.configs.errors import ConfigError, Problem, unreachable
 
 FLOAT = re.compile(r"[-+]?((?!0\d)\d[\d_]*\.?[\d_]*|\.\d+)([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")

@@ -226,9 +226,10 @@ class MixedSampler:
             ValueError: the state is from other domains, or as `PromptSampler`.
         """
         if state.get("names") != self._names:
+            before = state.get("names", ["files without domain_interleave_probs"])
             raise ValueError(
-                f"the prompts of {', '.join(self._names)} cannot be drawn from where those of "
-                f"{', '.join(state.get('names', ['a file without domain_interleave_probs']))} were left; use the same domains"
+                f"the prompts of {', '.join(self._names)} cannot be drawn from where those of {', '.join(before)} were "
+                "left; use the same domains"
             )
         for sampler, own in zip(self._samplers, state["domains"], strict=True):
             sampler.load_state_dict(own)

@@ -13,7 +13,7 @@ from roll.configs.schema import option
 from roll.envs.text_actions import MOVE_CHOICES, MoveConfig, MoveEnv
 
 SYMBOLS = {"0": "#", "1": "_", "2": "O", "3": "√", "4": "X", "5": "P", "6": "S"}
-"""Default of `grid_lookup`: the character of a wall, floor, target, box on a target, box, player, player on a target."""
+"""Default of `grid_lookup`: the character of each of MEANINGS, by its number."""
 
 MEANINGS = ("wall", "floor", "target", "box on a target", "box", "you", "you on a target")
 """What the rules call them."""
@@ -58,8 +58,8 @@ class SokobanConfig(MoveConfig):
 
     grid_lookup: dict[str, str] = option(
         factory=dict,
-        help="Characters of the drawing by number: wall 0, floor 1, target 2, box on a target 3, box 4, player 5, player "
-        "on a target 6; those left out are the default.",
+        help="Characters of the drawing by number: wall 0, floor 1, target 2, box on a target 3, box 4, player 5, "
+        "player on a target 6; those left out are the default.",
     )
     grid_vocab: dict[str, str] = option(
         factory=dict, help="What the rules call a character; those left out have the default name."

@@ -169,7 +169,7 @@ class RLLearner(ActorLearner):
     # 3. Advantages
 
     def _add_advantages(self, data: DataProto) -> dict[str, float]:
-        """Adds `advantages` and `returns` [B, T], and `learned` [B] with a mask of samples; adapts the KL coefficient."""
+        """Adds `advantages` and `returns` [B, T], with a mask of samples `learned` [B]; adapts the KL coefficient."""
         masks = self._add_learned(data)
         result = compute_advantages(
             data.batch["scores"],

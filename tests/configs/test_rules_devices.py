@@ -265,8 +265,8 @@ def test_engine_options_are_not_checked_where_sglang_is_not_installed(
 def test_a_section_for_vllm_is_read_as_sglang(tmp_path: Path) -> None:
     text = RLVR + (
         "  strategy_args:\n    strategy_name: vllm\n    strategy_config:\n      gpu_memory_utilization: 0.8\n"
-        "      tensor_parallel_size: 2\n      swap_space: 4\n      enable_prefix_caching: true\n      enforce_eager: true\n"
-        "      load_format: auto\n"
+        "      tensor_parallel_size: 2\n      swap_space: 4\n      enable_prefix_caching: true\n"
+        "      enforce_eager: true\n      load_format: auto\n"
     )
     config = rlvr(tmp_path, text=text)
     engine = config.actor_infer.strategy_args

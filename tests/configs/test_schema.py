@@ -88,8 +88,8 @@ OUT_OF_BOUNDS = {
     "actor_infer.device_mapping=[1000000]": "actor_infer.device_mapping: [1000000] contains device 1000000; the last",
     "gamma=.nan": "gamma: nan is not a finite number",
     "actor_infer.generating_args.num_beams=4": "num_beams: 4 is not one of 1",
-    "actor_train.strategy_args.strategy_config.context_parallel_size=2": "this recipe needs what is not available here: "
-    "context parallelism (actor_train.strategy_args.strategy_config.context_parallel_size 2)",
+    "actor_train.strategy_args.strategy_config.context_parallel_size=2": "this recipe needs what is not available "
+    "here: context parallelism (actor_train.strategy_args.strategy_config.context_parallel_size 2)",
 }
 
 

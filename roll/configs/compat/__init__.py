@@ -12,8 +12,32 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from roll.configs.errors import Problem
+
+Tree = dict[str, Any]
+"""A configuration as nested plain mappings."""
+
 Names = dict[str, str | tuple[str, ...]]
 """Name elsewhere -> key or keys here. A name is the end of a path; `.*` is any key of a section."""
+
+
+def two_spellings(path: str, ours: str) -> Problem:
+    """The problem of a key that is given in the spelling of another framework and in the one used here."""
+    return Problem(path, f"is another spelling of {ours}, which is given too; keep one")
+
+
+def without(tree: Tree, path: str) -> Tree:
+    """The tree without the key at a dotted path, which it has, and without sections that this empties."""
+    name, dot, rest = path.partition(".")
+    others = {key: value for key, value in tree.items() if key != name}
+    inner = without(tree[name], rest) if dot else {}
+    return {key: inner if key == name else value for key, value in tree.items()} if inner else others
+
+
+def set_at(tree: Tree, path: str, value: Any) -> Tree:
+    """The tree with a value at a dotted path; missing sections are added."""
+    name, dot, rest = path.partition(".")
+    return {**tree, name: set_at(tree.get(name) or {}, rest, value) if dot else value}
 
 
 def always(value: Any) -> bool:

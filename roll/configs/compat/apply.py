@@ -6,11 +6,23 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from roll.configs.compat import Names, UnsupportedKey, async_trainers, roll, slime, trl, verl, vllm
+from roll.configs.compat import (
+    Names,
+    Tree,
+    UnsupportedKey,
+    async_trainers,
+    roll,
+    set_at,
+    slime,
+    trl,
+    two_spellings,
+    verl,
+    vllm,
+    without,
+)
 from roll.configs.compat.async_trainers import WEIGHT_RANGE, WEIGHT_SWITCH
-from roll.configs.compat.recipe import ABSENT, Tree
 from roll.configs.errors import ConfigError, Problem
-from roll.configs.schema import SECTION
+from roll.configs.schema import SECTION, value_at
 
 SHORT_NAMES: Names = {
     "tp_size": (f"{verl.MEGATRON}.tensor_model_parallel_size", "actor_infer.num_gpus_per_worker"),
@@ -39,6 +51,9 @@ RENAMED_VALUES: dict[str, dict[Any, Any]] = {**verl.RENAMED_VALUES, **vllm.RENAM
 
 UNSUPPORTED_KEYS: tuple[UnsupportedKey, ...] = (*verl.UNSUPPORTED_KEYS, *roll.UNSUPPORTED_KEYS)
 """Keys without a counterpart; the first matching pattern applies."""
+
+SFT_ROLE = "sft_train"
+"""The role that is trained in recipes of ROLL for supervised fine-tuning."""
 
 OPAQUE_SECTIONS = ("env_config",)
 """Sections whose keys belong to a class of the user."""
@@ -84,33 +99,37 @@ def normalize_aliases(tree: Mapping[str, Any], source: str, notes: list[Problem]
     Raises:
         ConfigError: two spellings of one key are given, or a value has no meaning.
     """
-    moved = dict(tree)
+    moved = _with_sft_role(dict(tree), source)
     for path, target in MOVED_KEYS.items():
         head, _, key = path.rpartition(".")
-        section = moved.get(head) if head else moved
+        section = value_at(moved, head) if head else moved
         if not isinstance(section, Mapping) or key not in section:
             continue
         target_head, _, target_key = target.rpartition(".")
-        target_section = moved.get(target_head) if target_head else moved
-        if isinstance(target_section, Mapping) and target_section.get(target_key, ABSENT) == section[key]:
-            moved = _without(moved, head, key)
+        target_section = value_at(moved, target_head) if target_head else moved
+        given = target_section if isinstance(target_section, Mapping) else {}
+        if target_key in given and given[target_key] == section[key]:
             notes.append(Problem(path, f"says the same as {target}"))
+            moved = without(moved, path)
             continue
-        if isinstance(target_section, Mapping) and any(
-            RENAMED_KEYS.get(name, name) == target_key for name in target_section
-        ):
-            raise ConfigError([_two_spellings(path, target)], source)
+        if any(RENAMED_KEYS.get(name, name) == target_key for name in given):
+            raise ConfigError([two_spellings(path, target)], source)
         if target_head and not isinstance(target_section or {}, Mapping):
             raise ConfigError([Problem(target_head, f"{target_section!r} is not {SECTION}")], source)
         value, note = _moved_value(path, target, section[key], source)
         notes.append(note)
-        moved = _set(_without(moved, head, key), target_head, target_key, value)
+        moved = set_at(without(moved, path), target, value)
     renamed: Tree = _renamed(moved, source)
     return renamed
 
 
-def _two_spellings(path: str, ours: str) -> Problem:
-    return Problem(path, f"is another spelling of {ours}, which is given too; keep one")
+def _with_sft_role(tree: Tree, source: str) -> Tree:
+    """The tree with the role of supervised fine-tuning of ROLL under its name here; it names the pipeline too."""
+    if SFT_ROLE not in tree:
+        return tree
+    if RENAMED_KEYS[SFT_ROLE] in tree:
+        raise ConfigError([two_spellings(SFT_ROLE, RENAMED_KEYS[SFT_ROLE])], source)
+    return {"pipeline": "sft"} | {RENAMED_KEYS.get(key, key) if key == SFT_ROLE else key: tree[key] for key in tree}
 
 
 def _moved_value(path: str, target: str, value: Any, source: str) -> tuple[Any, Problem]:
@@ -122,18 +141,6 @@ def _moved_value(path: str, target: str, value: Any, source: str) -> tuple[Any, 
     return values[value], Problem(path, f"{str(value).lower()} is read as {target}: {values[value]}")
 
 
-def _without(tree: Tree, head: str, key: str) -> Tree:
-    """The tree without a key of a section (of the top level if `head` is empty), and without an emptied section."""
-    section = {name: item for name, item in (tree[head] if head else tree).items() if name != key}
-    if not head:
-        return section
-    return {**tree, head: section} if section else {name: item for name, item in tree.items() if name != head}
-
-
-def _set(tree: Tree, head: str, key: str, value: Any) -> Tree:
-    return {**tree, head: {**(tree.get(head) or {}), key: value}} if head else {**tree, key: value}
-
-
 def _renamed(value: Any, source: str) -> Any:
     """A value with the keys of `RENAMED_KEYS` under their names here; inside `${...}` those of `MOVED_KEYS` too."""
     if isinstance(value, Mapping):
@@ -141,7 +148,7 @@ def _renamed(value: Any, source: str) -> Any:
         for key, item in value.items():
             name = RENAMED_KEYS[key] if key in RENAMED_KEYS else key
             if name in renamed or (name != key and name in value):
-                raise ConfigError([_two_spellings(key, name)], source)
+                raise ConfigError([two_spellings(key, name)], source)
             renamed[name] = _renamed(item, source)
         return renamed
     if isinstance(value, list):
@@ -222,7 +229,7 @@ def _importance_sampling_problem(tree: Tree) -> Problem | None:
     if not isinstance(switch, bool):
         return Problem(WEIGHT_SWITCH, f"{switch!r} is not true or false; use true")
     if isinstance(correction, dict) and "weights" in correction and WEIGHT_SWITCH in tree:
-        return _two_spellings(WEIGHT_SWITCH, "correction.weights")
+        return two_spellings(WEIGHT_SWITCH, "correction.weights")
     if not switch:
         return Problem(WEIGHT_RANGE, f"has no effect without {WEIGHT_SWITCH}: true") if WEIGHT_RANGE in tree else None
     bounds = tree.get(WEIGHT_RANGE, [0, 1])

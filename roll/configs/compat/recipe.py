@@ -6,10 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
+from roll.configs.compat import Tree
 from roll.configs.errors import Problem
-
-Tree = dict[str, Any]
-"""A configuration as nested plain mappings."""
 
 ABSENT: Any = object()
 """Default of `get`, to tell an absent key from one that is null."""

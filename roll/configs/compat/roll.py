@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from roll.configs.compat import Names, UnsupportedKey, always, if_off, never
 
 NAMES: Names = {}
@@ -21,6 +24,7 @@ MOVED_KEYS = {
     "system_key": f"{COLUMNS}.system",
     "actor_train.model_args.flash_attn": "actor_train.model_args.attn_implementation",
     "reference.model_args.flash_attn": "reference.model_args.attn_implementation",
+    "actor_infer.model_args.flash_attn": "actor_infer.model_args.attn_implementation",
     **{
         f"actor_train.{key}": key
         for key in (
@@ -144,7 +148,7 @@ AGENT_KEYS = (
 )
 """Keys of recipes for agents."""
 
-ROLE_KEYS = {
+ROLE_KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "worker_cls": (always, "workers follow from strategy_name, losses from pg_variant"),
     "name": (always, "a role's name is its section"),
     "world_size": (always, "workers follow from device_mapping"),
@@ -276,7 +280,7 @@ MEGATRON_KEYS = {
 }
 """Option of Megatron in `strategy_config` -> why it has no effect."""
 
-RUN_KEYS = {
+RUN_KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "hydra": (always, "configuration is not read by Hydra"),
     "num_nodes": (always, "nodes follow from device_mapping and num_devices_per_node"),
     "local_rank": (always, "ranks follow from device_mapping"),

@@ -28,8 +28,8 @@ def check_environments(config: AgenticConfig, report: Report) -> None:
         if any(fnmatchcase(entry.env_type, name) for name in ENVIRONMENTS):
             report.missing_resource(
                 f"custom_envs.{tag}.env_type",
-                f"{entry.env_type} is an environment that is not here; write env_type: module:Class, a text environment "
-                "of your own (docs/environments.md)",
+                f"{entry.env_type} is an environment that is not here; write env_type: module:Class, one of your own "
+                "(docs/environments.md)",
             )
             continue
         try:

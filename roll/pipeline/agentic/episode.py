@@ -14,7 +14,6 @@ from roll.envs.base import Aggregation, episode_metrics, metrics_without_action
 from roll.rollout.ledger import GENERATION_FAILED
 from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams, Trajectory
 
-
 HISTORY = "the messages above"
 """Text of the field `history`: earlier turns are part of the conversation and are not repeated."""
 
