@@ -17,7 +17,7 @@ from roll.configs.compat.apply import (
 from roll.configs.compat.async_trainers import WEIGHT_RANGE, WEIGHT_SWITCH
 from roll.configs.compat.capabilities import missing_capabilities
 from roll.configs.compat.recipe import Recipe
-from roll.configs.compat.roll_recipes import is_roll_recipe, read_roll_keys, read_roll_recipe
+from roll.configs.compat.roll_recipes import drop_nulls, is_roll_recipe, read_roll_keys, read_roll_recipe
 from roll.configs.compat.vllm import read_engine
 from roll.configs.defaults import fill_in_defaults
 from roll.configs.errors import ConfigError, Problem
@@ -103,6 +103,7 @@ def build_config(
     read_roll_keys(recipe)
     if from_roll:
         read_roll_recipe(recipe, kind)
+        drop_nulls(recipe, root)
     tree, unsupported_notes, problems = drop_unsupported_keys(recipe.tree, kind)
     tree, weight_notes, weight_problems = expand_importance_sampling(tree)
     tree, translations = translate_values(tree)

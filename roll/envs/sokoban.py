@@ -106,6 +106,7 @@ class Sokoban(MoveEnv):
     config: SokobanConfig
 
     def rules(self) -> str:
+        """Explains the characters of the drawing, by `grid_vocab` where it has them."""
         symbols = self.config.symbols
         names = [self.config.grid_vocab.get(symbol, name) for symbol, name in zip(symbols, MEANINGS, strict=True)]
         listed = ", ".join(f"{symbols[number]}: {names[number]}" for number in SHOWN_ORDER)

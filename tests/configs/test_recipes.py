@@ -129,3 +129,26 @@ def test_keys_without_effect_for_one_reason_are_one_remark() -> None:
     assert line.startswith("actor_train.data_args.preprocessing_num_workers: has no effect")
     (line,) = [line for line in notes(load("rlvr_five_domains")).splitlines() if "a rule is a function" in line]
     assert "rewards.ifeval.model_args, rewards.ifeval.data_args" in line or "rewards.ifeval.data_args" in line
+
+
+def test_keys_that_are_null_are_not_given(tmp_path: Path) -> None:
+    text = (RECIPES / "rlvr_offpolicy.yaml").read_text()
+    text = text.replace("resume_from_checkpoint: false", "resume_from_checkpoint: ~") + "reference: ~\n"
+    file = tmp_path / "recipe.yaml"
+    file.write_text(text)
+    assert load_config(file).resume_from_checkpoint is False
+
+
+def test_terms_of_the_kl_without_a_weight_are_off() -> None:
+    config = load("rlvr_grpo_32b", "kl_loss_coef=0")
+    assert isinstance(config, RLConfig) and not config.use_kl_loss
+    config = load("rlvr_grpo_32b")
+    assert isinstance(config, RLConfig) and config.kl_penalty == "k3"
+    assert (config.pg_clip_low, config.pg_clip_high) == (0.25, 0.25)
+
+
+def test_pages_of_the_cache_are_left_out_on_cpu() -> None:
+    kernels = (f"{role}.model_args.attn_implementation=sdpa" for role in ("actor_train", "reference"))
+    config = load("rlvr_five_domains", "platform=cpu", *kernels)
+    assert isinstance(config, RLConfig)
+    assert "page_size" not in config.actor_infer.strategy_args.strategy_config

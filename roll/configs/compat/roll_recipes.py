@@ -7,14 +7,14 @@ reads from the recipe, puts ours, and leaves one remark on each change. A key of
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 from roll.configs.agentic import ADJUSTMENTS, METHODS
 from roll.configs.compat.recipe import Recipe
 from roll.configs.parallel_layout import parse_device_mapping, spans
-from roll.configs.pipeline import TRACKER_OPTIONS
+from roll.configs.pipeline import TRACKER_OPTIONS, BaseConfig
 from roll.configs.policy import BEHAVIOR_VARIANTS
-from roll.configs.schema import declared
+from roll.configs.schema import declared, keys_along
 
 MARKS = ("hydra", "reward_pretrain", "value_clip", "checkpoint_config", "custom_env", "render_save_dir", "sft_train")
 """Top-level keys of which every complete recipe of ROLL has one."""
@@ -24,6 +24,9 @@ FORWARD_ENGINES = ("hf_infer", "deepspeed_infer", "fsdp2_infer", "fsdp_infer", "
 
 PG_CLIP = 0.2
 """`pg_clip` where a recipe does not set it."""
+
+INIT_KL_COEF = 0.2
+"""`init_kl_coef` where a recipe does not set it."""
 
 
 def is_roll_recipe(recipe: Recipe) -> bool:
@@ -55,6 +58,19 @@ def read_roll_keys(recipe: Recipe) -> None:
         read(recipe)
 
 
+def drop_nulls(recipe: Recipe, root: type, path: str = "") -> None:
+    """Takes keys that are null where null is no value here: such a key is not given."""
+    for name, value in list((recipe.section(path) if path else recipe.tree).items()):
+        where = f"{path}.{name}" if path else str(name)
+        keys = keys_along(root, where)
+        if not keys or len(keys) < len(where.split(".")):
+            continue
+        if value is None and type(None) not in get_args(keys[-1][1].hint):
+            recipe.take(where)
+        elif isinstance(value, dict):
+            drop_nulls(recipe, root, where)
+
+
 def read_roll_recipe(recipe: Recipe, pipeline: str) -> None:
     """Translates what keys of the same name mean in a recipe of ROLL, after its own keys."""
     readers: list[Callable[[Recipe], None]] = [
@@ -63,6 +79,8 @@ def read_roll_recipe(recipe: Recipe, pipeline: str) -> None:
         _read_precision,
         _read_devices,
         _read_trackers,
+        _read_intervals,
+        _read_kl,
         _read_dual_clip,
     ]
     if pipeline == "agentic":
@@ -71,6 +89,8 @@ def read_roll_recipe(recipe: Recipe, pipeline: str) -> None:
         readers += [_read_validation]
     if pipeline == "rlvr":
         readers += [_read_sampling]
+    if pipeline == "sft":
+        readers += [_read_epochs]
     for read in readers:
         read(recipe)
 
@@ -236,6 +256,21 @@ def _read_folder(recipe: Recipe, path: str) -> None:
             )
 
 
+def _read_intervals(recipe: Recipe) -> None:
+    """A negative number of steps is never, which is 0 here."""
+    for key in ("eval_steps", "save_steps"):
+        steps = recipe.get(key)
+        if isinstance(steps, int) and steps < 0:
+            recipe.put(key, 0)
+            recipe.note(key, f"{steps} is read as 0")
+
+
+def _read_epochs(recipe: Recipe) -> None:
+    if recipe.has("actor_train.training_args.num_train_epochs") and not recipe.has("max_steps"):
+        steps = BaseConfig.max_steps
+        recipe.note("max_steps", f"is not given, so the run has {steps} steps; write the steps of the epochs you want")
+
+
 def _read_validation(recipe: Recipe) -> None:
     """Without files nothing is validated there, whatever `eval_steps` says."""
     if recipe.get("eval_steps") and not recipe.get("validation.data_args.file_name"):
@@ -272,6 +307,9 @@ def _read_agentic_lengths(recipe: Recipe) -> None:
 
 
 def _read_adjustment(recipe: Recipe) -> None:
+    for manager in ("train_env_manager", "val_env_manager"):
+        if recipe.get(f"{manager}.max_traj_per_env", -1) != -1:
+            recipe.drop(f"{manager}.max_traj_per_env", "environments run as many trajectories as batches need")
     if recipe.get("batch_adjust_mode") in ADJUSTMENTS:
         mode = recipe.take("batch_adjust_mode")
         recipe.note(
@@ -297,6 +335,20 @@ def _read_old_log_probs(recipe: Recipe) -> None:
         recipe.note(path, "has no effect: with stale samples the ratio is taken against the policy that sampled them")
     elif recipe.put_new("old_log_probs_source", source):
         recipe.note(path, f"is read as old_log_probs_source: {source}")
+
+
+def _read_kl(recipe: Recipe) -> None:
+    """A term without a weight is off there, the weight in the reward is 0.2 by default, and the KL of a loss is k3."""
+    if recipe.get("use_kl_loss") and not recipe.get("kl_loss_coef"):
+        recipe.drop("use_kl_loss", "kl_loss_coef is 0")
+    if recipe.get("add_token_level_kl"):
+        weight = recipe.get("init_kl_coef", INIT_KL_COEF)
+        if weight == 0:
+            recipe.drop("add_token_level_kl", "init_kl_coef is 0")
+        elif recipe.put_new("init_kl_coef", weight):
+            recipe.note("add_token_level_kl", f"has the weight {weight:g} there: init_kl_coef is {weight:g}")
+    elif recipe.get("use_kl_loss") and recipe.get("kl_penalty", "k3") != "k3":
+        recipe.drop("kl_penalty", "the KL of the loss is k3 there")
 
 
 def _read_clipping(recipe: Recipe) -> None:

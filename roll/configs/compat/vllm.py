@@ -54,6 +54,8 @@ def read_engine(recipe: Recipe) -> None:
     read, kept, dropped = [], [], []
     for option, value in given.items():
         path, ours = _target(option, value, name)
+        if option == "block_size" and recipe.get("platform") == "cpu":
+            path = None  # the engine's cache has pages of one token on cpu
         if path is None or (path != option and path in given):
             dropped.append(option)
         elif path == option:
