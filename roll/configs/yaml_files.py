@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from roll.configs.compat import Tree
 from roll.configs.compat.apply import normalize_aliases
+from roll.configs.compat.environments import base_file
 from roll.configs.errors import ConfigError, Problem, unreachable
 
 FLOAT = re.compile(r"[-+]?((?!0\d)\d[\d_]*\.?[\d_]*|\.\d+)([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
@@ -149,6 +150,10 @@ def _base_tree(base: _Base, path: Path, notes: list[Problem], chain: Sequence[Pa
             if unused:
                 notes.append(Problem("defaults", f"{base.name} is left out: the file does not exist, and needs not"))
             return {}
+        own = base_file(file.stem)
+        if own is not None:
+            notes.append(Problem("defaults", f"{base.name} does not exist; the environments of this project are used"))
+            return own
         why = unreachable(file) or "it does not exist"
         raise ConfigError([Problem("defaults", f"{base.name!r} is not a file: {file}: {why}")], str(path))
     tree = read_tree(file, notes, chain)

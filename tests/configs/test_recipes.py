@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import ConfigError
 from roll.configs.hardware import Hardware
 from roll.configs.load import load_config
@@ -152,3 +153,22 @@ def test_pages_of_the_cache_are_left_out_on_cpu() -> None:
     config = load("rlvr_five_domains", "platform=cpu", *kernels)
     assert isinstance(config, RLConfig)
     assert "page_size" not in config.actor_infer.strategy_args.strategy_config
+
+
+@pytest.mark.parametrize(("base", "sample_by"), [("traj_envs", "traj"), ("step_envs", "step")])
+def test_a_recipe_without_its_base_file_takes_the_environments_of_this_project(
+    tmp_path: Path, base: str, sample_by: str
+) -> None:
+    tags = ["SimpleSokoban", "LargerSokoban", "SokobanDifferentGridVocab", "FrozenLake", "FrozenLakeThink"]
+    text = (RECIPES / "agentic_frozen_lake_async.yaml").read_text()
+    text = text.replace("config/traj_envs@_here_", f"../nowhere/{base}@_here_").replace("[Lake]", "[FrozenLake]")
+    text = text.replace("[Boxes, BoxesInLetters, Lake]", "[SimpleSokoban, LargerSokoban, SokobanDifferentGridVocab]")
+    head, _, own = text.partition("custom_envs:\n")
+    entries = "".join(f"  {tag}: ${{custom_env.{tag}}}\n" for tag in tags)
+    file = tmp_path / "recipe.yaml"
+    file.write_text(f"{head}custom_envs:\n{entries}{own[own.index('  OwnLake') :]}")
+    config = load_config(file)
+    assert isinstance(config, AgenticConfig) and config.sample_by == sample_by
+    assert config.custom_envs["FrozenLake"].max_tokens_per_step == 64
+    assert f"{base}@_here_" not in notes(config)
+    assert f"../nowhere/{base} does not exist; the environments of this project are used" in notes(config)
