@@ -465,12 +465,17 @@ def _read_normalization(recipe: Recipe) -> None:
 def _read_reward_normalization(recipe: Recipe) -> None:
     """With grpo and reinforce it replaces the estimator's own normalization of scores."""
     path, estimator = "reward_normalization", recipe.get("adv_estimator", "grpo")
+    if recipe.get(f"{path}.method") == "asym_clip":
+        recipe.put(f"{path}.method", "mean_std")
+        recipe.note(
+            f"{path}.method", "asym_clip is read as mean_std, without its bounds; advantage_clip bounds the result"
+        )
     given = recipe.get(path)
     if estimator not in ("grpo", "reinforce") or not isinstance(given, dict):
         return
     types = METHODS.get(given.get("method", ""), given) if isinstance(given.get("method", ""), str) else given
     mean, std = types.get("norm_mean_type"), types.get("norm_std_type")
-    if given.get("method") == "asym_clip" or any(kind not in (None, "batch", "group") for kind in (mean, std)):
+    if any(kind not in (None, "batch", "group") for kind in (mean, std)):
         return  # conversion reports it
     recipe.take(path)
     grouping = given.get("grouping", "batch")
