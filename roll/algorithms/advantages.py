@@ -31,7 +31,7 @@ from roll.algorithms.turn_advantages import (
 )
 from roll.configs.agentic import AgenticOptions, RewardNormalization
 from roll.configs.pipeline import RLConfig
-from roll.configs.policy import AdvantageOptions, KLOptions, options_of
+from roll.configs.policy import AdvantageOptions, KLOptions, SampleMaskOptions, options_of
 
 
 @dataclass
@@ -228,6 +228,7 @@ def compute_advantages(
     ref_log_probs: Tensor | None = None,
     kl_coef: float = 0.0,
     turns: Turns | None = None,
+    learned: Tensor | None = None,
 ) -> Advantages:
     """Advantages and returns of one global batch.
 
@@ -243,6 +244,8 @@ def compute_advantages(
         kl_coef: weight of the token KL, from a KL controller.
         turns: of samples that are trajectories or turns of them. Statistics over scores then count every trajectory
             once and ignore samples without response tokens.
+        learned: [B] bool, samples that stay in the loss (see `learned_samples`). The others count in statistics over
+            scores; `whiten_advantages` and the advantages leave them out.
 
     Raises:
         ValueError: a score is not finite, `add_token_level_kl` lacks its log-probs, or the turns are inconsistent with
@@ -258,14 +261,44 @@ def compute_advantages(
     scores = _shape_scores(scores, episodes_of(mask, turns), config)
     batch = RewardBatch(scores, kl_coef * kl, groups, mask, turns)
     advantages, returns = ADV_ESTIMATORS[config.adv_estimator](batch, config)
+    if learned is not None:
+        mask = mask & learned[:, None]
+        advantages, returns = masked(advantages, mask), masked(returns, mask)
     if config.whiten_advantages:
         advantages = whiten(advantages, mask)
     if config.advantage_clip is not None:
         advantages = advantages.clamp(-config.advantage_clip, config.advantage_clip)
-    metrics = _metrics(advantages, returns, batch)
+    metrics = _metrics(advantages, returns, mask, batch)
     if config.add_token_level_kl:
         metrics |= {"advantage/token_kl": float(masked_mean(kl, mask)), "advantage/kl_coef": kl_coef}
     return Advantages(advantages, returns, metrics)
+
+
+def learned_samples(
+    scores: Tensor, groups: Tensor, trajectories: Tensor, truncated: Tensor, options: SampleMaskOptions
+) -> Tensor:
+    """Which samples stay in the loss [B] bool: those that neither `max_len_mask` nor `difficulty_mask` leaves out.
+
+    A group stays if the mean score of its trajectories lies strictly between the two thresholds.
+
+    Args:
+        scores: [B] raw rewards, equal for the samples of one trajectory.
+        groups: [B] int64 group numbers.
+        trajectories: [B] int64 trajectory numbers; every trajectory counts once.
+        truncated: [B] bool, whether the trajectory was cut at its length.
+        options: which masks are on, and their thresholds.
+    """
+    learned = torch.ones_like(truncated, dtype=torch.bool)
+    if options.max_len_mask:
+        learned &= ~truncated
+    if options.difficulty_mask:
+        counted = torch.cat([torch.ones_like(learned[:1]), trajectories[1:] != trajectories[:-1]]).to(scores.dtype)
+        size = int(groups.max()) + 1
+        sums = scores.new_zeros(size).index_add_(0, groups, scores * counted)
+        counts = scores.new_zeros(size).index_add_(0, groups, counted)
+        mean = (sums / counts.clamp(min=1))[groups]
+        learned &= (mean > options.difficulty_low_threshold) & (mean < options.difficulty_high_threshold)
+    return learned
 
 
 def _reference_kl(
@@ -287,8 +320,8 @@ def _shape_scores(scores: Tensor, episodes: Episodes, config: AdvantageConfig) -
     return scores
 
 
-def _metrics(advantages: Tensor, returns: Tensor, batch: RewardBatch) -> dict[str, float]:
-    mask, groups = batch.response_mask, batch.episode_groups
+def _metrics(advantages: Tensor, returns: Tensor, mask: Tensor, batch: RewardBatch) -> dict[str, float]:
+    groups = batch.episode_groups
     mean = masked_mean(advantages, mask)
     constant = groups[constant_group(batch.episodes.per_episode(batch.scores), groups)] if len(groups) else groups
     without_variance, total = len(set(constant.tolist())), len(set(groups.tolist()))

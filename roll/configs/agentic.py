@@ -17,6 +17,12 @@ SYSTEM_FIELDS = ("env_instruction",)
 TURN_FIELDS = ("turn_idx", "observation", "actions_left", "max_response_length", "env_instruction")
 """Fields of `agent_template`, the message of every turn."""
 
+STEP_FIELDS = ("current_observation", "current_step", "step_count", "history", "history_length", "suffix")
+"""Fields that templates of ROLL have for single turns. Here earlier turns are messages of their own, so `history` says
+that they are above, `history_length` and `step_count` are their number, and `suffix` is empty."""
+
+OBSERVATIONS = ("observation", "current_observation")
+
 SYSTEM_TEMPLATE = "You act in an environment, one action per turn, and want the highest total reward."
 """Default of `agent_system_template`."""
 
@@ -43,7 +49,7 @@ def turn_template(text: Any) -> Any:
     Raises:
         ValueError: a field is unknown, braces do not match, or the observation is missing.
     """
-    if isinstance(text, str) and "observation" not in fields_of(text, TURN_FIELDS):
+    if isinstance(text, str) and not set(OBSERVATIONS) & set(fields_of(text, TURN_FIELDS + STEP_FIELDS)):
         raise ValueError("does not contain {observation}, so the model would see nothing of the environment; add it")
     return text
 
@@ -61,11 +67,12 @@ def fields_of(text: str, known: tuple[str, ...]) -> list[str]:
         raise ValueError(f"braces do not match ({error}); {literal}") from None
     for name in names:
         if name not in known:
-            raise ValueError(f"{{{name}}} is not a field; known: {', '.join(f'{{{one}}}' for one in known)}; {literal}")
+            own = ", ".join(f"{{{one}}}" for one in known if one not in STEP_FIELDS)
+            raise ValueError(f"{{{name}}} is not a field; known: {own}; {literal}")
     return names
 
 
-GIGPO = estimators("gigpo", reason="only adv_estimator gigpo reads it", is_error=True)
+GIGPO = estimators("gigpo", reason="only adv_estimator gigpo reads it")
 
 METHODS: dict[str, dict[str, str | None]] = {
     "identity": {"norm_mean_type": None, "norm_std_type": None},
@@ -123,7 +130,6 @@ class AgenticOptions:
         only_for=estimators(
             *TURN_ESTIMATORS,
             reason=f"only adv_estimator {', '.join(TURN_ESTIMATORS)} read it; others define their own normalisation",
-            is_error=True,
         ),
         help="Which rewards gigpo, step_reinforce and agentic_reinforce normalise together, and how.",
     )
@@ -134,7 +140,6 @@ class AgenticOptions:
             lambda config, _: traits_of(config.actor_train.pg_variant).reads_ratio_type,
             "this actor_train.pg_variant has no ratio, or always that of the sequence",
             ("actor_train.pg_variant",),
-            is_error=True,
         ),
     )
     episode_reward_weight: float = option(
@@ -146,16 +151,14 @@ class AgenticOptions:
         "gigpo, step_reinforce: discount from one turn to the one before.",
         ge=0,
         le=1,
-        only_for=estimators(
-            "gigpo", "step_reinforce", reason="only adv_estimator gigpo and step_reinforce read it", is_error=True
-        ),
+        only_for=estimators("gigpo", "step_reinforce", reason="only adv_estimator gigpo and step_reinforce read it"),
     )
 
 
 SampleBy = Literal["traj", "step"]
 """One training sample is a whole trajectory or one turn of it."""
 
-MANAGERS = {"TrajEnvManager": "traj", "StepEnvManager": "step"}
+MANAGERS = {"TrajEnvManager": "traj", "StepEnvManager": "step", "StepConcatEnvManager": "step"}
 """Classes in recipes of ROLL -> value of `sample_by`."""
 
 ADJUSTMENTS = {
@@ -177,7 +180,7 @@ def env_manager(value: Any) -> Any:
         return value
     name = value.rpartition(".")[2]
     if name not in MANAGERS:
-        known = ", ".join([*MANAGERS.values(), *(f"...{cls}" for cls in MANAGERS)])
+        known = ", ".join([*dict.fromkeys(MANAGERS.values()), *(f"...{cls}" for cls in MANAGERS)])
         raise ValueError(f"{value!r} is not available; known: {known}")
     return MANAGERS[name]
 
@@ -214,7 +217,7 @@ class CustomEnvConfig:
         TURN_TEMPLATE,
         "Message of every turn, with the fields {turn_idx} (from 1), {observation}, {actions_left}, "
         "{max_response_length} and {env_instruction}, which is empty after the first turn. Where neither template has "
-        "{env_instruction}, the first turn begins with it.",
+        "{env_instruction}, the first turn begins with it. Fields of ROLL's templates for single turns are read too.",
         parse=turn_template,
     )
     env_manager_cls: SampleBy | None = option(

@@ -8,25 +8,37 @@ from pathlib import Path
 from roll.configs.agentic import AgenticConfig
 from roll.configs.compat import Tree
 from roll.configs.compat.apply import (
+    MOVED_KEYS,
+    RENAMED_KEYS,
     drop_unsupported_keys,
     expand_importance_sampling,
     read_systems,
     translate_values,
-    vllm_problems,
 )
+from roll.configs.compat.async_trainers import WEIGHT_RANGE, WEIGHT_SWITCH
+from roll.configs.compat.capabilities import missing_capabilities
+from roll.configs.compat.recipe import Recipe
+from roll.configs.compat.roll_recipes import drop_nulls, is_roll_recipe, read_roll_keys, read_roll_recipe
+from roll.configs.compat.vllm import read_engine
 from roll.configs.defaults import fill_in_defaults
 from roll.configs.errors import ConfigError, Problem
 from roll.configs.pipeline import TRACKER_OPTIONS, RLVRConfig, SFTConfig, Source
 from roll.configs.rules import check
 from roll.configs.schema import Converter, declared
 from roll.configs.suggestions import drop_keys_of_other_roles, nearest, suggest_for
-from roll.configs.yaml_files import interpolate, leaves, merge, override_tree, read_tree
+from roll.configs.yaml_files import interpolate, leaves, merge, override_tree, read_tree, referenced
 
 AnyConfig = RLVRConfig | SFTConfig | AgenticConfig
 """The configuration of one run."""
 
 PIPELINES: dict[str, type[AnyConfig]] = {"rlvr": RLVRConfig, "sft": SFTConfig, "agentic": AgenticConfig}
 """Values of the key `pipeline`."""
+
+SPELLINGS = {path for path in (*RENAMED_KEYS, *MOVED_KEYS, WEIGHT_SWITCH, WEIGHT_RANGE) if "." not in path}
+"""Top-level keys that take effect under another name; a value may refer to them too."""
+
+KNOWN_KEYS = declared(RLVRConfig).keys() | declared(SFTConfig).keys() | declared(AgenticConfig).keys()
+"""Top-level keys of any pipeline."""
 
 AGENTIC_KEYS = declared(AgenticConfig).keys() - declared(RLVRConfig).keys()
 """Keys by which a file without the key `pipeline` is recognised as agentic."""
@@ -59,7 +71,7 @@ def read_pipeline(path: str | Path, overrides: Sequence[str] = ()) -> str:
         ConfigError: they cannot be read, or the pipeline is unknown.
     """
     tree = merge(read_tree(Path(path), []), override_tree(overrides, []))
-    return _pipeline(interpolate(tree, str(path)), None, str(path))
+    return _pipeline(interpolate(tree, str(path))[0], None, str(path))
 
 
 def build_config(
@@ -78,15 +90,24 @@ def build_config(
         notes: remarks about the spelling of the file.
         overridden: paths whose values come from the command line.
     """
-    tree = interpolate(tree, source)
+    lacking = missing_capabilities(tree)
+    if lacking is not None:
+        raise ConfigError([lacking], source)
+    variables = _variables(tree)
+    tree, unset = interpolate(tree, source)
+    tree = {key: value for key, value in tree.items() if key not in variables}
     kind = _pipeline(tree, pipeline, source)
     root = PIPELINES[kind]
-    engines = vllm_problems(tree)
-    if engines:
-        raise ConfigError(engines, source)
     tree, system_notes, problems = read_systems(tree, kind, notes, overridden)
     notes = [*notes, *system_notes]
-    tree, unsupported_notes, unsupported = drop_unsupported_keys(tree, kind)
+    recipe = Recipe(tree, overridden)
+    from_roll = is_roll_recipe(recipe)
+    read_engine(recipe)
+    read_roll_keys(recipe)
+    if from_roll:
+        read_roll_recipe(recipe, kind)
+        drop_nulls(recipe, root)
+    tree, unsupported_notes, unsupported = drop_unsupported_keys(recipe.tree, kind)
     problems += unsupported
     tree, weight_notes, weight_problems = expand_importance_sampling(tree)
     tree, translations = translate_values(tree)
@@ -101,13 +122,26 @@ def build_config(
     problems += weight_problems + role_problems + converter.problems
     if problems:
         raise ConfigError(problems, source)
-    notes = [*notes, *unsupported_notes, *weight_notes, *translations, *role_notes]
+    notes = _grouped([*notes, *recipe.notes, *unsupported_notes, *weight_notes, *translations, *role_notes])
     given_notes = [(note.path, note.message) for note in notes]
-    config.source = Source(source, list(leaves(tree)), sorted(overridden), given_notes)
+    config.source = Source(source, list(leaves(tree)), sorted(overridden), given_notes, unset)
     problems = fill_in_defaults(config) or check(config).errors
     if problems:
         raise ConfigError(problems, source)
     return config
+
+
+def _variables(tree: Tree) -> set[str]:
+    """Top-level keys that only `${...}` reads: unknown ones that another value refers to."""
+    return referenced(tree) & tree.keys() - KNOWN_KEYS - SPELLINGS
+
+
+def _grouped(notes: Sequence[Problem]) -> list[Problem]:
+    """The remarks, those with the same message as one."""
+    paths: dict[str, list[str]] = {}
+    for note in notes:
+        paths.setdefault(note.message, []).append(note.path)
+    return [Problem(", ".join(dict.fromkeys(found)), message) for message, found in paths.items()]
 
 
 def _pipeline(tree: Tree, wanted: str | None, source: str) -> str:

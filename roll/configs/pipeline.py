@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from roll.configs.asynchronous import DEFAULT_MAX_STALENESS, AsyncOptions, versions_ahead
-from roll.configs.policy import AdvantageOptions, PolicyOptions
+from roll.configs.policy import AdvantageOptions, PolicyOptions, SampleMaskOptions
 from roll.configs.roles import (
     DEVICE_ROLES,
     ENGINE_RUNS,
@@ -54,12 +54,14 @@ class Source:
         given: paths of the keys that the file or an override sets.
         overridden: paths of the keys that an override sets.
         notes: path and message of each remark of loading.
+        unset: path and message of each value that refers to an environment variable that is not set.
     """
 
     file: str = ""
     given: list[str] = field(default_factory=list)
     overridden: list[str] = field(default_factory=list)
     notes: list[tuple[str, str]] = field(default_factory=list)
+    unset: list[tuple[str, str]] = field(default_factory=list)
 
     def made_moot(self, path: str, causes: Sequence[str]) -> bool:
         """Whether a key of the file has no effect only because an override changed one of `causes`."""
@@ -85,6 +87,11 @@ class BaseConfig:
     )
     output_dir: str = option("./output", "Everything the run writes.")
     logging_dir: str | None = option(None, "Log files; default: output_dir/logs.")
+    checkpoint_dir: str | None = option(
+        None,
+        "Checkpoints; default: output_dir/checkpoints.",
+        only_for=needs("save_checkpoint", "save_checkpoint is false"),
+    )
     track_with: list[Literal["tensorboard", "stdout"]] = option(
         factory=lambda: ["stdout", "tensorboard"],
         parse=one_or_many,
@@ -238,6 +245,10 @@ class RewardConfig:
         "roll.rewards.math_rule:math_reward",
         "`module:function`; its parameters say what it reads and when it is called, see docs/rewards.md.",
     )
+    worker_cls: str | None = option(
+        None,
+        "Class that scores in a recipe of ROLL. Its math rule is the default `function`; others need a `function`.",
+    )
     tag_included: list[str] = option(factory=list, help="Tags of the samples this reward scores; empty: all.")
     world_size: int = option(1, "Worker processes of this reward.", ge=1)
     timeout_s: float = option(
@@ -254,7 +265,7 @@ class RewardConfig:
 
 
 @dataclass
-class RLConfig(AsyncOptions, PolicyOptions, AdvantageOptions, BaseConfig):
+class RLConfig(AsyncOptions, PolicyOptions, AdvantageOptions, SampleMaskOptions, BaseConfig):
     """The keys of reinforcement learning, shared by RLVR and agents."""
 
     actor_infer: ActorInferConfig = option(factory=ActorInferConfig, help="The role that generates.")

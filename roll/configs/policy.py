@@ -82,7 +82,6 @@ def pg_variants(*names: str) -> Condition:
         lambda config, _: config.actor_train.pg_variant in names,
         f"it belongs to actor_train.pg_variant {' or '.join(names)}",
         ("actor_train.pg_variant",),
-        is_error=True,
         variants=names,
     )
 
@@ -104,8 +103,8 @@ TOPR = pg_variants("topr")
 CISPO = pg_variants("cispo")
 KIMI15 = pg_variants("kimi15")
 
-KL_LOSS = needs("use_kl_loss", "use_kl_loss is false; set it to true", is_error=True)
-KL_REWARD = needs("add_token_level_kl", "add_token_level_kl is false; set it to true", is_error=True)
+KL_LOSS = needs("use_kl_loss", "use_kl_loss is false; set it to true")
+KL_REWARD = needs("add_token_level_kl", "add_token_level_kl is false; set it to true")
 ANY_KL = Condition(
     lambda config, _: config.use_kl_loss or config.add_token_level_kl,
     "neither use_kl_loss nor add_token_level_kl is on",
@@ -122,7 +121,6 @@ REJECTS = Condition(
 NORMALISED = estimators(
     "reinforce",
     reason="only adv_estimator reinforce reads it; the others define their own normalisation",
-    is_error=True,
 )
 
 
@@ -279,7 +277,7 @@ class AdvantageOptions:
     grpo_norm_by_std: bool = option(
         True,
         "Divide by the group's standard deviation; false is Dr. GRPO.",
-        only_for=estimators("grpo", reason="adv_estimator is not grpo", is_error=True),
+        only_for=estimators("grpo", reason="adv_estimator is not grpo"),
     )
     norm_mean_type: Literal["batch", "group"] | None = option(
         None, "Subtract this mean from scores (reinforce).", only_for=NORMALISED
@@ -303,6 +301,27 @@ class AdvantageOptions:
         False,
         "Zero mean and unit variance of advantages over the batch's tokens.",
         only_for=not_estimators(*WHITENING_ESTIMATORS, reason="this adv_estimator always whitens its advantages"),
+    )
+
+
+DIFFICULTY = needs("difficulty_mask", "difficulty_mask is false; set it to true")
+
+
+@dataclass
+class SampleMaskOptions:
+    """Which samples of a batch are left out of the loss; their scores still count in the statistics of advantages."""
+
+    max_len_mask: bool = option(
+        False, "Leave responses out of the loss that were cut at their length, and trajectories at sequence_length."
+    )
+    difficulty_mask: bool = option(
+        False, "Leave groups out of the loss whose mean score is not between the two thresholds."
+    )
+    difficulty_low_threshold: float = option(
+        0.0, "Groups with this mean score or less are too difficult.", only_for=DIFFICULTY
+    )
+    difficulty_high_threshold: float = option(
+        1.0, "Groups with this mean score or more are too easy.", only_for=DIFFICULTY
     )
 
 

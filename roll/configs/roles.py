@@ -143,6 +143,14 @@ class DataArguments:
     )
     tag: str = option("tag", "Column that chooses the reward of the sample.", only_for=(COLUMNS_READ, RESPONSES_SCORED))
     prompt: str = option("prompt", "Column with the question as text.", only_for=COLUMNS_READ)
+    query: str | None = option(
+        None,
+        "Column with a text that follows the one of `prompt`, on a new line, where it is not empty.",
+        only_for=COLUMNS_READ,
+    )
+    system: str | None = option(
+        None, "Column with the system message of a `prompt`, where it is not empty.", only_for=COLUMNS_READ
+    )
     messages: str = option(
         "messages", "Column with chat messages; used where present instead of `prompt`.", only_for=COLUMNS_READ
     )
@@ -166,6 +174,12 @@ class TrainDataArguments(DataArguments):
     """The data of training."""
 
     shuffle: bool = option(True, "Draw a new order, seeded, for every pass over the data.", only_for=COLUMNS_READ)
+    domain_interleave_probs: dict[str, float] = option(
+        factory=dict,
+        help="Share of the prompts of each name in `rewards`; empty: as many as the files have. Names left out are not "
+        "drawn.",
+        only_for=pipelines("rlvr", reason="only rewards of pipeline rlvr have domains"),
+    )
 
 
 @dataclass

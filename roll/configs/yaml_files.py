@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from roll.configs.compat import Tree
 from roll.configs.compat.apply import normalize_aliases
+from roll.configs.compat.environments import base_file
 from roll.configs.errors import ConfigError, Problem, unreachable
 
 FLOAT = re.compile(r"[-+]?((?!0\d)\d[\d_]*\.?[\d_]*|\.\d+)([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
@@ -105,8 +109,8 @@ def _nesting_problem(value: Any, inside: tuple[int, ...] = ()) -> str | None:
 def read_tree(path: Path, notes: list[Problem], including: Sequence[Path] = ()) -> Tree:
     """The mapping of one file merged over the base files in its `defaults`, with other spellings normalised.
 
-    Later base files win over earlier ones and the file itself wins over all. Names in `defaults` are relative to the
-    file, with or without `.yaml`. `notes` receives the remarks of normalisation.
+    Base files win over earlier ones, and the file itself wins over those before `_self_`, which is last where it is not
+    listed. `notes` receives the remarks of normalisation.
 
     Raises:
         ConfigError: a file is missing, is not a mapping, or includes itself.
@@ -117,14 +121,45 @@ def read_tree(path: Path, notes: list[Problem], including: Sequence[Path] = ()) 
         names = " -> ".join(item.name for item in chain[chain.index(path) :])
         raise ConfigError([Problem("defaults", f"the files include each other: {names}")], str(including[0]))
     tree = _mapping(path)
+    bases = _bases(tree.pop("defaults", None), path)
+    own = normalize_aliases(tree, str(path), notes)
     merged: Tree = {}
-    for name in _bases(tree.pop("defaults", None), path):
-        base = path.parent / (name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")
-        if not os.path.isfile(base):
-            why = unreachable(base) or "it does not exist"
-            raise ConfigError([Problem("defaults", f"{name!r} is not a file: {base}: {why}")], str(path))
-        merged = merge(merged, read_tree(base, notes, chain))
-    return merge(merged, normalize_aliases(tree, str(path), notes))
+    for base in bases:
+        merged = merge(merged, own if base is None else _base_tree(base, path, notes, chain))
+    return merged
+
+
+@dataclass(frozen=True)
+class _Base:
+    """A file that `defaults` lists, and the section that its keys go into; empty for the top level."""
+
+    name: str
+    package: str = ""
+    optional: bool = False
+
+
+UNUSED_BASES = ("deepspeed_*",)
+"""Names of base files that may be missing: they hold settings of engines that are not here."""
+
+
+def _base_tree(base: _Base, path: Path, notes: list[Problem], chain: Sequence[Path]) -> Tree:
+    file = path.parent / (base.name if base.name.endswith((".yaml", ".yml")) else f"{base.name}.yaml")
+    if not os.path.isfile(file):
+        unused = any(fnmatchcase(file.name, name) for name in UNUSED_BASES)
+        if base.optional or unused:
+            if unused:
+                notes.append(Problem("defaults", f"{base.name} is left out: the file does not exist, and needs not"))
+            return {}
+        own = base_file(file.stem)
+        if own is not None:
+            notes.append(Problem("defaults", f"{base.name} does not exist; the environments of this project are used"))
+            return own
+        why = unreachable(file) or "it does not exist"
+        raise ConfigError([Problem("defaults", f"{base.name!r} is not a file: {file}: {why}")], str(path))
+    tree = read_tree(file, notes, chain)
+    for part in reversed(base.package.split(".") if base.package else []):
+        tree = {part: tree}
+    return tree
 
 
 def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> Tree:
@@ -182,24 +217,69 @@ def _mapping(path: Path) -> Tree:
     return tree
 
 
-def _bases(defaults: Any, path: Path) -> list[str]:
-    """Names of base files; Hydra's `_self_` at the end and `@_here_` change nothing."""
-    names = [defaults] if isinstance(defaults, str) else defaults or []
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+def _bases(defaults: Any, path: Path) -> list[_Base | None]:
+    """The base files in order; None stands for the file itself.
+
+    An entry is a name, relative to the file, with or without `.yaml`; or `group: name`, whose file is `group/name` and
+    whose keys go into the section `group`. Hydra's marks are read: `name@section`, `name@_here_` and `name@_global_`,
+    `optional` before a name, `_self_` for the file itself. `override` entries are about Hydra and have no effect.
+    """
+    entries = [defaults] if isinstance(defaults, str | dict) else defaults or []
+    if not isinstance(entries, list) or not all(isinstance(entry, str | dict) for entry in entries):
         raise ConfigError(
             [Problem("defaults", f"{defaults!r} is not a list of base files, such as [base.yaml]")], str(path)
         )
-    if "_self_" in names[:-1]:
-        raise ConfigError([Problem("defaults", "a file always overrides its base files; put _self_ last")], str(path))
-    return [name.removesuffix("@_here_") for name in names if name != "_self_"]
+    bases: list[_Base | None] = []
+    for entry in entries:
+        pairs = entry.items() if isinstance(entry, dict) else [(entry, entry)]
+        for group, name in pairs:
+            names = name if isinstance(name, list) else [name]
+            bases += [_base(str(group), each, path) for each in names if not str(group).startswith("override ")]
+    found = [base for base in bases if base is None or base.name]
+    return found if None in found else [*found, None]
 
 
-def interpolate(tree: Tree, source: str) -> Tree:
-    """The tree with every `${...}` replaced.
+def _base(group: str, name: Any, path: Path) -> _Base | None:
+    """One entry of `defaults`: `group` is the name itself where there is no group. A null name is no file."""
+    if name == "_self_":
+        return None
+    if name is None:
+        return _Base("")
+    if not isinstance(name, str):
+        raise ConfigError([Problem("defaults", f"{name!r} is not the name of a base file")], str(path))
+    optional = group.startswith("optional ")
+    group = group.removeprefix("optional ")
+    group, _, package = group.partition("@")
+    if name.removeprefix("optional ") in (group, f"{group}@{package}"):
+        return _Base(group, "" if package in HERE else package, optional)
+    own = package in ("", "_group_")
+    return _Base(f"{group}/{name}", group.replace("/", ".") if own else "" if package in HERE else package, optional)
+
+
+HERE = ("", "_here_", "_global_")
+"""Marks of Hydra after `@` that put the keys of a base file where the file itself puts its own."""
+
+ENVIRONMENT = re.compile(r"\$\{oc\.env:([A-Za-z_]\w*)\}")
+"""A reference to an environment variable, without a value for the case that it is not set."""
+
+REFERENCE = re.compile(r"\$\{([A-Za-z_]\w*)[.}]")
+"""The first part of the path that a `${...}` refers to."""
+
+OmegaConf.register_resolver("now", lambda form: datetime.now().strftime(form), use_cache=True, replace=True)
+
+
+def interpolate(tree: Tree, source: str) -> tuple[Tree, list[tuple[str, str]]]:
+    """The tree with every `${...}` replaced, among them `${oc.env:NAME,default}` and `${now:%Y-%m-%d}`.
+
+    Returns:
+        The tree, and path and message of each value with an environment variable that is not set: it is null, or
+        has `$NAME` in its place inside a longer text.
 
     Raises:
         ConfigError: a `${...}` refers to a key that is not given.
     """
+    unset: list[tuple[str, str]] = []
+    tree = _without_unset(tree, "", unset)
     try:
         resolved = OmegaConf.to_container(OmegaConf.create(tree), resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
@@ -208,4 +288,30 @@ def interpolate(tree: Tree, source: str) -> Tree:
         hint = "; `${key}` sees the values of files and overrides, not defaults" if "not found" in message else ""
         raise ConfigError([Problem(path, f"cannot be interpolated: {message}{hint}")], source) from None
     assert isinstance(resolved, dict)
-    return {str(key): value for key, value in resolved.items()}
+    return {str(key): value for key, value in resolved.items()}, unset
+
+
+def _without_unset(value: Any, path: str, unset: list[tuple[str, str]]) -> Any:
+    """The value without references to environment variables that are not set."""
+    if isinstance(value, Mapping):
+        return {key: _without_unset(item, f"{path}.{key}" if path else str(key), unset) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_unset(item, f"{path}[{index}]", unset) for index, item in enumerate(value)]
+    if not isinstance(value, str):
+        return value
+    names = [name for name in ENVIRONMENT.findall(value) if name not in os.environ]
+    unset += [(path, f"the environment variable {name} is not set; export {name}=...") for name in names]
+    if names and ENVIRONMENT.fullmatch(value):
+        return None
+    for name in names:
+        value = value.replace(f"${{oc.env:{name}}}", f"${name}")
+    return value
+
+
+def referenced(value: Any) -> set[str]:
+    """Top-level keys that a `${...}` anywhere in a value refers to."""
+    if isinstance(value, Mapping):
+        return {name for item in value.values() for name in referenced(item)}
+    if isinstance(value, list):
+        return {name for item in value for name in referenced(item)}
+    return set(REFERENCE.findall(value)) if isinstance(value, str) else set()

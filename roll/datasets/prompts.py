@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,12 +96,28 @@ def question(record: Record, data_args: DataArguments) -> Question:
     for column in (data_args.messages, data_args.prompt):
         value = record.row.get(column)
         if isinstance(value, str) and value.strip():
-            return Question(text=value)
+            return _text_question(value, record, data_args)
         if isinstance(value, list) and value:
             return Question(messages=tuple(_message(record, column, item) for item in value))
         if value is not None:
             record.fail(f"column {column!r} holds {value!r}; use a text or a list of messages, not empty")
     record.fail_missing(data_args.prompt, data_args.messages)
+
+
+def _text_question(text: str, record: Record, data_args: DataArguments) -> Question:
+    """A text, with the text of the column `query` on a new line, after the message of the column `system`."""
+    query, system = _optional_text(record, data_args.query), _optional_text(record, data_args.system)
+    text = f"{text}\n{query}" if query else text
+    if not system:
+        return Question(text=text)
+    return Question(messages=({"role": "system", "content": system}, {"role": "user", "content": text}))
+
+
+def _optional_text(record: Record, column: str | None) -> str:
+    value = record.row.get(column) if column else None
+    if value is not None and not isinstance(value, str):
+        record.fail(f"column {column!r} holds {value!r}; use a text")
+    return (value or "").strip()
 
 
 def record_id(record: Record, data_args: DataArguments) -> str:
@@ -148,6 +164,82 @@ def _message(record: Record, column: str, item: Any) -> Message:
     if item["role"] not in CHAT_ROLES:
         record.fail(f"column {column!r} holds the role {item['role']!r}; roles are {', '.join(CHAT_ROLES)}")
     return {"role": item["role"], "content": item["content"]}
+
+
+def mixed_domain(drawn: Sequence[int], shares: Sequence[float]) -> int:
+    """Index of the domain to draw from next: the one that is furthest behind its share of the draws.
+
+    Any number of draws in a row has each domain's share of them, up to one draw.
+
+    Args:
+        drawn: draws from each domain so far.
+        shares: of each domain; their sum is 1.
+    """
+    count = sum(drawn) + 1
+    return max(range(len(shares)), key=lambda index: (shares[index] * count - drawn[index], -index))
+
+
+class MixedSampler:
+    """A `PromptSampler` for each domain, drawn from in given shares; a domain that is finished starts again.
+
+    Args:
+        domains: indices of the prompts of each domain; only those with a share are drawn.
+        shares: share of each domain, in any unit.
+        seed: determines the orders.
+        shuffle: as in `PromptSampler`.
+
+    Raises:
+        ValueError: no domain has a share, or one that has a share has no prompts.
+    """
+
+    def __init__(
+        self, domains: Mapping[str, Sequence[int]], shares: Mapping[str, float], seed: int, shuffle: bool = True
+    ) -> None:
+        self._names = [name for name, share in shares.items() if share > 0]
+        empty = [name for name in self._names if not domains.get(name)]
+        if empty or not self._names:
+            raise ValueError(f"no prompts in {', '.join(empty)}" if empty else "no domain has a share")
+        total = sum(shares[name] for name in self._names)
+        self._shares = [shares[name] / total for name in self._names]
+        self._indices = [list(domains[name]) for name in self._names]
+        self._samplers = [PromptSampler(len(indices), seed, shuffle) for indices in self._indices]
+        self._drawn = [0] * len(self._names)
+
+    @property
+    def epoch(self) -> int:
+        """Number of epochs that every domain has completed."""
+        return min(sampler.epoch for sampler in self._samplers)
+
+    def take(self, count: int) -> list[int]:
+        """The next `count` indices."""
+        taken = []
+        for _ in range(count):
+            domain = mixed_domain(self._drawn, self._shares)
+            self._drawn[domain] += 1
+            taken.append(self._indices[domain][self._samplers[domain].take(1)[0]])
+        return taken
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, as values that JSON can hold."""
+        states = [sampler.state_dict() for sampler in self._samplers]
+        return {"names": self._names, "shares": self._shares, "drawn": list(self._drawn), "domains": states}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues at the position of `state_dict`; shares may have changed, domains may not.
+
+        Raises:
+            ValueError: the state is from other domains, or as `PromptSampler`.
+        """
+        if state.get("names") != self._names:
+            before = state.get("names", ["files without domain_interleave_probs"])
+            raise ValueError(
+                f"the prompts of {', '.join(self._names)} cannot be drawn from where those of {', '.join(before)} were "
+                "left; use the same domains"
+            )
+        for sampler, own in zip(self._samplers, state["domains"], strict=True):
+            sampler.load_state_dict(own)
+        same = state["shares"] == self._shares
+        self._drawn = list(state["drawn"]) if same else [0] * len(self._names)
 
 
 class PromptSampler:
@@ -205,6 +297,8 @@ class PromptSampler:
             ValueError: the state is from another number of prompts, seed or shuffling, so its order differs.
         """
         current = self.state_dict()
+        if "size" not in state:
+            raise ValueError("the checkpoint was written with domain_interleave_probs; use the same domains")
         changed = [key for key in ("size", "seed", "shuffle") if state[key] != current[key]]
         if changed:
             changes = ", ".join(f"{key} was {state[key]} and is {current[key]}" for key in changed)

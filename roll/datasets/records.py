@@ -16,7 +16,7 @@ from roll.configs.errors import unreachable
 from roll.configs.hub.names import local_file
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
-"""Supported files; .json holds one object per line, like .jsonl."""
+"""Supported files; .json holds one list of objects, or one object per line like .jsonl."""
 
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 """A JSON escape of a surrogate; a surrogate without its pair is not valid text."""
@@ -128,7 +128,8 @@ def _rows(path: Path) -> Iterator[Record | DatasetError]:
         raise DatasetError(f"{path}: no such file (looked in {path.absolute().parent})")
     if path.suffix not in SUFFIXES:
         raise DatasetError(f"{path}: cannot read {path.suffix or 'a file without suffix'}; use {', '.join(SUFFIXES)}")
-    return _parquet_rows(path) if path.suffix == ".parquet" else _json_lines(path)
+    reader = _parquet_rows if path.suffix == ".parquet" else _json_list if _is_list(path) else _json_lines
+    return reader(path)
 
 
 def _json_lines(path: Path) -> Iterator[Record | DatasetError]:
@@ -141,11 +142,36 @@ def _json_lines(path: Path) -> Iterator[Record | DatasetError]:
                     yield error
 
 
+def _is_list(path: Path) -> bool:
+    """Whether a .json file holds one list; a .jsonl file holds lines."""
+    if path.suffix != ".json":
+        return False
+    with path.open("rb") as file:
+        return file.read(4096).lstrip().startswith(b"[")
+
+
+def _json_list(path: Path) -> Iterator[Record | DatasetError]:
+    """The objects of a list, numbered from 1."""
+    rows = _parsed(path.read_bytes(), str(path))
+    for number, row in enumerate(rows, start=1):
+        if isinstance(row, dict):
+            yield Record(path, number, row)
+        else:
+            yield DatasetError(f"{path}: item {number} of the list is a {type(row).__name__}; write objects")
+
+
 def _json_row(line: bytes, location: str) -> dict[str, Any]:
+    row = _parsed(line, location)
+    if not isinstance(row, dict):
+        raise DatasetError(f"{location}: holds a {type(row).__name__}; write one JSON object per line")
+    return row
+
+
+def _parsed(text: bytes, location: str) -> Any:
     try:
-        row = json.loads(line.decode())
-        if SURROGATE.search(line):
-            json.dumps(row, ensure_ascii=False).encode()
+        value = json.loads(text.decode())
+        if SURROGATE.search(text):
+            json.dumps(value, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
         raise DatasetError(f"{location}: not UTF-8 at byte {error.start + 1}; save the file as UTF-8") from error
     except UnicodeEncodeError as error:
@@ -157,9 +183,7 @@ def _json_row(line: bytes, location: str) -> dict[str, Any]:
         raise DatasetError(f"{location}: objects or lists are nested too deep") from error
     except ValueError as error:
         raise DatasetError(f"{location}: a number has too many digits; put it in quotes") from error
-    if not isinstance(row, dict):
-        raise DatasetError(f"{location}: holds a {type(row).__name__}; write one JSON object per line")
-    return row
+    return value
 
 
 def _parquet_rows(path: Path) -> Iterator[Record]:

@@ -12,6 +12,15 @@ from roll.configs.errors import Problem
 from roll.configs.schema import option
 from roll.envs.text_actions import MOVE_CHOICES, MoveConfig, MoveEnv
 
+SYMBOLS = {"0": "#", "1": "_", "2": "O", "3": "√", "4": "X", "5": "P", "6": "S"}
+"""Default of `grid_lookup`: the character of each of MEANINGS, by its number."""
+
+MEANINGS = ("wall", "floor", "target", "box on a target", "box", "you", "you on a target")
+"""What the rules call them."""
+
+SHOWN_ORDER = (0, 1, 2, 4, 3, 5, 6)
+"""Order in the rules."""
+
 MOVE_REWARD = -0.1
 """Reward of each move. These three rewards are those of gym-sokoban (Schrader 2018)."""
 
@@ -31,7 +40,7 @@ MOVES_PER_BOX = 5
 """Minimum of moves per box; with fewer, the generator seldom pulls every box off its target."""
 
 RULES = """You are in a storehouse and push boxes onto targets, as many as there are boxes.
-The room is a grid. #: wall, _: floor, O: target, X: box, √: box on a target, P: you, S: you on a target.
+The room is a grid. {symbols}.
 Each turn you go one cell {moves}. You push a box by walking into it, if the cell behind it is free;
 you cannot pull, push two boxes at once, or walk through walls. You have won when every box is on a target.
 """
@@ -47,9 +56,28 @@ class SokobanConfig(MoveConfig):
         20, "Every room can be solved within this number of moves, and within `max_steps`.", ge=1
     )
 
+    grid_lookup: dict[str, str] = option(
+        factory=dict,
+        help="Characters of the drawing by number: wall 0, floor 1, target 2, box on a target 3, box 4, player 5, "
+        "player on a target 6; those left out are the default.",
+    )
+    grid_vocab: dict[str, str] = option(
+        factory=dict, help="What the rules call a character; those left out have the default name."
+    )
+
+    @property
+    def symbols(self) -> list[str]:
+        """Character of each of MEANINGS."""
+        return [self.grid_lookup.get(number, default) for number, default in SYMBOLS.items()]
+
     def check(self) -> Iterable[Problem]:
-        """The room has two sides, and there are enough cells and moves for its boxes."""
+        """The room has two sides, there are enough cells and moves for its boxes, and characters differ."""
         yield from super().check()
+        unknown = self.grid_lookup.keys() - SYMBOLS.keys()
+        if unknown:
+            yield Problem("grid_lookup", f"{min(unknown)!r} is not one of 0 to 6")
+        if any(len(symbol) != 1 for symbol in self.symbols) or len(set(self.symbols)) < len(SYMBOLS):
+            yield Problem("grid_lookup", f"{self.symbols} are not 7 different characters")
         if len(self.dim_room) != 2 or not all(MIN_SIDE <= side <= MAX_SIDE for side in self.dim_room):
             yield Problem(
                 "dim_room", f"{self.dim_room} is not two numbers from {MIN_SIDE} to {MAX_SIDE}; an example is [6, 6]"
@@ -78,11 +106,16 @@ class Sokoban(MoveEnv):
     config: SokobanConfig
 
     def rules(self) -> str:
-        return RULES.format(moves=MOVE_CHOICES) + self.answer_format()
+        """Explains the characters of the drawing, by `grid_vocab` where it has them."""
+        symbols = self.config.symbols
+        names = [self.config.grid_vocab.get(symbol, name) for symbol, name in zip(symbols, MEANINGS, strict=True)]
+        listed = ", ".join(f"{symbols[number]}: {names[number]}" for number in SHOWN_ORDER)
+        return RULES.format(moves=MOVE_CHOICES, symbols=listed) + self.answer_format()
 
     def begin(self) -> str:
         """Generates a room."""
         rows, columns = self.config.dim_room
+        self._symbols = self.config.symbols
         depth = min(self.config.search_depth, self.config.max_steps)
         self._room = draw_room(self.np_random, rows, columns, self.config.num_boxes, depth)
         return self.draw()
@@ -106,9 +139,9 @@ class Sokoban(MoveEnv):
     def _symbol(self, cell: tuple[int, int]) -> str:
         room = self._room
         if cell not in room.floor:
-            return "#"
-        plain, on_target = ("P", "S") if cell == room.player else ("X", "√") if cell in room.boxes else ("_", "O")
-        return on_target if cell in room.targets else plain
+            return self._symbols[0]
+        plain, on_target = (5, 6) if cell == room.player else (4, 3) if cell in room.boxes else (1, 2)
+        return self._symbols[on_target if cell in room.targets else plain]
 
 
 Cell = tuple[int, int]

@@ -28,7 +28,7 @@ NAME = re.compile(r"step-(\d{6,})")
 
 
 class CheckpointManager:
-    """The folder `output_dir/checkpoints`, one `step-NNNNNN` folder for each checkpoint.
+    """The folder `checkpoint_dir`, one `step-NNNNNN` folder for each checkpoint.
 
     A checkpoint is written into a folder whose name ends in `.partial`, gets its marker last and is renamed; a run
     that ends before that leaves only the `.partial` folder.
@@ -116,7 +116,7 @@ class CheckpointManager:
 
 def checkpoint_folder(config: BaseConfig) -> CheckpointManager:
     """The checkpoints of a run."""
-    return CheckpointManager(Path(config.output_dir) / FOLDER, config.max_ckpt_to_keep)
+    return CheckpointManager(Path(config.checkpoint_dir or Path(config.output_dir) / FOLDER), config.max_ckpt_to_keep)
 
 
 def step_of(checkpoint: Path) -> int:

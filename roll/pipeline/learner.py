@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from roll.algorithms.advantages import AdvantageConfig, compute_advantages
+from roll.algorithms.advantages import AdvantageConfig, compute_advantages, learned_samples
 from roll.algorithms.correction import (
     LOG_PROB_DIFF_MAX,
     NO_OP,
@@ -119,7 +119,7 @@ class RLLearner(ActorLearner):
         dump = self._dump(data, step)
         try:
             with clock.measure("train"):
-                metrics |= await self._train(data)
+                metrics |= await self._train(_learned(data))
         finally:
             await dump
         return metrics | self._check_correction(metrics, batch.metrics.get("staleness/max", 0.0))
@@ -181,7 +181,8 @@ class RLLearner(ActorLearner):
     # 3. Advantages
 
     def _add_advantages(self, data: DataProto) -> dict[str, float]:
-        """Adds `advantages` and `returns` [B, T]; adapts the KL coefficient."""
+        """Adds `advantages` and `returns` [B, T], with a mask of samples `learned` [B]; adapts the KL coefficient."""
+        masks = self._add_learned(data)
         result = compute_advantages(
             data.batch["scores"],
             data.batch["group_ids"],
@@ -191,12 +192,25 @@ class RLLearner(ActorLearner):
             ref_log_probs=data.batch.get("ref_log_probs", None),
             kl_coef=self._kl.coefficient,
             turns=read_turns(data.batch),
+            learned=data.batch.get("learned", None),
         )
         if self._config.add_token_level_kl:
             samples = int(data.batch["response_mask"].bool().any(-1).sum())
             self._kl.update(result.metrics["advantage/token_kl"], samples)
         data.batch["advantages"], data.batch["returns"] = result.advantages, result.returns
-        return result.metrics
+        return result.metrics | masks
+
+    def _add_learned(self, data: DataProto) -> dict[str, float]:
+        """Adds `learned` [B], the samples that stay in the loss, where `max_len_mask` or `difficulty_mask` is on."""
+        config, batch = self._config, data.batch
+        if not config.max_len_mask and not config.difficulty_mask:
+            return {}
+        learned = learned_samples(
+            batch["scores"], batch["group_ids"], batch["trajectory_ids"], batch["truncated"], config
+        )
+        real = batch["response_mask"].bool().any(-1)
+        batch["learned"] = learned
+        return {"advantage/learned_samples": float((learned & real).sum() / real.sum().clamp(min=1))}
 
     # 4. Training
 
@@ -302,6 +316,15 @@ async def cluster_log_probs(cluster: Cluster[TrainWorker], data: DataProto, conf
         shards.append(shard)
     answers = DataProto.concat(await cluster.call_shards(TrainWorker.compute_log_probs, shards))
     return answers.reorder(torch.tensor(plan.inverse))
+
+
+def _learned(data: DataProto) -> DataProto:
+    """The batch without the response tokens of samples that are left out of the loss; `data` itself is unchanged."""
+    if "learned" not in data.batch.keys():
+        return data
+    batch = data.batch.clone(recurse=False)
+    batch["response_mask"] = batch["response_mask"] & batch["learned"][:, None]
+    return DataProto(batch, data.non_tensor_batch, data.meta_info)
 
 
 def sample_lengths(data: DataProto) -> list[int]:

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from roll.configs.errors import RunError
 from roll.configs.pipeline import RewardConfig, RLVRConfig, role_seed
-from roll.datasets.prompts import PromptSampler, load_prompts
+from roll.datasets.prompts import MixedSampler, PromptSampler, load_prompts
 from roll.datasets.records import prefix_errors
 from roll.datasets.templates import EncodedPrompt, encode_prompts
 from roll.pipeline.rl_pipeline import RLPipeline, WorkerFactory
@@ -46,8 +46,7 @@ class RLVRWorker(RolloutWorker):
         self._prompts, self._sampling, self._engines, self._scorer = prompts, sampling, engines, scorer
         self._seed, self._group_size = config.seed, config.num_return_sequences_in_group
         self._validation_samples = config.validation.generating_args.num_return_sequences or 1
-        shuffle = config.actor_train.data_args.shuffle
-        self._sampler = PromptSampler(len(prompts["train"]), role_seed(config.seed, "prompts"), shuffle)
+        self._sampler = make_sampler(config, [scorer.reward_of(prompt.tag) for prompt in prompts["train"]])
 
     def draw(self, requests: Sequence[PromptRequest]) -> list[Group]:
         """The next prompt for each request."""
@@ -128,6 +127,31 @@ class RLVRWorker(RolloutWorker):
     def close(self) -> None:
         """Ends the reward processes."""
         self._scorer.close()
+
+
+def make_sampler(config: RLVRConfig, domains: Sequence[str]) -> PromptSampler | MixedSampler:
+    """The order in which prompts are drawn: that of the files, or in shares of their domains.
+
+    Args:
+        config: of the run.
+        domains: name of the reward of each prompt.
+
+    Raises:
+        RunError: a domain that prompts are to be drawn from has none.
+    """
+    data, seed = config.actor_train.data_args, role_seed(config.seed, "prompts")
+    if not data.domain_interleave_probs:
+        return PromptSampler(len(domains), seed, data.shuffle)
+    indices: dict[str, list[int]] = {}
+    for index, domain in enumerate(domains):
+        indices.setdefault(domain, []).append(index)
+    try:
+        return MixedSampler(indices, data.domain_interleave_probs, seed, data.shuffle)
+    except ValueError as error:
+        found = ", ".join(f"{name} ({len(own)})" for name, own in indices.items())
+        raise RunError(
+            f"actor_train.data_args.domain_interleave_probs: {error}; the files have prompts of {found}"
+        ) from None
 
 
 def _is_sample(result: GenerateResult) -> bool:
@@ -227,6 +251,7 @@ class RLVRPipeline(RLPipeline[RLVRConfig]):
         self._scorer = scorer = Scorer(config.rewards, self._tokenizer)
         for tag in sorted({prompt.tag for prompt in [*train, *val]}):
             scorer.reward_of(tag)
+        make_sampler(config, [scorer.reward_of(prompt.tag) for prompt in train])
 
     def _read(self, role: str, files: list[str]) -> list[EncodedPrompt]:
         args = getattr(self._config, role).data_args

@@ -65,7 +65,8 @@ def batch_of_groups(
         `turn_index` [B, T] int64, the turn within its row of each sampled token, else NO_TURN;
         `turn_count` [B]; `turn_rewards` [B, K] float32; `state_ids` [B, K] int64, equal for turns of one group that
         responded to the same observation; `scores` [B] of the whole trajectory; `group_ids`, `trajectory_ids` and
-        `tag_ids` [B]. The columns `id`, `prompt_id`, `ground_truth` and `episode` are for dumps.
+        `tag_ids` [B]; `truncated` [B] bool, whether the trajectory was cut at its length. The columns `id`,
+        `prompt_id`, `ground_truth` and `episode` are for dumps.
     """
     rows = _pad_rows(list(_rows(groups, sample_by)), multiple)
     tensors = collate_samples([_sample(row) for row in rows])
@@ -81,6 +82,7 @@ def batch_of_groups(
         "group_ids": torch.tensor([row.group_id for row in rows]),
         "trajectory_ids": torch.tensor([row.trajectory_id for row in rows]),
         "tag_ids": torch.tensor([tag_numbers[tag] for tag in tags]),
+        "truncated": torch.tensor([row.trajectory.stop == "sequence_length" for row in rows]),
     }
     columns: dict[str, list[Any]] = {
         "id": [row.name if episodes or row.group is None else row.group.name for row in rows],

@@ -114,6 +114,11 @@ ADVANTAGE = (
     Metric("advantage/return_mean", "score", "Mean return to go over response tokens."),
     Metric("advantage/zero_variance_groups", "groups", "Groups whose scores are all equal: they give no gradient."),
     Metric("advantage/zero_variance_group_fraction", "fraction", "Fraction of the groups whose scores are all equal."),
+    Metric(
+        "advantage/learned_samples",
+        "fraction",
+        "Fraction of the samples that max_len_mask and difficulty_mask leave in the loss.",
+    ),
     Metric("advantage/token_kl", "nats", "Mean KL to the reference in the token reward (add_token_level_kl)."),
     Metric("advantage/kl_coef", "", "Weight of that KL."),
 )

@@ -5,9 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from roll.algorithms.advantages import ADV_ESTIMATORS, AdvantageConfig, compute_advantages, return_to_go, token_rewards
+from roll.algorithms.advantages import (
+    ADV_ESTIMATORS,
+    AdvantageConfig,
+    compute_advantages,
+    learned_samples,
+    return_to_go,
+    token_rewards,
+)
 from roll.configs.pipeline import RLVRConfig
-from roll.configs.policy import TURN_ESTIMATORS
+from roll.configs.policy import TURN_ESTIMATORS, SampleMaskOptions
 from tests.algorithms.trajectories import single_turns
 
 MASK = torch.tensor([[0, 1, 1, 0], [0, 1, 1, 1], [0, 1, 0, 0], [0, 1, 1, 0]])
@@ -207,3 +214,37 @@ def test_settings_come_from_the_configuration():
     assert AdvantageConfig.from_config(RLVRConfig(gamma=0.9, reward_clip=2.0)) == replace(
         GRPO, gamma=0.9, reward_clip=2.0
     )
+
+
+def learned(scores, groups, trajectories, truncated, **options):
+    tensors = (torch.tensor(scores), torch.tensor(groups), torch.tensor(trajectories), torch.tensor(truncated))
+    return learned_samples(*tensors, SampleMaskOptions(**options)).tolist()
+
+
+def test_responses_cut_at_their_length_are_left_out():
+    cut = [True, False, False, True]
+    assert learned([1.0, 0, 0, 1], [0, 0, 1, 1], [0, 1, 2, 3], cut, max_len_mask=True) == [False, True, True, False]
+    assert learned([1.0, 0, 0, 1], [0, 0, 1, 1], [0, 1, 2, 3], cut) == [True] * 4
+
+
+def test_groups_outside_the_thresholds_of_difficulty_are_left_out():
+    scores, groups = [1.0, 1.0, 1.0, 0.0, 0.0, 0.0], [0, 0, 1, 1, 2, 2]
+    options = {"difficulty_mask": True, "difficulty_low_threshold": 0.1, "difficulty_high_threshold": 0.95}
+    assert learned(scores, groups, range(6), [False] * 6, **options) == [False, False, True, True, False, False]
+    at_a_threshold = options | {"difficulty_high_threshold": 0.5}
+    assert learned(scores, groups, range(6), [False] * 6, **at_a_threshold) == [False] * 6
+
+
+def test_the_samples_of_one_trajectory_count_once_in_the_difficulty_of_their_group():
+    options = {"difficulty_mask": True, "difficulty_low_threshold": 0.3}
+    assert learned([0.0, 0.0, 0.0, 1.0], [0] * 4, [0, 0, 0, 1], [False] * 4, **options) == [True] * 4
+
+
+def test_a_sample_left_out_counts_in_the_group_but_not_in_whitening():
+    keep = torch.tensor([True, False, True, True])
+    result = compute_advantages(SCORES, GROUPS, MASK, GRPO, learned=keep)
+    assert per_sample(result) == pytest.approx([2**-0.5, 0, -(2**-0.5), 2**-0.5], abs=1e-5)
+    whitened = compute_advantages(SCORES, GROUPS, MASK, replace(GRPO, whiten_advantages=True), learned=keep)
+    kept = whitened.advantages[(MASK == 1) & keep[:, None]]
+    assert float(kept.mean()) == pytest.approx(0, abs=1e-5)
+    assert (whitened.advantages[1] == 0).all()

@@ -246,7 +246,7 @@ def test_keys_that_describe_the_default_are_warnings(tmp_path: Path, override: s
         ("free_cache_engine: true", "free_cache_engine: True is not available: engines keep their memory"),
         ("bypass_mode: auto", "bypass_mode: 'auto' is not true or false"),
         ("bypass_mode: true\nold_log_probs_source: recompute", "bypass_mode: is another spelling of old_log_probs"),
-        ("buffer_size: 1\nasync_generation_ratio: 1", "buffer_size: is another spelling of async_generation_ratio"),
+        ("buffer_size: 1\nasync_generation_ratio: 2", "buffer_size: is another spelling of async_generation_ratio"),
         ("rollout_gpu_ids: [1]", "rollout_gpu_ids: is another spelling of actor_infer.device_mapping, which is"),
         (
             "async_generation_ratio: 2\nasync_training: {max_staleness_allowed: 1}",

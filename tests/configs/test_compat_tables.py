@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,9 @@ import yaml
 from roll.configs.agentic import AgenticConfig
 from roll.configs.compat.apply import MIGRATION, MOVED_KEYS, RENAMED_KEYS, SHORT_NAMES, UNSUPPORTED_KEYS
 from roll.configs.compat.async_trainers import KIND, WEIGHT_RANGE, WEIGHT_SWITCH
+from roll.configs.compat.roll_recipes import READ_KEYS
 from roll.configs.compat.verl import read_rollout_correction
+from roll.configs.load import PIPELINES
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.schema import known_keys, value_at
 from roll.configs.sglang_options import server_options
@@ -51,10 +52,10 @@ def is_read(name: str) -> bool:
     if name == KIND:
         return True
     keys = [key.path for cls in (RLVRConfig, AgenticConfig) for key in known_keys(cls)]
-    own = {path.rpartition(".")[2] for path in keys if not path.startswith("rewards.")}
-    moved = {*RENAMED_KEYS, *(path.rpartition(".")[2] for path in MOVED_KEYS), WEIGHT_SWITCH, WEIGHT_RANGE}
-    return name in own | moved or any(
-        fnmatchcase(path, item.pattern) for item in UNSUPPORTED_KEYS for path in (name, f"role.{name}")
+    own = {"worker_cls", *(path.rpartition(".")[2] for path in keys if not path.startswith("rewards."))}
+    moved = {*RENAMED_KEYS, *MOVED_KEYS, *(path.rpartition(".")[2] for path in MOVED_KEYS), WEIGHT_SWITCH, WEIGHT_RANGE}
+    return name in {*own, *moved, *READ_KEYS} or any(
+        item.matches(path) for item in UNSUPPORTED_KEYS for path in (name, f"actor_train.{name}")
     )
 
 
@@ -63,9 +64,10 @@ def reported() -> dict[str, set[str]]:
     pairs: dict[str, set[str]] = {}
     for other, own, _ in rows():
         names = [text.partition(":")[0].lstrip("-").replace("-", "_") for text in re.findall(r"`([^`]+)`", other)]
+        names = [name.removeprefix("rewards.<name>.").removeprefix("validation.") for name in names]
         ours = re.findall(r"`([^`]+)`", own)
         for index, name in enumerate(names):
-            if not is_read(name) and name not in ("deepspeed_train", "mse", "train.py", "train_async.py"):
+            if not is_read(name) and name not in ("fp16", "mse", "train.py", "train_async.py"):
                 pairs[name] = {ours[index]} if len(ours) == len(names) else set(ours)
     return pairs
 
@@ -121,3 +123,15 @@ def test_the_rejections_of_the_page_are_those_that_a_file_in_verls_spelling_gets
         read, _, problems = read_rollout_correction({"algorithm": {"rollout_correction": keys}})
         assert not problems
         assert read["correction"]["rejection"] == yaml.safe_load(ours.strip("`"))
+
+
+def test_no_unsupported_key_hides_a_key_that_exists() -> None:
+    for name, root in PIPELINES.items():
+        paths = [key.path.replace("<name>", "any") for key in known_keys(root)]
+        hidden = [
+            (path, item.pattern)
+            for item in UNSUPPORTED_KEYS
+            for path in paths
+            if name in item.pipelines and item.matches(path)
+        ]
+        assert hidden == []

@@ -186,3 +186,42 @@ def test_rewards_are_those_given(tmp_path: Path) -> None:
 
 def test_a_date_is_text(tmp_path: Path) -> None:
     assert rlvr(tmp_path, "exp_name=2025-01-31").exp_name == "2025-01-31"
+
+
+@pytest.mark.parametrize(
+    ("listed", "seed"),
+    [
+        ("[_self_, base]", 1),
+        ("[base, _self_]", 2),
+        ("['base@_here_']", 2),
+        ("['base@_global_', 'optional nowhere']", 2),
+        ("[{override hydra/launcher: slurm}, base, {nothing: null}]", 2),
+        ("['../deepspeed_zero3', base]", 2),
+    ],
+)
+def test_marks_of_hydra_are_read(tmp_path: Path, listed: str, seed: int) -> None:
+    write(tmp_path, RLVR + "seed: 1\nmax_steps: 7\n", "base.yaml")
+    config = rlvr(tmp_path, text=f"defaults: {listed}\nseed: 2\n")
+    assert (config.seed, config.max_steps) == (seed, 7)
+
+
+def test_a_base_file_may_go_into_a_section(tmp_path: Path) -> None:
+    (tmp_path / "optimizer").mkdir()
+    write(tmp_path / "optimizer", "learning_rate: 3e-6\n", "fast.yaml")
+    write(tmp_path, RLVR, "base.yaml")
+    for listed in ("optimizer@actor_train.training_args: fast", "'optimizer/fast@actor_train.training_args'"):
+        config = rlvr(tmp_path, text=f"defaults:\n  - base\n  - {listed}\n")
+        assert config.actor_train.training_args.learning_rate == 3e-6
+
+
+def test_keys_that_only_interpolation_reads_are_variables(tmp_path: Path) -> None:
+    text = RLVR + "lab: {name: blue}\nexp_name: ${lab.name}-${oc.env:NOT_SET_HERE,rlvr}-${now:%Y}\n"
+    config = rlvr(tmp_path, text=text)
+    assert config.exp_name.startswith("blue-rlvr-20")
+    assert "lab: unknown key" in refusal(tmp_path, text=RLVR + "lab: {name: blue}\n")
+
+
+def test_a_variable_that_is_not_set_leaves_its_name(tmp_path: Path) -> None:
+    config = rlvr(tmp_path, text=RLVR + "output_dir: ${oc.env:NOT_SET_HERE}/runs\n")
+    assert config.output_dir == "$NOT_SET_HERE/runs"
+    assert config.source.unset[0][0] == "output_dir"

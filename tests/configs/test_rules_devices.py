@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -62,10 +63,6 @@ ALGORITHM = {
     "add_token_level_kl=true init_kl_coef=0.01": "reference.device_mapping: is empty, but add_token_level_kl needs",
     "use_kl_loss=true reference.device_mapping=0-15": "kl_loss_coef: 0 turns off the KL that use_kl_loss requires",
     "add_token_level_kl=true reference.device_mapping=0-15": "init_kl_coef: 0 turns off the KL that add_token_level_kl",
-    "kl_loss_coef=0.1": "kl_loss_coef: has no effect: use_kl_loss is false; set it to true",
-    "init_kl_coef=0.1": "init_kl_coef: has no effect: add_token_level_kl is false; set it to true",
-    "norm_mean_type=batch": "norm_mean_type: has no effect: only adv_estimator reinforce reads it",
-    "adv_estimator=reinforce grpo_norm_by_std=false": "grpo_norm_by_std: has no effect: adv_estimator is not grpo",
 }
 
 SAMPLES = {
@@ -121,12 +118,10 @@ MISLEADING = {
     "samples are drawn by actor_infer.generating_args",
     "actor_infer.pg_variant=vanilla": "actor_infer.pg_variant: has no effect: only actor_train has a policy loss",
     "validation.device_mapping=[0]": "validation.device_mapping: has no effect: validation generates on actor_infer's",
-    "actor_train.pg_variant=vanilla pg_clip_low=0.1": "pg_clip_low: has no effect: it belongs to "
-    "actor_train.pg_variant ppo or decoupled_ppo",
     "save_checkpoint=false save_steps=5": "save_steps: has no effect: save_checkpoint is false",
-    "checkpoint_config={type: file_system}": "checkpoint_config: this section is not available: checkpoints are",
-    "difficulty_mask=true": "difficulty_mask: True is not available: prompts are not filtered by difficulty",
-    "critic={device_mapping: 0-7}": "critic: this section is not available: there is no critic; remove the section",
+    "critic={device_mapping: 0-7}": "this recipe needs what is not available here: a critic (critic)",
+    "adv_estimator=gae": "this recipe needs what is not available here: a critic (adv_estimator gae)",
+    "difficulty_loss_weight=true": "difficulty_loss_weight: True is not available: the loss is not weighted by",
 }
 
 REWARD = "rewards.math_rule"
@@ -157,7 +152,15 @@ HARMLESS = {
     "actor_infer.data_args.template=qwen2_5": "has no effect: prompts are read by actor_train.data_args",
     "value_clip=0.5": "value_clip: has no effect: there is no critic",
     "hydra={run: {dir: .}}": "hydra: has no effect: configuration is not read by Hydra",
-    "max_len_mask=false": "max_len_mask: has no effect",
+    "checkpoint_config={type: file_system}": "checkpoint_config: has no effect: checkpoints are written to files",
+    "difficulty_low_threshold=0.1": "difficulty_low_threshold: has no effect: difficulty_mask is false",
+    "adv_estimator=reinforce critic={device_mapping: 0-7}": "critic: has no effect: this adv_estimator uses no critic",
+    "kl_loss_coef=0.1": "kl_loss_coef: has no effect: use_kl_loss is false; set it to true",
+    "init_kl_coef=0.1": "init_kl_coef: has no effect: add_token_level_kl is false; set it to true",
+    "norm_mean_type=batch": "norm_mean_type: has no effect: only adv_estimator reinforce reads it",
+    "adv_estimator=reinforce grpo_norm_by_std=false": "grpo_norm_by_std: has no effect: adv_estimator is not grpo",
+    "actor_train.pg_variant=vanilla pg_clip_low=0.1": "pg_clip_low: has no effect: it belongs to "
+    "actor_train.pg_variant ppo or decoupled_ppo",
     "actor_train.worker_cls=a.b.ActorPGWorker": "actor_train.worker_cls: has no effect",
     f"{SAMPLING}.top_p=0.99 {SAMPLING}.top_k=100": f"{SAMPLING}: top_p 0.99 and top_k 100 sample from a truncated "
     "distribution, but the engine returns log-probs of the whole one: every ratio and KL is biased",
@@ -280,20 +283,39 @@ def test_engine_options_are_not_checked_where_sglang_is_not_installed(
     ]
 
 
-def test_vllm_section_is_rewritten_for_sglang(tmp_path: Path) -> None:
+def test_a_section_for_vllm_is_read_as_sglang(tmp_path: Path) -> None:
     text = RLVR + (
         "  strategy_args:\n    strategy_name: vllm\n    strategy_config:\n      gpu_memory_utilization: 0.8\n"
-        "      tensor_parallel_size: 2\n      swap_space: 4\n"
+        "      tensor_parallel_size: 2\n      swap_space: 4\n      enable_prefix_caching: true\n"
+        "      enforce_eager: true\n      load_format: auto\n"
     )
-    message = refusal(tmp_path, "rolout_batch_size=1", text=text)
-    assert "actor_infer.strategy_args.strategy_name: vllm is not available; use sglang. The same section:" in message
-    assert "num_gpus_per_worker: 2" in message and "mem_fraction_static: 0.8" in message
-    assert "without equivalent, left out: swap_space" in message
-    assert "rolout_batch_size" not in message
+    config = rlvr(tmp_path, text=text)
+    engine = config.actor_infer.strategy_args
+    assert (engine.strategy_name, config.actor_infer.num_gpus_per_worker) == ("sglang", 2)
+    assert engine.strategy_config == {
+        "mem_fraction_static": 0.8,
+        "disable_radix_cache": False,
+        "disable_cuda_graph": True,
+        "load_format": "auto",
+    }
+    (note,) = [message for path, message in config.source.notes if path.startswith("actor_infer.strategy_args")]
+    assert note == (
+        "vllm is read as sglang: gpu_memory_utilization 0.8 as mem_fraction_static, tensor_parallel_size 2 as "
+        "actor_infer.num_gpus_per_worker, enable_prefix_caching true as disable_radix_cache false, enforce_eager true "
+        "as disable_cuda_graph; unchanged: load_format; without effect: swap_space"
+    )
+
+
+def test_an_override_wins_over_an_option_of_vllm(tmp_path: Path) -> None:
+    text = RLVR + "  strategy_args: {strategy_name: vllm, strategy_config: {gpu_memory_utilization: 0.8}}\n"
+    config = rlvr(tmp_path, f"{SGLANG}.mem_fraction_static=0.5", text=text)
+    assert config.actor_infer.strategy_args.strategy_config == {"mem_fraction_static": 0.5}
+    config = rlvr(tmp_path, "actor_infer.strategy_args.strategy_name=sglang", text=text)
+    assert config.actor_infer.strategy_args.strategy_config == {"mem_fraction_static": 0.8}
 
 
 def _split(overrides: str) -> list[str]:
-    return overrides.split(" ") if "{" not in overrides else [overrides]
+    return re.split(r" (?=[\w.]+=)", overrides) if "{" in overrides else overrides.split(" ")
 
 
 def test_optimizer_steps_of_one_sample_are_a_warning(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll.configs.roles import DataArguments
-from roll.datasets.prompts import Prompt, PromptSampler, Question, load_prompts
+from roll.datasets.prompts import MixedSampler, Prompt, PromptSampler, Question, load_prompts
 from roll.datasets.records import DatasetError
 from tests.datasets.files import jsonl, row
 
@@ -202,3 +202,64 @@ def test_a_state_of_other_data_is_an_error():
         PromptSampler(6, 1).load_state_dict(state)
     with pytest.raises(ValueError, match="at least one prompt"):
         PromptSampler(0, 1)
+
+
+def test_a_query_follows_the_prompt_and_a_system_message_precedes_it(tmp_path):
+    arguments = DataArguments(prompt="instruction", query="input", response="output", system="rules")
+    rows = [
+        {"instruction": "Add.", "input": "1 and 1", "output": "2", "rules": "Be brief."},
+        {"instruction": "Say hello.", "input": "", "output": "hello"},
+    ]
+    first, second = load_prompts(jsonl(tmp_path, *rows), arguments)
+    assert first.question.messages == (
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Add.\n1 and 1"},
+    )
+    assert second.question == Question(text="Say hello.")
+    assert "column 'input' holds 3" in failure({**rows[0], "input": 3}, folder=tmp_path, arguments=arguments)
+
+
+def test_a_json_file_may_hold_one_list(tmp_path):
+    file = tmp_path / "list.json"
+    file.write_text(json.dumps([row(1), row(2)], indent=1))
+    assert [prompt.id for prompt in load_prompts(str(file), ARGUMENTS)] == ["p1", "p2"]
+    file.write_text("[1]")
+    with pytest.raises(DatasetError, match="list.json: item 1 of the list is a int; write objects"):
+        load_prompts(str(file), ARGUMENTS)
+
+
+DOMAINS = {"math": [0, 2, 4, 6], "code": [1, 3], "chat": [5]}
+
+
+@given(shares=st.tuples(*[st.floats(0.01, 1)] * 3), count=st.integers(1, 200))
+def test_any_number_of_draws_has_the_share_of_each_domain(shares, count):
+    given_shares = dict(zip(DOMAINS, shares, strict=True))
+    drawn = MixedSampler(DOMAINS, given_shares, seed=1).take(count)
+    for name, indices in DOMAINS.items():
+        share = given_shares[name] / sum(shares)
+        assert abs(sum(index in indices for index in drawn) - share * count) <= 2
+
+
+def test_a_domain_without_a_share_is_not_drawn_and_small_domains_repeat():
+    drawn = MixedSampler(DOMAINS, {"math": 3, "code": 1, "chat": 0}, seed=1).take(16)
+    assert 5 not in drawn
+    assert sorted(drawn) == sorted([0, 2, 4, 6] * 3 + [1, 3] * 2)
+
+
+def test_a_resumed_mixture_continues_exactly():
+    shares = {"math": 0.5, "code": 0.3, "chat": 0.2}
+    whole = MixedSampler(DOMAINS, shares, seed=3)
+    expected = whole.take(30)
+    first, second = MixedSampler(DOMAINS, shares, seed=3), MixedSampler(DOMAINS, shares, seed=3)
+    start = first.take(11)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert start + second.take(19) == expected
+    with pytest.raises(ValueError, match="use the same domains"):
+        MixedSampler(DOMAINS, {"math": 1}, seed=3).load_state_dict(first.state_dict())
+    with pytest.raises(ValueError, match="written with domain_interleave_probs"):
+        PromptSampler(7, seed=3).load_state_dict(first.state_dict())
+
+
+def test_a_domain_without_prompts_cannot_be_drawn():
+    with pytest.raises(ValueError, match="no prompts in judge"):
+        MixedSampler(DOMAINS, {"math": 0.5, "judge": 0.5}, seed=1)

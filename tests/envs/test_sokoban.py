@@ -136,3 +136,13 @@ def test_the_reward_of_a_box_is_subtracted_when_it_leaves_the_target():
 def test_conflicting_options_are_an_error(options, message):
     with pytest.raises(ConfigError, match=message):
         make_env("sokoban", options)
+
+
+def test_other_characters_are_drawn_and_explained():
+    lookup, vocab = {0: "H", 1: ".", 4: "B"}, {"H": "hedge", "B": "crate"}
+    env, plain = make_env("sokoban", {"grid_lookup": lookup, "grid_vocab": vocab}), make_env("sokoban")
+    expected = plain.reset(seed=4)[0].translate(str.maketrans("#_X", "H.B"))
+    assert env.reset(seed=4)[0] == expected
+    assert "The room is a grid. H: hedge, .: floor, O: target, B: crate, √: box on a target" in env.instruction
+    with pytest.raises(ConfigError, match="are not 7 different characters"):
+        make_env("sokoban", {"grid_lookup": {0: "P"}})

@@ -192,3 +192,11 @@ def test_warm_start_data_has_the_ids_of_the_episode(tmp_path):
     trajectory = run(run_episode(one, Setup(Engines(in_turn(*answers, sample.response))))).trajectory
     assert trajectory.stop == "terminated" and len(trajectory.turns) == len(answers) + 1 > 2
     assert trajectory.ids == [*examples[0].prompt_ids, *examples[0].response_ids]
+
+
+def test_fields_of_single_turns_are_filled():
+    template = "step {current_step} after {step_count} [{history}] of {history_length}: {current_observation}{suffix}"
+    engines = Engines(in_turn("left", "gold"))
+    whole = tokenizer().decode(trajectory_of(engines, replace(WALK, template=template)).ids)
+    assert "step 1 after 0 [] of 0: start" in whole
+    assert "step 2 after 1 [the messages above] of 1: saw left" in whole

@@ -299,3 +299,34 @@ def test_samples_are_not_written_where_no_step_is_kept(tmp_path):
     made, cluster = learner(tmp_path, "rollout_dump_steps=0")
     asyncio.run(made.learn(SampleBatch(cluster.sample(1), {}), 1, StepClock()))
     assert not (tmp_path / "samples").exists()
+
+
+MASKS = ("max_len_mask=true", "difficulty_mask=true", "difficulty_low_threshold=-10", "difficulty_high_threshold=10")
+
+
+def with_masks(data, truncated: list[bool]):
+    """A batch with the tensors that masks of samples read."""
+    data.batch["trajectory_ids"], data.batch["truncated"] = torch.arange(8), torch.tensor(truncated)
+    return data
+
+
+def test_a_response_that_was_cut_has_no_gradient_and_is_counted(tmp_path):
+    cut = [False, True, False, False, True, False, False, False]
+    changes = []
+    for scores in (0.0, 5.0):
+        parts = learner(tmp_path, *MASKS, "adv_estimator=reinforce", "max_logprob_mismatch=10")
+        before, data = parts[1].table.detach().clone(), with_masks(parts[1].sample(1), cut)
+        data.batch["scores"][torch.tensor(cut)] = scores
+        metrics = learn(parts, data)
+        assert metrics["advantage/learned_samples"] == pytest.approx(6 / 8)
+        changes.append(parts[1].table.detach() - before)
+    assert changes[0].abs().max() > 0
+    torch.testing.assert_close(changes[0], changes[1])
+
+
+def test_a_batch_that_is_left_out_whole_moves_nothing(tmp_path):
+    parts = learner(tmp_path, *MASKS)
+    before = parts[1].table.detach().clone()
+    metrics = learn(parts, with_masks(parts[1].sample(1), [True] * 8))
+    assert metrics["advantage/learned_samples"] == 0
+    torch.testing.assert_close(parts[1].table.detach(), before)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 from roll.configs.errors import Problem
@@ -54,14 +55,32 @@ def if_off(value: Any) -> bool:
     return not value
 
 
+PLACEHOLDERS = {
+    "<role>": ("actor_train", "actor_infer", "reference", "critic", "validation"),
+    "<megatron role>": ("actor_train", "reference"),
+}
+"""Part of a pattern -> the sections that it stands for."""
+
+
 @dataclass(frozen=True)
 class UnsupportedKey:
     """A key without a counterpart here, in the pipelines given.
 
-    Harmless values are dropped with a warning, others are errors. `reason` names the alternative.
+    Harmless values are dropped with a warning (without one if `silent`), others are errors. `reason` names the
+    alternative. In `pattern`, `*` stands for any text inside one part of the path, and a part of PLACEHOLDERS for each
+    of its sections.
     """
 
     pattern: str
     harmless: Callable[[Any], bool]
     reason: str
     pipelines: tuple[str, ...] = ("rlvr", "sft", "agentic")
+    silent: bool = False
+
+    def matches(self, path: str) -> bool:
+        """Whether the pattern has as many parts as the path and each of them matches."""
+        parts, wanted = path.split("."), self.pattern.split(".")
+        return len(parts) == len(wanted) and all(
+            part in PLACEHOLDERS[want] if want in PLACEHOLDERS else fnmatchcase(part, want)
+            for part, want in zip(parts, wanted, strict=True)
+        )

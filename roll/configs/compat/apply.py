@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import Any
-
-import yaml
 
 from roll.configs.compat import (
     Names,
@@ -49,11 +46,14 @@ MOVED_KEYS = async_trainers.MOVED_KEYS | verl.MOVED_KEYS | roll.MOVED_KEYS
 MOVED_VALUES = verl.MOVED_VALUES
 """Path of `MOVED_KEYS` -> its values -> values of the path here, where they differ."""
 
-RENAMED_VALUES: dict[str, dict[Any, Any]] = {**verl.RENAMED_VALUES, **vllm.RENAMED_VALUES}
+RENAMED_VALUES: dict[str, dict[Any, Any]] = {**verl.RENAMED_VALUES, **vllm.RENAMED_VALUES, **roll.RENAMED_VALUES}
 """Key -> value elsewhere -> value here with the same meaning."""
 
 UNSUPPORTED_KEYS: tuple[UnsupportedKey, ...] = (*verl.UNSUPPORTED_KEYS, *roll.UNSUPPORTED_KEYS)
 """Keys without a counterpart; the first matching pattern applies."""
+
+SFT_ROLE = "sft_train"
+"""The role that is trained in recipes of ROLL for supervised fine-tuning."""
 
 OPAQUE_SECTIONS = ("env_config",)
 """Sections whose keys belong to a class of the user."""
@@ -99,7 +99,7 @@ def normalize_aliases(tree: Mapping[str, Any], source: str, notes: list[Problem]
     Raises:
         ConfigError: two spellings of one key are given, or a value has no meaning.
     """
-    moved = async_trainers.read_trainer_type(tree, source, notes)
+    moved = _with_sft_role(async_trainers.read_trainer_type(tree, source, notes), source)
     for path, target in MOVED_KEYS.items():
         head, _, key = path.rpartition(".")
         section = value_at(moved, head) if head else moved
@@ -107,9 +107,12 @@ def normalize_aliases(tree: Mapping[str, Any], source: str, notes: list[Problem]
             continue
         target_head, _, target_key = target.rpartition(".")
         target_section = value_at(moved, target_head) if target_head else moved
-        if isinstance(target_section, Mapping) and any(
-            RENAMED_KEYS.get(name, name) == target_key for name in target_section
-        ):
+        given = target_section if isinstance(target_section, Mapping) else {}
+        if target_key in given and given[target_key] == section[key]:
+            notes.append(Problem(path, f"says the same as {target}"))
+            moved = without(moved, path)
+            continue
+        if any(RENAMED_KEYS.get(name, name) == target_key for name in given):
             raise ConfigError([two_spellings(path, target)], source)
         if target_head and not isinstance(target_section or {}, Mapping):
             raise ConfigError([Problem(target_head, f"{target_section!r} is not {SECTION}")], source)
@@ -119,6 +122,15 @@ def normalize_aliases(tree: Mapping[str, Any], source: str, notes: list[Problem]
         moved = set_at(without(moved, path), target, value)
     renamed: Tree = _renamed(moved, source)
     return renamed
+
+
+def _with_sft_role(tree: Tree, source: str) -> Tree:
+    """The tree with the role of supervised fine-tuning of ROLL under its name here; it names the pipeline too."""
+    if SFT_ROLE not in tree:
+        return tree
+    if RENAMED_KEYS[SFT_ROLE] in tree:
+        raise ConfigError([two_spellings(SFT_ROLE, RENAMED_KEYS[SFT_ROLE])], source)
+    return {"pipeline": "sft"} | {RENAMED_KEYS.get(key, key) if key == SFT_ROLE else key: tree[key] for key in tree}
 
 
 def _moved_value(path: str, target: str, value: Any, source: str) -> tuple[Any, Problem]:
@@ -172,7 +184,7 @@ def drop_unsupported_keys(tree: Tree, pipeline: str, path: str = "") -> tuple[Tr
     for key, value in tree.items():
         where = f"{path}.{key}" if path else str(key)
         unsupported = next(
-            (item for item in UNSUPPORTED_KEYS if pipeline in item.pipelines and fnmatchcase(where, item.pattern)), None
+            (item for item in UNSUPPORTED_KEYS if pipeline in item.pipelines and item.matches(where)), None
         )
         if unsupported is None and isinstance(value, dict) and key not in OPAQUE_SECTIONS:
             kept[key], inner_notes, inner_problems = drop_unsupported_keys(value, pipeline, where)
@@ -181,7 +193,8 @@ def drop_unsupported_keys(tree: Tree, pipeline: str, path: str = "") -> tuple[Tr
         elif unsupported is None:
             kept[key] = value
         elif unsupported.harmless(value):
-            notes.append(Problem(where, f"has no effect: {unsupported.reason}"))
+            if not unsupported.silent:
+                notes.append(Problem(where, f"has no effect: {unsupported.reason}"))
         else:
             shown = "this section" if isinstance(value, dict) else str(value)
             problems.append(Problem(where, f"{shown} is not available: {unsupported.reason}"))
@@ -233,8 +246,7 @@ def expand_importance_sampling(tree: Tree) -> tuple[Tree, list[Problem], list[Pr
 def _importance_sampling_problem(tree: Tree) -> Problem | None:
     switch, correction = tree.get(WEIGHT_SWITCH, False), tree.get("correction")
     if not isinstance(switch, bool):
-        suggestions = {"seq": "write actor_train.pg_variant: gspo", "token": "leave it out; ratios are those of tokens"}
-        return Problem(WEIGHT_SWITCH, f"{switch!r} is not true or false; {suggestions.get(str(switch), 'use true')}")
+        return Problem(WEIGHT_SWITCH, f"{switch!r} is not true or false; use true")
     if isinstance(correction, dict) and "weights" in correction and WEIGHT_SWITCH in tree:
         return two_spellings(WEIGHT_SWITCH, "correction.weights")
     if not switch:
@@ -244,35 +256,3 @@ def _importance_sampling_problem(tree: Tree) -> Problem | None:
     if not numbers or len(bounds) != 2:
         return Problem(WEIGHT_RANGE, f"{bounds!r} is not a lower and an upper bound; write [0.5, 2.0]")
     return None
-
-
-def vllm_problems(tree: Tree) -> list[Problem]:
-    """One problem for each role whose engine is vLLM, with its section rewritten for SGLang."""
-    problems = []
-    for role, section in tree.items():
-        strategy = section.get("strategy_args") if isinstance(section, dict) else None
-        if isinstance(strategy, dict) and strategy.get("strategy_name") == "vllm":
-            rewritten, dropped = sglang_section(section)
-            text = yaml.safe_dump({role: rewritten}, sort_keys=False).rstrip()
-            left = f"\nwithout equivalent, left out: {', '.join(dropped)}" if dropped else ""
-            where = f"{role}.strategy_args.strategy_name"
-            problems.append(Problem(where, f"vllm is not available; use sglang. The same section:\n{text}{left}"))
-    return problems
-
-
-def sglang_section(section: Tree) -> tuple[Tree, list[str]]:
-    """The keys of a role that change from vLLM to SGLang, and the options without an equivalent."""
-    given = section["strategy_args"].get("strategy_config")
-    role: Tree = {}
-    engine: Tree = {}
-    dropped: list[str] = []
-    for name, value in (given if isinstance(given, dict) else {}).items():
-        if name in vllm.ROLE_OPTIONS:
-            role[vllm.ROLE_OPTIONS[name]] = value
-        elif name in vllm.OPTIONS:
-            engine[vllm.OPTIONS[name]] = value
-        elif name in vllm.NEGATED_OPTIONS:
-            engine[vllm.NEGATED_OPTIONS[name]] = not value
-        else:
-            dropped.append(name)
-    return {**role, "strategy_args": {"strategy_name": "sglang", "strategy_config": engine}}, dropped

@@ -2,94 +2,360 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from roll.configs.compat import Names, UnsupportedKey, always, if_off, never
 
-NAMES: Names = {"train_infer_correction": "correction", "world_size": "<role>.device_mapping"}
+NAMES: Names = {}
 
-RENAMED_KEYS = {"num_gpus_per_node": "num_devices_per_node", "rpc_timeout": "rpc_timeout_s"}
+RENAMED_KEYS = {"num_gpus_per_node": "num_devices_per_node", "rpc_timeout": "rpc_timeout_s", "sft_train": "actor_train"}
 
-MOVED_KEYS = {"env_monitor.hung_timeout": "trajectory_timeout_s"}
+COLUMNS = "actor_train.data_args"
+
+MOVED_KEYS = {
+    "env_monitor.hung_timeout": "trajectory_timeout_s",
+    "checkpoint_config.output_dir": "checkpoint_dir",
+    "max_running_requests": "actor_infer.max_running_requests",
+    "pg_variant": "actor_train.pg_variant",
+    "prompt_key": f"{COLUMNS}.prompt",
+    "query_key": f"{COLUMNS}.query",
+    "response_key": f"{COLUMNS}.response",
+    "system_key": f"{COLUMNS}.system",
+    "actor_train.model_args.flash_attn": "actor_train.model_args.attn_implementation",
+    "reference.model_args.flash_attn": "reference.model_args.attn_implementation",
+    "actor_infer.model_args.flash_attn": "actor_infer.model_args.attn_implementation",
+    **{
+        f"actor_train.{key}": key
+        for key in (
+            "tis_lower_bound",
+            "tis_upper_bound",
+            "topr_positive_weight",
+            "topr_negative_weight",
+            "cispo_epsilon_low",
+            "cispo_epsilon_high",
+            "cispo_use_unified_mask",
+            "kimi15_tau",
+        )
+    },
+}
+
+RENAMED_VALUES = {
+    "template": {
+        "qwen_25": "qwen2_5",
+        "qwen3_coder": "native",
+        "native_nonthinking": "native",
+        "longCOT_qwen2.5": "native",
+        "longcot_V3": "native",
+        "base": "native",
+        "empty": "chatml",
+    },
+    "lr_scheduler_type": {
+        "constant_with_warmup": "constant",
+        "cosine_with_min_lr": "cosine",
+        "polynomial": "linear",
+        "inverse_sqrt": "cosine",
+    },
+}
+"""Templates and schedules that the key here does not know -> the nearest that it does."""
+
+REWARD_ROLE_KEYS = (
+    "model_args",
+    "data_args",
+    "strategy_args",
+    "generating_args",
+    "training_args",
+    "device_mapping",
+    "num_gpus_per_worker",
+    "infer_batch_size",
+    "max_concurrency",
+    "system_envs",
+    "name",
+)
+"""Keys of `rewards.<name>` that a role of workers has there; a rule here is a function."""
+
+REWARD_KEYS = (
+    "reward_type",
+    "response_length_penalty_coef",
+    "format_pattern",
+    "judge_prompt",
+    "judge_model_type",
+    "judge_model_name",
+    "judge_api_url",
+    "judge_api_key",
+    "code_url",
+    "use_local",
+    "reward_manager_config",
+)
+"""Options of the classes of rewards there."""
+
+MATH_RULES = ("MathRuleRewardWorker",)
+"""Classes of rewards whose counterpart is this project's math rule."""
+
+ENVIRONMENTS = (
+    "webshop",
+    "roll_math",
+    "sokoban_sandbox",
+    "sokoban_mcp",
+    "rock_tb_native_env",
+    "rock_*",
+    "swe*",
+    "deepeyes*",
+    "cli",
+    "atropos_env",
+    "openreward*",
+    "game:*",
+    "math:*",
+    "code:*",
+    "qa:*",
+    "rg:*",
+    "eval:*",
+)
+"""Values of `env_type` whose environments are not here; planning goes on without them."""
 
 AGENT_KEYS = (
     UnsupportedKey(
-        "*_env_manager.format_penalty", never, "write env_config.format_penalty of the entries in custom_envs"
+        "*_env_manager.format_penalty", always, "write env_config.format_penalty of the entries in custom_envs"
     ),
-    UnsupportedKey("train_env_manager.generating_args", never, "write actor_infer.generating_args"),
-    UnsupportedKey("val_env_manager.generating_args", never, "write validation.generating_args"),
+    UnsupportedKey("train_env_manager.generating_args", always, "actor_infer.generating_args is read"),
+    UnsupportedKey("val_env_manager.generating_args", always, "validation.generating_args is read"),
     UnsupportedKey("*_env_manager.world_size", always, "processes follow from max_env_num_per_worker"),
+    UnsupportedKey("*_env_manager.system_envs", always, "system_envs are those of every process; write them there"),
+    UnsupportedKey("*_env_manager.name", always, "the two managers have fixed names"),
+    UnsupportedKey("*_env_manager.max_concurrency", always, "env_managers run every environment in its own thread"),
     UnsupportedKey("*_env_manager.group_filter_cls", if_off, "every complete group is trained on; leave it out"),
     UnsupportedKey(
         "*_env_manager.llm_proxy",
         lambda value: isinstance(value, dict) and value.get("proxy_type") == "policy",
         "actions are always the policy's; leave it out",
     ),
-    UnsupportedKey("custom_env", never, "write the entries themselves under custom_envs; remove the section"),
+    UnsupportedKey("custom_env", always, "entries of custom_envs are used; this is a library of them", silent=True),
+    UnsupportedKey("gem_*", always, "entries of custom_envs are used; this is a library of them", silent=True),
+    UnsupportedKey("env_manager_cls", always, "the entries of custom_envs have their own", silent=True),
+    UnsupportedKey("default_history_length", always, "every turn sees all earlier turns", silent=True),
+    UnsupportedKey("*_pattern", always, "the entries of custom_envs have their own", silent=True),
+    UnsupportedKey("*_format_penalty", always, "the entries of custom_envs have their own", silent=True),
+    UnsupportedKey("*agent_system_template", always, "the entries of custom_envs have their own", silent=True),
+    UnsupportedKey("*agent_template", always, "the entries of custom_envs have their own", silent=True),
     UnsupportedKey("custom_envs.*.use_thread_lock", always, "environments share no state"),
-    UnsupportedKey(
-        "custom_envs.*.max_env_step_concurrent", if_off, "lower num_env_groups to run fewer steps at a time"
-    ),
-    UnsupportedKey("custom_envs.*.history_length", never, "every turn sees all earlier turns; leave it out"),
-    UnsupportedKey("custom_envs.*.tool_wrapper", never, "tools are the environment's own; see env_type calculator"),
-    UnsupportedKey(
-        "env_monitor",
-        lambda value: isinstance(value, dict) and bool(value.get("enable", True)),
-        "every wait has a deadline: env_step_timeout_s, trajectory_timeout_s; remove the section",
-    ),
-    UnsupportedKey("partial_gpu_mode", if_off, "roles share all their devices or none; set it to false"),
-    UnsupportedKey("render_save_dir", if_off, "write rollout_dump_dir for the texts of every step"),
+    UnsupportedKey("custom_envs.*.max_env_step_concurrent", always, "num_env_groups bounds the steps at a time"),
+    UnsupportedKey("custom_envs.*.history_length", always, "every turn sees all earlier turns"),
+    UnsupportedKey("custom_envs.*.tool_wrapper", always, "tools are the environment's own; see env_type calculator"),
+    UnsupportedKey("env_monitor", always, "every wait has a deadline: env_step_timeout_s, trajectory_timeout_s"),
+    UnsupportedKey("partial_gpu_mode", always, "roles share all their devices or none"),
+    UnsupportedKey("render_save_dir", always, "rollout_dump_dir has the texts of every step"),
+    UnsupportedKey("skip_mock_system_prompt", always, "messages are rendered one by one, without a mock system prompt"),
 )
 """Keys of recipes for agents."""
 
+ROLE_KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "worker_cls": (always, "workers follow from strategy_name, losses from pg_variant"),
+    "name": (always, "a role's name is its section"),
+    "world_size": (always, "workers follow from device_mapping"),
+    "backend_timeout": (always, "start_timeout_s and rpc_timeout_s bound every wait"),
+    "max_concurrency": (always, "every worker answers as many calls as there are"),
+    "model_update_frequency": (lambda value: value == 1, "weights are updated after every batch; set it to 1"),
+    "use_sequence_packing": (always, "samples are not packed; dynamic batching by tokens avoids padding"),
+    "sequence_packing_args": (always, "samples are not packed; dynamic batching by tokens avoids padding"),
+    "use_remove_padding": (always, "padding is not computed with dynamic batching by tokens"),
+    "sequence_length_round_in_train": (always, "lengths are rounded up to the tensor-parallel size"),
+    "sequence_length_round_in_infer": (always, "lengths are rounded up to the tensor-parallel size"),
+    "offload_nccl": (always, "process groups stay"),
+    "logits_in_fp32": (always, "log-probs are always computed in fp32"),
+    "router_replay": (always, "the model families here are dense"),
+    "apply_loss_scale": (always, "the loss is divided by the counts of the whole batch"),
+    "mtp_training_mode": (always, "the model families here predict one token"),
+    "opd_kl_coef": (always, "there is no teacher"),
+    "tag_included": (always, "every sample is of this role"),
+    "data_args.preprocessing_num_workers": (always, "prompts are prepared in one process"),
+    "data_args.interleave_probs": (always, "domain_interleave_probs mixes the prompts"),
+    "data_args.dataset_type": (always, "the type follows from the file's ending"),
+    "data_args.max_samples": (if_off, "all rows are read; shorten the file"),
+    "data_args.overwrite_cache": (always, "nothing is cached"),
+    "data_args.cutoff_len": (always, "prompt_length and sequence_length bound every sample"),
+    "data_args.eval_dataset_dir": (always, "validation.data_args names its files"),
+    "model_args.model_type": (always, "the type follows from the model's config.json"),
+    "model_args.num_labels": (always, "the head is that of a language model"),
+    "model_args.device_map": (always, "device_mapping places the ranks"),
+    "model_args.gradient_checkpointing_use_reentrant": (always, "Megatron recomputes in its own way"),
+    "model_args.model_config_kwargs": (if_off, "the model's config.json is used as it is; change it there"),
+    "model_args.moe_aux_loss_coef": (always, "the model families here are dense"),
+    "model_args.freeze_module_prefix": (if_off, "all of the model is trained"),
+    "model_args.ulysses_size": (lambda value: value in (None, 0, 1), "context parallelism is not available"),
+    "model_args.lora_*": (always, "there is no LoRA without lora_target"),
+    "model_args.additional_target": (if_off, "there is no LoRA"),
+    "model_args.autocast_adapter_dtype": (always, "there is no LoRA"),
+    "model_args.adapter_name_or_path": (if_off, "there is no LoRA"),
+    "training_args.num_train_epochs": (always, "max_steps sets the length of the run"),
+    "training_args.max_steps": (always, "max_steps of the run sets the length of the schedule"),
+    "training_args.dataloader_num_workers": (always, "there is no data loader"),
+    "training_args.seed": (always, "every random choice follows from seed"),
+    "training_args.bf16": (always, "model_args.dtype is the precision"),
+    "training_args.fp16": (always, "model_args.dtype is the precision"),
+    "training_args.save_hf_model": (always, "save_hf_model is a key of the run"),
+    "training_args.output_dir": (always, "output_dir is a key of the run"),
+    "training_args.logging_steps": (always, "logging_steps is a key of the run"),
+    "training_args.save_steps": (always, "save_steps is a key of the run"),
+    "training_args.max_grad_norm": (always, "max_grad_norm is a key of the run"),
+    "training_args.lr_scheduler_kwargs": (always, "min_learning_rate is the end of the schedule"),
+    "training_args.use_distributed_optimizer": (always, "it is a key of strategy_config"),
+    "generating_args.do_sample": (bool, "responses are always sampled; use validation temperature 0 for greedy"),
+    "generating_args.max_length": (always, "sequence_length is the longest prompt with its response"),
+    "generating_args.length_penalty": (always, "it belongs to beam search"),
+    "generating_args.logprobs": (always, "engines always return the log-prob of every sampled token"),
+    "generating_args.include_stop_str_in_output": (always, "the token that ends a response belongs to it"),
+    "generating_args.min_new_tokens": (if_off, "a response may end at once"),
+}
+"""Key of a role -> which values are harmless, and why they have no effect."""
+
+MEGATRON_KEYS = {
+    **dict.fromkeys(
+        (
+            "virtual_pipeline_model_parallel_size",
+            "recompute_method",
+            "recompute_num_layers",
+            "recompute_modules",
+            "distribute_saved_activations",
+            "overlap_param_gather*",
+            "overlap_p2p_comm*",
+            "overlap_cpu_*",
+            "delay_*",
+            "align_*",
+            "batch_p2p_*",
+            "defer_embedding_wgrad_compute",
+            "ddp_*",
+            "grad_reduce_in_bf16",
+            "tp_comm_*",
+            "cross_entropy_*",
+            "masked_softmax_fusion",
+            "bias_dropout_fusion",
+            "bias_swiglu_fusion",
+            "bias_gelu_fusion",
+            "persist_layer_norm",
+            "memory_efficient_layer_norm",
+            "fused_*",
+            "use_flash_attn",
+            "attention_backend",
+            "transformer_impl",
+            "use_cpu_initialization",
+            "use_te_*",
+            "use_torch_*",
+            "use_ring_exchange_p2p",
+            "deallocate_pipeline_outputs",
+            "variable_seq_lengths",
+            "num_distributed_optimizer_instances",
+            "gradient_accumulation_fusion",
+            "main_grads_dtype",
+            "main_params_dtype",
+            "exp_avg_dtype",
+            "exp_avg_sq_dtype",
+            "optimizer_cpu_offload",
+            "optimizer_offload_fraction",
+            "use_precision_aware_optimizer",
+            "cpu_offload*",
+            "compile_warmup",
+            "manual_gc*",
+            "timers*",
+            "cuda_graph*",
+            "enable_cuda_graph",
+        ),
+        "it changes speed or memory only",
+    ),
+    **dict.fromkeys(("bf16", "fp16", "params_dtype", "pipeline_dtype"), "model_args.dtype is the precision"),
+    **dict.fromkeys(
+        ("moe_*", "expert_tensor_parallel_size", "num_moe_*", "num_experts"), "the model families here are dense"
+    ),
+    **dict.fromkeys(
+        ("save_*", "ckpt_*", "async_save", "dist_ckpt_*", "use_checkpoint*"),
+        "checkpoints have one format; save_hf_model exports the model",
+    ),
+    **dict.fromkeys(("max_grad_norm", "clip_grad"), "max_grad_norm is a key of the run"),
+    **dict.fromkeys(("lr_scheduler_kwargs",), "min_learning_rate is the end of the schedule"),
+    **dict.fromkeys(("fp8*",), "training runs in the precision of model_args.dtype"),
+    **dict.fromkeys(("mtp_*",), "the model families here predict one token"),
+    **dict.fromkeys(
+        ("check_for_nan_*", "calculate_per_token_loss", "additional_configs", "seed", "name"),
+        "Megatron is set up in one way",
+    ),
+}
+"""Option of Megatron in `strategy_config` -> why it has no effect."""
+
+RUN_KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "hydra": (always, "configuration is not read by Hydra"),
+    "num_nodes": (always, "nodes follow from device_mapping and num_devices_per_node"),
+    "local_rank": (always, "ranks follow from device_mapping"),
+    "model_name": (always, "exp_name is the name of the run"),
+    "base_dir": (always, "output_dir has everything a run writes"),
+    "pipeline_cls": (always, "pipeline chooses it"),
+    "checkpoint_config": (always, "checkpoints are written to files, in checkpoint_dir"),
+    "generate_opt_level": (always, "requests are always scheduled one by one"),
+    "use_additional_prompts": (always, "query_filter_config replaces dropped groups by new prompts"),
+    "is_use_additional_prompts": (always, "query_filter_config replaces dropped groups by new prompts"),
+    "max_additional_running_prompts": (always, "query_filter_config replaces dropped groups by new prompts"),
+    "user_defined_rollout_loop_cls": (always, "async_training.rollouter_class names a class of your own"),
+    "router_args": (always, "requests go to the engine with the fewest"),
+    "rollout_mock": (always, "rollout_dump_dir writes the samples of every step"),
+    "transfer_backend": (always, "batches are sent by Ray"),
+    "profiler_*": (always, "there is no profiler"),
+    "length_profiler_dir": (always, "there is no profiler"),
+    "report_length_and_rewards": (always, "lengths and scores are metrics"),
+    "otlp_output_dir": (always, "there is no telemetry"),
+    "save_logging_board_dir": (always, "trackers write to output_dir"),
+    "is_offload_states": (always, "a role keeps its memory"),
+    "is_offload_optimizer_states_in_train_step": (always, "a role keeps its memory"),
+    "enable_reference": (always, "the reference is used if use_kl_loss or add_token_level_kl is on"),
+    "val_prompt_length": (always, "validation has the lengths of training"),
+    "val_sequence_length": (always, "validation has the lengths of training"),
+    "value_clip": (always, "there is no critic"),
+    "lambd": (always, "no advantage estimator of this project uses it"),
+    "critic_warmup": (always, "there is no critic"),
+    "critic": (always, "this adv_estimator uses no critic"),
+    "l2": (always, "weight_decay is the penalty of large weights"),
+    "use_reward_scaling": (if_off, "reward_clip, norm_mean_type and norm_std_type change scores"),
+    "use_reward_norm": (if_off, "norm_mean_type and norm_std_type normalize scores"),
+    "add_len_reward": (if_off, "scores do not depend on the length"),
+    "difficulty_loss_weight": (if_off, "the loss is not weighted by difficulty; set it to false"),
+    "length_loss_weight": (if_off, "the loss is not weighted by length; choose loss_agg_mode instead"),
+    "error_max_len_clip": (if_off, "wrong answers are trained on whatever their length; set it to false"),
+    "error_max_len_threshold": (always, "wrong answers are trained on whatever their length"),
+    "rl_loss_coef": (lambda value: value == 1, "the policy loss has weight 1"),
+    "positive_loss_coef": (always, "topr_positive_weight is the weight of good responses"),
+    "postive_loss_coef": (always, "topr_positive_weight is the weight of good responses"),
+    "use_topr_*": (always, "actor_train.pg_variant chooses the loss"),
+    "use_policy_loss_type": (always, "actor_train.pg_variant chooses the loss"),
+    "minibatch_data_iter_num": (always, "ppo_epochs is the number of passes"),
+    "balance_length": (always, "micro-batches are always balanced"),
+    "dataset_filter": (always, "every row is read"),
+    "val_greedy": (always, "validation.generating_args.temperature 0 is greedy"),
+    "val_n_sample": (always, "validation.generating_args.num_return_sequences is the number of samples"),
+    "mask_type": (always, "every response token is trained on"),
+    "response_filter_config": (always, "query_filter_config drops groups"),
+    "tag_to_template": (always, "one template serves all prompts: actor_train.data_args.template"),
+    "dirty_data_mask": (always, "a row that cannot be read ends the run before it starts"),
+    "open_feedback_turn": (always, "environments give the turns"),
+    "use_token_reward": (always, "a score belongs to a whole response"),
+    "global_scale_factor": (always, "correct_score and wrong_score are the scores"),
+    "global_shift_value": (always, "correct_score and wrong_score are the scores"),
+}
+"""Key of a run -> which values are harmless, and why they have no effect."""
+
 UNSUPPORTED_KEYS: tuple[UnsupportedKey, ...] = (
-    UnsupportedKey("hydra", always, "configuration is not read by Hydra; remove the section"),
-    UnsupportedKey("num_nodes", always, "nodes follow from device_mapping and num_devices_per_node"),
     UnsupportedKey("val_batch_size", always, "validation runs over the whole validation set", ("rlvr", "sft")),
-    UnsupportedKey("checkpoint_config", never, "checkpoints are written to output_dir/checkpoints; remove the section"),
-    UnsupportedKey("generate_opt_level", always, "requests are always scheduled one by one"),
-    UnsupportedKey("enable_reference", if_off, "the reference is used if use_kl_loss or add_token_level_kl is on"),
-    UnsupportedKey("enable_old_logprobs_recompute", if_off, "write old_log_probs_source: recompute"),
-    UnsupportedKey("force_disable_old_logprobs_recompute", if_off, "write old_log_probs_source: behavior"),
-    UnsupportedKey("pg_clip", never, "write pg_clip_low and pg_clip_high"),
-    UnsupportedKey("value_clip", always, "there is no critic"),
-    UnsupportedKey("lambd", always, "no advantage estimator of this project uses it"),
-    UnsupportedKey("critic", never, "there is no critic; remove the section"),
-    UnsupportedKey("reward", never, "environments give the rewards; remove the section", ("agentic",)),
+    UnsupportedKey("reward", always, "environments give the rewards", ("agentic",)),
     UnsupportedKey("reward", never, "rewards are rules; describe them under `rewards`", ("rlvr", "sft")),
-    *AGENT_KEYS,
+    UnsupportedKey("reward_model", always, "rules have no model"),
     UnsupportedKey("reward_pretrain", always, "rule rewards have no model", ("rlvr", "sft")),
     UnsupportedKey("reward_pretrain", always, "environments give the rewards", ("agentic",)),
-    UnsupportedKey("max_len_mask", if_off, "responses cut at their length are trained on like others; set it to false"),
-    UnsupportedKey("difficulty_mask", if_off, "prompts are not filtered by difficulty; set it to false"),
-    UnsupportedKey("difficulty_low_threshold", always, "prompts are not filtered by difficulty"),
-    UnsupportedKey("difficulty_high_threshold", always, "prompts are not filtered by difficulty"),
-    UnsupportedKey("difficulty_loss_weight", if_off, "the loss is not weighted by difficulty; set it to false"),
-    UnsupportedKey("length_loss_weight", if_off, "the loss is not weighted by length; choose loss_agg_mode instead"),
-    UnsupportedKey("error_max_len_clip", if_off, "scores are not changed by length; set it to false"),
-    UnsupportedKey("error_max_len_threshold", always, "scores are not changed by length"),
-    UnsupportedKey("rl_loss_coef", lambda value: value == 1, "the policy loss has weight 1"),
-    UnsupportedKey("is_offload_states", if_off, "a role keeps its memory; set it to false"),
-    UnsupportedKey("tag_to_template", if_off, "one template serves all prompts: actor_train.data_args.template"),
-    UnsupportedKey("global_template", if_off, "write actor_train.data_args.template"),
-    UnsupportedKey(
-        "*.worker_cls", always, "workers follow from strategy_name, losses from pg_variant, rewards from function"
+    *(UnsupportedKey(key, harmless, reason) for key, (harmless, reason) in RUN_KEYS.items()),
+    *AGENT_KEYS,
+    *(UnsupportedKey(f"<role>.{key}", harmless, reason) for key, (harmless, reason) in ROLE_KEYS.items()),
+    *(
+        UnsupportedKey(f"<megatron role>.strategy_args.strategy_config.{key}", always, reason)
+        for key, reason in MEGATRON_KEYS.items()
     ),
-    UnsupportedKey("*.data_args.preprocessing_num_workers", always, "prompts are prepared in one process"),
-    UnsupportedKey(
-        "*.data_args.domain_interleave_probs",
-        lambda value: isinstance(value, dict) and len(value) == 1,
-        "prompts are drawn in one order, not by domain; mix the files instead",
+    *(
+        UnsupportedKey(f"rewards.*.{key}", always, "a rule is a function, without a model or options of its own")
+        for key in (*REWARD_ROLE_KEYS, *REWARD_KEYS)
     ),
-    UnsupportedKey("*.data_args.dataset_type", always, "the type follows from the file's ending"),
-    UnsupportedKey("*.model_args.model_type", if_off, "the type follows from the model's config.json"),
-    UnsupportedKey("*.training_args.num_train_epochs", always, "max_steps sets the length of the run"),
-    UnsupportedKey("*.training_args.dataloader_num_workers", always, "there is no data loader"),
-    UnsupportedKey(
-        "*.generating_args.do_sample", bool, "responses are always sampled; use validation temperature 0 for greedy"
-    ),
-    UnsupportedKey("*.backend_timeout", always, "start_timeout_s and rpc_timeout_s bound every wait"),
-    UnsupportedKey("*.use_sequence_packing", if_off, "samples are not packed; use dynamic batching by tokens"),
-    UnsupportedKey("*.strategy_args.strategy_config.moe_*", always, "the model families here are dense"),
-    UnsupportedKey("rewards.*.infer_batch_size", always, "rewards score one sample at a time"),
-    UnsupportedKey("rewards.*.reward_type", always, "the rule returns the score"),
 )
 """Keys without a counterpart; the first matching pattern applies."""

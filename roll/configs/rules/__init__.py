@@ -17,6 +17,8 @@ def check(config: BaseConfig) -> Report:
     report = Report()
     for path, message in config.source.notes:
         report.warn(path, message)
+    for path, message in config.source.unset:
+        report.missing_resource(path, message)
     devices.check_devices(config, report)
     devices.check_engines(config, report)
     devices.check_training(config, report)

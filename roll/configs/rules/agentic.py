@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from importlib import import_module
 from typing import Any
 
 from roll.configs.agentic import AgenticConfig, EnvManagerConfig
 from roll.configs.asynchronous import exact_ratio
+from roll.configs.compat.roll import ENVIRONMENTS
 from roll.configs.errors import ConfigError, Report
 from roll.configs.suggestions import nearest
 
-ENVIRONMENTS = "roll.envs.registry"
+REGISTRY = "roll.envs.registry"
 """Module of `make_env`, imported by name because environments import this folder."""
 
 
@@ -25,9 +27,16 @@ def check_environments(config: AgenticConfig, report: Report) -> None:
     if not config.custom_envs:
         report.error("custom_envs", "is empty, so there is no environment; describe one, such as Lake: {}")
         return
-    make_env: Callable[..., Any] = import_module(ENVIRONMENTS).make_env
+    make_env: Callable[..., Any] = import_module(REGISTRY).make_env
     for tag, entry in config.custom_envs.items():
-        if ":" in str(entry.env_type):
+        if ":" in entry.env_type:
+            continue
+        if any(fnmatchcase(entry.env_type, name) for name in ENVIRONMENTS):
+            report.missing_resource(
+                f"custom_envs.{tag}.env_type",
+                f"{entry.env_type} is an environment that is not here; write env_type: module:Class, one of your own "
+                "(docs/environments.md)",
+            )
             continue
         try:
             make_env(entry.env_type, entry.env_config, f"custom_envs.{tag}")
@@ -158,10 +167,8 @@ def _check_turns(path: str, tokens: int, turns: int, config: AgenticConfig, repo
             f"as {max(1, whole // (2 * turns))}",
         )
     elif tokens > longest:
-        report.error(
-            path,
-            f"{tokens} is above actor_infer.generating_args.max_new_tokens {longest}; use at most that, or leave "
-            "max_new_tokens out",
+        report.warn(
+            path, f"{tokens} is never reached: actor_infer.generating_args.max_new_tokens ends turns at {longest}"
         )
     elif turns * tokens >= whole:
         report.warn(

@@ -14,7 +14,7 @@ from roll.configs.pipeline import BaseConfig
 from roll.configs.roles import TEMPLATES, MegatronRoleConfig, RoleConfig
 from roll.configs.rules.learning import check_name
 
-ENDINGS = (".jsonl", ".parquet")
+ENDINGS = (".jsonl", ".json", ".parquet")
 """File types that prompts are read from."""
 
 
@@ -59,7 +59,7 @@ def _absence(name: str, otherwise: str) -> str:
 def _check_folders(config: BaseConfig, report: Report) -> None:
     """The folders of the run can be written; an obstacle of several folders is reported once."""
     reported: set[str] = set()
-    for key in ("output_dir", "logging_dir", "rollout_dump_dir"):
+    for key in ("output_dir", "logging_dir", "checkpoint_dir", "rollout_dump_dir"):
         folder = getattr(config, key, None)
         why = _obstacle(Path(folder)) if folder is not None else None
         if why is not None and why not in reported:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.asynchronous import max_batches_ready, versions_ahead
+from roll.configs.compat.roll import MATH_RULES
 from roll.configs.errors import Report
 from roll.configs.pipeline import QueryFilterConfig, RewardConfig, RLConfig, RLVRConfig, Source
 
@@ -134,6 +136,18 @@ def _check_filter(path: str, config: QueryFilterConfig, group: int, source: Sour
         )
 
 
+def _check_domains(config: RLVRConfig, report: Report) -> None:
+    """Prompts are drawn from domains that a reward scores, in shares above 0."""
+    shares, path = config.actor_train.data_args.domain_interleave_probs, "actor_train.data_args.domain_interleave_probs"
+    for name, share in shares.items():
+        if name not in config.rewards:
+            report.error(f"{path}.{name}", f"is not in rewards; known: {', '.join(config.rewards)}")
+        elif not 0 <= share < float("inf"):
+            report.error(f"{path}.{name}", f"{share:g} is not a share; use 0 or more")
+    if shares and not any(share > 0 for share in shares.values()):
+        report.error(path, "gives no domain a share, so nothing is drawn; give one, such as math_rule: 1.0")
+
+
 CLASSES = ("rollouter_class", "trainer_class", "metrics_class", "monitor_class", "batch_hook_class")
 """Keys of `async_training` that name a class."""
 
@@ -148,10 +162,11 @@ def check_rewards(config: RLConfig, report: Report) -> None:
         return
     if not config.rewards:
         report.error("rewards", "is empty, so nothing scores a response; describe one, such as math_rule: {}")
+    _check_domains(config, report)
     owner_by_tag: dict[str, str] = {}
     everything = ""
     for name, reward in config.rewards.items():
-        _check_reward(f"rewards.{name}", reward, report)
+        _check_reward(f"rewards.{name}", reward, config.source.given, report)
         owners = (
             [everything] if everything else [owner_by_tag[tag] for tag in reward.tag_included if tag in owner_by_tag]
         )
@@ -167,7 +182,14 @@ def check_rewards(config: RLConfig, report: Report) -> None:
             everything = everything or f"rewards.{name}"
 
 
-def _check_reward(path: str, reward: RewardConfig, report: Report) -> None:
+def _check_reward(path: str, reward: RewardConfig, given: Collection[str], report: Report) -> None:
+    worker = (reward.worker_cls or "").rpartition(".")[2]
+    if worker and worker not in MATH_RULES and f"{path}.function" not in given:
+        report.missing_resource(
+            f"{path}.function",
+            f"no rule here does what {worker} does; write function: module:name, a function of response, ground truth "
+            f"and config that returns the score, or remove {path} and the data with its tags",
+        )
     if not _names_code(reward.function):
         file, _, name = reward.function.rpartition(":")
         stem = os.path.basename(file).removesuffix(".py")

@@ -14,6 +14,9 @@ from roll.envs.base import Aggregation, episode_metrics, metrics_without_action
 from roll.rollout.ledger import GENERATION_FAILED
 from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams, Trajectory
 
+HISTORY = "the messages above"
+"""Text of the field `history`: earlier turns are part of the conversation and are not repeated."""
+
 
 class EpisodeFailed(RuntimeError):
     """An episode that cannot be learned from.
@@ -177,5 +180,11 @@ class Episode:
             "actions_left": self._task.max_actions - turn,
             "max_response_length": self._longest,
             "env_instruction": instruction,
+            "current_observation": self._observation,
+            "current_step": turn + 1,
+            "step_count": turn,
+            "history": HISTORY if turn else "",
+            "history_length": turn,
+            "suffix": "",
         }
         return self._task.template.format(**fields)

@@ -1,0 +1,161 @@
+"""What recipes of other frameworks may need that this project does not have, found before any key is read.
+
+Without this a recipe for, say, images would be answered with twenty unknown keys.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from roll.configs.compat.recipe import ABSENT, Recipe
+from roll.configs.errors import Problem
+
+MOE_NAME = re.compile(r"\d+B-?A\d+(\.\d+)?B|mixtral|deepseek-v[23]|moe", re.IGNORECASE)
+"""Names of mixtures of experts, such as Qwen3-30B-A3B."""
+
+VISION_NAME = re.compile(r"[-_]vl\b|[-_]vl[-_]|vision|omni", re.IGNORECASE)
+"""Names of models and templates for images, such as Qwen2.5-VL-7B-Instruct."""
+
+MEGATRON_ROLES = ("actor_train", "sft_train", "reference", "student", "student_train", "teacher")
+
+Found = Iterator[tuple[str, Any]]
+"""Paths and values that need a capability."""
+
+
+def missing_capabilities(tree: Mapping[str, Any]) -> Problem | None:
+    """One problem that names everything a recipe needs and this project lacks; None if there is nothing.
+
+    Args:
+        tree: of all files and overrides, before `${...}` is replaced, because that may fail for what is missing.
+    """
+    recipe = Recipe(tree)
+    lacking = []
+    for name, find in CAPABILITIES.items():
+        found = next(find(recipe), None)
+        if found is not None:
+            path, value = found
+            shown = f" {value}" if isinstance(value, str | int | float) and not isinstance(value, bool) else ""
+            lacking.append(f"{name} ({path}{shown})")
+    if not lacking:
+        return None
+    return Problem("", f"this recipe needs what is not available here: {', '.join(lacking)}")
+
+
+def _given(*paths: str, accepts: Callable[[Any], bool] = bool) -> Callable[[Recipe], Found]:
+    """Finds the first of these paths whose value is accepted."""
+
+    def find(recipe: Recipe) -> Found:
+        for path in paths:
+            value = recipe.get(path, ABSENT)
+            if value is not ABSENT and accepts(value):
+                yield path, value
+
+    return find
+
+
+def _of_roles(
+    key: str, accepts: Callable[[Any], bool], roles: tuple[str, ...] = MEGATRON_ROLES
+) -> Callable[..., Found]:
+    return _given(*(f"{role}.{key}" for role in roles), accepts=accepts)
+
+
+def _option(name: str, accepts: Callable[[Any], bool]) -> Callable[[Recipe], Found]:
+    """Finds an option of Megatron in the section of any role."""
+    return _of_roles(f"strategy_args.strategy_config.{name}", accepts)
+
+
+def _is(*names: str) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, str) and any(fnmatchcase(value, name) for name in names)
+
+
+def _above_one(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 1
+
+
+def _named(pattern: re.Pattern[str]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, str) and bool(pattern.search(value.rpartition("/")[2]))
+
+
+def _present(value: Any) -> bool:
+    return True
+
+
+def _any(*finders: Callable[[Recipe], Found]) -> Callable[[Recipe], Found]:
+    def find(recipe: Recipe) -> Found:
+        for finder in finders:
+            yield from finder(recipe)
+
+    return find
+
+
+def _managers(*names: str) -> Callable[[Recipe], Found]:
+    """Finds the class of an environment manager, of the file or of one of its environments."""
+
+    def find(recipe: Recipe) -> Found:
+        sections = ["", *(f"custom_envs.{tag}." for tag in recipe.section("custom_envs"))]
+        for section in sections:
+            path = f"{section}env_manager_cls"
+            value = recipe.get(path)
+            if isinstance(value, str) and any(fnmatchcase(value.rpartition(".")[2], name) for name in names):
+                yield path, value.rpartition(".")[2]
+
+    return find
+
+
+def _rollout_only(recipe: Recipe) -> Found:
+    if recipe.has("actor_infer") and not recipe.has("actor_train") and recipe.has("hydra"):
+        yield "actor_train", None
+
+
+def _critic_by_default(recipe: Recipe) -> Found:
+    """Without `adv_estimator` a recipe with a critic uses it."""
+    if recipe.has("critic") and not recipe.has("adv_estimator"):
+        yield "critic", None
+
+
+CAPABILITIES: dict[str, Callable[[Recipe], Found]] = {
+    "preference training (DPO)": _given("chosen_key", "rejected_key", accepts=_present),
+    "distillation": _given(
+        "student", "student_train", "teacher", "opsd_mode", "use_opd", "is_pure_opd", "kd_objective"
+    ),
+    "rollouts without training": _rollout_only,
+    "DeepSpeed training": _of_roles("strategy_args.strategy_name", _is("deepspeed_train*")),
+    "FSDP training": _of_roles("strategy_args.strategy_name", _is("fsdp*_train", "hf_train")),
+    "images": _any(
+        _given("pretrain", "student_pretrain", accepts=_named(VISION_NAME)),
+        _of_roles("data_args.template", _named(VISION_NAME)),
+        _of_roles("model_args.model_name_or_path", _named(VISION_NAME)),
+        _managers("VL*"),
+    ),
+    "diffusion models": _of_roles("model_args.model_type", _is("diffusion*")),
+    "mixtures of experts": _any(
+        _option("expert_model_parallel_size", _above_one),
+        _given("pretrain", accepts=_named(MOE_NAME)),
+        _of_roles("model_args.model_name_or_path", _named(MOE_NAME)),
+    ),
+    "LoRA": _any(
+        _of_roles("model_args.lora_target", bool),
+        _of_roles("model_args.adapter_name_or_path", bool),
+    ),
+    "frozen parts of a model": _of_roles("model_args.freeze_module_prefix", bool),
+    "a critic": _any(_given("adv_estimator", accepts=_is("gae")), _critic_by_default),
+    "training in fp8": _option("fp8", bool),
+    "context parallelism": _any(
+        _option("context_parallel_size", _above_one), _of_roles("model_args.ulysses_size", _above_one)
+    ),
+    "multi-token prediction": _of_roles("mtp_training_mode", _is("standalone", "joint")),
+    "pipeline parallelism of an engine": _given(
+        "actor_infer.strategy_args.strategy_config.pipeline_parallel_size",
+        "actor_infer.strategy_args.strategy_config.pp_size",
+        accepts=_above_one,
+    ),
+    "quantised engines": _given(
+        "actor_infer.strategy_args.strategy_config.quantization",
+        "actor_infer.strategy_args.strategy_config.online_quantization",
+    ),
+    "agents in a sandbox": _managers("AgentNative*", "*Proxy*", "*AgentRunner*", "*Sandbox*"),
+}
+"""Capability -> where a recipe shows that it needs it."""

@@ -1,0 +1,97 @@
+"""A recipe of another framework while it is translated, with a remark on everything that was changed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+from roll.configs.compat import Tree
+from roll.configs.errors import Problem
+
+ABSENT: Any = object()
+"""Default of `get`, to tell an absent key from one that is null."""
+
+
+class Recipe:
+    """A tree whose keys are taken, put and remarked on.
+
+    Attributes:
+        tree: what remains and what was put; a copy, so the tree given is unchanged.
+        overridden: paths whose values come from the command line.
+        notes: remarks, in the order in which they were made.
+    """
+
+    def __init__(self, tree: Mapping[str, Any], overridden: Collection[str] = ()) -> None:
+        self.tree: Tree = deepcopy(dict(tree))
+        self.overridden = frozenset(overridden)
+        self.notes: list[Problem] = []
+
+    def note(self, path: str, message: str) -> None:
+        """Adds a remark."""
+        self.notes.append(Problem(path, message))
+
+    def get(self, path: str, default: Any = None) -> Any:
+        """The value at a dotted path, or the default where there is none."""
+        value: Any = self.tree
+        for part in path.split("."):
+            if not isinstance(value, Mapping) or part not in value:
+                return default
+            value = value[part]
+        return value
+
+    def has(self, path: str) -> bool:
+        """Whether the path is given, null included."""
+        return self.get(path, ABSENT) is not ABSENT
+
+    def section(self, path: str) -> Tree:
+        """The section at a path; an empty one where there is none."""
+        value = self.get(path)
+        return value if isinstance(value, dict) else {}
+
+    def take(self, path: str, default: Any = None) -> Any:
+        """Removes a key, and a section that it leaves empty; returns its value, or the default where there is none."""
+        head, _, key = path.rpartition(".")
+        section = self.get(head) if head else self.tree
+        if not isinstance(section, dict) or key not in section:
+            return default
+        value = section.pop(key)
+        if head and not section:
+            self.take(head)
+        return value
+
+    def put(self, path: str, value: Any) -> None:
+        """Sets a key, and makes the sections around it; a value in place of such a section is left for conversion."""
+        section: Any = self.tree
+        *heads, key = path.split(".")
+        for part in heads:
+            if section.get(part) is None:
+                section[part] = {}
+            section = section[part]
+            if not isinstance(section, dict):
+                return
+        section[key] = value
+
+    def put_new(self, path: str, value: Any) -> bool:
+        """Sets a key that is not given; returns whether it was set."""
+        if self.has(path):
+            return False
+        self.put(path, value)
+        return True
+
+    def drop(self, path: str, reason: str) -> Any:
+        """Takes a key with the remark that it has no effect; returns its value."""
+        if not self.has(path):
+            return None
+        value = self.take(path)
+        self.note(path, f"has no effect: {reason}")
+        return value
+
+    def drop_all(self, section: str, keys: Sequence[str], reason: str) -> None:
+        """Takes those of the keys that a section has, with one remark."""
+        found = [key for key in keys if self.has(f"{section}.{key}")]
+        for key in found:
+            self.take(f"{section}.{key}")
+        if found:
+            verb = "have" if len(found) > 1 else "has"
+            self.note(section, f"{', '.join(found)} {verb} no effect: {reason}")

@@ -1,0 +1,174 @@
+"""Recipes with ROLL's keys plan as they are, or are refused with one line that names what is missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from roll.configs.agentic import AgenticConfig
+from roll.configs.errors import ConfigError
+from roll.configs.hardware import Hardware
+from roll.configs.load import load_config
+from roll.configs.pipeline import BaseConfig, RLConfig
+from roll.configs.plan import make_plan
+from roll.configs.rules import check
+
+RECIPES = Path(__file__).parents[1] / "data" / "recipes"
+REFUSED = "# refused: "
+LAPTOP = Hardware(gpus=0, cores=2)
+
+
+def recipes(refused: bool) -> list[str]:
+    """Names of the recipes whose first line says that they are refused, or of the others."""
+    files = sorted(RECIPES.glob("*.yaml"))
+    return [file.stem for file in files if file.read_text().startswith(REFUSED) == refused]
+
+
+def load(name: str, *overrides: str) -> BaseConfig:
+    return load_config(RECIPES / f"{name}.yaml", overrides)
+
+
+def notes(config: BaseConfig) -> str:
+    return "\n".join(f"{path}: {message}" for path, message in config.source.notes)
+
+
+@pytest.mark.parametrize("name", recipes(refused=False))
+def test_a_recipe_plans_as_it_is(name: str) -> None:
+    assert make_plan(load(name), LAPTOP).roles
+
+
+@pytest.mark.parametrize("name", recipes(refused=True))
+def test_a_recipe_that_cannot_run_is_refused_in_one_line(name: str) -> None:
+    first = (RECIPES / f"{name}.yaml").read_text().splitlines()[0].removeprefix(REFUSED)
+    with pytest.raises(ConfigError) as caught:
+        load(name)
+    assert [str(problem) for problem in caught.value.problems] == [
+        f"this recipe needs what is not available here: {first}"
+    ]
+
+
+def test_roles_that_overlap_in_part_share_all_devices() -> None:
+    config = load("rlvr_five_domains")
+    assert isinstance(config, RLConfig)
+    assert config.actor_infer.device_mapping == config.actor_train.device_mapping == list(range(16))
+    assert "actor_infer.device_mapping: 0-11 overlaps actor_train's 0-15 in part" in notes(config)
+
+
+def test_engines_that_run_ahead_get_the_devices_of_their_own() -> None:
+    config = load("agentic_shop")
+    assert isinstance(config, RLConfig)
+    assert config.actor_infer.device_mapping == [4, 5, 6, 7]
+
+
+def test_a_reward_without_a_rule_here_stops_a_run_only() -> None:
+    missing = {problem.path: problem.message for problem in check(load("rlvr_five_domains")).missing}
+    domains = {path.split(".")[1] for path in missing if path.startswith("rewards.")}
+    assert domains == {"ifeval", "code_sandbox", "llm_judge"}
+    assert missing["rewards.llm_judge.function"].startswith("no rule here does what LLMJudgeRewardWorker does; write")
+    config = load("rlvr_five_domains", *(f"rewards.{name}.function=mine:score" for name in domains))
+    assert not [problem for problem in check(config).missing if problem.path.startswith("rewards.")]
+
+
+def test_an_environment_that_is_not_here_stops_a_run_only() -> None:
+    missing = [problem for problem in check(load("agentic_shop")).missing if "env_type" in problem.path]
+    assert [problem.path for problem in missing] == ["custom_envs.Shop.env_type"]
+
+
+def test_keys_of_roll_take_effect() -> None:
+    config = load("rlvr_five_domains")
+    assert isinstance(config, RLConfig)
+    assert config.checkpoint_dir == "/tmp/models/five-domains"
+    assert config.tracker_kwargs == {"tensorboard": {"log_dir": "/tmp/boards/rlvr"}}
+    assert (config.max_len_mask, config.difficulty_mask, config.difficulty_high_threshold) == (True, True, 0.95)
+    assert config.dual_clip_c == 1.4
+    assert config.actor_train.data_args.domain_interleave_probs["math_rule"] == 0.5
+    assert config.actor_train.data_args.file_name[2:] == ["data/math.jsonl", "data/ifeval.jsonl"]
+    assert config.actor_train.model_args.attn_implementation == "fa2"
+
+
+def test_a_bound_of_the_dual_clip_that_is_given_stays() -> None:
+    config = load("rlvr_five_domains", "dual_clip_c=2")
+    assert isinstance(config, RLConfig) and config.dual_clip_c == 2
+
+
+def test_columns_of_a_recipe_for_sft() -> None:
+    data = load("sft_alpaca").actor_train.data_args
+    assert (data.prompt, data.query, data.response, data.system) == ("instruction", "input", "output", "system")
+
+
+def test_a_correction_of_roll_is_read() -> None:
+    config = load("rlvr_gspo_corrected")
+    assert isinstance(config, RLConfig)
+    assert config.actor_train.pg_variant == "gspo" and config.gspo_clip_high == 0.2
+    assert (config.correction.weights.level, config.correction.weights.upper) == ("token", 1.5)
+    rejection = config.correction.rejection
+    assert (rejection.statistic, rejection.level, rejection.upper) == ("k1", "sequence-mean", 1.05)
+    assert "not available: differences of probabilities" in notes(config)
+
+
+def test_normalization_of_rewards_decides_about_grpo() -> None:
+    config = load("agentic_two_nodes_fp16")
+    assert isinstance(config, RLConfig)
+    assert (config.adv_estimator, config.norm_mean_type, config.norm_std_type) == ("reinforce", None, None)
+    assert config.actor_train.model_args.dtype == "bf16"
+    config = load("agentic_frozen_lake_async")
+    assert isinstance(config, RLConfig)
+    assert (config.adv_estimator, config.grpo_norm_by_std) == ("grpo", True)
+
+
+def test_a_variable_of_the_environment_that_is_not_set_stops_a_run_only() -> None:
+    missing = [str(problem) for problem in check(load("rlvr_offpolicy")).missing]
+    assert (
+        "tracker_kwargs.api_key: the environment variable A_KEY_THAT_IS_NOT_SET is not set; "
+        "export A_KEY_THAT_IS_NOT_SET=..."
+    ) in missing
+
+
+def test_keys_without_effect_for_one_reason_are_one_remark() -> None:
+    (line,) = [line for line in notes(load("rlvr_five_domains")).splitlines() if "prompts are prepared in one" in line]
+    assert line.startswith("actor_train.data_args.preprocessing_num_workers: has no effect")
+    (line,) = [line for line in notes(load("rlvr_five_domains")).splitlines() if "a rule is a function" in line]
+    assert "rewards.ifeval.model_args, rewards.ifeval.data_args" in line or "rewards.ifeval.data_args" in line
+
+
+def test_keys_that_are_null_are_not_given(tmp_path: Path) -> None:
+    text = (RECIPES / "rlvr_offpolicy.yaml").read_text()
+    text = text.replace("resume_from_checkpoint: false", "resume_from_checkpoint: ~") + "reference: ~\n"
+    file = tmp_path / "recipe.yaml"
+    file.write_text(text)
+    assert load_config(file).resume_from_checkpoint is False
+
+
+def test_terms_of_the_kl_without_a_weight_are_off() -> None:
+    config = load("rlvr_grpo_32b", "kl_loss_coef=0")
+    assert isinstance(config, RLConfig) and not config.use_kl_loss
+    config = load("rlvr_grpo_32b")
+    assert isinstance(config, RLConfig) and config.kl_penalty == "k3"
+    assert (config.pg_clip_low, config.pg_clip_high) == (0.25, 0.25)
+
+
+def test_pages_of_the_cache_are_left_out_on_cpu() -> None:
+    kernels = (f"{role}.model_args.attn_implementation=sdpa" for role in ("actor_train", "reference"))
+    config = load("rlvr_five_domains", "platform=cpu", *kernels)
+    assert isinstance(config, RLConfig)
+    assert "page_size" not in config.actor_infer.strategy_args.strategy_config
+
+
+@pytest.mark.parametrize(("base", "sample_by"), [("traj_envs", "traj"), ("step_envs", "step")])
+def test_a_recipe_without_its_base_file_takes_the_environments_of_this_project(
+    tmp_path: Path, base: str, sample_by: str
+) -> None:
+    tags = ["SimpleSokoban", "LargerSokoban", "SokobanDifferentGridVocab", "FrozenLake", "FrozenLakeThink"]
+    text = (RECIPES / "agentic_frozen_lake_async.yaml").read_text()
+    text = text.replace("config/traj_envs@_here_", f"../nowhere/{base}@_here_").replace("[Lake]", "[FrozenLake]")
+    text = text.replace("[Boxes, BoxesInLetters, Lake]", "[SimpleSokoban, LargerSokoban, SokobanDifferentGridVocab]")
+    head, _, own = text.partition("custom_envs:\n")
+    entries = "".join(f"  {tag}: ${{custom_env.{tag}}}\n" for tag in tags)
+    file = tmp_path / "recipe.yaml"
+    file.write_text(f"{head}custom_envs:\n{entries}{own[own.index('  OwnLake') :]}")
+    config = load_config(file)
+    assert isinstance(config, AgenticConfig) and config.sample_by == sample_by
+    assert config.custom_envs["FrozenLake"].max_tokens_per_step == 64
+    assert f"{base}@_here_" not in notes(config)
+    assert f"../nowhere/{base} does not exist; the environments of this project are used" in notes(config)
