@@ -120,8 +120,8 @@ async def _check_rewards(rewards: dict[str, RewardConfig], prompts: list[Prompt]
 
 
 async def _check_reward(name: str, reward: RewardConfig, first: list[RewardRequest], report: Report) -> None:
-    if not first and reward.function.startswith("roll."):
-        return  # nothing of the user's takes part
+    if reward.function.startswith("roll.") and (not first or reward.worker_cls):
+        return  # nothing of the user's takes part, or the rules report that the function is missing
     pool = RewardPool(replace(reward, world_size=1))
     trial = asyncio.ensure_future(pool.self_test(first))
     try:
