@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import combinations
 from math import gcd, isqrt, lcm
 from typing import Any
@@ -14,6 +15,7 @@ from roll.configs.pipeline import BaseConfig, RLConfig
 from roll.configs.roles import DEVICE_ROLES, ActorInferConfig, ActorTrainConfig, MegatronRoleConfig, RoleConfig
 from roll.configs.sglang_options import OWNED, ServerOption, server_options
 from roll.configs.suggestions import nearest
+from roll.configs.trackers import missing_package
 
 CUDA_ONLY = ("bias_activation_fusion", "apply_rope_fusion", "overlap_grad_reduce")
 """Megatron options that need a GPU."""
@@ -114,6 +116,16 @@ def check_engines(config: BaseConfig, report: Report) -> None:
         )
     if not isinstance(config, AgenticConfig):
         _check_data(config, report)
+    _check_trackers(config, report)
+
+
+def _check_trackers(config: BaseConfig, report: Report) -> None:
+    """Trackers are installed, and options belong to trackers of the run."""
+    for name in config.track_with:
+        package = missing_package(name)
+        if package is not None:
+            advice = f"install it with: {sys.executable} -m pip install {package}"
+            report.missing_resource("track_with", f"{name} is not installed; {advice}")
     for name in config.tracker_kwargs:
         if name not in config.track_with:
             path, message = f"tracker_kwargs.{name}", f"track_with does not contain {name}; add it or remove this"
