@@ -41,7 +41,7 @@ test: lint test-fast ## run lint and every test
 	$(BIN)/python -m pytest -m integration
 
 test-fast: setup ## run the tests that start no engine
-	$(BIN)/python -m pytest -n 2 -m "not integration"
+	$(BIN)/python -m pytest -n 2 -m "not integration" --ignore tests/integration
 
 lint: setup ## run ruff and mypy
 	$(BIN)/ruff check .

@@ -84,6 +84,5 @@ def test_torchvision_is_importable_in_this_environment() -> None:
     import torch
     import torchvision
 
-    boxes = torch.zeros(1, 4, device="meta")
     assert torchvision.ops.nms.__module__ == "torchvision.ops.boxes"
-    assert torch.ops.torchvision.nms(boxes, boxes[:, 0], 0.5).device.type == "meta"
+    assert torch.ops.torchvision.nms.default.name() == "torchvision::nms"

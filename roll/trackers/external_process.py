@@ -73,15 +73,14 @@ class WandbRun:
         if "api_key" in options:
             os.environ["WANDB_API_KEY"] = options.pop("api_key")
         settings = {"console": "off", "init_timeout": START_S, **options.pop("settings", {})}
-        mode = "offline" if offline else options.pop("mode", None)
-        options.pop("mode", None)
+        chosen: Any = options.pop("mode", None)
         self._run = wandb.init(
             project=options.pop("project", DEFAULT_PROJECT),
             name=options.pop("name", request.run_name),
             dir=options.pop("log_dir", request.output_dir),
             id=request.previous_id(),
             resume="allow",
-            mode=mode,
+            mode="offline" if offline else chosen,
             settings=settings,
             config=request.config,
             **options,

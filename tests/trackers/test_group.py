@@ -47,7 +47,9 @@ def test_a_metric_without_a_description_is_warned_about_once(config: RLVRConfig,
 
 
 def test_an_unknown_tracker_error_lists_the_known_ones(config: RLVRConfig) -> None:
-    with pytest.raises(ValueError, match="'carrier_pigeon' is unknown; use mlflow, stdout, swanlab, tensorboard, wandb"):
+    with pytest.raises(
+        ValueError, match="'carrier_pigeon' is unknown; use mlflow, stdout, swanlab, tensorboard, wandb"
+    ):
         make_trackers(replace(config, track_with=["carrier_pigeon"]))
 
 

@@ -121,11 +121,11 @@ def check_engines(config: BaseConfig, report: Report) -> None:
 
 def _check_trackers(config: BaseConfig, report: Report) -> None:
     """Trackers are installed, and options belong to trackers of the run."""
-    for name in config.track_with:
-        package = missing_package(name)
+    for tracker in config.track_with:
+        package = missing_package(tracker)
         if package is not None:
             advice = f"install it with: {sys.executable} -m pip install {package}"
-            report.missing_resource("track_with", f"{name} is not installed; {advice}")
+            report.missing_resource("track_with", f"{tracker} is not installed; {advice}")
     for name in config.tracker_kwargs:
         if name not in config.track_with:
             path, message = f"tracker_kwargs.{name}", f"track_with does not contain {name}; add it or remove this"
