@@ -22,7 +22,7 @@ setup: $(READY) ## install everything into .venv
 
 # PyTorch is installed first and alone, so that TORCH_INDEX_ARGS can choose its build; the requirement files are complete.
 # Byte-compilation runs last, on all cores (pip would use one); files of packages that are not valid Python 3.11 are skipped.
-$(READY): requirements/cpu.txt requirements/dev.txt setup.py
+$(READY): requirements/cpu.txt requirements/dev.txt setup.py $(wildcard requirements/site-packages/*)
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install Python 3.11, or set PYTHON=PATH" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) $(TORCH_INDEX_ARGS) --constraint requirements/cpu.txt torch
@@ -41,7 +41,7 @@ test: lint test-fast ## run lint and every test
 	$(BIN)/python -m pytest -m integration
 
 test-fast: setup ## run the tests that start no engine
-	$(BIN)/python -m pytest -n 2 -m "not integration"
+	$(BIN)/python -m pytest -n 2 -m "not integration" --ignore tests/integration
 
 lint: setup ## run ruff and mypy
 	$(BIN)/ruff check .

@@ -1,9 +1,11 @@
 """Packaging of `roll`."""
 
+import os
 import re
+import sysconfig
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Distribution, find_packages, setup
 
 ROOT = Path(__file__).parent
 
@@ -38,6 +40,17 @@ BASE += (
     "torch",
 )
 
+# Files that go into site-packages as they are, so that Python reads the *.pth file among them.
+SITE_FILES = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "requirements/site-packages").glob("*.p*"))]
+SITE_PACKAGES = os.path.relpath(sysconfig.get_path("purelib"), sysconfig.get_path("data"))
+
+
+class WithDataFiles(Distribution):
+    def has_data(self) -> bool:
+        """Asked by an editable installation, which otherwise leaves `data_files` out."""
+        return bool(self.data_files)
+
+
 setup(
     name="roll",
     version=version(),
@@ -47,6 +60,8 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["roll", "roll.*"]),
+    data_files=[(SITE_PACKAGES, SITE_FILES)],
+    distclass=WithDataFiles,
     python_requires=">=3.11",
     install_requires=pinned("cpu.txt", *BASE),
     extras_require={
@@ -54,6 +69,7 @@ setup(
         "dev": pinned(
             "dev.txt", "hypothesis", "mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "types-pyyaml"
         ),
+        "trackers": pinned("dev.txt", "wandb", "swanlab", "mlflow-skinny"),
         "docs": pinned("cpu.txt", "matplotlib"),
     },
     entry_points={

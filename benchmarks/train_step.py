@@ -202,10 +202,8 @@ def _rank_main(
 ) -> None:
     from roll.distributed.process_groups import hold_port
     from roll.platforms import get_platform
-    from roll.platforms.sglang_cpu_plugin import define_torchvision_operators
 
     warnings.filterwarnings("ignore")
-    define_torchvision_operators()
     cores = sorted(os.sched_getaffinity(0))
     get_platform("cpu").setup_process([cores[rank % len(cores)]], threads=1)
     port = listener.getsockname()[1]

@@ -21,10 +21,6 @@ os.environ.update(
 import psutil
 import pytest
 
-from roll.platforms import sglang_cpu_plugin
-
-sglang_cpu_plugin.activate()  # transformers imports torchvision, which on a CPU build of torch needs its operators
-
 LEAVE_S = 15.0
 """Time for processes to end after the tests; Ray's own daemons take a few seconds."""
 

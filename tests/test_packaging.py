@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
 from importlib.metadata import entry_points, packages_distributions
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
-OPTIONAL = {"transformer_engine", "apex", "modelscope"}
-"""Accelerators that are detected, and a hub that is asked for; never required."""
+OPTIONAL = {"transformer_engine", "apex", "modelscope", "wandb", "swanlab", "mlflow"}
+"""Accelerators that are detected, a hub that is asked for, and trackers of the extra `trackers`; never required."""
 
 
 def lines(file: str) -> list[str]:
@@ -65,3 +66,23 @@ def test_the_console_script_and_the_engine_plug_in_are_registered() -> None:
     (plug_in,) = entry_points(group="sglang.srt.platforms", name="roll_cpu")
     assert script.value == "roll.cli:main"
     assert callable(plug_in.load())
+
+
+def test_python_starts_with_the_finder_of_torchvision_and_without_torch() -> None:
+    program = "import sys; print([finder.__name__ for finder in sys.meta_path[:1]], 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "['TorchvisionFinder'] False\n", done.stderr
+
+
+def test_torchvision_can_be_looked_for_without_importing_torch() -> None:
+    program = "import sys, importlib.util as u; print(bool(u.find_spec('torchvision')), 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "True False\n", done.stderr
+
+
+def test_torchvision_is_importable_in_this_environment() -> None:
+    import torch
+    import torchvision
+
+    assert torchvision.ops.nms.__module__ == "torchvision.ops.boxes"
+    assert torch.ops.torchvision.nms.default.name() == "torchvision::nms"

@@ -22,10 +22,11 @@ from roll.configs.compat.roll_recipes import drop_nulls, is_roll_recipe, read_ro
 from roll.configs.compat.vllm import read_engine
 from roll.configs.defaults import fill_in_defaults
 from roll.configs.errors import ConfigError, Problem
-from roll.configs.pipeline import TRACKER_OPTIONS, RLVRConfig, SFTConfig, Source
+from roll.configs.pipeline import RLVRConfig, SFTConfig, Source
 from roll.configs.rules import check
 from roll.configs.schema import Converter, declared
 from roll.configs.suggestions import drop_keys_of_other_roles, nearest, suggest_for
+from roll.configs.trackers import TRACKER_OPTIONS, nest_tracker_kwargs
 from roll.configs.yaml_files import interpolate, leaves, merge, override_tree, read_tree, referenced
 
 AnyConfig = RLVRConfig | SFTConfig | AgenticConfig
@@ -111,6 +112,7 @@ def build_config(
     problems += unsupported
     tree, weight_notes, weight_problems = expand_importance_sampling(tree)
     tree, translations = translate_values(tree)
+    tree, tracker_notes, tracker_problems = nest_tracker_kwargs(tree)
     tree, role_notes, role_problems = drop_keys_of_other_roles(tree, root)
     converter = Converter(suggest_for(root, PIPELINES), overridden)
     config = converter.overlay(tree, root())
@@ -119,10 +121,11 @@ def build_config(
             given = config.tracker_kwargs[name]
             checked = converter.overlay(given, options(), f"tracker_kwargs.{name}")
             config.tracker_kwargs[name] = {key: getattr(checked, key) for key in given if hasattr(checked, key)}
-    problems += weight_problems + role_problems + converter.problems
+    problems += weight_problems + tracker_problems + role_problems + converter.problems
     if problems:
         raise ConfigError(problems, source)
-    notes = _grouped([*notes, *recipe.notes, *unsupported_notes, *weight_notes, *translations, *role_notes])
+    others = [*weight_notes, *translations, *tracker_notes, *role_notes]
+    notes = _grouped([*notes, *recipe.notes, *unsupported_notes, *others])
     given_notes = [(note.path, note.message) for note in notes]
     config.source = Source(source, list(leaves(tree)), sorted(overridden), given_notes, unset)
     problems = fill_in_defaults(config) or check(config).errors

@@ -20,29 +20,13 @@ from roll.configs.roles import (
     pipelines,
 )
 from roll.configs.schema import Condition, environment, internal, needs, one_or_many, option
+from roll.configs.trackers import TrackerName
 
 
 def role_seed(seed: int, *names: Any) -> int:
     """A seed in [0, 2^31) that depends on the run's seed and on `names`, the same in every process."""
     text = "/".join(str(part) for part in (seed, *names))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") & 0x7FFFFFFF
-
-
-@dataclass
-class TensorBoardOptions:
-    """`tracker_kwargs.tensorboard`."""
-
-    log_dir: str | None = option(None, "Folder of the event files; default: output_dir/tensorboard.")
-    flush_secs: float = option(30.0, "Maximum time a point stays in memory, in seconds.", gt=0)
-
-
-@dataclass
-class NoOptions:
-    """`tracker_kwargs` of a tracker without options."""
-
-
-TRACKER_OPTIONS: dict[str, type] = {"tensorboard": TensorBoardOptions, "stdout": NoOptions}
-"""Options of each tracker of `track_with`."""
 
 
 @dataclass
@@ -92,13 +76,15 @@ class BaseConfig:
         "Checkpoints; default: output_dir/checkpoints.",
         only_for=needs("save_checkpoint", "save_checkpoint is false"),
     )
-    track_with: list[Literal["tensorboard", "stdout"]] = option(
+    track_with: list[TrackerName] = option(
         factory=lambda: ["stdout", "tensorboard"],
         parse=one_or_many,
         help="Trackers in addition to metrics.jsonl; a single name is taken as a list of one.",
     )
     tracker_kwargs: dict[str, dict[str, Any]] = option(
-        factory=dict, help="Options of the trackers by name, e.g. {tensorboard: {log_dir: PATH}}."
+        factory=dict,
+        help="Options of the trackers by name, e.g. {tensorboard: {log_dir: PATH}}; with one tracker "
+        "besides stdout they may be written directly.",
     )
     max_steps: int = option(100, "Batches to train on.", ge=1)
     save_steps: int = option(

@@ -16,6 +16,7 @@ from roll.configs.policy import ADV_ESTIMATORS, PG_VARIANTS
 from roll.configs.roles import ROLES, TEMPLATES
 from roll.configs.schema import Key, describe, known_keys, section_of
 from roll.configs.sglang_options import OWNED
+from roll.configs.trackers import TRACKER_OPTIONS
 
 PATH = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 """The generated page."""
@@ -40,6 +41,12 @@ def render() -> str:
     parts = [INTRODUCTION]
     for title, keys in _groups().items():
         parts.append(f"## {title}\n\n" + _table(("key", "type", "default", "meaning"), map(_row, keys)))
+    parts.append(
+        "## Options of trackers\n\n`tracker_kwargs` of each tracker in `track_with`. wandb, swanlab and mlflow are "
+        "installed separately (`pip install wandb`, `swanlab` or `mlflow-skinny`) and run in processes of their own: a "
+        "server that does not answer is warned about once and delays nothing. Their local files are in "
+        "`output_dir`.\n\n" + _table(("key", "type", "default", "meaning"), map(_row, _tracker_keys()))
+    )
     parts.append("## Names\n\n" + _table(("key", "known"), _names()))
     parts.append(
         "## Options of SGLang\n\n`strategy_config` of `actor_infer` takes every option of SGLang's `ServerArgs` by "
@@ -87,6 +94,11 @@ def _row(key: Key) -> tuple[str, str, str, str]:
     allowed = describe(key.hint) + (f", {bounds}" if bounds else "")
     default = "a section" if is_dataclass(key.default) else f"`{json.dumps(key.default)}`"
     return f"`{key.path}`", allowed, default, ", ".join(variants) + (": " if variants else "") + metadata["help"]
+
+
+def _tracker_keys() -> Iterator[Key]:
+    for name, options in TRACKER_OPTIONS.items():
+        yield from known_keys(options, f"tracker_kwargs.{name}")
 
 
 def _names() -> Iterator[tuple[str, str]]:

@@ -36,11 +36,6 @@ def write_tiny_model(folder: str | Path, family: str, seed: int = 0, dtype: str 
         The folder.
     """
     import torch
-
-    from roll.platforms.sglang_cpu_plugin import define_torchvision_operators
-
-    if not torch.cuda.is_available():
-        define_torchvision_operators()
     import transformers
 
     model_class = getattr(transformers, ARCHITECTURE_OF[family])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -37,9 +38,13 @@ class Platform(ABC):
     def engine_arguments(self) -> dict[str, Any]:
         """SGLang's ServerArgs that this platform requires."""
 
-    @abstractmethod
     def prepare_megatron(self) -> None:
-        """Prepares this process for Megatron-Core; call it before importing Megatron-Core."""
+        """Prepares this process for Megatron-Core; call it before importing Megatron-Core.
+
+        Megatron-Core imports wandb where it is installed, for an inference engine that no rank runs. That takes a
+        second of every start, so wandb cannot be imported in such a process; trackers have processes of their own.
+        """
+        sys.modules.setdefault("wandb", None)  # type: ignore[arg-type]
 
     def setup_process(self, cores: Sequence[int], threads: int) -> None:
         """Pins this process to `cores` and sets the thread count of torch and OpenMP.
@@ -103,6 +108,8 @@ class CpuPlatform(Platform):
         }
 
     def prepare_megatron(self) -> None:
+        """Patches torch, so that Megatron-Core runs without CUDA."""
+        super().prepare_megatron()
         from roll.platforms.megatron_cpu import patch_megatron_for_cpu
 
         patch_megatron_for_cpu()
@@ -143,6 +150,7 @@ class CudaPlatform(Platform):
 
     def prepare_megatron(self) -> None:
         """Sets one hardware queue, so that collectives start before the matrix products that overlap them."""
+        super().prepare_megatron()
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 

@@ -23,6 +23,9 @@ class Tracker(ABC):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Records the metrics of one step. Steps are logged once and in increasing order."""
 
+    def stop(self) -> None:  # noqa: B027  (optional)
+        """Called for every tracker before the first is closed, so that slow ones finish at the same time."""
+
     def close(self) -> None:  # noqa: B027  (optional)
         """Flushes and closes files; nothing is logged afterwards."""
 

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import platform
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -211,7 +212,7 @@ def write_run_json(
         RunError: the file cannot be written.
     """
     record = {
-        "config": config,
+        "config": without_secrets(config),
         "versions": dict(versions or dependency_versions()),
         "plan": plan,
         "summary": summary,
@@ -226,6 +227,21 @@ def dependency_versions() -> dict[str, str]:
     installed = {found.metadata["Name"]: found.version for found in distributions()}
     ordered = dict(sorted(installed.items(), key=lambda entry: entry[0].lower()))
     return {"python": platform.python_version(), **ordered}
+
+
+SECRET = re.compile(r"(api_?key|password|secret|(access|auth|hf)_token)$", re.IGNORECASE)
+"""Names of keys and environment variables whose values are not shown."""
+
+
+def without_secrets(config: Any) -> Any:
+    """A configuration as nested mappings, with `***` for the values of keys such as api_key."""
+
+    def hide(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: "***" if item and SECRET.search(str(name)) else hide(item) for name, item in value.items()}
+        return [hide(item) for item in value] if isinstance(value, list | tuple) else value
+
+    return hide(json.loads(json.dumps(config, default=plain)))
 
 
 def plain(value: Any) -> Any:

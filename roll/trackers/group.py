@@ -9,7 +9,7 @@ from typing import Any
 
 from roll.configs.errors import ConfigError, Problem
 from roll.configs.pipeline import BaseConfig
-from roll.trackers import console, tensorboard  # noqa: F401  (registers them)
+from roll.trackers import console, external, tensorboard  # noqa: F401  (registers them)
 from roll.trackers.base import TRACKERS, Metrics, Tracker
 from roll.trackers.files import METRICS_FILE, JsonlTracker, write_run_json
 from roll.trackers.metrics import undocumented, with_aliases
@@ -57,6 +57,8 @@ class TrackerGroup:
 
     def close(self, summary: Mapping[str, Any] | None = None) -> None:
         """Closes all trackers and adds `summary` to run.json."""
+        for tracker in self._trackers:
+            tracker.stop()
         for tracker in self._trackers:
             tracker.close()
         self._write_run_json(summary)

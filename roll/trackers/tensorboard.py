@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roll.configs.pipeline import BaseConfig, TensorBoardOptions
+from roll.configs.pipeline import BaseConfig
+from roll.configs.trackers import TensorBoardOptions
 from roll.trackers.base import Tracker, register_tracker
 
 if TYPE_CHECKING:

@@ -75,7 +75,9 @@ MISTYPED = {
     f"exp_name={'[' * 33}{']' * 33}": "sections or lists are nested more than 32 levels deep",
     "exp_name=!!timestamp abc": "contains a value that is not of its type",
     "actor_infer.strategy_args={strategy_name: vllm, strategy_config: [1]}": "strategy_config: [1] is not a section",
-    "track_with=wandb": "track_with[0]: 'wandb' is not one of tensorboard, stdout",
+    "track_with=comet": "track_with[0]: 'comet' is not one of tensorboard, wandb, swanlab, mlflow, stdout",
+    "track_with=wandb tracker_kwargs={projekt: a}": "tracker_kwargs.wandb.projekt: unknown key; "
+    "did you mean tracker_kwargs.wandb.project?",
 }
 
 OUT_OF_BOUNDS = {

@@ -33,6 +33,16 @@ assert shared == 0, "torch._dynamo refuses one object under two names"
 assert all(getattr(torch, name) is value for name, value in untouched.items())
 with torch.device("meta"):
     assert torch.empty(1).device.type == torch.zeros(1).device.type == "meta", "torch.device as a context is ignored"
+from tempfile import TemporaryDirectory
+from roll.models.tiny import write_tiny_model
+from transformers import AutoModelForCausalLM
+with TemporaryDirectory() as folder:
+    write_tiny_model(folder, "qwen3")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+rotary = model.model.rotary_emb
+exponent = torch.arange(0, model.config.head_dim, 2) / model.config.head_dim
+base = model.config.rope_parameters["rope_theta"]
+assert torch.allclose(rotary.inv_freq, 1 / base**exponent), f"uninitialized rotary frequencies: {rotary.inv_freq}"
 assert torch.zeros(2, device="cuda").device.type == "cpu" and torch.tensor([1.0], device="cuda:0").device.type == "cpu"
 assert torch.ones(1).type() == "torch.cuda.FloatTensor" and torch.ones(1).type(torch.int32).dtype == torch.int32
 torch.manual_seed(3)

@@ -47,7 +47,9 @@ def test_a_metric_without_a_description_is_warned_about_once(config: RLVRConfig,
 
 
 def test_an_unknown_tracker_error_lists_the_known_ones(config: RLVRConfig) -> None:
-    with pytest.raises(ValueError, match="'carrier_pigeon' is unknown; use stdout, tensorboard"):
+    with pytest.raises(
+        ValueError, match="'carrier_pigeon' is unknown; use mlflow, stdout, swanlab, tensorboard, wandb"
+    ):
         make_trackers(replace(config, track_with=["carrier_pigeon"]))
 
 
@@ -64,7 +66,7 @@ def test_a_name_is_registered_once() -> None:
 def test_the_registered_trackers_are_those_of_the_configuration() -> None:
     from typing import get_args, get_type_hints
 
-    from roll.configs.pipeline import TRACKER_OPTIONS
+    from roll.configs.trackers import TRACKER_OPTIONS
     from roll.trackers.base import TRACKERS
 
     (names,) = get_args(get_type_hints(RLVRConfig)["track_with"])

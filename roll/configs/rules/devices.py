@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import combinations
 from math import gcd, isqrt, lcm
 from typing import Any
@@ -21,6 +22,7 @@ from roll.configs.roles import (
 )
 from roll.configs.sglang_options import OWNED, ServerOption, server_options
 from roll.configs.suggestions import nearest
+from roll.configs.trackers import missing_package
 
 CUDA_ONLY = ("bias_activation_fusion", "apply_rope_fusion", "overlap_grad_reduce")
 """Megatron options that need a GPU."""
@@ -121,6 +123,16 @@ def check_engines(config: BaseConfig, report: Report) -> None:
         )
     if not isinstance(config, AgenticConfig):
         _check_data(config, report)
+    _check_trackers(config, report)
+
+
+def _check_trackers(config: BaseConfig, report: Report) -> None:
+    """Trackers are installed, and options belong to trackers of the run."""
+    for tracker in config.track_with:
+        package = missing_package(tracker)
+        if package is not None:
+            advice = f"install it with: {sys.executable} -m pip install {package}"
+            report.missing_resource("track_with", f"{tracker} is not installed; {advice}")
     for name in config.tracker_kwargs:
         if name not in config.track_with:
             path, message = f"tracker_kwargs.{name}", f"track_with does not contain {name}; add it or remove this"

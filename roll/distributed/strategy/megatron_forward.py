@@ -7,7 +7,7 @@ optimizer step is 1.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,103 +16,10 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from tensordict import TensorDict
 
+from roll.distributed.strategy.micro_batch import MicroBatch, make_micro_batch
 from roll.models.factory import HiddenStateModel
 from roll.models.fused_linear_logprobs import HeadSpec, fused_linear_logprobs
 from roll.models.hf_config import DecoderConfig
-
-
-@dataclass
-class MicroBatch:
-    """b samples, left-aligned and cut to the longest.
-
-    `batch` keeps the caller's columns (T of them, trailing padding cut), `input_ids` [b, S] are right padded with S
-    rounded up for sequence parallel. Token n to score is `targets`[n] at (`samples`[n], `columns`[n]) of the caller's
-    columns, and the hidden state before it is row `hidden_rows`[n] of [S * b, H].
-    """
-
-    batch: TensorDict
-    input_ids: torch.Tensor
-    targets: torch.Tensor
-    samples: torch.Tensor
-    columns: torch.Tensor
-    hidden_rows: torch.Tensor
-
-    def to_columns(self, values: torch.Tensor) -> torch.Tensor:
-        """[N] values of the scored tokens as [b, T], 0 elsewhere; keeps the gradient."""
-        shape = (self.batch.batch_size[0], self.batch["attention_mask"].shape[1])
-        return values.new_zeros(shape).index_put((self.samples, self.columns), values)
-
-
-def make_micro_batch(
-    batch: TensorDict, indices: Sequence[int], multiple: int = 1, device: torch.device | str = "cpu"
-) -> MicroBatch:
-    """The micro-batch of samples `indices` of `batch`.
-
-    Tokens to score are those of `response_mask` where the batch has one, else all of `attention_mask`; the first
-    token of a sample has no predecessor and is never scored. Padding may be on either side: samples are moved so that
-    it is on the right, where the causal mask hides it, and positions count from the first real token.
-
-    Args:
-        batch: `input_ids` and `attention_mask` [B, T], and the columns that the loss reads.
-        indices: of the samples.
-        multiple: S is a multiple of this (the tensor-parallel size under sequence parallel).
-        device: of the tensors.
-
-    Raises:
-        ValueError: a sample is empty, or has padding between its tokens.
-    """
-    rows = torch.as_tensor(list(indices), dtype=torch.long)
-    chosen = batch[rows]
-    mask = chosen["attention_mask"].bool()
-    first, lengths = mask.int().argmax(dim=1), mask.sum(dim=1)
-    _check_padding(mask, first, lengths, rows)
-    width = int((first + lengths).max())
-    if width < mask.shape[1]:
-        chosen, mask = _cut(chosen, mask.shape[1], width), mask[:, :width]
-    scored = _scored(chosen, mask, first)
-    samples, columns = scored.nonzero(as_tuple=True)
-    ids = _compact(chosen["input_ids"], first, int(lengths.max()), multiple)
-    hidden_rows = (columns - first[samples] - 1) * len(rows) + samples
-    micro = MicroBatch(chosen, ids, chosen["input_ids"][samples, columns], samples, columns, hidden_rows)
-    return _to(micro, device)
-
-
-def _scored(batch: TensorDict, mask: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-    scored = batch["response_mask"].bool() & mask if "response_mask" in batch.keys() else mask.clone()
-    scored[torch.arange(len(first)), first] = False
-    return scored
-
-
-def _compact(ids: torch.Tensor, first: torch.Tensor, longest: int, multiple: int) -> torch.Tensor:
-    """Each row from its first real token on, [b, S]; ids after a sample's end are arbitrary but valid."""
-    width = -(-longest // multiple) * multiple
-    columns = (first[:, None] + torch.arange(width)).clamp(max=ids.shape[1] - 1)
-    return ids.gather(1, columns)
-
-
-def _check_padding(mask: torch.Tensor, first: torch.Tensor, lengths: torch.Tensor, rows: torch.Tensor) -> None:
-    columns = torch.arange(mask.shape[1])
-    expected = (columns >= first[:, None]) & (columns < (first + lengths)[:, None])
-    bad = (lengths == 0) | (expected != mask).any(dim=1)
-    if bad.any():
-        sample = int(rows[bad.nonzero()[0, 0]])
-        raise ValueError(f"attention_mask: sample {sample} is empty or has padding between its tokens")
-
-
-def _cut(batch: TensorDict, old: int, new: int) -> TensorDict:
-    """Columns of the token tensors cut to the first `new`."""
-    tensors = {
-        key: value[:, :new] if value.dim() > 1 and value.shape[1] == old else value for key, value in batch.items()
-    }
-    return TensorDict(tensors, batch_size=batch.batch_size)
-
-
-def _to(micro: MicroBatch, device: torch.device | str) -> MicroBatch:
-    if torch.device(device).type == "cpu":
-        return micro
-    moved = {field.name: getattr(micro, field.name).to(device, non_blocking=True) for field in fields(micro)}
-    return MicroBatch(**moved)
-
 
 LossFunction = Callable[[torch.Tensor, torch.Tensor, TensorDict], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """(log_probs [b, T], entropy [b, T], samples) -> (loss, metrics) of one micro-batch."""

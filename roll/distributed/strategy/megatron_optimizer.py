@@ -1,9 +1,8 @@
-"""Megatron's data-parallel wrapper and optimizer, set up so that gradients are sums, and the learning rate schedule."""
+"""Megatron's data-parallel wrapper and optimizer, set up so that gradients are sums."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,38 +12,6 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from roll.configs.roles import MegatronTrainConfig, TrainingArguments
 from roll.models.factory import HiddenStateModel
-
-
-@dataclass(frozen=True)
-class LearningRate:
-    """Linear warm-up to the peak over `warmup_steps`, then constant, linear or cosine down to the minimum."""
-
-    peak: float
-    minimum: float
-    shape: str
-    warmup_steps: int
-    total_steps: int
-
-    @classmethod
-    def of(cls, arguments: TrainingArguments, total_steps: int) -> LearningRate:
-        """The schedule of a run with that many optimizer steps."""
-        warmup = arguments.warmup_steps or math.ceil(arguments.warmup_ratio * total_steps)
-        shape = arguments.lr_scheduler_type
-        return cls(arguments.learning_rate, arguments.min_learning_rate, shape, warmup, total_steps)
-
-    def at(self, step: int) -> float:
-        """The rate of optimizer step `step`, counted from 0.
-
-        During warm-up step k uses peak (k + 1) / warmup_steps, so no step is wasted at rate 0; the last step of
-        the run uses the minimum, and so do later steps, after `max_steps` was raised.
-        """
-        if step < self.warmup_steps:
-            return self.peak * (step + 1) / self.warmup_steps
-        if self.shape == "constant":
-            return self.peak
-        progress = min(1.0, (step - self.warmup_steps + 1) / max(1, self.total_steps - self.warmup_steps))
-        share = 1.0 - progress if self.shape == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-        return self.minimum + (self.peak - self.minimum) * share
 
 
 class NonFiniteError(RuntimeError):

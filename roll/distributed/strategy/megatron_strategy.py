@@ -19,6 +19,7 @@ from tensordict import TensorDict
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from roll.algorithms.aggregation import LossScale
+from roll.algorithms.learning_rate import LearningRate
 from roll.algorithms.losses import LOSSES
 from roll.algorithms.policy_losses import PolicyLossConfig
 from roll.configs.hub.names import local_model
@@ -35,7 +36,6 @@ from roll.distributed.strategy.megatron_forward import (
     reduce_micro_batches,
 )
 from roll.distributed.strategy.megatron_optimizer import (
-    LearningRate,
     build_optimizer,
     require_finite,
     update,

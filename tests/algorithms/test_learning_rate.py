@@ -1,7 +1,7 @@
 import pytest
 
+from roll.algorithms.learning_rate import LearningRate
 from roll.configs.roles import TrainingArguments
-from roll.distributed.strategy.megatron_optimizer import LearningRate
 
 
 def rates(steps=10, **options):

@@ -2,7 +2,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from roll.distributed.strategy.megatron_forward import make_micro_batch
+from roll.distributed.strategy.micro_batch import make_micro_batch
 
 IDS = torch.tensor([[1, 2, 3, 0, 0, 0], [4, 5, 6, 7, 0, 0], [0, 0, 0, 8, 9, 10]])
 MASK = torch.tensor([[1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0], [0, 0, 0, 1, 1, 1]])

@@ -1,0 +1,131 @@
+"""Options of the trackers that `track_with` names, and the flat spelling of `tracker_kwargs`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from importlib.util import find_spec
+from typing import Any, Literal
+
+from roll.configs.errors import Problem
+from roll.configs.schema import one_or_many, option
+
+
+@dataclass
+class TensorBoardOptions:
+    """`tracker_kwargs.tensorboard`."""
+
+    log_dir: str | None = option(None, "Folder of the event files; default: output_dir/tensorboard.")
+    flush_secs: float = option(30.0, "Maximum time a point stays in memory, in seconds.", gt=0)
+
+
+@dataclass
+class WandbOptions:
+    """`tracker_kwargs.wandb`."""
+
+    api_key: str | None = option(None, "Key of the server; default: what `wandb login` or WANDB_API_KEY gives.")
+    project: str | None = option(None, "Project; default: roll.")
+    entity: str | None = option(None, "User or team.")
+    name: str | None = option(None, "Name of the run; default: exp_name.")
+    group: str | None = option(None, "Group of runs.")
+    job_type: str | None = option(None, "Kind of run.")
+    notes: str | None = option(None, "Description.")
+    tags: list[str] | None = option(None, "Tags; a single one is taken as a list of one.", parse=one_or_many)
+    log_dir: str | None = option(None, "Folder of the local copy; default: output_dir.")
+    mode: Literal["online", "offline", "disabled", None] = option(
+        None, "offline writes files for `wandb sync`; default: online, or WANDB_MODE."
+    )
+    settings: dict[str, Any] = option(factory=dict, help="Further settings of wandb, such as base_url.")
+
+
+@dataclass
+class SwanlabOptions:
+    """`tracker_kwargs.swanlab`."""
+
+    login_kwargs: dict[str, Any] = option(factory=dict, help="api_key and host of the server.")
+    project: str | None = option(None, "Project; default: roll.")
+    workspace: str | None = option(None, "User or organisation.")
+    experiment_name: str | None = option(None, "Name of the run; default: exp_name.")
+    description: str | None = option(None, "Description.")
+    tags: list[str] | None = option(None, "Tags; a single one is taken as a list of one.", parse=one_or_many)
+    logdir: str | None = option(None, "Folder of the local copy; default: output_dir/swanlab.")
+    mode: Literal["cloud", "online", "local", "offline", "disabled", None] = option(
+        None, "offline writes files for `swanlab sync`; cloud is another name of online, the default."
+    )
+
+
+@dataclass
+class MlflowOptions:
+    """`tracker_kwargs.mlflow`."""
+
+    tracking_uri: str | None = option(
+        None, "Server or store; default: MLFLOW_TRACKING_URI, else files in output_dir/mlflow."
+    )
+    experiment_name: str | None = option(None, "Experiment; default: roll.")
+    run_name: str | None = option(None, "Name of the run; default: exp_name.")
+    description: str | None = option(None, "Description.")
+    tags: dict[str, Any] = option(factory=dict, help="Tags and their values.")
+
+
+@dataclass
+class NoOptions:
+    """`tracker_kwargs` of a tracker without options."""
+
+
+TrackerName = Literal["tensorboard", "wandb", "swanlab", "mlflow", "stdout"]
+
+TRACKER_OPTIONS: dict[str, type] = {
+    "tensorboard": TensorBoardOptions,
+    "wandb": WandbOptions,
+    "swanlab": SwanlabOptions,
+    "mlflow": MlflowOptions,
+    "stdout": NoOptions,
+}
+"""Options of each tracker of `track_with`."""
+
+PACKAGES = {"wandb": "wandb", "swanlab": "swanlab", "mlflow": "mlflow-skinny"}
+"""Tracker -> the package to install for it; the tracker has the name of the module."""
+
+
+def missing_package(tracker: str) -> str | None:
+    """The name of the package that `tracker` needs and that is not installed; None if nothing is missing."""
+    package = PACKAGES.get(tracker)
+    return package if package is not None and find_spec(tracker) is None else None
+
+
+def nest_tracker_kwargs(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem], list[Problem]]:
+    """A file that lists the options of its only tracker in `tracker_kwargs`, with these under the tracker's name.
+
+    A `tracker_kwargs` whose keys are all names of trackers stays as it is. Otherwise its keys belong to the only
+    tracker of `track_with` other than stdout.
+
+    Returns:
+        The file, notes about keys that only other trackers have, and problems.
+    """
+    given, chosen = tree.get("tracker_kwargs"), tree.get("track_with", ["tensorboard"])
+    if not isinstance(given, Mapping) or all(name in TRACKER_OPTIONS for name in given):
+        return dict(tree), [], []
+    named = [chosen] if isinstance(chosen, str) else chosen if isinstance(chosen, list) else []
+    trackers = [name for name in named if name in TRACKER_OPTIONS and name != "stdout"]
+    if len(trackers) > 1:
+        flat = next(name for name in given if name not in TRACKER_OPTIONS)
+        message = (
+            f"track_with has {len(trackers)} trackers; write the options by name: {{{trackers[0]}: {{{flat}: ...}}}}"
+        )
+        return {**tree, "tracker_kwargs": {}}, [], [Problem(f"tracker_kwargs.{flat}", message)]
+    own = _keys(trackers[0]) if trackers else set()
+    owners = {key: [name for name in TRACKER_OPTIONS if key in _keys(name)] for key in given}
+    unused = [key for key in given if owners[key] and key not in own]
+    notes = [
+        Problem(f"tracker_kwargs.{key}", f"has no effect: it is an option of {owners[key][0]}, not in track_with")
+        for key in unused
+    ]
+    nested = {key: value for key, value in given.items() if key not in unused}
+    if nested and not trackers:
+        message = "belongs to no tracker: track_with names none that has options"
+        return {**tree, "tracker_kwargs": {}}, notes, [Problem(f"tracker_kwargs.{key}", message) for key in nested]
+    return {**tree, "tracker_kwargs": {trackers[0]: nested} if nested else {}}, notes, []
+
+
+def _keys(tracker: str) -> set[str]:
+    return {item.name for item in fields(TRACKER_OPTIONS[tracker])}

@@ -1,0 +1,78 @@
+"""Trackers of `track_with` and their options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from roll.configs import trackers
+from roll.configs.rules import check
+from tests.configs.samples import RLVR, refusal, rlvr
+
+FLAT = """
+exp_name: a
+tracker_kwargs:
+  api_key:
+  project: roll-rlvr
+  name: ${exp_name}_math
+  notes: "first try"
+  tags: [rl, math]
+  log_dir: /tmp/wandb
+"""
+
+
+def test_options_without_a_name_belong_to_the_only_tracker(tmp_path: Path) -> None:
+    config = rlvr(tmp_path, text=RLVR + "track_with: wandb" + FLAT)
+    assert config.track_with == ["wandb"]
+    assert config.tracker_kwargs == {
+        "wandb": {
+            "api_key": None,
+            "project": "roll-rlvr",
+            "name": "a_math",
+            "notes": "first try",
+            "tags": ["rl", "math"],
+            "log_dir": "/tmp/wandb",
+        }
+    }
+
+
+def test_the_console_has_no_options_to_confuse(tmp_path: Path) -> None:
+    config = rlvr(tmp_path, "track_with=[stdout, mlflow]", "tracker_kwargs={tracking_uri: 'http://host:5000'}")
+    assert config.tracker_kwargs == {"mlflow": {"tracking_uri": "http://host:5000"}}
+
+
+def test_options_of_another_tracker_are_remarked_on(tmp_path: Path) -> None:
+    config = rlvr(tmp_path, "track_with=tensorboard", text=RLVR + "track_with: wandb" + FLAT)
+    assert config.tracker_kwargs == {"tensorboard": {"log_dir": "/tmp/wandb"}}
+    assert ("tracker_kwargs.project", "has no effect: it is an option of wandb, not in track_with") in (
+        config.source.notes
+    )
+    config = rlvr(tmp_path, "track_with=stdout", text=RLVR + "track_with: wandb" + FLAT)
+    assert config.tracker_kwargs == {} and len(config.source.notes) == 6
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["track_with=[wandb, mlflow]", "tracker_kwargs={project: a}"],
+            "tracker_kwargs.project: track_with has 2 trackers; write the options by name: {wandb: {project: ...}}",
+        ),
+        (
+            ["track_with=stdout", "tracker_kwargs={colour: a}"],
+            "tracker_kwargs.colour: belongs to no tracker: track_with names none that has options",
+        ),
+    ],
+)
+def test_options_of_no_known_owner_are_refused(tmp_path: Path, overrides: list[str], message: str) -> None:
+    assert message in refusal(tmp_path, *overrides)
+
+
+def test_a_package_that_is_not_installed_stops_a_run_with_the_line_that_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
+    missing = {problem.path: problem.message for problem in check(rlvr(tmp_path, "track_with=mlflow")).missing}
+    assert missing["track_with"].startswith("mlflow is not installed; install it with: /")
+    assert missing["track_with"].endswith("/python -m pip install mlflow-skinny")
