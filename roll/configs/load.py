@@ -127,7 +127,7 @@ def build_config(
     others = [*weight_notes, *translations, *tracker_notes, *role_notes]
     notes = _grouped([*notes, *recipe.notes, *unsupported_notes, *others])
     given_notes = [(note.path, note.message) for note in notes]
-    config.source = Source(source, list(leaves(tree)), sorted(overridden), given_notes, unset)
+    config.source = Source(source, list(leaves(tree)), sorted(overridden), given_notes, unset, tree)
     problems = fill_in_defaults(config) or check(config).errors
     if problems:
         raise ConfigError(problems, source)

@@ -72,8 +72,8 @@ def prefix_errors(source: str) -> Iterator[None]:
         raise DatasetError(f"{source}: {error}") from error
 
 
-def read_records(files: str | Path | list[str] | list[Path]) -> list[Record]:
-    """Reads all rows of one file or of several, in order.
+def read_records(files: str | Path | list[str] | list[Path], limit: int | None = None) -> list[Record]:
+    """Reads the rows of one file or of several, in order: all, or the first `limit` of each file.
 
     Raises:
         DatasetError: no file is given; a file is missing, unreadable, empty or of an unsupported kind; or a line is not
@@ -83,7 +83,7 @@ def read_records(files: str | Path | list[str] | list[Path]) -> list[Record]:
         files = [str(files)]
     if not files:
         raise DatasetError("data_args.file_name is empty")
-    return [record for file in files for record in _read_file(local_file(file))]
+    return [record for file in files for record in _read_file(local_file(file), limit)]
 
 
 def read_first(
@@ -106,8 +106,8 @@ def read_first(
     return found, errors
 
 
-def _read_file(path: Path) -> list[Record]:
-    records = [_whole(row) for row in _rows(path)]
+def _read_file(path: Path, limit: int | None) -> list[Record]:
+    records = [_whole(row) for row in islice(_rows(path), limit)]
     if not records:
         raise DatasetError(f"{path}: the file is empty")
     return records

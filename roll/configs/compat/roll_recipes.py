@@ -12,9 +12,10 @@ from typing import Any, get_args
 from roll.configs.agentic import ADJUSTMENTS, METHODS
 from roll.configs.compat.recipe import Recipe
 from roll.configs.parallel_layout import parse_device_mapping, spans
-from roll.configs.pipeline import TRACKER_OPTIONS, BaseConfig
+from roll.configs.pipeline import BaseConfig
 from roll.configs.policy import BEHAVIOR_VARIANTS
 from roll.configs.schema import declared, keys_along
+from roll.configs.trackers import TRACKER_OPTIONS
 
 MARKS = ("hydra", "reward_pretrain", "value_clip", "checkpoint_config", "custom_env", "render_save_dir", "sft_train")
 """Top-level keys of which every complete recipe of ROLL has one."""
