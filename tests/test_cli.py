@@ -32,13 +32,16 @@ def test_plan_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_invalid_file_is_explained_without_a_traceback(tmp_path: Path) -> None:
-    file = write(tmp_path, RLVR + "pg_variant: ppo\n")
+    file = write(tmp_path, RLVR + "learning_rate: 1e-6\n")
     run = subprocess.run(
         [sys.executable, "-m", "roll", "plan", str(file)], capture_output=True, text=True, cwd=ROOT, timeout=60
     )
     assert run.returncode == 2
     assert run.stdout == ""
-    assert run.stderr == f"{file}: 1 problem\npg_variant: unknown key; this key belongs at actor_train.pg_variant\n"
+    assert (
+        run.stderr
+        == f"{file}: 1 problem\nlearning_rate: unknown key; this key belongs at actor_train.training_args.learning_rate\n"
+    )
 
 
 def test_run_rejects_missing_model_and_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
