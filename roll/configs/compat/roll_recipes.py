@@ -13,8 +13,8 @@ from roll.configs.agentic import ADJUSTMENTS, METHODS
 from roll.configs.compat.recipe import Recipe
 from roll.configs.parallel_layout import parse_device_mapping, spans
 from roll.configs.pipeline import BaseConfig
-from roll.configs.policy import BEHAVIOR_VARIANTS
-from roll.configs.schema import declared, keys_along
+from roll.configs.policy import traits_of
+from roll.configs.schema import keys_along
 from roll.configs.trackers import TRACKER_OPTIONS
 
 MARKS = ("hydra", "reward_pretrain", "value_clip", "checkpoint_config", "custom_env", "render_save_dir", "sft_train")
@@ -181,7 +181,7 @@ TRACKERS = ("wandb", "swanlab", "trackio", "ml_tracker", "mlflow", "none")
 
 
 def _read_trackers(recipe: Recipe) -> None:
-    """One tracker, and its options without a section of its own."""
+    """Trackers that are not here; `nest_tracker_kwargs` reads options without a section of their own."""
     given = recipe.get("track_with", ["tensorboard"])
     names = [given] if isinstance(given, str) else given
     if not isinstance(names, list):
@@ -191,20 +191,8 @@ def _read_trackers(recipe: Recipe) -> None:
     if absent:
         recipe.put("track_with", kept)
         recipe.note("track_with", f"{', '.join(absent)} is not available: metrics.jsonl has every step")
-    options = recipe.section("tracker_kwargs")
-    if not options or options.keys() & TRACKER_OPTIONS.keys():
-        return
-    recipe.take("tracker_kwargs")
-    known = set(declared(TRACKER_OPTIONS[kept[0]])) if kept and kept[0] in TRACKER_OPTIONS else set()
-    read = {key: value for key, value in options.items() if key in known}
-    if read:
-        recipe.put("tracker_kwargs", {kept[0]: read})
-        recipe.note("tracker_kwargs", f"{', '.join(read)}: are read as tracker_kwargs.{kept[0]}")
-    rest = [key for key in options if key not in read]
-    if rest:
-        recipe.note(
-            "tracker_kwargs", f"{', '.join(rest)}: no effect, {', '.join(kept) or 'no tracker'} does not read them"
-        )
+        if not set(kept) - {"stdout"}:
+            recipe.drop("tracker_kwargs", f"they are options of {', '.join(absent)}")
 
 
 # Data
@@ -332,7 +320,7 @@ def _read_old_log_probs(recipe: Recipe) -> None:
     stale = recipe.get("async_generation_ratio", 0)
     corrected = recipe.get("train_infer_correction.is_weight.enabled") or recipe.has("correction.weights")
     variant = recipe.get("actor_train.pg_variant", "ppo")
-    if source == "recompute" and stale and not corrected and variant not in BEHAVIOR_VARIANTS:
+    if source == "recompute" and stale and not corrected and traits_of(variant).ratio_base != "behavior":
         recipe.note(path, "has no effect: with stale samples the ratio is taken against the policy that sampled them")
     elif recipe.put_new("old_log_probs_source", source):
         recipe.note(path, f"is read as old_log_probs_source: {source}")
