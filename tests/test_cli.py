@@ -38,10 +38,8 @@ def test_invalid_file_is_explained_without_a_traceback(tmp_path: Path) -> None:
     )
     assert run.returncode == 2
     assert run.stdout == ""
-    assert (
-        run.stderr
-        == f"{file}: 1 problem\nlearning_rate: unknown key; this key belongs at actor_train.training_args.learning_rate\n"
-    )
+    message = "learning_rate: unknown key; this key belongs at actor_train.training_args.learning_rate"
+    assert run.stderr == f"{file}: 1 problem\n{message}\n"
 
 
 def test_run_rejects_missing_model_and_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -320,7 +320,7 @@ def _read_old_log_probs(recipe: Recipe) -> None:
     stale = recipe.get("async_generation_ratio", 0)
     corrected = recipe.get("train_infer_correction.is_weight.enabled") or recipe.has("correction.weights")
     variant = recipe.get("actor_train.pg_variant", "ppo")
-    if source == "recompute" and stale and not corrected and traits_of(variant).ratio_base != "behavior":
+    if source == "recompute" and stale and not corrected and traits_of(str(variant)).ratio_base != "behavior":
         recipe.note(path, "has no effect: with stale samples the ratio is taken against the policy that sampled them")
     elif recipe.put_new("old_log_probs_source", source):
         recipe.note(path, f"is read as old_log_probs_source: {source}")
