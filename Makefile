@@ -4,6 +4,7 @@ PYTHON ?= python3.11
 TORCH_INDEX_ARGS ?=
 CONFIG ?= examples/tiny_math/rlvr_config.yaml
 BENCH_DIR ?= output/bench
+RECIPES ?= $(wildcard examples/*/*.yaml tests/data/recipes/*.yaml)
 
 BIN := .venv/bin
 READY := .venv/.ready
@@ -13,7 +14,7 @@ export RAY_USAGE_STATS_ENABLED = 0
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help setup demo demo-agentic test test-fast lint format bench docs plan clean
+.PHONY: help setup demo demo-agentic test test-fast lint format bench docs plan rehearse clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -61,6 +62,10 @@ docs: setup ## regenerate the pages made from the code
 
 plan: setup ## show what CONFIG would run where
 	$(BIN)/roll plan $(CONFIG)
+
+rehearse: setup ## run every recipe of RECIPES in miniature, about two minutes each
+	@failed=; for recipe in $(RECIPES); do $(BIN)/roll rehearse $$recipe || failed="$$failed $$recipe"; done; \
+	test -z "$$failed" || { echo "not every part was exercised of:$$failed" >&2; exit 1; }
 
 clean: ## remove the output of runs and tools, but not .venv
 	rm -rf output build dist roll.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

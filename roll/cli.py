@@ -19,13 +19,14 @@ EXIT_CONFIG_ERROR = 2
 HELP = {
     "run": "train as configured in a YAML file",
     "plan": "show devices, batch sizes and memory of a configuration without starting it",
+    "rehearse": "run a configuration in miniature on this CPU, and report what was exercised",
     "simulate": "predict step time, idle time and staleness, and search for a better device split and ratio",
     "ablate": "run a grid of policy losses, ratios and seeds; run it again to resume unfinished runs",
     "show": "print the samples of a training step",
 }
 """What each command does, for --help."""
 
-TOOLS = ("simulate", "ablate", "show")
+TOOLS = ("rehearse", "simulate", "ablate", "show")
 """Commands defined in `roll/tools/<name>/command.py`, as `add_options(parser)` and `run(arguments)`."""
 
 

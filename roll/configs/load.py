@@ -120,7 +120,7 @@ def build_config(
         raise ConfigError(problems, source)
     notes = _grouped([*notes, *recipe.notes, *unsupported_notes, *weight_notes, *translations, *role_notes])
     given_notes = [(note.path, note.message) for note in notes]
-    config.source = Source(source, list(leaves(tree)), sorted(overridden), given_notes, unset)
+    config.source = Source(source, list(leaves(tree)), sorted(overridden), given_notes, unset, tree)
     problems = fill_in_defaults(config) or check(config).errors
     if problems:
         raise ConfigError(problems, source)

@@ -55,6 +55,8 @@ class Source:
         overridden: paths of the keys that an override sets.
         notes: path and message of each remark of loading.
         unset: path and message of each value that refers to an environment variable that is not set.
+        tree: the values of `given` in nested mappings, interpolated and in the spelling used here; it loads as the same
+            configuration.
     """
 
     file: str = ""
@@ -62,6 +64,7 @@ class Source:
     overridden: list[str] = field(default_factory=list)
     notes: list[tuple[str, str]] = field(default_factory=list)
     unset: list[tuple[str, str]] = field(default_factory=list)
+    tree: dict[str, Any] = field(default_factory=dict)
 
     def made_moot(self, path: str, causes: Sequence[str]) -> bool:
         """Whether a key of the file has no effect only because an override changed one of `causes`."""

@@ -61,7 +61,7 @@ def load_prompts(files: str | list[str], data_args: DataArguments) -> list[Promp
     prompts = [
         Prompt(
             id=record_id(record, data_args),
-            tag=_tag(record, data_args),
+            tag=tag_of(record, data_args),
             question=question(record, data_args),
             ground_truth=_ground_truth(record, data_args),
         )
@@ -132,7 +132,8 @@ def record_id(record: Record, data_args: DataArguments) -> str:
     return f"{record.file.stem}:{record.line}"
 
 
-def _tag(record: Record, data_args: DataArguments) -> str:
+def tag_of(record: Record, data_args: DataArguments) -> str:
+    """Tag of the row, or its data source, which selects the reward."""
     return str(record.row.get(data_args.tag) or record.row.get("data_source") or DEFAULT_TAG)
 
 

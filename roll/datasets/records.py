@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -65,8 +66,8 @@ def prefix_errors(source: str) -> Iterator[None]:
         raise DatasetError(f"{source}: {error}") from error
 
 
-def read_records(files: str | Path | list[str] | list[Path]) -> list[Record]:
-    """Reads all rows of one file or of several, in order.
+def read_records(files: str | Path | list[str] | list[Path], limit: int | None = None) -> list[Record]:
+    """Reads the rows of one file or of several, in order: all, or the first `limit` of each file.
 
     Raises:
         DatasetError: no file is given; a file is missing, unreadable, empty or of an unsupported kind; or a line is not
@@ -76,10 +77,10 @@ def read_records(files: str | Path | list[str] | list[Path]) -> list[Record]:
         files = [str(files)]
     if not files:
         raise DatasetError("data_args.file_name is empty")
-    return [record for file in files for record in _read_file(Path(file))]
+    return [record for file in files for record in _read_file(Path(file), limit)]
 
 
-def _read_file(path: Path) -> list[Record]:
+def _read_file(path: Path, limit: int | None) -> list[Record]:
     reason = unreachable(path)
     if reason is not None:
         raise DatasetError(f"{path}: cannot be read: {reason}")
@@ -88,7 +89,7 @@ def _read_file(path: Path) -> list[Record]:
     if path.suffix not in SUFFIXES:
         raise DatasetError(f"{path}: cannot read {path.suffix or 'a file without suffix'}; use {', '.join(SUFFIXES)}")
     reader = _parquet_rows if path.suffix == ".parquet" else _json_list if _is_list(path) else _json_lines
-    records = [Record(path, line, row) for line, row in reader(path)]
+    records = [Record(path, line, row) for line, row in itertools.islice(reader(path), limit)]
     if not records:
         raise DatasetError(f"{path}: the file is empty")
     return records
@@ -148,8 +149,11 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     import pyarrow
     import pyarrow.parquet
 
+    number = 0
     try:
-        rows = pyarrow.parquet.read_table(path).to_pylist()
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                for number, row in enumerate(batch.to_pylist(), start=number + 1):
+                    yield number, row
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DatasetError(f"{path}: not a parquet file, or a damaged one: {error}") from error
-    yield from enumerate(rows, start=1)

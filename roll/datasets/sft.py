@@ -52,7 +52,7 @@ def load_sft_data(files: str | list[str], data_args: DataArguments) -> list[Prom
         DatasetError: as `load_prompts`.
     """
     records = read_records(files)
-    data = [_prompt_response(record, data_args) for record in records]
+    data = [prompt_response(record, data_args) for record in records]
     check_unique_ids([item.id for item in data], records)
     return data
 
@@ -142,7 +142,8 @@ def _all_messages(
     return examples
 
 
-def _prompt_response(record: Record, data_args: DataArguments) -> PromptResponse:
+def prompt_response(record: Record, data_args: DataArguments) -> PromptResponse:
+    """The prompt and response of one row; see `load_sft_data`."""
     prompt, response = question(record, data_args), record.row.get(data_args.response)
     messages = prompt.messages or ()
     if response is None and len(messages) > 1 and messages[-1]["role"] == "assistant":

@@ -18,10 +18,9 @@ from roll.tools.ablate.process import (
     read_progress,
     read_run_json,
     remove_checkpoints,
-    run_process,
-    tail,
 )
 from roll.tools.ablate.report import Status, TrialResult, markdown_report, plot_curves, summarize_trial
+from roll.tools.processes import run_process, tail
 from roll.tools.terminal import comma_separated, number
 from roll.trackers.files import METRICS_FILE, read_metrics
 

@@ -1,16 +1,13 @@
-"""One trial as a subprocess: how it starts and ends, and how its progress is read from its folder."""
+"""The folder of a trial: its lock, and the progress of its run."""
 
 from __future__ import annotations
 
 import dataclasses
 import fcntl
 import json
-import os
 import shutil
-import signal
-import subprocess
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,15 +15,6 @@ from roll.configs.pipeline import RLConfig
 from roll.pipeline import checkpoint
 from roll.tools.terminal import option_error
 from roll.trackers.files import RUN_FILE, plain
-
-GRACE_S = 60.0
-"""Seconds between SIGTERM, after which a run stops its workers and engines itself, and SIGKILL."""
-
-CAUSE_LINES = 12
-"""Lines of output kept of a failed trial: the message, and for a bug the end of its traceback."""
-
-TAIL_BYTES = 20_000
-"""End of a log in which `tail` looks for lines."""
 
 LOCK_FILE = ".lock"
 """File in the output folder, locked by the `roll ablate` that uses the folder."""
@@ -63,48 +51,6 @@ def lock_folder(folder: Path) -> Iterator[int]:
             )
             raise option_error("--out", message) from None
         yield file.fileno()
-
-
-def run_process(command: Sequence[str], log: Path, grace_s: float = GRACE_S, pass_fds: Sequence[int] = ()) -> int:
-    """Runs a command, appends its output to `log`, and returns its exit code.
-
-    The command runs in its own session, so Ctrl-C reaches only this process. It then gets SIGTERM, and its process
-    group gets SIGKILL after `grace_s` or a second Ctrl-C.
-
-    Raises:
-        KeyboardInterrupt: after the process group has ended.
-    """
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as output:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            pass_fds=pass_fds,
-        )
-        try:
-            return process.wait()
-        except BaseException:
-            process.send_signal(signal.SIGTERM)
-            with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
-                process.wait(grace_s)
-            raise
-        finally:
-            with suppress(ProcessLookupError):  # raised if no process of the group is left
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def tail(log: Path, count: int = CAUSE_LINES) -> str:
-    """The last non-empty lines of a log; empty if there is no log."""
-    if not log.is_file():
-        return ""
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - TAIL_BYTES))
-        lines = file.read().decode(errors="replace").splitlines()
-    return "\n".join([line.rstrip() for line in lines if line.strip()][-count:])
 
 
 def read_progress(folder: Path, config: RLConfig) -> Progress:

@@ -15,7 +15,8 @@ from roll.cli import main
 from roll.configs.errors import ConfigError
 from roll.tools.ablate.command import Ablation
 from roll.tools.ablate.grid import Trial, check_grid, make_grid
-from roll.tools.ablate.process import lock_folder, run_process, tail
+from roll.tools.ablate.process import lock_folder
+from roll.tools.processes import run_process, tail
 from tests.configs.samples import SFT, write
 from tests.tools.ablate.conftest import fake_run_command, read_results
 

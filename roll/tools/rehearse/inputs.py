@@ -1,0 +1,81 @@
+"""Makes what a rehearsal runs on: random models, a tokenizer, and a few rows of data or probed environments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from roll.configs.agentic import AgenticConfig
+from roll.configs.errors import RunError
+from roll.configs.pipeline import BaseConfig, RLConfig
+from roll.tools.rehearse.batches import shrink_batch, structure_of
+from roll.tools.rehearse.data import longest_messages, write_data
+from roll.tools.rehearse.layouts import shrink_layouts
+from roll.tools.rehearse.model import find_model, find_tokenizer, write_model
+from roll.tools.rehearse.runs import own_place
+from roll.tools.rehearse.shrink import Inputs
+
+VALIDATION_ROWS = 4
+"""Rows of validation."""
+
+SFT_ROWS = 16
+"""Rows that SFT trains on."""
+
+
+def make_inputs(recipe: BaseConfig, folder: Path, steps: int, say: Callable[[str], None]) -> Inputs:
+    """Writes models and data below `folder`.
+
+    Args:
+        recipe: as loaded.
+        folder: of the rehearsal.
+        steps: of the run; RLVR gets as many prompts as they consume, so that every reward has some.
+        say: prints what is used.
+
+    Raises:
+        ConfigError, UnsupportedModel: the model cannot be rehearsed.
+        DatasetError: the recipe's own data cannot be used.
+        RunError: an environment failed; the message has the place in the user's code.
+    """
+    main = recipe.actor_train.model_args.model_name_or_path or ""
+    source = find_model(main)
+    stops = recipe.actor_infer.generating_args.stop_strings if isinstance(recipe, RLConfig) else []
+    tokenizer, why = find_tokenizer(source, [*stops, *recipe.validation.generating_args.stop_strings])
+    names = {main, *(role.model_args.model_name_or_path or "" for role in recipe.device_roles().values())}
+    models = {
+        name: str(write_model(find_model(name), tokenizer, folder / f"model-{number}", seed=number))
+        for number, name in enumerate(sorted(names, key=lambda name: (name != main, name)))
+    }
+    kind = f"a stand-in tokenizer, since {why}" if why else f"its own tokenizer of {len(tokenizer)} tokens"
+    described = f"a random {source.architecture} (known from {source.basis}) with {kind}"
+    say(f"model: {described}")
+    reasons = {"model": described}
+    if isinstance(recipe, AgenticConfig):
+        first, between = _probe(recipe)
+        return Inputs(models, prompt_tokens=first, turn_tokens=between, reasons=reasons)
+    rows = {"actor_train": _training_rows(recipe, steps)} | ({"validation": VALIDATION_ROWS} if recipe.eval_steps else {})
+    files: dict[str, list[str]] = {}
+    prompt = sequence = 1
+    for role, count in rows.items():
+        data = write_data(recipe, role, tokenizer, folder / "data", count)
+        reasons[role] = data.reason or "the first rows"
+        say(f"data of {role}: {data.reason or f'the first rows of its own files'}")
+        files[role] = data.files
+        prompt, sequence = max(prompt, data.prompt_tokens), max(sequence, data.sequence_tokens)
+    return Inputs(models, files, prompt, sequence, reasons=reasons)
+
+
+def _training_rows(recipe: BaseConfig, steps: int) -> int:
+    if not isinstance(recipe, RLConfig):
+        return SFT_ROWS
+    data_parallel = shrink_layouts(recipe.device_roles()).layouts["actor_train"].data
+    return shrink_batch(structure_of(recipe), data_parallel).groups * steps
+
+
+def _probe(recipe: AgenticConfig) -> tuple[int, int]:
+    try:
+        return longest_messages(recipe)
+    except Exception as error:
+        place = own_place(error)
+        if not place:
+            raise
+        raise RunError(f"your code: {place}: {type(error).__name__}: {error}") from error

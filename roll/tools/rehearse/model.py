@@ -1,0 +1,199 @@
+"""The model of a rehearsal: small and random, of the recipe's architecture, with its tokenizer or a stand-in."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from roll.configs.errors import ConfigError, Problem, RunError
+from roll.configs.model_config import CONFIG_NAME, FAMILIES, read_model_config, rotary_values
+from roll.datasets.templates import BUILT_IN
+from roll.models.tiny import write_tiny_model
+from roll.pipeline.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+FAMILY_NAMES = (
+    (re.compile(r"qwen-?3", re.I), "Qwen3ForCausalLM"),
+    (re.compile(r"qwen|qwq", re.I), "Qwen2ForCausalLM"),
+    (re.compile(r"llama", re.I), "LlamaForCausalLM"),
+)
+"""Names of models -> architecture, first match; for models whose config.json is not on this machine."""
+
+DEFAULT_ARCHITECTURE = "Qwen2ForCausalLM"
+
+MIXTURE = re.compile(r"\d+b-a\d+(\.\d+)?b", re.I)
+"""Names of mixtures of experts, such as Qwen3-30B-A3B."""
+
+SIZE = re.compile(r"(\d+(?:\.\d+)?)b(?![a-z0-9])", re.I)
+
+LARGEST_TIED = 4.0
+"""Billions of weights up to which the dense families share input and output embeddings."""
+
+SHAPE: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+"""Divides by 1, 2 and 4 tensor-parallel ranks and by 2 pipeline stages."""
+
+POSITIONS = 32768
+"""`max_position_embeddings` where the recipe's model does not give more."""
+
+SPREAD = 0.05
+"""Standard deviation of the random weights: what a token adds to the hidden state outlasts the layers."""
+
+COMMON_PART = 1.0
+"""Length of the direction that all embeddings have in common."""
+
+COMMON_SHARE = 0.5
+"""About the share of that direction in the last hidden state."""
+
+KEPT_SETTINGS = ("tie_word_embeddings", "rms_norm_eps")
+"""Settings of a config.json that the random model has too."""
+
+END_OF_TURN = {"llama": "<|eot_id|>"}
+"""End token of a family's stand-in tokenizer; of the others it is that of ChatML."""
+
+NATIVE_TEMPLATE = {"llama": "llama3", "qwen2": "qwen2_5", "qwen3": "qwen3"}
+"""Built-in chat template that stands in for a family's own."""
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """What is known about a model of the recipe.
+
+    Attributes:
+        name: in the recipe.
+        architecture: as in `FAMILIES`.
+        settings: of its config.json; empty if that is not on this machine.
+        basis: how the architecture is known.
+    """
+
+    name: str
+    architecture: str
+    settings: dict[str, Any]
+    basis: str
+
+    @property
+    def family(self) -> str:
+        """Name of the model family."""
+        return FAMILIES[self.architecture].name
+
+
+def find_model(name: str) -> ModelSource:
+    """The architecture of a model, from its config.json if that is on this machine, else from its name.
+
+    Raises:
+        ConfigError: the name is that of a mixture of experts.
+        UnsupportedModel: its config.json is not that of a supported model.
+    """
+    file = Path(name) / CONFIG_NAME
+    if file.is_file():
+        raw = read_model_config(file)
+        return ModelSource(name, raw["architectures"][0], raw, "its config.json")
+    label = Path(name).name
+    if MIXTURE.search(label):
+        message = f"{name} is a mixture of experts by its name; dense models can be rehearsed: {', '.join(FAMILIES)}"
+        raise ConfigError([Problem("pretrain", message)])
+    for pattern, architecture in FAMILY_NAMES:
+        if pattern.search(label):
+            size = SIZE.search(label)
+            tied = size is not None and float(size[1]) <= LARGEST_TIED
+            return ModelSource(name, architecture, {"tie_word_embeddings": tied}, "its name")
+    return ModelSource(name, DEFAULT_ARCHITECTURE, {}, "an assumption, as its name does not tell")
+
+
+def find_tokenizer(source: ModelSource, stop_strings: Sequence[str]) -> tuple[PreTrainedTokenizerBase, str]:
+    """The tokenizer of the recipe's model if it is on this machine, else a stand-in; and the reason for a stand-in.
+
+    Args:
+        source: of the model.
+        stop_strings: of the recipe, which are one token each in the stand-in.
+    """
+    if not Path(source.name).is_dir():
+        return stand_in_tokenizer(source.family, stop_strings), f"{source.name} is not on this machine"
+    try:
+        return load_tokenizer(source.name), ""
+    except RunError as error:
+        return stand_in_tokenizer(source.family, stop_strings), str(error)
+
+
+def stand_in_tokenizer(family: str, words: Sequence[str] = ()) -> PreTrainedTokenizerBase:
+    """A tokenizer with one token per byte, the markers of every built-in chat template, and these words.
+
+    Its chat template is the built-in one of the family.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
+
+    markers = sorted({marker for template in BUILT_IN.values() for marker in template.markers})
+    end = END_OF_TURN.get(family, "<|im_end|>")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: number for number, token in enumerate([end, *alphabet])}
+    options: dict[str, Any] = {
+        "pad_token": end,
+        "eos_token": end,
+        "additional_special_tokens": [marker for marker in markers if marker != end],
+        "chat_template": BUILT_IN[NATIVE_TEMPLATE[family]].jinja,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": POSITIONS,
+    }
+    if family.startswith("qwen"):  # transformers reads the folder of such a model with this class
+        tokenizer = Qwen2Tokenizer(vocab=vocabulary, merges=[], unk_token=end, **options)
+    else:
+        core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+        core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        core.decoder = decoders.ByteLevel()
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, **options)
+    tokenizer.add_tokens([word for word in dict.fromkeys(words) if word not in tokenizer.get_vocab()])
+    return tokenizer
+
+
+def write_model(source: ModelSource, tokenizer: PreTrainedTokenizerBase, folder: Path, seed: int) -> Path:
+    """Writes a random model of the architecture with this tokenizer, and returns the folder."""
+    settings = {key: source.settings[key] for key in KEPT_SETTINGS if source.settings.get(key) is not None}
+    heads = source.settings.get("num_attention_heads")
+    if heads is not None and source.settings.get("num_key_value_heads", heads) == heads:
+        settings["num_key_value_heads"] = SHAPE["num_attention_heads"]
+    rotary = rotary_values(source.settings)
+    if rotary:
+        kind = rotary.pop("rope_type", None) or rotary.pop("type", None) or "default"
+        settings["rope_parameters"] = {"rope_theta": 10000.0, **rotary, "rope_type": kind}
+    positions = max(POSITIONS, source.settings.get("max_position_embeddings") or 0)
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    shape = SHAPE | {"vocab_size": len(tokenizer), "max_position_embeddings": positions, "initializer_range": SPREAD}
+    write_tiny_model(folder, source.family, seed, **shape, **settings, **ids)
+    tokenizer.save_pretrained(folder)
+    digits = [token for token in (tokenizer.get_vocab().get(digit) for digit in "0123456789") if token is not None]
+    prefer_tokens(folder / "model.safetensors", [tokenizer.eos_token_id, *digits])
+    return folder
+
+
+def prefer_tokens(weights: Path, preferred: Sequence[int]) -> None:
+    """Makes about half of what a random model writes these tokens.
+
+    With digits among them, some answers to stand-in problems are right by chance, so the samples of a group differ in
+    their scores and the loss has a gradient. All embeddings get a common direction, which reaches the last hidden
+    state, and the output rows of the preferred tokens get a multiple of it.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(weights)
+    embedding = tensors["model.embed_tokens.weight"]
+    output = tensors.get("lm_head.weight", embedding)
+    vocabulary, hidden = embedding.shape
+    direction = torch.full((hidden,), hidden**-0.5)
+    embedding += COMMON_PART * direction
+    odds = math.log(max(vocabulary, 2 * len(preferred)) / len(preferred))
+    output[list(preferred)] += odds / (COMMON_SHARE * hidden**0.5) * direction
+    save_file(tensors, weights, metadata={"format": "pt"})

@@ -1,0 +1,257 @@
+"""What a rehearsal exercised, what it shrank and what a CPU cannot tell, as values and as tables."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from roll.configs.agentic import AgenticConfig
+from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig
+from roll.configs.roles import ActorInferConfig, MegatronRoleConfig
+from roll.datasets.prompts import load_prompts
+from roll.tools.rehearse.layouts import Placement
+from roll.tools.rehearse.runs import RunRecord
+from roll.tools.rehearse.shrink import Change
+from roll.tools.show.formatting import format_number, sanitize
+from roll.tools.show.layout import MODEL, OBSERVATION, Decode
+from roll.tools.show.samples import Sample, groups_of
+
+CPU_LIMITS = (
+    "memory: whether weights, optimizer, activations and KV cache fit a GPU (`roll plan` estimates it)",
+    "NCCL and CUDA IPC: collectives and weight updates ran over gloo and shared memory",
+    "CUDA kernels: flash attention, Transformer Engine, fused operators, CUDA graphs",
+    "half precision: the rehearsal computes in fp32, so log-probs of both engines agree more closely than on a GPU",
+    "speed, and the balance of generation and training",
+    "whether the model learns: a random model of a few hundred thousand weights shows nothing about that",
+)
+"""What no rehearsal shows."""
+
+VALUE_WIDTH = 60
+"""Characters of a value in the table of changes."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One part of the recipe: whether it was exercised, and what was seen."""
+
+    name: str
+    passed: bool
+    detail: str
+
+
+def findings(recipe: BaseConfig, small: BaseConfig, placement: Placement, runs: Sequence[RunRecord]) -> list[Finding]:
+    """What the runs exercised.
+
+    Args:
+        recipe: as loaded.
+        small: the configuration of the rehearsal.
+        placement: of the rehearsal.
+        runs: the run and the resumed one; the second is missing if the first failed.
+    """
+    first = runs[0]
+    made = [_placement(role, recipe, placement) for role in placement.layouts]
+    made.append(_steps(small, first))
+    if isinstance(small, RLConfig):
+        made += [_weight_updates(first), _policy(small, first), _schedule(small, first)]
+    if isinstance(small, RLVRConfig):
+        made += _rewards(small, first)
+    elif isinstance(small, AgenticConfig):
+        made += _environments(small, first)
+    if small.eval_steps:
+        made.append(_validation(first))
+    steps = small.max_steps
+    has_checkpoint = steps - 1 in first.checkpoints
+    made.append(Finding("checkpoint", has_checkpoint, f"of steps {', '.join(map(str, first.checkpoints)) or 'none'}"))
+    made.append(_resume(small, runs))
+    if small.track_with:
+        made.append(_trackers(small, first))
+    return made
+
+
+def _placement(role: str, recipe: BaseConfig, placement: Placement) -> Finding:
+    """Layout of a role; parallel sizes that did not fit are named."""
+    section, layout = getattr(recipe, role), placement.layouts[role]
+    before = section.layout
+    lost = [
+        f"{name} parallel {size} is 1 here"
+        for name, size, small in (
+            ("tensor", before.tensor, layout.tensor),
+            ("pipeline", before.pipeline, layout.pipeline),
+            ("data", before.data, layout.data),
+        )
+        if size > 1 and small == 1
+    ]
+    if isinstance(section, ActorInferConfig):
+        shape = f"{layout.data} SGLang engine{'s' if layout.data > 1 else ''}, tensor parallel {layout.tensor}"
+        lost = [text.replace("data parallel", "number of engines") for text in lost]
+    else:
+        assert isinstance(section, MegatronRoleConfig)
+        megatron = section.strategy_args.strategy_config
+        shape = f"Megatron TP{layout.tensor} PP{layout.pipeline} DP{layout.data}"
+        shape += ", sequence parallel" if megatron.sequence_parallel and layout.tensor > 1 else ""
+    others = [name for name, own in placement.devices.items() if name != role and own == placement.devices[role]]
+    shared = f"; shares its devices with {' and '.join(others)}" if others else ""
+    return Finding(role, True, "; ".join([f"{shape}{shared}", *(f"not exercised: {text}" for text in lost)]))
+
+
+def _steps(small: BaseConfig, run: RunRecord) -> Finding:
+    done = [line for line in run.lines if line["step"]]
+    per_batch = small.optimizer_steps_per_batch
+    accumulation = small.actor_train.training_args.gradient_accumulation_steps
+    norms = [line["actor/grad_norm"] for line in done if line.get("actor/grad_norm") is not None]
+    detail = f"{len(done)} of {small.max_steps}, each of {per_batch} optimizer step{'s' if per_batch > 1 else ''}"
+    detail += f" of {accumulation} micro-batches a rank; gradient norm {', '.join(map(format_number, norms)) or 'none'}"
+    if norms and not any(norms):
+        detail += " (all scores of a group were equal, as they often are for a random model)"
+    return Finding("training steps", run.finished and len(done) == small.max_steps, detail)
+
+
+def _weight_updates(run: RunRecord) -> Finding:
+    verified = [line["publish/verified"] for line in run.lines if "publish/verified" in line]
+    bytes_sent = max((line.get("publish/bytes", 0) for line in run.lines), default=0)
+    detail = f"{int(sum(verified))} of {len(verified)} verified by checksum, {bytes_sent / 2**20:.1f} MiB each"
+    return Finding("weight updates", bool(verified) and all(verified), detail)
+
+
+def _policy(small: RLConfig, run: RunRecord) -> Finding:
+    parts = [f"pg_variant {small.actor_train.pg_variant}", f"adv_estimator {small.adv_estimator}"]
+    parts += ["KL loss"] if small.use_kl_loss else []
+    parts += ["KL in the reward"] if small.add_token_level_kl else []
+    parts += ["off-policy correction"] if small.correction.active else []
+    losses = [line["actor/loss"] for line in run.lines if line.get("actor/loss") is not None]
+    return Finding("policy loss", bool(losses), f"{', '.join(parts)}; loss {', '.join(map(format_number, losses))}")
+
+
+def _schedule(small: RLConfig, run: RunRecord) -> Finding:
+    stale = [line["staleness/max"] for line in run.lines if line.get("staleness/max") is not None]
+    detail = f"async_generation_ratio {small.async_generation_ratio:g}, {small.in_flight_policy} at a weight update"
+    if not small.async_generation_ratio:
+        detail = "synchronous"
+    return Finding("schedule", bool(stale), f"{detail}; largest staleness {format_number(max(stale, default=0))}")
+
+
+def _rewards(small: RLVRConfig, run: RunRecord) -> list[Finding]:
+    """Samples that each reward scored, by the tags of their prompts."""
+    args = small.actor_train.data_args
+    tags = {prompt.id: prompt.tag for prompt in load_prompts(args.file_name, args)}
+    scores: dict[str, list[float]] = {name: [] for name in small.rewards}
+    prompts: dict[str, set[str]] = {name: set() for name in small.rewards}
+    for sample in (sample for samples in run.samples.values() for sample in samples):
+        tag = tags.get(sample["id"], "")
+        owners = (name for name, one in small.rewards.items() if not one.tag_included or tag in one.tag_included)
+        owner = next(owners, None)
+        if owner is not None:
+            scores[owner].append(sample["score"])
+            prompts[owner].add(sample["id"])
+    made = []
+    for name, own in scores.items():
+        if not own:
+            tags_here = ", ".join(small.rewards[name].tag_included)
+            made.append(Finding(f"reward {name}", False, f"no response to a prompt tagged {tags_here}; use more --steps"))
+            continue
+        values = ", ".join(f"{format_number(value)} ({count})" for value, count in sorted(Counter(own).items())[:4])
+        detail = f"{len(own)} responses to {len(prompts[name])} prompts; scores (responses): {values}"
+        made.append(Finding(f"reward {name}", True, detail))
+    return made
+
+
+def _environments(small: AgenticConfig, run: RunRecord) -> list[Finding]:
+    """Trajectories and turns of each tag."""
+    trajectories: dict[str, dict[str, int]] = {}
+    for sample in (sample for samples in run.samples.values() for sample in samples):
+        episode = sample["episode"]
+        turns = trajectories.setdefault(episode["tag"], {})
+        turns[episode["trajectory"]] = turns.get(episode["trajectory"], 0) + len(episode["turns"])
+    made = []
+    for tag in small.tags_of(small.train_env_manager):
+        turns = trajectories.get(tag, {})
+        detail = f"{len(turns)} trajectories, {sum(turns.values())} turns"
+        made.append(Finding(f"environment {tag}", bool(turns), detail))
+    return made
+
+
+def _validation(run: RunRecord) -> Finding:
+    values = [
+        f"{name} {format_number(line[name])} at step {int(line['step'])}"
+        for line in run.lines
+        for name in ("val/score", "val/loss")
+        if line.get(name) is not None
+    ]
+    return Finding("validation", bool(values), "; ".join(values) or "none")
+
+
+def _resume(small: BaseConfig, runs: Sequence[RunRecord]) -> Finding:
+    if len(runs) < 2:
+        return Finding("resume", False, "not tried, since the first run failed or wrote no checkpoint")
+    last = [line for line in runs[1].lines if line["step"] == small.max_steps]
+    passed = runs[1].finished and bool(last)
+    detail = f"a new run continued at step {small.max_steps - 1} and made step {small.max_steps}"
+    return Finding("resume", passed, detail if passed else "the resumed run failed")
+
+
+def _trackers(small: BaseConfig, run: RunRecord) -> Finding:
+    return Finding("trackers", run.finished, f"{', '.join(small.track_with)}, and metrics.jsonl")
+
+
+def summary_of(made: Sequence[Finding], changes: Sequence[Change], seconds: float) -> dict[str, Any]:
+    """The report as values for JSON."""
+    return {
+        "passed": all(finding.passed for finding in made),
+        "seconds": round(seconds, 1),
+        "exercised": [asdict(finding) for finding in made],
+        "shrunk": [asdict(change) for change in changes],
+    }
+
+
+def tables(made: Sequence[Finding], changes: Sequence[Change]) -> RenderableType:
+    """The report as tables."""
+    exercised = Table(box=box.SIMPLE_HEAD, title="Exercised", title_justify="left", title_style="bold")
+    for column in ("", "part", "what was seen"):
+        exercised.add_column(column, overflow="fold")
+    for finding in made:
+        mark = Text("ok", "green") if finding.passed else Text("NO", "bold red")
+        exercised.add_row(mark, Text(finding.name), Text(finding.detail))
+    shrunk = Table(box=box.SIMPLE_HEAD, title="Changed for the rehearsal", title_justify="left", title_style="bold")
+    for column in ("key", "recipe", "rehearsal", "because"):
+        shrunk.add_column(column, overflow="fold")
+    for change in changes:
+        after = "left out" if change.after is None else _shown(change.after)
+        shrunk.add_row(Text(change.path), Text(_shown(change.before)), Text(after), Text(change.reason))
+    limits = [Text("Not told by a CPU", "bold"), *(Text(f"  - {limit}") for limit in CPU_LIMITS)]
+    return Group(exercised, shrunk, *limits)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return format_number(value)
+    text = "null" if value is None else str(value)
+    return text if len(text) <= VALUE_WIDTH else f"{text[: VALUE_WIDTH - 3]}..."
+
+
+def sample_view(run: RunRecord, decode: Decode) -> RenderableType | None:
+    """One prompt with its response and score, or one trajectory, in full; None if no sample was dumped."""
+    if not run.samples:
+        return None
+    groups = groups_of(run.samples[max(run.samples)])
+    if not groups:
+        return None
+    sample = max(groups[0].samples, key=lambda one: one.score)
+    return Group(Text("One sample in full", "bold"), *_sample_parts(sample, decode))
+
+
+def _sample_parts(sample: Sample, decode: Decode) -> list[Text]:
+    parts = [Text(f"prompt of {sample.id}", "dim"), sanitize(decode(sample.prompt_ids), OBSERVATION)]
+    if sample.episode is None:
+        parts += [Text("response", "dim"), sanitize(decode(sample.response_ids), MODEL)]
+        return [*parts, Text(f"score {format_number(sample.score)}", "bold")]
+    for number, turn in enumerate(sample.episode.turns, start=1):
+        parts += [Text(f"turn {number} reads", "dim"), sanitize(turn.observation, OBSERVATION)]
+        parts += [Text(f"turn {number} writes, reward {format_number(turn.reward)}", "dim"), sanitize(turn.text, MODEL)]
+    return [*parts, Text(f"score {format_number(sample.score)}, {sample.episode.stop}", "bold")]

@@ -1,0 +1,171 @@
+"""The runs of a rehearsal: one from start to end, and one that resumes from its checkpoint, each with its processes."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import roll
+from roll.pipeline.checkpoint import FOLDER, CheckpointManager
+from roll.pipeline.rollout_batch import dumped_steps, read_samples
+from roll.tools.ablate.process import read_run_json
+from roll.tools.processes import run_process, tail
+from roll.trackers.files import METRICS_FILE, read_metrics
+
+CONSOLE_LOG = "console.log"
+"""File with everything that the runs print."""
+
+OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "WANDB_MODE": "offline",
+    "SWANLAB_MODE": "offline",
+}
+"""Environment variables with which no tracker and no library needs a network."""
+
+FRAME = re.compile(r'File "([^"]+)", line (\d+)(?:, in (\S+))?')
+"""A line of a traceback."""
+
+SHOWN = {
+    "val/score": "validation score",
+    "val/loss": "validation loss",
+    "rollout/reward_mean": "reward",
+    "actor/loss": "loss",
+    "actor/grad_norm": "gradient norm",
+    "staleness/max": "staleness",
+    "time/step": "seconds",
+}
+"""Metrics in the progress line of a step."""
+
+Say = Callable[[str], None]
+"""Prints one line of progress."""
+
+
+@dataclass
+class RunRecord:
+    """What one run left behind.
+
+    Attributes:
+        exit_code: of the process.
+        status: in run.json; `not started` without one.
+        seconds: it took.
+        lines: of metrics.jsonl.
+        checkpoints: steps with a complete checkpoint.
+        samples: dumped samples by step.
+    """
+
+    exit_code: int
+    status: str
+    seconds: float
+    lines: list[dict[str, float]] = field(default_factory=list)
+    checkpoints: list[int] = field(default_factory=list)
+    samples: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run reached its end."""
+        return self.exit_code == 0 and self.status == "finished"
+
+
+def run_twice(config: Path, folder: Path, steps: int, say: Say) -> list[RunRecord]:
+    """Runs a rehearsal's configuration, then resumes it at the checkpoint before its last step.
+
+    Args:
+        config: YAML file of the rehearsal.
+        folder: `output_dir` of the run; emptied first.
+        steps: of the run.
+        say: prints progress.
+
+    Returns:
+        The records; one if the first run failed.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    log = folder.parent / CONSOLE_LOG
+    log.unlink(missing_ok=True)
+    records = [_run(config, [], folder, log, say)]
+    if not records[0].finished or steps - 1 not in records[0].checkpoints:
+        return records
+    say(f"the run has finished; a new one resumes at step {steps - 1}")
+    checkpoint = folder / FOLDER / f"step-{steps - 1:06d}"
+    records.append(_run(config, [f'resume_from_checkpoint="{checkpoint}"'], folder, log, say))
+    return records
+
+
+def _run(config: Path, overrides: Sequence[str], folder: Path, log: Path, say: Say) -> RunRecord:
+    start, progress = time.monotonic(), _Progress(folder / METRICS_FILE, say)
+    command = [sys.executable, "-m", "roll", "run", str(config), *overrides]
+    code = run_process(command, log, variables=OFFLINE, poll=progress.poll)
+    progress.poll()
+    record = read_run_json(folder)
+    samples = folder / "samples"
+    return RunRecord(
+        exit_code=code,
+        status=((record or {}).get("summary") or {}).get("status", "not started"),
+        seconds=time.monotonic() - start,
+        lines=read_metrics(folder / METRICS_FILE),
+        checkpoints=[int(path.name.removeprefix("step-")) for path in CheckpointManager(folder / FOLDER, 0).complete()],
+        samples={step: read_samples(samples, step) for step in dumped_steps(samples)},
+    )
+
+
+class _Progress:
+    """Prints the lines that a run adds to its metrics.jsonl.
+
+    A resumed run first replaces the file by one with the lines up to its checkpoint; those are not printed again.
+    """
+
+    def __init__(self, file: Path, say: Say) -> None:
+        self._file, self._say = file, say
+        self._before = file.stat().st_ino if file.exists() else None
+        self._shown = max((int(line["step"]) for line in read_metrics(file)), default=0) if self._before else -1
+
+    def poll(self) -> None:
+        if not self._file.exists() or self._file.stat().st_ino == self._before:
+            return
+        for line in read_metrics(self._file):
+            step = int(line["step"])
+            if step < self._shown or (self._before is None and step == self._shown):
+                continue
+            name = f"step {step}" if step else "before the first step"
+            values = [f"{text} {line[key]:.3g}" for key, text in SHOWN.items() if line.get(key) is not None]
+            self._say(f"{name}: {', '.join(values)}")
+            self._shown = step
+            self._before = None
+
+
+def cause_of_failure(log: Path) -> str:
+    """Why a run failed: the last place in the user's own code that its output names, then its last lines."""
+    text = log.read_text(errors="replace") if log.is_file() else ""
+    places = [match for match in FRAME.finditer(text) if _is_own(match[1])]
+    lines = [tail(log), f"(everything it printed: {log})"]
+    if places:
+        file, line, function = places[-1].groups()
+        lines.insert(0, f"your code: {file}:{line}" + (f" in {function}" if function else ""))
+    return "\n".join(lines)
+
+
+def own_place(error: BaseException) -> str:
+    """The innermost frame of an exception in the user's own code, as `file:line in function`; empty if there is none."""
+    frames = [(frame.tb_frame.f_code, frame.tb_lineno) for frame in _frames(error.__traceback__)]
+    own = [f"{code.co_filename}:{line} in {code.co_name}" for code, line in frames if _is_own(code.co_filename)]
+    return own[-1] if own else ""
+
+
+def _frames(traceback: TracebackType | None) -> Iterator[TracebackType]:
+    while traceback is not None:
+        yield traceback
+        traceback = traceback.tb_next
+
+
+def _is_own(file: str) -> bool:
+    """Whether a file belongs neither to this package nor to Python and what is installed in it."""
+    paths = sysconfig.get_paths()
+    foreign = [str(Path(roll.__file__).parent), paths["stdlib"], paths["purelib"], paths["platlib"]]
+    return not file.startswith((*foreign, "<"))

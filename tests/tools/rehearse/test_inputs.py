@@ -1,0 +1,155 @@
+"""Models, tokenizers and rows of a rehearsal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from roll.configs.errors import ConfigError, RunError
+from roll.configs.load import build_config
+from roll.configs.model_config import read_model_shape
+from roll.configs.pipeline import RLVRConfig
+from roll.datasets.prompts import load_prompts
+from roll.datasets.records import DatasetError
+from roll.datasets.sft import load_sft_data
+from roll.datasets.templates import TEMPLATES, ConversationEncoder
+from roll.pipeline.tokenizer import load_tokenizer
+from roll.tools.rehearse.data import MOST_TOKENS, choose_rows, longest_messages, write_data
+from roll.tools.rehearse.inputs import make_inputs
+from roll.tools.rehearse.model import find_model, find_tokenizer, stand_in_tokenizer, write_model
+from tests.configs.samples import AGENTIC, MODEL, RLVR, SFT
+
+REWARDS = "rewards:\n  math: {tag_included: [algebra, geometry]}\n  code: {tag_included: [code]}\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture", "tied"),
+    [
+        ("Qwen/Qwen2.5-0.5B-Instruct", "Qwen2ForCausalLM", True),
+        ("/models/Qwen2.5-7B", "Qwen2ForCausalLM", False),
+        ("Qwen/Qwen3-8B", "Qwen3ForCausalLM", False),
+        ("meta-llama/Llama-3.2-1B", "LlamaForCausalLM", True),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", "Qwen2ForCausalLM", True),
+        ("output/demo/sft/hf_model", "Qwen2ForCausalLM", None),
+    ],
+)
+def test_the_architecture_is_known_from_the_name(name: str, architecture: str, tied: bool | None) -> None:
+    source = find_model(name)
+    assert (source.architecture, source.settings.get("tie_word_embeddings")) == (architecture, tied)
+
+
+def test_a_config_on_this_machine_decides() -> None:
+    source = find_model(MODEL)
+    assert source.basis == "its config.json" and source.settings["num_hidden_layers"] == 28
+
+
+def test_a_mixture_of_experts_is_refused_by_its_name() -> None:
+    with pytest.raises(ConfigError, match="Qwen3-30B-A3B is a mixture of experts"):
+        find_model("Qwen/Qwen3-30B-A3B")
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+def test_a_stand_in_tokenizer_works_with_every_template_after_saving(family: str, tmp_path: Path) -> None:
+    name = {"qwen2": "Qwen2.5-7B", "qwen3": "Qwen3-8B", "llama": "Llama-3.1-8B"}[family]
+    source = find_model(name)
+    made = stand_in_tokenizer(family, ["</answer>"])
+    folder = write_model(source, made, tmp_path / "model", seed=0)
+    shape = read_model_shape(folder)
+    assert shape is not None and shape.vocabulary == len(made) and shape.architecture == source.architecture
+    tokenizer = load_tokenizer(str(folder))
+    for template in TEMPLATES:
+        if template != "none":
+            ids = ConversationEncoder(tokenizer, template).start([{"role": "user", "content": "3 + 4 = ? ü"}])
+            assert "3 + 4 = ? ü" in tokenizer.decode(ids)
+    assert len(tokenizer.encode("</answer>", add_special_tokens=False)) == 1
+    assert tokenizer.decode([tokenizer.eos_token_id]) in ("<|im_end|>", "<|eot_id|>")
+
+
+def test_the_tokenizer_of_a_local_model_is_kept(tiny_model_dir: Path) -> None:
+    tokenizer, why = find_tokenizer(find_model(str(tiny_model_dir)), [])
+    assert why == "" and len(tokenizer) == len(load_tokenizer(str(tiny_model_dir)))
+
+
+def test_a_stand_in_says_why(tmp_path: Path) -> None:
+    assert "is not on this machine" in find_tokenizer(find_model("Qwen/Qwen2.5-7B"), [])[1]
+    assert "cannot read a tokenizer" in find_tokenizer(find_model(MODEL), [])[1]
+
+
+def test_first_short_rows_are_chosen_and_one_of_every_kind() -> None:
+    tokens = [MOST_TOKENS + 1, 10, 20, 30, 40, 50]
+    assert choose_rows(tokens, ["a"] * 6, 3) == [1, 2, 3]
+    assert choose_rows(tokens, ["a", "a", "a", "a", "a", "b"], 2) == [1, 5]
+    assert choose_rows([900, 800, 700], ["a", "a", "a"], 2) == [1, 2], "all are too long: the shortest"
+
+
+def write_rows(folder: Path, rows: list[dict[str, object]]) -> str:
+    file = folder / "own.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+def rlvr_config(file: str, more: str = "") -> RLVRConfig:
+    config = build_config(yaml.safe_load(RLVR.replace("train.jsonl", file) + more))
+    assert isinstance(config, RLVRConfig)
+    return config
+
+
+def test_own_rows_keep_their_columns_and_every_reward_gets_some(tmp_path: Path) -> None:
+    rows: list[dict[str, object]] = [
+        {"prompt": f"{n} + 1 = ?", "answer": str(n + 1), "tag": "code" if n == 50 else "algebra", "more": [n]}
+        for n in range(60)
+    ]
+    config = rlvr_config(write_rows(tmp_path, rows), REWARDS)
+    config.actor_train.data_args.ground_truth = "answer"
+    data = write_data(config, "actor_train", stand_in_tokenizer("qwen2"), tmp_path / "data", 8)
+    written = [json.loads(line) for line in Path(data.files[0]).read_text().splitlines()]
+    assert written == [*rows[:7], rows[50]]
+    assert data.reason == "" and data.prompt_tokens > 20
+    prompts = load_prompts(data.files, config.actor_train.data_args)
+    assert {prompt.tag for prompt in prompts} == {"algebra", "code"}
+
+
+def test_stand_in_rows_have_the_columns_of_the_recipe_and_every_tag(tmp_path: Path) -> None:
+    config = rlvr_config("/nowhere/problems.jsonl", REWARDS)
+    config.actor_train.data_args.prompt = "question"
+    data = write_data(config, "actor_train", stand_in_tokenizer("qwen2"), tmp_path, 8)
+    assert data.reason == "/nowhere/problems.jsonl is not on this machine: stand-in rows"
+    prompts = load_prompts(data.files, config.actor_train.data_args)
+    assert len(prompts) == 8
+    assert {prompt.tag for prompt in prompts} == {"algebra", "geometry", "code"}
+    for prompt in prompts:
+        first, second = (prompt.question.text or "").rstrip("=").split("+")
+        assert int(first) + int(second) == int(prompt.ground_truth) < 10
+
+
+def test_a_row_of_the_recipe_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    config = rlvr_config(write_rows(tmp_path, [{"question": "?"}]))
+    with pytest.raises(DatasetError, match=r"own.jsonl:1: no column 'prompt'"):
+        write_data(config, "actor_train", stand_in_tokenizer("qwen2"), tmp_path / "data", 8)
+
+
+def test_stand_in_pairs_of_sft_have_answers(tmp_path: Path) -> None:
+    config = build_config(yaml.safe_load(SFT))
+    data = write_data(config, "actor_train", stand_in_tokenizer("qwen2"), tmp_path, 16)
+    pairs = load_sft_data(data.files, config.actor_train.data_args)
+    assert len(pairs) == 16 and all(pair.response for pair in pairs)
+    assert data.sequence_tokens > data.prompt_tokens
+
+
+def test_messages_of_agents_are_bounded() -> None:
+    config = build_config(yaml.safe_load(AGENTIC))
+    first, between = longest_messages(config)  # type: ignore[arg-type]
+    assert first > between > 200
+
+
+def test_an_environment_that_fails_is_named_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "from roll.envs import TextEnv\n\n\nclass Broken(TextEnv):\n    def rules(self):\n        return ''\n\n"
+    code += "    def begin(self):\n        return 'go'\n\n    def act(self, text):\n        return 1 / 0\n"
+    (tmp_path / "my_broken_env.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = build_config(yaml.safe_load(AGENTIC.replace("env_type: sokoban", "env_type: 'my_broken_env:Broken'")))
+    with pytest.raises(RunError, match=r"your code: .*my_broken_env.py:12 in act: ZeroDivisionError"):
+        make_inputs(config, tmp_path / "out", 2, lambda text: None)

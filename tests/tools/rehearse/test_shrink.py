@@ -1,0 +1,199 @@
+"""Any recipe that loads becomes a small run that loads too and keeps what the recipe exercises."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from roll.configs.load import AnyConfig, build_config, load_config
+from roll.configs.pipeline import RLConfig, RLVRConfig
+from roll.tools.rehearse.layouts import MAX_ENGINES, MAX_SLOTS
+from roll.tools.rehearse.shrink import LONGEST, SHORTEST, Inputs, Rehearsal, shrink
+from tests.configs.samples import AGENTIC, MODEL, RLVR, SFT
+from tests.tools.rehearse.recipes import agentic_recipes, rlvr_recipes, sft_recipes, write_small_config
+
+ROOT = Path(__file__).parents[3]
+RECIPES = sorted((ROOT / "examples").glob("*/*.yaml"))
+
+
+@cache
+def model() -> str:
+    return write_small_config(Path(mkdtemp()))
+
+
+def rehearse(config: AnyConfig, steps: int = 2, **sizes: Any) -> Rehearsal:
+    names = {role.model_args.model_name_or_path or "" for role in config.device_roles().values()}
+    files = {} if config.pipeline == "agentic" else {"actor_train": ["a.jsonl"], "validation": ["b.jsonl"]}
+    return shrink(config, Inputs(dict.fromkeys(names, model()), files, **sizes), "output/small/run", steps)
+
+
+def both(tree: dict[str, Any]) -> tuple[AnyConfig, AnyConfig, Rehearsal]:
+    """A recipe, its rehearsal as a configuration, and the rehearsal."""
+    recipe = build_config(tree)
+    made = rehearse(recipe)
+    return recipe, build_config(yaml.safe_load(yaml.safe_dump(made.tree))), made
+
+
+def check_sizes(recipe: AnyConfig, small: AnyConfig, made: Rehearsal) -> None:
+    """Layouts, devices and lengths of any pipeline."""
+    roles, recipes = small.device_roles(), recipe.device_roles()
+    assert roles.keys() == recipes.keys()
+    devices = {device for role in roles.values() for device in role.device_mapping}
+    assert devices == set(range(len(devices))) and len(devices) == small.num_devices_per_node <= MAX_SLOTS
+    for first in roles:
+        for second in roles:
+            same = recipes[first].device_mapping == recipes[second].device_mapping
+            assert (roles[first].device_mapping == roles[second].device_mapping) == same
+            assert same or not set(roles[first].device_mapping) & set(roles[second].device_mapping)
+    sizes = [(getattr(recipes[name].layout, kind), getattr(role.layout, kind), name, kind) for name, role in roles.items()
+             for kind in ("tensor", "pipeline", "data")]
+    lost = [(name, kind) for before, after, name, kind in sizes if before > 1 and after == 1]
+    assert not lost or len(devices) > MAX_SLOTS // 2, f"{lost} would have fitted"
+    for role in roles.values():
+        assert role.model_args.dtype == "fp32"
+        assert role.layout.world_size == len(role.device_mapping)
+    if "actor_infer" in roles:
+        assert roles["actor_infer"].layout.data <= MAX_ENGINES
+    assert small.platform == "cpu" and small.max_steps == 2 and small.save_checkpoint
+    assert (small.eval_steps > 0) == (recipe.eval_steps > 0)
+    before, after = recipe.actor_train.training_args, small.actor_train.training_args
+    assert (before.gradient_accumulation_steps > 1) == (after.gradient_accumulation_steps > 1)
+
+
+def check_lengths(recipe: RLConfig, small: RLConfig) -> None:
+    assert recipe.response_length and small.response_length
+    assert min(recipe.response_length, SHORTEST) <= small.response_length <= min(recipe.response_length, LONGEST)
+
+
+FAST = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@FAST
+@given(rlvr_recipes())
+def test_a_rehearsal_of_rlvr_loads_and_keeps_the_structure(tree: dict[str, Any]) -> None:
+    recipe, small, made = both(tree)
+    assert isinstance(recipe, RLVRConfig) and isinstance(small, RLVRConfig)
+    check_sizes(recipe, small, made)
+    check_lengths(recipe, small)
+    assert small.prompt_length >= SHORTEST
+    assert small.samples_per_batch % small.actor_train.samples_per_optimizer_step == 0
+    assert small.rollout_batch_size <= 8 and small.num_return_sequences_in_group <= 4
+    assert (small.num_return_sequences_in_group > 1) == (recipe.num_return_sequences_in_group > 1)
+    assert (small.optimizer_steps_per_batch > 1) == (recipe.optimizer_steps_per_batch > 1)
+    for key in ("async_generation_ratio", "adv_estimator", "ppo_epochs", "use_kl_loss", "old_log_probs_source"):
+        assert getattr(small, key) == getattr(recipe, key)
+    assert small.rewards.keys() == recipe.rewards.keys()
+
+
+@FAST
+@given(agentic_recipes())
+def test_a_rehearsal_of_agents_loads_and_keeps_every_environment(tree: dict[str, Any]) -> None:
+    recipe, small, made = both(tree)
+    assert isinstance(recipe, RLConfig) and isinstance(small, RLConfig)
+    check_sizes(recipe, small, made)
+    check_lengths(recipe, small)
+    manager = small.train_env_manager
+    assert manager.tags == recipe.train_env_manager.tags
+    assert min(manager.num_groups_partition) >= 1
+    assert small.rollout_batch_size == small.groups_per_batch * manager.group_size <= 32
+    assert small.groups_per_batch >= len(manager.tags)
+    assert (manager.processes > 1) == (recipe.train_env_manager.processes > 1) or manager.environments == 1
+    assert small.turns == min(recipe.turns, 3)
+
+
+@FAST
+@given(sft_recipes())
+def test_a_rehearsal_of_sft_loads(tree: dict[str, Any]) -> None:
+    check_sizes(*both(tree))
+
+
+@pytest.mark.parametrize("file", RECIPES, ids=lambda file: f"{file.parent.name}/{file.name}")
+def test_every_recipe_of_the_repository_has_a_rehearsal(file: Path) -> None:
+    recipe = load_config(file)
+    made = rehearse(recipe)
+    small = build_config(made.tree)
+    check_sizes(recipe, small, made)
+    assert small.pipeline == recipe.pipeline
+    assert small.source.notes == []
+
+
+@pytest.mark.parametrize("file", RECIPES, ids=lambda file: f"{file.parent.name}/{file.name}")
+def test_the_mapping_of_a_configuration_loads_as_the_same_configuration(file: Path) -> None:
+    recipe = load_config(file)
+    assert build_config(recipe.source.tree, recipe.pipeline) == recipe
+
+
+def changes_of(text: str, **inputs: Any) -> dict[str, tuple[Any, Any]]:
+    made = rehearse(build_config(yaml.safe_load(text)), **inputs)
+    return {change.path: (change.before, change.after) for change in made.changes}
+
+
+def test_changes_name_the_value_of_the_recipe_and_that_of_the_rehearsal() -> None:
+    changes = changes_of(RLVR, prompt_tokens=57)
+    assert changes["rollout_batch_size"] == (64, 4)
+    assert changes["num_return_sequences_in_group"] == (8, 4)
+    assert changes["prompt_length"] == (2048, 57)
+    assert changes["response_length"] == (1024, 32)
+    assert changes["actor_train.device_mapping"] == (list(range(16)), [0, 1, 2, 3])
+    assert changes["actor_infer.device_mapping"] == (list(range(16, 24)), [4, 5])
+    assert changes["actor_train.training_args.gradient_accumulation_steps"] == (64, 2)
+    assert changes["pretrain"] == (MODEL, model())
+    assert "num_gpus_per_worker" not in " ".join(changes), "it is 1 in both"
+
+
+def test_every_change_has_a_reason_and_changes_something() -> None:
+    for text in (RLVR, AGENTIC, SFT):
+        for change in rehearse(build_config(yaml.safe_load(text))).changes:
+            assert change.reason and change.before != change.after
+
+
+def test_a_query_filter_is_used_but_drops_nothing() -> None:
+    rewards = "rewards:\n  math: {query_filter_config: {type: mean_filter, filter_args: {threshold_up: 0.9}}}\n"
+    small = build_config(rehearse(build_config(yaml.safe_load(RLVR + rewards))).tree)
+    assert isinstance(small, RLVRConfig)
+    filtered = small.rewards["math"].query_filter_config
+    assert filtered.type == "mean_filter"
+    assert (filtered.filter_args.threshold_down or 0) < -1e6 and (filtered.filter_args.threshold_up or 0) > 1e6
+
+
+def test_options_of_a_gpu_are_left_out_and_listed() -> None:
+    tree = yaml.safe_load(RLVR)
+    tree["actor_infer"]["strategy_args"] = {"strategy_config": {"mem_fraction_static": 0.8, "attention_backend": "fa3"}}
+    tree["actor_train"]["strategy_args"]["strategy_config"]["apply_rope_fusion"] = True
+    made = rehearse(build_config(tree))
+    left_out = {change.path.rpartition(".")[2] for change in made.changes if change.after is None}
+    assert {"mem_fraction_static", "attention_backend", "apply_rope_fusion"} <= left_out
+
+
+def test_an_unused_reference_is_left_out() -> None:
+    tree = yaml.safe_load(RLVR) | {"reference": {"device_mapping": list(range(16))}}
+    assert "reference" not in rehearse(build_config(tree)).tree
+
+
+def test_a_reference_of_another_model_gets_a_model_of_its_own() -> None:
+    tree = yaml.safe_load(RLVR) | {"use_kl_loss": True, "kl_loss_coef": 0.1}
+    tree["reference"] = {"device_mapping": list(range(16)), "model_args": {"model_name_or_path": "Qwen/Qwen2.5-32B"}}
+    config = build_config(tree)
+    models = {MODEL: model(), "Qwen/Qwen2.5-32B": f"{model()}/other"}
+    made = shrink(config, Inputs(models, {"actor_train": ["a.jsonl"]}), "out", 2)
+    assert made.tree["pretrain"] == model()
+    assert made.tree["reference"]["model_args"]["model_name_or_path"] == f"{model()}/other"
+    assert made.tree["reference"]["device_mapping"] == made.tree["actor_train"]["device_mapping"]
+
+
+def test_short_limits_are_raised_for_a_slow_machine() -> None:
+    small = build_config(rehearse(build_config(yaml.safe_load(RLVR) | {"sync_timeout_s": 5})).tree)
+    assert small.sync_timeout_s == 180
+
+
+@given(st.integers(2, 6))
+def test_the_number_of_steps_is_that_of_the_command(steps: int) -> None:
+    small = build_config(rehearse(build_config(yaml.safe_load(RLVR)), steps).tree)
+    assert small.max_steps == steps
