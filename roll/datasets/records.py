@@ -149,11 +149,9 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     import pyarrow
     import pyarrow.parquet
 
-    number = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches():
-                for number, row in enumerate(batch.to_pylist(), start=number + 1):
-                    yield number, row
+            rows = (row for batch in file.iter_batches() for row in batch.to_pylist())
+            yield from enumerate(rows, start=1)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DatasetError(f"{path}: not a parquet file, or a damaged one: {error}") from error

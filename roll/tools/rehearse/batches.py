@@ -14,9 +14,6 @@ GROUPS = range(4, 9)
 MAX_GROUP_SIZE = 4
 """Samples of a prompt or a task."""
 
-MAX_TURNS = 3
-"""Actions of a trajectory: a first turn, one that continues, and one that ends it."""
-
 MAX_OPTIMIZER_STEPS = 4
 """Optimizer steps of one pass over a batch; more would only repeat them."""
 
@@ -59,13 +56,13 @@ class Structure:
     tags: int = 1
 
 
-def structure_of(config: RLConfig) -> Structure:
-    """The structure of a recipe's batch."""
+def structure_of(config: RLConfig, turns: int = 1) -> Structure:
+    """The structure of a recipe's batch, of trajectories with `turns` turns."""
     by_turn = isinstance(config, AgenticConfig) and config.sample_by == "step"
     return Structure(
         groups=config.groups_per_batch,
         group_size=config.num_return_sequences_in_group,
-        samples_per_trajectory=min(config.turns, MAX_TURNS) if by_turn else 1,
+        samples_per_trajectory=turns if by_turn else 1,
         optimizer_steps=config.optimizer_steps_per_batch // config.ppo_epochs,
         accumulates=config.actor_train.training_args.gradient_accumulation_steps > 1,
         tags=len(config.tags_of(config.train_env_manager)) if isinstance(config, AgenticConfig) else 1,

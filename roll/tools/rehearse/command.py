@@ -109,7 +109,8 @@ class Rehearser:
         layouts = rehearsal.placement.layouts
         parts = [f"{role} on {layouts[role].world_size} of {rehearsal.placement.slots} CPU slots" for role in layouts]
         self.say(f"starting Ray, {', '.join(parts)}; this takes about a minute")
-        return run_twice(self.out / CONFIG_FILE, Path(small.output_dir), self.steps, self.say)
+        modules = Path(self.file).parent
+        return run_twice(self.out / CONFIG_FILE, Path(small.output_dir), modules, self.steps, self.say)
 
     def report(self, recipe: BaseConfig, small: BaseConfig, rehearsal: Rehearsal, records: Sequence[RunRecord]) -> int:
         """Prints the report, writes it as JSON, and returns the exit code."""
@@ -125,7 +126,11 @@ class Rehearser:
             console.print(cause_of_failure(self.out / CONSOLE_LOG), style="red", markup=False, soft_wrap=True)
         console.print(tables(made, rehearsal.changes))
         tokenizer = load_tokenizer(small.actor_train.model_args.model_name_or_path)
-        view = sample_view(records[0], lambda ids: str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)))
+
+        def decode(ids: Sequence[int]) -> str:
+            return str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+
+        view = sample_view(small, records[0], decode)
         if view is not None:
             console.print("", view)
         verdict = "every part was exercised" if summary["passed"] else "not every part was exercised"

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roll.configs.agentic import AgenticConfig
-from roll.configs.errors import unreachable
+from roll.configs.agentic import AgenticConfig, CustomEnvConfig
+from roll.configs.errors import ConfigError, unreachable
 from roll.configs.pipeline import BaseConfig, RLVRConfig
 from roll.configs.roles import DataArguments
 from roll.datasets.math_problems import TAG
@@ -27,6 +27,9 @@ SCANNED_ROWS = 2000
 
 MOST_TOKENS = 512
 """Longest prompt, or example of SFT, of a rehearsal; longer ones are taken only if all are longer."""
+
+FEW_ACTIONS = 3
+"""Actions of a trajectory: a first turn, one that continues, and one that ends it."""
 
 CHAT_TOKENS = 200
 """Upper bound of what a chat template adds to one message, its default system message included."""
@@ -52,9 +55,7 @@ class RoleData:
     reason: str = ""
 
 
-def write_data(
-    config: BaseConfig, role: str, tokenizer: PreTrainedTokenizerBase, folder: Path, rows: int
-) -> RoleData:
+def write_data(config: BaseConfig, role: str, tokenizer: PreTrainedTokenizerBase, folder: Path, rows: int) -> RoleData:
     """Writes about `rows` rows of a role, in a file for each file of the recipe; a file has at least one row.
 
     Raises:
@@ -124,6 +125,24 @@ def stand_in_rows(
         if isinstance(config, RLVRConfig):
             rows[-1][args.ground_truth] = str(first + second)
     return rows
+
+
+def fewest_actions(config: AgenticConfig) -> dict[str, int]:
+    """Actions of a trajectory of each tag: `FEW_ACTIONS`, or as many as its environment accepts at least."""
+    found = {}
+    for tag, entry in config.custom_envs.items():
+        most = entry.max_steps or FEW_ACTIONS
+        accepted = (count for count in range(min(FEW_ACTIONS, most), most) if _accepts(entry, count))
+        found[tag] = next(accepted, most)
+    return found
+
+
+def _accepts(entry: CustomEnvConfig, actions: int) -> bool:
+    try:
+        make_env(entry.env_type, {**entry.env_config, "max_steps": actions}).close()
+    except ConfigError:
+        return False
+    return True
 
 
 def longest_messages(config: AgenticConfig) -> tuple[int, int]:

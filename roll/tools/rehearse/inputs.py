@@ -9,7 +9,7 @@ from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import RunError
 from roll.configs.pipeline import BaseConfig, RLConfig
 from roll.tools.rehearse.batches import shrink_batch, structure_of
-from roll.tools.rehearse.data import longest_messages, write_data
+from roll.tools.rehearse.data import fewest_actions, longest_messages, write_data
 from roll.tools.rehearse.layouts import shrink_layouts
 from roll.tools.rehearse.model import find_model, find_tokenizer, write_model
 from roll.tools.rehearse.runs import own_place
@@ -51,14 +51,17 @@ def make_inputs(recipe: BaseConfig, folder: Path, steps: int, say: Callable[[str
     reasons = {"model": described}
     if isinstance(recipe, AgenticConfig):
         first, between = _probe(recipe)
-        return Inputs(models, prompt_tokens=first, turn_tokens=between, reasons=reasons)
-    rows = {"actor_train": _training_rows(recipe, steps)} | ({"validation": VALIDATION_ROWS} if recipe.eval_steps else {})
+        actions = fewest_actions(recipe)
+        return Inputs(models, prompt_tokens=first, turn_tokens=between, actions=actions, reasons=reasons)
+    rows = {"actor_train": _training_rows(recipe, steps)} | (
+        {"validation": VALIDATION_ROWS} if recipe.eval_steps else {}
+    )
     files: dict[str, list[str]] = {}
     prompt = sequence = 1
     for role, count in rows.items():
         data = write_data(recipe, role, tokenizer, folder / "data", count)
         reasons[role] = data.reason or "the first rows"
-        say(f"data of {role}: {data.reason or f'the first rows of its own files'}")
+        say(f"data of {role}: {data.reason or 'the first rows of its own files'}")
         files[role] = data.files
         prompt, sequence = max(prompt, data.prompt_tokens), max(sequence, data.sequence_tokens)
     return Inputs(models, files, prompt, sequence, reasons=reasons)

@@ -1,4 +1,4 @@
-"""Smallest device layouts that keep what a recipe's layouts exercise: parallel sizes above 1, and who shares devices."""
+"""Smallest device layouts that keep a recipe's parallel sizes above 1, and which roles share devices."""
 
 from __future__ import annotations
 

@@ -160,6 +160,9 @@ def stand_in_tokenizer(family: str, words: Sequence[str] = ()) -> PreTrainedToke
 
 def write_model(source: ModelSource, tokenizer: PreTrainedTokenizerBase, folder: Path, seed: int) -> Path:
     """Writes a random model of the architecture with this tokenizer, and returns the folder."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
     settings = {key: source.settings[key] for key in KEPT_SETTINGS if source.settings.get(key) is not None}
     heads = source.settings.get("num_attention_heads")
     if heads is not None and source.settings.get("num_key_value_heads", heads) == heads:

@@ -13,9 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from roll.configs.agentic import AgenticConfig
-from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig
+from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig, SFTConfig
 from roll.configs.roles import ActorInferConfig, MegatronRoleConfig
 from roll.datasets.prompts import load_prompts
+from roll.datasets.sft import load_sft_data
 from roll.tools.rehearse.layouts import Placement
 from roll.tools.rehearse.runs import RunRecord
 from roll.tools.rehearse.shrink import Change
@@ -154,7 +155,9 @@ def _rewards(small: RLVRConfig, run: RunRecord) -> list[Finding]:
     for name, own in scores.items():
         if not own:
             tags_here = ", ".join(small.rewards[name].tag_included)
-            made.append(Finding(f"reward {name}", False, f"no response to a prompt tagged {tags_here}; use more --steps"))
+            made.append(
+                Finding(f"reward {name}", False, f"no response to a prompt tagged {tags_here}; use more --steps")
+            )
             continue
         values = ", ".join(f"{format_number(value)} ({count})" for value, count in sorted(Counter(own).items())[:4])
         detail = f"{len(own)} responses to {len(prompts[name])} prompts; scores (responses): {values}"
@@ -235,8 +238,16 @@ def _shown(value: Any) -> str:
     return text if len(text) <= VALUE_WIDTH else f"{text[: VALUE_WIDTH - 3]}..."
 
 
-def sample_view(run: RunRecord, decode: Decode) -> RenderableType | None:
-    """One prompt with its response and score, or one trajectory, in full; None if no sample was dumped."""
+def sample_view(small: BaseConfig, run: RunRecord, decode: Decode) -> RenderableType | None:
+    """In full, one prompt with its response and score, one trajectory, or one pair of SFT; None if there is none."""
+    if isinstance(small, SFTConfig):
+        args = small.actor_train.data_args
+        pair = load_sft_data(args.file_name, args)[0]
+        messages = pair.question.messages or ({"role": "user", "content": pair.question.text or ""},)
+        texts = [(message["role"], message["content"]) for message in messages]
+        parts = [(Text(role, "dim"), sanitize(text, OBSERVATION)) for role, text in texts]
+        answer = (Text("answer that is learned", "dim"), sanitize(pair.response, MODEL))
+        return Group(Text("One example in full", "bold"), *(text for part in (*parts, answer) for text in part))
     if not run.samples:
         return None
     groups = groups_of(run.samples[max(run.samples)])

@@ -30,6 +30,9 @@ OFFLINE = {
 }
 """Environment variables with which no tracker and no library needs a network."""
 
+START = "import sys; sys.path.append(sys.argv.pop(1)); from roll.cli import main; sys.exit(main())"
+"""`roll` with one more folder for modules: that of the recipe, whose modules the run needs too."""
+
 FRAME = re.compile(r'File "([^"]+)", line (\d+)(?:, in (\S+))?')
 """A line of a traceback."""
 
@@ -74,12 +77,13 @@ class RunRecord:
         return self.exit_code == 0 and self.status == "finished"
 
 
-def run_twice(config: Path, folder: Path, steps: int, say: Say) -> list[RunRecord]:
+def run_twice(config: Path, folder: Path, modules: Path, steps: int, say: Say) -> list[RunRecord]:
     """Runs a rehearsal's configuration, then resumes it at the checkpoint before its last step.
 
     Args:
         config: YAML file of the rehearsal.
         folder: `output_dir` of the run; emptied first.
+        modules: folder of the recipe, in which modules of the user's are found.
         steps: of the run.
         say: prints progress.
 
@@ -89,18 +93,18 @@ def run_twice(config: Path, folder: Path, steps: int, say: Say) -> list[RunRecor
     shutil.rmtree(folder, ignore_errors=True)
     log = folder.parent / CONSOLE_LOG
     log.unlink(missing_ok=True)
-    records = [_run(config, [], folder, log, say)]
+    command = [sys.executable, "-c", START, str(modules.resolve()), "run", str(config)]
+    records = [_run(command, folder, log, say)]
     if not records[0].finished or steps - 1 not in records[0].checkpoints:
         return records
     say(f"the run has finished; a new one resumes at step {steps - 1}")
     checkpoint = folder / FOLDER / f"step-{steps - 1:06d}"
-    records.append(_run(config, [f'resume_from_checkpoint="{checkpoint}"'], folder, log, say))
+    records.append(_run([*command, f'resume_from_checkpoint="{checkpoint}"'], folder, log, say))
     return records
 
 
-def _run(config: Path, overrides: Sequence[str], folder: Path, log: Path, say: Say) -> RunRecord:
+def _run(command: Sequence[str], folder: Path, log: Path, say: Say) -> RunRecord:
     start, progress = time.monotonic(), _Progress(folder / METRICS_FILE, say)
-    command = [sys.executable, "-m", "roll", "run", str(config), *overrides]
     code = run_process(command, log, variables=OFFLINE, poll=progress.poll)
     progress.poll()
     record = read_run_json(folder)
@@ -123,21 +127,20 @@ class _Progress:
 
     def __init__(self, file: Path, say: Say) -> None:
         self._file, self._say = file, say
-        self._before = file.stat().st_ino if file.exists() else None
-        self._shown = max((int(line["step"]) for line in read_metrics(file)), default=0) if self._before else -1
+        self._old = file.stat().st_ino if file.exists() else None
+        self._next = max((int(line["step"]) for line in read_metrics(file)), default=0)
 
     def poll(self) -> None:
-        if not self._file.exists() or self._file.stat().st_ino == self._before:
+        if not self._file.exists() or self._file.stat().st_ino == self._old:
             return
         for line in read_metrics(self._file):
             step = int(line["step"])
-            if step < self._shown or (self._before is None and step == self._shown):
+            if step < self._next:
                 continue
             name = f"step {step}" if step else "before the first step"
             values = [f"{text} {line[key]:.3g}" for key, text in SHOWN.items() if line.get(key) is not None]
             self._say(f"{name}: {', '.join(values)}")
-            self._shown = step
-            self._before = None
+            self._next = step + 1
 
 
 def cause_of_failure(log: Path) -> str:
@@ -152,7 +155,7 @@ def cause_of_failure(log: Path) -> str:
 
 
 def own_place(error: BaseException) -> str:
-    """The innermost frame of an exception in the user's own code, as `file:line in function`; empty if there is none."""
+    """The innermost frame of an exception in the user's code, as `file:line in function`; empty if there is none."""
     frames = [(frame.tb_frame.f_code, frame.tb_lineno) for frame in _frames(error.__traceback__)]
     own = [f"{code.co_filename}:{line} in {code.co_name}" for code, line in frames if _is_own(code.co_filename)]
     return own[-1] if own else ""

@@ -14,7 +14,6 @@ from roll.configs.roles import DEVICE_ROLES, ActorInferConfig, MegatronRoleConfi
 from roll.configs.rules.devices import CUDA_ONLY
 from roll.configs.schema import value_at
 from roll.tools.rehearse.batches import (
-    MAX_TURNS,
     Batch,
     environment_groups,
     shrink_batch,
@@ -78,6 +77,7 @@ class Inputs:
         prompt_tokens: of the longest prompt, or of the first message of a trajectory.
         sequence_tokens: of the longest prompt with its answer (SFT).
         turn_tokens: of the messages between two answers (agents).
+        actions: of a trajectory, by tag (agents).
         reasons: key -> why its stand-in is used, for the list of changes.
     """
 
@@ -86,6 +86,7 @@ class Inputs:
     prompt_tokens: int = 64
     sequence_tokens: int = 96
     turn_tokens: int = 64
+    actions: Mapping[str, int] = field(default_factory=dict)
     reasons: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -129,7 +130,8 @@ def shrink(config: BaseConfig, inputs: Inputs, folder: str, steps: int) -> Rehea
             edit.drop((role,), "the recipe does not use it")
     batch = Batch(1, 1, 1, 1)
     if isinstance(config, RLConfig):
-        batch = shrink_batch(structure_of(config), placement.layouts["actor_train"].data)
+        structure = structure_of(config, turns=max(inputs.actions.values(), default=1))
+        batch = shrink_batch(structure, placement.layouts["actor_train"].data)
         _shrink_rl(edit, config, batch)
     if isinstance(config, RLVRConfig):
         _shrink_rlvr(edit, config, batch, inputs)
@@ -200,7 +202,8 @@ def _shrink_run(edit: _Edit, folder: str, steps: int) -> None:
     config = edit.config
     edit.set(("pipeline",), config.pipeline, "")
     edit.set(("output_dir",), folder, FOLDER)
-    edit.drop(("logging_dir",), FOLDER)
+    for key in [name for name in edit.tree if name.endswith("_dir") and name not in ("output_dir", "rollout_dump_dir")]:
+        edit.drop((key,), FOLDER)
     for name, options in config.tracker_kwargs.items():
         for key in options:
             if key.endswith(("dir", "path", "uri", "url", "host")):
@@ -304,7 +307,7 @@ def _shrink_rlvr(edit: _Edit, config: RLVRConfig, batch: Batch, inputs: Inputs) 
 def _shrink_agents(edit: _Edit, config: AgenticConfig, batch: Batch, inputs: Inputs) -> None:
     """Trajectories, turns and environments."""
     tokens = _response_tokens(config.response_length or LONGEST)
-    turns = min(config.turns, MAX_TURNS)
+    turns = max(inputs.actions.values())
     length = inputs.prompt_tokens + turns * (tokens + inputs.turn_tokens)
     edit.set(("rollout_batch_size",), batch.groups * batch.group_size, SMALL)
     edit.set(("sequence_length",), length, f"holds {turns} turns of the environments")
@@ -319,7 +322,7 @@ def _shrink_agents(edit: _Edit, config: AgenticConfig, batch: Batch, inputs: Inp
     for tag, entry in config.custom_envs.items():
         section = ("custom_envs", tag)
         edit.drop((*section, "env_config", "max_steps"))
-        edit.set((*section, "max_steps"), min(entry.max_steps or MAX_TURNS, MAX_TURNS), "a few turns")
+        edit.set((*section, "max_steps"), inputs.actions[tag], "a few turns")
         if edit.given(*section, "max_tokens_per_step"):
             edit.set((*section, "max_tokens_per_step"), min(entry.max_tokens_per_step or tokens, tokens), SHORT)
     edit.drop(("max_actions_per_traj",))
@@ -376,7 +379,7 @@ def _shrink_training(edit: _Edit, config: BaseConfig, batch: Batch, steps: int) 
                 held = max(1, min(held, MAX_SEQUENCES_PER_MICRO_BATCH))
                 edit.set((role, key), held * length, "as many of the longest sequences as fit the recipe's, at most 4")
         forward = edit.value((role, "infer_batch_size"))
-        if forward and forward > MAX_FORWARD_BATCH:
+        if forward and forward > MAX_FORWARD_BATCH and not edit.value((role, "use_dynamic_batching_in_infer")):
             edit.set((role, "infer_batch_size"), MAX_FORWARD_BATCH, SMALL)
 
 

@@ -145,6 +145,7 @@ def agentic_recipes(draw: st.DrawFn) -> dict[str, Any]:
         "val_batch_size": 64,
     }
     tree["custom_envs"]["Lake"]["max_steps"] = draw(st.integers(1, 30))
+    tree["max_actions_per_traj"] = draw(st.integers(5, 20))
     return tree
 
 

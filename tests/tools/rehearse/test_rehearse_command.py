@@ -69,7 +69,13 @@ def record(**changes: Any) -> RunRecord:
     lines = [
         {"step": 0, "publish/verified": 1.0, "publish/bytes": 2**20, "val/score": 0.1},
         *(
-            {"step": step, "publish/verified": 1.0, "actor/grad_norm": 0.5, "actor/loss": 0.1, "staleness/max": step - 1}
+            {
+                "step": step,
+                "publish/verified": 1.0,
+                "actor/grad_norm": 0.5,
+                "actor/loss": 0.1,
+                "staleness/max": step - 1,
+            }
             for step in (1, 2)
         ),
     ]
@@ -143,7 +149,8 @@ def printed(view: Any) -> str:
 
 
 def test_one_sample_is_shown_in_full() -> None:
-    text = printed(sample_view(record(), lambda ids: "word " * 1000 if ids == [1, 2] else f"answer {ids}"))
+    small = build_config(yaml.safe_load(RLVR))
+    text = printed(sample_view(small, record(), lambda ids: "word " * 1000 if ids == [1, 2] else f"answer {ids}"))
     assert text.count("word") == 1000 and "answer [3, 4]" in text and "score 1" in text
 
 

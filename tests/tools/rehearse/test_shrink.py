@@ -12,8 +12,10 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from roll.configs.agentic import AgenticConfig
 from roll.configs.load import AnyConfig, build_config, load_config
 from roll.configs.pipeline import RLConfig, RLVRConfig
+from roll.tools.rehearse.data import fewest_actions
 from roll.tools.rehearse.layouts import MAX_ENGINES, MAX_SLOTS
 from roll.tools.rehearse.shrink import LONGEST, SHORTEST, Inputs, Rehearsal, shrink
 from tests.configs.samples import AGENTIC, MODEL, RLVR, SFT
@@ -31,7 +33,9 @@ def model() -> str:
 def rehearse(config: AnyConfig, steps: int = 2, **sizes: Any) -> Rehearsal:
     names = {role.model_args.model_name_or_path or "" for role in config.device_roles().values()}
     files = {} if config.pipeline == "agentic" else {"actor_train": ["a.jsonl"], "validation": ["b.jsonl"]}
-    return shrink(config, Inputs(dict.fromkeys(names, model()), files, **sizes), "output/small/run", steps)
+    actions = fewest_actions(config) if isinstance(config, AgenticConfig) else {}
+    inputs = Inputs(dict.fromkeys(names, model()), files, actions=actions, **sizes)
+    return shrink(config, inputs, "output/small/run", steps)
 
 
 def both(tree: dict[str, Any]) -> tuple[AnyConfig, AnyConfig, Rehearsal]:
@@ -52,8 +56,11 @@ def check_sizes(recipe: AnyConfig, small: AnyConfig, made: Rehearsal) -> None:
             same = recipes[first].device_mapping == recipes[second].device_mapping
             assert (roles[first].device_mapping == roles[second].device_mapping) == same
             assert same or not set(roles[first].device_mapping) & set(roles[second].device_mapping)
-    sizes = [(getattr(recipes[name].layout, kind), getattr(role.layout, kind), name, kind) for name, role in roles.items()
-             for kind in ("tensor", "pipeline", "data")]
+    sizes = [
+        (getattr(recipes[name].layout, kind), getattr(role.layout, kind), name, kind)
+        for name, role in roles.items()
+        for kind in ("tensor", "pipeline", "data")
+    ]
     lost = [(name, kind) for before, after, name, kind in sizes if before > 1 and after == 1]
     assert not lost or len(devices) > MAX_SLOTS // 2, f"{lost} would have fitted"
     for role in roles.values():
@@ -72,7 +79,7 @@ def check_lengths(recipe: RLConfig, small: RLConfig) -> None:
     assert min(recipe.response_length, SHORTEST) <= small.response_length <= min(recipe.response_length, LONGEST)
 
 
-FAST = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+FAST = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @FAST
@@ -96,7 +103,7 @@ def test_a_rehearsal_of_rlvr_loads_and_keeps_the_structure(tree: dict[str, Any])
 @given(agentic_recipes())
 def test_a_rehearsal_of_agents_loads_and_keeps_every_environment(tree: dict[str, Any]) -> None:
     recipe, small, made = both(tree)
-    assert isinstance(recipe, RLConfig) and isinstance(small, RLConfig)
+    assert isinstance(recipe, AgenticConfig) and isinstance(small, AgenticConfig)
     check_sizes(recipe, small, made)
     check_lengths(recipe, small)
     manager = small.train_env_manager
@@ -105,7 +112,7 @@ def test_a_rehearsal_of_agents_loads_and_keeps_every_environment(tree: dict[str,
     assert small.rollout_batch_size == small.groups_per_batch * manager.group_size <= 32
     assert small.groups_per_batch >= len(manager.tags)
     assert (manager.processes > 1) == (recipe.train_env_manager.processes > 1) or manager.environments == 1
-    assert small.turns == min(recipe.turns, 3)
+    assert small.turns <= max(5, min(recipe.turns, 3)), "Sokoban accepts 5 actions or more"
 
 
 @FAST
