@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 from roll.configs.errors import RunError
+from roll.configs.hardware import prepare_run
 from roll.configs.load import build_config, load_config
 from roll.configs.model_config import UnsupportedModel
 from roll.configs.pipeline import BaseConfig
@@ -75,7 +76,7 @@ class Rehearser:
             Exit code: 0 if every part of the recipe was exercised, 1 if not, 130 if interrupted.
 
         Raises:
-            ConfigError: the recipe cannot be loaded, or the output folder cannot be used.
+            ConfigError: the recipe cannot be loaded or started, or the output folder cannot be used.
         """
         self.say(f"rehearsing {self.file} in {self.out}")
         recipe = load_config(self.file, self.overrides)
@@ -100,7 +101,9 @@ class Rehearser:
         file = self.out / CONFIG_FILE
         head = f"# {self.file} in miniature, written by `roll rehearse`.\n"
         file.write_text(head + yaml.safe_dump(rehearsal.tree, sort_keys=False), encoding="utf-8")
-        return rehearsal, build_config(rehearsal.tree, source=str(file))
+        small = build_config(rehearsal.tree, source=str(file))
+        prepare_run(small)
+        return rehearsal, small
 
     def start(self, small: BaseConfig, rehearsal: Rehearsal) -> list[RunRecord]:
         """Runs the miniature twice: from the start, and from its checkpoint."""

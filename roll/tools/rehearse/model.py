@@ -49,16 +49,19 @@ POSITIONS = 32768
 """`max_position_embeddings` where the recipe's model does not give more."""
 
 SPREAD = 0.05
-"""Standard deviation of the random weights: what a token adds to the hidden state outlasts the layers."""
+"""Standard deviation of the random weights."""
 
-COMMON_PART = 1.0
-"""Length of the direction that all embeddings have in common."""
+COMMON_PART = 2.0
+"""Length of what all embeddings have in common; the random part is 0.4 long."""
 
-COMMON_SHARE = 0.5
-"""About the share of that direction in the last hidden state."""
+PROBE_SHAPE = (8, 64)
+"""Sequences and tokens of each from which the mean hidden state is taken."""
 
 KEPT_SETTINGS = ("tie_word_embeddings", "rms_norm_eps")
 """Settings of a config.json that the random model has too."""
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+"""Without one of these, transformers makes a tokenizer without tokens."""
 
 END_OF_TURN = {"llama": "<|eot_id|>"}
 """End token of a family's stand-in tokenizer; of the others it is that of ChatML."""
@@ -121,6 +124,8 @@ def find_tokenizer(source: ModelSource, stop_strings: Sequence[str]) -> tuple[Pr
     """
     if not Path(source.name).is_dir():
         return stand_in_tokenizer(source.family, stop_strings), f"{source.name} is not on this machine"
+    if not any((Path(source.name) / name).is_file() for name in TOKENIZER_FILES):
+        return stand_in_tokenizer(source.family, stop_strings), f"{source.name} has no tokenizer"
     try:
         return load_tokenizer(source.name), ""
     except RunError as error:
@@ -177,26 +182,31 @@ def write_model(source: ModelSource, tokenizer: PreTrainedTokenizerBase, folder:
     write_tiny_model(folder, source.family, seed, **shape, **settings, **ids)
     tokenizer.save_pretrained(folder)
     digits = [token for token in (tokenizer.get_vocab().get(digit) for digit in "0123456789") if token is not None]
-    prefer_tokens(folder / "model.safetensors", [tokenizer.eos_token_id, *digits])
+    prefer_tokens(folder, [tokenizer.eos_token_id, *digits])
     return folder
 
 
-def prefer_tokens(weights: Path, preferred: Sequence[int]) -> None:
+def prefer_tokens(folder: Path, preferred: Sequence[int]) -> None:
     """Makes about half of what a random model writes these tokens.
 
     With digits among them, some answers to stand-in problems are right by chance, so the samples of a group differ in
-    their scores and the loss has a gradient. All embeddings get a common direction, which reaches the last hidden
-    state, and the output rows of the preferred tokens get a multiple of it.
+    their scores and the loss has a gradient. All embeddings get a common part, which reaches the last hidden state; the
+    output rows of the tokens get the mean of that state, in the size that makes them as likely as all others together.
     """
     import torch
     from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM
 
+    weights = folder / "model.safetensors"
     tensors = load_file(weights)
     embedding = tensors["model.embed_tokens.weight"]
-    output = tensors.get("lm_head.weight", embedding)
     vocabulary, hidden = embedding.shape
-    direction = torch.full((hidden,), hidden**-0.5)
-    embedding += COMMON_PART * direction
+    embedding += COMMON_PART * hidden**-0.5
+    save_file(tensors, weights, metadata={"format": "pt"})
+    ids = torch.randint(vocabulary, PROBE_SHAPE, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        mean = model.model(input_ids=ids).last_hidden_state.mean(dim=(0, 1))
     odds = math.log(max(vocabulary, 2 * len(preferred)) / len(preferred))
-    output[list(preferred)] += odds / (COMMON_SHARE * hidden**0.5) * direction
+    tensors.get("lm_head.weight", embedding)[list(preferred)] += odds / float(mean @ mean) * mean
     save_file(tensors, weights, metadata={"format": "pt"})

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from roll.configs.agentic import AgenticConfig
+from roll.configs.parallel_layout import spans
 from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig, SFTConfig
 from roll.configs.roles import ActorInferConfig, MegatronRoleConfig
 from roll.datasets.prompts import load_prompts
@@ -35,7 +36,7 @@ CPU_LIMITS = (
 """What no rehearsal shows."""
 
 VALUE_WIDTH = 60
-"""Characters of a value in the table of changes."""
+"""Characters of a value in the list of changes."""
 
 
 @dataclass(frozen=True)
@@ -221,17 +222,24 @@ def tables(made: Sequence[Finding], changes: Sequence[Change]) -> RenderableType
     for finding in made:
         mark = Text("ok", "green") if finding.passed else Text("NO", "bold red")
         exercised.add_row(mark, Text(finding.name), Text(finding.detail))
-    shrunk = Table(box=box.SIMPLE_HEAD, title="Changed for the rehearsal", title_justify="left", title_style="bold")
-    for column in ("key", "recipe", "rehearsal", "because"):
-        shrunk.add_column(column, overflow="fold")
+    by_reason: dict[str, list[Change]] = {}
     for change in changes:
-        after = "left out" if change.after is None else _shown(change.after)
-        shrunk.add_row(Text(change.path), Text(_shown(change.before)), Text(after), Text(change.reason))
-    limits = [Text("Not told by a CPU", "bold"), *(Text(f"  - {limit}") for limit in CPU_LIMITS)]
-    return Group(exercised, shrunk, *limits)
+        by_reason.setdefault(change.reason, []).append(change)
+    shrunk = [Text("Changed for the rehearsal", "bold")]
+    for reason, same in by_reason.items():
+        shrunk.append(Text(f"  {reason}", "italic"))
+        shrunk += [Text(f"    {change.path}: {_shown(change.before)} -> {_after(change)}") for change in same]
+    limits = [Text(""), Text("Not told by a CPU", "bold"), *(Text(f"  - {limit}") for limit in CPU_LIMITS)]
+    return Group(exercised, *shrunk, *limits)
+
+
+def _after(change: Change) -> str:
+    return "left out" if change.after is None else _shown(change.after)
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, list) and len(value) > 1 and all(type(item) is int for item in value):
+        return spans(value)
     if isinstance(value, float):
         return format_number(value)
     text = "null" if value is None else str(value)

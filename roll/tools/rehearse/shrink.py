@@ -63,6 +63,7 @@ LEAST_SECONDS = {
 NO_GPU = "needs a GPU"
 SMALL = "a small batch of the same structure"
 SHORT = "short texts of a random model"
+OPENED = "opened: a random model gives a whole group one score, and no group would be left"
 SLOTS = "parallel sizes above 1 become 2, on CPU slots of one machine"
 FOLDER = "everything is written to the rehearsal's folder"
 
@@ -274,6 +275,9 @@ def _shrink_rl(edit: _Edit, config: RLConfig, batch: Batch) -> None:
         group = 1 if isinstance(config, AgenticConfig) else config.num_return_sequences_in_group
         before, least = config.rollout_batch_size * group, config.async_training.min_batch_count * samples
         edit.set(("async_training", "max_queue_size"), max(least, round(queue * samples / before)), SMALL)
+    if config.difficulty_mask:
+        edit.set(("difficulty_low_threshold",), -OPEN_THRESHOLD, OPENED)
+        edit.set(("difficulty_high_threshold",), OPEN_THRESHOLD, OPENED)
     if edit.given("num_return_sequences_in_group") or not isinstance(config, AgenticConfig):
         edit.set(("num_return_sequences_in_group",), batch.group_size, SMALL)
 
@@ -300,8 +304,11 @@ def _shrink_rlvr(edit: _Edit, config: RLVRConfig, batch: Batch, inputs: Inputs) 
             opened = {"threshold_down": -OPEN_THRESHOLD, "threshold_up": OPEN_THRESHOLD}
             value = {"type": "mean_filter", "filter_args": opened}
             before = asdict(reward.query_filter_config)
-            reason = "opened: a random model gives a whole group one score, and every group would be dropped"
-            edit.set((*section, "query_filter_config"), value, reason, before=before)
+            edit.set((*section, "query_filter_config"), value, OPENED, before=before)
+    shares = config.actor_train.data_args.domain_interleave_probs
+    if shares:
+        equal = {name: 1.0 if share > 0 else 0.0 for name, share in shares.items()}
+        edit.set(("actor_train", "data_args", "domain_interleave_probs"), equal, "every domain in a few prompts")
 
 
 def _shrink_agents(edit: _Edit, config: AgenticConfig, batch: Batch, inputs: Inputs) -> None:
