@@ -153,12 +153,12 @@ def stand_in_tokenizer(family: str, words: Sequence[str] = ()) -> PreTrainedToke
         "model_max_length": POSITIONS,
     }
     if family.startswith("qwen"):  # transformers reads the folder of such a model with this class
-        tokenizer = Qwen2Tokenizer(vocab=vocabulary, merges=[], unk_token=end, **options)
+        tokenizer: PreTrainedTokenizerBase = Qwen2Tokenizer(vocab=vocabulary, merges=[], unk_token=end, **options)
     else:
         core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
         core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         core.decoder = decoders.ByteLevel()
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, **options)
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, **options)  # type: ignore[no-untyped-call]
     tokenizer.add_tokens([word for word in dict.fromkeys(words) if word not in tokenizer.get_vocab()])
     return tokenizer
 
@@ -167,7 +167,7 @@ def write_model(source: ModelSource, tokenizer: PreTrainedTokenizerBase, folder:
     """Writes a random model of the architecture with this tokenizer, and returns the folder."""
     from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     settings = {key: source.settings[key] for key in KEPT_SETTINGS if source.settings.get(key) is not None}
     heads = source.settings.get("num_attention_heads")
     if heads is not None and source.settings.get("num_key_value_heads", heads) == heads:

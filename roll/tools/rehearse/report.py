@@ -201,7 +201,10 @@ def _resume(small: BaseConfig, runs: Sequence[RunRecord]) -> Finding:
 
 
 def _trackers(small: BaseConfig, run: RunRecord) -> Finding:
-    return Finding("trackers", run.finished, f"{', '.join(small.track_with)}, and metrics.jsonl")
+    """Every tracker but the console has a folder of its name in the output folder."""
+    missing = [name for name in small.track_with if name != "stdout" and name not in run.entries]
+    detail = f"{', '.join(small.track_with)}, and metrics.jsonl"
+    return Finding("trackers", not missing, f"{', '.join(missing)} wrote nothing" if missing else detail)
 
 
 def summary_of(made: Sequence[Finding], changes: Sequence[Change], seconds: float) -> dict[str, Any]:

@@ -27,6 +27,7 @@ OFFLINE = {
     "HF_HUB_OFFLINE": "1",
     "WANDB_MODE": "offline",
     "SWANLAB_MODE": "offline",
+    "MLFLOW_TRACKING_URI": "",
 }
 """Environment variables with which no tracker and no library needs a network."""
 
@@ -62,6 +63,7 @@ class RunRecord:
         lines: of metrics.jsonl.
         checkpoints: steps with a complete checkpoint.
         samples: dumped samples by step.
+        entries: names in its output folder.
     """
 
     exit_code: int
@@ -70,6 +72,7 @@ class RunRecord:
     lines: list[dict[str, float]] = field(default_factory=list)
     checkpoints: list[int] = field(default_factory=list)
     samples: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    entries: list[str] = field(default_factory=list)
 
     @property
     def finished(self) -> bool:
@@ -116,6 +119,7 @@ def _run(command: Sequence[str], folder: Path, log: Path, say: Say) -> RunRecord
         lines=read_metrics(folder / METRICS_FILE),
         checkpoints=[int(path.name.removeprefix("step-")) for path in CheckpointManager(folder / FOLDER, 0).complete()],
         samples={step: read_samples(samples, step) for step in dumped_steps(samples)},
+        entries=sorted(path.name for path in folder.iterdir()) if folder.is_dir() else [],
     )
 
 

@@ -46,6 +46,9 @@ MAX_RUNNING_REQUESTS = 64
 ENGINE_OPTIONS = ("load_format", "schedule_policy", "disable_radix_cache")
 """Options of SGLang that mean the same on a CPU; the others choose kernels or divide GPU memory."""
 
+ACCOUNT_OPTIONS = ("mode", "api_key", "login_kwargs")
+"""Options of trackers that connect to a server."""
+
 OPEN_THRESHOLD = 1e9
 """Above every score, so that a query filter is used but drops nothing."""
 
@@ -65,7 +68,7 @@ SMALL = "a small batch of the same structure"
 SHORT = "short texts of a random model"
 OPENED = "opened: a random model gives a whole group one score, and no group would be left"
 SLOTS = "parallel sizes above 1 become 2, on CPU slots of one machine"
-FOLDER = "everything is written to the rehearsal's folder"
+FOLDER = "everything is written to the rehearsal's folder, and nothing is sent"
 
 
 @dataclass(frozen=True)
@@ -207,7 +210,7 @@ def _shrink_run(edit: _Edit, folder: str, steps: int) -> None:
         edit.drop((key,), FOLDER)
     for name, options in config.tracker_kwargs.items():
         for key in options:
-            if key.endswith(("dir", "path", "uri", "url", "host")):
+            if key.endswith(("dir", "uri")) or key in ACCOUNT_OPTIONS:
                 edit.drop(("tracker_kwargs", name, key), FOLDER)
     edit.set(("platform",), "cpu", "runs here")
     edit.set(("max_steps",), steps, "a rehearsal")

@@ -78,7 +78,7 @@ def check_lengths(recipe: RLConfig, small: RLConfig) -> None:
     assert min(recipe.response_length, SHORTEST) <= small.response_length <= min(recipe.response_length, LONGEST)
 
 
-FAST = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+FAST = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @FAST
