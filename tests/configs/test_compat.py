@@ -256,9 +256,9 @@ def test_keys_that_describe_the_default_are_warnings(tmp_path: Path, override: s
         ("trainer: {type: async}", "trainer.type: async needs the batches that generation may run ahead: set trainer."),
         ("trainer: {type: sync}\nasync_generation_ratio: 1", "trainer.type: is another spelling of async_generation_r"),
         ("trainer: {type: async, async: {buffer_size: 1, depth: 2}}", "trainer.async.depth: unknown key"),
-        ("trainer: {async: {buffer_size: 1}}\nbuffer_size: 1", "another spelling of async_generation_ratio"),
+        ("trainer: {async: {buffer_size: 1}}\nbuffer_size: 2", "another spelling of async_generation_ratio"),
         (
-            "trainer: {async: {importance_sampling: true}}\nimportance_sampling: true",
+            "trainer: {async: {importance_sampling: true}}\nimportance_sampling: false",
             "another spelling of importance_s",
         ),
         ("async_training: {staleness_threshold: 0.3}", "0.3 is not a whole number of versions; where it is the share"),

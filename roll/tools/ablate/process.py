@@ -14,7 +14,7 @@ from typing import Any, Literal
 from roll.configs.pipeline import RLConfig
 from roll.pipeline import checkpoint
 from roll.tools.terminal import option_error
-from roll.trackers.files import RUN_FILE, plain
+from roll.trackers.files import RUN_FILE, without_secrets
 
 LOCK_FILE = ".lock"
 """File in the output folder, locked by the `roll ablate` that uses the folder."""
@@ -78,7 +78,7 @@ def remove_checkpoints(folder: Path) -> None:
 
 
 def _as_json(config: RLConfig) -> dict[str, Any]:
-    values: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config), default=plain))
+    values: dict[str, Any] = without_secrets(dataclasses.asdict(config))
     return values
 
 

@@ -21,7 +21,8 @@ from roll.configs.load import build_config, load_config
 from roll.configs.model_config import UnsupportedModel
 from roll.configs.pipeline import BaseConfig
 from roll.datasets.records import DatasetError
-from roll.tools.terminal import integer, make_console, option_error
+from roll.terminal import make_console
+from roll.tools.terminal import integer, option_error
 
 if TYPE_CHECKING:
     from roll.tools.rehearse.runs import RunRecord

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from roll.configs.agentic import AgenticConfig
-from roll.configs.compat.recipe import Tree
+from roll.configs.compat import Tree
 from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig, SFTConfig
 from roll.configs.roles import DEVICE_ROLES, ActorInferConfig, MegatronRoleConfig
 from roll.configs.rules.devices import CUDA_ONLY
