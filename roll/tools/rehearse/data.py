@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from roll.configs.agentic import AgenticConfig, CustomEnvConfig
 from roll.configs.errors import ConfigError, unreachable
+from roll.configs.hub.names import local_file
 from roll.configs.pipeline import BaseConfig, RLVRConfig
 from roll.configs.roles import DataArguments
 from roll.datasets.math_problems import TAG
@@ -62,7 +63,7 @@ def write_data(config: BaseConfig, role: str, tokenizer: PreTrainedTokenizerBase
         DatasetError: a row of the recipe's own files cannot be used; the message names file and line.
     """
     args: DataArguments = getattr(config, role).data_args
-    absent = [name for name in args.file_name if not Path(name).is_file() or unreachable(name)]
+    absent = [name for name in args.file_name if not local_file(name).is_file() or unreachable(local_file(name))]
     measure = _Lengths(config, args, tokenizer)
     count = max(1, rows // max(1, len(args.file_name)))
     files: list[str] = []

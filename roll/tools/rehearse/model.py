@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll.configs.errors import ConfigError, Problem, RunError
+from roll.configs.hub.names import local_model
 from roll.configs.model_config import CONFIG_NAME, FAMILIES, read_model_config, rotary_values
 from roll.datasets.templates import BUILT_IN
 from roll.models.tiny import write_tiny_model
@@ -99,7 +100,7 @@ def find_model(name: str) -> ModelSource:
         ConfigError: the name is that of a mixture of experts.
         UnsupportedModel: its config.json is not that of a supported model.
     """
-    file = Path(name) / CONFIG_NAME
+    file = local_model(name) / CONFIG_NAME
     if file.is_file():
         raw = read_model_config(file)
         return ModelSource(name, raw["architectures"][0], raw, "its config.json")
@@ -122,9 +123,10 @@ def find_tokenizer(source: ModelSource, stop_strings: Sequence[str]) -> tuple[Pr
         source: of the model.
         stop_strings: of the recipe, which are one token each in the stand-in.
     """
-    if not Path(source.name).is_dir():
+    folder = local_model(source.name)
+    if not folder.is_dir():
         return stand_in_tokenizer(source.family, stop_strings), f"{source.name} is not on this machine"
-    if not any((Path(source.name) / name).is_file() for name in TOKENIZER_FILES):
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         return stand_in_tokenizer(source.family, stop_strings), f"{source.name} has no tokenizer"
     try:
         return load_tokenizer(source.name), ""

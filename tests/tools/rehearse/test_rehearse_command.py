@@ -80,8 +80,24 @@ def record(**changes: Any) -> RunRecord:
         ),
     ]
     samples = [
-        {"id": "a", "group": 0, "score": 1.0, "prompt_ids": [1, 2], "response_ids": [3, 4]},
-        {"id": "b", "group": 1, "score": 0.0, "prompt_ids": [1, 2], "response_ids": [5]},
+        {
+            "id": "a",
+            "prompt_id": "p",
+            "ground_truth": "3",
+            "group": 0,
+            "score": 1.0,
+            "prompt_ids": [1, 2],
+            "response_ids": [3, 4],
+        },
+        {
+            "id": "b",
+            "prompt_id": "q",
+            "ground_truth": "5",
+            "group": 1,
+            "score": 0.0,
+            "prompt_ids": [1, 2],
+            "response_ids": [5],
+        },
     ]
     values: dict[str, Any] = {
         "exit_code": 0,
