@@ -45,6 +45,12 @@ IDLE_TIMEOUT_S = 30.0
 """Requests that a run left behind are aborted within a step of the engine."""
 
 
+def own_environment(config: BaseConfig, threads: int) -> dict[str, str]:
+    """The environment of a process without the folder of its recipe, so that runs from other folders reuse it."""
+    environment = process_environment(config, threads)
+    return {name: value for name, value in environment.items() if name != "PYTHONPATH"}
+
+
 class KeptResources(ResourceManager):
     """Reserves the devices once: a reservation that is released would end the processes in it."""
 
@@ -69,7 +75,7 @@ class KeptCluster(Cluster[WorkerT]):
         return idle.pop() if idle else super()._start(rank, slot)
 
     def _key(self, rank: int, slot: DeviceSlot) -> Any:
-        environment = process_environment(self._pipeline_config, self._resources.threads(slot))
+        environment = own_environment(self._pipeline_config, self._resources.threads(slot))
         return (
             self._worker_cls.concurrent,
             rank,
@@ -121,7 +127,7 @@ class KeptRemoteActor(RemoteActor[ObjectT]):
 
     @property
     def _key(self) -> Any:
-        return tuple(sorted(process_environment(self._config, threads=1).items()))
+        return tuple(sorted(own_environment(self._config, threads=1).items()))
 
     def shutdown(self) -> None:
         """Closes the object; a process whose object does not close is killed."""
