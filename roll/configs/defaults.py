@@ -64,7 +64,10 @@ def _fill_in_lengths(config: BaseConfig) -> list[Problem]:
 
 
 def _fill_in_rl(config: RLConfig) -> None:
-    config.rollout_dump_dir = config.rollout_dump_dir or str(Path(config.output_dir) / "samples")
+    if config.rollout_dump_dir is None:
+        config.rollout_dump_dir = str(Path(config.output_dir) / "samples")
+    elif "rollout_dump_steps" not in config.source.given:
+        config.rollout_dump_steps = None  # nothing is deleted in a folder that was asked for
     sampling = config.actor_infer.generating_args
     if sampling.max_new_tokens is None:
         sampling.max_new_tokens = config.response_length

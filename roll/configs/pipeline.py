@@ -273,7 +273,10 @@ class RLConfig(AsyncOptions, PolicyOptions, AdvantageOptions, SampleMaskOptions,
         "step; `roll show` prints them. Default: output_dir/samples.",
     )
     rollout_dump_steps: int | None = option(
-        10, "Newest steps whose samples are kept there; null keeps all steps, 0 writes none.", ge=0
+        10,
+        "Newest steps whose samples are kept there; null keeps all steps, 0 writes none. Default: all where "
+        "rollout_dump_dir is given.",
+        ge=0,
     )
     rollout_batch_size: int = option(64, "Prompts (rlvr) or trajectories (agentic) of one step.", ge=1)
     num_return_sequences_in_group: int = option(1, "Samples per prompt; agentic: train_env_manager.group_size.", ge=1)

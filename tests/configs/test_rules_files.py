@@ -105,3 +105,9 @@ def test_folder_without_permission_is_explained(tmp_path: Path, monkeypatch: pyt
 
 def test_missing_and_readable_paths_are_reachable(tmp_path: Path) -> None:
     assert unreachable(tmp_path) is unreachable(tmp_path / "new" / "er") is None
+
+
+def test_a_folder_that_was_asked_for_keeps_the_samples_of_all_steps(tmp_path: Path) -> None:
+    assert rlvr(tmp_path).rollout_dump_steps == 10
+    assert rlvr(tmp_path, f"rollout_dump_dir={tmp_path}/mine").rollout_dump_steps is None
+    assert rlvr(tmp_path, f"rollout_dump_dir={tmp_path}/mine", "rollout_dump_steps=3").rollout_dump_steps == 3
