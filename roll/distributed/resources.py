@@ -158,7 +158,7 @@ def start_ray(config: BaseConfig, platform_name: str, num_devices: int) -> None:
     at_end = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(**options)
-    except (OSError, RuntimeError, ValueError, TimeoutError, ray.exceptions.RayError) as error:
+    except Exception as error:  # Ray raises Exception itself where a process of its own does not start in time
         ray.shutdown()
         where = f"join the Ray at RAY_ADDRESS={address}" if address else "start Ray on this machine"
         raise RayStartError(f"cannot {where} for run {config.exp_name!r}: {type(error).__name__}: {error}") from error
