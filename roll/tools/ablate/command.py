@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from roll.configs.hub.inputs import fetch_inputs
 from roll.configs.pipeline import RLConfig
 from roll.tools.ablate.grid import Trial, check_grid, make_grid
 from roll.tools.ablate.process import (
@@ -84,10 +85,13 @@ class Ablation:
 
         Raises:
             ConfigError: a trial cannot start, or another `roll ablate` uses the folder.
+            HubError: a model or dataset cannot be fetched.
         """
         configs, warnings = check_grid(self.config, self.trials, self.out, self.overrides)
         for warning in warnings:
             print(f"warning: {warning}", file=sys.stderr)
+        for config in configs.values():
+            fetch_inputs(config)  # a run writes names with their commit, which progress is compared with
         with lock_folder(self.out) as lock:
             results = {trial: self._previous_result(trial, configs[trial]) for trial in self.trials}
             try:
