@@ -35,6 +35,9 @@ UNWRAPPED_WIDTH = 10_000
 COLORS = {logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[31m"}
 """Colors of log messages on a terminal."""
 
+END_TIMEOUT_S = 1.0
+"""Longest wait for killed processes to be gone; it takes milliseconds."""
+
 _started = time.monotonic()
 
 
@@ -135,6 +138,8 @@ def end_now(message: str = "interrupted") -> NoReturn:
     for child in children:
         with contextlib.suppress(psutil.Error):
             child.kill()
+    with contextlib.suppress(psutil.Error):
+        psutil.wait_procs(children, timeout=END_TIMEOUT_S)
     os._exit(EXIT_INTERRUPTED)
 
 
