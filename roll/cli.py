@@ -174,7 +174,7 @@ def _tool(name: str) -> ModuleType:
 
 
 def _exit_code(command: Callable[[], int]) -> int:
-    """Exit code of a command; a configuration error, a failed download and Ctrl-C are told without a traceback."""
+    """Exit code of a command; a configuration error, a failed download and Ctrl-C print no traceback."""
     try:
         return command()
     except ConfigError as error:

@@ -30,7 +30,7 @@ EXIT_INTERRUPTED = 128 + signal.SIGINT
 """Exit code after Ctrl-C, as shells define it."""
 
 UNWRAPPED_WIDTH = 10_000
-"""Columns of output that is not a terminal: lines are cut by whoever shows them, not here."""
+"""Width of output that is not a terminal: lines are not wrapped."""
 
 COLORS = {logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[31m"}
 """Colors of log messages on a terminal."""
@@ -51,7 +51,7 @@ class ConsoleLog(logging.Handler):
     """Prints messages to standard output, each after the seconds since the command started."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Prints one message; output that nobody reads any more is not an error."""
+        """Prints one message; a closed standard output is not an error."""
         level = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
         line = f"{time.monotonic() - _started:7.1f} s  {level}{self.format(record)}"
         color = COLORS.get(record.levelno) if sys.stdout.isatty() else None

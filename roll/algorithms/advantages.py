@@ -277,7 +277,7 @@ def compute_advantages(
 def learned_samples(
     scores: Tensor, groups: Tensor, trajectories: Tensor, truncated: Tensor, options: SampleMaskOptions
 ) -> Tensor:
-    """Which samples stay in the loss [B] bool: those that neither `max_len_mask` nor `difficulty_mask` leaves out.
+    """Samples that stay in the loss [B] bool, after `max_len_mask` and `difficulty_mask`.
 
     A group stays if the mean score of its trajectories lies strictly between the two thresholds.
 

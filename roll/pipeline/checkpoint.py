@@ -158,7 +158,7 @@ def folder_bytes(folders: Iterable[Path]) -> int:
 
 
 def _is_exhausted(free: int | None, written: int) -> bool:
-    """Whether a failed save has used up what was free: torch tells of a full disk in words that vary."""
+    """Whether a failed save used all free space; torch has no fixed message for a full disk."""
     return free is not None and written >= EXHAUSTED_SHARE * free
 
 

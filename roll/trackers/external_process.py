@@ -63,7 +63,21 @@ class Run(Protocol):
         """Sends what is left."""
 
 
-class WandbRun:
+class LoggedRun:
+    """A run of a package whose `init` returns an object with `log` and `finish`."""
+
+    _run: Any
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Records one step."""
+        self._run.log(dict(metrics), step=step)
+
+    def finish(self) -> None:
+        """Sends what is left."""
+        self._run.finish()
+
+
+class WandbRun(LoggedRun):
     """Weights & Biases."""
 
     def __init__(self, request: Request, offline: bool) -> None:
@@ -87,14 +101,8 @@ class WandbRun:
         )
         request.id_file.write_text(self._run.id)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
 
-    def finish(self) -> None:
-        self._run.finish()
-
-
-class SwanlabRun:
+class SwanlabRun(LoggedRun):
     """SwanLab."""
 
     def __init__(self, request: Request, offline: bool) -> None:
@@ -119,12 +127,6 @@ class SwanlabRun:
             **options,
         )
         request.id_file.write_text(self._run.id)
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def finish(self) -> None:
-        self._run.finish()
 
 
 class MlflowRun:

@@ -41,7 +41,7 @@ class DiskFullError(RunError):
         Args:
             path: of the file or folder.
             needed: how much it needs, such as `52.3 MB needed`, where that is known.
-            free: bytes that were free before; None: those that are now.
+            free: bytes that were free before the write; None: the bytes that are free now.
         """
         known = [needed] if needed else []
         free = free_bytes(path) if free is None else free

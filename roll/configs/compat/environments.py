@@ -10,8 +10,8 @@ from roll.configs.compat import Tree
 CLASSES = {"traj_envs": "TrajEnvManager", "step_envs": "StepEnvManager"}
 """Name of a base file -> class of its environment managers."""
 
-LETTERS = {0: "W", 1: ".", 2: "G", 3: "C", 4: "B", 5: "A", 6: "@"}
-"""Other characters for a drawing of Sokoban."""
+GRID_SYMBOLS = {0: "W", 1: ".", 2: "G", 3: "C", 4: "B", 5: "A", 6: "@"}
+"""Symbols of a Sokoban grid in the entry with its own vocabulary."""
 
 
 def base_file(name: str) -> Tree | None:
@@ -37,7 +37,8 @@ def base_file(name: str) -> Tree | None:
             "SimpleSokoban": _entry("sokoban", {**boxes, "dim_room": [6, 6], "num_boxes": 1}),
             "LargerSokoban": _entry("sokoban", {**boxes, "dim_room": [10, 10], "num_boxes": 2, "search_depth": 10}),
             "SokobanDifferentGridVocab": _entry(
-                "sokoban", {**boxes, "dim_room": [6, 6], "num_boxes": 1, "search_depth": 30, "grid_lookup": LETTERS}
+                "sokoban",
+                {**boxes, "dim_room": [6, 6], "num_boxes": 1, "search_depth": 30, "grid_lookup": GRID_SYMBOLS},
             ),
             "FrozenLake": _entry("frozen_lake", {**lake, "action_pattern": "${action_pattern}"}),
             "FrozenLakeThink": _entry("frozen_lake", {**lake, "action_pattern": "${think_action_pattern}"}),

@@ -15,7 +15,6 @@ from roll.configs.parallel_layout import parse_device_mapping, spans
 from roll.configs.pipeline import BaseConfig
 from roll.configs.policy import traits_of
 from roll.configs.schema import keys_along
-from roll.configs.trackers import TRACKER_OPTIONS
 
 MARKS = ("hydra", "reward_pretrain", "value_clip", "checkpoint_config", "custom_env", "render_save_dir", "sft_train")
 """Top-level keys of which every complete recipe of ROLL has one."""
@@ -176,23 +175,23 @@ def _move(recipe: Recipe, role: str, before: list[int], after: list[int], train:
 
 # Trackers
 
-TRACKERS = ("wandb", "swanlab", "trackio", "ml_tracker", "mlflow", "none")
-"""Trackers there; those that this project has too are read."""
+UNAVAILABLE_TRACKERS = ("trackio", "ml_tracker", "none")
+"""Values of `track_with` in ROLL without a counterpart here."""
 
 
 def _read_trackers(recipe: Recipe) -> None:
-    """Trackers that are not here; `nest_tracker_kwargs` reads options without a section of their own."""
+    """Drops trackers that are not available; `nest_tracker_kwargs` reads the options of the others."""
     given = recipe.get("track_with", ["tensorboard"])
     names = [given] if isinstance(given, str) else given
     if not isinstance(names, list):
         return
-    absent = [name for name in names if name in TRACKERS and name not in TRACKER_OPTIONS]
+    absent = [name for name in names if name in UNAVAILABLE_TRACKERS]
     kept = [name for name in names if name not in absent]
     if absent:
         recipe.put("track_with", kept)
         recipe.note("track_with", f"{', '.join(absent)} is not available: metrics.jsonl has every step")
         if not set(kept) - {"stdout"}:
-            recipe.drop("tracker_kwargs", f"they are options of {', '.join(absent)}")
+            recipe.drop("tracker_kwargs", f"it has options of {', '.join(absent)}")
 
 
 # Data

@@ -17,7 +17,7 @@ READABLE = (".parquet", ".jsonl", ".json")
 
 CARD = "README.md"
 
-SPLIT_WORDS = {
+SPLIT_NAMES = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test", "testing", "eval", "evaluation"),
@@ -35,7 +35,7 @@ Patterns = dict[str, list[str]]
 
 
 class SplitError(ValueError):
-    """A dataset does not have the subset or split; the message names those that it has."""
+    """A dataset does not have the subset or split; the message lists the available ones."""
 
 
 def choose_files(paths: Sequence[str], card: str, subset: str | None, splits: Sequence[str]) -> list[str]:
@@ -145,5 +145,5 @@ def _split_of(path: str) -> str | None:
     shard = SHARD.search(path)
     if shard is not None:
         return shard[1]
-    words = re.split(r"[/._ \d-]+", path.lower())
-    return next((split for split, names in SPLIT_WORDS.items() if any(name in words for name in names)), None)
+    parts = re.split(r"[/._ \d-]+", path.lower())
+    return next((split for split, names in SPLIT_NAMES.items() if any(name in parts for name in names)), None)

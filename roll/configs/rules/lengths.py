@@ -15,6 +15,7 @@ from typing import Any
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import ConfigError, Report
+from roll.configs.hub.names import local_file, local_model
 from roll.configs.pipeline import BaseConfig
 from roll.configs.roles import DataArguments
 
@@ -36,7 +37,7 @@ def check_prompt_lengths(config: BaseConfig, report: Report) -> None:
     if isinstance(config, AgenticConfig) or count is None:
         return
     args = config.actor_train.data_args
-    lengths = sorted(count(text) for name in args.file_name for text in prompts_in(Path(name), args))
+    lengths = sorted(count(text) for name in args.file_name for text in prompts_in(local_file(name), args))
     longer = sum(length > config.prompt_length for length in lengths)
     if lengths and 2 * longer > len(lengths):
         report.warn(
@@ -70,7 +71,7 @@ def check_episode_lengths(config: AgenticConfig, report: Report) -> None:
 
 def token_counter(model: str | None) -> CountTokens | None:
     """Counts tokens with the tokenizer.json of a model folder; None where there is none that can be read."""
-    file = Path(model or "", "tokenizer.json")
+    file = local_model(model or "") / "tokenizer.json"
     if model is None or not file.is_file():
         return None
     from tokenizers import Tokenizer
@@ -83,7 +84,7 @@ def token_counter(model: str | None) -> CountTokens | None:
 
 
 def prompts_in(file: Path, args: DataArguments) -> Iterator[str]:
-    """Texts of the first prompts of a JSONL file, without those that cannot be read."""
+    """Texts of the first prompts of a JSONL file; rows that cannot be read are skipped."""
     if file.suffix != ".jsonl" or not file.is_file():
         return
     with file.open(encoding="utf-8", errors="replace") as lines:
