@@ -17,6 +17,11 @@ DATA = Path(__file__).parents[1] / "data"
 MODEL = str(DATA / "models" / "qwen2.5-7B")
 """config.json alone: 28 heads, 4 key-value heads, 28 layers."""
 
+RECIPES = DATA / "recipes"
+"""Recipes with ROLL's keys; a first line `# refused: ...` says what is missing to run one."""
+
+REFUSED = "# refused: "
+
 LAPTOP = Hardware(gpus=0, cores=2)
 SERVER = Hardware(gpus=8, cores=64)
 
@@ -125,3 +130,9 @@ def refusal(folder: Path, *overrides: str, text: str = RLVR) -> str:
 def override(path: str, value: Any) -> str:
     """`path=value` with the value in YAML on one line."""
     return f"{path}={yaml.safe_dump(value, default_flow_style=True).strip().removesuffix('...').strip()}"
+
+
+def recipes(refused: bool) -> list[str]:
+    """Names of the recipes that are refused, or of the others."""
+    files = sorted(RECIPES.glob("*.yaml"))
+    return [file.stem for file in files if file.read_text().startswith(REFUSED) == refused]

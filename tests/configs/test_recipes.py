@@ -8,21 +8,11 @@ import pytest
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import ConfigError
-from roll.configs.hardware import Hardware
 from roll.configs.load import load_config
 from roll.configs.pipeline import BaseConfig, RLConfig
 from roll.configs.plan import make_plan
 from roll.configs.rules import check
-
-RECIPES = Path(__file__).parents[1] / "data" / "recipes"
-REFUSED = "# refused: "
-LAPTOP = Hardware(gpus=0, cores=2)
-
-
-def recipes(refused: bool) -> list[str]:
-    """Names of the recipes whose first line says that they are refused, or of the others."""
-    files = sorted(RECIPES.glob("*.yaml"))
-    return [file.stem for file in files if file.read_text().startswith(REFUSED) == refused]
+from tests.configs.samples import LAPTOP, RECIPES, REFUSED, recipes
 
 
 def load(name: str, *overrides: str) -> BaseConfig:

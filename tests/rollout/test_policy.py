@@ -192,7 +192,7 @@ def test_a_batch_waits_for_replacements_of_groups_that_are_too_old() -> None:
     assert made.expire(1061.0) == 4 and not made.ready()
     assert numbers(made.submit(made.admissible(), 1061.0)) == [6, 7, 8, 9]
     finish(made, range(4, 10))
-    assert made.expire(1062.0) == 2, "those that ran all the time"
+    assert made.expire(1062.0) == 2, "the two that were running"
     assert numbers(made.take()) == [6, 7, 8, 9]
 
 

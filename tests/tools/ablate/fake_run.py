@@ -12,11 +12,13 @@ import time
 from pathlib import Path
 
 from roll.configs.hardware import prepare_run
+from roll.configs.hub.inputs import fetch_inputs
 from roll.configs.load import load_config
 from roll.trackers.files import JsonlTracker, write_run_json
 
 config = load_config(sys.argv[1], sys.argv[2:])
 prepare_run(config)
+fetch_inputs(config)
 folder = Path(config.output_dir)
 metrics = JsonlTracker(folder / "metrics.jsonl")
 write_run_json(folder, config, None, {})

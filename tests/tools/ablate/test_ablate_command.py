@@ -18,6 +18,7 @@ from roll.tools.ablate.grid import Trial, check_grid, make_grid
 from roll.tools.ablate.process import lock_folder
 from roll.tools.processes import run_process, tail
 from tests.configs.samples import SFT, write
+from tests.hub_server import go_online, serve_hub
 from tests.tools.ablate.conftest import fake_run_command, read_results
 
 
@@ -57,6 +58,18 @@ def test_all_trials_are_checked_before_the_first_starts(config, tmp_path, capsys
     error = capsys.readouterr().err
     assert "actor_train.pg_variant: 'tsi'" in error and "(in tsi-ratio0-seed1, tsi-ratio1-seed1)" in error
     assert not out.exists()
+
+
+def test_a_finished_trial_with_data_given_by_name_is_not_run_again(config, tmp_path, monkeypatch):
+    write(tmp_path / "served", "{}", "train.jsonl")
+    out = tmp_path / "out"
+    with serve_hub() as hub:
+        hub.add("datasets", "tiny/sums", tmp_path / "served")
+        go_online(hub, tmp_path / "cache", monkeypatch)
+        config.write_text(config.read_text().replace(str(tmp_path / "train.jsonl"), "tiny/sums", 1))
+        for _ in range(2):
+            assert ablation(config, out, "ppo").run() == 0
+    assert starts(out, "ppo-ratio0-seed1") == ["resume=False"]
 
 
 @pytest.mark.parametrize(

@@ -12,17 +12,16 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 
 from roll.configs.agentic import AgenticConfig
-from roll.configs.errors import ConfigError
 from roll.configs.load import AnyConfig, build_config, load_config
 from roll.configs.pipeline import RLConfig, RLVRConfig
 from roll.tools.rehearse.data import fewest_actions
 from roll.tools.rehearse.layouts import MAX_ENGINES, MAX_SLOTS
 from roll.tools.rehearse.shrink import LONGEST, SHORTEST, Inputs, Rehearsal, shrink
-from tests.configs.samples import AGENTIC, MODEL, RLVR, SFT
+from tests.configs.samples import AGENTIC, MODEL, RECIPES, RLVR, SFT, recipes
 from tests.tools.rehearse.recipes import agentic_recipes, rlvr_recipes, sft_recipes, write_small_config
 
 ROOT = Path(__file__).parents[3]
-RECIPES = [*sorted((ROOT / "examples").glob("*/*.yaml")), *sorted((ROOT / "tests" / "data" / "recipes").glob("*.yaml"))]
+FILES = [*sorted((ROOT / "examples").glob("*/*.yaml")), *(RECIPES / f"{name}.yaml" for name in recipes(refused=False))]
 
 
 @cache
@@ -121,16 +120,9 @@ def test_a_rehearsal_of_sft_loads(tree: dict[str, Any]) -> None:
     check_sizes(*both(tree))
 
 
-def load(file: Path) -> AnyConfig:
-    try:
-        return load_config(file)
-    except ConfigError as error:
-        pytest.skip(str(error))
-
-
-@pytest.mark.parametrize("file", RECIPES, ids=lambda file: f"{file.parent.name}/{file.name}")
+@pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.name}")
 def test_every_recipe_of_the_repository_has_a_rehearsal(file: Path) -> None:
-    recipe = load(file)
+    recipe = load_config(file)
     made = rehearse(recipe)
     small = build_config(made.tree)
     check_sizes(recipe, small, made)
@@ -138,9 +130,9 @@ def test_every_recipe_of_the_repository_has_a_rehearsal(file: Path) -> None:
     assert small.source.notes == []
 
 
-@pytest.mark.parametrize("file", RECIPES, ids=lambda file: f"{file.parent.name}/{file.name}")
+@pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.name}")
 def test_the_mapping_of_a_configuration_loads_as_the_same_configuration(file: Path) -> None:
-    recipe = load(file)
+    recipe = load_config(file)
     assert build_config(recipe.source.tree, recipe.pipeline) == recipe
 
 
