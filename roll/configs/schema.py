@@ -147,6 +147,12 @@ def known_keys(cls: type, prefix: str = "") -> Iterator[Key]:
             yield from known_keys(section, f"{path}.<name>" if inner else path)
 
 
+@cache
+def keys_by_path(cls: type) -> dict[str, Key]:
+    """`known_keys` by path."""
+    return {key.path: key for key in known_keys(cls)}
+
+
 def keys_along(cls: type, path: str) -> list[tuple[str, Key]]:
     """The declarations on the way to a dotted path, outermost first, each with the path of its section."""
     keys: list[tuple[str, Key]] = []

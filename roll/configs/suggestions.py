@@ -11,7 +11,7 @@ from roll.configs.compat import Tree
 from roll.configs.compat.apply import MIGRATION, SHORT_NAMES, migration, migration_of_last_part
 from roll.configs.errors import Problem
 from roll.configs.roles import ROLES, AbsentKey
-from roll.configs.schema import SECTION, Key, declared, describe, known_keys
+from roll.configs.schema import SECTION, Key, declared, describe, keys_by_path
 from roll.configs.yaml_files import leaves
 
 SIMILAR, VERY_SIMILAR = 0.6, 0.75
@@ -42,7 +42,7 @@ def drop_keys_of_other_roles(tree: Tree, root: type) -> tuple[Tree, list[Problem
         would rely on.
     """
     roles = {name: key.hint for name, key in declared(root).items() if name in ROLES}
-    known = {name: {key.path: key for key in known_keys(hint)} for name, hint in roles.items()}
+    known = {name: keys_by_path(hint) for name, hint in roles.items()}
     kept = dict(tree)
     notes: list[Problem] = []
     problems: list[Problem] = []
@@ -95,11 +95,9 @@ class _Suggestions:
     """Searches a path in this order: other pipelines, other frameworks, the same name elsewhere, similar names."""
 
     def __init__(self, root: type, pipelines: Mapping[str, type]) -> None:
-        self._paths = [key.path for key in known_keys(root)]
+        self._paths = keys_by_path(root)
         self._pipeline = next((name for name, cls in pipelines.items() if cls is root), "")
-        self._others = {
-            name: {key.path for key in known_keys(cls)} for name, cls in pipelines.items() if cls is not root
-        }
+        self._others = {name: keys_by_path(cls) for name, cls in pipelines.items() if cls is not root}
 
     def problems(self, path: str, section: type, value: Any) -> list[Problem]:
         """One problem; for a section of another framework, one for each of its keys."""
@@ -149,7 +147,9 @@ class _Suggestions:
             ours = ours or [key for key in keys if key.startswith(f"{role}.")]
         if not keys:
             return ""
-        others = (name for name, paths in self._others.items() if any(key in paths - {*self._paths} for key in keys))
+        others = (
+            name for name, paths in self._others.items() if any(key in paths and key not in self._paths for key in keys)
+        )
         owner = next((f", of pipeline {name}" for name in others), "")
         page = "" if _leaf(_plain(path)) in SHORT_NAMES else " (docs/coming_from.md)"
         return f"here that is {' and '.join(ours or keys)}{owner}{page}"

@@ -268,6 +268,10 @@ REFERENCE = re.compile(r"\$\{([A-Za-z_]\w*)[.}]")
 OmegaConf.register_resolver("now", lambda form: datetime.now().strftime(form), use_cache=True, replace=True)
 
 
+MISSING = "???"
+"""Value that OmegaConf refuses: it has to be given."""
+
+
 def interpolate(tree: Tree, source: str) -> tuple[Tree, list[tuple[str, str]]]:
     """The tree with every `${...}` replaced, among them `${oc.env:NAME,default}` and `${now:%Y-%m-%d}`.
 
@@ -280,6 +284,8 @@ def interpolate(tree: Tree, source: str) -> tuple[Tree, list[tuple[str, str]]]:
     """
     unset: list[tuple[str, str]] = []
     tree = _without_unset(tree, "", unset)
+    if _is_plain(tree):
+        return tree, unset
     try:
         resolved = OmegaConf.to_container(OmegaConf.create(tree), resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
@@ -306,6 +312,17 @@ def _without_unset(value: Any, path: str, unset: list[tuple[str, str]]) -> Any:
     for name in names:
         value = value.replace(f"${{oc.env:{name}}}", f"${name}")
     return value
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value has nothing to replace, which is faster to find out than to replace nothing."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    if isinstance(value, str):
+        return "${" not in value and value != MISSING
+    return value is None or isinstance(value, int | float)
 
 
 def referenced(value: Any) -> set[str]:

@@ -80,7 +80,12 @@ class UnsupportedKey:
     def matches(self, path: str) -> bool:
         """Whether the pattern has as many parts as the path and each of them matches."""
         parts, wanted = path.split("."), self.pattern.split(".")
-        return len(parts) == len(wanted) and all(
-            part in PLACEHOLDERS[want] if want in PLACEHOLDERS else fnmatchcase(part, want)
-            for part, want in zip(parts, wanted, strict=True)
-        )
+        return len(parts) == len(wanted) and all(map(_part_matches, parts, wanted))
+
+    def matches_name(self, name: str) -> bool:
+        """Whether the last part of the pattern matches the last part of a path."""
+        return _part_matches(name, self.pattern.rpartition(".")[2])
+
+
+def _part_matches(part: str, wanted: str) -> bool:
+    return part in PLACEHOLDERS[wanted] if wanted in PLACEHOLDERS else fnmatchcase(part, wanted)

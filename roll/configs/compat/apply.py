@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from roll.configs.compat import (
@@ -176,6 +177,12 @@ def translate_values(tree: Tree, path: str = "") -> tuple[Tree, list[Problem]]:
     return translated, notes
 
 
+@cache
+def _unsupported_keys(name: str) -> list[UnsupportedKey]:
+    """The entries of `UNSUPPORTED_KEYS` for keys of this name."""
+    return [item for item in UNSUPPORTED_KEYS if item.matches_name(name)]
+
+
 def drop_unsupported_keys(tree: Tree, pipeline: str, path: str = "") -> tuple[Tree, list[Problem], list[Problem]]:
     """The tree without unsupported keys, remarks on the harmless ones, and problems for the others."""
     kept: Tree = {}
@@ -184,7 +191,12 @@ def drop_unsupported_keys(tree: Tree, pipeline: str, path: str = "") -> tuple[Tr
     for key, value in tree.items():
         where = f"{path}.{key}" if path else str(key)
         unsupported = next(
-            (item for item in UNSUPPORTED_KEYS if pipeline in item.pipelines and item.matches(where)), None
+            (
+                item
+                for item in _unsupported_keys(where.rpartition(".")[2])
+                if pipeline in item.pipelines and item.matches(where)
+            ),
+            None,
         )
         if unsupported is None and isinstance(value, dict) and key not in OPAQUE_SECTIONS:
             kept[key], inner_notes, inner_problems = drop_unsupported_keys(value, pipeline, where)
