@@ -10,7 +10,8 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing import parent_process
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +21,9 @@ from roll.configs.suggestions import nearest
 
 MAX_MESSAGE_LENGTH = 500
 """Characters of an exception's message that are shown."""
+
+NOTICE_S = 10.0
+"""A trial of the user's code that takes longer is announced: some code takes long, other code hangs."""
 
 OWN_FOLDER = str(Path(__file__).resolve().parents[1]) + os.sep
 """Folder of this package; its frames are not the user's."""
@@ -78,10 +82,13 @@ def import_named(name: str, fits: Callable[[Any], bool]) -> tuple[ModuleType, An
     return module, found
 
 
-def failure_text(error: BaseException) -> str:
+def failure_text(error: BaseException, called: Any = None) -> str:
     """`file:line: class: message` with the line of code below it, of the innermost frame in the user's own code.
 
-    Without a location where the error did not pass through the user's code.
+    Args:
+        error: as raised.
+        called: function or class of the user. Its definition is the location of an error outside the user's code, such
+            as that of a call with other arguments; without it, such an error has no location.
     """
     message = f"{type(error).__name__}: {error}".rstrip(": ")
     if len(message) > MAX_MESSAGE_LENGTH:
@@ -89,13 +96,38 @@ def failure_text(error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         return _at(error.filename, error.lineno, f"{type(error).__name__}: {error.msg}")
     frame = users_frame(error)
-    return message if frame is None else _at(frame.filename, frame.lineno or 1, message)
+    if frame is not None:
+        return _at(frame.filename, frame.lineno or 1, message)
+    return f"{definition_of(called)}: {message}".removeprefix(": ")
 
 
 def users_frame(error: BaseException) -> traceback.FrameSummary | None:
     """The innermost frame of an error in the user's own code, if it passed through any."""
     frames = traceback.extract_tb(error.__traceback__)
     return next((frame for frame in reversed(frames) if _is_users(frame.filename)), None)
+
+
+@contextmanager
+def report_if_slow(what: str) -> Iterator[None]:
+    """Prints where the user's code is, once, if the block takes longer than NOTICE_S seconds.
+
+    Args:
+        what: is doing it, such as `the import of rewards:score`.
+    """
+    timer = threading.Timer(NOTICE_S, _print_location, (what, threading.get_ident()))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _print_location(what: str, thread: int) -> None:
+    frames = traceback.extract_stack(sys._current_frames()[thread])
+    frame = next((frame for frame in reversed(frames) if _is_users(frame.filename)), None)
+    text = f"{what} has taken {NOTICE_S:g} s so far"
+    print(text if frame is None else _at(frame.filename, frame.lineno or 1, text), file=sys.stderr, flush=True)
 
 
 def definition_of(code: Any) -> str:

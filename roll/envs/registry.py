@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import gymnasium
 
 from roll.configs.errors import ConfigError, Problem
-from roll.configs.user_code import UserCodeError, failure_text, import_named
+from roll.configs.user_code import UserCodeError, definition_of, failure_text, import_named
 from roll.envs.base import TextEnv, choices, metrics_problem, read_config
 
 NAMES = {
@@ -50,7 +51,7 @@ def make_env(env_type: str, env_config: Mapping[str, Any] | None = None, path: s
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError([Problem(f"{prefix}env_type", failure_text(error))]) from error
+        raise ConfigError([Problem(f"{prefix}env_type", failure_text(error, cls))]) from error
 
 
 def _resolve(env_type: str, path: str) -> tuple[type[TextEnv], dict[str, Any]]:
@@ -80,5 +81,9 @@ def _text_env(found: Any, env_type: str, path: str) -> type[TextEnv]:
         problem = metrics_problem(found.METRICS)
         if problem is not None:
             raise ConfigError([Problem(path, f"{env_type!r}: {problem}")])
+        missing = [name for name, code in inspect.getmembers(found) if getattr(code, "__isabstractmethod__", False)]
+        if missing:
+            text = f"{definition_of(found)}: {found.__name__} has to define {' and '.join(missing)}"
+            raise ConfigError([Problem(path, text)])
         return found
     raise ConfigError([Problem(path, f"{env_type!r} is not a text environment; subclass roll.envs.TextEnv")])

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pebble import ProcessExpired, ProcessPool
 
 from roll.configs.errors import ConfigError
-from roll.configs.user_code import definition_of, failure_text, start_user_process
+from roll.configs.user_code import NOTICE_S, definition_of, failure_text, report_if_slow, start_user_process
 from roll.envs.base import TextEnv
 from roll.envs.registry import make_env
 
@@ -21,9 +21,6 @@ ACTION = "I do not know."
 
 START_TIMEOUT_S = 120.0
 """Deadline for the process to start and to import and make the environment."""
-
-NOTICE_S = 10.0
-"""A trial that takes longer is announced, because some environments take long and others hang."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +73,11 @@ def _run(pool: ProcessPool, trial: EnvTrial, what: Literal["make", "play"], time
 
 def _try(trial: EnvTrial, what: str) -> str | None:
     """The problem of a trial, in the process of the pool."""
+    with report_if_slow(f"the trial of {trial.env_type}"):
+        return _make_and_play(trial, what)
+
+
+def _make_and_play(trial: EnvTrial, what: str) -> str | None:
     try:
         env = make_env(trial.env_type, trial.env_config, trial.path)
     except ConfigError as error:
@@ -95,5 +97,5 @@ def _play(env: TextEnv) -> str | None:
         env.step(ACTION)
         env.close()
     except (Exception, SystemExit) as error:
-        return failure_text(error)
+        return failure_text(error, type(env))
     return None

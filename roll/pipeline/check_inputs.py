@@ -18,10 +18,11 @@ from roll.configs.errors import Report
 from roll.configs.hub.names import local_file, local_model
 from roll.configs.pipeline import BaseConfig, RewardConfig, RLVRConfig, SFTConfig
 from roll.configs.roles import DataArguments
+from roll.configs.user_code import NOTICE_S
 from roll.datasets.prompts import Prompt, read_prompt
 from roll.datasets.records import DatasetError, read_first
 from roll.datasets.sft import read_prompt_response
-from roll.envs.self_test import NOTICE_S, EnvTrial, try_environments
+from roll.envs.self_test import EnvTrial, try_environments
 from roll.rewards.calling import RewardFunctionError, RewardRequest
 from roll.rewards.pool import START_TIMEOUT_S, MissingRewardError, RewardPool, RewardSelfTestError
 

@@ -14,7 +14,7 @@ from pebble import ProcessExpired, ProcessPool
 from roll.configs.pipeline import RewardConfig
 from roll.rewards import reward_process
 from roll.rewards.calling import RewardFunctionError, RewardOutcome, RewardRequest
-from roll.rewards.reward_process import Call, LoadedReward
+from roll.rewards.reward_process import Call, LoadedReward, score_chunk
 from roll.terminal import block_interrupts
 
 CHUNK_SIZE = 16
@@ -124,7 +124,7 @@ class RewardPool:
 
     async def _try(self, request: RewardRequest) -> None:
         for called, index in _calls(request, await self.start()):
-            [outcomes] = await self._score_chunk([(called, index)])
+            [outcomes] = await self._score_chunk([(called, index)], reward_process.try_chunk)
             failure = next((outcome for outcome in outcomes if outcome.reason is not None), None)
             if failure is not None:
                 given = (
@@ -168,11 +168,13 @@ class RewardPool:
     async def __aexit__(self, *_: object) -> None:
         self.close()
 
-    async def _score_chunk(self, calls: Sequence[Call]) -> list[list[RewardOutcome]]:
+    async def _score_chunk(
+        self, calls: Sequence[Call], score: Callable[[Sequence[Call]], list[list[RewardOutcome]]] = score_chunk
+    ) -> list[list[RewardOutcome]]:
         loaded = await self.start()
         timeout_s = self._config.timeout_s + (ASYNC_GRACE_S if loaded.is_async else 0.0)
         try:
-            return await asyncio.wrap_future(self._schedule(timeout_s, reward_process.score_chunk, calls))
+            return await asyncio.wrap_future(self._schedule(timeout_s, score, calls))
         except TimeoutError:
             failure = reward_process.timed_out(loaded.where, self._config)
         except ProcessExpired as death:

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from roll.configs.pipeline import RewardConfig
-from roll.configs.user_code import UserCodeError, failure_text, import_named, start_user_process
+from roll.configs.user_code import UserCodeError, failure_text, import_named, report_if_slow, start_user_process
 from roll.rewards.calling import RewardFunction, RewardFunctionError, RewardOutcome, RewardRequest
 
 Call = tuple[RewardRequest, int | None]
@@ -61,9 +61,10 @@ def start(config: RewardConfig) -> None:
     start_user_process()
     _Process.config = config
     try:
-        module, function = load_reward_function(config)
-        if hasattr(module, "warm_up"):
-            module.warm_up()
+        with report_if_slow(f"the import of {config.function}"):
+            module, function = load_reward_function(config)
+            if hasattr(module, "warm_up"):
+                module.warm_up()
         _Process.function = function
         _Process.loaded = LoadedReward(
             where=function.where,
@@ -103,6 +104,12 @@ def score_chunk(calls: Sequence[Call]) -> list[list[RewardOutcome]]:
     if _Process.loop is None:
         _Process.loop = asyncio.Runner()
     return _Process.loop.run(_score_together(calls))
+
+
+def try_chunk(calls: Sequence[Call]) -> list[list[RewardOutcome]]:
+    """As `score_chunk`; prints where a call is that takes long."""
+    with report_if_slow(f"a call of {_Process.config.function}"):
+        return score_chunk(calls)
 
 
 async def _score_together(calls: Sequence[Call]) -> list[list[RewardOutcome]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from roll.configs.user_code import (
     definition_of,
     failure_text,
     import_named,
+    report_if_slow,
     search_modules_beside,
     user_folders,
 )
@@ -118,6 +120,21 @@ def test_an_error_is_located_in_the_users_innermost_frame(folder: Path) -> None:
         text = failure_text(error)
     assert text.startswith("mine_f.py:4: JSONDecodeError: Expecting property name")
     assert text.endswith("\n    return json.loads(text)")
+
+
+def test_code_that_takes_long_is_reported_with_its_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("roll.configs.user_code.NOTICE_S", 0.2)
+    write(folder, "mine_g.py", "import time\n\ndef score(seconds):\n    time.sleep(seconds)\n")
+    score: Any = import_named("mine_g:score", callable)[1]
+    with report_if_slow("a call of mine_g:score"):
+        score(1.0)
+    with report_if_slow("another call"):
+        score(0.0)
+    time.sleep(0.4)
+    expected = "mine_g.py:4: a call of mine_g:score has taken 0.2 s so far\n    time.sleep(seconds)\n"
+    assert capsys.readouterr().err == expected
 
 
 def test_an_error_outside_the_users_code_has_no_location() -> None:

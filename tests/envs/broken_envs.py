@@ -42,6 +42,19 @@ class NoText(Good):
         return 3
 
 
+class WantsSeed(Good):
+    def begin(self, seed: int) -> str:  # type: ignore[override]
+        return str(seed)
+
+
+class LacksRules(TextEnv):
+    def begin(self) -> str:
+        return "Go."
+
+    def act(self, text: str) -> Turn:
+        return Turn("Done.", 1.0, terminated=True)
+
+
 class BadInit(Good):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

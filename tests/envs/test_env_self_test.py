@@ -16,7 +16,18 @@ def trial(name: str) -> EnvTrial:
 
 
 def test_every_mistake_is_reported_with_file_and_line_and_the_others_are_tried_too() -> None:
-    names = ["Good", "Raises", "ReturnsNothing", "BadReward", "NoText", "BadInit", "Dies", "Good"]
+    names = [
+        "Good",
+        "Raises",
+        "ReturnsNothing",
+        "BadReward",
+        "NoText",
+        "WantsSeed",
+        "LacksRules",
+        "BadInit",
+        "Dies",
+        "Good",
+    ]
     built_in = EnvTrial("custom_envs.Lake", "frozen_lake", {"is_slippery": False})
     problems = try_environments([built_in, *map(trial, names)], 30)
     expected = [
@@ -24,6 +35,8 @@ def test_every_mistake_is_reported_with_file_and_line_and_the_others_are_tried_t
         ("ReturnsNothing", "ReturnsNothing.act: returned None; return Turn(observation, reward)"),
         ("BadReward", "BadReward.act: the reward is str, not a number"),
         ("NoText", "begin returned a int, not text"),
+        ("WantsSeed", "TypeError: WantsSeed.begin() missing 1 required positional argument: 'seed'"),
+        ("LacksRules", "LacksRules has to define rules"),
         ("BadInit", "KeyError: 'size'"),
         ("Dies", "ended its process with exit code 7"),
     ]
