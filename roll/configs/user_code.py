@@ -28,7 +28,8 @@ NOTICE_S = 10.0
 OWN_FOLDER = str(Path(__file__).resolve().parents[1]) + os.sep
 """Folder of this package; its frames are not the user's."""
 
-LIBRARIES = tuple({os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "purelib", "platlib")})
+INSTALLED = ("stdlib", "purelib", "platlib", "scripts")
+LIBRARIES = tuple({os.path.realpath(sysconfig.get_path(name)) + os.sep for name in INSTALLED})
 """Folders of Python and of installed packages; their frames are the user's only where nothing else is."""
 
 

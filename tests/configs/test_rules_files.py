@@ -100,7 +100,19 @@ def test_folder_without_permission_is_explained(tmp_path: Path, monkeypatch: pyt
         == f"{closed}/out cannot be written, since this user has no access to {closed}; use another"
     )
     assert reported["pretrain"] == f"{closed}/model cannot be read: Permission denied"
-    assert reported["resume_from_checkpoint"].startswith(f"{closed}/x cannot be read: Permission denied; use")
+    assert reported["resume_from_checkpoint"] == f"{closed}/x cannot be read: Permission denied"
+
+
+def test_a_missing_path_is_answered_with_the_most_similar_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("train.jsonl", "trains.txt", "qwen3-mini/config.json", "qwen3-min.yaml", "run/step_8/x"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).touch()
+    given = ("pretrain=qwen3-min", "actor_train.data_args.file_name=trian.jsonl", "resume_from_checkpoint=run/step_9")
+    reported = missing_of(tmp_path, *given)
+    assert reported["pretrain"] == "qwen3-min is not a folder on this machine; did you mean qwen3-mini?"
+    assert reported["actor_train.data_args.file_name"].endswith("on this machine; did you mean train.jsonl?")
+    assert reported["resume_from_checkpoint"].endswith("the newest one of output_dir; did you mean run/step_8?")
 
 
 def test_missing_and_readable_paths_are_reachable(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import reprlib
+from collections.abc import Callable
 from pathlib import Path
 
 from roll.configs.errors import Report, unreachable
@@ -13,6 +14,7 @@ from roll.configs.model_config import CONFIG_NAME, ModelShape, UnsupportedModel,
 from roll.configs.pipeline import BaseConfig
 from roll.configs.roles import TEMPLATES, MegatronRoleConfig, RoleConfig
 from roll.configs.rules.learning import check_name
+from roll.configs.suggestions import nearest
 
 ENDINGS = (".jsonl", ".json", ".parquet")
 """File types that prompts are read from."""
@@ -33,15 +35,13 @@ def check_files(config: BaseConfig, report: Report) -> None:
                 kinds = f"use a file that ends in {' or '.join(ENDINGS)}{other_reading(name, 'dataset')}"
                 report.error(path, f"{name} has an unknown file type; {kinds}")
             elif not os.path.isfile(name) or unreachable(name):
-                report.missing_resource(path, f"{name} {_absence(name, 'is not a file on this machine')}")
+                report.missing_resource(path, f"{name} {_absence(name, 'is not a file on this machine', _is_data)}")
     _check_folders(config, report)
     checkpoint = config.resume_from_checkpoint
     if isinstance(checkpoint, str) and (not os.path.isdir(checkpoint) or unreachable(checkpoint)):
-        report.missing_resource(
-            "resume_from_checkpoint",
-            f"{checkpoint} {_absence(checkpoint, 'is not a folder')}; use a checkpoint's path, or true for the newest "
-            "one of output_dir",
-        )
+        otherwise = "is not a folder; use a checkpoint's path, or true for the newest one of output_dir"
+        reason = _absence(checkpoint, otherwise, Path.is_dir)
+        report.missing_resource("resume_from_checkpoint", f"{checkpoint} {reason}")
 
 
 def _check_dataset_folder(name: str, role: str, config: BaseConfig, report: Report) -> None:
@@ -51,9 +51,23 @@ def _check_dataset_folder(name: str, role: str, config: BaseConfig, report: Repo
         report.missing_resource(f"{role}.data_args.file_name", str(error))
 
 
-def _absence(name: str, otherwise: str) -> str:
+def _absence(name: str, otherwise: str, fits: Callable[[Path], bool]) -> str:
+    """Why nothing can be read at a path; if it is not there, with the most similar name in its folder that fits."""
     why = unreachable(name)
-    return f"cannot be read: {why}" if why else otherwise
+    if why:
+        return f"cannot be read: {why}"
+    folder = Path(name).parent
+    others = [path.name for path in folder.iterdir() if fits(path)] if os.access(folder, os.R_OK | os.X_OK) else []
+    like = nearest(Path(name).name, others)
+    return f"{otherwise}; did you mean {folder / like}?" if like else otherwise
+
+
+def _is_data(path: Path) -> bool:
+    return path.suffix in ENDINGS and path.is_file()
+
+
+def _is_model(path: Path) -> bool:
+    return (path / CONFIG_NAME).is_file()
 
 
 def _check_folders(config: BaseConfig, report: Report) -> None:
@@ -114,7 +128,8 @@ def _model_absence(name: str) -> str:
         return f"{name} cannot be read: {why}"
     if os.path.exists(name):
         return f"{name} has no {CONFIG_NAME}, so it is not the folder of a HF model"
-    return f"{name} is not a folder on this machine{other_reading(name, 'model')}"
+    otherwise = f"is not a folder on this machine{other_reading(name, 'model')}"
+    return f"{name} {_absence(name, otherwise, _is_model)}"
 
 
 def _check_positions(config: BaseConfig, path: str, shape: ModelShape, report: Report) -> None:
