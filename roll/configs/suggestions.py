@@ -18,6 +18,12 @@ SIMILAR, VERY_SIMILAR = 0.6, 0.75
 """Least similarity to a known name of the same section, and of another one, for a suggestion."""
 
 
+LISTED_KEYS = 20
+"""Most keys of a section that are listed for an unknown one."""
+
+NOT_SIMILAR = "no key is similar; docs/configuration.md lists all"
+
+
 def nearest(name: str, known: Iterable[str], cutoff: float = SIMILAR) -> str | None:
     """The known name most similar to `name`; None if no name is similar."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
@@ -105,8 +111,7 @@ class _Suggestions:
         known = self._certain(path, names)
         inner = list(leaves(value, path)) if isinstance(value, Mapping) else []
         if not known and self._are_of_another(inner, path, names):
-            missing = "no key is similar; docs/configuration.md lists all"
-            return [unknown(leaf, self._certain(leaf) or self._similar(leaf) or missing) for leaf in inner]
+            return [unknown(leaf, self._certain(leaf) or self._similar(leaf) or NOT_SIMILAR) for leaf in inner]
         if inner:
             names = {name: key for name, key in names.items() if describe(key.hint) == SECTION}
         return [unknown(path, known or self._guess(path, names))]
@@ -169,9 +174,11 @@ class _Suggestions:
         like = nearest(_plain(leaf), names)
         if like:
             return f"did you mean {head + '.' if head else ''}{like}?"
-        return self._similar(path) or (
-            f"known here: {', '.join(sorted(names))}" if names else "this section has no keys"
-        )
+        if similar := self._similar(path):
+            return similar
+        if len(names) > LISTED_KEYS:
+            return NOT_SIMILAR
+        return f"known here: {', '.join(sorted(names))}" if names else "this section has no keys"
 
     def _similar(self, path: str) -> str:
         """Names the key whose last part is most similar to that of the path, preferably of the same role."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -162,3 +163,44 @@ def test_a_recipe_without_its_base_file_takes_the_environments_of_this_project(
     assert config.custom_envs["FrozenLake"].max_tokens_per_step == 64
     assert f"{base}@_here_" not in notes(config)
     assert f"../nowhere/{base} does not exist; the environments of this project are used" in notes(config)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "is_num_return_sequences_expand=false",
+        "vlm_filter={enable: true, image_key: images}",
+        "traj_save_dir=./output/trajectories",
+        "reference.topr_positive_weight=1.0",
+        "actor_infer.topr_negative_weight=1.0",
+        "actor_infer.pg_variant=null",
+        "actor_train.model_args.vision_dp=false",
+        "actor_train.model_args.disable_gradient_checkpointing=true",
+        "reference.model_args.dtype=fp16",
+        "actor_train.data_args.cache_path=./cache",
+        "actor_train.data_args.eval_file_name=null",
+        "actor_infer.data_args.dataset_dir=data",
+        "actor_train.training_args.warmup_ratio=0.1",
+        "actor_train.training_args.per_device_eval_batch_size=8",
+        "actor_train.training_args.optim=adamw_torch",
+        "actor_infer.generating_args.presence_penalty=0.0",
+        "actor_train.strategy_args.strategy_config.optimizer=adam",
+    ],
+)
+def test_a_value_without_effect_in_roll_is_a_remark(override: str) -> None:
+    path = override.partition("=")[0]
+    assert f"{path}: " in notes(load("rlvr_five_domains", override)).replace(", ", ": ")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "actor_infer.pg_variant=tis",
+        "actor_train.training_args.optim=muon",
+        "actor_infer.generating_args.presence_penalty=0.5",
+        "actor_train.data_args.eval_file_name=val.jsonl",
+    ],
+)
+def test_a_value_with_an_effect_that_is_missing_here_is_an_error(override: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(override.partition("=")[0])):
+        load("rlvr_five_domains", override)

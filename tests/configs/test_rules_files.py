@@ -56,7 +56,7 @@ def test_missing_output_folder_is_accepted(tmp_path: Path, monkeypatch: pytest.M
             "'aaaaaaaaaaaa...aaaaaaaaaaaaa' cannot be reached: File name too long; use another",
         ),
         (f"pretrain={LONG}", "cannot be read: File name too long"),
-        (f"resume_from_checkpoint={LONG}", "cannot be read: File name too long; use a checkpoint's path"),
+        (f"resume_from_checkpoint={LONG}", "cannot be read: File name too long"),
         (f"actor_train.data_args.file_name={LONG}.jsonl", "cannot be read: File name too long"),
     ],
 )

@@ -77,6 +77,7 @@ def read_roll_recipe(recipe: Recipe, pipeline: str) -> None:
         _read_reference,
         _read_sequence_parallel,
         _read_precision,
+        _read_moot_keys,
         _read_devices,
         _read_trackers,
         _read_intervals,
@@ -115,8 +116,11 @@ def _read_sequence_parallel(recipe: Recipe) -> None:
 
 
 def _read_precision(recipe: Recipe) -> None:
-    """Training in fp16 is read as bf16; engines follow, so that log-probs agree."""
-    if recipe.get("actor_train.model_args.dtype") != "fp16":
+    """Megatron in fp16 is read as bf16; engines follow the policy, so that log-probs agree."""
+    if _dtype(recipe, "actor_train") != "fp16":
+        if _dtype(recipe, "reference") == "fp16":
+            recipe.put("reference.model_args.dtype", "bf16")
+            recipe.note("reference.model_args.dtype", "fp16 is read as bf16, which needs no loss scaling")
         return
     roles = [name for name in ("actor_train", "actor_infer", "reference") if _dtype(recipe, name) == "fp16"]
     for role in roles:
@@ -124,6 +128,21 @@ def _read_precision(recipe: Recipe) -> None:
     recipe.note(
         "actor_train.model_args.dtype", f"fp16 is read as bf16, which needs no loss scaling, in {', '.join(roles)}"
     )
+
+
+def _read_moot_keys(recipe: Recipe) -> None:
+    """Keys that have no effect there either, because of another key."""
+    if recipe.get("actor_train.training_args.warmup_steps"):
+        recipe.drop("actor_train.training_args.warmup_ratio", "warmup_steps is given")
+    for role in ("actor_train", "reference"):
+        recomputes = recipe.get(f"{role}.strategy_args.strategy_config.recompute_granularity") is not None
+        if recomputes and recipe.get(f"{role}.model_args.disable_gradient_checkpointing") is True:
+            recipe.drop(f"{role}.model_args.disable_gradient_checkpointing", "recompute_granularity is given")
+    for role in ("actor_infer", "reference"):
+        if recipe.get(f"{role}.pg_variant") in (None, recipe.get("actor_train.pg_variant")):
+            recipe.drop(f"{role}.pg_variant", "only actor_train has a policy loss")
+    if recipe.get("is_num_return_sequences_expand") is False:
+        recipe.drop("is_num_return_sequences_expand", "each sample is a request with its own seed")
 
 
 def _dtype(recipe: Recipe, role: str) -> Any:
