@@ -54,6 +54,11 @@ def make_env(env_type: str, env_config: Mapping[str, Any] | None = None, path: s
         raise ConfigError([Problem(f"{prefix}env_type", failure_text(error, cls))]) from error
 
 
+def is_known(env_type: str) -> bool:
+    """Whether `make_env` finds an environment by this name or id."""
+    return env_type in NAMES or env_type in gymnasium.registry
+
+
 def _resolve(env_type: str, path: str) -> tuple[type[TextEnv], dict[str, Any]]:
     """Class of an `env_type`, and the options set by its registration."""
     if not isinstance(env_type, str):

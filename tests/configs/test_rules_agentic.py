@@ -149,3 +149,10 @@ def test_at_least_one_environment_is_required(tmp_path: Path) -> None:
 def test_group_size_one_is_allowed_without_comparison(tmp_path: Path) -> None:
     config = agentic(tmp_path, f"{TRAIN}.group_size=1", "adv_estimator=reinforce")
     assert config.num_return_sequences_in_group == 1
+
+
+def test_an_environment_that_is_not_here_stops_a_run_and_not_a_plan(tmp_path: Path) -> None:
+    report = check(agentic(tmp_path, "custom_envs.Lake.env_type=bfcl"))
+    assert not report.errors
+    [problem] = [problem for problem in report.missing if problem.path == "custom_envs.Lake.env_type"]
+    assert problem.message.startswith("bfcl is an environment that is not here; known: frozen_lake, sokoban, calculator")

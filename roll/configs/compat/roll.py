@@ -92,26 +92,8 @@ REWARD_KEYS = (
 MATH_RULES = ("MathRuleRewardWorker",)
 """Classes of rewards whose counterpart is this project's math rule."""
 
-ENVIRONMENTS = (
-    "webshop",
-    "roll_math",
-    "sokoban_sandbox",
-    "sokoban_mcp",
-    "rock_tb_native_env",
-    "rock_*",
-    "swe*",
-    "deepeyes*",
-    "cli",
-    "atropos_env",
-    "openreward*",
-    "game:*",
-    "math:*",
-    "code:*",
-    "qa:*",
-    "rg:*",
-    "eval:*",
-)
-"""Values of `env_type` whose environments are not here; planning goes on without them."""
+ENVIRONMENTS = ("sokoban_sandbox", "sokoban_mcp")
+"""Values of `env_type` that are not misspelled names of environments here, although they are similar."""
 
 AGENT_KEYS = (
     UnsupportedKey(

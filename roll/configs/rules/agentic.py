@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from fnmatch import fnmatchcase
 from importlib import import_module
 from typing import Any
 
@@ -21,25 +19,27 @@ REGISTRY = "roll.envs.registry"
 def check_environments(config: AgenticConfig, report: Report) -> None:
     """Creates one environment of each entry, which is cheap, and reports its errors.
 
-    A class of the user's, `module:Class`, is left out: it is tried in a process of its own, which may hang or die
+    A name that is not similar to a known one is that of another environment, without which a plan can be made. A class
+    of the user's, `module:Class`, is left out: it is tried in a process of its own, which may hang or die
     (`roll.envs.self_test`).
     """
     if not config.custom_envs:
         report.error("custom_envs", "is empty, so there is no environment; describe one, such as Lake: {}")
         return
-    make_env: Callable[..., Any] = import_module(REGISTRY).make_env
+    registry: Any = import_module(REGISTRY)
     for tag, entry in config.custom_envs.items():
         if ":" in entry.env_type:
             continue
-        if any(fnmatchcase(entry.env_type, name) for name in ENVIRONMENTS):
+        misspelled = nearest(entry.env_type, registry.NAMES) and entry.env_type not in ENVIRONMENTS
+        if not registry.is_known(entry.env_type) and not misspelled:
             report.missing_resource(
                 f"custom_envs.{tag}.env_type",
-                f"{entry.env_type} is an environment that is not here; write env_type: module:Class, one of your own "
-                "(docs/environments.md)",
+                f"{entry.env_type} is an environment that is not here; known: {', '.join(registry.NAMES)}, or write "
+                "env_type: module:Class, one of your own (docs/environments.md)",
             )
             continue
         try:
-            make_env(entry.env_type, entry.env_config, f"custom_envs.{tag}")
+            registry.make_env(entry.env_type, entry.env_config, f"custom_envs.{tag}")
         except ConfigError as error:
             for problem in error.problems:
                 report.error(problem.path, problem.message)
