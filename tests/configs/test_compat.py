@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from roll.configs.parallel_layout import spans
 from roll.configs.rules import check
-from tests.configs.samples import RLVR, refusal, rlvr, write
+from tests.configs.samples import AGENTIC, RLVR, agentic, refusal, rlvr, write
 
 FULLY_ASYNC = """
 async_generation_ratio: 2
@@ -42,6 +43,14 @@ def test_the_block_of_a_fully_asynchronous_system_takes_effect(tmp_path: Path) -
     assert "async_training.sync_timeout: is read as sync_timeout_s" in message
     assert "async_training.sync_retry_delay: is read as sync_retry_delay_s" in message
     assert not [note for note in message if "no effect" in note]
+
+
+def test_options_of_the_users_environment_keep_their_spelling(tmp_path: Path) -> None:
+    given = {"rpc_timeout": 3, "template": "base", "top_k": -1, "gpus": "${num_gpus_per_node}"}
+    text = AGENTIC.replace("env_type: frozen_lake", "env_type: mine:Env")
+    text = text.replace("{size: 4, is_slippery: false}", json.dumps(given))
+    config = agentic(tmp_path, "num_gpus_per_node=8", text=text)
+    assert config.custom_envs["Lake"].env_config == {**given, "gpus": 8, "max_steps": 6}
 
 
 OFF_POLICY = """

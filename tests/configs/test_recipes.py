@@ -83,6 +83,28 @@ def test_a_bound_of_the_dual_clip_that_is_given_stays() -> None:
     assert isinstance(config, RLConfig) and config.dual_clip_c == 2
 
 
+def test_the_bound_of_the_dual_clip_is_that_of_pg_clip_also_with_other_bounds_of_the_ratio() -> None:
+    config = load("rlvr_five_domains", "use_pg_clip_range=true", "pg_clip=0.1", "pg_clip_high=0.28")
+    assert isinstance(config, RLConfig)
+    assert (config.pg_clip_high, config.dual_clip_c) == (0.28, 1.2)
+
+
+def test_bounds_of_the_ratio_that_are_turned_off_have_no_effect(tmp_path: Path) -> None:
+    text = (RECIPES / "rlvr_five_domains.yaml").read_text()
+    file = tmp_path / "recipe.yaml"
+    file.write_text(f"{text}\nuse_pg_clip_range: false\npg_clip_high: 0.28\n")
+    config = load_config(file)
+    assert isinstance(config, RLConfig) and config.pg_clip_high == 0.2
+    assert "pg_clip_high: has no effect: use_pg_clip_range is false" in notes(config)
+
+
+def test_the_kl_of_a_reward_is_k1_unless_the_recipe_says_otherwise() -> None:
+    for overrides, penalty in (([], "k1"), (["kl_penalty=mse"], "k2")):
+        config = load("rlvr_five_domains", "add_token_level_kl=true", *overrides)
+        assert isinstance(config, RLConfig)
+        assert (config.kl_penalty, config.init_kl_coef) == (penalty, 0.2)
+
+
 def test_columns_of_a_recipe_for_sft() -> None:
     data = load("sft_alpaca").actor_train.data_args
     assert (data.prompt, data.query, data.response, data.system) == ("instruction", "input", "output", "system")

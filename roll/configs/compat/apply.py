@@ -33,7 +33,7 @@ SHORT_NAMES: Names = {
 
 MIGRATION: dict[str, tuple[str, ...]] = {
     name: (ours,) if isinstance(ours, str) else ours
-    for table in (verl.NAMES, slime.NAMES, trl.NAMES, roll.NAMES, SHORT_NAMES)
+    for table in (verl.NAMES, slime.NAMES, trl.NAMES, SHORT_NAMES)
     for name, ours in table.items()
 }
 """Name elsewhere -> keys here; docs/coming_from.md has the same tables."""
@@ -143,18 +143,21 @@ def _moved_value(path: str, target: str, value: Any, source: str) -> tuple[Any, 
     return values[value], Problem(path, f"{str(value).lower()} is read as {target}: {values[value]}")
 
 
-def _renamed(value: Any, source: str) -> Any:
-    """A value with the keys of `RENAMED_KEYS` under their names here; inside `${...}` those of `MOVED_KEYS` too."""
+def _renamed(value: Any, source: str, opaque: bool = False) -> Any:
+    """A value with the keys of `RENAMED_KEYS` under their names here; inside `${...}` those of `MOVED_KEYS` too.
+
+    Of a section of a user's class, which is `opaque`, only the references inside `${...}` are renamed.
+    """
     if isinstance(value, Mapping):
         renamed: Tree = {}
         for key, item in value.items():
-            name = RENAMED_KEYS[key] if key in RENAMED_KEYS else key
+            name = key if opaque else RENAMED_KEYS.get(key, key)
             if name in renamed or (name != key and name in value):
                 raise ConfigError([two_spellings(key, name)], source)
-            renamed[name] = _renamed(item, source)
+            renamed[name] = _renamed(item, source, opaque or key in OPAQUE_SECTIONS)
         return renamed
     if isinstance(value, list):
-        return [_renamed(item, source) for item in value]
+        return [_renamed(item, source, opaque) for item in value]
     if isinstance(value, str) and "${" in value:
         value = re.sub(r"(?<=\$\{)([\w.]+)(?=\})", lambda match: MOVED_KEYS.get(match[1], match[1]), value)
         return re.sub(r"(?<=[{.])(\w+)(?=[.}])", lambda match: RENAMED_KEYS.get(match[1], match[1]), value)
@@ -168,7 +171,7 @@ def translate_values(tree: Tree, path: str = "") -> tuple[Tree, list[Problem]]:
     for key, value in tree.items():
         where = f"{path}.{key}" if path else key
         translated[key] = value
-        if isinstance(value, dict):
+        if isinstance(value, dict) and key not in OPAQUE_SECTIONS:
             translated[key], inner = translate_values(value, where)
             notes += inner
         elif isinstance(value, str | int) and not isinstance(value, bool) and value in RENAMED_VALUES.get(key, {}):

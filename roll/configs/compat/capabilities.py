@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
+from roll.configs.compat import always
 from roll.configs.compat.recipe import ABSENT, Recipe
 from roll.configs.errors import Problem
 
@@ -79,10 +80,6 @@ def _named(pattern: re.Pattern[str]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, str) and bool(pattern.search(value.rpartition("/")[2]))
 
 
-def _present(value: Any) -> bool:
-    return True
-
-
 def _any(*finders: Callable[[Recipe], Found]) -> Callable[[Recipe], Found]:
     def find(recipe: Recipe) -> Found:
         for finder in finders:
@@ -117,7 +114,7 @@ def _critic_by_default(recipe: Recipe) -> Found:
 
 
 CAPABILITIES: dict[str, Callable[[Recipe], Found]] = {
-    "preference training (DPO)": _given("chosen_key", "rejected_key", accepts=_present),
+    "preference training (DPO)": _given("chosen_key", "rejected_key", accepts=always),
     "distillation": _given(
         "student", "student_train", "teacher", "opsd_mode", "use_opd", "is_pure_opd", "kd_objective"
     ),
@@ -136,10 +133,7 @@ CAPABILITIES: dict[str, Callable[[Recipe], Found]] = {
         _given("pretrain", accepts=_named(MOE_NAME)),
         _of_roles("model_args.model_name_or_path", _named(MOE_NAME)),
     ),
-    "LoRA": _any(
-        _of_roles("model_args.lora_target", bool),
-        _of_roles("model_args.adapter_name_or_path", bool),
-    ),
+    "LoRA": _any(_of_roles("model_args.lora_target", bool), _of_roles("model_args.adapter_name_or_path", bool)),
     "frozen parts of a model": _of_roles("model_args.freeze_module_prefix", bool),
     "a critic": _any(_given("adv_estimator", accepts=_is("gae")), _critic_by_default),
     "training in fp8": _option("fp8", bool),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -86,12 +86,3 @@ class Recipe:
         value = self.take(path)
         self.note(path, f"has no effect: {reason}")
         return value
-
-    def drop_all(self, section: str, keys: Sequence[str], reason: str) -> None:
-        """Takes those of the keys that a section has, with one remark."""
-        found = [key for key in keys if self.has(f"{section}.{key}")]
-        for key in found:
-            self.take(f"{section}.{key}")
-        if found:
-            verb = "have" if len(found) > 1 else "has"
-            self.note(section, f"{', '.join(found)} {verb} no effect: {reason}")

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from roll.configs.compat import Names, UnsupportedKey, always, if_off, never
-
-NAMES: Names = {}
+from roll.configs.compat import UnsupportedKey, always, if_off, never
 
 RENAMED_KEYS = {"num_gpus_per_node": "num_devices_per_node", "rpc_timeout": "rpc_timeout_s", "sft_train": "actor_train"}
 

@@ -345,7 +345,7 @@ def _read_old_log_probs(recipe: Recipe) -> None:
 
 
 def _read_kl(recipe: Recipe) -> None:
-    """A term without a weight is off there, the weight in the reward is 0.2 by default, and the KL of a loss is k3."""
+    """A term without a weight is off there; by default that in the reward is k1 times 0.2. The KL of a loss is k3."""
     if recipe.get("use_kl_loss") and not recipe.get("kl_loss_coef"):
         recipe.drop("use_kl_loss", "kl_loss_coef is 0")
     if recipe.get("add_token_level_kl"):
@@ -354,27 +354,34 @@ def _read_kl(recipe: Recipe) -> None:
             recipe.drop("add_token_level_kl", "init_kl_coef is 0")
         elif recipe.put_new("init_kl_coef", weight):
             recipe.note("add_token_level_kl", f"has the weight {weight:g} there: init_kl_coef is {weight:g}")
+        if weight != 0 and not recipe.get("use_kl_loss") and recipe.put_new("kl_penalty", "k1"):
+            recipe.note("add_token_level_kl", "is of the kind kl there: kl_penalty is k1")
     elif recipe.get("use_kl_loss") and recipe.get("kl_penalty", "k3") != "k3":
         recipe.drop("kl_penalty", "the KL of the loss is k3 there")
 
 
 def _read_clipping(recipe: Recipe) -> None:
-    ranges, clip = recipe.take("use_pg_clip_range"), recipe.take("pg_clip")
-    if clip is not None and ranges:
-        recipe.note("pg_clip", "has no effect: use_pg_clip_range takes pg_clip_low and pg_clip_high")
-    elif clip is not None:
-        for key in ("pg_clip_low", "pg_clip_high"):
-            if key not in recipe.overridden:
-                recipe.put(key, clip)
-        recipe.note("pg_clip", f"is read as pg_clip_low and pg_clip_high: {clip}")
+    """`pg_clip` is both bounds, unless `use_pg_clip_range` chooses `pg_clip_low` and `pg_clip_high`."""
+    ranges, given = recipe.take("use_pg_clip_range"), recipe.take("pg_clip")
+    clip = given if isinstance(given, int | float) else PG_CLIP
+    bounds = [key for key in ("pg_clip_low", "pg_clip_high") if key not in recipe.overridden]
+    if ranges and given is not None:
+        recipe.note("pg_clip", "is not a bound of the ratio: use_pg_clip_range takes pg_clip_low and pg_clip_high")
+    elif given is not None:
+        for key in bounds:
+            recipe.put(key, given)
+        recipe.note("pg_clip", f"is read as pg_clip_low and pg_clip_high: {given}")
+    elif ranges is False:
+        for key in bounds:
+            recipe.drop(key, f"use_pg_clip_range is false, so the bound is pg_clip, {PG_CLIP} by default")
     if recipe.get("importance_sampling") in ("seq", "token"):
-        _read_sequence_ratio(recipe, clip if isinstance(clip, int | float) else PG_CLIP)
+        _read_sequence_ratio(recipe, clip)
+    if given is not None:
+        _read_dual_clip(recipe, clip)
 
 
-def _read_dual_clip(recipe: Recipe) -> None:
-    """The bound of `dual_clip_loss` follows from `pg_clip` there."""
-    clip = recipe.get("pg_clip_high")
-    clip = clip if isinstance(clip, int | float) else PG_CLIP
+def _read_dual_clip(recipe: Recipe, clip: float = PG_CLIP) -> None:
+    """The bound of `dual_clip_loss` follows from `pg_clip` there, whatever the bounds of the ratio are."""
     variant = recipe.get("actor_train.pg_variant", "ppo")
     if recipe.get("dual_clip_loss") is True and variant in ("ppo", "decoupled_ppo"):
         bound = round(1 + 2 * clip, 6)
@@ -442,7 +449,7 @@ def _read_correction(recipe: Recipe) -> None:
         read.append(
             f"the ratio of a filter as correction.rejection (level {level}, {bounds['lower']} to {bounds['upper']})"
         )
-    lost = ["differences of probabilities"] * any(item.get("diff_enabled", True) for item in enabled)
+    lost = ["differences of probabilities"] * any(item.get("diff_enabled") for item in enabled)
     lost += ["further filters"] * (len(enabled) > 1)
     if read or lost:
         rest = f"; not available: {', '.join(lost)}" if lost else ""

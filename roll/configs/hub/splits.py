@@ -27,9 +27,6 @@ SPLIT_NAMES = {
 SHARD = re.compile(r"(?:^|/)([\w.-]+?)-\d{5}-of-\d{5}(?:-\w+)?\.\w+$")
 """split-00000-of-00002.parquet, as the `datasets` library writes files."""
 
-CONVERTED = "refs/convert/parquet"
-"""The branch where the Hugging Face Hub keeps a parquet copy of datasets in other formats."""
-
 Patterns = dict[str, list[str]]
 """Patterns of files by split."""
 
