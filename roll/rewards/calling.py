@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -230,9 +230,9 @@ class RewardFunction:
         """Outcomes of a returned value: of one response, or of `count`."""
         if count is None:
             return [self._outcome(value)]
-        if not isinstance(value, Sequence) and not hasattr(value, "tolist") or isinstance(value, str | bytes):
+        values = value.tolist() if hasattr(value, "tolist") else value
+        if not isinstance(values, Sequence) or isinstance(values, str | bytes):
             return [self._wrong(value, f"a list of {count} scores, one for each response")] * count
-        values = list(value.tolist() if hasattr(value, "tolist") else value)
         if len(values) != count:
             text = self._located(f"returned {len(values)} scores for {count} responses; return one for each")
             return [RewardOutcome(None, "wrong_type", text)] * count
@@ -256,7 +256,7 @@ class RewardFunction:
 
     def _wrong(self, value: Any, wanted: str) -> RewardOutcome:
         kind = "None" if value is None else f"a {type(value).__name__}"
-        size = f" of length {len(value)}" if hasattr(value, "__len__") else ""
+        size = f" of length {len(value)}" if isinstance(value, Sized) and getattr(value, "shape", None) != () else ""
         hint = ", for example with .item()" if hasattr(value, "item") else ""
         return RewardOutcome(None, "wrong_type", self._located(f"returned {kind}{size}; return {wanted}{hint}"))
 

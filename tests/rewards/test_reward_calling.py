@@ -121,6 +121,11 @@ def test_other_numbers_of_a_dictionary_are_metrics():
         (math.nan, "not_finite", "returned nan; return a finite number"),
         ({"reward": 1}, "wrong_type", "returned a dictionary without the key 'score'; its keys are reward"),
         ({"score": None}, "wrong_type", "returned None"),
+        (
+            np.array(1.0),
+            "wrong_type",
+            "returned a ndarray; return one number, or a dictionary with 'score', for example",
+        ),
     ],
 )
 def test_any_other_value_is_a_failure_with_the_line_of_the_function(value, reason, message):
@@ -137,7 +142,12 @@ def test_a_result_for_a_group_is_a_list(value):
 
 @pytest.mark.parametrize(
     ("value", "message"),
-    [([1], "returned 1 scores for 2 responses"), (1.0, "returned a float; return a list of 2 scores"), ("ab", "a str")],
+    [
+        ([1], "returned 1 scores for 2 responses"),
+        (1.0, "returned a float; return a list of 2 scores"),
+        ("ab", "a str"),
+        (np.array(1.0), "a ndarray;"),
+    ],
 )
 def test_a_wrong_result_for_a_group_fails_all_of_it(value, message):
     found = RewardFunction(lambda responses: None, RewardConfig()).outcomes(value, 2)
