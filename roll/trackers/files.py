@@ -229,7 +229,9 @@ def dependency_versions() -> dict[str, str]:
     return {"python": platform.python_version(), **ordered}
 
 
-SECRET = re.compile(r"(api_?key|password|secret|(access|auth|hf)_token)$", re.IGNORECASE)
+SECRET = re.compile(
+    r"(api_?key|access_key|password|secret|(access|api|auth|hf|hub|sdk|tracking)_token)$", re.IGNORECASE
+)
 """Names of keys and environment variables whose values are not shown."""
 
 

@@ -117,11 +117,15 @@ def test_a_step_that_is_accepted_late_is_reported_while_the_run_goes_on(
 def test_keys_are_not_shown(config: RLVRConfig) -> None:
     secret = {"swanlab": {"login_kwargs": {"api_key": "abc"}}, "wandb": {"api_key": None, "project": "a"}}
     shown = without_secrets(
-        replace(config, tracker_kwargs=secret, system_envs={"WANDB_API_KEY": "abc", "PAD_TOKEN": "x"})
+        replace(
+            config,
+            tracker_kwargs=secret,
+            system_envs={"WANDB_API_KEY": "abc", "MODELSCOPE_SDK_TOKEN": "abc", "PAD_TOKEN": "x"},
+        )
     )
     assert shown["tracker_kwargs"]["swanlab"]["login_kwargs"]["api_key"] == "***"
     assert shown["tracker_kwargs"]["wandb"] == {"api_key": None, "project": "a"}
-    assert shown["system_envs"] == {"WANDB_API_KEY": "***", "PAD_TOKEN": "x"}
+    assert shown["system_envs"] == {"WANDB_API_KEY": "***", "MODELSCOPE_SDK_TOKEN": "***", "PAD_TOKEN": "x"}
     trackers = make_trackers(replace(config, system_envs={"WANDB_API_KEY": "abc"}))
     trackers.close()
     assert "abc" not in (Path(config.output_dir) / "run.json").read_text()
