@@ -87,16 +87,16 @@ def plan(config: str | Path, overrides: Sequence[str], as_json: bool = False) ->
     """Prints the plan of a run without starting it."""
     from roll.configs.hub.inputs import look_up
     from roll.configs.load import load_config
-    from roll.configs.plan import make_plan
+    from roll.configs.plan import make_plan, print_plan
 
     loaded = load_config(config, overrides)
-    made = make_plan(loaded, hub=look_up(loaded, _say))
-    made.warnings.extend(check_user_inputs(loaded, may_miss=True))
+    found = look_up(loaded, _say)
+    remarks = check_user_inputs(loaded, may_miss=True)  # before the plan resets environments in this process
+    made = make_plan(loaded, hub=found)
+    made.warnings.extend(remarks)
     if as_json:
         print(json.dumps(made.as_dict(), indent=2))
         return 0
-    from roll.configs.plan import print_plan
-
     print_plan(made)
     return 0
 

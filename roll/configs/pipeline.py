@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -251,6 +251,19 @@ class RewardConfig:
     query_filter_config: QueryFilterConfig = option(
         factory=QueryFilterConfig, help="Which groups scored by this rule are trained on."
     )
+
+
+def reward_of(rewards: Mapping[str, RewardConfig], tag: str) -> str | None:
+    """Name of the reward for a tag: the first whose `tag_included` has it or is empty; None if there is none."""
+    return next(
+        (name for name, reward in rewards.items() if not reward.tag_included or tag in reward.tag_included), None
+    )
+
+
+def no_reward(rewards: Mapping[str, RewardConfig], tag: str) -> str:
+    """The message about a tag for which `reward_of` finds no reward."""
+    known = {name: reward.tag_included for name, reward in rewards.items()}
+    return f"no reward scores samples tagged {tag!r}; rewards and their tag_included: {known}"
 
 
 @dataclass

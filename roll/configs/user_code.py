@@ -105,7 +105,7 @@ def failure_text(error: BaseException, called: Any = None) -> str:
 def users_frame(error: BaseException) -> traceback.FrameSummary | None:
     """The innermost frame of an error in the user's own code, if it passed through any."""
     frames = traceback.extract_tb(error.__traceback__)
-    return next((frame for frame in reversed(frames) if _is_users(frame.filename)), None)
+    return next((frame for frame in reversed(frames) if is_users_file(frame.filename)), None)
 
 
 @contextmanager
@@ -126,7 +126,7 @@ def report_if_slow(what: str) -> Iterator[None]:
 
 def _print_location(what: str, thread: int) -> None:
     frames = traceback.extract_stack(sys._current_frames()[thread])
-    frame = next((frame for frame in reversed(frames) if _is_users(frame.filename)), None)
+    frame = next((frame for frame in reversed(frames) if is_users_file(frame.filename)), None)
     text = f"{what} has taken {NOTICE_S:g} s so far"
     print(text if frame is None else _at(frame.filename, frame.lineno or 1, text), file=sys.stderr, flush=True)
 
@@ -171,7 +171,8 @@ def user_folders() -> list[str]:
     return [folder for folder in others if f"{folder}/roll/" != OWN_FOLDER]
 
 
-def _is_users(file: str) -> bool:
+def is_users_file(file: str) -> bool:
+    """Whether a source file belongs neither to this package nor to Python and what is installed in it."""
     if file.startswith("<"):
         return False
     real = os.path.realpath(file)

@@ -14,9 +14,7 @@ from typing import Any, NoReturn, TypeVar
 
 from roll.configs.errors import unreachable
 from roll.configs.hub.names import local_file
-
-SUFFIXES = (".jsonl", ".json", ".parquet")
-"""Supported files; .json holds one list of objects, or one object per line like .jsonl."""
+from roll.configs.hub.splits import READABLE
 
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 """A JSON escape of a surrogate; a surrogate without its pair is not valid text."""
@@ -126,8 +124,8 @@ def _rows(path: Path) -> Iterator[Record | DatasetError]:
         raise DatasetError(f"{path}: cannot be read: {reason}")
     if not os.path.isfile(path):
         raise DatasetError(f"{path}: no such file (looked in {path.absolute().parent})")
-    if path.suffix not in SUFFIXES:
-        raise DatasetError(f"{path}: cannot read {path.suffix or 'a file without suffix'}; use {', '.join(SUFFIXES)}")
+    if path.suffix not in READABLE:
+        raise DatasetError(f"{path}: cannot read {path.suffix or 'a file without suffix'}; use {', '.join(READABLE)}")
     reader = _parquet_rows if path.suffix == ".parquet" else _json_list if _is_list(path) else _json_lines
     return reader(path)
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import Report
-from roll.configs.hub.names import local_file, local_model
-from roll.configs.pipeline import BaseConfig, RewardConfig, RLVRConfig, SFTConfig
+from roll.configs.hub.names import TOKENIZER_FILES, has_tokenizer, local_file, local_model
+from roll.configs.pipeline import BaseConfig, RewardConfig, RLVRConfig, SFTConfig, no_reward, reward_of
 from roll.configs.roles import DataArguments
 from roll.configs.user_code import NOTICE_S
 from roll.datasets.prompts import Prompt, read_prompt
@@ -31,9 +31,6 @@ CHECKED_ROWS = 50_000
 
 SHOWN_ROWS = 5
 """Broken rows of a data file that are listed."""
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model")
-"""Files of which every folder with a tokenizer has one."""
 
 
 def check_inputs(config: BaseConfig) -> Report:
@@ -50,14 +47,19 @@ def check_inputs(config: BaseConfig) -> Report:
     elif isinstance(config, SFTConfig):
         _check_data(config, report, read_prompt_response)
     elif isinstance(config, AgenticConfig):
-        trials = [
-            EnvTrial(f"custom_envs.{tag}", entry.env_type, entry.env_config)
-            for tag, entry in config.custom_envs.items()
-            if ":" in entry.env_type  # the rules make the others
-        ]
-        for problem in try_environments(trials, config.env_step_timeout_s) if trials else []:
+        for problem in check_environments(config):
             report.error("", problem)
     return report
+
+
+def check_environments(config: AgenticConfig) -> list[str]:
+    """What is wrong with the user's own environments; the rules of the configuration make the others."""
+    trials = [
+        EnvTrial(f"custom_envs.{tag}", entry.env_type, entry.env_config)
+        for tag, entry in config.custom_envs.items()
+        if ":" in entry.env_type
+    ]
+    return try_environments(trials, config.env_step_timeout_s) if trials else []
 
 
 def _check_tokenizers(config: BaseConfig, report: Report) -> None:
@@ -67,7 +69,7 @@ def _check_tokenizers(config: BaseConfig, report: Report) -> None:
     if name is None or not folder.is_dir():
         return
     path = "pretrain" if name == config.pretrain else "actor_train.model_args.model_name_or_path"
-    if not any((folder / file).is_file() for file in TOKENIZER_FILES):
+    if not has_tokenizer(folder):
         report.missing_resource(
             path,
             f"{name} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}); copy the files of the "
@@ -108,12 +110,9 @@ async def _check_rewards(rewards: dict[str, RewardConfig], prompts: list[Prompt]
         first.setdefault(prompt.tag, prompt)
     requests: dict[str, list[RewardRequest]] = {name: [] for name in rewards}
     for tag, prompt in first.items():
-        name = next(
-            (name for name, reward in rewards.items() if not reward.tag_included or tag in reward.tag_included), None
-        )
+        name = reward_of(rewards, tag)
         if name is None:
-            known = {name: reward.tag_included for name, reward in rewards.items()}
-            report.error("rewards", f"no reward scores samples tagged {tag!r}; rewards and their tag_included: {known}")
+            report.error("rewards", no_reward(rewards, tag))
         else:
             request = RewardRequest((), prompt.ground_truth, prompt.question, prompt.row, prompt.tag, prompt.id)
             requests[name].append(request)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedTokenizerBase
 
 from roll.configs.errors import RunError
-from roll.configs.pipeline import RewardConfig, RLVRConfig, role_seed
+from roll.configs.pipeline import RewardConfig, RLVRConfig, no_reward, reward_of, role_seed
 from roll.datasets.prompts import MixedSampler, PromptSampler, load_prompts
 from roll.datasets.records import prefix_errors
 from roll.datasets.templates import EncodedPrompt, encode_prompts
@@ -167,16 +167,15 @@ class Scorer:
         self._filters = {name: QueryFilter.from_config(config.query_filter_config) for name, config in rewards.items()}
 
     def reward_of(self, tag: str) -> str:
-        """Name of the reward for a tag: the first whose `tag_included` has it or is empty.
+        """Name of the reward for a tag.
 
         Raises:
             RunError: no reward includes the tag.
         """
-        for name, config in self._rewards.items():
-            if not config.tag_included or tag in config.tag_included:
-                return name
-        known = {name: config.tag_included for name, config in self._rewards.items()}
-        raise RunError(f"no reward scores samples tagged {tag!r}; rewards and their tag_included: {known}")
+        name = reward_of(self._rewards, tag)
+        if name is None:
+            raise RunError(no_reward(self._rewards, tag))
+        return name
 
     def launch(self) -> None:
         """Starts the processes of every reward without waiting for them."""

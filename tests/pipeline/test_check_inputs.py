@@ -108,6 +108,13 @@ def test_environments_are_tried(folder: Path) -> None:
     assert "broken_envs.py:" in error.splitlines()[0] and error.endswith("custom_envs.Room was tried before the run")
 
 
+def test_an_environment_that_hangs_does_not_hang_the_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    agentic(folder)
+    overrides = ["custom_envs.Room.env_type=tests.envs.broken_envs:Hangs", "env_step_timeout_s=0.5"]
+    assert main(["plan", str(folder / "config.yaml"), *overrides]) == 2
+    assert "first reset and step of tests.envs.broken_envs:Hangs took longer than 0.5 s" in capsys.readouterr().err
+
+
 def test_a_plan_ends_with_the_users_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = config(folder, function="own_three:score", code=REWARD)
     overrides = [f"actor_train.data_args.file_name={given.actor_train.data_args.file_name}"]

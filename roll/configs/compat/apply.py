@@ -151,7 +151,7 @@ def _renamed(value: Any, source: str, opaque: bool = False) -> Any:
     if isinstance(value, Mapping):
         renamed: Tree = {}
         for key, item in value.items():
-            name = key if opaque else RENAMED_KEYS.get(key, key)
+            name = RENAMED_KEYS[key] if key in RENAMED_KEYS and not opaque else key
             if name in renamed or (name != key and name in value):
                 raise ConfigError([two_spellings(key, name)], source)
             renamed[name] = _renamed(item, source, opaque or key in OPAQUE_SECTIONS)

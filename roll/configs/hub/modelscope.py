@@ -11,7 +11,6 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from fnmatch import fnmatch
 from pathlib import Path
 
 from roll.configs.hub.names import (
@@ -20,6 +19,7 @@ from roll.configs.hub.names import (
     HubError,
     HubName,
     HubUnreachable,
+    is_used,
     missing_model_files,
     offline,
 )
@@ -64,7 +64,7 @@ def look_up_model(name: HubName) -> tuple[int, int, int]:
         files = {
             str(file["Path"]): int(file.get("Size") or 0)
             for file in HubApi().get_model_files(name.repo, revision=name.revision, recursive=True)
-            if _needed(str(file["Path"]))
+            if is_used(str(file["Path"]))
         }
         model_file_download(name.repo, CONFIG_NAME, revision=name.revision)
     return len(files), sum(files.values()), sum(files.values())
@@ -91,11 +91,6 @@ def fetch_model(name: HubName) -> HubName:
             ignore_patterns=list(UNUSED_MODEL_FILES),
         )
     return name
-
-
-def _needed(path: str) -> bool:
-    used = any(fnmatch(path, pattern) for pattern in MODEL_FILES)
-    return used and not any(fnmatch(path, pattern) for pattern in UNUSED_MODEL_FILES)
 
 
 @contextmanager

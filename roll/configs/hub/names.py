@@ -46,7 +46,9 @@ FILE_ENDINGS = frozenset(
 WEIGHTS = "*.safetensors"
 WEIGHT_FILE = "model.safetensors"
 WEIGHT_INDEX = "model.safetensors.index.json"
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model")
+"""Files of which every folder with a tokenizer has one; without them transformers makes one without tokens."""
 
 MODEL_FILES = ("*.json", WEIGHTS, "*.txt", "*.model", "*.jinja", "*.tiktoken")
 UNUSED_MODEL_FILES = ("*/*", "consolidated*", "*.bin.index.json")
@@ -256,7 +258,12 @@ def missing_model_files(folder: Path) -> list[str]:
     if (folder / WEIGHT_INDEX).is_file():
         weights = sorted(set(json.loads((folder / WEIGHT_INDEX).read_text())["weight_map"].values()))
     lacking += [file for file in weights if not (folder / file).is_file()]
-    return lacking if any((folder / file).is_file() for file in TOKENIZERS) else [*lacking, TOKENIZERS[0]]
+    return lacking if has_tokenizer(folder) else [*lacking, TOKENIZER_FILES[0]]
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder holds a tokenizer."""
+    return any((folder / file).is_file() for file in TOKENIZER_FILES)
 
 
 def model_files(listing: Listing) -> list[str]:
@@ -270,12 +277,13 @@ def model_files(listing: Listing) -> list[str]:
         raise HubError(f"{listing.name.page} has no {CONFIG_NAME}, so it is not a model in the Hugging Face layout")
     if not any(fnmatch(path, WEIGHTS) and "/" not in path for path in paths):
         raise HubError(f"{listing.name.page} has no {WEIGHTS}; convert the model, and give the path of its folder")
-    return [
-        path
-        for path in paths
-        if any(fnmatch(path, pattern) for pattern in MODEL_FILES)
-        and not any(fnmatch(path, pattern) for pattern in UNUSED_MODEL_FILES)
-    ]
+    return [path for path in paths if is_used(path)]
+
+
+def is_used(path: str) -> bool:
+    """Whether a run needs this file of a model."""
+    needed = any(fnmatch(path, pattern) for pattern in MODEL_FILES)
+    return needed and not any(fnmatch(path, pattern) for pattern in UNUSED_MODEL_FILES)
 
 
 def list_files(name: HubName) -> Listing:

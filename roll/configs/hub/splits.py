@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml
 
-READABLE = (".parquet", ".jsonl", ".json")
-"""Endings of files of rows."""
+READABLE = (".jsonl", ".json", ".parquet")
+"""Endings of files of rows; .json holds one list of objects, or one object per line like .jsonl."""
 
 CARD = "README.md"
 

@@ -10,14 +10,12 @@ from pathlib import Path
 from roll.configs.errors import Report, unreachable
 from roll.configs.hub.inputs import folder_files
 from roll.configs.hub.names import HubError, hub_name, local_model, other_reading
+from roll.configs.hub.splits import READABLE
 from roll.configs.model_config import CONFIG_NAME, ModelShape, UnsupportedModel, read_model_shape
 from roll.configs.pipeline import BaseConfig
 from roll.configs.roles import TEMPLATES, MegatronRoleConfig, RoleConfig
 from roll.configs.rules.learning import check_name
 from roll.configs.suggestions import nearest
-
-ENDINGS = (".jsonl", ".json", ".parquet")
-"""File types that prompts are read from."""
 
 
 def check_files(config: BaseConfig, report: Report) -> None:
@@ -31,8 +29,8 @@ def check_files(config: BaseConfig, report: Report) -> None:
                 continue  # `roll.configs.hub.inputs` looks it up
             if os.path.isdir(name):
                 _check_dataset_folder(name, role, config, report)
-            elif not name.endswith(ENDINGS):
-                kinds = f"use a file that ends in {' or '.join(ENDINGS)}{other_reading(name, 'dataset')}"
+            elif not name.endswith(READABLE):
+                kinds = f"use a file that ends in {' or '.join(READABLE)}{other_reading(name, 'dataset')}"
                 report.error(path, f"{name} has an unknown file type; {kinds}")
             elif not os.path.isfile(name) or unreachable(name):
                 report.missing_resource(path, f"{name} {_absence(name, 'is not a file on this machine', _is_data)}")
@@ -63,7 +61,7 @@ def _absence(name: str, otherwise: str, fits: Callable[[Path], bool]) -> str:
 
 
 def _is_data(path: Path) -> bool:
-    return path.suffix in ENDINGS and path.is_file()
+    return path.suffix in READABLE and path.is_file()
 
 
 def _is_model(path: Path) -> bool:

@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 from roll.configs.agentic import AgenticConfig
-from roll.configs.errors import ConfigError, Report
+from roll.configs.errors import Report
 from roll.configs.hub.names import local_file, local_model
 from roll.configs.pipeline import BaseConfig
 from roll.configs.roles import DataArguments
@@ -117,5 +117,5 @@ def first_texts(config: AgenticConfig, tag: str) -> tuple[str, str] | None:
         env = make_env(entry.env_type, entry.env_config, f"custom_envs.{tag}")
         observation, _ = env.reset(seed=config.seed)
         return str(env.instruction), str(observation)
-    except (Exception, ConfigError):
+    except Exception:
         return None

@@ -74,7 +74,7 @@ class Rehearser:
         """Rehearses and prints the report.
 
         Returns:
-            Exit code: 0 if every part of the recipe was exercised, 1 if not, 130 if interrupted.
+            Exit code: 0 if every part of the recipe was exercised, 1 if not.
 
         Raises:
             ConfigError: the recipe cannot be loaded or started, or the output folder cannot be used.
@@ -88,9 +88,6 @@ class Rehearser:
         except (RunError, DatasetError, UnsupportedModel) as error:
             print(error, file=sys.stderr)
             return 1
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
-            return 130
 
     def shrink(self, recipe: BaseConfig) -> tuple[Rehearsal, BaseConfig]:
         """Writes model, data and configuration of the run in miniature, and loads the configuration."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from roll.configs.agentic import AgenticConfig, CustomEnvConfig
 from roll.configs.errors import ConfigError, unreachable
 from roll.configs.hub.names import local_file
-from roll.configs.pipeline import BaseConfig, RLVRConfig
+from roll.configs.pipeline import BaseConfig, RLVRConfig, reward_of
 from roll.configs.roles import DataArguments
 from roll.datasets.math_problems import TAG
 from roll.datasets.prompts import question, tag_of
@@ -75,7 +75,8 @@ def write_data(config: BaseConfig, role: str, tokenizer: PreTrainedTokenizerBase
         else:
             records = read_records(name, limit=SCANNED_ROWS)
         measured = measure.all(records)
-        scorers = [_scorer(config, tag_of(record, args)) for record in records]
+        rewards = config.rewards if isinstance(config, RLVRConfig) else {}
+        scorers = [reward_of(rewards, tag_of(record, args)) for record in records]
         chosen = choose_rows([max(pair) for pair in measured], scorers, count)
         lengths += [measured[index] for index in chosen]
         file = folder / f"{role}-{number}.jsonl"
@@ -85,13 +86,7 @@ def write_data(config: BaseConfig, role: str, tokenizer: PreTrainedTokenizerBase
     return RoleData(files, max(pair[0] for pair in lengths), max(pair[1] for pair in lengths), reason)
 
 
-def _scorer(config: BaseConfig, tag: str) -> str:
-    """Name of the reward that scores a tag; empty if none does."""
-    rewards = config.rewards if isinstance(config, RLVRConfig) else {}
-    return next((name for name, one in rewards.items() if not one.tag_included or tag in one.tag_included), "")
-
-
-def choose_rows(tokens: Sequence[int], kinds: Sequence[str], count: int) -> list[int]:
+def choose_rows(tokens: Sequence[int], kinds: Sequence[str | None], count: int) -> list[int]:
     """Indices of `count` rows in order: the first short one of every kind, then the first short ones.
 
     A row is short up to `MOST_TOKENS`; of a kind without a short one the shortest is taken. There are more than `count`

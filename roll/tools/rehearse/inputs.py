@@ -8,11 +8,12 @@ from pathlib import Path
 from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import RunError
 from roll.configs.pipeline import BaseConfig, RLConfig
+from roll.configs.user_code import failure_text, users_frame
+from roll.pipeline.check_inputs import check_environments
 from roll.tools.rehearse.batches import shrink_batch, structure_of
 from roll.tools.rehearse.data import fewest_actions, longest_messages, write_data
 from roll.tools.rehearse.layouts import shrink_layouts
 from roll.tools.rehearse.model import find_model, find_tokenizer, write_model
-from roll.tools.rehearse.runs import own_place
 from roll.tools.rehearse.shrink import Inputs
 
 VALIDATION_ROWS = 4
@@ -34,7 +35,7 @@ def make_inputs(recipe: BaseConfig, folder: Path, steps: int, say: Callable[[str
     Raises:
         ConfigError, UnsupportedModel: the model cannot be rehearsed.
         DatasetError: the recipe's own data cannot be used.
-        RunError: an environment failed; the message has the place in the user's code.
+        RunError: an environment failed; the message begins with the place in the user's code.
     """
     main = recipe.actor_train.model_args.model_name_or_path or ""
     source = find_model(main)
@@ -75,10 +76,12 @@ def _training_rows(recipe: BaseConfig, steps: int) -> int:
 
 
 def _probe(recipe: AgenticConfig) -> tuple[int, int]:
+    problems = check_environments(recipe)  # first, because a process of its own may hang or die
+    if problems:
+        raise RunError("\n".join(problems))
     try:
         return longest_messages(recipe)
     except Exception as error:
-        place = own_place(error)
-        if not place:
+        if users_frame(error) is None:
             raise
-        raise RunError(f"your code: {place}: {type(error).__name__}: {error}") from error
+        raise RunError(failure_text(error)) from error

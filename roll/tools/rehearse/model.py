@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roll.configs.errors import ConfigError, Problem, RunError
-from roll.configs.hub.names import local_model
+from roll.configs.errors import RunError
+from roll.configs.hub.names import has_tokenizer, local_model
 from roll.configs.model_config import CONFIG_NAME, FAMILIES, read_model_config, rotary_values
 from roll.datasets.templates import BUILT_IN
 from roll.models.tiny import write_tiny_model
@@ -27,9 +27,6 @@ FAMILY_NAMES = (
 """Names of models -> architecture, first match; for models whose config.json is not on this machine."""
 
 DEFAULT_ARCHITECTURE = "Qwen2ForCausalLM"
-
-MIXTURE = re.compile(r"\d+b-a\d+(\.\d+)?b", re.I)
-"""Names of mixtures of experts, such as Qwen3-30B-A3B."""
 
 SIZE = re.compile(r"(\d+(?:\.\d+)?)b(?![a-z0-9])", re.I)
 
@@ -60,9 +57,6 @@ PROBE_SHAPE = (8, 64)
 
 KEPT_SETTINGS = ("tie_word_embeddings", "rms_norm_eps")
 """Settings of a config.json that the random model has too."""
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-"""Without one of these, transformers makes a tokenizer without tokens."""
 
 END_OF_TURN = {"llama": "<|eot_id|>"}
 """End token of a family's stand-in tokenizer; of the others it is that of ChatML."""
@@ -97,7 +91,6 @@ def find_model(name: str) -> ModelSource:
     """The architecture of a model, from its config.json if that is on this machine, else from its name.
 
     Raises:
-        ConfigError: the name is that of a mixture of experts.
         UnsupportedModel: its config.json is not that of a supported model.
     """
     file = local_model(name) / CONFIG_NAME
@@ -105,9 +98,6 @@ def find_model(name: str) -> ModelSource:
         raw = read_model_config(file)
         return ModelSource(name, raw["architectures"][0], raw, "its config.json")
     label = Path(name).name
-    if MIXTURE.search(label):
-        message = f"{name} is a mixture of experts by its name; dense models can be rehearsed: {', '.join(FAMILIES)}"
-        raise ConfigError([Problem("pretrain", message)])
     for pattern, architecture in FAMILY_NAMES:
         if pattern.search(label):
             size = SIZE.search(label)
@@ -126,7 +116,7 @@ def find_tokenizer(source: ModelSource, stop_strings: Sequence[str]) -> tuple[Pr
     folder = local_model(source.name)
     if not folder.is_dir():
         return stand_in_tokenizer(source.family, stop_strings), f"{source.name} is not on this machine"
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+    if not has_tokenizer(folder):
         return stand_in_tokenizer(source.family, stop_strings), f"{source.name} has no tokenizer"
     try:
         return load_tokenizer(source.name), ""

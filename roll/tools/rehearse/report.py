@@ -14,7 +14,7 @@ from rich.text import Text
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.parallel_layout import spans
-from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig, SFTConfig
+from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig, SFTConfig, reward_of
 from roll.configs.roles import ActorInferConfig, MegatronRoleConfig
 from roll.datasets.prompts import load_prompts
 from roll.datasets.sft import load_sft_data
@@ -146,9 +146,7 @@ def _rewards(small: RLVRConfig, run: RunRecord) -> list[Finding]:
     scores: dict[str, list[float]] = {name: [] for name in small.rewards}
     prompts: dict[str, set[str]] = {name: set() for name in small.rewards}
     for sample in (sample for samples in run.samples.values() for sample in samples):
-        tag = tags.get(sample["id"], "")
-        owners = (name for name, one in small.rewards.items() if not one.tag_included or tag in one.tag_included)
-        owner = next(owners, None)
+        owner = reward_of(small.rewards, tags.get(sample["id"], ""))
         if owner is not None:
             scores[owner].append(sample["score"])
             prompts[owner].add(sample["id"])

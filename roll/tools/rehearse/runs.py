@@ -5,15 +5,13 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-import sysconfig
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-import roll
+from roll.configs.user_code import is_users_file
 from roll.pipeline.checkpoint import FOLDER, CheckpointManager
 from roll.pipeline.rollout_batch import dumped_steps, read_samples
 from roll.tools.ablate.process import read_run_json
@@ -150,29 +148,9 @@ class _Progress:
 def cause_of_failure(log: Path) -> str:
     """Why a run failed: the last place in the user's own code that its output names, then its last lines."""
     text = log.read_text(errors="replace") if log.is_file() else ""
-    places = [match for match in FRAME.finditer(text) if _is_own(match[1])]
+    places = [match for match in FRAME.finditer(text) if is_users_file(match[1])]
     lines = [tail(log), f"(everything it printed: {log})"]
     if places:
         file, line, function = places[-1].groups()
         lines.insert(0, f"your code: {file}:{line}" + (f" in {function}" if function else ""))
     return "\n".join(lines)
-
-
-def own_place(error: BaseException) -> str:
-    """The innermost frame of an exception in the user's code, as `file:line in function`; empty if there is none."""
-    frames = [(frame.tb_frame.f_code, frame.tb_lineno) for frame in _frames(error.__traceback__)]
-    own = [f"{code.co_filename}:{line} in {code.co_name}" for code, line in frames if _is_own(code.co_filename)]
-    return own[-1] if own else ""
-
-
-def _frames(traceback: TracebackType | None) -> Iterator[TracebackType]:
-    while traceback is not None:
-        yield traceback
-        traceback = traceback.tb_next
-
-
-def _is_own(file: str) -> bool:
-    """Whether a file belongs neither to this package nor to Python and what is installed in it."""
-    paths = sysconfig.get_paths()
-    foreign = [str(Path(roll.__file__).parent), paths["stdlib"], paths["purelib"], paths["platlib"]]
-    return not file.startswith((*foreign, "<"))

@@ -78,7 +78,7 @@ def test_a_broken_card_is_no_card() -> None:
 
 
 def test_files_that_cannot_be_read_are_named() -> None:
-    with pytest.raises(SplitError, match=r"no file ending in .parquet, .jsonl, .json; its files end in .csv, .md"):
+    with pytest.raises(SplitError, match=r"no file ending in .jsonl, .json, .parquet; its files end in .csv, .md"):
         choose_files(["README.md", "train.csv"], "", None, ["train"])
     with pytest.raises(SplitError, match=r"split 'train\[:10\]' is more than a name"):
         choose_files(["train.jsonl"], "", None, ["train[:10]"])

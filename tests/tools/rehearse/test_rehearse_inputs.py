@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from roll.configs.errors import ConfigError, RunError
+from roll.configs.errors import RunError
 from roll.configs.load import build_config
 from roll.configs.model_config import read_model_shape
 from roll.configs.pipeline import RLVRConfig
@@ -44,11 +44,6 @@ def test_the_architecture_is_known_from_the_name(name: str, architecture: str, t
 def test_a_config_on_this_machine_decides() -> None:
     source = find_model(MODEL)
     assert source.basis == "its config.json" and source.settings["num_hidden_layers"] == 28
-
-
-def test_a_mixture_of_experts_is_refused_by_its_name() -> None:
-    with pytest.raises(ConfigError, match="Qwen3-30B-A3B is a mixture of experts"):
-        find_model("Qwen/Qwen3-30B-A3B")
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
@@ -151,5 +146,5 @@ def test_an_environment_that_fails_is_named_with_its_line(tmp_path: Path, monkey
     (tmp_path / "my_broken_env.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
     config = build_config(yaml.safe_load(AGENTIC.replace("env_type: sokoban", "env_type: 'my_broken_env:Broken'")))
-    with pytest.raises(RunError, match=r"your code: .*my_broken_env.py:12 in act: ZeroDivisionError"):
+    with pytest.raises(RunError, match=r"my_broken_env.py:12: ZeroDivisionError"):
         make_inputs(config, tmp_path / "out", 2, lambda text: None)
