@@ -198,7 +198,8 @@ def _does_not_fit(name: str, module: ModuleType, attribute: str, found: Any, fit
     own = [key for key, value in vars(module).items() if not key.startswith("_") and fits(value)]
     own = [key for key in own if getattr(getattr(module, key), "__module__", module.__name__) == module.__name__]
     like = nearest(attribute, own)
-    problem = f"has no {attribute}" if found is None else f"has {attribute}, which is a {type(found).__name__}"
+    kind = "class" if isinstance(found, type) else type(found).__name__
+    problem = f"has no {attribute}" if found is None else f"has {attribute}, which is a {kind}"
     hint = f"; did you mean {like}?" if like else ""
     offered = f"; it has {', '.join(own)}" if own else ""
     relative = Path(*module.__name__.split("."))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from roll.configs.errors import ConfigError, Problem
 from roll.configs.pipeline import BaseConfig, RLConfig
-from roll.configs.user_code import failure_text
+from roll.configs.user_code import UserCodeError, import_named
 
 if TYPE_CHECKING:
     from roll.pipeline.health import Monitor
@@ -19,42 +18,12 @@ if TYPE_CHECKING:
     from roll.trackers.base import Metrics
 
 
-def _rollouter() -> type[Rollouter]:
-    from roll.pipeline.rollouter import Rollouter
-
-    return Rollouter
-
-
-def _learner() -> type[RLLearner]:
-    from roll.pipeline.learner import RLLearner
-
-    return RLLearner
-
-
-def _metrics() -> type[Metrics]:
-    from roll.trackers.base import Metrics
-
-    return Metrics
-
-
-def _monitor() -> type[Monitor]:
-    from roll.pipeline.health import Monitor
-
-    return Monitor
-
-
-def _batch_hook() -> type[BatchHook]:
-    from roll.pipeline.training_loop import BatchHook
-
-    return BatchHook
-
-
-BASES: dict[str, Callable[[], type]] = {
-    "rollouter_class": _rollouter,
-    "trainer_class": _learner,
-    "metrics_class": _metrics,
-    "monitor_class": _monitor,
-    "batch_hook_class": _batch_hook,
+BASES = {
+    "rollouter_class": "roll.pipeline.rollouter:Rollouter",
+    "trainer_class": "roll.pipeline.learner:RLLearner",
+    "metrics_class": "roll.trackers.base:Metrics",
+    "monitor_class": "roll.pipeline.health:Monitor",
+    "batch_hook_class": "roll.pipeline.training_loop:BatchHook",
 }
 """Key of `async_training` -> base class or protocol; imported only where the key is given, since it imports torch."""
 
@@ -85,7 +54,7 @@ def load_extensions(config: BaseConfig) -> Extensions:
         if name is None:
             continue
         try:
-            found[key] = load_class(name, base())
+            found[key] = load_class(name, base)
         except ValueError as error:
             problems.append(Problem(f"async_training.{key}", str(error)))
     if problems:
@@ -99,27 +68,19 @@ def load_extensions(config: BaseConfig) -> Extensions:
     )
 
 
-def load_class(name: str, base: type) -> type:
+def load_class(name: str, base: str) -> type:
     """The class `module:Class`, which must be a subclass of `base`, or have its methods if `base` is a protocol.
 
     Raises:
         ValueError: the name is wrong; the message lists the classes of the module that fit.
     """
-    module_name, colon, class_name = name.partition(":")
-    if not (module_name and colon and class_name):
-        raise ValueError(f"{name!r} is not of the form module:Class")
+    wanted: type = import_named(base, lambda value: isinstance(value, type))[1]
     try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        raise ValueError(f"{name}: importing {module_name} failed: {failure_text(error)}") from error
-    found: object = getattr(module, class_name, None)
-    if isinstance(found, type) and _fits(found, base):
-        return found
-    own = [value for value in vars(module).values() if getattr(value, "__module__", None) == module_name]
-    offered = [value.__name__ for value in own if isinstance(value, type) and _fits(value, base)]
-    problem = f"is not in {module_name}" if found is None else f"is not a {base.__module__}.{base.__name__}"
-    hint = f"; it has {', '.join(offered)}" if offered else ""
-    raise ValueError(f"{name}: {class_name} {problem}{hint}")
+        found: type = import_named(name, lambda value: isinstance(value, type) and _fits(value, wanted))[1]
+    except UserCodeError as error:
+        needed = "" if error.missing else f" (needed: a {base.replace(':', '.')})"
+        raise ValueError(f"{error}{needed}") from error
+    return found
 
 
 def _fits(found: type, base: type) -> bool:

@@ -54,25 +54,29 @@ def test_without_names_nothing_is_imported():
 @pytest.mark.parametrize(
     ("key", "name", "expected"),
     [
-        ("rollouter_class", "MyRollouter", "'MyRollouter' is not of the form module:Class"),
-        ("rollouter_class", "no.where:Mine", "importing no.where failed: ModuleNotFoundError"),
+        ("rollouter_class", "MyRollouter", "'MyRollouter': write module:name"),
+        ("rollouter_class", "no.where:Mine", "'no.where:Mine': there is no module no (searched"),
         (
             "rollouter_class",
             "tests.pipeline.my_parts:Mine",
-            "Mine is not in tests.pipeline.my_parts; it has MyRollouter",
+            "the module has no Mine; it has MyRollouter",
         ),
         (
             "trainer_class",
             "tests.pipeline.my_parts:MyRollouter",
-            "MyRollouter is not a roll.pipeline.learner.RLLearner",
+            "has MyRollouter, which is a class (needed: a roll.pipeline.learner.RLLearner)",
         ),
-        ("metrics_class", "tests.pipeline.my_parts:Listening", "not a roll.trackers.base.Metrics; it has Doubling"),
+        (
+            "metrics_class",
+            "tests.pipeline.my_parts:Listening",
+            "it has Doubling (needed: a roll.trackers",
+        ),
         (
             "batch_hook_class",
             "tests.pipeline.my_parts:Doubling",
-            "not a roll.pipeline.training_loop.BatchHook; it has Masking, Halving, Failing",
+            "has Doubling, which is a class; it has Masking, Halving, Failing (needed",
         ),
-        ("monitor_class", "roll.pipeline.health:Monitor", "not a roll.pipeline.health.Monitor; it has HealthFile"),
+        ("monitor_class", "roll.pipeline.health:Monitor", "has Monitor, which is a class; it has HealthFile (needed"),
     ],
 )
 def test_a_wrong_name_is_an_error_that_lists_the_classes_that_fit(key, name, expected):

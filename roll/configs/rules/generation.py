@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
+from dataclasses import fields
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.asynchronous import max_batches_ready, versions_ahead
@@ -148,13 +149,9 @@ def _check_domains(config: RLVRConfig, report: Report) -> None:
         report.error(path, "gives no domain a share, so nothing is drawn; give one, such as math_rule: 1.0")
 
 
-CLASSES = ("rollouter_class", "trainer_class", "metrics_class", "monitor_class", "batch_hook_class")
-"""Keys of `async_training` that name a class."""
-
-
 def check_rewards(config: RLConfig, report: Report) -> None:
     """Every reward scores some samples, and names of classes and functions have the form `module:name`."""
-    for key in CLASSES:
+    for key in (item.name for item in fields(config.async_training) if item.name.endswith("_class")):
         name = getattr(config.async_training, key)
         if name is not None and not _names_code(name):
             report.error(f"async_training.{key}", f"{name!r} is not the name of a class; write module:Class")
