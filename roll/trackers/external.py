@@ -22,9 +22,8 @@ from typing import IO, Any
 
 import psutil
 
-from roll.configs.errors import ConfigError, Problem
 from roll.configs.pipeline import BaseConfig
-from roll.configs.trackers import PACKAGES, TRACKER_OPTIONS, missing_package
+from roll.configs.trackers import PACKAGES, TRACKER_OPTIONS
 from roll.trackers import external_process
 from roll.trackers.base import Tracker, register_tracker
 from roll.trackers.files import without_secrets
@@ -190,10 +189,6 @@ def _kill_tree(process: subprocess.Popen[bytes]) -> None:
 def _register(name: str) -> None:
     @register_tracker(name)
     def make(config: BaseConfig, output_dir: Path, options: dict[str, Any]) -> Tracker:
-        package = missing_package(name)
-        if package is not None:
-            advice = f"install it with: {sys.executable} -m pip install {package}"
-            raise ConfigError([Problem("track_with", f"{name} is not installed; {advice}")], config.source.file)
         return ExternalTracker(name, vars(TRACKER_OPTIONS[name](**options)), config, output_dir)
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from roll.configs import trackers
 from roll.configs.rules import check
+from roll.trackers import make_trackers
 from tests.configs.samples import RLVR, refusal, rlvr
 
 FLAT = """
@@ -69,6 +70,15 @@ def test_options_of_another_tracker_are_remarked_on(tmp_path: Path) -> None:
 )
 def test_options_of_no_known_owner_are_refused(tmp_path: Path, overrides: list[str], message: str) -> None:
     assert message in refusal(tmp_path, *overrides)
+
+
+def test_options_of_a_tracker_that_an_override_turned_off_do_not_stop_a_run(tmp_path: Path) -> None:
+    text = RLVR + "track_with: [wandb]\ntracker_kwargs: {wandb: {project: a}}\n"
+    config = rlvr(tmp_path, "track_with=stdout", f"output_dir={tmp_path}/out", text=text)
+    assert "tracker_kwargs.wandb: track_with does not contain wandb; add it or remove this" in [
+        str(warning) for warning in check(config).warnings
+    ]
+    make_trackers(config).close()
 
 
 def test_a_package_that_is_not_installed_stops_a_run_with_the_line_that_installs_it(
