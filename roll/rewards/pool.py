@@ -22,7 +22,7 @@ CHUNK_SIZE = 16
 scored again when one of them fails."""
 
 ASYNC_CHUNK_SIZE = 128
-"""The same for a coroutine function; they are scored at the same time, and none of them is scored again."""
+"""The same for a coroutine function; they are scored at the same time, and again only if their process fails."""
 
 ASYNC_GRACE_S = 5.0
 """Added to the deadline of a chunk of coroutines, each of which has its own: after it the loop itself is blocked."""

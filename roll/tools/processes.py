@@ -9,6 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+CONSOLE_LOG = "console.log"
+"""File with everything that a command prints."""
+
 GRACE_S = 60.0
 """Seconds between SIGTERM, after which a run stops its workers and engines itself, and SIGKILL."""
 

@@ -67,7 +67,7 @@ def draw_curves(run_dir: Path, out_png: Path, title: str = "") -> Path:
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     rows = read_metrics(run_dir / METRICS_FILE)
-    panels = [panel for panel in PANELS if any(row.get(panel.metric) is not None for row in rows)]
+    panels = [panel for panel in PANELS if _drawable(rows, panel.metric)]
     if any(panel.metric == "rollout/reward_mean" for panel in panels):
         panels = [panel for panel in panels if panel.metric != "actor/loss"]
     if not panels:
@@ -86,6 +86,11 @@ def draw_curves(run_dir: Path, out_png: Path, title: str = "") -> Path:
     out_png.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out_png, facecolor="white")
     return out_png
+
+
+def _drawable(rows: Rows, name: str) -> bool:
+    """Whether a row has the metric; line 0 is the validation before training, whose time is not that of a step."""
+    return any(row.get(name) is not None for row in rows if row["step"] > 0 or name != "time/step")
 
 
 def smooth(values: list[float], share: float = SMOOTHING_SHARE) -> list[float]:

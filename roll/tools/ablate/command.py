@@ -13,6 +13,7 @@ from pathlib import Path
 
 from roll.configs.hub.inputs import fetch_inputs
 from roll.configs.pipeline import RLConfig
+from roll.terminal import EXIT_INTERRUPTED
 from roll.tools.ablate.grid import Trial, check_grid, make_grid
 from roll.tools.ablate.process import (
     lock_folder,
@@ -21,12 +22,9 @@ from roll.tools.ablate.process import (
     remove_checkpoints,
 )
 from roll.tools.ablate.report import Status, TrialResult, markdown_report, plot_curves, summarize_trial
-from roll.tools.processes import run_process, tail
+from roll.tools.processes import CONSOLE_LOG, run_process, tail
 from roll.tools.terminal import comma_separated, number
 from roll.trackers.files import METRICS_FILE, read_metrics
-
-CONSOLE_LOG = "console.log"
-"""File in the folder of a trial with everything that the trial prints."""
 
 CommandBuilder = Callable[[str, Sequence[str]], list[str]]
 """f(YAML file, overrides) -> command line of one run."""
@@ -103,7 +101,7 @@ class Ablation:
                     print(f"[{count}/{len(self.trials)}] {trial.name}: {_outcome(results[trial])}", flush=True)
             except KeyboardInterrupt:
                 print("interrupted; run the same command again to resume", file=sys.stderr)
-                return 130
+                return EXIT_INTERRUPTED
             finally:
                 write_results(self, list(results.values()))
         print(f"results: {self.out}/ablation.md   {self.out}/ablation.json   {self.out}/ablation.png")

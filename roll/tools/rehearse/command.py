@@ -22,6 +22,8 @@ from roll.configs.model_config import UnsupportedModel
 from roll.configs.pipeline import BaseConfig
 from roll.datasets.records import DatasetError
 from roll.terminal import make_console
+from roll.tools.processes import CONSOLE_LOG
+from roll.tools.show.command import tokenizer_decode
 from roll.tools.terminal import integer, option_error
 
 if TYPE_CHECKING:
@@ -115,9 +117,8 @@ class Rehearser:
 
     def report(self, recipe: BaseConfig, small: BaseConfig, rehearsal: Rehearsal, records: Sequence[RunRecord]) -> int:
         """Prints the report, writes it as JSON, and returns the exit code."""
-        from roll.pipeline.tokenizer import load_tokenizer
         from roll.tools.rehearse.report import findings, sample_view, summary_of, tables
-        from roll.tools.rehearse.runs import CONSOLE_LOG, cause_of_failure
+        from roll.tools.rehearse.runs import cause_of_failure
 
         made = findings(recipe, small, rehearsal.placement, records)
         summary = summary_of(made, rehearsal.changes, time.monotonic() - self._start)
@@ -126,11 +127,7 @@ class Rehearser:
         if not all(record.finished for record in records):
             console.print(cause_of_failure(self.out / CONSOLE_LOG), style="red", markup=False, soft_wrap=True)
         console.print(tables(made, rehearsal.changes))
-        tokenizer = load_tokenizer(small.actor_train.model_args.model_name_or_path)
-
-        def decode(ids: Sequence[int]) -> str:
-            return str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
-
+        decode = tokenizer_decode(small.actor_train.model_args.model_name_or_path)
         view = sample_view(small, records[0], decode)
         if view is not None:
             console.print("", view)

@@ -15,11 +15,8 @@ from roll.configs.user_code import is_users_file
 from roll.pipeline.checkpoint import FOLDER, CheckpointManager
 from roll.pipeline.rollout_batch import dumped_steps, read_samples
 from roll.tools.ablate.process import read_run_json
-from roll.tools.processes import run_process, tail
+from roll.tools.processes import CONSOLE_LOG, run_process, tail
 from roll.trackers.files import METRICS_FILE, read_metrics
-
-CONSOLE_LOG = "console.log"
-"""File with everything that the runs print."""
 
 OFFLINE = {
     "HF_HUB_OFFLINE": "1",

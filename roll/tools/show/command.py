@@ -77,7 +77,7 @@ def show(run: Path, options: Options) -> int:
     decode: Decode = token_numbers
     if any(sample.episode is None for group in groups for sample in group.samples):
         try:
-            decode = _tokenizer_decode(dump.model)
+            decode = tokenizer_decode(dump.model)
         except RunError as error:
             message = Text.assemble("showing token ids, no tokenizer: ", sanitize_line(str(error)), style="yellow")
             console.print(message)
@@ -116,7 +116,12 @@ def _standard_output() -> Console:
     return make_console()
 
 
-def _tokenizer_decode(model: str | None) -> Decode:
+def tokenizer_decode(model: str | None) -> Decode:
+    """Decodes with the tokenizer of a model.
+
+    Raises:
+        RunError: it cannot be read.
+    """
     from roll.pipeline.tokenizer import load_tokenizer  # imports transformers
 
     tokenizer = load_tokenizer(model)

@@ -27,6 +27,11 @@ def test_the_picture_is_written_into_the_folder_of_the_run(tmp_path: Path, capsy
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_run_that_has_only_been_validated_is_drawn(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "val/score": 0.5, "time/step": 2.0}\n')
+    assert main(["plot", str(tmp_path)]) == 0
+
+
 def test_the_picture_may_go_elsewhere(tmp_path: Path) -> None:
     assert main(["plot", str(run_folder(tmp_path / "run")), "--out", f"{tmp_path}/new/one.png", "--title", "mine"]) == 0
     assert (tmp_path / "new" / "one.png").exists()
