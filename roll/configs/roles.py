@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from roll.configs.hub.splits import READABLE
 from roll.configs.parallel_layout import ParallelLayout, parse_device_mapping
 from roll.configs.schema import Condition, environment, needs, one_or_many, option
 
@@ -33,7 +34,7 @@ COLUMNS_READ = pipelines("rlvr", "sft", reason="observations come from environme
 DATASET_NAMED = (
     FILES_READ,
     Condition(
-        lambda config, section: any(not name.endswith((".jsonl", ".parquet")) for name in section.file_name),
+        lambda config, section: any(not name.endswith(READABLE) for name in section.file_name),
         "every file_name is a file; a dataset by name or folder has splits",
         (".file_name",),
     ),

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from roll.configs.agentic import AgenticConfig
+from roll.configs.hub.splits import READABLE
 from roll.configs.load import PIPELINES
 from roll.configs.policy import PG_VARIANTS, VARIANT_KEYS
 from roll.configs.rules import check
@@ -52,6 +53,16 @@ def test_a_key_of_another_variant_is_a_warning(tmp_path: Path, variant: str) -> 
 @pytest.mark.parametrize("variant", ["ppo", "decoupled_ppo"])
 def test_a_key_of_the_variant_is_read(tmp_path: Path, variant: str) -> None:
     assert warnings(rlvr(tmp_path, f"actor_train.pg_variant={variant}", "pg_clip_low=0.1")) == []
+
+
+@pytest.mark.parametrize("ending", READABLE)
+def test_the_split_of_a_file_is_a_warning(tmp_path: Path, ending: str) -> None:
+    message = warnings(
+        rlvr(tmp_path, f"actor_train.data_args.file_name=train{ending}", "actor_train.data_args.split=a")
+    )
+    assert message == [
+        "actor_train.data_args.split: has no effect: every file_name is a file; a dataset by name or folder has splits"
+    ]
 
 
 def test_a_key_with_two_conditions_reports_the_first_that_fails(tmp_path: Path) -> None:

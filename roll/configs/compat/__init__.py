@@ -17,6 +17,11 @@ from roll.configs.errors import Problem
 Tree = dict[str, Any]
 """A configuration as nested plain mappings."""
 
+SGLANG = "actor_infer.strategy_args.strategy_config"
+MEGATRON = "actor_train.strategy_args.strategy_config"
+TRAINING = "actor_train.training_args"
+SAMPLING = "actor_infer.generating_args"
+
 Names = dict[str, str | tuple[str, ...]]
 """Name elsewhere -> key or keys here. A name is the end of a path; `.*` is any key of a section."""
 

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 from roll.configs.compat import (
+    MEGATRON,
     Names,
     Tree,
     UnsupportedKey,
@@ -26,8 +27,8 @@ from roll.configs.errors import ConfigError, Problem
 from roll.configs.schema import SECTION, value_at
 
 SHORT_NAMES: Names = {
-    "tp_size": (f"{verl.MEGATRON}.tensor_model_parallel_size", "actor_infer.num_gpus_per_worker"),
-    "pp_size": f"{verl.MEGATRON}.pipeline_model_parallel_size",
+    "tp_size": (f"{MEGATRON}.tensor_model_parallel_size", "actor_infer.num_gpus_per_worker"),
+    "pp_size": f"{MEGATRON}.pipeline_model_parallel_size",
 }
 """Short names used by many frameworks."""
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from roll.configs.compat import Names
-
-SGLANG = "actor_infer.strategy_args.strategy_config"
-TRAINING = "actor_train.training_args"
-SAMPLING = "actor_infer.generating_args"
+from roll.configs.compat import SAMPLING, SGLANG, TRAINING, Names
 
 NAMES: Names = {
     "hf_checkpoint": "pretrain",

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from roll.configs.compat import Names
-
-SGLANG = "actor_infer.strategy_args.strategy_config"
-MEGATRON = "actor_train.strategy_args.strategy_config"
+from roll.configs.compat import MEGATRON, SGLANG, Names
 
 NAMES: Names = {
     "num_generations": "num_return_sequences_in_group",

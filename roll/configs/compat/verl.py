@@ -5,15 +5,23 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from roll.configs.compat import Names, Tree, UnsupportedKey, always, if_off, set_at, two_spellings, without
+from roll.configs.compat import (
+    MEGATRON,
+    SAMPLING,
+    SGLANG,
+    TRAINING,
+    Names,
+    Tree,
+    UnsupportedKey,
+    always,
+    if_off,
+    set_at,
+    two_spellings,
+    without,
+)
 from roll.configs.errors import Problem
 from roll.configs.parallel_layout import spans
 from roll.configs.schema import value_at
-
-SGLANG = "actor_infer.strategy_args.strategy_config"
-MEGATRON = "actor_train.strategy_args.strategy_config"
-TRAINING = "actor_train.training_args"
-SAMPLING = "actor_infer.generating_args"
 
 NAMES: Names = {
     "data.train_files": "actor_train.data_args.file_name",
