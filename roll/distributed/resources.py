@@ -308,7 +308,7 @@ def _cores() -> tuple[int, ...]:
 
 
 def _reserved_gpus() -> tuple[str, ...]:
-    return tuple(str(gpu) for gpu in ray.get_gpu_ids())
+    return tuple(sorted(map(str, ray.get_gpu_ids()), key=lambda gpu: (len(gpu), gpu)))  # Ray's order is random
 
 
 def _cores_elsewhere(node_id: str) -> tuple[int, ...]:
