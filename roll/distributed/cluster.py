@@ -36,6 +36,7 @@ from roll.distributed.remote_errors import CallContext, Failure, ray_failure, se
 from roll.distributed.resources import DeviceSlot
 from roll.distributed.rpc_batching import ClusterClient, RpcActor, RpcServer
 from roll.distributed.worker import Worker, WorkerRank, registered_methods
+from roll.platforms import get_platform
 
 if TYPE_CHECKING:
     from roll.configs.pipeline import BaseConfig
@@ -107,7 +108,11 @@ class Cluster(Generic[WorkerT]):
     def _start(self, rank: int, slot: DeviceSlot) -> Any:
         cores, threads = self._resources.cores(slot), self._resources.threads(slot)
         concurrent = self._worker_cls.concurrent
-        environment = {**process_environment(self._pipeline_config, threads), **self.config.system_envs}
+        environment = {
+            **get_platform(self._resources.platform_name).environment,
+            **process_environment(self._pipeline_config, threads),
+            **self.config.system_envs,
+        }
         if self._resources.platform_name == "cuda":
             environment["CUDA_VISIBLE_DEVICES"] = self._resources.visible_devices(slot)
         if len(self._resources.nodes) == 1:

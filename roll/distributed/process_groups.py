@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import ProcessGroup, TCPStore  # type: ignore[attr-defined]
 
 _held: dict[int, socket.socket] = {}
@@ -51,6 +52,24 @@ def serve_store(address: str, port: int, world_size: int, timeout: timedelta) ->
     listener = _held.pop(port, None)
     descriptor = None if listener is None else listener.detach()
     return TCPStore(address, port, world_size, is_master=True, timeout=timeout, master_listen_fd=descriptor)
+
+
+def bind_to_device(device: torch.device, world_size: int) -> None:
+    """Lets the group of all ranks communicate once, which binds it to this rank's device.
+
+    NCCL would otherwise guess the device of the first barrier from the rank, and every rank sees its own device as
+    device 0. `init_process_group(device_id=...)` is no alternative: groups made later would be split from this one,
+    and the engines, which join the groups of weight updates, have none to split.
+
+    Raises:
+        RuntimeError: not every rank took part.
+    """
+    import torch
+
+    ranks = torch.ones(1, device=device)
+    torch.distributed.all_reduce(ranks)
+    if ranks.item() != world_size:
+        raise RuntimeError(f"{ranks.item():g} of {world_size} ranks answered")
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,8 @@ OBJECT_STORE_BYTES = 1 << 29
 """Enough for the batches of a step; the store spills to disk beyond it."""
 RESERVE_TIMEOUT_S = 10.0
 """Reserving free devices takes under a second; longer means that another run holds them."""
+NODE_TIMEOUT_S = 60.0
+"""For the first process on a node, which imports this package."""
 CONNECT_TIMEOUT_S = 5.0
 """A running Ray accepts a connection at once."""
 
@@ -40,11 +42,15 @@ class ResourceError(RuntimeError):
 
 @dataclass(frozen=True)
 class Node:
-    """One node of the run: Ray's id, its address, and the cores this run may use on it."""
+    """One node of the run: Ray's id, its address, and the cores and GPUs this run may use on it.
+
+    `gpus` are names for CUDA_VISIBLE_DEVICES, one for each device of the node; empty on platform cpu.
+    """
 
     node_id: str
     address: str
     cores: tuple[int, ...]
+    gpus: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,12 @@ def device_slots(role: str, devices: Sequence[int], workers: int, devices_per_no
             )
         slots.append(DeviceSlot(nodes[0], own, tuple(device % devices_per_node for device in own)))
     return slots
+
+
+def visible_devices(local_devices: Sequence[int], gpus: Sequence[str]) -> str:
+    """CUDA_VISIBLE_DEVICES of a worker on `local_devices` of a node with these GPUs: its own first, then the others."""
+    others = [device for device in range(len(gpus)) if device not in local_devices]
+    return ",".join(gpus[device] for device in [*local_devices, *others])
 
 
 def nodes_needed(roles: Mapping[str, Sequence[int]], devices_per_node: int) -> int:
@@ -239,8 +251,7 @@ class ResourceManager:
 
         A process numbers its own devices from 0 and can still open memory that a process on another device shares.
         """
-        others = [device for device in range(self.devices_per_node) if device not in slot.local_devices]
-        return ",".join(str(device) for device in [*slot.local_devices, *others])
+        return visible_devices(slot.local_devices, self.nodes[slot.node].gpus)
 
     def release(self) -> None:
         """Releases the devices."""
@@ -275,8 +286,16 @@ class ResourceManager:
         for index in range(len(bundle_nodes)):
             node_id = bundle_nodes[index]
             cores = _cores() if node_id == self.this_node else _cores_elsewhere(node_id)
-            nodes.append(Node(node_id, "127.0.0.1" if len(bundle_nodes) == 1 else addresses[node_id], cores))
+            address = "127.0.0.1" if len(bundle_nodes) == 1 else addresses[node_id]
+            gpus = self._gpus(index) if self.platform_name == "cuda" else ()
+            nodes.append(Node(node_id, address, cores, gpus))
         return nodes
+
+    def _gpus(self, bundle: int) -> tuple[str, ...]:
+        """The GPUs that Ray reserved on a node, as CUDA_VISIBLE_DEVICES names them: ids, or UUIDs."""
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+        options = {"num_cpus": 0, "num_gpus": self.devices_per_node, "scheduling_strategy": strategy}
+        return ray.get(ray.remote(_reserved_gpus).options(**options).remote(), timeout=NODE_TIMEOUT_S)
 
 
 def _alive_nodes() -> list[dict[str, Any]]:
@@ -288,7 +307,11 @@ def _cores() -> tuple[int, ...]:
     return tuple(sorted(os.sched_getaffinity(0)))
 
 
+def _reserved_gpus() -> tuple[str, ...]:
+    return tuple(sorted(map(str, ray.get_gpu_ids()), key=lambda gpu: (len(gpu), gpu)))  # Ray's order is random
+
+
 def _cores_elsewhere(node_id: str) -> tuple[int, ...]:
     strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
     task = ray.remote(_cores).options(num_cpus=0, scheduling_strategy=strategy)
-    return ray.get(task.remote(), timeout=RESERVE_TIMEOUT_S)
+    return ray.get(task.remote(), timeout=NODE_TIMEOUT_S)

@@ -22,6 +22,9 @@ class Platform(ABC):
     collective_backend: ClassVar[str]
     """As in `torch.distributed.init_process_group`."""
 
+    environment: ClassVar[dict[str, str]] = {}
+    """Environment variables of every process with a device."""
+
     @abstractmethod
     def device_count(self) -> int:
         """Devices of this node: cores the process may use, or visible GPUs."""
@@ -121,6 +124,8 @@ class CudaPlatform(Platform):
     name: ClassVar[str] = "cuda"
     device_type: ClassVar[str] = "cuda"
     collective_backend: ClassVar[str] = "nccl"
+    environment: ClassVar[dict[str, str]] = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+    """What SGLang sets in its processes: both sides of a weight update have to agree."""
 
     def device_count(self) -> int:
         import torch

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 
-from roll.distributed.process_groups import hold_port, open_port, release_port, serve_store
+from roll.distributed.process_groups import bind_to_device, hold_port, open_port, release_port, serve_store
 
 BRIEFLY = timedelta(seconds=10)
 
@@ -57,3 +57,15 @@ def test_a_port_of_another_process_is_refused_by_name():
 
     with open_port() as other, pytest.raises(DistNetworkError, match=str(other.getsockname()[1])):
         serve_store("127.0.0.1", other.getsockname()[1], 1, BRIEFLY)
+
+
+def test_the_first_collective_of_all_ranks_is_on_the_ranks_own_device(monkeypatch):
+    import torch
+
+    seen = []
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: seen.append(tensor.device.type))
+    monkeypatch.setattr(torch.Tensor, "item", lambda tensor: 1.0)
+    bind_to_device(torch.device("meta"), 1)
+    assert seen == ["meta"]
+    with pytest.raises(RuntimeError, match="1 of 2 ranks answered"):
+        bind_to_device(torch.device("cpu"), 2)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.distributed.resources import cores_of, device_slots, nodes_needed, resource_table, threads_of
+from roll.distributed.resources import cores_of, device_slots, nodes_needed, resource_table, threads_of, visible_devices
 
 
 def test_devices_are_assigned_in_the_order_of_the_mapping() -> None:
@@ -41,6 +41,11 @@ def test_more_devices_than_cores_share_all_cores_with_a_fair_share_of_threads() 
     assert cores_of([3], 4, (0, 1)) == (0, 1)
     assert threads_of([3], 4, 2) == 1
     assert threads_of([0, 1, 2, 3], 4, 2) == 2
+
+
+def test_a_worker_sees_its_own_gpus_first_under_the_names_of_its_node() -> None:
+    assert visible_devices((1,), ("4", "5", "6")) == "5,4,6"
+    assert visible_devices((2, 0), ("GPU-a", "GPU-b", "GPU-c")) == "GPU-c,GPU-a,GPU-b"
 
 
 def test_nodes_up_to_the_highest_device_are_needed() -> None:

@@ -22,13 +22,20 @@ from tests.hub_server import commit_of, serve_hub
 pytestmark = pytest.mark.integration
 
 
+GPUS = ("4,6", "5,7")
+"""CUDA_VISIBLE_DEVICES of the two nodes; Ray counts the GPUs, and nothing uses one."""
+
+
 @pytest.fixture(scope="module")
 def two_nodes() -> Iterator[None]:
-    node = {"num_cpus": 1, "resources": {CPU_SLOT: 2}, "object_store_memory": 100_000_000, "include_dashboard": False}
-    nodes = RayNodes(initialize_head=True, head_node_args=node)
+    node = {"num_cpus": 1, "num_gpus": 2, "resources": {CPU_SLOT: 2}, "object_store_memory": 100_000_000}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", GPUS[0])
+        nodes = RayNodes(initialize_head=True, head_node_args={**node, "include_dashboard": False})
     try:
-        node.pop("include_dashboard")
-        nodes.add_node(**node)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("CUDA_VISIBLE_DEVICES", GPUS[1])
+            nodes.add_node(**node)
         nodes.wait_for_nodes()
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("RAY_ADDRESS", nodes.address)
@@ -82,3 +89,14 @@ def test_the_other_node_fetches_a_model_by_name_and_a_failure_names_it(two_nodes
         with pytest.raises(RunError, match=f"node {other}: tiny/any is no folder here .* answered 503"):
             asyncio.run(fetch_on_nodes(config, resources))
         resources.release()
+
+
+def test_gpus_are_those_that_each_node_offers(two_nodes: None, tmp_path: Path) -> None:
+    start_ray(BaseConfig(output_dir=str(tmp_path)), "cuda", 2)
+    resources = ResourceManager("cuda", 2, {"actor_train": [0, 1, 2, 3]})
+    assert sorted(",".join(node.gpus) for node in resources.nodes) == sorted(GPUS)
+    for slot in resources.device_slots("actor_train", 4):
+        own, other = resources.visible_devices(slot).split(",")
+        gpus = resources.nodes[slot.node].gpus
+        assert own == gpus[slot.local_devices[0]] and {own, other} == set(gpus)
+    resources.release()

@@ -45,3 +45,14 @@ def test_pinning_sets_affinity_and_threads_together(monkeypatch):
 def test_more_threads_than_cores_is_refused():
     with pytest.raises(ValueError, match="3 threads cannot run on 2 cores"):
         get_platform("cpu").setup_process([0, 1], 3)
+
+
+def test_training_ranks_have_the_nccl_settings_of_the_engines():
+    """SGLang sets these in its own processes unless they are set; a broadcast needs them equal on both sides."""
+    from importlib.util import find_spec
+    from pathlib import Path
+
+    source = Path(find_spec("sglang").submodule_search_locations[0], "srt", "entrypoints", "engine.py").read_text()
+    environment = get_platform("cuda").environment
+    assert environment == {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+    assert all(f'"{name}" not in os.environ' in source for name in environment)

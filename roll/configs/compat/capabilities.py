@@ -150,6 +150,11 @@ CAPABILITIES: dict[str, Callable[[Recipe], Found]] = {
         "actor_infer.strategy_args.strategy_config.quantization",
         "actor_infer.strategy_args.strategy_config.online_quantization",
     ),
+    "speculative decoding": _given(
+        "actor_infer.strategy_args.strategy_config.speculative_algorithm",
+        "actor_infer.strategy_args.strategy_config.speculative_draft_model_path",
+        "actor_infer.strategy_args.strategy_config.speculative_config",
+    ),
     "agents in a sandbox": _managers("AgentNative*", "*Proxy*", "*AgentRunner*", "*Sandbox*"),
 }
 """Capability -> where a recipe shows that it needs it."""

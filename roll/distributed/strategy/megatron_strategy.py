@@ -26,7 +26,7 @@ from roll.configs.hub.names import local_model
 from roll.configs.parallel_layout import ParallelLayout, RankCoordinates
 from roll.configs.pipeline import BaseConfig, role_seed
 from roll.configs.roles import TORCH_DTYPES, ActorTrainConfig, MegatronRoleConfig, MegatronTrainConfig
-from roll.distributed.process_groups import serve_store
+from roll.distributed.process_groups import bind_to_device, serve_store
 from roll.distributed.protocol import DataProto
 from roll.distributed.strategy import megatron_checkpoint
 from roll.distributed.strategy.megatron_forward import (
@@ -300,6 +300,7 @@ def join_process_group(
         world_size=layout.world_size,
         timeout=timedelta(seconds=collective_timeout_s),
     )
+    bind_to_device(platform.torch_device(0), layout.world_size)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
