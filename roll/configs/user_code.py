@@ -75,7 +75,9 @@ def import_named(name: str, fits: Callable[[Any], bool]) -> tuple[ModuleType, An
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise UserCodeError(failure_text(error), missing=True) from error
         raise UserCodeError(_not_found(name, error.name), missing=True) from error
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # also sys.exit, and panics of extensions in Rust
         raise UserCodeError(failure_text(error), missing=isinstance(error, ImportError)) from error
     found = getattr(module, attribute, None)
     if not fits(found):
@@ -91,7 +93,7 @@ def failure_text(error: BaseException, called: Any = None) -> str:
         called: function or class of the user. Its definition is the location of an error outside the user's code, such
             as that of a call with other arguments; without it, such an error has no location.
     """
-    message = f"{type(error).__name__}: {error}".rstrip(": ")
+    message = f"{type(error).__name__}: {_text_of(error)}".rstrip(": ")
     if len(message) > MAX_MESSAGE_LENGTH:
         message = f"{message[:MAX_MESSAGE_LENGTH]}..."
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
@@ -100,6 +102,13 @@ def failure_text(error: BaseException, called: Any = None) -> str:
     if frame is not None:
         return _at(frame.filename, frame.lineno or 1, message)
     return f"{definition_of(called)}: {message}".removeprefix(": ")
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as failure:
+        return f"its text cannot be made: {type(failure).__name__}"
 
 
 def users_frame(error: BaseException) -> traceback.FrameSummary | None:

@@ -84,6 +84,8 @@ def _make_and_play(trial: EnvTrial, what: str) -> str | None:
         # Problems of options need their path; those of the class itself begin with the user's file and line.
         shown = (each.message if each.path.endswith(".env_type") else str(each) for each in error.problems)
         return "\n".join(shown)
+    except BaseException as error:  # sys.exit, and panics of extensions in Rust
+        return failure_text(error)
     return None if what == "make" else _play(env)
 
 
@@ -96,6 +98,6 @@ def _play(env: TextEnv) -> str | None:
             return f"{definition_of(type(env).begin)}: begin returned a {type(observation).__name__}, not text"
         env.step(ACTION)
         env.close()
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         return failure_text(error, type(env))
     return None

@@ -246,12 +246,15 @@ class RewardFunction:
                 keys = ", ".join(map(str, value)) or "none"
                 text = f"returned a dictionary without the key {SCORE!r}; its keys are {keys}"
                 return RewardOutcome(None, "wrong_type", self._located(text))
-            metrics = {str(name): float(item) for name, item in value.items() if name != SCORE and _is_finite(item)}
+            others = {str(name): _plain(item) for name, item in value.items() if name != SCORE}
+            metrics = {name: float(item) for name, item in others.items() if _is_finite(item)}
             value = value[SCORE]
+        value = _plain(value)
         if not isinstance(value, numbers.Real):
             return self._wrong(value, f"one number, or a dictionary with {SCORE!r}")
-        if not math.isfinite(value):
-            return RewardOutcome(None, "not_finite", self._located(f"returned {float(value)}; return a finite number"))
+        if not _is_finite(value):
+            shown = "a number too large for a float" if isinstance(value, int) else float(value)
+            return RewardOutcome(None, "not_finite", self._located(f"returned {shown}; return a finite number"))
         return RewardOutcome(float(value), metrics=metrics)
 
     def _wrong(self, value: Any, wanted: str) -> RewardOutcome:
@@ -264,8 +267,16 @@ class RewardFunction:
         return f"{self.where}: {self.name} {text}".removeprefix(": ")
 
 
+def _plain(value: Any) -> Any:
+    """The number of an array or tensor without dimensions; numpy's True and False are such, and no numbers."""
+    return value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
+
+
 def _is_finite(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and math.isfinite(value)
+    try:
+        return isinstance(value, numbers.Real) and math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def _as_completion(request: RewardRequest, text: str) -> Any:

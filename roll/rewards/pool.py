@@ -205,4 +205,4 @@ def _known(response: str, truth: Any) -> RewardRequest:
     """A sample of SELF_TEST; its second value is the ground truth, or the row for a reward that reads columns."""
     if isinstance(truth, Mapping):
         return RewardRequest((response,), str(truth.get("ground_truth", "")), row=truth)
-    return RewardRequest((response,), truth)
+    return RewardRequest((response,), str(truth))

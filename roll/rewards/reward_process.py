@@ -10,7 +10,14 @@ from types import ModuleType
 from typing import Any
 
 from roll.configs.pipeline import RewardConfig
-from roll.configs.user_code import UserCodeError, failure_text, import_named, report_if_slow, start_user_process
+from roll.configs.user_code import (
+    UserCodeError,
+    failure_text,
+    import_named,
+    report_if_slow,
+    shown_path,
+    start_user_process,
+)
 from roll.rewards.calling import RewardFunction, RewardFunctionError, RewardOutcome, RewardRequest
 
 Call = tuple[RewardRequest, int | None]
@@ -18,6 +25,9 @@ Call = tuple[RewardRequest, int | None]
 
 SelfTest = tuple[tuple[str, Any, bool], ...]
 """(response, ground truth or row, whether the response is right) of known samples; SELF_TEST of a module."""
+
+SAMPLE = "(response, ground truth, whether the response is right)"
+"""What an item of SELF_TEST is, for errors."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +73,11 @@ def start(config: RewardConfig) -> None:
     try:
         with report_if_slow(f"the import of {config.function}"):
             module, function = load_reward_function(config)
-            if hasattr(module, "warm_up"):
-                module.warm_up()
+            _warm_up(module)
         _Process.function = function
         _Process.loaded = LoadedReward(
             where=function.where,
-            self_test=tuple(getattr(module, "SELF_TEST", ())),
+            self_test=self_test_of(module),
             is_async=function.is_async,
             per_group=function.per_group,
             sees_group=function.sees_group,
@@ -77,8 +86,42 @@ def start(config: RewardConfig) -> None:
         _Process.loaded = LoadedReward(str(error), error.missing)
     except RewardFunctionError as error:
         _Process.loaded = LoadedReward(str(error))
-    except Exception as error:
+    except BaseException as error:
         _Process.loaded = LoadedReward(failure_text(error))
+
+
+def _warm_up(module: ModuleType) -> None:
+    """Calls `warm_up` of a module that has it.
+
+    Raises:
+        RewardFunctionError: it cannot be called.
+    """
+    warm_up = getattr(module, "warm_up", None)
+    if warm_up is None:
+        return
+    try:
+        warm_up()
+    except Exception as error:
+        raise RewardFunctionError(failure_text(error, warm_up)) from error
+
+
+def self_test_of(module: ModuleType) -> SelfTest:
+    """SELF_TEST of a module; none where it has none.
+
+    Raises:
+        RewardFunctionError: it is not a list of three values each.
+    """
+    samples = getattr(module, "SELF_TEST", None)
+    if samples is None:
+        return ()
+    file = getattr(module, "__file__", None)
+    where = f"{shown_path(file) if file else module.__name__}: SELF_TEST"
+    if not isinstance(samples, list | tuple):
+        raise RewardFunctionError(f"{where} is a {type(samples).__name__}; write a list of {SAMPLE}")
+    for number, sample in enumerate(samples, start=1):
+        if not isinstance(sample, list | tuple) or len(sample) != 3 or not isinstance(sample[0], str):
+            raise RewardFunctionError(f"{where}: item {number} is {sample!r}; write {SAMPLE}")
+    return tuple(samples)
 
 
 def probe() -> LoadedReward:
@@ -121,7 +164,7 @@ async def _score_within_deadline(request: RewardRequest, index: int | None) -> l
     try:
         async with deadline:
             value = await _Process.function.call(request, index)
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # extensions in Rust raise panics that are no Exception
         if deadline.expired():
             return failed(timed_out(_Process.loaded.where, _Process.config), request, index)
         return failed(RewardOutcome(None, "raised", _text(error)), request, index)
@@ -134,7 +177,7 @@ def _score(request: RewardRequest, index: int | None) -> list[RewardOutcome]:
         if inspect.isawaitable(value):
             value = asyncio.run(_awaited(value))
         return _Process.function.outcomes(value, _count(request, index))
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # extensions in Rust raise panics that are no Exception
         return failed(RewardOutcome(None, "raised", _text(error)), request, index)
 
 

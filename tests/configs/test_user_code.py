@@ -137,6 +137,14 @@ def test_code_that_takes_long_is_reported_with_its_line(
     assert capsys.readouterr().err == expected
 
 
+def test_an_error_whose_text_cannot_be_made_is_still_reported() -> None:
+    class Odd(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    assert failure_text(Odd()) == "Odd: its text cannot be made: RuntimeError"
+
+
 def test_an_error_outside_the_users_code_has_no_location() -> None:
     try:
         import_named("", callable)

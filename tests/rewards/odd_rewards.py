@@ -12,12 +12,18 @@ from roll.configs.pipeline import RewardConfig
 SELF_TEST = (("1", "1", True), ("2", "1", True))
 
 
+class Panic(BaseException):
+    """What an extension in Rust raises: not an Exception."""
+
+
 def behave(response: str, ground_truth: str, config: RewardConfig) -> Any:
     """Fails as the response requests; a response that is a number is its own score."""
     if response == "hang":
         time.sleep(600)
     if response == "raise":
         raise RuntimeError("cannot judge this")
+    if response == "panic":
+        raise Panic("in an extension")
     if response == "exit":
         raise SystemExit(3)
     if response == "die":

@@ -102,13 +102,13 @@ def test_a_parameter_without_a_column_is_explained_with_the_nearest_name():
         called(lambda response, anser: 0)
 
 
-@pytest.mark.parametrize("value", [1, 1.0, True, np.float32(1), {"score": 1}])
+@pytest.mark.parametrize("value", [1, 1.0, True, np.float32(1), np.bool_(True), np.array(1), {"score": np.array(1)}])
 def test_one_number_is_a_score(value):
     assert outcome(value) == RewardOutcome(1.0)
 
 
 def test_other_numbers_of_a_dictionary_are_metrics():
-    value = {"score": 0.5, "acc": True, "length": 12, "pred": "5", "odd": math.nan}
+    value = {"score": 0.5, "acc": True, "length": np.array(12), "pred": "5", "odd": math.nan}
     assert outcome(value) == RewardOutcome(0.5, metrics={"acc": 1.0, "length": 12.0})
 
 
@@ -119,13 +119,10 @@ def test_other_numbers_of_a_dictionary_are_metrics():
         ("1", "wrong_type", "returned a str of length 1"),
         ([1.0], "wrong_type", "returned a list of length 1"),
         (math.nan, "not_finite", "returned nan; return a finite number"),
+        (10**400, "not_finite", "returned a number too large for a float; return a finite number"),
         ({"reward": 1}, "wrong_type", "returned a dictionary without the key 'score'; its keys are reward"),
         ({"score": None}, "wrong_type", "returned None"),
-        (
-            np.array(1.0),
-            "wrong_type",
-            "returned a ndarray; return one number, or a dictionary with 'score', for example",
-        ),
+        (np.array([1.0]), "wrong_type", "return one number, or a dictionary with 'score', for example with .item()"),
     ],
 )
 def test_any_other_value_is_a_failure_with_the_line_of_the_function(value, reason, message):

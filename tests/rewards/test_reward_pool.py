@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import ModuleType
 
 import psutil
 import pytest
@@ -15,7 +16,7 @@ from roll.configs.pipeline import RewardConfig
 from roll.configs.user_code import UserCodeError
 from roll.rewards.calling import RewardFunctionError, RewardRequest
 from roll.rewards.pool import RewardPool, RewardSelfTestError
-from roll.rewards.reward_process import load_reward_function
+from roll.rewards.reward_process import load_reward_function, self_test_of
 
 ODD = "tests.rewards.odd_rewards:behave"
 
@@ -27,7 +28,21 @@ def pool_processes(parent: int) -> list[psutil.Process]:
 
 
 def test_every_kind_of_failure_is_classified_and_affects_no_other_sample():
-    behaviours = ["0.5", "raise", "hang", "nan", "1", "infinite", "text", "nothing", "two", "exit", "die", "0.25"]
+    behaviours = [
+        "0.5",
+        "raise",
+        "hang",
+        "nan",
+        "1",
+        "infinite",
+        "text",
+        "nothing",
+        "two",
+        "exit",
+        "panic",
+        "die",
+        "0.25",
+    ]
 
     async def run():
         async with RewardPool(RewardConfig(function=ODD, timeout_s=0.5, world_size=2)) as pool:
@@ -43,6 +58,7 @@ def test_every_kind_of_failure_is_classified_and_affects_no_other_sample():
     assert {name: outcome.reason for name, outcome in outcomes.items() if outcome.reason} == {
         "raise": "raised",
         "exit": "raised",
+        "panic": "raised",
         "die": "raised",
         "hang": "timeout",
         "nan": "not_finite",
@@ -100,6 +116,21 @@ def test_a_failed_self_test_names_the_sample_and_close_cancels_running_calls():
 def test_an_unknown_function_is_an_error_that_lists_the_functions(function, message):
     with pytest.raises(UserCodeError, match=message):
         load_reward_function(RewardConfig(function=function))
+
+
+@pytest.mark.parametrize(
+    ("samples", "message"),
+    [
+        (5, "SELF_TEST is a int; write a list of (response, ground truth, whether the response is right)"),
+        ([("1", "1", True), ("1", "1")], "SELF_TEST: item 2 is ('1', '1'); write (response, ground truth, "),
+        ({"1": "1"}, "SELF_TEST is a dict; write a list of"),
+    ],
+)
+def test_a_malformed_self_test_is_an_error(samples, message):
+    module = ModuleType("mine")
+    module.SELF_TEST = samples
+    with pytest.raises(RewardFunctionError, match=f"^mine: {re.escape(message)}"):
+        self_test_of(module)
 
 
 def test_starting_the_pool_with_an_unknown_function_is_an_error():
