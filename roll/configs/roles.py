@@ -153,7 +153,9 @@ class DataArguments:
         None, "Column with the system message of a `prompt`, where it is not empty.", only_for=COLUMNS_READ
     )
     messages: str = option(
-        "messages", "Column with chat messages; used where present instead of `prompt`.", only_for=COLUMNS_READ
+        "messages",
+        "Column with chat messages, as a list or as JSON in a text; used where present instead of `prompt`.",
+        only_for=COLUMNS_READ,
     )
     response: str = option(
         "solution",

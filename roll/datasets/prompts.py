@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +18,9 @@ DEFAULT_TAG = "default"
 
 CHAT_ROLES = ("system", "user", "assistant", "tool")
 """Roles allowed in chat messages."""
+
+MESSAGES_AS_TEXT = re.compile(r"\s*\[\s*\{")
+"""How a text begins that may hold messages as JSON."""
 
 Message = dict[str, str]
 """A chat message: `role` and `content`."""
@@ -88,13 +93,13 @@ def check_unique_ids(ids: list[str], records: list[Record]) -> None:
 
 
 def question(record: Record, data_args: DataArguments) -> Question:
-    """Content of the row's prompt: its messages if it has any, else its text.
+    """Content of the row's prompt: its messages if it has any, as a list or as JSON in a text, else its text.
 
     Raises:
         DatasetError: neither column exists, or its value is neither a text nor messages.
     """
     for column in (data_args.messages, data_args.prompt):
-        value = record.row.get(column)
+        value = _messages_in(record.row.get(column))
         if isinstance(value, str) and value.strip():
             return _text_question(value, record, data_args)
         if isinstance(value, list) and value:
@@ -102,6 +107,18 @@ def question(record: Record, data_args: DataArguments) -> Question:
         if value is not None:
             record.fail(f"column {column!r} holds {value!r}; use a text or a list of messages, not empty")
     record.fail_missing(data_args.prompt, data_args.messages)
+
+
+def _messages_in(value: Any) -> Any:
+    """The messages that a text holds as JSON, as data of ROLL does; any other value as it is."""
+    if not isinstance(value, str) or not MESSAGES_AS_TEXT.match(value):
+        return value
+    try:
+        messages = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    is_chat = all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in messages)
+    return messages if is_chat else value
 
 
 def _text_question(text: str, record: Record, data_args: DataArguments) -> Question:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -122,6 +123,8 @@ def _rows(path: Path) -> Iterator[Record | DatasetError]:
     reason = unreachable(path)
     if reason is not None:
         raise DatasetError(f"{path}: cannot be read: {reason}")
+    if os.path.isdir(path):
+        raise DatasetError(f"{path}: is a folder; name the files in it")
     if not os.path.isfile(path):
         raise DatasetError(f"{path}: no such file (looked in {path.absolute().parent})")
     if path.suffix not in READABLE:
@@ -133,6 +136,8 @@ def _rows(path: Path) -> Iterator[Record | DatasetError]:
 def _json_lines(path: Path) -> Iterator[Record | DatasetError]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
+            if number == 1:
+                line = line.removeprefix(BOM_UTF8)
             if line.strip():
                 try:
                     yield Record(path, number, _json_row(line, f"{path}:{number}"))
@@ -145,12 +150,12 @@ def _is_list(path: Path) -> bool:
     if path.suffix != ".json":
         return False
     with path.open("rb") as file:
-        return file.read(4096).lstrip().startswith(b"[")
+        return file.read(4096).removeprefix(BOM_UTF8).lstrip().startswith(b"[")
 
 
 def _json_list(path: Path) -> Iterator[Record | DatasetError]:
     """The objects of a list, numbered from 1."""
-    rows = _parsed(path.read_bytes(), str(path))
+    rows = _parsed(path.read_bytes().removeprefix(BOM_UTF8), str(path))
     for number, row in enumerate(rows, start=1):
         if isinstance(row, dict):
             yield Record(path, number, row)

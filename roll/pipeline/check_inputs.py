@@ -19,8 +19,8 @@ from roll.configs.hub.names import TOKENIZER_FILES, has_tokenizer, local_file, l
 from roll.configs.pipeline import BaseConfig, RewardConfig, RLVRConfig, SFTConfig, no_reward, reward_of
 from roll.configs.roles import DataArguments
 from roll.configs.user_code import NOTICE_S
-from roll.datasets.prompts import Prompt, read_prompt
-from roll.datasets.records import DatasetError, read_first
+from roll.datasets.prompts import Prompt, check_unique_ids, read_prompt
+from roll.datasets.records import DatasetError, Record, read_first
 from roll.datasets.sft import read_prompt_response
 from roll.envs.self_test import EnvTrial, try_environments
 from roll.rewards.calling import RewardFunctionError, RewardRequest
@@ -89,18 +89,28 @@ def _check_data(config: BaseConfig, report: Report, read: Callable[..., Any]) ->
     found: list[Any] = []
     for role in ["actor_train"] + (["validation"] if config.eval_steps else []):
         args: DataArguments = getattr(config, role).data_args
+        of_role: list[tuple[Record, Any]] = []
         for file in filter(Path.is_file, map(local_file, args.file_name)):
             try:
-                rows, errors = read_first(file, CHECKED_ROWS, partial(read, data_args=args))
+                rows, errors = read_first(file, CHECKED_ROWS, partial(_with_record, read=read, args=args))
             except DatasetError as error:
                 rows, errors = [], [error]
-            found += rows
+            of_role += rows
             for broken in errors[:SHOWN_ROWS]:
                 report.error(f"{role}.data_args", str(broken))
             if len(errors) > SHOWN_ROWS:
                 more = len(errors) - SHOWN_ROWS
                 report.error(f"{role}.data_args", f"{file}: {more} more of its first {CHECKED_ROWS:,} rows are broken")
+        found += [item for _, item in of_role]
+        try:
+            check_unique_ids([item.id for _, item in of_role], [record for record, _ in of_role])
+        except DatasetError as error:
+            report.error(f"{role}.data_args", str(error))
     return found
+
+
+def _with_record(record: Record, read: Callable[..., Any], args: DataArguments) -> tuple[Record, Any]:
+    return record, read(record, args)
 
 
 async def _check_rewards(rewards: dict[str, RewardConfig], prompts: list[Prompt], report: Report) -> None:

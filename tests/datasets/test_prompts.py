@@ -44,6 +44,14 @@ def test_messages_replace_the_prompt_and_the_solution_a_missing_ground_truth(tmp
     assert (prompt.id, prompt.tag) == ("data:1", "default")
 
 
+def test_messages_may_be_json_in_a_text(tmp_path):
+    texts = json.dumps(CHAT), json.dumps(CHAT, indent=2), "[{} is empty]", '[{"x": 1}]'
+    file = jsonl(tmp_path, *(row(number, prompt=text) for number, text in enumerate(texts)))
+    chat = Question(messages=tuple(CHAT))
+    assert [prompt.question for prompt in load_prompts(file, ARGUMENTS)] == [chat, chat, *map(Question, texts[2:])]
+    assert "holds the role 'human'" in failure(row(1, messages='[{"role": "human", "content": "a"}]'), folder=tmp_path)
+
+
 def test_verls_parquet_layout_is_read(tmp_path):
     text = "Xavier needs 84 paper plates. He already has 21 green plates and 28 red plates. How many more?"
     rows = [
@@ -120,6 +128,17 @@ def test_a_damaged_parquet_file_is_an_error(tmp_path):
 def test_an_unreadable_path_is_an_error():
     with pytest.raises(DatasetError, match="cannot be read: File name too long"):
         load_prompts("a" * 300 + ".jsonl", ARGUMENTS)
+
+
+def test_a_folder_is_no_file(tmp_path):
+    with pytest.raises(DatasetError, match="is a folder; name the files in it"):
+        load_prompts(str(tmp_path), ARGUMENTS)
+
+
+def test_a_byte_order_mark_is_no_content(tmp_path):
+    for name, text in (("a.jsonl", json.dumps(row(1))), ("a.json", json.dumps([row(1)]))):
+        (tmp_path / name).write_text(text, encoding="utf-8-sig")
+        assert [prompt.id for prompt in load_prompts(str(tmp_path / name), ARGUMENTS)] == ["p1"]
 
 
 def test_a_missing_column_is_an_error_with_the_existing_columns(tmp_path):

@@ -83,6 +83,15 @@ def test_broken_lines_are_all_named(folder: Path) -> None:
     assert found[5] == f"actor_train.data_args: {data}: 6 more of its first 50,000 rows are broken"
 
 
+def test_ids_that_occur_in_two_files_are_named(folder: Path) -> None:
+    data = [jsonl(folder, row(1), row(2), name="one.jsonl"), jsonl(folder, row(2), name="two.jsonl")]
+    [error] = errors(check_inputs(config(folder, f"actor_train.data_args.file_name={data}")))
+    assert error == (
+        f"actor_train.data_args: ids that occur more than once: p2 ({folder}/one.jsonl:2 and {folder}/two.jsonl:1); "
+        "ids must be unique"
+    )
+
+
 def test_columns_of_sft_are_checked(folder: Path) -> None:
     data = jsonl(folder, {"prompt": "1+1=", "answer": "2"})
     [error] = errors(check_inputs(sft(folder, f"actor_train.data_args.file_name={data}")))
