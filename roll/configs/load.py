@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.compat import Tree
@@ -43,6 +44,10 @@ KNOWN_KEYS = declared(RLVRConfig).keys() | declared(SFTConfig).keys() | declared
 
 AGENTIC_KEYS = declared(AgenticConfig).keys() - declared(RLVRConfig).keys()
 """Keys by which a file without the key `pipeline` is recognised as agentic."""
+
+
+NAMED = ("rewards", "custom_envs")
+"""Sections whose entries have names of the user; null takes an entry of a base file out."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), pipeline: str | None = None) -> AnyConfig:
@@ -97,6 +102,7 @@ def build_config(
     variables = _variables(tree)
     tree, unset = interpolate(tree, source)
     tree = {key: value for key, value in tree.items() if key not in variables}
+    tree |= {key: _without_nulls(tree[key]) for key in NAMED if key in tree}
     kind = _pipeline(tree, pipeline, source)
     root = PIPELINES[kind]
     tree, system_notes, problems = read_systems(tree, kind, notes, overridden)
@@ -109,7 +115,7 @@ def build_config(
         read_roll_recipe(recipe, kind)
         drop_nulls(recipe, root)
     tree, unsupported_notes, unsupported = drop_unsupported_keys(recipe.tree, kind)
-    problems += unsupported
+    problems += recipe.problems + unsupported
     tree, weight_notes, weight_problems = expand_importance_sampling(tree)
     tree, translations = translate_values(tree)
     tree, tracker_notes, tracker_problems = nest_tracker_kwargs(tree)
@@ -132,6 +138,12 @@ def build_config(
     if problems:
         raise ConfigError(problems, source)
     return config
+
+
+def _without_nulls(section: Any) -> Any:
+    """The entries of a section that are not null, unless none is left."""
+    kept = {name: entry for name, entry in section.items() if entry is not None} if isinstance(section, dict) else {}
+    return kept or section
 
 
 def _variables(tree: Tree) -> set[str]:

@@ -26,9 +26,9 @@ INTRODUCTION = """# Configuration
 Generated from `roll/configs` by `python -m roll.configs.reference`.
 
 A run is one YAML file. `${key}` repeats the value of another key; `defaults: [base.yaml]` includes other files,
-relative to the file, which overrides them; `key=value` on the command line overrides all. For a key without effect,
-`roll plan FILE` gives the reason; an unknown key, a wrong type or sizes that do not divide are errors that name values
-that work.
+relative to the file, which overrides them, and null takes one of their `rewards` or `custom_envs` out; `key=value` on
+the command line overrides all. For a key without effect, `roll plan FILE` gives the reason; an unknown key, a wrong
+type or sizes that do not divide are errors that name values that work.
 
 Roles are `actor_train`, `actor_infer`, `reference` and `validation`; each has only the keys that it reads. Devices are
 global ranks; rank r is on node r // `num_devices_per_node`. Two roles with equal `device_mapping` share their devices,

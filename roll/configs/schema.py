@@ -209,6 +209,10 @@ TOO_LARGE = f"{{}} is too large; the largest allowed number is {LARGEST}"
 INVALID_CHARACTERS = re.compile("[\0\ud800-\udfff]")
 """Characters that YAML allows, but no path and no UTF-8 text."""
 
+WHOLE_NUMBER = re.compile(r"[-+]?(0|[1-9]\d{0,29})", re.ASCII)
+SWITCHES = {"true": True, "false": False}
+"""Texts that are read as a whole number, or as true and false: an environment variable is always text."""
+
 Suggest = Callable[[str, type, Any], list[Problem]]
 """Problems for an unknown path, given the dataclass of its section and its value."""
 
@@ -298,6 +302,10 @@ class Converter:
                 return self._add(path, TOO_LARGE.format(reprlib.repr(value)))
         if type(value) is hint:
             return value
+        if hint is int and isinstance(value, str) and WHOLE_NUMBER.fullmatch(value):
+            return int(value)
+        if hint is bool and isinstance(value, str) and value.lower() in SWITCHES:
+            return SWITCHES[value.lower()]
         suggestion = ""
         if hint is int and isinstance(value, float) and value.is_integer():
             suggestion = f"; write {int(value)}"

@@ -262,7 +262,7 @@ HERE = ("", "_here_", "_global_")
 ENVIRONMENT = re.compile(r"\$\{oc\.env:([A-Za-z_]\w*)\}")
 """A reference to an environment variable, without a value for the case that it is not set."""
 
-REFERENCE = re.compile(r"\$\{([A-Za-z_]\w*)[.}]")
+REFERENCE = re.compile(r"\$\{\s*([A-Za-z_]\w*)\s*[.\[}]")
 """The first part of the path that a `${...}` refers to."""
 
 OmegaConf.register_resolver("now", lambda form: datetime.now().strftime(form), use_cache=True, replace=True)

@@ -186,6 +186,11 @@ def test_pools_that_cannot_be_placed_are_refused(tmp_path: Path, text: str, mess
     assert message in refusal(tmp_path, text=f"{WITHOUT_DEVICES}{text}\n")
 
 
+def test_a_pool_without_nodes_has_no_effect(tmp_path: Path) -> None:
+    config = rlvr(tmp_path, "rollout.nnodes=0")
+    assert "rollout.nnodes: has no effect: there is no pool of its own" in map(str, check(config).warnings)
+
+
 def test_numbers_of_a_pool_next_to_its_device_mapping_are_refused(tmp_path: Path) -> None:
     message = "trainer.n_gpus_per_node: is another spelling of actor_train.device_mapping, which is given too"
     assert message in refusal(tmp_path, text=RLVR + "trainer: {nnodes: 2}\n")
@@ -220,6 +225,8 @@ def test_rollout_correction_is_read_with_its_bounds_inverted(tmp_path: Path) -> 
             "algorithm.rollout_correction.rollout_is_batch_normalize=true rollout_is=token",
             "rollout_is_batch_normalize: True is not available: weights are not divided by their mean",
         ),
+        ("rollout_rs=[token_k1] rollout_rs_threshold=2", "rollout_rs ['token_k1'] is not text, such as token_k1"),
+        ("rollout_is=token correction=token", "correction: 'token' is not a section"),
         ("rollout_is=batch", "rollout_is 'batch' is not token, sequence or null"),
         ("rollout_is=token correction.weights.level=token", "is another spelling of correction"),
     ],

@@ -221,6 +221,29 @@ def test_keys_that_only_interpolation_reads_are_variables(tmp_path: Path) -> Non
     assert "lab: unknown key" in refusal(tmp_path, text=RLVR + "lab: {name: blue}\n")
 
 
+def test_an_item_of_a_list_may_be_a_variable(tmp_path: Path) -> None:
+    config = rlvr(tmp_path, text=RLVR + "steps: [5, 7]\nmax_steps: ${steps[1]}\nseed: ${ steps[0] }\n")
+    assert (config.max_steps, config.seed) == (7, 5)
+
+
+def test_the_text_of_an_environment_variable_may_be_a_number_or_a_switch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RUN", "7")
+    names = {"max_steps": "RUN", "exp_name": "RUN", "use_kl_loss": "NOT_SET,false"}
+    names["resume_from_checkpoint"] = "NOT_SET,False"
+    lines = "".join(f"{key}: ${{oc.env:{name}}}\n" for key, name in names.items())
+    config = rlvr(tmp_path, text=RLVR + lines)
+    assert (config.max_steps, config.exp_name) == (7, "7")
+    assert config.use_kl_loss is False and config.resume_from_checkpoint is False
+
+
+def test_null_takes_a_reward_of_a_base_file_out(tmp_path: Path) -> None:
+    write(tmp_path, RLVR + "rewards: {math_rule: {}, other: {tag_included: [x]}}\n", "base.yaml")
+    text = "defaults: [base]\nrewards: {math_rule: null, mine: {function: 'mine:score'}, other: null}\n"
+    assert list(rlvr(tmp_path, text=text).rewards) == ["mine"]
+
+
 def test_a_variable_that_is_not_set_leaves_its_name(tmp_path: Path) -> None:
     config = rlvr(tmp_path, text=RLVR + "output_dir: ${oc.env:NOT_SET_HERE}/runs\n")
     assert config.output_dir == "$NOT_SET_HERE/runs"

@@ -120,6 +120,29 @@ def test_a_correction_of_roll_is_read() -> None:
     assert "not available: differences of probabilities" in notes(config)
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train_infer_correction=true", "train_infer_correction: True is not a section"),
+        ("train_infer_correction.is_weight.weight_type=tokn", "weight_type: 'tokn' is not one of token, sequence"),
+        ("train_infer_correction.is_weight.weight_type=[token]", "weight_type: ['token'] is not one of token"),
+        ("enable_old_logprobs_recompute='no'", "enable_old_logprobs_recompute: 'no' is not true or false"),
+        ("use_pg_clip_range=1", "use_pg_clip_range: 1 is not true or false"),
+        ("reward_norm=true", "reward_norm: True is not batch, group or null"),
+        ("batch_adjust_mode=[copy]", "batch_adjust_mode: "),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_refused_and_not_taken_for_another(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load("rlvr_gspo_corrected", override)
+
+
+def test_the_remark_on_pg_clip_names_the_bounds_that_it_sets() -> None:
+    config = load("rlvr_gspo_corrected", "pg_clip=0.3", "pg_clip_low=0.1")
+    assert isinstance(config, RLConfig) and (config.pg_clip_low, config.pg_clip_high) == (0.1, 0.3)
+    assert "pg_clip: is read as pg_clip_high: 0.3" in notes(config)
+
+
 def test_normalization_of_rewards_decides_about_grpo() -> None:
     config = load("agentic_two_nodes_fp16")
     assert isinstance(config, RLConfig)

@@ -20,16 +20,30 @@ class Recipe:
         tree: what remains and what was put; a copy, so the tree given is unchanged.
         overridden: paths whose values come from the command line.
         notes: remarks, in the order in which they were made.
+        problems: values without a meaning.
     """
 
     def __init__(self, tree: Mapping[str, Any], overridden: Collection[str] = ()) -> None:
         self.tree: Tree = deepcopy(dict(tree))
         self.overridden = frozenset(overridden)
         self.notes: list[Problem] = []
+        self.problems: list[Problem] = []
 
     def note(self, path: str, message: str) -> None:
         """Adds a remark."""
         self.notes.append(Problem(path, message))
+
+    def refuse(self, path: str, value: Any, expected: str) -> None:
+        """Adds the problem that a value is not what is expected."""
+        self.problems.append(Problem(path, f"{value!r} is not {expected}"))
+
+    def take_switch(self, path: str) -> bool | None:
+        """Takes a key that is true or false; None where it is absent, null or refused."""
+        value = self.take(path)
+        if not isinstance(value, bool | None):
+            self.refuse(path, value, "true or false")
+            return None
+        return value
 
     def get(self, path: str, default: Any = None) -> Any:
         """The value at a dotted path, or the default where there is none."""

@@ -6,7 +6,7 @@ reads from the recipe, puts ours, and leaves one remark on each change. A key of
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 from roll.configs.agentic import ADJUSTMENTS, METHODS
@@ -14,7 +14,7 @@ from roll.configs.compat.recipe import Recipe
 from roll.configs.parallel_layout import parse_device_mapping, spans
 from roll.configs.pipeline import BaseConfig
 from roll.configs.policy import traits_of
-from roll.configs.schema import keys_along
+from roll.configs.schema import SECTION, keys_along
 
 MARKS = ("hydra", "reward_pretrain", "value_clip", "checkpoint_config", "custom_env", "render_save_dir", "sft_train")
 """Top-level keys of which every complete recipe of ROLL has one."""
@@ -317,8 +317,9 @@ def _read_adjustment(recipe: Recipe) -> None:
     for manager in ("train_env_manager", "val_env_manager"):
         if recipe.get(f"{manager}.max_traj_per_env", -1) != -1:
             recipe.drop(f"{manager}.max_traj_per_env", "environments run as many trajectories as batches need")
-    if recipe.get("batch_adjust_mode") in ADJUSTMENTS:
-        mode = recipe.take("batch_adjust_mode")
+    mode = recipe.get("batch_adjust_mode")
+    if isinstance(mode, str) and mode in ADJUSTMENTS:
+        recipe.take("batch_adjust_mode")
         recipe.note(
             "batch_adjust_mode", f"{mode} is read as pad: {ADJUSTMENTS[mode]}, so samples without a loss fill a batch"
         )
@@ -328,8 +329,8 @@ def _read_adjustment(recipe: Recipe) -> None:
 
 
 def _read_old_log_probs(recipe: Recipe) -> None:
-    recompute = recipe.take("enable_old_logprobs_recompute")
-    keep = recipe.take("force_disable_old_logprobs_recompute")
+    recompute = recipe.take_switch("enable_old_logprobs_recompute")
+    keep = recipe.take_switch("force_disable_old_logprobs_recompute")
     if not recompute and not keep:
         return
     path, source = (
@@ -362,7 +363,7 @@ def _read_kl(recipe: Recipe) -> None:
 
 def _read_clipping(recipe: Recipe) -> None:
     """`pg_clip` is both bounds, unless `use_pg_clip_range` chooses `pg_clip_low` and `pg_clip_high`."""
-    ranges, given = recipe.take("use_pg_clip_range"), recipe.take("pg_clip")
+    ranges, given = recipe.take_switch("use_pg_clip_range"), recipe.take("pg_clip")
     clip = given if isinstance(given, int | float) else PG_CLIP
     bounds = [key for key in ("pg_clip_low", "pg_clip_high") if key not in recipe.overridden]
     if ranges and given is not None:
@@ -370,7 +371,8 @@ def _read_clipping(recipe: Recipe) -> None:
     elif given is not None:
         for key in bounds:
             recipe.put(key, given)
-        recipe.note("pg_clip", f"is read as pg_clip_low and pg_clip_high: {given}")
+        read = f"is read as {' and '.join(bounds)}: {given}"
+        recipe.note("pg_clip", read if bounds else "has no effect: pg_clip_low and pg_clip_high are given")
     elif ranges is False:
         for key in bounds:
             recipe.drop(key, f"use_pg_clip_range is false, so the bound is pg_clip, {PG_CLIP} by default")
@@ -422,6 +424,8 @@ def _read_correction(recipe: Recipe) -> None:
     path = "train_infer_correction"
     given = recipe.take(path)
     if not isinstance(given, dict):
+        if given not in (None, False):
+            recipe.refuse(path, given, SECTION)
         return
     if recipe.has("correction"):
         recipe.note(path, "has no effect: correction is given")
@@ -429,7 +433,7 @@ def _read_correction(recipe: Recipe) -> None:
     read = []
     weight = given.get("is_weight")
     if isinstance(weight, dict) and weight.get("enabled"):
-        level = WEIGHT_LEVELS.get(weight.get("weight_type", "token"), "token")
+        level = _level(recipe, f"{path}.is_weight.weight_type", weight.get("weight_type", "token"), WEIGHT_LEVELS)
         upper = weight.get("upper_bound", 1.2)
         recipe.put("correction.weights", {"level": level, "mode": "clamp", "lower": 0.0, "upper": upper})
         recipe.put_new("old_log_probs_source", "recompute")
@@ -443,7 +447,7 @@ def _read_correction(recipe: Recipe) -> None:
     )
     by_ratio = next((item for item in enabled if item.get("ratio_enabled", True)), None)
     if by_ratio is not None:
-        level = REJECTION_LEVELS.get(by_ratio.get("agg_type", "token"), "token")
+        level = _level(recipe, f"{path}.filters.agg_type", by_ratio.get("agg_type", "token"), REJECTION_LEVELS)
         bounds = {"lower": by_ratio.get("ratio_low", 0.8), "upper": by_ratio.get("ratio_high", 1.2)}
         recipe.put("correction.rejection", {"statistic": "k1", "level": level, **bounds})
         read.append(
@@ -456,14 +460,24 @@ def _read_correction(recipe: Recipe) -> None:
         recipe.note(path, f"is read: {', '.join(read) or 'nothing'}{rest}")
 
 
+def _level(recipe: Recipe, path: str, kind: Any, levels: Mapping[str, str]) -> str:
+    if isinstance(kind, str) and kind in levels:
+        return levels[kind]
+    recipe.refuse(path, kind, f"one of {', '.join(levels)}")
+    return "token"
+
+
 # Rewards and advantages
 
 
 def _read_normalization(recipe: Recipe) -> None:
     """`reward_norm`, `reward_shift` and `reward_scale` of older recipes."""
     kind = recipe.take("reward_norm")
-    shift, scale = recipe.take("reward_shift"), recipe.take("reward_scale")
-    if kind in (None, "None", "none") or not isinstance(kind, str):
+    shift, scale = recipe.take_switch("reward_shift"), recipe.take_switch("reward_scale")
+    if kind in (None, "None", "none", False):
+        return
+    if not isinstance(kind, str):
+        recipe.refuse("reward_norm", kind, "batch, group or null")
         return
     types = {
         "norm_mean_type": None if scale and not shift else kind,

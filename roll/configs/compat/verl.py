@@ -150,6 +150,8 @@ def place_pools(tree: Tree, pipeline: str, overridden: Collection[str]) -> tuple
     problems = [Problem(path, f"{n!r} is not a whole number of at least 1") for path, n in values.items() if _bad(n)]
     if problems or (node is not None and _bad(node)):  # conversion reports the latter
         return tree, [], problems
+    if not values:
+        return tree, [Problem(path, "has no effect: there is no pool of its own") for path in paths], []
     sizes = {
         pool: (values.get(f"{pool}.nnodes", COUNTS["nnodes"]), values.get(f"{pool}.n_gpus_per_node", DEVICES_PER_NODE))
         for pool in POOLS
@@ -252,7 +254,10 @@ def read_rollout_correction(tree: Tree) -> tuple[Tree, list[Problem], list[Probl
     where = next(path for path, name in found if given[name] is not None and name in ("rollout_is", "rollout_rs"))
     if value_at(tree, "correction.weights") is not None or value_at(tree, "correction.rejection") is not None:
         return tree, [], [two_spellings(where, "correction")]
-    correction: Tree = dict(tree.get("correction") or {})
+    correction = tree.get("correction") or {}
+    if not isinstance(correction, dict):
+        return tree, [], []  # conversion reports the section
+    correction = dict(correction)
     try:
         if level is not None:
             correction["weights"] = _weights(level, given.get("rollout_is_threshold"))
@@ -286,12 +291,14 @@ def _rejection(option: Any, given: Tree) -> Tree:
     threshold, lower = given.get("rollout_rs_threshold"), given.get("rollout_rs_threshold_lower")
     if threshold is None:
         raise ValueError(f"rollout_rs {option} needs rollout_rs_threshold")
+    if not isinstance(option, str):
+        raise ValueError(f"rollout_rs {option!r} is not text, such as token_k1")
     if option in EARLIER_REJECTION:
         upper = _positive(threshold, "rollout_rs_threshold")
         least = 1 / upper if lower is None else _positive(lower, "rollout_rs_threshold_lower")
         return {"statistic": "k1", "level": EARLIER_REJECTION[option], "lower": least, "upper": upper}
-    level, _, statistic = str(option).rpartition("_")
-    if "," in str(option):
+    level, _, statistic = option.rpartition("_")
+    if "," in option:
         raise ValueError(f"rollout_rs {option}: several rejections at once are not available; keep one of them")
     if level not in REJECTION_LEVELS or statistic not in ("k1", "k2", "k3"):
         known = ", ".join(f"{name}_k1" for name in REJECTION_LEVELS)

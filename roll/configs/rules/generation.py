@@ -169,10 +169,11 @@ def check_rewards(config: RLConfig, report: Report) -> None:
         )
         if everything or (owners and len(owners) == len(reward.tag_included)):
             tags = "every tag is" if everything else "its tags are"
+            others = list(dict.fromkeys(owners))
             report.error(
                 f"rewards.{name}",
-                f"scores nothing: {tags} already scored by {' and '.join(dict.fromkeys(owners))}; change tag_included "
-                "there, or remove one of them",
+                f"scores nothing: {tags} already scored by {' and '.join(others)}; change tag_included there, or "
+                f"remove one of them; null removes that of a base file, such as {others[0]}: null",
             )
         owner_by_tag = {**dict.fromkeys(reward.tag_included, f"rewards.{name}"), **owner_by_tag}
         if not reward.tag_included:
