@@ -127,7 +127,9 @@ def build_config(
             given = config.tracker_kwargs[name]
             checked = converter.overlay(given, options(), f"tracker_kwargs.{name}")
             config.tracker_kwargs[name] = {key: getattr(checked, key) for key in given if hasattr(checked, key)}
-    problems += weight_problems + tracker_problems + role_problems + converter.problems
+    problems += weight_problems + tracker_problems + role_problems
+    reasons = dict(unset)
+    problems += [Problem(each.path, reasons.get(each.path, each.message)) for each in converter.problems]
     if problems:
         raise ConfigError(problems, source)
     others = [*weight_notes, *translations, *tracker_notes, *role_notes]

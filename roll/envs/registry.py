@@ -10,7 +10,7 @@ import gymnasium
 
 from roll.configs.errors import ConfigError, Problem
 from roll.configs.user_code import UserCodeError, definition_of, failure_text, import_named
-from roll.envs.base import TextEnv, choices, metrics_problem, read_config
+from roll.envs.base import EnvConfig, TextEnv, choices, metrics_problem, read_config
 
 NAMES = {
     "frozen_lake": "roll/FrozenLake-v0",
@@ -47,11 +47,15 @@ def make_env(env_type: str, env_config: Mapping[str, Any] | None = None, path: s
     options = {**registered, **given} if isinstance(given, Mapping) else given
     read_config(cls.config_class, options, f"{prefix}env_config")
     try:
-        return cls(**options)
+        env = cls(**options)
     except ConfigError:
         raise
     except Exception as error:
         raise ConfigError([Problem(f"{prefix}env_type", failure_text(error, cls))]) from error
+    if not hasattr(env, "config"):
+        text = f"{definition_of(cls.__init__)}: __init__ has to call super().__init__(**options)"
+        raise ConfigError([Problem(f"{prefix}env_type", text)])
+    return env
 
 
 def is_known(env_type: str) -> bool:
@@ -86,6 +90,10 @@ def _text_env(found: Any, env_type: str, path: str) -> type[TextEnv]:
         problem = metrics_problem(found.METRICS)
         if problem is not None:
             raise ConfigError([Problem(path, f"{env_type!r}: {problem}")])
+        options = found.config_class
+        if not (isinstance(options, type) and issubclass(options, EnvConfig)):
+            text = f"{definition_of(found)}: config_class of {found.__name__} has to be a subclass of EnvConfig"
+            raise ConfigError([Problem(path, text)])
         missing = [name for name, code in inspect.getmembers(found) if getattr(code, "__isabstractmethod__", False)]
         if missing:
             text = f"{definition_of(found)}: {found.__name__} has to define {' and '.join(missing)}"

@@ -169,8 +169,21 @@ class JsonlTracker(Tracker):
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The complete lines of a metrics.jsonl in file order; skips a line that a killed process wrote partially."""
-    return [json.loads(line) for line in _lines(path)]
+    """The complete lines of a metrics.jsonl in file order; skips a line that a killed process wrote partially.
+
+    Raises:
+        ValueError: a line is not one object with a number as `step`; the message begins with file and line.
+    """
+    rows = []
+    for number, line in enumerate(_lines(path), start=1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}:{number}: is damaged: {error}; delete the line") from error
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int | float):
+            raise ValueError(f"{path}:{number}: is not a line of metrics; delete it")
+        rows.append(row)
+    return rows
 
 
 def _lines(path: Path) -> list[str]:

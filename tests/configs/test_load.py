@@ -238,6 +238,11 @@ def test_the_text_of_an_environment_variable_may_be_a_number_or_a_switch(
     assert config.use_kl_loss is False and config.resume_from_checkpoint is False
 
 
+def test_a_value_that_is_missing_with_its_variable_names_the_variable(tmp_path: Path) -> None:
+    message = "max_steps: the environment variable NOT_SET_HERE is not set; export NOT_SET_HERE=..."
+    assert message in refusal(tmp_path, text=RLVR + "max_steps: ${oc.env:NOT_SET_HERE}\n")
+
+
 def test_null_takes_a_reward_of_a_base_file_out(tmp_path: Path) -> None:
     write(tmp_path, RLVR + "rewards: {math_rule: {}, other: {tag_included: [x]}}\n", "base.yaml")
     text = "defaults: [base]\nrewards: {math_rule: null, mine: {function: 'mine:score'}, other: null}\n"

@@ -70,3 +70,12 @@ class Hangs(Good):
     def begin(self) -> str:
         time.sleep(600)
         return "too late"
+
+
+class SkipsInit(Good):
+    def __init__(self, **options: Any) -> None:
+        pass
+
+
+class OddConfig(Good):
+    config_class = dict  # type: ignore[assignment]

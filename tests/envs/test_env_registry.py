@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import gymnasium
 import pytest
 
@@ -115,3 +117,17 @@ def test_invalid_metrics_are_an_error(monkeypatch, metrics, expected):
     with pytest.raises(ConfigError) as caught:
         make_env(f"{__name__}:Walk", {}, "custom_envs.Walk")
     assert expected in str(caught.value) and "custom_envs.Walk.env_type" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("SkipsInit", "__init__ has to call super().__init__(**options)"),
+        ("OddConfig", "config_class of OddConfig has to be a subclass of EnvConfig"),
+    ],
+)
+def test_a_class_that_is_not_set_up_is_an_error_with_its_line(name, expected):
+    with pytest.raises(ConfigError) as caught:
+        make_env(f"tests.envs.broken_envs:{name}", {})
+    [problem] = caught.value.problems
+    assert re.fullmatch(rf"tests/envs/broken_envs.py:\d+: {re.escape(expected)}", problem.message)

@@ -65,6 +65,14 @@ def test_a_partial_line_is_dropped(path: Path) -> None:
     assert [line["step"] for line in read_metrics(path)] == [1, 2, 3]
 
 
+@pytest.mark.parametrize("line", ['{"step": 2, "time', "[1]", '{"loss": 1}'])
+def test_a_damaged_line_is_an_error_with_its_number(path: Path, line: str) -> None:
+    path.parent.mkdir()
+    path.write_text(f'{{"step": 1}}\n{line}\n')
+    with pytest.raises(ValueError, match=rf"{path}:2: is .*delete"):
+        read_metrics(path)
+
+
 def test_on_a_full_disk_a_line_is_whole_or_absent_and_the_error_names_the_file(small_disk: Path) -> None:
     path = small_disk / "metrics.jsonl"
     tracker = JsonlTracker(path)
