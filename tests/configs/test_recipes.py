@@ -143,6 +143,13 @@ def test_the_remark_on_pg_clip_names_the_bounds_that_it_sets() -> None:
     assert "pg_clip: is read as pg_clip_high: 0.3" in notes(config)
 
 
+def test_the_remark_on_pg_clip_names_the_bounds_that_it_replaces(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(f"defaults: [{RECIPES / 'rlvr_gspo_corrected.yaml'}]\npg_clip: 0.2\npg_clip_high: 0.3\n")
+    message = "pg_clip_high: 0.2, instead of pg_clip_high 0.3; use_pg_clip_range: true would take those"
+    assert message in notes(load_config(file))
+
+
 def test_normalization_of_rewards_decides_about_grpo() -> None:
     config = load("agentic_two_nodes_fp16")
     assert isinstance(config, RLConfig)

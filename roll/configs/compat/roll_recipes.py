@@ -369,9 +369,11 @@ def _read_clipping(recipe: Recipe) -> None:
     if ranges and given is not None:
         recipe.note("pg_clip", "is not a bound of the ratio: use_pg_clip_range takes pg_clip_low and pg_clip_high")
     elif given is not None:
+        lost = [f"{key} {recipe.get(key)}" for key in bounds if recipe.get(key) not in (None, given)]
         for key in bounds:
             recipe.put(key, given)
-        read = f"is read as {' and '.join(bounds)}: {given}"
+        instead = f", instead of {' and '.join(lost)}; use_pg_clip_range: true would take those" if lost else ""
+        read = f"is read as {' and '.join(bounds)}: {given}{instead}"
         recipe.note("pg_clip", read if bounds else "has no effect: pg_clip_low and pg_clip_high are given")
     elif ranges is False:
         for key in bounds:
