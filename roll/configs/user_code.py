@@ -69,6 +69,9 @@ def import_named(name: str, fits: Callable[[Any], bool]) -> tuple[ModuleType, An
     module_name, colon, attribute = name.partition(":")
     if not (module_name and colon and attribute):
         raise UserCodeError(f"{name!r}: write module:name")
+    if module_name.endswith(".py"):
+        module_name = module_name.removesuffix(".py").rpartition("/")[2]
+        raise UserCodeError(f"{name!r}: write module:name, here {module_name}:{attribute}")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

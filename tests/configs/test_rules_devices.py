@@ -133,6 +133,7 @@ REWARDS = {
     "its tags are already scored by rewards.a and rewards.b",
     f"{REWARD}.function=math_reward": f"{REWARD}.function: 'math_reward' is not the name of a function; write",
     f"{REWARD}.function=a/b.py:f": "'a/b.py:f' is not the name of a function; write",
+    f"{REWARD}.function=mine.py:f": "'mine.py:f' is not the name of a function; write module:function, here mine:f",
     f"{REWARD}.correct_score=0": f"{REWARD}.correct_score: 0 equals wrong_score, so every answer has the same score",
     "async_training.rollouter_class=mine.Rollouter": "rollouter_class: 'mine.Rollouter' is not the name of a class",
 }

@@ -137,6 +137,10 @@ def test_code_that_takes_long_is_reported_with_its_line(
     assert capsys.readouterr().err == expected
 
 
+def test_the_name_of_a_file_is_answered_with_that_of_its_module() -> None:
+    assert str(refusal("envs/mine.py:Echo")) == "'envs/mine.py:Echo': write module:name, here mine:Echo"
+
+
 def test_an_error_whose_text_cannot_be_made_is_still_reported() -> None:
     class Odd(Exception):
         def __str__(self) -> str:

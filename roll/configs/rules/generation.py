@@ -204,6 +204,7 @@ def _check_reward(path: str, reward: RewardConfig, given: Collection[str], repor
 
 
 def _names_code(name: str) -> bool:
-    """Whether a name has the form `module:name`."""
+    """Whether a name has the form `module:name`; one with the ending of a file has not."""
     module, colon, attribute = name.partition(":")
-    return bool(colon and attribute.isidentifier() and all(part.isidentifier() for part in module.split(".")))
+    parts = module.split(".")
+    return bool(colon and attribute.isidentifier() and all(map(str.isidentifier, parts)) and parts[-1] != "py")
