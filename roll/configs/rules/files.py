@@ -59,7 +59,9 @@ def _absence(name: str, otherwise: str, fits: Callable[[Path], bool]) -> str:
     folder = Path(name).parent
     others = [path.name for path in folder.iterdir() if fits(path)] if os.access(folder, os.R_OK | os.X_OK) else []
     like = nearest(Path(name).name, others)
-    return f"{otherwise}; did you mean {folder / like}?" if like else otherwise
+    if like:
+        return f"{otherwise}; did you mean {folder / like}?"
+    return otherwise if Path(name).is_absolute() else f"{otherwise}; relative paths start in {Path.cwd()}"
 
 
 def _is_data(path: Path) -> bool:

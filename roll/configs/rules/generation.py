@@ -175,7 +175,7 @@ def check_rewards(config: RLConfig, report: Report) -> None:
             report.error(
                 f"rewards.{name}",
                 f"scores nothing: {tags} already scored by {' and '.join(dict.fromkeys(owners))}; change tag_included "
-                "there, or remove one of them",
+                "there, or remove one of them; to add scores, write one function that returns their sum",
             )
         owner_by_tag = {**dict.fromkeys(reward.tag_included, f"rewards.{name}"), **owner_by_tag}
         if not reward.tag_included:
