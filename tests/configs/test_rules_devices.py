@@ -73,7 +73,8 @@ SAMPLES = {
     f"{SAMPLING}.num_return_sequences=4": "num_return_sequences: 4 is not num_return_sequences_in_group 8",
     f"{SAMPLING}.max_new_tokens=2000": f"{SAMPLING}.max_new_tokens: 2000 is above response_length 1024",
     f"on_truncated_sampling=refuse {SAMPLING}.top_p=0.9": "top_p 0.9 sample from a truncated distribution",
-    "prompt_length=200000": "sequence_length: 201024 is above max_position_embeddings 131072 of pretrain; use at",
+    "prompt_length=200000": "sequence_length: 201024 is above max_position_embeddings 131072 of pretrain; use at "
+    "most that, for prompt_length 200000 and response_length 1024 together",
 }
 
 ENGINES = {

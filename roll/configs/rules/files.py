@@ -136,10 +136,11 @@ def _model_absence(name: str) -> str:
 
 def _check_positions(config: BaseConfig, path: str, shape: ModelShape, report: Report) -> None:
     if shape.max_positions and (config.sequence_length or 0) > shape.max_positions:
+        sum_of = f", for prompt_length {config.prompt_length} and response_length {config.response_length} together"
         report.error(
             "sequence_length",
             f"{config.sequence_length} is above max_position_embeddings {shape.max_positions} of {path}; "
-            "use at most that",
+            f"use at most that{'' if 'sequence_length' in config.source.given else sum_of}",
         )
 
 
