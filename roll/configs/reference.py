@@ -37,8 +37,8 @@ A relative path (`pretrain`, `file_name`, `output_dir`) starts in the folder in 
 A file needs few keys:
 
 - all: `pretrain`, `actor_train.device_mapping`, and `response_length` or `sequence_length`
-- `rlvr`: `actor_infer.device_mapping`, `actor_train.data_args.file_name`, and `num_return_sequences_in_group`, which the
-  default `adv_estimator` requires to be at least 2; without `rewards` the built-in math rule scores
+- `rlvr`: `actor_infer.device_mapping`, `actor_train.data_args.file_name`, and `num_return_sequences_in_group`, which
+  the default `adv_estimator` requires to be at least 2; without `rewards` the built-in math rule scores
 - `agentic`: `actor_infer.device_mapping`, `max_tokens_per_step`; without `custom_envs` the environment is FrozenLake
 - `sft`: `actor_train.data_args.file_name`
 
