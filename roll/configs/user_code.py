@@ -188,6 +188,8 @@ def _not_found(name: str, missing: str) -> str:
     files = [Path(folder, entry) for folder in folders for entry in sorted(os.listdir(folder)) if entry.endswith(".py")]
     like = nearest(missing.rpartition(".")[2], [file.stem for file in files])
     hint = f"; did you mean {like}?" if like else ""
+    if missing.endswith(".py") and name.startswith(missing):
+        hint = f"; write it without .py: {missing.removesuffix('.py')}{name.removeprefix(missing)}"
     return f"{name!r}: there is no module {missing}{hint} (searched {', '.join(folders)}, and installed packages)"
 
 

@@ -73,6 +73,14 @@ def test_a_missing_module_is_reported_with_the_nearest_file(folder: Path) -> Non
     assert str(folder) in str(error)
 
 
+def test_a_module_written_as_a_file_is_answered_with_its_name(folder: Path) -> None:
+    write(folder, "my_rewards.py", "def score(): return 3")
+    error = refusal("my_rewards.py:score")
+    assert str(error).startswith(
+        "'my_rewards.py:score': there is no module my_rewards.py; write it without .py: my_rewards:score"
+    )
+
+
 def test_a_module_that_another_imports_is_reported_with_the_line(folder: Path) -> None:
     write(folder, "mine_b.py", "import os\nimport sandbox_of_nobody\n")
     error = refusal("mine_b:score")
