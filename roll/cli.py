@@ -223,7 +223,8 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         if name not in ("show", "plot"):
             command.add_argument("config", help="YAML file")
-            command.add_argument("overrides", nargs="*", metavar="key=value", help="override values of the file")
+            help_text = "override values of the file"
+            command.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=help_text)
         if name == "plan":
             command.add_argument("--json", action="store_true", help="print JSON")
         elif name in TOOLS and name in argv:

@@ -129,7 +129,7 @@ def test_a_plan_in_a_pipe_is_not_wrapped(tmp_path: Path, capsys: pytest.CaptureF
 def test_modules_run_as_commands(module: str) -> None:
     run = subprocess.run([sys.executable, "-m", module, "plan"], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert run.returncode == 2
-    assert "the following arguments are required: config" in run.stderr
+    assert run.stderr.endswith("the following arguments are required: config\n")
 
 
 @pytest.mark.parametrize("pipeline", ["rlvr", "sft"])

@@ -13,6 +13,7 @@ import yaml
 
 from roll.configs.load import load_config
 from roll.configs.pipeline import RLVRConfig
+from roll.configs.rules import check
 from roll.datasets.prompts import load_prompts
 from roll.envs import make_env
 from roll.rewards.calling import RewardRequest
@@ -20,6 +21,7 @@ from roll.rewards.reward_process import load_reward_function
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+FIRST_RUN = (ROOT / "docs" / "first_run.md").read_text(encoding="utf-8")
 
 
 def blocks(language: str) -> list[str]:
@@ -78,6 +80,13 @@ def test_environment_gives_a_reward(folder: Path) -> None:
     env = make_env(entry["env_type"], entry.get("env_config", {}))
     word, _ = env.reset(seed=3)
     assert env.step(word)[1:3] == (1.0, True)
+
+
+def test_the_complete_file_of_the_first_run_is_accepted_without_remarks(folder: Path) -> None:
+    (text,) = re.findall(r"^```yaml\n(.*?)^```$", FIRST_RUN, re.DOTALL | re.MULTILINE)
+    (folder / "my_run.yaml").write_text(text, encoding="utf-8")
+    report = check(load_config(folder / "my_run.yaml"))
+    assert report.errors == report.warnings == []
 
 
 def test_each_example_has_at_most_ten_lines_of_code() -> None:

@@ -62,7 +62,9 @@ VALIDATES = needs("eval_steps", "eval_steps is 0, so nothing is validated")
 class BaseConfig:
     """The keys of all pipelines."""
 
-    pipeline: Literal["rlvr", "sft", "agentic"] = option("rlvr", "Which pipeline this file is for.")
+    pipeline: Literal["rlvr", "sft", "agentic"] = option(
+        "rlvr", "Which pipeline this file is for; agentic where it is left out and the file has keys of agents."
+    )
     exp_name: str = option("roll", "Name of the run in trackers.")
     seed: int = option(42, "Every random choice of the run is derived from it.", ge=0)
     deterministic: bool = option(

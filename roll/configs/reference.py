@@ -12,6 +12,7 @@ from pathlib import Path
 from roll.configs.compat.apply import MOVED_KEYS, MOVED_VALUES, RENAMED_KEYS, RENAMED_VALUES, UNSUPPORTED_KEYS
 from roll.configs.load import PIPELINES
 from roll.configs.model_config import ARCHITECTURES
+from roll.configs.pipeline import BaseConfig
 from roll.configs.policy import ADV_ESTIMATORS, PG_VARIANTS
 from roll.configs.roles import ROLES, TEMPLATES
 from roll.configs.schema import Key, describe, known_keys, section_of
@@ -29,6 +30,17 @@ A run is one YAML file. `${key}` repeats the value of another key; `defaults: [b
 relative to the file, which overrides them, and null takes one of their `rewards` or `custom_envs` out; `key=value` on
 the command line overrides all. For a key without effect, `roll plan FILE` gives the reason; an unknown key, a wrong
 type or sizes that do not divide are errors that name values that work.
+
+A relative path (`pretrain`, `file_name`, `output_dir`) starts in the folder in which `roll` is called; base files in
+`defaults` are relative to the file. Python modules (`module:function`) are found beside the file and in that folder.
+
+A file needs few keys:
+
+- all: `pretrain`, `actor_train.device_mapping`, and `response_length` or `sequence_length`
+- `rlvr`: `actor_infer.device_mapping`, `actor_train.data_args.file_name`, and `num_return_sequences_in_group`, which
+  the default `adv_estimator` requires to be at least 2; without `rewards` the built-in math rule scores
+- `agentic`: `actor_infer.device_mapping`, `max_tokens_per_step`; without `custom_envs` the environment is FrozenLake
+- `sft`: `actor_train.data_args.file_name`
 
 Roles are `actor_train`, `actor_infer`, `reference` and `validation`; each has only the keys that it reads. Devices are
 global ranks; rank r is on node r // `num_devices_per_node`. Two roles with equal `device_mapping` share their devices,
@@ -64,6 +76,7 @@ def render() -> str:
 def _groups() -> dict[str, list[Key]]:
     """Every key once: those of a section under the name of the section, the others by the pipelines that have them."""
     keys = {key.path: key for root in PIPELINES.values() for key in known_keys(root) if section_of(key.hint)[0] is None}
+    keys |= {key.path: key for key in known_keys(BaseConfig) if key.path == "pipeline"}  # the others allow one value
     owners = {path: tuple(name for name, root in PIPELINES.items() if path in _paths(root)) for path in keys}
     combinations = sorted(dict.fromkeys(owners.values()), key=len, reverse=True)
     groups: dict[str, list[Key]] = {f"Keys of {_all_or(names)}": [] for names in combinations}

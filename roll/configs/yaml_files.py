@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -154,7 +155,7 @@ def _base_tree(base: _Base, path: Path, notes: list[Problem], chain: Sequence[Pa
         if own is not None:
             notes.append(Problem("defaults", f"{base.name} does not exist; the environments of this project are used"))
             return own
-        why = unreachable(file) or "it does not exist"
+        why = unreachable(file) or f"it does not exist (names are relative to {path.name}){_similar_file(file)}"
         raise ConfigError([Problem("defaults", f"{base.name!r} is not a file: {file}: {why}")], str(path))
     tree = read_tree(file, notes, chain)
     for part in reversed(base.package.split(".") if base.package else []):
@@ -208,13 +209,22 @@ def _mapping(path: Path) -> Tree:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            [Problem("", f"cannot be read: {getattr(error, 'strerror', None) or error}")], str(path)
-        ) from None
+        why = f"cannot be read: {getattr(error, 'strerror', None) or error}"
+        raise ConfigError([Problem("", why + _similar_file(path))], str(path)) from None
     tree = parse_yaml(text, str(path))
     if not isinstance(tree, dict):
         raise ConfigError([Problem("", "the top level must be a mapping of `key: value` lines")], str(path))
     return tree
+
+
+def _similar_file(path: Path) -> str:
+    """The most similar name of a YAML file in the folder of a file that is not there, as a hint."""
+    folder = path.parent
+    if os.path.lexists(path) or not os.access(folder, os.R_OK | os.X_OK):
+        return ""
+    names = [name for name in os.listdir(folder) if name.endswith((".yaml", ".yml"))]
+    like = difflib.get_close_matches(path.name, names, n=1)
+    return f"; did you mean {folder / like[0]}?" if like else ""
 
 
 def _bases(defaults: Any, path: Path) -> list[_Base | None]:

@@ -106,7 +106,7 @@ def question(record: Record, data_args: DataArguments) -> Question:
             return Question(messages=tuple(_message(record, column, item) for item in value))
         if value is not None:
             record.fail(f"column {column!r} holds {value!r}; use a text or a list of messages, not empty")
-    record.fail_missing(data_args.prompt, data_args.messages)
+    record.fail_missing(data_args.prompt, data_args.messages, key="prompt")
 
 
 def _messages_in(value: Any) -> Any:
@@ -173,7 +173,7 @@ def _ground_truth(record: Record, data_args: DataArguments) -> str:
             return str(value)
         if value is not None:
             record.fail(f"column {column!r} holds a {type(value).__name__}; a ground truth is a text or a number")
-    record.fail_missing(*candidates)
+    record.fail_missing(*candidates, key="ground_truth")
 
 
 def _message(record: Record, column: str, item: Any) -> Message:

@@ -53,13 +53,13 @@ class Record:
         """Raises a DatasetError about this row."""
         raise DatasetError(f"{self.location}: {message}")
 
-    def fail_missing(self, *columns: str) -> NoReturn:
-        """Raises a DatasetError: the row has none of the columns, or one that is null."""
+    def fail_missing(self, *columns: str, key: str) -> NoReturn:
+        """Raises a DatasetError: the row has none of the columns, or one that is null; `key` names the right column."""
         for column in columns:
             if column.partition(".")[0] in self.row:
                 self.fail(f"column {column!r} is null; give it a value")
         wanted = " or ".join(repr(column) for column in columns)
-        self.fail(f"no column {wanted}; the columns are {', '.join(self.row)}")
+        self.fail(f"no column {wanted}; the columns are {', '.join(self.row)}: name the right one in data_args.{key}")
 
 
 @contextmanager

@@ -149,7 +149,7 @@ def read_prompt_response(record: Record, data_args: DataArguments) -> PromptResp
     if response is None and len(messages) > 1 and messages[-1]["role"] == "assistant":
         prompt, response = Question(messages=messages[:-1]), messages[-1]["content"]
     if response is None:
-        record.fail_missing(data_args.response)
+        record.fail_missing(data_args.response, key="response")
     if not isinstance(response, str):
         record.fail(f"column {data_args.response!r} holds a {type(response).__name__}; a response is a text")
     return PromptResponse(record_id(record, data_args), prompt, response)

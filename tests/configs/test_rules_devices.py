@@ -55,6 +55,8 @@ BATCH = {
 
 ALGORITHM = {
     "adv_estimator=gpro": "adv_estimator: 'gpro' is not known; known: grpo, reinforce, rloo, ",
+    "adv_estimator=gspo": "agentic_reinforce; gspo is a value of actor_train.pg_variant",
+    "actor_train.pg_variant=grpo": "decoupled_ppo; grpo is a value of adv_estimator",
     "actor_train.pg_variant=topper": "actor_train.pg_variant: 'topper' is not known; known: ppo, vanilla, tis, ",
     "num_return_sequences_in_group=1 rollout_batch_size=512": "num_return_sequences_in_group: 1 gives every sample of "
     "grpo advantage 0, so nothing is learned; use at least 2",
@@ -71,7 +73,8 @@ SAMPLES = {
     f"{SAMPLING}.num_return_sequences=4": "num_return_sequences: 4 is not num_return_sequences_in_group 8",
     f"{SAMPLING}.max_new_tokens=2000": f"{SAMPLING}.max_new_tokens: 2000 is above response_length 1024",
     f"on_truncated_sampling=refuse {SAMPLING}.top_p=0.9": "top_p 0.9 sample from a truncated distribution",
-    "prompt_length=200000": "sequence_length: 201024 is above max_position_embeddings 131072 of pretrain; use at",
+    "prompt_length=200000": "sequence_length: 201024 is above max_position_embeddings 131072 of pretrain; use at "
+    "most that, for prompt_length 200000 and response_length 1024 together",
 }
 
 ENGINES = {
@@ -120,7 +123,7 @@ MISLEADING = {
     "validation.device_mapping=[0]": "validation.device_mapping: has no effect: validation generates on actor_infer's",
     "save_checkpoint=false save_steps=5": "save_steps: has no effect: save_checkpoint is false",
     "critic={device_mapping: 0-7}": "this recipe needs what is not available here: a critic (critic)",
-    "adv_estimator=gae": "this recipe needs what is not available here: a critic (adv_estimator gae)",
+    "adv_estimator=gae": "this recipe needs what is not available here: a critic (adv_estimator gae); adv_estimator",
     "difficulty_loss_weight=true": "difficulty_loss_weight: True is not available: the loss is not weighted by",
 }
 
@@ -262,12 +265,16 @@ def test_missing_resources_stop_a_run_only(tmp_path: Path) -> None:
         Problem(
             "pretrain",
             "models/Qwen2.5-7B is not a folder on this machine; write a path that exists, or the name of a model on "
-            "the hub, owner/name",
+            f"the hub, owner/name; relative paths start in {Path.cwd()}",
         ),
-        Problem("actor_train.data_args.file_name", "train.jsonl is not a file on this machine"),
+        Problem(
+            "actor_train.data_args.file_name",
+            f"train.jsonl is not a file on this machine; relative paths start in {Path.cwd()}",
+        ),
         Problem(
             "resume_from_checkpoint",
-            "old/step_5 is not a folder; use a checkpoint's path, or true for the newest one of output_dir",
+            "old/step_5 is not a folder; use a checkpoint's path, or true for the newest one of output_dir; "
+            f"relative paths start in {Path.cwd()}",
         ),
     ]
 

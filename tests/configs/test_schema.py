@@ -167,6 +167,15 @@ def test_missing_file_is_reported(tmp_path: Path) -> None:
         load_config(tmp_path / "nowhere.yaml")
 
 
+def test_missing_file_names_the_most_similar_one(tmp_path: Path) -> None:
+    from roll.configs.errors import ConfigError
+    from roll.configs.load import load_config
+
+    (tmp_path / "my_run.yaml").touch()
+    with pytest.raises(ConfigError, match=r"No such file or directory; did you mean .*/my_run.yaml\?"):
+        load_config(tmp_path / "myrun.yml")
+
+
 def test_circular_symlink_is_reported(tmp_path: Path) -> None:
     from roll.configs.errors import ConfigError
     from roll.configs.load import load_config

@@ -143,7 +143,7 @@ def test_a_byte_order_mark_is_no_content(tmp_path):
 
 def test_a_missing_column_is_an_error_with_the_existing_columns(tmp_path):
     message = failure({"id": 1, "problem": "q", "answer": "a"}, folder=tmp_path)
-    assert "data.jsonl:1: no column 'prompt' or 'messages'; the columns are id, problem, answer" in message
+    assert "data.jsonl:1: no column 'prompt' or 'messages'; the columns are id, problem, answer: name the" in message
     message = failure({"prompt": "q", "label": "a"}, folder=tmp_path)
     assert "no column 'ground_truth' or 'reward_model.ground_truth' or 'solution'" in message
     assert "the columns are prompt, label" in message

@@ -10,6 +10,8 @@ import pytest
 import yaml
 from gymnasium.utils.env_checker import check_env
 
+from roll.configs.load import load_config
+from roll.configs.rules import check
 from roll.configs.schema import declared
 from roll.envs import make_env
 from roll.envs.registry import NAMES
@@ -28,7 +30,7 @@ def guess(tmp_path, monkeypatch):
     (tmp_path / "my_envs").mkdir()
     (tmp_path / "my_envs" / "guess.py").write_text(code, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
-    yield make_env(**yaml.safe_load(blocks("yaml")[-1]))
+    yield make_env(**yaml.safe_load(blocks("yaml")[1]))
     for module in ("my_envs.guess", "my_envs"):
         sys.modules.pop(module, None)
 
@@ -52,6 +54,14 @@ def test_the_example_can_be_won(guess):
 def test_the_first_entry_of_the_page_is_valid():
     env = make_env(**yaml.safe_load(blocks("yaml")[0]))
     assert env.config.max_steps == 10 and "slippery" not in env.instruction
+
+
+def test_the_complete_file_is_accepted_without_remarks(tmp_path):
+    file = tmp_path / "guess.yaml"
+    file.write_text(blocks("yaml")[-1], encoding="utf-8")
+    config = load_config(file)
+    assert config.custom_envs["Guess"].env_type == yaml.safe_load(blocks("yaml")[1])["env_type"]
+    assert check(config).errors == check(config).warnings == []
 
 
 def test_the_tables_name_every_environment_option_and_metric():

@@ -95,7 +95,9 @@ def test_ids_that_occur_in_two_files_are_named(folder: Path) -> None:
 def test_columns_of_sft_are_checked(folder: Path) -> None:
     data = jsonl(folder, {"prompt": "1+1=", "answer": "2"})
     [error] = errors(check_inputs(sft(folder, f"actor_train.data_args.file_name={data}")))
-    assert error.endswith(f"{data}:1: no column 'solution'; the columns are prompt, answer")
+    assert error.endswith(
+        f"{data}:1: no column 'solution'; the columns are prompt, answer: name the right one in data_args.response"
+    )
 
 
 def test_a_folder_without_a_tokenizer_is_reported(folder: Path) -> None:

@@ -22,6 +22,9 @@ VISION_NAME = re.compile(r"[-_]vl\b|[-_]vl[-_]|vision|omni", re.IGNORECASE)
 
 MEGATRON_ROLES = ("actor_train", "sft_train", "reference", "student", "student_train", "teacher")
 
+INSTEAD = {"a critic": "; adv_estimator grpo and rloo need no critic"}
+"""What to use instead of a capability, for a recipe that needs no other."""
+
 Found = Iterator[tuple[str, Any]]
 """Paths and values that need a capability."""
 
@@ -42,7 +45,8 @@ def missing_capabilities(tree: Mapping[str, Any]) -> Problem | None:
             lacking.append(f"{name} ({path}{shown})")
     if not lacking:
         return None
-    return Problem("", f"this recipe needs what is not available here: {', '.join(lacking)}")
+    instead = INSTEAD.get(lacking[0].partition(" (")[0], "") if len(lacking) == 1 else ""
+    return Problem("", f"this recipe needs what is not available here: {', '.join(lacking)}{instead}")
 
 
 def _given(*paths: str, accepts: Callable[[Any], bool] = bool) -> Callable[[Recipe], Found]:

@@ -9,6 +9,7 @@ NAMES: Names = {
     "generation_batch_size": "rollout_batch_size",
     "max_prompt_length": "prompt_length",
     "max_completion_length": "response_length",
+    "num_train_epochs": "max_steps",
     "save_total_limit": "max_ckpt_to_keep",
     "report_to": "track_with",
     "run_name": "exp_name",
@@ -28,4 +29,5 @@ NAMES: Names = {
     "gradient_checkpointing": f"{MEGATRON}.recompute_granularity",
     "bf16": "<role>.model_args.dtype",
     "reward_funcs": "rewards.<name>.function",
+    "reward_weights": "rewards.<name>.function",
 }

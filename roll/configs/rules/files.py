@@ -57,7 +57,9 @@ def _absence(name: str, otherwise: str, fits: Callable[[Path], bool]) -> str:
     folder = Path(name).parent
     others = [path.name for path in folder.iterdir() if fits(path)] if os.access(folder, os.R_OK | os.X_OK) else []
     like = nearest(Path(name).name, others)
-    return f"{otherwise}; did you mean {folder / like}?" if like else otherwise
+    if like:
+        return f"{otherwise}; did you mean {folder / like}?"
+    return otherwise if Path(name).is_absolute() else f"{otherwise}; relative paths start in {Path.cwd()}"
 
 
 def _is_data(path: Path) -> bool:
@@ -132,10 +134,11 @@ def _model_absence(name: str) -> str:
 
 def _check_positions(config: BaseConfig, path: str, shape: ModelShape, report: Report) -> None:
     if shape.max_positions and (config.sequence_length or 0) > shape.max_positions:
+        sum_of = f", for prompt_length {config.prompt_length} and response_length {config.response_length} together"
         report.error(
             "sequence_length",
             f"{config.sequence_length} is above max_position_embeddings {shape.max_positions} of {path}; "
-            "use at most that",
+            f"use at most that{'' if 'sequence_length' in config.source.given else sum_of}",
         )
 
 

@@ -173,7 +173,8 @@ def check_rewards(config: RLConfig, report: Report) -> None:
             report.error(
                 f"rewards.{name}",
                 f"scores nothing: {tags} already scored by {' and '.join(others)}; change tag_included there, or "
-                f"remove one of them; null removes that of a base file, such as {others[0]}: null",
+                f"remove one of them; null removes that of a base file, such as {others[0]}: null; to add scores, "
+                "write one function that returns their sum",
             )
         owner_by_tag = {**dict.fromkeys(reward.tag_included, f"rewards.{name}"), **owner_by_tag}
         if not reward.tag_included:

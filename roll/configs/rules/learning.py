@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import Report
@@ -13,8 +13,9 @@ from roll.configs.suggestions import nearest
 
 def check_algorithm(config: RLConfig, report: Report) -> None:
     """Names are known, groups are large enough, and terms that are on have a weight."""
-    check_name("adv_estimator", config.adv_estimator, ADV_ESTIMATORS, report)
-    check_name("actor_train.pg_variant", config.actor_train.pg_variant, [*PG_VARIANTS], report)
+    estimator, variant = "adv_estimator", "actor_train.pg_variant"
+    check_name(estimator, config.adv_estimator, ADV_ESTIMATORS, report, {variant: PG_VARIANTS})
+    check_name(variant, config.actor_train.pg_variant, [*PG_VARIANTS], report, {estimator: ADV_ESTIMATORS})
     if config.adv_estimator in TURN_ESTIMATORS and isinstance(config, RLVRConfig):
         report.error(
             "adv_estimator",
@@ -48,11 +49,14 @@ def check_algorithm(config: RLConfig, report: Report) -> None:
     _check_old_log_probs(config, report)
 
 
-def check_name(path: str, name: str, known: Sequence[str], report: Report) -> None:
-    """Reports an unknown name together with the known ones."""
+def check_name(
+    path: str, name: str, known: Sequence[str], report: Report, others: Mapping[str, Collection[str]] | None = None
+) -> None:
+    """Reports an unknown name together with the known ones, or the key among `others` whose value it is."""
     if name not in known:
+        owner = next((key for key, names in (others or {}).items() if name in names), None)
         like = nearest(name, known)
-        hint = f"; did you mean {like}?" if like else ""
+        hint = f"; {name} is a value of {owner}" if owner else f"; did you mean {like}?" if like else ""
         report.error(path, f"{name!r} is not known; known: {', '.join(known)}{hint}")
 
 
