@@ -115,6 +115,15 @@ def test_a_missing_path_is_answered_with_the_most_similar_one(tmp_path: Path, mo
     assert reported["resume_from_checkpoint"].endswith("the newest one of output_dir; did you mean run/step_8?")
 
 
+def test_a_new_run_in_the_folder_of_an_earlier_one_is_warned_of(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    [warning] = [each for each in check(rlvr(tmp_path, f"output_dir={tmp_path}")).warnings if each.path == "output_dir"]
+    assert "has an earlier run, whose metrics and samples a new run replaces" in warning.message
+    for override in (f"output_dir={tmp_path}/new", f"output_dir={tmp_path} resume_from_checkpoint=true"):
+        report = check(rlvr(tmp_path, *override.split()))
+        assert not [each for each in report.warnings if each.path == "output_dir"]
+
+
 def test_missing_and_readable_paths_are_reachable(tmp_path: Path) -> None:
     assert unreachable(tmp_path) is unreachable(tmp_path / "new" / "er") is None
 

@@ -17,6 +17,9 @@ from roll.configs.roles import TEMPLATES, MegatronRoleConfig, RoleConfig
 from roll.configs.rules.learning import check_name
 from roll.configs.suggestions import nearest
 
+EARLIER_RUN = "metrics.jsonl"
+"""File of `output_dir` that every run writes."""
+
 
 def check_files(config: BaseConfig, report: Report) -> None:
     """Data files have a known type and exist; a checkpoint given by path exists."""
@@ -79,6 +82,12 @@ def _check_folders(config: BaseConfig, report: Report) -> None:
         if why is not None and why not in reported:
             report.missing_resource(key, f"{folder} {why}; use another")
             reported.add(why)
+    if config.resume_from_checkpoint is False and os.path.isfile(os.path.join(config.output_dir, EARLIER_RUN)):
+        report.warn(
+            "output_dir",
+            f"{config.output_dir} has an earlier run, whose metrics and samples a new run replaces; use another "
+            "folder, or continue it with resume_from_checkpoint=true",
+        )
 
 
 def _obstacle(folder: Path) -> str | None:
