@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -78,6 +78,29 @@ class EncodedPrompt:
     row: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
 
+def template_problem(template: str, has_chat_template: bool, vocabulary: Collection[str]) -> str | None:
+    """Why a tokenizer cannot apply a template; None if it can.
+
+    Args:
+        template: value of `data_args.template`.
+        has_chat_template: the tokenizer has a template of its own.
+        vocabulary: its tokens, special ones included.
+    """
+    if template not in TEMPLATES:
+        near = difflib.get_close_matches(template, TEMPLATES, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        return f"{template!r} is not one of {', '.join(TEMPLATES)}{hint}"
+    if template == NATIVE and not has_chat_template:
+        return f"the tokenizer has no chat template; use {', '.join(TEMPLATES[1:])}"
+    missing = set(BUILT_IN[template].markers) - set(vocabulary) if template in BUILT_IN else set()
+    if missing:
+        return (
+            f"{template!r} needs the special tokens {', '.join(sorted(missing))}, which this tokenizer does not have; "
+            "use native or none"
+        )
+    return None
+
+
 class PromptEncoder:
     """Applies a chat template and a tokenizer to prompts.
 
@@ -90,21 +113,9 @@ class PromptEncoder:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str) -> None:
-        if template not in TEMPLATES:
-            near = difflib.get_close_matches(template, TEMPLATES, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise DatasetError(f"data_args.template: {template!r} is not one of {', '.join(TEMPLATES)}{hint}")
-        if template == NATIVE and not tokenizer.chat_template:
-            raise DatasetError(
-                f"data_args.template: the tokenizer has no chat template; use {', '.join(TEMPLATES[1:])}"
-            )
-        if template in BUILT_IN:
-            missing = set(BUILT_IN[template].markers) - set(tokenizer.get_vocab())
-            if missing:
-                raise DatasetError(
-                    f"data_args.template: {template!r} needs the special tokens {', '.join(sorted(missing))}, which "
-                    "this tokenizer does not have; use native or none"
-                )
+        problem = template_problem(template, bool(tokenizer.chat_template), tokenizer.get_vocab())
+        if problem is not None:
+            raise DatasetError(f"data_args.template: {problem}")
         self._tokenizer = tokenizer
         self._template = template
 

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from roll.configs.user_code import NOTICE_S
 from roll.datasets.prompts import Prompt, check_unique_ids, read_prompt
 from roll.datasets.records import DatasetError, Record, read_first
 from roll.datasets.sft import read_prompt_response
+from roll.datasets.templates import template_problem
 from roll.envs.self_test import EnvTrial, try_environments
 from roll.rewards.calling import RewardFunctionError, RewardRequest
 from roll.rewards.pool import START_TIMEOUT_S, MissingRewardError, RewardPool, RewardSelfTestError
@@ -79,9 +81,30 @@ def _check_tokenizers(config: BaseConfig, report: Report) -> None:
         from tokenizers import Tokenizer
 
         try:
-            Tokenizer.from_file(str(folder / TOKENIZER_FILES[0]))
+            tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILES[0]))
         except Exception as error:  # the library raises Exception itself
             report.error(path, f"{folder / TOKENIZER_FILES[0]} cannot be read as a tokenizer: {error}")
+            return
+        _check_templates(config, tokenizer.get_vocab(with_added_tokens=True), _has_chat_template(folder), report)
+
+
+def _check_templates(config: BaseConfig, vocabulary: Collection[str], has_chat_template: bool, report: Report) -> None:
+    """The tokenizer can apply the templates of training and validation."""
+    for role in ["actor_train"] + (["validation"] if config.eval_steps else []):
+        problem = template_problem(getattr(config, role).data_args.template, has_chat_template, vocabulary)
+        if problem is not None:
+            report.error(f"{role}.data_args.template", problem)
+
+
+def _has_chat_template(folder: Path) -> bool:
+    """Whether the tokenizer of a folder has a chat template: in a file of its own, or in its configuration."""
+    if any((folder / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
+        return True
+    try:
+        options = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(options, dict) and bool(options.get("chat_template"))
 
 
 def _check_data(config: BaseConfig, report: Report, read: Callable[..., Any]) -> list[Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tokenizers import Tokenizer, models
 
 from roll.cli import main
 from roll.configs.errors import Report
@@ -110,6 +111,26 @@ def test_a_folder_without_a_tokenizer_is_reported(folder: Path) -> None:
     (model / "tokenizer.json").write_text("{")
     [error] = errors(check_inputs(sft(folder, data, f"pretrain={model}")))
     assert f"{model}/tokenizer.json cannot be read as a tokenizer" in error
+
+
+def test_a_template_that_the_tokenizer_cannot_apply_is_reported(folder: Path) -> None:
+    model = folder / "model"
+    model.mkdir()
+    (model / "config.json").write_text(Path(RLVR.split("pretrain: ")[1].split()[0], "config.json").read_text())
+    Tokenizer(models.BPE()).save(str(model / "tokenizer.json"))
+    data = f"actor_train.data_args.file_name={jsonl(folder, {'prompt': '1+1=', 'solution': '2'})}"
+
+    def report(template: str) -> list[str]:
+        return errors(
+            check_inputs(sft(folder, data, f"pretrain={model}", f"actor_train.data_args.template={template}"))
+        )
+
+    [error] = report("native")
+    assert error.startswith("actor_train.data_args.template: the tokenizer has no chat template; use none, chatml, ")
+    [error] = report("qwen3")
+    assert error.startswith("actor_train.data_args.template: 'qwen3' needs the special tokens <|im_end|>, <|im_start|>")
+    (model / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    assert report("native") == report("none") == []
 
 
 def test_environments_are_tried(folder: Path) -> None:
