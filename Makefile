@@ -63,7 +63,7 @@ docs: setup ## regenerate the pages made from the code
 plan: setup ## show what CONFIG would run where
 	$(BIN)/roll plan $(CONFIG)
 
-rehearse: setup ## run every recipe of RECIPES in miniature, about two minutes each
+rehearse: setup ## run every recipe of RECIPES in miniature, three to four minutes each
 	@failed=; for recipe in $(RECIPES); do $(BIN)/roll rehearse $$recipe || failed="$$failed $$recipe"; done; \
 	test -z "$$failed" || { echo "not every part was exercised of:$$failed" >&2; exit 1; }
 
