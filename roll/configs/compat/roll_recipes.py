@@ -1,4 +1,4 @@
-"""Reads what recipes of ROLL write differently: roles, devices, data, estimators and losses.
+"""Reads what recipes of ROLL write differently: roles, devices, trackers, data and lengths; `roll_losses` has the rest.
 
 Keys that only have another name are in the tables of `roll.configs.compat.roll`. Every function here takes the keys it
 reads from the recipe, puts ours, and leaves one remark on each change. A key of ours that is given as well wins.
@@ -6,27 +6,29 @@ reads from the recipe, puts ours, and leaves one remark on each change. A key of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, get_args
 
-from roll.configs.agentic import ADJUSTMENTS, METHODS
+from roll.configs.agentic import ADJUSTMENTS
 from roll.configs.compat.recipe import Recipe
+from roll.configs.compat.roll_losses import (
+    read_clipping,
+    read_correction,
+    read_dual_clip,
+    read_kl,
+    read_normalization,
+    read_old_log_probs,
+    read_reward_normalization,
+)
 from roll.configs.parallel_layout import parse_device_mapping, spans
 from roll.configs.pipeline import BaseConfig
-from roll.configs.policy import traits_of
-from roll.configs.schema import SECTION, keys_along
+from roll.configs.schema import keys_along
 
 MARKS = ("hydra", "reward_pretrain", "value_clip", "checkpoint_config", "custom_env", "render_save_dir", "sft_train")
 """Top-level keys of which every complete recipe of ROLL has one."""
 
 FORWARD_ENGINES = ("hf_infer", "deepspeed_infer", "fsdp2_infer", "fsdp_infer", "vllm", "sglang")
 """Engines that a reference may have there."""
-
-PG_CLIP = 0.2
-"""`pg_clip` where a recipe does not set it."""
-
-INIT_KL_COEF = 0.2
-"""`init_kl_coef` where a recipe does not set it."""
 
 
 def is_roll_recipe(recipe: Recipe) -> bool:
@@ -54,7 +56,7 @@ READ_KEYS = (
 
 def read_roll_keys(recipe: Recipe) -> None:
     """Translates READ_KEYS, in any file."""
-    for read in (_read_data, _read_old_log_probs, _read_clipping, _read_correction, _read_normalization):
+    for read in (_read_data, read_old_log_probs, read_clipping, read_correction, read_normalization):
         read(recipe)
 
 
@@ -81,11 +83,11 @@ def read_roll_recipe(recipe: Recipe, pipeline: str) -> None:
         _read_devices,
         _read_trackers,
         _read_intervals,
-        _read_kl,
-        _read_dual_clip,
+        read_kl,
+        read_dual_clip,
     ]
     if pipeline == "agentic":
-        readers += [_read_agentic_lengths, _read_adjustment, _read_reward_normalization]
+        readers += [_read_agentic_lengths, _read_adjustment, read_reward_normalization]
     else:
         readers += [_read_validation]
     if pipeline == "rlvr":
@@ -323,203 +325,3 @@ def _read_adjustment(recipe: Recipe) -> None:
         recipe.note(
             "batch_adjust_mode", f"{mode} is read as pad: {ADJUSTMENTS[mode]}, so samples without a loss fill a batch"
         )
-
-
-# The policy loss
-
-
-def _read_old_log_probs(recipe: Recipe) -> None:
-    recompute = recipe.take_switch("enable_old_logprobs_recompute")
-    keep = recipe.take_switch("force_disable_old_logprobs_recompute")
-    if not recompute and not keep:
-        return
-    path, source = (
-        ("force_disable_old_logprobs_recompute", "behavior") if keep else ("enable_old_logprobs_recompute", "recompute")
-    )
-    stale = recipe.get("async_generation_ratio", 0)
-    corrected = recipe.get("train_infer_correction.is_weight.enabled") or recipe.has("correction.weights")
-    variant = recipe.get("actor_train.pg_variant", "ppo")
-    if source == "recompute" and stale and not corrected and traits_of(str(variant)).ratio_base != "behavior":
-        recipe.note(path, "has no effect: with stale samples the ratio is taken against the policy that sampled them")
-    elif recipe.put_new("old_log_probs_source", source):
-        recipe.note(path, f"is read as old_log_probs_source: {source}")
-
-
-def _read_kl(recipe: Recipe) -> None:
-    """A term without a weight is off there; by default that in the reward is k1 times 0.2. The KL of a loss is k3."""
-    if recipe.get("use_kl_loss") and not recipe.get("kl_loss_coef"):
-        recipe.drop("use_kl_loss", "kl_loss_coef is 0")
-    if recipe.get("add_token_level_kl"):
-        weight = recipe.get("init_kl_coef", INIT_KL_COEF)
-        if weight == 0:
-            recipe.drop("add_token_level_kl", "init_kl_coef is 0")
-        elif recipe.put_new("init_kl_coef", weight):
-            recipe.note("add_token_level_kl", f"has the weight {weight:g} there: init_kl_coef is {weight:g}")
-        if weight != 0 and not recipe.get("use_kl_loss") and recipe.put_new("kl_penalty", "k1"):
-            recipe.note("add_token_level_kl", "is of the kind kl there: kl_penalty is k1")
-    elif recipe.get("use_kl_loss") and recipe.get("kl_penalty", "k3") != "k3":
-        recipe.drop("kl_penalty", "the KL of the loss is k3 there")
-
-
-def _read_clipping(recipe: Recipe) -> None:
-    """`pg_clip` is both bounds, unless `use_pg_clip_range` chooses `pg_clip_low` and `pg_clip_high`."""
-    ranges, given = recipe.take_switch("use_pg_clip_range"), recipe.take("pg_clip")
-    clip = given if isinstance(given, int | float) else PG_CLIP
-    bounds = [key for key in ("pg_clip_low", "pg_clip_high") if key not in recipe.overridden]
-    if ranges and given is not None:
-        recipe.note("pg_clip", "is not a bound of the ratio: use_pg_clip_range takes pg_clip_low and pg_clip_high")
-    elif given is not None:
-        lost = [f"{key} {recipe.get(key)}" for key in bounds if recipe.get(key) not in (None, given)]
-        for key in bounds:
-            recipe.put(key, given)
-        instead = f", instead of {' and '.join(lost)}; use_pg_clip_range: true would take those" if lost else ""
-        read = f"is read as {' and '.join(bounds)}: {given}{instead}"
-        recipe.note("pg_clip", read if bounds else "has no effect: pg_clip_low and pg_clip_high are given")
-    elif ranges is False:
-        for key in bounds:
-            recipe.drop(key, f"use_pg_clip_range is false, so the bound is pg_clip, {PG_CLIP} by default")
-    if recipe.get("importance_sampling") in ("seq", "token"):
-        _read_sequence_ratio(recipe, clip)
-    if given is not None:
-        _read_dual_clip(recipe, clip)
-
-
-def _read_dual_clip(recipe: Recipe, clip: float = PG_CLIP) -> None:
-    """The bound of `dual_clip_loss` follows from `pg_clip` there, whatever the bounds of the ratio are."""
-    variant = recipe.get("actor_train.pg_variant", "ppo")
-    if recipe.get("dual_clip_loss") is True and variant in ("ppo", "decoupled_ppo"):
-        bound = round(1 + 2 * clip, 6)
-        if recipe.put_new("dual_clip_c", bound):
-            recipe.note(
-                "dual_clip_loss", f"has the bound 1 + 2 pg_clip there: dual_clip_c is {bound:g}, not the default 3"
-            )
-
-
-def _read_sequence_ratio(recipe: Recipe, clip: float) -> None:
-    """`seq` is gspo, clipped as ppo is there."""
-    if recipe.take("importance_sampling") == "token":
-        recipe.note("importance_sampling", "token is the default")
-        return
-    if recipe.put_new("actor_train.pg_variant", "gspo"):
-        for key in ("gspo_clip_low", "gspo_clip_high"):
-            recipe.put_new(key, clip)
-        recipe.note(
-            "importance_sampling",
-            f"seq is read as actor_train.pg_variant: gspo, with pg_clip {clip:g} as gspo_clip_low and gspo_clip_high",
-        )
-    else:
-        recipe.note("importance_sampling", "has no effect: actor_train.pg_variant is given")
-
-
-WEIGHT_LEVELS = {"token": "token", "sequence": "sequence", "geometric": "geometric", "segment": "geometric"}
-REJECTION_LEVELS = {
-    "token": "token",
-    "sequence": "sequence-sum",
-    "geometric": "sequence-mean",
-    "segment": "sequence-mean",
-}
-"""Types of weights and filters of `train_infer_correction` -> levels here."""
-
-
-def _read_correction(recipe: Recipe) -> None:
-    """`train_infer_correction`: weights and filters by the ratio of the trainer's old log-probs to the engine's."""
-    path = "train_infer_correction"
-    given = recipe.take(path)
-    if not isinstance(given, dict):
-        if given not in (None, False):
-            recipe.refuse(path, given, SECTION)
-        return
-    if recipe.has("correction"):
-        recipe.note(path, "has no effect: correction is given")
-        return
-    read = []
-    weight = given.get("is_weight")
-    if isinstance(weight, dict) and weight.get("enabled"):
-        level = _level(recipe, f"{path}.is_weight.weight_type", weight.get("weight_type", "token"), WEIGHT_LEVELS)
-        upper = weight.get("upper_bound", 1.2)
-        recipe.put("correction.weights", {"level": level, "mode": "clamp", "lower": 0.0, "upper": upper})
-        recipe.put_new("old_log_probs_source", "recompute")
-        recipe.put_new("pg_ratio_base", "proximal")
-        read.append(f"is_weight as correction.weights (level {level}, upper {upper})")
-    filters = given.get("filters")
-    enabled = (
-        [item for item in filters if isinstance(item, dict) and item.get("enabled")]
-        if isinstance(filters, list)
-        else []
-    )
-    by_ratio = next((item for item in enabled if item.get("ratio_enabled", True)), None)
-    if by_ratio is not None:
-        level = _level(recipe, f"{path}.filters.agg_type", by_ratio.get("agg_type", "token"), REJECTION_LEVELS)
-        bounds = {"lower": by_ratio.get("ratio_low", 0.8), "upper": by_ratio.get("ratio_high", 1.2)}
-        recipe.put("correction.rejection", {"statistic": "k1", "level": level, **bounds})
-        read.append(
-            f"the ratio of a filter as correction.rejection (level {level}, {bounds['lower']} to {bounds['upper']})"
-        )
-    lost = ["differences of probabilities"] * any(item.get("diff_enabled") for item in enabled)
-    lost += ["further filters"] * (len(enabled) > 1)
-    if read or lost:
-        rest = f"; not available: {', '.join(lost)}" if lost else ""
-        recipe.note(path, f"is read: {', '.join(read) or 'nothing'}{rest}")
-
-
-def _level(recipe: Recipe, path: str, kind: Any, levels: Mapping[str, str]) -> str:
-    if isinstance(kind, str) and kind in levels:
-        return levels[kind]
-    recipe.refuse(path, kind, f"one of {', '.join(levels)}")
-    return "token"
-
-
-# Rewards and advantages
-
-
-def _read_normalization(recipe: Recipe) -> None:
-    """`reward_norm`, `reward_shift` and `reward_scale` of older recipes."""
-    kind = recipe.take("reward_norm")
-    shift, scale = recipe.take_switch("reward_shift"), recipe.take_switch("reward_scale")
-    if kind in (None, "None", "none", False):
-        return
-    if not isinstance(kind, str):
-        recipe.refuse("reward_norm", kind, "batch, group or null")
-        return
-    types = {
-        "norm_mean_type": None if scale and not shift else kind,
-        "norm_std_type": None if shift and not scale else kind,
-    }
-    for key, value in types.items():
-        recipe.put_new(key, value)
-    recipe.note(
-        "reward_norm", f"is read as norm_mean_type: {types['norm_mean_type']}, norm_std_type: {types['norm_std_type']}"
-    )
-
-
-def _read_reward_normalization(recipe: Recipe) -> None:
-    """With grpo and reinforce it replaces the estimator's own normalization of scores."""
-    path, estimator = "reward_normalization", recipe.get("adv_estimator", "grpo")
-    if recipe.get(f"{path}.method") == "asym_clip":
-        recipe.put(f"{path}.method", "mean_std")
-        recipe.note(
-            f"{path}.method", "asym_clip is read as mean_std, without its bounds; advantage_clip bounds the result"
-        )
-    given = recipe.get(path)
-    if estimator not in ("grpo", "reinforce") or not isinstance(given, dict):
-        return
-    types = METHODS.get(given.get("method", ""), given) if isinstance(given.get("method", ""), str) else given
-    mean, std = types.get("norm_mean_type"), types.get("norm_std_type")
-    if any(kind not in (None, "batch", "group") for kind in (mean, std)):
-        return  # conversion reports it
-    recipe.take(path)
-    grouping = given.get("grouping", "batch")
-    if estimator == "grpo" and grouping == "traj_group_id" and mean == "group" and std in ("group", None):
-        recipe.put_new("grpo_norm_by_std", std == "group")
-        recipe.note(path, f"describes grpo, with grpo_norm_by_std: {str(std == 'group').lower()}")
-        return
-    if grouping != "traj_group_id":
-        mean, std = ("batch" if kind == "group" else kind for kind in (mean, std))
-    recipe.put("adv_estimator", "reinforce")
-    recipe.put_new("norm_mean_type", mean)
-    recipe.put_new("norm_std_type", std)
-    name = f"{estimator} with these keys" if estimator == "grpo" else "it"
-    by_tag = " (over the batch, not by tag)" if grouping == "tags" and (mean or std) else ""
-    recipe.note(
-        path, f"{name} is read as adv_estimator: reinforce, norm_mean_type: {mean}, norm_std_type: {std}{by_tag}"
-    )
