@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 
@@ -75,6 +77,21 @@ class Report:
     def missing_resource(self, path: str, message: str) -> None:
         """Adds a problem that stops a run on this machine, but not a plan."""
         self.missing.append(Problem(path, message))
+
+
+SEARCHED_NAMES = 2_000
+"""Entries of a folder that are compared with a name; more would take seconds."""
+
+
+def similar_path(path: Path, fits: Callable[[Path], bool]) -> Path | None:
+    """The path in the same folder with the most similar name that fits; None if there is none."""
+    try:
+        with os.scandir(path.parent) as entries:
+            names = [entry.name for entry in islice(entries, SEARCHED_NAMES)]
+    except OSError:
+        return None
+    close = difflib.get_close_matches(path.name, names, n=5)
+    return next((path.parent / name for name in close if fits(path.parent / name)), None)
 
 
 def unreachable(path: str | Path) -> str | None:

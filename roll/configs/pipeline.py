@@ -187,6 +187,10 @@ class BaseConfig:
         """Whether a KL term needs the frozen model."""
         return False
 
+    def data_roles(self) -> list[str]:
+        """The roles whose `data_args` are read."""
+        return ["actor_train", *(["validation"] if self.eval_steps else [])]
+
     def device_roles(self) -> dict[str, RoleConfig]:
         """The roles of this run that own devices, by name; a reference that no KL term uses owns none."""
         names = [name for name in DEVICE_ROLES if name != "reference" or self.uses_reference]

@@ -10,6 +10,9 @@ from typing import Any, Literal
 from roll.configs.errors import Problem
 from roll.configs.schema import one_or_many, option
 
+METRICS_FILE = "metrics.jsonl"
+"""File of `output_dir` with the metrics of every step, whatever `track_with` names."""
+
 
 @dataclass
 class TensorBoardOptions:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from roll.configs.compat import Tree
 from roll.configs.compat.apply import normalize_aliases
 from roll.configs.compat.environments import base_file
-from roll.configs.errors import ConfigError, Problem, unreachable
+from roll.configs.errors import ConfigError, Problem, similar_path, unreachable
 
 FLOAT = re.compile(r"[-+]?((?!0\d)\d[\d_]*\.?[\d_]*|\.\d+)([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 """YAML 1.2 floats: `1e-6` too, which YAML 1.1 reads as text."""
@@ -218,13 +217,9 @@ def _mapping(path: Path) -> Tree:
 
 
 def _similar_file(path: Path) -> str:
-    """The most similar name of a YAML file in the folder of a file that is not there, as a hint."""
-    folder = path.parent
-    if os.path.lexists(path) or not os.access(folder, os.R_OK | os.X_OK):
-        return ""
-    names = [name for name in os.listdir(folder) if name.endswith((".yaml", ".yml"))]
-    like = difflib.get_close_matches(path.name, names, n=1)
-    return f"; did you mean {folder / like[0]}?" if like else ""
+    """The most similar YAML file in the folder of a file that is not there, as a hint."""
+    like = None if os.path.lexists(path) else similar_path(path, lambda file: file.suffix in (".yaml", ".yml"))
+    return f"; did you mean {like}?" if like else ""
 
 
 def _bases(defaults: Any, path: Path) -> list[_Base | None]:

@@ -90,7 +90,7 @@ def _check_tokenizers(config: BaseConfig, report: Report) -> None:
 
 def _check_templates(config: BaseConfig, vocabulary: Collection[str], has_chat_template: bool, report: Report) -> None:
     """The tokenizer can apply the templates of training and validation."""
-    for role in ["actor_train"] + (["validation"] if config.eval_steps else []):
+    for role in config.data_roles():
         problem = template_problem(getattr(config, role).data_args.template, has_chat_template, vocabulary)
         if problem is not None:
             report.error(f"{role}.data_args.template", problem)
@@ -110,7 +110,7 @@ def _has_chat_template(folder: Path) -> bool:
 def _check_data(config: BaseConfig, report: Report, read: Callable[..., Any]) -> list[Any]:
     """The first rows of every data file of training and validation; what is broken goes into the report."""
     found: list[Any] = []
-    for role in ["actor_train"] + (["validation"] if config.eval_steps else []):
+    for role in config.data_roles():
         args: DataArguments = getattr(config, role).data_args
         of_role: list[tuple[Record, Any]] = []
         for file in filter(Path.is_file, map(local_file, args.file_name)):

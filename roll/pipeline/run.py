@@ -18,6 +18,7 @@ from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import RunError, RunInterrupted
 from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig, SFTConfig
 from roll.configs.plan import Plan
+from roll.configs.trackers import METRICS_FILE
 from roll.datasets.records import DatasetError
 from roll.distributed.env_pool.types import EnvWorkerError
 from roll.distributed.processes import gc_freeze, gc_unfreeze
@@ -36,7 +37,7 @@ from roll.pipeline.training_loop import TrainingLoop
 from roll.rewards.calling import RewardFunctionError
 from roll.terminal import EXIT_INTERRUPTED, end_now, handle_interrupt, say
 from roll.trackers import TrackerGroup, make_trackers
-from roll.trackers.files import METRICS_FILE, RUN_FILE, DiskFullError, is_disk_full, read_metrics
+from roll.trackers.files import RUN_FILE, DiskFullError, is_disk_full, read_metrics
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from roll.trackers.files import METRICS_FILE, read_metrics
+from roll.configs.trackers import METRICS_FILE
+from roll.trackers.files import read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

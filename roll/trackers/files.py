@@ -23,8 +23,6 @@ from typing import IO, Any
 from roll.configs.errors import RunError
 from roll.trackers.base import Tracker
 
-METRICS_FILE = "metrics.jsonl"
-
 FULL_DISK = {errno.ENOSPC, errno.EDQUOT}
 """Errors of a disk without space, or of a user without a share of it."""
 

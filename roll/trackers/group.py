@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from roll.configs.pipeline import BaseConfig
+from roll.configs.trackers import METRICS_FILE
 from roll.trackers import console, external, tensorboard  # noqa: F401  (registers them)
 from roll.trackers.base import TRACKERS, Metrics, Tracker
-from roll.trackers.files import METRICS_FILE, JsonlTracker, write_run_json
+from roll.trackers.files import JsonlTracker, write_run_json
 from roll.trackers.metrics import undocumented, with_aliases
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,6 @@ def make_trackers(config: BaseConfig, plan: Any = None, metrics: Metrics | None 
         config: of the run; `tracker_kwargs` has the options of each tracker under its name.
         plan: for run.json; a dataclass or a mapping.
         metrics: user-defined metrics, added to those of every step.
-
     """
     output_dir = Path(config.output_dir)
     trackers: list[Tracker] = [JsonlTracker(output_dir / METRICS_FILE)]

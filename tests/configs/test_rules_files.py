@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
-from roll.configs.errors import Problem, unreachable
+from roll.configs import errors
+from roll.configs.errors import Problem, similar_path, unreachable
 from roll.configs.rules import check
 from tests.configs.samples import refusal, rlvr
 
@@ -132,3 +134,17 @@ def test_a_folder_that_was_asked_for_keeps_the_samples_of_all_steps(tmp_path: Pa
     assert rlvr(tmp_path).rollout_dump_steps == 10
     assert rlvr(tmp_path, f"rollout_dump_dir={tmp_path}/mine").rollout_dump_steps is None
     assert rlvr(tmp_path, f"rollout_dump_dir={tmp_path}/mine", "rollout_dump_steps=3").rollout_dump_steps == 3
+
+
+def test_only_names_that_fit_are_suggested_and_huge_folders_are_read_in_part(tmp_path: Path) -> None:
+    for name in ("train.json", "train.txt", "other"):
+        (tmp_path / name).touch()
+    asked = tmp_path / "train.jsonl"
+    assert similar_path(asked, lambda path: True) == tmp_path / "train.json"
+    assert similar_path(asked, lambda path: path.suffix == ".txt") == tmp_path / "train.txt"
+    assert similar_path(asked, lambda path: path.suffix == ".csv") is None
+    assert similar_path(tmp_path / "other" / "x", lambda path: True) is None
+    read = []
+    with patch.object(errors, "SEARCHED_NAMES", 2):
+        similar_path(tmp_path / "tran.json", lambda path: bool(read.append(path)))
+    assert len(read) <= 2

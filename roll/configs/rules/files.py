@@ -7,7 +7,7 @@ import reprlib
 from collections.abc import Callable
 from pathlib import Path
 
-from roll.configs.errors import Report, unreachable
+from roll.configs.errors import Report, similar_path, unreachable
 from roll.configs.hub.inputs import folder_files
 from roll.configs.hub.names import HubError, hub_name, local_model, other_reading
 from roll.configs.hub.splits import READABLE
@@ -15,16 +15,12 @@ from roll.configs.model_config import CONFIG_NAME, ModelShape, UnsupportedModel,
 from roll.configs.pipeline import BaseConfig
 from roll.configs.roles import TEMPLATES, MegatronRoleConfig, RoleConfig
 from roll.configs.rules.learning import check_name
-from roll.configs.suggestions import nearest
-
-EARLIER_RUN = "metrics.jsonl"
-"""File of `output_dir` that every run writes."""
+from roll.configs.trackers import METRICS_FILE
 
 
 def check_files(config: BaseConfig, report: Report) -> None:
     """Data files have a known type and exist; a checkpoint given by path exists."""
-    roles = ["actor_train"] + (["validation"] if config.eval_steps else [])
-    for role in roles:
+    for role in config.data_roles():
         check_name(f"{role}.data_args.template", getattr(config, role).data_args.template, TEMPLATES, report)
         for name in getattr(config, role).data_args.file_name:
             path = f"{role}.data_args.file_name"
@@ -57,11 +53,9 @@ def _absence(name: str, otherwise: str, fits: Callable[[Path], bool]) -> str:
     why = unreachable(name)
     if why:
         return f"cannot be read: {why}"
-    folder = Path(name).parent
-    others = [path.name for path in folder.iterdir() if fits(path)] if os.access(folder, os.R_OK | os.X_OK) else []
-    like = nearest(Path(name).name, others)
+    like = similar_path(Path(name), fits)
     if like:
-        return f"{otherwise}; did you mean {folder / like}?"
+        return f"{otherwise}; did you mean {like}?"
     return otherwise if Path(name).is_absolute() else f"{otherwise}; relative paths start in {Path.cwd()}"
 
 
@@ -82,7 +76,7 @@ def _check_folders(config: BaseConfig, report: Report) -> None:
         if why is not None and why not in reported:
             report.missing_resource(key, f"{folder} {why}; use another")
             reported.add(why)
-    if config.resume_from_checkpoint is False and os.path.isfile(os.path.join(config.output_dir, EARLIER_RUN)):
+    if config.resume_from_checkpoint is False and os.path.isfile(os.path.join(config.output_dir, METRICS_FILE)):
         report.warn(
             "output_dir",
             f"{config.output_dir} has an earlier run, whose metrics and samples a new run replaces; use another "

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from roll.configs.hub.inputs import fetch_inputs
 from roll.configs.pipeline import RLConfig
+from roll.configs.trackers import METRICS_FILE
 from roll.terminal import EXIT_INTERRUPTED
 from roll.tools.ablate.grid import Trial, check_grid, make_grid
 from roll.tools.ablate.process import (
@@ -24,7 +25,7 @@ from roll.tools.ablate.process import (
 from roll.tools.ablate.report import Status, TrialResult, markdown_report, plot_curves, summarize_trial
 from roll.tools.processes import CONSOLE_LOG, run_process, tail
 from roll.tools.terminal import comma_separated, number
-from roll.trackers.files import METRICS_FILE, read_metrics
+from roll.trackers.files import read_metrics
 
 CommandBuilder = Callable[[str, Sequence[str]], list[str]]
 """f(YAML file, overrides) -> command line of one run."""

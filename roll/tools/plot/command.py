@@ -7,8 +7,9 @@ import json
 from pathlib import Path
 
 from roll.configs.errors import RunError
+from roll.configs.trackers import METRICS_FILE
 from roll.tools.terminal import option_error
-from roll.trackers.files import METRICS_FILE, RUN_FILE, explain_write_errors
+from roll.trackers.files import RUN_FILE, explain_write_errors
 
 PICTURE = "curves.png"
 """File in the folder of the run, without --out."""

@@ -172,6 +172,7 @@ class _Lengths:
         self._config, self._args, self._tokenizer = config, args, tokenizer
 
     def all(self, records: Sequence[Record]) -> list[tuple[int, int]]:
+        """Both lengths of every row, in order."""
         args = self._args
         if self._config.pipeline == "sft":
             pairs = [read_prompt_response(record, args) for record in records]

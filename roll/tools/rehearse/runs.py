@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from roll.configs.trackers import METRICS_FILE
 from roll.configs.user_code import is_users_file
 from roll.pipeline.checkpoint import FOLDER, CheckpointManager
 from roll.pipeline.rollout_batch import dumped_steps, read_samples
 from roll.tools.ablate.process import read_run_json
 from roll.tools.processes import CONSOLE_LOG, run_process, tail
-from roll.trackers.files import METRICS_FILE, read_metrics
+from roll.trackers.files import read_metrics
 
 OFFLINE = {
     "HF_HUB_OFFLINE": "1",
@@ -130,6 +131,7 @@ class _Progress:
         self._next = max((int(line["step"]) for line in read_metrics(file)), default=0)
 
     def poll(self) -> None:
+        """Says the steps that the run has written since the last call."""
         if not self._file.exists() or self._file.stat().st_ino == self._old:
             return
         for line in read_metrics(self._file):

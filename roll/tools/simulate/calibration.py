@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from roll.configs.pipeline import RLConfig
+from roll.configs.trackers import METRICS_FILE
 from roll.tools.terminal import option_error
-from roll.trackers.files import METRICS_FILE, RUN_FILE, read_metrics
+from roll.trackers.files import RUN_FILE, read_metrics
 
 WARM_UP_STEPS = 3
 """First steps left out, in which engines warm up; at most a third of the run."""
