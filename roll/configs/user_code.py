@@ -137,7 +137,10 @@ def report_if_slow(what: str) -> Iterator[None]:
 
 
 def _print_location(what: str, thread: int) -> None:
-    frames = traceback.extract_stack(sys._current_frames()[thread])
+    current = sys._current_frames().get(thread)
+    if current is None:
+        return  # the block has just ended
+    frames = traceback.extract_stack(current)
     frame = next((frame for frame in reversed(frames) if is_users_file(frame.filename)), None)
     text = f"{what} has taken {NOTICE_S:g} s so far"
     print(text if frame is None else _at(frame.filename, frame.lineno or 1, text), file=sys.stderr, flush=True)

@@ -295,7 +295,7 @@ class ResourceManager:
         """The GPUs that Ray reserved on a node, as CUDA_VISIBLE_DEVICES names them: ids, or UUIDs."""
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
         options = {"num_cpus": 0, "num_gpus": self.devices_per_node, "scheduling_strategy": strategy}
-        return ray.get(ray.remote(_reserved_gpus).options(**options).remote(), timeout=NODE_TIMEOUT_S)
+        return _answer(ray.remote(_reserved_gpus).options(**options).remote())
 
 
 def _alive_nodes() -> list[dict[str, Any]]:
@@ -314,4 +314,14 @@ def _reserved_gpus() -> tuple[str, ...]:
 def _cores_elsewhere(node_id: str) -> tuple[int, ...]:
     strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
     task = ray.remote(_cores).options(num_cpus=0, scheduling_strategy=strategy)
-    return ray.get(task.remote(), timeout=NODE_TIMEOUT_S)
+    return _answer(task.remote())
+
+
+def _answer(reference: Any) -> tuple[Any, ...]:
+    try:
+        found: tuple[Any, ...] = ray.get(reference, timeout=NODE_TIMEOUT_S)
+    except ray.exceptions.GetTimeoutError:
+        raise ResourceError(
+            f"a node did not start a process within {NODE_TIMEOUT_S:g} s; look at `ray status`, and at the node's load"
+        ) from None
+    return found

@@ -52,7 +52,7 @@ class Engine:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sglang-owner")
         self._engine: Any = None
         self._processes: list[psutil.Process] = []
-        self._schedulers: list[psutil.Process] = []
+        self._schedulers: list[int] = []
         self._death: asyncio.Future[str] | None = None
         self._watcher: asyncio.Task[None] | None = None
 
@@ -90,7 +90,7 @@ class Engine:
             self._processes = list(set(psutil.Process().children(recursive=True)) - before)
             if self._engine is None:
                 self._kill()
-        self._schedulers = [psutil.Process(pid) for pid in self._engine.get_all_child_pids()]
+        self._schedulers = self._engine.get_all_child_pids()
         self._death = loop.create_future()
         self._watcher = asyncio.create_task(self._watch())
 
@@ -130,7 +130,7 @@ class Engine:
         """Waits for the death of a scheduler; other processes, such as those of torch's compiler, end when idle."""
         assert self._death is not None
         while True:
-            dead = [process.pid for process in self._schedulers if not _alive(process)]
+            dead = sorted({*self._schedulers} - {*self.processes()})
             if dead:
                 self._death.set_result(f"process {dead[0]} of the engine died; see the worker's log")
                 return
