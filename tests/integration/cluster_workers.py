@@ -37,6 +37,10 @@ class Echo(Worker):
         }
 
     @register()
+    def variable(self, name: str) -> str | None:
+        return os.environ.get(name)
+
+    @register()
     def stumble(self, rank: int) -> None:
         if self.rank.rank == rank:
             raise KeyError(f"rank {rank} lost its key")

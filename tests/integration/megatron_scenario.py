@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -46,6 +48,7 @@ def training_batch(data_rank: int, data_ranks: int, size: int) -> DataProto:
 
 def run(context: RankContext) -> None:
     """Everything; `arguments`: models (family to folder), variants (name to options)."""
+    _timed(context, "join", _join, context)
     for family, model in context.arguments["models"].items():
         _timed(context, f"score {family}", _score_and_export, context, family, Path(model))
     for name, options in context.arguments["variants"].items():
@@ -60,6 +63,30 @@ def _timed(context: RankContext, name: str, function: Any, *arguments: Any) -> N
     start = time.monotonic()
     function(*arguments)
     context.results.setdefault("seconds", {})[name] = time.monotonic() - start
+
+
+def _join(context: RankContext) -> None:
+    """Records what a rank does with torch.distributed while it joins the others."""
+    from roll.distributed.strategy.megatron_strategy import join_process_group, leave_process_group
+    from roll.platforms import get_platform
+
+    calls = context.results["joining"] = []
+    distributed = torch.distributed
+
+    def all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        calls.append(("all_reduce", tensor.device, args, kwargs))
+        return reduce(tensor, *args, **kwargs)
+
+    def new_group(*args: Any, **kwargs: Any) -> Any:
+        calls.append(("new_group",))
+        return group(*args, **kwargs)
+
+    reduce, group = distributed.all_reduce, distributed.new_group
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(context.ports.pop(0)))
+    platform = get_platform("cpu")
+    with patch.object(distributed, "all_reduce", all_reduce), patch.object(distributed, "new_group", new_group):
+        join_process_group(platform, context.layout, context.rank, 60, 60)
+    leave_process_group()
 
 
 def _score_and_export(context: RankContext, family: str, model: Path) -> None:

@@ -91,12 +91,22 @@ def test_the_other_node_fetches_a_model_by_name_and_a_failure_names_it(two_nodes
         resources.release()
 
 
-def test_gpus_are_those_that_each_node_offers(two_nodes: None, tmp_path: Path) -> None:
-    start_ray(BaseConfig(output_dir=str(tmp_path)), "cuda", 2)
+def test_workers_have_the_gpus_of_their_node_and_the_nccl_settings(two_nodes: None, tmp_path: Path) -> None:
+    config = BaseConfig(output_dir=str(tmp_path), start_timeout_s=120, rpc_timeout_s=60)
+    start_ray(config, "cuda", 2)
     resources = ResourceManager("cuda", 2, {"actor_train": [0, 1, 2, 3]})
     assert sorted(",".join(node.gpus) for node in resources.nodes) == sorted(GPUS)
     for slot in resources.device_slots("actor_train", 4):
         own, other = resources.visible_devices(slot).split(",")
         gpus = resources.nodes[slot.node].gpus
         assert own == gpus[slot.local_devices[0]] and {own, other} == set(gpus)
+    role = RoleConfig(device_mapping=[0, 1, 2, 3], system_envs={"NCCL_NVLS_ENABLE": "1"})
+    echo = Cluster("actor_train", Echo, role, config, resources, ParallelLayout(data=4))
+    expected = {
+        "CUDA_VISIBLE_DEVICES": list(map(resources.visible_devices, resources.device_slots("actor_train", 4))),
+        "NCCL_CUMEM_ENABLE": ["0"] * 4,
+        "NCCL_NVLS_ENABLE": ["1"] * 4,  # the recipe's own wins
+    }
+    assert {name: echo.call_all(Echo.variable, name).get() for name in expected} == expected
+    echo.shutdown()
     resources.release()

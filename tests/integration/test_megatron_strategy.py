@@ -140,6 +140,14 @@ def expected(models):
     return values
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_bind_the_group_of_all_to_their_device_before_they_make_others(run, layout):
+    results, _ = run(layout)
+    for rank in results:
+        assert rank["joining"][0] == ("all_reduce", torch.device("cpu"), (), {})
+        assert rank["joining"].count(("new_group",)) > 3
+
+
 @pytest.mark.parametrize("layout", SCORED)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("side", ["right", "left"])
