@@ -3,7 +3,7 @@
     scripts/gpu_smoke.sh                      (one GPU, bf16)
     scripts/gpu_smoke.sh --platform cpu       (the same on a CPU, fp32)
 
-Megatron and SGLang share device 0. The reference is the same model in transformers on the CPU in fp32.
+Megatron and SGLang take turns on device 0. The reference is the same model in transformers on the CPU in fp32.
 """
 
 from __future__ import annotations
@@ -93,6 +93,7 @@ def configuration(platform: Platform, dtype: Dtype, folder: Path) -> RLVRConfig:
         output_dir=str(folder / "run"),
         pretrain=str(folder / "model"),
         verify_weights="always",
+        is_offload_states=True,
         rollout_batch_size=SAMPLES,
         prompt_length=PROMPT_TOKENS,
         response_length=RESPONSE_TOKENS,
@@ -197,13 +198,18 @@ async def smoke(platform: Platform, dtype: Dtype, folder: Path) -> list[Row]:
     async with Session(config) as session:
         await session.ready()
         actor, engine = session.train_clusters["actor_train"], session.infer_clusters["actor_infer"]
-        synchronizer = WeightSynchronizer(actor, engine, config)
+        devices = session.shared_devices
+        assert devices is not None
+        synchronizer = WeightSynchronizer(actor, engine, config, devices=devices)
         await synchronizer.setup()
         for version in (0, 1):
             report = await synchronizer.update_weights(version)
             data, rate = await generate(engine, version)
             data.meta_info["temperature"] = TEMPERATURE
             mask = data.batch["response_mask"]
+            start = time.perf_counter()
+            await devices.to_trainer()
+            handed_over = time.perf_counter() - start
             megatron = (await cluster_log_probs(actor, data, config.actor_train)).batch["log_probs"]
             with torch.no_grad():
                 expected = reference.log_probs(data, TEMPERATURE)
@@ -214,6 +220,7 @@ async def smoke(platform: Platform, dtype: Dtype, folder: Path) -> list[Row]:
             )
             rows.append(Row(f"{when}: weight update of {report.bytes / 1e6:.0f} MB, verified", report.seconds, "s"))
             rows.append(Row(f"{when}: generation", rate, "tokens/s"))
+            rows.append(Row(f"{when}: device handed to the trainer", handed_over, "s"))
             if version == 0:
                 worst, rate = await train(actor, config, data, reference)
                 rows.append(Row(f"loss of {STEPS} steps against CPU fp32, relative", worst, "", bounds["loss"]))

@@ -66,8 +66,9 @@ def policy(
     Returns:
         The 0-d loss, and the metrics `pg_loss`, `kl_loss` (aggregated like the loss, without its coefficient),
         `entropy` (mean over tokens), `ratio_mean`, `ratio_max`, `ratio_deviation_max` (largest |r - 1|),
-        `clip_fraction` (of tokens), `policy_kl` (k3 of log pi - log base), `log_ratio_abs_max` (largest
-        |log pi - log base| of a token); in bypass mode also the partial sums of the correction metrics.
+        `clip_fraction` (of tokens), `policy_kl` (k3 of log pi - log base), `log_ratio_abs_mean` and
+        `log_ratio_abs_max` (|log pi - log base| of tokens), `log_ratio_beyond_p99` (share of tokens for which it is
+        above `p99_logprob_mismatch`, if that is set); in bypass mode also the partial sums of the correction metrics.
 
     Raises:
         ValueError: `entropy_loss_coef` is set without an entropy, or `ratio_type: segment` without `turn_index`.
@@ -95,8 +96,12 @@ def policy(
         "ratio_deviation_max": masked_max((terms.ratio - 1).abs(), counted),
         "clip_fraction": _token_mean(terms.clipped.to(log_probs.dtype), counted, scale),
         "policy_kl": _token_mean(k3(log_ratio), counted, scale),
+        "log_ratio_abs_mean": _token_mean(log_ratio.abs(), counted, scale),
         "log_ratio_abs_max": masked_max(log_ratio.abs(), counted),
     }
+    if config.p99_logprob_mismatch is not None:
+        beyond = ~(log_ratio.abs() <= config.p99_logprob_mismatch)
+        metrics["log_ratio_beyond_p99"] = _token_mean(beyond.to(log_probs.dtype), counted, scale)
     if config.bypass:
         weights = correction.weights if correction is not None and config.correction.weighted else None
         metrics |= partial_sums(

@@ -24,19 +24,21 @@ from roll.configs.policy import PolicyOptions, options_of, proximal_source, rati
 
 @dataclass
 class PolicyLossConfig(PolicyOptions):
-    """Settings of the `policy` loss: the YAML keys of `PolicyOptions`, with every `auto` resolved, and two more.
+    """Settings of the `policy` loss: the YAML keys of `PolicyOptions`, with every `auto` resolved, and three more.
 
     The driver sends it to every training rank, so it must be picklable.
 
     Attributes:
         pg_variant: key of actor_train, a name of PG_VARIANTS.
         ratio_type: key of agentic runs; other runs use the default.
+        p99_logprob_mismatch: key of RL runs; tokens whose log ratio is larger are counted in a metric.
     """
 
     old_log_probs_source: Literal["auto", "behavior", "recompute"] = "recompute"
     pg_ratio_base: Literal["auto", "behavior", "proximal"] = "proximal"
     pg_variant: str = field(kw_only=True)
     ratio_type: Literal["token", "segment", "sequence"] = AgenticOptions.ratio_type
+    p99_logprob_mismatch: float | None = None
 
     @classmethod
     def from_config(cls, config: RLConfig) -> PolicyLossConfig:

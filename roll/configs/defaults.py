@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,14 @@ from roll.configs.pipeline import BaseConfig, RLConfig
 from roll.configs.policy import proximal_source, ratio_base, traits_of
 from roll.configs.roles import DEVICE_ROLES
 
-MISMATCH_FP32 = 1e-3
+MISMATCH_FP32 = {"mean_logprob_mismatch": 1e-5, "p99_logprob_mismatch": 1e-4, "max_logprob_mismatch": 1e-3}
 """Both engines compute the same sums in another order: differences of a few 1e-6 are usual, 1e-3 means a fault."""
 
-MISMATCH_HALF = 0.5
-"""One token's log-prob in 8 bits of mantissa can be off by some tenths; larger means another model or temperature."""
+MISMATCH_HALF = {"mean_logprob_mismatch": 0.05, "p99_logprob_mismatch": 0.5, "max_logprob_mismatch": None}
+"""With 8 bits of mantissa a token's log-prob is off by some hundredths on average, and one of millions by anything."""
+
+SLOWEST_TOKENS_PER_S = 20.0
+"""Of one request on a GPU that is shared by many; slower ones are taken for stuck."""
 
 SINGLE_TURN_KEYS = ("prompt_length", "response_length")
 """Lengths of a prompt and its one response; a trajectory has several."""
@@ -79,9 +83,26 @@ def _fill_in_rl(config: RLConfig) -> None:
     if config.async_training.max_staleness_allowed is None:
         config.async_training.max_staleness_allowed = config.default_max_staleness
     _fill_in_policy(config)
-    if config.max_logprob_mismatch is None:
-        dtypes = {config.actor_train.model_args.dtype, config.actor_infer.model_args.dtype}
-        config.max_logprob_mismatch = MISMATCH_FP32 if dtypes == {"fp32"} else MISMATCH_HALF
+    _fill_in_mismatch(config)
+    _fill_in_timeout(config)
+
+
+def _fill_in_timeout(config: RLConfig) -> None:
+    """A longer time for longer responses, within that of a trajectory."""
+    if "actor_infer.generation_timeout_s" in config.source.given:
+        return
+    sections = (config.actor_infer.generating_args, config.validation.generating_args)
+    seconds = max(section.max_new_tokens or 0 for section in sections) / SLOWEST_TOKENS_PER_S
+    whole = config.trajectory_timeout_s if isinstance(config, AgenticConfig) else math.inf
+    config.actor_infer.generation_timeout_s = min(max(config.actor_infer.generation_timeout_s, seconds), whole)
+
+
+def _fill_in_mismatch(config: RLConfig) -> None:
+    """Sets the bounds that are not given; null leaves a bound out."""
+    dtypes = {config.actor_train.model_args.dtype, config.actor_infer.model_args.dtype}
+    for key, bound in (MISMATCH_FP32 if dtypes == {"fp32"} else MISMATCH_HALF).items():
+        if key not in config.source.given:
+            setattr(config, key, bound)
 
 
 def _fill_in_policy(config: RLConfig) -> None:

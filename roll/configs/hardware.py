@@ -9,7 +9,7 @@ from pathlib import Path
 
 from roll.configs.errors import ConfigError, Report
 from roll.configs.parallel_layout import spans
-from roll.configs.pipeline import BaseConfig
+from roll.configs.pipeline import BaseConfig, RLConfig
 from roll.configs.roles import MegatronRoleConfig
 from roll.configs.rules import check
 
@@ -50,7 +50,7 @@ def prepare_run(config: BaseConfig, hardware: Hardware | None = None) -> list[st
     check_fits_machine(config, hardware, report)
     per_node = config.num_devices_per_node or (hardware.cores if config.platform == "cpu" else hardware.gpus)
     if per_node and not report.errors:
-        check_nodes(config, per_node, report)
+        check_nodes(config, config.platform, per_node, report)
     problems = report.errors + report.missing
     if problems:
         raise ConfigError(problems, config.source.file)
@@ -90,8 +90,9 @@ def resolve_platform(config: BaseConfig, hardware: Hardware, report: Report) -> 
     return platform, hardware.gpus or GPUS_PER_NODE
 
 
-def check_nodes(config: BaseConfig, devices_per_node: int, report: Report) -> None:
-    """Every engine fits on one node; a tensor-parallel group that spans nodes is slow."""
+def check_nodes(config: BaseConfig, platform: str, devices_per_node: int, report: Report) -> None:
+    """Every engine fits on one node; tensor-parallel groups that span nodes, and GPUs shared on several, are slow."""
+    _check_sharing(config, platform, devices_per_node, report)
     for role, worker in config.device_roles().items():
         size = worker.layout.tensor
         for start in range(0, len(worker.device_mapping), size):
@@ -109,6 +110,19 @@ def check_nodes(config: BaseConfig, devices_per_node: int, report: Report) -> No
                     f"{role}.device_mapping", f"an engine must be on one node: {placement}; lower num_gpus_per_worker"
                 )
             break
+
+
+def _check_sharing(config: BaseConfig, platform: str, devices_per_node: int, report: Report) -> None:
+    if platform == "cpu" or not isinstance(config, RLConfig):
+        return
+    devices = config.actor_infer.device_mapping
+    nodes = {device // devices_per_node for device in devices}
+    if devices == config.actor_train.device_mapping and len(nodes) > 1:
+        report.warn(
+            "actor_infer.device_mapping",
+            f"shares the GPUs of actor_train on {len(nodes)} nodes: weights are sent through host memory with gloo, "
+            "which is slower than NCCL between separate GPUs, or shared memory within one node",
+        )
 
 
 def _check_gpus(config: BaseConfig, hardware: Hardware, report: Report) -> None:

@@ -12,8 +12,9 @@ from roll.configs.model_config import ModelShape
 from roll.configs.pipeline import BaseConfig, RLConfig
 from roll.configs.roles import DTYPE_BYTES, ActorInferConfig, ActorTrainConfig, MegatronRoleConfig
 
-HEAD_CHUNK_BYTES = 64 * 2**20
-"""Size of the fp32 logits of one chunk of tokens on one rank: the output head never keeps those of all tokens."""
+HEAD_CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
+"""Size of the fp32 logits of one chunk of tokens on one rank: the output head never has those of all tokens. Chunks
+that fit into caches are fast on a CPU; larger ones keep a GPU busy and need fewer reductions over ranks."""
 
 HEAD_KEPT_BYTES = 512 * 2**20
 """Probabilities up to this size are kept for the head's backward pass; larger ones are recomputed chunk by chunk."""
@@ -42,30 +43,32 @@ class MemoryPlan:
         return sum(line.bytes for line in self.lines)
 
 
-def memory_plans(config: BaseConfig, shapes: dict[str, ModelShape]) -> list[MemoryPlan]:
-    """One plan for each role whose model's shape is known."""
+def memory_plans(config: BaseConfig, shapes: dict[str, ModelShape], platform: str) -> list[MemoryPlan]:
+    """One plan for each role whose model's shape is known, on `platform`, cpu or cuda."""
     plans = []
     for role, worker in config.device_roles().items():
         if role not in shapes:
             continue
         shape = shapes[role]
         if isinstance(worker, ActorTrainConfig):
-            plans.append(_training(config, worker, shape))
+            plans.append(_training(config, worker, shape, platform))
         elif isinstance(worker, ActorInferConfig) and isinstance(config, RLConfig):
             plans.append(_generation(config, worker, shape))
         elif isinstance(worker, MegatronRoleConfig):
-            plans.append(_forward(config, role, worker, shape))
+            plans.append(_forward(config, role, worker, shape, platform))
     return plans
 
 
-def _training(config: BaseConfig, worker: ActorTrainConfig, shape: ModelShape) -> MemoryPlan:
+def _training(config: BaseConfig, worker: ActorTrainConfig, shape: ModelShape, platform: str) -> MemoryPlan:
     """The fullest pipeline stage."""
     stages = worker.layout.pipeline
-    plans = [_training_stage(config, worker, shape, stage) for stage in range(stages)]
+    plans = [_training_stage(config, worker, shape, stage, platform) for stage in range(stages)]
     return max(plans, key=lambda plan: plan.total)
 
 
-def _training_stage(config: BaseConfig, worker: ActorTrainConfig, shape: ModelShape, stage: int) -> MemoryPlan:
+def _training_stage(
+    config: BaseConfig, worker: ActorTrainConfig, shape: ModelShape, stage: int, platform: str
+) -> MemoryPlan:
     layout, megatron = worker.layout, worker.strategy_args.strategy_config
     size = DTYPE_BYTES[worker.model_args.dtype]
     count = shape.stage_parameters(stage, layout.pipeline, layout.tensor)
@@ -84,7 +87,11 @@ def _training_stage(config: BaseConfig, worker: ActorTrainConfig, shape: ModelSh
         _activations(config, worker, shape, stage),
     ]
     if stage == layout.pipeline - 1:
-        lines.append(_head(_training_tokens(config, worker), shape, layout.tensor, keep=True))
+        lines.append(_head(_training_tokens(config, worker), shape, layout.tensor, platform, keep=True))
+        if size != 4:
+            columns = shape.padded_vocabulary(layout.tensor) // layout.tensor
+            formula = f"{columns:,} tokens x {shape.hidden:,} x 4 B, summed in fp32"
+            lines.append(MemoryLine("head gradient", columns * shape.hidden * 4, formula))
     return MemoryPlan("actor_train", f"pipeline stage {stage} of {layout.pipeline}", lines)
 
 
@@ -115,13 +122,13 @@ def _activations(config: BaseConfig, worker: ActorTrainConfig, shape: ModelShape
     return MemoryLine("activations", values * size, formula)
 
 
-def _head(tokens: int, shape: ModelShape, tensor: int, keep: bool) -> MemoryLine:
+def _head(tokens: int, shape: ModelShape, tensor: int, platform: str, keep: bool) -> MemoryLine:
     columns = shape.padded_vocabulary(tensor) // tensor
     whole = tokens * columns * 4
     kept = whole if keep and whole <= HEAD_KEPT_BYTES else 0
-    chunk = f"{HEAD_CHUNK_BYTES >> 20} MiB"
-    formula = f"logits of {tokens:,} tokens x {columns:,} x 4 B = {gibibytes(whole)}, in chunks of {chunk}"
-    return MemoryLine("output head", min(whole, HEAD_CHUNK_BYTES) + kept, formula + (" and kept" if kept else ""))
+    chunk = HEAD_CHUNK_BYTES[platform]
+    formula = f"logits of {tokens:,} tokens x {columns:,} x 4 B = {gibibytes(whole)}, in chunks of {chunk >> 20} MiB"
+    return MemoryLine("output head", min(whole, chunk) + kept, formula + (" and kept" if kept else ""))
 
 
 def _training_tokens(config: BaseConfig, worker: ActorTrainConfig) -> int:
@@ -130,7 +137,7 @@ def _training_tokens(config: BaseConfig, worker: ActorTrainConfig) -> int:
     return worker.training_token_limit or samples * (config.sequence_length or 0)
 
 
-def _forward(config: BaseConfig, role: str, worker: MegatronRoleConfig, shape: ModelShape) -> MemoryPlan:
+def _forward(config: BaseConfig, role: str, worker: MegatronRoleConfig, shape: ModelShape, platform: str) -> MemoryPlan:
     """A frozen model: weights and one layer's values of a forward pass."""
     layout, size = worker.layout, DTYPE_BYTES[worker.model_args.dtype]
     last = layout.pipeline - 1
@@ -140,7 +147,7 @@ def _forward(config: BaseConfig, role: str, worker: MegatronRoleConfig, shape: M
     lines = [
         MemoryLine("weights", count * size, f"{count:,} parameters x {size} B"),
         MemoryLine("activations", tokens * per_token * size, f"{tokens:,} tokens x {per_token:,} values x {size} B"),
-        _head(tokens, shape, layout.tensor, keep=False),
+        _head(tokens, shape, layout.tensor, platform, keep=False),
     ]
     return MemoryPlan(role, "fullest pipeline stage" if last else "every device", lines)
 

@@ -68,7 +68,7 @@ class BaseConfig:
     exp_name: str = option("roll", "Name of the run in trackers.")
     seed: int = option(42, "Every random choice of the run is derived from it.", ge=0)
     deterministic: bool = option(
-        False, "On CPU the same seed gives the same metrics bit for bit, at some cost in speed."
+        False, "The same seed gives the same metrics bit for bit, at some cost in speed; needs a ratio of 0."
     )
     platform: Literal["auto", "cpu", "cuda"] = option("auto", "Where devices are: auto takes cuda when there is one.")
     num_devices_per_node: int | None = option(
@@ -301,8 +301,22 @@ class RLConfig(AsyncOptions, PolicyOptions, AdvantageOptions, SampleMaskOptions,
     num_return_sequences_in_group: int = option(1, "Samples per prompt; agentic: train_env_manager.group_size.", ge=1)
     is_num_return_sequences_expand: bool = option(True, "Each sample is a separate request with its own seed.")
     ppo_epochs: int = option(1, "Passes over each batch.", ge=1)
+    mean_logprob_mismatch: float | None = option(
+        None,
+        "Bound in the first step, in which engine and trainer have the same weights, on the mean difference of their "
+        "log-probs; null leaves it out. Default: 1e-5 in fp32, 0.05 in half precision.",
+        gt=0,
+    )
+    p99_logprob_mismatch: float | None = option(
+        None, "The same on the difference of 99 % of tokens. Default: 1e-4 in fp32, 0.5 in half precision.", gt=0
+    )
     max_logprob_mismatch: float | None = option(
-        None, "Largest |log p - log mu| allowed in the first step; default 1e-3 in fp32, 0.5 in half precision.", gt=0
+        None, "The same on the largest difference. Default: 1e-3 in fp32, none in half precision.", gt=0
+    )
+    is_offload_states: bool | None = option(
+        None,
+        "Trainer and engines that share their devices take turns on them: what is not in use is moved to host "
+        "memory, or freed. Default: true on GPUs, false on a CPU. Needs a ratio of 0.",
     )
     on_truncated_sampling: Literal["warn", "refuse"] = option(
         "warn", "Reaction to a top_p or top_k that truncates the sampled distribution."
@@ -356,6 +370,17 @@ class RLConfig(AsyncOptions, PolicyOptions, AdvantageOptions, SampleMaskOptions,
     def uses_reference(self) -> bool:
         """Whether a KL term needs the frozen model."""
         return self.use_kl_loss or self.add_token_level_kl
+
+    @property
+    def shares_devices(self) -> bool:
+        """Whether trainer and engines own the same devices."""
+        return self.actor_train.device_mapping == self.actor_infer.device_mapping
+
+    def takes_turns(self, platform: str) -> bool:
+        """Whether they hold memory of these devices in turns, on `platform`, cpu or cuda."""
+        if self.is_offload_states is not None:
+            return self.is_offload_states
+        return platform == "cuda" and self.shares_devices and self.async_generation_ratio == 0
 
     @property
     def default_max_staleness(self) -> int:

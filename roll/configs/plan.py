@@ -74,6 +74,8 @@ class Plan:
     devices: list[DevicePlan]
     batch: list[Line]
     memory: list[MemoryPlan]
+    takes_turns: bool = False
+    """Whether trainer and engines hold the memory of their devices in turns."""
     downloads: list[Download] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
@@ -102,14 +104,14 @@ def make_plan(config: BaseConfig, hardware: Hardware | None = None, hub: LookUp 
     hardware = hardware or this_machine()
     report = check(config)
     platform, per_node = resolve_platform(config, hardware, report)
-    check_nodes(config, per_node, report)
+    check_nodes(config, platform, per_node, report)
     check_prompt_lengths(config, report)
     if isinstance(config, AgenticConfig):
         check_episode_lengths(config, report)
     if report.errors:
         raise ConfigError(report.errors, config.source.file)
     shapes = _shapes(config)
-    memory = memory_plans(config, shapes)
+    memory = memory_plans(config, shapes, platform)
     hub = hub or LookUp()
     missing = [f"{problem} (this stops a run, not a plan)" for problem in [*report.missing, *hub.problems]]
     unknown = [role for role in config.device_roles() if role not in shapes]
@@ -126,6 +128,7 @@ def make_plan(config: BaseConfig, hardware: Hardware | None = None, hub: LookUp 
         devices=_devices(config, per_node),
         batch=batch_lines(config),
         memory=memory,
+        takes_turns=isinstance(config, RLConfig) and config.takes_turns(platform),
         downloads=hub.downloads,
         warnings=[str(problem) for problem in report.warnings] + missing,
     )
@@ -175,7 +178,7 @@ def _position(worker: RoleConfig, rank: int) -> str:
 
 
 def shared_device_memory(plan: Plan) -> list[str]:
-    """One line for each set of roles that share their devices: the sum of their memory."""
+    """One line for each set of roles that share their devices: the sum of their memory, or that of every phase."""
     totals = {memory.role: memory.total for memory in plan.memory}
     sentences: list[str] = []
     for role in plan.roles:
@@ -185,8 +188,25 @@ def shared_device_memory(plan: Plan) -> list[str]:
             and group == sorted(group, key=[r.role for r in plan.roles].index)
             and all(n in totals for n in group)
         ):
-            sentences.append(f"{' + '.join(group)} on one device: {gibibytes(sum(totals[name] for name in group))}")
+            if plan.takes_turns and "actor_infer" in group:
+                sentences.append(_phases(group, plan.memory))
+            else:
+                sentences.append(f"{' + '.join(group)} on one device: {gibibytes(sum(totals[name] for name in group))}")
     return sentences
+
+
+def _phases(group: Sequence[str], memory: Sequence[MemoryPlan]) -> str:
+    """Memory of one device in each phase of `roll.distributed.shared_devices`."""
+    of_role = {plan.role: {line.name: line.bytes for line in plan.lines} for plan in memory}
+    trainers = [role for role in group if role != "actor_infer"]
+    training = sum(sum(of_role[role].values()) for role in trainers)
+    generation = sum(of_role["actor_infer"].values())
+    update = of_role["actor_train"]["weights"] + of_role["actor_infer"]["weights"]
+    away = sum(of_role[role].get(name, 0) for role in trainers for name in ("weights", "optimizer"))
+    return (
+        f"{' + '.join(group)} take turns on one device: {gibibytes(training)} while training, {gibibytes(update)} "
+        f"during an update, {gibibytes(generation)} while generating, with {gibibytes(away)} in host memory meanwhile"
+    )
 
 
 def batch_lines(config: BaseConfig) -> list[Line]:

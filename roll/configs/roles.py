@@ -440,7 +440,12 @@ class ActorInferConfig(RoleConfig):
     generating_args: GeneratingArguments = option(factory=GeneratingArguments, help="The sampling of training.")
     num_gpus_per_worker: int = option(1, "Devices of one engine: its tensor-parallel size.", ge=1)
     max_running_requests: int = option(128, "Requests one engine runs at a time.", ge=1)
-    generation_timeout_s: float = option(120.0, "Seconds one request may take before it is aborted and retried.", gt=0)
+    generation_timeout_s: float = option(
+        120.0,
+        "Seconds one request may take before it is aborted and retried. Default: 1 for every 20 tokens of the longest "
+        "response, at least 120, and for agents at most trajectory_timeout_s.",
+        gt=0,
+    )
 
     @property
     def layout(self) -> ParallelLayout:

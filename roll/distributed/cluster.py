@@ -108,8 +108,10 @@ class Cluster(Generic[WorkerT]):
     def _start(self, rank: int, slot: DeviceSlot) -> Any:
         cores, threads = self._resources.cores(slot), self._resources.threads(slot)
         concurrent = self._worker_cls.concurrent
+        platform = get_platform(self._resources.platform_name)
         environment = {
-            **get_platform(self._resources.platform_name).environment,
+            **platform.environment,
+            **(platform.deterministic_environment if self._pipeline_config.deterministic else {}),
             **process_environment(self._pipeline_config, threads),
             **self.config.system_envs,
         }

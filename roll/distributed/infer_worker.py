@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 PROBE_TOKEN = 1
 """Prompt of the request that checks a started engine; any token id would do."""
 
+WEIGHTS, CACHE = "weights", "kv_cache"
+"""SGLang's names of the memory that an engine can release."""
+
 PORT_ATTEMPTS = 3
 """Starts of one engine, as long as it fails on a port that was taken between choosing and binding it."""
 
@@ -47,6 +50,7 @@ class InferWorker(WeightReceiver):
     def __init__(self, rank: WorkerRank, config: ActorInferConfig, pipeline_config: RLConfig) -> None:
         super().__init__(rank, config, pipeline_config)
         self._generation: Generation | None = None
+        self._released: set[str] = set()
 
     @property
     def generation(self) -> Generation:
@@ -68,7 +72,10 @@ class InferWorker(WeightReceiver):
         """
         config, pipeline = self.config, self.pipeline_config
         seed = role_seed(pipeline.seed, self.rank.role, self.rank.rank)  # each request has its own seed as well
-        arguments = engine_arguments(config, pipeline, get_platform(self.rank.platform).engine_arguments(), seed)
+        platform = get_platform(self.rank.platform)
+        turns = pipeline.takes_turns(platform.name)
+        required = platform.engine_arguments(config.model_args.dtype, pipeline.deterministic, releases_memory=turns)
+        arguments = engine_arguments(config, pipeline, required, seed)
         environment = {**LONGER_CONTEXT, **config.system_envs}
         if arguments.get("device") == "cpu":
             environment |= engine_threads(arguments["tp_size"])
@@ -144,6 +151,33 @@ class InferWorker(WeightReceiver):
             EngineError: requests are paused in place, so the cache is in use.
         """
         await self.generation.flush_cache()
+
+    @register(deadline="sync_timeout_s")
+    async def release_memory(self, tags: list[str]) -> None:
+        """Frees memory of the paused engine: CACHE empties its cache, WEIGHTS forgets its weights.
+
+        Without SGLang's memory saver, which needs a GPU, nothing is freed and nothing forgotten.
+        """
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
+        tags = [tag for tag in tags if tag not in self._released]
+        if tags:
+            answer = self.engine.manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags))
+            await self.engine.guard(answer, f"release {' and '.join(tags)}", self.pipeline_config.sync_timeout_s)
+            self._released.update(tags)
+
+    @register(deadline="sync_timeout_s")
+    async def resume_memory(self, tags: list[str]) -> None:
+        """Takes released memory again; weights are those of no version until a weight update has sent them."""
+        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+
+        tags = [tag for tag in tags if tag in self._released]
+        if tags:
+            answer = self.engine.manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags))
+            await self.engine.guard(
+                answer, f"take memory for {' and '.join(tags)}", self.pipeline_config.sync_timeout_s
+            )
+            self._released.difference_update(tags)
 
     @register()
     async def process_ids(self) -> list[int]:

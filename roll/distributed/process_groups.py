@@ -91,6 +91,10 @@ class BroadcastGroup:
     backend: str
 
 
+NCCL_TIMEOUT_FACTOR = 10
+"""NCCL's watchdog ends the process of a collective that takes too long; the deadline of an update has to come first."""
+
+
 def join_as_source(group: BroadcastGroup, timeout_s: float) -> ProcessGroup:
     """Joins as rank 0 and waits for the engines.
 
@@ -105,6 +109,7 @@ def join_as_source(group: BroadcastGroup, timeout_s: float) -> ProcessGroup:
 
     timeout = timedelta(seconds=timeout_s)
     store = serve_store(group.address, group.port, group.world_size, timeout)
+    of_collectives = timeout * (NCCL_TIMEOUT_FACTOR if group.backend == "nccl" else 1)
     joined, _ = c10d._new_process_group_helper(
         group.world_size,
         0,
@@ -112,8 +117,21 @@ def join_as_source(group: BroadcastGroup, timeout_s: float) -> ProcessGroup:
         c10d.Backend(group.backend),
         PrefixStore(group.name, store),
         group_name=c10d.GroupName(group.name),
-        timeout=timeout,
+        timeout=of_collectives,
     )
     c10d._world.pg_group_ranks[joined] = {rank: rank for rank in range(group.world_size)}
     source: ProcessGroup = joined
     return source
+
+
+def leave_group(group: ProcessGroup) -> None:
+    """Leaves a group in which a collective may not have ended.
+
+    `destroy_process_group` of NCCL waits for kernels that may wait for the other side, so its communicator is aborted.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    if c10d.get_backend(group) == "nccl":
+        c10d._abort_process_group(group)
+    else:
+        c10d.destroy_process_group(group)

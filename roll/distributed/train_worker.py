@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from roll.platforms import get_platform
 if TYPE_CHECKING:
     from roll.configs.pipeline import BaseConfig
     from roll.configs.roles import MegatronRoleConfig
+    from roll.distributed.strategy.host_copies import StateKind
     from roll.distributed.strategy.megatron_strategy import MegatronInferStrategy, MegatronTrainStrategy
 
 
@@ -76,6 +78,16 @@ class TrainWorker(WeightSender):
             frozen.initialize()
             self._infer_strategy = frozen
         gc_freeze()
+
+    @register(deadline="sync_timeout_s")
+    def offload_states(self, kinds: Sequence[StateKind]) -> int:
+        """Moves states of this rank to host memory; returns the bytes of its device that are free now."""
+        return self.infer_strategy.states.offload(kinds)
+
+    @register(deadline="sync_timeout_s")
+    def load_states(self, kinds: Sequence[StateKind]) -> int:
+        """Brings states back to the device; returns their bytes."""
+        return self.infer_strategy.states.load(kinds)
 
     @register()
     def compute_log_probs(self, data: DataProto) -> DataProto:

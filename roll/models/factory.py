@@ -33,6 +33,8 @@ class BuildOptions:
     transformer_engine: bool = False
     bias_activation_fusion: bool = False
     apply_rope_fusion: bool = False
+    deterministic: bool = False
+    """Operators that add in a fixed order on a GPU."""
 
 
 class HiddenStateModel(GPTModel):  # type: ignore[misc]  # Megatron is not typed
@@ -114,6 +116,7 @@ def transformer_config(model: DecoderConfig, options: BuildOptions) -> Transform
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
+        deterministic_mode=options.deterministic,
     )
 
 

@@ -1,7 +1,8 @@
 """Log-probs and entropies of target tokens from hidden states, fused with the head, for a vocabulary split over ranks.
 
 The matrix product with the head is part of the operator, so that logits exist only for the selected tokens and one
-chunk at a time, and become probabilities in place.
+chunk at a time, and become probabilities in place. Logits, and the sum of the weights' gradient over chunks, are fp32
+in half precision too: in bf16, logits of 16 to 32 have steps of 0.125, and a sum of many chunks loses digits.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ import torch
 import torch.distributed as dist
 
 from roll.configs.memory import HEAD_CHUNK_BYTES, HEAD_KEPT_BYTES
+
+PRODUCT_ROWS = 16_384
+"""Tokens of the vocabulary whose weight gradient is computed at once."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,8 @@ def fused_linear_logprobs(
     Returns:
         Log-probs and entropies in nats, [N] float32 each.
     """
+    if hidden.dtype != torch.float32 and not _has_fp32_output(hidden):
+        hidden, weight = hidden.float(), weight.float()
     keep = torch.is_grad_enabled() and hidden.shape[0] * weight.shape[0] * 4 <= HEAD_KEPT_BYTES
     log_probs, entropy = _FusedLinearLogprobs.apply(hidden, weight, targets, spec, entropy_gradient, keep)  # type: ignore[no-untyped-call]
     return log_probs, entropy
@@ -66,7 +72,7 @@ class _FusedLinearLogprobs(torch.autograd.Function):
         entropy_gradient: bool,
         keep: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        chunks = _chunks(hidden.shape[0], weight.shape[0])
+        chunks = _chunks(hidden, weight)
         parts = [_forward_chunk(hidden[rows], weight, targets[rows], spec) for rows in chunks]
         log_probs = torch.cat([part.log_probs for part in parts])
         entropy = torch.cat([part.entropy for part in parts])
@@ -82,9 +88,9 @@ class _FusedLinearLogprobs(torch.autograd.Function):
         hidden, weight, targets, entropy = ctx.saved_tensors
         spec: HeadSpec = ctx.spec
         hidden_gradient = torch.empty_like(hidden)
-        weight_gradient = torch.zeros_like(weight)
+        weight_gradient = torch.zeros_like(weight, dtype=torch.float32)
         used = weight[: spec.tokens]
-        for index, rows in enumerate(_chunks(hidden.shape[0], weight.shape[0])):
+        for index, rows in enumerate(_chunks(hidden, weight)):
             if ctx.probabilities is None:
                 probabilities = _forward_chunk(hidden[rows], weight, targets[rows], spec).probabilities
             else:
@@ -94,11 +100,11 @@ class _FusedLinearLogprobs(torch.autograd.Function):
                 probabilities, targets[rows], entropy[rows], log_prob_gradient[rows], of_entropy, spec
             ).to(hidden.dtype)
             torch.matmul(logits, used, out=hidden_gradient[rows])
-            weight_gradient[: spec.tokens].addmm_(logits.t(), hidden[rows])
+            _add_product(weight_gradient[: spec.tokens], logits.t(), hidden[rows])
         ctx.probabilities = None
         if spec.group is not None and spec.reduce_hidden_gradient:
             dist.all_reduce(hidden_gradient, group=spec.group)
-        return hidden_gradient, weight_gradient, None, None, None, None
+        return hidden_gradient, weight_gradient.to(weight.dtype), None, None, None, None
 
 
 @dataclass
@@ -110,7 +116,7 @@ class _ChunkResult:
 
 def _forward_chunk(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, spec: HeadSpec) -> _ChunkResult:
     """Results for n tokens; `probabilities` cover this rank's part of the vocabulary, [n, tokens] float32."""
-    logits = torch.matmul(hidden, weight[: spec.tokens].t()).float()
+    logits = _product(hidden, weight[: spec.tokens].t())
     if spec.temperature != 1.0:
         logits.mul_(1.0 / spec.temperature)
     highest = logits.amax(dim=-1)
@@ -149,7 +155,8 @@ def _logit_gradient(
         of_entropy = of_entropy / spec.temperature
         surprise = probabilities.clamp(min=torch.finfo(torch.float32).tiny).log_().add_(entropy[:, None])
         gradient = probabilities.mul_(surprise.mul_(-of_entropy[:, None]).sub_(of_log_prob[:, None]))
-    return gradient.scatter_add_(1, local[:, None], (of_log_prob * own)[:, None])
+    column = local[:, None]  # one of each row, so nothing is added twice, in whatever order
+    return gradient.scatter_(1, column, gradient.gather(1, column) + (of_log_prob * own)[:, None])
 
 
 def _own_targets(targets: torch.Tensor, spec: HeadSpec) -> tuple[torch.Tensor, torch.Tensor]:
@@ -159,7 +166,27 @@ def _own_targets(targets: torch.Tensor, spec: HeadSpec) -> tuple[torch.Tensor, t
     return torch.where(own, local, 0), own.float()
 
 
-def _chunks(rows: int, columns: int) -> list[slice]:
-    """Row slices of at most HEAD_CHUNK_BYTES; `columns` includes padding rows of the head, so that all ranks agree."""
-    size = max(1, HEAD_CHUNK_BYTES // (4 * columns))
+def _chunks(hidden: torch.Tensor, weight: torch.Tensor) -> list[slice]:
+    """Row slices of at most HEAD_CHUNK_BYTES of logits; padding rows of the head count, so that all ranks agree."""
+    rows, columns = hidden.shape[0], weight.shape[0]
+    size = max(1, HEAD_CHUNK_BYTES[hidden.device.type] // (4 * columns))
     return [slice(start, min(start + size, rows)) for start in range(0, max(rows, 1), size)]
+
+
+def _has_fp32_output(matrix: torch.Tensor) -> bool:
+    """Whether torch multiplies half-precision matrices of this device into fp32 ones; on a CPU it does not."""
+    return matrix.device.type == "cuda"
+
+
+def _product(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """The product in fp32, of matrices in any precision."""
+    return one @ other if one.dtype == torch.float32 else torch.mm(one, other, out_dtype=torch.float32)
+
+
+def _add_product(total: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> None:
+    """Adds the product to `total` in fp32; for half precision by slices, since the product is a matrix of its own."""
+    if one.dtype == torch.float32:
+        total.addmm_(one, other)
+        return
+    for rows in range(0, len(total), PRODUCT_ROWS):
+        total[rows : rows + PRODUCT_ROWS] += _product(one[rows : rows + PRODUCT_ROWS], other)

@@ -192,8 +192,10 @@ class PipelineState:
     samples: dict[str, Any] = field(default_factory=dict)
 
     def save(self, folder: Path) -> None:
-        """Writes the state to a checkpoint folder."""
-        (folder / FILE_NAME).write_text(json.dumps(asdict(self), indent=1))
+        """Writes the state to a checkpoint folder, or replaces it there."""
+        partial = folder / f"{FILE_NAME}.partial"
+        partial.write_text(json.dumps(asdict(self), indent=1))
+        os.replace(partial, folder / FILE_NAME)
 
     @classmethod
     def load(cls, folder: Path) -> PipelineState:

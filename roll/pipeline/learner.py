@@ -16,7 +16,6 @@ import torch
 
 from roll.algorithms.advantages import AdvantageConfig, compute_advantages, learned_samples
 from roll.algorithms.correction import (
-    LOG_PROB_DIFF_MAX,
     NO_OP,
     WEIGHT_MAX,
     WEIGHT_MEAN,
@@ -27,7 +26,6 @@ from roll.algorithms.correction import (
 from roll.algorithms.kl import kl_controller
 from roll.algorithms.policy_losses import PolicyLossConfig
 from roll.algorithms.turn_advantages import TURN_KEYS, read_turns
-from roll.configs.errors import RunError
 from roll.configs.parallel_layout import ParallelLayout
 from roll.configs.pipeline import BaseConfig, RLConfig
 from roll.configs.policy import traits_of
@@ -35,6 +33,7 @@ from roll.configs.roles import MegatronRoleConfig
 from roll.datasets.micro_batches import OptimizerStepPlan, plan_forward, plan_optimizer_steps
 from roll.distributed.protocol import DataProto
 from roll.distributed.train_worker import TrainWorker
+from roll.pipeline.logprob_checks import Mismatch, check_engine, check_first_update
 from roll.pipeline.rollout_batch import dump_samples
 from roll.pipeline.training_loop import SampleBatch
 from roll.rollout.timers import StepClock
@@ -48,10 +47,6 @@ ROLE = "actor_train"
 
 LOG_PROB_KEYS = ("input_ids", "attention_mask", "position_ids", "response_mask")
 """Tensors that a forward pass for log-probs needs."""
-
-FIRST_STEP_TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2, "fp16": 1e-2}
-"""How far log pi may be from log p before any update. Half precision rounds differently when the forward pass for old
-log-probs and the training pass batch samples differently."""
 
 NO_OP_TOLERANCE = 1e-6
 """Ratios this close to 1 over a whole batch correct nothing."""
@@ -107,7 +102,7 @@ class RLLearner(ActorLearner):
         """One update with the whole batch, in `ppo_epochs` passes of optimizer steps; returns its metrics.
 
         Raises:
-            RunError: in the first step a ratio is not 1, or log-probs differ from the engine's.
+            RunError: in the first step log-probs of engine, log-prob pass and training pass are too far apart.
         """
         data = batch.data
         data.meta_info["temperature"] = self._config.actor_infer.generating_args.temperature
@@ -166,17 +161,9 @@ class RLLearner(ActorLearner):
             weights, kept = correction.weights if options.weighted else None, correction.kept
         metrics = diagnostics(proximal, behavior, mask, weights, kept)
         if not self._updated:
-            self._check_engine_log_probs(metrics[LOG_PROB_DIFF_MAX])
+            p99 = self._config.p99_logprob_mismatch
+            check_engine(Mismatch.between(proximal, behavior, mask, p99), self._config)
         return metrics
-
-    def _check_engine_log_probs(self, difference: float) -> None:
-        """Before the first update engine and trainer have the same weights, so log-probs must agree."""
-        bound = self._config.max_logprob_mismatch
-        if bound is not None and not difference <= bound:
-            raise RunError(
-                f"engine and trainer disagree about the log-prob of a sampled token by {difference:.3g}, more than "
-                f"max_logprob_mismatch {bound}: check that both load the same weights, temperature and dtype"
-            )
 
     # 3. Advantages
 
@@ -226,7 +213,7 @@ class RLLearner(ActorLearner):
                 shards = training_shards(data, plan, counted)
                 step = finalize((await self._actor.call_shards(TrainWorker.train_step, shards))[0])
                 if not self._updated:
-                    self._check_first_update(step)
+                    check_first_update(step, self._loss_config, config)
                     self._updated = True
                 steps.append(step)
         return {metric_name(name): reduce_steps(name, [step[name] for step in steps]) for name in steps[0]}
@@ -235,13 +222,6 @@ class RLLearner(ActorLearner):
         """Tensors that ranks need: all but those of turns, which only the advantages use."""
         read = ("turn_index",) if self._loss_config.reads_turns else ()
         return [key for key in data.tensors() if key not in TURN_KEYS or key in read]
-
-    def _check_first_update(self, step: Mapping[str, float]) -> None:
-        config = self._config
-        dtype, bound = config.actor_train.model_args.dtype, config.max_logprob_mismatch
-        fault = first_update_fault(step, self._loss_config.pg_ratio_base, dtype, bound)
-        if fault:
-            raise RunError(fault)
 
     # 5. Checks
 
@@ -366,37 +346,6 @@ def training_shards(data: DataProto, plan: OptimizerStepPlan, counted: torch.Ten
         shard.meta_info = {**data.meta_info, "optimizer_steps": [step]}
         shards.append(shard)
     return shards
-
-
-def first_update_fault(step: Mapping[str, float], base: str, dtype: str, max_mismatch: float | None) -> str | None:
-    """What is inconsistent in the first optimizer step of a run; None if nothing is.
-
-    Before any update pi is p, and mu as far as engine and trainer agree. So the log ratio of every token is 0 against
-    p, and within `max_mismatch` against mu.
-
-    Args:
-        step: metrics of the policy loss.
-        base: `pg_ratio_base`, behavior or proximal.
-        dtype: of actor_train.
-        max_mismatch: `max_logprob_mismatch`; None turns the check against the engine off.
-    """
-    tolerance = max_mismatch if base == "behavior" else FIRST_STEP_TOLERANCE[dtype]
-    off = step["log_ratio_abs_max"]
-    if tolerance is None or (off <= tolerance and abs(step["policy_kl"]) <= tolerance):
-        return None
-    found = (
-        f"the first optimizer step has ratio_mean {step['ratio_mean']}, ratio_max {step['ratio_max']} and policy_kl "
-        f"{step['policy_kl']}, and a log ratio of {off:.3g}"
-    )
-    if base == "behavior":
-        return (
-            f"{found}; before any update log ratios of trainer and engine must be within max_logprob_mismatch "
-            f"{tolerance:g} of 0: check that both load the same weights, temperature and dtype"
-        )
-    return (
-        f"{found}; before any update they must be 1, 1, 0 and 0, within {tolerance:g}: the training pass and the "
-        "log-prob pass do not compute the same model"
-    )
 
 
 def metric_name(name: str) -> str:

@@ -70,12 +70,13 @@ class RLPipeline(ABC, Generic[ConfigT]):
         samples = self._start_rollouter(session)
         await session.ready()
         logger.info("connecting trainer and engines for weight updates")
-        synchronizer = WeightSynchronizer(actor, session.infer_clusters["actor_infer"], config)
+        devices = session.shared_devices
+        synchronizer = WeightSynchronizer(actor, session.infer_clusters["actor_infer"], config, devices=devices)
         await synchronizer.setup()
         extensions = load_extensions(config)
         learner = (extensions.trainer or RLLearner)(config, actor, session.train_clusters.get("reference"))
         hook = extensions.batch_hook(config) if extensions.batch_hook else None
-        return TrainingLoop(config, samples, learner, synchronizer, trackers, batch_hook=hook)
+        return TrainingLoop(config, samples, learner, synchronizer, trackers, batch_hook=hook, devices=devices)
 
     def _start_rollouter(self, session: Session) -> SampleSource:
         """The rollouter in this process, or the client of one in a separate process."""

@@ -8,13 +8,14 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
-from roll.configs.pipeline import BaseConfig
+from roll.configs.pipeline import BaseConfig, RLConfig
 from roll.configs.roles import MegatronRoleConfig
 from roll.distributed.cluster import Cluster
 from roll.distributed.infer_worker import InferWorker
 from roll.distributed.model_download import fetch_on_nodes
 from roll.distributed.remote_actor import RemoteActor
 from roll.distributed.resources import ResourceManager, start_ray, stop_ray
+from roll.distributed.shared_devices import SharedDevices
 from roll.distributed.train_worker import TrainWorker
 from roll.distributed.worker import Worker
 from roll.platforms import get_platform
@@ -43,6 +44,8 @@ class Session:
         self._resources: ResourceManager | None = None
         self.train_clusters: dict[str, Cluster[TrainWorker]] = {}
         self.infer_clusters: dict[str, Cluster[InferWorker]] = {}
+        self.shared_devices: SharedDevices | None = None
+        """Of a run whose trainer and engines take turns on their devices."""
         self._remote_actors: list[RemoteActor[Any]] = []
         self._close_first: list[Callable[[], Awaitable[None]]] = []
 
@@ -90,6 +93,12 @@ class Session:
                 self.train_clusters[role] = Cluster(role, TrainWorker, worker, config, resources, layout)
             else:
                 self.infer_clusters[role] = Cluster(role, InferWorker, worker, config, resources, layout)
+        if isinstance(config, RLConfig) and config.takes_turns(self._platform.name):
+            trained, infer = self.train_clusters["actor_train"], self.infer_clusters["actor_infer"]
+            devices = trained.config.device_mapping
+            sharing = [each for each in self.train_clusters.values() if each.config.device_mapping == devices]
+            frozen = [cluster for cluster in sharing if cluster is not trained]
+            self.shared_devices = SharedDevices(trained, frozen, infer, config.in_flight_policy)
         await asyncio.sleep(0)
 
     @property
@@ -98,16 +107,31 @@ class Session:
         return [*self.train_clusters.values(), *self.infer_clusters.values()]
 
     async def ready(self) -> None:
-        """Initializes all roles at the same time, and waits for them and for the remote actors.
+        """Initializes the roles in their order, and waits for them and for the remote actors.
 
         Raises:
             ClusterError: one of them did not start.
         """
-        calls = [asyncio.to_thread(cluster.initialize) for cluster in self.clusters]
-        for call in await asyncio.gather(*calls):
-            await call
+        for clusters in self._start_order():
+            calls = [asyncio.to_thread(cluster.initialize) for cluster in clusters]
+            for call in await asyncio.gather(*calls):
+                await call
+            if self.shared_devices is not None and self.train_clusters["actor_train"] in clusters:
+                await self.shared_devices.engines_may_start()
         for remote_actor in self._remote_actors:
             await remote_actor.ready()
+
+    def _start_order(self) -> list[list[Cluster[Worker]]]:
+        """Clusters that may start at the same time, one list after the other.
+
+        An engine takes a share of the memory that it finds free on its GPU, so it starts once the training ranks on
+        that GPU hold theirs, or have moved it to host memory.
+        """
+        if not self._platform.engines_take_free_memory:
+            return [self.clusters]
+        taken = {device for cluster in self.train_clusters.values() for device in cluster.config.device_mapping}
+        later = [each for each in self.infer_clusters.values() if taken & {*each.config.device_mapping}]
+        return [[cluster for cluster in self.clusters if cluster not in later], [*later]]
 
     def start_remote_actor(
         self, name: str, deadlines: Mapping[str, float], make: Callable[P, ObjectT], *args: P.args, **kwargs: P.kwargs

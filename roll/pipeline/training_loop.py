@@ -22,6 +22,7 @@ from roll.rollout.timers import StepClock
 
 if TYPE_CHECKING:
     from roll.distributed.protocol import DataProto
+    from roll.distributed.shared_devices import SharedDevices
     from roll.distributed.weight_sync.synchronizer import UpdateReport
     from roll.trackers import TrackerGroup
 
@@ -146,6 +147,7 @@ class TrainingLoop:
         trackers: TrackerGroup,
         target_reached: Callable[[dict[str, float]], bool] | None = None,
         batch_hook: BatchHook | None = None,
+        devices: SharedDevices | None = None,
     ) -> None:
         """Connects the parts.
 
@@ -157,7 +159,9 @@ class TrainingLoop:
             trackers: receive the metrics of every step.
             target_reached: whether validation metrics reach the goal of the run, which then ends early; None: never.
             batch_hook: sees every batch before `learner`.
+            devices: on which trainer and engines take turns; None where each has its own, or both stay on them.
         """
+        self._devices = devices
         self._config = config
         self._samples = samples
         self._learner = learner
@@ -166,7 +170,7 @@ class TrainingLoop:
         self._target_reached = target_reached or (lambda metrics: False)
         self._batch_hook = batch_hook
         self._checkpoints = checkpoint_folder(config)
-        self._devices = len({rank for role in config.device_roles().values() for rank in role.device_mapping}) or 1
+        self._device_count = len({rank for role in config.device_roles().values() for rank in role.device_mapping}) or 1
         self.state = PipelineState()
         self.validation: dict[str, dict[str, float]] = {}
         self._last_step_at = time.monotonic()
@@ -199,6 +203,7 @@ class TrainingLoop:
             raise RunInterrupted(await self._save_last_step())
         if self._config.save_hf_model:
             logger.info("writing the model as a Hugging Face folder")
+            await self._to_trainer()
             await write_folder(Path(self._config.output_dir) / "hf_model", self._learner.export_hf)
 
     def stop(self) -> bool:
@@ -237,23 +242,41 @@ class TrainingLoop:
             clock.add(name, seconds)
         metrics = batch.metrics | self._show_to_hook(batch, clock)
         self._learning = True
+        if self._devices is not None:
+            with clock.measure("hand_over"):
+                await self._devices.to_trainer()
         metrics |= await self._learner.learn(batch, state.step + 1, clock)
         state.step += 1
         state.version += 1
-        metrics |= await self._update_weights(clock)
-        self._learning = False
-        if self._due(self._config.eval_steps):
-            metrics |= await self._validate(clock)
-        await self._samples.advance(state.version)
-        metrics |= await self._learner.memory()
         try:
-            if self._config.save_checkpoint and self._due(self._config.save_steps or self._config.max_steps):
-                with clock.measure("checkpoint"):
-                    await self.save()
+            if self._devices is not None:  # they are the trainer's at this moment
+                await self._save_if_due(clock)
+            metrics |= await self._update_weights(clock)
+            self._learning = False
+            if self._due(self._config.eval_steps):
+                metrics |= await self._validate(clock)
+            await self._samples.advance(state.version)
+            metrics |= await self._learner.memory()
+            await self._save_if_due(clock)
         finally:
             times = clock.metrics()
             self._last_step_at = time.monotonic()
-            self._log(metrics | throughput(batch.tokens, self._devices, times) | times)
+            self._log(metrics | throughput(batch.tokens, self._device_count, times) | times)
+
+    async def _to_trainer(self) -> None:
+        """Gives the trainer the devices that it shares with the engines; the next weight update returns them."""
+        if self._devices is not None:
+            await self._devices.to_trainer()
+
+    async def _save_if_due(self, clock: StepClock) -> None:
+        """Writes the checkpoint of this step, once; what a validation found since then is added to it."""
+        if not self._config.save_checkpoint or not self._due(self._config.save_steps or self._config.max_steps):
+            return
+        if self.checkpoint is None or step_of(self.checkpoint) != self.state.step:
+            with clock.measure("checkpoint"):
+                await self.save()
+        elif self.state.reached:
+            self.state.save(self.checkpoint)
 
     def _show_to_hook(self, batch: SampleBatch, clock: StepClock) -> dict[str, float]:
         """`batch_hook/...` of the user's hook, if there is one.
@@ -322,6 +345,7 @@ class TrainingLoop:
 
     async def save(self) -> Path:
         """Writes a complete checkpoint of the current step."""
+        await self._to_trainer()
         self.state.samples = await self._samples.state_dict()
 
         async def write(folder: Path) -> None:
@@ -344,6 +368,7 @@ class TrainingLoop:
             self._rename_old_checkpoints(None)
             return
         self.state = PipelineState.load(folder)
+        await self._to_trainer()
         try:
             await self._samples.load_state_dict(self.state.samples)
             await self._learner.load(folder)

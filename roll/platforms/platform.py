@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     import torch
+
+
+POLL_S = 0.0005
 
 
 class Platform(ABC):
@@ -24,6 +28,10 @@ class Platform(ABC):
 
     environment: ClassVar[dict[str, str]] = {}
     """Environment variables of every process with a device."""
+    deterministic_environment: ClassVar[dict[str, str]] = {}
+    """Added to it with `deterministic: true`."""
+    engines_take_free_memory: ClassVar[bool] = False
+    """Whether an engine sizes its cache by the memory that is free on its device when it starts."""
 
     @abstractmethod
     def device_count(self) -> int:
@@ -38,8 +46,32 @@ class Platform(ABC):
         """Bytes: `used` and `peak` by this process on its device, `total` and `available` of the device."""
 
     @abstractmethod
-    def engine_arguments(self) -> dict[str, Any]:
-        """SGLang's ServerArgs that this platform requires."""
+    def wait_for_device(self, timeout_s: float) -> None:
+        """Waits until this process's work on its device is done.
+
+        Raises:
+            TimeoutError: it was not done within `timeout_s`.
+        """
+
+    @abstractmethod
+    def release_cached_memory(self) -> None:
+        """Returns the memory of freed tensors to the device, for other processes."""
+
+    @abstractmethod
+    def engine_arguments(
+        self, dtype: str, deterministic: bool = False, releases_memory: bool = False
+    ) -> dict[str, Any]:
+        """SGLang's ServerArgs that this platform requires.
+
+        Args:
+            dtype: of the engine, such as fp32.
+            deterministic: the same requests give the same tokens.
+            releases_memory: a trainer uses the devices while the engine does not generate.
+        """
+
+    @abstractmethod
+    def use_deterministic_kernels(self) -> None:
+        """Makes torch add in a fixed order in this process, and raise an error where it cannot."""
 
     def prepare_megatron(self) -> None:
         """Prepares this process for Megatron-Core; call it before importing Megatron-Core.
@@ -100,7 +132,18 @@ class CpuPlatform(Platform):
         used = psutil.Process().memory_info().rss
         return {"used": used, "peak": max(used, peak), "total": node.total, "available": node.available}
 
-    def engine_arguments(self) -> dict[str, Any]:
+    def wait_for_device(self, timeout_s: float) -> None:
+        """Returns at once: an operator has done its work when it returns."""
+
+    def release_cached_memory(self) -> None:
+        """Nothing to do: large tensors are returned when they are freed."""
+
+    def use_deterministic_kernels(self) -> None:
+        """Nothing to do: with a fixed number of threads the order is fixed."""
+
+    def engine_arguments(
+        self, dtype: str, deterministic: bool = False, releases_memory: bool = False
+    ) -> dict[str, Any]:
         """SGLang on torch operators, without CUDA graphs; `sleep_on_idle` frees the core of an idle engine."""
         return {
             "device": "cpu",
@@ -126,6 +169,13 @@ class CudaPlatform(Platform):
     collective_backend: ClassVar[str] = "nccl"
     environment: ClassVar[dict[str, str]] = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
     """What SGLang sets in its processes: both sides of a weight update have to agree."""
+    deterministic_environment: ClassVar[dict[str, str]] = {
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+        "NCCL_ALGO": "Ring",
+    }
+    """For cuBLAS, Transformer Engine and NCCL, which choose algorithms by speed otherwise."""
+    engines_take_free_memory: ClassVar[bool] = True
 
     def device_count(self) -> int:
         import torch
@@ -149,9 +199,37 @@ class CudaPlatform(Platform):
             "available": available,
         }
 
-    def engine_arguments(self) -> dict[str, Any]:
-        """None: SGLang chooses its settings by the GPU."""
-        return {}
+    def wait_for_device(self, timeout_s: float) -> None:
+        """Asks again and again: a call that waits for a kernel that waits for a dead process would never return."""
+        import torch
+
+        done, deadline = torch.cuda.Event(), time.monotonic() + timeout_s
+        done.record()
+        while not done.query():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the GPU was not done within {timeout_s:g} s")
+            time.sleep(POLL_S)
+
+    def release_cached_memory(self) -> None:
+        import torch
+
+        torch.cuda.empty_cache()
+
+    def use_deterministic_kernels(self) -> None:
+        import torch
+
+        torch.use_deterministic_algorithms(True)
+
+    def engine_arguments(
+        self, dtype: str, deterministic: bool = False, releases_memory: bool = False
+    ) -> dict[str, Any]:
+        """SGLang chooses its settings by the GPU; on some that is an attention that has no fp32."""
+        arguments: dict[str, Any] = {"attention_backend": "triton"} if dtype == "fp32" else {}
+        if deterministic:
+            arguments["enable_deterministic_inference"] = True
+        if releases_memory:
+            arguments["enable_memory_saver"] = True
+        return arguments
 
     def prepare_megatron(self) -> None:
         """Sets one hardware queue, so that collectives start before the matrix products that overlap them."""

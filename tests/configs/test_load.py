@@ -148,6 +148,34 @@ def test_lengths_complete_each_other(tmp_path: Path) -> None:
     assert rlvr(tmp_path, text=by_sequence).response_length == 8192 - 2048
 
 
+@pytest.mark.parametrize(
+    ("overrides", "seconds"),
+    [
+        ("response_length=1024", 120),
+        ("response_length=16384", 16384 / 20),
+        ("validation.generating_args.max_new_tokens=1000 response_length=8000", 400),
+        ("response_length=16384 actor_infer.generation_timeout_s=60", 60),
+    ],
+)
+def test_long_responses_have_more_time(tmp_path: Path, overrides: str, seconds: float) -> None:
+    assert rlvr(tmp_path, *overrides.split()).actor_infer.generation_timeout_s == seconds
+
+
+@pytest.mark.parametrize(
+    ("overrides", "bounds"),
+    [
+        ("actor_train.model_args.dtype=fp32 actor_infer.model_args.dtype=fp32", (1e-5, 1e-4, 1e-3)),
+        ("actor_train.model_args.dtype=fp32", (0.05, 0.5, None)),
+        ("max_logprob_mismatch=2 p99_logprob_mismatch=~", (0.05, None, 2)),
+    ],
+)
+def test_bounds_of_log_probs_follow_from_the_precision(
+    tmp_path: Path, overrides: str, bounds: tuple[float | None, ...]
+) -> None:
+    config = rlvr(tmp_path, *overrides.split())
+    assert (config.mean_logprob_mismatch, config.p99_logprob_mismatch, config.max_logprob_mismatch) == bounds
+
+
 def test_roles_take_the_model_of_the_run(tmp_path: Path) -> None:
     config = rlvr(tmp_path)
     assert config.actor_infer.model_args.model_name_or_path == config.pretrain

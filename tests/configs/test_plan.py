@@ -11,10 +11,10 @@ import pytest
 from roll.configs.errors import ConfigError
 from roll.configs.hardware import Hardware
 from roll.configs.load import load_config
-from roll.configs.memory import MemoryPlan
+from roll.configs.memory import MemoryPlan, gibibytes
 from roll.configs.model_config import read_model_shape
 from roll.configs.parallel_layout import spans
-from roll.configs.plan import Plan, make_plan
+from roll.configs.plan import Plan, make_plan, shared_device_memory
 from tests.configs.samples import DATA, LAPTOP, SERVER, rlvr, sft
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -136,6 +136,41 @@ def test_fp32_training_has_no_second_copy_of_the_weights(tmp_path: Path) -> None
     plan = make_plan(rlvr(tmp_path, "actor_train.model_args.dtype=fp32", "actor_infer.model_args.dtype=fp32"), SERVER)
     assert bytes_of(plan, "actor_train", "weights") == 4 * 3_807_910_400
     assert bytes_of(plan, "actor_train", "optimizer") == 8 * 3_807_910_400 // 8
+    assert not [line for line in memory(plan, "actor_train").lines if line.name == "head gradient"]
+
+
+def test_the_head_has_larger_chunks_on_gpus_and_its_gradient_is_summed_in_fp32(tmp_path: Path) -> None:
+    plan = make_plan(rlvr(tmp_path), SERVER)
+    assert bytes_of(plan, "actor_train", "head gradient") == 152064 // 2 * 3584 * 4
+    logits, chunk = 3072 * 152064 // 2 * 4, 512 * 2**20
+    assert logits > chunk == bytes_of(plan, "actor_train", "output head")
+    on_cpu = make_plan(rlvr(tmp_path, "platform=cpu", "num_devices_per_node=24"), SERVER)
+    assert bytes_of(on_cpu, "actor_train", "output head") == 64 * 2**20
+
+
+def test_roles_that_take_turns_need_the_memory_of_one_phase(tmp_path: Path) -> None:
+    shared = ("platform=cuda", "num_devices_per_node=16", "actor_infer.device_mapping=0-15", "async_generation_ratio=0")
+    plan = make_plan(rlvr(tmp_path, *shared), SERVER)
+    (sentence,) = shared_device_memory(plan)
+    weights = bytes_of(plan, "actor_train", "weights") + bytes_of(plan, "actor_infer", "weights")
+    away = bytes_of(plan, "actor_train", "weights") + bytes_of(plan, "actor_train", "optimizer")
+    assert sentence == (
+        f"actor_train + actor_infer take turns on one device: {gibibytes(memory(plan, 'actor_train').total)} while "
+        f"training, {gibibytes(weights)} during an update, {gibibytes(memory(plan, 'actor_infer').total)} while "
+        f"generating, with {gibibytes(away)} in host memory meanwhile"
+    )
+    (sentence,) = shared_device_memory(make_plan(rlvr(tmp_path, *shared, "is_offload_states=false"), SERVER))
+    assert "on one device: " in sentence and "turns" not in sentence
+
+
+def test_gpus_shared_on_several_nodes_are_said_to_get_their_weights_slowly(tmp_path: Path) -> None:
+    shared = ("actor_infer.device_mapping=0-15", "async_generation_ratio=0")
+    said = "actor_infer.device_mapping: shares the GPUs of actor_train on 2 nodes: weights are sent through host memory"
+    warnings = make_plan(rlvr(tmp_path, "platform=cuda", "num_devices_per_node=8", *shared), SERVER).warnings
+    assert [warning for warning in map(str, warnings) if warning.startswith(said)]
+    for other in ("num_devices_per_node=16", "platform=cpu num_devices_per_node=8"):
+        warnings = make_plan(rlvr(tmp_path, "platform=cuda", *shared, *other.split()), SERVER).warnings
+        assert not [warning for warning in map(str, warnings) if "shares the GPUs" in warning]
 
 
 def test_the_first_of_two_stages_keeps_two_micro_batches(tmp_path: Path) -> None:

@@ -70,7 +70,8 @@ REFUSED = {
     "rollout_batch_size 64, so no batch would ever be ready; use at least 64",
     "trajectory_timeout_s=130 env_step_timeout_s=131": "env_step_timeout_s: 131 is never reached: trajectory_timeout_s "
     "130 ends it first; use at most that",
-    "trajectory_timeout_s=100": "actor_infer.generation_timeout_s: 120 is never reached: trajectory_timeout_s 100",
+    "trajectory_timeout_s=100 actor_infer.generation_timeout_s=120": "actor_infer.generation_timeout_s: 120 is never "
+    "reached: trajectory_timeout_s 100",
     "env_step_timeout_s=0": "env_step_timeout_s: 0.0 is too small; it must be above 0",
     # keys of other pipelines
     "rewards={math_rule: {}}": "rewards: unknown key; it belongs to pipeline rlvr, and this is agentic",

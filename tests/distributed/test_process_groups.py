@@ -7,7 +7,17 @@ from datetime import timedelta
 
 import pytest
 
-from roll.distributed.process_groups import bind_to_device, hold_port, open_port, release_port, serve_store
+from roll.distributed import process_groups
+from roll.distributed.process_groups import (
+    BroadcastGroup,
+    bind_to_device,
+    hold_port,
+    join_as_source,
+    leave_group,
+    open_port,
+    release_port,
+    serve_store,
+)
 
 BRIEFLY = timedelta(seconds=10)
 
@@ -57,6 +67,43 @@ def test_a_port_of_another_process_is_refused_by_name():
 
     with open_port() as other, pytest.raises(DistNetworkError, match=str(other.getsockname()[1])):
         serve_store("127.0.0.1", other.getsockname()[1], 1, BRIEFLY)
+
+
+class Joined:
+    """A process group, and how torch was asked for it."""
+
+
+@pytest.mark.parametrize(("backend", "seconds"), [("gloo", 7), ("nccl", 70)])
+def test_the_watchdog_of_nccl_comes_after_the_deadline_of_an_update(monkeypatch, backend, seconds):
+    from torch.distributed import HashStore
+    from torch.distributed import distributed_c10d as c10d
+
+    made = Joined()
+    asked = {}
+
+    def new_group(*args, **options):
+        asked.update(options, backend=args[3])
+        return made, None
+
+    monkeypatch.setattr(process_groups, "serve_store", lambda *args: HashStore())
+    monkeypatch.setattr(c10d, "_new_process_group_helper", new_group)
+    group = BroadcastGroup("weights-0-stage-0", "127.0.0.1", 1, 3, backend)
+    assert join_as_source(group, 7) is made
+    assert c10d._world.pg_group_ranks.pop(made) == {0: 0, 1: 1, 2: 2}
+    assert (asked["timeout"].total_seconds(), asked["backend"]) == (seconds, backend)
+
+
+@pytest.mark.parametrize(("backend", "function"), [("gloo", "destroy_process_group"), ("nccl", "_abort_process_group")])
+def test_a_group_of_nccl_is_aborted_because_its_kernels_may_never_end(monkeypatch, backend, function):
+    from torch.distributed import distributed_c10d as c10d
+
+    calls = []
+    for name in ("destroy_process_group", "_abort_process_group"):
+        monkeypatch.setattr(c10d, name, lambda group, name=name: calls.append((name, group)))
+    monkeypatch.setattr(c10d, "get_backend", lambda group: backend)
+    group = Joined()
+    leave_group(group)
+    assert calls == [(function, group)]
 
 
 def test_the_first_collective_of_all_ranks_is_on_the_ranks_own_device(monkeypatch):

@@ -149,20 +149,59 @@ def _policy(context: RankContext, name: str, model: Path, options: dict[str, Any
 
 def _resume(context: RankContext, name: str, model: Path, options: dict[str, Any]) -> None:
     """Three steps, save, two more; then a new strategy loads and repeats the two."""
-    size = options.pop("micro_batch_size")
+    from roll.distributed.strategy import megatron_checkpoint
+
+    size, written_as = options.pop("micro_batch_size"), options.pop("written_as", None)
     folder = context.folder / f"checkpoint_{name}"
     training = {"lr_scheduler_type": "cosine", "warmup_steps": 2, "weight_decay": 0.1}
     strategy = context.strategy(model, training=training, max_steps=6, **options)
     data = training_batch(strategy.coordinates.data, context.layout.data, size)
     for _ in range(3):
         strategy.train_step(data)
-    strategy.save_checkpoint(folder)
+    copied = _copied_share(strategy)
+    metadata = (
+        megatron_checkpoint.OPTIMIZER_FORMAT if written_as is None else {megatron_checkpoint.FORMAT_KEY: written_as}
+    )
+    with patch.object(megatron_checkpoint, "OPTIMIZER_FORMAT", metadata):
+        strategy.save_checkpoint(folder)
     unbroken = [strategy.train_step(data) for _ in range(2)]
     weights = {key: value.clone() for key, value in strategy.weights.full_tensors()}
     strategy.shutdown()
     strategy = context.strategy(model, training=training, max_steps=6, **options)
     strategy.load_checkpoint(folder)
+    freed = [_hand_over(strategy) for _ in range(10)]
+    held = sum(strategy.memory()[kind] for kind in ("parameters", "gradients"))
     resumed = [strategy.train_step(data) for _ in range(2)]
     same = all(torch.equal(weights[key], value) for key, value in strategy.weights.full_tensors())
-    context.results[f"resume/{name}"] = {"unbroken": unbroken, "resumed": resumed, "same_weights": same}
+    outcome = {"unbroken": unbroken, "resumed": resumed, "same_weights": same, "copied": copied}
+    outcome |= {"freed": freed, "held": held}
+    context.results[f"resume/{name}"] = outcome
     strategy.shutdown()
+
+
+def _hand_over(strategy: Any) -> int:
+    """Moves everything to host memory and back; returns the bytes that were free meanwhile, once they are."""
+    from roll.distributed.strategy.host_copies import ALL_STATES
+
+    freed = strategy.states.offload(ALL_STATES)
+    tensors = [tensor for kind in ALL_STATES for tensor in strategy._state_tensors(kind)]
+    assert tensors and not sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+    assert strategy.states.load(ALL_STATES) == freed
+    return freed
+
+
+def _copied_share(strategy: Any) -> float:
+    """Share of the optimizer's state that a checkpoint does not write from where it lies."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    from roll.distributed.strategy import megatron_checkpoint
+    from roll.distributed.strategy.host_copies import ALL_STATES
+
+    held = [tensor for kind in ALL_STATES for tensor in strategy._state_tensors(kind)]
+    live = {tensor.untyped_storage().data_ptr() for tensor in held}
+    form = megatron_checkpoint.OPTIMIZER_FORMAT
+    state = megatron_checkpoint._sharded_state(strategy.wrapped, strategy.optimizer, form, loading=False)
+    tensors = [each.data for each in nested_values(state["optimizer"]) if isinstance(each, ShardedTensor)]
+    copied = sum(tensor.nbytes for tensor in tensors if tensor.untyped_storage().data_ptr() not in live)
+    return copied / sum(tensor.nbytes for tensor in tensors)

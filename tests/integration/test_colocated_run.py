@@ -1,4 +1,4 @@
-"""An RLVR run on two devices, each of which trains one half of the model and runs one engine: it learns its reward."""
+"""An RLVR run on two devices, on which two training ranks and two engines take turns: it learns its reward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import pytest
 import torch
 from runs import assert_nothing_is_left, finish, inputs_in, lines, recipe, start
 
+from roll.configs.trackers import METRICS_FILE
 from roll.pipeline.rollout_batch import read_samples
+from roll.trackers.files import read_metrics
 from tests.integration.recorded_engines import generated_by
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
@@ -30,6 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Pa
         num_devices_per_node=len(DEVICES),
         actor_train__device_mapping=DEVICES,
         actor_infer__device_mapping=DEVICES,
+        is_offload_states=True,
         deterministic=False,
         verify_weights="always",
         old_log_probs_source="recompute",
@@ -76,6 +79,12 @@ def test_every_update_is_verified_on_engines_that_share_the_trainers_devices(fol
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
     assert all(line["publish/verified"] == 1 and line["sync_failures"] == 0 for line in steps)
     assert all(line["actor/grad_norm"] > 0 and line["staleness/max"] == 0 for line in steps)
+
+
+def test_trainer_and_engines_take_turns_in_every_step(folder):
+    assert all(0 < line["time/hand_over"] < line["time/step"] for line in read_metrics(folder / "run" / METRICS_FILE))
+    plan = json.loads((folder / "run" / "run.json").read_text())["plan"]
+    assert plan["takes_turns"]
 
 
 def test_requests_spread_over_the_engines(samples_of):

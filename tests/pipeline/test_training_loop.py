@@ -122,6 +122,56 @@ def test_engines_get_the_weights_first_and_after_every_update(tmp_path):
     assert [path.name for path in (tmp_path / "hf_model").iterdir()] == ["config.json"]
 
 
+class Turns(Counting):
+    """With devices on which trainer and engines take turns."""
+
+    async def to_trainer(self) -> None:
+        self.events.append("to trainer")
+
+    async def save(self, folder: Path) -> None:
+        self.events.append("save")
+        await super().save(folder)
+
+
+def run_in_turns(config: BaseConfig, target_reached: Any = None) -> tuple[Turns, TrainingLoop]:
+    parts = Turns()
+    devices: Any = parts
+    loop = TrainingLoop(config, parts, parts, parts, Lines(), target_reached, devices=devices)
+
+    async def go() -> None:
+        await loop.resume()
+        await loop.run()
+
+    asyncio.run(go())
+    return parts, loop
+
+
+def test_a_checkpoint_is_written_while_the_trainer_has_the_devices(tmp_path):
+    parts, _ = run_in_turns(config_in(tmp_path, max_steps=1, save_hf_model=True))
+    step = ["batch 1 at version 0", "to trainer", "learn", "to trainer", "save", "update weights to 1", "advance 1"]
+    assert parts.events == ["update weights to 0", "advance 0", *step, "to trainer", "export"]
+    resumed, loop = run_in_turns(config_in(tmp_path, max_steps=2, resume_from_checkpoint=True))
+    assert resumed.events[:3] == ["to trainer", "update weights to 1", "advance 1"]
+    assert (loop.state.step, resumed.weights, resumed.drawn) == (2, 2, 2)
+
+
+def test_a_target_that_is_reached_after_the_checkpoint_was_written_is_added_to_it(tmp_path):
+    config = config_in(tmp_path, max_steps=5, eval_steps=1, save_steps=1)
+    reached = lambda metrics: metrics["val/score"] == 2  # noqa: E731
+    parts, loop = run_in_turns(config, reached)
+    assert parts.events.count("save") == loop.state.step == 2
+    config.resume_from_checkpoint = True
+    again, loop = run_in_turns(config, reached)
+    assert loop.state.reached and again.events.count("learn") == 0
+
+
+def test_a_target_that_is_reached_between_checkpoints_is_saved_at_the_end(tmp_path):
+    config = config_in(tmp_path, max_steps=5, eval_steps=1, save_steps=3)
+    parts, loop = run_in_turns(config, lambda metrics: metrics["val/score"] == 2)
+    assert parts.events[-3:] == ["advance 2", "to trainer", "save"]
+    assert loop.checkpoint is not None and loop.checkpoint.name == "step-000002"
+
+
 def test_one_line_a_step_and_line_zero_is_the_validation_before_training(tmp_path):
     _, lines = run(config_in(tmp_path, max_steps=3, eval_steps=2))
     assert [step for step, _ in lines.lines] == [0, 1, 2, 3]

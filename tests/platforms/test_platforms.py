@@ -25,6 +25,50 @@ def test_cpu_platform_properties():
     assert platform.torch_device(3).type == "cpu"
 
 
+class Event:
+    """A CUDA event that is done at the third question, or never."""
+
+    def __init__(self, ends: bool) -> None:
+        self.questions, self.ends, self.recorded = 0, ends, False
+
+    def record(self) -> None:
+        self.recorded = True
+
+    def query(self) -> bool:
+        assert self.recorded
+        self.questions += 1
+        return self.ends and self.questions == 3
+
+
+def test_waiting_for_a_gpu_ends_when_its_work_does_and_never_blocks(monkeypatch):
+    event = Event(ends=True)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    get_platform("cuda").wait_for_device(10)
+    assert event.questions == 3
+    monkeypatch.setattr(torch.cuda, "Event", lambda: Event(ends=False))
+    with pytest.raises(TimeoutError, match=r"the GPU was not done within 0.01 s"):
+        get_platform("cuda").wait_for_device(0.01)
+    get_platform("cpu").wait_for_device(0)
+
+
+def test_engines_on_gpus_get_an_attention_that_has_their_precision():
+    cuda = get_platform("cuda")
+    assert cuda.engine_arguments("bf16", False) == {}
+    assert cuda.engine_arguments("fp32", False) == {"attention_backend": "triton"}
+    assert cuda.engine_arguments("bf16", True) == {"enable_deterministic_inference": True}
+    assert get_platform("cpu").engine_arguments("fp32", True) == get_platform("cpu").engine_arguments("bf16", False)
+
+
+def test_deterministic_kernels_are_chosen_on_gpus_alone(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", chosen.append)
+    get_platform("cpu").use_deterministic_kernels()
+    get_platform("cuda").use_deterministic_kernels()
+    assert chosen == [True]
+    assert get_platform("cpu").deterministic_environment == {}
+    assert get_platform("cuda").deterministic_environment["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0"
+
+
 def test_pinning_sets_affinity_and_threads_together(monkeypatch):
     """In a thread of its own, whose affinity is its own too."""
     monkeypatch.setenv("OMP_NUM_THREADS", "2")

@@ -296,8 +296,7 @@ RUN_KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "report_length_and_rewards": (always, "lengths and scores are metrics"),
     "otlp_output_dir": (always, "there is no telemetry"),
     "save_logging_board_dir": (always, "trackers write to output_dir"),
-    "is_offload_states": (always, "a role keeps its memory"),
-    "is_offload_optimizer_states_in_train_step": (always, "a role keeps its memory"),
+    "is_offload_optimizer_states_in_train_step": (always, "is_offload_states moves all states between steps"),
     "enable_reference": (always, "the reference is used if use_kl_loss or add_token_level_kl is on"),
     "val_prompt_length": (always, "validation has the lengths of training"),
     "val_sequence_length": (always, "validation has the lengths of training"),
@@ -344,6 +343,7 @@ UNSUPPORTED_KEYS: tuple[UnsupportedKey, ...] = (
     UnsupportedKey("reward_pretrain", always, "rule rewards have no model", ("rlvr", "sft")),
     UnsupportedKey("reward_pretrain", always, "environments give the rewards", ("agentic",)),
     *(UnsupportedKey(key, harmless, reason) for key, (harmless, reason) in RUN_KEYS.items()),
+    UnsupportedKey("is_offload_states", always, "there is no engine to share devices with", pipelines=("sft",)),
     *AGENT_KEYS,
     *(UnsupportedKey(f"<role>.{key}", harmless, reason) for key, (harmless, reason) in ROLE_KEYS.items()),
     *(

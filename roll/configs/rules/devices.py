@@ -48,12 +48,19 @@ def _check_owned(config: BaseConfig, report: Report) -> None:
             report.error(f"{role}.device_mapping", "is empty; list the devices of this role, such as list(range(0,8))")
     if not isinstance(config, RLConfig):
         return
-    if config.async_generation_ratio > 0 and config.actor_infer.device_mapping == config.actor_train.device_mapping:
+    if config.async_generation_ratio > 0 and config.shares_devices:
         report.warn(
             "async_generation_ratio",
             f"{config.async_generation_ratio:g} has no benefit while actor_infer shares the devices of actor_train: "
             "they run one after the other; give them separate devices",
         )
+    if config.is_offload_states and not config.shares_devices:
+        report.error(
+            "is_offload_states", "true needs the same device_mapping for actor_train and actor_infer; leave it out"
+        )
+    elif config.is_offload_states and config.async_generation_ratio > 0:
+        why = f"async_generation_ratio {config.async_generation_ratio:g} generates while it trains"
+        report.error("is_offload_states", f"true is not possible: {why}; use a ratio of 0, or leave it out")
     if config.uses_reference and not config.reference.device_mapping:
         terms = " and ".join(name for name in ("use_kl_loss", "add_token_level_kl") if getattr(config, name))
         devices = f"such as {spans(config.actor_train.device_mapping)}, the devices of actor_train, to share them"
@@ -116,11 +123,6 @@ def check_engines(config: BaseConfig, report: Report) -> None:
         elif isinstance(worker, ActorInferConfig) and worker.device_mapping:
             _check_sglang(worker, f"{role}.strategy_args.strategy_config", report)
     _check_precision(config, report)
-    if config.deterministic and config.platform == "cuda":
-        report.error(
-            "deterministic",
-            "true is not available on cuda, where kernels add in no fixed order; use platform cpu or false",
-        )
     if not isinstance(config, AgenticConfig):
         _check_data(config, report)
     _check_trackers(config, report)
@@ -179,6 +181,8 @@ def _check_megatron(config: BaseConfig, role: str, worker: MegatronRoleConfig, r
     if model.dtype == "fp16":
         report.error(f"{role}.model_args.dtype", "fp16 needs loss scaling, which is not available; use bf16 or fp32")
     if config.platform != "cpu":
+        if model.attn_implementation == "fa2" and model.dtype == "fp32":
+            report.warn(f"{role}.model_args.attn_implementation", "fa2 has no fp32: torch's attention computes instead")
         return
     for option in CUDA_ONLY:
         if getattr(megatron, option, False):

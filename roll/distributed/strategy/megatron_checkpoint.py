@@ -22,9 +22,12 @@ from torch.distributed.checkpoint import save as save_distributed  # type: ignor
 
 from roll.distributed.strategy.megatron_optimizer import parts
 
-OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
-"""Megatron's format with Adam's state per parameter. `load` still requires the layout of `save`, since random state is
-saved per rank."""
+FORMAT_KEY = "distrib_optim_sharding_type"
+
+OPTIMIZER_FORMAT = {FORMAT_KEY: "dp_reshardable"}
+"""Megatron's format in which every rank writes its own part of the optimizer from where it lies. `fully_reshardable`,
+which earlier checkpoints have, gathers fp32 weights and both moments of all data ranks on each of them, 12 bytes per
+parameter of host memory. With either, `load` requires the layout of `save`: random state is saved per rank."""
 
 
 class InProcessSave(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # Megatron is not typed
@@ -51,7 +54,7 @@ def save(folder: Path, wrapped: DistributedDataParallel, optimizer: MegatronOpti
     if torch.distributed.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
     torch.distributed.barrier()
-    state = _sharded_state(wrapped, optimizer, loading=False)
+    state = _sharded_state(wrapped, optimizer, OPTIMIZER_FORMAT, loading=False)
     state |= {"optimizer_steps": optimizer_steps, "layout": _layout()}
     strategy = InProcessSave(backend="torch_dist", version=1, thread_count=1)
     dist_checkpointing.save(state, str(folder), sharded_strategy=strategy, content_metadata=OPTIMIZER_FORMAT)
@@ -70,13 +73,15 @@ def load(folder: Path, wrapped: DistributedDataParallel, optimizer: MegatronOpti
     """
     if not (folder / "metadata.json").is_file():
         raise FileNotFoundError(f"{folder}: contains no Megatron checkpoint (metadata.json)")
-    written = dist_checkpointing.load_common_state_dict(str(folder))["layout"]
+    common = dist_checkpointing.load_common_state_dict(str(folder))
+    written = common["layout"]
     if written != _layout():
         raise ValueError(f"{folder}: written at {written}, this run has {_layout()}; resume at the same layout")
     _allocate_optimizer_state(optimizer)
-    state = dist_checkpointing.load(_sharded_state(wrapped, optimizer, loading=True), str(folder))
+    written_as = dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or OPTIMIZER_FORMAT
+    state = dist_checkpointing.load(_sharded_state(wrapped, optimizer, written_as, loading=True), str(folder))
     wrapped.module.load_state_dict(state["model"])
-    _load_optimizer(optimizer, state["optimizer"])
+    _load_optimizer(optimizer, state["optimizer"], written_as[FORMAT_KEY])
     _set_random_state(state["random"])
     return int(state["optimizer_steps"])
 
@@ -93,7 +98,8 @@ def _allocate_optimizer_state(optimizer: MegatronOptimizer) -> None:
                 inner.state[parameter] = {"step": torch.zeros(()), **moments}
 
 
-def _load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
+@torch.no_grad()
+def _load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any], written_as: str) -> None:
     """Loads `state` and restores the step counters of torch's Adam.
 
     Megatron-Core 0.16 copies every entry of a parameter's state, finds no stored `step`, and gives all parameters one
@@ -105,13 +111,15 @@ def _load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None
     entries = [entry for entry in inner.optimizer.state.values() if "step" in entry]
     counters = [entry.pop("step") for entry in entries]
     if sharded is not None:
-        inner.load_parameter_state_from_fully_reshardable(sharded)
+        getattr(inner, f"load_parameter_state_from_{written_as}")(sharded)
     for entry, counter in zip(entries, counters, strict=True):
         entry["step"] = counter.clone()
 
 
-def _sharded_state(wrapped: DistributedDataParallel, optimizer: MegatronOptimizer, loading: bool) -> dict[str, Any]:
-    metadata = dict(OPTIMIZER_FORMAT)  # Megatron adds the data-parallel group of this moment to it
+def _sharded_state(
+    wrapped: DistributedDataParallel, optimizer: MegatronOptimizer, optimizer_format: dict[str, str], loading: bool
+) -> dict[str, Any]:
+    metadata = dict(optimizer_format)  # Megatron adds the data-parallel group of this moment to it
     model = wrapped.module.sharded_state_dict(metadata=metadata)
     return {
         "model": model,

@@ -5,9 +5,10 @@ Imports Megatron: on a CPU, `Platform.prepare_megatron` must be called before th
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import TypedDict
@@ -29,6 +30,7 @@ from roll.configs.roles import TORCH_DTYPES, ActorTrainConfig, MegatronRoleConfi
 from roll.distributed.process_groups import bind_to_device, serve_store
 from roll.distributed.protocol import DataProto
 from roll.distributed.strategy import megatron_checkpoint
+from roll.distributed.strategy.host_copies import ALL_STATES, HostCopies, StateKind
 from roll.distributed.strategy.megatron_forward import (
     ForwardPass,
     LossFunction,
@@ -99,10 +101,13 @@ class MegatronInferStrategy:
         self.device = self.platform.torch_device(0)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+        if self.pipeline_config.deterministic:
+            self.platform.use_deterministic_kernels()
         start, call = self.pipeline_config.start_timeout_s, self.pipeline_config.rpc_timeout_s
         self.coordinates = join_process_group(self.platform, self.layout, self.rank, start, max(start, call))
         seed_rank(self.pipeline_config.seed, self.role, self.coordinates)
         self.stage = self._build_stage(folder)
+        self.states = HostCopies(self._state_tensors, self.platform)
         self._set_up()
 
     @property
@@ -129,6 +134,7 @@ class MegatronInferStrategy:
             `log_probs` and `entropy` [B, T] float32 in the order of `data`, index t for token t (0 at t = 0),
             on every tensor-parallel rank of the last pipeline stage; no samples elsewhere.
         """
+        self.states.require("parameters")
         meta = data.meta_info
         outputs = self.forward.log_probs(data.batch, meta["micro_batches"], meta["temperature"])
         if outputs is None:
@@ -138,6 +144,9 @@ class MegatronInferStrategy:
     def memory(self) -> dict[str, int]:
         """Bytes of this process as the platform counts them, and of the parameters."""
         return {**self.platform.memory(), "parameters": _bytes(self.stage.parameters())}
+
+    def _state_tensors(self, kind: StateKind) -> Iterable[torch.Tensor]:
+        return self.stage.parameters() if kind == "parameters" else ()
 
     def shutdown(self) -> None:
         """Leaves the process group, so that this process can join another."""
@@ -159,18 +168,19 @@ class MegatronInferStrategy:
             transformer_engine=self._use_transformer_engine(),
             bias_activation_fusion=megatron.bias_activation_fusion,
             apply_rope_fusion=megatron.apply_rope_fusion,
+            deterministic=self.pipeline_config.deterministic and self.device.type == "cuda",
         )
         stage = build_gpt_model(self.model, options)
         import_hf(stage, folder, self.model, self.coordinates.tensor, self.layout.tensor)
         return stage
 
     def _use_transformer_engine(self) -> bool:
-        """On a GPU where it is installed, unless `attn_implementation: sdpa` declines it."""
-        wanted = self.worker_config.model_args.attn_implementation
+        """On a GPU where it is installed, unless `attn_implementation: sdpa` declines it; fp32 would be rounded."""
+        model = self.worker_config.model_args
         usable = self.device.type == "cuda" and transformer_engine_available()
-        if wanted == "fa2" and not usable:
+        if model.attn_implementation == "fa2" and not usable:
             raise ValueError("attn_implementation: fa2 needs platform cuda with Transformer Engine; use auto or sdpa")
-        return usable and wanted != "sdpa"
+        return usable and model.attn_implementation != "sdpa" and model.dtype != "fp32"
 
 
 class MegatronTrainStrategy(MegatronInferStrategy):
@@ -196,6 +206,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         Raises:
             NonFiniteError: a loss or gradient norm is not finite; the message names the optimizer step.
         """
+        self.states.require(*ALL_STATES)
         meta = data.meta_info
         function, config = LOSSES[meta["loss"]], meta["loss_config"]
         entropy_gradient = isinstance(config, PolicyLossConfig) and config.needs_entropy_gradient
@@ -234,6 +245,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
 
     def save_checkpoint(self, folder: Path) -> None:
         """Writes weights, distributed optimizer, step count and random state; collective over all ranks."""
+        self.states.require(*ALL_STATES)
         megatron_checkpoint.save(folder, self.wrapped, self.optimizer, self.optimizer_steps)
 
     def load_checkpoint(self, folder: Path) -> None:
@@ -243,13 +255,27 @@ class MegatronTrainStrategy(MegatronInferStrategy):
             FileNotFoundError: `folder` contains no checkpoint.
             ValueError: it was written at another layout.
         """
+        self.states.require(*ALL_STATES)
         self.optimizer_steps = megatron_checkpoint.load(folder, self.wrapped, self.optimizer)
 
     def memory(self) -> dict[str, int]:
         """As for a frozen model, and the bytes of gradient buffers and optimizer state."""
         gradients = sum(buffer.grad_data.nbytes for buffer in self.wrapped.buffers)
-        state = (value for _, values in self.optimizer.state.items() for value in values.values())
-        return {**super().memory(), "gradients": gradients, "optimizer": _bytes(state)}
+        return {**super().memory(), "gradients": gradients, "optimizer": _bytes(self._optimizer_state())}
+
+    def _optimizer_state(self) -> Iterator[torch.Tensor]:
+        """The moments of Adam and its step counters."""
+        values = (value for _, state in self.optimizer.state.items() for value in state.values())
+        return (value for value in values if isinstance(value, torch.Tensor))
+
+    def _state_tensors(self, kind: StateKind) -> Iterable[torch.Tensor]:
+        """The optimizer's tensors include its fp32 copies of parameters in half precision."""
+        if kind == "gradients":
+            return [buffer.grad_data for buffer in self.wrapped.buffers]
+        if kind == "optimizer":
+            groups = [group["params"] for group in self.optimizer.param_groups]
+            return [*itertools.chain(*groups), *self._optimizer_state()]
+        return super()._state_tensors(kind)
 
     def _set_up(self) -> None:
         role = self.worker_config
@@ -263,9 +289,8 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         self.optimizer_steps = 0
 
 
-def _bytes(values: Iterable[object]) -> int:
-    """Bytes of the tensors among `values`."""
-    return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def join_process_group(

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-from roll.distributed.process_groups import BroadcastGroup, hold_port, join_as_source, release_port
+from roll.distributed.process_groups import BroadcastGroup, hold_port, join_as_source, leave_group, release_port
 from roll.distributed.strategy.sglang_checksums import EngineChecksums
 from roll.distributed.weight_sync.plan import Bucket, WeightSpec
 from roll.distributed.weight_sync.shm_buckets import ShmBuckets, cuda_ipc_handle, views_of
 from roll.distributed.worker import Worker, WorkerRank, register
+from roll.platforms import get_platform
 
 if TYPE_CHECKING:
     from roll.configs.pipeline import BaseConfig
@@ -161,7 +162,7 @@ class WeightSender(Worker):
     def leave_broadcast_group(self) -> None:
         """Leaves the group, which frees engines that wait in it; does nothing outside of a group."""
         if self._group is not None:
-            dist.destroy_process_group(self._group)
+            leave_group(self._group)
             self._group = None
         if self._port is not None:
             release_port(self._port)
@@ -179,7 +180,7 @@ class WeightSender(Worker):
             What was sent, on the source rank; None elsewhere.
 
         Raises:
-            SendError: the model yields other tensors than planned, or no group was joined.
+            SendError: the model yields other tensors than planned, no group was joined, or an engine does not receive.
         """
         if not self.takes_part:
             return None
@@ -206,9 +207,21 @@ class WeightSender(Worker):
                 previous = sending
             _finish(previous)
             tensors.check_end()
+            self._wait_for_device()
         finally:
             tensors.drain()
         return SendResult(sent, checksums.result() if checksums else {}) if self.is_source else None
+
+    def _wait_for_device(self) -> None:
+        """Waits for what was started on a GPU: only then the weights are sent, and a time that is reported is theirs.
+
+        Raises:
+            SendError: it took longer than `sync_timeout_s`; this process can leave the group and try again.
+        """
+        try:
+            get_platform(self.rank.platform).wait_for_device(self.pipeline_config.sync_timeout_s)
+        except TimeoutError as error:
+            raise SendError(f"{self.rank.name}: the engines have not received the weights: {error}") from None
 
     def _broadcast(self, name: str, tensor: torch.Tensor) -> tuple[dist.Work | None, torch.Tensor]:
         """Starts a broadcast; the tensor must live until it is finished."""

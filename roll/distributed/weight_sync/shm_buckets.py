@@ -5,13 +5,17 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from multiprocessing.reduction import ForkingPickler
+from typing import Any
 
 import psutil
 import torch
-import torch.multiprocessing  # its import teaches ForkingPickler about tensors
+from torch.multiprocessing import reductions  # its import teaches ForkingPickler about tensors
 
 from roll.distributed.weight_sync.plan import Bucket, WeightSpec, spec_bytes
 from roll.platforms.shared_memory import SharedMemory, TensorLocation, make_handle
+
+DEVICE_ARGUMENT = 6
+"""Position of the GPU's number among the arguments from which torch rebuilds a CUDA tensor in another process."""
 
 BUFFERS = 2
 """The engines load one bucket while the training ranks write the next."""
@@ -87,8 +91,20 @@ def views_of(flat: torch.Tensor, specs: Sequence[WeightSpec]) -> list[tuple[str,
 def cuda_ipc_handle(named_tensors: list[tuple[str, torch.Tensor]]) -> bytes:
     """A handle by which an engine of this node opens GPU tensors without a copy; valid while the tensors live here.
 
-    Tensors that are views of one buffer share one IPC handle, so a bucket costs one.
+    Tensors that are views of one buffer share one IPC handle, so a bucket costs one. The GPU is named by its UUID,
+    which SGLang looks up: torch's number is that of another GPU in a process that sees other GPUs.
     """
     buffer = io.BytesIO()
-    ForkingPickler(buffer).dump([(name, tensor.detach()) for name, tensor in named_tensors])
+    pickler = ForkingPickler(buffer)
+    pickler.dispatch_table[torch.Tensor] = _reduce_with_uuid
+    pickler.dump([(name, tensor.detach()) for name, tensor in named_tensors])
     return buffer.getvalue()
+
+
+def _reduce_with_uuid(tensor: torch.Tensor) -> tuple[Any, ...]:
+    rebuild, arguments = reductions.reduce_tensor(tensor)
+    if tensor.device.type == "cuda":
+        number = arguments[DEVICE_ARGUMENT]
+        uuid = str(torch.cuda.get_device_properties(number).uuid)
+        arguments = (*arguments[:DEVICE_ARGUMENT], uuid, *arguments[DEVICE_ARGUMENT + 1 :])
+    return rebuild, arguments

@@ -26,6 +26,7 @@ from roll.distributed.weight_sync.sender import SendResult, StageSource
 if TYPE_CHECKING:
     from roll.configs.pipeline import RLConfig
     from roll.distributed.cluster import Cluster
+    from roll.distributed.shared_devices import SharedDevices
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -103,6 +104,7 @@ class WeightSynchronizer:
         config: RLConfig,
         transport: type[Transport] | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        devices: SharedDevices | None = None,
     ) -> None:
         """Connects nothing yet.
 
@@ -112,7 +114,9 @@ class WeightSynchronizer:
             config: of the run.
             transport: how weights are sent; by default as `choose_transport` decides.
             sleep: waits between attempts; replaced in tests.
+            devices: on which training ranks and engines take turns.
         """
+        self._devices = devices
         self._train, self._infer, self._config, self._sleep = train, infer, config, sleep
         self._transport = (transport or choose_transport(train, infer))(train, infer, config)
         self._verified = False
@@ -175,6 +179,8 @@ class WeightSynchronizer:
             await step("connect", transport.connect())
             await step("pause", infer.call_all(InferWorker.pause, self._config.in_flight_policy))
             self.stale_weights = True
+            if self._devices is not None:
+                await step("load weights", self._devices.to_update())
             await step("begin", infer.call_all(InferWorker.begin_update, version))
             paused = time.perf_counter()  # an engine answers once the step it was computing is done
             sent = await step("transfer", transport.transfer(verify))
@@ -185,6 +191,8 @@ class WeightSynchronizer:
                 await step("verify", self._verify(sent.checksums))
             await step("commit", infer.call_all(InferWorker.commit_update))
             self.stale_weights = False
+            if self._devices is not None:
+                await step("hand over devices", self._devices.to_engines())
             await step("resume", infer.call_all(InferWorker.resume))
         return time.perf_counter() - paused, sent
 
@@ -223,21 +231,19 @@ class WeightSynchronizer:
 
 
 def choose_transport(train: Cluster[TrainWorker], infer: Cluster[InferWorker]) -> type[Transport]:
-    """Shared memory within one node, where both clusters own the same GPUs or any CPU slots; else broadcast.
-
-    Raises:
-        ValueError: the clusters share GPUs of several nodes, where neither shared memory nor NCCL works.
-    """
+    """Shared memory within one node, where both clusters own the same GPUs or any CPU slots; else broadcast."""
     one_node = len(train.nodes | infer.nodes) == 1
-    colocated = train.config.device_mapping == infer.config.device_mapping
-    if one_node and (colocated or train.platform == "cpu"):
-        return SharedMemoryTransport
-    if colocated and train.platform != "cpu":
-        raise ValueError(
-            f"{train.role} and {infer.role} share GPUs on {len(train.nodes)} nodes; weights can be shared within one "
-            "node only: give them disjoint device_mapping, or one node"
-        )
-    return BroadcastTransport
+    return SharedMemoryTransport if one_node and (shares_devices(train, infer) or on_cpu(train)) else BroadcastTransport
+
+
+def shares_devices(train: Cluster[TrainWorker], infer: Cluster[InferWorker]) -> bool:
+    """Whether both clusters own the same devices."""
+    return train.config.device_mapping == infer.config.device_mapping
+
+
+def on_cpu(cluster: Cluster[TrainWorker]) -> bool:
+    """Whether the cluster's devices are slots of CPU cores."""
+    return cluster.platform == "cpu"
 
 
 class Transport(ABC):
@@ -275,7 +281,11 @@ class Transport(ABC):
 
 
 class BroadcastTransport(Transport):
-    """One broadcast group per pipeline stage (NCCL or gloo): its source rank and every rank of every engine."""
+    """One broadcast group per pipeline stage: its source rank and every rank of every engine.
+
+    The backend is NCCL between different GPUs. Two ranks on one GPU cannot be in one group of NCCL, so where the
+    clusters share GPUs of several nodes it is gloo, as on CPUs; it copies GPU tensors through host memory.
+    """
 
     _numbers = itertools.count()
 
@@ -288,7 +298,7 @@ class BroadcastTransport(Transport):
         if self._groups:
             return
         world_size = 1 + self._infer.world_size * self._infer.layout.tensor
-        backend = "nccl" if self._train.platform == "cuda" else "gloo"
+        backend = "gloo" if on_cpu(self._train) or shares_devices(self._train, self._infer) else "nccl"
         number = next(self._numbers)
         held = await self._train.call_all(TrainWorker.hold_broadcast_port)
         ports = [port for port in held if port is not None]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from roll.distributed.weight_sync import sender as module
 from roll.distributed.weight_sync.plan import WeightSpec, make_buckets
 from roll.distributed.weight_sync.sender import SendError, StageWeights, WeightSender
 from roll.distributed.worker import WorkerRank
@@ -65,7 +67,8 @@ class Weights:
 def sender() -> WeightSender:
     unused: Any = None
     weights: Any = Weights()
-    made = WeightSender(WorkerRank.single("actor_train"), unused, unused)
+    config: Any = SimpleNamespace(sync_timeout_s=1.0)
+    made = WeightSender(WorkerRank.single("actor_train"), unused, config)
     made._model_weights = weights
     return made
 
@@ -89,6 +92,24 @@ def test_buckets_are_filled_in_turn_and_the_previous_one_stays_valid(shared: boo
         assert made.fill_bucket(stages, 3, receivers=2) is None
         made.release_buckets()
         previous = []
+
+
+def test_a_broadcast_that_never_ends_on_the_gpu_fails_and_can_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's broadcasts return before they are done, so their end is waited for, up to the deadline."""
+    made, started = sender(), []
+    platform = SimpleNamespace(wait_for_device=lambda timeout_s: (_ for _ in ()).throw(TimeoutError("not done")))
+    monkeypatch.setattr(module, "get_platform", lambda name: platform)
+    monkeypatch.setattr(module.dist, "broadcast", lambda tensor, **options: started.append(options["group"]))
+    group: Any = object()
+    made._group = group
+    with pytest.raises(SendError, match="actor_train-0: the engines have not received the weights: not done"):
+        made.broadcast_weights([make_buckets(SPECS, 8)], 0)
+    assert started == [group] * 3
+    left: list[Any] = []
+    monkeypatch.setattr(module, "leave_group", left.append)
+    made.leave_broadcast_group()
+    made.leave_broadcast_group()
+    assert left == [group]
 
 
 def test_a_frozen_role_has_no_weights_to_send() -> None:

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import multiprocessing
+import pickle
+from importlib.util import find_spec
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.multiprocessing import reductions
 
+from roll.distributed.weight_sync import shm_buckets
 from roll.distributed.weight_sync.plan import Bucket, WeightSpec
 from roll.distributed.weight_sync.shm_buckets import BUFFERS, SharedMemoryError, ShmBuckets, views_of
 from roll.platforms.shared_memory import SharedMemory, open_handle
@@ -34,6 +41,29 @@ def test_writes_of_another_process_are_visible_to_the_owner() -> None:
         accepted = open_handle(buckets.handle(index, BUCKET))
         for (name, tensor), (accepted_name, seen) in zip(views, accepted, strict=True):
             assert name == accepted_name and torch.equal(tensor, seen)
+
+
+def test_a_gpu_is_named_by_its_uuid_where_sglang_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a fake of what torch says about a CUDA tensor."""
+    package = find_spec("sglang").submodule_search_locations  # type: ignore[union-attr]
+    source = Path(package[0], "srt", "utils", "patch_torch.py").read_text()  # type: ignore[index]
+    assert f"_REDUCE_TENSOR_ARG_DEVICE_INDEX = {shm_buckets.DEVICE_ARGUMENT}" in source
+    of_gpu = SimpleNamespace(device=SimpleNamespace(type="cuda"))
+    arguments = ("type", "size", "stride", "offset", "storage", "dtype", 1, "handle")
+    monkeypatch.setattr(reductions, "reduce_tensor", lambda tensor: ("rebuild", arguments))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace(uuid=f"GPU-{number}"))
+    rebuild, named = shm_buckets._reduce_with_uuid(of_gpu)  # type: ignore[arg-type]
+    assert rebuild == "rebuild" and named == (*arguments[:6], "GPU-1", "handle")
+    on_cpu = SimpleNamespace(device=SimpleNamespace(type="cpu"))
+    assert shm_buckets._reduce_with_uuid(on_cpu)[1] == arguments  # type: ignore[arg-type]
+
+
+def test_a_handle_names_the_tensors_and_changes_no_other_pickles() -> None:
+    tensor = torch.arange(6.0)
+    before = dict(ForkingPickler._extra_reducers)  # type: ignore[attr-defined]
+    ((name, seen),) = pickle.loads(shm_buckets.cuda_ipc_handle([("a", tensor[2:5])]))
+    assert name == "a" and torch.equal(seen, tensor[2:5])
+    assert ForkingPickler._extra_reducers == before  # type: ignore[attr-defined]
 
 
 def test_memory_is_opened_once_and_freed_memory_is_reported() -> None:

@@ -14,13 +14,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from roll.distributed.process_groups import BroadcastGroup
 from roll.distributed.remote_errors import seconds_left
+from roll.distributed.weight_sync.sender import StageSource
 from roll.distributed.weight_sync.synchronizer import (
+    BroadcastTransport,
+    SharedMemoryTransport,
     Transfer,
+    Transport,
     UpdateReport,
     VerificationError,
     WeightSynchronizer,
     WeightUpdateError,
+    choose_transport,
 )
 
 CALLS = {
@@ -73,6 +79,48 @@ class World:
     async def disconnect(self) -> None:
         await self.step("disconnect")
         self.attempt += 1
+
+
+@pytest.mark.parametrize(
+    ("platform", "nodes", "shared", "transport", "backend"),
+    [
+        ("cuda", 1, True, SharedMemoryTransport, None),
+        ("cuda", 1, False, BroadcastTransport, "nccl"),
+        ("cuda", 2, False, BroadcastTransport, "nccl"),
+        ("cuda", 2, True, BroadcastTransport, "gloo"),
+        ("cpu", 1, False, SharedMemoryTransport, None),
+        ("cpu", 2, True, BroadcastTransport, "gloo"),
+    ],
+)
+def test_the_way_of_weights_follows_from_where_the_clusters_are(
+    platform: str, nodes: int, shared: bool, transport: type[Transport], backend: str | None
+) -> None:
+    """NCCL cannot have a training rank and an engine on one GPU in a group."""
+    groups: list[BroadcastGroup] = []
+
+    class Devices:
+        world_size, layout = 2, SimpleNamespace(tensor=1)
+
+        def __init__(self, devices: list[int]) -> None:
+            self.platform, self.nodes, self.config = (
+                platform,
+                set(range(nodes)),
+                SimpleNamespace(device_mapping=devices),
+            )
+
+        async def call_all(self, method: Any, *args: Any) -> list[int | None]:
+            groups.extend(args[0] if args else [])
+            return [5555, None]
+
+    train: Any = Devices([0, 1])
+    infer: Any = Devices([0, 1] if shared else [2, 3])
+    assert choose_transport(train, infer) is transport
+    if backend is not None:
+        config: Any = SimpleNamespace(sync_timeout_s=1, model_update_buffer_size_mb=1)
+        made = BroadcastTransport(train, infer, config)
+        made.sources = [StageSource(0, [], "10.0.0.1")]
+        asyncio.run(made.connect())
+        assert {(group.backend, group.port, group.world_size) for group in groups} == {(backend, 5555, 3)}
 
 
 def updated(

@@ -1,0 +1,119 @@
+"""Devices that trainer and engines share: each state of a role is on them only while it is used there.
+
+    engines       generate, with weights and key-value cache
+    trainer       computes log-probs and gradients, with parameters, gradients and optimizer
+    update        sends parameters to the engines' weights
+
+What the next phase does not use leaves the devices before anything else is loaded, so never more is on them than one
+phase needs. An engine forgets its weights when they leave: only a weight update makes it serve again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from enum import Enum
+
+from roll.configs.asynchronous import InFlightPolicy
+from roll.distributed.cluster import Cluster
+from roll.distributed.infer_worker import CACHE, WEIGHTS, InferWorker
+from roll.distributed.strategy.host_copies import ALL_STATES, StateKind
+from roll.distributed.train_worker import TrainWorker
+
+
+@dataclass(frozen=True)
+class Held:
+    """What is on the devices: states of actor_train, of the frozen roles, and of the engines."""
+
+    trained: frozenset[StateKind] = frozenset()
+    frozen: frozenset[StateKind] = frozenset()
+    engines: frozenset[str] = frozenset()
+
+
+class Phase(Enum):
+    """What the devices are used for; the value is what is on them."""
+
+    ENGINES = Held(engines=frozenset({WEIGHTS, CACHE}))
+    TRAINER = Held(trained=frozenset(ALL_STATES), frozen=frozenset({"parameters"}))
+    UPDATE = Held(trained=frozenset({"parameters"}), engines=frozenset({WEIGHTS}))
+
+
+class SharedDevices:
+    """Hands devices from phase to phase; `Session` starts it with what the roles hold after their start.
+
+    Attributes:
+        held: what is on the devices.
+    """
+
+    def __init__(
+        self,
+        train: Cluster[TrainWorker],
+        frozen: list[Cluster[TrainWorker]],
+        infer: Cluster[InferWorker],
+        in_flight_policy: InFlightPolicy,
+    ) -> None:
+        """Starts with trainers that hold everything, and engines that do not run yet.
+
+        Args:
+            train: actor_train.
+            frozen: other roles on the same devices.
+            infer: the engines.
+            in_flight_policy: what becomes of requests that still run when the trainer gets the devices.
+        """
+        # A request that is paused in place keeps its part of the cache, which is to be freed.
+        self._mode: InFlightPolicy = "abort_resume" if in_flight_policy == "in_place" else in_flight_policy
+        self._train, self._frozen, self._infer = train, frozen, infer
+        self.held = Phase.TRAINER.value
+
+    async def engines_may_start(self) -> None:
+        """Takes everything off the devices; afterwards the engines start, which puts theirs there."""
+        await self._offload(Held())
+        self.held = Phase.ENGINES.value
+
+    async def to_trainer(self) -> None:
+        """The trainer computes next; the engines are paused until a weight update resumes them."""
+        await self._to(Phase.TRAINER)
+
+    async def to_update(self) -> None:
+        """Weights are sent next; the engines are paused."""
+        await self._to(Phase.UPDATE)
+
+    async def to_engines(self) -> None:
+        """The engines generate next, once they are resumed."""
+        await self._to(Phase.ENGINES)
+
+    async def _to(self, phase: Phase) -> None:
+        target = phase.value
+        if self.held == target:
+            return
+        if CACHE in self.held.engines - target.engines:
+            await self._infer.call_all(InferWorker.pause, self._mode)
+        await self._offload(target)
+        await self._load(target)
+
+    async def _offload(self, target: Held) -> None:
+        """Takes off what `target` does not have."""
+        held = self.held
+        calls: list[Awaitable[object]] = []
+        if leaving := held.trained - target.trained:
+            calls.append(self._train.call_all(TrainWorker.offload_states, sorted(leaving)))
+        if leaving := held.frozen - target.frozen:
+            calls += [cluster.call_all(TrainWorker.offload_states, sorted(leaving)) for cluster in self._frozen]
+        if freed := held.engines - target.engines:
+            calls.append(self._infer.call_all(InferWorker.release_memory, sorted(freed)))
+        await asyncio.gather(*calls)
+        self.held = Held(held.trained & target.trained, held.frozen & target.frozen, held.engines & target.engines)
+
+    async def _load(self, target: Held) -> None:
+        """Puts on what `target` has more."""
+        held = self.held
+        calls: list[Awaitable[object]] = []
+        if coming := target.trained - held.trained:
+            calls.append(self._train.call_all(TrainWorker.load_states, sorted(coming)))
+        if coming := target.frozen - held.frozen:
+            calls += [cluster.call_all(TrainWorker.load_states, sorted(coming)) for cluster in self._frozen]
+        if taken := target.engines - held.engines:
+            calls.append(self._infer.call_all(InferWorker.resume_memory, sorted(taken)))
+        await asyncio.gather(*calls)
+        self.held = target
