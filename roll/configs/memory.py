@@ -127,8 +127,9 @@ def _head(tokens: int, shape: ModelShape, tensor: int, platform: str, keep: bool
     whole = tokens * columns * 4
     kept = whole if keep and whole <= HEAD_KEPT_BYTES else 0
     chunk = HEAD_CHUNK_BYTES[platform]
-    formula = f"logits of {tokens:,} tokens x {columns:,} x 4 B = {gibibytes(whole)}, in chunks of {chunk >> 20} MiB"
-    return MemoryLine("output head", min(whole, chunk) + kept, formula + (" and kept" if kept else ""))
+    at_once = f"two chunks of {chunk >> 20} MiB at once"
+    formula = f"logits of {tokens:,} tokens x {columns:,} x 4 B = {gibibytes(whole)}, {at_once}"
+    return MemoryLine("output head", 2 * min(whole, chunk) + kept, formula + (" and kept" if kept else ""))
 
 
 def _training_tokens(config: BaseConfig, worker: ActorTrainConfig) -> int:

@@ -378,9 +378,8 @@ class RLConfig(AsyncOptions, PolicyOptions, AdvantageOptions, SampleMaskOptions,
 
     def takes_turns(self, platform: str) -> bool:
         """Whether they hold memory of these devices in turns, on `platform`, cpu or cuda."""
-        if self.is_offload_states is not None:
-            return self.is_offload_states
-        return platform == "cuda" and self.shares_devices and self.async_generation_ratio == 0
+        wanted = platform == "cuda" if self.is_offload_states is None else self.is_offload_states
+        return wanted and self.shares_devices and self.async_generation_ratio == 0
 
     @property
     def default_max_staleness(self) -> int:

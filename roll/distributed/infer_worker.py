@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from dataclasses import dataclass
@@ -51,6 +52,7 @@ class InferWorker(WeightReceiver):
         super().__init__(rank, config, pipeline_config)
         self._generation: Generation | None = None
         self._released: set[str] = set()
+        self._memory_changes = asyncio.Lock()
 
     @property
     def generation(self) -> Generation:
@@ -76,7 +78,7 @@ class InferWorker(WeightReceiver):
         turns = pipeline.takes_turns(platform.name)
         required = platform.engine_arguments(config.model_args.dtype, pipeline.deterministic, releases_memory=turns)
         arguments = engine_arguments(config, pipeline, required, seed)
-        environment = {**LONGER_CONTEXT, **config.system_envs}
+        environment = {**LONGER_CONTEXT, **platform.engine_environment(config.model_args.dtype), **config.system_envs}
         if arguments.get("device") == "cpu":
             environment |= engine_threads(arguments["tp_size"])
         self._engine = Engine(self.rank.name, arguments, environment)
@@ -152,7 +154,7 @@ class InferWorker(WeightReceiver):
         """
         await self.generation.flush_cache()
 
-    @register(deadline="sync_timeout_s")
+    @register()
     async def release_memory(self, tags: list[str]) -> None:
         """Frees memory of the paused engine: CACHE empties its cache, WEIGHTS forgets its weights.
 
@@ -160,24 +162,25 @@ class InferWorker(WeightReceiver):
         """
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
-        tags = [tag for tag in tags if tag not in self._released]
-        if tags:
-            answer = self.engine.manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags))
-            await self.engine.guard(answer, f"release {' and '.join(tags)}", self.pipeline_config.sync_timeout_s)
-            self._released.update(tags)
+        async with self._memory_changes:
+            tags = [tag for tag in tags if tag not in self._released]
+            if tags:
+                self._released.update(tags)  # also if the answer is late: SGLang takes messages in order
+                answer = self.engine.manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags))
+                await self.engine.guard(answer, f"release {' and '.join(tags)}", self.pipeline_config.rpc_timeout_s)
 
-    @register(deadline="sync_timeout_s")
+    @register()
     async def resume_memory(self, tags: list[str]) -> None:
         """Takes released memory again; weights are those of no version until a weight update has sent them."""
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
-        tags = [tag for tag in tags if tag in self._released]
-        if tags:
-            answer = self.engine.manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags))
-            await self.engine.guard(
-                answer, f"take memory for {' and '.join(tags)}", self.pipeline_config.sync_timeout_s
-            )
-            self._released.difference_update(tags)
+        async with self._memory_changes:
+            tags = [tag for tag in tags if tag in self._released]
+            if tags:
+                self._released.difference_update(tags)
+                answer = self.engine.manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags))
+                what = f"take memory for {' and '.join(tags)}"
+                await self.engine.guard(answer, what, self.pipeline_config.rpc_timeout_s)
 
     @register()
     async def process_ids(self) -> list[int]:

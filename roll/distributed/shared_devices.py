@@ -40,10 +40,11 @@ class Phase(Enum):
 
 
 class SharedDevices:
-    """Hands devices from phase to phase; `Session` starts it with what the roles hold after their start.
+    """Hands devices from phase to phase.
 
-    Attributes:
-        held: what is on the devices.
+    A call that fails may have been done by some ranks and not by others. So two things are known: what is surely on
+    the devices, and what may be. What may be there is taken off, and what is not surely there is put on; ranks and
+    engines do nothing twice.
     """
 
     def __init__(
@@ -64,37 +65,41 @@ class SharedDevices:
         # A request that is paused in place keeps its part of the cache, which is to be freed.
         self._mode: InFlightPolicy = "abort_resume" if in_flight_policy == "in_place" else in_flight_policy
         self._train, self._frozen, self._infer = train, frozen, infer
-        self.held = Phase.TRAINER.value
+        self._surely = self._possibly = Phase.TRAINER.value
 
     async def engines_may_start(self) -> None:
         """Takes everything off the devices; afterwards the engines start, which puts theirs there."""
         await self._offload(Held())
-        self.held = Phase.ENGINES.value
+        self._surely = self._possibly = Phase.ENGINES.value
 
-    async def to_trainer(self) -> None:
-        """The trainer computes next; the engines are paused until a weight update resumes them."""
-        await self._to(Phase.TRAINER)
+    async def to_trainer(self, finish_requests: bool = True) -> None:
+        """The trainer computes next; the engines are paused until a weight update resumes them.
+
+        Without `finish_requests` running requests are interrupted, whatever the policy: nobody waits for them.
+        """
+        await self._to(Phase.TRAINER, self._mode if finish_requests else "abort_resume")
 
     async def to_update(self) -> None:
         """Weights are sent next; the engines are paused."""
-        await self._to(Phase.UPDATE)
+        await self._to(Phase.UPDATE, self._mode)
 
     async def to_engines(self) -> None:
         """The engines generate next, once they are resumed."""
-        await self._to(Phase.ENGINES)
+        await self._to(Phase.ENGINES, self._mode)
 
-    async def _to(self, phase: Phase) -> None:
+    async def _to(self, phase: Phase, mode: InFlightPolicy) -> None:
         target = phase.value
-        if self.held == target:
+        if self._surely == self._possibly == target:
             return
-        if CACHE in self.held.engines - target.engines:
-            await self._infer.call_all(InferWorker.pause, self._mode)
+        if CACHE in self._possibly.engines - target.engines:
+            await self._infer.call_all(InferWorker.pause, mode)
         await self._offload(target)
         await self._load(target)
 
     async def _offload(self, target: Held) -> None:
         """Takes off what `target` does not have."""
-        held = self.held
+        sure, held = self._surely, self._possibly
+        self._surely = Held(sure.trained & target.trained, sure.frozen & target.frozen, sure.engines & target.engines)
         calls: list[Awaitable[object]] = []
         if leaving := held.trained - target.trained:
             calls.append(self._train.call_all(TrainWorker.offload_states, sorted(leaving)))
@@ -102,12 +107,12 @@ class SharedDevices:
             calls += [cluster.call_all(TrainWorker.offload_states, sorted(leaving)) for cluster in self._frozen]
         if freed := held.engines - target.engines:
             calls.append(self._infer.call_all(InferWorker.release_memory, sorted(freed)))
-        await asyncio.gather(*calls)
-        self.held = Held(held.trained & target.trained, held.frozen & target.frozen, held.engines & target.engines)
+        await _all(calls)
+        self._possibly = Held(held.trained & target.trained, held.frozen & target.frozen, held.engines & target.engines)
 
     async def _load(self, target: Held) -> None:
         """Puts on what `target` has more."""
-        held = self.held
+        held, self._possibly = self._surely, target
         calls: list[Awaitable[object]] = []
         if coming := target.trained - held.trained:
             calls.append(self._train.call_all(TrainWorker.load_states, sorted(coming)))
@@ -115,5 +120,12 @@ class SharedDevices:
             calls += [cluster.call_all(TrainWorker.load_states, sorted(coming)) for cluster in self._frozen]
         if taken := target.engines - held.engines:
             calls.append(self._infer.call_all(InferWorker.resume_memory, sorted(taken)))
-        await asyncio.gather(*calls)
-        self.held = target
+        await _all(calls)
+        self._surely = target
+
+
+async def _all(calls: list[Awaitable[object]]) -> None:
+    """Awaits all of them, also after one has failed, and then raises the first failure."""
+    for result in await asyncio.gather(*calls, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result

@@ -70,7 +70,7 @@ class TrainWorker(WeightSender):
             )
             trained.initialize()
             self._infer_strategy = self._train_strategy = trained
-            self._model_weights = trained.weights
+            self._model_weights, self._states = trained.weights, trained.states
         else:
             frozen = MegatronInferStrategy(
                 self.config, self.pipeline_config, layout, rank.rank, platform, role=rank.role
@@ -79,12 +79,12 @@ class TrainWorker(WeightSender):
             self._infer_strategy = frozen
         gc_freeze()
 
-    @register(deadline="sync_timeout_s")
+    @register()
     def offload_states(self, kinds: Sequence[StateKind]) -> int:
         """Moves states of this rank to host memory; returns the bytes of its device that are free now."""
-        return self.infer_strategy.states.offload(kinds)
+        return self.infer_strategy.offload(kinds)
 
-    @register(deadline="sync_timeout_s")
+    @register()
     def load_states(self, kinds: Sequence[StateKind]) -> int:
         """Brings states back to the device; returns their bytes."""
         return self.infer_strategy.states.load(kinds)
@@ -112,6 +112,7 @@ class TrainWorker(WeightSender):
     @register()
     def export_hf(self, folder: str) -> None:
         """Writes a HF folder; every rank its part."""
+        self.require_parameters()
         self.weights.export_hf(Path(folder))
 
     @register()

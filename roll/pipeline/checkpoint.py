@@ -8,7 +8,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,25 @@ class CheckpointManager:
         self._max_to_keep = max_to_keep
 
     async def save(self, step: int, write: Callable[[Path], Awaitable[None]]) -> Path:
-        """Creates a checkpoint of `step` with `write`, makes it visible, and deletes the oldest beyond `max_to_keep`.
+        """Creates a checkpoint of `step` with `write`; see `write` and `complete_step`."""
+        await self.write(step, write)
+        return self.complete_step(step)
+
+    async def write(self, step: int, write: Callable[[Path], Awaitable[None]]) -> None:
+        """Begins a checkpoint of `step` with `write`; a run that ends before `complete_step` has none.
+
+        Raises:
+            DiskFullError: it does not fit on the disk; nothing of it is left there.
+        """
+        final, last = self._path(step), folder_bytes(self.complete()[-1:])
+        free = free_bytes(self._folder)
+        if free is not None and free < last:
+            raise DiskFullError(final, f"{megabytes(last)} needed, as for the last checkpoint", free)
+        async with _partial_folder(final) as folder:
+            await write(folder)
+
+    def complete_step(self, step: int, add: Callable[[Path], None] = lambda folder: None) -> Path:
+        """Adds the last of a checkpoint, makes it visible, and deletes the oldest beyond `max_to_keep`.
 
         Returns:
             The finished folder.
@@ -48,18 +66,17 @@ class CheckpointManager:
         Raises:
             DiskFullError: it does not fit on the disk; nothing of it is left there.
         """
-        final, last = self._folder / f"step-{step:06d}", folder_bytes(self.complete()[-1:])
-        free = free_bytes(self._folder)
-        if free is not None and free < last:
-            raise DiskFullError(final, f"{megabytes(last)} needed, as for the last checkpoint", free)
-
-        async def write_all(folder: Path) -> None:
-            await write(folder)
+        final = self._path(step)
+        with _explained(final, _partial(final), None) as folder:
+            add(folder)
             (folder / MARKER).touch()
-
-        await write_folder(final, write_all)
+            _flush_to_disk(folder)
+        _replace(final)
         self._prune()
         return final
+
+    def _path(self, step: int) -> Path:
+        return self._folder / f"step-{step:06d}"
 
     def begin(self, resumed: Path | None) -> list[Path]:
         """Renames the checkpoints that the run starting now does not continue from, so that it never resumes from them.
@@ -130,22 +147,43 @@ async def write_folder(final: Path, write: Callable[[Path], Awaitable[None]]) ->
     Raises:
         DiskFullError: it does not fit on the disk; nothing of it is left there.
     """
-    partial = final.with_suffix(".partial")
+    async with _partial_folder(final) as folder:
+        await write(folder)
+        _flush_to_disk(folder)
+    _replace(final)
+
+
+def _partial(final: Path) -> Path:
+    return final.with_suffix(".partial")
+
+
+@contextlib.asynccontextmanager
+async def _partial_folder(final: Path) -> AsyncIterator[Path]:
+    """A new folder to write to; an error removes it."""
+    partial = _partial(final)
     shutil.rmtree(partial, ignore_errors=True)
-    free = free_bytes(final)
+    with _explained(final, partial, free_bytes(final)) as folder:
+        folder.mkdir(parents=True)
+        yield folder
+
+
+@contextlib.contextmanager
+def _explained(final: Path, partial: Path, free: int | None) -> Iterator[Path]:
+    """Removes the folder where writing to it fails, and explains a full disk; `free` bytes were free before."""
     try:
-        partial.mkdir(parents=True)
-        await write(partial)
-        _flush_to_disk(partial)
+        yield partial
     except Exception as error:
         written = folder_bytes([partial])
         shutil.rmtree(partial, ignore_errors=True)
         if is_disk_full(error) or _is_exhausted(free, written):
             raise DiskFullError(final, f"more than {megabytes(written)} needed", free) from error
         raise
+
+
+def _replace(final: Path) -> None:
     if final.exists():
         shutil.rmtree(final)
-    os.rename(partial, final)
+    os.rename(_partial(final), final)
 
 
 def folder_bytes(folders: Iterable[Path]) -> int:
@@ -192,10 +230,8 @@ class PipelineState:
     samples: dict[str, Any] = field(default_factory=dict)
 
     def save(self, folder: Path) -> None:
-        """Writes the state to a checkpoint folder, or replaces it there."""
-        partial = folder / f"{FILE_NAME}.partial"
-        partial.write_text(json.dumps(asdict(self), indent=1))
-        os.replace(partial, folder / FILE_NAME)
+        """Writes the state to a checkpoint folder."""
+        (folder / FILE_NAME).write_text(json.dumps(asdict(self), indent=1))
 
     @classmethod
     def load(cls, folder: Path) -> PipelineState:

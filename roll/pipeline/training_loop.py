@@ -175,6 +175,8 @@ class TrainingLoop:
         self.validation: dict[str, dict[str, float]] = {}
         self._last_step_at = time.monotonic()
         self._training = self._learning = False
+        self._written: int | None = None
+        """The step of which the weights were written last."""
         self._stop = asyncio.Event()
         self._stopping: asyncio.Task[None] | None = None
         self.checkpoint: Path | None = None
@@ -249,15 +251,18 @@ class TrainingLoop:
         state.step += 1
         state.version += 1
         try:
-            if self._devices is not None:  # they are the trainer's at this moment
-                await self._save_if_due(clock)
+            if self._devices is not None and self._checkpoint_due:  # the trainer has them at this moment
+                with clock.measure("checkpoint"):
+                    await self._write_weights()
             metrics |= await self._update_weights(clock)
             self._learning = False
             if self._due(self._config.eval_steps):
                 metrics |= await self._validate(clock)
             await self._samples.advance(state.version)
             metrics |= await self._learner.memory()
-            await self._save_if_due(clock)
+            if self._checkpoint_due:
+                with clock.measure("checkpoint"):
+                    await self.save()
         finally:
             times = clock.metrics()
             self._last_step_at = time.monotonic()
@@ -266,17 +271,11 @@ class TrainingLoop:
     async def _to_trainer(self) -> None:
         """Gives the trainer the devices that it shares with the engines; the next weight update returns them."""
         if self._devices is not None:
-            await self._devices.to_trainer()
+            await self._devices.to_trainer(finish_requests=False)
 
-    async def _save_if_due(self, clock: StepClock) -> None:
-        """Writes the checkpoint of this step, once; what a validation found since then is added to it."""
-        if not self._config.save_checkpoint or not self._due(self._config.save_steps or self._config.max_steps):
-            return
-        if self.checkpoint is None or step_of(self.checkpoint) != self.state.step:
-            with clock.measure("checkpoint"):
-                await self.save()
-        elif self.state.reached:
-            self.state.save(self.checkpoint)
+    @property
+    def _checkpoint_due(self) -> bool:
+        return self._config.save_checkpoint and self._due(self._config.save_steps or self._config.max_steps)
 
     def _show_to_hook(self, batch: SampleBatch, clock: StepClock) -> dict[str, float]:
         """`batch_hook/...` of the user's hook, if there is one.
@@ -344,16 +343,18 @@ class TrainingLoop:
         self._trackers.log(self.state.step, {"step": self.state.step, "version": self.state.version, **metrics})
 
     async def save(self) -> Path:
-        """Writes a complete checkpoint of the current step."""
-        await self._to_trainer()
+        """Completes the checkpoint of the current step."""
+        if self._written != self.state.step:
+            await self._to_trainer()
+            await self._write_weights()
         self.state.samples = await self._samples.state_dict()
-
-        async def write(folder: Path) -> None:
-            await self._learner.save(folder)
-            self.state.save(folder)
-
-        self.checkpoint = await self._checkpoints.save(self.state.step, write)
+        self.checkpoint = self._checkpoints.complete_step(self.state.step, self.state.save)
         return self.checkpoint
+
+    async def _write_weights(self) -> None:
+        """Writes what the learner has of a checkpoint; it counts once the state of the step is added."""
+        await self._checkpoints.write(self.state.step, self._learner.save)
+        self._written = self.state.step
 
     async def resume(self) -> None:
         """Continues from the checkpoint that `resume_from_checkpoint` selects, if there is one.

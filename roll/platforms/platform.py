@@ -57,6 +57,10 @@ class Platform(ABC):
     def release_cached_memory(self) -> None:
         """Returns the memory of freed tensors to the device, for other processes."""
 
+    def engine_environment(self, dtype: str) -> dict[str, str]:
+        """Environment variables of the processes of an engine of `dtype`."""
+        return {}
+
     @abstractmethod
     def engine_arguments(
         self, dtype: str, deterministic: bool = False, releases_memory: bool = False
@@ -213,7 +217,12 @@ class CudaPlatform(Platform):
     def release_cached_memory(self) -> None:
         import torch
 
+        torch.cuda.ipc_collect()
         torch.cuda.empty_cache()
+
+    def engine_environment(self, dtype: str) -> dict[str, str]:
+        """Triton rounds fp32 operands to 10 bits by default."""
+        return {"TRITON_F32_DEFAULT": "ieee"} if dtype == "fp32" else {}
 
     def use_deterministic_kernels(self) -> None:
         import torch

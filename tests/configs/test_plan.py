@@ -143,9 +143,9 @@ def test_the_head_has_larger_chunks_on_gpus_and_its_gradient_is_summed_in_fp32(t
     plan = make_plan(rlvr(tmp_path), SERVER)
     assert bytes_of(plan, "actor_train", "head gradient") == 152064 // 2 * 3584 * 4
     logits, chunk = 3072 * 152064 // 2 * 4, 512 * 2**20
-    assert logits > chunk == bytes_of(plan, "actor_train", "output head")
+    assert logits > chunk and bytes_of(plan, "actor_train", "output head") == 2 * chunk
     on_cpu = make_plan(rlvr(tmp_path, "platform=cpu", "num_devices_per_node=24"), SERVER)
-    assert bytes_of(on_cpu, "actor_train", "output head") == 64 * 2**20
+    assert bytes_of(on_cpu, "actor_train", "output head") == 2 * 64 * 2**20
 
 
 def test_roles_that_take_turns_need_the_memory_of_one_phase(tmp_path: Path) -> None:
@@ -161,6 +161,22 @@ def test_roles_that_take_turns_need_the_memory_of_one_phase(tmp_path: Path) -> N
     )
     (sentence,) = shared_device_memory(make_plan(rlvr(tmp_path, *shared, "is_offload_states=false"), SERVER))
     assert "on one device: " in sentence and "turns" not in sentence
+
+
+@pytest.mark.parametrize(
+    ("override", "why"),
+    [
+        ("async_generation_ratio=0", "actor_train and actor_infer have devices of their own"),
+        (
+            "actor_infer.device_mapping=0-15",
+            "with async_generation_ratio 1 the engines generate while actor_train trains",
+        ),
+    ],
+)
+def test_turns_that_are_not_taken_are_a_warning(tmp_path: Path, override: str, why: str) -> None:
+    config = rlvr(tmp_path, "platform=cuda", "is_offload_states=true", "async_generation_ratio=1", override)
+    plan = make_plan(config, SERVER)
+    assert f"is_offload_states: has no effect: {why}" in plan.warnings and not plan.takes_turns
 
 
 def test_gpus_shared_on_several_nodes_are_said_to_get_their_weights_slowly(tmp_path: Path) -> None:

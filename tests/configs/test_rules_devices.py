@@ -97,9 +97,6 @@ ENGINES = {
     "splits the sequence over tensor-parallel ranks, and there is one; set it to false",
     "platform=cpu actor_train.model_args.attn_implementation=fa2": "attn_implementation: fa2 needs a GPU",
     "platform=cpu actor_train.strategy_args.strategy_config.apply_rope_fusion=true": "rope_fusion: true needs a GPU",
-    "is_offload_states=true": "is_offload_states: true needs the same device_mapping for actor_train and actor_infer",
-    "is_offload_states=true actor_infer.device_mapping=0-15 async_generation_ratio=1": "is_offload_states: true is not "
-    "possible: async_generation_ratio 1 generates while it trains; use a ratio of 0",
     "actor_train.model_args.dtype=fp16": "actor_train.model_args.dtype: fp16 needs loss scaling",
     "actor_train.model_args.disable_gradient_checkpointing=true "
     "actor_train.strategy_args.strategy_config.recompute_granularity=full": "recompute_granularity: full contradicts",

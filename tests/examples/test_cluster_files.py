@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from roll.cli import HELP
+from roll.configs.load import load_config
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "examples" / "cluster"
@@ -41,6 +42,17 @@ def scripts() -> dict[str, str]:
 def test_scripts_are_valid_bash(script: str) -> None:
     done = subprocess.run(["bash", "-n"], input=scripts()[script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_nodes_are_those_that_the_recipe_needs() -> None:
+    job = yaml.safe_load((CLUSTER / "kuberay" / "rayjob.yaml").read_text())["spec"]
+    sky = yaml.safe_load((CLUSTER / "skypilot" / "roll.yaml").read_text())
+    workers = job["rayClusterSpec"]["workerGroupSpecs"][0]["replicas"]
+    recipe = re.search(r"/roll/(\S+)", job["entrypoint"])
+    assert recipe is not None and sky["envs"]["CONFIG"] == recipe[1]
+    roles = load_config(ROOT / recipe[1]).device_roles().values()
+    nodes = 1 + max(device for role in roles for device in role.device_mapping) // 8
+    assert 1 + workers == sky["num_nodes"] == nodes
 
 
 def test_the_nodes_of_the_ray_job_are_alike() -> None:

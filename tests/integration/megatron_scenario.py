@@ -159,6 +159,7 @@ def _resume(context: RankContext, name: str, model: Path, options: dict[str, Any
     for _ in range(3):
         strategy.train_step(data)
     copied = _copied_share(strategy)
+    formats = _formats(strategy)
     metadata = (
         megatron_checkpoint.OPTIMIZER_FORMAT if written_as is None else {megatron_checkpoint.FORMAT_KEY: written_as}
     )
@@ -174,9 +175,21 @@ def _resume(context: RankContext, name: str, model: Path, options: dict[str, Any
     resumed = [strategy.train_step(data) for _ in range(2)]
     same = all(torch.equal(weights[key], value) for key, value in strategy.weights.full_tensors())
     outcome = {"unbroken": unbroken, "resumed": resumed, "same_weights": same, "copied": copied}
-    outcome |= {"freed": freed, "held": held}
+    outcome |= {"freed": freed, "held": held, "formats": formats}
     context.results[f"resume/{name}"] = outcome
     strategy.shutdown()
+
+
+def _formats(strategy: Any) -> list[str]:
+    """The format of a checkpoint, and where the first rank's part of a bucket has no parameter."""
+    from roll.distributed.strategy import megatron_checkpoint
+
+    (part,) = megatron_checkpoint.parts(strategy.optimizer)
+    found = [megatron_checkpoint._format(strategy.wrapped, strategy.optimizer)]
+    empty = [{torch.float32: [{"param_map": {}}]}] if strategy.rank == 0 else getattr(part, "gbuf_ranges", [])
+    with patch.object(part, "gbuf_ranges", empty, create=True):
+        found.append(megatron_checkpoint._format(strategy.wrapped, strategy.optimizer))
+    return [each[megatron_checkpoint.FORMAT_KEY] for each in found]
 
 
 def _hand_over(strategy: Any) -> int:

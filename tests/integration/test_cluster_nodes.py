@@ -92,7 +92,7 @@ def test_the_other_node_fetches_a_model_by_name_and_a_failure_names_it(two_nodes
 
 
 def test_workers_have_the_gpus_of_their_node_and_the_nccl_settings(two_nodes: None, tmp_path: Path) -> None:
-    config = BaseConfig(output_dir=str(tmp_path), start_timeout_s=120, rpc_timeout_s=60)
+    config = BaseConfig(output_dir=str(tmp_path), start_timeout_s=120, rpc_timeout_s=60, deterministic=True)
     start_ray(config, "cuda", 2)
     resources = ResourceManager("cuda", 2, {"actor_train": [0, 1, 2, 3]})
     assert sorted(",".join(node.gpus) for node in resources.nodes) == sorted(GPUS)
@@ -106,6 +106,7 @@ def test_workers_have_the_gpus_of_their_node_and_the_nccl_settings(two_nodes: No
         "CUDA_VISIBLE_DEVICES": list(map(resources.visible_devices, resources.device_slots("actor_train", 4))),
         "NCCL_CUMEM_ENABLE": ["0"] * 4,
         "NCCL_NVLS_ENABLE": ["1"] * 4,  # the recipe's own wins
+        "CUBLAS_WORKSPACE_CONFIG": [":4096:8"] * 4,
     }
     assert {name: echo.call_all(Echo.variable, name).get() for name in expected} == expected
     echo.shutdown()

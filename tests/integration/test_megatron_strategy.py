@@ -68,7 +68,7 @@ RESUMED = {
     "dp2": {
         "dp2": {"micro_batch_size": 2},
         "dp2, earlier format": {"micro_batch_size": 2, "written_as": "fully_reshardable"},
-        "dp2, bf16 in buckets": {"micro_batch_size": 2, "dtype": "bf16", "megatron": {"overlap_grad_reduce": True}},
+        "dp2, bf16 overlapped": {"micro_batch_size": 2, "dtype": "bf16", "megatron": {"overlap_grad_reduce": True}},
     },
     "tp2 x pp2": {"tp2 x pp2": {"micro_batch_size": 2, "megatron": SEQUENCE_PARALLEL}},
     "tp2 x dp2": {"tp2 x dp2": {"micro_batch_size": 2}},
@@ -234,6 +234,7 @@ def test_a_resumed_run_repeats_the_unbroken_one_bit_for_bit(run, layout, name):
         assert outcome["resumed"] == outcome["unbroken"]
         assert outcome["same_weights"]
         assert outcome["copied"] < 0.01
+        assert outcome["formats"] == ["dp_reshardable", "fully_reshardable"]
         assert len(set(outcome["freed"])) == 1 and outcome["freed"][0] > outcome["held"]
 
 

@@ -125,8 +125,8 @@ def test_engines_get_the_weights_first_and_after_every_update(tmp_path):
 class Turns(Counting):
     """With devices on which trainer and engines take turns."""
 
-    async def to_trainer(self) -> None:
-        self.events.append("to trainer")
+    async def to_trainer(self, finish_requests: bool = True) -> None:
+        self.events.append("to trainer" if finish_requests else "to trainer at once")
 
     async def save(self, folder: Path) -> None:
         self.events.append("save")
@@ -148,14 +148,33 @@ def run_in_turns(config: BaseConfig, target_reached: Any = None) -> tuple[Turns,
 
 def test_a_checkpoint_is_written_while_the_trainer_has_the_devices(tmp_path):
     parts, _ = run_in_turns(config_in(tmp_path, max_steps=1, save_hf_model=True))
-    step = ["batch 1 at version 0", "to trainer", "learn", "to trainer", "save", "update weights to 1", "advance 1"]
-    assert parts.events == ["update weights to 0", "advance 0", *step, "to trainer", "export"]
+    step = ["batch 1 at version 0", "to trainer", "learn", "save", "update weights to 1", "advance 1"]
+    assert parts.events == ["update weights to 0", "advance 0", *step, "to trainer at once", "export"]
     resumed, loop = run_in_turns(config_in(tmp_path, max_steps=2, resume_from_checkpoint=True))
-    assert resumed.events[:3] == ["to trainer", "update weights to 1", "advance 1"]
+    assert resumed.events[:3] == ["to trainer at once", "update weights to 1", "advance 1"]
     assert (loop.state.step, resumed.weights, resumed.drawn) == (2, 2, 2)
 
 
-def test_a_target_that_is_reached_after_the_checkpoint_was_written_is_added_to_it(tmp_path):
+def test_such_a_checkpoint_counts_once_its_step_is_whole(tmp_path):
+    """A run that is killed in the weight update resumes before the step, whose line is not written either."""
+
+    class Killed(Turns):
+        async def update_weights(self, version: int) -> UpdateReport:
+            if version == 2:
+                raise RuntimeError("killed")
+            return await super().update_weights(version)
+
+    parts: Any = Killed()
+    loop = TrainingLoop(config_in(tmp_path, max_steps=3, save_steps=1), parts, parts, parts, Lines(), devices=parts)
+    with pytest.raises(RuntimeError, match="killed"):
+        asyncio.run(loop.run())
+    assert parts.events.count("save") == 2 and loop.checkpoint is not None
+    assert loop.checkpoint.name == "step-000001"
+    _, again = run_in_turns(config_in(tmp_path, max_steps=3, save_steps=1, resume_from_checkpoint=True))
+    assert again.state.step == 3
+
+
+def test_a_target_that_is_reached_after_the_weights_were_written_is_in_the_checkpoint(tmp_path):
     config = config_in(tmp_path, max_steps=5, eval_steps=1, save_steps=1)
     reached = lambda metrics: metrics["val/score"] == 2  # noqa: E731
     parts, loop = run_in_turns(config, reached)
@@ -168,7 +187,7 @@ def test_a_target_that_is_reached_after_the_checkpoint_was_written_is_added_to_i
 def test_a_target_that_is_reached_between_checkpoints_is_saved_at_the_end(tmp_path):
     config = config_in(tmp_path, max_steps=5, eval_steps=1, save_steps=3)
     parts, loop = run_in_turns(config, lambda metrics: metrics["val/score"] == 2)
-    assert parts.events[-3:] == ["advance 2", "to trainer", "save"]
+    assert parts.events[-3:] == ["advance 2", "to trainer at once", "save"]
     assert loop.checkpoint is not None and loop.checkpoint.name == "step-000002"
 
 

@@ -56,6 +56,8 @@ def test_engines_on_gpus_get_an_attention_that_has_their_precision():
     assert cuda.engine_arguments("bf16", False) == {}
     assert cuda.engine_arguments("fp32", False) == {"attention_backend": "triton"}
     assert cuda.engine_arguments("bf16", True) == {"enable_deterministic_inference": True}
+    assert cuda.engine_arguments("bf16", releases_memory=True) == {"enable_memory_saver": True}
+    assert (cuda.engine_environment("fp32"), cuda.engine_environment("bf16")) == ({"TRITON_F32_DEFAULT": "ieee"}, {})
     assert get_platform("cpu").engine_arguments("fp32", True) == get_platform("cpu").engine_arguments("bf16", False)
 
 
@@ -66,7 +68,11 @@ def test_deterministic_kernels_are_chosen_on_gpus_alone(monkeypatch):
     get_platform("cuda").use_deterministic_kernels()
     assert chosen == [True]
     assert get_platform("cpu").deterministic_environment == {}
-    assert get_platform("cuda").deterministic_environment["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0"
+    assert set(get_platform("cuda").deterministic_environment) == {
+        "CUBLAS_WORKSPACE_CONFIG",
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
+        "NCCL_ALGO",
+    }
 
 
 def test_pinning_sets_affinity_and_threads_together(monkeypatch):

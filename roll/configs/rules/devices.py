@@ -55,12 +55,10 @@ def _check_owned(config: BaseConfig, report: Report) -> None:
             "they run one after the other; give them separate devices",
         )
     if config.is_offload_states and not config.shares_devices:
-        report.error(
-            "is_offload_states", "true needs the same device_mapping for actor_train and actor_infer; leave it out"
-        )
+        report.warn("is_offload_states", "has no effect: actor_train and actor_infer have devices of their own")
     elif config.is_offload_states and config.async_generation_ratio > 0:
-        why = f"async_generation_ratio {config.async_generation_ratio:g} generates while it trains"
-        report.error("is_offload_states", f"true is not possible: {why}; use a ratio of 0, or leave it out")
+        ratio = f"async_generation_ratio {config.async_generation_ratio:g}"
+        report.warn("is_offload_states", f"has no effect: with {ratio} the engines generate while actor_train trains")
     if config.uses_reference and not config.reference.device_mapping:
         terms = " and ".join(name for name in ("use_kl_loss", "add_token_level_kl") if getattr(config, name))
         devices = f"such as {spans(config.actor_train.device_mapping)}, the devices of actor_train, to share them"

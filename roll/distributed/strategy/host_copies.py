@@ -62,20 +62,26 @@ class HostCopies:
         Returns:
             Bytes of the device that are free now and were not before.
         """
-        moved: list[_Emptied] = []
-        for kind in (kind for kind in kinds if kind not in self._emptied):
-            self._emptied[kind] = [self._copied(kind, storage) for storage in self._storages(kind)]
-            moved += self._emptied[kind]
+        moved = {
+            kind: [self._copied(kind, storage) for storage in self._storages(kind)]
+            for kind in kinds
+            if kind not in self._emptied
+        }
         self._platform.wait_for_device(COPY_TIMEOUT_S)
-        for each in moved:
-            each.storage.resize_(0)
+        for kind, entries in moved.items():
+            self._emptied[kind] = entries
+            for each in entries:
+                each.storage.resize_(0)
         self._platform.release_cached_memory()
-        return sum(each.size for each in moved)
+        return sum(each.size for entries in moved.values() for each in entries)
 
     @torch.no_grad()
     def load(self, kinds: Sequence[StateKind]) -> int:
-        """Brings these states back to the device; returns the bytes that they take there."""
-        loaded = [each for kind in kinds for each in self._emptied.pop(kind, [])]
+        """Brings these states back to the device; returns the bytes that they take there.
+
+        The copies are kept until all are back, so a call that failed, for want of memory for example, can be repeated.
+        """
+        loaded = [each for kind in kinds for each in self._emptied.get(kind, [])]
         for each in loaded:
             each.storage.resize_(each.size)
             bytes_of = _bytes_of(each.storage)
@@ -84,6 +90,8 @@ class HostCopies:
             else:
                 bytes_of.copy_(each.copy, non_blocking=True)
         self._platform.wait_for_device(COPY_TIMEOUT_S)
+        for kind in kinds:
+            self._emptied.pop(kind, None)
         return sum(each.size for each in loaded)
 
     def _storages(self, kind: StateKind) -> Iterator[torch.UntypedStorage]:

@@ -24,6 +24,7 @@ from roll.distributed.strategy.megatron_optimizer import parts
 
 FORMAT_KEY = "distrib_optim_sharding_type"
 
+GATHERED_FORMAT = {FORMAT_KEY: "fully_reshardable"}
 OPTIMIZER_FORMAT = {FORMAT_KEY: "dp_reshardable"}
 """Megatron's format in which every rank writes its own part of the optimizer from where it lies. `fully_reshardable`,
 which earlier checkpoints have, gathers fp32 weights and both moments of all data ranks on each of them, 12 bytes per
@@ -54,11 +55,22 @@ def save(folder: Path, wrapped: DistributedDataParallel, optimizer: MegatronOpti
     if torch.distributed.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
     torch.distributed.barrier()
-    state = _sharded_state(wrapped, optimizer, OPTIMIZER_FORMAT, loading=False)
+    optimizer_format = _format(wrapped, optimizer)
+    state = _sharded_state(wrapped, optimizer, optimizer_format, loading=False)
     state |= {"optimizer_steps": optimizer_steps, "layout": _layout()}
     strategy = InProcessSave(backend="torch_dist", version=1, thread_count=1)
-    dist_checkpointing.save(state, str(folder), sharded_strategy=strategy, content_metadata=OPTIMIZER_FORMAT)
+    dist_checkpointing.save(state, str(folder), sharded_strategy=strategy, content_metadata=optimizer_format)
     torch.distributed.barrier()
+
+
+def _format(wrapped: DistributedDataParallel, optimizer: MegatronOptimizer) -> dict[str, str]:
+    """OPTIMIZER_FORMAT, or the earlier one where a rank's part of a bucket has no parameter, which Megatron refuses."""
+    (part,) = parts(optimizer)
+    buckets = [bucket for maps in getattr(part, "gbuf_ranges", []) for each in maps.values() for bucket in each]
+    empty = torch.tensor(float(any(not bucket["param_map"] for bucket in buckets)))
+    empty = empty.to(next(wrapped.parameters()).device)
+    torch.distributed.all_reduce(empty, op=torch.distributed.ReduceOp.MAX)
+    return GATHERED_FORMAT if empty.item() else OPTIMIZER_FORMAT
 
 
 def load(folder: Path, wrapped: DistributedDataParallel, optimizer: MegatronOptimizer) -> int:

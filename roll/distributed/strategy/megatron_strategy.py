@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TypedDict
@@ -145,6 +145,10 @@ class MegatronInferStrategy:
         """Bytes of this process as the platform counts them, and of the parameters."""
         return {**self.platform.memory(), "parameters": _bytes(self.stage.parameters())}
 
+    def offload(self, kinds: Sequence[StateKind]) -> int:
+        """Moves states to host memory; returns the bytes of the device that are free now."""
+        return self.states.offload(kinds)
+
     def _state_tensors(self, kind: StateKind) -> Iterable[torch.Tensor]:
         return self.stage.parameters() if kind == "parameters" else ()
 
@@ -262,6 +266,12 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         """As for a frozen model, and the bytes of gradient buffers and optimizer state."""
         gradients = sum(buffer.grad_data.nbytes for buffer in self.wrapped.buffers)
         return {**super().memory(), "gradients": gradients, "optimizer": _bytes(self._optimizer_state())}
+
+    def offload(self, kinds: Sequence[StateKind]) -> int:
+        """As for a frozen model; the optimizer's own gradients are dropped with the others."""
+        if "gradients" in kinds:
+            self.optimizer.zero_grad()
+        return super().offload(kinds)
 
     def _optimizer_state(self) -> Iterator[torch.Tensor]:
         """The moments of Adam and its step counters."""

@@ -23,6 +23,7 @@ from roll.platforms import get_platform
 if TYPE_CHECKING:
     from roll.configs.pipeline import BaseConfig
     from roll.configs.roles import MegatronRoleConfig
+    from roll.distributed.strategy.host_copies import HostCopies
     from roll.distributed.strategy.megatron_weights import MegatronWeights
 
 T = TypeVar("T")
@@ -105,6 +106,7 @@ class WeightSender(Worker):
     def __init__(self, rank: WorkerRank, config: MegatronRoleConfig, pipeline_config: BaseConfig) -> None:
         super().__init__(rank, config, pipeline_config)
         self._model_weights: MegatronWeights | None = None
+        self._states: HostCopies | None = None
         self._group: dist.ProcessGroup | None = None
         self._port: int | None = None
         self._shm: ShmBuckets | None = None
@@ -123,6 +125,11 @@ class WeightSender(Worker):
         if self._model_weights is None:
             raise SendError(f"{self.rank.name} has no weights to send: only megatron_train roles do, once initialized")
         return self._model_weights
+
+    def require_parameters(self) -> None:
+        """Raises a RuntimeError while the weights are in host memory."""
+        if self._states is not None:
+            self._states.require("parameters")
 
     @property
     def stage(self) -> int:
@@ -184,6 +191,7 @@ class WeightSender(Worker):
         """
         if not self.takes_part:
             return None
+        self.require_parameters()
         if self.is_source and self._group is None:
             raise SendError(f"{self.rank.name} is in no broadcast group; join_broadcast_group comes first")
         checksums = None
@@ -204,6 +212,8 @@ class WeightSender(Worker):
                     sending.append(self._broadcast(spec.name, tensor))
                     sent += tensor.nbytes
                 _finish(previous)
+                if checksums is not None:  # they wait for the GPU, without a limit
+                    self._wait_for_device()
                 previous = sending
             _finish(previous)
             tensors.check_end()
@@ -268,6 +278,7 @@ class WeightSender(Worker):
         """
         if not self.takes_part or index >= len(stages[self.stage]):
             return None
+        self.require_parameters()
         bucket, is_last = stages[self.stage][index], index == len(stages[self.stage]) - 1
         if self._shm is not None:
             handle = self._write_slices(self._shm, index, bucket, is_last)

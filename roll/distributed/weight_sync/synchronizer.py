@@ -119,7 +119,9 @@ class WeightSynchronizer:
         self._devices = devices
         self._train, self._infer, self._config, self._sleep = train, infer, config, sleep
         self._transport = (transport or choose_transport(train, infer))(train, infer, config)
-        self._verified = False
+        self._to_verify = 1 if devices is None else 2
+        """Updates that are verified with `verify_weights: first`: the first that there is, and that engines which have
+        forgotten their weights get."""
         self._failures = 0
         self.stale_weights = False
 
@@ -144,7 +146,7 @@ class WeightSynchronizer:
         Raises:
             WeightUpdateError: every attempt failed; the message contains each cause.
         """
-        verify = not self._verified or self._config.verify_weights == "always"
+        verify = self._to_verify > 0 or self._config.verify_weights == "always"
         start = time.perf_counter()
         causes: list[str] = []
         last: Exception | None = None
@@ -160,7 +162,7 @@ class WeightSynchronizer:
                 logger.warning("weight update to version %d failed, %s", version, causes[-1])
                 await self._clean_up("disconnect", self._transport.disconnect, causes)
             else:
-                self._verified = True
+                self._to_verify -= 1
                 seconds = time.perf_counter() - start
                 return UpdateReport(version, seconds, pause_seconds, sent.bytes, verify, attempt, self._failures)
         await self._clean_up("abort", lambda: self._infer.call_all(InferWorker.abort_update), causes)
@@ -173,14 +175,16 @@ class WeightSynchronizer:
     async def _attempt(self, version: int, verify: bool) -> tuple[float, Transfer]:
         """One transaction; all its steps together end by `sync_timeout_s`."""
         infer, transport = self._infer, self._transport
+        if self._devices is not None:
+            self.stale_weights = True  # engines forget their weights when the trainer gets their devices
+            await self._devices.to_update()  # pauses the engines, and has the deadlines of its own calls
         deadline = time.monotonic() + self._config.sync_timeout_s
         step = partial(self._step, deadline)
         with deadline_scope(deadline):
             await step("connect", transport.connect())
-            await step("pause", infer.call_all(InferWorker.pause, self._config.in_flight_policy))
+            if self._devices is None:
+                await step("pause", infer.call_all(InferWorker.pause, self._config.in_flight_policy))
             self.stale_weights = True
-            if self._devices is not None:
-                await step("load weights", self._devices.to_update())
             await step("begin", infer.call_all(InferWorker.begin_update, version))
             paused = time.perf_counter()  # an engine answers once the step it was computing is done
             sent = await step("transfer", transport.transfer(verify))
@@ -190,9 +194,9 @@ class WeightSynchronizer:
             if verify:
                 await step("verify", self._verify(sent.checksums))
             await step("commit", infer.call_all(InferWorker.commit_update))
-            self.stale_weights = False
             if self._devices is not None:
                 await step("hand over devices", self._devices.to_engines())
+            self.stale_weights = False
             await step("resume", infer.call_all(InferWorker.resume))
         return time.perf_counter() - paused, sent
 

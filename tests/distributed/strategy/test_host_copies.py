@@ -61,6 +61,34 @@ def test_what_is_offloaded_takes_no_memory_and_is_counted_once() -> None:
     assert rank.copies.load(ALL_STATES) == 0 and rank.bytes() == whole
 
 
+class NoMemory(RuntimeError):
+    """The device is full."""
+
+
+@pytest.mark.parametrize("direction", ["offload", "load"])
+def test_a_call_that_failed_loses_nothing_and_can_be_repeated(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank()
+    before, whole = rank.buffer.clone(), rank.bytes()
+    if direction == "load":
+        rank.copies.offload(ALL_STATES)
+    platform, calls = type(rank.copies._platform), []
+
+    def fail_once(platform: object, timeout_s: float) -> None:
+        calls.append(timeout_s)
+        if len(calls) == 1:
+            raise NoMemory
+
+    monkeypatch.setattr(platform, "wait_for_device", fail_once)
+    with pytest.raises(NoMemory):
+        getattr(rank.copies, direction)(ALL_STATES)
+    if direction == "load":
+        with pytest.raises(RuntimeError, match="are in host memory"):
+            rank.copies.require("parameters")
+    assert getattr(rank.copies, direction)(ALL_STATES) == whole
+    rank.copies.load(ALL_STATES)
+    assert torch.equal(rank.buffer, before) and rank.bytes() == whole
+
+
 def test_states_that_are_away_cannot_be_used() -> None:
     rank = Rank()
     rank.copies.require(*ALL_STATES)
