@@ -242,12 +242,18 @@ def test_bypass_mode_is_read(tmp_path: Path, value: str, source: str) -> None:
     assert ("bypass_mode", f"{value} is read as old_log_probs_source: {source}") in config.source.notes
 
 
+@pytest.mark.parametrize("key", ["free_cache_engine", "actor_infer.free_cache_engine"])
+def test_engines_that_free_their_memory_take_turns_with_the_trainer(tmp_path: Path, key: str) -> None:
+    shared = ("platform=cuda", "actor_infer.device_mapping=0-15", "async_generation_ratio=0")
+    assert rlvr(tmp_path, *shared, f"{key}=true").takes_turns("cpu")
+    assert not rlvr(tmp_path, *shared, f"{key}=false").takes_turns("cuda")
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         ("calculate_log_probs=true", "calculate_log_probs: has no effect: engines always return log-probs"),
         ("actor_infer.calculate_log_probs=true", "actor_infer.calculate_log_probs: has no effect"),
-        ("free_cache_engine=false", "free_cache_engine: has no effect: engines keep their memory between steps"),
     ],
 )
 def test_keys_that_describe_the_default_are_warnings(tmp_path: Path, override: str, message: str) -> None:
@@ -259,7 +265,6 @@ def test_keys_that_describe_the_default_are_warnings(tmp_path: Path, override: s
     ("text", "message"),
     [
         ("calculate_log_probs: false", "calculate_log_probs: False is not available: engines always return log-probs"),
-        ("free_cache_engine: true", "free_cache_engine: True is not available: engines keep their memory"),
         ("bypass_mode: auto", "bypass_mode: 'auto' is not true or false"),
         ("bypass_mode: true\nold_log_probs_source: recompute", "bypass_mode: is another spelling of old_log_probs"),
         ("buffer_size: 1\nasync_generation_ratio: 2", "buffer_size: is another spelling of async_generation_ratio"),

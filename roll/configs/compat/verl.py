@@ -14,7 +14,6 @@ from roll.configs.compat import (
     Tree,
     UnsupportedKey,
     always,
-    if_off,
     set_at,
     two_spellings,
     without,
@@ -96,9 +95,14 @@ NAMES: Names = {
 
 CORRECTION = "algorithm.rollout_correction"
 
-MOVED_KEYS = {name: "old_log_probs_source" for name in ("bypass_mode", f"{CORRECTION}.bypass_mode")}
+BYPASS = ("bypass_mode", f"{CORRECTION}.bypass_mode")
 
-MOVED_VALUES: dict[str, dict[bool, str]] = {name: {True: "behavior", False: "recompute"} for name in MOVED_KEYS}
+MOVED_KEYS = {
+    **dict.fromkeys(BYPASS, "old_log_probs_source"),
+    **dict.fromkeys(("free_cache_engine", "actor_infer.free_cache_engine"), "is_offload_states"),
+}
+
+MOVED_VALUES: dict[str, dict[bool, str]] = {name: {True: "behavior", False: "recompute"} for name in BYPASS}
 
 RENAMED_VALUES = {"kl_penalty": {"kl": "k1", "mse": "k2"}}
 
@@ -106,10 +110,6 @@ UNSUPPORTED_KEYS = (
     *(
         UnsupportedKey(pattern, bool, "engines always return log-probs; whether they are used: old_log_probs_source")
         for pattern in ("calculate_log_probs", "*.calculate_log_probs")
-    ),
-    *(
-        UnsupportedKey(pattern, if_off, "engines keep their memory between steps; set it to false")
-        for pattern in ("free_cache_engine", "*.free_cache_engine")
     ),
     *(
         UnsupportedKey(pattern, always, "equal device mappings share devices, disjoint ones do not")
