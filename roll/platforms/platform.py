@@ -215,6 +215,7 @@ class CudaPlatform(Platform):
             time.sleep(POLL_S)
 
     def release_cached_memory(self) -> None:
+        """Memory that was shared with an engine too, once the engine has closed it."""
         import torch
 
         torch.cuda.ipc_collect()
