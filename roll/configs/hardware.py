@@ -115,9 +115,8 @@ def check_nodes(config: BaseConfig, platform: str, devices_per_node: int, report
 def _check_sharing(config: BaseConfig, platform: str, devices_per_node: int, report: Report) -> None:
     if platform == "cpu" or not isinstance(config, RLConfig):
         return
-    devices = config.actor_infer.device_mapping
-    nodes = {device // devices_per_node for device in devices}
-    if devices == config.actor_train.device_mapping and len(nodes) > 1:
+    nodes = {device // devices_per_node for device in config.actor_infer.device_mapping}
+    if config.shares_devices and len(nodes) > 1:
         report.warn(
             "actor_infer.device_mapping",
             f"shares the GPUs of actor_train on {len(nodes)} nodes: weights are sent through host memory with gloo, "

@@ -75,7 +75,7 @@ class SharedDevices:
     async def to_trainer(self, finish_requests: bool = True) -> None:
         """The trainer computes next; the engines are paused until a weight update resumes them.
 
-        Without `finish_requests` running requests are interrupted, whatever the policy: nobody waits for them.
+        Without `finish_requests` running requests are interrupted, whatever the policy: the run ends, or resumes.
         """
         await self._to(Phase.TRAINER, self._mode if finish_requests else "abort_resume")
 

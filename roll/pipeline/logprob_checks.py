@@ -19,6 +19,9 @@ from roll.configs.pipeline import RLConfig
 BEYOND = 0.01
 """Share of tokens that may be above `p99_logprob_mismatch`."""
 
+SAME_ENGINE_FP32 = 1e-5
+"""Largest difference in fp32 between the two passes of the trainer, which are one implementation."""
+
 
 @dataclass(frozen=True)
 class Mismatch:
@@ -92,6 +95,9 @@ def check_first_update(step: Mapping[str, float], loss: PolicyLossConfig, config
         check_engine(mismatch, config)
         return
     exceeded = mismatch.exceeded(config)
+    in_fp32 = config.actor_train.model_args.dtype == "fp32"
+    if not exceeded and in_fp32 and not max(mismatch.largest, abs(step["policy_kl"])) <= SAME_ENGINE_FP32:
+        exceeded = f"by {mismatch.largest:.3g} at most, more than {SAME_ENGINE_FP32:g}"
     if exceeded:
         raise RunError(
             f"the first optimizer step has ratio_mean {step['ratio_mean']} and policy_kl {step['policy_kl']}; before "

@@ -114,7 +114,7 @@ def test_requests_leave_the_cache_before_it_is_freed_as_the_policy_says(policy: 
     assert devices.calls[0] == f"actor_infer pause {mode}"
 
 
-def test_requests_that_nobody_waits_for_are_interrupted() -> None:
+def test_running_requests_are_interrupted_where_the_run_ends() -> None:
     made, devices = shared("drain")
     asyncio.run(made.to_trainer(finish_requests=False))
     assert devices.calls[0] == "actor_infer pause abort_resume"

@@ -99,6 +99,14 @@ def test_in_fp32_every_token_must_agree(tmp_path):
         first_step(tmp_path, BigramCluster(), engine=(1e-6, 0.01, 1e-3))
 
 
+def test_in_fp32_the_passes_of_the_trainer_agree_more_closely_than_with_the_engine(tmp_path):
+    first_step(tmp_path, NoisyTraining(1e-7, 0.0, 0.0))
+    off = (0.0, 1e-4, 1e-3)
+    first_step(tmp_path, BigramCluster(), engine=off)
+    with pytest.raises(RunError, match=f"by 0.0001 at most, more than 1e-05.*{PASSES}"):
+        first_step(tmp_path, NoisyTraining(*off))
+
+
 def test_bounds_can_be_set_and_left_out(tmp_path):
     off = (0.3, 0.0, 0.0)
     first_step(tmp_path, BigramCluster(), *(f"{key}=~" for key in KEYS), engine=off)

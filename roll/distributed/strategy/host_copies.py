@@ -57,7 +57,7 @@ class HostCopies:
 
     @torch.no_grad()
     def offload(self, kinds: Sequence[StateKind]) -> int:
-        """Moves these states to host memory; those that are there stay there.
+        """Moves these states to host memory, unless they are there already.
 
         Returns:
             Bytes of the device that are free now and were not before.
