@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from roll.configs.megatron import stage_layers
 from roll.configs.model_config import ModelShape
 from roll.configs.pipeline import BaseConfig, RLConfig
 from roll.configs.roles import DTYPE_BYTES, ActorInferConfig, ActorTrainConfig, MegatronRoleConfig
@@ -71,7 +72,7 @@ def _training_stage(
 ) -> MemoryPlan:
     layout, megatron = worker.layout, worker.strategy_args.strategy_config
     size = DTYPE_BYTES[worker.model_args.dtype]
-    count = shape.stage_parameters(stage, layout.pipeline, layout.tensor)
+    count = shape.stage_parameters(stage, stage_layers(shape.layers, megatron), layout.tensor)
     gradient = 4 if megatron.accumulate_allreduce_grads_in_fp32 else size
     master = 0 if size == 4 else 4
     shards = layout.data if megatron.use_distributed_optimizer else 1
@@ -109,7 +110,7 @@ def _activations(config: BaseConfig, worker: ActorTrainConfig, shape: ModelShape
     sequence_parallel = tensor if megatron.sequence_parallel else 1
     query, kv = shape.query_width(tensor), shape.kv_width(tensor)
     per_layer = 4 * shape.hidden // sequence_parallel + 3 * query + 3 * kv + 4 * shape.intermediate // tensor
-    layers = shape.layers // layout.pipeline
+    layers = stage_layers(shape.layers, megatron)[stage]
     in_flight = min(layout.pipeline - stage, worker.training_args.gradient_accumulation_steps)
     if megatron.recompute_granularity == "full":
         kept = shape.hidden // sequence_parallel
@@ -142,7 +143,8 @@ def _forward(config: BaseConfig, role: str, worker: MegatronRoleConfig, shape: M
     """A frozen model: weights and one layer's values of a forward pass."""
     layout, size = worker.layout, DTYPE_BYTES[worker.model_args.dtype]
     last = layout.pipeline - 1
-    count = max(shape.stage_parameters(stage, layout.pipeline, layout.tensor) for stage in {0, last})
+    layers = stage_layers(shape.layers, worker.strategy_args.strategy_config)
+    count = max(shape.stage_parameters(stage, layers, layout.tensor) for stage in range(layout.pipeline))
     tokens = worker.forward_token_limit or worker.infer_batch_size * (config.sequence_length or 0)
     per_token = 4 * shape.hidden + 3 * shape.intermediate // layout.tensor
     lines = [
@@ -156,7 +158,7 @@ def _forward(config: BaseConfig, role: str, worker: MegatronRoleConfig, shape: M
 def _generation(config: RLConfig, worker: ActorInferConfig, shape: ModelShape) -> MemoryPlan:
     """Weights, and the KV cache that the engine needs to keep `max_running_requests` full sequences at once."""
     tensor, size = worker.layout.tensor, DTYPE_BYTES[worker.model_args.dtype]
-    count = shape.stage_parameters(0, 1, tensor)
+    count = shape.stage_parameters(0, [shape.layers], tensor)
     per_token = 2 * shape.layers * shape.kv_width(tensor) * size
     requests = min(worker.max_running_requests, config.requests_per_engine)
     tokens = requests * (config.sequence_length or 0)

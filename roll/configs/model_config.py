@@ -6,7 +6,7 @@ import difflib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -223,11 +223,11 @@ class ModelShape:
         norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
         return matrices + norms + (qkv if self.qkv_bias else 0)
 
-    def stage_parameters(self, stage: int, stages: int, tensor: int) -> int:
+    def stage_parameters(self, stage: int, stage_layers: Sequence[int], tensor: int) -> int:
         """Parameters of one rank of one pipeline stage; with tied weights and several stages the last keeps a copy."""
-        count = self.layers // stages * self.layer_parameters(tensor)
+        count = stage_layers[stage] * self.layer_parameters(tensor)
         table = self.padded_vocabulary(tensor) // tensor * self.hidden
-        first, last = stage == 0, stage == stages - 1
+        first, last = stage == 0, stage == len(stage_layers) - 1
         if first:
             count += table
         if last:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from roll.configs.hub.splits import READABLE
+from roll.configs.megatron import MegatronConfig, MegatronTrainConfig
 from roll.configs.parallel_layout import ParallelLayout, parse_device_mapping
 from roll.configs.schema import Condition, environment, needs, one_or_many, option
 
@@ -201,35 +202,6 @@ class GeneratingArguments:
     stop_strings: list[str] = option(
         factory=list, parse=one_or_many, help="Strings that end a response; each must be one token of the tokenizer."
     )
-
-
-@dataclass
-class MegatronConfig:
-    """`strategy_config` of megatron_infer, and what megatron_train shares with it."""
-
-    tensor_model_parallel_size: int = option(1, "Ranks one layer is split over.", ge=1)
-    pipeline_model_parallel_size: int = option(1, "Stages the layers are split into.", ge=1)
-    expert_model_parallel_size: int = option(
-        1, "Ranks experts are split over; the dense families here allow 1.", ge=1, le=1
-    )
-    context_parallel_size: int = option(1, "Ranks one sequence is split over; only 1 is available.", ge=1, le=1)
-    sequence_parallel: bool = option(
-        False, "Split norms and residuals along the sequence over the tensor-parallel ranks."
-    )
-    bias_activation_fusion: bool = option(False, "Fused bias and activation kernel (cuda only).")
-    apply_rope_fusion: bool = option(False, "Fused rotary embedding kernel (cuda with Transformer Engine only).")
-
-
-@dataclass
-class MegatronTrainConfig(MegatronConfig):
-    """`strategy_config` of megatron_train."""
-
-    use_distributed_optimizer: bool = option(True, "Shard fp32 weights and Adam state over data-parallel ranks.")
-    overlap_grad_reduce: bool = option(False, "Reduce gradients while the backward pass runs (cuda only).")
-    recompute_granularity: Literal["full", "selective"] | None = option(
-        None, "Recompute activations in the backward pass."
-    )
-    accumulate_allreduce_grads_in_fp32: bool = option(True, "Keep and reduce gradients in fp32.")
 
 
 def _engine_of(role: str, engine: str) -> Callable[[Any], Any]:

@@ -1,18 +1,27 @@
-"""Builds the Megatron model of a pipeline stage."""
+"""Builds the Megatron model of a pipeline stage, of one part or of several virtual stages."""
 
 from __future__ import annotations
 
+import importlib.util
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from roll.configs.megatron import (
+    RECOMPUTED_MODULES,
+    MegatronConfig,
+    MegatronTrainConfig,
+    stage_layers,
+    virtual_stages,
+)
 from roll.configs.model_config import padded_vocabulary
 from roll.models.hf_config import DecoderConfig
 from roll.models.operators import RotaryTable, rotary_frequencies
@@ -24,15 +33,10 @@ logger = logging.getLogger(__name__)
 class BuildOptions:
     """Options of a Megatron model that do not follow from the HF config."""
 
+    megatron: MegatronConfig = field(default_factory=MegatronTrainConfig)
+    """As `with_defaults` returns them."""
     dtype: torch.dtype = torch.float32
-    tensor: int = 1
-    pipeline: int = 1
-    sequence_parallel: bool = False
-    recompute: str | None = None
-    """`full` recomputes whole layers in the backward pass, `selective` only attention; None recomputes nothing."""
     transformer_engine: bool = False
-    bias_activation_fusion: bool = False
-    apply_rope_fusion: bool = False
     deterministic: bool = False
     """Operators that add in a fixed order on a GPU."""
 
@@ -50,26 +54,35 @@ class HiddenStateModel(GPTModel):  # type: ignore[misc]  # Megatron is not typed
         return weight
 
 
-def build_gpt_model(model: DecoderConfig, options: BuildOptions) -> HiddenStateModel:
-    """This rank's stage of the model on its device, with uninitialized weights; `hf_import.import_hf` loads them.
+def build_gpt_model(model: DecoderConfig, options: BuildOptions) -> list[HiddenStateModel]:
+    """This rank's virtual stages of the model, one without `virtual_pipeline_model_parallel_size`, on its device.
 
-    Megatron's parallel state must be initialized.
+    Weights are not initialized: `hf_import.import_hf` loads them. Megatron's parallel state must be initialized.
 
     Raises:
         ValueError: the parallel sizes do not divide the model, or an option would have no effect.
     """
     _check_options(model, options)
     config = transformer_config(model, options)
+    virtual = virtual_stages(options.megatron)
+    return [_build_stage(model, options, config, part) for part in (range(virtual) if virtual else [None])]
+
+
+def _build_stage(
+    model: DecoderConfig, options: BuildOptions, config: TransformerConfig, part: int | None
+) -> HiddenStateModel:
+    """Virtual stage number `part` of this rank, or its only stage."""
     stage = HiddenStateModel(
         config,
-        _block_spec(model, config, options),
-        vocab_size=padded_vocabulary(model.vocabulary, options.tensor),
+        _block_spec(model, config, options, part),
+        vocab_size=padded_vocabulary(model.vocabulary, options.megatron.tensor_model_parallel_size),
         max_sequence_length=model.max_positions,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=part),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=part),
         position_embedding_type="rope" if options.transformer_engine else "none",
         share_embeddings_and_output_weights=model.tied_embeddings,
         parallel_output=True,
+        vp_stage=part,
     )
     if options.transformer_engine:
         stage.rotary_pos_emb.inv_freq = _frequencies(model)
@@ -78,7 +91,17 @@ def build_gpt_model(model: DecoderConfig, options: BuildOptions) -> HiddenStateM
 
 def transformer_config(model: DecoderConfig, options: BuildOptions) -> TransformerConfig:
     """Megatron's config of the model. `calculate_per_token_loss` makes it sum gradients instead of averaging."""
-    full = options.recompute == "full"
+    megatron = options.megatron
+    several = megatron.pipeline_model_parallel_size > 1
+    virtual = virtual_stages(megatron)
+    recompute: dict[str, Any] = {}
+    if isinstance(megatron, MegatronTrainConfig) and megatron.recompute_granularity is not None:
+        recompute["recompute_granularity"] = megatron.recompute_granularity
+        if megatron.recompute_granularity == "full":
+            recompute["recompute_method"] = megatron.recompute_method or "uniform"
+            recompute["recompute_num_layers"] = megatron.recompute_num_layers or 1
+        else:
+            recompute["recompute_modules"] = [name for name in megatron.recompute_modules if name in RECOMPUTED_MODULES]
     return TransformerConfig(
         num_layers=model.layers,
         hidden_size=model.hidden_size,
@@ -90,7 +113,7 @@ def transformer_config(model: DecoderConfig, options: BuildOptions) -> Transform
         layernorm_epsilon=model.norm_epsilon,
         gated_linear_unit=True,
         activation_func=F.silu,
-        use_te_activation_func=not (options.transformer_engine or options.bias_activation_fusion),
+        use_te_activation_func=not (options.transformer_engine or megatron.bias_activation_fusion),
         add_bias_linear=False,
         add_qkv_bias=model.qkv_bias,
         qk_layernorm=model.qk_norm,
@@ -102,21 +125,28 @@ def transformer_config(model: DecoderConfig, options: BuildOptions) -> Transform
         pipeline_dtype=options.dtype,
         bf16=options.dtype == torch.bfloat16,
         fp16=options.dtype == torch.float16,
-        tensor_model_parallel_size=options.tensor,
-        pipeline_model_parallel_size=options.pipeline,
-        sequence_parallel=options.sequence_parallel,
-        variable_seq_lengths=options.pipeline > 1,
+        tensor_model_parallel_size=megatron.tensor_model_parallel_size,
+        pipeline_model_parallel_size=megatron.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=virtual,
+        num_layers_in_first_pipeline_stage=megatron.num_layers_in_first_pipeline_stage if several else None,
+        num_layers_in_last_pipeline_stage=megatron.num_layers_in_last_pipeline_stage if several else None,
+        account_for_embedding_in_pipeline_split=several and megatron.account_for_embedding_in_pipeline_split,
+        account_for_loss_in_pipeline_split=several and megatron.account_for_loss_in_pipeline_split,
+        overlap_p2p_comm=virtual is not None,
+        batch_p2p_comm=virtual is None,
+        sequence_parallel=megatron.sequence_parallel,
+        variable_seq_lengths=several,
         moe_token_dispatcher_type="alltoall",
         calculate_per_token_loss=True,
-        recompute_granularity=options.recompute,
-        recompute_method="uniform" if full else None,
-        recompute_num_layers=1 if full else None,
-        bias_activation_fusion=options.bias_activation_fusion,
-        apply_rope_fusion=options.apply_rope_fusion,
-        bias_dropout_fusion=False,
+        attention_backend=AttnBackend[megatron.attention_backend],
+        bias_activation_fusion=bool(megatron.bias_activation_fusion),
+        bias_dropout_fusion=bool(megatron.bias_dropout_fusion),
+        apply_rope_fusion=bool(megatron.apply_rope_fusion),
         masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=isinstance(megatron, MegatronTrainConfig)
+        and bool(megatron.gradient_accumulation_fusion),
         deterministic_mode=options.deterministic,
+        **recompute,
     )
 
 
@@ -129,7 +159,14 @@ def transformer_engine_available() -> bool:
     return True
 
 
-def _block_spec(model: DecoderConfig, config: TransformerConfig, options: BuildOptions) -> TransformerBlockSubmodules:
+def gradient_kernel_available() -> bool:
+    """Whether Apex's kernel is installed, which Megatron needs for `gradient_accumulation_fusion`."""
+    return importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+
+
+def _block_spec(
+    model: DecoderConfig, config: TransformerConfig, options: BuildOptions, part: int | None
+) -> TransformerBlockSubmodules:
     """Transformer Engine's layers, or those of `local_spec`; logs which of them is used."""
     if options.transformer_engine:
         from megatron.core.extensions.transformer_engine import TENorm
@@ -141,7 +178,7 @@ def _block_spec(model: DecoderConfig, config: TransformerConfig, options: BuildO
 
         rotary = RotaryTable(_frequencies(model))
         layer, norm, name = local_layer_spec(model.qk_norm, rotary), RMSNorm, "local torch"
-    layers = get_num_layers_to_build(config)
+    layers = get_num_layers_to_build(config, vp_stage=part)
     logger.info("%s: %d of %d layers use the %s spec", model.architecture, layers, model.layers, name)
     return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=norm)
 
@@ -152,9 +189,11 @@ def _frequencies(model: DecoderConfig) -> torch.Tensor:
 
 def _check_options(model: DecoderConfig, options: BuildOptions) -> None:
     """Checks that parallel sizes divide the model and that no option is without effect."""
-    if options.apply_rope_fusion and not options.transformer_engine:
+    megatron = options.megatron
+    if megatron.apply_rope_fusion and not options.transformer_engine:
         raise ValueError("apply_rope_fusion: true needs Transformer Engine, which this role does not use")
-    tensor, pipeline = options.tensor, options.pipeline
+    tensor = megatron.tensor_model_parallel_size
+    stage_layers(model.layers, megatron)
     for name, size in (("attention heads", model.heads), ("FFN width", model.ffn_size)):
         if size % tensor:
             raise ValueError(f"tensor_model_parallel_size: {tensor} does not divide the model's {size} {name}")
@@ -162,8 +201,6 @@ def _check_options(model: DecoderConfig, options: BuildOptions) -> None:
         raise ValueError(
             f"tensor_model_parallel_size: {tensor} is neither a multiple nor a divisor of {model.kv_heads} KV heads"
         )
-    if model.layers % pipeline:
-        raise ValueError(f"pipeline_model_parallel_size: {pipeline} does not divide the model's {model.layers} layers")
     rows = padded_vocabulary(model.vocabulary, tensor) // tensor
     if rows * (tensor - 1) >= model.vocabulary:
         raise ValueError(f"tensor_model_parallel_size: {tensor} leaves ranks without any of {model.vocabulary} tokens")

@@ -98,13 +98,15 @@ def test_sft_takes_one_optimizer_step_per_batch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "parameters"), [("qwen2.5-7B", 7_615_616_512), ("qwen2.5-0.5B", 494_032_768)])
 def test_parameters_are_those_of_the_published_models(name: str, parameters: int) -> None:
     shape = read_model_shape(DATA / "models" / name)
-    assert shape is not None and shape.stage_parameters(0, 1, 1) == parameters
+    assert shape is not None and shape.stage_parameters(0, [shape.layers], 1) == parameters
 
 
 def test_stages_of_an_untied_model_hold_all_parameters_once() -> None:
     shape = read_model_shape(DATA / "models" / "qwen2.5-7B")
     assert shape is not None
-    assert sum(shape.stage_parameters(stage, 4, 1) for stage in range(4)) == shape.stage_parameters(0, 1, 1)
+    assert sum(
+        shape.stage_parameters(stage, [shape.layers // 4] * 4, 1) for stage in range(4)
+    ) == shape.stage_parameters(0, [shape.layers], 1)
     assert shape.padded_vocabulary(2) == 152064 and shape.padded_vocabulary(7) == 152096
 
 

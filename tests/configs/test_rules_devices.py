@@ -14,7 +14,8 @@ from roll.configs.rules import check
 from tests.configs.samples import LAPTOP, RLVR, SERVER, SFT, refusal, rlvr, sft
 
 TP = "actor_train.strategy_args.strategy_config.tensor_model_parallel_size"
-PP = "actor_train.strategy_args.strategy_config.pipeline_model_parallel_size"
+MEGATRON = "actor_train.strategy_args.strategy_config"
+PP = f"{MEGATRON}.pipeline_model_parallel_size"
 SGLANG = "actor_infer.strategy_args.strategy_config"
 TRAINING = "actor_train.training_args"
 SAMPLING = "actor_infer.generating_args"
@@ -97,6 +98,16 @@ ENGINES = {
     "splits the sequence over tensor-parallel ranks, and there is one; set it to false",
     "platform=cpu actor_train.model_args.attn_implementation=fa2": "attn_implementation: fa2 needs a GPU",
     "platform=cpu actor_train.strategy_args.strategy_config.apply_rope_fusion=true": "rope_fusion: true needs a GPU",
+    f"platform=cpu {MEGATRON}.optimizer_cpu_offload=true": "optimizer_cpu_offload: true needs a GPU",
+    f"platform=cpu {MEGATRON}.attention_backend=flash": "attention_backend: flash needs a GPU, and platform is cpu",
+    f"{MEGATRON}.overlap_param_gather=true {MEGATRON}.use_distributed_optimizer=false": "overlap_param_gather: true "
+    "needs use_distributed_optimizer: true",
+    f"{MEGATRON}.overlap_param_gather=true {MEGATRON}.overlap_grad_reduce=false": "overlap_param_gather: true needs "
+    "overlap_grad_reduce: true",
+    f"{MEGATRON}.optimizer_cpu_offload=true {MEGATRON}.use_precision_aware_optimizer=false": "false contradicts "
+    "optimizer_cpu_offload: true",
+    f"{MEGATRON}.exp_avg_dtype=bf16": "exp_avg_dtype: has no effect: neither use_precision_aware_optimizer nor",
+    f"{MEGATRON}.recompute_modules=[attention]": "recompute_modules: 'attention' is none of core_attn, mlp",
     "actor_train.model_args.dtype=fp16": "actor_train.model_args.dtype: fp16 needs loss scaling",
     "actor_train.model_args.disable_gradient_checkpointing=true "
     "actor_train.strategy_args.strategy_config.recompute_granularity=full": "recompute_granularity: full contradicts",
@@ -111,6 +122,11 @@ MODEL_SPLITS = {
     "divide the model's 28 attention heads, 4 key-value heads (a divisor or a multiple) and intermediate_size 18944; "
     "use 1, 2 or 4",
     f"{TP}=1 {PP}=8": f"{PP}: 8 does not divide the model's 28 layers; use 1, 2, 4, 7, 14 or 28",
+    f"{PP}=4 {MEGATRON}.virtual_pipeline_model_parallel_size=2": "virtual_pipeline_model_parallel_size: 2 does not "
+    "divide the layers of the stages, [7, 7, 7, 7]; use 1 or 7",
+    f"{PP}=4 {MEGATRON}.num_layers_in_last_pipeline_stage=5": "pipeline_model_parallel_size: the 3 stages without a "
+    "number of their own cannot share 23 of the model's 28 layers",
+    f"{PP}=4 {MEGATRON}.account_for_loss_in_pipeline_split=true": "pipeline_model_parallel_size: the 4 stages",
     "actor_infer.num_gpus_per_worker=8": "actor_infer.num_gpus_per_worker: 8 does not divide the model's 28",
     "pretrain=null": "pretrain: is not set, and neither is actor_train.model_args.model_name_or_path",
 }

@@ -108,10 +108,18 @@ def _score_and_export(context: RankContext, family: str, model: Path) -> None:
 
 
 def _train(context: RankContext, name: str, model: Path, options: dict[str, Any]) -> None:
-    size = options.pop("micro_batch_size")
+    """Steps, one call each, or all of them in one call (`at_once`), where one step may overlap with the next."""
+    from roll.distributed.strategy import megatron_strategy
+
+    size, at_once = options.pop("micro_batch_size"), options.pop("at_once", False)
     strategy = context.strategy(model, **options)
     data = training_batch(strategy.coordinates.data, context.layout.data, size)
-    context.results[f"steps/{name}"] = [strategy.train_step(data) for _ in range(STEPS)]
+    if at_once:
+        data.meta_info["optimizer_steps"] *= STEPS
+        with patch.object(megatron_strategy, "over_optimizer_steps", list):
+            context.results[f"steps/{name}"] = strategy.train_step(data)
+    else:
+        context.results[f"steps/{name}"] = [strategy.train_step(data) for _ in range(STEPS)]
     strategy.weights.export_hf(context.folder / name)
     context.results[f"memory/{name}"] = strategy.memory()
     strategy.shutdown()

@@ -31,12 +31,17 @@ FAMILIES = {
 }
 SEQUENCE_PARALLEL = {"sequence_parallel": True}
 PLAIN_OPTIMIZER = {"use_distributed_optimizer": False}
+VIRTUAL = {"virtual_pipeline_model_parallel_size": 2}
+OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+BLOCK = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 3}
+MLP = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
 VARIANTS = {
     "tp1": {
         "tp1": {"micro_batch_size": 8},
         "tp1, micro-batches of 3": {"micro_batch_size": 3},
         "tp1, full recompute": {"micro_batch_size": 4, "megatron": {"recompute_granularity": "full"}},
-        "tp1, selective recompute": {"micro_batch_size": 4, "megatron": {"recompute_granularity": "selective"}},
+        "tp1, block recompute": {"micro_batch_size": 4, "megatron": BLOCK},
+        "tp1, selective recompute": {"micro_batch_size": 4, "megatron": MLP},
         "tp1, plain optimizer": {"micro_batch_size": 4, "megatron": PLAIN_OPTIMIZER},
         "tp1, bf16": {"micro_batch_size": 4, "dtype": "bf16"},
     },
@@ -48,15 +53,20 @@ VARIANTS = {
             "megatron": SEQUENCE_PARALLEL | {"recompute_granularity": "full"},
         },
     },
-    "pp2": {"pp2": {"micro_batch_size": 2}},
+    "pp2": {
+        "pp2": {"micro_batch_size": 2},
+        "pp2, uneven stages": {"micro_batch_size": 2, "megatron": {"num_layers_in_last_pipeline_stage": 1}},
+        "pp2, virtual stages": {"micro_batch_size": 3, "megatron": VIRTUAL},
+    },
     "dp2": {
         "dp2": {"micro_batch_size": 2},
         "dp2, overlapped reduction": {"micro_batch_size": 1, "megatron": {"overlap_grad_reduce": True}},
+        "dp2, overlapped gather": {"micro_batch_size": 2, "megatron": OVERLAPPED, "at_once": True},
         "dp2, plain optimizer": {"micro_batch_size": 3, "megatron": PLAIN_OPTIMIZER},
     },
     "tp2 x pp2": {"tp2 x pp2": {"micro_batch_size": 2, "megatron": SEQUENCE_PARALLEL}},
     "tp2 x dp2": {"tp2 x dp2": {"micro_batch_size": 2, "megatron": SEQUENCE_PARALLEL}},
-    "pp2 x dp2": {"pp2 x dp2": {"micro_batch_size": 1, "megatron": {"overlap_grad_reduce": True}}},
+    "pp2 x dp2": {"pp2 x dp2": {"micro_batch_size": 1, "megatron": OVERLAPPED | VIRTUAL, "at_once": True}},
 }
 RESUMED = {
     "tp1": {
@@ -64,11 +74,11 @@ RESUMED = {
         "plain": {"micro_batch_size": 4, "megatron": PLAIN_OPTIMIZER},
     },
     "tp2": {},
-    "pp2": {},
+    "pp2": {"pp2, virtual": {"micro_batch_size": 3, "megatron": VIRTUAL}},
     "dp2": {
         "dp2": {"micro_batch_size": 2},
         "dp2, earlier format": {"micro_batch_size": 2, "written_as": "fully_reshardable"},
-        "dp2, bf16 overlapped": {"micro_batch_size": 2, "dtype": "bf16", "megatron": {"overlap_grad_reduce": True}},
+        "dp2, bf16 overlapped": {"micro_batch_size": 2, "dtype": "bf16", "megatron": OVERLAPPED},
     },
     "tp2 x pp2": {"tp2 x pp2": {"micro_batch_size": 2, "megatron": SEQUENCE_PARALLEL}},
     "tp2 x dp2": {"tp2 x dp2": {"micro_batch_size": 2}},
@@ -77,7 +87,7 @@ RESUMED = {
 POLICIES = {
     "tp1": {"tp1": {"micro_batch_size": 3}},
     "tp2": {"tp2": {"micro_batch_size": 3, "megatron": SEQUENCE_PARALLEL}},
-    "pp2": {"pp2": {"micro_batch_size": 2}},
+    "pp2": {"pp2": {"micro_batch_size": 3, "megatron": VIRTUAL}},
     "dp2": {},
     "tp2 x pp2": {},
     "tp2 x dp2": {},

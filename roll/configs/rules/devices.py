@@ -10,6 +10,7 @@ from typing import Any
 from roll.configs.agentic import AgenticConfig
 from roll.configs.compat import vllm
 from roll.configs.errors import Report
+from roll.configs.megatron import MegatronTrainConfig, ineffective_modules
 from roll.configs.parallel_layout import spans
 from roll.configs.pipeline import BaseConfig, RLConfig
 from roll.configs.roles import (
@@ -24,7 +25,14 @@ from roll.configs.sglang_options import OWNED, ServerOption, server_options
 from roll.configs.suggestions import nearest
 from roll.configs.trackers import missing_package
 
-CUDA_ONLY = ("bias_activation_fusion", "apply_rope_fusion", "overlap_grad_reduce")
+CUDA_ONLY = (
+    "bias_activation_fusion",
+    "bias_dropout_fusion",
+    "apply_rope_fusion",
+    "gradient_accumulation_fusion",
+    "use_precision_aware_optimizer",
+    "optimizer_cpu_offload",
+)
 """Megatron options that need a GPU."""
 
 
@@ -176,6 +184,7 @@ def _check_megatron(config: BaseConfig, role: str, worker: MegatronRoleConfig, r
         )
     if isinstance(worker, ActorTrainConfig):
         _check_recompute(worker, f"{path}.recompute_granularity", report)
+        _check_optimizer(worker.strategy_args.strategy_config, path, report)
     if model.dtype == "fp16":
         report.error(f"{role}.model_args.dtype", "fp16 needs loss scaling, which is not available; use bf16 or fp32")
     if config.platform != "cpu":
@@ -185,6 +194,10 @@ def _check_megatron(config: BaseConfig, role: str, worker: MegatronRoleConfig, r
     for option in CUDA_ONLY:
         if getattr(megatron, option, False):
             report.error(f"{path}.{option}", "true needs a GPU, and platform is cpu; set it to false")
+    if megatron.attention_backend != "auto":
+        report.error(
+            f"{path}.attention_backend", f"{megatron.attention_backend} needs a GPU, and platform is cpu; use auto"
+        )
     if model.attn_implementation == "fa2":
         report.error(f"{role}.model_args.attn_implementation", "fa2 needs a GPU, and platform is cpu; use auto or sdpa")
 
@@ -193,6 +206,27 @@ def _check_recompute(worker: ActorTrainConfig, path: str, report: Report) -> Non
     recompute = worker.strategy_args.strategy_config.recompute_granularity
     if worker.model_args.disable_gradient_checkpointing and recompute is not None:
         report.error(path, f"{recompute} contradicts model_args.disable_gradient_checkpointing: true; keep one of them")
+
+
+def _check_optimizer(megatron: MegatronTrainConfig, path: str, report: Report) -> None:
+    """Options that only the distributed optimizer has, and modules whose recomputation saves nothing."""
+    for option in ("overlap_param_gather", "use_precision_aware_optimizer", "optimizer_cpu_offload"):
+        if getattr(megatron, option) and not megatron.use_distributed_optimizer:
+            report.error(
+                f"{path}.{option}", "true needs use_distributed_optimizer: true; set that, or leave this option out"
+            )
+    if megatron.overlap_param_gather and megatron.overlap_grad_reduce is False:
+        report.error(
+            f"{path}.overlap_param_gather",
+            "true needs overlap_grad_reduce: true, as in Megatron; set that, or leave this option out",
+        )
+    if megatron.optimizer_cpu_offload and megatron.use_precision_aware_optimizer is False:
+        report.error(
+            f"{path}.use_precision_aware_optimizer",
+            "false contradicts optimizer_cpu_offload: true, which Megatron implements in that optimizer; leave it out",
+        )
+    for sentence in ineffective_modules(megatron):
+        report.warn(f"{path}.recompute_modules", f"has no effect for {sentence}")
 
 
 def _check_sglang(worker: ActorInferConfig, path: str, report: Report) -> None:

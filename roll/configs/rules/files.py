@@ -11,6 +11,7 @@ from roll.configs.errors import Report, similar_path, unreachable
 from roll.configs.hub.inputs import folder_files
 from roll.configs.hub.names import HubError, hub_name, local_model, other_reading
 from roll.configs.hub.splits import READABLE
+from roll.configs.megatron import stage_layers
 from roll.configs.model_config import CONFIG_NAME, ModelShape, UnsupportedModel, read_model_shape
 from roll.configs.pipeline import BaseConfig
 from roll.configs.roles import TEMPLATES, MegatronRoleConfig, RoleConfig
@@ -146,8 +147,7 @@ def _check_positions(config: BaseConfig, path: str, shape: ModelShape, report: R
 
 
 def _check_splits(role: str, worker: RoleConfig, shape: ModelShape, report: Report) -> None:
-    layout = worker.layout
-    tensor, stages = layout.tensor, layout.pipeline
+    tensor = worker.layout.tensor
     key = (
         "strategy_args.strategy_config.tensor_model_parallel_size"
         if isinstance(worker, MegatronRoleConfig)
@@ -159,10 +159,12 @@ def _check_splits(role: str, worker: RoleConfig, shape: ModelShape, report: Repo
             f"intermediate_size {shape.intermediate}"
         )
         report.error(f"{role}.{key}", f"{tensor} does not divide the model's {sizes}; use {_either(_splits(shape))}")
-    if shape.layers % stages:
-        fitting = [n for n in range(1, shape.layers + 1) if shape.layers % n == 0]
-        where = f"{role}.strategy_args.strategy_config.pipeline_model_parallel_size"
-        report.error(where, f"{stages} does not divide the model's {shape.layers} layers; use {_either(fitting)}")
+    if isinstance(worker, MegatronRoleConfig):
+        try:
+            stage_layers(shape.layers, worker.strategy_args.strategy_config)
+        except ValueError as error:
+            key, reason = str(error).split(": ", 1)
+            report.error(f"{role}.strategy_args.strategy_config.{key}", reason)
 
 
 def _splits(shape: ModelShape) -> list[int]:

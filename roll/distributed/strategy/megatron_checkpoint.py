@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,9 @@ class InProcessSave(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # Mega
         )
 
 
-def save(folder: Path, wrapped: DistributedDataParallel, optimizer: MegatronOptimizer, optimizer_steps: int) -> None:
+def save(
+    folder: Path, wrapped: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, optimizer_steps: int
+) -> None:
     """Writes weights, optimizer, step count and random state; collective over all ranks, complete on return."""
     if torch.distributed.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
@@ -63,17 +66,17 @@ def save(folder: Path, wrapped: DistributedDataParallel, optimizer: MegatronOpti
     torch.distributed.barrier()
 
 
-def _format(wrapped: DistributedDataParallel, optimizer: MegatronOptimizer) -> dict[str, str]:
+def _format(wrapped: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> dict[str, str]:
     """OPTIMIZER_FORMAT, or the earlier one where a rank's part of a bucket has no parameter, which Megatron refuses."""
     (part,) = parts(optimizer)
     buckets = [bucket for maps in getattr(part, "gbuf_ranges", []) for each in maps.values() for bucket in each]
     empty = torch.tensor(float(any(not bucket["param_map"] for bucket in buckets)))
-    empty = empty.to(next(wrapped.parameters()).device)
+    empty = empty.to(next(wrapped[0].parameters()).device)
     torch.distributed.all_reduce(empty, op=torch.distributed.ReduceOp.MAX)
     return GATHERED_FORMAT if empty.item() else OPTIMIZER_FORMAT
 
 
-def load(folder: Path, wrapped: DistributedDataParallel, optimizer: MegatronOptimizer) -> int:
+def load(folder: Path, wrapped: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> int:
     """Restores what `save` wrote; the layout must be the same.
 
     Returns:
@@ -92,7 +95,8 @@ def load(folder: Path, wrapped: DistributedDataParallel, optimizer: MegatronOpti
     _allocate_optimizer_state(optimizer)
     written_as = dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or OPTIMIZER_FORMAT
     state = dist_checkpointing.load(_sharded_state(wrapped, optimizer, written_as, loading=True), str(folder))
-    wrapped.module.load_state_dict(state["model"])
+    for name, each in _named(wrapped).items():
+        each.module.load_state_dict(state[name])
     _load_optimizer(optimizer, state["optimizer"], written_as[FORMAT_KEY])
     _set_random_state(state["random"])
     return int(state["optimizer_steps"])
@@ -129,19 +133,32 @@ def _load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any], written
 
 
 def _sharded_state(
-    wrapped: DistributedDataParallel, optimizer: MegatronOptimizer, optimizer_format: dict[str, str], loading: bool
+    wrapped: Sequence[DistributedDataParallel],
+    optimizer: MegatronOptimizer,
+    optimizer_format: dict[str, str],
+    loading: bool,
 ) -> dict[str, Any]:
     metadata = dict(optimizer_format)  # Megatron adds the data-parallel group of this moment to it
-    model = wrapped.module.sharded_state_dict(metadata=metadata)
+    models = {name: each.module.sharded_state_dict(metadata=metadata) for name, each in _named(wrapped).items()}
     return {
-        "model": model,
-        "optimizer": optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata),
+        **models,
+        "optimizer": optimizer.sharded_state_dict(models, is_loading=loading, metadata=metadata),
         "random": _random_state(),
     }
 
 
+def _named(wrapped: Sequence[DistributedDataParallel]) -> dict[str, DistributedDataParallel]:
+    """Megatron's names of the virtual stages of a rank."""
+    return {"model": wrapped[0]} if len(wrapped) == 1 else {f"model{n}": each for n, each in enumerate(wrapped)}
+
+
 def _layout() -> dict[str, int]:
-    """Sizes of the parallel dimensions, in the order of Megatron's ranks."""
+    """Sizes of the parallel dimensions, in the order of Megatron's ranks, and of the virtual pipeline."""
+    virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    return _sizes() | ({"virtual": virtual} if virtual else {})
+
+
+def _sizes() -> dict[str, int]:
     return {
         "tensor": parallel_state.get_tensor_model_parallel_world_size(),
         "data": parallel_state.get_data_parallel_world_size(),
@@ -161,7 +178,7 @@ def _random_state() -> ShardedObject:
         "device": torch.cuda.get_rng_state(),
         "tracker": get_cuda_rng_tracker().get_states(),
     }
-    return ShardedObject("random", state, tuple(_layout().values()), position, replica_id=0)
+    return ShardedObject("random", state, tuple(_sizes().values()), position, replica_id=0)
 
 
 def _set_random_state(state: dict[str, Any]) -> None:

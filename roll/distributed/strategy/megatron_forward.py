@@ -29,11 +29,12 @@ LossFunction = Callable[[torch.Tensor, torch.Tensor, TensorDict], tuple[torch.Te
 class ForwardPass:
     """Runs micro-batches through this rank's stage of the pipeline.
 
-    `wrapped` is what Megatron's schedule calls (the stage or its data-parallel wrapper); `stage` is the model inside.
+    `stages` are the virtual stages of this rank, one where there are none; `wrapped` is what Megatron's schedule calls,
+    each stage or its data-parallel wrapper.
     """
 
-    wrapped: torch.nn.Module
-    stage: HiddenStateModel
+    wrapped: Sequence[torch.nn.Module]
+    stages: Sequence[HiddenStateModel]
     model: DecoderConfig
     device: torch.device
 
@@ -87,35 +88,49 @@ class ForwardPass:
         forward_only: bool,
     ) -> list[Any]:
         """Megatron's schedule over the micro-batches; `on_last_stage` is given the hidden states of the last stage."""
-        multiple = self.stage.config.tensor_model_parallel_size if self.stage.config.sequence_parallel else 1
-        prepared = (make_micro_batch(batch, indices, multiple, self.device) for indices in micro_batches)
+        config = self.stages[0].config
+        multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        interleaved = len(self.stages) > 1
+        scheduled = [*micro_batches]
+        if interleaved:  # this schedule needs a multiple of the pipeline's size
+            scheduled += [micro_batches[0][:1]] * (-len(micro_batches) % config.pipeline_model_parallel_size)
 
-        def step(iterator: Iterator[MicroBatch], module: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
-            micro = next(iterator)
-            hidden = module(input_ids=micro.input_ids, position_ids=None, attention_mask=None)
-            return hidden, lambda output, **options: on_last_stage(output, micro, **options)
+        def prepared() -> Iterator[tuple[bool, MicroBatch]]:
+            for number, indices in enumerate(scheduled):
+                yield number < len(micro_batches), make_micro_batch(batch, indices, multiple, self.device)
+
+        def step(
+            iterator: Iterator[tuple[bool, MicroBatch]], module: torch.nn.Module
+        ) -> tuple[torch.Tensor, Callable[..., Any]]:
+            counts, micro = next(iterator)
+
+            def at_the_end(output: torch.Tensor, **options: Any) -> Any:
+                result = on_last_stage(output, micro, **options)
+                return result if counts or forward_only else (result[0] * 0.0, *result[1:])
+
+            return module(input_ids=micro.input_ids, position_ids=None, attention_mask=None), at_the_end
 
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=step,
-            data_iterator=prepared,
-            model=[self.wrapped],
-            num_microbatches=len(micro_batches),
+            data_iterator=[prepared() for _ in self.stages] if interleaved else prepared(),
+            model=list(self.wrapped),
+            num_microbatches=len(scheduled),
             seq_length=batch["input_ids"].shape[1],
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
-        return results
+        return results[: len(micro_batches)]
 
     def _scores(
         self, hidden: torch.Tensor, micro: MicroBatch, temperature: float, entropy_gradient: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs and entropies [N] of the micro-batch's scored tokens from the last hidden states."""
-        sequence_parallel = self.stage.config.sequence_parallel
+        sequence_parallel = self.stages[-1].config.sequence_parallel
         group = parallel_state.get_tensor_model_parallel_group()
         if sequence_parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, group=group)
-        weight = self.stage.head_weight()
+        weight = self.stages[-1].head_weight()
         first = parallel_state.get_tensor_model_parallel_rank() * weight.shape[0]
         spec = HeadSpec(
             first_token=first,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,8 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
-from roll.configs.roles import MegatronTrainConfig, TrainingArguments
+from roll.configs.megatron import MegatronTrainConfig
+from roll.configs.roles import TORCH_DTYPES, TrainingArguments
 from roll.models.factory import HiddenStateModel
 
 
@@ -18,46 +20,77 @@ class NonFiniteError(RuntimeError):
     """A loss or a gradient became infinite or not a number."""
 
 
-def wrap_model(stage: HiddenStateModel, megatron: MegatronTrainConfig) -> DistributedDataParallel:
-    """`stage` with gradient buffers that are summed over data ranks."""
-    config = DistributedDataParallelConfig(
-        use_distributed_optimizer=megatron.use_distributed_optimizer,
-        grad_reduce_in_fp32=megatron.accumulate_allreduce_grads_in_fp32,
-        overlap_grad_reduce=megatron.overlap_grad_reduce,
-    )
-    wrapped = DistributedDataParallel(stage.config, config, stage)
-    stage.config.finalize_model_grads_func = _finalize_sums
-    stage.config.no_sync_func = wrapped.no_sync if megatron.overlap_grad_reduce else None
-    stage.config.grad_scale_func = None
+def wrap_model(stages: Sequence[HiddenStateModel], megatron: MegatronTrainConfig) -> list[DistributedDataParallel]:
+    """The virtual stages of a rank, each with gradient buffers that are summed over data ranks.
+
+    Only the first is cut into buckets that are reduced one by one: its gradients are the last to be ready.
+    """
+    config = stages[0].config
+    wrapped = [
+        DistributedDataParallel(config, ddp_config(megatron), stage, disable_bucketing=number > 0)
+        for number, stage in enumerate(stages)
+    ]
+    config.finalize_model_grads_func = _finalize_sums
+    no_sync = [each.no_sync for each in wrapped] if megatron.overlap_grad_reduce else None
+    config.no_sync_func = no_sync[0] if no_sync and len(no_sync) == 1 else no_sync
+    config.grad_scale_func = None
     return wrapped
 
 
+def ddp_config(megatron: MegatronTrainConfig) -> DistributedDataParallelConfig:
+    """Megatron's options of data parallelism."""
+    return DistributedDataParallelConfig(
+        use_distributed_optimizer=megatron.use_distributed_optimizer,
+        grad_reduce_in_fp32=megatron.accumulate_allreduce_grads_in_fp32,
+        overlap_grad_reduce=bool(megatron.overlap_grad_reduce),
+        overlap_param_gather=bool(megatron.overlap_param_gather),
+    )
+
+
+def optimizer_config(
+    arguments: TrainingArguments, megatron: MegatronTrainConfig, dtype: torch.dtype, pinned: bool
+) -> OptimizerConfig:
+    """Megatron's options of Adam; `pinned` is the host memory of `optimizer_cpu_offload`."""
+    given = megatron.use_precision_aware_optimizer
+    names = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+    dtypes = {name: getattr(torch, TORCH_DTYPES[getattr(megatron, name)]) for name in names} if given else {}
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=arguments.learning_rate,
+        min_lr=arguments.min_learning_rate,
+        weight_decay=arguments.weight_decay,
+        adam_beta1=arguments.adam_beta1,
+        adam_beta2=arguments.adam_beta2,
+        adam_eps=arguments.adam_epsilon,
+        use_distributed_optimizer=megatron.use_distributed_optimizer,
+        overlap_param_gather=bool(megatron.overlap_param_gather),
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        use_precision_aware_optimizer=bool(given),
+        optimizer_cpu_offload=megatron.optimizer_cpu_offload,
+        optimizer_offload_fraction=megatron.optimizer_offload_fraction,
+        overlap_cpu_optimizer_d2h_h2d=megatron.overlap_cpu_optimizer_d2h_h2d,
+        pin_cpu_grads=pinned,
+        pin_cpu_params=pinned,
+        **dtypes,
+    )
+
+
 def build_optimizer(
-    wrapped: DistributedDataParallel, arguments: TrainingArguments, megatron: MegatronTrainConfig
+    wrapped: Sequence[DistributedDataParallel], arguments: TrainingArguments, megatron: MegatronTrainConfig
 ) -> MegatronOptimizer:
     """AdamW with decoupled weight decay on matrices (norms and biases have none).
 
     Raises:
         ValueError: fp16, which would need loss scaling and skipped steps.
     """
-    dtype = wrapped.module.config.params_dtype
-    on_cpu = next(wrapped.parameters()).device.type == "cpu"
+    dtype = wrapped[0].module.config.params_dtype
+    on_cpu = next(wrapped[0].parameters()).device.type == "cpu"
     if dtype == torch.float16:
         raise ValueError("actor_train.model_args.dtype: fp16 cannot be trained; use bf16 or fp32")
     optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=arguments.learning_rate,
-            min_lr=arguments.min_learning_rate,
-            weight_decay=arguments.weight_decay,
-            adam_beta1=arguments.adam_beta1,
-            adam_beta2=arguments.adam_beta2,
-            adam_eps=arguments.adam_epsilon,
-            use_distributed_optimizer=megatron.use_distributed_optimizer,
-            params_dtype=dtype,
-            bf16=dtype == torch.bfloat16,
-        ),
-        [wrapped],
+        optimizer_config(arguments, megatron, dtype, pinned=not on_cpu),
+        list(wrapped),
         use_gloo_process_groups=not on_cpu,
     )
     for group in optimizer.param_groups:
@@ -82,7 +115,8 @@ def update(optimizer: MegatronOptimizer, learning_rate: float, max_grad_norm: fl
     for part in parts(optimizer):
         parameters = part.get_parameters()
         if parameters and max_grad_norm:
-            clip_grad_by_total_norm_fp32(parameters, max_grad_norm, norm)
+            decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+            clip_grad_by_total_norm_fp32(parameters, max_grad_norm, norm, decoupled)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     optimizer.step_with_ready_grads()

@@ -24,9 +24,10 @@ from roll.algorithms.learning_rate import LearningRate
 from roll.algorithms.losses import LOSSES
 from roll.algorithms.policy_losses import PolicyLossConfig
 from roll.configs.hub.names import local_model
+from roll.configs.megatron import MegatronConfig, MegatronTrainConfig, virtual_stages, with_defaults
 from roll.configs.parallel_layout import ParallelLayout, RankCoordinates
 from roll.configs.pipeline import BaseConfig, role_seed
-from roll.configs.roles import TORCH_DTYPES, ActorTrainConfig, MegatronRoleConfig, MegatronTrainConfig
+from roll.configs.roles import TORCH_DTYPES, ActorTrainConfig, MegatronRoleConfig
 from roll.distributed.process_groups import bind_to_device, serve_store
 from roll.distributed.protocol import DataProto
 from roll.distributed.strategy import megatron_checkpoint
@@ -44,7 +45,13 @@ from roll.distributed.strategy.megatron_optimizer import (
     wrap_model,
 )
 from roll.distributed.strategy.megatron_weights import MegatronWeights
-from roll.models.factory import BuildOptions, HiddenStateModel, build_gpt_model, transformer_engine_available
+from roll.models.factory import (
+    BuildOptions,
+    HiddenStateModel,
+    build_gpt_model,
+    gradient_kernel_available,
+    transformer_engine_available,
+)
 from roll.models.hf_config import DecoderConfig, read_hf_config
 from roll.models.hf_import import import_hf
 from roll.platforms.platform import Platform
@@ -86,7 +93,7 @@ class MegatronInferStrategy:
         self.rank = rank
         self.platform = platform
         self.role = role
-        self.megatron = worker_config.strategy_args.strategy_config
+        self.megatron: MegatronConfig = worker_config.strategy_args.strategy_config
 
     def initialize(self) -> None:
         """Joins the role's process group at MASTER_ADDR and MASTER_PORT, and builds the model with its weights.
@@ -104,9 +111,11 @@ class MegatronInferStrategy:
         if self.pipeline_config.deterministic:
             self.platform.use_deterministic_kernels()
         start, call = self.pipeline_config.start_timeout_s, self.pipeline_config.rpc_timeout_s
-        self.coordinates = join_process_group(self.platform, self.layout, self.rank, start, max(start, call))
+        self.megatron = self._with_defaults(self.megatron)
+        virtual = virtual_stages(self.megatron)
+        self.coordinates = join_process_group(self.platform, self.layout, self.rank, start, max(start, call), virtual)
         seed_rank(self.pipeline_config.seed, self.role, self.coordinates)
-        self.stage = self._build_stage(folder)
+        self.stages = self._build_stages(folder)
         self.states = HostCopies(self._state_tensors, self.platform)
         self._set_up()
 
@@ -143,14 +152,17 @@ class MegatronInferStrategy:
 
     def memory(self) -> dict[str, int]:
         """Bytes of this process as the platform counts them, and of the parameters."""
-        return {**self.platform.memory(), "parameters": _bytes(self.stage.parameters())}
+        return {**self.platform.memory(), "parameters": _bytes(self._parameters())}
 
     def offload(self, kinds: Sequence[StateKind]) -> int:
         """Moves states to host memory; returns the bytes of the device that are free now."""
         return self.states.offload(kinds)
 
     def _state_tensors(self, kind: StateKind) -> Iterable[torch.Tensor]:
-        return self.stage.parameters() if kind == "parameters" else ()
+        return self._parameters() if kind == "parameters" else ()
+
+    def _parameters(self) -> Iterator[torch.Tensor]:
+        return (parameter for stage in self.stages for parameter in stage.parameters())
 
     def shutdown(self) -> None:
         """Leaves the process group, so that this process can join another."""
@@ -158,25 +170,27 @@ class MegatronInferStrategy:
 
     def _set_up(self) -> None:
         """Prepares the loaded stage for its use."""
-        self.stage.requires_grad_(False)
-        self.forward = ForwardPass(self.stage, self.stage, self.model, self.device)
+        for stage in self.stages:
+            stage.requires_grad_(False)
+        self.forward = ForwardPass(self.stages, self.stages, self.model, self.device)
 
-    def _build_stage(self, folder: Path) -> HiddenStateModel:
-        megatron = self.megatron
+    def _with_defaults(self, megatron: MegatronConfig) -> MegatronConfig:
+        on_gpu = self.device.type == "cuda"
+        return with_defaults(
+            megatron, on_gpu, self.layout.data, self._use_transformer_engine(), gradient_kernel_available()
+        )
+
+    def _build_stages(self, folder: Path) -> list[HiddenStateModel]:
         options = BuildOptions(
+            megatron=self.megatron,
             dtype=getattr(torch, TORCH_DTYPES[self.worker_config.model_args.dtype]),
-            tensor=self.layout.tensor,
-            pipeline=self.layout.pipeline,
-            sequence_parallel=megatron.sequence_parallel,
-            recompute=megatron.recompute_granularity if isinstance(megatron, MegatronTrainConfig) else None,
             transformer_engine=self._use_transformer_engine(),
-            bias_activation_fusion=megatron.bias_activation_fusion,
-            apply_rope_fusion=megatron.apply_rope_fusion,
             deterministic=self.pipeline_config.deterministic and self.device.type == "cuda",
         )
-        stage = build_gpt_model(self.model, options)
-        import_hf(stage, folder, self.model, self.coordinates.tensor, self.layout.tensor)
-        return stage
+        stages = build_gpt_model(self.model, options)
+        for stage in stages:
+            import_hf(stage, folder, self.model, self.coordinates.tensor, self.layout.tensor)
+        return stages
 
     def _use_transformer_engine(self) -> bool:
         """On a GPU where it is installed, unless `attn_implementation: sdpa` declines it; fp32 would be rounded."""
@@ -226,6 +240,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
                 return function(log_probs, entropy, fields, scale, config)
 
             results.append(self.optimizer_step(data, step["micro_batches"], loss, entropy_gradient))
+        self._finish_gathers()
         return over_optimizer_steps(results)
 
     def optimizer_step(
@@ -236,7 +251,8 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         Raises:
             NonFiniteError: see `train_step`.
         """
-        self.wrapped.zero_grad_buffer()
+        for wrapped in self.wrapped:
+            wrapped.zero_grad_buffer()
         self.optimizer.zero_grad()
         temperature = data.meta_info.get("temperature", 1.0)
         rows = self.forward.backward(data.batch, micro_batches, temperature, loss, entropy_gradient)
@@ -264,7 +280,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
 
     def memory(self) -> dict[str, int]:
         """As for a frozen model, and the bytes of gradient buffers and optimizer state."""
-        gradients = sum(buffer.grad_data.nbytes for buffer in self.wrapped.buffers)
+        gradients = _bytes(self._state_tensors("gradients"))
         return {**super().memory(), "gradients": gradients, "optimizer": _bytes(self._optimizer_state())}
 
     def offload(self, kinds: Sequence[StateKind]) -> int:
@@ -281,22 +297,31 @@ class MegatronTrainStrategy(MegatronInferStrategy):
     def _state_tensors(self, kind: StateKind) -> Iterable[torch.Tensor]:
         """The optimizer's tensors include its fp32 copies of parameters in half precision."""
         if kind == "gradients":
-            return [buffer.grad_data for buffer in self.wrapped.buffers]
+            return [buffer.grad_data for wrapped in self.wrapped for buffer in wrapped.buffers]
         if kind == "optimizer":
             groups = [group["params"] for group in self.optimizer.param_groups]
             return [*itertools.chain(*groups), *self._optimizer_state()]
         return super()._state_tensors(kind)
 
     def _set_up(self) -> None:
-        role = self.worker_config
-        assert isinstance(role, ActorTrainConfig)
-        arguments, megatron = role.training_args, role.strategy_args.strategy_config
-        self.wrapped = wrap_model(self.stage, megatron)
-        self.optimizer = build_optimizer(self.wrapped, arguments, megatron)
-        self.forward = ForwardPass(self.wrapped, self.stage, self.model, self.device)
-        self.weights = MegatronWeights(self.stage, self.model, self.model_folder)
-        self.schedule = LearningRate.of(arguments, self.pipeline_config.schedule_steps)
+        role, megatron = self.worker_config, self.megatron
+        assert isinstance(role, ActorTrainConfig) and isinstance(megatron, MegatronTrainConfig)
+        self.wrapped = wrap_model(self.stages, megatron)
+        self.optimizer = build_optimizer(self.wrapped, role.training_args, megatron)
+        self.forward = ForwardPass(self.wrapped, self.stages, self.model, self.device)
+        self.weights = MegatronWeights(self.stages, self.model, self.model_folder)
+        self.schedule = LearningRate.of(role.training_args, self.pipeline_config.schedule_steps)
         self.optimizer_steps = 0
+        self._finish_gathers()
+
+    def _finish_gathers(self) -> None:
+        """With `overlap_param_gather`, gathers the weights that a next optimizer step would gather while it runs.
+
+        Forward passes without an optimizer step, weight updates and checkpoints read them before.
+        """
+        for wrapped in self.wrapped:
+            if wrapped.ddp_config.overlap_param_gather:
+                wrapped.start_param_sync(force_sync=True)
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -304,7 +329,12 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def join_process_group(
-    platform: Platform, layout: ParallelLayout, rank: int, start_timeout_s: float, collective_timeout_s: float
+    platform: Platform,
+    layout: ParallelLayout,
+    rank: int,
+    start_timeout_s: float,
+    collective_timeout_s: float,
+    virtual: int | None = None,
 ) -> RankCoordinates:
     """Joins the role's ranks at MASTER_ADDR:MASTER_PORT and builds Megatron's groups.
 
@@ -314,6 +344,7 @@ def join_process_group(
         rank: this rank.
         start_timeout_s: longest wait for all ranks to start.
         collective_timeout_s: longest time of any later collective.
+        virtual: parts of each pipeline stage, if they are to be interleaved.
 
     Returns:
         The coordinates of this rank.
@@ -339,6 +370,7 @@ def join_process_group(
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=virtual,
         distributed_timeout_minutes=math.ceil(collective_timeout_s / 60),
         create_gloo_process_groups=platform.collective_backend != "gloo",
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +26,7 @@ FILE_BYTES = 4 * 2**30
 
 
 class MegatronWeights:
-    """The weights of one pipeline stage under their HF names, in the order of the stage's rules.
+    """The weights of one pipeline stage, all its virtual stages together, under their HF names.
 
     Tensors may share memory with the model: use them before the next training step.
 
@@ -34,18 +34,21 @@ class MegatronWeights:
         folder: HF folder that the model came from.
     """
 
-    def __init__(self, stage: HiddenStateModel, model: DecoderConfig, folder: Path) -> None:
-        self._stage, self._model, self.folder = stage, model, folder
-        self._parameters = dict(stage.named_parameters())
-        self._rules = [rule for rule in rules_of(stage, model) if rule != TIED_HEAD]
+    def __init__(self, stages: Sequence[HiddenStateModel], model: DecoderConfig, folder: Path) -> None:
+        self._model, self.folder = model, folder
+        self._dtype = stages[0].config.params_dtype
+        self._weights: list[tuple[Rule, torch.nn.Parameter]] = []
         """Tied embeddings are sent and exported once, by the first stage."""
+        for stage in stages:
+            parameters = dict(stage.named_parameters())
+            rules = [rule for rule in rules_of(stage, model) if rule != TIED_HEAD]
+            self._weights += [(rule, parameters[rule.megatron]) for rule in rules]
 
     def specs(self) -> list[WeightSpec]:
         """Names, full shapes and dtypes of the stage's weights, without communication."""
         ranks = parallel_state.get_tensor_model_parallel_world_size()
         specs = []
-        for rule in self._rules:
-            parameter = self._parameters[rule.megatron]
+        for rule, parameter in self._weights:
             shapes = rule.layout.hf_shapes(parameter.shape, ranks, self._model)
             dtype = str(parameter.dtype).removeprefix("torch.")
             specs += [WeightSpec(name, shape, dtype) for name, shape in zip(rule.hf, shapes, strict=True)]
@@ -54,8 +57,8 @@ class MegatronWeights:
     @torch.no_grad()
     def full_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Full tensors on every rank; collective over the stage's tensor-parallel ranks."""
-        for rule in self._rules:
-            shards = _all_gather(self._parameters[rule.megatron].detach(), rule)
+        for rule, parameter in self._weights:
+            shards = _all_gather(parameter.detach(), rule)
             yield from zip(rule.hf, rule.layout.merge(shards, self._model), strict=True)
 
     @torch.no_grad()
@@ -64,10 +67,10 @@ class MegatronWeights:
 
         That halves the traffic of `full_tensors`. The gather of the next parameter runs while one is used.
         """
-        started = [self._start_gather(rule) for rule in self._rules[:1]]
-        for index, rule in enumerate(self._rules):
-            if index + 1 < len(self._rules):
-                started.append(self._start_gather(self._rules[index + 1]))
+        started = [self._start_gather(*each) for each in self._weights[:1]]
+        for index, (rule, _) in enumerate(self._weights):
+            if index + 1 < len(self._weights):
+                started.append(self._start_gather(*self._weights[index + 1]))
             work, shards = started.pop(0)
             if work is not None:
                 work.wait()
@@ -77,14 +80,16 @@ class MegatronWeights:
     def slice_writers(self) -> Iterator[tuple[str, Callable[[torch.Tensor], None]]]:
         """For every HF name, a function that copies this rank's slice into the full tensor; no communication."""
         rank = parallel_state.get_tensor_model_parallel_rank()
-        for rule in self._rules:
-            shard = self._parameters[rule.megatron].detach()
+        for rule, parameter in self._weights:
+            shard = parameter.detach()
             for part, name in enumerate(rule.hf):
                 yield name, partial(rule.layout.write, shard, part=part, config=self._model, rank=rank)
 
-    def _start_gather(self, rule: Rule) -> tuple[dist.Work | None, list[torch.Tensor] | None]:
+    def _start_gather(
+        self, rule: Rule, parameter: torch.nn.Parameter
+    ) -> tuple[dist.Work | None, list[torch.Tensor] | None]:
         """A started gather to tensor rank 0, and where it puts the shards; None for those elsewhere."""
-        shard = self._parameters[rule.megatron].detach()
+        shard = parameter.detach()
         group = parallel_state.get_tensor_model_parallel_group()
         is_source = group.rank() == 0
         if group.size() == 1 or not rule.layout.is_split:
@@ -114,7 +119,7 @@ class MegatronWeights:
             weight_map = {name: file for names, _ in parts for name, file in names.items()}
             index = {"metadata": {"total_size": sum(size for _, size in parts)}, "weight_map": weight_map}
             (folder / WEIGHT_INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
-            _copy_small_files(self.folder, folder, self._stage.config.params_dtype)
+            _copy_small_files(self.folder, folder, self._dtype)
         dist.barrier()
 
     def _files(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:

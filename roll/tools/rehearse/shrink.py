@@ -9,6 +9,7 @@ from typing import Any
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.compat import Tree
+from roll.configs.megatron import LAYER_SPLITS
 from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig, SFTConfig
 from roll.configs.roles import DEVICE_ROLES, ActorInferConfig, MegatronRoleConfig
 from roll.configs.rules.devices import CUDA_ONLY
@@ -262,6 +263,9 @@ def _shrink_role(edit: _Edit, role: str, placement: Placement) -> None:
         edit.set((*options, "sequence_parallel"), False, "there is one tensor-parallel rank")
     for name in CUDA_ONLY:
         edit.drop((*options, name), NO_GPU)
+    edit.drop((*options, "attention_backend"), NO_GPU)
+    for name in LAYER_SPLITS:
+        edit.drop((*options, name), "the small model has one layer for each stage")
     if section.model_args.attn_implementation == "fa2":
         edit.set((role, "model_args", "attn_implementation"), "auto", NO_GPU)
 

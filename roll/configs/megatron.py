@@ -1,0 +1,264 @@
+"""Megatron's options, under its own names: their defaults on each platform, and how pipeline stages share the layers.
+
+Every option here reaches `TransformerConfig`, `DistributedDataParallelConfig` or `OptimizerConfig` of Megatron-Core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
+
+from roll.configs.schema import Condition, needs, one_or_many, option
+
+Dtype = Literal["fp32", "bf16", "fp16"]
+
+RECOMPUTED_MODULES = ("core_attn", "mlp")
+"""Values of `recompute_modules` that these models have."""
+
+WITHOUT_EFFECT = {
+    "layernorm": "norms are part of the linear after them",
+    **dict.fromkeys(("moe", "moe_act", "shared_experts", "mla_up_proj"), "the model families here are dense"),
+}
+"""Megatron's other values, and why they save nothing here."""
+
+LAYER_SPLITS = (
+    "virtual_pipeline_model_parallel_size",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+"""Options that split the layers over pipeline stages in another way than evenly."""
+
+PRECISION_AWARE = Condition(
+    lambda config, section: section.precision_aware,
+    "neither use_precision_aware_optimizer nor optimizer_cpu_offload is true",
+    (".use_precision_aware_optimizer", ".optimizer_cpu_offload"),
+    is_error=True,
+)
+CPU_OFFLOAD = needs("optimizer_cpu_offload", "optimizer_cpu_offload is false")
+FULL = needs("recompute_granularity", "only recompute_granularity: full reads it", lambda value: value == "full")
+SELECTIVE = needs(
+    "recompute_granularity", "only recompute_granularity: selective reads it", lambda value: value == "selective"
+)
+SEVERAL_STAGES = needs("pipeline_model_parallel_size", "pipeline_model_parallel_size is 1", lambda size: size > 1)
+
+
+def _modules(value: Any) -> Any:
+    """A list of Megatron's module names; of null, Megatron's default.
+
+    Raises:
+        ValueError: a name is none of them.
+    """
+    names = ["core_attn"] if value is None else one_or_many(value)
+    unknown = [name for name in names if name not in (*RECOMPUTED_MODULES, *WITHOUT_EFFECT)]
+    if unknown:
+        raise ValueError(f"{unknown[0]!r} is none of {', '.join((*RECOMPUTED_MODULES, *WITHOUT_EFFECT))}")
+    return names
+
+
+@dataclass
+class MegatronConfig:
+    """`strategy_config` of megatron_infer, and what megatron_train shares with it."""
+
+    tensor_model_parallel_size: int = option(1, "Ranks one layer is split over.", ge=1)
+    pipeline_model_parallel_size: int = option(1, "Stages the layers are split into.", ge=1)
+    virtual_pipeline_model_parallel_size: int | None = option(
+        None,
+        "Parts of one pipeline stage, which take turns in the interleaved schedule; default: one.",
+        ge=1,
+        only_for=SEVERAL_STAGES,
+    )
+    num_layers_in_first_pipeline_stage: int | None = option(
+        None, "Layers of the first stage, where stages differ.", ge=1, only_for=SEVERAL_STAGES
+    )
+    num_layers_in_last_pipeline_stage: int | None = option(
+        None, "Layers of the last stage, where stages differ.", ge=1, only_for=SEVERAL_STAGES
+    )
+    account_for_embedding_in_pipeline_split: bool = option(
+        False, "Count the embedding as a layer, so that the first stage has one less.", only_for=SEVERAL_STAGES
+    )
+    account_for_loss_in_pipeline_split: bool = option(
+        False, "Count the output head as a layer, so that the last stage has one less.", only_for=SEVERAL_STAGES
+    )
+    expert_model_parallel_size: int = option(
+        1, "Ranks experts are split over; the dense families here allow 1.", ge=1, le=1
+    )
+    context_parallel_size: int = option(1, "Ranks one sequence is split over; only 1 is available.", ge=1, le=1)
+    sequence_parallel: bool = option(
+        False, "Split norms and residuals along the sequence over the tensor-parallel ranks."
+    )
+    attention_backend: Literal["auto", "flash", "fused", "unfused"] = option(
+        "auto", "Attention kernel of Transformer Engine (cuda only)."
+    )
+    bias_activation_fusion: bool | None = option(
+        None, "Fused kernel for the MLP's activation (cuda only); default: true on cuda."
+    )
+    bias_dropout_fusion: bool | None = option(
+        None, "Fused kernel for the addition of the residual (cuda only); default: true on cuda."
+    )
+    apply_rope_fusion: bool | None = option(
+        None,
+        "Fused kernel for the rotary embedding (cuda with Transformer Engine only); default: true where Transformer "
+        "Engine computes the layers.",
+    )
+
+
+@dataclass
+class MegatronTrainConfig(MegatronConfig):
+    """`strategy_config` of megatron_train."""
+
+    use_distributed_optimizer: bool = option(True, "Shard fp32 weights and Adam state over data-parallel ranks.")
+    overlap_grad_reduce: bool | None = option(
+        None, "Reduce gradients while the backward pass runs; default: true on cuda with several data-parallel ranks."
+    )
+    overlap_param_gather: bool | None = option(
+        None,
+        "Gather the weights of the distributed optimizer while the next optimizer step's forward pass runs; default: "
+        "as overlap_grad_reduce.",
+    )
+    gradient_accumulation_fusion: bool | None = option(
+        None,
+        "Add weight gradients to their fp32 sum within the matrix product (cuda only); default: true where Apex with "
+        "this kernel is installed.",
+    )
+    accumulate_allreduce_grads_in_fp32: bool = option(True, "Keep and reduce gradients in fp32.")
+    recompute_granularity: Literal["full", "selective"] | None = option(
+        None, "Recompute activations in the backward pass: of whole layers, or of recompute_modules."
+    )
+    recompute_method: Literal["uniform", "block"] | None = option(
+        None,
+        "Recompute groups of recompute_num_layers layers from their first input (uniform), or that many layers of a "
+        "stage and keep the activations of the others (block); default: uniform.",
+        only_for=FULL,
+    )
+    recompute_num_layers: int | None = option(
+        None, "Layers of a group (uniform) or of a stage (block); default: 1.", ge=1, only_for=FULL
+    )
+    recompute_modules: list[str] = option(
+        factory=lambda: ["core_attn"],
+        parse=_modules,
+        help="Parts of each layer that are recomputed: core_attn, mlp.",
+        only_for=SELECTIVE,
+    )
+    use_precision_aware_optimizer: bool | None = option(
+        None,
+        "Adam with gradients, weights and moments in the dtypes below (cuda with Transformer Engine only); default: as "
+        "optimizer_cpu_offload.",
+    )
+    main_grads_dtype: Literal["fp32", "bf16"] = option("fp32", "Gradients that Adam reads.", only_for=PRECISION_AWARE)
+    main_params_dtype: Literal["fp32", "fp16"] = option("fp32", "Adam's copy of the weights.", only_for=PRECISION_AWARE)
+    exp_avg_dtype: Dtype = option("fp32", "Adam's first moment.", only_for=PRECISION_AWARE)
+    exp_avg_sq_dtype: Dtype = option("fp32", "Adam's second moment.", only_for=PRECISION_AWARE)
+    optimizer_cpu_offload: bool = option(
+        False, "Keep Adam's state in host memory, and step on the host's cores (cuda with Transformer Engine only)."
+    )
+    optimizer_offload_fraction: float = option(
+        1.0, "Share of the parameters whose state is in host memory.", ge=0, le=1, only_for=CPU_OFFLOAD
+    )
+    overlap_cpu_optimizer_d2h_h2d: bool = option(
+        True, "Copy gradients and weights of one parameter while others step.", only_for=CPU_OFFLOAD
+    )
+
+    @property
+    def precision_aware(self) -> bool:
+        """Whether Adam reads the dtypes of `main_grads_dtype` and those after it."""
+        chosen = self.use_precision_aware_optimizer
+        return self.optimizer_cpu_offload if chosen is None else chosen
+
+
+Options = TypeVar("Options", bound=MegatronConfig)
+
+
+def with_defaults(
+    options: Options, on_gpu: bool, data_ranks: int, transformer_engine: bool, gradient_kernel: bool
+) -> Options:
+    """`options` with a value for each that was left to the platform.
+
+    Args:
+        options: as configured.
+        on_gpu: whether the role's platform is cuda.
+        data_ranks: data-parallel size.
+        transformer_engine: whether Transformer Engine computes the layers.
+        gradient_kernel: whether Apex's kernel for `gradient_accumulation_fusion` is installed.
+    """
+    values: dict[str, Any] = {
+        "bias_activation_fusion": on_gpu,
+        "bias_dropout_fusion": on_gpu,
+        "apply_rope_fusion": transformer_engine,
+    }
+    if isinstance(options, MegatronTrainConfig):
+        overlap = on_gpu and data_ranks > 1 if options.overlap_grad_reduce is None else options.overlap_grad_reduce
+        values |= {
+            "overlap_grad_reduce": overlap,
+            "overlap_param_gather": overlap and options.use_distributed_optimizer,
+            "gradient_accumulation_fusion": on_gpu and gradient_kernel,
+            "use_precision_aware_optimizer": options.precision_aware,
+        }
+    return replace(options, **{name: value for name, value in values.items() if getattr(options, name) is None})
+
+
+def virtual_stages(options: MegatronConfig) -> int | None:
+    """Parts of each pipeline stage, or None for Megatron's schedule without them."""
+    several = options.pipeline_model_parallel_size > 1 and (options.virtual_pipeline_model_parallel_size or 1) > 1
+    return options.virtual_pipeline_model_parallel_size if several else None
+
+
+def stage_layers(layers: int, options: MegatronConfig) -> list[int]:
+    """The number of layers of each pipeline stage, all its virtual stages together.
+
+    Raises:
+        ValueError: the layers cannot be split like this; the message begins with the key to change.
+    """
+    stages, virtual = options.pipeline_model_parallel_size, virtual_stages(options) or 1
+    if stages == 1:
+        return [layers]
+    first, last = options.num_layers_in_first_pipeline_stage, options.num_layers_in_last_pipeline_stage
+    embedding, loss = options.account_for_embedding_in_pipeline_split, options.account_for_loss_in_pipeline_split
+    if (first or last) and (embedding or loss):
+        raise ValueError(
+            f"{'num_layers_in_first_pipeline_stage' if first else 'num_layers_in_last_pipeline_stage'}: excludes "
+            "account_for_embedding_in_pipeline_split and account_for_loss_in_pipeline_split; keep one of them"
+        )
+    counted = layers + embedding + loss - (first or 0) - (last or 0)
+    middle = stages - bool(first) - bool(last)
+    if middle < 0 or counted < 0 or (middle == 0) != (counted == 0) or (middle and counted % middle):
+        raise ValueError(_uneven(layers, counted, middle, options))
+    split = [*([first] if first else []), *[counted // middle if middle else 0] * middle, *([last] if last else [])]
+    if any(part % virtual for part in split):
+        raise ValueError(
+            f"virtual_pipeline_model_parallel_size: {virtual} does not divide the layers of the stages, {split}; "
+            f"use {_either(_common_divisors(split))}"
+        )
+    split[0] -= embedding
+    split[-1] -= loss
+    if min(split) < 1 or (embedding or loss) and min(split) < virtual:
+        raise ValueError(f"pipeline_model_parallel_size: {stages} stages leave one of {split} without a layer")
+    return split
+
+
+def _uneven(layers: int, counted: int, middle: int, options: MegatronConfig) -> str:
+    stages = options.pipeline_model_parallel_size
+    if middle == stages and counted == layers:
+        fitting = _either([size for size in range(1, layers + 1) if layers % size == 0])
+        return f"pipeline_model_parallel_size: {stages} does not divide the model's {layers} layers; use {fitting}"
+    rest = f"{counted} of the model's {layers} layers (the embedding and the head counted, if they are)"
+    if middle <= 0 or counted < 0:
+        key = "num_layers_in_last_pipeline_stage" if middle <= 0 else "num_layers_in_first_pipeline_stage"
+        return f"{key}: leaves {rest} to {max(middle, 0)} of {stages} stages; they must add up to all"
+    return f"pipeline_model_parallel_size: the {middle} stages without a number of their own cannot share {rest} evenly"
+
+
+def _common_divisors(numbers: list[int]) -> list[int]:
+    return [size for size in range(1, min(numbers) + 1) if not any(number % size for number in numbers)]
+
+
+def _either(values: list[int]) -> str:
+    return ", ".join(map(str, values[:-1])) + (" or " if len(values) > 1 else "") + str(values[-1])
+
+
+def ineffective_modules(options: MegatronTrainConfig) -> Iterator[str]:
+    """A sentence for each of `recompute_modules` that saves nothing."""
+    if options.recompute_granularity == "selective":
+        yield from (f"{name}: {WITHOUT_EFFECT[name]}" for name in options.recompute_modules if name in WITHOUT_EFFECT)
