@@ -315,7 +315,7 @@ class RLConfig(AsyncOptions, PolicyOptions, AdvantageOptions, SampleMaskOptions,
     )
     is_offload_states: bool | None = option(
         None,
-        "Trainer and engines that share their devices take turns on them: what is not in use is moved to host "
+        "Trainer and engines that share devices take turns on them: what is not in use is moved to host "
         "memory, or freed. Default: true on GPUs, false on a CPU. Needs a ratio of 0.",
     )
     on_truncated_sampling: Literal["warn", "refuse"] = option(
@@ -373,8 +373,8 @@ class RLConfig(AsyncOptions, PolicyOptions, AdvantageOptions, SampleMaskOptions,
 
     @property
     def shares_devices(self) -> bool:
-        """Whether trainer and engines own the same devices."""
-        return self.actor_train.device_mapping == self.actor_infer.device_mapping
+        """Whether trainer and engines own some of the same devices."""
+        return not set(self.actor_train.device_mapping).isdisjoint(self.actor_infer.device_mapping)
 
     def takes_turns(self, platform: str) -> bool:
         """Whether they hold memory of these devices in turns, on `platform`, cpu or cuda."""

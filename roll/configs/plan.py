@@ -145,7 +145,7 @@ def _shapes(config: BaseConfig) -> dict[str, ModelShape]:
 
 def _role(config: BaseConfig, role: str, worker: RoleConfig, per_node: int) -> RolePlan:
     layout, devices = worker.layout, worker.device_mapping
-    others = config.device_roles().items()
+    others = [(name, {*other.device_mapping}) for name, other in config.device_roles().items() if name != role]
     return RolePlan(
         role=role,
         strategy=worker.strategy_args.strategy_name,
@@ -157,7 +157,7 @@ def _role(config: BaseConfig, role: str, worker: RoleConfig, per_node: int) -> R
         tensor=layout.tensor,
         pipeline=layout.pipeline,
         data=layout.data,
-        shares_devices_with=[name for name, other in others if name != role and other.device_mapping == devices],
+        shares_devices_with=[name for name, theirs in others if theirs & {*devices}],
     )
 
 
@@ -178,17 +178,15 @@ def _position(worker: RoleConfig, rank: int) -> str:
 
 
 def shared_device_memory(plan: Plan) -> list[str]:
-    """One line for each set of roles that share their devices: the sum of their memory, or that of every phase."""
+    """One line for each set of roles that share a device: the sum of their memory, or that of every phase."""
     totals = {memory.role: memory.total for memory in plan.memory}
+    groups = {
+        tuple(role.role for role in plan.roles if item.device in role.devices): None for item in plan.devices
+    }  # in the order of devices, each once
     sentences: list[str] = []
-    for role in plan.roles:
-        group = [role.role, *role.shares_devices_with]
-        if (
-            role.shares_devices_with
-            and group == sorted(group, key=[r.role for r in plan.roles].index)
-            and all(n in totals for n in group)
-        ):
-            if plan.takes_turns and "actor_infer" in group:
+    for group in groups:
+        if len(group) > 1 and all(name in totals for name in group):
+            if plan.takes_turns and {"actor_train", "actor_infer"} <= {*group}:
                 sentences.append(_phases(group, plan.memory))
             else:
                 sentences.append(f"{' + '.join(group)} on one device: {gibibytes(sum(totals[name] for name in group))}")

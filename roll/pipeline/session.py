@@ -95,9 +95,9 @@ class Session:
                 self.infer_clusters[role] = Cluster(role, InferWorker, worker, config, resources, layout)
         if isinstance(config, RLConfig) and config.takes_turns(self._platform.name):
             trained, infer = self.train_clusters["actor_train"], self.infer_clusters["actor_infer"]
-            devices = trained.config.device_mapping
-            sharing = [each for each in self.train_clusters.values() if each.config.device_mapping == devices]
-            frozen = [cluster for cluster in sharing if cluster is not trained]
+            devices = {*infer.config.device_mapping}
+            others = [cluster for cluster in self.train_clusters.values() if cluster is not trained]
+            frozen = [cluster for cluster in others if devices & {*cluster.config.device_mapping}]
             self.shared_devices = SharedDevices(trained, frozen, infer, config.in_flight_policy)
         await asyncio.sleep(0)
 

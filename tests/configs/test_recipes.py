@@ -39,11 +39,11 @@ def test_a_recipe_that_cannot_run_is_refused_in_one_line(name: str) -> None:
     ]
 
 
-def test_roles_that_overlap_in_part_share_all_devices() -> None:
+def test_roles_that_take_turns_may_overlap_in_part() -> None:
     config = load("rlvr_five_domains")
     assert isinstance(config, RLConfig)
-    assert config.actor_infer.device_mapping == config.actor_train.device_mapping == list(range(16))
-    assert "actor_infer.device_mapping: 0-11 overlaps actor_train's 0-15 in part" in notes(config)
+    assert config.actor_train.device_mapping == list(range(16))
+    assert config.actor_infer.device_mapping == list(range(12)) and config.takes_turns("cuda")
 
 
 def test_engines_that_run_ahead_get_the_devices_of_their_own() -> None:

@@ -125,7 +125,7 @@ WARNED = {
     "custom_envs.Lake.history_length=3": "custom_envs.Lake.history_length: has no effect: every turn sees all",
     "custom_envs.Lake.tool_wrapper={}": "custom_envs.Lake.tool_wrapper: has no effect",
     "env_monitor={enable: false}": "env_monitor: has no effect: every wait has a deadline",
-    "partial_gpu_mode=true": "partial_gpu_mode: has no effect: roles share all their devices or none",
+    "partial_gpu_mode=true": "partial_gpu_mode: has no effect: with a ratio of 0 roles take turns",
     "kl_horizon=5": "kl_horizon: has no effect: target_kl is null",
 }
 

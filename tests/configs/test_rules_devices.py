@@ -19,6 +19,7 @@ PP = f"{MEGATRON}.pipeline_model_parallel_size"
 SGLANG = "actor_infer.strategy_args.strategy_config"
 TRAINING = "actor_train.training_args"
 SAMPLING = "actor_infer.generating_args"
+AHEAD = "async_generation_ratio=1"
 
 DEVICES = {
     "actor_train.device_mapping=[0,1,2]": "actor_train.device_mapping: 3 devices cannot hold tensor "
@@ -28,11 +29,12 @@ DEVICES = {
     "actor_infer.num_gpus_per_worker=3": "actor_infer.device_mapping: 8 devices cannot hold engines of "
     "num_gpus_per_worker 3; use 6 or 9",
     "actor_train.num_gpus_per_worker=2": "actor_train.num_gpus_per_worker: has no effect: a Megatron rank has one",
-    "actor_infer.device_mapping=12-19": "actor_infer.device_mapping: overlaps actor_train.device_mapping in devices "
-    "12, 13, 14, 15; roles share all their devices or none",
-    "actor_infer.device_mapping=8-15,0-7": "lists the devices of actor_train in another order; to share them write "
-    "0-15",
-    "actor_train.device_mapping=0-99999": "write 0-99999 to share, or devices outside, such as 100000-100007, to",
+    f"{AHEAD} actor_infer.device_mapping=12-19": "actor_infer.device_mapping: overlaps actor_train.device_mapping in "
+    "devices 12, 13, 14, 15, and with async_generation_ratio 1 both compute there at the same time: write "
+    "devices outside, such as 16-23, to separate them, or set the ratio to 0",
+    f"{AHEAD} actor_infer.device_mapping=8-15,0-7": "lists the devices of actor_train in another order; to share them "
+    "write 0-15",
+    f"{AHEAD} actor_train.device_mapping=0-99999": "write devices outside, such as 100000-100007, to",
     "actor_infer.device_mapping=sixteen": "actor_infer.device_mapping: 'sixteen' is not a list of ranks",
     "actor_infer.device_mapping=[16,16]": "actor_infer.device_mapping: [16, 16] contains device 16 twice",
     "actor_infer.device_mapping=[-1]": "contains a negative device",

@@ -1,4 +1,4 @@
-"""An RLVR run on two devices, on which two training ranks and two engines take turns: it learns its reward."""
+"""An RLVR run of two training ranks and two engines that share one of three devices and take turns: it learns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
 STEPS = 14
 ENGINES = 2
-DEVICES = [0, 1]
+TRAIN_DEVICES, INFER_DEVICES = [0, 1], [1, 2]
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +29,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Pa
     config = recipe(
         inputs_in(folder, tiny_model_dir),
         folder,
-        num_devices_per_node=len(DEVICES),
-        actor_train__device_mapping=DEVICES,
-        actor_infer__device_mapping=DEVICES,
+        num_devices_per_node=3,
+        actor_train__device_mapping=TRAIN_DEVICES,
+        actor_infer__device_mapping=INFER_DEVICES,
         is_offload_states=True,
         deterministic=False,
         verify_weights="always",

@@ -122,7 +122,7 @@ AGENT_KEYS = (
     UnsupportedKey("custom_envs.*.history_length", always, "every turn sees all earlier turns"),
     UnsupportedKey("custom_envs.*.tool_wrapper", always, "tools are the environment's own; see env_type calculator"),
     UnsupportedKey("env_monitor", always, "every wait has a deadline: env_step_timeout_s, trajectory_timeout_s"),
-    UnsupportedKey("partial_gpu_mode", always, "roles share all their devices or none"),
+    UnsupportedKey("partial_gpu_mode", always, "with a ratio of 0 roles take turns on the devices that they share"),
     UnsupportedKey("render_save_dir", always, "rollout_dump_dir has the texts of every step"),
     UnsupportedKey("skip_mock_system_prompt", always, "messages are rendered one by one, without a mock system prompt"),
 )

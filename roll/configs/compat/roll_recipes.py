@@ -152,22 +152,21 @@ def _dtype(recipe: Recipe, role: str) -> Any:
 
 
 def _read_devices(recipe: Recipe) -> None:
-    """Roles that share some of their devices there share all or none here."""
+    """Engines that run ahead get devices of their own, where they share some of the trainer's there."""
     devices = {role: _devices(recipe, role) for role in ("actor_train", "actor_infer", "reference")}
     train, infer, reference = devices["actor_train"], devices["actor_infer"], devices["reference"]
-    if not train:
+    ratio = recipe.get("async_generation_ratio", 0)
+    if not train or not isinstance(ratio, int | float) or ratio <= 0:
         return
     if _overlap_in_part(train, infer):
         rest = [rank for rank in infer if rank not in train]
-        ratio = recipe.get("async_generation_ratio", 0)
-        separate = bool(rest) and isinstance(ratio, int | float) and ratio > 0
         size = recipe.get("actor_infer.num_gpus_per_worker", 1)
-        if separate and isinstance(size, int) and size > 0 and len(rest) % size == 0:
+        if rest and isinstance(size, int) and size > 0 and len(rest) % size == 0:
             _move(recipe, "actor_infer", infer, rest, train)
         else:
             _move(recipe, "actor_infer", infer, train, train)
     infer = _devices(recipe, "actor_infer")
-    if _overlap_in_part(train, reference) or _overlap_in_part(infer, reference):
+    if _overlap_in_part(infer, reference):
         _move(recipe, "reference", reference, train, train)
 
 
@@ -186,10 +185,10 @@ def _overlap_in_part(one: list[int], other: list[int]) -> bool:
 
 def _move(recipe: Recipe, role: str, before: list[int], after: list[int], train: list[int]) -> None:
     recipe.put(f"{role}.device_mapping", after)
-    way = "shares all of them" if after == train else "gets the others"
+    way = "shares all of actor_train's" if after == train else "gets the others"
     recipe.note(
         f"{role}.device_mapping",
-        f"{spans(before)} overlaps actor_train's {spans(train)} in part; roles share all their devices or none, so "
+        f"{spans(before)} overlaps in part, and with async_generation_ratio above 0 all compute at the same time, so "
         f"{role} {way}: {spans(after)}",
     )
 

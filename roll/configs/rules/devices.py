@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from itertools import combinations
 from math import gcd, isqrt, lcm
 from typing import Any
 
@@ -41,12 +40,14 @@ MAX_TRIES = 1_000_000
 
 
 def check_devices(config: BaseConfig, report: Report) -> None:
-    """Every role that needs devices has some, their number fits its layout, and roles share all devices or none."""
+    """Every role that needs devices has some, their number fits its layout; engines that run ahead have their own."""
     _check_owned(config, report)
     for role, worker in config.device_roles().items():
         _check_divides(role, worker, report)
-    for (first, one), (second, other) in combinations(config.device_roles().items(), 2):
-        _check_overlap(first, one.device_mapping, second, other.device_mapping, report)
+    if isinstance(config, RLConfig) and config.async_generation_ratio > 0:
+        for role in ("actor_train", "reference"):
+            if role in config.device_roles():
+                _check_overlap(config, role, report)
 
 
 def _check_owned(config: BaseConfig, report: Report) -> None:
@@ -99,19 +100,21 @@ def _multiples(count: int, size: int) -> str:
     return f"{below} or {below + size}" if below else str(size)
 
 
-def _check_overlap(first: str, one: list[int], second: str, other: list[int], report: Report) -> None:
+def _check_overlap(config: RLConfig, role: str, report: Report) -> None:
+    """Engines that generate while a role computes share all its devices, which is slow, or none."""
+    one, other = getattr(config, role).device_mapping, config.actor_infer.device_mapping
     shared = sorted(set(one) & set(other))
     if not shared or one == other:
         return
-    path = f"{second}.device_mapping"
+    path, ratio = "actor_infer.device_mapping", f"async_generation_ratio {config.async_generation_ratio:g}"
     if set(one) == set(other):
-        report.error(path, f"lists the devices of {first} in another order; to share them write {spans(one)}")
+        report.error(path, f"lists the devices of {role} in another order; to share them write {spans(one)}")
         return
     outside = spans(range(max(one) + 1, max(one) + 1 + len(other)))
     report.error(
         path,
-        f"overlaps {first}.device_mapping in {_short(shared)}; roles share all their devices or none: "
-        f"write {spans(one)} to share, or devices outside, such as {outside}, to separate",
+        f"overlaps {role}.device_mapping in {_short(shared)}, and with {ratio} both compute there at the same time: "
+        f"write devices outside, such as {outside}, to separate them, or set the ratio to 0, where they take turns",
     )
 
 

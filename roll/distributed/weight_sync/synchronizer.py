@@ -235,14 +235,14 @@ class WeightSynchronizer:
 
 
 def choose_transport(train: Cluster[TrainWorker], infer: Cluster[InferWorker]) -> type[Transport]:
-    """Shared memory within one node, where both clusters own the same GPUs or any CPU slots; else broadcast."""
+    """Shared memory within one node, where both clusters own one GPU or any CPU slots; else broadcast."""
     one_node = len(train.nodes | infer.nodes) == 1
     return SharedMemoryTransport if one_node and (shares_devices(train, infer) or on_cpu(train)) else BroadcastTransport
 
 
 def shares_devices(train: Cluster[TrainWorker], infer: Cluster[InferWorker]) -> bool:
-    """Whether both clusters own the same devices."""
-    return train.config.device_mapping == infer.config.device_mapping
+    """Whether both clusters own some of the same devices."""
+    return not set(train.config.device_mapping).isdisjoint(infer.config.device_mapping)
 
 
 def on_cpu(cluster: Cluster[TrainWorker]) -> bool:

@@ -38,17 +38,14 @@ class Placement:
 def shrink_layouts(roles: Mapping[str, RoleConfig]) -> Placement:
     """The placement of a rehearsal: at most `MAX_SLOTS` devices and `MAX_ENGINES` engines.
 
-    Roles on equal devices stay on equal devices, the others stay apart. A size above 1 becomes 2. Where 8 slots cannot
+    Roles that share a device get equal devices, the others stay apart. A size above 1 becomes 2. Where 8 slots cannot
     hold all of them, the number of engines is reduced to 1 first, then data parallelism, then the others. Of placements
     that keep the same, the one with the fewest slots is taken.
 
     Args:
-        roles: with devices; device lists are equal or disjoint, as `roll.configs.rules` requires.
+        roles: with devices.
     """
-    groups: dict[tuple[int, ...], list[str]] = {}
-    for name, role in roles.items():
-        groups.setdefault(tuple(role.device_mapping), []).append(name)
-    ordered = [groups[devices] for devices in sorted(groups, key=min)]
+    ordered = _sharing(roles)
     best: tuple[tuple[int, int, int], Placement] | None = None
     for sizes in itertools.product((1, 2, 4, 8), repeat=len(ordered)):
         if sum(sizes) > MAX_SLOTS:
@@ -58,6 +55,18 @@ def shrink_layouts(roles: Mapping[str, RoleConfig]) -> Placement:
             best = candidate
     assert best is not None, "one device for each set of roles always fits"
     return best[1]
+
+
+def _sharing(roles: Mapping[str, RoleConfig]) -> list[list[str]]:
+    """Roles that share devices, directly or through others, in the order of their first devices."""
+    groups: list[tuple[set[int], list[str]]] = []
+    for name, role in roles.items():
+        devices, names = {*role.device_mapping}, [name]
+        for group in [group for group in groups if group[0] & devices]:
+            groups.remove(group)
+            devices, names = devices | group[0], [*group[1], *names]
+        groups.append((devices, names))
+    return [names for _, names in sorted(groups, key=lambda group: min(group[0]))]
 
 
 def _place(

@@ -52,9 +52,9 @@ def check_sizes(recipe: AnyConfig, small: AnyConfig, made: Rehearsal) -> None:
     assert devices == set(range(len(devices))) and len(devices) == small.num_devices_per_node <= MAX_SLOTS
     for first in roles:
         for second in roles:
-            same = recipes[first].device_mapping == recipes[second].device_mapping
-            assert (roles[first].device_mapping == roles[second].device_mapping) == same
-            assert same or not set(roles[first].device_mapping) & set(roles[second].device_mapping)
+            shares = bool({*recipes[first].device_mapping} & {*recipes[second].device_mapping})
+            assert (roles[first].device_mapping == roles[second].device_mapping) == shares
+            assert shares or not set(roles[first].device_mapping) & set(roles[second].device_mapping)
     sizes = [
         (getattr(recipes[name].layout, kind), getattr(role.layout, kind), name, kind)
         for name, role in roles.items()
