@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from weight_sync_workers import Fault, FaultySynchronizer, FaultyWorker
+from weight_sync_workers import Fault, FaultySynchronizer, FaultyWorker, OwnRankTransport
 
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.roles import (
@@ -107,6 +107,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         synchronizers = {
             "tp2": FaultySynchronizer(train["tp2"], engine, config, BroadcastTransport),
             "pp2": FaultySynchronizer(train["pp2"], engine, config, BroadcastTransport),
+            "tp2 own rank": FaultySynchronizer(train["tp2"], engine, config, OwnRankTransport),
             "tp2 shared": FaultySynchronizer(train["tp2"], engine, config),
             "pp2 shared": FaultySynchronizer(train["pp2"], engine, config),
         }
@@ -265,6 +266,11 @@ def test_an_update_that_hangs_ends_in_time_and_names_the_rank_without_an_answer(
     world.train["tp2"].call_all(FaultyWorker.set_fault, None).get()
     update(world, "tp2 shared")
     assert disagreement(world, "tp2", 1.0) < 1e-4
+
+
+def test_an_engine_gets_its_weights_from_the_rank_on_its_own_device(world: World) -> None:
+    world.train["tp2"].call_all(FaultyWorker.gather_as_on_a_gpu).get()
+    check_three_updates(world, "tp2", "tp2 own rank")
 
 
 def test_an_engine_ends_with_the_worker_that_owns_it(world: World) -> None:

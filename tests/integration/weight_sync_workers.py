@@ -12,10 +12,13 @@ import torch.distributed as dist
 
 from roll.distributed.cluster import Cluster
 from roll.distributed.train_worker import TrainWorker
-from roll.distributed.weight_sync.plan import Bucket, WeightSpec
+from roll.distributed.weight_sync import sender
+from roll.distributed.weight_sync.plan import Bucket, WeightSpec, spec_bytes
 from roll.distributed.weight_sync.sender import SendError
-from roll.distributed.weight_sync.synchronizer import UpdateReport, WeightSynchronizer
+from roll.distributed.weight_sync.shm_buckets import tensor_locations, views_of
+from roll.distributed.weight_sync.synchronizer import SharedMemoryTransport, UpdateReport, WeightSynchronizer
 from roll.distributed.worker import register
+from roll.platforms.shared_memory import SharedMemory, make_handle
 
 T = TypeVar("T")
 HANG_S = 6.0
@@ -46,8 +49,8 @@ class FaultyWeights:
     def __getattr__(self, name: str):
         return getattr(self._weights, name)
 
-    def gathered(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        return self._faulty(self._weights.gathered())
+    def gathered(self, everywhere: bool = False) -> Iterator[tuple[str, torch.Tensor | None]]:
+        return self._faulty(self._weights.gathered(everywhere))
 
     def slice_writers(self) -> Iterator[tuple[str, Callable[[torch.Tensor], None]]]:
         return self._faulty(self._weights.slice_writers())
@@ -73,7 +76,7 @@ class FaultyWorker(TrainWorker):
     def scale_weights(self, factor: float) -> None:
         """Multiplies every parameter of this rank; tied embeddings stay equal on all stages."""
         with torch.no_grad():
-            for parameter in self.train_strategy.stage.parameters():
+            for parameter in self.train_strategy._state_tensors("parameters"):
                 parameter.mul_(factor)
 
     @register()
@@ -82,6 +85,21 @@ class FaultyWorker(TrainWorker):
         self.fault = fault
         weights = self.train_strategy.weights
         self._model_weights = weights if fault is None else FaultyWeights(weights, fault)
+
+    @register()
+    def gather_as_on_a_gpu(self) -> None:
+        """From now on every rank that gives handles gathers whole tensors; a handle is that of a copy on the CPU."""
+        self._shm = None
+        self._copies: list[SharedMemory] = []
+        sender.cuda_ipc_handle = self._handle_of_a_copy
+
+    def _handle_of_a_copy(self, named: list[tuple[str, torch.Tensor]]) -> bytes:
+        specs = [WeightSpec(name, tuple(value.shape), str(value.dtype).removeprefix("torch.")) for name, value in named]
+        memory = SharedMemory.create(sum(spec_bytes(spec) for spec in specs))
+        for (_, copy), (_, value) in zip(views_of(memory.tensor, specs), named, strict=True):
+            copy.copy_(value)
+        self._copies.append(memory)
+        return make_handle(memory, tensor_locations(specs))
 
     def _broadcast(self, name: str, tensor: torch.Tensor) -> tuple[dist.Work | None, torch.Tensor]:
         if self.fault == Fault("corrupt", name):
@@ -97,6 +115,14 @@ class FaultyWorker(TrainWorker):
                 if self.fault == Fault("corrupt", name):
                     tensor.view(-1)[0] += 1
         return checksums
+
+
+class OwnRankTransport(SharedMemoryTransport):
+    """As on GPUs where the engine is on the device of the second tensor-parallel rank."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self._connected, self.givers = True, [[1]]
 
 
 class FaultySynchronizer(WeightSynchronizer):

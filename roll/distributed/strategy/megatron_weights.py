@@ -57,20 +57,20 @@ class MegatronWeights:
     @torch.no_grad()
     def full_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Full tensors on every rank; collective over the stage's tensor-parallel ranks."""
-        for rule, parameter in self._weights:
-            shards = _all_gather(parameter.detach(), rule)
-            yield from zip(rule.hf, rule.layout.merge(shards, self._model), strict=True)
+        for name, tensor in self.gathered(everywhere=True):
+            assert tensor is not None
+            yield name, tensor
 
     @torch.no_grad()
-    def gathered(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """Full tensors on tensor rank 0, None for every name on the other ranks, which only send their shards to it.
+    def gathered(self, everywhere: bool = False) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Full tensors on tensor rank 0, or `everywhere`, and None for every name on ranks that only send their shards.
 
-        That halves the traffic of `full_tensors`. The gather of the next parameter runs while one is used.
+        The gather of the next parameter runs while one is used.
         """
-        started = [self._start_gather(*each) for each in self._weights[:1]]
+        started = [self._start_gather(*each, everywhere) for each in self._weights[:1]]
         for index, (rule, _) in enumerate(self._weights):
             if index + 1 < len(self._weights):
-                started.append(self._start_gather(*self._weights[index + 1]))
+                started.append(self._start_gather(*self._weights[index + 1], everywhere))
             work, shards = started.pop(0)
             if work is not None:
                 work.wait()
@@ -86,17 +86,18 @@ class MegatronWeights:
                 yield name, partial(rule.layout.write, shard, part=part, config=self._model, rank=rank)
 
     def _start_gather(
-        self, rule: Rule, parameter: torch.nn.Parameter
+        self, rule: Rule, parameter: torch.nn.Parameter, everywhere: bool
     ) -> tuple[dist.Work | None, list[torch.Tensor] | None]:
-        """A started gather to tensor rank 0, and where it puts the shards; None for those elsewhere."""
+        """A started gather, and where it puts the shards; None for those of a rank that only sends."""
         shard = parameter.detach()
         group = parallel_state.get_tensor_model_parallel_group()
-        is_source = group.rank() == 0
+        receives = everywhere or group.rank() == 0
         if group.size() == 1 or not rule.layout.is_split:
-            return None, [shard] if is_source else None
-        shards = [torch.empty_like(shard) for _ in range(group.size())] if is_source else None
-        work = dist.gather(shard.contiguous(), shards, group=group, group_dst=0, async_op=True)
-        return work, shards
+            return None, [shard] if receives else None
+        shards = [torch.empty_like(shard) for _ in range(group.size())] if receives else None
+        if everywhere:
+            return dist.all_gather(shards, shard.contiguous(), group=group, async_op=True), shards
+        return dist.gather(shard.contiguous(), shards, group=group, group_dst=0, async_op=True), shards
 
     def export_hf(self, folder: Path) -> None:
         """Writes a folder for transformers and SGLang: tensors, index, config and tokenizer; made if absent.
@@ -134,16 +135,6 @@ class MegatronWeights:
             tensors[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
             size += tensor.nbytes
         yield f"model-stage{number:02}-{count:03}.safetensors", tensors
-
-
-def _all_gather(shard: torch.Tensor, rule: Rule) -> list[torch.Tensor]:
-    """The shards of all tensor-parallel ranks, in order."""
-    group = parallel_state.get_tensor_model_parallel_group()
-    if group.size() == 1 or not rule.layout.is_split:
-        return [shard]
-    shards = [torch.empty_like(shard) for _ in range(group.size())]
-    dist.all_gather(shards, shard.contiguous(), group=group)
-    return shards
 
 
 def _copy_small_files(source: Path, folder: Path, dtype: torch.dtype) -> None:

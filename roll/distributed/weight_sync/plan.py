@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from roll.configs.parallel_layout import ParallelLayout
 from roll.configs.roles import TORCH_DTYPES
 
 
@@ -88,6 +89,31 @@ def check_stages(stages: Sequence[Sequence[WeightSpec]]) -> None:
             if spec.name in owner:
                 raise PlanError(f"{spec.name} is sent by stage {owner[spec.name]} and again by stage {stage}")
             owner[spec.name] = stage
+
+
+def handle_givers(
+    layout: ParallelLayout, train_devices: Sequence[int], infer_devices: Sequence[int], platform: str
+) -> list[list[int]]:
+    """For every pipeline stage and engine rank: the training rank that gives handles of the stage's weights.
+
+    On GPUs it is the stage's rank on the engine rank's own device, if there is one, so that engines do not all read
+    from one GPU; else the stage's source rank. CPU memory is equally near to all.
+
+    Args:
+        layout: of the training ranks.
+        train_devices: of the training ranks, in their order.
+        infer_devices: of the engine ranks, in the order of engines.
+        platform: cpu or cuda.
+    """
+    givers = []
+    for stage in range(layout.pipeline):
+        on_device = {
+            device: rank
+            for rank, device in enumerate(train_devices)
+            if platform != "cpu" and layout.coordinates(rank).pipeline == stage
+        }
+        givers.append([on_device.get(device, layout.rank(0, 0, stage)) for device in infer_devices])
+    return givers
 
 
 def checksum_differences(expected: Mapping[str, str], found: Mapping[str, str]) -> list[str]:

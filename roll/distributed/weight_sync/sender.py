@@ -44,17 +44,17 @@ class StageSource:
 
 @dataclass(frozen=True)
 class SendResult:
-    """What a source rank has sent.
+    """What a rank has sent.
 
     Attributes:
-        num_bytes: sent.
+        num_bytes: sent; 0 from a rank that only gives handles to engine ranks on its device.
         checksums: by the engine's names, of the tensors as they should arrive; empty unless requested.
-        handles: of a bucket in shared memory, one for each engine rank in the order of engines; empty for a broadcast.
+        handles: of a bucket in shared memory, by engine rank in the order of engines; empty for a broadcast.
     """
 
     num_bytes: int
     checksums: dict[str, str] = field(default_factory=dict)
-    handles: tuple[bytes, ...] = ()
+    handles: dict[int, bytes] = field(default_factory=dict)
 
 
 class StageWeights(Generic[T]):
@@ -239,7 +239,7 @@ class WeightSender(Worker):
         return dist.broadcast(tensor, src=0, group=self._group, async_op=True), tensor
 
     # Shared memory, bucket by bucket: `fill_bucket` on every rank, then `checksum_bucket` when verifying. On a CPU all
-    # tensor-parallel ranks write their slices to the same memory; on a GPU the source rank gathers into its own.
+    # tensor-parallel ranks write their slices to the same memory; on a GPU every rank that gives handles gathers.
 
     @register(deadline="sync_timeout_s")
     def create_shm(self, num_bytes: list[int]) -> list[str] | None:
@@ -264,29 +264,40 @@ class WeightSender(Worker):
             self._shm = ShmBuckets.open(addresses[self.stage])
 
     @register(deadline="sync_timeout_s")
-    def fill_bucket(self, stages: list[list[Bucket]], index: int, receivers: int) -> SendResult | None:
+    def fill_bucket(self, stages: list[list[Bucket]], index: int, givers: list[list[int]]) -> SendResult | None:
         """Writes this rank's part of bucket `index`; call it with 0, 1, 2, ...; does nothing beyond the last bucket.
 
         The previous bucket stays valid, so that engines load one while the next is written.
 
+        Args:
+            stages: buckets of every stage.
+            index: of the bucket.
+            givers: as `handle_givers` returns them.
+
         Returns:
-            On the source rank, handles of the bucket for `receivers` engine ranks, valid once all ranks have filled
-            it; None elsewhere and beyond the last bucket.
+            On the source rank, and on others that give handles: those of the bucket, valid once all ranks have filled
+            it. None elsewhere and beyond the last bucket.
 
         Raises:
             SendError: the model yields other tensors than planned.
         """
-        if not self.takes_part or index >= len(stages[self.stage]):
+        first = self.rank.rank - self.rank.coordinates.tensor
+        together = range(first, first + self.config.layout.tensor)
+        needed = {rank for rank in givers[self.stage] if rank in together} | ({first} if self.takes_part else set())
+        if not needed or index >= len(stages[self.stage]):
             return None
         self.require_parameters()
         bucket, is_last = stages[self.stage][index], index == len(stages[self.stage]) - 1
+        receivers = [engine for engine, rank in enumerate(givers[self.stage]) if rank == self.rank.rank]
         if self._shm is not None:
             handle = self._write_slices(self._shm, index, bucket, is_last)
-            handles = (handle,) * receivers
+            handles = dict.fromkeys(receivers, handle)
         else:
-            named = self._gather(index, bucket, is_last)
-            handles = tuple(cuda_ipc_handle(named) for _ in range(receivers)) if self.is_source else ()
-        return SendResult(bucket.bytes, {}, handles) if self.is_source else None
+            named = self._gather(index, bucket, is_last, everywhere=needed != {first})
+            handles = {engine: cuda_ipc_handle(named) for engine in receivers}
+        if self.is_source or receivers:
+            return SendResult(bucket.bytes if self.is_source else 0, {}, handles)
+        return None
 
     def _write_slices(self, shm: ShmBuckets, index: int, bucket: Bucket, is_last: bool) -> bytes:
         if index == 0:
@@ -299,19 +310,20 @@ class WeightSender(Worker):
             self._writers.check_end()
         return shm.handle(index, bucket)
 
-    def _gather(self, index: int, bucket: Bucket, is_last: bool) -> list[tuple[str, torch.Tensor]]:
+    def _gather(self, index: int, bucket: Bucket, is_last: bool, everywhere: bool) -> list[tuple[str, torch.Tensor]]:
+        """Views of the bucket's tensors on the first of the tensor-parallel ranks, or on all of them."""
         if index == 0:
             self.release_buckets()
-            self._tensors = StageWeights(self.weights.gathered())
+            self._tensors = StageWeights(self.weights.gathered(everywhere))
         assert self._tensors is not None, "bucket 0 comes first"
         gathered = [self._tensors.take(spec) for spec in bucket.specs]
         if is_last:
             self._tensors.check_end()
-        if not self.is_source:
+        if not everywhere and self.rank.coordinates.tensor:
             return []
         parts = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in gathered if tensor is not None]
         if len(parts) != len(gathered):
-            raise SendError(f"the source rank lacks tensors of the bucket that starts at {bucket.specs[0].name}")
+            raise SendError(f"{self.rank.name} lacks tensors of the bucket that starts at {bucket.specs[0].name}")
         self._gathered = [*self._gathered[-1:], torch.cat(parts)]
         return views_of(self._gathered[-1], bucket.specs)
 

@@ -20,7 +20,14 @@ from roll.distributed.infer_worker import InferWorker
 from roll.distributed.process_groups import BroadcastGroup
 from roll.distributed.remote_errors import deadline_scope
 from roll.distributed.train_worker import TrainWorker
-from roll.distributed.weight_sync.plan import Bucket, check_stages, checksum_differences, make_buckets, spec_bytes
+from roll.distributed.weight_sync.plan import (
+    Bucket,
+    check_stages,
+    checksum_differences,
+    handle_givers,
+    make_buckets,
+    spec_bytes,
+)
 from roll.distributed.weight_sync.sender import SendResult, StageSource
 
 if TYPE_CHECKING:
@@ -338,6 +345,8 @@ class SharedMemoryTransport(Transport):
     def __init__(self, train: Cluster[TrainWorker], infer: Cluster[InferWorker], config: RLConfig) -> None:
         super().__init__(train, infer, config)
         self._connected = train.platform != "cpu"  # GPU buckets are new memory in every update
+        devices = train.config.device_mapping, infer.config.device_mapping
+        self.givers = handle_givers(train.layout, *devices, train.platform)
         self._loading: asyncio.Future[None] | None = None
 
     async def connect(self) -> None:
@@ -356,11 +365,10 @@ class SharedMemoryTransport(Transport):
     async def transfer(self, checksums: bool) -> Transfer:
         """Engines load one bucket while training ranks write the next."""
         buckets, ranks = self.buckets(), self.checksum_ranks(checksums)
-        receivers = self._infer.world_size * self._infer.layout.tensor
         sent: list[SendResult] = []
         found: dict[str, str] = {}
         for index in range(max(map(len, buckets))):
-            filled = await self._train.call_all(TrainWorker.fill_bucket, buckets, index, receivers)
+            filled = await self._train.call_all(TrainWorker.fill_bucket, buckets, index, self.givers)
             results = [result for result in filled if result is not None]
             if checksums:
                 for stage in await self._train.call_all(TrainWorker.checksum_bucket, buckets, index, ranks):
@@ -385,10 +393,13 @@ class SharedMemoryTransport(Transport):
             await loading
 
     async def _load(self, results: Sequence[SendResult]) -> None:
-        ranks = self._infer.layout.tensor
+        size, engines = self._infer.layout.tensor, self._infer.world_size
+        by_rank: list[list[bytes]] = [[] for _ in range(engines * size)]
         for result in results:
-            starts = range(0, len(result.handles), ranks)
-            handles = [list(result.handles[start : start + ranks]) for start in starts]
+            for rank, handle in result.handles.items():
+                by_rank[rank].append(handle)
+        for stage in zip(*by_rank, strict=True):  # every engine rank has one handle for each stage that sends this time
+            handles = [list(stage[engine * size : (engine + 1) * size]) for engine in range(engines)]
             await self._infer.call_each(InferWorker.receive_shared, handles)
 
 

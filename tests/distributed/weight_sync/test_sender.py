@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from roll.configs.parallel_layout import ParallelLayout
 from roll.distributed.weight_sync import sender as module
 from roll.distributed.weight_sync.plan import WeightSpec, make_buckets
 from roll.distributed.weight_sync.sender import SendError, StageWeights, WeightSender
@@ -57,7 +58,7 @@ class Weights:
 
     tensors = {name: torch.full((2,), float(index)) for index, name in enumerate("abc")}
 
-    def gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def gathered(self, everywhere: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(self.tensors.items())
 
     def slice_writers(self) -> Iterator[tuple[str, Callable[[torch.Tensor], Any]]]:
@@ -65,10 +66,10 @@ class Weights:
 
 
 def sender() -> WeightSender:
-    unused: Any = None
+    role: Any = SimpleNamespace(layout=ParallelLayout())
     weights: Any = Weights()
     config: Any = SimpleNamespace(sync_timeout_s=1.0)
-    made = WeightSender(WorkerRank.single("actor_train"), unused, config)
+    made = WeightSender(WorkerRank.single("actor_train"), role, config)
     made._model_weights = weights
     return made
 
@@ -83,13 +84,13 @@ def test_buckets_are_filled_in_turn_and_the_previous_one_stays_valid(shared: boo
     previous: list[tuple[str, torch.Tensor]] = []
     for _ in range(2):
         for index, name in enumerate("abc"):
-            result = made.fill_bucket(stages, index, receivers=2)
+            result = made.fill_bucket(stages, index, [[0, 0]])
             assert result is not None and result.num_bytes == 8 and len(result.handles) == 2
             filled = made.filled_tensors(index, stages[0][index])
             assert [(found, tensor.tolist()) for found, tensor in filled] == [(name, [float(index)] * 2)]
             assert [tensor.tolist() for _, tensor in previous] == [[index - 1.0] * 2] * (index > 0)
             previous = filled
-        assert made.fill_bucket(stages, 3, receivers=2) is None
+        assert made.fill_bucket(stages, 3, [[0, 0]]) is None
         made.release_buckets()
         previous = []
 

@@ -6,11 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from roll.configs.parallel_layout import ParallelLayout
 from roll.distributed.weight_sync.plan import (
     PlanError,
     WeightSpec,
     check_stages,
     checksum_differences,
+    handle_givers,
     make_buckets,
     spec_bytes,
 )
@@ -69,3 +71,18 @@ def test_missing_unknown_and_changed_tensors_are_distinguished() -> None:
         "a is not a parameter of the engine",
         "b differs: sent 2, engine holds 3",
     ]
+
+
+@pytest.mark.parametrize(
+    ("layout", "train", "infer", "givers"),
+    [
+        (ParallelLayout(tensor=2, data=2), [0, 1, 2, 3], [0, 1, 2, 3], [[0, 1, 2, 3]]),
+        (ParallelLayout(tensor=2, data=2), [0, 1, 2, 3], [3, 2, 5], [[3, 2, 0]]),
+        (ParallelLayout(tensor=2, pipeline=2), [4, 5, 6, 7], [4, 5, 6, 7], [[0, 1, 0, 0], [2, 2, 2, 3]]),
+        (ParallelLayout(), [0], [1, 2], [[0, 0]]),
+    ],
+)
+def test_on_gpus_an_engine_rank_reads_from_the_training_rank_on_its_device(layout, train, infer, givers) -> None:
+    assert handle_givers(layout, train, infer, "cuda") == givers
+    sources = [layout.rank(0, 0, stage) for stage in range(layout.pipeline)]
+    assert handle_givers(layout, train, infer, "cpu") == [[source] * len(infer) for source in sources]
