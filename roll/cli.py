@@ -30,6 +30,7 @@ EXIT_CONFIG_ERROR = 2
 HELP = {
     "run": "train as configured in a YAML file",
     "plan": "show devices, batch sizes and memory of a configuration without starting it",
+    "doctor": "measure every device and link of a configuration, and name the nodes that are slow",
     "rehearse": "run a configuration in miniature on this CPU, and report what was exercised",
     "simulate": "predict step time, idle time and staleness, and search for a better device split and ratio",
     "ablate": "run a grid of policy losses, ratios and seeds; run it again to resume unfinished runs",
@@ -38,7 +39,7 @@ HELP = {
 }
 """What each command does, for --help."""
 
-TOOLS = ("rehearse", "simulate", "ablate", "show", "plot")
+TOOLS = ("doctor", "rehearse", "simulate", "ablate", "show", "plot")
 """Commands defined in `roll/tools/<name>/command.py`, as `add_options(parser)` and `run(arguments)`."""
 
 HANDLE_INTERRUPT = ("run", "ablate")

@@ -44,8 +44,7 @@ def prepare_run(config: BaseConfig, hardware: Hardware | None = None) -> list[st
         ConfigError: a model, dataset or checkpoint is missing, or there are too few devices.
     """
     hardware = hardware or this_machine()
-    if config.platform == "auto":
-        config.platform = "cuda" if hardware.gpus else "cpu"
+    _resolve_auto(config, hardware)
     report = check(config)
     check_fits_machine(config, hardware, report)
     per_node = config.num_devices_per_node or (hardware.cores if config.platform == "cpu" else hardware.gpus)
@@ -55,6 +54,26 @@ def prepare_run(config: BaseConfig, hardware: Hardware | None = None) -> list[st
     if problems:
         raise ConfigError(problems, config.source.file)
     return [str(warning) for warning in report.warnings]
+
+
+def prepare_devices(config: BaseConfig, hardware: Hardware | None = None) -> None:
+    """The part of `prepare_run` that is about devices; models and data need not be on this machine.
+
+    Raises:
+        ConfigError: there are too few devices.
+    """
+    hardware = hardware or this_machine()
+    _resolve_auto(config, hardware)
+    report = Report()
+    check_fits_machine(config, hardware, report)
+    problems = report.errors + report.missing
+    if problems:
+        raise ConfigError(problems, config.source.file)
+
+
+def _resolve_auto(config: BaseConfig, hardware: Hardware) -> None:
+    if config.platform == "auto":
+        config.platform = "cuda" if hardware.gpus else "cpu"
 
 
 def resolve_platform(config: BaseConfig, hardware: Hardware, report: Report) -> tuple[str, int]:

@@ -7,6 +7,7 @@ functions: worker processes hold ports before they are ready to import torch.
 
 from __future__ import annotations
 
+import os
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,6 +16,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup, TCPStore  # type: ignore[attr-defined]
+
+    from roll.platforms.platform import Platform
 
 _held: dict[int, socket.socket] = {}
 
@@ -70,6 +73,47 @@ def bind_to_device(device: torch.device, world_size: int) -> None:
     torch.distributed.all_reduce(ranks)
     if ranks.item() != world_size:
         raise RuntimeError(f"{ranks.item():g} of {world_size} ranks answered")
+
+
+def join_all_ranks(
+    platform: Platform, rank: int, world_size: int, start_timeout_s: float, collective_timeout_s: float
+) -> None:
+    """Joins the default group of all ranks at MASTER_ADDR:MASTER_PORT; rank 0 serves its store.
+
+    Args:
+        platform: names the collective backend.
+        rank: this rank.
+        world_size: ranks of the group.
+        start_timeout_s: longest wait for all ranks to start.
+        collective_timeout_s: longest time of any later collective.
+
+    Raises:
+        RuntimeError: the environment lacks the address, or ranks did not start in time.
+    """
+    import torch.distributed as dist
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    address, port = _master()
+    timeout = timedelta(seconds=start_timeout_s)
+    if rank == 0:
+        store = serve_store(address, port, world_size, timeout)
+    else:
+        store = TCPStore(address, port, world_size, is_master=False, timeout=timeout)
+    dist.init_process_group(
+        platform.collective_backend,
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=collective_timeout_s),
+    )
+    bind_to_device(platform.torch_device(0), world_size)
+
+
+def _master() -> tuple[str, int]:
+    try:
+        return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    except KeyError as missing:
+        raise RuntimeError(f"environment variable {missing} is not set, so ranks cannot find each other") from None
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from roll.configs.parallel_layout import spans
+from roll.distributed.core_pinning import Topology, cores_of, read_topology, threads_of
 
 if TYPE_CHECKING:
     from roll.configs.pipeline import BaseConfig
@@ -42,14 +43,14 @@ class ResourceError(RuntimeError):
 
 @dataclass(frozen=True)
 class Node:
-    """One node of the run: Ray's id, its address, and the cores and GPUs this run may use on it.
+    """One node of the run: Ray's id, its address, its cores, and the GPUs this run may use on it.
 
     `gpus` are names for CUDA_VISIBLE_DEVICES, one for each device of the node; empty on platform cpu.
     """
 
     node_id: str
     address: str
-    cores: tuple[int, ...]
+    topology: Topology
     gpus: tuple[str, ...] = ()
 
 
@@ -93,30 +94,6 @@ def visible_devices(local_devices: Sequence[int], gpus: Sequence[str]) -> str:
 def nodes_needed(roles: Mapping[str, Sequence[int]], devices_per_node: int) -> int:
     """Number of nodes, up to the one with the highest device."""
     return max((max(devices) // devices_per_node + 1 for devices in roles.values() if devices), default=0)
-
-
-def cores_of(local_devices: Sequence[int], num_devices: int, cores: Sequence[int]) -> tuple[int, ...]:
-    """Cores of the worker that owns `local_devices`, on a node with `num_devices` devices and these cores.
-
-    Where there is at least one core per device, each device has its own consecutive cores, so that workers on disjoint
-    devices never compete; otherwise all workers share all cores.
-    """
-    if num_devices > len(cores):
-        return tuple(cores)
-    own: list[int] = []
-    for device in sorted(local_devices):
-        own.extend(cores[device * len(cores) // num_devices : (device + 1) * len(cores) // num_devices])
-    return tuple(own)
-
-
-def threads_of(local_devices: Sequence[int], num_devices: int, num_cores: int) -> int:
-    """Threads of the worker that owns `local_devices`: its own cores, or its fair share of shared ones; at least 1.
-
-    With more threads every parallel loop would wait for a thread that is not scheduled.
-    """
-    if num_devices > num_cores:
-        return max(1, num_cores * len(local_devices) // num_devices)
-    return len(cores_of(local_devices, num_devices, range(num_cores)))
 
 
 def resource_table(
@@ -236,11 +213,11 @@ class ResourceManager:
 
     def cores(self, slot: DeviceSlot) -> tuple[int, ...]:
         """Core ids the worker on `slot` is pinned to."""
-        return cores_of(slot.local_devices, self.devices_per_node, self.nodes[slot.node].cores)
+        return cores_of(slot.local_devices, self.devices_per_node, self.nodes[slot.node].topology)
 
     def threads(self, slot: DeviceSlot) -> int:
         """Compute threads of the worker on `slot`."""
-        return threads_of(slot.local_devices, self.devices_per_node, len(self.nodes[slot.node].cores))
+        return threads_of(slot.local_devices, self.devices_per_node, self.nodes[slot.node].topology)
 
     def scheduling(self, slot: DeviceSlot) -> PlacementGroupSchedulingStrategy:
         """Ray's strategy that places an actor on the slot's node, inside the reservation."""
@@ -285,17 +262,18 @@ class ResourceManager:
         nodes = []
         for index in range(len(bundle_nodes)):
             node_id = bundle_nodes[index]
-            cores = _cores() if node_id == self.this_node else _cores_elsewhere(node_id)
             address = "127.0.0.1" if len(bundle_nodes) == 1 else addresses[node_id]
             gpus = self._gpus(index) if self.platform_name == "cuda" else ()
-            nodes.append(Node(node_id, address, cores, gpus))
+            topology = read_topology(gpus) if node_id == self.this_node else _topology_elsewhere(node_id, gpus)
+            nodes.append(Node(node_id, address, topology, gpus))
         return nodes
 
     def _gpus(self, bundle: int) -> tuple[str, ...]:
         """The GPUs that Ray reserved on a node, as CUDA_VISIBLE_DEVICES names them: ids, or UUIDs."""
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
         options = {"num_cpus": 0, "num_gpus": self.devices_per_node, "scheduling_strategy": strategy}
-        return _answer(ray.remote(_reserved_gpus).options(**options).remote())
+        found: tuple[str, ...] = _answer(ray.remote(_reserved_gpus).options(**options).remote())
+        return found
 
 
 def _alive_nodes() -> list[dict[str, Any]]:
@@ -303,25 +281,21 @@ def _alive_nodes() -> list[dict[str, Any]]:
     return sorted((node for node in nodes if node["Alive"]), key=lambda node: node["NodeManagerAddress"])
 
 
-def _cores() -> tuple[int, ...]:
-    return tuple(sorted(os.sched_getaffinity(0)))
-
-
 def _reserved_gpus() -> tuple[str, ...]:
     return tuple(sorted(map(str, ray.get_gpu_ids()), key=lambda gpu: (len(gpu), gpu)))  # Ray's order is random
 
 
-def _cores_elsewhere(node_id: str) -> tuple[int, ...]:
+def _topology_elsewhere(node_id: str, gpus: tuple[str, ...]) -> Topology:
     strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    task = ray.remote(_cores).options(num_cpus=0, scheduling_strategy=strategy)
-    return _answer(task.remote())
+    task: Any = ray.remote(read_topology)
+    found: Topology = _answer(task.options(num_cpus=0, scheduling_strategy=strategy).remote(gpus))
+    return found
 
 
-def _answer(reference: Any) -> tuple[Any, ...]:
+def _answer(reference: Any) -> Any:
     try:
-        found: tuple[Any, ...] = ray.get(reference, timeout=NODE_TIMEOUT_S)
+        return ray.get(reference, timeout=NODE_TIMEOUT_S)
     except ray.exceptions.GetTimeoutError:
         raise ResourceError(
             f"a node did not start a process within {NODE_TIMEOUT_S:g} s; look at `ray status`, and at the node's load"
         ) from None
-    return found

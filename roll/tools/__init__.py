@@ -1,5 +1,5 @@
-"""Commands around a run: predict its speed, compare many runs, show its samples.
+"""Commands around a run: try it in miniature, measure its machines, predict its speed, compare many, show samples.
 
-`simulate`, `ablate` and `show` each have a `command` module with the options of `roll simulate`, `roll ablate` and
-`roll show`. Everything here may import the rest of `roll`; nothing but the command line (`roll/cli.py`) imports it.
+Each folder has a `command` module with the options of its command, such as `roll simulate`. Everything here may
+import the rest of `roll`; nothing but the command line (`roll/cli.py`) imports it.
 """

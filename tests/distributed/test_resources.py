@@ -1,12 +1,10 @@
-"""Which devices, cores and threads each worker gets."""
+"""Which nodes and devices each worker gets."""
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from roll.distributed.resources import cores_of, device_slots, nodes_needed, resource_table, threads_of, visible_devices
+from roll.distributed.resources import device_slots, nodes_needed, resource_table, visible_devices
 
 
 def test_devices_are_assigned_in_the_order_of_the_mapping() -> None:
@@ -25,22 +23,6 @@ def test_a_worker_stays_on_one_node() -> None:
 def test_devices_must_divide_among_workers() -> None:
     with pytest.raises(ValueError, match="3 devices cannot be divided among 2 workers"):
         device_slots("actor_train", [0, 1, 2], workers=2, devices_per_node=8)
-
-
-@settings(deadline=None)
-@given(st.integers(1, 16), st.integers(0, 48))
-def test_devices_with_a_core_each_share_none(devices: int, extra: int) -> None:
-    cores = tuple(range(100, 100 + devices + extra))
-    owned = [cores_of([device], devices, cores) for device in range(devices)]
-    assert all(owned)
-    assert sorted(core for group in owned for core in group) == list(cores)
-    assert [threads_of([device], devices, len(cores)) for device in range(devices)] == [len(group) for group in owned]
-
-
-def test_more_devices_than_cores_share_all_cores_with_a_fair_share_of_threads() -> None:
-    assert cores_of([3], 4, (0, 1)) == (0, 1)
-    assert threads_of([3], 4, 2) == 1
-    assert threads_of([0, 1, 2, 3], 4, 2) == 2
 
 
 def test_a_worker_sees_its_own_gpus_first_under_the_names_of_its_node() -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from cluster_workers import Echo
+from doctor_workers import MatmulSlowOnNodeOne
 from ray.cluster_utils import Cluster as RayNodes
 
+from roll.cli import main
 from roll.configs.errors import RunError
 from roll.configs.parallel_layout import ParallelLayout
 from roll.configs.pipeline import BaseConfig
@@ -17,6 +20,8 @@ from roll.configs.roles import RoleConfig
 from roll.distributed.cluster import Cluster
 from roll.distributed.model_download import fetch_on_nodes
 from roll.distributed.resources import CPU_SLOT, ResourceError, ResourceManager, start_ray, stop_ray
+from roll.tools.doctor import measure
+from tests.configs.samples import SFT, write
 from tests.hub_server import commit_of, serve_hub
 
 pytestmark = pytest.mark.integration
@@ -111,3 +116,29 @@ def test_workers_have_the_gpus_of_their_node_and_the_nccl_settings(two_nodes: No
     assert {name: echo.call_all(Echo.variable, name).get() for name in expected} == expected
     echo.shutdown()
     resources.release()
+
+
+def doctor(folder: Path, *options: str) -> int:
+    recipe = write(folder, SFT.replace("device_mapping: [0, 1]", "device_mapping: 0-3"))
+    keys = ["platform=cpu", "num_devices_per_node=2", "actor_train.model_args.dtype=fp32", f"output_dir={folder}"]
+    return main(["doctor", str(recipe), *keys, "--seconds", "0.1", *options])
+
+
+def test_the_doctor_measures_every_device_and_the_links_in_and_across_nodes(
+    two_nodes: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert doctor(tmp_path, "--slower-than", "0.01", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(rank["node"], rank["device"]) for rank in found["ranks"]] == [(0, 0), (0, 1), (1, 2), (1, 3)]
+    assert set(found["median"]) == {"matmul", "copy", "in_node", "across_nodes"}
+    assert all(rank[name] > 0 for rank in found["ranks"] for name in found["median"])
+    assert found["all_reduce"] > 0 and found["slow_nodes"] == []
+
+
+def test_the_doctor_names_the_node_whose_matrix_products_are_slow(
+    two_nodes: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "SpeedWorker", MatmulSlowOnNodeOne)
+    assert doctor(tmp_path, "--slower-than", "0.3") == 1
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last.startswith("slow: node 1 at ") and "matmul of rank 2-3" in last

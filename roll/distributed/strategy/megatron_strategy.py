@@ -9,7 +9,6 @@ import itertools
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import TypedDict
 
@@ -17,7 +16,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from tensordict import TensorDict
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from roll.algorithms.aggregation import LossScale
 from roll.algorithms.learning_rate import LearningRate
@@ -28,7 +26,7 @@ from roll.configs.megatron import MegatronConfig, MegatronTrainConfig, virtual_s
 from roll.configs.parallel_layout import ParallelLayout, RankCoordinates
 from roll.configs.pipeline import BaseConfig, role_seed
 from roll.configs.roles import TORCH_DTYPES, ActorTrainConfig, MegatronRoleConfig
-from roll.distributed.process_groups import bind_to_device, serve_store
+from roll.distributed.process_groups import join_all_ranks
 from roll.distributed.protocol import DataProto
 from roll.distributed.strategy import megatron_checkpoint
 from roll.distributed.strategy.host_copies import ALL_STATES, HostCopies, StateKind
@@ -352,21 +350,8 @@ def join_process_group(
     Raises:
         RuntimeError: the environment lacks the address, contradicts the layout, or ranks did not start in time.
     """
-    address, port = _master()
     _check_environment(layout, rank)
-    timeout = timedelta(seconds=start_timeout_s)
-    if rank == 0:
-        store = serve_store(address, port, layout.world_size, timeout)
-    else:
-        store = TCPStore(address, port, layout.world_size, is_master=False, timeout=timeout)
-    dist.init_process_group(
-        platform.collective_backend,
-        store=store,
-        rank=rank,
-        world_size=layout.world_size,
-        timeout=timedelta(seconds=collective_timeout_s),
-    )
-    bind_to_device(platform.torch_device(0), layout.world_size)
+    join_all_ranks(platform, rank, layout.world_size, start_timeout_s, collective_timeout_s)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
@@ -388,13 +373,6 @@ def seed_rank(seed: int, role: str, coordinates: RankCoordinates) -> None:
     """Seeds torch and Megatron's tracker, which must agree over data ranks and differ over pipeline stages."""
     tensor_parallel.model_parallel_cuda_manual_seed(role_seed(seed, role, coordinates.pipeline), force_reset_rng=True)
     torch.manual_seed(role_seed(seed, role, "torch", coordinates.pipeline, coordinates.data, coordinates.tensor))
-
-
-def _master() -> tuple[str, int]:
-    try:
-        return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    except KeyError as missing:
-        raise RuntimeError(f"environment variable {missing} is not set, so ranks cannot find each other") from None
 
 
 def _check_environment(layout: ParallelLayout, rank: int) -> None:

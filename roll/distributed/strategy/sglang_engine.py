@@ -17,6 +17,7 @@ import psutil
 from roll.configs.hub.names import local_model
 from roll.configs.pipeline import BaseConfig
 from roll.configs.roles import TORCH_DTYPES, ActorInferConfig
+from roll.distributed.core_pinning import read_topology
 
 T = TypeVar("T")
 
@@ -272,7 +273,8 @@ def engine_threads(tensor_parallel: int) -> dict[str, str]:
     Threads and pinning must agree (two OpenMP threads on one core cost a factor of twenty), so a rank gets as many
     threads as its share of this process's cores, or of OMP_NUM_THREADS where that is smaller.
     """
-    cores = sorted(os.sched_getaffinity(0))
+    topology = read_topology()
+    cores = topology.ordered(topology.cores)  # so that two ranks share no physical core
     threads = min(int(os.environ.get("OMP_NUM_THREADS", len(cores))), len(cores))
     share = max(1, threads // tensor_parallel)
     environment = {"OMP_NUM_THREADS": str(share)}
