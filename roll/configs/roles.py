@@ -325,13 +325,17 @@ class MegatronRoleConfig(RoleConfig):
     )
     max_tokens_per_microbatch_in_infer: int = option(
         0,
-        "Padded tokens of one forward micro-batch; needed with dynamic batching.",
+        "Tokens of one forward micro-batch, padding included; needed with dynamic batching.",
         ge=0,
         only_for=(
             FORWARD_PASSES,
             OLD_LOG_PROBS,
             needs("use_dynamic_batching_in_infer", "use_dynamic_batching_in_infer is false"),
         ),
+    )
+
+    use_sequence_packing: bool = option(
+        False, "Compute the samples of a micro-batch as one sequence without padding, in which each attends to itself."
     )
 
     @property

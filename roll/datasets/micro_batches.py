@@ -46,6 +46,7 @@ def plan_optimizer_steps(
     micro_batch_size: int | None = None,
     max_tokens: int | None = None,
     round_to: int = 1,
+    packed: bool = False,
 ) -> list[OptimizerStepPlan]:
     """Splits a batch into optimizer steps, each of `samples_per_step` consecutive samples.
 
@@ -57,6 +58,7 @@ def plan_optimizer_steps(
         max_tokens: maximum padded tokens of a micro-batch: the length of its longest sample, rounded up to `round_to`,
             times its number of samples.
         round_to: sequence lengths are padded to multiples of this.
+        packed: the samples of a micro-batch follow each other without padding, so its tokens are the sum of lengths.
 
     Raises:
         ValueError: the batch is not divisible by the step, or the step by the ranks; or a sample exceeds `max_tokens`.
@@ -68,7 +70,7 @@ def plan_optimizer_steps(
         )
     if samples_per_step % data_parallel:
         raise ValueError(f"{samples_per_step} samples of an optimizer step do not divide over {data_parallel} ranks")
-    split = _splitter(micro_batch_size, max_tokens, round_to)
+    split = _splitter(micro_batch_size, max_tokens, round_to, packed)
     steps = (range(first, first + samples_per_step) for first in range(0, len(lengths), samples_per_step))
     return [_plan(lengths, step, data_parallel, split) for step in steps]
 
@@ -80,6 +82,7 @@ def plan_forward(
     micro_batch_size: int | None = None,
     max_tokens: int | None = None,
     round_to: int = 1,
+    packed: bool = False,
 ) -> OptimizerStepPlan:
     """Splits a batch for a forward pass without gradients; arguments as `plan_optimizer_steps`.
 
@@ -91,7 +94,7 @@ def plan_forward(
     """
     if len(lengths) < data_parallel:
         raise ValueError(f"{len(lengths)} samples are fewer than {data_parallel} data-parallel ranks")
-    split = _splitter(micro_batch_size, max_tokens, round_to)
+    split = _splitter(micro_batch_size, max_tokens, round_to, packed)
     return _plan(lengths, range(len(lengths)), data_parallel, split)
 
 
@@ -102,6 +105,7 @@ class _Splitter:
     micro_batch_size: int | None
     max_tokens: int | None
     round_to: int
+    packed: bool
 
     def padded(self, length: int) -> int:
         return -(-length // self.round_to) * self.round_to
@@ -110,7 +114,7 @@ class _Splitter:
         """The fewest consecutive micro-batches within the limit; the first sample of each is its longest."""
         micro_batches: list[list[int]] = []
         for position, index in enumerate(shard):
-            if micro_batches and self._has_room(micro_batches[-1], shard, lengths):
+            if micro_batches and self._has_room(micro_batches[-1], position, shard, lengths):
                 micro_batches[-1].append(position)
                 continue
             if self.max_tokens is not None and self.padded(lengths[index]) > self.max_tokens:
@@ -122,19 +126,21 @@ class _Splitter:
             micro_batches.append([position])
         return micro_batches
 
-    def _has_room(self, micro_batch: list[int], shard: list[int], lengths: Sequence[int]) -> bool:
+    def _has_room(self, micro_batch: list[int], position: int, shard: list[int], lengths: Sequence[int]) -> bool:
         if self.max_tokens is None:
             return len(micro_batch) < (self.micro_batch_size or 1)
+        if self.packed:
+            return self.padded(sum(lengths[shard[at]] for at in [*micro_batch, position])) <= self.max_tokens
         return self.padded(lengths[shard[micro_batch[0]]]) * (len(micro_batch) + 1) <= self.max_tokens
 
 
-def _splitter(micro_batch_size: int | None, max_tokens: int | None, round_to: int) -> _Splitter:
+def _splitter(micro_batch_size: int | None, max_tokens: int | None, round_to: int, packed: bool) -> _Splitter:
     if (micro_batch_size is None) == (max_tokens is None):
         raise ValueError(f"give either micro_batch_size ({micro_batch_size}) or max_tokens ({max_tokens})")
     for name, value in {"micro_batch_size": micro_batch_size, "max_tokens": max_tokens, "round_to": round_to}.items():
         if value is not None and value < 1:
             raise ValueError(f"{name}: {value} must be at least 1")
-    return _Splitter(micro_batch_size, max_tokens, round_to)
+    return _Splitter(micro_batch_size, max_tokens, round_to, packed)
 
 
 def _plan(lengths: Sequence[int], samples: range, data_parallel: int, split: _Splitter) -> OptimizerStepPlan:

@@ -79,15 +79,21 @@ class RotaryTable:
         self._frequencies = frequencies
         self._tables: dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def rotate(self, x: torch.Tensor) -> torch.Tensor:
-        """Rotates each channel pair (i, i + D/2) of position s by s f_i; [S, B, N, D] to [B, N, S, D] contiguous."""
+    def rotate(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        """Rotates each channel pair (i, i + D/2) of position s by s f_i; [S, B, N, D] to [B, N, S, D] contiguous.
+
+        Args:
+            x: [S, B, N, D].
+            positions: [S], each below S; None is 0 to S - 1.
+        """
         length = x.shape[0]
         if x.dtype not in self._tables or self._tables[x.dtype][0].shape[0] < length:
-            positions = torch.arange(1 << (length - 1).bit_length(), device=x.device, dtype=torch.float32)
-            angles = torch.outer(positions, self._frequencies)
+            known = torch.arange(1 << (length - 1).bit_length(), device=x.device, dtype=torch.float32)
+            angles = torch.outer(known, self._frequencies)
             self._tables[x.dtype] = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         cosine, sine = self._tables[x.dtype]
-        rotated: torch.Tensor = _Rotate.apply(x, cosine[:length], sine[:length])  # type: ignore[no-untyped-call]
+        cosine, sine = (table[:length] if positions is None else table[positions] for table in (cosine, sine))
+        rotated: torch.Tensor = _Rotate.apply(x, cosine, sine)  # type: ignore[no-untyped-call]
         return rotated
 
 

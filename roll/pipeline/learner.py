@@ -287,6 +287,7 @@ async def cluster_log_probs(cluster: Cluster[TrainWorker], data: DataProto, conf
         micro_batch_size=config.infer_batch_size if limit is None else None,
         max_tokens=limit,
         round_to=cluster.layout.tensor,
+        packed=config.use_sequence_packing,
     )
     inputs = data.select(*LOG_PROB_KEYS)
     shards = []
@@ -324,6 +325,7 @@ def training_plans(data: DataProto, config: BaseConfig, layout: ParallelLayout) 
         micro_batch_size=actor.training_args.per_device_train_batch_size if limit is None else None,
         max_tokens=limit,
         round_to=layout.tensor,
+        packed=actor.use_sequence_packing,
     )
 
 

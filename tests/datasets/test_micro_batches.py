@@ -27,6 +27,10 @@ def padded_tokens(lengths, micro_batch, round_to=1) -> int:
     return -(-max(lengths[index] for index in micro_batch) // round_to) * round_to * len(micro_batch)
 
 
+def packed_tokens(lengths, micro_batch, round_to=1) -> int:
+    return -(-sum(lengths[index] for index in micro_batch) // round_to) * round_to
+
+
 @given(batches(), st.integers(1, 9))
 def test_with_micro_batch_size_every_sample_is_in_one_micro_batch_and_ranks_have_equally_many(batch, micro_batch_size):
     lengths, ranks, samples_per_step = batch
@@ -38,16 +42,17 @@ def test_with_micro_batch_size_every_sample_is_in_one_micro_batch_and_ranks_have
             assert all(len(micro) <= micro_batch_size for micro in micros)
 
 
-@given(batches(), st.integers(56, 200), st.sampled_from([1, 4, 8]))
-def test_with_max_tokens_no_micro_batch_exceeds_the_limit(batch, max_tokens, round_to):
+@given(batches(), st.integers(56, 200), st.sampled_from([1, 4, 8]), st.booleans())
+def test_with_max_tokens_no_micro_batch_exceeds_the_limit(batch, max_tokens, round_to, packed):
     lengths, ranks, samples_per_step = batch
     plans = plan_optimizer_steps(
-        lengths, ranks, samples_per_step=samples_per_step, max_tokens=max_tokens, round_to=round_to
+        lengths, ranks, samples_per_step=samples_per_step, max_tokens=max_tokens, round_to=round_to, packed=packed
     )
     check_cover(plans, lengths, ranks, samples_per_step)
+    tokens = packed_tokens if packed else padded_tokens
     for plan in plans:
         for micros in groups(plan):
-            assert all(padded_tokens(lengths, micro, round_to) <= max_tokens for micro in micros)
+            assert all(tokens(lengths, micro, round_to) <= max_tokens for micro in micros)
 
 
 def check_cover(plans, lengths, ranks, samples_per_step):

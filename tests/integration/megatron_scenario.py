@@ -96,6 +96,12 @@ def _score_and_export(context: RankContext, family: str, model: Path) -> None:
         data.meta_info = {"temperature": TEMPERATURE, "micro_batches": [[0, 3, 5], [1, 2, 7, 4], [6]]}
         scored = strategy.compute_log_probs(data)
         context.results[f"log_probs/{family}/{side}"] = scored.batch["log_probs"].clone() if len(scored) else None
+        strategy.forward.packed = True
+        scored = strategy.compute_log_probs(data)
+        strategy.forward.packed = False
+        context.results[f"log_probs/{family}/{side}/packed"] = (
+            scored.batch["log_probs"].clone() if len(scored) else None
+        )
     strategy.shutdown()
     trainer = context.strategy(model)
     specs, weights = trainer.weights.specs(), list(trainer.weights.full_tensors())

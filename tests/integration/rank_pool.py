@@ -51,6 +51,7 @@ class RankContext:
         training: dict[str, Any] | None = None,
         dtype: str = "fp32",
         infer: bool = False,
+        packed: bool = False,
         **pipeline: Any,
     ) -> Any:
         """An initialised strategy of this rank; shut it down before asking for the next."""
@@ -77,6 +78,7 @@ class RankContext:
             training_args=TrainingArguments(**({"learning_rate": 1e-3} | (training or {}))),
             strategy_args=MegatronTrainArguments(strategy_config=MegatronTrainConfig(**sizes | (megatron or {}))),
             device_mapping=list(range(self.layout.world_size)),
+            use_sequence_packing=packed,
         )
         times = {"start_timeout_s": 60.0, "rpc_timeout_s": 60.0}
         config = SFTConfig(**times | {"response_length": 1024, "actor_train": worker} | pipeline)

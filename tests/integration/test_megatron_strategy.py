@@ -42,6 +42,7 @@ VARIANTS = {
         "tp1, full recompute": {"micro_batch_size": 4, "megatron": {"recompute_granularity": "full"}},
         "tp1, block recompute": {"micro_batch_size": 4, "megatron": BLOCK},
         "tp1, selective recompute": {"micro_batch_size": 4, "megatron": MLP},
+        "tp1, packed, selective recompute": {"micro_batch_size": 3, "packed": True, "megatron": MLP},
         "tp1, plain optimizer": {"micro_batch_size": 4, "megatron": PLAIN_OPTIMIZER},
         "tp1, bf16": {"micro_batch_size": 4, "dtype": "bf16"},
     },
@@ -52,6 +53,7 @@ VARIANTS = {
             "micro_batch_size": 3,
             "megatron": SEQUENCE_PARALLEL | {"recompute_granularity": "full"},
         },
+        "tp2, sequence parallel, packed": {"micro_batch_size": 3, "packed": True, "megatron": SEQUENCE_PARALLEL},
     },
     "pp2": {
         "pp2": {"micro_batch_size": 2},
@@ -66,7 +68,9 @@ VARIANTS = {
     },
     "tp2 x pp2": {"tp2 x pp2": {"micro_batch_size": 2, "megatron": SEQUENCE_PARALLEL}},
     "tp2 x dp2": {"tp2 x dp2": {"micro_batch_size": 2, "megatron": SEQUENCE_PARALLEL}},
-    "pp2 x dp2": {"pp2 x dp2": {"micro_batch_size": 1, "megatron": OVERLAPPED | VIRTUAL, "at_once": True}},
+    "pp2 x dp2": {
+        "pp2 x dp2": {"micro_batch_size": 1, "megatron": OVERLAPPED | VIRTUAL, "at_once": True, "packed": True}
+    },
 }
 RESUMED = {
     "tp1": {
@@ -164,14 +168,14 @@ def test_ranks_bind_the_group_of_all_to_their_device_before_they_make_others(run
 
 @pytest.mark.parametrize("layout", SCORED)
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("side", ["right", "left", "right/packed", "left/packed"])
 def test_log_probs_agree_with_transformers(run, expected, layout, family, side):
     ranks, _ = run(layout)
     found = [rank[f"log_probs/{family}/{side}"] for rank in ranks]
     last_stage = LAYOUTS[layout].tensor * LAYOUTS[layout].data
     assert all(each is None for each in found[:-last_stage])
     for log_probs in found[-last_stage:]:
-        torch.testing.assert_close(log_probs, expected[family, side], atol=1e-4, rtol=0)
+        torch.testing.assert_close(log_probs, expected[family, side.split("/")[0]], atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("layout", SCORED)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from tensordict import TensorDict
 
@@ -37,6 +38,8 @@ class ForwardPass:
     stages: Sequence[HiddenStateModel]
     model: DecoderConfig
     device: torch.device
+    packed: bool = False
+    """Micro-batches are computed without padding, see `MicroBatch`."""
 
     def log_probs(
         self, batch: TensorDict, micro_batches: Sequence[Sequence[int]], temperature: float
@@ -97,7 +100,7 @@ class ForwardPass:
 
         def prepared() -> Iterator[tuple[bool, MicroBatch]]:
             for number, indices in enumerate(scheduled):
-                yield number < len(micro_batches), make_micro_batch(batch, indices, multiple, self.device)
+                yield number < len(micro_batches), make_micro_batch(batch, indices, multiple, self.device, self.packed)
 
         def step(
             iterator: Iterator[tuple[bool, MicroBatch]], module: torch.nn.Module
@@ -108,7 +111,9 @@ class ForwardPass:
                 result = on_last_stage(output, micro, **options)
                 return result if counts or forward_only else (result[0] * 0.0, *result[1:])
 
-            return module(input_ids=micro.input_ids, position_ids=None, attention_mask=None), at_the_end
+            packed = packed_parameters(micro)
+            inputs = {"input_ids": micro.input_ids, "position_ids": None, "attention_mask": None}
+            return module(**inputs, packed_seq_params=packed), at_the_end
 
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=step,
@@ -141,6 +146,16 @@ class ForwardPass:
         )
         rows = hidden.flatten(0, 1).index_select(0, micro.hidden_rows)
         return fused_linear_logprobs(rows, weight, micro.targets, spec, entropy_gradient)
+
+
+def packed_parameters(micro: MicroBatch) -> PackedSeqParams | None:
+    """Megatron's description of a packed micro-batch; None for one with padding."""
+    if micro.bounds is None:
+        return None
+    bounds, longest = micro.bounds, micro.longest
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest
+    )
 
 
 def is_maximum(name: str) -> bool:

@@ -170,7 +170,9 @@ class MegatronInferStrategy:
         """Prepares the loaded stage for its use."""
         for stage in self.stages:
             stage.requires_grad_(False)
-        self.forward = ForwardPass(self.stages, self.stages, self.model, self.device)
+        self.forward = ForwardPass(
+            self.stages, self.stages, self.model, self.device, self.worker_config.use_sequence_packing
+        )
 
     def _with_defaults(self, megatron: MegatronConfig) -> MegatronConfig:
         on_gpu = self.device.type == "cuda"
@@ -306,7 +308,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         assert isinstance(role, ActorTrainConfig) and isinstance(megatron, MegatronTrainConfig)
         self.wrapped = wrap_model(self.stages, megatron)
         self.optimizer = build_optimizer(self.wrapped, role.training_args, megatron)
-        self.forward = ForwardPass(self.wrapped, self.stages, self.model, self.device)
+        self.forward = ForwardPass(self.wrapped, self.stages, self.model, self.device, role.use_sequence_packing)
         self.weights = MegatronWeights(self.stages, self.model, self.model_folder)
         self.schedule = LearningRate.of(role.training_args, self.pipeline_config.schedule_steps)
         self.optimizer_steps = 0

@@ -1,4 +1,4 @@
-"""The tensors of one micro-batch: samples cut and aligned, and the tokens to score; needs no engine."""
+"""The tensors of one micro-batch: samples cut and aligned or packed, and the tokens to score; needs no engine."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ class MicroBatch:
     `batch` keeps the caller's columns (T of them, trailing padding cut), `input_ids` [b, S] are right padded with S
     rounded up for sequence parallel. Token n to score is `targets`[n] at (`samples`[n], `columns`[n]) of the caller's
     columns, and the hidden state before it is row `hidden_rows`[n] of [S * b, H].
+
+    A packed one has b = 1 in `input_ids`: samples follow each other. `bounds` [samples + 1] int32 has the first token
+    of each and the end of the last, which has the padding of S.
     """
 
     batch: TensorDict
@@ -24,6 +27,9 @@ class MicroBatch:
     samples: torch.Tensor
     columns: torch.Tensor
     hidden_rows: torch.Tensor
+    bounds: torch.Tensor | None = None
+    longest: int = 0
+    """Tokens of the longest sample of a packed micro-batch."""
 
     def to_columns(self, values: torch.Tensor) -> torch.Tensor:
         """[N] values of the scored tokens as [b, T], 0 elsewhere; keeps the gradient."""
@@ -32,7 +38,11 @@ class MicroBatch:
 
 
 def make_micro_batch(
-    batch: TensorDict, indices: Sequence[int], multiple: int = 1, device: torch.device | str = "cpu"
+    batch: TensorDict,
+    indices: Sequence[int],
+    multiple: int = 1,
+    device: torch.device | str = "cpu",
+    packed: bool = False,
 ) -> MicroBatch:
     """The micro-batch of samples `indices` of `batch`.
 
@@ -45,6 +55,7 @@ def make_micro_batch(
         indices: of the samples.
         multiple: S is a multiple of this (the tensor-parallel size under sequence parallel).
         device: of the tensors.
+        packed: samples follow each other without padding, instead of one sample in each row.
 
     Raises:
         ValueError: a sample is empty, or has padding between its tokens.
@@ -59,9 +70,16 @@ def make_micro_batch(
         chosen, mask = _cut(chosen, mask.shape[1], width), mask[:, :width]
     scored = _scored(chosen, mask, first)
     samples, columns = scored.nonzero(as_tuple=True)
-    ids = _compact(chosen["input_ids"], first, int(lengths.max()), multiple)
-    hidden_rows = (columns - first[samples] - 1) * len(rows) + samples
-    micro = MicroBatch(chosen, ids, chosen["input_ids"][samples, columns], samples, columns, hidden_rows)
+    targets = chosen["input_ids"][samples, columns]
+    before = columns - first[samples] - 1
+    if packed:
+        ids, bounds = _pack(chosen["input_ids"], mask, lengths, multiple)
+        hidden_rows = bounds[samples] + before
+        longest = int(bounds.diff().max())
+        micro = MicroBatch(chosen, ids, targets, samples, columns, hidden_rows, bounds.int(), longest)
+    else:
+        ids = _compact(chosen["input_ids"], first, int(lengths.max()), multiple)
+        micro = MicroBatch(chosen, ids, targets, samples, columns, before * len(rows) + samples)
     return _to(micro, device)
 
 
@@ -76,6 +94,17 @@ def _compact(ids: torch.Tensor, first: torch.Tensor, longest: int, multiple: int
     width = -(-longest // multiple) * multiple
     columns = (first[:, None] + torch.arange(width)).clamp(max=ids.shape[1] - 1)
     return ids.gather(1, columns)
+
+
+def _pack(
+    ids: torch.Tensor, mask: torch.Tensor, lengths: torch.Tensor, multiple: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The real tokens of all rows in one, [1, S], and the bounds of samples; the last one has the padding."""
+    packed = ids[mask]
+    padding = -len(packed) % multiple
+    bounds = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    bounds[-1] += padding
+    return torch.nn.functional.pad(packed, (0, padding))[None], bounds
 
 
 def _check_padding(mask: torch.Tensor, first: torch.Tensor, lengths: torch.Tensor, rows: torch.Tensor) -> None:
@@ -98,5 +127,6 @@ def _cut(batch: TensorDict, old: int, new: int) -> TensorDict:
 def _to(micro: MicroBatch, device: torch.device | str) -> MicroBatch:
     if torch.device(device).type == "cpu":
         return micro
-    moved = {field.name: getattr(micro, field.name).to(device, non_blocking=True) for field in fields(micro)}
-    return MicroBatch(**moved)
+    values = {field.name: getattr(micro, field.name) for field in fields(micro)}
+    tensors = {key: value.to(device, non_blocking=True) for key, value in values.items() if hasattr(value, "to")}
+    return MicroBatch(**values | tensors)
