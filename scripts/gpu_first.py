@@ -133,7 +133,7 @@ def training_rank(config: RLVRConfig) -> Iterator[TrainWorker]:
         yield worker
     finally:
         worker.train_strategy.shutdown()
-        del worker
+        vars(worker).clear()  # the caller still has it
         gc_unfreeze()
         gc.collect()
         get_platform(config.platform).release_cached_memory()
