@@ -1,30 +1,29 @@
 """Smoke test of this machine: trains, updates weights and generates with a small model on one device.
 
-    scripts/gpu_smoke.sh                      (one GPU, bf16)
-    scripts/gpu_smoke.sh --platform cpu       (the same on a CPU, fp32)
+    scripts/gpu_check.sh gpu_smoke                      (one GPU, bf16)
+    scripts/gpu_check.sh gpu_smoke --platform cpu       (the same on a CPU, fp32)
 
-Megatron and SGLang take turns on device 0. The reference is the same model in transformers on the CPU in fp32.
+Megatron and SGLang take turns on device 0. The reference is the same model in plain torch on the CPU in fp32.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
+from roll.configs.defaults import fill_in_defaults
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.roles import (
     ActorInferConfig,
     ActorTrainConfig,
+    MegatronTrainArguments,
+    MegatronTrainConfig,
     ModelArguments,
     SGLangArguments,
     TrainingArguments,
@@ -36,11 +35,11 @@ from roll.distributed.infer_worker import InferWorker
 from roll.distributed.protocol import DataProto
 from roll.distributed.train_worker import TrainWorker
 from roll.distributed.weight_sync.synchronizer import WeightSynchronizer
-from roll.models.tiny import write_tiny_model
 from roll.pipeline.learner import cluster_log_probs, training_plans, training_shards
 from roll.pipeline.session import Session
-from roll.platforms import detect
 from roll.rollout.types import GenerateRequest, SamplingParams
+from scripts.gpu_table import LOSS_BOUNDS, GpuTable, add_dtype, make_parser
+from scripts.reference_model import LEARNING_RATE, Reference, largest_relative_difference, write_random_model
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 4096,
@@ -51,7 +50,6 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 64,
     "max_position_embeddings": 1024,
-    "initializer_range": 0.02,
 }
 """Sizes that all attention kernels support, small enough for a CPU reference."""
 
@@ -59,41 +57,22 @@ Platform = Literal["cpu", "cuda"]
 Dtype = Literal["fp32", "bf16"]
 
 SAMPLES, PROMPT_TOKENS, RESPONSE_TOKENS, STEPS = 16, 32, 64, 6
-LEARNING_RATE = 1e-4
 TEMPERATURE = 0.7
 
-BOUNDS: dict[Dtype, dict[str, float]] = {
-    "fp32": {"log_prob_mean": 1e-5, "log_prob_max": 1e-4, "loss": 1e-4},
-    "bf16": {"log_prob_mean": 2e-2, "log_prob_max": 0.5, "loss": 2e-2},
-}
-"""Largest allowed differences: in nats for log-probs, relative for the loss of a training step."""
 
+def configuration(
+    platform: Platform, dtype: Dtype, folder: Path, trained: list[int], engine: list[int], **options: Any
+) -> RLVRConfig:
+    """One tensor-parallel trainer and one such engine on these devices; two micro-batches per step.
 
-@dataclass
-class Row:
-    """One row of the table; `bound` is None for a figure without a check."""
-
-    name: str
-    value: float
-    unit: str
-    bound: float | None = None
-
-    @property
-    def ok(self) -> bool:
-        return self.bound is None or self.value <= self.bound
-
-
-def configuration(platform: Platform, dtype: Dtype, folder: Path) -> RLVRConfig:
-    """Both roles on device 0, two micro-batches per step, weights verified at every update."""
-    engine = {"load_format": "dummy"} | ({"mem_fraction_static": 0.4} if platform == "cuda" else {})
-    return RLVRConfig(
-        exp_name="gpu_smoke",
+    Weights are verified at every update. `options` are keys of the configuration.
+    """
+    sglang = {"load_format": "dummy"} | ({"mem_fraction_static": 0.4} if platform == "cuda" else {})
+    config = RLVRConfig(
         platform=platform,
-        num_devices_per_node=1,
-        output_dir=str(folder / "run"),
-        pretrain=str(folder / "model"),
+        num_devices_per_node=len({*trained, *engine}),
         verify_weights="always",
-        is_offload_states=True,
+        is_offload_states=trained == engine,
         rollout_batch_size=SAMPLES,
         prompt_length=PROMPT_TOKENS,
         response_length=RESPONSE_TOKENS,
@@ -103,41 +82,24 @@ def configuration(platform: Platform, dtype: Dtype, folder: Path) -> RLVRConfig:
             training_args=TrainingArguments(
                 learning_rate=LEARNING_RATE, per_device_train_batch_size=SAMPLES // 2, gradient_accumulation_steps=2
             ),
-            device_mapping=[0],
+            strategy_args=MegatronTrainArguments(
+                strategy_config=MegatronTrainConfig(tensor_model_parallel_size=len(trained))
+            ),
+            device_mapping=trained,
         ),
         actor_infer=ActorInferConfig(
             model_args=ModelArguments(dtype=dtype),
-            strategy_args=SGLangArguments(strategy_config=engine),
-            device_mapping=[0],
+            strategy_args=SGLangArguments(strategy_config=sglang),
+            device_mapping=engine,
+            num_gpus_per_worker=len(engine),
             max_running_requests=SAMPLES,
         ),
+        **{"pretrain": str(folder / "model"), "output_dir": str(folder / "run")} | options,
     )
-
-
-class Reference:
-    """The same model in transformers on the CPU in fp32, trained with torch's AdamW."""
-
-    def __init__(self, folder: Path) -> None:
-        from transformers import AutoModelForCausalLM
-
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
-
-    def log_probs(self, data: DataProto, temperature: float) -> torch.Tensor:
-        """Log-probs [B, T]; index t is the log-prob of token t, 0 at t = 0."""
-        logits = self._model(data.batch["input_ids"], attention_mask=data.batch["attention_mask"]).logits[:, :-1]
-        chosen = torch.log_softmax(logits / temperature, -1).gather(-1, data.batch["input_ids"][:, 1:, None])
-        return torch.nn.functional.pad(chosen[..., 0], (1, 0))
-
-    def train_step(self, data: DataProto) -> float:
-        """One optimizer step on the responses of `data`; returns the loss before it."""
-        mask = data.batch["response_mask"]
-        loss = -(self.log_probs(data, 1.0) * mask).sum() / mask.sum()
-        self._optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
-        self._optimizer.step()
-        return float(loss.item())
+    problems = fill_in_defaults(config)
+    if problems:
+        raise ValueError("; ".join(map(str, problems)))
+    return config
 
 
 async def generate(engine: Cluster[InferWorker], round_number: int) -> tuple[DataProto, float]:
@@ -155,46 +117,51 @@ async def generate(engine: Cluster[InferWorker], round_number: int) -> tuple[Dat
     if failed:
         raise RuntimeError(f"{len(failed)} of {SAMPLES} requests failed: {failed[0]}")
     samples = [(p, r.response_ids, r.log_probs, r.versions) for p, r in zip(prompts, results, strict=True)]
-    return DataProto.from_dict(collate_samples(samples)), sum(len(r.response_ids) for r in results) / seconds
+    data = DataProto.from_dict(collate_samples(samples), meta_info={"temperature": TEMPERATURE})
+    return data, sum(len(r.response_ids) for r in results) / seconds
+
+
+async def compare(
+    table: GpuTable, when: str, actor: Cluster[TrainWorker], data: DataProto, config: RLVRConfig, reference: Reference
+) -> torch.Tensor:
+    """Compares log-probs of generated samples in the trainer, the reference and the engine; returns the trainer's."""
+    mask = data.batch["response_mask"]
+    megatron = (await cluster_log_probs(actor, data, config.actor_train)).batch["log_probs"]
+    with torch.no_grad():
+        expected = reference.log_probs(data, TEMPERATURE)
+    table.add_log_probs(f"{when}: Megatron against CPU fp32", megatron, expected, mask, config)
+    behavior = data.batch["behavior_log_probs"]
+    table.add_log_probs(f"{when}: SGLang against Megatron", behavior, megatron, mask, config)
+    return megatron
 
 
 async def train(
-    actor: Cluster[TrainWorker], config: RLVRConfig, data: DataProto, reference: Reference
-) -> tuple[float, float]:
-    """Trains both models for STEPS steps.
-
-    Returns:
-        Largest relative difference of the losses, and tokens per second of the steps after the first.
-    """
-    data.meta_info |= {"temperature": 1.0, "loss": "sft", "loss_config": None}
-    (plan,) = training_plans(data, config, actor.layout)
+    table: GpuTable, actor: Cluster[TrainWorker], config: RLVRConfig, data: DataProto, reference: Reference
+) -> None:
+    """Trains both models for STEPS steps; the speed is that of the steps after the first."""
     losses, seconds = [], []
     for _ in range(STEPS):
         start = time.perf_counter()
-        shards = training_shards(data, plan)
-        losses.append((await actor.call_shards(TrainWorker.train_step, shards))[0]["loss"])
+        losses.append(await train_step(actor, config, data))
         seconds.append(time.perf_counter() - start)
-    expected = [reference.train_step(data) for _ in range(STEPS)]
-    worst = max(abs(loss - right) / abs(right) for loss, right in zip(losses, expected, strict=True))
-    return worst, int(data.batch["attention_mask"].sum()) * (STEPS - 1) / sum(seconds[1:])
+    difference = largest_relative_difference(losses, [reference.train_step(data) for _ in range(STEPS)])
+    bound = LOSS_BOUNDS[config.actor_train.model_args.dtype]
+    table.add(f"loss of {STEPS} steps against CPU fp32, relative", difference, "", bound)
+    tokens = int(data.batch["attention_mask"].sum()) * (STEPS - 1)
+    table.add("training", tokens / sum(seconds[1:]), "tokens/s")
 
 
-def compare_log_probs(
-    name: str, first: torch.Tensor, second: torch.Tensor, mask: torch.Tensor, bounds: dict[str, float]
-) -> list[Row]:
-    """Mean and largest difference of log-probs over the response tokens."""
-    gap = (first - second).abs()[mask]
-    return [
-        Row(f"{name}, mean", gap.mean().item(), "nats", bounds["log_prob_mean"]),
-        Row(f"{name}, largest", gap.max().item(), "nats", bounds["log_prob_max"]),
-    ]
+async def train_step(actor: Cluster[TrainWorker], config: RLVRConfig, data: DataProto) -> float:
+    """One optimizer step on the responses of `data`; returns the loss before it."""
+    learned = DataProto(data.batch, meta_info={"temperature": 1.0, "loss": "sft", "loss_config": None})
+    (plan,) = training_plans(learned, config, actor.layout)
+    return (await actor.call_shards(TrainWorker.train_step, training_shards(learned, plan)))[0]["loss"]
 
 
-async def smoke(platform: Platform, dtype: Dtype, folder: Path) -> list[Row]:
+async def smoke(table: GpuTable, platform: Platform, dtype: Dtype, folder: Path) -> None:
     """All checks: update weights, generate, compare, train, update weights again, generate and compare again."""
-    write_tiny_model(folder / "model", "qwen2", dtype={"fp32": "float32", "bf16": "bfloat16"}[dtype], **SHAPE)
-    config, bounds, rows = configuration(platform, dtype, folder), BOUNDS[dtype], []
-    reference = Reference(folder / "model")
+    model = write_random_model(folder / "model", SHAPE, dtype)
+    config, reference = configuration(platform, dtype, folder, [0], [0]), Reference(model)
     async with Session(config) as session:
         await session.ready()
         actor, engine = session.train_clusters["actor_train"], session.infer_clusters["actor_infer"]
@@ -203,53 +170,30 @@ async def smoke(platform: Platform, dtype: Dtype, folder: Path) -> list[Row]:
         synchronizer = WeightSynchronizer(actor, engine, config, devices=devices)
         await synchronizer.setup()
         for version in (0, 1):
+            when = f"version {version}"
             report = await synchronizer.update_weights(version)
+            table.add(f"{when}: weight update of {report.bytes / 1e6:.0f} MB, verified", report.seconds, "s")
             data, rate = await generate(engine, version)
-            data.meta_info["temperature"] = TEMPERATURE
-            mask = data.batch["response_mask"]
+            table.add(f"{when}: generation", rate, "tokens/s")
             start = time.perf_counter()
             await devices.to_trainer()
-            handed_over = time.perf_counter() - start
-            megatron = (await cluster_log_probs(actor, data, config.actor_train)).batch["log_probs"]
-            with torch.no_grad():
-                expected = reference.log_probs(data, TEMPERATURE)
-            when = f"version {version}"
-            rows += compare_log_probs(f"{when}: Megatron against CPU fp32", megatron, expected, mask, bounds)
-            rows += compare_log_probs(
-                f"{when}: SGLang against Megatron", data.batch["behavior_log_probs"], megatron, mask, bounds
-            )
-            rows.append(Row(f"{when}: weight update of {report.bytes / 1e6:.0f} MB, verified", report.seconds, "s"))
-            rows.append(Row(f"{when}: generation", rate, "tokens/s"))
-            rows.append(Row(f"{when}: device handed to the trainer", handed_over, "s"))
+            table.add(f"{when}: device handed to the trainer", time.perf_counter() - start, "s")
+            await compare(table, when, actor, data, config, reference)
             if version == 0:
-                worst, rate = await train(actor, config, data, reference)
-                rows.append(Row(f"loss of {STEPS} steps against CPU fp32, relative", worst, "", bounds["loss"]))
-                rows.append(Row("training", rate, "tokens/s"))
+                await train(table, actor, config, data, reference)
         memory = (await actor.call_all(TrainWorker.memory))[0]
-        rows.append(Row("peak memory of the training process", memory["peak"] / 1e6, "MB"))
-    return rows
+        table.add("peak memory of the training process", memory["peak"] / 1e6, "MB")
 
 
 def main() -> int:
-    """Returns exit code 0 if all figures are within their bounds."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--platform", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--dtype", choices=tuple(BOUNDS), help="default: bf16 on cuda, fp32 on cpu")
+    parser = make_parser(__doc__)
+    add_dtype(parser)
     arguments = parser.parse_args()
-    if arguments.platform == "cuda" and detect() != "cuda":
-        parser.error("torch finds no GPU; check `nvidia-smi`, or use --platform cpu")
     dtype: Dtype = arguments.dtype or ("bf16" if arguments.platform == "cuda" else "fp32")
-    device = torch.cuda.get_device_name() if arguments.platform == "cuda" else "CPU"
-    with tempfile.TemporaryDirectory(prefix="roll_smoke_") as folder:
-        rows = asyncio.run(smoke(arguments.platform, dtype, Path(folder)))
-    table = Table(title=f"{device}, {dtype}, torch {torch.__version__}", title_justify="left")
-    for header in ("check", "value", "bound", ""):
-        table.add_column(header, justify="right" if header in ("value", "bound") else "left")
-    for row in rows:
-        bound, result = ("", "") if row.bound is None else (f"{row.bound:g}", "ok" if row.ok else "MISSED")
-        table.add_row(row.name, f"{row.value:.4g} {row.unit}".strip(), bound, result)
-    Console().print(table)
-    return 0 if all(row.ok for row in rows) else 1
+    table = GpuTable()
+    with tempfile.TemporaryDirectory(prefix="roll_smoke_") as folder, table.check("smoke test"):
+        asyncio.run(smoke(table, arguments.platform, dtype, Path(folder)))
+    return table.show(arguments.platform)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Runs one check of a machine's GPUs: gpu_first, gpu_smoke or two_gpus. Further arguments are those of scripts/NAME.py.
+# gpu_smoke and two_gpus need requirements/gpu.txt (see docs/gpu.md).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+name=${1:?gpu_first, gpu_smoke or two_gpus}
+python=.venv/bin/python
+[ -x "$python" ] || python=python3
+export RAY_USAGE_STATS_ENABLED=0 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+exec timeout --kill-after=30 1200 "$python" -m "scripts.$name" "${@:2}"
