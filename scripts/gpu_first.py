@@ -361,7 +361,7 @@ def check_offloaded_optimizer(table: GpuTable, config: RLVRConfig, folder: Path,
     from roll.models.factory import transformer_engine_available  # imports Megatron
 
     if config.platform == "cpu" or not transformer_engine_available():
-        table.add("optimizer in host memory", "not checked: needs a GPU and Transformer Engine")
+        table.add("optimizer in host memory", "not checked: needs a GPU")
         return
     config.actor_train.strategy_args.strategy_config.optimizer_cpu_offload = True
     with training_rank(config) as rank:

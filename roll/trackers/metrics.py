@@ -186,6 +186,11 @@ VALIDATION = (
 
 SYSTEM = (
     Metric("publish/bytes", "bytes", "Weights sent to the engines."),
+    Metric(
+        "publish/gigabytes_per_second",
+        "GB/s",
+        "Weights sent per second of the transfer, with checksums where they are verified; see `roll doctor` for links.",
+    ),
     Metric("publish/verified", "0 or 1", "Whether names and checksums of the weights were compared on both sides."),
     Metric("param_sync_count", "updates", "Weight updates since the run began."),
     Metric("param_sync_requests", "attempts", "Attempts at a weight update, including failed ones."),

@@ -73,7 +73,7 @@ class Counting:
     async def update_weights(self, version: int) -> UpdateReport:
         self.version = version
         self.events.append(f"update weights to {version}")
-        return UpdateReport(version, 0.2, 0.1, 8, True, 1, 0)
+        return UpdateReport(version, 0.2, 0.1, 8, 0.1, True, 1, 0)
 
 
 class Lines:

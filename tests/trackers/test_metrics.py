@@ -50,7 +50,7 @@ total_consumed dropped_samples sync_failures
 
 
 def test_the_names_of_other_asynchronous_trainers_are_written() -> None:
-    written = Ledger().metrics() | Ledger().sample_metrics(1) | UpdateReport(0, 0.0, 0.0, 0, True, 1, 0).metrics()
+    written = Ledger().metrics() | Ledger().sample_metrics(1) | UpdateReport(0, 0.0, 0.0, 0, 0.0, True, 1, 0).metrics()
     group = Group(0, "math", 0, "", [Trajectory.of_response([1], GenerateResult("r", [2], [-1.0], [0], "stop"), "")])
     written |= rollout_metrics([group], 0, 3) | {"step": 1.0, "version": 1.0}
     assert set(OTHER_TRAINERS) <= set(with_aliases(written))

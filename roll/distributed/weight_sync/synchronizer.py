@@ -12,7 +12,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -55,10 +55,11 @@ class VerificationError(RuntimeError):
 
 @dataclass(frozen=True)
 class Transfer:
-    """What was sent: bytes, and checksums by the engine's parameter names where they were requested."""
+    """What was sent: bytes, checksums by the engine's parameter names where they were requested, and the time."""
 
     bytes: int
     checksums: dict[str, str]
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class UpdateReport:
         seconds: from the first pause to the last resume, retries included.
         pause_seconds: during which the engines were paused in the successful attempt, from the end of their last step.
         bytes: of weights sent, counted once for all engines.
+        transfer_seconds: that sending them took in the successful attempt.
         verified: whether names and checksums were compared.
         attempts: 1 when nothing failed.
         failures: failed attempts of all weight updates so far.
@@ -79,6 +81,7 @@ class UpdateReport:
     seconds: float
     pause_seconds: float
     bytes: int
+    transfer_seconds: float
     verified: bool
     attempts: int
     failures: int
@@ -87,6 +90,7 @@ class UpdateReport:
         """What a step logs, apart from its times."""
         return {
             "publish/bytes": float(self.bytes),
+            "publish/gigabytes_per_second": self.bytes / 1e9 / max(self.transfer_seconds, 1e-9),
             "publish/verified": float(self.verified),
             "param_sync_requests": float(self.version + 1 + self.failures),
             "param_sync_count": float(self.version + 1),
@@ -171,7 +175,9 @@ class WeightSynchronizer:
             else:
                 self._to_verify -= 1
                 seconds = time.perf_counter() - start
-                return UpdateReport(version, seconds, pause_seconds, sent.bytes, verify, attempt, self._failures)
+                return UpdateReport(
+                    version, seconds, pause_seconds, sent.bytes, sent.seconds, verify, attempt, self._failures
+                )
         await self._clean_up("abort", lambda: self._infer.call_all(InferWorker.abort_update), causes)
         state = "the engines are paused and not serving" if self.stale_weights else "no weights were sent"
         raise WeightUpdateError(
@@ -194,7 +200,9 @@ class WeightSynchronizer:
             self.stale_weights = True
             await step("begin", infer.call_all(InferWorker.begin_update, version))
             paused = time.perf_counter()  # an engine answers once the step it was computing is done
+            start = time.perf_counter()
             sent = await step("transfer", transport.transfer(verify))
+            sent = replace(sent, seconds=time.perf_counter() - start)
             await step("end", infer.call_all(InferWorker.end_update, version))
             if self._config.in_flight_policy != "in_place":  # which keeps the cache: its entries belong to versions
                 await step("flush", infer.call_all(InferWorker.flush_cache))
