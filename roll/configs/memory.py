@@ -130,7 +130,7 @@ class _LayerValues:
     Attributes:
         inputs: its input alone, which recomputation of the whole layer keeps.
         kept: for the backward pass, with `recompute_modules` if that is chosen.
-        again: those of `recompute_modules`, which one layer at a time has during the backward pass.
+        again: of `recompute_modules`, which are recomputed one at a time.
     """
 
     inputs: int
@@ -158,9 +158,9 @@ def _layer_values(worker: ActorTrainConfig, shape: ModelShape, platform: str) ->
     kept, again = 2 * norm + attention + mlp, 0
     if megatron.recompute_granularity == "selective":
         if "core_attn" in megatron.recompute_modules and not engine:
-            kept, again = kept - query - kv, again + 2 * query + kv
+            kept, again = kept - query - kv, 2 * query + kv
         if "mlp" in megatron.recompute_modules:
-            kept, again = kept + hidden - norm - mlp, again + norm - hidden + mlp
+            kept, again = kept + hidden - norm - mlp, max(again, norm - hidden + mlp)
     return _LayerValues(hidden, kept, again)
 
 
@@ -169,7 +169,7 @@ def _activations(
 ) -> MemoryLine:
     """Values that the forward pass keeps for the backward pass, for every micro-batch in flight.
 
-    Recomputation of whole layers keeps the input of each group, and all values of the group that is recomputed. The
+    Recomputation of whole layers keeps the input of each group, and all values of the one that is recomputed. The
     stage's output is one more hidden state.
     """
     megatron, size = worker.strategy_args.strategy_config, DTYPE_BYTES[worker.model_args.dtype]
@@ -181,9 +181,9 @@ def _activations(
         number = min(megatron.recompute_num_layers or 1, part)
         if megatron.recompute_method == "block":
             inputs, whole = inputs + min(number * virtual, layers), max(layers - number * virtual, 0)
-            again = 0 if whole else values.kept
+            again = 0 if whole else values.kept - values.inputs
         else:
-            inputs, whole, again = inputs + virtual * -(-part // number), 0, number * values.kept
+            inputs, whole, again = inputs + virtual * -(-part // number), 0, number * values.kept - values.inputs
     in_flight = _in_flight(worker, stage)
     total = tokens * (in_flight * (whole * values.kept + inputs * values.inputs) + again)
     kept = " + ".join(
@@ -199,7 +199,7 @@ def _in_flight(worker: ActorTrainConfig, stage: int) -> Fraction:
 
     In Megatron's 1F1B schedule as many as there are stages from it to the last. In the interleaved schedule, which
     counts parts of a stage, 2 (p - 1 - stage) + (v - 1) p + 1 parts: for the first stage p (1 + (p - 1) / (p v)) whole
-    stages (Megatron-LM, theoretical_memory_usage.py).
+    stages, as in Megatron-LM's own estimate.
     """
     stages, parts = worker.layout.pipeline, virtual_stages(worker.strategy_args.strategy_config)
     micro_batches = worker.training_args.gradient_accumulation_steps
