@@ -6,9 +6,10 @@ fragmentation come on top: leave some of the device free.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from fractions import Fraction
 
-from roll.configs.megatron import stage_layers
+from roll.configs.megatron import stage_layers, virtual_stages
 from roll.configs.model_config import ModelShape
 from roll.configs.pipeline import BaseConfig, RLConfig
 from roll.configs.roles import DTYPE_BYTES, ActorInferConfig, ActorTrainConfig, MegatronRoleConfig
@@ -19,6 +20,9 @@ that fit into caches are fast on a CPU; larger ones keep a GPU busy and need few
 
 HEAD_KEPT_BYTES = 512 * 2**20
 """Probabilities up to this size are kept for the head's backward pass; larger ones are recomputed chunk by chunk."""
+
+STATE_LINES = ("weights", "gradients", "optimizer")
+"""Lines that a role needs all the time; the others exist while it computes."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,8 @@ class MemoryPlan:
     role: str
     where: str
     lines: list[MemoryLine]
+    host: list[MemoryLine] = field(default_factory=list)
+    """In host memory, not on the device."""
 
     @property
     def total(self) -> int:
@@ -74,63 +80,158 @@ def _training_stage(
     size = DTYPE_BYTES[worker.model_args.dtype]
     count = shape.stage_parameters(stage, stage_layers(shape.layers, megatron), layout.tensor)
     gradient = 4 if megatron.accumulate_allreduce_grads_in_fp32 else size
-    master = 0 if size == 4 else 4
-    shards = layout.data if megatron.use_distributed_optimizer else 1
-    state = f"{'fp32 weights 4 + ' if master else ''}Adam 4 + 4"
+    optimizer, host = _optimizer(worker, count, gradient)
     lines = [
         MemoryLine("weights", count * size, f"{count:,} parameters x {size} B"),
         MemoryLine("gradients", count * gradient, f"{count:,} parameters x {gradient} B"),
-        MemoryLine(
-            "optimizer",
-            count * (master + 8) // shards,
-            f"{count:,} parameters x ({state}) B / {shards} data-parallel shards",
-        ),
-        _activations(config, worker, shape, stage),
+        optimizer,
+        _activations(config, worker, shape, stage, platform),
     ]
     if stage == layout.pipeline - 1:
-        lines.append(_head(_training_tokens(config, worker), shape, layout.tensor, platform, keep=True))
-        if size != 4:
-            columns = shape.padded_vocabulary(layout.tensor) // layout.tensor
-            formula = f"{columns:,} tokens x {shape.hidden:,} x 4 B, summed in fp32"
-            lines.append(MemoryLine("head gradient", columns * shape.hidden * 4, formula))
-    return MemoryPlan("actor_train", f"pipeline stage {stage} of {layout.pipeline}", lines)
+        tokens = _training_tokens(config, worker)
+        lines += [_head(tokens, shape, layout.tensor, size, platform, keep=True)]
+        lines += [_head_gradient(tokens, shape, layout.tensor, size, platform)]
+    return MemoryPlan("actor_train", f"pipeline stage {stage} of {layout.pipeline}", lines, host)
 
 
-def _activations(config: BaseConfig, worker: ActorTrainConfig, shape: ModelShape, stage: int) -> MemoryLine:
-    """Values that the forward pass keeps for the backward pass.
+def _optimizer(worker: ActorTrainConfig, count: int, gradient: int) -> tuple[MemoryLine, list[MemoryLine]]:
+    """Adam's state on the device, and with `optimizer_cpu_offload` in host memory.
 
-    Without recompute a layer keeps, per token, the inputs of both norms and of both first matrices (4 hidden), q, k
-    and v before and after the rotation, the attention's output, and the MLP's two halves, their activation and their
-    product. Attention scores are never kept, so `selective` saves nothing on top. A pipeline stage keeps this for
-    each micro-batch in flight, which is the number of stages from it to the last.
+    Adam of Transformer Engine keeps, of fp32 weights, the two bytes that bf16 weights do not have. Megatron's Adam for
+    host memory computes in fp32, whatever the dtypes say, on copies of weights and gradients.
     """
     layout, megatron = worker.layout, worker.strategy_args.strategy_config
-    size, tensor = DTYPE_BYTES[worker.model_args.dtype], layout.tensor
-    tokens = _training_tokens(config, worker)
-    sequence_parallel = tensor if megatron.sequence_parallel else 1
-    query, kv = shape.query_width(tensor), shape.kv_width(tensor)
-    per_layer = 4 * shape.hidden // sequence_parallel + 3 * query + 3 * kv + 4 * shape.intermediate // tensor
-    layers = stage_layers(shape.layers, megatron)[stage]
-    in_flight = min(layout.pipeline - stage, worker.training_args.gradient_accumulation_steps)
-    if megatron.recompute_granularity == "full":
-        kept = shape.hidden // sequence_parallel
-        values = tokens * (layers * in_flight * kept + per_layer)
-        inputs = f"{layers} layers x {in_flight} in flight x {kept:,}"
-        formula = f"{tokens:,} tokens x ({inputs} + one layer {per_layer:,}) x {size} B"
+    size = DTYPE_BYTES[worker.model_args.dtype]
+    shards = layout.data if megatron.use_distributed_optimizer else 1
+    moments = "Adam 4 + 4"
+    each = 8 + (4 if size < 4 else 0)
+    if megatron.precision_aware and not megatron.optimizer_cpu_offload:
+        first, second = DTYPE_BYTES[megatron.exp_avg_dtype], DTYPE_BYTES[megatron.exp_avg_sq_dtype]
+        moments, each = f"Adam {first} + {second}", first + second + (2 if size < 4 else 0)
+        master = "rest of the fp32 weights 2 + " if megatron.main_params_dtype == "fp32" else "fp16 weights 2 + "
     else:
-        values = tokens * layers * in_flight * per_layer
-        formula = f"{tokens:,} tokens x {layers} layers x {in_flight} in flight x {per_layer:,} values x {size} B"
-    return MemoryLine("activations", values * size, formula)
+        master = "fp32 weights 4 + "
+        if gradient < 4:
+            moments, each = f"{moments} + fp32 gradients 4", each + 4
+    state = f"{count:,} parameters x ({master if size < 4 else ''}{moments}) B / {shards} data-parallel shards"
+    total = count * each // shards
+    if not megatron.optimizer_cpu_offload:
+        return MemoryLine("optimizer", total, state), []
+    share = megatron.optimizer_offload_fraction
+    away = f"{count:,} parameters x (fp32 weights 4 + gradients 4 + Adam 4 + 4) B / {shards} data-parallel shards"
+    host = MemoryLine("optimizer in host memory", int(count * 16 * share) // shards, f"{away} x {share:g} offloaded")
+    return MemoryLine("optimizer", total - int(total * share), f"{state} x {1 - share:g} not offloaded"), [host]
 
 
-def _head(tokens: int, shape: ModelShape, tensor: int, platform: str, keep: bool) -> MemoryLine:
+@dataclass(frozen=True)
+class _LayerValues:
+    """Values per token of one layer on one rank.
+
+    Attributes:
+        inputs: its input alone, which recomputation of the whole layer keeps.
+        kept: for the backward pass, with `recompute_modules` if that is chosen.
+        again: of `recompute_modules`, which are recomputed one at a time.
+    """
+
+    inputs: int
+    kept: int
+    again: int
+
+
+def _layer_values(worker: ActorTrainConfig, shape: ModelShape, platform: str) -> _LayerValues:
+    """Counts the inputs of operators: attention scores are never kept, and dropout is 0.
+
+    Both norms and the matrices behind them keep their inputs, split by sequence parallel; a CPU's norm in half
+    precision keeps input and result in fp32 too. Attention keeps q, k, v and its output. Layers that Transformer
+    Engine does not compute also keep q, k and v before the rotation, and the output in another memory order. The MLP
+    keeps its two halves and their product, and without `bias_activation_fusion` the activated half. Transformer Engine
+    is assumed where it could be used: on cuda, but not in fp32 or with `attn_implementation: sdpa`.
+    """
+    megatron, tensor, model = worker.strategy_args.strategy_config, worker.layout.tensor, worker.model_args
+    fused = platform == "cuda" and megatron.bias_activation_fusion is not False
+    engine = platform == "cuda" and model.dtype != "fp32" and model.attn_implementation != "sdpa"
+    hidden = shape.hidden // (tensor if megatron.sequence_parallel else 1)
+    norm = (5 if platform == "cpu" and model.dtype != "fp32" else 2) * hidden
+    query, kv = shape.query_width(tensor), shape.kv_width(tensor)
+    attention = 2 * query + 2 * kv if engine else 4 * query + 3 * kv
+    mlp = (3 if fused else 4) * shape.intermediate // tensor
+    kept, again = 2 * norm + attention + mlp, 0
+    if megatron.recompute_granularity == "selective":
+        if "core_attn" in megatron.recompute_modules and not engine:
+            kept, again = kept - query - kv, 2 * query + kv
+        if "mlp" in megatron.recompute_modules:
+            kept, again = kept + hidden - norm - mlp, max(again, norm - hidden + mlp)
+    return _LayerValues(hidden, kept, again)
+
+
+def _activations(
+    config: BaseConfig, worker: ActorTrainConfig, shape: ModelShape, stage: int, platform: str
+) -> MemoryLine:
+    """Values that the forward pass keeps for the backward pass, for every micro-batch in flight.
+
+    Recomputation of whole layers keeps the input of each group, and all values of the one that is recomputed. The
+    stage's output is one more hidden state.
+    """
+    megatron, size = worker.strategy_args.strategy_config, DTYPE_BYTES[worker.model_args.dtype]
+    tokens, values = _training_tokens(config, worker), _layer_values(worker, shape, platform)
+    layers, virtual = stage_layers(shape.layers, megatron)[stage], virtual_stages(megatron) or 1
+    part = -(-layers // virtual)
+    inputs, whole, again = virtual, layers, values.again
+    if megatron.recompute_granularity == "full":
+        number = min(megatron.recompute_num_layers or 1, part)
+        if megatron.recompute_method == "block":
+            inputs, whole = inputs + min(number * virtual, layers), max(layers - number * virtual, 0)
+            again = 0 if whole else values.kept - values.inputs
+        else:
+            inputs, whole, again = inputs + virtual * -(-part // number), 0, number * values.kept - values.inputs
+    in_flight = _in_flight(worker, stage)
+    total = tokens * (in_flight * (whole * values.kept + inputs * values.inputs) + again)
+    kept = " + ".join(
+        [f"{whole} layers x {values.kept:,}"] * bool(whole) + [f"{inputs} hidden states x {values.inputs:,}"]
+    )
+    formula = f"{tokens:,} tokens x ({float(in_flight):g} in flight x ({kept})"
+    formula += f" + {again:,} recomputed) x {size} B" if again else f") x {size} B"
+    return MemoryLine("activations", int(total * size), formula)
+
+
+def _in_flight(worker: ActorTrainConfig, stage: int) -> Fraction:
+    """Micro-batches whose values a stage keeps at once.
+
+    In Megatron's 1F1B schedule as many as there are stages from it to the last. In the interleaved schedule, which
+    counts parts of a stage, 2 (p - 1 - stage) + (v - 1) p + 1 parts: for the first stage p (1 + (p - 1) / (p v)) whole
+    stages, as in Megatron-LM's own estimate.
+    """
+    stages, parts = worker.layout.pipeline, virtual_stages(worker.strategy_args.strategy_config)
+    micro_batches = worker.training_args.gradient_accumulation_steps
+    if parts is None:
+        return Fraction(min(stages - stage, micro_batches))
+    scheduled = -(-micro_batches // stages) * stages * parts
+    return Fraction(min(2 * (stages - 1 - stage) + (parts - 1) * stages + 1, scheduled), parts)
+
+
+def _head(tokens: int, shape: ModelShape, tensor: int, size: int, platform: str, keep: bool) -> MemoryLine:
+    """Logits of one chunk and their exponentials; where probabilities of all tokens are kept, those of one chunk more.
+
+    A CPU multiplies in fp32, with an fp32 copy of half-precision weights.
+    """
     columns = shape.padded_vocabulary(tensor) // tensor
-    whole = tokens * columns * 4
-    kept = whole if keep and whole <= HEAD_KEPT_BYTES else 0
-    chunk = HEAD_CHUNK_BYTES[platform]
-    at_once = f"two chunks of {chunk >> 20} MiB at once"
-    formula = f"logits of {tokens:,} tokens x {columns:,} x 4 B = {gibibytes(whole)}, {at_once}"
-    return MemoryLine("output head", 2 * min(whole, chunk) + kept, formula + (" and kept" if kept else ""))
+    whole, chunk = tokens * columns * 4, HEAD_CHUNK_BYTES[platform]
+    kept = keep and whole <= HEAD_KEPT_BYTES
+    formula = f"logits of {tokens:,} tokens x {columns:,} x 4 B = {gibibytes(whole)}, "
+    formula += f"kept with a chunk of {chunk >> 20} MiB" if kept else f"two chunks of {chunk >> 20} MiB at once"
+    copy = columns * shape.hidden * 4 if size < 4 and platform == "cpu" else 0
+    formula += f", and {columns:,} x {shape.hidden:,} fp32 weights x 4 B" if copy else ""
+    return MemoryLine("output head", min(whole, chunk) + (whole if kept else min(whole, chunk)) + copy, formula)
+
+
+def _head_gradient(tokens: int, shape: ModelShape, tensor: int, size: int, platform: str) -> MemoryLine:
+    """The sum in fp32 of the weights' gradient over chunks, with its rounded copy, and hidden states with theirs."""
+    columns = shape.padded_vocabulary(tensor) // tensor
+    each = 4 if size == 4 or platform == "cpu" else 4 + size
+    summed = f"{columns:,} tokens x {shape.hidden:,} x {each} B, summed in fp32"
+    states = f"hidden states and gradients 2 x {tokens:,} x {shape.hidden:,} x {size} B"
+    total = columns * shape.hidden * each + 2 * tokens * shape.hidden * size
+    return MemoryLine("head gradient", total, f"{summed}; {states}")
 
 
 def _training_tokens(config: BaseConfig, worker: ActorTrainConfig) -> int:
@@ -150,7 +251,7 @@ def _forward(config: BaseConfig, role: str, worker: MegatronRoleConfig, shape: M
     lines = [
         MemoryLine("weights", count * size, f"{count:,} parameters x {size} B"),
         MemoryLine("activations", tokens * per_token * size, f"{tokens:,} tokens x {per_token:,} values x {size} B"),
-        _head(tokens, shape, layout.tensor, platform, keep=False),
+        _head(tokens, shape, layout.tensor, size, platform, keep=False),
     ]
     return MemoryPlan(role, "fullest pipeline stage" if last else "every device", lines)
 

@@ -14,7 +14,7 @@ from roll.configs.errors import ConfigError
 from roll.configs.hardware import Hardware, check_nodes, resolve_platform, this_machine
 from roll.configs.hub.inputs import Download, LookUp
 from roll.configs.hub.names import local_model
-from roll.configs.memory import MemoryPlan, gibibytes, memory_plans
+from roll.configs.memory import STATE_LINES, MemoryPlan, gibibytes, memory_plans
 from roll.configs.model_config import ModelShape, read_model_shape
 from roll.configs.parallel_layout import spans
 from roll.configs.pipeline import BaseConfig, RLConfig
@@ -194,16 +194,18 @@ def shared_device_memory(plan: Plan) -> list[str]:
 
 
 def _phases(group: Sequence[str], memory: Sequence[MemoryPlan]) -> str:
-    """Memory of one device in each phase of `roll.distributed.shared_devices`."""
+    """Memory of one device in each phase of `roll.distributed.shared_devices`; roles compute one after another."""
     of_role = {plan.role: {line.name: line.bytes for line in plan.lines} for plan in memory}
     trainers = [role for role in group if role != "actor_infer"]
-    training = sum(sum(of_role[role].values()) for role in trainers)
+    states = {role: sum(of_role[role].get(name, 0) for name in STATE_LINES) for role in trainers}
+    training = sum(states.values()) + max(sum(of_role[role].values()) - states[role] for role in trainers)
     generation = sum(of_role["actor_infer"].values())
     update = of_role["actor_train"]["weights"] + of_role["actor_infer"]["weights"]
     away = sum(of_role[role].get(name, 0) for role in trainers for name in ("weights", "optimizer"))
     return (
         f"{' + '.join(group)} take turns on one device: {gibibytes(training)} while training, {gibibytes(update)} "
-        f"during an update, {gibibytes(generation)} while generating, with {gibibytes(away)} in host memory meanwhile"
+        f"during an update, {gibibytes(generation)} while generating, with {gibibytes(away)} in host memory meanwhile "
+        "(up to twice that, since torch rounds pinned memory up to powers of two)"
     )
 
 
@@ -403,6 +405,7 @@ def _memory(plan: Plan) -> Table:
             for i, line in enumerate(memory.lines)
         ]
         rows.append(("", "total", gibibytes(memory.total), memory.where))
+        rows += [("", line.name, gibibytes(line.bytes), line.formula) for line in memory.host]
     return _table("Memory per device", ["role", "", "", "formula"], rows)
 
 

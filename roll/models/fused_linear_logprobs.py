@@ -7,7 +7,7 @@ in half precision too: in bf16, logits of 16 to 32 have steps of 0.125, and a su
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -72,12 +72,15 @@ class _FusedLinearLogprobs(torch.autograd.Function):
         entropy_gradient: bool,
         keep: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        chunks = _chunks(hidden, weight)
-        parts = [_forward_chunk(hidden[rows], weight, targets[rows], spec) for rows in chunks]
+        parts = []
+        for rows in _chunks(hidden, weight):
+            part = _forward_chunk(hidden[rows], weight, targets[rows], spec)
+            parts.append(part if keep else replace(part, probabilities=None))
+            del part  # with the probabilities, before the next chunk needs that memory
         log_probs = torch.cat([part.log_probs for part in parts])
         entropy = torch.cat([part.entropy for part in parts])
         ctx.spec, ctx.entropy_gradient = spec, entropy_gradient
-        ctx.probabilities = [part.probabilities for part in parts] if keep else None
+        ctx.probabilities = [part.probabilities for part in parts]
         ctx.save_for_backward(hidden, weight, targets, entropy)
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
@@ -90,18 +93,17 @@ class _FusedLinearLogprobs(torch.autograd.Function):
         hidden_gradient = torch.empty_like(hidden)
         weight_gradient = torch.zeros_like(weight, dtype=torch.float32)
         used = weight[: spec.tokens]
-        for index, rows in enumerate(_chunks(hidden, weight)):
-            if ctx.probabilities is None:
+        for rows in _chunks(hidden, weight):
+            probabilities = ctx.probabilities.pop(0)
+            if probabilities is None:
                 probabilities = _forward_chunk(hidden[rows], weight, targets[rows], spec).probabilities
-            else:
-                probabilities = ctx.probabilities[index]
             of_entropy = entropy_gradient[rows] if ctx.entropy_gradient and entropy_gradient is not None else None
             logits = _logit_gradient(
                 probabilities, targets[rows], entropy[rows], log_prob_gradient[rows], of_entropy, spec
             ).to(hidden.dtype)
             torch.matmul(logits, used, out=hidden_gradient[rows])
             _add_product(weight_gradient[: spec.tokens], logits.t(), hidden[rows])
-        ctx.probabilities = None
+            del probabilities, logits  # before the next chunk needs that memory
         if spec.group is not None and spec.reduce_hidden_gradient:
             dist.all_reduce(hidden_gradient, group=spec.group)
         return hidden_gradient, weight_gradient.to(weight.dtype), None, None, None, None
@@ -111,7 +113,7 @@ class _FusedLinearLogprobs(torch.autograd.Function):
 class _ChunkResult:
     log_probs: torch.Tensor
     entropy: torch.Tensor
-    probabilities: torch.Tensor
+    probabilities: torch.Tensor | None
 
 
 def _forward_chunk(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, spec: HeadSpec) -> _ChunkResult:

@@ -11,7 +11,9 @@ from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import ConfigError
 from roll.configs.hardware import Hardware
 from roll.configs.load import load_config
+from roll.configs.memory import MemoryPlan
 from roll.configs.pipeline import RLVRConfig, SFTConfig
+from roll.configs.plan import Plan
 
 DATA = Path(__file__).parents[1] / "data"
 MODEL = str(DATA / "models" / "qwen2.5-7B")
@@ -125,6 +127,16 @@ def refusal(folder: Path, *overrides: str, text: str = RLVR) -> str:
     except ConfigError as error:
         return str(error)
     raise AssertionError("this configuration loads")
+
+
+def memory(plan: Plan, role: str) -> MemoryPlan:
+    """The memory of a role on its fullest device."""
+    return next(item for item in plan.memory if item.role == role)
+
+
+def bytes_of(plan: Plan, role: str, name: str) -> int:
+    """One line of it."""
+    return next(line.bytes for line in memory(plan, role).lines if line.name == name)
 
 
 def override(path: str, value: Any) -> str:

@@ -11,26 +11,17 @@ import pytest
 from roll.configs.errors import ConfigError
 from roll.configs.hardware import Hardware
 from roll.configs.load import load_config
-from roll.configs.memory import MemoryPlan, gibibytes
+from roll.configs.memory import gibibytes
 from roll.configs.model_config import read_model_shape
 from roll.configs.parallel_layout import spans
 from roll.configs.plan import Plan, make_plan, shared_device_memory
-from tests.configs.samples import DATA, LAPTOP, SERVER, rlvr, sft
+from tests.configs.samples import DATA, LAPTOP, SERVER, bytes_of, memory, rlvr, sft
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-MEGATRON = "actor_train.strategy_args.strategy_config"
 
 
 def lines(plan: Plan) -> dict[str, int | float | str]:
     return {line.name: line.value for line in plan.batch}
-
-
-def memory(plan: Plan, role: str) -> MemoryPlan:
-    return next(item for item in plan.memory if item.role == role)
-
-
-def bytes_of(plan: Plan, role: str, name: str) -> int:
-    return next(line.bytes for line in memory(plan, role).lines if line.name == name)
 
 
 def test_devices_are_placed_on_nodes_in_the_order_of_ranks(tmp_path: Path) -> None:
@@ -95,7 +86,10 @@ def test_sft_takes_one_optimizer_step_per_batch(tmp_path: Path) -> None:
     assert found["learning-rate schedule"] == "30 steps"
 
 
-@pytest.mark.parametrize(("name", "parameters"), [("qwen2.5-7B", 7_615_616_512), ("qwen2.5-0.5B", 494_032_768)])
+PUBLISHED = {"qwen2.5-0.5B": 494_032_768, "qwen2.5-7B": 7_615_616_512, "qwen2.5-32B": 32_763_876_352}
+
+
+@pytest.mark.parametrize(("name", "parameters"), PUBLISHED.items())
 def test_parameters_are_those_of_the_published_models(name: str, parameters: int) -> None:
     shape = read_model_shape(DATA / "models" / name)
     assert shape is not None and shape.stage_parameters(0, [shape.layers], 1) == parameters
@@ -110,46 +104,6 @@ def test_stages_of_an_untied_model_hold_all_parameters_once() -> None:
     assert shape.padded_vocabulary(2) == 152064 and shape.padded_vocabulary(7) == 152096
 
 
-def test_training_memory_of_qwen_7b_at_tp2_dp8(tmp_path: Path) -> None:
-    plan = make_plan(rlvr(tmp_path, f"{MEGATRON}.sequence_parallel=true"), SERVER)
-    layer = (3584 * (3584 + 2 * 512 + 3584) + 3 * 3584 * 18944 + 3584 + 2 * 512) // 2 + 2 * 3584
-    count = 28 * layer + 2 * 152064 * 3584 // 2 + 3584
-    assert count == 3_807_910_400
-    assert bytes_of(plan, "actor_train", "weights") == 2 * count
-    assert bytes_of(plan, "actor_train", "gradients") == 4 * count
-    assert bytes_of(plan, "actor_train", "optimizer") == 12 * count // 8
-    per_token = 4 * 3584 // 2 + 3 * 3584 // 2 + 3 * 512 // 2 + 4 * 18944 // 2
-    assert bytes_of(plan, "actor_train", "activations") == 3072 * 28 * per_token * 2
-    assert memory(plan, "actor_train").total == sum(line.bytes for line in memory(plan, "actor_train").lines)
-
-
-def test_recomputation_keeps_one_hidden_state_per_layer(tmp_path: Path) -> None:
-    plan = make_plan(rlvr(tmp_path, f"{MEGATRON}.recompute_granularity=full"), SERVER)
-    per_token = 4 * 3584 + (3 * 3584 + 3 * 512 + 4 * 18944) // 2
-    assert bytes_of(plan, "actor_train", "activations") == 3072 * (28 * 3584 + per_token) * 2
-
-
-def test_without_the_distributed_optimizer_every_rank_has_the_whole_state(tmp_path: Path) -> None:
-    plan = make_plan(rlvr(tmp_path, f"{MEGATRON}.use_distributed_optimizer=false"), SERVER)
-    assert bytes_of(plan, "actor_train", "optimizer") == 12 * 3_807_910_400
-
-
-def test_fp32_training_has_no_second_copy_of_the_weights(tmp_path: Path) -> None:
-    plan = make_plan(rlvr(tmp_path, "actor_train.model_args.dtype=fp32", "actor_infer.model_args.dtype=fp32"), SERVER)
-    assert bytes_of(plan, "actor_train", "weights") == 4 * 3_807_910_400
-    assert bytes_of(plan, "actor_train", "optimizer") == 8 * 3_807_910_400 // 8
-    assert not [line for line in memory(plan, "actor_train").lines if line.name == "head gradient"]
-
-
-def test_the_head_has_larger_chunks_on_gpus_and_its_gradient_is_summed_in_fp32(tmp_path: Path) -> None:
-    plan = make_plan(rlvr(tmp_path), SERVER)
-    assert bytes_of(plan, "actor_train", "head gradient") == 152064 // 2 * 3584 * 4
-    logits, chunk = 3072 * 152064 // 2 * 4, 512 * 2**20
-    assert logits > chunk and bytes_of(plan, "actor_train", "output head") == 2 * chunk
-    on_cpu = make_plan(rlvr(tmp_path, "platform=cpu", "num_devices_per_node=24"), SERVER)
-    assert bytes_of(on_cpu, "actor_train", "output head") == 2 * 64 * 2**20
-
-
 def test_roles_that_take_turns_need_the_memory_of_one_phase(tmp_path: Path) -> None:
     shared = ("platform=cuda", "num_devices_per_node=16", "actor_infer.device_mapping=0-15", "async_generation_ratio=0")
     plan = make_plan(rlvr(tmp_path, *shared), SERVER)
@@ -159,7 +113,8 @@ def test_roles_that_take_turns_need_the_memory_of_one_phase(tmp_path: Path) -> N
     assert sentence == (
         f"actor_train + actor_infer take turns on one device: {gibibytes(memory(plan, 'actor_train').total)} while "
         f"training, {gibibytes(weights)} during an update, {gibibytes(memory(plan, 'actor_infer').total)} while "
-        f"generating, with {gibibytes(away)} in host memory meanwhile"
+        f"generating, with {gibibytes(away)} in host memory meanwhile "
+        "(up to twice that, since torch rounds pinned memory up to powers of two)"
     )
     (sentence,) = shared_device_memory(make_plan(rlvr(tmp_path, *shared, "is_offload_states=false"), SERVER))
     assert "on one device: " in sentence and "turns" not in sentence
@@ -189,20 +144,6 @@ def test_gpus_shared_on_several_nodes_are_said_to_get_their_weights_slowly(tmp_p
     for other in ("num_devices_per_node=16", "platform=cpu num_devices_per_node=8"):
         warnings = make_plan(rlvr(tmp_path, "platform=cuda", *shared, *other.split()), SERVER).warnings
         assert not [warning for warning in map(str, warnings) if "shares the GPUs" in warning]
-
-
-def test_the_first_of_two_stages_keeps_two_micro_batches(tmp_path: Path) -> None:
-    plan = make_plan(rlvr(tmp_path, f"{MEGATRON}.pipeline_model_parallel_size=2", "rollout_batch_size=32"), SERVER)
-    assert memory(plan, "actor_train").where == "pipeline stage 0 of 2"
-    per_token = 4 * 3584 + (3 * 3584 + 3 * 512 + 4 * 18944) // 2
-    assert bytes_of(plan, "actor_train", "activations") == 3072 * 14 * 2 * per_token * 2
-
-
-def test_kv_cache_of_the_requests_one_engine_runs(tmp_path: Path) -> None:
-    plan = make_plan(rlvr(tmp_path), SERVER)
-    per_token = 2 * 28 * 4 * 128 * 2
-    assert bytes_of(plan, "actor_infer", "KV cache") == 64 * 3072 * per_token
-    assert bytes_of(plan, "actor_infer", "weights") == 2 * 7_615_616_512
 
 
 def test_missing_model_removes_only_the_memory_estimate(tmp_path: Path) -> None:

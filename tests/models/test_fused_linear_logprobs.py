@@ -1,6 +1,9 @@
+import weakref
+
 import pytest
 import torch
 
+import roll.models.fused_linear_logprobs as fused_linear_logprobs_module
 from roll.models.fused_linear_logprobs import HeadSpec, fused_linear_logprobs
 
 
@@ -75,3 +78,26 @@ def test_an_empty_selection_still_has_a_gradient():
     log_probs, _ = fused_linear_logprobs(hidden[:0], weight, torch.empty(0, dtype=torch.long), HeadSpec(0, tokens))
     log_probs.sum().backward()
     assert weight.grad.abs().sum() == 0
+
+
+@pytest.mark.parametrize("gradient", [True, False])
+def test_probabilities_that_are_not_kept_are_freed_before_the_next_chunk(gradient, monkeypatch):
+    module = "roll.models.fused_linear_logprobs"
+    monkeypatch.setattr(f"{module}.HEAD_KEPT_BYTES", 0)
+    monkeypatch.setattr(f"{module}.HEAD_CHUNK_BYTES", {"cpu": 4 * 16 * 2})
+    earlier = []
+
+    def forward_chunk(*arguments):
+        assert all(probabilities() is None for probabilities in earlier)
+        part = whole(*arguments)
+        earlier.append(weakref.ref(part.probabilities))
+        return part
+
+    whole = fused_linear_logprobs_module._forward_chunk
+    monkeypatch.setattr(f"{module}._forward_chunk", forward_chunk)
+    hidden, weight, targets, tokens = inputs()
+    with torch.set_grad_enabled(gradient):
+        log_probs, _ = fused_linear_logprobs(hidden, weight, targets, HeadSpec(0, tokens))
+    if gradient:
+        log_probs.sum().backward()
+    assert len(earlier) == (8 if gradient else 4)

@@ -279,9 +279,14 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         self.optimizer_steps = megatron_checkpoint.load(folder, self.wrapped, self.optimizer)
 
     def memory(self) -> dict[str, int]:
-        """As for a frozen model, and the bytes of gradient buffers and optimizer state."""
-        gradients = _bytes(self._state_tensors("gradients"))
-        return {**super().memory(), "gradients": gradients, "optimizer": _bytes(self._optimizer_state())}
+        """As for a frozen model, and the bytes of gradient buffers and optimizer state with its fp32 weights."""
+        shared = {parameter.untyped_storage()._cdata for parameter in self._parameters()}
+        optimizer = (each for each in self._state_tensors("optimizer") if each.untyped_storage()._cdata not in shared)
+        return {
+            **super().memory(),
+            "gradients": _bytes(self._state_tensors("gradients")),
+            "optimizer": _bytes(optimizer),
+        }
 
     def offload(self, kinds: Sequence[StateKind]) -> int:
         """As for a frozen model; the optimizer's own gradients are dropped with the others."""

@@ -1,0 +1,267 @@
+"""Memory of the planned recipes against closed forms worked out by hand and figures that others published."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from roll.configs.memory import gibibytes
+from roll.configs.plan import make_plan, print_plan, shared_device_memory
+from tests.configs.samples import DATA, RLVR, SERVER, bytes_of, memory, rlvr
+
+MEGATRON = "actor_train.strategy_args.strategy_config"
+GIB = 2**30
+H100 = 80 * GIB
+TOKENS = 4096
+TEXT = RLVR.replace("prompt_length: 2048", "prompt_length: 1024").replace(
+    "response_length: 1024", "response_length: 3072"
+)
+
+
+class Model(NamedTuple):
+    """Published sizes; `hidden` is also the width of all query heads."""
+
+    layers: int
+    hidden: int
+    kv: int
+    ffn: int
+    vocabulary: int
+    tied: bool
+
+
+MODELS = {
+    "0.5B": Model(24, 896, 2 * 64, 4864, 151_936, True),
+    "7B": Model(28, 3584, 4 * 128, 18_944, 152_064, False),
+    "32B": Model(64, 5120, 8 * 128, 27_648, 152_064, False),
+}
+
+
+class Recipe(NamedTuple):
+    """A layout; trainer and engines share `gpus` unless half of them are `separate`."""
+
+    model: str
+    gpus: int
+    tensor: int = 1
+    stages: tuple[int, ...] = ()
+    """Layers of each pipeline stage."""
+    virtual: int = 1
+    separate: bool = False
+    full: bool = False
+    offload: float = 0.0
+    engine: int = 1
+    options: tuple[str, ...] = ()
+
+    def overrides(self) -> list[str]:
+        train = self.gpus // 2 if self.separate else self.gpus
+        first = train if self.separate else 0
+        values = [
+            f"pretrain={DATA / 'models' / f'qwen2.5-{self.model}'}",
+            "platform=cuda",
+            "num_devices_per_node=8",
+            "async_generation_ratio=0",
+            "rollout_batch_size=64",
+            f"actor_train.device_mapping=0-{train - 1}",
+            f"actor_infer.device_mapping={first}-{first + train - 1}",
+            f"actor_infer.num_gpus_per_worker={self.engine}",
+            "actor_train.training_args.gradient_accumulation_steps=8",
+            f"{MEGATRON}.tensor_model_parallel_size={self.tensor}",
+            f"{MEGATRON}.sequence_parallel={str(self.tensor > 1).lower()}",
+            f"{MEGATRON}.pipeline_model_parallel_size={len(self.stages) or 1}",
+        ]
+        values += [f"{MEGATRON}.{option}" for option in self.options]
+        values += [f"{MEGATRON}.virtual_pipeline_model_parallel_size={self.virtual}"] * (self.virtual > 1)
+        values += [f"{MEGATRON}.recompute_granularity=full"] * self.full
+        if self.offload:
+            values += [
+                f"{MEGATRON}.optimizer_cpu_offload=true",
+                f"{MEGATRON}.optimizer_offload_fraction={self.offload}",
+            ]
+        return values
+
+
+UNEVEN = ("num_layers_in_first_pipeline_stage=15", "num_layers_in_last_pipeline_stage=15")
+
+RECIPES = {
+    "0.5B on 1": Recipe("0.5B", 1),
+    "0.5B on 8": Recipe("0.5B", 8),
+    "0.5B on 64, separate": Recipe("0.5B", 64, separate=True),
+    "7B on 1, optimizer in host memory": Recipe("7B", 1, full=True, offload=1.0),
+    "7B on 8": Recipe("7B", 8, tensor=2),
+    "7B on 8, separate": Recipe("7B", 8, tensor=4, separate=True),
+    "7B on 64": Recipe("7B", 64, tensor=2, stages=(14, 14)),
+    "32B on 8, optimizer in host memory": Recipe("32B", 8, tensor=8, full=True, offload=1.0, engine=4),
+    "32B on 8, half of the optimizer in host memory": Recipe("32B", 8, tensor=8, full=True, offload=0.5, engine=4),
+    "32B on 64": Recipe("32B", 64, tensor=8, stages=(32, 32), engine=4),
+    "32B on 64, virtual stages": Recipe("32B", 64, tensor=8, stages=(16,) * 4, virtual=2, engine=4),
+    "32B on 64, separate, uneven": Recipe("32B", 64, 8, (15, 17, 17, 15), separate=True, engine=8, options=UNEVEN),
+}
+
+
+def by_hand(recipe: Recipe) -> tuple[float, float]:
+    """Bytes of states, and of all, on the fullest device of the trainer.
+
+    States: 2 + 4 + 12 B per parameter, the last over data-parallel ranks (Megatron-LM, theoretical_memory_usage.py).
+    Activations: table 2 and section 4 of "Reducing Activation Recomputation in Large Transformer Models"
+    (arXiv:2205.05198) without dropout and scores, for grouped queries and a gated MLP: per token and layer 12 h + 4 kv
+    + 6 f B over the tensor-parallel ranks, or 2 h with full recomputation and one whole layer; p - stage micro-batches
+    are in flight, with virtual stages p (1 + (p - 1) / (p v)) on the first.
+    Output head: two chunks of 512 MiB of logits, and 4 + 2 B for each gradient of its weights.
+    """
+    model = MODELS[recipe.model]
+    stages, h = recipe.stages or (model.layers,), model.hidden
+    train = recipe.gpus // 2 if recipe.separate else recipe.gpus
+    shards, last = train // recipe.tensor // len(stages), len(stages) - 1
+    matrices = 2 * h * (h + model.kv) + 3 * h * model.ffn
+    layer = TOKENS * (12 * h + 4 * model.kv + 6 * model.ffn)
+    totals = []
+    for stage, layers in enumerate(stages):
+        tables = (stage == 0) + (stage == last and not (model.tied and last == 0))
+        count = (layers * matrices + tables * model.vocabulary * h) / recipe.tensor
+        states = count * (6 + 12 * (1 - recipe.offload) / shards)
+        in_flight = len(stages) - stage
+        if recipe.virtual > 1:
+            in_flight += (len(stages) - 1 - 2 * stage + stage * recipe.virtual) / recipe.virtual
+        activations = in_flight * layers * layer
+        if recipe.full:
+            activations = layers * TOKENS * 2 * h + layer
+        head = 2 * 512 * 2**20 + 6 * model.vocabulary * h / recipe.tensor if stage == last else 0
+        totals.append((states + activations / recipe.tensor + head, states))
+    total, states = max(totals)
+    return states, total
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_trainer_needs_what_the_papers_count(tmp_path: Path, name: str) -> None:
+    recipe = RECIPES[name]
+    plan = memory(make_plan(rlvr(tmp_path, *recipe.overrides(), text=TEXT), SERVER), "actor_train")
+    states, total = by_hand(recipe)
+    assert sum(line.bytes for line in plan.lines[:3]) == pytest.approx(states, rel=0.01)
+    assert plan.total == pytest.approx(total, rel=0.1)
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if not RECIPES[name].separate])
+def test_phases_of_shared_gpus_are_sums_of_lines_and_fit(tmp_path: Path, name: str) -> None:
+    plan = make_plan(rlvr(tmp_path, *RECIPES[name].overrides(), text=TEXT), SERVER)
+    train, weights = memory(plan, "actor_train").total, bytes_of(plan, "actor_train", "weights")
+    update, generate = weights + bytes_of(plan, "actor_infer", "weights"), memory(plan, "actor_infer").total
+    phases = (train, update, generate)
+    (sentence,) = shared_device_memory(plan)
+    shown = [gibibytes(size) for size in (*phases, weights + bytes_of(plan, "actor_train", "optimizer"))]
+    assert re.findall(r"[\d.]+ [GM]iB", sentence) == shown
+    assert max(phases) < H100
+
+
+def test_the_printed_plan_shows_phases_and_host_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = RECIPES["32B on 8, optimizer in host memory"]
+    print_plan(make_plan(rlvr(tmp_path, *recipe.overrides(), text=TEXT), SERVER))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "24.51 GiB while training, 22.89 GiB during an update, 47.26 GiB while generating" in shown
+    assert "optimizer in host memory 61.04 GiB" in shown
+
+
+def test_roles_that_share_a_device_compute_in_turns(tmp_path: Path) -> None:
+    values = [*Recipe("7B", 8, tensor=2).overrides(), "use_kl_loss=true", "kl_loss_coef=0.1"]
+    values += ["reference.device_mapping=0-7"]
+    plan = make_plan(rlvr(tmp_path, *values, text=TEXT), SERVER)
+    (sentence,) = shared_device_memory(plan)
+    training = memory(plan, "actor_train").total + bytes_of(plan, "reference", "weights")
+    assert f"{gibibytes(training)} while training" in sentence
+
+
+def test_32b_does_not_fit_one_gpu(tmp_path: Path) -> None:
+    recipe = Recipe("32B", 1, full=True, offload=1.0)
+    plan = memory(make_plan(rlvr(tmp_path, *recipe.overrides(), text=TEXT), SERVER), "actor_train")
+    assert plan.total > 2 * H100 and plan.host[0].bytes == 16 * 32_763_876_352
+
+
+def test_published_estimate_of_16_billion_parameters(tmp_path: Path) -> None:
+    """github.com/flagos-ai/FlagScale pull request 454, case 1: Qwen2.5 of 16.42 billion parameters, TP 4, DP 2."""
+    config = json.loads((DATA / "models" / "qwen2.5-32B" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 54, "intermediate_size": 13_824}))
+    recipe = Recipe("32B", 8, tensor=4)
+    plan = make_plan(rlvr(tmp_path, *recipe.overrides(), f"pretrain={tmp_path}", text=TEXT), SERVER)
+    train, mib = memory(plan, "actor_train"), 2**20
+    assert bytes_of(plan, "actor_train", "weights") / 2 == pytest.approx(4.1055e9, rel=0.001)
+    assert sum(line.bytes for line in train.lines[:3]) == pytest.approx(46_983.28 * mib, rel=0.001)
+    assert train.total == pytest.approx(55_972.29 * mib, rel=0.1)
+
+
+@pytest.mark.parametrize(("tensor", "offload", "fits"), [(2, True, True), (2, False, False), (4, False, True)])
+def test_7b_fits_8_gpus_where_it_did_in_a_published_table(
+    tmp_path: Path, tensor: int, offload: bool, fits: bool
+) -> None:
+    """The rows 9, 10 and 7 of grpo_qwen2.5_7b.csv in github.com/ISEEKYAN/verl_megatron_practice.
+
+    8 H100s, 10,240 tokens in a micro-batch, engines with 0.6 of the memory. Without offload the trainer's states stay
+    while they generate; 2 % are left for the CUDA contexts.
+    """
+    values = [*Recipe("7B", 8, tensor=tensor).overrides(), "prompt_length=2048", "response_length=8192"]
+    train = memory(make_plan(rlvr(tmp_path, *values, text=TEXT), SERVER), "actor_train")
+    states = sum(line.bytes for line in train.lines[:3])
+    while_generating = 0.6 * H100 + (0 if offload else states)
+    assert train.total < H100
+    assert (while_generating < 0.98 * H100) == fits, while_generating / GIB
+
+
+LAYER = 12 * 3584 // 2 // 2 + 2 * 512 // 2 + 3 * 18_944 // 2
+"""Values of 7B per token and layer at TP 2 with sequence parallel."""
+
+
+@pytest.mark.parametrize(
+    ("options", "values"),
+    [
+        ("recompute_granularity: selective", 28 * LAYER),
+        ("recompute_granularity: selective, recompute_modules: [mlp]", 28 * (LAYER - 30_208) + 30_208),
+        ("recompute_granularity: full, recompute_num_layers: 4", 6 * 1792 + 4 * LAYER),
+        ("recompute_granularity: full, recompute_method: block, recompute_num_layers: 8", 8 * 1792 + 20 * LAYER),
+        ("recompute_granularity: full, recompute_method: block, recompute_num_layers: 28", 27 * 1792 + LAYER),
+        ("bias_activation_fusion: false", 28 * (LAYER + 18_944 // 2)),
+    ],
+)
+def test_recomputation_keeps_fewer_activations(tmp_path: Path, options: str, values: int) -> None:
+    chosen = (f"{MEGATRON}.{option.replace(': ', '=')}" for option in options.split(", "))
+    plan = make_plan(rlvr(tmp_path, *Recipe("7B", 8, tensor=2).overrides(), *chosen, text=TEXT), SERVER)
+    assert bytes_of(plan, "actor_train", "activations") == TOKENS * (values + 1792) * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "each"),
+    [
+        ("use_distributed_optimizer: false", 12 * 4),
+        ("use_precision_aware_optimizer: true", 2 + 4 + 4),
+        ("use_precision_aware_optimizer: true, exp_avg_dtype: bf16, exp_avg_sq_dtype: bf16", 2 + 2 + 2),
+        ("accumulate_allreduce_grads_in_fp32: false", 12 + 4),
+        ("optimizer_cpu_offload: true, optimizer_offload_fraction: 0.75", 3),
+    ],
+)
+def test_dtypes_and_shards_of_the_optimizer(tmp_path: Path, options: str, each: int) -> None:
+    chosen = (f"{MEGATRON}.{option.replace(': ', '=')}" for option in options.split(", "))
+    plan = make_plan(rlvr(tmp_path, *Recipe("7B", 8, tensor=2).overrides(), *chosen, text=TEXT), SERVER)
+    assert bytes_of(plan, "actor_train", "optimizer") == each * 3_807_910_400 // 4
+
+
+def test_fp32_training_has_no_second_copy_of_the_weights(tmp_path: Path) -> None:
+    plan = make_plan(rlvr(tmp_path, "actor_train.model_args.dtype=fp32", "actor_infer.model_args.dtype=fp32"), SERVER)
+    assert bytes_of(plan, "actor_train", "weights") == 4 * 3_807_910_400
+    assert bytes_of(plan, "actor_train", "optimizer") == 8 * 3_807_910_400 // 8
+
+
+def test_the_head_has_larger_chunks_on_gpus_and_fp32_weights_on_a_cpu(tmp_path: Path) -> None:
+    plan = make_plan(rlvr(tmp_path), SERVER)
+    weights, states = 152_064 // 2 * 3584, 2 * 3072 * 3584 * 2
+    assert bytes_of(plan, "actor_train", "head gradient") == weights * (4 + 2) + states
+    logits, chunk = 3072 * 152_064 // 2 * 4, 512 * 2**20
+    assert logits > chunk and bytes_of(plan, "actor_train", "output head") == 2 * chunk
+    on_cpu = make_plan(rlvr(tmp_path, "platform=cpu", "num_devices_per_node=24"), SERVER)
+    assert bytes_of(on_cpu, "actor_train", "output head") == 2 * 64 * 2**20 + weights * 4
+    assert bytes_of(on_cpu, "actor_train", "head gradient") == weights * 4 + states
+
+
+def test_kv_cache_of_the_requests_one_engine_runs(tmp_path: Path) -> None:
+    plan = make_plan(rlvr(tmp_path), SERVER)
+    assert bytes_of(plan, "actor_infer", "KV cache") == 64 * 3072 * 2 * 28 * 4 * 128 * 2
+    assert bytes_of(plan, "actor_infer", "weights") == 2 * 7_615_616_512
