@@ -75,5 +75,6 @@ setup(
     entry_points={
         "console_scripts": ["roll=roll.cli:main"],
         "sglang.srt.platforms": ["roll_cpu=roll.platforms.sglang_cpu_plugin:activate"],
+        "sglang.srt.plugins": ["roll_cpu=roll.platforms.sglang_cpu_plugin:sleep_while_paused"],
     },
 )

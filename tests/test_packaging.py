@@ -63,9 +63,9 @@ def test_every_package_that_roll_imports_is_pinned() -> None:
 
 def test_the_console_script_and_the_engine_plug_in_are_registered() -> None:
     (script,) = entry_points(group="console_scripts", name="roll")
-    (plug_in,) = entry_points(group="sglang.srt.platforms", name="roll_cpu")
+    plug_ins = [entry_points(group=f"sglang.srt.{kind}", name="roll_cpu") for kind in ("platforms", "plugins")]
     assert script.value == "roll.cli:main"
-    assert callable(plug_in.load())
+    assert all(callable(plug_in.load()) for (plug_in,) in plug_ins)
 
 
 def test_python_starts_with_the_finder_of_torchvision_and_without_torch() -> None:

@@ -1,10 +1,12 @@
-"""SGLang's entry point to the CPU platform (group `sglang.srt.platforms`, declared in setup.py).
+"""SGLang's entry points to the CPU platform (groups `sglang.srt.platforms` and `.plugins`, declared in setup.py).
 
 This module must not import sglang: sglang resolves its platform while it is itself being imported, and on a circular
 import it only logs a line and continues without the plug-in.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -14,3 +16,19 @@ PLATFORM_CLASS = "roll.platforms.sglang_cpu_platform:SglangCpuPlatform"
 def activate() -> str | None:
     """Name of the platform class on a machine without GPUs; None on a machine with GPUs."""
     return None if torch.cuda.is_available() else PLATFORM_CLASS
+
+
+def sleep_while_paused() -> None:
+    """Lets a paused engine wait for its next message, as `sleep_on_idle` does for an idle one.
+
+    SGLang's scheduler asks for messages all the time while it is paused. On a CPU that takes a core from the training
+    ranks, which compute while engines that share their devices are paused.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    paused = "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine"
+    HookRegistry.register(paused, _wait_for_message, HookType.AFTER)
+
+
+def _wait_for_message(result: None, scheduler: Any) -> None:
+    scheduler.maybe_sleep_on_idle()

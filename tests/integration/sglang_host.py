@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 import torch
 
@@ -47,6 +48,13 @@ class EngineHost:
         generation = Generation(self.worker.engine, timeout_s, deterministic=False, running=32, version=lambda: version)
         return await generation.generate(requests)
 
+    async def cpu_seconds(self, wall_s: float) -> float:
+        """What the engine's processes compute while nothing is asked of them."""
+        processes = [psutil.Process(pid) for pid in self.worker.engine.processes()]
+        before = sum(sum(process.cpu_times()[:2]) for process in processes)
+        await asyncio.sleep(wall_s)
+        return sum(sum(process.cpu_times()[:2]) for process in processes) - before
+
     async def cancel(self, requests: list[GenerateRequest], after_s: float) -> None:
         """Cancels a call in the middle of its generation."""
         asking = asyncio.create_task(self.worker.generate(requests))
@@ -81,6 +89,9 @@ class RemoteEngine:
 
     def start_generate(self, requests: list[GenerateRequest]) -> ray.ObjectRef:
         return self.actor.call.remote("generate", requests)
+
+    def cpu_seconds(self, wall_s: float) -> float:
+        return ray.get(self.actor.cpu_seconds.remote(wall_s), timeout=CALL_TIMEOUT_S)
 
     def generate_within(self, requests: list[GenerateRequest], timeout_s: float) -> list[GenerateResult]:
         return ray.get(self.actor.generate_within.remote(requests, timeout_s), timeout=CALL_TIMEOUT_S)

@@ -315,6 +315,13 @@ def test_the_cache_is_not_emptied_under_running_requests(engine):
     assert [answer.finish_reason for answer in answers] == ["length", "length"]
 
 
+def test_a_paused_engine_leaves_its_core_to_others(engine):
+    engine.pause("retract")
+    used = engine.cpu_seconds(2.0)
+    engine.resume()
+    assert used < 0.3, "it would use two seconds if it asked for messages without a pause"
+
+
 def test_cancelled_requests_leave_the_engine(engine):
     quarter_s = seconds_of_a_quarter(engine)
     engine.cancel_generate(requests(2, 4 * RUNNING_TOKENS), quarter_s)
