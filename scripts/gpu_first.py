@@ -128,11 +128,13 @@ def training_rank(config: RLVRConfig) -> Iterator[TrainWorker]:
     rank = replace(WorkerRank.single("actor_train", config.platform), master_port=hold_port())
     os.environ.update(rank.environment())
     worker = TrainWorker(rank, config.actor_train, config)
-    worker.initialize()
     try:
+        worker.initialize()
         yield worker
     finally:
-        worker.train_strategy.shutdown()
+        from roll.distributed.strategy.megatron_strategy import leave_process_group  # imports Megatron
+
+        leave_process_group()
         vars(worker).clear()  # the caller still has it
         gc_unfreeze()
         gc.collect()
@@ -361,7 +363,8 @@ def check_offloaded_optimizer(table: GpuTable, config: RLVRConfig, folder: Path,
     from roll.models.factory import transformer_engine_available  # imports Megatron
 
     if config.platform == "cpu" or not transformer_engine_available():
-        table.add("optimizer in host memory", "not checked: needs a GPU")
+        missing = "a GPU" if config.platform == "cpu" else "Transformer Engine"
+        table.add("optimizer in host memory", f"not checked: needs {missing}")
         return
     config.actor_train.strategy_args.strategy_config.optimizer_cpu_offload = True
     with training_rank(config) as rank:

@@ -134,7 +134,8 @@ def check_nodes(config: BaseConfig, platform: str, devices_per_node: int, report
 def _check_sharing(config: BaseConfig, platform: str, devices_per_node: int, report: Report) -> None:
     if platform == "cpu" or not isinstance(config, RLConfig):
         return
-    nodes = {device // devices_per_node for device in config.actor_infer.device_mapping}
+    devices = {*config.actor_train.device_mapping, *config.actor_infer.device_mapping}
+    nodes = {device // devices_per_node for device in devices}
     if config.shares_devices and len(nodes) > 1:
         report.warn(
             "actor_infer.device_mapping",

@@ -32,8 +32,8 @@ LAYER_SPLITS = (
 """Options that split the layers over pipeline stages in another way than evenly."""
 
 PRECISION_AWARE = Condition(
-    lambda config, section: section.precision_aware,
-    "neither use_precision_aware_optimizer nor optimizer_cpu_offload is true",
+    lambda config, section: section.precision_aware and not section.optimizer_cpu_offload,
+    "only use_precision_aware_optimizer without optimizer_cpu_offload, which computes in fp32, reads it",
     (".use_precision_aware_optimizer", ".optimizer_cpu_offload"),
     is_error=True,
 )
@@ -144,10 +144,9 @@ class MegatronTrainConfig(MegatronConfig):
     )
     use_precision_aware_optimizer: bool | None = option(
         None,
-        "Adam with gradients, weights and moments in the dtypes below (cuda with Transformer Engine only); default: as "
+        "Adam with weights and moments in the dtypes below (cuda with Transformer Engine only); default: as "
         "optimizer_cpu_offload.",
     )
-    main_grads_dtype: Literal["fp32", "bf16"] = option("fp32", "Gradients that Adam reads.", only_for=PRECISION_AWARE)
     main_params_dtype: Literal["fp32", "fp16"] = option("fp32", "Adam's copy of the weights.", only_for=PRECISION_AWARE)
     exp_avg_dtype: Dtype = option("fp32", "Adam's first moment.", only_for=PRECISION_AWARE)
     exp_avg_sq_dtype: Dtype = option("fp32", "Adam's second moment.", only_for=PRECISION_AWARE)
@@ -163,7 +162,7 @@ class MegatronTrainConfig(MegatronConfig):
 
     @property
     def precision_aware(self) -> bool:
-        """Whether Adam reads the dtypes of `main_grads_dtype` and those after it."""
+        """Whether Adam is Megatron's with `use_precision_aware_optimizer`."""
         chosen = self.use_precision_aware_optimizer
         return self.optimizer_cpu_offload if chosen is None else chosen
 
@@ -236,6 +235,31 @@ def stage_layers(layers: int, options: MegatronConfig) -> list[int]:
     if min(split) < 1 or (embedding or loss) and min(split) < virtual:
         raise ValueError(f"pipeline_model_parallel_size: {stages} stages leave one of {split} without a layer")
     return split
+
+
+def check_recompute(layers: int, options: MegatronTrainConfig) -> None:
+    """Checks that groups of `recompute_num_layers` layers fill every stage, without which Megatron fails.
+
+    Raises:
+        ValueError: they do not; the message begins with the key to change.
+    """
+    group, parts = options.recompute_num_layers or 1, virtual_stages(options) or 1
+    if options.recompute_granularity != "full" or options.recompute_method == "block":
+        return
+    split = stage_layers(layers, options)
+    embedding, loss = options.account_for_embedding_in_pipeline_split, options.account_for_loss_in_pipeline_split
+    several = len(split) > 1
+    whole = [n + (several and embedding and i == 0) + (several and loss and i == len(split) - 1)
+             for i, n in enumerate(split)]  # fmt: skip
+    sizes = {n // parts for n in whole}
+    sizes |= {whole[0] // parts - 1} if several and embedding else set()
+    sizes |= {whole[-1] // parts - 1} if several and loss else set()
+    if any(size % group for size in sizes):
+        fitting = [n for n in range(1, max(sizes) + 1) if not any(size % n for size in sizes)]
+        raise ValueError(
+            f"recompute_num_layers: groups of {group} do not fill stages of {_either(sorted(sizes))} layers; "
+            f"use {_either(fitting)}, or recompute_method: block"
+        )
 
 
 def _uneven(layers: int, counted: int, middle: int, options: MegatronConfig) -> str:

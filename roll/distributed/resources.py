@@ -194,7 +194,7 @@ class ResourceManager:
         Args:
             platform_name: cpu (a device is a CPU slot) or cuda.
             num_devices_per_node: devices of one node.
-            roles: global device ranks of each role; equal lists are colocated.
+            roles: global device ranks of each role; lists may share devices.
 
         Raises:
             ResourceError: the devices do not exist, or another run holds them.

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -24,6 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from roll.models.operators import RotaryTable, rms_norm, swiglu
+from roll.models.packed_samples import PackedSamples
 
 
 class RMSNorm(torch.nn.Module):
@@ -81,16 +81,15 @@ class CausalAttention(torch.nn.Module):
         key: torch.Tensor,
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
-        packed_seq_params: PackedSeqParams | None = None,
+        packed_seq_params: PackedSamples | None = None,
         **_: Any,
     ) -> torch.Tensor:
         """Query [S, B, heads, D], key and value [S, B, groups, D] to [S, B, heads * D]; packed samples have no B."""
         if packed_seq_params is None:
             context = self._attend(self.rotary.rotate(query), self.rotary.rotate(key), value.permute(1, 2, 0, 3))
             return context.permute(2, 0, 1, 3).flatten(2)
-        lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
-        positions = torch.cat([torch.arange(length, device=query.device) for length in lengths])
-        rotated = [self.rotary.rotate(x[:, None], positions) for x in (query, key)]
+        lengths = list(packed_seq_params.lengths)
+        rotated = [self.rotary.rotate(x[:, None], packed_seq_params.positions) for x in (query, key)]
         parts = [x.split(lengths, dim=2) for x in (*rotated, value[:, None].permute(1, 2, 0, 3))]
         context = torch.cat([self._attend(*sample) for sample in zip(*parts, strict=True)], dim=2)
         return context.permute(2, 0, 1, 3).flatten(2)

@@ -296,7 +296,9 @@ def report_bottleneck(config: BaseConfig) -> str:
         return ""
     generation, training = config.actor_infer.device_mapping, config.actor_train.device_mapping
     drains = config.in_flight_policy == "drain"
-    split = Split(config.async_generation_ratio, len(generation), len(training), config.shares_devices, drains)
+    split = Split(
+        config.async_generation_ratio, len(generation), len(training), set(generation) == set(training), drains
+    )
     report = bottleneck_report(read_metrics(Path(config.output_dir) / METRICS_FILE), split)
     if report:
         logger.info("%s", report)

@@ -238,7 +238,7 @@ class CudaPlatform(Platform):
         if deterministic:
             arguments["enable_deterministic_inference"] = True
         if releases_memory:
-            arguments["enable_memory_saver"] = True
+            arguments |= {"enable_memory_saver": True, "sleep_on_idle": True}
         return arguments
 
     def prepare_megatron(self) -> None:

@@ -186,17 +186,17 @@ VALIDATION = (
 
 SYSTEM = (
     Metric("publish/bytes", "bytes", "Weights sent to the engines."),
-    Metric(
-        "publish/gigabytes_per_second",
-        "GB/s",
-        "Weights sent per second of the transfer, with checksums where they are verified; see `roll doctor` for links.",
-    ),
     Metric("publish/verified", "0 or 1", "Whether names and checksums of the weights were compared on both sides."),
     Metric("param_sync_count", "updates", "Weight updates since the run began."),
     Metric("param_sync_requests", "attempts", "Attempts at a weight update, including failed ones."),
     Metric("sync_failures", "attempts", "Failed attempts at a weight update since the process started."),
     Metric("memory/<name>", "bytes", "Memory in use, by role and kind."),
     Metric("throughput/tokens_per_second", "tokens/s", "Tokens trained on, including prompts, per second and device."),
+    Metric(
+        "throughput/weights_gigabytes_per_second",
+        "GB/s",
+        "Weights sent per second of the transfer, with checksums where they are verified; see `roll doctor` for links.",
+    ),
     Metric("throughput/trainer_idle", "fraction", "Fraction of the step during which actor_train was idle."),
     Metric(
         "throughput/rollout_idle",

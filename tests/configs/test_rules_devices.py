@@ -108,7 +108,10 @@ ENGINES = {
     "overlap_grad_reduce: true",
     f"{MEGATRON}.optimizer_cpu_offload=true {MEGATRON}.use_precision_aware_optimizer=false": "false contradicts "
     "optimizer_cpu_offload: true",
-    f"{MEGATRON}.exp_avg_dtype=bf16": "exp_avg_dtype: has no effect: neither use_precision_aware_optimizer nor",
+    f"{MEGATRON}.exp_avg_dtype=bf16": "exp_avg_dtype: has no effect: only use_precision_aware_optimizer without",
+    f"{MEGATRON}.exp_avg_dtype=bf16 {MEGATRON}.optimizer_cpu_offload=true": "exp_avg_dtype: has no effect: only",
+    f"{MEGATRON}.optimizer_cpu_offload=true actor_train.model_args.dtype=fp32": "optimizer_cpu_offload: true cannot be "
+    "resumed with model_args.dtype fp32",
     f"{MEGATRON}.recompute_modules=[attention]": "recompute_modules: 'attention' is none of core_attn, mlp",
     "actor_train.model_args.dtype=fp16": "actor_train.model_args.dtype: fp16 needs loss scaling",
     "actor_train.model_args.disable_gradient_checkpointing=true "
@@ -128,6 +131,8 @@ MODEL_SPLITS = {
     "divide the layers of the stages, [7, 7, 7, 7]; use 1 or 7",
     f"{PP}=4 {MEGATRON}.num_layers_in_last_pipeline_stage=5": "pipeline_model_parallel_size: the 3 stages without a "
     "number of their own cannot share 23 of the model's 28 layers",
+    f"{MEGATRON}.recompute_granularity=full {MEGATRON}.recompute_num_layers=3": "recompute_num_layers: groups of 3 do "
+    "not fill stages of 28 layers; use 1, 2, 4, 7, 14 or 28, or recompute_method: block",
     f"{PP}=4 {MEGATRON}.account_for_loss_in_pipeline_split=true": "pipeline_model_parallel_size: the 4 stages",
     "actor_infer.num_gpus_per_worker=8": "actor_infer.num_gpus_per_worker: 8 does not divide the model's 28",
     "pretrain=null": "pretrain: is not set, and neither is actor_train.model_args.model_name_or_path",

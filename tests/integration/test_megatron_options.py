@@ -54,7 +54,6 @@ CHOICES: dict[str, list[dict[str, Any]]] = {
     "recompute_num_layers": [{"recompute_granularity": "full", "recompute_num_layers": 2}],
     "recompute_modules": [{"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}],
     "use_precision_aware_optimizer": [{"use_precision_aware_optimizer": True}],
-    "main_grads_dtype": [{"use_precision_aware_optimizer": True, "main_grads_dtype": "bf16"}],
     "main_params_dtype": [{"use_precision_aware_optimizer": True, "main_params_dtype": "fp16"}],
     "exp_avg_dtype": [{"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16"}],
     "exp_avg_sq_dtype": [{"use_precision_aware_optimizer": True, "exp_avg_sq_dtype": "fp16"}],

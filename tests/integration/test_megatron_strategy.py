@@ -69,7 +69,8 @@ VARIANTS = {
     "tp2 x pp2": {"tp2 x pp2": {"micro_batch_size": 2, "megatron": SEQUENCE_PARALLEL}},
     "tp2 x dp2": {"tp2 x dp2": {"micro_batch_size": 2, "megatron": SEQUENCE_PARALLEL}},
     "pp2 x dp2": {
-        "pp2 x dp2": {"micro_batch_size": 1, "megatron": OVERLAPPED | VIRTUAL, "at_once": True, "packed": True}
+        "pp2 x dp2, overlapped gather": {"micro_batch_size": 2, "megatron": OVERLAPPED, "at_once": True},
+        "pp2 x dp2": {"micro_batch_size": 1, "megatron": OVERLAPPED | VIRTUAL, "at_once": True, "packed": True},
     },
 }
 RESUMED = {

@@ -88,7 +88,7 @@ class FaultyWorker(TrainWorker):
 
     @register()
     def gather_as_on_a_gpu(self) -> None:
-        """From now on every rank that gives handles gathers whole tensors; a handle is that of a copy on the CPU."""
+        """From now on every rank that exports handles gathers whole tensors; a handle is that of a copy on the CPU."""
         self._shm = None
         self._copies: list[SharedMemory] = []
         sender.cuda_ipc_handle = self._handle_of_a_copy
@@ -122,7 +122,7 @@ class OwnRankTransport(SharedMemoryTransport):
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        self._connected, self.givers = True, [[1]]
+        self._connected, self.handle_sources = True, [[1]]
 
 
 class FaultySynchronizer(WeightSynchronizer):

@@ -239,6 +239,7 @@ MEGATRON_KEYS = {
         ),
         "it changes speed or memory only",
     ),
+    "main_grads_dtype": "accumulate_allreduce_grads_in_fp32 chooses the precision of gradients",
     **dict.fromkeys(("bf16", "fp16", "params_dtype", "pipeline_dtype"), "model_args.dtype is the precision"),
     **dict.fromkeys(
         ("moe_*", "expert_tensor_parallel_size", "num_moe_*", "num_experts"), "the model families here are dense"

@@ -152,7 +152,7 @@ def _dtype(recipe: Recipe, role: str) -> Any:
 
 
 def _read_devices(recipe: Recipe) -> None:
-    """Engines that run ahead get devices of their own, where they share some of the trainer's there."""
+    """With async_generation_ratio above 0, engines that share part of the trainer's devices get separate ones."""
     devices = {role: _devices(recipe, role) for role in ("actor_train", "actor_infer", "reference")}
     train, infer, reference = devices["actor_train"], devices["actor_infer"], devices["reference"]
     ratio = recipe.get("async_generation_ratio", 0)

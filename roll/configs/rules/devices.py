@@ -9,7 +9,7 @@ from typing import Any
 from roll.configs.agentic import AgenticConfig
 from roll.configs.compat import vllm
 from roll.configs.errors import Report
-from roll.configs.megatron import MegatronTrainConfig, ineffective_modules
+from roll.configs.megatron import ineffective_modules
 from roll.configs.parallel_layout import spans
 from roll.configs.pipeline import BaseConfig, RLConfig
 from roll.configs.roles import (
@@ -187,10 +187,13 @@ def _check_megatron(config: BaseConfig, role: str, worker: MegatronRoleConfig, r
         )
     if isinstance(worker, ActorTrainConfig):
         _check_recompute(worker, f"{path}.recompute_granularity", report)
-        _check_optimizer(worker.strategy_args.strategy_config, path, report)
+        _check_optimizer(worker, path, report)
     if model.dtype == "fp16":
         report.error(f"{role}.model_args.dtype", "fp16 needs loss scaling, which is not available; use bf16 or fp32")
     if config.platform != "cpu":
+        if megatron.attention_backend != "auto" and (model.attn_implementation == "sdpa" or model.dtype == "fp32"):
+            reason = "attn_implementation sdpa" if model.attn_implementation == "sdpa" else "dtype fp32"
+            report.warn(f"{path}.attention_backend", f"has no effect: with {reason} torch's attention computes")
         if model.attn_implementation == "fa2" and model.dtype == "fp32":
             report.warn(f"{role}.model_args.attn_implementation", "fa2 has no fp32: torch's attention computes instead")
         return
@@ -211,8 +214,13 @@ def _check_recompute(worker: ActorTrainConfig, path: str, report: Report) -> Non
         report.error(path, f"{recompute} contradicts model_args.disable_gradient_checkpointing: true; keep one of them")
 
 
-def _check_optimizer(megatron: MegatronTrainConfig, path: str, report: Report) -> None:
+def _check_optimizer(worker: ActorTrainConfig, path: str, report: Report) -> None:
     """Options that only the distributed optimizer has, and modules whose recomputation saves nothing."""
+    megatron = worker.strategy_args.strategy_config
+    if megatron.optimizer_cpu_offload and worker.model_args.dtype == "fp32":
+        report.error(
+            f"{path}.optimizer_cpu_offload", "true cannot be resumed with model_args.dtype fp32; use bf16, or false"
+        )
     for option in ("overlap_param_gather", "use_precision_aware_optimizer", "optimizer_cpu_offload"):
         if getattr(megatron, option) and not megatron.use_distributed_optimizer:
             report.error(

@@ -11,7 +11,7 @@ from roll.configs.errors import Report, similar_path, unreachable
 from roll.configs.hub.inputs import folder_files
 from roll.configs.hub.names import HubError, hub_name, local_model, other_reading
 from roll.configs.hub.splits import READABLE
-from roll.configs.megatron import stage_layers
+from roll.configs.megatron import MegatronTrainConfig, check_recompute, stage_layers
 from roll.configs.model_config import CONFIG_NAME, ModelShape, UnsupportedModel, read_model_shape
 from roll.configs.pipeline import BaseConfig
 from roll.configs.roles import TEMPLATES, MegatronRoleConfig, RoleConfig
@@ -161,7 +161,10 @@ def _check_splits(role: str, worker: RoleConfig, shape: ModelShape, report: Repo
         report.error(f"{role}.{key}", f"{tensor} does not divide the model's {sizes}; use {_either(_splits(shape))}")
     if isinstance(worker, MegatronRoleConfig):
         try:
-            stage_layers(shape.layers, worker.strategy_args.strategy_config)
+            options = worker.strategy_args.strategy_config
+            stage_layers(shape.layers, options)
+            if isinstance(options, MegatronTrainConfig):
+                check_recompute(shape.layers, options)
         except ValueError as error:
             key, reason = str(error).split(": ", 1)
             report.error(f"{role}.strategy_args.strategy_config.{key}", reason)

@@ -95,7 +95,10 @@ class HostCopies:
         return sum(each.size for each in loaded)
 
     def _storages(self, kind: StateKind) -> Iterator[torch.UntypedStorage]:
-        """Each storage of a state once, without those of parameters in other states."""
+        """Each storage of a state on the device once, without those of parameters in other states.
+
+        Megatron keeps an optimizer with `optimizer_cpu_offload` in host memory anyway.
+        """
         seen = (
             {tensor.untyped_storage()._cdata for tensor in self._tensors("parameters")}
             if kind != "parameters"
@@ -103,7 +106,8 @@ class HostCopies:
         )
         for tensor in self._tensors(kind):
             storage = tensor.untyped_storage()
-            if storage._cdata not in seen and storage.nbytes():
+            on_device = storage.device.type == self._platform.device_type
+            if on_device and storage._cdata not in seen and storage.nbytes():
                 seen.add(storage._cdata)
                 yield storage
 

@@ -21,15 +21,17 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint import FileSystemWriter  # type: ignore[attr-defined]
 from torch.distributed.checkpoint import save as save_distributed  # type: ignore[attr-defined]
 
+from roll.configs.megatron import LAYER_SPLITS
 from roll.distributed.strategy.megatron_optimizer import parts
 
 FORMAT_KEY = "distrib_optim_sharding_type"
 
 GATHERED_FORMAT = {FORMAT_KEY: "fully_reshardable"}
 OPTIMIZER_FORMAT = {FORMAT_KEY: "dp_reshardable"}
-"""Megatron's format in which every rank writes its own part of the optimizer from where it lies. `fully_reshardable`,
-which earlier checkpoints have, gathers fp32 weights and both moments of all data ranks on each of them, 12 bytes per
-parameter of host memory. With either, `load` requires the layout of `save`: random state is saved per rank."""
+"""Megatron's format in which every rank writes its own part of the optimizer without gathering it first.
+`fully_reshardable`, which earlier checkpoints have, gathers fp32 weights and both moments of all data ranks on each of
+them, 12 bytes per parameter of host memory. With either, `load` requires the layout of `save`: random state is saved
+per rank."""
 
 
 class InProcessSave(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # Megatron is not typed
@@ -60,15 +62,20 @@ def save(
     torch.distributed.barrier()
     optimizer_format = _format(wrapped, optimizer)
     state = _sharded_state(wrapped, optimizer, optimizer_format, loading=False)
-    state |= {"optimizer_steps": optimizer_steps, "layout": _layout()}
+    state |= {"optimizer_steps": optimizer_steps, "layout": _layout(wrapped)}
     strategy = InProcessSave(backend="torch_dist", version=1, thread_count=1)
     dist_checkpointing.save(state, str(folder), sharded_strategy=strategy, content_metadata=optimizer_format)
     torch.distributed.barrier()
 
 
 def _format(wrapped: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> dict[str, str]:
-    """OPTIMIZER_FORMAT, or the earlier one where a rank's part of a bucket has no parameter, which Megatron refuses."""
+    """OPTIMIZER_FORMAT, or the earlier one where Megatron cannot read it.
+
+    That is where a rank's part of a bucket has no parameter, and with `use_precision_aware_optimizer`.
+    """
     (part,) = parts(optimizer)
+    if part.config.use_precision_aware_optimizer:
+        return GATHERED_FORMAT
     buckets = [bucket for maps in getattr(part, "gbuf_ranges", []) for each in maps.values() for bucket in each]
     empty = torch.tensor(float(any(not bucket["param_map"] for bucket in buckets)))
     empty = empty.to(next(wrapped[0].parameters()).device)
@@ -89,9 +96,9 @@ def load(folder: Path, wrapped: Sequence[DistributedDataParallel], optimizer: Me
     if not (folder / "metadata.json").is_file():
         raise FileNotFoundError(f"{folder}: contains no Megatron checkpoint (metadata.json)")
     common = dist_checkpointing.load_common_state_dict(str(folder))
-    written = common["layout"]
-    if written != _layout():
-        raise ValueError(f"{folder}: written at {written}, this run has {_layout()}; resume at the same layout")
+    written, ours = common["layout"], _layout(wrapped)
+    if written != ours:
+        raise ValueError(f"{folder}: written at {written}, this run has {ours}; resume at the same layout")
     _allocate_optimizer_state(optimizer)
     written_as = dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or OPTIMIZER_FORMAT
     state = dist_checkpointing.load(_sharded_state(wrapped, optimizer, written_as, loading=True), str(folder))
@@ -152,10 +159,14 @@ def _named(wrapped: Sequence[DistributedDataParallel]) -> dict[str, DistributedD
     return {"model": wrapped[0]} if len(wrapped) == 1 else {f"model{n}": each for n, each in enumerate(wrapped)}
 
 
-def _layout() -> dict[str, int]:
-    """Sizes of the parallel dimensions, in the order of Megatron's ranks, and of the virtual pipeline."""
-    virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
-    return _sizes() | ({"virtual": virtual} if virtual else {})
+def _layout(wrapped: Sequence[DistributedDataParallel]) -> dict[str, int]:
+    """Sizes of the parallel dimensions, in the order of Megatron's ranks, and what else decides who has which tensors.
+
+    Without overlapped reduction there is one bucket, and without the options of `LAYER_SPLITS` stages are equal.
+    """
+    config, buckets = wrapped[0].config, wrapped[0].ddp_config.bucket_size
+    more = {name: int(value) for name in LAYER_SPLITS if (value := getattr(config, name))}
+    return _sizes() | more | ({"bucket_size (overlap_grad_reduce: true)": buckets} if buckets else {})
 
 
 def _sizes() -> dict[str, int]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from tensordict import TensorDict
 
@@ -21,6 +21,7 @@ from roll.distributed.strategy.micro_batch import MicroBatch, make_micro_batch
 from roll.models.factory import HiddenStateModel
 from roll.models.fused_linear_logprobs import HeadSpec, fused_linear_logprobs
 from roll.models.hf_config import DecoderConfig
+from roll.models.packed_samples import PackedSamples
 
 LossFunction = Callable[[torch.Tensor, torch.Tensor, TensorDict], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """(log_probs [b, T], entropy [b, T], samples) -> (loss, metrics) of one micro-batch."""
@@ -136,6 +137,7 @@ class ForwardPass:
         if sequence_parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, group=group)
         weight = self.stages[-1].head_weight()
+        _wait_for_gather(self.wrapped[-1], weight)
         first = parallel_state.get_tensor_model_parallel_rank() * weight.shape[0]
         spec = HeadSpec(
             first_token=first,
@@ -148,13 +150,25 @@ class ForwardPass:
         return fused_linear_logprobs(rows, weight, micro.targets, spec, entropy_gradient)
 
 
-def packed_parameters(micro: MicroBatch) -> PackedSeqParams | None:
+def _wait_for_gather(wrapped: torch.nn.Module, weight: torch.Tensor) -> None:
+    """With `overlap_param_gather`, waits for a weight that no module's forward pass reads: Megatron's hooks do not."""
+    if isinstance(wrapped, DistributedDataParallel) and wrapped.ddp_config.overlap_param_gather:
+        wrapped.param_to_bucket_group[weight].finish_param_sync()
+
+
+def packed_parameters(micro: MicroBatch) -> PackedSamples | None:
     """Megatron's description of a packed micro-batch; None for one with padding."""
     if micro.bounds is None:
         return None
-    bounds, longest = micro.bounds, micro.longest
-    return PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest
+    bounds, longest = micro.bounds, max(micro.lengths)
+    return PackedSamples(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        lengths=micro.lengths,
+        positions=micro.positions,
     )
 
 

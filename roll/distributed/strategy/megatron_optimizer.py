@@ -52,7 +52,7 @@ def optimizer_config(
 ) -> OptimizerConfig:
     """Megatron's options of Adam; `pinned` is the host memory of `optimizer_cpu_offload`."""
     given = megatron.use_precision_aware_optimizer
-    names = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+    names = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
     dtypes = {name: getattr(torch, TORCH_DTYPES[getattr(megatron, name)]) for name in names} if given else {}
     return OptimizerConfig(
         optimizer="adam",

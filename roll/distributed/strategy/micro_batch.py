@@ -18,7 +18,8 @@ class MicroBatch:
     columns, and the hidden state before it is row `hidden_rows`[n] of [S * b, H].
 
     A packed one has b = 1 in `input_ids`: samples follow each other. `bounds` [samples + 1] int32 has the first token
-    of each and the end of the last, which has the padding of S.
+    of each and the end of the last, which has the padding of S, `positions` [S] count within each sample, and
+    `lengths` are on the host.
     """
 
     batch: TensorDict
@@ -28,8 +29,8 @@ class MicroBatch:
     columns: torch.Tensor
     hidden_rows: torch.Tensor
     bounds: torch.Tensor | None = None
-    longest: int = 0
-    """Tokens of the longest sample of a packed micro-batch."""
+    positions: torch.Tensor | None = None
+    lengths: Sequence[int] = ()
 
     def to_columns(self, values: torch.Tensor) -> torch.Tensor:
         """[N] values of the scored tokens as [b, T], 0 elsewhere; keeps the gradient."""
@@ -75,8 +76,9 @@ def make_micro_batch(
     if packed:
         ids, bounds = _pack(chosen["input_ids"], mask, lengths, multiple)
         hidden_rows = bounds[samples] + before
-        longest = int(bounds.diff().max())
-        micro = MicroBatch(chosen, ids, targets, samples, columns, hidden_rows, bounds.int(), longest)
+        packed_lengths = bounds.diff().tolist()
+        positions = torch.cat([torch.arange(length) for length in packed_lengths])
+        micro = MicroBatch(chosen, ids, targets, samples, columns, hidden_rows, bounds.int(), positions, packed_lengths)
     else:
         ids = _compact(chosen["input_ids"], first, int(lengths.max()), multiple)
         micro = MicroBatch(chosen, ids, targets, samples, columns, before * len(rows) + samples)

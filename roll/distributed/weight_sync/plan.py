@@ -91,10 +91,10 @@ def check_stages(stages: Sequence[Sequence[WeightSpec]]) -> None:
             owner[spec.name] = stage
 
 
-def handle_givers(
+def handle_sources(
     layout: ParallelLayout, train_devices: Sequence[int], infer_devices: Sequence[int], platform: str
 ) -> list[list[int]]:
-    """For every pipeline stage and engine rank: the training rank that gives handles of the stage's weights.
+    """For every pipeline stage and engine rank: the training rank that exports handles of the stage's weights.
 
     On GPUs it is the stage's rank on the engine rank's own device, if there is one, so that engines do not all read
     from one GPU; else the stage's source rank. CPU memory is equally near to all.
@@ -105,15 +105,15 @@ def handle_givers(
         infer_devices: of the engine ranks, in the order of engines.
         platform: cpu or cuda.
     """
-    givers = []
+    sources = []
     for stage in range(layout.pipeline):
         on_device = {
             device: rank
             for rank, device in enumerate(train_devices)
             if platform != "cpu" and layout.coordinates(rank).pipeline == stage
         }
-        givers.append([on_device.get(device, layout.rank(0, 0, stage)) for device in infer_devices])
-    return givers
+        sources.append([on_device.get(device, layout.rank(0, 0, stage)) for device in infer_devices])
+    return sources
 
 
 def checksum_differences(expected: Mapping[str, str], found: Mapping[str, str]) -> list[str]:

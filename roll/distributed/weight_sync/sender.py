@@ -47,7 +47,7 @@ class SendResult:
     """What a rank has sent.
 
     Attributes:
-        num_bytes: sent; 0 from a rank that only gives handles to engine ranks on its device.
+        num_bytes: sent; 0 from a rank that only exports handles to engine ranks on its device.
         checksums: by the engine's names, of the tensors as they should arrive; empty unless requested.
         handles: of a bucket in shared memory, by engine rank in the order of engines; empty for a broadcast.
     """
@@ -239,7 +239,7 @@ class WeightSender(Worker):
         return dist.broadcast(tensor, src=0, group=self._group, async_op=True), tensor
 
     # Shared memory, bucket by bucket: `fill_bucket` on every rank, then `checksum_bucket` when verifying. On a CPU all
-    # tensor-parallel ranks write their slices to the same memory; on a GPU every rank that gives handles gathers.
+    # tensor-parallel ranks write their slices to the same memory; on a GPU every rank that exports handles gathers.
 
     @register(deadline="sync_timeout_s")
     def create_shm(self, num_bytes: list[int]) -> list[str] | None:
@@ -264,7 +264,7 @@ class WeightSender(Worker):
             self._shm = ShmBuckets.open(addresses[self.stage])
 
     @register(deadline="sync_timeout_s")
-    def fill_bucket(self, stages: list[list[Bucket]], index: int, givers: list[list[int]]) -> SendResult | None:
+    def fill_bucket(self, stages: list[list[Bucket]], index: int, sources: list[list[int]]) -> SendResult | None:
         """Writes this rank's part of bucket `index`; call it with 0, 1, 2, ...; does nothing beyond the last bucket.
 
         The previous bucket stays valid, so that engines load one while the next is written.
@@ -272,10 +272,10 @@ class WeightSender(Worker):
         Args:
             stages: buckets of every stage.
             index: of the bucket.
-            givers: as `handle_givers` returns them.
+            sources: as `handle_sources` returns them.
 
         Returns:
-            On the source rank, and on others that give handles: those of the bucket, valid once all ranks have filled
+            On the source rank, and on others that export handles: those of the bucket, valid once all ranks have filled
             it. None elsewhere and beyond the last bucket.
 
         Raises:
@@ -283,12 +283,12 @@ class WeightSender(Worker):
         """
         first = self.rank.rank - self.rank.coordinates.tensor
         together = range(first, first + self.config.layout.tensor)
-        needed = {rank for rank in givers[self.stage] if rank in together} | ({first} if self.takes_part else set())
+        needed = {rank for rank in sources[self.stage] if rank in together} | ({first} if self.takes_part else set())
         if not needed or index >= len(stages[self.stage]):
             return None
         self.require_parameters()
         bucket, is_last = stages[self.stage][index], index == len(stages[self.stage]) - 1
-        receivers = [engine for engine, rank in enumerate(givers[self.stage]) if rank == self.rank.rank]
+        receivers = [engine for engine, rank in enumerate(sources[self.stage]) if rank == self.rank.rank]
         if self._shm is not None:
             handle = self._write_slices(self._shm, index, bucket, is_last)
             handles = dict.fromkeys(receivers, handle)

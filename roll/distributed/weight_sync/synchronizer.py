@@ -24,7 +24,7 @@ from roll.distributed.weight_sync.plan import (
     Bucket,
     check_stages,
     checksum_differences,
-    handle_givers,
+    handle_sources,
     make_buckets,
     spec_bytes,
 )
@@ -90,7 +90,7 @@ class UpdateReport:
         """What a step logs, apart from its times."""
         return {
             "publish/bytes": float(self.bytes),
-            "publish/gigabytes_per_second": self.bytes / 1e9 / max(self.transfer_seconds, 1e-9),
+            "throughput/weights_gigabytes_per_second": self.bytes / 1e9 / max(self.transfer_seconds, 1e-9),
             "publish/verified": float(self.verified),
             "param_sync_requests": float(self.version + 1 + self.failures),
             "param_sync_count": float(self.version + 1),
@@ -354,7 +354,7 @@ class SharedMemoryTransport(Transport):
         super().__init__(train, infer, config)
         self._connected = train.platform != "cpu"  # GPU buckets are new memory in every update
         devices = train.config.device_mapping, infer.config.device_mapping
-        self.givers = handle_givers(train.layout, *devices, train.platform)
+        self.handle_sources = handle_sources(train.layout, *devices, train.platform)
         self._loading: asyncio.Future[None] | None = None
 
     async def connect(self) -> None:
@@ -376,7 +376,7 @@ class SharedMemoryTransport(Transport):
         sent: list[SendResult] = []
         found: dict[str, str] = {}
         for index in range(max(map(len, buckets))):
-            filled = await self._train.call_all(TrainWorker.fill_bucket, buckets, index, self.givers)
+            filled = await self._train.call_all(TrainWorker.fill_bucket, buckets, index, self.handle_sources)
             results = [result for result in filled if result is not None]
             if checksums:
                 for stage in await self._train.call_all(TrainWorker.checksum_bucket, buckets, index, ranks):

@@ -264,7 +264,7 @@ def _shrink_role(edit: _Edit, role: str, placement: Placement) -> None:
     for name in CUDA_ONLY:
         edit.drop((*options, name), NO_GPU)
     edit.drop((*options, "attention_backend"), NO_GPU)
-    for name in LAYER_SPLITS:
+    for name in (*LAYER_SPLITS, "recompute_num_layers"):
         edit.drop((*options, name), "the small model has one layer for each stage")
     if section.model_args.attn_implementation == "fa2":
         edit.set((role, "model_args", "attn_implementation"), "auto", NO_GPU)

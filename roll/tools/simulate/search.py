@@ -152,7 +152,7 @@ def all_devices(config: RLConfig) -> set[int]:
 def configured_split(config: RLConfig) -> Split:
     """The split of the configuration."""
     train, infer = config.actor_train.device_mapping, config.actor_infer.device_mapping
-    return Split(len(train), len(infer), shared=config.shares_devices)
+    return Split(len(train), len(infer), shared=set(train) == set(infer))
 
 
 def possible_splits(config: RLConfig, devices: int) -> list[Split]:

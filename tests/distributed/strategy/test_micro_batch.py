@@ -65,7 +65,8 @@ def test_turn_indices_are_cut_and_moved_with_their_tokens():
 def test_packed_samples_follow_each_other_without_padding():
     micro, padded = (make_micro_batch(batch(), [1, 2, 0], packed=packed) for packed in (True, False))
     assert micro.input_ids.tolist() == [[4, 5, 6, 7, 8, 9, 10, 1, 2, 3]]
-    assert micro.bounds is not None and micro.bounds.tolist() == [0, 4, 7, 10] and micro.longest == 4
+    assert micro.bounds is not None and micro.bounds.tolist() == [0, 4, 7, 10] and micro.lengths == [4, 3, 3]
+    assert micro.positions is not None and micro.positions.tolist() == [0, 1, 2, 3, 0, 1, 2, 0, 1, 2]
     assert micro.input_ids[0, micro.hidden_rows].tolist() == [4, 5, 6, 8, 9, 1, 2]
     assert micro.targets.tolist() == padded.targets.tolist() == [5, 6, 7, 9, 10, 2, 3]
     values = torch.arange(7.0)
@@ -75,4 +76,4 @@ def test_packed_samples_follow_each_other_without_padding():
 def test_a_packed_micro_batch_is_padded_at_its_end_for_sequence_parallel():
     micro = make_micro_batch(batch(), [0, 2], multiple=4, packed=True)
     assert micro.input_ids.tolist() == [[1, 2, 3, 8, 9, 10, 0, 0]]
-    assert micro.bounds is not None and micro.bounds.tolist() == [0, 3, 8] and micro.longest == 5
+    assert micro.bounds is not None and micro.bounds.tolist() == [0, 3, 8] and micro.lengths == [3, 5]

@@ -12,7 +12,7 @@ from roll.distributed.weight_sync.plan import (
     WeightSpec,
     check_stages,
     checksum_differences,
-    handle_givers,
+    handle_sources,
     make_buckets,
     spec_bytes,
 )
@@ -74,7 +74,7 @@ def test_missing_unknown_and_changed_tensors_are_distinguished() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "train", "infer", "givers"),
+    ("layout", "train", "infer", "sources"),
     [
         (ParallelLayout(tensor=2, data=2), [0, 1, 2, 3], [0, 1, 2, 3], [[0, 1, 2, 3]]),
         (ParallelLayout(tensor=2, data=2), [0, 1, 2, 3], [3, 2, 5], [[3, 2, 0]]),
@@ -82,7 +82,7 @@ def test_missing_unknown_and_changed_tensors_are_distinguished() -> None:
         (ParallelLayout(), [0], [1, 2], [[0, 0]]),
     ],
 )
-def test_on_gpus_an_engine_rank_reads_from_the_training_rank_on_its_device(layout, train, infer, givers) -> None:
-    assert handle_givers(layout, train, infer, "cuda") == givers
+def test_on_gpus_an_engine_rank_reads_from_the_training_rank_on_its_device(layout, train, infer, sources) -> None:
+    assert handle_sources(layout, train, infer, "cuda") == sources
     sources = [layout.rank(0, 0, stage) for stage in range(layout.pipeline)]
-    assert handle_givers(layout, train, infer, "cpu") == [[source] * len(infer) for source in sources]
+    assert handle_sources(layout, train, infer, "cpu") == [[source] * len(infer) for source in sources]
