@@ -56,7 +56,10 @@ def test_engines_on_gpus_get_an_attention_that_has_their_precision():
     assert cuda.engine_arguments("bf16", False) == {}
     assert cuda.engine_arguments("fp32", False) == {"attention_backend": "triton"}
     assert cuda.engine_arguments("bf16", True) == {"enable_deterministic_inference": True}
-    assert cuda.engine_arguments("bf16", releases_memory=True) == {"enable_memory_saver": True}
+    assert cuda.engine_arguments("bf16", releases_memory=True) == {
+        "enable_memory_saver": True,
+        "sleep_on_idle": True,
+    }
     assert (cuda.engine_environment("fp32"), cuda.engine_environment("bf16")) == ({"TRITON_F32_DEFAULT": "ieee"}, {})
     assert get_platform("cpu").engine_arguments("fp32", True) == get_platform("cpu").engine_arguments("bf16", False)
 
