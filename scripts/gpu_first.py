@@ -325,7 +325,7 @@ def check_checksum(table: GpuTable, rank: TrainWorker) -> None:
     try:
         from sglang.kernels.ops.memory.gpu_tensor_hash import gpu_tensor_hash
     except ImportError:
-        table.add(name, "not checked: sglang is not installed")
+        table.add(f"{name}: needs sglang", "not checked")
         return
     weights = [tensor for _, tensor in rank.weights.full_tensors()]
     table.add(name, sum(f"{gpu_tensor_hash(each):016x}" != cuda_checksum(each) for each in weights), "", 0)
@@ -364,7 +364,7 @@ def check_offloaded_optimizer(table: GpuTable, config: RLVRConfig, folder: Path,
 
     if config.platform == "cpu" or not transformer_engine_available():
         missing = "a GPU" if config.platform == "cpu" else "Transformer Engine"
-        table.add("optimizer in host memory", f"not checked: needs {missing}")
+        table.add(f"optimizer in host memory: needs {missing}", "not checked")
         return
     config.actor_train.strategy_args.strategy_config.optimizer_cpu_offload = True
     with training_rank(config) as rank:
