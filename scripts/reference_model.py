@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from roll.configs.hub.names import WEIGHT_FILE
 from roll.configs.model_config import CONFIG_NAME
+from roll.configs.roles import TORCH_DTYPES
 from roll.distributed.protocol import DataProto
 
 LEARNING_RATE = 1e-4
@@ -87,7 +88,7 @@ def write_random_model(folder: Path, shape: dict[str, Any], dtype: str) -> Path:
         shape: sizes under their names in config.json.
         dtype: fp32 or bf16.
     """
-    name = {"fp32": "float32", "bf16": "bfloat16"}[dtype]
+    name = TORCH_DTYPES[dtype]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = Qwen2(shape)

@@ -104,3 +104,8 @@ def unreachable(path: str | Path) -> str | None:
         return error.strerror
     needed = os.R_OK | os.X_OK if os.path.isdir(path) else os.R_OK
     return None if os.access(path, needed) else os.strerror(errno.EACCES)
+
+
+def either(values: Sequence[int]) -> str:
+    """Numbers as `1, 2 or 4`, for messages."""
+    return ", ".join(map(str, values[:-1])) + (" or " if len(values) > 1 else "") + str(values[-1])

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
+from roll.configs.errors import either
 from roll.configs.schema import Condition, needs, one_or_many, option
 
 Dtype = Literal["fp32", "bf16", "fp16"]
@@ -111,7 +112,9 @@ class MegatronTrainConfig(MegatronConfig):
 
     use_distributed_optimizer: bool = option(True, "Shard fp32 weights and Adam state over data-parallel ranks.")
     overlap_grad_reduce: bool | None = option(
-        None, "Reduce gradients while the backward pass runs; default: true on cuda with several data-parallel ranks."
+        None,
+        "Reduce gradients while the backward pass runs; default: true on cuda with several data-parallel ranks, and "
+        "with overlap_param_gather.",
     )
     overlap_param_gather: bool | None = option(
         None,
@@ -188,7 +191,9 @@ def with_defaults(
         "apply_rope_fusion": transformer_engine,
     }
     if isinstance(options, MegatronTrainConfig):
-        overlap = on_gpu and data_ranks > 1 if options.overlap_grad_reduce is None else options.overlap_grad_reduce
+        overlap = options.overlap_grad_reduce
+        if overlap is None:
+            overlap = bool(options.overlap_param_gather) or (on_gpu and data_ranks > 1)
         values |= {
             "overlap_grad_reduce": overlap,
             "overlap_param_gather": overlap and options.use_distributed_optimizer,
@@ -204,15 +209,15 @@ def virtual_stages(options: MegatronConfig) -> int | None:
     return options.virtual_pipeline_model_parallel_size if several else None
 
 
-def stage_layers(layers: int, options: MegatronConfig) -> list[int]:
-    """The number of layers of each pipeline stage, all its virtual stages together.
+def part_layers(layers: int, options: MegatronConfig) -> list[list[int]]:
+    """The number of layers of each pipeline stage's parts: one part, or its virtual stages.
 
     Raises:
         ValueError: the layers cannot be split like this; the message begins with the key to change.
     """
     stages, virtual = options.pipeline_model_parallel_size, virtual_stages(options) or 1
     if stages == 1:
-        return [layers]
+        return [[layers]]
     first, last = options.num_layers_in_first_pipeline_stage, options.num_layers_in_last_pipeline_stage
     embedding, loss = options.account_for_embedding_in_pipeline_split, options.account_for_loss_in_pipeline_split
     if (first or last) and (embedding or loss):
@@ -225,47 +230,45 @@ def stage_layers(layers: int, options: MegatronConfig) -> list[int]:
     if middle < 0 or counted < 0 or (middle == 0) != (counted == 0) or (middle and counted % middle):
         raise ValueError(_uneven(layers, counted, middle, options))
     split = [*([first] if first else []), *[counted // middle if middle else 0] * middle, *([last] if last else [])]
-    if any(part % virtual for part in split):
+    if any(size % virtual for size in split):
         raise ValueError(
             f"virtual_pipeline_model_parallel_size: {virtual} does not divide the layers of the stages, {split}; "
-            f"use {_either(_common_divisors(split))}"
+            f"use {either(_common_divisors(split))}"
         )
-    split[0] -= embedding
-    split[-1] -= loss
-    if min(split) < 1 or (embedding or loss) and min(split) < virtual:
-        raise ValueError(f"pipeline_model_parallel_size: {stages} stages leave one of {split} without a layer")
-    return split
+    parts = [[size // virtual] * virtual for size in split]
+    parts[0][0] -= embedding
+    parts[-1][-1] -= loss
+    if min(map(min, parts)) < 1:
+        raise ValueError(f"pipeline_model_parallel_size: {stages} stages leave a part of {parts} without a layer")
+    return parts
+
+
+def stage_layers(layers: int, options: MegatronConfig) -> list[int]:
+    """The number of layers of each pipeline stage; errors as `part_layers`."""
+    return [sum(parts) for parts in part_layers(layers, options)]
 
 
 def check_recompute(layers: int, options: MegatronTrainConfig) -> None:
-    """Checks that groups of `recompute_num_layers` layers fill every stage, without which Megatron fails.
+    """Checks that groups of `recompute_num_layers` layers fill every part of a stage, without which Megatron fails.
 
     Raises:
         ValueError: they do not; the message begins with the key to change.
     """
-    group, parts = options.recompute_num_layers or 1, virtual_stages(options) or 1
     if options.recompute_granularity != "full" or options.recompute_method == "block":
         return
-    split = stage_layers(layers, options)
-    embedding, loss = options.account_for_embedding_in_pipeline_split, options.account_for_loss_in_pipeline_split
-    several = len(split) > 1
-    whole = [n + (several and embedding and i == 0) + (several and loss and i == len(split) - 1)
-             for i, n in enumerate(split)]  # fmt: skip
-    sizes = {n // parts for n in whole}
-    sizes |= {whole[0] // parts - 1} if several and embedding else set()
-    sizes |= {whole[-1] // parts - 1} if several and loss else set()
+    group = options.recompute_num_layers or 1
+    sizes = sorted({size for parts in part_layers(layers, options) for size in parts})
     if any(size % group for size in sizes):
-        fitting = [n for n in range(1, max(sizes) + 1) if not any(size % n for size in sizes)]
         raise ValueError(
-            f"recompute_num_layers: groups of {group} do not fill stages of {_either(sorted(sizes))} layers; "
-            f"use {_either(fitting)}, or recompute_method: block"
+            f"recompute_num_layers: groups of {group} do not fill stages of {either(sizes)} layers; "
+            f"use {either(_common_divisors(sizes))}, or recompute_method: block"
         )
 
 
 def _uneven(layers: int, counted: int, middle: int, options: MegatronConfig) -> str:
     stages = options.pipeline_model_parallel_size
     if middle == stages and counted == layers:
-        fitting = _either([size for size in range(1, layers + 1) if layers % size == 0])
+        fitting = either([size for size in range(1, layers + 1) if layers % size == 0])
         return f"pipeline_model_parallel_size: {stages} does not divide the model's {layers} layers; use {fitting}"
     rest = f"{counted} of the model's {layers} layers (the embedding and the head counted, if they are)"
     if middle <= 0 or counted < 0:
@@ -276,10 +279,6 @@ def _uneven(layers: int, counted: int, middle: int, options: MegatronConfig) -> 
 
 def _common_divisors(numbers: list[int]) -> list[int]:
     return [size for size in range(1, min(numbers) + 1) if not any(number % size for number in numbers)]
-
-
-def _either(values: list[int]) -> str:
-    return ", ".join(map(str, values[:-1])) + (" or " if len(values) > 1 else "") + str(values[-1])
 
 
 def ineffective_modules(options: MegatronTrainConfig) -> Iterator[str]:

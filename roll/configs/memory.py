@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from roll.configs.megatron import stage_layers, virtual_stages
+from roll.configs.megatron import part_layers, stage_layers, virtual_stages
 from roll.configs.model_config import ModelShape
 from roll.configs.pipeline import BaseConfig, RLConfig
 from roll.configs.roles import DTYPE_BYTES, ActorInferConfig, ActorTrainConfig, MegatronRoleConfig
@@ -118,8 +118,8 @@ def _optimizer(worker: ActorTrainConfig, count: int, gradient: int) -> tuple[Mem
     if not megatron.optimizer_cpu_offload:
         return MemoryLine("optimizer", total, state), []
     share = megatron.optimizer_offload_fraction
-    away = f"{count:,} parameters x (fp32 weights 4 + gradients 4 + Adam 4 + 4) B / {shards} data-parallel shards"
-    host = MemoryLine("optimizer in host memory", int(count * 16 * share) // shards, f"{away} x {share:g} offloaded")
+    formula = f"{count:,} parameters x (fp32 weights 4 + gradients 4 + Adam 4 + 4) B / {shards} data-parallel shards"
+    host = MemoryLine("optimizer in host memory", int(count * 16 * share) // shards, f"{formula} x {share:g} offloaded")
     return MemoryLine("optimizer", total - int(total * share), f"{state} x {1 - share:g} not offloaded"), [host]
 
 
@@ -129,13 +129,13 @@ class _LayerValues:
 
     Attributes:
         inputs: its input alone, which recomputation of the whole layer keeps.
-        kept: for the backward pass, with `recompute_modules` if that is chosen.
-        again: of `recompute_modules`, which are recomputed one at a time.
+        saved: for the backward pass, with `recompute_modules` if that is chosen.
+        recomputed: of `recompute_modules`, which are recomputed one at a time.
     """
 
     inputs: int
-    kept: int
-    again: int
+    saved: int
+    recomputed: int
 
 
 def _layer_values(worker: ActorTrainConfig, shape: ModelShape, platform: str) -> _LayerValues:
@@ -155,13 +155,13 @@ def _layer_values(worker: ActorTrainConfig, shape: ModelShape, platform: str) ->
     query, kv = shape.query_width(tensor), shape.kv_width(tensor)
     attention = 2 * query + 2 * kv if engine else 4 * query + 3 * kv
     mlp = (3 if fused else 4) * shape.intermediate // tensor
-    kept, again = 2 * norm + attention + mlp, 0
+    saved, recomputed = 2 * norm + attention + mlp, 0
     if megatron.recompute_granularity == "selective":
         if "core_attn" in megatron.recompute_modules and not engine:
-            kept, again = kept - query - kv, 2 * query + kv
+            saved, recomputed = saved - query - kv, 2 * query + kv
         if "mlp" in megatron.recompute_modules:
-            kept, again = kept + hidden - norm - mlp, max(again, norm - hidden + mlp)
-    return _LayerValues(hidden, kept, again)
+            saved, recomputed = saved + hidden - norm - mlp, max(recomputed, norm - hidden + mlp)
+    return _LayerValues(hidden, saved, recomputed)
 
 
 def _activations(
@@ -174,23 +174,24 @@ def _activations(
     """
     megatron, size = worker.strategy_args.strategy_config, DTYPE_BYTES[worker.model_args.dtype]
     tokens, values = _training_tokens(config, worker), _layer_values(worker, shape, platform)
-    layers, virtual = stage_layers(shape.layers, megatron)[stage], virtual_stages(megatron) or 1
-    part = -(-layers // virtual)
-    inputs, whole, again = virtual, layers, values.again
+    parts = part_layers(shape.layers, megatron)[stage]
+    layers, virtual, part = sum(parts), len(parts), max(parts)
+    inputs, whole, recomputed = virtual, layers, values.recomputed
     if megatron.recompute_granularity == "full":
         number = min(megatron.recompute_num_layers or 1, part)
         if megatron.recompute_method == "block":
             inputs, whole = inputs + min(number * virtual, layers), max(layers - number * virtual, 0)
-            again = 0 if whole else values.kept - values.inputs
+            recomputed = 0 if whole else values.saved - values.inputs
         else:
-            inputs, whole, again = inputs + virtual * -(-part // number), 0, number * values.kept - values.inputs
+            inputs, whole = inputs + virtual * -(-part // number), 0
+            recomputed = number * values.saved - values.inputs
     in_flight = _in_flight(worker, stage)
-    total = tokens * (in_flight * (whole * values.kept + inputs * values.inputs) + again)
-    kept = " + ".join(
-        [f"{whole} layers x {values.kept:,}"] * bool(whole) + [f"{inputs} hidden states x {values.inputs:,}"]
+    total = tokens * (in_flight * (whole * values.saved + inputs * values.inputs) + recomputed)
+    saved = " + ".join(
+        [f"{whole} layers x {values.saved:,}"] * bool(whole) + [f"{inputs} hidden states x {values.inputs:,}"]
     )
-    formula = f"{tokens:,} tokens x ({float(in_flight):g} in flight x ({kept})"
-    formula += f" + {again:,} recomputed) x {size} B" if again else f") x {size} B"
+    formula = f"{tokens:,} tokens x ({float(in_flight):g} in flight x ({saved})"
+    formula += f" + {recomputed:,} recomputed) x {size} B" if recomputed else f") x {size} B"
     return MemoryLine("activations", int(total * size), formula)
 
 

@@ -192,10 +192,6 @@ def _check_options(model: DecoderConfig, options: BuildOptions) -> None:
     megatron = options.megatron
     if megatron.apply_rope_fusion and not options.transformer_engine:
         raise ValueError("apply_rope_fusion: true needs Transformer Engine, which this role does not use")
-    if megatron.attention_backend != "auto" and not options.transformer_engine and options.dtype == torch.bfloat16:
-        raise ValueError(
-            f"attention_backend: {megatron.attention_backend} needs Transformer Engine, which this role does not use"
-        )
     tensor = megatron.tensor_model_parallel_size
     stage_layers(model.layers, megatron)
     for name, size in (("attention heads", model.heads), ("FFN width", model.ffn_size)):

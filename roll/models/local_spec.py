@@ -6,6 +6,8 @@ Equal names allow one weight mapping and one checkpoint format for both specs: f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -23,7 +26,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from roll.models.operators import RotaryTable, rms_norm, swiglu
-from roll.models.packed_samples import PackedSamples
 
 
 class RMSNorm(torch.nn.Module):
@@ -53,6 +55,14 @@ class NormColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc]  # M
             rms_norm(x, self.layer_norm_weight, self.eps), *args, **kwargs
         )
         return result
+
+
+@dataclass
+class PackedSamples(PackedSeqParams):  # type: ignore[misc]  # Megatron is not typed
+    """A packed micro-batch: tokens of each sample on the host, and the position [S] of each token in its sample."""
+
+    lengths: Sequence[int] = ()
+    positions: torch.Tensor | None = None
 
 
 class CausalAttention(torch.nn.Module):

@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import pytest
 
-from roll.configs.megatron import MegatronTrainConfig, stage_layers, with_defaults
+from roll.configs.megatron import MegatronTrainConfig, part_layers, with_defaults
 from roll.configs.roles import TrainingArguments
 
 pytestmark = pytest.mark.integration
@@ -109,7 +109,7 @@ def accepted() -> None:
 
 
 def same_layers() -> None:
-    """Random splits of layers: Megatron builds as many on each stage, and refuses what `stage_layers` refuses."""
+    """Random splits: Megatron builds as many layers in each part of a stage, and refuses what `part_layers` refuses."""
     _prepare()
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
@@ -128,16 +128,14 @@ def same_layers() -> None:
             account_for_loss_in_pipeline_split=draw.random() < 0.2,
         )
         try:
-            ours: list[int] | None = stage_layers(layers, options)
+            ours: list[list[int]] | None = part_layers(layers, options)
         except ValueError:
             ours = None
         try:
             config = transformer_config(_model(layers), BuildOptions(options))
             parts: list[int | None] = list(range(virtual)) if (virtual or 1) > 1 and stages > 1 else [None]
             table = [[get_num_layers_to_build(config, part, stage) for part in parts] for stage in range(stages)]
-            theirs = (
-                [sum(row) for row in table] if min(map(min, table)) > 0 and sum(map(sum, table)) == layers else None
-            )
+            theirs = table if min(map(min, table)) > 0 and sum(map(sum, table)) == layers else None
         except (ValueError, AssertionError):
             theirs = None
         assert ours == theirs, (layers, options, ours, theirs)

@@ -7,7 +7,7 @@ import reprlib
 from collections.abc import Callable
 from pathlib import Path
 
-from roll.configs.errors import Report, similar_path, unreachable
+from roll.configs.errors import Report, either, similar_path, unreachable
 from roll.configs.hub.inputs import folder_files
 from roll.configs.hub.names import HubError, hub_name, local_model, other_reading
 from roll.configs.hub.splits import READABLE
@@ -158,7 +158,7 @@ def _check_splits(role: str, worker: RoleConfig, shape: ModelShape, report: Repo
             f"{shape.heads} attention heads, {shape.kv_heads} key-value heads (a divisor or a multiple) and "
             f"intermediate_size {shape.intermediate}"
         )
-        report.error(f"{role}.{key}", f"{tensor} does not divide the model's {sizes}; use {_either(_splits(shape))}")
+        report.error(f"{role}.{key}", f"{tensor} does not divide the model's {sizes}; use {either(_splits(shape))}")
     if isinstance(worker, MegatronRoleConfig):
         try:
             options = worker.strategy_args.strategy_config
@@ -179,7 +179,3 @@ def _splits(shape: ModelShape) -> list[int]:
         and shape.intermediate % size == 0
         and (shape.kv_heads % size == 0 or size % shape.kv_heads == 0)
     ]
-
-
-def _either(values: list[int]) -> str:
-    return ", ".join(map(str, values[:-1])) + (" or " if len(values) > 1 else "") + str(values[-1])

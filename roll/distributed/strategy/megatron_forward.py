@@ -21,7 +21,7 @@ from roll.distributed.strategy.micro_batch import MicroBatch, make_micro_batch
 from roll.models.factory import HiddenStateModel
 from roll.models.fused_linear_logprobs import HeadSpec, fused_linear_logprobs
 from roll.models.hf_config import DecoderConfig
-from roll.models.packed_samples import PackedSamples
+from roll.models.local_spec import PackedSamples
 
 LossFunction = Callable[[torch.Tensor, torch.Tensor, TensorDict], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """(log_probs [b, T], entropy [b, T], samples) -> (loss, metrics) of one micro-batch."""

@@ -13,7 +13,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from roll.configs.megatron import MegatronTrainConfig
 from roll.configs.roles import TORCH_DTYPES, TrainingArguments
-from roll.models.factory import HiddenStateModel
+from roll.models.factory import HiddenStateModel, transformer_engine_available
 
 
 class NonFiniteError(RuntimeError):
@@ -82,12 +82,15 @@ def build_optimizer(
     """AdamW with decoupled weight decay on matrices (norms and biases have none).
 
     Raises:
-        ValueError: fp16, which would need loss scaling and skipped steps.
+        ValueError: fp16, which would need loss scaling and skipped steps; or Transformer Engine is missing.
     """
     dtype = wrapped[0].module.config.params_dtype
     on_cpu = next(wrapped[0].parameters()).device.type == "cpu"
     if dtype == torch.float16:
         raise ValueError("actor_train.model_args.dtype: fp16 cannot be trained; use bf16 or fp32")
+    if megatron.use_precision_aware_optimizer and not transformer_engine_available():
+        name = "optimizer_cpu_offload" if megatron.optimizer_cpu_offload else "use_precision_aware_optimizer"
+        raise ValueError(f"{name}: true needs Transformer Engine, which is not installed; install it, or use false")
     optimizer = get_megatron_optimizer(
         optimizer_config(arguments, megatron, dtype, pinned=not on_cpu),
         list(wrapped),

@@ -198,7 +198,12 @@ class MegatronInferStrategy:
         usable = self.device.type == "cuda" and transformer_engine_available()
         if model.attn_implementation == "fa2" and not usable:
             raise ValueError("attn_implementation: fa2 needs platform cuda with Transformer Engine; use auto or sdpa")
-        return usable and model.attn_implementation != "sdpa" and model.dtype != "fp32"
+        if model.attn_implementation == "sdpa" or model.dtype == "fp32":
+            return False
+        backend = self.megatron.attention_backend
+        if backend != "auto" and not usable:
+            raise ValueError(f"attention_backend: {backend} needs platform cuda with Transformer Engine; use auto")
+        return usable
 
 
 class MegatronTrainStrategy(MegatronInferStrategy):

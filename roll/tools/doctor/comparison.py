@@ -30,7 +30,7 @@ class RankSpeeds:
         node: index of its node.
         address: of that node.
         device: global device.
-        speeds: by names of MEASURES; those that do not apply are left out.
+        speeds: by name, as in MEASURES; a measure that does not apply to the rank is absent.
     """
 
     rank: int
