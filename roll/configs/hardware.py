@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from roll.configs.errors import ConfigError, Report
-from roll.configs.parallel_layout import spans
+from roll.configs.parallel_layout import by_node, spans
 from roll.configs.pipeline import BaseConfig, RLConfig
 from roll.configs.roles import MegatronRoleConfig
 from roll.configs.rules import check
@@ -110,7 +110,7 @@ def resolve_platform(config: BaseConfig, hardware: Hardware, report: Report) -> 
 
 
 def check_nodes(config: BaseConfig, platform: str, devices_per_node: int, report: Report) -> None:
-    """Every engine fits on one node; tensor-parallel groups that span nodes, and GPUs shared on several, are slow."""
+    """Engines are split evenly over their nodes; groups that span nodes, and GPUs shared on several, are slow."""
     _check_sharing(config, platform, devices_per_node, report)
     for role, worker in config.device_roles().items():
         size = worker.layout.tensor
@@ -119,15 +119,16 @@ def check_nodes(config: BaseConfig, platform: str, devices_per_node: int, report
             nodes = sorted({rank // devices_per_node for rank in group})
             if len(nodes) == 1:
                 continue
+            path, what = f"{role}.device_mapping", "a tensor-parallel group"
+            if not isinstance(worker, MegatronRoleConfig):
+                what = "an engine"
+                try:
+                    by_node(group, devices_per_node)
+                except ValueError as error:
+                    report.error(path, f"num_gpus_per_worker {size} gives an engine {error}; or lower that")
+                    break
             placement = f"devices {spans(group)} are on nodes {spans(nodes)} ({devices_per_node} devices per node)"
-            if isinstance(worker, MegatronRoleConfig):
-                report.warn(
-                    f"{role}.device_mapping", f"a tensor-parallel group spans nodes and will be slow: {placement}"
-                )
-            else:
-                report.error(
-                    f"{role}.device_mapping", f"an engine must be on one node: {placement}; lower num_gpus_per_worker"
-                )
+            report.warn(path, f"{what} spans nodes and will be slow: {placement}")
             break
 
 

@@ -8,6 +8,7 @@ import reprlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 MAX_DEVICES = 1_000_000
@@ -44,6 +45,23 @@ def spans(ranks: Sequence[int]) -> str:
         else:
             parts.append([rank, rank])
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+
+
+def by_node(devices: Sequence[int], devices_per_node: int) -> list[tuple[int, ...]]:
+    """The devices of one engine on each of its nodes, in the order given.
+
+    Raises:
+        ValueError: not the same number on each node, or a node comes twice.
+    """
+    parts = [tuple(part) for _, part in groupby(devices, lambda device: device // devices_per_node)]
+    nodes = [part[0] // devices_per_node for part in parts]
+    if len({len(part) for part in parts}) > 1 or len(set(nodes)) < len(nodes):
+        placement = ", then ".join(f"{spans(part)} on node {node}" for part, node in zip(parts, nodes, strict=True))
+        raise ValueError(
+            f"devices {placement} ({devices_per_node} devices per node); an engine over several nodes needs the same "
+            "number on each, one node after the other"
+        )
+    return parts
 
 
 def _ranks(value: Any) -> list[int]:

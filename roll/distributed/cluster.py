@@ -33,7 +33,6 @@ from roll.distributed.processes import (
     process_environment,
 )
 from roll.distributed.remote_errors import CallContext, Failure, ray_failure, seconds_left
-from roll.distributed.resources import DeviceSlot
 from roll.distributed.rpc_batching import ClusterClient, RpcActor, RpcServer
 from roll.distributed.worker import Worker, WorkerRank, registered_methods
 from roll.platforms import get_platform
@@ -101,11 +100,15 @@ class Cluster(Generic[WorkerT]):
         }
         self._slots = resources.device_slots(role, self.world_size)
         self._logs = [log_file(pipeline_config, f"{role}-{rank}") for rank in range(self.world_size)]
-        self._actors = [self._start(rank, slot) for rank, slot in enumerate(self._slots)]
-        self._processes: list[psutil.Process] = []
+        self._processes = [
+            [self._start(rank, node) for node in range(len(slots))] for rank, slots in enumerate(self._slots)
+        ]
+        self._actors = [actors[0] for actors in self._processes]
+        self._local: list[psutil.Process] = []
         self._built = self._ended = False
 
-    def _start(self, rank: int, slot: DeviceSlot) -> Any:
+    def _start(self, rank: int, node_rank: int) -> Any:
+        slot, name = self._slots[rank][node_rank], f"{self.role}-{rank}" + (f"-node-{node_rank}" if node_rank else "")
         cores, threads = self._resources.cores(slot), self._resources.threads(slot)
         concurrent = self._worker_cls.concurrent
         platform = get_platform(self._resources.platform_name)
@@ -125,7 +128,7 @@ class Cluster(Generic[WorkerT]):
             max_concurrency=CONCURRENT_CALLS if concurrent else 1,
             scheduling_strategy=self._resources.scheduling(slot),
             runtime_env={"env_vars": environment},
-        ).remote(f"{self.role}-{rank}", rank, cores, self._logs[rank])
+        ).remote(name, rank, cores, log_file(self._pipeline_config, name))
 
     def initialize(self) -> RemoteCall[list[None]]:
         """Starts the engines of all workers."""
@@ -217,57 +220,78 @@ class Cluster(Generic[WorkerT]):
     @property
     def nodes(self) -> set[int]:
         """Indices of the nodes its workers run on."""
-        return {slot.node for slot in self._slots}
+        return {slot.node for slots in self._slots for slot in slots}
 
     @functools.cached_property
     def ranks(self) -> list[WorkerRank]:
         """What each rank knows about itself; the first use waits for the processes."""
         timeout_s = self._pipeline_config.start_timeout_s
-        started = [actor.process_id.remote() for actor in self._actors]
-        processes: list[int] = RemoteCall(self._context("start"), started, list, timeout_s).get()
-        driver_node = ray.get_runtime_context().get_node_id()
-        local = [self._resources.nodes[slot.node].node_id == driver_node for slot in self._slots]
-        self._processes = [psutil.Process(process) for process, near in zip(processes, local, strict=True) if near]
+        started = self._everywhere("start", lambda actor, *_: actor.process_id.remote())
+        self._local = [
+            psutil.Process(process)
+            for slots, processes in zip(self._slots, started, strict=True)
+            for slot, process in zip(slots, processes, strict=True)
+            if self._resources.nodes[slot.node].node_id == self._resources.this_node
+        ]
         held = RemoteCall(self._context("hold_port", 0), [self._actors[0].hold_port.remote()], list, timeout_s)
         port: int = held.get()[0]
-        nodes = self._resources.nodes
-        return [
-            WorkerRank(
-                role=self.role,
-                rank=rank,
-                world_size=self.world_size,
-                coordinates=self._workers.coordinates(rank),
-                device=0,
-                devices=slot.devices,
-                node=slot.node,
-                address=nodes[slot.node].address,
-                master_address=nodes[self._slots[0].node].address,
-                master_port=port,
-                cores=self._resources.cores(slot),
-                threads=self._resources.threads(slot),
-                platform=self._resources.platform_name,
-            )
-            for rank, slot in enumerate(self._slots)
-        ]
+        return [self._worker_rank(rank, 0, port) for rank in range(self.world_size)]
+
+    def _worker_rank(self, rank: int, node_rank: int, port: int) -> WorkerRank:
+        nodes, slot = self._resources.nodes, self._slots[rank][node_rank]
+        return WorkerRank(
+            role=self.role,
+            rank=rank,
+            world_size=self.world_size,
+            coordinates=self._workers.coordinates(rank),
+            device=0,
+            devices=slot.devices,
+            node=slot.node,
+            address=nodes[slot.node].address,
+            master_address=nodes[self._slots[0][0].node].address,
+            master_port=port,
+            cores=self._resources.cores(slot),
+            threads=self._resources.threads(slot),
+            platform=self._resources.platform_name,
+            nnodes=len(self._slots[rank]),
+            node_rank=node_rank,
+            further_nodes=() if node_rank else tuple(self._processes[rank][1:]),
+        )
 
     def _build(self) -> None:
         """Makes the workers once, before the first call."""
         if self._built:
             return
-        refs = [
-            actor.build.remote(self._worker_cls, rank.environment(), rank, self.config, self._pipeline_config)
-            for actor, rank in zip(self._actors, self.ranks, strict=True)
-        ]
-        RemoteCall(self._context("build"), refs, list, self._pipeline_config.start_timeout_s).get()
+        port = self.ranks[0].master_port
+
+        def build(actor: Any, rank: int, node_rank: int) -> Any:
+            made = self._worker_cls.further_node_cls if node_rank else self._worker_cls
+            known = self._worker_rank(rank, node_rank, port)
+            return actor.build.remote(made, known.environment(), known, self.config, self._pipeline_config)
+
+        self._everywhere("build", build)
         self._built = True
+
+    def _everywhere(self, method: str, call: Callable[[Any, int, int], Any]) -> list[list[Any]]:
+        """Calls all processes, those on further nodes included; the answers by rank and by the rank's nodes."""
+        timeout_s = self._pipeline_config.start_timeout_s
+
+        def ask(actor: Any, rank: int, node: int) -> RemoteCall[Any]:
+            return RemoteCall(self._context(method, rank), [call(actor, rank, node)], lambda got: got[0], timeout_s)
+
+        calls = [
+            [ask(actor, rank, node) for node, actor in enumerate(actors)] for rank, actors in enumerate(self._processes)
+        ]
+        return [[each.get() for each in row] for row in calls]
 
     def _context(self, method: str, *ranks: int) -> CallContext:
         """Context of a call on these ranks, or on all ranks where none is given."""
         return CallContext(self.role, method, {rank: self._location(rank) for rank in ranks or range(self.world_size)})
 
     def _location(self, rank: int) -> str:
-        slot = self._slots[rank]
-        return f"node {slot.node}, devices {spans(sorted(slot.devices))}, log {self._logs[rank]}"
+        slots = self._slots[rank]
+        nodes, devices = spans([slot.node for slot in slots]), sorted(d for slot in slots for d in slot.devices)
+        return f"node{'s' if len(slots) > 1 else ''} {nodes}, devices {spans(devices)}, log {self._logs[rank]}"
 
     def client(self) -> ClusterClient[WorkerT]:
         """A picklable client with which other processes call single ranks."""
@@ -280,11 +304,12 @@ class Cluster(Generic[WorkerT]):
         if self._ended:
             return
         self._ended = True
-        children = [child for process in self._processes for child in descendants(process)]
-        closing = [actor.call.remote("close", False) for actor in self._actors] if self._built else []
+        children = [child for process in self._local for child in descendants(process)]
+        actors = [actor for row in self._processes for actor in row]
+        closing = [actor.call.remote("close", False) for actor in actors] if self._built else []
         if closing:
             ray.wait(closing, num_returns=len(closing), timeout=CLOSE_TIMEOUT_S)
-        for actor in self._actors:
+        for actor in actors:
             ray.kill(actor)
         end(children)
 

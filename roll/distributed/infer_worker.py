@@ -8,22 +8,19 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from roll.configs.pipeline import role_seed
+from roll.distributed.engine_node import EngineNode, FurtherNodes
 from roll.distributed.processes import gc_freeze
 from roll.distributed.strategy.sglang_engine import (
-    LONGER_CONTEXT,
     Engine,
     EngineError,
-    engine_arguments,
-    engine_threads,
     free_port,
     is_free,
+    make_engine,
     preferred_port,
 )
 from roll.distributed.strategy.sglang_generation import Generation
 from roll.distributed.weight_sync.receiver import WeightReceiver
 from roll.distributed.worker import WorkerRank, register
-from roll.platforms import get_platform
 from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
 
 if TYPE_CHECKING:
@@ -47,10 +44,12 @@ class InferWorker(WeightReceiver):
 
     concurrent = True
     spans_tensor_parallel = True
+    further_node_cls = EngineNode
 
     def __init__(self, rank: WorkerRank, config: ActorInferConfig, pipeline_config: RLConfig) -> None:
         super().__init__(rank, config, pipeline_config)
         self._generation: Generation | None = None
+        self._further_nodes: FurtherNodes | None = None
         self._released: set[str] = set()
         self._memory_changes = asyncio.Lock()
 
@@ -72,24 +71,17 @@ class InferWorker(WeightReceiver):
         Raises:
             EngineError: it did not start, or did not answer, with SGLang's reason.
         """
-        config, pipeline = self.config, self.pipeline_config
-        seed = role_seed(pipeline.seed, self.rank.role, self.rank.rank)  # each request has its own seed as well
-        platform = get_platform(self.rank.platform)
-        turns = pipeline.takes_turns(platform.name)
-        required = platform.engine_arguments(config.model_args.dtype, pipeline.deterministic, releases_memory=turns)
-        arguments = engine_arguments(config, pipeline, required, seed)
-        environment = {**LONGER_CONTEXT, **platform.engine_environment(config.model_args.dtype), **config.system_envs}
-        if arguments.get("device") == "cpu":
-            environment |= engine_threads(arguments["tp_size"])
-        self._engine = Engine(self.rank.name, arguments, environment)
+        config = self.config
+        self._engine = make_engine(self.rank, config, self.pipeline_config)
+        self._further_nodes = FurtherNodes(self.rank, self._engine.died)
         self._generation = Generation(
             self._engine,
             config.generation_timeout_s,
-            deterministic=pipeline.deterministic,
+            deterministic=self.pipeline_config.deterministic,
             running=config.max_running_requests,
             version=lambda: self.version,
         )
-        await self._start(self._engine)
+        await self._start(self._engine, self._further_nodes)
         probe = GenerateRequest("probe", [PROBE_TOKEN], SamplingParams(max_new_tokens=1), seed=0)
         [answer] = await self._generation.generate([probe])
         if answer.error is not None or len(answer.response_ids) != 1:
@@ -101,14 +93,17 @@ class InferWorker(WeightReceiver):
         gc_freeze()
         await self._engine.manager.freeze_gc()  # in the scheduler's processes too
 
-    async def _start(self, engine: Engine) -> None:
+    async def _start(self, engine: Engine, further_nodes: FurtherNodes) -> None:
         """Starts the engine on a free port; tries another one if the port is taken before the engine binds it."""
         until = time.monotonic() + self.pipeline_config.start_timeout_s
         first = preferred_port(os.getpid())
         for attempt in range(PORT_ATTEMPTS):
-            port = free_port(first)
+            port, left_s = free_port(first), until - time.monotonic()
             try:
-                return await engine.start({"nccl_port": port}, until - time.monotonic())
+                if self.rank.nnodes == 1:
+                    return await engine.start({"nccl_port": port}, left_s)
+                address = f"{self.rank.address}:{port}"
+                return await further_nodes.start(engine.start({"dist_init_addr": address}, left_s), address, left_s)
             except EngineError:
                 if is_free(port) or attempt == PORT_ATTEMPTS - 1:
                     raise
@@ -188,7 +183,9 @@ class InferWorker(WeightReceiver):
         return [os.getpid(), *(self._engine.processes() if self._engine is not None else [])]
 
     def close(self) -> None:
-        """Ends the engine's processes and waits for them; may be called twice."""
+        """Ends the engine's processes on this node and waits for them; may be called twice."""
+        if self._further_nodes is not None:
+            self._further_nodes.stop_watching()
         if self._engine is not None:
             self._engine.stop()
 

@@ -14,7 +14,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from roll.configs.parallel_layout import spans
+from roll.configs.parallel_layout import by_node, spans
 from roll.distributed.core_pinning import Topology, cores_of, read_topology, threads_of
 
 if TYPE_CHECKING:
@@ -56,18 +56,20 @@ class Node:
 
 @dataclass(frozen=True)
 class DeviceSlot:
-    """The devices of one worker: `devices` are global ranks, `local_devices` the same numbered within the node."""
+    """What a worker owns of one node: `devices` are global ranks, `local_devices` the same counted within the node."""
 
     node: int
     devices: tuple[int, ...]
     local_devices: tuple[int, ...]
 
 
-def device_slots(role: str, devices: Sequence[int], workers: int, devices_per_node: int) -> list[DeviceSlot]:
-    """One slot for each worker, with devices in the order of the mapping.
+def device_slots(
+    role: str, devices: Sequence[int], workers: int, devices_per_node: int
+) -> list[tuple[DeviceSlot, ...]]:
+    """The slots of each worker, one on each of its nodes, with devices in the order of the mapping.
 
     Raises:
-        ValueError: the devices do not divide among the workers, or a worker would span two nodes.
+        ValueError: the devices do not divide among the workers, or those of a worker among its nodes.
     """
     if workers < 1 or not devices or len(devices) % workers:
         raise ValueError(f"{role}.device_mapping: {len(devices)} devices cannot be divided among {workers} workers")
@@ -75,14 +77,18 @@ def device_slots(role: str, devices: Sequence[int], workers: int, devices_per_no
     slots = []
     for worker in range(workers):
         own = tuple(devices[worker * each : (worker + 1) * each])
-        nodes = sorted({device // devices_per_node for device in own})
-        if len(nodes) > 1:
-            raise ValueError(
-                f"{role}.device_mapping: worker {worker} would own devices {list(own)} on nodes {nodes}; "
-                f"a worker stays on one node of {devices_per_node} devices"
-            )
-        slots.append(DeviceSlot(nodes[0], own, tuple(device % devices_per_node for device in own)))
+        try:
+            parts = by_node(own, devices_per_node)
+        except ValueError as error:
+            raise ValueError(f"{role}.device_mapping: worker {worker}: {error}") from None
+        slots.append(tuple(_slot(part, devices_per_node) for part in parts))
     return slots
+
+
+def _slot(devices: tuple[int, ...], devices_per_node: int) -> DeviceSlot:
+    """The slot of devices of one node."""
+    local = tuple(device % devices_per_node for device in devices)
+    return DeviceSlot(devices[0] // devices_per_node, devices, local)
 
 
 def visible_devices(local_devices: Sequence[int], gpus: Sequence[str]) -> str:
@@ -207,8 +213,8 @@ class ResourceManager:
         self.this_node = ray.get_runtime_context().get_node_id()
         self.nodes = self._locate()
 
-    def device_slots(self, role: str, workers: int) -> list[DeviceSlot]:
-        """The devices of each of the role's workers."""
+    def device_slots(self, role: str, workers: int) -> list[tuple[DeviceSlot, ...]]:
+        """The devices of each of the role's workers, by node."""
         return device_slots(role, self.roles[role], workers, self.devices_per_node)
 
     def cores(self, slot: DeviceSlot) -> tuple[int, ...]:

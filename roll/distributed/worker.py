@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from roll.configs.parallel_layout import RankCoordinates
 
@@ -55,6 +55,9 @@ class WorkerRank:
         address: address of that node for other ranks.
         master_address: address of rank 0's node.
         master_port: held by rank 0's process for the cluster's process group.
+        nnodes: nodes of the worker; only an engine has several.
+        node_rank: index of this node among them.
+        further_nodes: on the first of several nodes, Ray actors that run an `EngineNode` on the others.
         cores: cores the process is pinned to.
         threads: compute threads that go with them.
         platform: cpu or cuda.
@@ -73,6 +76,9 @@ class WorkerRank:
     cores: tuple[int, ...]
     threads: int
     platform: str
+    nnodes: int = 1
+    node_rank: int = 0
+    further_nodes: tuple[Any, ...] = ()
 
     @classmethod
     def single(cls, role: str, platform: str = "cpu") -> WorkerRank:
@@ -113,11 +119,13 @@ class Worker:
     """Base class of what runs in a cluster's processes; methods marked with `register` can be called remotely.
 
     A subclass whose methods are coroutines sets `concurrent = True`: its calls then run concurrently. A subclass whose
-    single process drives all tensor-parallel devices sets `spans_tensor_parallel = True`.
+    single process drives all tensor-parallel devices sets `spans_tensor_parallel = True`, and `further_node_cls` to the
+    class of the processes on further nodes, where those devices are on several.
     """
 
     concurrent = False
     spans_tensor_parallel = False
+    further_node_cls: type[Worker] | None = None
 
     def __init__(self, rank: WorkerRank, config: RoleConfig, pipeline_config: BaseConfig) -> None:
         """Starts no engine: `initialize` does, so that all ranks can start at once."""

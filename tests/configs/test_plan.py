@@ -179,9 +179,14 @@ def test_assumptions_are_warnings(tmp_path: Path) -> None:
     assert "num_devices_per_node: is not given and there is no GPU here: assumed 8" in message
 
 
-def test_an_engine_must_be_on_one_node(tmp_path: Path) -> None:
-    config = rlvr(tmp_path, "actor_infer.num_gpus_per_worker=2", "num_devices_per_node=3")
-    with pytest.raises(ConfigError, match="an engine must be on one node: devices 20-21 are on nodes 6-7"):
+def test_an_engine_over_nodes_is_a_warning_and_has_the_same_number_of_devices_on_each(tmp_path: Path) -> None:
+    plan = make_plan(rlvr(tmp_path, "actor_infer.num_gpus_per_worker=2", "num_devices_per_node=3"), SERVER)
+    assert any(
+        "an engine spans nodes and will be slow: devices 20-21 are on nodes 6-7" in line for line in plan.warnings
+    )
+    config = rlvr(tmp_path, "actor_infer.num_gpus_per_worker=4", "num_devices_per_node=7")
+    message = "gives an engine devices 20 on node 2, then 21-23 on node 3 .*the same number on each"
+    with pytest.raises(ConfigError, match=message):
         make_plan(config, SERVER)
 
 

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import pytest
 
-from roll.distributed.resources import device_slots, nodes_needed, resource_table, visible_devices
+from roll.distributed.resources import DeviceSlot, device_slots, nodes_needed, resource_table, visible_devices
 
 
 def test_devices_are_assigned_in_the_order_of_the_mapping() -> None:
     slots = device_slots("actor_infer", [5, 4, 9, 8], workers=2, devices_per_node=8)
-    assert [(slot.node, slot.devices, slot.local_devices) for slot in slots] == [
-        (0, (5, 4), (5, 4)),
-        (1, (9, 8), (1, 0)),
-    ]
+    assert slots == [(DeviceSlot(0, (5, 4), (5, 4)),), (DeviceSlot(1, (9, 8), (1, 0)),)]
 
 
-def test_a_worker_stays_on_one_node() -> None:
-    with pytest.raises(ValueError, match=r"worker 0 would own devices \[7, 8\] on nodes \[0, 1\]"):
-        device_slots("actor_infer", [7, 8], workers=1, devices_per_node=8)
+def test_an_engine_over_two_nodes_has_a_slot_on_each() -> None:
+    (slots,) = device_slots("actor_infer", [7, 6, 8, 9], workers=1, devices_per_node=8)
+    assert slots == (DeviceSlot(0, (7, 6), (7, 6)), DeviceSlot(1, (8, 9), (0, 1)))
+
+
+@pytest.mark.parametrize(
+    ("devices", "placement"),
+    [([6, 7, 8], "6-7 on node 0, then 8 on node 1"), ([7, 8, 6, 9], "7 on node 0, then 8 on node 1, then 6 on node 0")],
+)
+def test_an_engine_has_as_many_devices_on_each_of_its_nodes(devices: list[int], placement: str) -> None:
+    with pytest.raises(ValueError, match=f"actor_infer.device_mapping: worker 0: devices {placement}.*the same number"):
+        device_slots("actor_infer", devices, workers=1, devices_per_node=8)
 
 
 def test_devices_must_divide_among_workers() -> None:

@@ -122,13 +122,15 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
-def wait_for_line(folder: Path, step: int) -> None:
-    """Until metrics.jsonl holds `step`."""
+def wait_for_line(run: subprocess.Popen[str], folder: Path, step: int) -> None:
+    """Until metrics.jsonl of the run holds `step`; a run that ends before fails the test."""
     deadline = time.monotonic() + START_DEADLINE_S
     while time.monotonic() < deadline:
         file = folder / "run" / "metrics.jsonl"
         if file.exists() and f'"step": {step},' in file.read_text():
             return
+        if run.poll() is not None:
+            pytest.fail(f"the run ended before step {step}:\n{finish(run)[1][-3000:]}")
         time.sleep(0.05)
     pytest.fail(f"step {step} was not reached within {START_DEADLINE_S} s")
 

@@ -211,7 +211,7 @@ def test_a_run_ended_by_ctrl_c_saves_a_checkpoint_and_goes_on_as_if_it_had_not_b
     assert code == 0, output
     config = agentic(inputs, broken, **keys)
     first = start(config, "async_training.rollouter=actor")  # Ctrl-C must end the rollouter's process too
-    wait_for_line(broken, 2)
+    wait_for_line(first, broken, 2)
     os.killpg(first.pid, signal.SIGINT)  # as a terminal does, to every process of the run
     code, output = finish(first)
     assert code == 130 and "Traceback" not in output and "KeyboardInterrupt" not in output, output

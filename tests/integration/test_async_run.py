@@ -211,7 +211,7 @@ def test_an_engine_that_dies_ends_the_run_which_goes_on_with_what_was_buffered_a
 ):
     config = asynchronous(inputs, tmp_path, 2, save_steps=1, eval_steps=0)
     run = start(config, "max_steps=1000")
-    wait_for_line(tmp_path, 2)
+    wait_for_line(run, tmp_path, 2)
     [scheduler] = [process for process in processes_of(tmp_path) if "sglang::scheduler" in process.name()]
     scheduler.kill()
     code, output = finish(run)

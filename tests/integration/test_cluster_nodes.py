@@ -23,6 +23,16 @@ from roll.distributed.resources import CPU_SLOT, ResourceError, ResourceManager,
 from roll.tools.doctor import measure
 from tests.configs.samples import SFT, write
 from tests.hub_server import commit_of, serve_hub
+from tests.integration.runs import (
+    assert_nothing_is_left,
+    finish,
+    inputs_in,
+    lines,
+    processes_of,
+    recipe,
+    start,
+    wait_for_line,
+)
 
 pytestmark = pytest.mark.integration
 
@@ -101,14 +111,15 @@ def test_workers_have_the_gpus_of_their_node_and_the_nccl_settings(two_nodes: No
     start_ray(config, "cuda", 2)
     resources = ResourceManager("cuda", 2, {"actor_train": [0, 1, 2, 3]})
     assert sorted(",".join(node.gpus) for node in resources.nodes) == sorted(GPUS)
-    for slot in resources.device_slots("actor_train", 4):
+    slots = [slot for slots in resources.device_slots("actor_train", 4) for slot in slots]
+    for slot in slots:
         own, other = resources.visible_devices(slot).split(",")
         gpus = resources.nodes[slot.node].gpus
         assert own == gpus[slot.local_devices[0]] and {own, other} == set(gpus)
     role = RoleConfig(device_mapping=[0, 1, 2, 3], system_envs={"NCCL_NVLS_ENABLE": "1"})
     echo = Cluster("actor_train", Echo, role, config, resources, ParallelLayout(data=4))
     expected = {
-        "CUDA_VISIBLE_DEVICES": list(map(resources.visible_devices, resources.device_slots("actor_train", 4))),
+        "CUDA_VISIBLE_DEVICES": list(map(resources.visible_devices, slots)),
         "NCCL_CUMEM_ENABLE": ["0"] * 4,
         "NCCL_NVLS_ENABLE": ["1"] * 4,  # the recipe's own wins
         "CUBLAS_WORKSPACE_CONFIG": [":4096:8"] * 4,
@@ -142,3 +153,32 @@ def test_the_doctor_names_the_node_whose_matrix_products_are_slow(
     assert doctor(tmp_path, "--slower-than", "0.3") == 1
     *_, last = capsys.readouterr().out.splitlines()
     assert last.startswith("slow: node 1 at ") and "matmul of rank 2-3" in last
+
+
+def test_an_engine_over_two_nodes_gets_every_update_and_its_death_on_the_second_ends_the_run(
+    two_nodes: None, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    config = recipe(
+        inputs_in(tmp_path / "data", tiny_model_dir),
+        tmp_path,
+        num_devices_per_node=2,
+        actor_train__strategy_args__strategy_config={},
+        actor_train__device_mapping=[0],
+        actor_infer__device_mapping=[1, 2],
+        actor_infer__num_gpus_per_worker=2,
+        verify_weights="always",
+        max_steps=1000,
+        save_steps=0,
+        eval_steps=0,
+    )
+    run = start(config)
+    wait_for_line(run, tmp_path, 3)
+    for metrics in lines(tmp_path):
+        assert metrics["publish/verified"] == 1
+        assert metrics["correction/log_prob_diff_max"] < 1e-4
+    second = [process for process in processes_of(tmp_path) if "sglang::scheduler_TP1" in process.name()]
+    second[0].kill()
+    code, output = finish(run)
+    assert code != 0
+    assert f"node 1: process {second[0].pid} of the engine died" in output
+    assert_nothing_is_left(tmp_path)

@@ -64,7 +64,7 @@ def test_a_killed_and_resumed_run_writes_what_an_unbroken_one_does(shared_runs, 
     """The checkpoint is of step 2, after a validation at that step had filled the prefix cache."""
     config = recipe(inputs, tmp_path, async_training__rollouter="inline")
     first = start(config)
-    wait_for_line(tmp_path, 3)
+    wait_for_line(first, tmp_path, 3)
     os.kill(first.pid, signal.SIGKILL)
     finish(first)
     assert lines(tmp_path)[:3] == lines(unbroken[0])[:3], "two runs with one seed differ"

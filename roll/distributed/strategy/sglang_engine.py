@@ -15,9 +15,11 @@ from typing import Any, TypeVar
 import psutil
 
 from roll.configs.hub.names import local_model
-from roll.configs.pipeline import BaseConfig
+from roll.configs.pipeline import BaseConfig, RLConfig, role_seed
 from roll.configs.roles import TORCH_DTYPES, ActorInferConfig
 from roll.distributed.core_pinning import read_topology
+from roll.distributed.worker import WorkerRank
+from roll.platforms import get_platform
 
 T = TypeVar("T")
 
@@ -81,6 +83,7 @@ class Engine:
         loop = asyncio.get_running_loop()
         before = set(psutil.Process().children(recursive=True))
         start = loop.run_in_executor(self._thread, self._launch, {**self.arguments, **arguments})
+        start.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may end after the wait for it
         try:
             self._engine = await asyncio.wait_for(asyncio.shield(start), timeout_s)
         except TimeoutError as error:
@@ -100,9 +103,8 @@ class Engine:
         _ignore_quit_signal()
         engine = _engine_class()(**arguments)
         atexit.unregister(engine.shutdown)  # it would kill every child of this process
-        watchdog = engine.tokenizer_manager._subprocess_watchdog
-        if watchdog is not None:
-            watchdog.stop()  # `_watch` replaces it
+        if engine.tokenizer_manager is not None and engine.tokenizer_manager._subprocess_watchdog is not None:
+            engine.tokenizer_manager._subprocess_watchdog.stop()  # `_watch` replaces it
         return engine
 
     async def guard(self, answer: Awaitable[T], what: str, timeout_s: float | None) -> T:
@@ -123,18 +125,26 @@ class Engine:
             raise EngineError(f"{self.name}: {what}: {self._death.result()}")
         raise EngineError(f"{self.name}: {what}: no answer within {timeout_s:g} s")
 
+    async def death(self) -> str:
+        """Waits for the death of the running engine; its cause."""
+        assert self._death is not None
+        return await asyncio.shield(self._death)
+
+    def died(self, cause: str) -> None:
+        """Makes calls in progress and later ones fail with this cause; the first cause counts."""
+        if self._death is not None and not self._death.done():
+            self._death.set_result(cause)
+
     def processes(self) -> list[int]:
         """Ids of the engine's processes that still run."""
         return [process.pid for process in self._processes if _alive(process)]
 
     async def _watch(self) -> None:
         """Waits for the death of a scheduler; other processes, such as those of torch's compiler, end when idle."""
-        assert self._death is not None
         while True:
             dead = sorted({*self._schedulers} - {*self.processes()})
             if dead:
-                self._death.set_result(f"process {dead[0]} of the engine died; see the worker's log")
-                return
+                return self.died(f"process {dead[0]} of the engine died; see the worker's log")
             await asyncio.sleep(WATCH_INTERVAL_S)
 
     def stop(self) -> None:
@@ -145,12 +155,11 @@ class Engine:
         """
         if self._watcher is not None:
             self._watcher.cancel()
-        if self._death is not None and not self._death.done():
-            self._death.set_result("the engine was stopped")
-        if self._engine is not None:
+        self.died("the engine was stopped")
+        if self._engine is not None and self._engine.tokenizer_manager is not None:
             for task in self._engine.tokenizer_manager.asyncio_tasks:
                 task.cancel()
-            self._engine = None
+        self._engine = None
         self._kill()
         self._thread.shutdown(wait=False)
 
@@ -211,6 +220,22 @@ PORT_STRIDE = 16
 """Distance of the first ports of processes with consecutive ids."""
 
 
+def make_engine(rank: WorkerRank, config: ActorInferConfig, pipeline: RLConfig) -> Engine:
+    """The engine of this rank, or its part on this node; not started."""
+    platform, dtype = get_platform(rank.platform), config.model_args.dtype
+    turns = pipeline.takes_turns(platform.name)
+    required = platform.engine_arguments(dtype, pipeline.deterministic, releases_memory=turns)
+    seed = role_seed(pipeline.seed, rank.role, rank.rank)  # each request has its own seed as well
+    arguments = engine_arguments(config, pipeline, required, seed)
+    environment = {**LONGER_CONTEXT, **platform.engine_environment(dtype), **config.system_envs}
+    if arguments.get("device") == "cpu":
+        environment |= engine_threads(arguments["tp_size"], rank.nnodes)
+    if rank.nnodes > 1:
+        arguments |= {"nnodes": rank.nnodes, "node_rank": rank.node_rank}
+        environment["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"
+    return Engine(rank.name, arguments, environment)
+
+
 def engine_arguments(
     worker: ActorInferConfig, pipeline: BaseConfig, platform_arguments: dict[str, Any], seed: int
 ) -> dict[str, Any]:
@@ -267,8 +292,8 @@ def is_free(port: int) -> bool:
         return True
 
 
-def engine_threads(tensor_parallel: int) -> dict[str, str]:
-    """Environment variables that give each rank of an engine its share of this process's cores.
+def engine_threads(tensor_parallel: int, nodes: int = 1) -> dict[str, str]:
+    """Environment variables that give each of an engine's ranks on this node its share of this process's cores.
 
     Threads and pinning must agree (two OpenMP threads on one core cost a factor of twenty), so a rank gets as many
     threads as its share of this process's cores, or of OMP_NUM_THREADS where that is smaller.
@@ -276,9 +301,10 @@ def engine_threads(tensor_parallel: int) -> dict[str, str]:
     topology = read_topology()
     cores = topology.ordered(topology.cores)  # so that two ranks share no physical core
     threads = min(int(os.environ.get("OMP_NUM_THREADS", len(cores))), len(cores))
-    share = max(1, threads // tensor_parallel)
+    ranks = tensor_parallel // nodes
+    share = max(1, threads // ranks)
     environment = {"OMP_NUM_THREADS": str(share)}
     if tensor_parallel > 1:
-        spans = [cores[rank * share % len(cores) :][:share] for rank in range(tensor_parallel)]
+        spans = [cores[rank * share % len(cores) :][:share] for rank in range(ranks)]
         environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, span)) for span in spans)
     return environment

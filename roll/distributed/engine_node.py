@@ -1,0 +1,115 @@
+"""An engine over several nodes: the process that runs its part on a further node, and that process seen from the first.
+
+SGLang starts on each node the tensor-parallel ranks whose devices are there. Requests and control messages go to the
+first node; SGLang passes them on to the other ranks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+from roll.distributed.remote_errors import Failure, ray_failure
+from roll.distributed.strategy.sglang_engine import Engine, EngineError, make_engine
+from roll.distributed.worker import Worker, WorkerRank, register
+
+if TYPE_CHECKING:
+    from roll.configs.pipeline import RLConfig
+    from roll.configs.roles import ActorInferConfig
+
+
+class EngineNode(Worker):
+    """The ranks of one engine on a further node. `InferWorker` of the first node calls it; the driver only ends it."""
+
+    concurrent = True
+    config: ActorInferConfig
+    pipeline_config: RLConfig
+
+    def __init__(self, rank: WorkerRank, config: ActorInferConfig, pipeline_config: RLConfig) -> None:
+        super().__init__(rank, config, pipeline_config)
+        self._engine: Engine | None = None
+        self._starting: asyncio.Task[None] | None = None
+
+    @register(deadline="start_timeout_s")
+    async def start(self, address: str, timeout_s: float) -> None:
+        """Starts the ranks and waits until they have joined the other nodes' and loaded the model.
+
+        Raises:
+            EngineError: SGLang failed, with its reason, or was not ready within `timeout_s`.
+        """
+        await self.stop()
+        self._engine = make_engine(self.rank, self.config, self.pipeline_config)
+        self._starting = asyncio.create_task(self._engine.start({"dist_init_addr": address}, timeout_s))
+        await self._starting
+
+    @register()
+    async def death(self) -> str:
+        """Waits until a rank dies; which one."""
+        if self._engine is None:
+            raise EngineError(f"{self.rank.name}: the engine is not running on node {self.rank.node}")
+        return f"node {self.rank.node}: {await self._engine.death()}"
+
+    @register()
+    async def stop(self) -> None:
+        """Ends the ranks, also where they are about to start, and waits until their processes are gone."""
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.wait([self._starting])
+        self.close()
+
+    def close(self) -> None:
+        """Ends the ranks; may be called twice."""
+        if self._engine is not None:
+            self._engine.stop()
+
+
+class FurtherNodes:
+    """The further nodes of one engine."""
+
+    def __init__(self, rank: WorkerRank, died: Callable[[str], None]) -> None:
+        """Of the engine of this rank; none where it is on one node. Calls `died` with the reason when one dies."""
+        self._rank, self._actors, self._died = rank, rank.further_nodes, died
+        self._watches: list[asyncio.Task[None]] = []
+
+    async def start(self, first: Awaitable[None], address: str, timeout_s: float) -> None:
+        """Starts all nodes together, `first` on this one. After a failure nothing runs on any.
+
+        Args:
+            first: starts this node's ranks; it stops them when it is cancelled.
+            address: where ranks meet, as host:port of this node.
+            timeout_s: longest wait.
+
+        Raises:
+            EngineError: a node failed; the message names it.
+        """
+        here = asyncio.ensure_future(first)
+        there = [asyncio.ensure_future(self._call(actor, "start", address, timeout_s)) for actor in self._actors]
+        try:
+            await asyncio.gather(here, *there)
+        except BaseException:
+            here.cancel()
+            await asyncio.wait([here])
+            await asyncio.gather(*(self._call(actor, "stop") for actor in self._actors), return_exceptions=True)
+            raise
+        self._watches = [asyncio.create_task(self._watch(actor)) for actor in self._actors]
+
+    def stop_watching(self) -> None:
+        """Ends the watch; the driver ends the nodes."""
+        for watch in self._watches:
+            watch.cancel()
+
+    async def _watch(self, actor: Any) -> None:
+        try:
+            self._died(await self._call(actor, "death"))
+        except EngineError as error:
+            self._died(str(error))
+
+    async def _call(self, actor: Any, method: str, *arguments: Any) -> Any:
+        try:
+            answer = await asyncio.wrap_future(actor.call.remote(method, True, *arguments).future())
+        except Exception as error:
+            answer = ray_failure(self._rank.rank, error)
+        if isinstance(answer, Failure):
+            raise EngineError(f"{self._rank.name}, on a further node: {answer.message}")
+        return answer
