@@ -41,12 +41,12 @@ def summarise(out: Path, seed: int, start: float, warm: RunSummary, rl: RunSumma
         start: `time.perf_counter()` before the first stage.
         warm: summary of the supervised stage.
         rl: summary of the reinforcement learning stage.
-        metric: validation metric, such as `val/score`; its first value is `val_before`, its last `val_after`.
+        metric: validation metric, such as `val/score`; its first value is `val_before`, its last `val_after`. Both are
+            left out where `eval_steps: 0` turned validation off.
     """
     scores = {int(step): metrics[metric] for step, metrics in rl.validation.items()}
     summary = {
-        "val_before": scores[min(scores)],
-        "val_after": scores[max(scores)],
+        **({"val_before": scores[min(scores)], "val_after": scores[max(scores)]} if scores else {}),
         "seconds": round(time.perf_counter() - start, 1),
         "peak_rss_bytes": max(warm.peak_memory_bytes, rl.peak_memory_bytes),
         "seed": seed,
@@ -72,7 +72,9 @@ def main(
     parser.add_argument("overrides", nargs="*", help="overrides for the reinforcement learning stage")
     arguments = parser.parse_args()
     summary = demo(arguments.out, arguments.seed, arguments.overrides)
-    figures = f"[bold]{summary['val_before']:.3f} -> {summary['val_after']:.3f}[/bold]"
+    figures = "(not validated)"
+    if "val_after" in summary:
+        figures = f"[bold]{summary['val_before']:.3f} -> {summary['val_after']:.3f}[/bold]"
     memory = summary["peak_rss_bytes"] / 2**30
     console.print(f"{what.replace('...', figures)}, in {summary['seconds']:.0f} s, peak memory {memory:.1f} GiB")
     console.print(f"{arguments.out}/summary.json   {arguments.out}/curves.png   tensorboard --logdir {arguments.out}")
