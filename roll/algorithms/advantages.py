@@ -76,9 +76,7 @@ class RewardBatch:
 
     @property
     def episode_rewards(self) -> Tensor:
-        """R [E]: the score of each episode minus the KL penalty of its tokens."""
-        if self.turns is None:
-            return token_rewards(self.scores, self.token_kl, self.response_mask).sum(-1)
+        """R [E]: the score of each episode minus the KL penalty of its tokens; one without a token has a score too."""
         penalty = masked(self.token_kl, self.response_mask).sum(-1)
         return self.episodes.per_episode(self.scores) - self.episodes.sum_samples(penalty)
 
@@ -248,12 +246,14 @@ def compute_advantages(
             scores; `whiten_advantages` and the advantages leave them out.
 
     Raises:
-        ValueError: a score is not finite, `add_token_level_kl` lacks its log-probs, or the turns are inconsistent with
-            the rest of the batch, or missing although the estimator needs them.
+        ValueError: a score is not finite, there is no token, `add_token_level_kl` lacks its log-probs, or the turns are
+            inconsistent with the rest of the batch, or missing although the estimator needs them.
     """
     if not bool(torch.isfinite(scores).all()):
         bad = [index for index, good in enumerate(torch.isfinite(scores).tolist()) if not good]
         raise ValueError(f"scores of samples {bad[:8]} are not finite; drop a sample whose reward failed")
+    if response_mask.shape[1] == 0:
+        raise ValueError(f"response_mask of shape {list(response_mask.shape)} has no token; nothing was generated")
     mask, scores = response_mask.bool(), scores.float()
     kl = _reference_kl(config, mask, log_probs, ref_log_probs)
     if turns is not None:

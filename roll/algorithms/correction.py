@@ -52,7 +52,8 @@ def off_policy_correction(
     log_ratio = clamped_log_ratio(log_probs, behavior_log_probs, mask)
     kept = mask & within_bounds(log_ratio, mask, options.rejection)
     if options.veto_threshold is not None:
-        kept = kept & ~(mask & (log_ratio < math.log(options.veto_threshold))).any(-1, keepdim=True)
+        difference = masked((log_probs - behavior_log_probs).detach().double(), mask)  # e^-20 is above some thresholds
+        kept = kept & ~(difference < math.log(options.veto_threshold)).any(-1, keepdim=True)
     weights, inside = importance_weights(log_ratio, mask, options)
     return Correction(masked(weights, mask).to(log_probs.dtype), kept & inside)
 

@@ -19,7 +19,7 @@ KL_CLAMP = 10.0
 LOG_RATIO_CLAMP = 20.0
 """Bound of a log ratio before exponentiation: e^20 is beyond every clip, but finite in fp32, as is its gradient."""
 
-KL_ESTIMATORS: Registry[Callable[[Tensor], Tensor]] = Registry("kl_penalty")
+KL_ESTIMATORS: Registry[Callable[[Tensor], Tensor]] = Registry("KL estimator")
 """f(log pi - log ref), any shape."""
 
 
@@ -54,7 +54,7 @@ def kl_divergence(log_probs: Tensor, ref_log_probs: Tensor, estimator: str) -> T
     Args:
         log_probs: log pi of the sampled tokens.
         ref_log_probs: log-probs of the same tokens under the reference.
-        estimator: a name of KL_ESTIMATORS (`kl_penalty`).
+        estimator: a name of KL_ESTIMATORS (`kl_penalty` in the reward, `kl_loss_type` in the loss).
     """
     return KL_ESTIMATORS[estimator](log_probs - ref_log_probs)
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from roll.algorithms.aggregation import LossScale, aggregate, masked, masked_max
 from roll.algorithms.correction import Correction, off_policy_correction, partial_sums
 from roll.algorithms.kl import k3, kl_divergence
-from roll.algorithms.policy_losses import PG_VARIANTS, PolicyLossConfig, sequence_ratio_base
+from roll.algorithms.policy_losses import PG_VARIANTS, PolicyLossConfig, policy_ratio, sequence_ratio_base
 from roll.algorithms.registry import Registry
 
 Loss = Callable[[Tensor, Tensor | None, Mapping[str, Tensor], LossScale, Any], tuple[Tensor, dict[str, Tensor]]]
@@ -49,8 +50,9 @@ def policy(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss pg + kl_loss_coef KL(pi || ref) - entropy_loss_coef H, each term aggregated by `loss_agg_mode`.
 
-    Correction weights multiply the policy term pg. Rejected tokens have no term at all, but still count in the
-    denominators unless `renormalize` is set (then `scale` must count only the kept tokens).
+    Correction weights multiply the policy term pg. Rejected tokens have no term at all and no part in the ratio of
+    their response or turn, but still count in the denominators unless `renormalize` is set (then `scale` must count
+    only the kept tokens).
 
     Args:
         log_probs: log pi [b, T] with gradient, from logits divided by the sampling temperature.
@@ -76,12 +78,13 @@ def policy(
     """
     mask = micro["response_mask"]
     log_probs, base, advantages = (masked(x, mask) for x in (log_probs, micro[config.base_key], micro["advantages"]))
-    ratio_base = sequence_ratio_base(log_probs, base, mask, config.ratio_type, micro.get("turn_index", None))
-    terms = PG_VARIANTS[config.pg_variant](log_probs, ratio_base, advantages, mask, micro.get("scores"), config)
-    losses = terms.loss.to(log_probs.dtype)
     correction = _correction(log_probs, micro, config)
-    weighted = losses if correction is None else losses * correction.weights
     kept = mask if correction is None else correction.kept
+    ratio_base = sequence_ratio_base(log_probs, base, kept, config.ratio_type, micro.get("turn_index", None))
+    terms = PG_VARIANTS[config.pg_variant](log_probs, ratio_base, advantages, kept, micro.get("scores"), config)
+    losses = terms.loss.to(log_probs.dtype)
+    weighted = losses if correction is None else losses * correction.weights
+    ratio = torch.where(kept.bool(), terms.ratio, policy_ratio(log_probs.detach(), base, mask))
     counted = kept if config.correction.renormalize else mask
 
     def term(values: Tensor) -> Tensor:
@@ -91,9 +94,9 @@ def policy(
     log_ratio = masked(log_probs.detach() - base, counted)
     metrics = {
         "pg_loss": loss.detach(),
-        "ratio_mean": _token_mean(terms.ratio, counted, scale),
-        "ratio_max": masked_max(terms.ratio, counted),
-        "ratio_deviation_max": masked_max((terms.ratio - 1).abs(), counted),
+        "ratio_mean": _token_mean(ratio, counted, scale),
+        "ratio_max": masked_max(ratio, counted),
+        "ratio_deviation_max": masked_max((ratio - 1).abs(), counted),
         "clip_fraction": _token_mean(terms.clipped.to(log_probs.dtype), counted, scale),
         "policy_kl": _token_mean(k3(log_ratio), counted, scale),
         "log_ratio_abs_mean": _token_mean(log_ratio.abs(), counted, scale),
@@ -108,7 +111,7 @@ def policy(
             log_probs, micro["behavior_log_probs"], mask, scale, weights, None if correction is None else kept
         )
     if config.use_kl_loss:
-        divergence = kl_divergence(log_probs, masked(micro["ref_log_probs"], mask), config.kl_penalty)
+        divergence = kl_divergence(log_probs, masked(micro["ref_log_probs"], mask), config.kl_loss_type)
         kl = term(divergence)
         loss = loss + config.kl_loss_coef * kl
         metrics["kl_loss"] = kl.detach()

@@ -106,8 +106,9 @@ def sequence_ratio_base(
     """Replaces log base so that log pi minus it is the log ratio of the token's turn or sample (`ratio_type`).
 
     For `segment` and `sequence` it is sg[log pi_t] - m, where m is the mean of sg[log pi - log base] over the response
-    tokens of the token's turn or sample, clamped to +-LOG_RATIO_CLAMP. All tokens then have the log ratio m, and the
-    gradient flows through each token's own log pi_t. Source: GSPO (arXiv 2507.18071) section 4.3, GSPO-token.
+    tokens of the token's turn or sample. All tokens then have the log ratio m, and the gradient flows through each
+    token's own log pi_t, unless m is beyond the clamp of `policy_ratio`. Source: GSPO (arXiv 2507.18071) section 4.3,
+    GSPO-token.
 
     Args:
         log_probs: log pi [b, T].
@@ -133,7 +134,7 @@ def sequence_ratio_base(
         raise ValueError("ratio_type: segment needs the tensor turn_index [b, T] in the batch; got none")
     current = log_probs.detach().double()
     mean = _unit_mean(masked(current - base_log_probs, response_mask), response_mask, units)
-    return current - mean.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    return current - mean
 
 
 def _unit_mean(values: Tensor, mask: Tensor, units: Tensor) -> Tensor:

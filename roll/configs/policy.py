@@ -105,11 +105,6 @@ KIMI15 = pg_variants("kimi15")
 
 KL_LOSS = needs("use_kl_loss", "use_kl_loss is false; set it to true")
 KL_REWARD = needs("add_token_level_kl", "add_token_level_kl is false; set it to true")
-ANY_KL = Condition(
-    lambda config, _: config.use_kl_loss or config.add_token_level_kl,
-    "neither use_kl_loss nor add_token_level_kl is on",
-    ("use_kl_loss", "add_token_level_kl"),
-)
 WEIGHTED = needs("level", "correction.weights.level is null; set it to token, sequence or geometric", is_error=True)
 REJECTING = needs("statistic", "correction.rejection.statistic is null; set it to k1, k2 or k3", is_error=True)
 REJECTS = Condition(
@@ -191,12 +186,26 @@ class CorrectionOptions:
         return self.weighted or self.rejects
 
 
+def no_k1(estimator: Any) -> Any:
+    """An estimator for the loss.
+
+    Raises:
+        ValueError: it is k1, whose gradient is that of log pi, and the mean of that over samples of pi is 0.
+    """
+    if estimator == "k1":
+        raise ValueError("'k1' in a loss has a gradient of 0 on average; use k3 or k2, or put the KL in the reward")
+    return estimator
+
+
 @dataclass
 class KLOptions:
     """KL to the reference, in the loss or in the token reward."""
 
     use_kl_loss: bool = option(False, "KL to the reference in the loss.")
     kl_loss_coef: float = option(0.0, "Its weight.", ge=0, only_for=KL_LOSS)
+    kl_loss_type: Literal["k2", "k3", "abs"] = option(
+        "k3", "Its estimator; k1 is refused, because its gradient is 0 on average.", only_for=KL_LOSS, parse=no_k1
+    )
     add_token_level_kl: bool = option(False, "KL to the reference in the token reward.")
     init_kl_coef: float = option(0.0, "Its weight; with target_kl the first one.", ge=0, only_for=KL_REWARD)
     target_kl: float | None = option(
@@ -216,9 +225,9 @@ class KLOptions:
         ),
     )
     kl_penalty: Literal["k1", "k2", "k3", "abs"] = option(
-        "k3",
-        "KL estimator: the log ratio k1, its half square k2, the unbiased positive k3, or the absolute log ratio.",
-        only_for=ANY_KL,
+        "k1",
+        "Its estimator: the log ratio k1, its half square k2, the unbiased positive k3, or the absolute log ratio.",
+        only_for=KL_REWARD,
     )
 
 

@@ -33,7 +33,7 @@ from roll.configs.roles import MegatronRoleConfig
 from roll.datasets.micro_batches import OptimizerStepPlan, plan_forward, plan_optimizer_steps
 from roll.distributed.protocol import DataProto
 from roll.distributed.train_worker import TrainWorker
-from roll.pipeline.logprob_checks import Mismatch, check_engine, check_first_update
+from roll.pipeline.logprob_checks import Mismatch, check_engine, check_finite, check_first_update
 from roll.pipeline.rollout_batch import dump_samples
 from roll.pipeline.training_loop import SampleBatch
 from roll.rollout.timers import StepClock
@@ -102,7 +102,8 @@ class RLLearner(ActorLearner):
         """One update with the whole batch, in `ppo_epochs` passes of optimizer steps; returns its metrics.
 
         Raises:
-            RunError: in the first step log-probs of engine, log-prob pass and training pass are too far apart.
+            RunError: a log-prob is infinite or NaN, or in the first step those of engine, log-prob pass and training
+                pass are too far apart.
         """
         data = batch.data
         data.meta_info["temperature"] = self._config.actor_infer.generating_args.temperature
@@ -142,6 +143,7 @@ class RLLearner(ActorLearner):
         if self._reference is not None:
             answer = await cluster_log_probs(self._reference, data, self._config.reference)
             data.batch["ref_log_probs"] = answer.batch["log_probs"] * mask
+        check_finite(data)
 
     # 2. Correction
 

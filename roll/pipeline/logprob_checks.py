@@ -15,12 +15,34 @@ import torch
 from roll.algorithms.policy_losses import PolicyLossConfig
 from roll.configs.errors import RunError
 from roll.configs.pipeline import RLConfig
+from roll.distributed.protocol import DataProto
 
 BEYOND = 0.01
 """Share of tokens that may be above `p99_logprob_mismatch`."""
 
 SAME_ENGINE_FP32 = 1e-5
 """Largest difference in fp32 between the two passes of the trainer, which are one implementation."""
+
+
+SOURCES = {"behavior_log_probs": "actor_infer", "old_log_probs": "actor_train", "ref_log_probs": "reference"}
+"""Tensor of log-probs -> the role that computed it."""
+
+
+def check_finite(data: DataProto) -> None:
+    """Every log-prob of a response token is a number: ratios of infinite ones would be NaN.
+
+    Raises:
+        RunError: with the role that computed the others, and their samples.
+    """
+    mask = data.batch["response_mask"].bool()
+    for name, role in SOURCES.items():
+        if name in data.batch.keys():
+            bad = (mask & ~data.batch[name].isfinite()).any(-1).nonzero().flatten().tolist()
+            if bad:
+                raise RunError(
+                    f"{name} of {role} are infinite or NaN in {len(bad)} of {len(mask)} samples, sample {bad[0]} "
+                    f"of the batch first; the weights of {role} are not finite, or their outputs overflow its dtype"
+                )
 
 
 @dataclass(frozen=True)

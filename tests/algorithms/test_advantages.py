@@ -206,6 +206,18 @@ def test_rewards_sit_on_the_last_response_token_and_gaps_are_not_discounted():
     assert return_to_go(rewards, mask, 1.0).tolist() == [[4, 0, 4, 0]]
 
 
+def test_the_score_of_a_response_without_a_token_counts_in_its_group():
+    mask = MASK.clone()
+    mask[0] = 0
+    result = compute_advantages(SCORES, GROUPS, mask, replace(GRPO, grpo_norm_by_std=False))
+    assert result.advantages[0].abs().sum() == 0 and per_sample(result)[1] == -0.5
+
+
+def test_a_batch_without_a_column_is_refused():
+    with pytest.raises(ValueError, match=r"response_mask of shape \[4, 0\] has no token; nothing was generated"):
+        compute_advantages(SCORES, GROUPS, MASK[:, :0], GRPO)
+
+
 def test_a_sample_without_response_tokens_has_no_reward():
     assert token_rewards(torch.tensor([4.0]), torch.zeros(1, 3), torch.zeros(1, 3)).abs().sum() == 0
 

@@ -119,6 +119,13 @@ def test_one_token_below_the_threshold_vetoes_its_response():
     assert off_policy_correction(*log_probs([[1.0, 1.1e-4, 1e4], [1.0, 1.0]]), MASK, options).kept.equal(MASK)
 
 
+def test_a_threshold_below_the_clamp_of_the_ratio_vetoes_too():
+    options = CorrectionOptions(veto_threshold=1e-10)
+    vetoed = off_policy_correction(*log_probs([[1.0, 0.9e-10, 1.0], [1.0, 1.0]]), MASK, options)
+    assert vetoed.kept[MASK].tolist() == [False] * 3 + [True] * 2
+    assert off_policy_correction(*log_probs([[1.0, 1.1e-10, 1.0], [1.0, 1.0]]), MASK, options).kept.equal(MASK)
+
+
 def test_rejections_are_combined_and_do_not_change_weights():
     options = CorrectionOptions(
         WeightOptions("token", "clamp", 0.0, 2.0), RejectionOptions("k1", "token", None, 1.2), veto_threshold=0.5

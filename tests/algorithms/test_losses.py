@@ -83,7 +83,7 @@ def test_policy_gradient_by_finite_differences():
         ("entropy_loss_coef", 0.5),
         ("use_kl_loss", False),
         ("kl_loss_coef", 0.5),
-        ("kl_penalty", "k2"),
+        ("kl_loss_type", "k2"),
     ],
 )
 def test_every_key_changes_the_loss(key, value):

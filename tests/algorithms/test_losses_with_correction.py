@@ -179,3 +179,26 @@ def test_values_outside_the_mask_do_not_change_the_weights():
     padded = pad(batch, 3, fill=float("nan"))
     assert policy(padded, BYPASS)[0] == pytest.approx(policy(batch, BYPASS)[0])
     assert torch.isfinite(policy(padded, BYPASS)[1]).all()
+
+
+@pytest.mark.parametrize("variant", ["gspo", "topr"])
+def test_a_rejected_token_has_no_part_in_the_ratio_of_its_response(variant):
+    batch = random_batch(samples=3, tokens=8)
+    first = batch["response_mask"].double().argmax(-1)
+    behavior = batch["old_log_probs"].clone()
+    behavior[torch.arange(3), first] += 5  # far below the lower bound
+    kept = batch["response_mask"].clone()
+    kept[torch.arange(3), first] = False
+    config = PolicyLossConfig(
+        pg_variant=variant,
+        topr_level="sequence",
+        loss_agg_mode="token-mean",
+        correction=CorrectionOptions(rejection=RejectionOptions("k1", "token", 0.5)),
+    )
+    scale = LossScale.of(batch["response_mask"], 16)
+    loss, gradient, _ = policy(corrected(batch | {"behavior_log_probs": behavior}, config.correction), config, scale)
+    without, expected, _ = policy(
+        batch | {"response_mask": kept}, replace(config, correction=CorrectionOptions()), scale
+    )
+    torch.testing.assert_close(gradient, expected)
+    assert loss == pytest.approx(without) and gradient.abs().sum() > 0

@@ -82,6 +82,12 @@ def test_gspo_clips_a_response_as_a_whole():
     assert response("gspo", [1.0, 0.0], -2.0, GSPO)[1] == [False, False]
 
 
+@pytest.mark.parametrize("advantage", [-2.0, 2.0])
+@pytest.mark.parametrize("log_ratio", [25.0, -25.0])
+def test_a_response_beyond_the_clamp_of_the_ratio_has_no_gradient(log_ratio, advantage):
+    assert response("gspo", [log_ratio, log_ratio], advantage, GSPO)[2] == [0.0, 0.0]
+
+
 def test_gspo_of_one_token_is_ppo_with_other_bounds():
     for ratio in (0.5, 1.1, 1.5):
         for advantage in (-2.0, 2.0):

@@ -187,7 +187,7 @@ def test_terms_of_the_kl_without_a_weight_are_off() -> None:
     config = load("rlvr_grpo_32b", "kl_loss_coef=0")
     assert isinstance(config, RLConfig) and not config.use_kl_loss
     config = load("rlvr_grpo_32b")
-    assert isinstance(config, RLConfig) and config.kl_penalty == "k3"
+    assert isinstance(config, RLConfig) and config.kl_loss_type == "k3"
     assert (config.pg_clip_low, config.pg_clip_high) == (0.25, 0.25)
 
 

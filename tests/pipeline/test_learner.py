@@ -12,6 +12,7 @@ import torch
 
 from roll.algorithms.turn_advantages import TURN_KEYS
 from roll.configs.agentic import AgenticOptions
+from roll.configs.errors import RunError
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.policy import ADV_ESTIMATORS, PG_VARIANTS
 from roll.distributed.protocol import DataProto
@@ -152,6 +153,7 @@ def test_an_adaptive_kl_weight_moves_and_is_remembered(tmp_path):
         "adv_estimator=reinforce",
         "add_token_level_kl=true",
         "init_kl_coef=0.1",
+        "kl_penalty=k3",
         "reference.device_mapping=[0,1]",
     )
     adaptive = (*settings, "target_kl=1e-9", "kl_horizon=80")
@@ -291,3 +293,14 @@ def test_a_batch_that_is_left_out_whole_moves_nothing(tmp_path):
     metrics = learn(parts, with_masks(parts[1].sample(1), [True] * 8))
     assert metrics["advantage/learned_samples"] == 0
     torch.testing.assert_close(parts[1].table.detach(), before)
+
+
+def test_a_log_prob_that_is_infinite_ends_the_run_with_its_role_and_sample(tmp_path):
+    parts = learner(tmp_path)
+    data = parts[1].sample(1)
+    column = data.batch["response_mask"][2].nonzero()[0]
+    data.batch["behavior_log_probs"][2, column] = -torch.inf
+    with pytest.raises(
+        RunError, match="behavior_log_probs of actor_infer are infinite or NaN in 1 of 8 samples, sample 2"
+    ):
+        learn(parts, data)

@@ -42,7 +42,7 @@ def read_old_log_probs(recipe: Recipe) -> None:
 
 
 def read_kl(recipe: Recipe) -> None:
-    """A term without a weight is off there; by default that in the reward is k1 times 0.2. The KL of a loss is k3."""
+    """A term without a weight is off there; by default that in the reward has the weight 0.2."""
     if recipe.get("use_kl_loss") and not recipe.get("kl_loss_coef"):
         recipe.drop("use_kl_loss", "kl_loss_coef is 0")
     if recipe.get("add_token_level_kl"):
@@ -51,10 +51,6 @@ def read_kl(recipe: Recipe) -> None:
             recipe.drop("add_token_level_kl", "init_kl_coef is 0")
         elif recipe.put_new("init_kl_coef", weight):
             recipe.note("add_token_level_kl", f"has the weight {weight:g} there: init_kl_coef is {weight:g}")
-        if weight != 0 and not recipe.get("use_kl_loss") and recipe.put_new("kl_penalty", "k1"):
-            recipe.note("add_token_level_kl", "is of the kind kl there: kl_penalty is k1")
-    elif recipe.get("use_kl_loss") and recipe.get("kl_penalty", "k3") != "k3":
-        recipe.drop("kl_penalty", "the KL of the loss is k3 there")
 
 
 def read_clipping(recipe: Recipe) -> None:

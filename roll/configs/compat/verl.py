@@ -58,7 +58,7 @@ NAMES: Names = {
     "actor.entropy_coeff": "entropy_loss_coef",
     "actor.use_kl_loss": "use_kl_loss",
     "actor.kl_loss_coef": "kl_loss_coef",
-    "actor.kl_loss_type": "kl_penalty",
+    "actor.kl_loss_type": "kl_loss_type",
     "algorithm.kl_penalty": "kl_penalty",
     "algorithm.use_kl_in_reward": "add_token_level_kl",
     "algorithm.kl_ctrl.kl_coef": "init_kl_coef",
@@ -104,7 +104,9 @@ MOVED_KEYS = {
 
 MOVED_VALUES: dict[str, dict[bool, str]] = {name: {True: "behavior", False: "recompute"} for name in BYPASS}
 
-RENAMED_VALUES = {"kl_penalty": {"kl": "k1", "mse": "k2"}}
+KL_NAMES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
+
+RENAMED_VALUES = {"kl_penalty": KL_NAMES, "kl_loss_type": KL_NAMES}
 
 UNSUPPORTED_KEYS = (
     *(
