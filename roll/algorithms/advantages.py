@@ -17,7 +17,17 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from roll.algorithms.aggregation import constant_group, masked, masked_max, masked_mean, masked_sum, normalize, whiten
+from roll.algorithms.aggregation import (
+    EPSILON,
+    constant_group,
+    group_mean,
+    masked,
+    masked_max,
+    masked_mean,
+    masked_sum,
+    normalize,
+    whiten,
+)
 from roll.algorithms.kl import kl_divergence
 from roll.algorithms.registry import Registry
 from roll.algorithms.turn_advantages import (
@@ -155,6 +165,81 @@ def reinforce_plus_plus_baseline(batch: RewardBatch, config: AdvantageConfig) ->
     """
     advantages, returns = _by_response(batch, _centered(None))
     return whiten(advantages, batch.response_mask), returns
+
+
+@ADV_ESTIMATORS.register("opo")
+def opo(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
+    """A = R - sum_j T_j R_j / sum_j T_j over the group, where T is the number of response tokens.
+
+    Where the gradient's square grows with length, this baseline has the least variance on-policy. Source: Hao et al.
+    2025 (arXiv 2505.23585).
+    """
+    lengths: Tensor = batch.episodes.sum_samples(batch.response_mask.sum(-1).to(batch.scores.dtype))
+
+    def minus_weighted_mean(rewards: Tensor, groups: Tensor) -> Tensor:
+        baseline = group_mean(lengths * rewards, groups) / group_mean(lengths, groups).clamp(min=EPSILON)
+        return masked(rewards - baseline, ~constant_group(rewards, groups))
+
+    return _by_response(batch, minus_weighted_mean)
+
+
+@ADV_ESTIMATORS.register("gpg")
+def gpg(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
+    """A = a (R - mean_group), where a is the number of groups over the number of groups with different R.
+
+    Groups without a gradient thereby do not make those with one smaller. Meant for `pg_variant: vanilla`. Source: Chu
+    et al. 2025 (arXiv 2504.02546) section 3.
+    """
+
+    def scaled(rewards: Tensor, groups: Tensor) -> Tensor:
+        moving = groups[~constant_group(rewards, groups)].unique().numel()
+        return normalize(rewards, groups, "group", None) * (groups.unique().numel() / max(moving, 1))
+
+    return _by_response(batch, scaled)
+
+
+@ADV_ESTIMATORS.register("pass_at_k")
+def pass_at_k(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
+    """A = (E[max | i] - E[max]) / std(max), over all sets of `pass_k` responses of the group, and those that contain i.
+
+    Rewards the best of k tries instead of each. k = 1 is grpo with the biased std; a group smaller than k is taken
+    whole. Source: Chen et al. 2025 (arXiv 2508.10751) section 3.3, here for any scores instead of 0 and 1.
+    """
+    return _by_response(batch, lambda rewards, groups: best_of_k(rewards, groups, config.pass_k))
+
+
+def best_of_k(rewards: Tensor, groups: Tensor, k: int) -> Tensor:
+    """The advantages of `pass_at_k` [E], exactly, from R [E] and group numbers [E].
+
+    With R ascending in a group of n, C(j-1, k-1) of its C(n, k) sets have R_j as their maximum, and of the
+    C(n-1, k-1) sets with i, C(i-1, k-1) have R_i and C(j-2, k-2) have R_j for j > i.
+    """
+    order = torch.argsort(rewards, stable=True)
+    order = order[torch.argsort(groups[order], stable=True)]
+    value, group = rewards[order].double(), groups[order]
+    size = torch.bincount(group)
+    first = (size.cumsum(0) - size)[group]
+    count, rank = size[group].double(), (torch.arange(len(group), device=group.device) - first + 1).double()
+    tries = count.clamp(max=k)
+    is_max = _choose(rank - 1, tries - 1) / _choose(count, tries)
+    mean, square = (group_mean(count * is_max * power, group) for power in (value, value**2))
+    std = (square - mean**2).clamp(min=0).sqrt()
+    later = value * _choose(rank - 2, tries - 2)
+    total = later.flip(0).cumsum(0).flip(0)
+    after = torch.cat([total, total.new_zeros(1)])
+    behind = after[1:] - after[first + size[group]]
+    with_own = (value * _choose(rank - 1, tries - 1) + behind) / _choose(count - 1, tries - 1)
+    flat = constant_group(rewards[order], group) | (std <= EPSILON)
+    result = torch.where(flat, 0.0, (with_own - mean) / (std + EPSILON))
+    return torch.empty_like(rewards).scatter_(0, order, result.to(rewards.dtype))
+
+
+def _choose(n: Tensor, k: Tensor) -> Tensor:
+    """Binomial coefficients C(n, k) in float64; 0 where k is negative or above n."""
+    valid = (k >= 0) & (k <= n)
+    safe_n, safe_k = torch.where(valid, n, 0.0), torch.where(valid, k, 0.0)
+    log = torch.lgamma(safe_n + 1) - torch.lgamma(safe_k + 1) - torch.lgamma(safe_n - safe_k + 1)
+    return torch.where(valid, log.exp(), 0.0)
 
 
 @ADV_ESTIMATORS.register("reinforce_plus_plus")

@@ -58,7 +58,7 @@ def group_index(ids: Sequence[Hashable]) -> Tensor:
 
 def group_mean(values: Tensor, groups: Tensor) -> Tensor:
     """Mean of each sample's group, [B], from values [B] and group numbers [B]."""
-    size = int(groups.max()) + 1
+    size = int(groups.max()) + 1 if groups.numel() else 0
     sums = values.new_zeros(size).index_add_(0, groups, values)
     counts = values.new_zeros(size).index_add_(0, groups, torch.ones_like(values))
     return (sums / counts.clamp(min=1))[groups]
@@ -74,7 +74,7 @@ def group_std(values: Tensor, groups: Tensor) -> Tensor:
 
 def constant_group(values: Tensor, groups: Tensor) -> Tensor:
     """Whether all values of a sample's group are exactly equal, [B] bool; true for a group of one."""
-    size = int(groups.max()) + 1
+    size = int(groups.max()) + 1 if groups.numel() else 0
     highest = values.new_full((size,), -torch.inf).scatter_reduce_(0, groups, values, "amax")
     lowest = values.new_full((size,), torch.inf).scatter_reduce_(0, groups, values, "amin")
     return (highest == lowest)[groups]

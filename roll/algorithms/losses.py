@@ -18,6 +18,7 @@ from roll.algorithms.correction import Correction, off_policy_correction, partia
 from roll.algorithms.kl import k3, kl_divergence
 from roll.algorithms.policy_losses import PG_VARIANTS, PolicyLossConfig, policy_ratio, sequence_ratio_base
 from roll.algorithms.registry import Registry
+from roll.configs.policy import traits_of
 
 Loss = Callable[[Tensor, Tensor | None, Mapping[str, Tensor], LossScale, Any], tuple[Tensor, dict[str, Tensor]]]
 LOSSES: Registry[Loss] = Registry("loss")
@@ -80,7 +81,8 @@ def policy(
     log_probs, base, advantages = (masked(x, mask) for x in (log_probs, micro[config.base_key], micro["advantages"]))
     correction = _correction(log_probs, micro, config)
     kept = mask if correction is None else correction.kept
-    ratio_base = sequence_ratio_base(log_probs, base, kept, config.ratio_type, micro.get("turn_index", None))
+    ratio_type = config.ratio_type if traits_of(config.pg_variant).reads_ratio_type else "token"
+    ratio_base = sequence_ratio_base(log_probs, base, kept, ratio_type, micro.get("turn_index", None))
     terms = PG_VARIANTS[config.pg_variant](log_probs, ratio_base, advantages, kept, micro.get("scores"), config)
     losses = terms.loss.to(log_probs.dtype)
     weighted = losses if correction is None else losses * correction.weights

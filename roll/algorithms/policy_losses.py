@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from roll.algorithms.aggregation import masked, masked_sum
+from roll.algorithms.aggregation import masked, masked_mean, masked_sum
 from roll.algorithms.kl import LOG_RATIO_CLAMP
 from roll.algorithms.registry import Registry
 from roll.configs.agentic import AgenticOptions
@@ -225,6 +225,105 @@ def gspo(
     base = sequence_ratio_base(log_probs, base_log_probs, response_mask, "sequence")
     ratio = policy_ratio(log_probs, base, response_mask).to(log_probs.dtype)
     return clipped_surrogate(ratio, advantages, Clip(config.gspo_clip_low, config.gspo_clip_high))
+
+
+@PG_VARIANTS.register("geo_mean")
+def geo_mean(
+    log_probs: Tensor,
+    base_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    scores: Tensor | None,
+    config: PolicyLossConfig,
+) -> TokenLosses:
+    """-r_t A with log r_t = sg[mean_t l'_t] + l'_t - sg[l'_t]: the geometric mean of a response's bounded ratios.
+
+    l' is the log ratio, at most `geo_mean_clip_high` where A > 0 and at least -`geo_mean_clip_low` where A < 0, so that
+    no single token decides the ratio of all. With `loss_agg_mode: seq-mean-token-mean`, value and gradient are those
+    of -A exp(mean_t l'_t) for each response. Source: GMPO (arXiv 2507.20673) eq. 4.
+    """
+    log_ratio = masked(log_probs - base_log_probs, response_mask)
+    high = torch.where(advantages > 0, config.geo_mean_clip_high, torch.inf)
+    low = torch.where(advantages < 0, -config.geo_mean_clip_low, -torch.inf)
+    bounded = log_ratio.clamp(low, high)
+    mean = masked_mean(bounded.detach(), response_mask, dim=-1)[:, None]
+    ratio = clamped_exp(masked(mean + bounded - bounded.detach(), response_mask))
+    return TokenLosses(-ratio * advantages, ratio.detach(), bounded != log_ratio)
+
+
+@PG_VARIANTS.register("sapo")
+def sapo(
+    log_probs: Tensor,
+    base_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    scores: Tensor | None,
+    config: PolicyLossConfig,
+) -> TokenLosses:
+    """-A (4 / tau) sigmoid(tau (r - 1)): a soft gate instead of a clip; at r = 1 its gradient is that of -r A.
+
+    tau is `sapo_tau_positive` where A > 0, else `sapo_tau_negative`. Source: SAPO (arXiv 2511.20347) eq. 5-6.
+    """
+    ratio = policy_ratio(log_probs, base_log_probs, response_mask)
+    tau = torch.where(advantages > 0, config.sapo_tau_positive, config.sapo_tau_negative).to(ratio.dtype)
+    gate = 4 / tau * torch.sigmoid(tau * (ratio - 1))
+    return TokenLosses(-gate * advantages, ratio.detach(), torch.zeros_like(ratio, dtype=torch.bool))
+
+
+@PG_VARIANTS.register("dppo_tv")
+def dppo_tv(
+    log_probs: Tensor,
+    base_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    scores: Tensor | None,
+    config: PolicyLossConfig,
+) -> TokenLosses:
+    """-r A, without tokens that moved away by more than `dppo_tv_threshold` in probability: |pi - base| of the token.
+
+    A token moves away where A > 0 and r > 1, or A < 0 and r < 1. A ratio would bound rare tokens too much and frequent
+    ones too little. Source: DPPO (arXiv 2602.04879), Binary-TV.
+    """
+    divergence = (log_probs.detach().exp() - base_log_probs.exp()).abs()
+    return _within_divergence(
+        log_probs, base_log_probs, advantages, response_mask, divergence <= config.dppo_tv_threshold
+    )
+
+
+@PG_VARIANTS.register("dppo_kl")
+def dppo_kl(
+    log_probs: Tensor,
+    base_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    scores: Tensor | None,
+    config: PolicyLossConfig,
+) -> TokenLosses:
+    """As `dppo_tv`, with the KL divergence between the base's and the policy's probabilities of the token or not.
+
+    q log(q / pi) + (1 - q) log((1 - q) / (1 - pi)), where q is the base's probability of the token. Source: DPPO
+    (arXiv 2602.04879), Binary-KL.
+    """
+    current, base = masked(log_probs.detach(), response_mask).double(), masked(base_log_probs, response_mask).double()
+    other, base_other = (torch.log1p(-x.exp().clamp(max=1 - PROBABILITY_MARGIN)) for x in (current, base))
+    divergence = base.exp() * (base - current) + (1 - base.exp()) * (base_other - other)
+    return _within_divergence(
+        log_probs, base_log_probs, advantages, response_mask, divergence <= config.dppo_kl_threshold
+    )
+
+
+PROBABILITY_MARGIN = 1e-6
+"""Probabilities closer to 1 count as this far from it, so that the log-prob of all other tokens is finite."""
+
+
+def _within_divergence(
+    log_probs: Tensor, base_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, inside: Tensor
+) -> TokenLosses:
+    """-r A of the tokens that are `inside` [b, T] the trust region, or on the way back into it."""
+    ratio = policy_ratio(log_probs, base_log_probs, response_mask)
+    away = ((advantages > 0) & (ratio > 1)) | ((advantages < 0) & (ratio < 1))
+    dropped = away & ~inside
+    return TokenLosses(-ratio * advantages.masked_fill(dropped, 0.0), ratio.detach(), dropped)
 
 
 # Variants that differentiate log pi: REINFORCE, with a detached weight or a penalty for stale samples.

@@ -17,11 +17,14 @@ ADV_ESTIMATORS = (
     "lite_ppo",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
+    "opo",
+    "gpg",
+    "pass_at_k",
     *TURN_ESTIMATORS,
 )
 """Values of `adv_estimator`; the registry of roll.algorithms agrees with it."""
 
-GROUP_ESTIMATORS = ("grpo", "rloo", "lite_ppo", "reinforce_plus_plus_baseline")
+GROUP_ESTIMATORS = ("grpo", "rloo", "lite_ppo", "reinforce_plus_plus_baseline", "opo", "gpg", "pass_at_k")
 """Estimators that compare a response with the others to its prompt and give all its tokens the same advantage."""
 
 WHITENING_ESTIMATORS = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
@@ -58,6 +61,10 @@ PG_VARIANTS: dict[str, VariantTraits] = {
     "cispo": VariantTraits("behavior", True, True, True, False),
     "kimi15": VariantTraits("behavior", False, True, True, False),
     "gspo": VariantTraits("auto", True, True, False, False),
+    "geo_mean": VariantTraits("auto", True, True, False, False),
+    "sapo": VariantTraits("auto", True, True, True, False),
+    "dppo_tv": VariantTraits("behavior", True, True, False, False),
+    "dppo_kl": VariantTraits("behavior", True, True, False, False),
     "decoupled_ppo": VariantTraits("proximal", True, True, True, True),
 }
 """Values of `pg_variant`. A variant consists of its line here, its keys in `PolicyOptions`, its function in
@@ -98,6 +105,8 @@ def not_estimators(*names: str, reason: str) -> Condition:
 
 PPO = pg_variants("ppo", "decoupled_ppo")
 GSPO = pg_variants("gspo")
+GEO_MEAN = pg_variants("geo_mean")
+SAPO = pg_variants("sapo")
 TIS = pg_variants("tis")
 TOPR = pg_variants("topr")
 CISPO = pg_variants("cispo")
@@ -257,6 +266,20 @@ class PolicyOptions(KLOptions):
     )
     gspo_clip_low: float = option(3e-4, "Clip below 1 of the response's mean ratio.", gt=0, le=1, only_for=GSPO)
     gspo_clip_high: float = option(4e-4, "Clip above 1 of the response's mean ratio.", gt=0, only_for=GSPO)
+    geo_mean_clip_low: float = option(
+        0.4, "Largest decrease of a token's log-prob that counts where A < 0, in nats.", gt=0, only_for=GEO_MEAN
+    )
+    geo_mean_clip_high: float = option(0.4, "Largest increase where A > 0, in nats.", gt=0, only_for=GEO_MEAN)
+    sapo_tau_positive: float = option(
+        1.0, "How fast the gradient falls with the distance of the ratio from 1 where A > 0.", gt=0, only_for=SAPO
+    )
+    sapo_tau_negative: float = option(1.05, "The same where A <= 0.", gt=0, only_for=SAPO)
+    dppo_tv_threshold: float = option(
+        0.15, "Largest change of a token's probability.", gt=0, le=1, only_for=pg_variants("dppo_tv")
+    )
+    dppo_kl_threshold: float = option(
+        0.05, "Largest divergence of token or not, in nats.", gt=0, only_for=pg_variants("dppo_kl")
+    )
     tis_lower_bound: float = option(0.0, "Smallest weight.", ge=0, only_for=TIS)
     tis_upper_bound: float = option(1.0, "Largest weight.", gt=0, only_for=TIS)
     topr_positive_weight: float = option(1.0, "Weight of responses with a score above 0.", ge=0, only_for=TOPR)
@@ -287,6 +310,12 @@ class AdvantageOptions:
         True,
         "Divide by the group's standard deviation; false is Dr. GRPO.",
         only_for=estimators("grpo", reason="adv_estimator is not grpo"),
+    )
+    pass_k: int = option(
+        4,
+        "Responses of which the best counts; at most num_return_sequences_in_group.",
+        ge=1,
+        only_for=estimators("pass_at_k", reason="adv_estimator is not pass_at_k"),
     )
     norm_mean_type: Literal["batch", "group"] | None = option(
         None, "Subtract this mean from scores (reinforce).", only_for=NORMALISED

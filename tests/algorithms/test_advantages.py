@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import replace
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 from roll.algorithms.advantages import (
     ADV_ESTIMATORS,
     AdvantageConfig,
+    best_of_k,
     compute_advantages,
     learned_samples,
     return_to_go,
@@ -90,6 +93,44 @@ def test_rloo_compares_with_the_other_responses_of_the_group():
     assert per_sample(three) == pytest.approx([1.0 - 1.0, 0.0 - 1.5, 2.0 - 0.5, 0.0], abs=1e-6)
 
 
+def test_opo_weighs_the_baseline_by_length():
+    result = per_sample(compute_advantages(SCORES, GROUPS, MASK, replace(GRPO, adv_estimator="opo")))
+    assert result == pytest.approx([1 - 2 / 5, -2 / 5, 2 - (2 + 2 * 6) / 3, 6 - (2 + 2 * 6) / 3])
+
+
+def test_gpg_makes_up_for_groups_without_a_gradient():
+    config, mask = replace(GRPO, adv_estimator="gpg"), torch.ones(6, 4)
+    scores, groups = torch.tensor([1.0, 0.0, 3.0, 3.0, 0.0, 0.0]), torch.tensor([0, 0, 1, 1, 2, 2])
+    assert per_sample(compute_advantages(scores, groups, mask, config)) == pytest.approx([1.5, -1.5, 0, 0, 0, 0])
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5, 9])
+def test_pass_at_k_is_the_mean_over_all_sets_of_k_responses(k):
+    generator = torch.Generator().manual_seed(k)
+    scores = torch.cat([torch.rand(5, generator=generator), torch.tensor([0.0, 1.0, 0.0, 1.0, 0.0, 0.0, 7.0, 7.0])])
+    groups = torch.tensor([4] * 5 + [1] * 6 + [0] * 2)
+    expected = torch.zeros(len(scores), dtype=torch.float64)
+    for group in (4, 1):
+        members = (groups == group).nonzero().flatten().tolist()
+        sets = list(itertools.combinations(members, min(k, len(members))))
+        best = torch.tensor([max(float(scores[i]) for i in each) for each in sets], dtype=torch.float64)
+        std = best.std(correction=0)
+        for member in members:
+            own = best[[member in each for each in sets]]
+            expected[member] = (own.mean() - best.mean()) / (std + 1e-6) if std > 1e-6 else 0.0
+    torch.testing.assert_close(best_of_k(scores, groups, k).double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_pass_at_k_of_scores_of_0_and_1_in_closed_form():
+    config = replace(GRPO, adv_estimator="pass_at_k", pass_k=2)
+    scores, groups = torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.zeros(4, dtype=torch.int64)
+    result = per_sample(compute_advantages(scores, groups, torch.ones(4, 4), config))
+    mean = 1 - math.comb(3, 2) / math.comb(4, 2)
+    std = math.sqrt(mean * (1 - mean))
+    wrong = 1 - mean - math.comb(2, 1) / math.comb(3, 1)
+    assert result == pytest.approx([(1 - mean) / std, *[wrong / std] * 3], abs=1e-5)
+
+
 def test_lite_ppo_divides_by_the_std_of_the_batch():
     deviation = SCORES.std().item()
     assert per_sample(estimate("lite_ppo")) == pytest.approx([x / deviation for x in (0.5, -0.5, -2.0, 2.0)], abs=1e-5)
@@ -137,12 +178,12 @@ def test_single_turns_have_the_same_advantages_as_responses_without_turns(name):
 
 @pytest.mark.parametrize("name", ADV_ESTIMATORS)
 def test_token_kl_changes_the_advantages_of_every_estimator(name):
-    config = replace(GRPO, adv_estimator=name, add_token_level_kl=True, kl_penalty="k1")
+    config = replace(GRPO, adv_estimator=name, add_token_level_kl=True, kl_penalty="k1", pass_k=2)
     log_probs, ref = torch.zeros(4, 4), -torch.arange(16.0).reshape(4, 4) / 16
     groups, turns = torch.zeros(4, dtype=torch.int64), single_turns(SCORES, MASK)
     penalty = {"log_probs": log_probs, "ref_log_probs": ref, "kl_coef": 0.5}
     moved = compute_advantages(SCORES, groups, MASK, config, turns=turns, **penalty)
-    plain = compute_advantages(SCORES, groups, MASK, replace(GRPO, adv_estimator=name), turns=turns)
+    plain = compute_advantages(SCORES, groups, MASK, replace(GRPO, adv_estimator=name, pass_k=2), turns=turns)
     assert not torch.allclose(moved.advantages, plain.advantages)
 
 

@@ -94,12 +94,60 @@ def test_gspo_of_one_token_is_ppo_with_other_bounds():
             assert one_token("gspo", ratio, advantage, GSPO) == pytest.approx(one_token("ppo", ratio, advantage))
 
 
+def test_geo_mean_is_the_geometric_mean_of_bounded_ratios():
+    losses, clipped, gradient = response("geo_mean", [0.2, 0.9, -0.9], 2.0, CONFIG)
+    ratio = math.exp((0.2 + 0.4 - 0.9) / 3)
+    assert losses == pytest.approx([-2 * ratio] * 3) and clipped == [False, True, False]
+    assert gradient == pytest.approx([-2 * ratio, 0.0, -2 * ratio])
+    losses, clipped, gradient = response("geo_mean", [0.2, 0.9, -0.9], -2.0, CONFIG)
+    ratio = math.exp((0.2 + 0.9 - 0.4) / 3)
+    assert losses == pytest.approx([2 * ratio] * 3) and clipped == [False, False, True]
+    assert gradient == pytest.approx([2 * ratio, 2 * ratio, 0.0])
+
+
+@pytest.mark.parametrize(("advantage", "tau"), [(2.0, 1.0), (-2.0, 1.05)])
+def test_sapo_is_a_sigmoid_of_the_ratio_with_a_tau_for_each_sign(advantage, tau):
+    loss, _, gradient = one_token("sapo", 1.5, advantage)
+    gate = 1 / (1 + math.exp(-0.5 * tau))
+    assert loss == pytest.approx(-advantage * 4 / tau * gate)
+    assert gradient == pytest.approx(-advantage * 4 * gate * (1 - gate) * 1.5)
+    assert one_token("sapo", 1.0, advantage)[2] == pytest.approx(-advantage)
+
+
+BASE = math.exp(-1.0)
+"""Probability of the token of `one_token` under the base."""
+
+
+@pytest.mark.parametrize(
+    ("variant", "beyond", "within"),
+    [("dppo_tv", 0.151, 0.149), ("dppo_kl", 0.160, 0.155)],
+)
+def test_dppo_drops_tokens_that_moved_too_far_away_and_keeps_those_on_the_way_back(variant, beyond, within):
+    def moved(by, advantage):
+        return one_token(variant, 1 + by / BASE, advantage)
+
+    assert moved(beyond, 2.0)[1:] == (True, 0.0) and moved(beyond, -2.0)[1] is False
+    kept = moved(within, 2.0)
+    assert kept[1:] == (False, pytest.approx(-2.0 * (1 + within / BASE)))
+    assert kept[0] == pytest.approx(-2.0 * (1 + within / BASE))
+    assert moved(-beyond, 2.0)[1] is False
+
+
+def test_the_threshold_of_dppo_kl_is_in_nats_of_token_or_not():
+    q, p = BASE, 1.4 * BASE
+    divergence = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+    for threshold, dropped in ((divergence * 1.001, False), (divergence * 0.999, True)):
+        assert one_token("dppo_kl", 1.4, 1.0, replace(CONFIG, dppo_kl_threshold=threshold))[1] is dropped
+
+
 def test_decoupled_ppo_without_weights_is_ppo():
     for ratio in (0.5, 1.1, 1.5):
         assert one_token("decoupled_ppo", ratio, -2.0) == one_token("ppo", ratio, -2.0)
 
 
-@pytest.mark.parametrize("variant", ["vanilla", "ppo", "decoupled_ppo", "kimi15"])
+@pytest.mark.parametrize(
+    "variant", ["vanilla", "ppo", "decoupled_ppo", "kimi15", "sapo", "dppo_tv", "dppo_kl"]
+)
 @pytest.mark.parametrize("dual", [False, True])
 def test_gradient_by_finite_differences(variant, dual):
     batch = random_batch(samples=3, tokens=5, seed=1)

@@ -127,6 +127,13 @@ def test_group_estimators_need_groups(tmp_path: Path, estimator: str) -> None:
     assert f"num_return_sequences_in_group: 1 gives every sample of {estimator} advantage 0" in message
 
 
+def test_sets_of_pass_at_k_are_smaller_than_the_group(tmp_path: Path) -> None:
+    overrides = ("adv_estimator=pass_at_k", "num_return_sequences_in_group=4", "rollout_batch_size=128")
+    message = refusal(tmp_path, *overrides, "pass_k=4")
+    assert "pass_k: 4 of the 4 responses to a prompt: each set of that size is the whole group" in message
+    assert check(rlvr(tmp_path, *overrides, "pass_k=3")).errors == []
+
+
 @pytest.mark.parametrize("key", VARIANT_KEYS)
 def test_key_of_another_variant_names_its_variants(tmp_path: Path, key: str) -> None:
     value = {"topr_level": "sequence", "dual_clip_loss": "true", "cispo_use_unified_mask": "true", "dual_clip_c": 4}

@@ -29,6 +29,12 @@ def check_algorithm(config: RLConfig, report: Report) -> None:
             f"1 gives every sample of {config.adv_estimator} advantage 0, so nothing is learned; use at least 2, "
             "or adv_estimator reinforce",
         )
+    elif config.adv_estimator == "pass_at_k" and config.pass_k >= group:
+        report.error(
+            "pass_k",
+            f"{config.pass_k} of the {group} responses to a prompt: each set of that size is the whole group, so every "
+            f"advantage is 0; use at most {group - 1}, or a larger group",
+        )
     if config.adv_estimator == "lite_ppo" and config.loss_agg_mode != "token-mean":
         report.warn("loss_agg_mode", f"{config.loss_agg_mode} is not the aggregation of lite_ppo; use token-mean")
     if not config.is_num_return_sequences_expand and group > 1:
