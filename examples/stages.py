@@ -18,6 +18,14 @@ if TYPE_CHECKING:
 console = make_console()
 
 
+def heading(text: str) -> None:
+    """Prints the heading of a stage, with a rule on a terminal."""
+    if console.is_terminal:
+        console.rule(text)
+    else:
+        console.print(text)
+
+
 def train(file: Path, overrides: list[str]) -> RunSummary:
     """Runs the training of one YAML file; ends the recipe with its exit code where it does not finish."""
     from roll.cli import run

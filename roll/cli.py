@@ -53,7 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = _parse(_parser(argv), argv)
         search_modules_beside(getattr(arguments, "config", ""))
         if arguments.command == "plan":
-            return _exit_code(lambda: plan(arguments.config, arguments.overrides, as_json=arguments.json))
+            return _exit_code(
+                lambda: plan(arguments.config, arguments.overrides, arguments.json, arguments.device_memory)
+            )
         if arguments.command not in HANDLE_INTERRUPT:
             return _exit_code(lambda: _tool(arguments.command).run(arguments))
     if arguments.command == "run":
@@ -84,8 +86,8 @@ def find_config(folder: str, name: str) -> Path:
     return next((path for path in candidates if os.path.isfile(path)), candidates[0])
 
 
-def plan(config: str | Path, overrides: Sequence[str], as_json: bool = False) -> int:
-    """Prints the plan of a run without starting it."""
+def plan(config: str | Path, overrides: Sequence[str], as_json: bool = False, device_gib: float | None = None) -> int:
+    """Prints the plan of a run without starting it; exit code 1 if it needs more than `device_gib` of a device."""
     from roll.configs.hub.inputs import look_up
     from roll.configs.load import load_config
     from roll.configs.plan import make_plan, print_plan
@@ -98,8 +100,7 @@ def plan(config: str | Path, overrides: Sequence[str], as_json: bool = False) ->
     if as_json:
         print(json.dumps(made.as_dict(), indent=2))
         return 0
-    print_plan(made)
-    return 0
+    return 0 if print_plan(made, device_gib=device_gib) else 1
 
 
 def run(config: str | Path, overrides: Sequence[str], pipeline: str | None = None) -> int:
@@ -228,6 +229,8 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
             command.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=help_text)
         if name == "plan":
             command.add_argument("--json", action="store_true", help="print JSON")
+            help_text = "memory of a device, to compare with; exit code 1 if the run needs more"
+            command.add_argument("--device-memory", type=float, metavar="GIB", help=help_text)
         elif name in TOOLS and name in argv:
             _tool(name).add_options(command)
     return parser

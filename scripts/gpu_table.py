@@ -56,7 +56,13 @@ class GpuTable:
         self.rows: list[Row] = []
 
     def add(self, name: str, value: float | str, unit: str = "", bound: float | None = None) -> None:
-        self.rows.append(Row(name, value, unit, bound))
+        self._add(Row(name, value, unit, bound))
+
+    def _add(self, row: Row) -> None:
+        """Prints the row at once too, so that nothing is lost if a later check hangs."""
+        self.rows.append(row)
+        name, value, bound, result = row.cells()
+        print("  ".join(filter(None, [f"{name}:", value, bound and f"bound {bound}", result])), flush=True)
 
     def add_log_probs(
         self, name: str, one: torch.Tensor, other: torch.Tensor, mask: torch.Tensor, config: RLConfig,
@@ -82,7 +88,7 @@ class GpuTable:
         except Exception as error:
             traceback.print_exc()
             first_line = str(error).partition("\n")[0]
-            self.rows.append(Row(name, f"{type(error).__name__}: {first_line}", failed=True))
+            self._add(Row(name, f"{type(error).__name__}: {first_line}", failed=True))
 
     def show(self, platform: str) -> int:
         """Prints the table; returns exit code 0 if every row holds, else 1."""

@@ -30,18 +30,18 @@ def demo(out: Path, seed: int, overrides: list[str]) -> dict[str, float]:
     from roll.trackers.curves import draw_curves
 
     start = time.perf_counter()
-    stages.console.rule("[bold]A small language model learns to play FrozenLake")
+    stages.heading("[bold]A small language model learns to play FrozenLake")
     base = prepare(out / "base", seed, play.WORDS)
     sizes = play.TRAIN_EPISODES, play.VALIDATION_EPISODES, play.RANDOM_MOVES
     data = play.write_play(out / "data", seed, *sizes)
-    stages.console.rule("1/2  Warm start: supervised fine-tuning on episodes with random moves")
+    stages.heading("1/2  Warm start: supervised fine-tuning on episodes with random moves")
     files = [
         f"actor_train.data_args.file_name=[{data}/train.jsonl]",
         f"validation.data_args.file_name=[{data}/val.jsonl]",
     ]
     places = [f"pretrain={base}", f"output_dir={out}/sft", f"seed={seed}"]
     warm = stages.train(HERE / "sft_config.yaml", [*places, *files])
-    stages.console.rule("2/2  Reinforcement learning: Megatron-Core trains, SGLang plays")
+    stages.heading("2/2  Reinforcement learning: Megatron-Core trains, SGLang plays")
     places = [f"pretrain={out}/sft/hf_model", f"output_dir={out}/agentic", f"seed={seed}"]
     rl = stages.train(HERE / "agentic_config.yaml", [*places, *overrides])
     draw_curves(out / "agentic", out / "curves.png")

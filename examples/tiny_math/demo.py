@@ -30,7 +30,7 @@ def demo(out: Path, seed: int, overrides: list[str]) -> dict[str, float]:
     from roll.trackers.curves import draw_curves
 
     start = time.perf_counter()
-    stages.console.rule("[bold]A small language model learns arithmetic")
+    stages.heading("[bold]A small language model learns arithmetic")
     base = prepare(out / "base", seed)
     write_problems(out / "data", seed=seed, train=TRAIN_PROBLEMS, val=VALIDATION_PROBLEMS, levels=LEVELS)
     data = [
@@ -38,9 +38,9 @@ def demo(out: Path, seed: int, overrides: list[str]) -> dict[str, float]:
         f"validation.data_args.file_name=[{out}/data/val.jsonl]",
         f"seed={seed}",
     ]
-    stages.console.rule("1/2  Warm start: supervised fine-tuning")
+    stages.heading("1/2  Warm start: supervised fine-tuning")
     warm = stages.train(HERE / "sft_config.yaml", [f"pretrain={base}", f"output_dir={out}/sft", *data])
-    stages.console.rule("2/2  Reinforcement learning: Megatron-Core trains, SGLang generates")
+    stages.heading("2/2  Reinforcement learning: Megatron-Core trains, SGLang generates")
     places = [f"pretrain={out}/sft/hf_model", f"output_dir={out}/rlvr"]
     rl = stages.train(HERE / "rlvr_config.yaml", [*places, *data, *overrides])
     draw_curves(out / "rlvr", out / "curves.png")

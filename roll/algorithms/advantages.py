@@ -174,10 +174,10 @@ def opo(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
     Where the gradient's square grows with length, this baseline has the least variance on-policy. Source: Hao et al.
     2025 (arXiv 2505.23585).
     """
-    lengths: Tensor = batch.episodes.sum_samples(batch.response_mask.sum(-1).to(batch.scores.dtype))
+    lengths = batch.episodes.sum_samples(batch.response_mask.sum(-1).to(batch.scores.dtype))
 
     def minus_weighted_mean(rewards: Tensor, groups: Tensor) -> Tensor:
-        baseline = group_mean(lengths * rewards, groups) / group_mean(lengths, groups).clamp(min=EPSILON)
+        baseline: Tensor = group_mean(lengths * rewards, groups) / group_mean(lengths, groups).clamp(min=EPSILON)
         return masked(rewards - baseline, ~constant_group(rewards, groups))
 
     return _by_response(batch, minus_weighted_mean)
@@ -193,7 +193,8 @@ def gpg(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
 
     def scaled(rewards: Tensor, groups: Tensor) -> Tensor:
         moving = groups[~constant_group(rewards, groups)].unique().numel()
-        return normalize(rewards, groups, "group", None) * (groups.unique().numel() / max(moving, 1))
+        factor: float = groups.unique().numel() / max(moving, 1)
+        return normalize(rewards, groups, "group", None) * factor
 
     return _by_response(batch, scaled)
 

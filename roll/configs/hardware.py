@@ -10,7 +10,7 @@ from pathlib import Path
 from roll.configs.errors import ConfigError, Report
 from roll.configs.parallel_layout import by_node, spans
 from roll.configs.pipeline import BaseConfig, RLConfig
-from roll.configs.roles import MegatronRoleConfig
+from roll.configs.roles import ActorInferConfig, MegatronRoleConfig
 from roll.configs.rules import check
 
 GPUS_PER_NODE = 8
@@ -44,8 +44,12 @@ def prepare_run(config: BaseConfig, hardware: Hardware | None = None) -> list[st
         ConfigError: a model, dataset or checkpoint is missing, or there are too few devices.
     """
     hardware = hardware or this_machine()
+    joins = "RAY_ADDRESS" in os.environ
+    guessed = config.platform == "auto" and joins and not hardware.gpus
     _resolve_auto(config, hardware)
     report = check(config)
+    if guessed:
+        report.warn("platform", "auto is cpu, since this machine has no GPU; write cuda where the cluster has GPUs")
     check_fits_machine(config, hardware, report)
     per_node = config.num_devices_per_node or (hardware.cores if config.platform == "cpu" else hardware.gpus)
     if per_node and not report.errors:
@@ -113,23 +117,21 @@ def check_nodes(config: BaseConfig, platform: str, devices_per_node: int, report
     """Engines are split evenly over their nodes; groups that span nodes, and GPUs shared on several, are slow."""
     _check_sharing(config, platform, devices_per_node, report)
     for role, worker in config.device_roles().items():
-        size = worker.layout.tensor
-        for start in range(0, len(worker.device_mapping), size):
-            group = worker.device_mapping[start : start + size]
-            nodes = sorted({rank // devices_per_node for rank in group})
-            if len(nodes) == 1:
-                continue
-            path, what = f"{role}.device_mapping", "a tensor-parallel group"
-            if not isinstance(worker, MegatronRoleConfig):
-                what = "an engine"
-                try:
-                    by_node(group, devices_per_node)
-                except ValueError as error:
-                    report.error(path, f"num_gpus_per_worker {size} gives an engine {error}; or lower that")
-                    break
-            placement = f"devices {spans(group)} are on nodes {spans(nodes)} ({devices_per_node} devices per node)"
+        size, path = worker.layout.tensor, f"{role}.device_mapping"
+        what = "a tensor-parallel group" if isinstance(worker, MegatronRoleConfig) else "an engine"
+        groups = [worker.device_mapping[first : first + size] for first in range(0, len(worker.device_mapping), size)]
+        spanning = [group for group in groups if len({device // devices_per_node for device in group}) > 1]
+        if spanning:
+            nodes = sorted({device // devices_per_node for device in spanning[0]})
+            placement = (
+                f"devices {spans(spanning[0])} are on nodes {spans(nodes)} ({devices_per_node} devices per node)"
+            )
             report.warn(path, f"{what} spans nodes and will be slow: {placement}")
-            break
+        try:
+            for group in groups if isinstance(worker, ActorInferConfig) else ():
+                by_node(group, devices_per_node)
+        except ValueError as error:
+            report.error(path, f"num_gpus_per_worker {size} gives an engine {error}; or lower that")
 
 
 def _check_sharing(config: BaseConfig, platform: str, devices_per_node: int, report: Report) -> None:
@@ -159,7 +161,19 @@ def check_fits_machine(config: BaseConfig, hardware: Hardware, report: Report) -
     """Devices exist here, unless Ray joins other machines; on cpu, more than the cores need `num_devices_per_node`."""
     if config.platform == "cuda" and "RAY_ADDRESS" not in os.environ:
         _check_gpus(config, hardware, report)
-    if config.num_devices_per_node is not None or config.platform != "cpu":
+    elif config.platform == "cuda" and config.num_devices_per_node is None and not hardware.gpus:
+        report.missing_resource(
+            "num_devices_per_node", "is not set, and this machine has no GPUs to count; write the GPUs of one node"
+        )
+    per_node = config.num_devices_per_node
+    highest = max((max(worker.device_mapping) for worker in config.device_roles().values()), default=0)
+    if per_node is not None and highest >= per_node and "RAY_ADDRESS" not in os.environ:
+        report.missing_resource(
+            "num_devices_per_node",
+            f"{per_node}, so device {highest} is on another machine: set {highest + 1} if it is on this one, or join "
+            "the Ray of a cluster with RAY_ADDRESS",
+        )
+    if per_node is not None or config.platform != "cpu":
         return
     for role, worker in config.device_roles().items():
         highest = max(worker.device_mapping)

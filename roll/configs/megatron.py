@@ -270,11 +270,19 @@ def _uneven(layers: int, counted: int, middle: int, options: MegatronConfig) -> 
     if middle == stages and counted == layers:
         fitting = either([size for size in range(1, layers + 1) if layers % size == 0])
         return f"pipeline_model_parallel_size: {stages} does not divide the model's {layers} layers; use {fitting}"
-    rest = f"{counted} of the model's {layers} layers (the embedding and the head counted, if they are)"
+    rest = f"{counted} of the model's {layers} layers (with those that account_for_..._in_pipeline_split adds)"
+    first, last = options.num_layers_in_first_pipeline_stage or 0, options.num_layers_in_last_pipeline_stage or 0
     if middle <= 0 or counted < 0:
-        key = "num_layers_in_last_pipeline_stage" if middle <= 0 else "num_layers_in_first_pipeline_stage"
-        return f"{key}: leaves {rest} to {max(middle, 0)} of {stages} stages; they must add up to all"
-    return f"pipeline_model_parallel_size: the {middle} stages without a number of their own cannot share {rest} evenly"
+        key = "num_layers_in_last_pipeline_stage" if last else "num_layers_in_first_pipeline_stage"
+        fitting = f"; use {layers - first}" if last and 0 < first < layers and middle == 0 else ""
+        return (
+            f"{key}: {first + last} layers in {stages - middle} of {stages} stages, and the model has {layers}{fitting}"
+        )
+    both = "account_for_embedding_in_pipeline_split: true and account_for_loss_in_pipeline_split: true"
+    alone = options.account_for_embedding_in_pipeline_split != options.account_for_loss_in_pipeline_split
+    hint = f"; use {both}" if alone and (counted + 1) % middle == 0 else ""
+    what = f"the {middle} stages without a number of their own" if middle < stages else f"{stages} stages"
+    return f"pipeline_model_parallel_size: {what} cannot share {rest} evenly{hint}"
 
 
 def _common_divisors(numbers: list[int]) -> list[int]:

@@ -12,7 +12,7 @@ from fractions import Fraction
 from roll.configs.megatron import part_layers, stage_layers, virtual_stages
 from roll.configs.model_config import ModelShape
 from roll.configs.pipeline import BaseConfig, RLConfig
-from roll.configs.roles import DTYPE_BYTES, ActorInferConfig, ActorTrainConfig, MegatronRoleConfig
+from roll.configs.roles import DTYPE_BYTES, OLD_LOG_PROBS, ActorInferConfig, ActorTrainConfig, MegatronRoleConfig
 
 HEAD_CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
 """Size of the fp32 logits of one chunk of tokens on one rank: the output head never has those of all tokens. Chunks
@@ -60,7 +60,7 @@ def memory_plans(config: BaseConfig, shapes: dict[str, ModelShape], platform: st
         if isinstance(worker, ActorTrainConfig):
             plans.append(_training(config, worker, shape, platform))
         elif isinstance(worker, ActorInferConfig) and isinstance(config, RLConfig):
-            plans.append(_generation(config, worker, shape))
+            plans.append(_generation(config, worker, shape, platform))
         elif isinstance(worker, MegatronRoleConfig):
             plans.append(_forward(config, role, worker, shape, platform))
     return plans
@@ -81,17 +81,22 @@ def _training_stage(
     count = shape.stage_parameters(stage, stage_layers(shape.layers, megatron), layout.tensor)
     gradient = 4 if megatron.accumulate_allreduce_grads_in_fp32 else size
     optimizer, host = _optimizer(worker, count, gradient)
-    lines = [
+    states = [
         MemoryLine("weights", count * size, f"{count:,} parameters x {size} B"),
         MemoryLine("gradients", count * gradient, f"{count:,} parameters x {gradient} B"),
         optimizer,
-        _activations(config, worker, shape, stage, platform),
     ]
-    if stage == layout.pipeline - 1:
+    last = stage == layout.pipeline - 1
+    training = [_activations(config, worker, shape, stage, platform)]
+    if last:
         tokens = _training_tokens(config, worker)
-        lines += [_head(tokens, shape, layout.tensor, size, platform, keep=True)]
-        lines += [_head_gradient(tokens, shape, layout.tensor, size, platform)]
-    return MemoryPlan("actor_train", f"pipeline stage {stage} of {layout.pipeline}", lines, host)
+        training += [_head(tokens, shape, layout.tensor, size, platform, keep=True)]
+        training += [_head_gradient(tokens, shape, layout.tensor, size, platform)]
+    passes = [training]
+    if isinstance(config, RLConfig) and OLD_LOG_PROBS.holds(config, worker):
+        passes += [_forward_lines(config, worker, shape, platform, last)]
+    largest = max(passes, key=lambda lines: sum(line.bytes for line in lines))
+    return MemoryPlan("actor_train", f"pipeline stage {stage} of {layout.pipeline}", [*states, *largest], host)
 
 
 def _optimizer(worker: ActorTrainConfig, count: int, gradient: int) -> tuple[MemoryLine, list[MemoryLine]]:
@@ -204,6 +209,8 @@ def _in_flight(worker: ActorTrainConfig, stage: int) -> Fraction:
     """
     stages, parts = worker.layout.pipeline, virtual_stages(worker.strategy_args.strategy_config)
     micro_batches = worker.training_args.gradient_accumulation_steps
+    if worker.training_token_limit is not None:  # as many as samples, if each is as long as it can be
+        micro_batches *= worker.training_args.per_device_train_batch_size
     if parts is None:
         return Fraction(min(stages - stage, micro_batches))
     scheduled = -(-micro_batches // stages) * stages * parts
@@ -229,7 +236,7 @@ def _head_gradient(tokens: int, shape: ModelShape, tensor: int, size: int, platf
     """The sum in fp32 of the weights' gradient over chunks, with its rounded copy, and hidden states with theirs."""
     columns = shape.padded_vocabulary(tensor) // tensor
     each = 4 if size == 4 or platform == "cpu" else 4 + size
-    summed = f"{columns:,} tokens x {shape.hidden:,} x {each} B, summed in fp32"
+    summed = f"{columns:,} vocabulary rows x {shape.hidden:,} x {each} B, summed in fp32"
     states = f"hidden states and gradients 2 x {tokens:,} x {shape.hidden:,} x {size} B"
     total = columns * shape.hidden * each + 2 * tokens * shape.hidden * size
     return MemoryLine("head gradient", total, f"{summed}; {states}")
@@ -247,32 +254,42 @@ def _forward(config: BaseConfig, role: str, worker: MegatronRoleConfig, shape: M
     last = layout.pipeline - 1
     layers = stage_layers(shape.layers, worker.strategy_args.strategy_config)
     count = max(shape.stage_parameters(stage, layers, layout.tensor) for stage in range(layout.pipeline))
-    tokens = worker.forward_token_limit or worker.infer_batch_size * (config.sequence_length or 0)
-    per_token = 4 * shape.hidden + 3 * shape.intermediate // layout.tensor
-    lines = [
-        MemoryLine("weights", count * size, f"{count:,} parameters x {size} B"),
-        MemoryLine("activations", tokens * per_token * size, f"{tokens:,} tokens x {per_token:,} values x {size} B"),
-        _head(tokens, shape, layout.tensor, size, platform, keep=False),
-    ]
+    weights = MemoryLine("weights", count * size, f"{count:,} parameters x {size} B")
+    lines = [weights, *_forward_lines(config, worker, shape, platform, with_head=True)]
     return MemoryPlan(role, "fullest pipeline stage" if last else "every device", lines)
 
 
-def _generation(config: RLConfig, worker: ActorInferConfig, shape: ModelShape) -> MemoryPlan:
+def _forward_lines(
+    config: BaseConfig, worker: MegatronRoleConfig, shape: ModelShape, platform: str, with_head: bool
+) -> list[MemoryLine]:
+    """A pass for log-probs: the values of one layer, and the head on the last pipeline stage."""
+    tensor, size = worker.layout.tensor, DTYPE_BYTES[worker.model_args.dtype]
+    tokens = worker.forward_token_limit or worker.infer_batch_size * (config.sequence_length or 0)
+    per_token = 4 * shape.hidden + 3 * shape.intermediate // tensor
+    formula = f"log-probs of {tokens:,} tokens x {per_token:,} values x {size} B"
+    head = [_head(tokens, shape, tensor, size, platform, keep=False)] if with_head else []
+    return [MemoryLine("activations", tokens * per_token * size, formula), *head]
+
+
+def _generation(config: RLConfig, worker: ActorInferConfig, shape: ModelShape, platform: str) -> MemoryPlan:
     """Weights, and the KV cache that the engine needs to keep `max_running_requests` full sequences at once."""
     tensor, size = worker.layout.tensor, DTYPE_BYTES[worker.model_args.dtype]
-    count = shape.stage_parameters(0, [shape.layers], tensor)
+    count = shape.stage_parameters(0, [shape.layers], tensor, repeats_kv=True)
     per_token = 2 * shape.layers * shape.kv_width(tensor) * size
     requests = min(worker.max_running_requests, config.requests_per_engine)
     tokens = requests * (config.sequence_length or 0)
     share = worker.strategy_args.strategy_config.get("mem_fraction_static")
-    limit = f"; weights and KV together get mem_fraction_static {share} of the device" if share else ""
+    limit = ""
+    if platform == "cuda":
+        given = f"mem_fraction_static {share} of the device" if share else "most of the device (mem_fraction_static)"
+        limit = f"; SGLang takes {given} for weights and KV, whatever is needed"
     lines = [
         MemoryLine("weights", count * size, f"{count:,} parameters x {size} B"),
         MemoryLine(
             "KV cache",
             tokens * per_token,
             f"{requests} requests x {config.sequence_length:,} tokens x 2 x {shape.layers} layers x "
-            f"{shape.kv_width(tensor):,} values x {size} B ({per_token:,} B per token), at most{limit}",
+            f"{shape.kv_width(tensor):,} values x {size} B ({per_token:,} B per token){limit}",
         ),
     ]
     return MemoryPlan("actor_infer", "every device", lines)

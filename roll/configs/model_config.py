@@ -216,16 +216,29 @@ class ModelShape:
         """Width of the key heads of one rank, which is that of its value heads; at least one head each."""
         return max(1, self.kv_heads // tensor) * self.head_dim
 
-    def layer_parameters(self, tensor: int = 1) -> int:
-        """Parameters of one layer on one of `tensor` ranks: matrices are split, norms are not."""
-        query, qkv = self.query_width(tensor), self.query_width(tensor) + 2 * self.kv_width(tensor)
+    @property
+    def qkv_rows(self) -> int:
+        """Rows of the query, key and value matrix, which Megatron splits evenly, also within a head."""
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    def fills_vocabulary(self, tensor: int) -> bool:
+        """Whether every rank has tokens, where the padded vocabulary is split evenly."""
+        return self.padded_vocabulary(tensor) // tensor * (tensor - 1) < self.vocabulary
+
+    def layer_parameters(self, tensor: int = 1, repeats_kv: bool = False) -> int:
+        """Parameters of one layer on one of `tensor` ranks: matrices are split, norms are not.
+
+        With more ranks than key-value heads, an engine `repeats_kv` heads, and Megatron splits them.
+        """
+        query = self.query_width(tensor)
+        qkv = query + 2 * self.kv_width(tensor) if repeats_kv else self.qkv_rows // tensor
         matrices = self.hidden * (qkv + query) + 3 * self.hidden * self.intermediate // tensor
         norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
         return matrices + norms + (qkv if self.qkv_bias else 0)
 
-    def stage_parameters(self, stage: int, stage_layers: Sequence[int], tensor: int) -> int:
+    def stage_parameters(self, stage: int, stage_layers: Sequence[int], tensor: int, repeats_kv: bool = False) -> int:
         """Parameters of one rank of one pipeline stage; with tied weights and several stages the last keeps a copy."""
-        count = stage_layers[stage] * self.layer_parameters(tensor)
+        count = stage_layers[stage] * self.layer_parameters(tensor, repeats_kv)
         table = self.padded_vocabulary(tensor) // tensor * self.hidden
         first, last = stage == 0, stage == len(stage_layers) - 1
         if first:

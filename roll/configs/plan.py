@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TextIO
@@ -84,7 +85,7 @@ class Plan:
         plan = asdict(self)
         for shown, memory in zip(plan["memory"], self.memory, strict=True):
             shown["total"] = memory.total
-        return plan
+        return plan | {"needed_memory": needed_memory(self)}
 
 
 def make_plan(config: BaseConfig, hardware: Hardware | None = None, hub: LookUp | None = None) -> Plan:
@@ -177,35 +178,65 @@ def _position(worker: RoleConfig, rank: int) -> str:
     return f"rank {rank} (tp{at.tensor} dp{at.data} pp{at.pipeline})"
 
 
+def _groups(plan: Plan) -> dict[tuple[str, ...], int]:
+    """The roles of each device, in the order of devices, and on how many devices of one node they are at most."""
+    known = {memory.role for memory in plan.memory}
+    counts: dict[tuple[str, ...], Counter[int]] = {}
+    for item in plan.devices:
+        group = tuple(role.role for role in plan.roles if item.device in role.devices)
+        if known.issuperset(group):
+            counts.setdefault(group, Counter())[item.node] += 1
+    return {group: max(nodes.values()) for group, nodes in counts.items()}
+
+
+def _alternate(plan: Plan, group: Sequence[str]) -> bool:
+    return plan.takes_turns and len(group) > 1 and "actor_infer" in group
+
+
 def shared_device_memory(plan: Plan) -> list[str]:
     """One line for each set of roles that share a device: the sum of their memory, or that of every phase."""
     totals = {memory.role: memory.total for memory in plan.memory}
-    groups = {
-        tuple(role.role for role in plan.roles if item.device in role.devices): None for item in plan.devices
-    }  # in the order of devices, each once
     sentences: list[str] = []
-    for group in groups:
-        if len(group) > 1 and all(name in totals for name in group):
-            if plan.takes_turns and {"actor_train", "actor_infer"} <= {*group}:
-                sentences.append(_phases(group, plan.memory))
-            else:
-                sentences.append(f"{' + '.join(group)} on one device: {gibibytes(sum(totals[name] for name in group))}")
+    for group, devices in _groups(plan).items():
+        if _alternate(plan, group):
+            sentences.append(_phases(group, plan.memory, devices))
+        elif len(group) > 1:
+            sentences.append(f"{' + '.join(group)} on one device: {gibibytes(sum(totals[name] for name in group))}")
     return sentences
 
 
-def _phases(group: Sequence[str], memory: Sequence[MemoryPlan]) -> str:
+def needed_memory(plan: Plan) -> dict[str, int]:
+    """Bytes that each set of roles on one device needs at once: of its largest phase where they take turns."""
+    totals = {memory.role: memory.total for memory in plan.memory}
+    return {
+        " + ".join(group): max(_phase_bytes(group, plan.memory).values())
+        if _alternate(plan, group)
+        else sum(totals[role] for role in group)
+        for group in _groups(plan)
+    }
+
+
+def _phase_bytes(group: Sequence[str], memory: Sequence[MemoryPlan]) -> dict[str, int]:
     """Memory of one device in each phase of `roll.distributed.shared_devices`; roles compute one after another."""
     of_role = {plan.role: {line.name: line.bytes for line in plan.lines} for plan in memory}
     trainers = [role for role in group if role != "actor_infer"]
     states = {role: sum(of_role[role].get(name, 0) for name in STATE_LINES) for role in trainers}
     training = sum(states.values()) + max(sum(of_role[role].values()) - states[role] for role in trainers)
     generation = sum(of_role["actor_infer"].values())
-    update = of_role["actor_train"]["weights"] + of_role["actor_infer"]["weights"]
-    away = sum(of_role[role].get(name, 0) for role in trainers for name in ("weights", "optimizer"))
+    sent = of_role["actor_train"]["weights"] if "actor_train" in group else 0
+    update = sent + of_role["actor_infer"]["weights"]
+    return {"while training": training, "during an update": update, "while generating": generation}
+
+
+def _phases(group: Sequence[str], memory: Sequence[MemoryPlan], devices: int) -> str:
+    """The phases of one device, and what is in the memory of its node while the engines generate."""
+    phases = ", ".join(f"{gibibytes(size)} {phase}" for phase, size in _phase_bytes(group, memory).items())
+    trainers = [plan for plan in memory if plan.role in group and plan.role != "actor_infer"]
+    away = sum(line.bytes for plan in trainers for line in plan.lines if line.name in ("weights", "optimizer"))
+    kept = away + sum(line.bytes for plan in trainers for line in plan.host)
     return (
-        f"{' + '.join(group)} take turns on one device: {gibibytes(training)} while training, {gibibytes(update)} "
-        f"during an update, {gibibytes(generation)} while generating, with {gibibytes(away)} in host memory meanwhile "
-        "(up to twice that, since torch rounds pinned memory up to powers of two)"
+        f"{' + '.join(group)} take turns on one device: {phases}, with {gibibytes(kept)} in host memory meanwhile, "
+        f"{gibibytes(kept * devices)} on a node (up to twice that: torch rounds pinned memory up to powers of two)"
     )
 
 
@@ -329,11 +360,20 @@ def _of_tags(key: str, config: AgenticConfig) -> str:
     return f"{key} of " + ", ".join(f"{tag} ({getattr(config.custom_envs[tag], key)})" for tag in tags)
 
 
-def print_plan(plan: Plan, file: TextIO | None = None) -> None:
-    """Writes the plan to `file`, or to standard output."""
+def print_plan(plan: Plan, file: TextIO | None = None, device_gib: float | None = None) -> bool:
+    """Writes the plan to `file`, or to standard output.
+
+    Args:
+        plan: to write.
+        file: an open text file.
+        device_gib: memory of one device, to compare with.
+
+    Returns:
+        Whether everything fits, as far as it is known.
+    """
     console = make_console(file)
     plural = "s" if plan.nodes > 1 else ""
-    nodes = f"{plan.nodes} node{plural} x {plan.devices_per_node} devices"
+    nodes = f"{plan.nodes} node{plural} x {plan.devices_per_node} device{'s' if plan.devices_per_node > 1 else ''}"
     source = f"  ({plan.source})" if plan.source else ""
     console.print(f"{plan.exp_name}: {plan.pipeline} on {plan.platform}, {nodes}{source}", markup=False, style="bold")
     console.print(_roles(plan))
@@ -352,14 +392,23 @@ def print_plan(plan: Plan, file: TextIO | None = None) -> None:
         console.print(_memory(plan))
         for sentence in shared_device_memory(plan):
             console.print(f"  {sentence}", markup=False)
+    fits = True
+    for roles, size in needed_memory(plan).items():
+        if device_gib is None:
+            break
+        enough = size <= device_gib * 2**30
+        fits = fits and enough
+        verdict = f"{'fits into' if enough else 'does not fit into'} {device_gib:g} GiB: {gibibytes(size)} at once"
+        console.print(f"  {roles} on one device {verdict}", markup=False, style="green" if enough else "bold red")
     if plan.downloads:
         console.print(_downloads(plan))
     if not plan.warnings:
         console.print("No warnings.", style="green")
-        return
+        return fits
     console.print(f"{len(plan.warnings)} warning{'s' if len(plan.warnings) > 1 else ''}", style="bold yellow")
     for warning in plan.warnings:
         console.print(f"  - {warning}", markup=False, soft_wrap=True)
+    return fits
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
@@ -381,7 +430,7 @@ def _roles(plan: Plan) -> Table:
             role.dtype,
             spans(role.devices),
             spans(role.nodes),
-            f"{role.workers} {'engines' if role.strategy == 'sglang' else 'ranks'}",
+            f"{role.workers} {'engine' if role.strategy == 'sglang' else 'rank'}{'s' if role.workers > 1 else ''}",
             f"tp{role.tensor} pp{role.pipeline} dp{role.data}",
             ", ".join(role.shares_devices_with) or "-",
             role.model or "-",

@@ -239,6 +239,7 @@ class Cluster(Generic[WorkerT]):
 
     def _worker_rank(self, rank: int, node_rank: int, port: int) -> WorkerRank:
         nodes, slot = self._resources.nodes, self._slots[rank][node_rank]
+        further = tuple(zip((slot.node for slot in self._slots[rank][1:]), self._processes[rank][1:], strict=True))
         return WorkerRank(
             role=self.role,
             rank=rank,
@@ -255,7 +256,7 @@ class Cluster(Generic[WorkerT]):
             platform=self._resources.platform_name,
             nnodes=len(self._slots[rank]),
             node_rank=node_rank,
-            further_nodes=() if node_rank else tuple(self._processes[rank][1:]),
+            further_nodes=() if node_rank else further,
         )
 
     def _build(self) -> None:

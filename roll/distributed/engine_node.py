@@ -69,7 +69,8 @@ class FurtherNodes:
 
     def __init__(self, rank: WorkerRank, died: Callable[[str], None]) -> None:
         """Of the engine of this rank; none where it is on one node. Calls `died` with the reason when one dies."""
-        self._rank, self._actors, self._died = rank, rank.further_nodes, died
+        self._rank, self._died = rank, died
+        self._nodes = dict(rank.further_nodes)
         self._watches: list[asyncio.Task[None]] = []
 
     async def start(self, first: Awaitable[None], address: str, timeout_s: float) -> None:
@@ -84,32 +85,32 @@ class FurtherNodes:
             EngineError: a node failed; the message names it.
         """
         here = asyncio.ensure_future(first)
-        there = [asyncio.ensure_future(self._call(actor, "start", address, timeout_s)) for actor in self._actors]
+        there = [asyncio.ensure_future(self._call(node, "start", address, timeout_s)) for node in self._nodes]
         try:
             await asyncio.gather(here, *there)
         except BaseException:
             here.cancel()
             await asyncio.wait([here])
-            await asyncio.gather(*(self._call(actor, "stop") for actor in self._actors), return_exceptions=True)
+            await asyncio.gather(*(self._call(node, "stop") for node in self._nodes), return_exceptions=True)
             raise
-        self._watches = [asyncio.create_task(self._watch(actor)) for actor in self._actors]
+        self._watches = [asyncio.create_task(self._watch(node)) for node in self._nodes]
 
     def stop_watching(self) -> None:
         """Ends the watch; the driver ends the nodes."""
         for watch in self._watches:
             watch.cancel()
 
-    async def _watch(self, actor: Any) -> None:
+    async def _watch(self, node: int) -> None:
         try:
-            self._died(await self._call(actor, "death"))
+            self._died(await self._call(node, "death"))
         except EngineError as error:
             self._died(str(error))
 
-    async def _call(self, actor: Any, method: str, *arguments: Any) -> Any:
+    async def _call(self, node: int, method: str, *arguments: Any) -> Any:
         try:
-            answer = await asyncio.wrap_future(actor.call.remote(method, True, *arguments).future())
+            answer = await asyncio.wrap_future(self._nodes[node].call.remote(method, True, *arguments).future())
         except Exception as error:
             answer = ray_failure(self._rank.rank, error)
         if isinstance(answer, Failure):
-            raise EngineError(f"{self._rank.name}, on a further node: {answer.message}")
+            raise EngineError(f"{self._rank.name} on node {node}: {answer.message}")
         return answer

@@ -57,7 +57,8 @@ class WorkerRank:
         master_port: held by rank 0's process for the cluster's process group.
         nnodes: nodes of the worker; only an engine has several.
         node_rank: index of this node among them.
-        further_nodes: on the first of several nodes, Ray actors that run an `EngineNode` on the others.
+        further_nodes: on the first of several nodes, the index of each other one and the Ray actor that runs an
+            `EngineNode` there.
         cores: cores the process is pinned to.
         threads: compute threads that go with them.
         platform: cpu or cuda.
@@ -78,7 +79,7 @@ class WorkerRank:
     platform: str
     nnodes: int = 1
     node_rank: int = 0
-    further_nodes: tuple[Any, ...] = ()
+    further_nodes: tuple[tuple[int, Any], ...] = ()
 
     @classmethod
     def single(cls, role: str, platform: str = "cpu") -> WorkerRank:

@@ -178,14 +178,15 @@ class GroupedQKV:
         return [part.reshape(-1, *whole.shape[1:]) for part in parts]
 
     def write(self, shard: torch.Tensor, target: torch.Tensor, part: int, config: DecoderConfig, rank: int) -> None:
-        """Writes the rank's query (part 0), key (1) or value (2) heads at the rows of their groups."""
+        """Writes the rank's rows of query (part 0), key (1) or value (2) heads; it may have a part of a head."""
         size, per_group = config.head_size, config.heads // config.kv_heads
-        heads = shard.view(-1, size, *shard.shape[1:])
-        for index, head in enumerate(heads, start=rank * len(heads)):
+        first, end = rank * len(shard), (rank + 1) * len(shard)
+        for index in range(first // size, -(-end // size)):
             group, offset = divmod(index, per_group + 2)
             if max(0, offset - per_group + 1) == part:
-                row = (group * per_group + offset if part == 0 else group) * size
-                target[row : row + size].copy_(head)
+                low, high = max(first, index * size), min(end, (index + 1) * size)
+                row = (group * per_group + offset if part == 0 else group) * size + low - index * size
+                target[row : row + high - low].copy_(shard[low - first : high - first])
 
     def hf_shapes(self, shape: Sequence[int], ranks: int, config: DecoderConfig) -> list[tuple[int, ...]]:
         heights = (config.heads, config.kv_heads, config.kv_heads)

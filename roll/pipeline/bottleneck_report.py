@@ -124,7 +124,8 @@ def _synchronous(means: Means, split: Split) -> str:
     if split.shared:
         return (
             f"{head}, on the same devices; async_generation_ratio 1 needs separate ones, where a step takes "
-            f"max(G/a, T/(1-a)), G + T at best: a gain only as far as one of them does not get slower on fewer devices"
+            f"max(G/a, T/(1-a)) if a is the share of the devices that generate, G + T at best: a gain only as far "
+            f"as one of them does not get slower on fewer devices"
         )
     return (
         f"{head}; async_generation_ratio 1 could save at most {shorter:.2f} s of a step ({shorter / means.step:.0%}): "

@@ -153,11 +153,11 @@ def next_steps(config: BaseConfig, summary: RunSummary, command: str) -> list[st
     rows["curves"] = f"roll plot {folder}"
     if saved is not None:
         longer = re.sub(r" max_steps=\S+", "", command)
-        rows["train on"] = f"{longer} resume_from_checkpoint=true max_steps={2 * summary.steps}"
+        rows["continue"] = f"{longer} resume_from_checkpoint=true max_steps={2 * summary.steps}"
     if config.save_hf_model:
         rows["model"] = f"{folder / 'hf_model'}  (a Hugging Face folder)"
     elif saved is not None:
-        rows["model"] = f"{command} resume_from_checkpoint=true save_hf_model=true  (writes {folder / 'hf_model'})"
+        rows["export"] = f"{command} resume_from_checkpoint=true save_hf_model=true  (writes {folder / 'hf_model'})"
     return [*lines, *(f"{'':11} {name:9} {text}" for name, text in rows.items())]
 
 

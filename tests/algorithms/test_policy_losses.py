@@ -145,9 +145,7 @@ def test_decoupled_ppo_without_weights_is_ppo():
         assert one_token("decoupled_ppo", ratio, -2.0) == one_token("ppo", ratio, -2.0)
 
 
-@pytest.mark.parametrize(
-    "variant", ["vanilla", "ppo", "decoupled_ppo", "kimi15", "sapo", "dppo_tv", "dppo_kl"]
-)
+@pytest.mark.parametrize("variant", ["vanilla", "ppo", "decoupled_ppo", "kimi15", "sapo", "dppo_tv", "dppo_kl"])
 @pytest.mark.parametrize("dual", [False, True])
 def test_gradient_by_finite_differences(variant, dual):
     batch = random_batch(samples=3, tokens=5, seed=1)

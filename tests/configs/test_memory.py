@@ -10,7 +10,8 @@ from typing import NamedTuple
 import pytest
 
 from roll.configs.memory import gibibytes
-from roll.configs.plan import make_plan, print_plan, shared_device_memory
+from roll.configs.model_config import read_model_shape
+from roll.configs.plan import make_plan, needed_memory, print_plan, shared_device_memory
 from tests.configs.samples import DATA, RLVR, SERVER, bytes_of, memory, rlvr
 
 MEGATRON = "actor_train.strategy_args.strategy_config"
@@ -68,6 +69,7 @@ class Recipe(NamedTuple):
             f"actor_infer.device_mapping={first}-{first + train - 1}",
             f"actor_infer.num_gpus_per_worker={self.engine}",
             "actor_train.training_args.gradient_accumulation_steps=8",
+            "actor_train.infer_batch_size=1",
             f"{MEGATRON}.tensor_model_parallel_size={self.tensor}",
             f"{MEGATRON}.sequence_parallel={str(self.tensor > 1).lower()}",
             f"{MEGATRON}.pipeline_model_parallel_size={len(self.stages) or 1}",
@@ -150,17 +152,55 @@ def test_phases_of_shared_gpus_are_sums_of_lines_and_fit(tmp_path: Path, name: s
     update, generate = weights + bytes_of(plan, "actor_infer", "weights"), memory(plan, "actor_infer").total
     phases = (train, update, generate)
     (sentence,) = shared_device_memory(plan)
-    shown = [gibibytes(size) for size in (*phases, weights + bytes_of(plan, "actor_train", "optimizer"))]
+    away = weights + bytes_of(plan, "actor_train", "optimizer")
+    away += sum(line.bytes for line in memory(plan, "actor_train").host)
+    shown = [gibibytes(size) for size in (*phases, away, away * min(RECIPES[name].gpus, 8))]
+    assert needed_memory(plan) == {"actor_train + actor_infer": max(phases)}
     assert re.findall(r"[\d.]+ [GM]iB", sentence) == shown
     assert max(phases) < H100
 
 
 def test_the_printed_plan_shows_phases_and_host_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = RECIPES["32B on 8, optimizer in host memory"]
-    print_plan(make_plan(rlvr(tmp_path, *recipe.overrides(), text=TEXT), SERVER))
+    plan = make_plan(rlvr(tmp_path, *recipe.overrides(), text=TEXT), SERVER)
+    assert print_plan(plan, device_gib=48) and not print_plan(plan, device_gib=47)
     shown = " ".join(capsys.readouterr().out.split())
     assert "24.51 GiB while training, 22.89 GiB during an update, 47.26 GiB while generating" in shown
     assert "optimizer in host memory 61.04 GiB" in shown
+    assert "with 68.67 GiB in host memory meanwhile, 549.32 GiB on a node" in shown
+    assert "actor_train + actor_infer on one device fits into 48 GiB: 47.26 GiB at once" in shown
+    assert "actor_train + actor_infer on one device does not fit into 47 GiB: 47.26 GiB at once" in shown
+
+
+def test_the_larger_of_the_training_and_the_log_prob_pass_counts(tmp_path: Path) -> None:
+    values = [*Recipe("7B", 8, tensor=2, full=True).overrides(), "old_log_probs_source=recompute"]
+    for batch, tokens in ((16, 16 * TOKENS), (64, 64 * TOKENS)):
+        plan = make_plan(rlvr(tmp_path, *values, f"actor_train.infer_batch_size={batch}", text=TEXT), SERVER)
+        assert bytes_of(plan, "actor_train", "activations") == tokens * (4 * 3584 + 3 * 18_944 // 2) * 2
+    separate = [*Recipe("7B", 8, tensor=2, full=True, separate=True).overrides(), "async_generation_ratio=1"]
+    plan = make_plan(rlvr(tmp_path, *separate, "actor_train.infer_batch_size=64", text=TEXT), SERVER)
+    assert bytes_of(plan, "actor_train", "activations") < TOKENS * 28 * LAYER * 2
+
+
+def test_as_many_micro_batches_are_in_flight_as_a_token_limit_may_make(tmp_path: Path) -> None:
+    recipe = Recipe("7B", 8, 2, (7, 7, 7, 7))
+    limit = ["actor_train.use_dynamic_batching_in_train=true", "actor_train.max_tokens_per_microbatch_in_train=4096"]
+    one = [*recipe.overrides(), "actor_train.training_args.gradient_accumulation_steps=1"]
+    sizes = [*one, "actor_train.training_args.per_device_train_batch_size=8", *limit]
+    plans = [make_plan(rlvr(tmp_path, *values, text=TEXT), SERVER) for values in (recipe.overrides(), sizes)]
+    assert memory(plans[0], "actor_train") == memory(plans[1], "actor_train")
+
+
+def test_megatron_splits_key_value_heads_over_more_ranks_and_an_engine_repeats_them(tmp_path: Path) -> None:
+    config = json.loads((DATA / "models" / "qwen2.5-0.5B" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_attention_heads": 16, "hidden_size": 1024}))
+    shape = read_model_shape(tmp_path)
+    assert shape is not None
+    rows = 18 * 64 + 2 * 2 * 64 - 2 * 64
+    assert shape.qkv_rows == rows
+    others = 16 * 64 // 8 * 1024 + 3 * 1024 * 4864 // 8 + 2 * 1024
+    assert shape.layer_parameters(8) == rows // 8 * (1024 + 1) + others
+    assert shape.layer_parameters(8, repeats_kv=True) == (16 // 8 + 2) * 64 * (1024 + 1) + others
 
 
 def test_roles_that_share_a_device_compute_in_turns(tmp_path: Path) -> None:

@@ -113,8 +113,8 @@ def test_roles_that_take_turns_need_the_memory_of_one_phase(tmp_path: Path) -> N
     assert sentence == (
         f"actor_train + actor_infer take turns on one device: {gibibytes(memory(plan, 'actor_train').total)} while "
         f"training, {gibibytes(weights)} during an update, {gibibytes(memory(plan, 'actor_infer').total)} while "
-        f"generating, with {gibibytes(away)} in host memory meanwhile "
-        "(up to twice that, since torch rounds pinned memory up to powers of two)"
+        f"generating, with {gibibytes(away)} in host memory meanwhile, {gibibytes(16 * away)} on a node "
+        "(up to twice that: torch rounds pinned memory up to powers of two)"
     )
     (sentence,) = shared_device_memory(make_plan(rlvr(tmp_path, *shared, "is_offload_states=false"), SERVER))
     assert "on one device: " in sentence and "turns" not in sentence
@@ -188,6 +188,13 @@ def test_an_engine_over_nodes_is_a_warning_and_has_the_same_number_of_devices_on
     message = "gives an engine devices 20 on node 2, then 21-23 on node 3 .*the same number on each"
     with pytest.raises(ConfigError, match=message):
         make_plan(config, SERVER)
+
+
+def test_every_engine_is_split_evenly_over_its_nodes(tmp_path: Path) -> None:
+    layout = ("actor_infer.num_gpus_per_worker=4", "num_devices_per_node=4", "actor_infer.device_mapping=18-21,23-26")
+    message = "gives an engine devices 23 on node 5, then 24-26 on node 6"
+    with pytest.raises(ConfigError, match=message):
+        make_plan(rlvr(tmp_path, *layout), SERVER)
 
 
 def test_a_tensor_parallel_group_across_nodes_is_a_warning(tmp_path: Path) -> None:

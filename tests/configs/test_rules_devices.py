@@ -53,6 +53,9 @@ BATCH = {
     f"{TRAINING}.adam_beta2=1": "adam_beta2: 1 never updates the moving average",
     "actor_train.use_dynamic_batching_in_train=true actor_train.max_tokens_per_microbatch_in_train=3000": "actor_train."
     "max_tokens_per_microbatch_in_train: 3000 cannot hold one sample of sequence_length 3072; use at least that",
+    "actor_train.use_dynamic_batching_in_train=true actor_train.max_tokens_per_microbatch_in_train=3073 "
+    "prompt_length=2049 actor_train.strategy_args.strategy_config.tensor_model_parallel_size=2": "3073 cannot hold one "
+    "sample of sequence_length 3073, rounded up to 3074 for tensor parallel 2; use at least that",
     "sequence_length=4000": "sequence_length: 4000 is not prompt_length 2048 + response_length 1024 = 3072",
 }
 
@@ -133,7 +136,18 @@ MODEL_SPLITS = {
     "number of their own cannot share 23 of the model's 28 layers",
     f"{MEGATRON}.recompute_granularity=full {MEGATRON}.recompute_num_layers=3": "recompute_num_layers: groups of 3 do "
     "not fill stages of 28 layers; use 1, 2, 4, 7, 14 or 28, or recompute_method: block",
-    f"{PP}=4 {MEGATRON}.account_for_loss_in_pipeline_split=true": "pipeline_model_parallel_size: the 4 stages",
+    f"{PP}=4 {MEGATRON}.account_for_loss_in_pipeline_split=true": "pipeline_model_parallel_size: 4 stages cannot share "
+    "29 of the model's 28",
+    f"{PP}=2 {MEGATRON}.account_for_embedding_in_pipeline_split=true": "evenly; use "
+    "account_for_embedding_in_pipeline_split: true and account_for_loss_in_pipeline_split: true",
+    f"{PP}=2 {MEGATRON}.num_layers_in_first_pipeline_stage=12 {MEGATRON}.num_layers_in_last_pipeline_stage=12": "num_"
+    "layers_in_last_pipeline_stage: 24 layers in 2 of 2 stages, and the model has 28; use 16",
+    f"{PP}=2 {MEGATRON}.num_layers_in_first_pipeline_stage=30": "num_layers_in_first_pipeline_stage: 30 layers in 1 of "
+    "2 stages, and the model has 28",
+    f"{MEGATRON}.recompute_granularity=selective {MEGATRON}.recompute_modules=[]": "recompute_modules: is empty, so",
+    f"{MEGATRON}.recompute_activations=true": "True is not available: write recompute_granularity: selective",
+    f"platform=cuda {MEGATRON}.apply_rope_fusion=true actor_train.model_args.dtype=fp32": "apply_rope_fusion: true "
+    "needs Transformer Engine, which computes neither fp32 nor attn_implementation sdpa; leave it out",
     "actor_infer.num_gpus_per_worker=8": "actor_infer.num_gpus_per_worker: 8 does not divide the model's 28",
     "pretrain=null": "pretrain: is not set, and neither is actor_train.model_args.model_name_or_path",
 }
@@ -374,6 +388,29 @@ def test_a_run_on_gpus_needs_gpus_here_or_elsewhere(tmp_path: Path, monkeypatch:
         prepare_run(config, LAPTOP)
     assert "platform" not in str(caught.value)
     assert any("this machine has no GPU" in warning for warning in make_plan(config, LAPTOP).warnings)
+
+
+def test_gpus_of_a_node_cannot_be_counted_on_a_machine_without_any(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    text = RLVR.replace("num_devices_per_node: 8\n", "")
+    with pytest.raises(ConfigError, match="num_devices_per_node: is not set, and this machine has no GPUs to count"):
+        prepare_run(rlvr(tmp_path, "platform=cuda", text=text), LAPTOP)
+    config = rlvr(tmp_path, "num_devices_per_node=8")
+    with pytest.raises(ConfigError):  # the model is not on this machine
+        prepare_run(config, LAPTOP)
+    assert config.platform == "cpu"
+
+
+def test_devices_of_a_second_node_need_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = rlvr(tmp_path, "platform=cpu", "num_devices_per_node=8")
+    with pytest.raises(ConfigError, match="num_devices_per_node: 8, so device 23 is on another machine: set 24 if it"):
+        prepare_run(config, LAPTOP)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    with pytest.raises(ConfigError) as caught:
+        prepare_run(config, LAPTOP)
+    assert "num_devices_per_node" not in str(caught.value)
 
 
 def test_options_of_a_tracker_that_is_off_are_refused(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ MISTYPED = {
     "exp_name=true": """exp_name="'true'\"""",
     "kl_penalty=k4": "kl_penalty: 'k4' is not one of k1, k2, k3, abs",
     "actor_train=ppo": "actor_train: 'ppo' is not a section",
-    "actor_train.model_args.dtype=bfloat16": "actor_train.model_args.dtype: 'bfloat16' is not one of fp32, bf16, fp16",
+    "actor_train.model_args.dtype=half": "actor_train.model_args.dtype: 'half' is not one of fp32, bf16, fp16",
     "actor_train.data_args.file_name=[1]": "actor_train.data_args.file_name[0]: 1 is not text; put it in quotes, "
     """and these in double quotes for the shell: "'1'\"""",
     "actor_train.strategy_args.strategy_config.sequence_parallel=2": "sequence_parallel: 2 is not true or false",

@@ -55,6 +55,9 @@ class EngineHost:
         await asyncio.sleep(wall_s)
         return sum(sum(process.cpu_times()[:2]) for process in processes) - before
 
+    async def shared_files(self) -> set[Path]:
+        return self.worker.engine._shared_files
+
     async def cancel(self, requests: list[GenerateRequest], after_s: float) -> None:
         """Cancels a call in the middle of its generation."""
         asking = asyncio.create_task(self.worker.generate(requests))
@@ -89,6 +92,9 @@ class RemoteEngine:
 
     def start_generate(self, requests: list[GenerateRequest]) -> ray.ObjectRef:
         return self.actor.call.remote("generate", requests)
+
+    def shared_files(self) -> set[Path]:
+        return ray.get(self.actor.shared_files.remote(), timeout=CALL_TIMEOUT_S)
 
     def cpu_seconds(self, wall_s: float) -> float:
         return ray.get(self.actor.cpu_seconds.remote(wall_s), timeout=CALL_TIMEOUT_S)

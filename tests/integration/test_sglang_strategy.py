@@ -351,6 +351,8 @@ def test_an_engine_over_two_devices_from_dummy_weights_to_its_end(update, tmp_pa
 
     processes = [psutil.Process(pid) for pid in engine.process_ids()]
     assert len(processes) >= 4
+    shared = engine.shared_files()
+    assert shared and all(path.is_file() for path in shared)
     for helper in (process for process in processes[1:] if "scheduler" not in process.name()):
         helper.kill()  # such as torch's compiler, whose processes end when they are idle
     time.sleep(2 * WATCH_INTERVAL_S)
@@ -363,6 +365,8 @@ def test_an_engine_over_two_devices_from_dummy_weights_to_its_end(update, tmp_pa
         ray.get(pending, timeout=60)
     assert time.monotonic() - start < 20
 
+    engine.close()
+    assert not any(path.exists() for path in shared)
     ray.kill(engine.actor)
     _, alive = psutil.wait_procs(processes, timeout=20)
     assert alive == []

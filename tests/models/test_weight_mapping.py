@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -55,6 +57,19 @@ def test_merge_and_write_are_inverse_to_shard(case, ranks):
     assert layout.hf_shapes(shards[0].shape, ranks, CONFIG) == shapes
 
 
+@pytest.mark.parametrize(("heads", "kv_heads", "ranks"), [(16, 2, 8), (32, 4, 16), (8, 1, 8), (16, 2, 16)])
+def test_ranks_may_have_parts_of_heads(heads, kv_heads, ranks):
+    config = replace(CONFIG, heads=heads, kv_heads=kv_heads, head_size=8)
+    tensors = [torch.randn(rows * 8, 5) for rows in (heads, kv_heads, kv_heads)]
+    written = [torch.full_like(tensor, torch.nan) for tensor in tensors]
+    for rank in range(ranks):
+        shard = GroupedQKV().shard(tensors, config, rank, ranks)
+        assert len(shard) == (heads + 2 * kv_heads) * 8 // ranks
+        for part, target in enumerate(written):
+            GroupedQKV().write(shard, target, part, config, rank)
+    assert all(torch.equal(one, other) for one, other in zip(written, tensors, strict=True))
+
+
 def test_query_groups_are_interleaved():
     query, key, value = (torch.arange(rows).float()[:, None] + 100 * part for part, rows in enumerate((16, 8, 8)))
     first = GroupedQKV().shard([query, key, value], CONFIG, rank=0, ranks=4).squeeze(1)
@@ -74,7 +89,6 @@ def test_pipeline_stages_together_have_all_rules():
 
 
 def test_the_last_stage_has_a_copy_of_tied_embeddings():
-    from dataclasses import replace
 
     tied = replace(CONFIG, tied_embeddings=True)
     last = stage_rules(tied, 2, 2, first=False, last=True)

@@ -86,7 +86,7 @@ def test_a_synchronous_run_reports_the_possible_gain_of_running_ahead():
 
 
 def test_shared_devices_gain_nothing_by_the_ratio_alone():
-    assert "max(G/a, T/(1-a)), G + T at best" in bottleneck_report(lines(), Split(0, 8, 8, True))
+    assert "max(G/a, T/(1-a)) if a is the share of the devices" in bottleneck_report(lines(), Split(0, 8, 8, True))
     assert "try separate devices" in bottleneck_report(lines(), Split(1, 8, 8, True))
 
 

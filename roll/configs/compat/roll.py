@@ -39,6 +39,8 @@ MOVED_KEYS = {
 }
 
 RENAMED_VALUES = {
+    "attn_implementation": {"flash_attention_2": "fa2"},
+    "dtype": {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"},
     "template": {
         "qwen_25": "qwen2_5",
         "qwen3_coder": "native",
@@ -212,7 +214,6 @@ MEGATRON_KEYS = {
             "batch_p2p_*",
             "defer_embedding_wgrad_compute",
             "ddp_*",
-            "grad_reduce_in_bf16",
             "tp_comm_*",
             "cross_entropy_*",
             "masked_softmax_fusion",
@@ -222,7 +223,6 @@ MEGATRON_KEYS = {
             "memory_efficient_layer_norm",
             "fused_*",
             "use_flash_attn",
-            "transformer_impl",
             "use_cpu_initialization",
             "use_te_*",
             "use_torch_*",
@@ -230,14 +230,13 @@ MEGATRON_KEYS = {
             "deallocate_pipeline_outputs",
             "variable_seq_lengths",
             "num_distributed_optimizer_instances",
-            "cpu_offload*",
             "compile_warmup",
             "manual_gc*",
             "timers*",
             "cuda_graph*",
             "enable_cuda_graph",
         ),
-        "it changes speed or memory only",
+        "Megatron-Core is set up without it; it would change speed or memory",
     ),
     "main_grads_dtype": "accumulate_allreduce_grads_in_fp32 chooses the precision of gradients",
     **dict.fromkeys(("bf16", "fp16", "params_dtype", "pipeline_dtype"), "model_args.dtype is the precision"),
@@ -257,7 +256,45 @@ MEGATRON_KEYS = {
         "Megatron is set up in one way",
     ),
 }
-"""Option of Megatron in `strategy_config` -> why it has no effect."""
+"""Option of Megatron in `strategy_config` -> why it has no effect, whatever its value."""
+
+MEGATRON_VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "recompute_activations": (if_off, "write recompute_granularity: selective"),
+    "decoder_first_pipeline_num_layers": (never, "write num_layers_in_first_pipeline_stage"),
+    "decoder_last_pipeline_num_layers": (never, "write num_layers_in_last_pipeline_stage"),
+    "num_layers_per_virtual_pipeline_stage": (
+        never,
+        "write virtual_pipeline_model_parallel_size, the number of parts of each stage",
+    ),
+    "pipeline_model_parallel_layout": (
+        if_off,
+        "write num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage",
+    ),
+    "grad_reduce_in_bf16": (if_off, "write accumulate_allreduce_grads_in_fp32: false"),
+    "no_rope_fusion": (if_off, "write apply_rope_fusion: false"),
+    "use_fused_rope": (if_off, "write apply_rope_fusion: true"),
+    **dict.fromkeys(("attention_dropout", "hidden_dropout"), (if_off, "there is no dropout; set it to 0")),
+    **dict.fromkeys(
+        ("cpu_offloading*", "fine_grained_activation_offloading"),
+        (if_off, "activations stay on the device; recompute_granularity saves their memory"),
+    ),
+    **dict.fromkeys(
+        ("use_megatron_fsdp", "use_custom_fsdp", "data_parallel_sharding_strategy"),
+        (if_off, "each data-parallel rank has whole weights; use_distributed_optimizer shards Adam's states"),
+    ),
+    "attention_softmax_in_fp32": (lambda value: value is True, "the softmax of attention is computed in fp32"),
+    "transformer_impl": (
+        lambda value: value in ("transformer_engine", "local"),
+        "Transformer Engine computes the layers where it is installed",
+    ),
+    "microbatch_group_size_per_vp_stage": (always, "it is the number of stages, as by default in Megatron"),
+    **dict.fromkeys(
+        ("bucket_size", "average_in_collective", "nccl_ub", "pad_buckets_for_high_nccl_busbw"),
+        (always, "buckets of gradients have Megatron's defaults"),
+    ),
+    "empty_unused_memory_level": (always, "cached memory is freed where devices are handed over"),
+}
+"""Option of Megatron in `strategy_config` -> which values are harmless, and why, or what to write instead."""
 
 RUN_KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "hydra": (always, "configuration is not read by Hydra"),
@@ -333,6 +370,10 @@ UNSUPPORTED_KEYS: tuple[UnsupportedKey, ...] = (
     *(
         UnsupportedKey(f"<megatron role>.strategy_args.strategy_config.{key}", always, reason)
         for key, reason in MEGATRON_KEYS.items()
+    ),
+    *(
+        UnsupportedKey(f"<megatron role>.strategy_args.strategy_config.{key}", harmless, reason)
+        for key, (harmless, reason) in MEGATRON_VALUES.items()
     ),
     UnsupportedKey(
         "<megatron role>.strategy_args.strategy_config.optimizer",

@@ -56,8 +56,10 @@ def read_engine(recipe: Recipe) -> None:
         path, ours = _target(option, value, name)
         if option == "block_size" and recipe.get("platform") == "cpu":
             path = None  # the engine's cache has pages of one token on cpu
-        if path is None or (path != option and path in given):
+        if path is None:
             dropped.append(option)
+        elif path != option and path in given:
+            dropped.append(f"{option} ({path} is given)")
         elif path == option:
             engine[option] = value
             kept.append(option)

@@ -191,6 +191,11 @@ def _check_megatron(config: BaseConfig, role: str, worker: MegatronRoleConfig, r
     if model.dtype == "fp16":
         report.error(f"{role}.model_args.dtype", "fp16 needs loss scaling, which is not available; use bf16 or fp32")
     if config.platform != "cpu":
+        if megatron.apply_rope_fusion and (model.attn_implementation == "sdpa" or model.dtype == "fp32"):
+            report.error(
+                f"{path}.apply_rope_fusion",
+                "true needs Transformer Engine, which computes neither fp32 nor attn_implementation sdpa; leave it out",
+            )
         if megatron.attention_backend != "auto" and (model.attn_implementation == "sdpa" or model.dtype == "fp32"):
             reason = "attn_implementation sdpa" if model.attn_implementation == "sdpa" else "dtype fp32"
             report.warn(f"{path}.attention_backend", f"has no effect: with {reason} torch's attention computes")
@@ -210,6 +215,8 @@ def _check_megatron(config: BaseConfig, role: str, worker: MegatronRoleConfig, r
 
 def _check_recompute(worker: ActorTrainConfig, path: str, report: Report) -> None:
     recompute = worker.strategy_args.strategy_config.recompute_granularity
+    if recompute == "selective" and not worker.strategy_args.strategy_config.recompute_modules:
+        report.error(path.replace("granularity", "modules"), "is empty, so nothing is recomputed; use [core_attn]")
     if worker.model_args.disable_gradient_checkpointing and recompute is not None:
         report.error(path, f"{recompute} contradicts model_args.disable_gradient_checkpointing: true; keep one of them")
 
@@ -292,14 +299,18 @@ def check_training(config: BaseConfig, report: Report) -> None:
             report.error(
                 f"{path}.{beta}", "1 never updates the moving average, so the optimizer never moves; use less than 1"
             )
-    limits = {"actor_train.max_tokens_per_microbatch_in_train": config.actor_train.training_token_limit}
+    tensor = config.actor_train.layout.tensor
+    limits = {"actor_train.max_tokens_per_microbatch_in_train": (config.actor_train.training_token_limit, tensor)}
     for role, worker in config.device_roles().items():
         if isinstance(worker, MegatronRoleConfig) and OLD_LOG_PROBS.holds(config, worker):
-            limits[f"{role}.max_tokens_per_microbatch_in_infer"] = worker.forward_token_limit
-    for path, limit in limits.items():
-        if limit is not None and limit < (config.sequence_length or 0):
+            limits[f"{role}.max_tokens_per_microbatch_in_infer"] = worker.forward_token_limit, worker.layout.tensor
+    for path, (limit, tensor) in limits.items():
+        length = config.sequence_length or 0
+        least = -(-length // tensor) * tensor
+        if limit is not None and limit < least:
+            rounded = f", rounded up to {least} for tensor parallel {tensor}" if least > length else ""
             report.error(
-                path, f"{limit} cannot hold one sample of sequence_length {config.sequence_length}; use at least that"
+                path, f"{limit} cannot hold one sample of sequence_length {length}{rounded}; use at least that"
             )
 
 

@@ -153,12 +153,17 @@ def _check_splits(role: str, worker: RoleConfig, shape: ModelShape, report: Repo
         if isinstance(worker, MegatronRoleConfig)
         else "num_gpus_per_worker"
     )
-    if tensor not in _splits(shape):
+    trained = isinstance(worker, MegatronRoleConfig)
+    if tensor not in _splits(shape, trained):
         sizes = (
             f"{shape.heads} attention heads, {shape.kv_heads} key-value heads (a divisor or a multiple) and "
             f"intermediate_size {shape.intermediate}"
         )
-        report.error(f"{role}.{key}", f"{tensor} does not divide the model's {sizes}; use {either(_splits(shape))}")
+        if tensor in _splits(shape, trained=False):
+            sizes = f"{shape.qkv_rows} rows of query, key and value, or leaves a rank without any of its "
+            sizes += f"{shape.vocabulary} tokens"
+        fitting = either(_splits(shape, trained))
+        report.error(f"{role}.{key}", f"{tensor} does not divide the model's {sizes}; use {fitting}")
     if isinstance(worker, MegatronRoleConfig):
         try:
             options = worker.strategy_args.strategy_config
@@ -170,12 +175,13 @@ def _check_splits(role: str, worker: RoleConfig, shape: ModelShape, report: Repo
             report.error(f"{role}.strategy_args.strategy_config.{key}", reason)
 
 
-def _splits(shape: ModelShape) -> list[int]:
-    """Tensor-parallel sizes the model can be cut into."""
+def _splits(shape: ModelShape, trained: bool) -> list[int]:
+    """Tensor-parallel sizes the model can be cut into; Megatron also cuts rows of heads, and the vocabulary evenly."""
     return [
         size
         for size in range(1, shape.heads + 1)
         if shape.heads % size == 0
         and shape.intermediate % size == 0
         and (shape.kv_heads % size == 0 or size % shape.kv_heads == 0)
+        and (not trained or (shape.qkv_rows % size == 0 and shape.fills_vocabulary(size)))
     ]

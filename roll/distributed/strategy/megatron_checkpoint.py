@@ -162,10 +162,17 @@ def _named(wrapped: Sequence[DistributedDataParallel]) -> dict[str, DistributedD
 def _layout(wrapped: Sequence[DistributedDataParallel]) -> dict[str, int]:
     """Sizes of the parallel dimensions, in the order of Megatron's ranks, and what else decides who has which tensors.
 
-    Without overlapped reduction there is one bucket, and without the options of `LAYER_SPLITS` stages are equal.
+    Without overlapped reduction there is one bucket, and without the options of `LAYER_SPLITS` stages are equal. The
+    optimizer's tensors also depend on the dtypes of weights and gradients, and on how it is distributed.
     """
     config, buckets = wrapped[0].config, wrapped[0].ddp_config.bucket_size
     more = {name: int(value) for name in LAYER_SPLITS if (value := getattr(config, name))}
+    if config.params_dtype != torch.float32:
+        more |= {str(config.params_dtype): 1}
+    if not wrapped[0].ddp_config.use_distributed_optimizer:
+        more |= {"use_distributed_optimizer: false": 1}
+    if not wrapped[0].ddp_config.grad_reduce_in_fp32:
+        more |= {"accumulate_allreduce_grads_in_fp32: false": 1}
     return _sizes() | more | ({"bucket_size (overlap_grad_reduce: true)": buckets} if buckets else {})
 
 

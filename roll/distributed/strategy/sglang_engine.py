@@ -10,6 +10,7 @@ import signal
 import socket
 from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
@@ -25,6 +26,13 @@ T = TypeVar("T")
 
 WATCH_INTERVAL_S = 0.5
 """How often the engine's processes are checked."""
+
+SHARED_PREFIXES = ("sgl_shm_", "sglang_loads_")
+"""Beginnings of the names of SGLang's files in shared memory."""
+
+FURTHER_NODE_GRACE_S = 5.0
+"""How long a process of an engine over several nodes may be dead before it is the cause: where a whole node is lost,
+the processes of others die of it before Ray knows."""
 
 STOP_TIMEOUT_S = 20.0
 """Time killed processes get to disappear; a process with much memory needs seconds."""
@@ -56,6 +64,7 @@ class Engine:
         self._engine: Any = None
         self._processes: list[psutil.Process] = []
         self._schedulers: list[int] = []
+        self._shared_files: set[Path] = set()
         self._death: asyncio.Future[str] | None = None
         self._watcher: asyncio.Task[None] | None = None
 
@@ -95,6 +104,7 @@ class Engine:
             if self._engine is None:
                 self._kill()
         self._schedulers = self._engine.get_all_child_pids()
+        self._shared_files = {path for scheduler in self._schedulers for path in _shared_files(scheduler)}
         self._death = loop.create_future()
         self._watcher = asyncio.create_task(self._watch())
 
@@ -144,6 +154,8 @@ class Engine:
         while True:
             dead = sorted({*self._schedulers} - {*self.processes()})
             if dead:
+                if "nnodes" in self.arguments and not self.arguments["node_rank"]:
+                    await asyncio.sleep(FURTHER_NODE_GRACE_S)
                 return self.died(f"process {dead[0]} of the engine died; see the worker's log")
             await asyncio.sleep(WATCH_INTERVAL_S)
 
@@ -172,7 +184,19 @@ class Engine:
             raise EngineError(
                 f"{self.name}: processes {[p.pid for p in alive]} are alive {STOP_TIMEOUT_S:g} s after SIGKILL"
             )
-        self._processes = []
+        for path in self._shared_files:  # killed processes leave them
+            path.unlink(missing_ok=True)
+        self._processes, self._shared_files = [], set()
+
+
+def _shared_files(process_id: int) -> set[Path]:
+    """Files in shared memory that SGLang made and that the process has mapped."""
+    try:
+        lines = Path(f"/proc/{process_id}/maps").read_text().splitlines()
+    except OSError:
+        return set()
+    names = {line.split(maxsplit=5)[-1].removesuffix(" (deleted)") for line in lines if "/dev/shm/" in line}
+    return {Path(name) for name in names if Path(name).name.startswith(SHARED_PREFIXES)}
 
 
 def _engine_class() -> Any:

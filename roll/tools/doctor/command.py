@@ -36,7 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--seconds",
-        type=number(0, "seconds"),
+        type=number(0.1, "seconds"),
         default=SECONDS,
         metavar="S",
         help=f"duration of each measurement on a device (default: {SECONDS:g})",

@@ -33,7 +33,7 @@ def megatron(draw: st.DrawFn, strategy: str = "megatron_train") -> tuple[dict[st
     role: dict[str, Any] = {"strategy_args": {"strategy_name": strategy, "strategy_config": options}}
     if draw(st.booleans()):
         role["model_args"] = {"dtype": draw(st.sampled_from(["bf16", "fp32"])), "attn_implementation": "fa2"}
-        options["apply_rope_fusion"] = True
+        options["apply_rope_fusion"] = role["model_args"]["dtype"] == "bf16"
     if draw(st.booleans()):
         role |= {"use_dynamic_batching_in_infer": True, "max_tokens_per_microbatch_in_infer": 20000}
     return role, tensor * pipeline * data
