@@ -90,17 +90,17 @@ def plan(config: str | Path, overrides: Sequence[str], as_json: bool = False, de
     """Prints the plan of a run without starting it; exit code 1 if it needs more than `device_gib` of a device."""
     from roll.configs.hub.inputs import look_up
     from roll.configs.load import load_config
-    from roll.configs.plan import make_plan, print_plan
+    from roll.configs.plan import fits_devices, make_plan, print_plan
 
     loaded = load_config(config, overrides)
     found = look_up(loaded, _say)
     remarks = check_user_inputs(loaded, may_miss=True)  # before the plan resets environments in this process
     made = make_plan(loaded, hub=found)
     made.warnings.extend(remarks)
-    if as_json:
-        print(json.dumps(made.as_dict(), indent=2))
-        return 0
-    return 0 if print_plan(made, device_gib=device_gib) else 1
+    if not as_json:
+        return 0 if print_plan(made, device_gib=device_gib) else 1
+    print(json.dumps(made.as_dict(), indent=2))
+    return 0 if device_gib is None or fits_devices(made, device_gib) else 1
 
 
 def run(config: str | Path, overrides: Sequence[str], pipeline: str | None = None) -> int:

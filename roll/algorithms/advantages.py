@@ -50,6 +50,7 @@ class AdvantageConfig(AdvantageOptions):
 
     add_token_level_kl: bool = KLOptions.add_token_level_kl
     kl_penalty: str = KLOptions.kl_penalty
+    response_length: int | None = None
     reward_normalization: RewardNormalization = field(default_factory=RewardNormalization)
     episode_reward_weight: float = AgenticOptions.episode_reward_weight
     step_reward_weight: float = AgenticOptions.step_reward_weight
@@ -316,7 +317,8 @@ def compute_advantages(
 ) -> Advantages:
     """Advantages and returns of one global batch.
 
-    Applies, in this order: reward_clip, whiten_rewards, token KL, the estimator, whiten_advantages, advantage_clip.
+    Applies, in this order: the overlong penalty, reward_clip, whiten_rewards, token KL, the estimator,
+    whiten_advantages, advantage_clip.
 
     Args:
         scores: [B] raw rewards.
@@ -344,7 +346,8 @@ def compute_advantages(
     kl = _reference_kl(config, mask, log_probs, ref_log_probs)
     if turns is not None:
         check_turns(turns, scores, groups, mask)
-    scores = _shape_scores(scores, episodes_of(mask, turns), config)
+    penalty = overlong_penalty(mask.sum(-1), config)
+    scores = _shape_scores(scores - penalty, episodes_of(mask, turns), config)
     batch = RewardBatch(scores, kl_coef * kl, groups, mask, turns)
     advantages, returns = ADV_ESTIMATORS[config.adv_estimator](batch, config)
     if learned is not None:
@@ -355,6 +358,8 @@ def compute_advantages(
     if config.advantage_clip is not None:
         advantages = advantages.clamp(-config.advantage_clip, config.advantage_clip)
     metrics = _metrics(advantages, returns, mask, batch)
+    if config.overlong_buffer_len is not None:
+        metrics["advantage/overlong_penalty"] = float(penalty.mean())
     if config.add_token_level_kl:
         metrics |= {"advantage/token_kl": float(masked_mean(kl, mask)), "advantage/kl_coef": kl_coef}
     return Advantages(advantages, returns, metrics)
@@ -395,6 +400,18 @@ def _reference_kl(
     if log_probs is None or ref_log_probs is None:
         raise ValueError("add_token_level_kl: true needs the log-probs of the policy and of the reference")
     return masked(kl_divergence(log_probs, ref_log_probs, config.kl_penalty).detach().float(), mask)
+
+
+def overlong_penalty(lengths: Tensor, config: AdvantageConfig) -> Tensor:
+    """What responses of `lengths` [B] tokens lose of their score, [B]; 0 without `overlong_buffer_len`.
+
+    It rises evenly from 0, `overlong_buffer_len` tokens before `response_length`, to `overlong_penalty_factor` there.
+    Source: DAPO (arXiv 2503.14476) eq. 13, soft overlong punishment.
+    """
+    if config.overlong_buffer_len is None or config.response_length is None:
+        return torch.zeros_like(lengths, dtype=torch.float32)
+    beyond = lengths - (config.response_length - config.overlong_buffer_len)
+    return config.overlong_penalty_factor * (beyond / config.overlong_buffer_len).clamp(0, 1)
 
 
 def _shape_scores(scores: Tensor, episodes: Episodes, config: AdvantageConfig) -> Tensor:

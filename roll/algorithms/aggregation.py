@@ -31,6 +31,14 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     return masked_sum(values, mask, dim) / count.clamp(min=1)
 
 
+def unit_mean(values: Tensor, mask: Tensor, units: Tensor) -> Tensor:
+    """Mean over the tokens of the mask in the same row and unit, such as a turn: [B, T] from units [B, T] >= 0."""
+    kept = masked(values, mask)
+    sums = kept.new_zeros(kept.shape[0], int(units.max()) + 1 if units.numel() else 1)
+    counts = sums.clone().scatter_add_(1, units, mask.to(kept.dtype))
+    return (sums.scatter_add_(1, units, kept) / counts.clamp(min=1)).gather(1, units)
+
+
 def masked_max(values: Tensor, mask: Tensor) -> Tensor:
     """Largest value over the mask as a 0-d tensor; 0 if the mask is empty."""
     if not bool(mask.any()):

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from roll.algorithms.aggregation import LossScale, masked, masked_max, masked_mean, masked_sum
+from roll.algorithms.aggregation import LossScale, masked, masked_max, masked_mean, masked_sum, unit_mean
 from roll.algorithms.kl import LOG_RATIO_CLAMP
 from roll.algorithms.policy_losses import clamped_exp
-from roll.configs.policy import CorrectionOptions, RejectionOptions
+from roll.configs.policy import CorrectionOptions, DifferenceOptions, RejectionOptions
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,11 @@ class Correction:
 
 
 def off_policy_correction(
-    log_probs: Tensor, behavior_log_probs: Tensor, response_mask: Tensor, options: CorrectionOptions
+    log_probs: Tensor,
+    behavior_log_probs: Tensor,
+    response_mask: Tensor,
+    options: CorrectionOptions,
+    turn_index: Tensor | None = None,
 ) -> Correction:
     """Weights and kept tokens of whole samples; the result of a sample does not depend on other samples or padding.
 
@@ -47,14 +51,19 @@ def off_policy_correction(
         behavior_log_probs: log mu [B, T].
         response_mask: [B, T].
         options: the configuration; the defaults keep every token with weight 1.
+        turn_index: [B, T] the turn of each token, for the levels of segments; None: a response is one turn.
     """
     mask = response_mask.bool()
     log_ratio = clamped_log_ratio(log_probs, behavior_log_probs, mask)
-    kept = mask & within_bounds(log_ratio, mask, options.rejection)
+    turns = torch.zeros_like(mask, dtype=torch.int64) if turn_index is None else turn_index.clamp(min=0)
+    kept = mask & within_bounds(log_ratio, mask, options.rejection, turns)
+    if options.difference.level is not None:
+        moved = masked(log_probs.detach().double().exp() - behavior_log_probs.double().exp(), mask)
+        kept = kept & _inside(moved, options.difference.level, options.difference, mask, turns)
     if options.veto_threshold is not None:
         difference = masked((log_probs - behavior_log_probs).detach().double(), mask)  # e^-20 is above some thresholds
-        kept = kept & ~(difference < math.log(options.veto_threshold)).any(-1, keepdim=True)
-    weights, inside = importance_weights(log_ratio, mask, options)
+        kept = kept & ~(mask & (difference < math.log(options.veto_threshold))).any(-1, keepdim=True)
+    weights, inside = importance_weights(log_ratio, mask, options, turns)
     return Correction(masked(weights, mask).to(log_probs.dtype), kept & inside)
 
 
@@ -64,12 +73,15 @@ def clamped_log_ratio(log_probs: Tensor, behavior_log_probs: Tensor, mask: Tenso
     return difference.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
 
 
-def importance_weights(log_ratio: Tensor, mask: Tensor, options: CorrectionOptions) -> tuple[Tensor, Tensor]:
+def importance_weights(
+    log_ratio: Tensor, mask: Tensor, options: CorrectionOptions, turns: Tensor
+) -> tuple[Tensor, Tensor]:
     """Weights [B, T] and whether each is inside the bounds [B, T].
 
-    The ratio is e^l of a token, e^(sum l) of a response (`sequence`), or e^(mean l) of a response (`geometric`); the
-    last two are the same for all its tokens. `clamp` bounds the weight (truncated importance sampling); `mask` leaves
-    weights inside the bounds unchanged and sets the others to 0 (masked importance sampling, IcePop).
+    The ratio is e^l of a token, e^(sum l) of a response (`sequence`), or e^(mean l) of a response (`geometric`) or of a
+    turn (`segment`); the last three are the same for all its tokens. `clamp` bounds the weight (truncated importance
+    sampling); `mask` leaves weights inside the bounds unchanged and sets the others to 0 (masked importance sampling,
+    IcePop).
     """
     bounds = options.weights
     if bounds.level is None:
@@ -78,6 +90,8 @@ def importance_weights(log_ratio: Tensor, mask: Tensor, options: CorrectionOptio
         log_ratio = masked_sum(log_ratio, mask, dim=-1)[:, None].expand_as(log_ratio)
     elif bounds.level == "geometric":
         log_ratio = masked_mean(log_ratio, mask, dim=-1)[:, None].expand_as(log_ratio)
+    elif bounds.level == "segment":
+        log_ratio = unit_mean(log_ratio, mask, turns)
     ratio = clamped_exp(log_ratio)
     if bounds.mode == "clamp":
         return ratio.clamp(bounds.lower, bounds.upper), torch.ones_like(mask)
@@ -85,8 +99,10 @@ def importance_weights(log_ratio: Tensor, mask: Tensor, options: CorrectionOptio
     return masked(ratio, inside), inside
 
 
-def within_bounds(log_ratio: Tensor, mask: Tensor, options: RejectionOptions) -> Tensor:
-    """Whether the rejection statistic is inside [lower, upper]: [B, T] bool, one value per response unless `token`.
+def within_bounds(log_ratio: Tensor, mask: Tensor, options: RejectionOptions, turns: Tensor) -> Tensor:
+    """Whether the rejection statistic is inside [lower, upper]: [B, T] bool.
+
+    One value per token, turn (`segment-mean`) or response.
 
     k1 = l, with bounds given as ratios e^k1: lower 0.5 rejects tokens that p finds less than half as likely as mu did,
     upper 2 those it finds more than twice as likely. k2 = l^2 / 2 and k3 = e^l - 1 - l, with bounds in nats.
@@ -94,18 +110,26 @@ def within_bounds(log_ratio: Tensor, mask: Tensor, options: RejectionOptions) ->
     """
     if options.statistic is None:
         return torch.ones_like(mask)
-    statistic = STATISTICS[options.statistic](log_ratio)
-    if options.level == "sequence-sum":
+    bounds = replace(options, lower=_in_nats(options.lower, options), upper=_in_nats(options.upper, options))
+    return _inside(STATISTICS[options.statistic](log_ratio), options.level, bounds, mask, turns)
+
+
+def _inside(
+    statistic: Tensor, level: str, bounds: RejectionOptions | DifferenceOptions, mask: Tensor, turns: Tensor
+) -> Tensor:
+    """Whether the statistic of tokens [B, T], aggregated to `level`, is inside the bounds: [B, T] bool."""
+    if level == "sequence-sum":
         statistic = masked_sum(statistic, mask, dim=-1)[:, None]
-    elif options.level == "sequence-mean":
+    elif level == "sequence-mean":
         statistic = masked_mean(statistic, mask, dim=-1)[:, None]
-    lower, upper = _in_nats(options.lower, options), _in_nats(options.upper, options)
+    elif level == "segment-mean":
+        statistic = unit_mean(statistic, mask, turns)
     inside = torch.ones_like(statistic, dtype=torch.bool)
-    if lower is not None:
-        inside = inside & (statistic >= lower)
-    if upper is not None:
-        inside = inside & (statistic <= upper)
-    if options.level == "sequence-max":
+    if bounds.lower is not None:
+        inside = inside & (statistic >= bounds.lower)
+    if bounds.upper is not None:
+        inside = inside & (statistic <= bounds.upper)
+    if level == "sequence-max":
         inside = (inside | ~mask).all(-1, keepdim=True)
     return inside.expand_as(mask)
 

@@ -131,7 +131,8 @@ def _correction(log_probs: Tensor, micro: Mapping[str, Tensor], config: PolicyLo
     if not config.correction.active:
         return None
     if config.bypass:
-        return off_policy_correction(log_probs, micro["behavior_log_probs"], micro["response_mask"], config.correction)
+        behavior, mask, turns = micro["behavior_log_probs"], micro["response_mask"], micro.get("turn_index", None)
+        return off_policy_correction(log_probs, behavior, mask, config.correction, turns)
     return Correction(micro["correction_weights"], micro["correction_kept"])
 
 

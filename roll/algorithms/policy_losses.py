@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from roll.algorithms.aggregation import masked, masked_mean, masked_sum
+from roll.algorithms.aggregation import masked, masked_mean, masked_sum, unit_mean
 from roll.algorithms.kl import LOG_RATIO_CLAMP
 from roll.algorithms.registry import Registry
 from roll.configs.agentic import AgenticOptions
@@ -62,7 +62,7 @@ class PolicyLossConfig(PolicyOptions):
     @property
     def reads_turns(self) -> bool:
         """Whether the loss needs `turn_index`."""
-        return self.ratio_type == "segment"
+        return "segment" in (self.ratio_type, self.correction.weights.level) or self.correction.rejects_segments
 
     @property
     def base_key(self) -> str:
@@ -133,16 +133,8 @@ def sequence_ratio_base(
     else:
         raise ValueError("ratio_type: segment needs the tensor turn_index [b, T] in the batch; got none")
     current = log_probs.detach().double()
-    mean = _unit_mean(masked(current - base_log_probs, response_mask), response_mask, units)
+    mean = unit_mean(current - base_log_probs, response_mask, units)
     return current - mean
-
-
-def _unit_mean(values: Tensor, mask: Tensor, units: Tensor) -> Tensor:
-    """[b, T] mean over the masked tokens of the same row and unit; `values` must be 0 outside the mask."""
-    sums = values.new_zeros(values.shape[0], int(units.max()) + 1 if units.numel() else 1)
-    counts = sums.clone().scatter_add_(1, units, mask.to(values.dtype))
-    sums.scatter_add_(1, units, values)
-    return (sums / counts.clamp(min=1)).gather(1, units)
 
 
 # Variants that clip the ratio and differentiate through it: the clip bounds the size of an update.

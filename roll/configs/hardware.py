@@ -131,7 +131,7 @@ def check_nodes(config: BaseConfig, platform: str, devices_per_node: int, report
             for group in groups if isinstance(worker, ActorInferConfig) else ():
                 by_node(group, devices_per_node)
         except ValueError as error:
-            report.error(path, f"num_gpus_per_worker {size} gives an engine {error}; or lower that")
+            report.error(path, f"num_gpus_per_worker {size} gives an engine {error}; or lower num_gpus_per_worker")
 
 
 def _check_sharing(config: BaseConfig, platform: str, devices_per_node: int, report: Report) -> None:
@@ -167,11 +167,13 @@ def check_fits_machine(config: BaseConfig, hardware: Hardware, report: Report) -
         )
     per_node = config.num_devices_per_node
     highest = max((max(worker.device_mapping) for worker in config.device_roles().values()), default=0)
-    if per_node is not None and highest >= per_node and "RAY_ADDRESS" not in os.environ:
+    fits = config.platform == "cpu" or (per_node or 0) <= hardware.gpus  # otherwise `_check_gpus` has said so
+    if per_node is not None and highest >= per_node and fits and "RAY_ADDRESS" not in os.environ:
+        here = config.platform == "cpu" or highest < hardware.gpus
+        advice = f"set {highest + 1} if it is on this one, or " if here else ""
         report.missing_resource(
             "num_devices_per_node",
-            f"{per_node}, so device {highest} is on another machine: set {highest + 1} if it is on this one, or join "
-            "the Ray of a cluster with RAY_ADDRESS",
+            f"{per_node}, so device {highest} is on another machine: {advice}join a cluster with RAY_ADDRESS",
         )
     if per_node is not None or config.platform != "cpu":
         return

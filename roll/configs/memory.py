@@ -190,7 +190,7 @@ def _activations(
         else:
             inputs, whole = inputs + virtual * -(-part // number), 0
             recomputed = number * values.saved - values.inputs
-    in_flight = _in_flight(worker, stage)
+    in_flight = min(_in_flight(worker, stage), Fraction(_tokens_of_a_step(config, worker), max(tokens, 1)))
     total = tokens * (in_flight * (whole * values.saved + inputs * values.inputs) + recomputed)
     saved = " + ".join(
         [f"{whole} layers x {values.saved:,}"] * bool(whole) + [f"{inputs} hidden states x {values.inputs:,}"]
@@ -245,7 +245,16 @@ def _head_gradient(tokens: int, shape: ModelShape, tensor: int, size: int, platf
 def _training_tokens(config: BaseConfig, worker: ActorTrainConfig) -> int:
     """Tokens of the largest training micro-batch of one data-parallel rank."""
     samples = worker.training_args.per_device_train_batch_size
-    return worker.training_token_limit or samples * (config.sequence_length or 0)
+    if worker.training_token_limit is None:
+        return samples * (config.sequence_length or 0)
+    return min(worker.training_token_limit, _tokens_of_a_step(config, worker))
+
+
+def _tokens_of_a_step(config: BaseConfig, worker: ActorTrainConfig) -> int:
+    """Most tokens of one optimizer step on one data-parallel rank."""
+    training = worker.training_args
+    samples = training.per_device_train_batch_size * training.gradient_accumulation_steps
+    return samples * (config.sequence_length or 0)
 
 
 def _forward(config: BaseConfig, role: str, worker: MegatronRoleConfig, shape: ModelShape, platform: str) -> MemoryPlan:

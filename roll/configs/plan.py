@@ -216,6 +216,12 @@ def needed_memory(plan: Plan) -> dict[str, int]:
     }
 
 
+def fits_devices(plan: Plan, device_gib: float) -> bool:
+    """Whether devices of this memory are enough for what every role needs at least; false if it is not known."""
+    known = len(plan.memory) == len(plan.roles)
+    return known and max(needed_memory(plan).values(), default=0) <= device_gib * 2**30
+
+
 def _phase_bytes(group: Sequence[str], memory: Sequence[MemoryPlan]) -> dict[str, int]:
     """Memory of one device in each phase of `roll.distributed.shared_devices`; roles compute one after another."""
     of_role = {plan.role: {line.name: line.bytes for line in plan.lines} for plan in memory}
@@ -369,7 +375,7 @@ def print_plan(plan: Plan, file: TextIO | None = None, device_gib: float | None 
         device_gib: memory of one device, to compare with.
 
     Returns:
-        Whether everything fits, as far as it is known.
+        Whether `device_gib` is enough for what every role needs at least; without it always true.
     """
     console = make_console(file)
     plural = "s" if plan.nodes > 1 else ""
@@ -392,23 +398,23 @@ def print_plan(plan: Plan, file: TextIO | None = None, device_gib: float | None 
         console.print(_memory(plan))
         for sentence in shared_device_memory(plan):
             console.print(f"  {sentence}", markup=False)
-    fits = True
     for roles, size in needed_memory(plan).items():
         if device_gib is None:
             break
         enough = size <= device_gib * 2**30
-        fits = fits and enough
-        verdict = f"{'fits into' if enough else 'does not fit into'} {device_gib:g} GiB: {gibibytes(size)} at once"
-        console.print(f"  {roles} on one device {verdict}", markup=False, style="green" if enough else "bold red")
+        verdict = f"at least {gibibytes(size)} at once, {'of' if enough else 'more than the'} {device_gib:g} GiB"
+        console.print(f"  {roles} need on one device {verdict}", markup=False, style="green" if enough else "bold red")
+    if device_gib is not None and len(plan.memory) < len(plan.roles):
+        console.print("  not every model is here, so what a device needs is not known", style="bold red")
     if plan.downloads:
         console.print(_downloads(plan))
     if not plan.warnings:
         console.print("No warnings.", style="green")
-        return fits
+        return device_gib is None or fits_devices(plan, device_gib)
     console.print(f"{len(plan.warnings)} warning{'s' if len(plan.warnings) > 1 else ''}", style="bold yellow")
     for warning in plan.warnings:
         console.print(f"  - {warning}", markup=False, soft_wrap=True)
-    return fits
+    return device_gib is None or fits_devices(plan, device_gib)
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

@@ -114,12 +114,21 @@ KIMI15 = pg_variants("kimi15")
 
 KL_LOSS = needs("use_kl_loss", "use_kl_loss is false; set it to true")
 KL_REWARD = needs("add_token_level_kl", "add_token_level_kl is false; set it to true")
-WEIGHTED = needs("level", "correction.weights.level is null; set it to token, sequence or geometric", is_error=True)
+WEIGHTED = needs(
+    "level", "correction.weights.level is null; set it to token, sequence, geometric or segment", is_error=True
+)
 REJECTING = needs("statistic", "correction.rejection.statistic is null; set it to k1, k2 or k3", is_error=True)
+DIFFERING = needs("level", "correction.difference.level is null; set it, such as to token", is_error=True)
 REJECTS = Condition(
     lambda config, correction: correction.rejects,
-    "nothing is rejected; set correction.rejection, correction.veto_threshold or correction.weights.mode: mask",
-    ("correction.rejection.statistic", "correction.veto_threshold", "correction.weights.mode"),
+    "nothing is rejected; set correction.rejection, correction.difference, correction.veto_threshold or "
+    "correction.weights.mode: mask",
+    (
+        "correction.rejection.statistic",
+        "correction.difference.level",
+        "correction.veto_threshold",
+        "correction.weights.mode",
+    ),
     is_error=True,
 )
 NORMALISED = estimators(
@@ -132,9 +141,10 @@ NORMALISED = estimators(
 class WeightOptions:
     """Importance weights on the token loss."""
 
-    level: Literal["token", "sequence", "geometric"] | None = option(
+    level: Literal["token", "sequence", "geometric", "segment"] | None = option(
         None,
-        "Ratio of a token, of the whole response, or its geometric mean; null: no weights (token for decoupled_ppo).",
+        "Ratio of a token, of the whole response, or its geometric mean over the response or over a turn (segment); "
+        "null: no weights (token for decoupled_ppo).",
     )
     mode: Literal["clamp", "mask"] = option(
         "clamp",
@@ -145,6 +155,9 @@ class WeightOptions:
     upper: float = option(2.0, "Largest weight.", gt=0, only_for=WEIGHTED)
 
 
+REJECTION_LEVELS = Literal["token", "segment-mean", "sequence-mean", "sequence-sum", "sequence-max"]
+
+
 @dataclass
 class RejectionOptions:
     """Tokens or responses left out of the loss because the sampling policy was too far away."""
@@ -152,9 +165,10 @@ class RejectionOptions:
     statistic: Literal["k1", "k2", "k3"] | None = option(
         None, "Of the log ratio l: k1 = l, k2 = l^2 / 2, k3 = e^l - 1 - l; null: nothing is rejected."
     )
-    level: Literal["token", "sequence-mean", "sequence-sum", "sequence-max"] = option(
+    level: REJECTION_LEVELS = option(
         "token",
-        "One token, or the mean, sum or extremes over the response, which then leaves as a whole.",
+        "One token, the mean over its turn, or the mean, sum or extremes over the response; a turn or response leaves "
+        "as a whole.",
         only_for=REJECTING,
     )
     lower: float | None = option(
@@ -163,6 +177,17 @@ class RejectionOptions:
     upper: float | None = option(
         None, "Largest value kept, in the same units; null: no bound.", gt=0, only_for=REJECTING
     )
+
+
+@dataclass
+class DifferenceOptions:
+    """Tokens, turns or responses left out because their probability changed by too much, however small the ratio."""
+
+    level: REJECTION_LEVELS | None = option(
+        None, "As in correction.rejection, for p - mu of a token; null: nothing is rejected."
+    )
+    lower: float | None = option(None, "Smallest value kept, such as -0.1; null: no bound.", le=0, only_for=DIFFERING)
+    upper: float | None = option(None, "Largest value kept, such as 0.1; null: no bound.", ge=0, only_for=DIFFERING)
 
 
 @dataclass
@@ -177,6 +202,10 @@ class CorrectionOptions:
     renormalize: bool = option(
         False, "Divide the loss by the tokens left after rejection instead of by all.", only_for=REJECTS
     )
+    difference: DifferenceOptions = option(
+        factory=DifferenceOptions,
+        help="Which are left out by the difference of probabilities; combines with rejection.",
+    )
 
     @property
     def weighted(self) -> bool:
@@ -187,23 +216,19 @@ class CorrectionOptions:
     def rejects(self) -> bool:
         """Whether tokens may be left out of the loss."""
         masks = self.weighted and self.weights.mode == "mask"
-        return masks or self.rejection.statistic is not None or self.veto_threshold is not None
+        return masks or any(
+            given is not None for given in (self.rejection.statistic, self.difference.level, self.veto_threshold)
+        )
+
+    @property
+    def rejects_segments(self) -> bool:
+        """Whether whole turns may be left out."""
+        return "segment-mean" in (self.difference.level, self.rejection.statistic and self.rejection.level)
 
     @property
     def active(self) -> bool:
         """Whether the loss differs from one without correction."""
         return self.weighted or self.rejects
-
-
-def no_k1(estimator: Any) -> Any:
-    """An estimator for the loss.
-
-    Raises:
-        ValueError: it is k1, whose gradient is that of log pi, and the mean of that over samples of pi is 0.
-    """
-    if estimator == "k1":
-        raise ValueError("'k1' in a loss has a gradient of 0 on average; use k3 or k2, or put the KL in the reward")
-    return estimator
 
 
 @dataclass
@@ -212,8 +237,8 @@ class KLOptions:
 
     use_kl_loss: bool = option(False, "KL to the reference in the loss.")
     kl_loss_coef: float = option(0.0, "Its weight.", ge=0, only_for=KL_LOSS)
-    kl_loss_type: Literal["k2", "k3", "abs"] = option(
-        "k3", "Its estimator; k1 is refused, because its gradient is 0 on average.", only_for=KL_LOSS, parse=no_k1
+    kl_loss_type: Literal["k1", "k2", "k3", "abs"] = option(
+        "k3", "Its estimator; k1 is refused, because its gradient is 0 on average.", only_for=KL_LOSS
     )
     add_token_level_kl: bool = option(False, "KL to the reference in the token reward.")
     init_kl_coef: float = option(0.0, "Its weight; with target_kl the first one.", ge=0, only_for=KL_REWARD)
@@ -278,7 +303,10 @@ class PolicyOptions(KLOptions):
         0.15, "Largest change of a token's probability.", gt=0, le=1, only_for=pg_variants("dppo_tv")
     )
     dppo_kl_threshold: float = option(
-        0.05, "Largest divergence of token or not, in nats.", gt=0, only_for=pg_variants("dppo_kl")
+        0.05,
+        "Largest binary KL divergence, of the sampled token against all others, in nats.",
+        gt=0,
+        only_for=pg_variants("dppo_kl"),
     )
     tis_lower_bound: float = option(0.0, "Smallest weight.", ge=0, only_for=TIS)
     tis_upper_bound: float = option(1.0, "Largest weight.", gt=0, only_for=TIS)
@@ -313,7 +341,7 @@ class AdvantageOptions:
     )
     pass_k: int = option(
         4,
-        "Responses of which the best counts; at most num_return_sequences_in_group.",
+        "k of pass@k: the best of k responses counts; below num_return_sequences_in_group.",
         ge=1,
         only_for=estimators("pass_at_k", reason="adv_estimator is not pass_at_k"),
     )
@@ -331,6 +359,18 @@ class AdvantageOptions:
         only_for=not_estimators(
             *GROUP_ESTIMATORS, reason="this adv_estimator gives every token of a response the same advantage"
         ),
+    )
+    overlong_buffer_len: int | None = option(
+        None,
+        "Last tokens of response_length over which a response loses up to overlong_penalty_factor of its score (DAPO).",
+        ge=1,
+        only_for=Condition(lambda config, _: config.pipeline == "rlvr", "it belongs to pipeline rlvr", ("pipeline",)),
+    )
+    overlong_penalty_factor: float = option(
+        1.0,
+        "That loss for a response of response_length.",
+        gt=0,
+        only_for=needs("overlong_buffer_len", "overlong_buffer_len is null", accepts=lambda length: length is not None),
     )
     reward_clip: float | None = option(None, "Clip scores to +- this.", gt=0)
     advantage_clip: float | None = option(None, "Clip advantages to +- this.", gt=0)

@@ -99,7 +99,6 @@ class Cluster(Generic[WorkerT]):
             if hasattr(pipeline_config, key)
         }
         self._slots = resources.device_slots(role, self.world_size)
-        self._logs = [log_file(pipeline_config, f"{role}-{rank}") for rank in range(self.world_size)]
         self._processes = [
             [self._start(rank, node) for node in range(len(slots))] for rank, slots in enumerate(self._slots)
         ]
@@ -108,7 +107,7 @@ class Cluster(Generic[WorkerT]):
         self._built = self._ended = False
 
     def _start(self, rank: int, node_rank: int) -> Any:
-        slot, name = self._slots[rank][node_rank], f"{self.role}-{rank}" + (f"-node-{node_rank}" if node_rank else "")
+        slot, name = self._slots[rank][node_rank], self._name(rank, node_rank)
         cores, threads = self._resources.cores(slot), self._resources.threads(slot)
         concurrent = self._worker_cls.concurrent
         platform = get_platform(self._resources.platform_name)
@@ -129,6 +128,10 @@ class Cluster(Generic[WorkerT]):
             scheduling_strategy=self._resources.scheduling(slot),
             runtime_env={"env_vars": environment},
         ).remote(name, rank, cores, log_file(self._pipeline_config, name))
+
+    def _name(self, rank: int, node_rank: int) -> str:
+        """Name of a process and of its log; on a further node it ends in the node's index."""
+        return f"{self.role}-{rank}" + (f"-node-{self._slots[rank][node_rank].node}" if node_rank else "")
 
     def initialize(self) -> RemoteCall[list[None]]:
         """Starts the engines of all workers."""
@@ -226,7 +229,7 @@ class Cluster(Generic[WorkerT]):
     def ranks(self) -> list[WorkerRank]:
         """What each rank knows about itself; the first use waits for the processes."""
         timeout_s = self._pipeline_config.start_timeout_s
-        started = self._everywhere("start", lambda actor, *_: actor.process_id.remote())
+        started = self._call_all_processes("start", lambda actor, *_: actor.process_id.remote())
         self._local = [
             psutil.Process(process)
             for slots, processes in zip(self._slots, started, strict=True)
@@ -270,20 +273,23 @@ class Cluster(Generic[WorkerT]):
             known = self._worker_rank(rank, node_rank, port)
             return actor.build.remote(made, known.environment(), known, self.config, self._pipeline_config)
 
-        self._everywhere("build", build)
+        self._call_all_processes("build", build)
         self._built = True
 
-    def _everywhere(self, method: str, call: Callable[[Any, int, int], Any]) -> list[list[Any]]:
-        """Calls all processes, those on further nodes included; the answers by rank and by the rank's nodes."""
+    def _call_all_processes(self, method: str, call: Callable[[Any, int, int], Any]) -> list[list[Any]]:
+        """Calls the processes of all ranks on all their nodes; the answers by rank and by the rank's nodes."""
         timeout_s = self._pipeline_config.start_timeout_s
-
-        def ask(actor: Any, rank: int, node: int) -> RemoteCall[Any]:
-            return RemoteCall(self._context(method, rank), [call(actor, rank, node)], lambda got: got[0], timeout_s)
-
-        calls = [
-            [ask(actor, rank, node) for node, actor in enumerate(actors)] for rank, actors in enumerate(self._processes)
+        refs = [
+            [call(actor, rank, node) for node, actor in enumerate(actors)]
+            for rank, actors in enumerate(self._processes)
         ]
-        return [[each.get() for each in row] for row in calls]
+        first = RemoteCall(self._context(method), [row[0] for row in refs], list, timeout_s)
+        further = [
+            [RemoteCall(self._context(method, rank), [ref], list, timeout_s) for ref in row[1:]]
+            for rank, row in enumerate(refs)
+        ]
+        answers: list[Any] = first.get()
+        return [[own, *(each.get()[0] for each in row)] for own, row in zip(answers, further, strict=True)]
 
     def _context(self, method: str, *ranks: int) -> CallContext:
         """Context of a call on these ranks, or on all ranks where none is given."""
@@ -292,7 +298,9 @@ class Cluster(Generic[WorkerT]):
     def _location(self, rank: int) -> str:
         slots = self._slots[rank]
         nodes, devices = spans([slot.node for slot in slots]), sorted(d for slot in slots for d in slot.devices)
-        return f"node{'s' if len(slots) > 1 else ''} {nodes}, devices {spans(devices)}, log {self._logs[rank]}"
+        logs = [log_file(self._pipeline_config, self._name(rank, node)) for node in range(len(slots))]
+        plural = "s" if len(slots) > 1 else ""
+        return f"node{plural} {nodes}, devices {spans(devices)}, log{plural} {' and '.join(logs)}"
 
     def client(self) -> ClusterClient[WorkerT]:
         """A picklable client with which other processes call single ranks."""

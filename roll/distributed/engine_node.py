@@ -7,12 +7,12 @@ first node; SGLang passes them on to the other ranks.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from roll.distributed.remote_errors import Failure, ray_failure
 from roll.distributed.strategy.sglang_engine import Engine, EngineError, make_engine
-from roll.distributed.worker import Worker, WorkerRank, register
+from roll.distributed.worker import Worker, WorkerRank
 
 if TYPE_CHECKING:
     from roll.configs.pipeline import RLConfig
@@ -31,7 +31,6 @@ class EngineNode(Worker):
         self._engine: Engine | None = None
         self._starting: asyncio.Task[None] | None = None
 
-    @register(deadline="start_timeout_s")
     async def start(self, address: str, timeout_s: float) -> None:
         """Starts the ranks and waits until they have joined the other nodes' and loaded the model.
 
@@ -43,14 +42,12 @@ class EngineNode(Worker):
         self._starting = asyncio.create_task(self._engine.start({"dist_init_addr": address}, timeout_s))
         await self._starting
 
-    @register()
     async def death(self) -> str:
         """Waits until a rank dies; which one."""
         if self._engine is None:
             raise EngineError(f"{self.rank.name}: the engine is not running on node {self.rank.node}")
         return f"node {self.rank.node}: {await self._engine.death()}"
 
-    @register()
     async def stop(self) -> None:
         """Ends the ranks, also where they are about to start, and waits until their processes are gone."""
         if self._starting is not None:
@@ -73,24 +70,25 @@ class FurtherNodes:
         self._nodes = dict(rank.further_nodes)
         self._watches: list[asyncio.Task[None]] = []
 
-    async def start(self, first: Awaitable[None], address: str, timeout_s: float) -> None:
-        """Starts all nodes together, `first` on this one. After a failure nothing runs on any.
+    async def start(self, engine: Engine, address: str, timeout_s: float) -> None:
+        """Starts all nodes together, `engine` on this one. After a failure nothing runs on any.
 
         Args:
-            first: starts this node's ranks; it stops them when it is cancelled.
+            engine: the part on this node.
             address: where ranks meet, as host:port of this node.
             timeout_s: longest wait.
 
         Raises:
             EngineError: a node failed; the message names it.
         """
-        here = asyncio.ensure_future(first)
-        there = [asyncio.ensure_future(self._call(node, "start", address, timeout_s)) for node in self._nodes]
+        own = asyncio.ensure_future(engine.start({"dist_init_addr": address}, timeout_s))
+        others = [asyncio.ensure_future(self._call(node, "start", address, timeout_s)) for node in self._nodes]
         try:
-            await asyncio.gather(here, *there)
+            await asyncio.gather(own, *others)
         except BaseException:
-            here.cancel()
-            await asyncio.wait([here])
+            own.cancel()
+            await asyncio.wait([own])
+            engine.end()
             await asyncio.gather(*(self._call(node, "stop") for node in self._nodes), return_exceptions=True)
             raise
         self._watches = [asyncio.create_task(self._watch(node)) for node in self._nodes]

@@ -103,7 +103,7 @@ class InferWorker(WeightReceiver):
                 if self.rank.nnodes == 1:
                     return await engine.start({"nccl_port": port}, left_s)
                 address = f"{self.rank.address}:{port}"
-                return await further_nodes.start(engine.start({"dist_init_addr": address}, left_s), address, left_s)
+                return await further_nodes.start(engine, address, left_s)
             except EngineError:
                 if is_free(port) or attempt == PORT_ATTEMPTS - 1:
                     raise

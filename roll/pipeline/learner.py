@@ -158,7 +158,8 @@ class RLLearner(ActorLearner):
         mask, options = data.batch["response_mask"], self._loss_config.correction
         weights = kept = None
         if options.active:
-            correction = off_policy_correction(proximal, behavior, mask, options)
+            turns = data.batch.get("turn_index", None)
+            correction = off_policy_correction(proximal, behavior, mask, options, turns)
             data.batch["correction_weights"], data.batch["correction_kept"] = correction.weights, correction.kept
             weights, kept = correction.weights if options.weighted else None, correction.kept
         metrics = diagnostics(proximal, behavior, mask, weights, kept)

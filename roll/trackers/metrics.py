@@ -120,6 +120,7 @@ ADVANTAGE = (
         "fraction",
         "Fraction of the samples that max_len_mask and difficulty_mask leave in the loss.",
     ),
+    Metric("advantage/overlong_penalty", "", "Mean of what responses lose of their score (overlong_buffer_len)."),
     Metric("advantage/token_kl", "nats", "Mean KL to the reference in the token reward (add_token_level_kl)."),
     Metric("advantage/kl_coef", "", "Weight of that KL."),
 )

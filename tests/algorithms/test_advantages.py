@@ -13,6 +13,7 @@ from roll.algorithms.advantages import (
     best_of_k,
     compute_advantages,
     learned_samples,
+    overlong_penalty,
     return_to_go,
     token_rewards,
 )
@@ -245,6 +246,19 @@ def test_rewards_sit_on_the_last_response_token_and_gaps_are_not_discounted():
     assert rewards.tolist() == [[0, 0, 4, 0]]
     assert return_to_go(rewards, mask, 0.5).tolist() == [[2, 0, 4, 0]]
     assert return_to_go(rewards, mask, 1.0).tolist() == [[4, 0, 4, 0]]
+
+
+def test_long_responses_lose_a_rising_part_of_their_score():
+    config = replace(GRPO, response_length=10, overlong_buffer_len=4, overlong_penalty_factor=2.0)
+    lengths = torch.tensor([0, 5, 6, 7, 8, 10, 12])
+    assert overlong_penalty(lengths, config).tolist() == pytest.approx([0, 0, 0, 0.5, 1.0, 2.0, 2.0])
+    mask = torch.zeros(2, 12, dtype=torch.bool)
+    mask[0, :6], mask[1, :8] = True, True
+    plain = replace(config, adv_estimator="reinforce")
+    result = compute_advantages(torch.tensor([1.0, 1.0]), torch.tensor([0, 0]), mask, plain)
+    assert result.advantages[:, 0].tolist() == [1.0, 0.0]
+    assert result.metrics["advantage/overlong_penalty"] == 0.5
+    assert "advantage/overlong_penalty" not in compute_advantages(SCORES, GROUPS, MASK, GRPO).metrics
 
 
 def test_the_score_of_a_response_without_a_token_counts_in_its_group():

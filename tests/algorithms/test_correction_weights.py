@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.algorithms.correction import off_policy_correction
-from roll.configs.policy import CorrectionOptions, RejectionOptions, WeightOptions
+from roll.configs.policy import CorrectionOptions, DifferenceOptions, RejectionOptions, WeightOptions
 
 MASK = torch.tensor([[False, True, True, True], [False, True, True, False]])
 RATIOS = [[0.25, 1.0, 3.0], [0.8, 1.5]]
@@ -149,11 +149,44 @@ def test_weights_have_no_gradient():
     assert not result.weights.requires_grad
 
 
+TURNS = torch.tensor([[-1, 0, 1, 1], [-1, 0, 0, -1]])
+
+
+def test_weights_and_rejection_of_a_turn():
+    options = CorrectionOptions(WeightOptions("segment", "clamp", 0.0, 100.0))
+    result = off_policy_correction(*log_probs(), MASK, options, TURNS)
+    assert result.weights[MASK].tolist() == pytest.approx([0.25, 3**0.5, 3**0.5, 1.2**0.5, 1.2**0.5])
+    whole = off_policy_correction(*log_probs(), MASK, options)
+    assert whole.weights[MASK].tolist() == pytest.approx([0.75 ** (1 / 3)] * 3 + [1.2**0.5] * 2)
+    for lower, upper, kept in ((0.5, None, [False, True, True]), (None, 1.5, [True, False, False])):
+        rejection = CorrectionOptions(rejection=RejectionOptions("k1", "segment-mean", lower, upper))
+        result = off_policy_correction(*log_probs(), MASK, rejection, TURNS)
+        assert result.kept[MASK].tolist() == [*kept, True, True]
+
+
+def test_tokens_whose_probability_changed_too_much_are_rejected():
+    moved = [(ratio - 1) * math.exp(-2) for sample in RATIOS for ratio in sample]
+    for lower, upper in ((-0.05, None), (None, 0.1), (-0.05, 0.05)):
+        options = CorrectionOptions(difference=DifferenceOptions("token", lower, upper))
+        kept = off_policy_correction(*log_probs(), MASK, options).kept[MASK].tolist()
+        assert kept == [(lower or -1) <= change <= (upper or 1) for change in moved]
+    mean = sum(moved[:3]) / 3
+    for bound, expected in ((mean * 1.01, True), (mean * 0.99, False)):
+        options = CorrectionOptions(difference=DifferenceOptions("sequence-mean", None, bound))
+        assert off_policy_correction(*log_probs(), MASK, options).kept[0, 1:].tolist() == [expected] * 3
+    both = CorrectionOptions(
+        rejection=RejectionOptions("k1", "token", 0.5), difference=DifferenceOptions("token", None, 0.1)
+    )
+    assert both.active and off_policy_correction(*log_probs(), MASK, both).kept[MASK].tolist() == [
+        False, True, False, True, True,
+    ]  # fmt: skip
+
+
 def test_samples_without_response_tokens_have_no_weights():
     empty = torch.zeros_like(MASK)
-    for level in ("token", "sequence", "geometric"):
-        for at in ("token", "sequence-mean", "sequence-sum", "sequence-max"):
-            options = CorrectionOptions(WeightOptions(level), RejectionOptions("k3", at, 0.1, 1.0), 1e-4)
+    for level in ("token", "sequence", "geometric", "segment"):
+        for at in ("token", "segment-mean", "sequence-mean", "sequence-sum", "sequence-max"):
+            options = CorrectionOptions(WeightOptions(level), RejectionOptions("k3", at, 0.1, 1.0), veto_threshold=1e-4)
             result = off_policy_correction(*log_probs(), empty, options)
             assert not result.kept.any() and (result.weights == 0).all()
 
@@ -162,7 +195,7 @@ OPTIONS = st.builds(
     CorrectionOptions,
     st.builds(
         WeightOptions,
-        st.sampled_from([None, "token", "sequence", "geometric"]),
+        st.sampled_from([None, "token", "sequence", "geometric", "segment"]),
         st.sampled_from(["clamp", "mask"]),
         st.floats(0, 1),
         st.floats(1, 5),
@@ -170,11 +203,18 @@ OPTIONS = st.builds(
     st.builds(
         RejectionOptions,
         st.sampled_from([None, "k1", "k2", "k3"]),
-        st.sampled_from(["token", "sequence-mean", "sequence-sum", "sequence-max"]),
+        st.sampled_from(["token", "segment-mean", "sequence-mean", "sequence-sum", "sequence-max"]),
         st.none() | st.floats(0, 0.9),
         st.none() | st.floats(1.1, 5),
     ),
     st.none() | st.floats(1e-6, 0.5),
+    st.just(False),
+    st.builds(
+        DifferenceOptions,
+        st.sampled_from([None, "token", "segment-mean", "sequence-max"]),
+        st.none() | st.floats(-1, 0),
+        st.none() | st.floats(0, 1),
+    ),
 )
 LOG_RATIOS = st.lists(st.lists(st.floats(-50, 50), min_size=4, max_size=4), min_size=1, max_size=4)
 

@@ -127,6 +127,7 @@ def test_dppo_drops_tokens_that_moved_too_far_away_and_keeps_those_on_the_way_ba
         return one_token(variant, 1 + by / BASE, advantage)
 
     assert moved(beyond, 2.0)[1:] == (True, 0.0) and moved(beyond, -2.0)[1] is False
+    assert moved(-beyond, -2.0)[1:] == (True, 0.0) and moved(-0.1, -2.0)[1] is False
     kept = moved(within, 2.0)
     assert kept[1:] == (False, pytest.approx(-2.0 * (1 + within / BASE)))
     assert kept[0] == pytest.approx(-2.0 * (1 + within / BASE))

@@ -168,8 +168,8 @@ def test_the_printed_plan_shows_phases_and_host_memory(tmp_path: Path, capsys: p
     assert "24.51 GiB while training, 22.89 GiB during an update, 47.26 GiB while generating" in shown
     assert "optimizer in host memory 61.04 GiB" in shown
     assert "with 68.67 GiB in host memory meanwhile, 549.32 GiB on a node" in shown
-    assert "actor_train + actor_infer on one device fits into 48 GiB: 47.26 GiB at once" in shown
-    assert "actor_train + actor_infer on one device does not fit into 47 GiB: 47.26 GiB at once" in shown
+    assert "actor_train + actor_infer need on one device at least 47.26 GiB at once, of 48 GiB" in shown
+    assert "actor_train + actor_infer need on one device at least 47.26 GiB at once, more than the 47 GiB" in shown
 
 
 def test_the_larger_of_the_training_and_the_log_prob_pass_counts(tmp_path: Path) -> None:
@@ -177,6 +177,8 @@ def test_the_larger_of_the_training_and_the_log_prob_pass_counts(tmp_path: Path)
     for batch, tokens in ((16, 16 * TOKENS), (64, 64 * TOKENS)):
         plan = make_plan(rlvr(tmp_path, *values, f"actor_train.infer_batch_size={batch}", text=TEXT), SERVER)
         assert bytes_of(plan, "actor_train", "activations") == tokens * (4 * 3584 + 3 * 18_944 // 2) * 2
+    plan = make_plan(rlvr(tmp_path, *Recipe("7B", 8, tensor=2).overrides(), "old_log_probs_source=recompute"), SERVER)
+    assert bytes_of(plan, "actor_train", "activations") > 3072 * 28 * LAYER * 2
     separate = [*Recipe("7B", 8, tensor=2, full=True, separate=True).overrides(), "async_generation_ratio=1"]
     plan = make_plan(rlvr(tmp_path, *separate, "actor_train.infer_batch_size=64", text=TEXT), SERVER)
     assert bytes_of(plan, "actor_train", "activations") < TOKENS * 28 * LAYER * 2
@@ -189,6 +191,9 @@ def test_as_many_micro_batches_are_in_flight_as_a_token_limit_may_make(tmp_path:
     sizes = [*one, "actor_train.training_args.per_device_train_batch_size=8", *limit]
     plans = [make_plan(rlvr(tmp_path, *values, text=TEXT), SERVER) for values in (recipe.overrides(), sizes)]
     assert memory(plans[0], "actor_train") == memory(plans[1], "actor_train")
+    whole = [*sizes[:-1], f"actor_train.max_tokens_per_microbatch_in_train={8 * TOKENS}"]
+    of_one = memory(make_plan(rlvr(tmp_path, *whole, text=TEXT), SERVER), "actor_train").lines[3]
+    assert f"{8 * TOKENS:,} tokens x (1 in flight" in of_one.formula
 
 
 def test_megatron_splits_key_value_heads_over_more_ranks_and_an_engine_repeats_them(tmp_path: Path) -> None:

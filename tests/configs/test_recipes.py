@@ -116,8 +116,10 @@ def test_a_correction_of_roll_is_read() -> None:
     assert config.actor_train.pg_variant == "gspo" and config.gspo_clip_high == 0.2
     assert (config.correction.weights.level, config.correction.weights.upper) == ("token", 1.5)
     rejection = config.correction.rejection
-    assert (rejection.statistic, rejection.level, rejection.upper) == ("k1", "sequence-mean", 1.05)
-    assert "not available: differences of probabilities" in notes(config)
+    assert (rejection.statistic, rejection.level, rejection.upper) == ("k1", "segment-mean", 1.05)
+    difference = config.correction.difference
+    assert (difference.level, difference.lower, difference.upper) == ("segment-mean", -0.1, 0.1)
+    assert "not available" not in notes(config)
 
 
 @pytest.mark.parametrize(

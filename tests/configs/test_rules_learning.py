@@ -76,7 +76,8 @@ REFUSED = {
     "correction.renormalize=true": "correction.renormalize: has no effect: nothing is rejected",
     "correction.renormalize=true correction.veto_threshold=0.1 old_log_probs_source=behavior": "true needs to know the "
     "kept tokens before",
-    f"{WEIGHTS}.level=word": "correction.weights.level: 'word' is not one of token, sequence, geometric or null",
+    f"{WEIGHTS}.level=word": "correction.weights.level: 'word' is not one of token, sequence, geometric, "
+    "segment or null",
     f"{WEIGHTS}.uper=3": "correction.weights.uper: unknown key; did you mean correction.weights.upper?",
 }
 
@@ -125,6 +126,18 @@ def test_group_estimators_need_groups(tmp_path: Path, estimator: str) -> None:
         tmp_path, f"adv_estimator={estimator}", "num_return_sequences_in_group=1", "rollout_batch_size=512"
     )
     assert f"num_return_sequences_in_group: 1 gives every sample of {estimator} advantage 0" in message
+
+
+def test_k1_in_the_loss_is_refused_where_it_is_read(tmp_path: Path) -> None:
+    loss = ("use_kl_loss=true", "kl_loss_coef=0.1", "reference.device_mapping=0-15", "kl_loss_type=kl")
+    assert "kl_loss_type: k1 in a loss has a gradient of 0 on average" in refusal(tmp_path, *loss)
+    assert check(rlvr(tmp_path, "kl_loss_type=kl")).errors == []
+
+
+def test_the_buffer_of_overlong_responses_fits_into_the_response(tmp_path: Path) -> None:
+    message = refusal(tmp_path, "overlong_buffer_len=2000")
+    assert "overlong_buffer_len: 2000 is above response_length 1024; use at most that" in message
+    assert check(rlvr(tmp_path, "overlong_buffer_len=128")).errors == []
 
 
 def test_sets_of_pass_at_k_are_smaller_than_the_group(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ UNKNOWN = {
     "MAX_STEPS=1": "MAX_STEPS: unknown key; did you mean max_steps?",
     "actor_infer.tempurature=1": "the nearest key is actor_infer.generating_args.temperature",
     "actor_train.max_new_token=8": "the nearest key is actor_infer.generating_args.max_new_tokens",
-    "correction.clip=1": "unknown key; known here: rejection, renormalize, veto_threshold, weights",
+    "correction.clip=1": "unknown key; known here: difference, rejection, renormalize, veto_threshold, weights",
     "async_trainning.min_batch_count=1": "async_trainning: unknown key; did you mean async_training?",
     "actor_train.strategy_args.strategy_config.tp_size=2": "here that is actor_train.strategy_args.strategy_config."
     "tensor_model_parallel_size",

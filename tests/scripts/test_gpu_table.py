@@ -24,6 +24,10 @@ def test_an_exception_is_a_failed_row_and_later_checks_run(capsys: pytest.Captur
         raise RuntimeError("out of memory\nmore lines")
     with table.check("sound"):
         table.add("later", 0.0, "", 1.0)
+    assert capsys.readouterr().out.splitlines() == [
+        "broken:  RuntimeError: out of memory  FAILED",
+        "later:  0  bound 1  ok",
+    ]
     assert table.show("cpu") == 1
     failed, later = [line for line in capsys.readouterr().out.splitlines() if "broken" in line or "later" in line]
     assert "RuntimeError: out of memory" in failed and "FAILED" in failed and "more lines" not in failed

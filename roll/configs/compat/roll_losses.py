@@ -103,12 +103,12 @@ def _read_sequence_ratio(recipe: Recipe, clip: float) -> None:
         recipe.note("importance_sampling", "has no effect: actor_train.pg_variant is given")
 
 
-WEIGHT_LEVELS = {"token": "token", "sequence": "sequence", "geometric": "geometric", "segment": "geometric"}
+WEIGHT_LEVELS = {name: name for name in ("token", "sequence", "geometric", "segment")}
 REJECTION_LEVELS = {
     "token": "token",
     "sequence": "sequence-sum",
     "geometric": "sequence-mean",
-    "segment": "sequence-mean",
+    "segment": "segment-mean",
 }
 """Types of weights and filters of `train_infer_correction` -> levels here."""
 
@@ -147,8 +147,13 @@ def read_correction(recipe: Recipe) -> None:
         read.append(
             f"the ratio of a filter as correction.rejection (level {level}, {bounds['lower']} to {bounds['upper']})"
         )
-    lost = ["differences of probabilities"] * any(item.get("diff_enabled") for item in enabled)
-    lost += ["further filters"] * (len(enabled) > 1)
+    by_difference = next((item for item in enabled if item.get("diff_enabled")), None)
+    if by_difference is not None:
+        level = _level(recipe, f"{path}.filters.agg_type", by_difference.get("agg_type", "token"), REJECTION_LEVELS)
+        limits = {"lower": by_difference.get("diff_low"), "upper": by_difference.get("diff_high")}
+        recipe.put("correction.difference", {"level": level, **limits})
+        read.append(f"its difference as correction.difference (level {level}, {limits['lower']} to {limits['upper']})")
+    lost = ["further filters"] * any(item not in (by_ratio, by_difference) for item in enabled)
     if read or lost:
         rest = f"; not available: {', '.join(lost)}" if lost else ""
         recipe.note(path, f"is read: {', '.join(read) or 'nothing'}{rest}")

@@ -41,6 +41,8 @@ NAMES: Names = {
     "trainer.n_gpus_per_node": "num_devices_per_node",
     "rollout.nnodes": "actor_infer.device_mapping",
     "rollout.n_gpus_per_node": "actor_infer.device_mapping",
+    "reward_model.overlong_buffer.len": "overlong_buffer_len",
+    "reward_model.overlong_buffer.penalty_factor": "overlong_penalty_factor",
     "actor.optim.lr": f"{TRAINING}.learning_rate",
     "actor.grad_clip": "max_grad_norm",
     "actor.ppo_mini_batch_size": f"{TRAINING}.gradient_accumulation_steps",

@@ -35,12 +35,19 @@ def check_algorithm(config: RLConfig, report: Report) -> None:
             f"{config.pass_k} of the {group} responses to a prompt: each set of that size is the whole group, so every "
             f"advantage is 0; use at most {group - 1}, or a larger group",
         )
+    buffer, longest = config.overlong_buffer_len, config.response_length
+    if buffer is not None and longest is not None and buffer > longest:
+        report.error("overlong_buffer_len", f"{buffer} is above response_length {longest}; use at most that")
     if config.adv_estimator == "lite_ppo" and config.loss_agg_mode != "token-mean":
         report.warn("loss_agg_mode", f"{config.loss_agg_mode} is not the aggregation of lite_ppo; use token-mean")
     if not config.is_num_return_sequences_expand and group > 1:
         report.error(
             "is_num_return_sequences_expand",
             "false is not available: each sample is a request with its own seed; set it to true or leave it out",
+        )
+    if config.use_kl_loss and config.kl_loss_type == "k1":
+        report.error(
+            "kl_loss_type", "k1 in a loss has a gradient of 0 on average; use k3 or k2, or put the KL in the reward"
         )
     if config.use_kl_loss and config.kl_loss_coef == 0:
         report.error("kl_loss_coef", "0 turns off the KL that use_kl_loss requires; use a weight such as 0.001")

@@ -98,7 +98,7 @@ def load(folder: Path, wrapped: Sequence[DistributedDataParallel], optimizer: Me
     common = dist_checkpointing.load_common_state_dict(str(folder))
     written, ours = common["layout"], _layout(wrapped)
     if written != ours:
-        raise ValueError(f"{folder}: written at {written}, this run has {ours}; resume at the same layout")
+        raise ValueError(f"{folder}: written with {written}, this run has {ours}; resume with the same")
     _allocate_optimizer_state(optimizer)
     written_as = dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or OPTIMIZER_FORMAT
     state = dist_checkpointing.load(_sharded_state(wrapped, optimizer, written_as, loading=True), str(folder))
@@ -159,20 +159,20 @@ def _named(wrapped: Sequence[DistributedDataParallel]) -> dict[str, DistributedD
     return {"model": wrapped[0]} if len(wrapped) == 1 else {f"model{n}": each for n, each in enumerate(wrapped)}
 
 
-def _layout(wrapped: Sequence[DistributedDataParallel]) -> dict[str, int]:
+def _layout(wrapped: Sequence[DistributedDataParallel]) -> dict[str, Any]:
     """Sizes of the parallel dimensions, in the order of Megatron's ranks, and what else decides who has which tensors.
 
     Without overlapped reduction there is one bucket, and without the options of `LAYER_SPLITS` stages are equal. The
     optimizer's tensors also depend on the dtypes of weights and gradients, and on how it is distributed.
     """
     config, buckets = wrapped[0].config, wrapped[0].ddp_config.bucket_size
-    more = {name: int(value) for name in LAYER_SPLITS if (value := getattr(config, name))}
+    more: dict[str, Any] = {name: int(value) for name in LAYER_SPLITS if (value := getattr(config, name))}
     if config.params_dtype != torch.float32:
-        more |= {str(config.params_dtype): 1}
+        more |= {"dtype": str(config.params_dtype).removeprefix("torch.")}
     if not wrapped[0].ddp_config.use_distributed_optimizer:
-        more |= {"use_distributed_optimizer: false": 1}
+        more |= {"use_distributed_optimizer": False}
     if not wrapped[0].ddp_config.grad_reduce_in_fp32:
-        more |= {"accumulate_allreduce_grads_in_fp32: false": 1}
+        more |= {"accumulate_allreduce_grads_in_fp32": False}
     return _sizes() | more | ({"bucket_size (overlap_grad_reduce: true)": buckets} if buckets else {})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import ctypes
 import os
 import signal
@@ -92,7 +93,6 @@ class Engine:
         loop = asyncio.get_running_loop()
         before = set(psutil.Process().children(recursive=True))
         start = loop.run_in_executor(self._thread, self._launch, {**self.arguments, **arguments})
-        start.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may end after the wait for it
         try:
             self._engine = await asyncio.wait_for(asyncio.shield(start), timeout_s)
         except TimeoutError as error:
@@ -101,10 +101,11 @@ class Engine:
             raise EngineError(f"{self.name}: SGLang did not start: {error}") from error
         finally:
             self._processes = list(set(psutil.Process().children(recursive=True)) - before)
+            self._shared_files = {path for process in self._processes for path in _shared_files(process.pid)}
             if self._engine is None:
+                start.add_done_callback(_discard)
                 self._kill()
         self._schedulers = self._engine.get_all_child_pids()
-        self._shared_files = {path for scheduler in self._schedulers for path in _shared_files(scheduler)}
         self._death = loop.create_future()
         self._watcher = asyncio.create_task(self._watch())
 
@@ -165,15 +166,23 @@ class Engine:
         Raises:
             EngineError: a process did not end.
         """
+        self.died("the engine was stopped")
+        self.end()
+        self._thread.shutdown(wait=False)
+
+    def end(self) -> None:
+        """Ends the processes of this start, if any; `start` may be called again.
+
+        Raises:
+            EngineError: a process did not end.
+        """
         if self._watcher is not None:
             self._watcher.cancel()
-        self.died("the engine was stopped")
         if self._engine is not None and self._engine.tokenizer_manager is not None:
             for task in self._engine.tokenizer_manager.asyncio_tasks:
                 task.cancel()
         self._engine = None
         self._kill()
-        self._thread.shutdown(wait=False)
 
     def _kill(self) -> None:
         for process in self._processes:
@@ -187,6 +196,14 @@ class Engine:
         for path in self._shared_files:  # killed processes leave them
             path.unlink(missing_ok=True)
         self._processes, self._shared_files = [], set()
+
+
+def _discard(start: asyncio.Future[Any]) -> None:
+    """Kills what a start has started after nobody waited for it any more."""
+    if not start.cancelled() and start.exception() is None:
+        for process_id in start.result().get_all_child_pids():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                psutil.Process(process_id).kill()
 
 
 def _shared_files(process_id: int) -> set[Path]:
