@@ -24,13 +24,13 @@ import ray
 from roll.cli import main as roll
 from roll.configs.pipeline import BaseConfig, RLConfig
 from roll.configs.roles import ActorInferConfig, MegatronRoleConfig
-from roll.distributed import infer_worker
 from roll.distributed.cluster import CLOSE_TIMEOUT_S, Cluster, WorkerT
 from roll.distributed.infer_worker import InferWorker
 from roll.distributed.processes import gc_unfreeze, log_file, print_to, process_environment
 from roll.distributed.remote_actor import ObjectT, P, RemoteActor
 from roll.distributed.remote_errors import Failure
-from roll.distributed.resources import DeviceSlot, ResourceManager, start_ray
+from roll.distributed.resources import ResourceManager, start_ray
+from roll.distributed.strategy import sglang_engine
 from roll.distributed.strategy.sglang_engine import Engine
 from roll.distributed.train_worker import TrainWorker
 from roll.distributed.worker import WorkerRank
@@ -70,11 +70,12 @@ class KeptCluster(Cluster[WorkerT]):
 
     idle: defaultdict[Any, list[Any]] = defaultdict(list)
 
-    def _start(self, rank: int, slot: DeviceSlot) -> Any:
-        idle = self.idle[self._key(rank, slot)]
-        return idle.pop() if idle else super()._start(rank, slot)
+    def _start(self, rank: int, node_rank: int) -> Any:
+        idle = self.idle[self._key(rank, node_rank)]
+        return idle.pop() if idle else super()._start(rank, node_rank)
 
-    def _key(self, rank: int, slot: DeviceSlot) -> Any:
+    def _key(self, rank: int, node_rank: int) -> Any:
+        slot = self._slots[rank][node_rank]
         environment = own_environment(self._pipeline_config, self._resources.threads(slot))
         return (
             self._worker_cls.concurrent,
@@ -92,7 +93,7 @@ class KeptCluster(Cluster[WorkerT]):
         closing = [actor.call.remote("close", False) for actor in self._actors]
         for rank, (actor, answer) in enumerate(zip(self._actors, closing, strict=True)):
             if has_closed(answer):
-                self.idle[self._key(rank, self._slots[rank])].append(actor)
+                self.idle[self._key(rank, 0)].append(actor)
             else:
                 ray.kill(actor)
 
@@ -178,6 +179,7 @@ class KeptEngine(Engine):
         if before is None or len(before.processes()) < len(before._processes):
             return await super().start(arguments, timeout_s)
         self._engine, self._processes, self._thread = before._engine, before._processes, before._thread
+        self._schedulers, self._shared_files = before._schedulers, before._shared_files
         self._death = asyncio.get_running_loop().create_future()
         self._watcher = asyncio.create_task(self._watch())
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
@@ -209,7 +211,7 @@ class KeptInferWorker(InferWorker):
     def __init__(self, rank: WorkerRank, config: ActorInferConfig, pipeline_config: RLConfig) -> None:
         print_to(log_file(pipeline_config, rank.name))
         super().__init__(rank, config, pipeline_config)
-        infer_worker.Engine = KeptEngine  # type: ignore[misc]
+        sglang_engine.Engine = KeptEngine  # type: ignore[misc]
 
     def close(self) -> None:
         super().close()
