@@ -97,9 +97,10 @@ def plan(config: str | Path, overrides: Sequence[str], as_json: bool = False, de
     remarks = check_user_inputs(loaded, may_miss=True)  # before the plan resets environments in this process
     made = make_plan(loaded, hub=found)
     made.warnings.extend(remarks)
-    if not as_json:
-        return 0 if print_plan(made, device_gib=device_gib) else 1
-    print(json.dumps(made.as_dict(), indent=2))
+    if as_json:
+        print(json.dumps(made.as_dict(), indent=2))
+    else:
+        print_plan(made, device_gib=device_gib)
     return 0 if device_gib is None or fits_devices(made, device_gib) else 1
 
 

@@ -58,8 +58,11 @@ class AdvantageConfig(AdvantageOptions):
 
     @classmethod
     def from_config(cls, config: RLConfig) -> AdvantageConfig:
-        """The settings of a run; a run without turns has the defaults for the keys of turns."""
-        return cls(**options_of(cls, config))
+        """The settings of a run; keys of turns have their defaults without turns, and overlong_buffer_len with them."""
+        options = options_of(cls, config)
+        if config.pipeline != "rlvr":
+            options["overlong_buffer_len"] = None  # `response_length` of agents is that of one turn
+        return cls(**options)
 
 
 @dataclass(frozen=True)
@@ -202,7 +205,7 @@ def gpg(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
 
 @ADV_ESTIMATORS.register("pass_at_k")
 def pass_at_k(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
-    """A = (E[max | i] - E[max]) / std(max), over all sets of `pass_k` responses of the group, and those that contain i.
+    """A = (E[max | i] - E[max]) / std(max), over all sets of `pass_k` responses of the group, and all sets with i.
 
     Rewards the best of k tries instead of each. k = 1 is grpo with the biased std; a group smaller than k is taken
     whole. Source: Chen et al. 2025 (arXiv 2508.10751) section 3.3, here for any scores instead of 0 and 1.

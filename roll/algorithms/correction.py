@@ -61,16 +61,19 @@ def off_policy_correction(
         moved = masked(log_probs.detach().double().exp() - behavior_log_probs.double().exp(), mask)
         kept = kept & _inside(moved, options.difference.level, options.difference, mask, turns)
     if options.veto_threshold is not None:
-        difference = masked((log_probs - behavior_log_probs).detach().double(), mask)  # e^-20 is above some thresholds
-        kept = kept & ~(mask & (difference < math.log(options.veto_threshold))).any(-1, keepdim=True)
+        unclamped = _log_ratio(log_probs, behavior_log_probs, mask)  # e^-20 is above some thresholds
+        kept = kept & ~(mask & (unclamped < math.log(options.veto_threshold))).any(-1, keepdim=True)
     weights, inside = importance_weights(log_ratio, mask, options, turns)
     return Correction(masked(weights, mask).to(log_probs.dtype), kept & inside)
 
 
 def clamped_log_ratio(log_probs: Tensor, behavior_log_probs: Tensor, mask: Tensor) -> Tensor:
     """The log ratio l [B, T] in float64, without gradient, 0 outside the mask."""
-    difference = masked((log_probs - behavior_log_probs).detach().double(), mask)
-    return difference.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    return _log_ratio(log_probs, behavior_log_probs, mask).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+
+
+def _log_ratio(log_probs: Tensor, behavior_log_probs: Tensor, mask: Tensor) -> Tensor:
+    return masked((log_probs - behavior_log_probs).detach().double(), mask)
 
 
 def importance_weights(
@@ -208,7 +211,7 @@ def partial_sums(
         kept_mask: [b, T]; default the response mask.
     """
     mask = response_mask.bool()
-    difference = masked((log_probs - behavior_log_probs).detach().double(), mask)
+    difference = _log_ratio(log_probs, behavior_log_probs, mask)
     log_ratio = clamped_log_ratio(log_probs, behavior_log_probs, mask)
     ratio = log_ratio.exp()
     weights = ratio if weights is None else masked(weights.detach().double(), mask)

@@ -272,7 +272,7 @@ def _uneven(layers: int, counted: int, middle: int, options: MegatronConfig) -> 
         return f"pipeline_model_parallel_size: {stages} does not divide the model's {layers} layers; use {fitting}"
     added = options.account_for_embedding_in_pipeline_split or options.account_for_loss_in_pipeline_split
     rest = f"{counted} of the model's {layers} layers" + (
-        " (with those that account_for_..._in_pipeline_split adds)" if added else ""
+        " (account_for_..._in_pipeline_split included)" if added else ""
     )
     first, last = options.num_layers_in_first_pipeline_stage or 0, options.num_layers_in_last_pipeline_stage or 0
     if middle <= 0 or counted < 0:

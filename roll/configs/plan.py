@@ -366,16 +366,13 @@ def _of_tags(key: str, config: AgenticConfig) -> str:
     return f"{key} of " + ", ".join(f"{tag} ({getattr(config.custom_envs[tag], key)})" for tag in tags)
 
 
-def print_plan(plan: Plan, file: TextIO | None = None, device_gib: float | None = None) -> bool:
+def print_plan(plan: Plan, file: TextIO | None = None, device_gib: float | None = None) -> None:
     """Writes the plan to `file`, or to standard output.
 
     Args:
         plan: to write.
         file: an open text file.
         device_gib: memory of one device, to compare with.
-
-    Returns:
-        Whether `device_gib` is enough for what every role needs at least; without it always true.
     """
     console = make_console(file)
     plural = "s" if plan.nodes > 1 else ""
@@ -410,11 +407,10 @@ def print_plan(plan: Plan, file: TextIO | None = None, device_gib: float | None 
         console.print(_downloads(plan))
     if not plan.warnings:
         console.print("No warnings.", style="green")
-        return device_gib is None or fits_devices(plan, device_gib)
+        return
     console.print(f"{len(plan.warnings)} warning{'s' if len(plan.warnings) > 1 else ''}", style="bold yellow")
     for warning in plan.warnings:
         console.print(f"  - {warning}", markup=False, soft_wrap=True)
-    return device_gib is None or fits_devices(plan, device_gib)
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

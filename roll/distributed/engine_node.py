@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from roll.distributed.remote_errors import Failure, ray_failure
-from roll.distributed.strategy.sglang_engine import Engine, EngineError, make_engine
+from roll.distributed.strategy.sglang_engine import STOP_TIMEOUT_S, Engine, EngineError, make_engine
 from roll.distributed.worker import Worker, WorkerRank
 
 if TYPE_CHECKING:
@@ -82,14 +82,19 @@ class FurtherNodes:
             EngineError: a node failed; the message names it.
         """
         own = asyncio.ensure_future(engine.start({"dist_init_addr": address}, timeout_s))
-        others = [asyncio.ensure_future(self._call(node, "start", address, timeout_s)) for node in self._nodes]
+        others = [
+            asyncio.ensure_future(self._call(node, "start", timeout_s + STOP_TIMEOUT_S, address, timeout_s))
+            for node in self._nodes
+        ]
         try:
             await asyncio.gather(own, *others)
         except BaseException:
             own.cancel()
             await asyncio.wait([own])
             engine.end()
-            await asyncio.gather(*(self._call(node, "stop") for node in self._nodes), return_exceptions=True)
+            await asyncio.gather(
+                *(self._call(node, "stop", 2 * STOP_TIMEOUT_S) for node in self._nodes), return_exceptions=True
+            )
             raise
         self._watches = [asyncio.create_task(self._watch(node)) for node in self._nodes]
 
@@ -100,13 +105,17 @@ class FurtherNodes:
 
     async def _watch(self, node: int) -> None:
         try:
-            self._died(await self._call(node, "death"))
+            self._died(await self._call(node, "death", None))
         except EngineError as error:
             self._died(str(error))
 
-    async def _call(self, node: int, method: str, *arguments: Any) -> Any:
+    async def _call(self, node: int, method: str, deadline_s: float | None, *arguments: Any) -> Any:
+        asked = asyncio.wrap_future(self._nodes[node].call.remote(method, True, *arguments).future())
         try:
-            answer = await asyncio.wrap_future(self._nodes[node].call.remote(method, True, *arguments).future())
+            answer = await asyncio.wait_for(asked, deadline_s)
+        except TimeoutError as error:
+            message = f"{self._rank.name} on node {node}: {method}: no answer within {deadline_s:g} s"
+            raise EngineError(message) from error
         except Exception as error:
             answer = ray_failure(self._rank.rank, error)
         if isinstance(answer, Failure):

@@ -17,6 +17,7 @@ from roll.algorithms.advantages import (
     return_to_go,
     token_rewards,
 )
+from roll.configs.agentic import AgenticConfig
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.policy import TURN_ESTIMATORS, SampleMaskOptions
 from tests.algorithms.trajectories import single_turns
@@ -259,6 +260,13 @@ def test_long_responses_lose_a_rising_part_of_their_score():
     assert result.advantages[:, 0].tolist() == [1.0, 0.0]
     assert result.metrics["advantage/overlong_penalty"] == 0.5
     assert "advantage/overlong_penalty" not in compute_advantages(SCORES, GROUPS, MASK, GRPO).metrics
+
+
+def test_turns_of_agents_have_no_overlong_penalty():
+    agents = AgenticConfig(response_length=10, overlong_buffer_len=4)
+    assert AdvantageConfig.from_config(agents).overlong_buffer_len is None
+    responses = AdvantageConfig.from_config(RLVRConfig(response_length=10, overlong_buffer_len=4))
+    assert (responses.response_length, responses.overlong_buffer_len) == (10, 4)
 
 
 def test_the_score_of_a_response_without_a_token_counts_in_its_group():

@@ -199,7 +199,7 @@ class Engine:
 
 
 def _discard(start: asyncio.Future[Any]) -> None:
-    """Kills what a start has started after nobody waited for it any more."""
+    """Kills the processes of a start that ends after its timeout or cancellation."""
     if not start.cancelled() and start.exception() is None:
         for process_id in start.result().get_all_child_pids():
             with contextlib.suppress(psutil.NoSuchProcess):
