@@ -86,6 +86,14 @@ def test_a_first_node_that_does_not_start_ends_the_others() -> None:
     assert other.calls == ["start", "stop"]
 
 
+def test_a_node_without_an_answer_is_waited_for_so_long_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("roll.distributed.engine_node.STOP_TIMEOUT_S", 0.05)
+    engine, silent = Engine(), Node({"start": "never", "stop": "never"})
+    with pytest.raises(EngineError, match="actor_infer-0 on node 3: start: no answer within 0.1 s"):
+        asyncio.run(asyncio.wait_for(nodes(silent)[0].start(engine, "10.0.0.1:20000", 0.05), 20))  # type: ignore[arg-type]
+    assert not engine.running and silent.calls == ["start", "stop"]
+
+
 def test_the_death_of_a_further_node_is_the_engines_and_names_the_node() -> None:
     async def run(answer: Any) -> list[str]:
         further, causes = nodes(Node({"death": answer}))
