@@ -4,7 +4,7 @@ PYTHON ?= python3.11
 TORCH_INDEX_ARGS ?=
 CONFIG ?= examples/tiny_math/rlvr_config.yaml
 BENCH_DIR ?= output/bench
-RECIPES ?= $(wildcard examples/*/*.yaml tests/data/recipes/*_async.yaml)
+RECIPES ?= $(filter-out examples/algorithms/%,$(wildcard examples/*/*.yaml)) examples/algorithms/ppo_critic.yaml tests/data/recipes/*_async.yaml
 
 BIN := .venv/bin
 READY := .venv/.ready

@@ -25,6 +25,7 @@ BENCHMARKS = (
     "async_overlap",
     "simulate",
     "agentic_rollout",
+    "code_sandbox",
 )
 
 TIMEOUT_S = 1800.0

@@ -139,11 +139,11 @@ def _megatron_step(layout: ParallelLayout, rank: int, folder: Path, work: Work) 
     """The same step through the Megatron strategy."""
     import torch
 
+    from roll.configs.megatron import MegatronTrainConfig
     from roll.configs.pipeline import SFTConfig
     from roll.configs.roles import (
         ActorTrainConfig,
         MegatronTrainArguments,
-        MegatronTrainConfig,
         TrainingArguments,
         TrainModelArguments,
     )
@@ -153,11 +153,11 @@ def _megatron_step(layout: ParallelLayout, rank: int, folder: Path, work: Work) 
     get_platform("cpu").prepare_megatron()
     from roll.distributed.strategy.megatron_strategy import MegatronTrainStrategy
 
-    sizes = {"tensor_model_parallel_size": layout.tensor, "pipeline_model_parallel_size": layout.pipeline}
+    sizes = MegatronTrainConfig(tensor_model_parallel_size=layout.tensor, pipeline_model_parallel_size=layout.pipeline)
     worker = ActorTrainConfig(
         model_args=TrainModelArguments(model_name_or_path=str(folder), dtype="fp32"),
         training_args=TrainingArguments(learning_rate=work.learning_rate),
-        strategy_args=MegatronTrainArguments(strategy_config=MegatronTrainConfig(**sizes)),
+        strategy_args=MegatronTrainArguments(strategy_config=sizes),
         device_mapping=list(range(layout.world_size)),
     )
     config = SFTConfig(response_length=work.length, actor_train=worker)

@@ -136,12 +136,12 @@ async def _await(call: Any) -> Any:
 @contextmanager
 def _clusters(root: Path, shape: dict[str, Any]) -> Iterator[tuple[Any, Any, Any]]:
     """A training cluster with TP2 and an inference cluster with one engine, on Ray."""
+    from roll.configs.megatron import MegatronTrainConfig
     from roll.configs.pipeline import RLVRConfig
     from roll.configs.roles import (
         ActorInferConfig,
         ActorTrainConfig,
         MegatronTrainArguments,
-        MegatronTrainConfig,
         ModelArguments,
         RoleConfig,
         SGLangArguments,

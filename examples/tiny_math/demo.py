@@ -10,8 +10,12 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from examples import stages
+
+if TYPE_CHECKING:
+    from roll.pipeline.run import RunSummary
 
 HERE = Path(__file__).parent
 TRAIN_PROBLEMS, VALIDATION_PROBLEMS, LEVELS = 3840, 400, (1,)
@@ -25,12 +29,27 @@ def demo(out: Path, seed: int, overrides: list[str]) -> dict[str, float]:
         seed: of the weights, the problems, and both runs.
         overrides: `key=value` for the reinforcement learning run.
     """
-    from examples.tiny_math.prepare import prepare
-    from roll.datasets.math_problems import write_problems
     from roll.trackers.curves import draw_curves
 
     start = time.perf_counter()
     stages.heading("[bold]A small language model learns arithmetic")
+    stages.heading("1/2  Warm start: supervised fine-tuning")
+    warm, inputs = warm_start(out, seed)
+    stages.heading("2/2  Reinforcement learning: Megatron-Core trains, SGLang generates")
+    rl = stages.train(HERE / "rlvr_config.yaml", [f"output_dir={out}/rlvr", *inputs, *overrides])
+    draw_curves(out / "rlvr", out / "curves.png")
+    return stages.summarise(out, seed, start, warm, rl, "val/score")
+
+
+def warm_start(out: Path, seed: int) -> tuple[RunSummary, list[str]]:
+    """Makes the model and the problems below `out`, and trains the model on worked problems.
+
+    Returns:
+        Summary of the training, and the overrides that let another recipe begin with the result.
+    """
+    from examples.tiny_math.prepare import prepare
+    from roll.datasets.math_problems import write_problems
+
     base = prepare(out / "base", seed)
     write_problems(out / "data", seed=seed, train=TRAIN_PROBLEMS, val=VALIDATION_PROBLEMS, levels=LEVELS)
     data = [
@@ -38,13 +57,8 @@ def demo(out: Path, seed: int, overrides: list[str]) -> dict[str, float]:
         f"validation.data_args.file_name=[{out}/data/val.jsonl]",
         f"seed={seed}",
     ]
-    stages.heading("1/2  Warm start: supervised fine-tuning")
     warm = stages.train(HERE / "sft_config.yaml", [f"pretrain={base}", f"output_dir={out}/sft", *data])
-    stages.heading("2/2  Reinforcement learning: Megatron-Core trains, SGLang generates")
-    places = [f"pretrain={out}/sft/hf_model", f"output_dir={out}/rlvr"]
-    rl = stages.train(HERE / "rlvr_config.yaml", [*places, *data, *overrides])
-    draw_curves(out / "rlvr", out / "curves.png")
-    return stages.summarise(out, seed, start, warm, rl, "val/score")
+    return warm, [f"pretrain={out}/sft/hf_model", *data]
 
 
 if __name__ == "__main__":

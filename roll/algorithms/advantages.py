@@ -30,6 +30,7 @@ from roll.algorithms.aggregation import (
 )
 from roll.algorithms.kl import kl_divergence
 from roll.algorithms.registry import Registry
+from roll.algorithms.returns import generalized_advantages, return_to_go, token_rewards, turn_token_rewards
 from roll.algorithms.turn_advantages import (
     Episodes,
     Turns,
@@ -39,9 +40,10 @@ from roll.algorithms.turn_advantages import (
     gigpo,
     step_reinforce,
 )
+from roll.configs.advantages import AdvantageOptions, SampleMaskOptions
 from roll.configs.agentic import AgenticOptions, RewardNormalization
 from roll.configs.pipeline import RLConfig
-from roll.configs.policy import AdvantageOptions, KLOptions, SampleMaskOptions, options_of
+from roll.configs.policy import KLOptions, options_of
 
 
 @dataclass
@@ -75,6 +77,7 @@ class RewardBatch:
         groups: [B] int64, equal for the samples of one prompt, or of trajectories from one start state.
         response_mask: [B, T] bool.
         turns: of trajectories; None for single-turn responses.
+        values: [B, T] of a critic, index t for the tokens before t; None without one.
     """
 
     scores: Tensor
@@ -82,6 +85,7 @@ class RewardBatch:
     groups: Tensor
     response_mask: Tensor
     turns: Turns | None = None
+    values: Tensor | None = None
 
     @cached_property
     def episodes(self) -> Episodes:
@@ -103,27 +107,6 @@ class RewardBatch:
 Estimator = Callable[[RewardBatch, AdvantageConfig], tuple[Tensor, Tensor]]
 ADV_ESTIMATORS: Registry[Estimator] = Registry("adv_estimator")
 """f(batch, config) -> (advantages [B, T], returns [B, T])."""
-
-
-def token_rewards(scores: Tensor, token_kl: Tensor, response_mask: Tensor) -> Tensor:
-    """Rewards [B, T]: the score [B] on the last response token of each sample, minus the KL penalty of every token."""
-    mask = response_mask.bool()
-    positions = torch.arange(mask.shape[1], device=mask.device)
-    last = torch.where(mask, positions, -1).amax(dim=1, keepdim=True)
-    return torch.where(mask & (positions == last), scores[:, None], 0.0) - masked(token_kl, mask)
-
-
-def return_to_go(rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor:
-    """G_t = r_t + gamma G_{t+1} over the response tokens [B, T]; tokens outside the mask do not count as steps."""
-    if gamma == 1.0:
-        return masked(masked(rewards, response_mask).flip(-1).cumsum(-1).flip(-1), response_mask)
-    returns = torch.zeros_like(rewards)
-    following = rewards.new_zeros(rewards.shape[0])
-    for t in range(rewards.shape[1] - 1, -1, -1):
-        sampled = response_mask[:, t].bool()
-        following = torch.where(sampled, rewards[:, t] + gamma * following, following)
-        returns[:, t] = torch.where(sampled, following, 0.0)
-    return returns
 
 
 @ADV_ESTIMATORS.register("grpo")
@@ -273,6 +256,30 @@ def reinforce(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tens
     return returns, returns
 
 
+@ADV_ESTIMATORS.register("gae")
+def gae(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
+    """A_t = delta_t + gamma lambd A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t; the returns are A + V.
+
+    r is the score at the last token, minus the KL of each token with `add_token_level_kl`; in trajectories each turn
+    has its reward at its last token, and values and sums pass over the observations between turns. Source: Schulman
+    et al. 2016 (arXiv 1506.02438).
+
+    Raises:
+        ValueError: the batch has no values.
+    """
+    if batch.values is None:
+        raise ValueError("adv_estimator gae needs the values of a critic, which this batch lacks")
+    mask, turns, sequences = batch.response_mask, batch.turns, None
+    if turns is None:
+        rewards = token_rewards(batch.scores, batch.token_kl, mask)
+    else:
+        sequences = batch.episodes.of_row
+        rewards = turn_token_rewards(batch.scores, batch.token_kl, mask, turns, batch.episodes)
+    values = masked(batch.values, mask)
+    advantages = generalized_advantages(rewards, values, mask, config.gamma, config.lambd, sequences)
+    return advantages, advantages + values
+
+
 ADV_ESTIMATORS.register("gigpo")(gigpo)
 ADV_ESTIMATORS.register("step_reinforce")(step_reinforce)
 ADV_ESTIMATORS.register("agentic_reinforce")(agentic_reinforce)
@@ -317,6 +324,7 @@ def compute_advantages(
     kl_coef: float = 0.0,
     turns: Turns | None = None,
     learned: Tensor | None = None,
+    values: Tensor | None = None,
 ) -> Advantages:
     """Advantages and returns of one global batch.
 
@@ -335,6 +343,7 @@ def compute_advantages(
             once and ignore samples without response tokens.
         learned: [B] bool, samples that stay in the loss (see `learned_samples`). The others count in statistics over
             scores; `whiten_advantages` and the advantages leave them out.
+        values: [B, T] of a critic, needed with `adv_estimator: gae`.
 
     Raises:
         ValueError: a score is not finite, there is no token, `add_token_level_kl` lacks its log-probs, or the turns are
@@ -351,7 +360,7 @@ def compute_advantages(
         check_turns(turns, scores, groups, mask)
     penalty = overlong_penalty(mask.sum(-1), config)
     scores = _shape_scores(scores - penalty, episodes_of(mask, turns), config)
-    batch = RewardBatch(scores, kl_coef * kl, groups, mask, turns)
+    batch = RewardBatch(scores, kl_coef * kl, groups, mask, turns, values)
     advantages, returns = ADV_ESTIMATORS[config.adv_estimator](batch, config)
     if learned is not None:
         mask = mask & learned[:, None]

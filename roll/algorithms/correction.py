@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from roll.algorithms.aggregation import LossScale, masked, masked_max, masked_mean, masked_sum, unit_mean
+from roll.algorithms.aggregation import EPSILON, LossScale, masked, masked_max, masked_mean, masked_sum, unit_mean
 from roll.algorithms.kl import LOG_RATIO_CLAMP
 from roll.algorithms.policy_losses import clamped_exp
-from roll.configs.policy import CorrectionOptions, DifferenceOptions, RejectionOptions
+from roll.configs.correction import CorrectionOptions, DifferenceOptions, RejectionOptions
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,9 @@ def off_policy_correction(
     mask = response_mask.bool()
     log_ratio = clamped_log_ratio(log_probs, behavior_log_probs, mask)
     turns = torch.zeros_like(mask, dtype=torch.int64) if turn_index is None else turn_index.clamp(min=0)
-    kept = mask & within_bounds(log_ratio, mask, options.rejection, turns)
+    kept = mask
+    for rejection in options.all_rejections.values():
+        kept = kept & within_bounds(log_ratio, mask, rejection, turns)
     if options.difference.level is not None:
         moved = masked(log_probs.detach().double().exp() - behavior_log_probs.double().exp(), mask)
         kept = kept & _inside(moved, options.difference.level, options.difference, mask, turns)
@@ -65,6 +67,54 @@ def off_policy_correction(
         kept = kept & ~(mask & (unclamped < math.log(options.veto_threshold))).any(-1, keepdim=True)
     weights, inside = importance_weights(log_ratio, mask, options, turns)
     return Correction(masked(weights, mask).to(log_probs.dtype), kept & inside)
+
+
+def batch_correction(
+    correction: Correction,
+    log_probs: Tensor,
+    behavior_log_probs: Tensor,
+    response_mask: Tensor,
+    options: CorrectionOptions,
+) -> Correction:
+    """Adds what depends on the whole batch to the result of `off_policy_correction`; arguments as there.
+
+    `m2_threshold` leaves out further tokens, see `within_second_moment`. `weights.normalize` divides the weights by
+    their mean over the response tokens, so that they change no step size on average. Samples that are left out of the
+    loss have no part in either; `response_mask` is without them.
+    """
+    weights, kept, mask = correction.weights, correction.kept, response_mask.bool()
+    if options.m2_threshold is not None:
+        squares = _log_ratio(log_probs, behavior_log_probs, mask) ** 2
+        kept = within_second_moment(squares, kept & mask, options.m2_threshold) | (kept & ~mask)
+    if options.weighted and options.weights.normalize:
+        weights = weights / masked_mean(weights, mask).clamp(min=EPSILON)
+    return Correction(weights, kept)
+
+
+def within_second_moment(squares: Tensor, mask: Tensor, threshold: float) -> Tensor:
+    """The mask [B, T] without its largest `squares` [B, T], as many as needed for their mean to be at most `threshold`.
+
+    Source: M2PO (arXiv 2510.01161).
+    """
+    values, order = squares[mask].sort()
+    means = values.cumsum(0) / torch.arange(1, len(values) + 1, device=values.device)
+    kept = mask.clone()
+    dropped = torch.zeros_like(values, dtype=torch.bool)
+    dropped[order[int((means <= threshold).sum()) :]] = True
+    kept[mask] = ~dropped
+    return kept
+
+
+def off_policy_sequences(
+    log_probs: Tensor, behavior_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, delta: float
+) -> Tensor:
+    """Tokens that OPSM leaves out [B, T] bool: A < 0, and the mean of log mu - log pi over the response is above delta.
+
+    Such a response has already become less likely; pushing it further down learns from a policy that is gone. Source:
+    DeepSeek-V3.2 (arXiv 2512.02556), off-policy sequence masking.
+    """
+    drift = -masked_mean(_log_ratio(log_probs, behavior_log_probs, response_mask.bool()), response_mask, dim=-1)
+    return response_mask.bool() & (advantages < 0) & (drift > delta)[:, None]
 
 
 def clamped_log_ratio(log_probs: Tensor, behavior_log_probs: Tensor, mask: Tensor) -> Tensor:

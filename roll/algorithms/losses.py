@@ -1,6 +1,7 @@
 """Losses of a training step by name, as the training worker's `train_step` calls them for every micro-batch.
 
-A loss is `loss(log_probs, entropy, micro, scale, config) -> (loss, metrics)`. Every term is divided by counts over the
+A loss is `loss(log_probs, entropy, micro, scale, config) -> (loss, metrics)`; that of a critic is given its values and
+no entropy. Every term is divided by counts over the
 global batch, so the losses of all micro-batches on all data-parallel ranks sum to the loss of the batch. A metric
 whose name ends in `_max` is reduced by max, every other one by sum.
 """
@@ -8,17 +9,20 @@ whose name ends in `_max` is reduced by max, every other one by sum.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from roll.algorithms.aggregation import LossScale, aggregate, masked, masked_max
-from roll.algorithms.correction import Correction, off_policy_correction, partial_sums
+from roll.algorithms.aggregation import LossScale, aggregate, masked, masked_max, masked_mean
+from roll.algorithms.correction import Correction, off_policy_correction, off_policy_sequences, partial_sums
 from roll.algorithms.kl import k3, kl_divergence
-from roll.algorithms.policy_losses import PG_VARIANTS, PolicyLossConfig, policy_ratio, sequence_ratio_base
+from roll.algorithms.policy_losses import PolicyLossConfig, PolicyTokens, token_losses
 from roll.algorithms.registry import Registry
-from roll.configs.policy import traits_of
+from roll.configs.pipeline import DPOConfig
+from roll.configs.policy import DPOOptions, options_of
 
 Loss = Callable[[Tensor, Tensor | None, Mapping[str, Tensor], LossScale, Any], tuple[Tensor, dict[str, Tensor]]]
 LOSSES: Registry[Loss] = Registry("loss")
@@ -71,7 +75,8 @@ def policy(
         `entropy` (mean over tokens), `ratio_mean`, `ratio_max`, `ratio_deviation_max` (largest |r - 1|),
         `clip_fraction` (of tokens), `policy_kl` (k3 of log pi - log base), `log_ratio_abs_mean` and
         `log_ratio_abs_max` (|log pi - log base| of tokens), `log_ratio_beyond_p99` (share of tokens for which it is
-        above `p99_logprob_mismatch`, if that is set); in bypass mode also the partial sums of the correction metrics.
+        above `p99_logprob_mismatch`, if that is set), `opsm_fraction` (tokens left out by `opsm_delta`); in bypass mode
+        also the partial sums of the correction metrics.
 
     Raises:
         ValueError: `entropy_loss_coef` is set without an entropy, or `ratio_type: segment` without `turn_index`.
@@ -81,12 +86,18 @@ def policy(
     log_probs, base, advantages = (masked(x, mask) for x in (log_probs, micro[config.base_key], micro["advantages"]))
     correction = _correction(log_probs, micro, config)
     kept = mask if correction is None else correction.kept
-    ratio_type = config.ratio_type if traits_of(config.pg_variant).reads_ratio_type else "token"
-    ratio_base = sequence_ratio_base(log_probs, base, kept, ratio_type, micro.get("turn_index", None))
-    terms = PG_VARIANTS[config.pg_variant](log_probs, ratio_base, advantages, kept, micro.get("scores"), config)
+    dropped = None
+    if config.correction.opsm_delta is not None:
+        behavior, delta = micro["behavior_log_probs"], config.correction.opsm_delta
+        dropped = off_policy_sequences(log_probs, behavior, advantages, mask, delta)
+        kept = kept & ~dropped
+    tokens = PolicyTokens(
+        log_probs, base, advantages, kept, micro.get("scores", None), micro.get("high_covariance", None)
+    )
+    terms = token_losses(tokens, config, micro.get("turn_index", None))
     losses = terms.loss.to(log_probs.dtype)
     weighted = losses if correction is None else losses * correction.weights
-    ratio = torch.where(kept.bool(), terms.ratio, policy_ratio(log_probs.detach(), base, mask))
+    ratio = torch.where(kept.bool(), terms.ratio, replace(tokens, log_probs=log_probs.detach(), mask=mask).ratio)
     counted = kept if config.correction.renormalize else mask
 
     def term(values: Tensor) -> Tensor:
@@ -104,6 +115,8 @@ def policy(
         "log_ratio_abs_mean": _token_mean(log_ratio.abs(), counted, scale),
         "log_ratio_abs_max": masked_max(log_ratio.abs(), counted),
     }
+    if dropped is not None:
+        metrics["opsm_fraction"] = _token_mean(dropped.to(log_probs.dtype), mask, scale)
     if config.p99_logprob_mismatch is not None:
         beyond = ~(log_ratio.abs() <= config.p99_logprob_mismatch)
         metrics["log_ratio_beyond_p99"] = _token_mean(beyond.to(log_probs.dtype), counted, scale)
@@ -123,6 +136,109 @@ def policy(
         if entropy is None:
             raise ValueError(f"entropy_loss_coef: {config.entropy_loss_coef} needs the entropy of the logits; got None")
         loss = loss - config.entropy_loss_coef * term(entropy)
+    return loss, metrics
+
+
+@dataclass(frozen=True)
+class ValueLossConfig:
+    """Settings of the value loss, under the names of their keys."""
+
+    value_clip: float | None = None
+    loss_agg_mode: str = "seq-mean-token-mean"
+
+
+@LOSSES.register("value")
+def value(
+    values: Tensor, entropy: Tensor | None, micro: Mapping[str, Tensor], scale: LossScale, config: ValueLossConfig
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of a critic, (V - R)^2 / 2, aggregated by `loss_agg_mode`.
+
+    With `value_clip` c it is max((V - R)^2, (clip(V, W - c, W + c) - R)^2) / 2, where W are the values at the start
+    of the step: a value further than c from W has no gradient, unless it moves away from R. Source: Schulman et al.,
+    the implementation of PPO (arXiv 1707.06347).
+
+    Args:
+        values: V [b, T] with gradient.
+        entropy: None; a critic has no logits.
+        micro: `response_mask`, `returns` R and `values` W [b, T].
+        scale: counts over the global batch.
+        config: the bound and the aggregation.
+
+    Returns:
+        The 0-d loss, and the metrics `clip_fraction` (of tokens) and `value_mean`.
+    """
+    mask = micro["response_mask"]
+    values, returns, old = (masked(x, mask) for x in (values, micro["returns"], micro["values"]))
+    losses = (values - returns) ** 2
+    clipped = torch.zeros_like(mask, dtype=values.dtype)
+    if config.value_clip is not None:
+        bounded = (old + (values - old).clamp(-config.value_clip, config.value_clip) - returns) ** 2
+        clipped = (bounded > losses).to(values.dtype)
+        losses = torch.maximum(losses, bounded)
+    metrics = {
+        "clip_fraction": _token_mean(clipped, mask, scale),
+        "value_mean": _token_mean(values, mask, scale),
+    }
+    return 0.5 * aggregate(losses, mask, config.loss_agg_mode, scale), metrics
+
+
+@dataclass
+class DPOLossConfig(DPOOptions):
+    """Settings of the preference loss, under the names of their keys."""
+
+    @classmethod
+    def from_config(cls, config: DPOConfig) -> DPOLossConfig:
+        """The settings of a run."""
+        return cls(**options_of(cls, config))
+
+
+@LOSSES.register("dpo")
+def dpo(
+    log_probs: Tensor, entropy: Tensor | None, micro: Mapping[str, Tensor], scale: LossScale, config: DPOLossConfig
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The mean over pairs of f(m), where m is how much more the better response gained than the worse one.
+
+    A response gains s = sum_t log pi - log ref, or the mean with `length_normalized`; m = s_better - s_worse. f is
+    -(1 - e) log sigmoid(beta m) - e log sigmoid(-beta m) with e = `label_smoothing` (`sigmoid`; DPO, arXiv 2305.18290,
+    and its conservative form), max(0, 1 - beta m) (`hinge`; SLiC, arXiv 2305.10425), or (m - 1 / (2 beta))^2 (`ipo`;
+    arXiv 2310.12036). `sft_loss_coef` adds the negative log-likelihood of a token of the better responses (RPO, arXiv
+    2404.19733).
+
+    Args:
+        log_probs: log pi [2 P, T] with gradient; rows 2 i and 2 i + 1 are the better and the worse response of a pair.
+            A last row without a partner is ignored.
+        entropy: [2 P, T], reported; or None.
+        micro: `response_mask`, `ref_log_probs` [2 P, T].
+        scale: counts over the global batch; its `sequences` are twice the pairs.
+        config: f and its coefficients.
+
+    Returns:
+        The 0-d loss, and the metrics `accuracy` (share of m > 0), `margin` (beta m), `chosen_reward` and
+        `rejected_reward` (beta s), means over pairs, and `entropy` (mean over tokens) if it was given.
+    """
+    pairs, mask = max(scale.sequences / 2, 1.0), micro["response_mask"]
+    log_ratio = masked(log_probs - micro["ref_log_probs"], mask)
+    gains = masked_mean(log_ratio, mask, dim=-1) if config.length_normalized else log_ratio.sum(-1)
+    better, worse = gains[0 : len(gains) // 2 * 2 : 2], gains[1::2]
+    margin, beta, smoothing = better - worse, config.beta, config.label_smoothing
+    if config.dpo_loss_type == "hinge":
+        losses = (1 - beta * margin).clamp(min=0)
+    elif config.dpo_loss_type == "ipo":
+        losses = (margin - 1 / (2 * beta)) ** 2
+    else:
+        losses = -(1 - smoothing) * F.logsigmoid(beta * margin) - smoothing * F.logsigmoid(-beta * margin)
+    loss = losses.sum() / pairs
+    metrics = {
+        "accuracy": (margin > 0).sum().to(gains.dtype) / pairs,
+        "margin": beta * margin.detach().sum() / pairs,
+        "chosen_reward": beta * better.detach().sum() / pairs,
+        "rejected_reward": beta * worse.detach().sum() / pairs,
+    }
+    if config.sft_loss_coef:
+        likelihood = masked_mean(log_probs, mask, dim=-1)[0 : len(gains) // 2 * 2 : 2].sum() / pairs
+        loss, metrics["chosen_log_prob"] = loss - config.sft_loss_coef * likelihood, likelihood.detach()
+    if entropy is not None:
+        metrics["entropy"] = _token_mean(entropy, mask, scale)
     return loss, metrics
 
 

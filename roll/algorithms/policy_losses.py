@@ -8,7 +8,8 @@ the correction weights and the mask and aggregates the result; values outside th
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -19,7 +20,7 @@ from roll.algorithms.kl import LOG_RATIO_CLAMP
 from roll.algorithms.registry import Registry
 from roll.configs.agentic import AgenticOptions
 from roll.configs.pipeline import RLConfig
-from roll.configs.policy import PolicyOptions, options_of, proximal_source, ratio_base
+from roll.configs.policy import PolicyOptions, losses_of, options_of, proximal_source, ratio_base, traits_of
 
 
 @dataclass
@@ -29,7 +30,7 @@ class PolicyLossConfig(PolicyOptions):
     The driver sends it to every training rank, so it must be picklable.
 
     Attributes:
-        pg_variant: key of actor_train, a name of PG_VARIANTS.
+        pg_variant: key of actor_train, a name of PG_VARIANTS or a mixture of several.
         ratio_type: key of agentic runs; other runs use the default.
         p99_logprob_mismatch: key of RL runs; tokens whose log ratio is larger are counted in a metric.
     """
@@ -85,14 +86,63 @@ class TokenLosses:
     clipped: Tensor
 
 
-PolicyLoss = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, PolicyLossConfig], TokenLosses]
+@dataclass(frozen=True)
+class PolicyTokens:
+    """What a policy loss reads of b samples of T padded tokens; values outside the mask are ignored.
+
+    Attributes:
+        log_probs: log pi [b, T], with gradient.
+        base: log base [b, T], the denominator of the ratio.
+        advantages: [b, T].
+        mask: [b, T] tokens that have a loss.
+        scores: [b] raw scores; None where the batch has none.
+        high_covariance: [b, T] bool, the tokens that `clip_cov` or `kl_cov` treats differently; None without them.
+    """
+
+    log_probs: Tensor
+    base: Tensor
+    advantages: Tensor
+    mask: Tensor
+    scores: Tensor | None = None
+    high_covariance: Tensor | None = None
+
+    @cached_property
+    def log_ratio(self) -> Tensor:
+        """The log ratio log pi - log base [b, T], 0 outside the mask."""
+        return masked(self.log_probs - self.base, self.mask)
+
+    @cached_property
+    def ratio(self) -> Tensor:
+        """The ratio r = exp(clamp(log pi - log base, +-LOG_RATIO_CLAMP)) [b, T], exactly 1 outside the mask."""
+        return clamped_exp(self.log_ratio)
+
+
+PolicyLoss = Callable[[PolicyTokens, PolicyLossConfig], TokenLosses]
 PG_VARIANTS: Registry[PolicyLoss] = Registry("pg_variant")
-"""f(log_probs [b, T] with grad, base_log_probs [b, T], advantages [b, T], response_mask [b, T], scores [b], config)."""
+"""f(tokens, config) -> the loss of each token."""
 
 
-def policy_ratio(log_probs: Tensor, base_log_probs: Tensor, response_mask: Tensor) -> Tensor:
-    """The ratio r = exp(clamp(log pi - log base, +-LOG_RATIO_CLAMP)) [b, T], exactly 1 outside the mask."""
-    return clamped_exp(masked(log_probs - base_log_probs, response_mask))
+def token_losses(tokens: PolicyTokens, config: PolicyLossConfig, turn_index: Tensor | None = None) -> TokenLosses:
+    """The losses of `pg_variant` with the ratio of `ratio_type`; of a mixture, the sum with its weights.
+
+    The ratio of a mixture is that of its first loss that reads one, and a token counts as clipped if one loss clips it.
+
+    Args:
+        tokens: of the samples.
+        config: of the policy loss.
+        turn_index: [b, T]; needed with `ratio_type: segment`.
+    """
+    parts: list[tuple[float, bool, TokenLosses]] = []
+    for name, weight in losses_of(config.pg_variant).items():
+        traits = traits_of(name)
+        ratio_type = config.ratio_type if traits.reads_ratio_type else "token"
+        base = sequence_ratio_base(tokens.log_probs, tokens.base, tokens.mask, ratio_type, turn_index)
+        parts.append((weight, traits.reads_ratio, PG_VARIANTS[name](replace(tokens, base=base), config)))
+    shown = next((terms for _, reads, terms in parts if reads), parts[0][2])
+    loss, clipped = parts[0][0] * parts[0][2].loss, parts[0][2].clipped
+    for weight, _, terms in parts[1:]:
+        loss, clipped = loss + weight * terms.loss, clipped | terms.clipped
+    return TokenLosses(loss, shown.ratio, clipped)
 
 
 def clamped_exp(log_ratio: Tensor) -> Tensor:
@@ -107,7 +157,7 @@ def sequence_ratio_base(
 
     For `segment` and `sequence` it is sg[log pi_t] - m, where m is the mean of sg[log pi - log base] over the response
     tokens of the token's turn or sample. All tokens then have the log ratio m, and the gradient flows through each
-    token's own log pi_t, unless m is beyond the clamp of `policy_ratio`. Source: GSPO (arXiv 2507.18071) section 4.3,
+    token's own log pi_t, unless m is beyond LOG_RATIO_CLAMP. Source: GSPO (arXiv 2507.18071) section 4.3,
     GSPO-token.
 
     Args:
@@ -166,203 +216,152 @@ def _ppo_clip(config: PolicyLossConfig) -> Clip:
 
 
 @PG_VARIANTS.register("ppo")
-def ppo(
-    log_probs: Tensor,
-    base_log_probs: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    scores: Tensor | None,
-    config: PolicyLossConfig,
-) -> TokenLosses:
+def ppo(tokens: PolicyTokens, config: PolicyLossConfig) -> TokenLosses:
     """max(-r A, -clip(r, 1 - eps_low, 1 + eps_high) A), and with dual clip min(that, -c A) where A < 0.
 
     Source: Schulman et al. 2017 (arXiv 1707.06347) eq. 7; separate bounds, DAPO (arXiv 2503.14476); dual clip, Ye et
     al. 2020 (arXiv 1912.09729) eq. 5.
     """
-    return clipped_surrogate(policy_ratio(log_probs, base_log_probs, response_mask), advantages, _ppo_clip(config))
+    return clipped_surrogate(tokens.ratio, tokens.advantages, _ppo_clip(config))
 
 
 @PG_VARIANTS.register("decoupled_ppo")
-def decoupled_ppo(
-    log_probs: Tensor,
-    base_log_probs: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    scores: Tensor | None,
-    config: PolicyLossConfig,
-) -> TokenLosses:
+def decoupled_ppo(tokens: PolicyTokens, config: PolicyLossConfig) -> TokenLosses:
     """PPO against the proximal policy p; the weight p / mu corrects for stale samples.
 
     The configuration turns on the weights of the `correction` section for this variant, and the `policy` loss
     multiplies them in, so the formula here is that of `ppo`. Source: Hilton et al. 2021 (arXiv 2110.00641); AReaL
     (arXiv 2505.24298).
     """
-    return clipped_surrogate(policy_ratio(log_probs, base_log_probs, response_mask), advantages, _ppo_clip(config))
+    return clipped_surrogate(tokens.ratio, tokens.advantages, _ppo_clip(config))
+
+
+@PG_VARIANTS.register("clip_cov")
+def clip_cov(tokens: PolicyTokens, config: PolicyLossConfig) -> TokenLosses:
+    """`ppo`, without a gradient of some tokens of high covariance (see `roll.algorithms.covariance`).
+
+    Source: arXiv 2505.22617 section 4.2, Clip-Cov.
+    """
+    if tokens.high_covariance is None:
+        return ppo(tokens, config)
+    terms = ppo(replace(tokens, advantages=tokens.advantages.masked_fill(tokens.high_covariance, 0.0)), config)
+    return replace(terms, clipped=terms.clipped | tokens.high_covariance)
+
+
+@PG_VARIANTS.register("kl_cov")
+def kl_cov(tokens: PolicyTokens, config: PolicyLossConfig) -> TokenLosses:
+    """-r A + `kl_cov_coef` |log pi - log base|, the second term for the tokens of highest covariance only.
+
+    The penalty has no gradient where pi is the base. Source: arXiv 2505.22617 section 4.2, KL-Cov.
+    """
+    loss, chosen = -tokens.ratio * tokens.advantages, tokens.high_covariance
+    if chosen is None:
+        chosen = torch.zeros_like(tokens.ratio, dtype=torch.bool)
+    penalty = config.kl_cov_coef * masked(tokens.log_ratio.abs(), chosen)
+    return TokenLosses(loss + penalty, tokens.ratio.detach(), chosen)
 
 
 @PG_VARIANTS.register("gspo")
-def gspo(
-    log_probs: Tensor,
-    base_log_probs: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    scores: Tensor | None,
-    config: PolicyLossConfig,
-) -> TokenLosses:
+def gspo(tokens: PolicyTokens, config: PolicyLossConfig) -> TokenLosses:
     """PPO's loss with r_t = sg[s] pi_t / sg[pi_t], where s = exp(mean_t(log pi - log base)) is the sequence ratio.
 
     All tokens of a response have the same ratio and are clipped together; the gradient flows through each token's own
     log-prob. Source: GSPO (arXiv 2507.18071) section 4.3, GSPO-token.
     """
-    base = sequence_ratio_base(log_probs, base_log_probs, response_mask, "sequence")
-    ratio = policy_ratio(log_probs, base, response_mask).to(log_probs.dtype)
-    return clipped_surrogate(ratio, advantages, Clip(config.gspo_clip_low, config.gspo_clip_high))
+    base = sequence_ratio_base(tokens.log_probs, tokens.base, tokens.mask, "sequence")
+    ratio = replace(tokens, base=base).ratio.to(tokens.log_probs.dtype)
+    return clipped_surrogate(ratio, tokens.advantages, Clip(config.gspo_clip_low, config.gspo_clip_high))
 
 
 @PG_VARIANTS.register("geo_mean")
-def geo_mean(
-    log_probs: Tensor,
-    base_log_probs: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    scores: Tensor | None,
-    config: PolicyLossConfig,
-) -> TokenLosses:
+def geo_mean(tokens: PolicyTokens, config: PolicyLossConfig) -> TokenLosses:
     """-r_t A with log r_t = sg[mean_t l'_t] + l'_t - sg[l'_t]: the geometric mean of a response's bounded ratios.
 
     l' is the log ratio, at most `geo_mean_clip_high` where A > 0 and at least -`geo_mean_clip_low` where A < 0, so that
     no single token decides the ratio of all. With `loss_agg_mode: seq-mean-token-mean`, value and gradient are those
     of -A exp(mean_t l'_t) for each response. Source: GMPO (arXiv 2507.20673) eq. 4.
     """
-    log_ratio = masked(log_probs - base_log_probs, response_mask)
-    high = torch.where(advantages > 0, config.geo_mean_clip_high, torch.inf)
-    low = torch.where(advantages < 0, -config.geo_mean_clip_low, -torch.inf)
+    log_ratio = tokens.log_ratio
+    high = torch.where(tokens.advantages > 0, config.geo_mean_clip_high, torch.inf)
+    low = torch.where(tokens.advantages < 0, -config.geo_mean_clip_low, -torch.inf)
     bounded = log_ratio.clamp(low, high)
-    mean = masked_mean(bounded.detach(), response_mask, dim=-1)[:, None]
-    ratio = clamped_exp(masked(mean + bounded - bounded.detach(), response_mask))
-    return TokenLosses(-ratio * advantages, ratio.detach(), bounded != log_ratio)
+    mean = masked_mean(bounded.detach(), tokens.mask, dim=-1)[:, None]
+    ratio = clamped_exp(masked(mean + bounded - bounded.detach(), tokens.mask))
+    return TokenLosses(-ratio * tokens.advantages, ratio.detach(), bounded != log_ratio)
 
 
 @PG_VARIANTS.register("sapo")
-def sapo(
-    log_probs: Tensor,
-    base_log_probs: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    scores: Tensor | None,
-    config: PolicyLossConfig,
-) -> TokenLosses:
+def sapo(tokens: PolicyTokens, config: PolicyLossConfig) -> TokenLosses:
     """-A (4 / tau) sigmoid(tau (r - 1)): a soft gate instead of a clip; at r = 1 its gradient is that of -r A.
 
     tau is `sapo_tau_positive` where A > 0, else `sapo_tau_negative`. Source: SAPO (arXiv 2511.20347) eq. 5-6.
     """
-    ratio = policy_ratio(log_probs, base_log_probs, response_mask)
-    tau = torch.where(advantages > 0, config.sapo_tau_positive, config.sapo_tau_negative).to(ratio.dtype)
+    ratio = tokens.ratio
+    tau = torch.where(tokens.advantages > 0, config.sapo_tau_positive, config.sapo_tau_negative).to(ratio.dtype)
     gate = 4 / tau * torch.sigmoid(tau * (ratio - 1))
-    return TokenLosses(-gate * advantages, ratio.detach(), torch.zeros_like(ratio, dtype=torch.bool))
+    return TokenLosses(-gate * tokens.advantages, ratio.detach(), torch.zeros_like(ratio, dtype=torch.bool))
 
 
 @PG_VARIANTS.register("dppo_tv")
-def dppo_tv(
-    log_probs: Tensor,
-    base_log_probs: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    scores: Tensor | None,
-    config: PolicyLossConfig,
-) -> TokenLosses:
+def dppo_tv(tokens: PolicyTokens, config: PolicyLossConfig) -> TokenLosses:
     """-r A, without tokens that moved away by more than `dppo_tv_threshold` in probability: |pi - base| of the token.
 
     A token moves away where A > 0 and r > 1, or A < 0 and r < 1. A ratio would bound rare tokens too much and frequent
     ones too little. Source: DPPO (arXiv 2602.04879), Binary-TV.
     """
-    divergence = (log_probs.detach().exp() - base_log_probs.exp()).abs()
-    return _within_divergence(
-        log_probs, base_log_probs, advantages, response_mask, divergence <= config.dppo_tv_threshold
-    )
+    divergence = (tokens.log_probs.detach().exp() - tokens.base.exp()).abs()
+    return _within_divergence(tokens, divergence <= config.dppo_tv_threshold)
 
 
 @PG_VARIANTS.register("dppo_kl")
-def dppo_kl(
-    log_probs: Tensor,
-    base_log_probs: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    scores: Tensor | None,
-    config: PolicyLossConfig,
-) -> TokenLosses:
+def dppo_kl(tokens: PolicyTokens, config: PolicyLossConfig) -> TokenLosses:
     """As `dppo_tv`, with the KL divergence between the base's and the policy's probabilities of the token or not.
 
     q log(q / pi) + (1 - q) log((1 - q) / (1 - pi)), where q is the base's probability of the token. Source: DPPO
     (arXiv 2602.04879), Binary-KL.
     """
-    current, base = masked(log_probs.detach(), response_mask).double(), masked(base_log_probs, response_mask).double()
+    current, base = (masked(x, tokens.mask).double() for x in (tokens.log_probs.detach(), tokens.base))
     other, base_other = (torch.log1p(-x.exp().clamp(max=1 - PROBABILITY_MARGIN)) for x in (current, base))
     divergence = base.exp() * (base - current) + (1 - base.exp()) * (base_other - other)
-    return _within_divergence(
-        log_probs, base_log_probs, advantages, response_mask, divergence <= config.dppo_kl_threshold
-    )
+    return _within_divergence(tokens, divergence <= config.dppo_kl_threshold)
 
 
 PROBABILITY_MARGIN = 1e-6
 """Probabilities closer to 1 count as this far from it, so that the log-prob of all other tokens is finite."""
 
 
-def _within_divergence(
-    log_probs: Tensor, base_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, inside: Tensor
-) -> TokenLosses:
+def _within_divergence(tokens: PolicyTokens, inside: Tensor) -> TokenLosses:
     """-r A of the tokens that are `inside` [b, T] the trust region, or on the way back into it."""
-    ratio = policy_ratio(log_probs, base_log_probs, response_mask)
-    away = ((advantages > 0) & (ratio > 1)) | ((advantages < 0) & (ratio < 1))
+    ratio = tokens.ratio
+    away = ((tokens.advantages > 0) & (ratio > 1)) | ((tokens.advantages < 0) & (ratio < 1))
     dropped = away & ~inside
-    return TokenLosses(-ratio * advantages.masked_fill(dropped, 0.0), ratio.detach(), dropped)
+    return TokenLosses(-ratio * tokens.advantages.masked_fill(dropped, 0.0), ratio.detach(), dropped)
 
 
 # Variants that differentiate log pi: REINFORCE, with a detached weight or a penalty for stale samples.
 
 
 @PG_VARIANTS.register("vanilla")
-def vanilla(
-    log_probs: Tensor,
-    base_log_probs: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    scores: Tensor | None,
-    config: PolicyLossConfig,
-) -> TokenLosses:
+def vanilla(tokens: PolicyTokens, config: PolicyLossConfig) -> TokenLosses:
     """-A log pi (REINFORCE, Williams 1992); uses no ratio, so it does not correct for stale samples."""
-    ratio = policy_ratio(log_probs, base_log_probs, response_mask).detach()
-    return TokenLosses(-advantages * log_probs, ratio, torch.zeros_like(ratio, dtype=torch.bool))
+    ratio = tokens.ratio.detach()
+    return TokenLosses(-tokens.advantages * tokens.log_probs, ratio, torch.zeros_like(ratio, dtype=torch.bool))
 
 
 @PG_VARIANTS.register("tis")
-def tis(
-    log_probs: Tensor,
-    base_log_probs: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    scores: Tensor | None,
-    config: PolicyLossConfig,
-) -> TokenLosses:
+def tis(tokens: PolicyTokens, config: PolicyLossConfig) -> TokenLosses:
     """-sg(clip(r, lower, upper)) A log pi: truncated importance sampling (Ionides 2008), per token.
 
     Between the bounds the gradient is that of -r A; the upper bound trades variance for bias. Source of the form for
     policy gradients: IMPALA (arXiv 1802.01561) section 4.
     """
-    ratio = policy_ratio(log_probs, base_log_probs, response_mask).detach()
+    ratio = tokens.ratio.detach()
     weight = ratio.clamp(config.tis_lower_bound, config.tis_upper_bound)
-    return TokenLosses(-weight * advantages * log_probs, ratio, weight != ratio)
+    return TokenLosses(-weight * tokens.advantages * tokens.log_probs, ratio, weight != ratio)
 
 
 @PG_VARIANTS.register("topr")
-def topr(
-    log_probs: Tensor,
-    base_log_probs: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    scores: Tensor | None,
-    config: PolicyLossConfig,
-) -> TokenLosses:
+def topr(tokens: PolicyTokens, config: PolicyLossConfig) -> TokenLosses:
     """-w_pos A log pi for responses with score s > 0, -w_neg sg(clip(r, 0, 1)) A log pi for the others.
 
     Responses with a negative score lose weight as the policy becomes less likely to produce them. `topr_level:
@@ -372,55 +371,41 @@ def topr(
     Raises:
         ValueError: `scores` is None.
     """
-    if scores is None:
+    if tokens.scores is None:
         raise ValueError("pg_variant topr needs the raw scores [b] of the samples; got None")
-    log_ratio = masked(log_probs - base_log_probs, response_mask).detach()
+    log_ratio = tokens.log_ratio.detach()
     if config.topr_level == "sequence":
-        log_ratio = masked_sum(log_ratio, response_mask, dim=-1)[:, None].expand_as(log_ratio)
-    ratio = clamped_exp(masked(log_ratio, response_mask))
-    positive = (scores > 0)[:, None]
+        log_ratio = masked_sum(log_ratio, tokens.mask, dim=-1)[:, None].expand_as(log_ratio)
+    ratio = clamped_exp(masked(log_ratio, tokens.mask))
+    positive = (tokens.scores > 0)[:, None]
     negative_weight = config.topr_negative_weight * ratio.clamp(max=1.0)
     weight = torch.where(positive, torch.full_like(ratio, config.topr_positive_weight), negative_weight)
-    return TokenLosses(-weight * advantages * log_probs, ratio, ~positive & (ratio > 1))
+    return TokenLosses(-weight * tokens.advantages * tokens.log_probs, ratio, ~positive & (ratio > 1))
 
 
 @PG_VARIANTS.register("cispo")
-def cispo(
-    log_probs: Tensor,
-    base_log_probs: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    scores: Tensor | None,
-    config: PolicyLossConfig,
-) -> TokenLosses:
+def cispo(tokens: PolicyTokens, config: PolicyLossConfig) -> TokenLosses:
     """-sg(clip(r, 1 - eps_low, 1 + eps_high)) A log pi: clips the weight, so every token keeps a gradient.
 
     With `cispo_use_unified_mask` tokens with (A > 0 and r > 1 + eps_high) or (A < 0 and r < 1 - eps_low) have no loss,
     as in PPO. Source: MiniMax-M1 (arXiv 2506.13585) eq. 4-5, and its unified formulation for the mask.
     """
     low, high = 1 - config.cispo_epsilon_low, 1 + config.cispo_epsilon_high
-    ratio = policy_ratio(log_probs, base_log_probs, response_mask).detach()
+    ratio = tokens.ratio.detach()
     weight = ratio.clamp(low, high)
     clipped = weight != ratio
     if config.cispo_use_unified_mask:
-        dropped = ((advantages > 0) & (ratio > high)) | ((advantages < 0) & (ratio < low))
+        dropped = ((tokens.advantages > 0) & (ratio > high)) | ((tokens.advantages < 0) & (ratio < low))
         weight = weight.masked_fill(dropped, 0.0)
-    return TokenLosses(-weight * advantages * log_probs, ratio, clipped)
+    return TokenLosses(-weight * tokens.advantages * tokens.log_probs, ratio, clipped)
 
 
 @PG_VARIANTS.register("kimi15")
-def kimi15(
-    log_probs: Tensor,
-    base_log_probs: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    scores: Tensor | None,
-    config: PolicyLossConfig,
-) -> TokenLosses:
+def kimi15(tokens: PolicyTokens, config: PolicyLossConfig) -> TokenLosses:
     """-A log pi + (tau / 2) (log pi - log base)^2: no weights; a squared penalty keeps the policy near its base.
 
     Source: Kimi k1.5 (arXiv 2501.12599) section 2.3.2, per token.
     """
-    log_ratio = masked(log_probs - base_log_probs, response_mask)
-    loss = -advantages * log_probs + 0.5 * config.kimi15_tau * log_ratio**2
+    log_ratio = tokens.log_ratio
+    loss = -tokens.advantages * tokens.log_probs + 0.5 * config.kimi15_tau * log_ratio**2
     return TokenLosses(loss, clamped_exp(log_ratio).detach(), torch.zeros_like(loss, dtype=torch.bool))

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from roll.algorithms.aggregation import EPSILON, masked, normalize, std_divisor, zero_variance
+from roll.algorithms.returns import discounted_sum
 from roll.configs.agentic import RewardNormalization
 
 if TYPE_CHECKING:
@@ -184,9 +185,7 @@ class TurnList:
             return rewards
         table = rewards.new_zeros(int(self.episode.max()) + 1, int(self.position.max()) + 1)
         table[self.episode, self.position] = rewards
-        for k in range(table.shape[1] - 2, -1, -1):
-            table[:, k] += gamma * table[:, k + 1]
-        return table[self.episode, self.position]
+        return discounted_sum(table, gamma)[self.episode, self.position]
 
 
 def turn_rewards(batch: RewardBatch, turns: Turns, listed: TurnList) -> Tensor:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from string import Formatter
 from typing import Any, Literal
 
+from roll.configs.advantages import TURN_ESTIMATORS, estimators
 from roll.configs.pipeline import VALIDATES, RLConfig
-from roll.configs.policy import TURN_ESTIMATORS, estimators, traits_of
+from roll.configs.policy import traits_of
 from roll.configs.schema import Condition, one_or_many, option
 
 SYSTEM_FIELDS = ("env_instruction",)

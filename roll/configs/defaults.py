@@ -9,8 +9,9 @@ from typing import Any
 
 from roll.configs.agentic import AgenticConfig, CustomEnvConfig, EnvManagerConfig
 from roll.configs.errors import Problem
-from roll.configs.pipeline import BaseConfig, RLConfig
+from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig
 from roll.configs.policy import proximal_source, ratio_base, traits_of
+from roll.configs.rewards import BUILT_IN, built_in_of
 from roll.configs.roles import DEVICE_ROLES
 
 MISMATCH_FP32 = {"mean_logprob_mismatch": 1e-5, "p99_logprob_mismatch": 1e-4, "max_logprob_mismatch": 1e-3}
@@ -32,7 +33,8 @@ def fill_in_defaults(config: BaseConfig) -> list[Problem]:
     Afterwards `sequence_length` = `prompt_length` + `response_length`, every role has a model, validation has the data
     and sampling of training, and no key of the policy loss is `auto`. For agents, `response_length` is the longest
     text of a turn, every entry of `custom_envs` has `max_steps` (in `env_config` too), `max_tokens_per_step` and
-    `env_manager_cls`, and managers have `tags`, `num_env_groups` and `num_groups_partition`.
+    `env_manager_cls`, and managers have `tags`, `num_env_groups` and `num_groups_partition`. Every reward has the
+    `module:function` of the built-in one that it names.
     """
     problems = _fill_in_agents(config) if isinstance(config, AgenticConfig) else _fill_in_lengths(config)
     if problems:
@@ -45,7 +47,26 @@ def fill_in_defaults(config: BaseConfig) -> list[Problem]:
     _inherit(config, "data_args", config.actor_train.data_args, skip=("file_name", "split"))
     if isinstance(config, RLConfig):
         _fill_in_rl(config)
+    if isinstance(config, RLVRConfig):
+        _fill_in_rewards(config)
     return []
+
+
+def _fill_in_rewards(config: RLVRConfig) -> None:
+    """Sets the functions of built-in rewards, and their times and calls at a time that the file does not set."""
+    given = set(config.source.given)
+    for name, reward in config.rewards.items():
+        path = f"rewards.{name}"
+        wanted = reward.function if f"{path}.function" in given else name
+        if wanted in BUILT_IN:
+            reward.function = BUILT_IN[wanted].function
+        built_in = built_in_of(reward.function)
+        if built_in is None:
+            continue
+        if f"{path}.timeout_s" not in given:
+            reward.timeout_s = BUILT_IN[built_in].timeout_s
+        if reward.max_concurrent_calls is None:
+            reward.max_concurrent_calls = BUILT_IN[built_in].max_concurrent_calls
 
 
 def _fill_in_lengths(config: BaseConfig) -> list[Problem]:
@@ -83,8 +104,22 @@ def _fill_in_rl(config: RLConfig) -> None:
     if config.async_training.max_staleness_allowed is None:
         config.async_training.max_staleness_allowed = config.default_max_staleness
     _fill_in_policy(config)
+    _fill_in_critic(config)
     _fill_in_mismatch(config)
     _fill_in_timeout(config)
+
+
+def _fill_in_critic(config: RLConfig) -> None:
+    """A critic takes optimizer steps of as many samples as the policy, where its batch sizes are not given."""
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps")
+    if any(f"critic.training_args.{name}" in config.source.given for name in names):
+        return
+    size, data = config.actor_train.training_args.per_device_train_batch_size, config.critic.layout.data
+    samples = config.actor_train.samples_per_optimizer_step
+    size = size if samples % (size * data) == 0 else 1
+    if samples % (size * data) == 0:
+        config.critic.training_args.per_device_train_batch_size = size
+        config.critic.training_args.gradient_accumulation_steps = samples // (size * data)
 
 
 def _fill_in_timeout(config: RLConfig) -> None:

@@ -19,27 +19,44 @@ from roll.configs.compat.apply import (
 from roll.configs.compat.async_trainers import WEIGHT_RANGE, WEIGHT_SWITCH
 from roll.configs.compat.capabilities import missing_capabilities
 from roll.configs.compat.recipe import Recipe
-from roll.configs.compat.roll_recipes import drop_nulls, is_roll_recipe, read_roll_keys, read_roll_recipe
+from roll.configs.compat.roll_recipes import (
+    PAIR_KEYS,
+    drop_nulls,
+    is_roll_recipe,
+    read_pairs,
+    read_roll_keys,
+    read_roll_recipe,
+)
 from roll.configs.compat.vllm import read_engine
 from roll.configs.defaults import fill_in_defaults
 from roll.configs.errors import ConfigError, Problem
-from roll.configs.pipeline import RLVRConfig, SFTConfig, Source
+from roll.configs.pipeline import DPOConfig, RLVRConfig, SFTConfig, Source
 from roll.configs.rules import check
 from roll.configs.schema import Converter, declared
 from roll.configs.suggestions import drop_keys_of_other_roles, nearest, suggest_for
 from roll.configs.trackers import TRACKER_OPTIONS, nest_tracker_kwargs
 from roll.configs.yaml_files import interpolate, leaves, merge, override_tree, read_tree, referenced
 
-AnyConfig = RLVRConfig | SFTConfig | AgenticConfig
+AnyConfig = RLVRConfig | SFTConfig | AgenticConfig | DPOConfig
 """The configuration of one run."""
 
-PIPELINES: dict[str, type[AnyConfig]] = {"rlvr": RLVRConfig, "sft": SFTConfig, "agentic": AgenticConfig}
+PIPELINES: dict[str, type[AnyConfig]] = {
+    "rlvr": RLVRConfig,
+    "sft": SFTConfig,
+    "agentic": AgenticConfig,
+    "dpo": DPOConfig,
+}
 """Values of the key `pipeline`."""
 
 SPELLINGS = {path for path in (*RENAMED_KEYS, *MOVED_KEYS, WEIGHT_SWITCH, WEIGHT_RANGE) if "." not in path}
 """Top-level keys that take effect under another name; a value may refer to them too."""
 
-KNOWN_KEYS = declared(RLVRConfig).keys() | declared(SFTConfig).keys() | declared(AgenticConfig).keys()
+KNOWN_KEYS = {
+    *declared(RLVRConfig),
+    *declared(SFTConfig),
+    *declared(AgenticConfig),
+    *declared(DPOConfig),
+}
 """Top-level keys of any pipeline."""
 
 AGENTIC_KEYS = declared(AgenticConfig).keys() - declared(RLVRConfig).keys()
@@ -111,6 +128,8 @@ def build_config(
     from_roll = is_roll_recipe(recipe)
     read_engine(recipe)
     read_roll_keys(recipe)
+    if kind == "dpo":
+        read_pairs(recipe)
     if from_roll:
         read_roll_recipe(recipe, kind)
         drop_nulls(recipe, root)
@@ -162,7 +181,8 @@ def _grouped(notes: Sequence[Problem]) -> list[Problem]:
 
 
 def _pipeline(tree: Tree, wanted: str | None, source: str) -> str:
-    named = tree.get("pipeline", wanted or ("agentic" if _is_agentic(tree) else "rlvr"))
+    by_keys = "agentic" if _is_agentic(tree) else "dpo" if PAIR_KEYS.keys() & tree.keys() else "rlvr"
+    named = tree.get("pipeline", wanted or by_keys)
     if not isinstance(named, str) or named not in PIPELINES:
         shown = "null" if named is None else repr(named)
         like = nearest(str(named), PIPELINES)

@@ -11,8 +11,15 @@ from fractions import Fraction
 
 from roll.configs.megatron import part_layers, stage_layers, virtual_stages
 from roll.configs.model_config import ModelShape
-from roll.configs.pipeline import BaseConfig, RLConfig
-from roll.configs.roles import DTYPE_BYTES, OLD_LOG_PROBS, ActorInferConfig, ActorTrainConfig, MegatronRoleConfig
+from roll.configs.pipeline import BaseConfig, DPOConfig, RLConfig
+from roll.configs.roles import (
+    DTYPE_BYTES,
+    OLD_LOG_PROBS,
+    ActorInferConfig,
+    CriticConfig,
+    MegatronRoleConfig,
+    TrainedRoleConfig,
+)
 
 HEAD_CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
 """Size of the fp32 logits of one chunk of tokens on one rank: the output head never has those of all tokens. Chunks
@@ -57,8 +64,8 @@ def memory_plans(config: BaseConfig, shapes: dict[str, ModelShape], platform: st
         if role not in shapes:
             continue
         shape = shapes[role]
-        if isinstance(worker, ActorTrainConfig):
-            plans.append(_training(config, worker, shape, platform))
+        if isinstance(worker, TrainedRoleConfig):
+            plans.append(_training(config, role, worker, shape, platform))
         elif isinstance(worker, ActorInferConfig) and isinstance(config, RLConfig):
             plans.append(_generation(config, worker, shape, platform))
         elif isinstance(worker, MegatronRoleConfig):
@@ -66,19 +73,19 @@ def memory_plans(config: BaseConfig, shapes: dict[str, ModelShape], platform: st
     return plans
 
 
-def _training(config: BaseConfig, worker: ActorTrainConfig, shape: ModelShape, platform: str) -> MemoryPlan:
+def _training(config: BaseConfig, role: str, worker: TrainedRoleConfig, shape: ModelShape, platform: str) -> MemoryPlan:
     """The fullest pipeline stage."""
     stages = worker.layout.pipeline
-    plans = [_training_stage(config, worker, shape, stage, platform) for stage in range(stages)]
+    plans = [_training_stage(config, role, worker, shape, stage, platform) for stage in range(stages)]
     return max(plans, key=lambda plan: plan.total)
 
 
 def _training_stage(
-    config: BaseConfig, worker: ActorTrainConfig, shape: ModelShape, stage: int, platform: str
+    config: BaseConfig, role: str, worker: TrainedRoleConfig, shape: ModelShape, stage: int, platform: str
 ) -> MemoryPlan:
     layout, megatron = worker.layout, worker.strategy_args.strategy_config
-    size = DTYPE_BYTES[worker.model_args.dtype]
-    count = shape.stage_parameters(stage, stage_layers(shape.layers, megatron), layout.tensor)
+    size, critic = DTYPE_BYTES[worker.model_args.dtype], isinstance(worker, CriticConfig)
+    count = shape.stage_parameters(stage, stage_layers(shape.layers, megatron), layout.tensor, value_head=critic)
     gradient = 4 if megatron.accumulate_allreduce_grads_in_fp32 else size
     optimizer, host = _optimizer(worker, count, gradient)
     states = [
@@ -88,18 +95,21 @@ def _training_stage(
     ]
     last = stage == layout.pipeline - 1
     training = [_activations(config, worker, shape, stage, platform)]
-    if last:
-        tokens = _training_tokens(config, worker)
+    tokens = _training_tokens(config, worker)
+    if last and critic:
+        copies = f"hidden states and gradients in fp32 2 x {tokens:,} tokens x {shape.hidden:,} x 4 B"
+        training += [MemoryLine("value head", 2 * tokens * shape.hidden * 4, copies)]
+    elif last:
         training += [_head(tokens, shape, layout.tensor, size, platform, keep=True)]
         training += [_head_gradient(tokens, shape, layout.tensor, size, platform)]
     passes = [training]
     if isinstance(config, RLConfig) and OLD_LOG_PROBS.holds(config, worker):
-        passes += [_forward_lines(config, worker, shape, platform, last)]
+        passes += [_forward_lines(config, worker, shape, platform, last and not critic)]
     largest = max(passes, key=lambda lines: sum(line.bytes for line in lines))
-    return MemoryPlan("actor_train", f"pipeline stage {stage} of {layout.pipeline}", [*states, *largest], host)
+    return MemoryPlan(role, f"pipeline stage {stage} of {layout.pipeline}", [*states, *largest], host)
 
 
-def _optimizer(worker: ActorTrainConfig, count: int, gradient: int) -> tuple[MemoryLine, list[MemoryLine]]:
+def _optimizer(worker: TrainedRoleConfig, count: int, gradient: int) -> tuple[MemoryLine, list[MemoryLine]]:
     """Adam's state on the device, and with `optimizer_cpu_offload` in host memory.
 
     Adam of Transformer Engine keeps, of fp32 weights, the two bytes that bf16 weights do not have. Megatron's Adam for
@@ -143,7 +153,7 @@ class _LayerValues:
     recomputed: int
 
 
-def _layer_values(worker: ActorTrainConfig, shape: ModelShape, platform: str) -> _LayerValues:
+def _layer_values(worker: TrainedRoleConfig, shape: ModelShape, platform: str) -> _LayerValues:
     """Counts the inputs of operators: attention scores are never kept, and dropout is 0.
 
     Both norms and the matrices behind them keep their inputs, split by sequence parallel; a CPU's norm in half
@@ -170,7 +180,7 @@ def _layer_values(worker: ActorTrainConfig, shape: ModelShape, platform: str) ->
 
 
 def _activations(
-    config: BaseConfig, worker: ActorTrainConfig, shape: ModelShape, stage: int, platform: str
+    config: BaseConfig, worker: TrainedRoleConfig, shape: ModelShape, stage: int, platform: str
 ) -> MemoryLine:
     """Values that the forward pass keeps for the backward pass, for every micro-batch in flight.
 
@@ -200,7 +210,7 @@ def _activations(
     return MemoryLine("activations", int(total * size), formula)
 
 
-def _in_flight(worker: ActorTrainConfig, stage: int) -> Fraction:
+def _in_flight(worker: TrainedRoleConfig, stage: int) -> Fraction:
     """Micro-batches whose values a stage keeps at once.
 
     In Megatron's 1F1B schedule as many as there are stages from it to the last. In the interleaved schedule, which
@@ -242,18 +252,23 @@ def _head_gradient(tokens: int, shape: ModelShape, tensor: int, size: int, platf
     return MemoryLine("head gradient", total, f"{summed}; {states}")
 
 
-def _training_tokens(config: BaseConfig, worker: ActorTrainConfig) -> int:
+def _training_tokens(config: BaseConfig, worker: TrainedRoleConfig) -> int:
     """Tokens of the largest training micro-batch of one data-parallel rank."""
-    samples = worker.training_args.per_device_train_batch_size
+    samples = worker.training_args.per_device_train_batch_size * _rows_of_a_sample(config)
     if worker.training_token_limit is None:
         return samples * (config.sequence_length or 0)
     return min(worker.training_token_limit, _tokens_of_a_step(config, worker))
 
 
-def _tokens_of_a_step(config: BaseConfig, worker: ActorTrainConfig) -> int:
+def _rows_of_a_sample(config: BaseConfig) -> int:
+    """Sequences that count as one sample: two in a pair."""
+    return 2 if isinstance(config, DPOConfig) else 1
+
+
+def _tokens_of_a_step(config: BaseConfig, worker: TrainedRoleConfig) -> int:
     """Most tokens of one optimizer step on one data-parallel rank."""
     training = worker.training_args
-    samples = training.per_device_train_batch_size * training.gradient_accumulation_steps
+    samples = training.per_device_train_batch_size * training.gradient_accumulation_steps * _rows_of_a_sample(config)
     return samples * (config.sequence_length or 0)
 
 
@@ -271,11 +286,11 @@ def _forward(config: BaseConfig, role: str, worker: MegatronRoleConfig, shape: M
 def _forward_lines(
     config: BaseConfig, worker: MegatronRoleConfig, shape: ModelShape, platform: str, with_head: bool
 ) -> list[MemoryLine]:
-    """A pass for log-probs: the values of one layer, and the head on the last pipeline stage."""
+    """A forward pass: what one layer keeps meanwhile, and the head on the last pipeline stage."""
     tensor, size = worker.layout.tensor, DTYPE_BYTES[worker.model_args.dtype]
     tokens = worker.forward_token_limit or worker.infer_batch_size * (config.sequence_length or 0)
     per_token = 4 * shape.hidden + 3 * shape.intermediate // tensor
-    formula = f"log-probs of {tokens:,} tokens x {per_token:,} values x {size} B"
+    formula = f"forward pass of {tokens:,} tokens x {per_token:,} values x {size} B"
     head = [_head(tokens, shape, tensor, size, platform, keep=False)] if with_head else []
     return [MemoryLine("activations", tokens * per_token * size, formula), *head]
 

@@ -38,6 +38,19 @@ FAMILIES = {
 
 ARCHITECTURES = tuple(FAMILIES)
 
+VALUE_ARCHITECTURES = tuple(
+    name.removesuffix("ForCausalLM") + suffix
+    for suffix in ("ForTokenClassification", "ForSequenceClassification")
+    for name in FAMILIES
+)
+"""Models of the same families whose output is a value, such as reward models: a critic can start from one."""
+
+
+def family_of(architecture: str) -> ModelFamily:
+    """The family of a supported architecture."""
+    return FAMILIES[architecture.partition("For")[0] + "ForCausalLM"]
+
+
 TRAINED_VOCABULARY_MULTIPLE = 16
 """Same padded size for every power-of-two layout up to 16 ranks, so that checkpoints can change layout."""
 
@@ -70,8 +83,8 @@ class UnsupportedModel(ValueError):
     """The folder is not a HF model, or a model that is not supported; the message names what is supported."""
 
 
-def read_model_config(file: Path) -> dict[str, Any]:
-    """The checked contents of a model's config.json.
+def read_model_config(file: Path, value_head: bool = False) -> dict[str, Any]:
+    """The checked contents of a model's config.json; with `value_head` it may be one of VALUE_ARCHITECTURES.
 
     Raises:
         UnsupportedModel: it cannot be read; or as `check_model_config`.
@@ -84,19 +97,19 @@ def read_model_config(file: Path) -> dict[str, Any]:
         raise UnsupportedModel(f"{file}: is not a model configuration: not JSON: {error}") from None
     if not isinstance(raw, dict):
         raise UnsupportedModel(f"{file}: is not a model configuration: it contains a {type(raw).__name__}")
-    check_model_config(raw, str(file))
+    check_model_config(raw, str(file), value_head)
     return raw
 
 
-def check_model_config(raw: Mapping[str, Any], source: str = CONFIG_NAME) -> None:
-    """Checks that a model can be trained; `source` names the file in errors.
+def check_model_config(raw: Mapping[str, Any], source: str = CONFIG_NAME, value_head: bool = False) -> None:
+    """Checks that a model can be trained, with `value_head` as a critic; `source` names the file in errors.
 
     Raises:
         UnsupportedModel: an unknown architecture, a missing or invalid size, or an option that changes the computation
             in a way that is not implemented.
     """
     try:
-        _check_architecture(raw)
+        _check_architecture(raw, (*ARCHITECTURES, *VALUE_ARCHITECTURES) if value_head else ARCHITECTURES)
         _check_sizes(raw)
         _check_options(raw)
         _check_rotary(raw)
@@ -119,15 +132,19 @@ def rotary_values(raw: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _check_architecture(raw: Mapping[str, Any]) -> None:
+def _check_architecture(raw: Mapping[str, Any], allowed: Sequence[str]) -> None:
     named = raw.get("architectures")
     name = named[0] if isinstance(named, list) and named else None
-    if name in ARCHITECTURES:
+    if name in allowed:
+        labels = raw.get("id2label", raw.get("num_labels", 2))
+        count = len(labels) if isinstance(labels, dict | list) else labels
+        if name in VALUE_ARCHITECTURES and count != 1:
+            raise UnsupportedModel(f"num_labels: {_shown(count)} (2 if absent); a value model has 1")
         return
-    known = ", ".join(ARCHITECTURES)
+    known = ", ".join(allowed)
     if not isinstance(name, str):
         raise UnsupportedModel(f"architectures: {_shown(named)} is not a list with a name; known: {known}")
-    near = difflib.get_close_matches(name, ARCHITECTURES, n=1)
+    near = difflib.get_close_matches(name, allowed, n=1)
     hint = f"; nearest is {near[0]}" if near else ""
     raise UnsupportedModel(f"architectures: {name} is not supported; known: {known}{hint}")
 
@@ -236,20 +253,35 @@ class ModelShape:
         norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
         return matrices + norms + (qkv if self.qkv_bias else 0)
 
-    def stage_parameters(self, stage: int, stage_layers: Sequence[int], tensor: int, repeats_kv: bool = False) -> int:
-        """Parameters of one rank of one pipeline stage; with tied weights and several stages the last keeps a copy."""
+    def stage_parameters(
+        self,
+        stage: int,
+        stage_layers: Sequence[int],
+        tensor: int,
+        repeats_kv: bool = False,
+        value_head: bool = False,
+    ) -> int:
+        """Parameters of one rank of one pipeline stage; with tied weights and several stages the last keeps a copy.
+
+        With a `value_head` the output is one number instead of the vocabulary.
+        """
         count = stage_layers[stage] * self.layer_parameters(tensor, repeats_kv)
         table = self.padded_vocabulary(tensor) // tensor * self.hidden
         first, last = stage == 0, stage == len(stage_layers) - 1
         if first:
             count += table
         if last:
-            count += self.hidden + (0 if self.tied and first else table)
+            head = self.hidden if value_head else 0 if self.tied and first else table
+            count += self.hidden + head
         return count
 
 
-def read_model_shape(folder: str | Path) -> ModelShape | None:
+def read_model_shape(folder: str | Path, value_head: bool = False) -> ModelShape | None:
     """The shape of the model in `folder`, or None when there is no config.json to read.
+
+    Args:
+        folder: of a HF model.
+        value_head: the model of a critic, which may be one of VALUE_ARCHITECTURES.
 
     Raises:
         UnsupportedModel: as `check_model_config`.
@@ -257,9 +289,9 @@ def read_model_shape(folder: str | Path) -> ModelShape | None:
     file = Path(folder) / CONFIG_NAME
     if not os.path.isfile(file) or unreachable(file):
         return None
-    config = read_model_config(file)
+    config = read_model_config(file, value_head)
     architecture = config["architectures"][0]
-    family = FAMILIES[architecture]
+    family = family_of(architecture)
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     return ModelShape(
         architecture=architecture,

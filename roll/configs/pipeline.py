@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from roll.configs.advantages import VALUE_ESTIMATORS, AdvantageOptions, CriticOptions, SampleMaskOptions
 from roll.configs.asynchronous import DEFAULT_MAX_STALENESS, AsyncOptions, versions_ahead
-from roll.configs.policy import AdvantageOptions, PolicyOptions, SampleMaskOptions
+from roll.configs.policy import DPOOptions, PolicyOptions
+from roll.configs.rewards import RewardConfig
 from roll.configs.roles import (
     DEVICE_ROLES,
     ENGINE_RUNS,
     ActorInferConfig,
     ActorTrainConfig,
+    CriticConfig,
     ReferenceConfig,
     RoleConfig,
+    TrainedRoleConfig,
     ValidationConfig,
     pipelines,
 )
@@ -62,7 +67,7 @@ VALIDATES = needs("eval_steps", "eval_steps is 0, so nothing is validated")
 class BaseConfig:
     """The keys of all pipelines."""
 
-    pipeline: Literal["rlvr", "sft", "agentic"] = option(
+    pipeline: Literal["rlvr", "sft", "agentic", "dpo"] = option(
         "rlvr", "Which pipeline this file is for; agentic where it is left out and the file has keys of agents."
     )
     exp_name: str = option("roll", "Name of the run in trackers.")
@@ -161,8 +166,12 @@ class BaseConfig:
 
     @property
     def optimizer_steps_per_batch(self) -> int:
-        """Optimizer steps of one training step; an incomplete one is filled with masked samples."""
-        return -(-self.samples_per_batch // self.actor_train.samples_per_optimizer_step)
+        """Optimizer steps of actor_train in one training step; an incomplete one is filled with masked samples."""
+        return self.steps_per_batch(self.actor_train)
+
+    def steps_per_batch(self, role: TrainedRoleConfig) -> int:
+        """Optimizer steps of a role in one training step."""
+        return -(-self.samples_per_batch // role.samples_per_optimizer_step)
 
     @property
     def max_sequence_length(self) -> int:
@@ -177,14 +186,18 @@ class BaseConfig:
             raise ValueError("response_length: set it or sequence_length")
         return self.prompt_length + self.response_length
 
-    @property
-    def schedule_steps(self) -> int:
-        """Optimizer steps of the learning-rate schedule."""
-        return self.max_steps * self.optimizer_steps_per_batch
+    def schedule_steps(self, role: TrainedRoleConfig) -> int:
+        """Optimizer steps of the learning-rate schedule of a role."""
+        return self.max_steps * self.steps_per_batch(role)
 
     @property
     def uses_reference(self) -> bool:
         """Whether a KL term needs the frozen model."""
+        return False
+
+    @property
+    def uses_critic(self) -> bool:
+        """Whether the advantages need a value model."""
         return False
 
     def data_roles(self) -> list[str]:
@@ -192,10 +205,15 @@ class BaseConfig:
         return ["actor_train", *(["validation"] if self.eval_steps else [])]
 
     def device_roles(self) -> dict[str, RoleConfig]:
-        """The roles of this run that own devices, by name; a reference that no KL term uses owns none."""
-        names = [name for name in DEVICE_ROLES if name != "reference" or self.uses_reference]
+        """The roles of this run that own devices, by name; a reference or critic that nothing uses owns none."""
+        used = {"reference": self.uses_reference, "critic": self.uses_critic}
+        names = [name for name in DEVICE_ROLES if used.get(name, True)]
         roles: dict[str, RoleConfig] = {name: getattr(self, name) for name in names if hasattr(self, name)}
         return {name: role for name, role in roles.items() if role.device_mapping}
+
+    def trained_roles(self) -> dict[str, TrainedRoleConfig]:
+        """Those with an optimizer."""
+        return {"actor_train": self.actor_train}
 
 
 @dataclass
@@ -212,68 +230,20 @@ class SFTConfig(BaseConfig):
 
 
 @dataclass
-class FilterArguments:
-    """Thresholds of a query filter; each belongs to one type."""
+class DPOConfig(DPOOptions, BaseConfig):
+    """Learning from pairs of a better and a worse response. A batch is one optimizer step of actor_train, in pairs."""
 
-    threshold_up: float | None = option(None, "mean_filter: groups with this mean score or more are dropped.")
-    threshold_down: float | None = option(None, "mean_filter: groups with this mean score or less are dropped.")
-    std_threshold: float | None = option(
-        None, "std_filter: groups whose scores have this standard deviation or less are dropped; default 0.", ge=0
-    )
+    pipeline: Literal["dpo"] = option("dpo", "Which pipeline this file is for.")
+    reference: ReferenceConfig = option(factory=ReferenceConfig, help="The frozen model that the policy starts from.")
 
-
-@dataclass
-class QueryFilterConfig:
-    """Dynamic sampling: groups without a learning signal are replaced by new prompts."""
-
-    type: Literal["no_filter", "mean_filter", "std_filter"] = option(
-        "no_filter", "Which statistic of its scores decides about a group."
-    )
-    filter_args: FilterArguments = option(factory=FilterArguments, help="The thresholds.")
+    @property
+    def uses_reference(self) -> bool:
+        """Always: the loss compares with it."""
+        return True
 
 
 @dataclass
-class RewardConfig:
-    """One rule that scores samples."""
-
-    function: str = option(
-        "roll.rewards.math_rule:math_reward",
-        "`module:function`; its parameters say what it reads and when it is called, see docs/rewards.md.",
-    )
-    worker_cls: str | None = option(
-        None,
-        "Class that scores in a recipe of ROLL. Its math rule is the default `function`; others need a `function`.",
-    )
-    tag_included: list[str] = option(factory=list, help="Tags of the samples this reward scores; empty: all.")
-    world_size: int = option(1, "Worker processes of this reward.", ge=1)
-    timeout_s: float = option(
-        5.0, "Maximum seconds for one call; then the process is killed and the group of the sample dropped.", gt=0
-    )
-    answer_pattern: Literal["boxed", "last_number", "boxed_or_last_number"] = option(
-        "boxed_or_last_number", "Where the response gives its answer."
-    )
-    correct_score: float = option(1.0, "Score of a right answer.")
-    wrong_score: float = option(0.0, "Score of a wrong answer.")
-    query_filter_config: QueryFilterConfig = option(
-        factory=QueryFilterConfig, help="Which groups scored by this rule are trained on."
-    )
-
-
-def reward_of(rewards: Mapping[str, RewardConfig], tag: str) -> str | None:
-    """Name of the reward for a tag: the first whose `tag_included` has it or is empty; None if there is none."""
-    return next(
-        (name for name, reward in rewards.items() if not reward.tag_included or tag in reward.tag_included), None
-    )
-
-
-def no_reward(rewards: Mapping[str, RewardConfig], tag: str) -> str:
-    """The message about a tag for which `reward_of` finds no reward."""
-    known = {name: reward.tag_included for name, reward in rewards.items()}
-    return f"no reward scores samples tagged {tag!r}; rewards and their tag_included: {known}"
-
-
-@dataclass
-class RLConfig(AsyncOptions, PolicyOptions, AdvantageOptions, SampleMaskOptions, BaseConfig):
+class RLConfig(AsyncOptions, PolicyOptions, AdvantageOptions, CriticOptions, SampleMaskOptions, BaseConfig):
     """The keys of reinforcement learning, shared by RLVR and agents."""
 
     actor_infer: ActorInferConfig = option(factory=ActorInferConfig, help="The role that generates.")
@@ -284,6 +254,15 @@ class RLConfig(AsyncOptions, PolicyOptions, AdvantageOptions, SampleMaskOptions,
             lambda config, _: config.uses_reference or bool(config.reference.device_mapping),
             "neither use_kl_loss nor add_token_level_kl is on, so there is no reference",
             ("use_kl_loss", "add_token_level_kl"),
+        ),
+    )
+    critic: CriticConfig = option(
+        factory=CriticConfig,
+        help="The value model of adv_estimator gae.",
+        only_for=Condition(
+            lambda config, _: config.uses_critic or bool(config.critic.device_mapping),
+            "adv_estimator is not gae, so there is no critic",
+            ("adv_estimator",),
         ),
     )
     rollout_dump_dir: str | None = option(
@@ -356,10 +335,23 @@ class RLConfig(AsyncOptions, PolicyOptions, AdvantageOptions, SampleMaskOptions,
         """Number of samples of one step."""
         return self.rollout_batch_size * self.num_return_sequences_in_group
 
+    def steps_per_batch(self, role: TrainedRoleConfig) -> int:
+        """Optimizer steps of a role in one training step, over all `ppo_epochs`."""
+        return super().steps_per_batch(role) * self.ppo_epochs
+
+    def trained_roles(self) -> dict[str, TrainedRoleConfig]:
+        """Those with an optimizer."""
+        return super().trained_roles() | ({"critic": self.critic} if self.uses_critic else {})
+
+    def schedule_steps(self, role: TrainedRoleConfig) -> int:
+        """Optimizer steps of a role's learning-rate schedule; the policy's begins after `critic_warmup`."""
+        waits = self.critic_warmup if self.uses_critic and isinstance(role, ActorTrainConfig) else 0
+        return max(1, self.max_steps - waits) * self.steps_per_batch(role)
+
     @property
-    def optimizer_steps_per_batch(self) -> int:
-        """Optimizer steps of one training step, over all `ppo_epochs`."""
-        return super().optimizer_steps_per_batch * self.ppo_epochs
+    def samples_multiple(self) -> int:
+        """Batches are padded to a multiple of this many samples, so that they fill the optimizer steps of all roles."""
+        return math.lcm(*(role.samples_per_optimizer_step for role in self.trained_roles().values()))
 
     @property
     def requests_per_engine(self) -> int:
@@ -370,6 +362,16 @@ class RLConfig(AsyncOptions, PolicyOptions, AdvantageOptions, SampleMaskOptions,
     def uses_reference(self) -> bool:
         """Whether a KL term needs the frozen model."""
         return self.use_kl_loss or self.add_token_level_kl
+
+    @property
+    def uses_critic(self) -> bool:
+        """Whether the advantages need a value model."""
+        return self.adv_estimator in VALUE_ESTIMATORS
+
+    @property
+    def critic_apart(self) -> bool:
+        """Whether the critic has its own devices, so that it works at the same time as actor_train."""
+        return self.uses_critic and set(self.critic.device_mapping).isdisjoint(self.actor_train.device_mapping)
 
     @property
     def shares_devices(self) -> bool:
@@ -392,4 +394,7 @@ class RLVRConfig(RLConfig):
     """Reinforcement learning with verifiable rewards."""
 
     pipeline: Literal["rlvr"] = option("rlvr", "Which pipeline this file is for.")
-    rewards: dict[str, RewardConfig] = option(factory=lambda: {"math_rule": RewardConfig()}, help="Rewards by name.")
+    rewards: dict[str, RewardConfig] = option(
+        factory=lambda: {"math_rule": RewardConfig()},
+        help="Rewards by name. One whose name is that of a built-in reward uses it, unless `function` is given.",
+    )

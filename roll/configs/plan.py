@@ -18,8 +18,8 @@ from roll.configs.hub.names import local_model
 from roll.configs.memory import STATE_LINES, MemoryPlan, gibibytes, memory_plans
 from roll.configs.model_config import ModelShape, read_model_shape
 from roll.configs.parallel_layout import spans
-from roll.configs.pipeline import BaseConfig, RLConfig
-from roll.configs.roles import ActorTrainConfig, MegatronRoleConfig, RoleConfig
+from roll.configs.pipeline import BaseConfig, DPOConfig, RLConfig
+from roll.configs.roles import ActorTrainConfig, CriticConfig, MegatronRoleConfig, RoleConfig, TrainedRoleConfig
 from roll.configs.rules import check
 from roll.configs.rules.lengths import check_episode_lengths, check_prompt_lengths
 from roll.terminal import make_console
@@ -138,7 +138,8 @@ def make_plan(config: BaseConfig, hardware: Hardware | None = None, hub: LookUp 
 def _shapes(config: BaseConfig) -> dict[str, ModelShape]:
     shapes: dict[str, ModelShape] = {}
     for role, worker in config.device_roles().items():
-        shape = read_model_shape(local_model(worker.model_args.model_name_or_path or ""))
+        model = local_model(worker.model_args.model_name_or_path or "")
+        shape = read_model_shape(model, isinstance(worker, CriticConfig))
         if shape is not None:
             shapes[role] = shape
     return shapes
@@ -267,8 +268,9 @@ def batch_lines(config: BaseConfig) -> list[Line]:
         add("requests per engine and step", share, f"{samples} samples / {engines} engines, rounded up")
         add("requests at a time on one engine", min(share, limit), f"max_running_requests {limit}")
     product = f"{size} per_device_train_batch_size x {accumulation} gradient_accumulation_steps x {data} data parallel"
-    add("samples per optimizer step", step, product)
-    add("samples per rank and optimizer step", step // data, f"{step} / {data} data parallel")
+    unit, rows = ("pairs", 2) if isinstance(config, DPOConfig) else ("samples", 1)
+    add(f"{unit} per optimizer step", step, product)
+    add(f"{unit} per rank and optimizer step", step // data, f"{step} / {data} data parallel")
     lines.append(_micro_batch_line(config.actor_train, step // data))
     if isinstance(config, RLConfig):
         filling = ", filled up with masked samples" if samples % step else ""
@@ -278,13 +280,35 @@ def batch_lines(config: BaseConfig) -> list[Line]:
     else:
         add("optimizer steps per batch", 1, "a batch is one optimizer step")
     length = config.sequence_length or 0
-    add("tokens per step, at most", samples * length, f"{samples} samples x {config.sequence_length} sequence_length")
-    schedule = f"{config.max_steps} max_steps x {config.optimizer_steps_per_batch} optimizer steps per batch"
-    add("learning-rate schedule", f"{config.schedule_steps} steps", schedule)
-    warmup = training.warmup_steps or round(training.warmup_ratio * config.schedule_steps)
-    end = f" to {training.min_learning_rate:g}" if training.lr_scheduler_type != "constant" else ""
-    add("warm-up", f"{warmup} steps", f"to {training.learning_rate:g}, then {training.lr_scheduler_type}{end}")
+    formula = f"{samples} {unit} x {'2 responses x ' if rows > 1 else ''}{config.sequence_length} sequence_length"
+    add("tokens per step, at most", rows * samples * length, formula)
+    lines += _schedule_lines(config, config.actor_train)
+    if isinstance(config, RLConfig) and config.uses_critic:
+        lines += _critic_lines(config)
     return lines
+
+
+def _schedule_lines(config: BaseConfig, worker: TrainedRoleConfig, of: str = "") -> list[Line]:
+    """The learning rate of a role; `of` begins the names of the lines."""
+    training, steps = worker.training_args, config.schedule_steps(worker)
+    each = config.steps_per_batch(worker)
+    waits = config.max_steps - steps // each
+    batches = f"({config.max_steps} max_steps - {waits} critic_warmup)" if waits else f"{config.max_steps} max_steps"
+    warmup = training.warmup_steps or round(training.warmup_ratio * steps)
+    end = f" to {training.min_learning_rate:g}" if training.lr_scheduler_type != "constant" else ""
+    rate = f"to {training.learning_rate:g}, then {training.lr_scheduler_type}{end}"
+    return [
+        Line(f"{of}learning-rate schedule", f"{steps} steps", f"{batches} x {each} optimizer steps per batch"),
+        Line(f"{of}warm-up", f"{warmup} steps", rate),
+    ]
+
+
+def _critic_lines(config: RLConfig) -> list[Line]:
+    """Optimizer steps and schedule of the critic."""
+    step, samples = config.critic.samples_per_optimizer_step, config.samples_per_batch
+    formula = f"{samples} samples / {step} x {config.ppo_epochs} ppo_epochs"
+    steps = Line("critic: optimizer steps per batch", config.steps_per_batch(config.critic), formula)
+    return [steps, *_schedule_lines(config, config.critic, "critic: ")]
 
 
 def _micro_batch_line(worker: ActorTrainConfig, samples_per_rank: int) -> Line:

@@ -1,34 +1,15 @@
-"""How a batch becomes a policy gradient: advantages, the loss, its KL terms and the off-policy correction."""
+"""The policy loss and its KL terms, and the loss of preferences; corrections and advantages have files of their own."""
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from roll.configs.correction import CorrectionOptions
 from roll.configs.schema import Condition, needs, option
-
-TURN_ESTIMATORS = ("gigpo", "step_reinforce", "agentic_reinforce")
-"""Values of `adv_estimator` that use the turns of a trajectory."""
-
-ADV_ESTIMATORS = (
-    "grpo",
-    "reinforce",
-    "rloo",
-    "lite_ppo",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "opo",
-    "gpg",
-    "pass_at_k",
-    *TURN_ESTIMATORS,
-)
-"""Values of `adv_estimator`; the registry of roll.algorithms agrees with it."""
-
-GROUP_ESTIMATORS = ("grpo", "rloo", "lite_ppo", "reinforce_plus_plus_baseline", "opo", "gpg", "pass_at_k")
-"""Estimators that compare a response with the others to its prompt and give all its tokens the same advantage."""
-
-WHITENING_ESTIMATORS = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
-"""Estimators that whiten advantages by definition."""
 
 
 @dataclass(frozen=True)
@@ -66,15 +47,78 @@ PG_VARIANTS: dict[str, VariantTraits] = {
     "dppo_tv": VariantTraits("behavior", True, True, False, False),
     "dppo_kl": VariantTraits("behavior", True, True, False, False),
     "decoupled_ppo": VariantTraits("proximal", True, True, True, True),
+    "clip_cov": VariantTraits("auto", True, True, True, False),
+    "kl_cov": VariantTraits("auto", True, True, True, False),
 }
 """Values of `pg_variant`. A variant consists of its line here, its keys in `PolicyOptions`, its function in
 `roll/algorithms/policy_losses.py` and its row in docs/algorithms.md; `tests/algorithms/test_variants.py` compares
 them."""
 
 
+COVARIANCE_VARIANTS = ("clip_cov", "kl_cov")
+"""Variants that treat tokens of high covariance between log-prob and advantage differently."""
+
+PART = r"\s*(\d\S*)\s+([A-Za-z_]\w*)\s*"
+"""One part of a mixture of losses: its weight and its name."""
+
+MIXTURE = re.compile(rf"{PART}(?:\+{PART})*")
+
+
+def parse_pg_variant(value: Any) -> str:
+    """A name, or a mixture as `0.5 ppo + 0.5 topr`; also given as a mapping of names to weights.
+
+    Raises:
+        ValueError: it is neither, or a weight is not a number above 0.
+    """
+    if isinstance(value, Mapping):
+        for name, weight in value.items():
+            if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+                raise ValueError(f"weight {weight!r} of {name} is not a number above 0")
+        if not value:
+            raise ValueError("has no loss; write its name, or names with weights such as {ppo: 0.5, topr: 0.5}")
+        return " + ".join(f"{_shortest(weight)} {name}" for name, weight in value.items())
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is not the name of a loss, or names with weights such as {{ppo: 0.5, topr: 0.5}}")
+    if not MIXTURE.fullmatch(value):
+        return value
+    parts = re.findall(PART, value)
+    if len({name for _, name in parts}) < len(parts):
+        raise ValueError(f"{value!r} has a loss twice; add up its weights")
+    try:
+        return parse_pg_variant({name: float(weight) for weight, name in parts})
+    except ValueError as error:
+        raise ValueError(f"{value!r}: {error}") from None
+
+
+def _shortest(weight: float) -> str:
+    """The shortest text of the same number."""
+    return f"{weight:g}" if float(f"{weight:g}") == weight else repr(weight)
+
+
+def losses_of(pg_variant: str) -> dict[str, float]:
+    """Names and weights of the losses of a parsed `pg_variant`: of one with weight 1, or of a mixture."""
+    if MIXTURE.fullmatch(pg_variant):
+        return {name: float(weight) for weight, name in re.findall(PART, pg_variant)}
+    return {pg_variant: 1.0}
+
+
 def traits_of(pg_variant: str) -> VariantTraits:
-    """The traits of a variant; those of ppo for an unknown one, which the rules report."""
-    return PG_VARIANTS.get(pg_variant, PG_VARIANTS["ppo"])
+    """The traits of a variant; those of ppo for an unknown one, which the rules report.
+
+    A mixture reads a ratio if all its losses do, and has every other trait that one of them has. Its base is proximal
+    or behavior if that of one loss is.
+    """
+    known = [PG_VARIANTS.get(name, PG_VARIANTS["ppo"]) for name in losses_of(pg_variant)]
+    if len(known) == 1:
+        return known[0]
+    bases: set[Literal["behavior", "proximal", "auto"]] = {traits.ratio_base for traits in known}
+    return VariantTraits(
+        ratio_base="proximal" if "proximal" in bases else "behavior" if "behavior" in bases else "auto",
+        multiplies_ratio=any(traits.multiplies_ratio for traits in known),
+        reads_ratio=all(traits.reads_ratio for traits in known),
+        reads_ratio_type=any(traits.reads_ratio_type for traits in known),
+        needs_weights=any(traits.needs_weights for traits in known),
+    )
 
 
 def _names(base: str) -> str:
@@ -86,24 +130,16 @@ def _names(base: str) -> str:
 def pg_variants(*names: str) -> Condition:
     """The condition of keys that belong to these values of `actor_train.pg_variant`."""
     return Condition(
-        lambda config, _: config.actor_train.pg_variant in names,
+        lambda config, _: any(name in names for name in losses_of(config.actor_train.pg_variant)),
         f"it belongs to actor_train.pg_variant {' or '.join(names)}",
         ("actor_train.pg_variant",),
         variants=names,
     )
 
 
-def estimators(*names: str, reason: str, is_error: bool = False) -> Condition:
-    """The condition of keys that only these values of `adv_estimator` read."""
-    return Condition(lambda config, _: config.adv_estimator in names, reason, ("adv_estimator",), is_error)
-
-
-def not_estimators(*names: str, reason: str) -> Condition:
-    """The condition of keys that these values of `adv_estimator` do not read."""
-    return Condition(lambda config, _: config.adv_estimator not in names, reason, ("adv_estimator",))
-
-
-PPO = pg_variants("ppo", "decoupled_ppo")
+PPO = pg_variants("ppo", "decoupled_ppo", "clip_cov")
+CLIP_COV = pg_variants("clip_cov")
+KL_COV = pg_variants("kl_cov")
 GSPO = pg_variants("gspo")
 GEO_MEAN = pg_variants("geo_mean")
 SAPO = pg_variants("sapo")
@@ -114,121 +150,6 @@ KIMI15 = pg_variants("kimi15")
 
 KL_LOSS = needs("use_kl_loss", "use_kl_loss is false; set it to true")
 KL_REWARD = needs("add_token_level_kl", "add_token_level_kl is false; set it to true")
-WEIGHTED = needs(
-    "level", "correction.weights.level is null; set it to token, sequence, geometric or segment", is_error=True
-)
-REJECTING = needs("statistic", "correction.rejection.statistic is null; set it to k1, k2 or k3", is_error=True)
-DIFFERING = needs("level", "correction.difference.level is null; set it, such as to token", is_error=True)
-REJECTS = Condition(
-    lambda config, correction: correction.rejects,
-    "nothing is rejected; set correction.rejection, correction.difference, correction.veto_threshold or "
-    "correction.weights.mode: mask",
-    (
-        "correction.rejection.statistic",
-        "correction.difference.level",
-        "correction.veto_threshold",
-        "correction.weights.mode",
-    ),
-    is_error=True,
-)
-NORMALISED = estimators(
-    "reinforce",
-    reason="only adv_estimator reinforce reads it; the others define their own normalisation",
-)
-
-
-@dataclass
-class WeightOptions:
-    """Importance weights on the token loss."""
-
-    level: Literal["token", "sequence", "geometric", "segment"] | None = option(
-        None,
-        "Ratio of a token, of the whole response, or its geometric mean over the response or over a turn (segment); "
-        "null: no weights (token for decoupled_ppo).",
-    )
-    mode: Literal["clamp", "mask"] = option(
-        "clamp",
-        "What happens outside the bounds: the weight is clamped to them, or its tokens leave the loss.",
-        only_for=WEIGHTED,
-    )
-    lower: float = option(0.0, "Smallest weight.", ge=0, only_for=WEIGHTED)
-    upper: float = option(2.0, "Largest weight.", gt=0, only_for=WEIGHTED)
-
-
-REJECTION_LEVELS = Literal["token", "segment-mean", "sequence-mean", "sequence-sum", "sequence-max"]
-
-
-@dataclass
-class RejectionOptions:
-    """Tokens or responses left out of the loss because the sampling policy was too far away."""
-
-    statistic: Literal["k1", "k2", "k3"] | None = option(
-        None, "Of the log ratio l: k1 = l, k2 = l^2 / 2, k3 = e^l - 1 - l; null: nothing is rejected."
-    )
-    level: REJECTION_LEVELS = option(
-        "token",
-        "One token, the mean over its turn, or the mean, sum or extremes over the response; a turn or response leaves "
-        "as a whole.",
-        only_for=REJECTING,
-    )
-    lower: float | None = option(
-        None, "Smallest value kept: a ratio for k1, nats for k2 and k3; null: no bound.", ge=0, only_for=REJECTING
-    )
-    upper: float | None = option(
-        None, "Largest value kept, in the same units; null: no bound.", gt=0, only_for=REJECTING
-    )
-
-
-@dataclass
-class DifferenceOptions:
-    """Tokens, turns or responses left out because their probability changed by too much, however small the ratio."""
-
-    level: REJECTION_LEVELS | None = option(
-        None, "As in correction.rejection, for p - mu of a token; null: nothing is rejected."
-    )
-    lower: float | None = option(None, "Smallest value kept, such as -0.1; null: no bound.", le=0, only_for=DIFFERING)
-    upper: float | None = option(None, "Largest value kept, such as 0.1; null: no bound.", ge=0, only_for=DIFFERING)
-
-
-@dataclass
-class CorrectionOptions:
-    """Correction for the distance between the policy that sampled and the one that learns; off by default."""
-
-    weights: WeightOptions = option(factory=WeightOptions, help="Importance weights on the token loss.")
-    rejection: RejectionOptions = option(factory=RejectionOptions, help="Which tokens or responses are left out.")
-    veto_threshold: float | None = option(
-        None, "A response with any token ratio below this is left out of the loss, e.g. 1e-4.", gt=0
-    )
-    renormalize: bool = option(
-        False, "Divide the loss by the tokens left after rejection instead of by all.", only_for=REJECTS
-    )
-    difference: DifferenceOptions = option(
-        factory=DifferenceOptions,
-        help="Which are left out by the difference of probabilities; combines with rejection.",
-    )
-
-    @property
-    def weighted(self) -> bool:
-        """Whether token losses have a weight."""
-        return self.weights.level is not None
-
-    @property
-    def rejects(self) -> bool:
-        """Whether tokens may be left out of the loss."""
-        masks = self.weighted and self.weights.mode == "mask"
-        return masks or any(
-            given is not None for given in (self.rejection.statistic, self.difference.level, self.veto_threshold)
-        )
-
-    @property
-    def rejects_segments(self) -> bool:
-        """Whether whole turns may be left out."""
-        return "segment-mean" in (self.difference.level, self.rejection.statistic and self.rejection.level)
-
-    @property
-    def active(self) -> bool:
-        """Whether the loss differs from one without correction."""
-        return self.weighted or self.rejects
 
 
 @dataclass
@@ -308,6 +229,21 @@ class PolicyOptions(KLOptions):
         gt=0,
         only_for=pg_variants("dppo_kl"),
     )
+    clip_cov_ratio: float = option(
+        2e-4, "Share of the response tokens that lose their gradient.", gt=0, le=1, only_for=CLIP_COV
+    )
+    clip_cov_lower: float = option(
+        1.0, "Smallest covariance of log-prob and advantage of the tokens that they are drawn from.", only_for=CLIP_COV
+    )
+    clip_cov_upper: float = option(5.0, "Largest covariance of them.", only_for=CLIP_COV)
+    kl_cov_ratio: float = option(
+        2e-4,
+        "Share of the response tokens, those of the highest covariance, that are held back.",
+        gt=0,
+        le=1,
+        only_for=KL_COV,
+    )
+    kl_cov_coef: float = option(1.0, "Weight of the KL that holds them back.", gt=0, only_for=KL_COV)
     tis_lower_bound: float = option(0.0, "Smallest weight.", ge=0, only_for=TIS)
     tis_upper_bound: float = option(1.0, "Largest weight.", gt=0, only_for=TIS)
     topr_positive_weight: float = option(1.0, "Weight of responses with a score above 0.", ge=0, only_for=TOPR)
@@ -330,76 +266,25 @@ class PolicyOptions(KLOptions):
 
 
 @dataclass
-class AdvantageOptions:
-    """The keys of the advantages."""
+class DPOOptions:
+    """The keys of the preference loss of pipeline dpo."""
 
-    adv_estimator: str = option("grpo", "Advantage estimator; see docs/algorithms.md for the known ones.")
-    grpo_norm_by_std: bool = option(
-        True,
-        "Divide by the group's standard deviation; false is Dr. GRPO.",
-        only_for=estimators("grpo", reason="adv_estimator is not grpo"),
+    beta: float = option(
+        0.1, "Penalty of the distance to the reference: a smaller value lets the policy move further.", gt=0
     )
-    pass_k: int = option(
-        4,
-        "k of pass@k: the best of k responses counts; below num_return_sequences_in_group.",
-        ge=1,
-        only_for=estimators("pass_at_k", reason="adv_estimator is not pass_at_k"),
+    dpo_loss_type: Literal["sigmoid", "hinge", "ipo"] = option(
+        "sigmoid", "Loss of the margin between the responses of a pair; see docs/algorithms.md."
     )
-    norm_mean_type: Literal["batch", "group"] | None = option(
-        None, "Subtract this mean from scores (reinforce).", only_for=NORMALISED
-    )
-    norm_std_type: Literal["batch", "group"] | None = option(
-        None, "Divide scores by this deviation (reinforce).", only_for=NORMALISED
-    )
-    gamma: float = option(
-        1.0,
-        "Discount of the return to go.",
+    label_smoothing: float = option(
+        0.0,
+        "Assumed share of pairs whose two responses are swapped.",
         ge=0,
-        le=1,
-        only_for=not_estimators(
-            *GROUP_ESTIMATORS, reason="this adv_estimator gives every token of a response the same advantage"
-        ),
+        le=0.5,
+        only_for=needs("dpo_loss_type", "only dpo_loss_type sigmoid reads it", accepts=lambda kind: kind == "sigmoid"),
     )
-    overlong_buffer_len: int | None = option(
-        None,
-        "Last tokens of response_length over which a response loses up to overlong_penalty_factor of its score (DAPO).",
-        ge=1,
-        only_for=Condition(lambda config, _: config.pipeline == "rlvr", "it belongs to pipeline rlvr", ("pipeline",)),
-    )
-    overlong_penalty_factor: float = option(
-        1.0,
-        "That loss for a response of response_length.",
-        gt=0,
-        only_for=needs("overlong_buffer_len", "overlong_buffer_len is null", accepts=lambda length: length is not None),
-    )
-    reward_clip: float | None = option(None, "Clip scores to +- this.", gt=0)
-    advantage_clip: float | None = option(None, "Clip advantages to +- this.", gt=0)
-    whiten_rewards: bool = option(False, "Zero mean and unit variance of scores over the batch.")
-    whiten_advantages: bool = option(
-        False,
-        "Zero mean and unit variance of advantages over the batch's tokens.",
-        only_for=not_estimators(*WHITENING_ESTIMATORS, reason="this adv_estimator always whitens its advantages"),
-    )
-
-
-DIFFICULTY = needs("difficulty_mask", "difficulty_mask is false; set it to true")
-
-
-@dataclass
-class SampleMaskOptions:
-    """Which samples of a batch are left out of the loss; their scores still count in the statistics of advantages."""
-
-    max_len_mask: bool = option(
-        False, "Leave responses out of the loss that were cut at their length, and trajectories at sequence_length."
-    )
-    difficulty_mask: bool = option(
-        False, "Leave groups out of the loss whose mean score is not between the two thresholds."
-    )
-    difficulty_low_threshold: float = option(
-        0.0, "Groups with this mean score or less are too difficult.", only_for=DIFFICULTY
-    )
-    difficulty_high_threshold: float = option(
-        1.0, "Groups with this mean score or more are too easy.", only_for=DIFFICULTY
+    length_normalized: bool = option(False, "A response counts with the mean over its tokens instead of the sum.")
+    sft_loss_coef: float = option(
+        0.0, "Weight of the likelihood of the better responses, which DPO alone lets fall.", ge=0
     )
 
 
@@ -429,7 +314,7 @@ def proximal_source(options: PolicyOptions, pg_variant: str, async_generation_ra
     traits = traits_of(pg_variant)
     weighted = options.correction.weighted and traits.ratio_base == "auto" and traits.multiplies_ratio
     proximal = traits.ratio_base == "proximal" or options.pg_ratio_base == "proximal"
-    needed = proximal or weighted or options.correction.renormalize
+    needed = proximal or weighted or options.correction.renormalize or options.correction.reads_batch
     return "behavior" if async_generation_ratio > 0 and not needed else "recompute"
 
 
@@ -437,7 +322,8 @@ def ratio_base(options: PolicyOptions, pg_variant: str, source: str) -> str:
     """`pg_ratio_base` without auto: behavior or proximal, given the source of the proximal log-probs."""
     if options.pg_ratio_base != "auto":
         return options.pg_ratio_base
-    base = traits_of(pg_variant).ratio_base
+    base, correction = traits_of(pg_variant).ratio_base, options.correction
     if base == "auto":
-        return "behavior" if source == "behavior" else "proximal"
+        m2 = correction.m2_threshold is not None and not correction.weighted  # bounds the ratio to the sampling policy
+        return "behavior" if source == "behavior" or m2 else "proximal"
     return base

@@ -9,11 +9,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import is_dataclass
 from pathlib import Path
 
+from roll.configs.advantages import ADV_ESTIMATORS
 from roll.configs.compat.apply import MOVED_KEYS, MOVED_VALUES, RENAMED_KEYS, RENAMED_VALUES, UNSUPPORTED_KEYS
 from roll.configs.load import PIPELINES
 from roll.configs.model_config import ARCHITECTURES
 from roll.configs.pipeline import BaseConfig
-from roll.configs.policy import ADV_ESTIMATORS, PG_VARIANTS
+from roll.configs.policy import PG_VARIANTS
 from roll.configs.roles import ROLES, TEMPLATES
 from roll.configs.schema import Key, describe, known_keys, section_of
 from roll.configs.sglang_options import OWNED
@@ -41,10 +42,11 @@ A file needs few keys:
   the default `adv_estimator` requires to be at least 2; without `rewards` the built-in math rule scores
 - `agentic`: `actor_infer.device_mapping`, `max_tokens_per_step`; without `custom_envs` the environment is FrozenLake
 - `sft`: `actor_train.data_args.file_name`
+- `dpo`: `actor_train.data_args.file_name` and `reference.device_mapping`
 
-Roles are `actor_train`, `actor_infer`, `reference` and `validation`; each has only the keys that it reads. Devices are
-global ranks; rank r is on node r // `num_devices_per_node`. Two roles with equal `device_mapping` share their devices,
-roles on disjoint devices run concurrently.
+Roles are `actor_train`, `actor_infer`, `reference`, `critic` and `validation`; each has only the keys that it reads.
+Devices are global ranks; rank r is on node r // `num_devices_per_node`. Two roles with equal `device_mapping` share
+their devices, roles on disjoint devices run concurrently.
 """
 
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 from roll.configs.hub.splits import READABLE
 from roll.configs.megatron import MegatronConfig, MegatronTrainConfig
 from roll.configs.parallel_layout import ParallelLayout, parse_device_mapping
+from roll.configs.policy import parse_pg_variant
 from roll.configs.schema import Condition, environment, needs, one_or_many, option
 
 ENGINES = ("megatron_train", "megatron_infer", "sglang")
@@ -29,9 +30,10 @@ def pipelines(*names: str, reason: str, is_error: bool = False) -> Condition:
     return Condition(lambda config, _: config.pipeline in names, reason, ("pipeline",), is_error)
 
 
-RESPONSES_SCORED = pipelines("rlvr", "agentic", reason="supervised fine-tuning scores no response")
-FILES_READ = pipelines("rlvr", "sft", reason="environments are described in custom_envs", is_error=True)
-COLUMNS_READ = pipelines("rlvr", "sft", reason="observations come from environments, not from files")
+RESPONSES_SCORED = pipelines("rlvr", "agentic", reason="this pipeline scores no response")
+PAIRS_READ = pipelines("dpo", reason="only pipeline dpo reads pairs of responses")
+FILES_READ = pipelines("rlvr", "sft", "dpo", reason="environments are described in custom_envs", is_error=True)
+COLUMNS_READ = pipelines("rlvr", "sft", "dpo", reason="observations come from environments, not from files")
 DATASET_NAMED = (
     FILES_READ,
     Condition(
@@ -40,8 +42,8 @@ DATASET_NAMED = (
         (".file_name",),
     ),
 )
-ENGINE_RUNS = pipelines("rlvr", "agentic", reason="supervised fine-tuning generates nothing and updates no engine")
-POLICY_LOSS = pipelines("rlvr", "agentic", reason="supervised fine-tuning has no policy loss", is_error=True)
+ENGINE_RUNS = pipelines("rlvr", "agentic", reason="this pipeline generates nothing and updates no engine")
+POLICY_LOSS = pipelines("rlvr", "agentic", reason="this pipeline has no policy loss", is_error=True)
 FORWARD_PASSES = Condition(
     lambda config, _: config.pipeline != "sft" or config.eval_steps > 0,
     "eval_steps is 0, and only validation runs forward passes without a backward pass",
@@ -171,6 +173,8 @@ class DataArguments:
     mask_history: bool = option(
         True, "SFT: learn the last answer of a conversation only; false learns every answer of the assistant."
     )
+    chosen: str = option("chosen", "Column with the better response, a text or messages.", only_for=PAIRS_READ)
+    rejected: str = option("rejected", "Column with the worse response.", only_for=PAIRS_READ)
 
 
 @dataclass
@@ -230,7 +234,7 @@ class MegatronTrainArguments(StrategyArguments):
     """Megatron-Core with an optimizer."""
 
     strategy_name: Literal["megatron_train"] = option(
-        "megatron_train", "The engine.", parse=_engine_of("actor_train", "megatron_train"), decides_section=True
+        "megatron_train", "The engine.", parse=_engine_of("a trained role", "megatron_train"), decides_section=True
     )
     strategy_config: MegatronTrainConfig = option(factory=MegatronTrainConfig, help="Options of Megatron.")
 
@@ -353,18 +357,12 @@ class MegatronRoleConfig(RoleConfig):
 
 
 @dataclass
-class ActorTrainConfig(MegatronRoleConfig):
-    """`actor_train`: the policy that is trained."""
-
-    absent_keys: ClassVar[dict[str, AbsentKey]] = {
-        "generating_args": AbsentKey("training samples are drawn by actor_infer.generating_args", is_error=True),
-        "num_gpus_per_worker": ONE_DEVICE_PER_RANK,
-    }
+class TrainedRoleConfig(MegatronRoleConfig):
+    """A role with an optimizer."""
 
     model_args: TrainModelArguments = option(factory=TrainModelArguments, help="The role's model.")
     strategy_args: MegatronTrainArguments = option(factory=MegatronTrainArguments, help="The role's engine.")
     training_args: TrainingArguments = option(factory=TrainingArguments, help="The optimizer.")
-    data_args: TrainDataArguments = option(factory=TrainDataArguments, help="The training data.")
     use_dynamic_batching_in_train: bool = option(False, "Form training micro-batches by tokens instead of by count.")
     max_tokens_per_microbatch_in_train: int = option(
         0,
@@ -372,7 +370,6 @@ class ActorTrainConfig(MegatronRoleConfig):
         ge=0,
         only_for=needs("use_dynamic_batching_in_train", "use_dynamic_batching_in_train is false"),
     )
-    pg_variant: str = option("ppo", "Policy loss; see docs/algorithms.md for the known ones.", only_for=POLICY_LOSS)
 
     @property
     def training_token_limit(self) -> int | None:
@@ -383,6 +380,37 @@ class ActorTrainConfig(MegatronRoleConfig):
     def samples_per_optimizer_step(self) -> int:
         """Samples of one optimizer step over all data-parallel ranks."""
         return self.training_args.samples_per_optimizer_step(self.layout.data)
+
+
+@dataclass
+class ActorTrainConfig(TrainedRoleConfig):
+    """`actor_train`: the policy that is trained."""
+
+    absent_keys: ClassVar[dict[str, AbsentKey]] = {
+        "generating_args": AbsentKey("training samples are drawn by actor_infer.generating_args", is_error=True),
+        "num_gpus_per_worker": ONE_DEVICE_PER_RANK,
+    }
+
+    data_args: TrainDataArguments = option(factory=TrainDataArguments, help="The training data.")
+    pg_variant: str = option(
+        "ppo",
+        "Policy loss; see docs/algorithms.md for the known ones. Several with weights, such as {ppo: 0.5, topr: 0.5}, "
+        "are added.",
+        parse=parse_pg_variant,
+        only_for=POLICY_LOSS,
+    )
+
+
+@dataclass
+class CriticConfig(TrainedRoleConfig):
+    """`critic`: the value model of `adv_estimator: gae`, trained on the same samples as the policy."""
+
+    absent_keys: ClassVar[dict[str, AbsentKey]] = {
+        "pg_variant": NO_POLICY_LOSS,
+        "data_args": AbsentKey("it learns from the samples of actor_train"),
+        "generating_args": AbsentKey("training samples are drawn by actor_infer.generating_args", is_error=True),
+        "num_gpus_per_worker": ONE_DEVICE_PER_RANK,
+    }
 
 
 @dataclass
@@ -448,7 +476,7 @@ class ValidationConfig:
     )
 
 
-DEVICE_ROLES = ("actor_train", "actor_infer", "reference")
+DEVICE_ROLES = ("actor_train", "actor_infer", "reference", "critic")
 """Roles that can own devices, in the order they are shown."""
 
 ROLES = (*DEVICE_ROLES, "validation")

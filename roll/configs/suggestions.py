@@ -133,7 +133,7 @@ class _Suggestions:
         if known in self._paths:
             return _nested(path) if plain == path else f"did you mean {plain}?"
         for name, paths in self._others.items():
-            if known in paths:
+            if known in paths and not migration(plain):
                 return f"it belongs to pipeline {name}, and this is {self._pipeline}"
         other = self._of_another(path, migration(plain), names)
         elsewhere = self._elsewhere(path)

@@ -83,9 +83,8 @@ def encode_sft_data(
         DatasetError: none fits (the message gives the longest lengths), the tokenizer has no end token, or as
             PromptEncoder.
     """
-    if tokenizer.eos_token_id is None:
-        raise DatasetError("the tokenizer has no end token (eos_token), so the model could not learn to end a response")
-    encode = _last_messages if mask_history else _all_messages
+    encode = encode_last_messages if mask_history else _all_messages
+    _require_end_token(tokenizer)
     encoded = encode(data, tokenizer, template)
     examples = [
         example
@@ -103,10 +102,20 @@ def encode_sft_data(
     return examples, len(data) - len(examples)
 
 
-def _last_messages(
+def _require_end_token(tokenizer: PreTrainedTokenizerBase) -> None:
+    if tokenizer.eos_token_id is None:
+        raise DatasetError("the tokenizer has no end token (eos_token), so the model could not learn to end a response")
+
+
+def encode_last_messages(
     data: Sequence[PromptResponse], tokenizer: PreTrainedTokenizerBase, template: str
 ) -> list[SFTExample]:
-    """Encodes the last assistant message of each conversation as the response."""
+    """Encodes the last assistant message of each conversation as the response, with the end token.
+
+    Raises:
+        DatasetError: the tokenizer has no end token, or as PromptEncoder.
+    """
+    _require_end_token(tokenizer)
     encoder = PromptEncoder(tokenizer, template)
     prompts = encoder.encode([item.question for item in data])
     responses = encoder.encode_text([item.response for item in data])

@@ -1,7 +1,7 @@
 """Devices that trainer and engines share: each state of a role is on them only while it is used there.
 
     engines       generate, with weights and key-value cache
-    trainer       computes log-probs and gradients, with parameters, gradients and optimizer
+    trainer       computes log-probs and gradients, with parameters, gradients and optimizer; so does a critic
     update        sends parameters to the engines' weights
 
 What the next phase does not use leaves the devices before anything else is loaded, so never more is on them than one
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 
 from roll.configs.asynchronous import InFlightPolicy
@@ -24,18 +24,22 @@ from roll.distributed.train_worker import TrainWorker
 
 @dataclass(frozen=True)
 class Held:
-    """What is on the devices: states of actor_train, of the frozen roles, and of the engines."""
+    """What is on the devices: states of actor_train, of a critic, of the frozen roles, and of the engines."""
 
     trained: frozenset[StateKind] = frozenset()
+    critic: frozenset[StateKind] = frozenset()
     frozen: frozenset[StateKind] = frozenset()
     engines: frozenset[str] = frozenset()
+
+    def __and__(self, other: Held) -> Held:
+        return Held(*(getattr(self, item.name) & getattr(other, item.name) for item in fields(Held)))
 
 
 class Phase(Enum):
     """What the devices are used for; the value is what is on them."""
 
     ENGINES = Held(engines=frozenset({WEIGHTS, CACHE}))
-    TRAINER = Held(trained=frozenset(ALL_STATES), frozen=frozenset({"parameters"}))
+    TRAINER = Held(trained=frozenset(ALL_STATES), critic=frozenset(ALL_STATES), frozen=frozenset({"parameters"}))
     UPDATE = Held(trained=frozenset({"parameters"}), engines=frozenset({WEIGHTS}))
 
 
@@ -53,18 +57,21 @@ class SharedDevices:
         frozen: list[Cluster[TrainWorker]],
         infer: Cluster[InferWorker],
         in_flight_policy: InFlightPolicy,
+        critic: Cluster[TrainWorker] | None = None,
     ) -> None:
         """Starts with trainers that hold everything, and engines that do not run yet.
 
         Args:
             train: actor_train.
-            frozen: other roles on the same devices.
+            frozen: other roles on the same devices, which are not trained.
             infer: the engines.
             in_flight_policy: what becomes of requests that still run when the trainer gets the devices.
+            critic: if it is on the same devices.
         """
         # A request that is paused in place keeps its part of the cache, which is to be freed.
         self._mode: InFlightPolicy = "abort_resume" if in_flight_policy == "in_place" else in_flight_policy
-        self._train, self._frozen, self._infer = train, frozen, infer
+        self._infer = infer
+        self._clusters = {"trained": [train], "critic": [] if critic is None else [critic], "frozen": frozen}
         self._surely = self._possibly = Phase.TRAINER.value
 
     async def engines_may_start(self) -> None:
@@ -99,25 +106,23 @@ class SharedDevices:
     async def _offload(self, target: Held) -> None:
         """Takes off what `target` does not have."""
         sure, held = self._surely, self._possibly
-        self._surely = Held(sure.trained & target.trained, sure.frozen & target.frozen, sure.engines & target.engines)
+        self._surely = sure & target
         calls: list[Awaitable[object]] = []
-        if leaving := held.trained - target.trained:
-            calls.append(self._train.call_all(TrainWorker.offload_states, sorted(leaving)))
-        if leaving := held.frozen - target.frozen:
-            calls += [cluster.call_all(TrainWorker.offload_states, sorted(leaving)) for cluster in self._frozen]
+        for name, clusters in self._clusters.items():
+            if leaving := getattr(held, name) - getattr(target, name):
+                calls += [cluster.call_all(TrainWorker.offload_states, sorted(leaving)) for cluster in clusters]
         if freed := held.engines - target.engines:
             calls.append(self._infer.call_all(InferWorker.release_memory, sorted(freed)))
         await _all(calls)
-        self._possibly = Held(held.trained & target.trained, held.frozen & target.frozen, held.engines & target.engines)
+        self._possibly = held & target
 
     async def _load(self, target: Held) -> None:
         """Puts on what `target` has more."""
         held, self._possibly = self._surely, target
         calls: list[Awaitable[object]] = []
-        if coming := target.trained - held.trained:
-            calls.append(self._train.call_all(TrainWorker.load_states, sorted(coming)))
-        if coming := target.frozen - held.frozen:
-            calls += [cluster.call_all(TrainWorker.load_states, sorted(coming)) for cluster in self._frozen]
+        for name, clusters in self._clusters.items():
+            if coming := getattr(target, name) - getattr(held, name):
+                calls += [cluster.call_all(TrainWorker.load_states, sorted(coming)) for cluster in clusters]
         if taken := target.engines - held.engines:
             calls.append(self._infer.call_all(InferWorker.resume_memory, sorted(taken)))
         await _all(calls)

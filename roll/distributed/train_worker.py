@@ -1,12 +1,13 @@
-"""One Megatron rank of `actor_train` or `reference`: the remote methods around its strategy."""
+"""One Megatron rank of `actor_train`, `critic` or `reference`: the remote methods around its strategy."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
+from roll.configs.roles import CriticConfig, MegatronRoleConfig
 from roll.distributed.processes import gc_freeze
 from roll.distributed.protocol import DataProto
 from roll.distributed.weight_sync.sender import WeightSender
@@ -15,9 +16,12 @@ from roll.platforms import get_platform
 
 if TYPE_CHECKING:
     from roll.configs.pipeline import BaseConfig
-    from roll.configs.roles import MegatronRoleConfig
     from roll.distributed.strategy.host_copies import StateKind
-    from roll.distributed.strategy.megatron_strategy import MegatronInferStrategy, MegatronTrainStrategy
+    from roll.distributed.strategy.megatron_strategy import (
+        MegatronInferStrategy,
+        MegatronTrainStrategy,
+        MegatronValueStrategy,
+    )
 
 
 class TrainWorker(WeightSender):
@@ -53,6 +57,17 @@ class TrainWorker(WeightSender):
             raise RuntimeError(f"{self.rank.name} has no optimizer: only megatron_train roles do, once initialized")
         return self._train_strategy
 
+    @property
+    def value_strategy(self) -> MegatronValueStrategy:
+        """The model of a critic and its optimizer.
+
+        Raises:
+            RuntimeError: the role is no critic, or the worker was not initialized.
+        """
+        if not (self._train_strategy and self._train_strategy.value_head):
+            raise RuntimeError(f"{self.rank.name} has no values: only the critic does, once initialized")
+        return cast("MegatronValueStrategy", self._train_strategy)
+
     @register(deadline="start_timeout_s")
     def initialize(self) -> None:
         """Joins the role's process group and loads the model."""
@@ -61,13 +76,16 @@ class TrainWorker(WeightSender):
         warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
         platform.prepare_megatron()
         # On a CPU Megatron must be patched before its first import.
-        from roll.distributed.strategy.megatron_strategy import MegatronInferStrategy, MegatronTrainStrategy
+        from roll.distributed.strategy.megatron_strategy import (
+            MegatronInferStrategy,
+            MegatronTrainStrategy,
+            MegatronValueStrategy,
+        )
 
         layout, rank = self.config.layout, self.rank
         if self.config.strategy_args.strategy_name == "megatron_train":
-            trained = MegatronTrainStrategy(
-                self.config, self.pipeline_config, layout, rank.rank, platform, role=rank.role
-            )
+            cls = MegatronValueStrategy if isinstance(self.config, CriticConfig) else MegatronTrainStrategy
+            trained = cls(self.config, self.pipeline_config, layout, rank.rank, platform, role=rank.role)
             trained.initialize()
             self._infer_strategy = self._train_strategy = trained
             self._model_weights, self._states = trained.weights, trained.states
@@ -93,6 +111,11 @@ class TrainWorker(WeightSender):
     def compute_log_probs(self, data: DataProto) -> DataProto:
         """Log-probs and entropies of the shard; see `MegatronInferStrategy.compute_log_probs`."""
         return self.infer_strategy.compute_log_probs(data)
+
+    @register()
+    def compute_values(self, data: DataProto) -> DataProto:
+        """Values of the shard, of a critic; see `MegatronValueStrategy.compute_values`."""
+        return self.value_strategy.compute_values(data)
 
     @register()
     def train_step(self, data: DataProto) -> dict[str, float]:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -54,6 +55,35 @@ class HiddenStateModel(GPTModel):  # type: ignore[misc]  # Megatron is not typed
         return weight
 
 
+class ValueHead(torch.nn.Module):
+    """One value for each hidden state, computed in fp32; every tensor-parallel rank has all of it."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        options: dict[str, Any] = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, **options))
+        self.bias = torch.nn.Parameter(torch.zeros(1, **options))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[N, H] to [N] float32."""
+        return F.linear(hidden.float(), self.weight.float(), self.bias.float()).squeeze(-1)
+
+
+class ValueModel(HiddenStateModel):
+    """A GPT with a value head in place of the output projection."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        if self.post_process:
+            del self.output_layer
+            self.value_head = ValueHead(config)
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """That of any module: a language model's expects an output projection."""
+        state: dict[str, Any] = MegatronModule.sharded_state_dict(self, *args, **kwargs)
+        return state
+
+
 def build_gpt_model(model: DecoderConfig, options: BuildOptions) -> list[HiddenStateModel]:
     """This rank's virtual stages of the model, one without `virtual_pipeline_model_parallel_size`, on its device.
 
@@ -72,7 +102,8 @@ def _build_stage(
     model: DecoderConfig, options: BuildOptions, config: TransformerConfig, part: int | None
 ) -> HiddenStateModel:
     """Virtual stage number `part` of this rank, or its only stage."""
-    stage = HiddenStateModel(
+    cls = ValueModel if model.value_head else HiddenStateModel
+    stage = cls(
         config,
         _block_spec(model, config, options, part),
         vocab_size=padded_vocabulary(model.vocabulary, options.megatron.tensor_model_parallel_size),

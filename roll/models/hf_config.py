@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from roll.configs.model_config import CONFIG_NAME, FAMILIES, UnsupportedModel, read_model_config, rotary_values
+from roll.configs.model_config import CONFIG_NAME, UnsupportedModel, family_of, read_model_config, rotary_values
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,10 @@ class RotaryConfig:
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Shape of a dense decoder with RMSNorm, SwiGLU and rotary embedding."""
+    """Shape of a dense decoder with RMSNorm, SwiGLU and rotary embedding.
+
+    With a `value_head` its output is one value for each token instead of logits.
+    """
 
     family: str
     architecture: str
@@ -45,10 +48,11 @@ class DecoderConfig:
     qk_norm: bool
     rotary: RotaryConfig
     dtype: str
+    value_head: bool = False
 
 
-def read_hf_config(folder: str | Path) -> DecoderConfig:
-    """Reads `folder`/config.json.
+def read_hf_config(folder: str | Path, value_head: bool = False) -> DecoderConfig:
+    """Reads `folder`/config.json; with `value_head` it is the model of a critic.
 
     Raises:
         UnsupportedModel: the file is missing, or `check_model_config` rejects it.
@@ -56,13 +60,13 @@ def read_hf_config(folder: str | Path) -> DecoderConfig:
     path = Path(folder) / CONFIG_NAME
     if not path.is_file():
         raise UnsupportedModel(f"{path}: no such file; give the folder of a HF model (config.json, *.safetensors)")
-    return decoder_config(read_model_config(path))
+    return decoder_config(read_model_config(path, value_head), value_head)
 
 
-def decoder_config(raw: dict[str, Any]) -> DecoderConfig:
+def decoder_config(raw: dict[str, Any], value_head: bool = False) -> DecoderConfig:
     """The shape from a parsed config.json that `check_model_config` has accepted."""
     architecture = raw["architectures"][0]
-    family = FAMILIES[architecture]
+    family = family_of(architecture)
     heads, hidden = raw["num_attention_heads"], raw["hidden_size"]
     return DecoderConfig(
         family=family.name,
@@ -76,11 +80,12 @@ def decoder_config(raw: dict[str, Any]) -> DecoderConfig:
         vocabulary=raw["vocab_size"],
         norm_epsilon=raw.get("rms_norm_eps", 1e-6),
         max_positions=raw.get("max_position_embeddings") or 2048,
-        tied_embeddings=raw.get("tie_word_embeddings", False),
+        tied_embeddings=raw.get("tie_word_embeddings", False) and not value_head,
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
         rotary=_rotary(raw),
         dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
+        value_head=value_head,
     )
 
 

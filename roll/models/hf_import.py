@@ -10,9 +10,9 @@ import torch
 from safetensors import safe_open
 
 from roll.configs.hub.names import WEIGHT_FILE, WEIGHT_INDEX
-from roll.configs.model_config import UnsupportedModel
+from roll.configs.model_config import VALUE_ARCHITECTURES, UnsupportedModel
 from roll.models.hf_config import DecoderConfig
-from roll.models.weight_mapping import Rule, stage_rules
+from roll.models.weight_mapping import VALUE_HEAD, Rule, stage_rules
 
 
 class HFTensors:
@@ -32,6 +32,9 @@ class HFTensors:
             self._file_of = dict.fromkeys(self._open(WEIGHT_FILE).keys(), WEIGHT_FILE)
         else:
             raise UnsupportedModel(f"{self.folder}: neither {WEIGHT_INDEX} nor {WEIGHT_FILE}; save it as safetensors")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
 
     def slice_of(self, name: str) -> Any:
         """The tensor `name` as an object that reads the row and column slices it is indexed with.
@@ -53,6 +56,8 @@ class HFTensors:
 def import_hf(model: torch.nn.Module, folder: str | Path, config: DecoderConfig, rank: int, ranks: int) -> None:
     """Sets every parameter of this stage from `folder`, cast to the parameter's dtype, with zeros in padding rows.
 
+    The value head of a critic is 0 where the folder is that of a language model; its bias also where it has none.
+
     Args:
         model: a stage built by `build_gpt_model`.
         folder: HF folder of a model with the shape `config`.
@@ -67,10 +72,18 @@ def import_hf(model: torch.nn.Module, folder: str | Path, config: DecoderConfig,
     parameters = dict(model.named_parameters())
     for rule in rules_of(model, config):
         parameter = parameters.pop(rule.megatron)
+        if rule in VALUE_HEAD and rule.hf[0] not in tensors and _starts_at_zero(rule, config):
+            parameter.zero_()
+            continue
         shard = rule.layout.shard([tensors.slice_of(name) for name in rule.hf], config, rank, ranks)
         _fill(parameter, shard, rule, tensors.folder)
     if parameters:
         raise UnsupportedModel(f"{folder}: no HF tensor is mapped to {sorted(parameters)} for family {config.family}")
+
+
+def _starts_at_zero(rule: Rule, config: DecoderConfig) -> bool:
+    """Whether this part of a value head need not be in the folder."""
+    return config.architecture not in VALUE_ARCHITECTURES or rule.megatron.endswith("bias")
 
 
 def rules_of(model: Any, config: DecoderConfig) -> list[Rule]:

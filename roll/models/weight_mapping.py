@@ -214,6 +214,12 @@ HEAD = Rule("output_layer.weight", ("lm_head.weight",), Vocabulary())
 TIED_HEAD = Rule("output_layer.weight", ("model.embed_tokens.weight",), Vocabulary())
 """The last pipeline stage's copy of tied embeddings: imported, but not part of weight updates."""
 
+VALUE_HEAD = (
+    Rule("value_head.weight", ("score.weight",), Replicated()),
+    Rule("value_head.bias", ("score.bias",), Replicated()),
+)
+"""The output of a critic, under the names of HF's `...ForTokenClassification`."""
+
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 LAYER = (
@@ -249,7 +255,7 @@ def stage_rules(config: DecoderConfig, first_layer: int, layers: int, first: boo
         first_layer: global index of the stage's first layer.
         layers: layers of the stage.
         first: the stage holds the embedding.
-        last: the stage holds the final norm and the head.
+        last: the stage holds the final norm and the head, or the value head.
     """
     rules = [EMBEDDING] if first else []
     for index in range(layers):
@@ -258,7 +264,9 @@ def stage_rules(config: DecoderConfig, first_layer: int, layers: int, first: boo
             rules.append(Rule(f"decoder.layers.{index}.{rule.megatron}", hf, rule.layout))
     if last:
         rules.append(FINAL_NORM)
-        if not config.tied_embeddings:
+        if config.value_head:
+            rules += VALUE_HEAD
+        elif not config.tied_embeddings:
             rules.append(HEAD)
         elif not first:
             rules.append(TIED_HEAD)

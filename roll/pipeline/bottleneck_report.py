@@ -19,8 +19,8 @@ LONG_TAIL = 3.0
 WARM_UP = 1
 """Steps left out at the start of a run: its first batch was not generated ahead."""
 
-TRAINING = ("time/old_log_probs", "time/advantages", "time/train")
-"""Times of a step in which training computes."""
+CRITIC = {"time/old_log_probs": "time/values", "time/train": "time/train_critic"}
+"""Work of actor_train, and the work of the critic that belongs to it."""
 
 Lines = Sequence[Mapping[str, float | None]]
 """The lines of a metrics.jsonl."""
@@ -33,9 +33,10 @@ class Split:
     Attributes:
         ratio: `async_generation_ratio`.
         generation: devices of actor_infer.
-        training: devices of actor_train.
+        training: devices of actor_train and the critic.
         shared: both use the same devices.
         drains: `in_flight_policy` is drain, so a weight update waits for running responses.
+        critic_apart: the critic works at the same time as actor_train, on its own devices.
     """
 
     ratio: float
@@ -43,6 +44,7 @@ class Split:
     training: int
     shared: bool
     drains: bool = False
+    critic_apart: bool = False
 
     @property
     def description(self) -> str:
@@ -87,15 +89,15 @@ def bottleneck_report(lines: Lines, split: Split) -> str:
     Generation and training take G and T seconds. One after the other, a step takes G + T; concurrently, the larger of
     both, which is smallest where devices are split in proportion to G and T times the devices each has now.
     """
-    means = measure(lines, split.drains)
+    means = measure(lines, split.drains, split.critic_apart)
     if means is None:
         return ""
     finding = _synchronous(means, split) if split.ratio == 0 else _asynchronous(means, split)
     return f"{finding} ({means.numbers}; {split.description})"
 
 
-def measure(lines: Lines, drains: bool = False) -> Means | None:
-    """Means over steps, without the first WARM_UP if there are more; `drains` as in `Split`."""
+def measure(lines: Lines, drains: bool = False, critic_apart: bool = False) -> Means | None:
+    """Means over steps, without the first WARM_UP if there are more; `drains` and `critic_apart` as in `Split`."""
     steps = [line for line in lines if _at(line, "step") > 0 and line.get("time/wait_prev_gen") is not None]
     steps = steps[WARM_UP:] or steps
     if not steps:
@@ -110,11 +112,18 @@ def measure(lines: Lines, drains: bool = False) -> Means | None:
         wait=mean("time/wait_prev_gen"),
         drain=mean("time/publish") if drains else 0.0,
         generate=mean("time/generate"),
-        train=mean(*TRAINING),
+        train=mean("time/advantages")
+        + statistics.fmean(sum(trained_seconds(line, name, critic_apart) for name in CRITIC) for line in steps),
         trainer_idle=mean("throughput/trainer_idle"),
         rollout_idle=mean("throughput/rollout_idle"),
         tail=longest / usual if usual else 1.0,
     )
+
+
+def trained_seconds(line: Mapping[str, float | None], name: str, critic_apart: bool) -> float:
+    """Seconds of a step for the work `name` of actor_train (a key of CRITIC) and the critic's that belongs to it."""
+    both = _at(line, name), _at(line, CRITIC[name])
+    return max(both) if critic_apart else sum(both)
 
 
 def _synchronous(means: Means, split: Split) -> str:

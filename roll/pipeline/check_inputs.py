@@ -17,9 +17,11 @@ from typing import Any
 from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import Report
 from roll.configs.hub.names import TOKENIZER_FILES, has_tokenizer, local_file, local_model
-from roll.configs.pipeline import BaseConfig, RewardConfig, RLVRConfig, SFTConfig, no_reward, reward_of
+from roll.configs.pipeline import BaseConfig, DPOConfig, RLVRConfig, SFTConfig
+from roll.configs.rewards import RewardConfig, built_in_of, no_reward, rewards_of
 from roll.configs.roles import DataArguments
 from roll.configs.user_code import NOTICE_S
+from roll.datasets.preferences import read_preference
 from roll.datasets.prompts import Prompt, check_unique_ids, read_prompt
 from roll.datasets.records import DatasetError, Record, read_first
 from roll.datasets.sft import read_prompt_response
@@ -27,6 +29,7 @@ from roll.datasets.templates import template_problem
 from roll.envs.self_test import EnvTrial, try_environments
 from roll.rewards.calling import RewardFunctionError, RewardRequest
 from roll.rewards.pool import START_TIMEOUT_S, MissingRewardError, RewardPool, RewardSelfTestError
+from roll.rewards.sandbox.client import available_isolation
 
 CHECKED_ROWS = 50_000
 """Rows of each data file that are checked; a larger file would delay the start by more than seconds."""
@@ -48,6 +51,8 @@ def check_inputs(config: BaseConfig) -> Report:
         asyncio.run(_check_rewards(config.rewards, prompts, report))
     elif isinstance(config, SFTConfig):
         _check_data(config, report, read_prompt_response)
+    elif isinstance(config, DPOConfig):
+        _check_data(config, report, read_preference)
     elif isinstance(config, AgenticConfig):
         for problem in check_environments(config):
             report.error("", problem)
@@ -143,18 +148,37 @@ async def _check_rewards(rewards: dict[str, RewardConfig], prompts: list[Prompt]
         first.setdefault(prompt.tag, prompt)
     requests: dict[str, list[RewardRequest]] = {name: [] for name in rewards}
     for tag, prompt in first.items():
-        name = reward_of(rewards, tag)
-        if name is None:
+        names = rewards_of(rewards, tag)
+        if not names:
             report.error("rewards", no_reward(rewards, tag))
-        else:
+        for name in names:
             request = RewardRequest((), prompt.ground_truth, prompt.question, prompt.row, prompt.tag, prompt.id)
             requests[name].append(request)
+    _check_isolation(rewards, report)
     await asyncio.gather(*(_check_reward(name, rewards[name], requests[name], report) for name in rewards))
 
 
+def _check_isolation(rewards: dict[str, RewardConfig], report: Report) -> None:
+    """Programs of responses run in namespaces of their own, where the kernel allows it."""
+    names = [name for name, reward in rewards.items() if built_in_of(reward.function) == "code_sandbox"]
+    if not names:
+        return
+    isolation, reason = available_isolation()
+    if isolation == "processes":
+        report.warn(
+            f"rewards.{names[0]}",
+            f"programs run without namespaces ({reason}): their time, memory and calls are limited, but they read and "
+            "write the files that their user may; allow user namespaces, such as with docker's --security-opt "
+            "seccomp=unconfined",
+        )
+
+
 async def _check_reward(name: str, reward: RewardConfig, first: list[RewardRequest], report: Report) -> None:
-    if reward.function.startswith("roll.") and (not first or reward.worker_cls):
-        return  # nothing of the user's takes part, or the rules report that the function is missing
+    built_in = built_in_of(reward.function)
+    is_missing = built_in == "math_rule" and reward.worker_cls is not None
+    is_missing |= built_in == "llm_judge" and None in (reward.base_url, reward.model)
+    if built_in is not None and (not first or is_missing):
+        return  # nothing of the user's takes part, or the rules report what is missing
     pool = RewardPool(replace(reward, world_size=1))
     trial = asyncio.ensure_future(pool.self_test(first))
     try:
@@ -165,6 +189,7 @@ async def _check_reward(name: str, reward: RewardConfig, first: list[RewardReque
     except MissingRewardError as error:
         report.missing_resource("", f"{error}\n    rewards.{name} was imported before the run")
     except (RewardFunctionError, RewardSelfTestError) as error:
-        report.error("", f"{error}\n    rewards.{name} was tried before the run")
+        add = report.missing_resource if built_in == "llm_judge" else report.error
+        add("", f"{error}\n    rewards.{name} was tried before the run")
     finally:
         pool.close()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,17 +19,19 @@ from roll.algorithms.correction import (
     NO_OP,
     WEIGHT_MAX,
     WEIGHT_MEAN,
+    batch_correction,
     diagnostics,
     finalize,
     off_policy_correction,
 )
+from roll.algorithms.covariance import high_covariance
 from roll.algorithms.kl import kl_controller
+from roll.algorithms.losses import ValueLossConfig
 from roll.algorithms.policy_losses import PolicyLossConfig
 from roll.algorithms.turn_advantages import TURN_KEYS, read_turns
-from roll.configs.parallel_layout import ParallelLayout
-from roll.configs.pipeline import BaseConfig, RLConfig
+from roll.configs.pipeline import RLConfig, role_seed
 from roll.configs.policy import traits_of
-from roll.configs.roles import MegatronRoleConfig
+from roll.configs.roles import MegatronRoleConfig, TrainedRoleConfig
 from roll.datasets.micro_batches import OptimizerStepPlan, plan_forward, plan_optimizer_steps
 from roll.distributed.protocol import DataProto
 from roll.distributed.train_worker import TrainWorker
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ROLE = "actor_train"
+ROLE, CRITIC = "actor_train", "critic"
 
 LOG_PROB_KEYS = ("input_ids", "attention_mask", "position_ids", "response_mask")
 """Tensors that a forward pass for log-probs needs."""
@@ -56,27 +58,36 @@ LEARNER_STATE = "rl_learner.json"
 
 
 class ActorLearner:
-    """A learner with one trained role; saves, restores and exports it."""
+    """A learner of actor_train, and of a critic if there is one; saves, restores and exports them."""
 
-    def __init__(self, actor: Cluster[TrainWorker]) -> None:
+    def __init__(self, actor: Cluster[TrainWorker], critic: Cluster[TrainWorker] | None = None) -> None:
         self._actor = actor
+        self._critic = critic
+        self._trained = {ROLE: actor} | ({} if critic is None else {CRITIC: critic})
 
     async def memory(self) -> dict[str, float]:
-        """`memory/actor_train_<kind>`: the largest of any rank, in bytes."""
-        ranks = await self._actor.call_all(TrainWorker.memory)
-        return {f"memory/{ROLE}_{kind}": float(max(rank[kind] for rank in ranks)) for kind in ranks[0]}
+        """`memory/<role>_<kind>`: the largest of any rank, in bytes."""
+        metrics: dict[str, float] = {}
+        for role, cluster in self._trained.items():
+            ranks = await cluster.call_all(TrainWorker.memory)
+            metrics |= {f"memory/{role}_{kind}": float(max(rank[kind] for rank in ranks)) for kind in ranks[0]}
+        return metrics
 
     async def save(self, folder: Path) -> None:
-        """Writes weights, optimizer, schedule and RNG."""
-        await self._actor.call_all(TrainWorker.save_checkpoint, str(folder / ROLE))
+        """Writes weights, optimizer, schedule and RNG of each role."""
+        for role, cluster in self._trained.items():
+            await cluster.call_all(TrainWorker.save_checkpoint, str(folder / role))
 
     async def load(self, folder: Path) -> None:
         """Restores what `save` wrote."""
-        await self._actor.call_all(TrainWorker.load_checkpoint, str(folder / ROLE))
+        for role, cluster in self._trained.items():
+            await cluster.call_all(TrainWorker.load_checkpoint, str(folder / role))
 
     async def export_hf(self, folder: Path) -> None:
-        """Writes the trained model as a HF folder."""
+        """Writes the policy as a HF folder, and the critic in its subfolder `critic`."""
         await self._actor.call_all(TrainWorker.export_hf, str(folder))
+        if self._critic is not None:
+            await self._critic.call_all(TrainWorker.export_hf, str(folder / CRITIC))
 
 
 class RLLearner(ActorLearner):
@@ -85,12 +96,26 @@ class RLLearner(ActorLearner):
     Symbols: pi is the current policy, p the proximal one (old log-probs), mu the one that sampled (behavior).
     """
 
-    def __init__(self, config: RLConfig, actor: Cluster[TrainWorker], reference: Cluster[TrainWorker] | None) -> None:
-        """Connects the clusters; `reference` is None when no KL term is on."""
-        super().__init__(actor)
+    def __init__(
+        self,
+        config: RLConfig,
+        actor: Cluster[TrainWorker],
+        reference: Cluster[TrainWorker] | None,
+        critic: Cluster[TrainWorker] | None = None,
+    ) -> None:
+        """Connects the clusters.
+
+        Args:
+            config: of the run.
+            actor: actor_train.
+            reference: None when no KL term is on.
+            critic: None where the advantages need no values.
+        """
+        super().__init__(actor, critic)
         self._config = config
         self._reference = reference
         self._loss_config = PolicyLossConfig.from_config(config)
+        self._value_loss_config = ValueLossConfig(config.value_clip, config.loss_agg_mode)
         self._advantage_config = AdvantageConfig.from_config(config)
         self._kl = kl_controller(config.init_kl_coef, config.target_kl, config.kl_horizon)
         self._updated = False
@@ -107,18 +132,37 @@ class RLLearner(ActorLearner):
         """
         data = batch.data
         data.meta_info["temperature"] = self._config.actor_infer.generating_args.temperature
-        with clock.measure("old_log_probs"):
-            await self._add_log_probs(data)
+        await self._with_critic(self._add_log_probs(data, clock), lambda critic: self._add_values(data, critic, clock))
         with clock.measure("advantages"):
-            metrics = self._add_correction(data)
+            metrics = self._add_learned(data)
+            metrics |= self._add_correction(data)
             metrics |= self._add_advantages(data)
+            self._add_high_covariance(data, step)
+        warming = self._critic is not None and step <= self._config.critic_warmup
         dump = self._dump(data, step)
         try:
-            with clock.measure("train"):
-                metrics |= await self._train(_learned(data))
+            trained = await self._with_critic(
+                _nothing() if warming else self._train(_learned(data), clock),
+                lambda critic: self._train_critic(_learned(data), critic, clock),
+            )
         finally:
             await dump
+        metrics = metrics | trained[0] | trained[1]
+        if warming:
+            self._steps_without_gradient += 1
+            return metrics
         return metrics | self._check_correction(metrics, batch.metrics.get("staleness/max", 0.0))
+
+    async def _with_critic(
+        self, actor: Awaitable[dict[str, float]], critic: Callable[[Cluster[TrainWorker]], Awaitable[dict[str, float]]]
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """The metrics of the actor's work and of the critic's; at the same time where they have their own devices."""
+        if self._critic is None:
+            return await actor, {}
+        if self._config.critic_apart:
+            done = await asyncio.gather(actor, critic(self._critic))
+            return done[0], done[1]
+        return await actor, await critic(self._critic)
 
     def _dump(self, data: DataProto, step: int) -> Awaitable[None]:
         """Writes the samples on a thread, while the ranks train."""
@@ -132,18 +176,28 @@ class RLLearner(ActorLearner):
 
     # 1. Log-probs
 
-    async def _add_log_probs(self, data: DataProto) -> None:
-        """Adds `old_log_probs` [B, T] (log p) and, where a KL term is on, `ref_log_probs` [B, T]."""
+    async def _add_log_probs(self, data: DataProto, clock: StepClock) -> dict[str, float]:
+        """Adds `old_log_probs` [B, T] (log p) and, where a KL term is on, `ref_log_probs` [B, T]; no metrics."""
         mask = data.batch["response_mask"]
-        if self._loss_config.bypass:
-            data.batch["old_log_probs"] = data.batch["behavior_log_probs"].clone()
-        else:
-            answer = await cluster_log_probs(self._actor, data, self._config.actor_train)
-            data.batch["old_log_probs"] = answer.batch["log_probs"] * mask
-        if self._reference is not None:
-            answer = await cluster_log_probs(self._reference, data, self._config.reference)
-            data.batch["ref_log_probs"] = answer.batch["log_probs"] * mask
-        check_finite(data)
+        with clock.measure("old_log_probs"):
+            if self._loss_config.bypass:
+                data.batch["old_log_probs"] = data.batch["behavior_log_probs"].clone()
+            else:
+                answer = await cluster_log_probs(self._actor, data, self._config.actor_train)
+                data.batch["old_log_probs"] = answer.batch["log_probs"] * mask
+            if self._reference is not None:
+                answer = await cluster_log_probs(self._reference, data, self._config.reference)
+                data.batch["ref_log_probs"] = answer.batch["log_probs"] * mask
+            check_finite(data)
+        return {}
+
+    async def _add_values(self, data: DataProto, critic: Cluster[TrainWorker], clock: StepClock) -> dict[str, float]:
+        """Adds `values` [B, T] of the critic as it is now, however old the samples are; no metrics."""
+        with clock.measure("values"):
+            answer = await forward(critic, TrainWorker.compute_values, data, self._config.critic)
+            data.batch["values"] = answer.batch["values"] * data.batch["response_mask"]
+            check_finite(data)
+        return {}
 
     # 2. Correction
 
@@ -160,6 +214,9 @@ class RLLearner(ActorLearner):
         if options.active:
             turns = data.batch.get("turn_index", None)
             correction = off_policy_correction(proximal, behavior, mask, options, turns)
+            correction = batch_correction(
+                correction, proximal, behavior, _learned(data).batch["response_mask"], options
+            )
             data.batch["correction_weights"], data.batch["correction_kept"] = correction.weights, correction.kept
             weights, kept = correction.weights if options.weighted else None, correction.kept
         metrics = diagnostics(proximal, behavior, mask, weights, kept)
@@ -171,8 +228,7 @@ class RLLearner(ActorLearner):
     # 3. Advantages
 
     def _add_advantages(self, data: DataProto) -> dict[str, float]:
-        """Adds `advantages` and `returns` [B, T], with a mask of samples `learned` [B]; adapts the KL coefficient."""
-        masks = self._add_learned(data)
+        """Adds `advantages` and `returns` [B, T]; adapts the KL coefficient."""
         result = compute_advantages(
             data.batch["scores"],
             data.batch["group_ids"],
@@ -183,12 +239,23 @@ class RLLearner(ActorLearner):
             kl_coef=self._kl.coefficient,
             turns=read_turns(data.batch),
             learned=data.batch.get("learned", None),
+            values=data.batch.get("values", None),
         )
         if self._config.add_token_level_kl:
             samples = int(data.batch["response_mask"].bool().any(-1).sum())
             self._kl.update(result.metrics["advantage/token_kl"], samples)
         data.batch["advantages"], data.batch["returns"] = result.advantages, result.returns
-        return result.metrics | masks
+        if self._critic is not None:
+            mask = _learned(data).batch["response_mask"]
+            result.metrics["critic/explained_variance"] = explained_variance(data.batch["values"], result.returns, mask)
+        return result.metrics
+
+    def _add_high_covariance(self, data: DataProto, step: int) -> None:
+        """Adds `high_covariance` [B, T] for the losses that read it."""
+        mask, seed = _learned(data).batch["response_mask"], role_seed(self._config.seed, "high_covariance", step)
+        chosen = high_covariance(data.batch["old_log_probs"], data.batch["advantages"], mask, self._loss_config, seed)
+        if chosen is not None:
+            data.batch["high_covariance"] = chosen
 
     def _add_learned(self, data: DataProto) -> dict[str, float]:
         """Adds `learned` [B], the samples that stay in the loss, where `max_len_mask` or `difficulty_mask` is on."""
@@ -204,22 +271,39 @@ class RLLearner(ActorLearner):
 
     # 4. Training
 
-    async def _train(self, data: DataProto) -> dict[str, float]:
+    async def _train(self, data: DataProto, clock: StepClock) -> dict[str, float]:
         """All optimizer steps of the batch; returns `actor/...` and, with bypass, `correction/...`."""
+        with clock.measure("train"):
+            steps = await self._optimizer_steps(data)
+        return {metric_name(name): reduce_steps(name, [step[name] for step in steps]) for name in steps[0]}
+
+    async def _optimizer_steps(self, data: DataProto) -> list[dict[str, float]]:
+        """The metrics of each."""
         config = self._config
         data = data.select(*self._training_keys(data))
         data.meta_info |= {"loss": "policy", "loss_config": self._loss_config}
         counted = data.batch["correction_kept"] if config.correction.renormalize else None
         steps: list[dict[str, float]] = []
         for _ in range(config.ppo_epochs):
-            for plan in training_plans(data, config, self._actor.layout):
+            for plan in training_plans(data, config.actor_train):
                 shards = training_shards(data, plan, counted)
                 step = finalize((await self._actor.call_shards(TrainWorker.train_step, shards))[0])
                 if not self._updated:
                     check_first_update(step, self._loss_config, config)
                     self._updated = True
                 steps.append(step)
-        return {metric_name(name): reduce_steps(name, [step[name] for step in steps]) for name in steps[0]}
+        return steps
+
+    async def _train_critic(self, data: DataProto, critic: Cluster[TrainWorker], clock: StepClock) -> dict[str, float]:
+        """All optimizer steps of the critic on the batch; returns `critic/...`."""
+        data = data.select(*LOG_PROB_KEYS, "returns", "values")
+        data.meta_info |= {"loss": "value", "loss_config": self._value_loss_config}
+        steps: list[dict[str, float]] = []
+        with clock.measure("train_critic"):
+            for _ in range(self._config.ppo_epochs):
+                for plan in training_plans(data, self._config.critic):
+                    steps.append((await critic.call_shards(TrainWorker.train_step, training_shards(data, plan)))[0])
+        return {f"critic/{name}": reduce_steps(name, [step[name] for step in steps]) for name in steps[0]}
 
     def _training_keys(self, data: DataProto) -> list[str]:
         """Tensors that ranks need: all but those of turns, which only the advantages use."""
@@ -259,11 +343,15 @@ class RLLearner(ActorLearner):
     async def save(self, folder: Path) -> None:
         """Writes actor_train, the KL coefficient and the number of latest steps without a gradient."""
         await super().save(folder)
-        state = {"kl_coefficient": self._kl.coefficient, "steps_without_gradient": self._steps_without_gradient}
+        state = {
+            "kl_coefficient": self._kl.coefficient,
+            "steps_without_gradient": self._steps_without_gradient,
+            "updated": self._updated,
+        }
         (folder / LEARNER_STATE).write_text(json.dumps(state), encoding="utf-8")
 
     async def load(self, folder: Path) -> None:
-        """Restores what `save` wrote; an update was made before, so there are no checks of a first step.
+        """Restores what `save` wrote; after an update of the policy there are no checks of a first step.
 
         A fixed KL coefficient is that of the configuration, which may have changed.
         """
@@ -272,14 +360,30 @@ class RLLearner(ActorLearner):
         if self._config.target_kl is not None:
             self._kl.coefficient = float(state["kl_coefficient"])
         self._steps_without_gradient = int(state["steps_without_gradient"])
-        self._updated = True
+        self._updated = bool(state.get("updated", True))
+
+
+async def _nothing() -> dict[str, float]:
+    """No work, and no metrics."""
+    return {}
 
 
 async def cluster_log_probs(cluster: Cluster[TrainWorker], data: DataProto, config: MegatronRoleConfig) -> DataProto:
-    """`log_probs` and `entropy` [B, T] of `data` under the cluster's weights, in the order of `data`.
+    """`log_probs` and `entropy` [B, T] of `data` under the weights of actor_train or reference; see `forward`."""
+    return await forward(cluster, TrainWorker.compute_log_probs, data, config)
+
+
+async def forward(
+    cluster: Cluster[TrainWorker],
+    method: Callable[[TrainWorker, DataProto], DataProto],
+    data: DataProto,
+    config: MegatronRoleConfig,
+) -> DataProto:
+    """What a forward pass of a cluster gives for every sample, in the order of `data`.
 
     Args:
-        cluster: actor_train or reference.
+        cluster: of the model.
+        method: of its ranks, such as `TrainWorker.compute_log_probs`.
         data: a batch with `meta_info["temperature"]`.
         config: the cluster's role, for the size of its forward micro-batches.
     """
@@ -298,7 +402,7 @@ async def cluster_log_probs(cluster: Cluster[TrainWorker], data: DataProto, conf
         shard = inputs.select_idxs(indices)
         shard.meta_info = {"temperature": data.meta_info["temperature"], "micro_batches": micro_batches}
         shards.append(shard)
-    answers = DataProto.concat(await cluster.call_shards(TrainWorker.compute_log_probs, shards))
+    answers = DataProto.concat(await cluster.call_shards(method, shards))
     return answers.reorder(torch.tensor(plan.inverse))
 
 
@@ -317,19 +421,20 @@ def sample_lengths(data: DataProto) -> list[int]:
     return lengths
 
 
-def training_plans(data: DataProto, config: BaseConfig, layout: ParallelLayout) -> list[OptimizerStepPlan]:
-    """The optimizer steps of one pass over `data` by actor_train."""
-    actor = config.actor_train
-    limit = actor.training_token_limit
-    return plan_optimizer_steps(
+def training_plans(data: DataProto, role: TrainedRoleConfig) -> list[OptimizerStepPlan]:
+    """The optimizer steps of one pass over `data` by a trained role; those of padding alone are left out."""
+    limit = role.training_token_limit
+    plans = plan_optimizer_steps(
         sample_lengths(data),
-        layout.data,
-        samples_per_step=actor.samples_per_optimizer_step,
-        micro_batch_size=actor.training_args.per_device_train_batch_size if limit is None else None,
+        role.layout.data,
+        samples_per_step=role.samples_per_optimizer_step,
+        micro_batch_size=role.training_args.per_device_train_batch_size if limit is None else None,
         max_tokens=limit,
-        round_to=layout.tensor,
-        packed=actor.use_sequence_packing,
+        round_to=role.layout.tensor,
+        packed=role.use_sequence_packing,
     )
+    live = data.batch["response_mask"].bool().any(-1)
+    return [plan for plan in plans if bool(live[plan.permutation].any())] or plans[:1]
 
 
 def training_shards(data: DataProto, plan: OptimizerStepPlan, counted: torch.Tensor | None = None) -> list[DataProto]:
@@ -351,6 +456,18 @@ def training_shards(data: DataProto, plan: OptimizerStepPlan, counted: torch.Ten
         shard.meta_info = {**data.meta_info, "optimizer_steps": [step]}
         shards.append(shard)
     return shards
+
+
+def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:
+    """1 - Var(R - V) / Var(R) over the tokens of the mask [B, T]: 1 for exact values, 0 for constant ones.
+
+    0 also where all returns are equal.
+    """
+    kept = mask.bool()
+    targets = returns[kept].double()
+    if targets.numel() < 2 or bool(targets.max() == targets.min()):
+        return 0.0
+    return float(1 - (targets - values[kept]).var() / targets.var())
 
 
 def metric_name(name: str) -> str:

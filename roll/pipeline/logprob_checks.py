@@ -24,12 +24,17 @@ SAME_ENGINE_FP32 = 1e-5
 """Largest difference in fp32 between the two passes of the trainer, which are one implementation."""
 
 
-SOURCES = {"behavior_log_probs": "actor_infer", "old_log_probs": "actor_train", "ref_log_probs": "reference"}
-"""Tensor of log-probs -> the role that computed it."""
+SOURCES = {
+    "behavior_log_probs": "actor_infer",
+    "old_log_probs": "actor_train",
+    "ref_log_probs": "reference",
+    "values": "critic",
+}
+"""Tensor of log-probs, or of values -> the role that computed it."""
 
 
 def check_finite(data: DataProto) -> None:
-    """Every log-prob of a response token is a number: ratios of infinite ones would be NaN.
+    """Every log-prob and value of a response token is a number: ratios and returns of infinite ones would be NaN.
 
     Raises:
         RunError: with the role that computed the others, and their samples.

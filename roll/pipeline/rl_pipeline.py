@@ -74,7 +74,8 @@ class RLPipeline(ABC, Generic[ConfigT]):
         synchronizer = WeightSynchronizer(actor, session.infer_clusters["actor_infer"], config, devices=devices)
         await synchronizer.setup()
         extensions = load_extensions(config)
-        learner = (extensions.trainer or RLLearner)(config, actor, session.train_clusters.get("reference"))
+        reference, critic = (session.train_clusters.get(role) for role in ("reference", "critic"))
+        learner = (extensions.trainer or RLLearner)(config, actor, reference, *([] if critic is None else [critic]))
         hook = extensions.batch_hook(config) if extensions.batch_hook else None
         return TrainingLoop(config, samples, learner, synchronizer, trackers, batch_hook=hook, devices=devices)
 

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
 from roll.configs.errors import RunError
-from roll.configs.pipeline import RewardConfig, RLVRConfig, no_reward, reward_of, role_seed
+from roll.configs.pipeline import RLVRConfig, role_seed
+from roll.configs.rewards import RewardConfig, domain_of, no_reward, rewards_of
 from roll.datasets.prompts import MixedSampler, PromptSampler, load_prompts
 from roll.datasets.records import prefix_errors
 from roll.datasets.templates import EncodedPrompt, encode_prompts
 from roll.pipeline.rl_pipeline import RLPipeline, WorkerFactory
 from roll.pipeline.rollout_worker import Purpose, RolloutWorker
 from roll.pipeline.tokenizer import load_tokenizer
-from roll.rewards.calling import RewardRequest
+from roll.rewards.calling import RewardOutcome, RewardRequest
 from roll.rewards.pool import RewardPool
 from roll.rollout.engine_pool import EnginePool
 from roll.rollout.filters import QueryFilter
@@ -46,7 +48,7 @@ class RLVRWorker(RolloutWorker):
         self._prompts, self._sampling, self._engines, self._scorer = prompts, sampling, engines, scorer
         self._seed, self._group_size = config.seed, config.num_return_sequences_in_group
         self._validation_samples = config.validation.generating_args.num_return_sequences or 1
-        self._sampler = make_sampler(config, [scorer.reward_of(prompt.tag) for prompt in prompts["train"]])
+        self._sampler = make_sampler(config, prompts["train"])
 
     def draw(self, requests: Sequence[PromptRequest]) -> list[Group]:
         """The next prompt for each request."""
@@ -96,7 +98,7 @@ class RLVRWorker(RolloutWorker):
         ]
 
     def filter_reason(self, group: Group) -> tuple[str, str] | None:
-        """Drop reason by the query filter of the group's reward."""
+        """Drop reason by the query filter of the group's rewards."""
         return self._scorer.filter_reason(group)
 
     def validation_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
@@ -129,22 +131,23 @@ class RLVRWorker(RolloutWorker):
         self._scorer.close()
 
 
-def make_sampler(config: RLVRConfig, domains: Sequence[str]) -> PromptSampler | MixedSampler:
+def make_sampler(config: RLVRConfig, prompts: Sequence[EncodedPrompt]) -> PromptSampler | MixedSampler:
     """The order in which prompts are drawn: that of the files, or in shares of their domains.
 
     Args:
         config: of the run.
-        domains: name of the reward of each prompt.
+        prompts: those of training; a reward scores the tag of each.
 
     Raises:
         RunError: a domain that prompts are to be drawn from has none.
     """
     data, seed = config.actor_train.data_args, role_seed(config.seed, "prompts")
     if not data.domain_interleave_probs:
-        return PromptSampler(len(domains), seed, data.shuffle)
+        return PromptSampler(len(prompts), seed, data.shuffle)
     indices: dict[str, list[int]] = {}
-    for index, domain in enumerate(domains):
-        indices.setdefault(domain, []).append(index)
+    for index, prompt in enumerate(prompts):
+        domain = domain_of(config.rewards, data.domain_interleave_probs, prompt.tag)
+        indices.setdefault(domain or "", []).append(index)
     try:
         return MixedSampler(indices, data.domain_interleave_probs, seed, data.shuffle)
     except ValueError as error:
@@ -159,23 +162,23 @@ def _is_sample(result: GenerateResult) -> bool:
 
 
 class Scorer:
-    """Scores responses with the reward of their tag, each reward in its own pool of killable processes."""
+    """Scores responses with the rewards of their tag, each reward in its own pool of killable processes."""
 
     def __init__(self, rewards: dict[str, RewardConfig], tokenizer: PreTrainedTokenizerBase) -> None:
         self._rewards, self._tokenizer = rewards, tokenizer
         self._pools = {name: RewardPool(config) for name, config in rewards.items()}
         self._filters = {name: QueryFilter.from_config(config.query_filter_config) for name, config in rewards.items()}
 
-    def reward_of(self, tag: str) -> str:
-        """Name of the reward for a tag.
+    def rewards_of(self, tag: str) -> list[str]:
+        """Names of the rewards for a tag, whose weighted sum is the score.
 
         Raises:
             RunError: no reward includes the tag.
         """
-        name = reward_of(self._rewards, tag)
-        if name is None:
+        names = rewards_of(self._rewards, tag)
+        if not names:
             raise RunError(no_reward(self._rewards, tag))
-        return name
+        return names
 
     def launch(self) -> None:
         """Starts the processes of every reward without waiting for them."""
@@ -189,27 +192,44 @@ class Scorer:
     async def score(self, groups: Sequence[tuple[Group, EncodedPrompt]]) -> None:
         """Sets reward and metrics of every trajectory, or drops the group with a reason.
 
+        The reward is the sum of weight times score over the rewards of the tag, which run at the same time. Where there
+        are several, each score is the metric `<name>`, and the numbers that a reward reports are `<name>/<metric>`.
+
         Args:
             groups: each with its prompt.
         """
-        for name, pool in self._pools.items():
-            own = [(group, prompt) for group, prompt in groups if self.reward_of(group.tag) == name]
-            requests = [_request(group, prompt) for group, prompt in own]
-            scored = await pool.score(requests) if requests else []
-            for (group, _), outcomes in zip(own, scored, strict=True):
-                for trajectory, outcome in zip(list(group.trajectories), outcomes, strict=True):
-                    if outcome.score is None:
-                        cause = f"reward {name}: {outcome.reason} {outcome.detail or ''}".strip()
-                        group.drop(f"reward_{outcome.reason}", cause)
-                        break
-                    trajectory.turns[0].reward = outcome.score
-                    trajectory.metrics = dict(outcome.metrics)
+        outcomes_by_pool = await asyncio.gather(*(self._score(name, groups) for name in self._pools))
+        scored = dict(zip(self._pools, outcomes_by_pool, strict=True))
+        for index, (group, _) in enumerate(groups):
+            parts = {name: scored[name][index] for name in self.rewards_of(group.tag)}
+            failure = next(
+                ((name, outcome) for name, outcomes in parts.items() for outcome in outcomes if outcome.score is None),
+                None,
+            )
+            if failure is not None:
+                name, outcome = failure
+                cause = f"reward {name}: {outcome.reason} {outcome.detail or ''}".strip()
+                group.drop(f"reward_{outcome.reason}", cause)
+                continue
+            for position, trajectory in enumerate(group.trajectories):
+                of_sample = {name: outcomes[position] for name, outcomes in parts.items()}
+                weighted = (self._rewards[name].weight * (part.score or 0.0) for name, part in of_sample.items())
+                trajectory.turns[0].reward = sum(weighted)
+                trajectory.metrics = _metrics_of(of_sample)
+
+    async def _score(self, name: str, groups: Sequence[tuple[Group, EncodedPrompt]]) -> dict[int, list[RewardOutcome]]:
+        """Outcomes of one reward by the index of the groups that it scores."""
+        own = [index for index, (group, _) in enumerate(groups) if name in self.rewards_of(group.tag)]
+        requests = [_request(*groups[index]) for index in own]
+        return dict(zip(own, await self._pools[name].score(requests) if requests else [], strict=True))
 
     def filter_reason(self, group: Group) -> tuple[str, str] | None:
         """Drop reason of a scored group without a learning signal, and the path of its filter; None keeps it."""
-        name = self.reward_of(group.tag)
-        reason = self._filters[name].reason(group.scores)
-        return None if reason is None else (reason, f"rewards.{name}.query_filter_config")
+        for name in self.rewards_of(group.tag):
+            reason = self._filters[name].reason(group.scores)
+            if reason is not None:
+                return reason, f"rewards.{name}.query_filter_config"
+        return None
 
     def close(self) -> None:
         """Ends every pool."""
@@ -220,6 +240,17 @@ class Scorer:
 def _request(group: Group, prompt: EncodedPrompt) -> RewardRequest:
     texts = tuple(trajectory.turns[0].text for trajectory in group.trajectories)
     return RewardRequest(texts, prompt.ground_truth, prompt.question, prompt.row, prompt.tag, prompt.id)
+
+
+def _metrics_of(parts: Mapping[str, RewardOutcome]) -> dict[str, float]:
+    """What the rewards of one sample report: the numbers of one reward, or the score and the numbers of each."""
+    if len(parts) == 1:
+        return dict(next(iter(parts.values())).metrics)
+    metrics: dict[str, float] = {}
+    for name, part in parts.items():
+        metrics[name] = part.score or 0.0
+        metrics |= {f"{name}/{key}": value for key, value in part.metrics.items()}
+    return metrics
 
 
 class RLVRPipeline(RLPipeline[RLVRConfig]):
@@ -249,8 +280,8 @@ class RLVRPipeline(RLPipeline[RLVRConfig]):
         self._prompts: dict[Purpose, list[EncodedPrompt]] = {"train": train, "val": val}
         self._scorer = scorer = Scorer(config.rewards, self._tokenizer)
         for tag in sorted({prompt.tag for prompt in [*train, *val]}):
-            scorer.reward_of(tag)
-        make_sampler(config, [scorer.reward_of(prompt.tag) for prompt in train])
+            scorer.rewards_of(tag)
+        make_sampler(config, train)
 
     def _read(self, role: str, files: list[str]) -> list[EncodedPrompt]:
         args = getattr(self._config, role).data_args

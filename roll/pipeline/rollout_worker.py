@@ -89,7 +89,7 @@ class RolloutWorker(ABC):
 
     def batch(self, groups: Sequence[Group]) -> DataProto:
         """The tensors that the learner takes; masked rows fill it up to whole optimizer steps."""
-        return batch_of_groups(groups, multiple=self._config.actor_train.samples_per_optimizer_step)
+        return batch_of_groups(groups, multiple=self._config.samples_multiple)
 
     def metrics(self, groups: Sequence[Group], version: int) -> dict[str, float]:
         """`rollout/...` and `staleness/...` of a batch that the weights of `version` learn from."""

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import RunError, RunInterrupted
-from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig, SFTConfig
+from roll.configs.pipeline import BaseConfig, DPOConfig, RLConfig, RLVRConfig, SFTConfig
 from roll.configs.plan import Plan
 from roll.configs.trackers import METRICS_FILE
 from roll.datasets.records import DatasetError
@@ -28,6 +28,7 @@ from roll.distributed.weight_sync.synchronizer import WeightUpdateError
 from roll.pipeline.agentic.agentic_pipeline import AgenticPipeline
 from roll.pipeline.bottleneck_report import Split, bottleneck_report
 from roll.pipeline.checkpoint import checkpoint_folder
+from roll.pipeline.dpo_pipeline import DPOPipeline
 from roll.pipeline.extensions import load_extensions
 from roll.pipeline.health import INTERVAL_S, Health, HealthFile, PeakMemory, read_in_time, watched
 from roll.pipeline.rlvr_pipeline import RLVRPipeline
@@ -77,6 +78,7 @@ PIPELINES: dict[type[BaseConfig], Callable[[Any], Pipeline]] = {
     AgenticConfig: AgenticPipeline,
     RLVRConfig: RLVRPipeline,
     SFTConfig: SFTPipeline,
+    DPOConfig: DPOPipeline,
 }
 
 
@@ -294,10 +296,15 @@ def report_bottleneck(config: BaseConfig) -> str:
     """Logs and returns the bottleneck report of the finished run; empty where nothing is generated."""
     if not isinstance(config, RLConfig):
         return ""
-    generation, training = config.actor_infer.device_mapping, config.actor_train.device_mapping
-    drains = config.in_flight_policy == "drain"
+    generation = {*config.actor_infer.device_mapping}
+    training = {rank for role in config.trained_roles().values() for rank in role.device_mapping}
     split = Split(
-        config.async_generation_ratio, len(generation), len(training), set(generation) == set(training), drains
+        config.async_generation_ratio,
+        len(generation),
+        len(training),
+        shared=generation == training,
+        drains=config.in_flight_policy == "drain",
+        critic_apart=config.critic_apart,
     )
     report = bottleneck_report(read_metrics(Path(config.output_dir) / METRICS_FILE), split)
     if report:

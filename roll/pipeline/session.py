@@ -96,9 +96,13 @@ class Session:
         if isinstance(config, RLConfig) and config.takes_turns(self._platform.name):
             trained, infer = self.train_clusters["actor_train"], self.infer_clusters["actor_infer"]
             devices = {*infer.config.device_mapping}
-            others = [cluster for cluster in self.train_clusters.values() if cluster is not trained]
-            frozen = [cluster for cluster in others if devices & {*cluster.config.device_mapping}]
-            self.shared_devices = SharedDevices(trained, frozen, infer, config.in_flight_policy)
+            shared = {
+                role: cluster
+                for role, cluster in self.train_clusters.items()
+                if cluster is not trained and devices & {*cluster.config.device_mapping}
+            }
+            critic = shared.pop("critic", None)
+            self.shared_devices = SharedDevices(trained, [*shared.values()], infer, config.in_flight_policy, critic)
         await asyncio.sleep(0)
 
     @property

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from roll.configs.errors import RunError
 from roll.configs.pipeline import SFTConfig, role_seed
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+ItemT = TypeVar("ItemT")
+
 
 class SFTPipeline:
     """One role that learns; `prepare` checks every input before Ray starts."""
@@ -49,14 +53,7 @@ class SFTPipeline:
         lengths = (self._config.prompt_length, self._config.sequence_length or 0)
         with prefix_errors(f"{role} ({', '.join(args.file_name)})"):
             encoded, dropped = encode_sft_data(data, self._tokenizer, args.template, *lengths, args.mask_history)
-        if dropped:
-            logger.warning(
-                "%s: %d of %d examples dropped: prompt over %d or all over %d tokens",
-                role,
-                dropped,
-                len(data),
-                *lengths,
-            )
+        warn_of_dropped(role, dropped, len(data), lengths)
         return encoded
 
     async def build(self, session: Session, trackers: TrackerGroup) -> TrainingLoop:
@@ -75,35 +72,34 @@ class SFTPipeline:
         """Does nothing: `prepare` starts no process."""
 
 
-class SFTSamples:
-    """Draws batches in a seeded order; validation is the loss on the answers of held-out pairs."""
+def warn_of_dropped(role: str, dropped: int, total: int, lengths: tuple[int, int]) -> None:
+    """Logs how many examples are longer than `lengths`, of a prompt and of all."""
+    if dropped:
+        message = "%s: %d of %d examples dropped: prompt over %d or all over %d tokens"
+        logger.warning(message, role, dropped, total, *lengths)
 
-    def __init__(
-        self, config: SFTConfig, examples: list[SFTExample], validation: list[SFTExample], actor: Cluster[TrainWorker]
-    ) -> None:
-        self._config = config
-        self._examples = examples
-        self._validation = validation
-        self._actor = actor
-        shuffle = config.actor_train.data_args.shuffle
-        self._sampler = PromptSampler(len(examples), role_seed(config.seed, "examples"), shuffle)
-        self._batch_size = config.actor_train.samples_per_optimizer_step
+
+class StoredSamples(ABC, Generic[ItemT]):
+    """Draws batches of a dataset in a seeded order."""
+
+    def __init__(self, items: Sequence[ItemT], sampler: PromptSampler, batch_size: int) -> None:
+        """Draws `batch_size` of `items` at a time, in the order of `sampler`."""
+        self._items, self._sampler, self._batch_size = items, sampler, batch_size
+
+    @abstractmethod
+    def collate(self, items: Sequence[ItemT]) -> DataProto:
+        """The tensors of these items."""
+
+    @abstractmethod
+    async def validate(self) -> dict[str, float]:
+        """`val/...` of the current weights."""
 
     async def next_batch(self) -> SampleBatch:
-        """The next pairs, as many as one optimizer step takes."""
-        chosen = [self._examples[index] for index in self._sampler.take(self._batch_size)]
-        return SampleBatch(DataProto.from_dict(collate_examples(chosen)))
+        """The next items, as many as one optimizer step takes."""
+        return SampleBatch(self.collate([self._items[index] for index in self._sampler.take(self._batch_size)]))
 
     async def stop(self) -> None:
         """Does nothing: no call of `next_batch` waits."""
-
-    async def validate(self) -> dict[str, float]:
-        """`val/loss`: mean negative log-prob of an answer token, in nats."""
-        data = DataProto.from_dict(collate_examples(self._validation))
-        data.meta_info["temperature"] = 1.0
-        answer = await cluster_log_probs(self._actor, data, self._config.actor_train)
-        mask = data.batch["response_mask"]
-        return {"val/loss": float(-(answer.batch["log_probs"] * mask).sum() / mask.sum())}
 
     async def advance(self, version: int) -> None:
         """Does nothing: no engine generates."""
@@ -121,6 +117,30 @@ class SFTSamples:
         return {}
 
 
+class SFTSamples(StoredSamples[SFTExample]):
+    """Pairs of prompt and answer; validation is the loss on the answers of held-out ones."""
+
+    def __init__(
+        self, config: SFTConfig, examples: list[SFTExample], validation: list[SFTExample], actor: Cluster[TrainWorker]
+    ) -> None:
+        shuffle, seed = config.actor_train.data_args.shuffle, role_seed(config.seed, "examples")
+        sampler = PromptSampler(len(examples), seed, shuffle)
+        super().__init__(examples, sampler, config.actor_train.samples_per_optimizer_step)
+        self._config, self._validation, self._actor = config, validation, actor
+
+    def collate(self, items: Sequence[SFTExample]) -> DataProto:
+        """The tensors of these examples."""
+        return DataProto.from_dict(collate_examples(items))
+
+    async def validate(self) -> dict[str, float]:
+        """`val/loss`: mean negative log-prob of an answer token, in nats."""
+        data = self.collate(self._validation)
+        data.meta_info["temperature"] = 1.0
+        answer = await cluster_log_probs(self._actor, data, self._config.actor_train)
+        mask = data.batch["response_mask"]
+        return {"val/loss": float(-(answer.batch["log_probs"] * mask).sum() / mask.sum())}
+
+
 class SFTLearner(ActorLearner):
     """Makes one optimizer step of each batch: negative log-likelihood of the answers."""
 
@@ -132,7 +152,7 @@ class SFTLearner(ActorLearner):
         """Returns `actor/loss` and the metrics of the optimizer."""
         data = batch.data
         data.meta_info |= {"temperature": 1.0, "loss": "sft", "loss_config": None}
-        (plan,) = training_plans(data, self._config, self._actor.layout)
+        (plan,) = training_plans(data, self._config.actor_train)
         with clock.measure("train"):
             shards = training_shards(data, plan)
             metrics = (await self._actor.call_shards(TrainWorker.train_step, shards))[0]

@@ -1,4 +1,4 @@
-"""Rule-based rewards, and the pool of processes that runs reward functions and can kill them.
+"""Built-in rewards, the sandbox of programs, and the pool of processes that runs reward functions and can kill them.
 
 Imports `roll.configs` and `roll.datasets.prompts`. torch is not imported, so that the replacement of a killed process
 starts quickly.

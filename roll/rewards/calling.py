@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from roll.configs.pipeline import RewardConfig
+from roll.configs.rewards import RewardConfig
 from roll.configs.suggestions import nearest
 from roll.configs.user_code import definition_of
 from roll.datasets.prompts import Message, Question
@@ -144,6 +144,15 @@ ONE_RESPONSE = {"response", "solution_str", "sample"}
 
 ALL_RESPONSES = {"responses", "completions", "samples"}
 """A function with one of these and none of ONE_RESPONSE is called once for a group and returns a list."""
+
+
+THINK_END = "</think>"
+"""End of the reasoning of a response."""
+
+
+def without_reasoning(response: str) -> str:
+    """The text after the last THINK_END; all of it where there is none."""
+    return response.rpartition(THINK_END)[2]
 
 
 class RewardFunctionError(ValueError):

@@ -6,7 +6,7 @@ import logging
 import re
 from decimal import Decimal
 
-from roll.configs.pipeline import RewardConfig
+from roll.configs.rewards import RewardConfig
 
 BOXED = re.compile(r"\\f?boxed\s*\{")
 NUMBER = re.compile(

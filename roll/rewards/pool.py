@@ -11,7 +11,7 @@ from typing import Any, TypeVar, TypeVarTuple
 
 from pebble import ProcessExpired, ProcessPool
 
-from roll.configs.pipeline import RewardConfig
+from roll.configs.rewards import DEFAULT_CONCURRENCY, RewardConfig
 from roll.rewards import reward_process
 from roll.rewards.calling import RewardFunctionError, RewardOutcome, RewardRequest
 from roll.rewards.reward_process import Call, LoadedReward, score_chunk
@@ -21,11 +21,9 @@ CHUNK_SIZE = 16
 """Samples sent to a process at a time: enough that sending them costs less than scoring them, few enough that little is
 scored again when one of them fails."""
 
-ASYNC_CHUNK_SIZE = 128
-"""The same for a coroutine function; they are scored at the same time, and again only if their process fails."""
-
 ASYNC_GRACE_S = 5.0
-"""Added to the deadline of a chunk of coroutines, each of which has its own: after it the loop itself is blocked."""
+"""Added to the deadline of a chunk of coroutines, each of which has its own: after it the loop itself is blocked. The
+chunk of a coroutine function has DEFAULT_CONCURRENCY samples, which are scored again only if their process fails."""
 
 START_TIMEOUT_S = 120.0
 """Deadline for a process to import the reward function; importing math-verify on a busy machine takes seconds."""
@@ -144,7 +142,7 @@ class RewardPool:
         share = len(calls) // (2 * self._config.world_size)
         if loaded.is_async:
             share = -(-len(calls) // self._config.world_size)
-        size = max(1, min(ASYNC_CHUNK_SIZE if loaded.is_async else CHUNK_SIZE, share))
+        size = max(1, min(DEFAULT_CONCURRENCY if loaded.is_async else CHUNK_SIZE, share))
         chunks = [calls[first : first + size] for first in range(0, len(calls), size)]
         scored = await asyncio.gather(*(self._score_chunk(chunk) for chunk in chunks))
         outcomes = iter([outcome for of_chunk in scored for of_call in of_chunk for outcome in of_call])
@@ -172,7 +170,9 @@ class RewardPool:
         self, calls: Sequence[Call], score: Callable[[Sequence[Call]], list[list[RewardOutcome]]] = score_chunk
     ) -> list[list[RewardOutcome]]:
         loaded = await self.start()
-        timeout_s = self._config.timeout_s + (ASYNC_GRACE_S if loaded.is_async else 0.0)
+        timeout_s = self._config.timeout_s
+        if loaded.is_async:
+            timeout_s = timeout_s * -(-len(calls) // reward_process.concurrency(self._config)) + ASYNC_GRACE_S
         try:
             return await asyncio.wrap_future(self._schedule(timeout_s, score, calls))
         except TimeoutError:

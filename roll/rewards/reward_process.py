@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from roll.configs.pipeline import RewardConfig
+from roll.configs.rewards import DEFAULT_CONCURRENCY, RewardConfig
 from roll.configs.user_code import (
     UserCodeError,
     failure_text,
@@ -77,7 +77,7 @@ def start(config: RewardConfig) -> None:
         _Process.function = function
         _Process.loaded = LoadedReward(
             where=function.where,
-            self_test=self_test_of(module),
+            self_test=self_test_of(module, config),
             is_async=function.is_async,
             per_group=function.per_group,
             sees_group=function.sees_group,
@@ -105,8 +105,8 @@ def _warm_up(module: ModuleType) -> None:
         raise RewardFunctionError(failure_text(error, warm_up)) from error
 
 
-def self_test_of(module: ModuleType) -> SelfTest:
-    """SELF_TEST of a module; none where it has none.
+def self_test_of(module: ModuleType, config: RewardConfig) -> SelfTest:
+    """SELF_TEST of a module, a list or a function of `config` that returns one; none where it has none.
 
     Raises:
         RewardFunctionError: it is not a list of three values each.
@@ -114,6 +114,8 @@ def self_test_of(module: ModuleType) -> SelfTest:
     samples = getattr(module, "SELF_TEST", None)
     if samples is None:
         return ()
+    if callable(samples):
+        samples = samples(config)
     file = getattr(module, "__file__", None)
     where = f"{shown_path(file) if file else module.__name__}: SELF_TEST"
     if not isinstance(samples, list | tuple):
@@ -156,7 +158,19 @@ def try_chunk(calls: Sequence[Call]) -> list[list[RewardOutcome]]:
 
 
 async def _score_together(calls: Sequence[Call]) -> list[list[RewardOutcome]]:
-    return list(await asyncio.gather(*(_score_within_deadline(request, index) for request, index in calls)))
+    """Outcomes of coroutines, `max_concurrent_calls` at a time; the deadline of a call starts when the call does."""
+    slots = asyncio.Semaphore(concurrency(_Process.config))
+
+    async def score(request: RewardRequest, index: int | None) -> list[RewardOutcome]:
+        async with slots:
+            return await _score_within_deadline(request, index)
+
+    return list(await asyncio.gather(*(score(request, index) for request, index in calls)))
+
+
+def concurrency(config: RewardConfig) -> int:
+    """Calls of a coroutine function that one process makes at a time."""
+    return config.max_concurrent_calls or DEFAULT_CONCURRENCY
 
 
 async def _score_within_deadline(request: RewardRequest, index: int | None) -> list[RewardOutcome]:

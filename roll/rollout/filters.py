@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from roll.configs.pipeline import QueryFilterConfig
+    from roll.configs.rewards import QueryFilterConfig
 
 NO_SPREAD = "filtered_no_spread"
 MEAN_LOW = "filtered_mean_low"

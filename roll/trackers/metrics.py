@@ -44,9 +44,13 @@ TIME = (
     Metric("time/reward", "s", "Seconds with at least one response being scored, since the previous batch."),
     Metric("time/env", "s", "Seconds with at least one environment resetting or stepping, since the previous batch."),
     Metric("time/old_log_probs", "s", "Log-probs of the batch under actor_train and the reference."),
+    Metric("time/values", "s", "Values of the batch under the critic."),
     Metric("time/advantages", "s", "Advantages and corrections, on the driver."),
     Metric("time/batch_hook", "s", "The class named in async_training.batch_hook_class."),
     Metric("time/train", "s", "Forward and backward passes and optimizer steps."),
+    Metric(
+        "time/train_critic", "s", "Training of the critic; at the same time as time/train where it has its own devices."
+    ),
     Metric("time/hand_over", "s", "Moving the trainer's states to devices that it shares (is_offload_states)."),
     Metric("time/publish", "s", "Weight update of the engines, including verification."),
     Metric("time/publish_pause", "s", "Part of the weight update during which the engines generated nothing."),
@@ -74,7 +78,10 @@ ROLLOUT = (
     Metric("rollout/tokens_per_second", "tokens/s", "Response tokens per second of generation (time/generate)."),
     Metric("batch_hook/<name>", "varies", "A metric that the class of async_training.batch_hook_class returned."),
     Metric(
-        "reward/<tag>/<metric>", "varies", "Mean over the responses of a number that the reward returns with the score."
+        "reward/<tag>/<metric>",
+        "varies",
+        "Mean over the responses of a number that the reward returns with the score; of several rewards for a tag, "
+        "each score is `<name>` and each number `<name>/<metric>`.",
     ),
     Metric("env/<tag>/num_actions", "actions", "Mean number of actions of a trajectory."),
     Metric("env/<tag>/<metric>", "varies", "Mean over trajectories of a metric that the environment reports."),
@@ -146,8 +153,31 @@ ACTOR = (
         "Tokens whose absolute log ratio is above p99_logprob_mismatch; more than 0.01 in a first step is an error.",
     ),
     Metric("actor/clip_fraction", "fraction", "Tokens whose ratio or weight was clipped."),
+    Metric("actor/opsm_fraction", "fraction", "Tokens left out by correction.opsm_delta."),
     Metric("actor/grad_norm", "", "Global gradient norm before clipping."),
     Metric("actor/lr", "", "Learning rate of the optimizer step."),
+)
+
+DPO = (
+    Metric("actor/accuracy", "fraction", "Pairs of which the better response gained more than the worse one."),
+    Metric("actor/margin", "", "beta times how much more it gained over the reference, mean over pairs."),
+    Metric("actor/chosen_reward", "", "beta times what the better responses gained over the reference."),
+    Metric("actor/rejected_reward", "", "beta times what the worse responses gained."),
+    Metric("actor/chosen_log_prob", "nats", "Mean log-prob of a token of the better responses (sft_loss_coef)."),
+)
+
+CRITIC = (
+    Metric("critic/loss", "score^2", "Value loss: half the squared distance of values and returns."),
+    Metric(
+        "critic/explained_variance",
+        "fraction",
+        "1 - Var(return - value) / Var(return) over tokens, before the critic learns from the batch; 1 is exact, 0 no "
+        "better than a constant.",
+    ),
+    Metric("critic/value_mean", "score", "Mean value of a response token."),
+    Metric("critic/clip_fraction", "fraction", "Tokens whose value loss value_clip bounds."),
+    Metric("critic/grad_norm", "", "Global gradient norm of the critic before clipping."),
+    Metric("critic/lr", "", "Learning rate of the critic."),
 )
 
 CORRECTION = (
@@ -182,7 +212,9 @@ VALIDATION = (
     ),
     Metric("val/replayed_groups", "groups", "Validation groups that failed and were repeated."),
     Metric("val/seconds", "s", "Duration of the validation."),
-    Metric("val/loss", "nats", "SFT: mean negative log-likelihood of the answer tokens."),
+    Metric("val/loss", "nats", "SFT: mean negative log-likelihood of the answer tokens; DPO: the loss of the pairs."),
+    Metric("val/accuracy", "fraction", "DPO: pairs whose better response gained more than the other."),
+    Metric("val/margin", "", "DPO: beta times how much more it gained, mean over pairs."),
 )
 
 SYSTEM = (
@@ -214,6 +246,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
     "Prompt accounting": LEDGER,
     "Advantages": ADVANTAGE,
     "Actor": ACTOR,
+    "Critic": CRITIC,
+    "Preferences": DPO,
     "Off-policy correction": CORRECTION,
     "Validation": VALIDATION,
     "System": SYSTEM,
@@ -221,6 +255,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
 """Every metric by subject, without aliases."""
 
 NOTES = {
+    "Preferences": "Of pipeline dpo, with the other metrics of the actor.",
+    "Critic": "With `adv_estimator: gae`; means over the optimizer steps of the batch.",
     "Actor": "Means over the optimizer steps of the batch; of names ending in `_max`, maxima.",
     "Prompt accounting": (
         "Counts since the run began. A prompt stands for its group of samples: the responses to one prompt, or the "

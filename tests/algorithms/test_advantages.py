@@ -14,17 +14,17 @@ from roll.algorithms.advantages import (
     compute_advantages,
     learned_samples,
     overlong_penalty,
-    return_to_go,
-    token_rewards,
 )
+from roll.algorithms.returns import return_to_go, token_rewards
+from roll.configs.advantages import TURN_ESTIMATORS, VALUE_ESTIMATORS, SampleMaskOptions
 from roll.configs.agentic import AgenticConfig
 from roll.configs.pipeline import RLVRConfig
-from roll.configs.policy import TURN_ESTIMATORS, SampleMaskOptions
 from tests.algorithms.trajectories import single_turns
 
 MASK = torch.tensor([[0, 1, 1, 0], [0, 1, 1, 1], [0, 1, 0, 0], [0, 1, 1, 0]])
 GROUPS = torch.tensor([0, 0, 1, 1])
 SCORES = torch.tensor([1.0, 0.0, 2.0, 6.0])
+VALUES = torch.arange(16.0).reshape(4, 4) / 8
 GRPO = AdvantageConfig()
 REINFORCE = AdvantageConfig(adv_estimator="reinforce", gamma=0.5)
 
@@ -84,7 +84,7 @@ def test_reinforce_normalizes_scores_over_batch_or_group(mean, std, expected):
 
 
 def estimate(name, **settings):
-    return compute_advantages(SCORES, GROUPS, MASK, replace(GRPO, adv_estimator=name, **settings))
+    return compute_advantages(SCORES, GROUPS, MASK, replace(GRPO, adv_estimator=name, **settings), values=VALUES)
 
 
 def test_rloo_compares_with_the_other_responses_of_the_group():
@@ -156,24 +156,27 @@ def test_reinforce_plus_plus_baseline_whitens_scores_minus_the_group_mean():
 @pytest.mark.parametrize("name", ADV_ESTIMATORS)
 def test_equal_scores_of_single_responses_have_no_advantage(name):
     scores, config = torch.ones(4), replace(GRPO, adv_estimator=name)
-    flat = compute_advantages(scores, torch.arange(4), MASK, config, turns=single_turns(scores, MASK))
+    turns = single_turns(scores, MASK)
+    flat = compute_advantages(scores, torch.arange(4), MASK, config, turns=turns, values=VALUES)
     assert torch.isfinite(flat.advantages).all()
-    assert name == "reinforce" or (flat.advantages == 0).all()
+    assert name in ("reinforce", *VALUE_ESTIMATORS) or (flat.advantages == 0).all()
 
 
 @pytest.mark.parametrize("name", ADV_ESTIMATORS)
 def test_no_estimator_depends_on_order_or_padding(name):
     order, config = torch.tensor([3, 0, 2, 1]), replace(GRPO, adv_estimator=name)
     scores, mask = SCORES[order], torch.nn.functional.pad(MASK[order], (0, 3))
-    moved = compute_advantages(scores, GROUPS[order], mask, config, turns=single_turns(scores, mask))
-    plain = compute_advantages(SCORES, GROUPS, MASK, config, turns=single_turns(SCORES, MASK))
+    values, turns = torch.nn.functional.pad(VALUES[order], (0, 3), value=9.0), single_turns(scores, mask)
+    moved = compute_advantages(scores, GROUPS[order], mask, config, turns=turns, values=values)
+    turns = single_turns(SCORES, MASK)
+    plain = compute_advantages(SCORES, GROUPS, MASK, config, turns=turns, values=VALUES)
     torch.testing.assert_close(moved.advantages[:, :4], plain.advantages[order])
 
 
 @pytest.mark.parametrize("name", [name for name in ADV_ESTIMATORS if name not in TURN_ESTIMATORS])
 def test_single_turns_have_the_same_advantages_as_responses_without_turns(name):
     config = replace(GRPO, adv_estimator=name)
-    turns = compute_advantages(SCORES, GROUPS, MASK, config, turns=single_turns(SCORES, MASK))
+    turns = compute_advantages(SCORES, GROUPS, MASK, config, turns=single_turns(SCORES, MASK), values=VALUES)
     assert turns.metrics == estimate(name).metrics
     assert torch.equal(turns.advantages, estimate(name).advantages)
 
@@ -183,9 +186,10 @@ def test_token_kl_changes_the_advantages_of_every_estimator(name):
     config = replace(GRPO, adv_estimator=name, add_token_level_kl=True, kl_penalty="k1", pass_k=2)
     log_probs, ref = torch.zeros(4, 4), -torch.arange(16.0).reshape(4, 4) / 16
     groups, turns = torch.zeros(4, dtype=torch.int64), single_turns(SCORES, MASK)
+    given = {"turns": turns, "values": VALUES}
     penalty = {"log_probs": log_probs, "ref_log_probs": ref, "kl_coef": 0.5}
-    moved = compute_advantages(SCORES, groups, MASK, config, turns=turns, **penalty)
-    plain = compute_advantages(SCORES, groups, MASK, replace(GRPO, adv_estimator=name, pass_k=2), turns=turns)
+    moved = compute_advantages(SCORES, groups, MASK, config, **given, **penalty)
+    plain = compute_advantages(SCORES, groups, MASK, replace(GRPO, adv_estimator=name, pass_k=2), **given)
     assert not torch.allclose(moved.advantages, plain.advantages)
 
 

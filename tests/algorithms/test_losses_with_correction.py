@@ -11,7 +11,7 @@ from roll.algorithms.aggregation import LOSS_AGG_MODES
 from roll.algorithms.correction import diagnostics, finalize, off_policy_correction
 from roll.algorithms.losses import LOSSES, LossScale, PolicyLossConfig
 from roll.algorithms.policy_losses import PG_VARIANTS
-from roll.configs.policy import CorrectionOptions, RejectionOptions, WeightOptions
+from roll.configs.correction import CorrectionOptions, RejectionOptions, WeightOptions
 from tests.algorithms.batches import pad, random_batch, rows
 
 TOKENS = CorrectionOptions(WeightOptions("token", "clamp", 0.8, 1.2))

@@ -7,7 +7,8 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from roll.algorithms.policy_losses import PG_VARIANTS, PolicyLossConfig
+from roll.algorithms.covariance import high_covariance
+from roll.algorithms.policy_losses import PG_VARIANTS, PolicyLossConfig, PolicyTokens
 from roll.configs.policy import VARIANT_KEYS, PolicyOptions
 from roll.configs.schema import declared
 from tests.algorithms.batches import random_batch
@@ -20,7 +21,7 @@ def one_token(variant, ratio, advantage, config=CONFIG):
     log_probs = torch.tensor([[math.log(ratio) - 1.0]], dtype=torch.float64, requires_grad=True)
     base, mask = torch.tensor([[-1.0]], dtype=torch.float64), torch.tensor([[True]])
     advantages = torch.tensor([[advantage]], dtype=torch.float64)
-    terms = PG_VARIANTS[variant](log_probs, base, advantages, mask, None, config)
+    terms = PG_VARIANTS[variant](PolicyTokens(log_probs, base, advantages, mask), config)
     (gradient,) = torch.autograd.grad(terms.loss.sum(), log_probs)
     return terms.loss.item(), terms.clipped.item(), gradient.item()
 
@@ -62,7 +63,9 @@ def response(variant, log_ratios, advantage, config):
     base = -torch.arange(1.0, 1.0 + len(log_ratios), dtype=torch.float64)[None]
     log_probs = (base + torch.tensor([log_ratios])).requires_grad_()
     mask = torch.ones_like(base, dtype=torch.bool)
-    terms = PG_VARIANTS[variant](log_probs, base, torch.full_like(base, advantage), mask, torch.ones(1), config)
+    terms = PG_VARIANTS[variant](
+        PolicyTokens(log_probs, base, torch.full_like(base, advantage), mask, torch.ones(1)), config
+    )
     (gradient,) = torch.autograd.grad(terms.loss.sum(), log_probs)
     return terms.loss[0].tolist(), terms.clipped[0].tolist(), gradient[0].tolist()
 
@@ -153,9 +156,8 @@ def test_gradient_by_finite_differences(variant, dual):
     config = replace(CONFIG, dual_clip_loss=dual)
 
     def loss(log_probs):
-        terms = PG_VARIANTS[variant](
-            log_probs, batch["old_log_probs"], batch["advantages"], batch["response_mask"], batch["scores"], config
-        )
+        names = ("old_log_probs", "advantages", "response_mask", "scores")
+        terms = PG_VARIANTS[variant](PolicyTokens(log_probs, *(batch[name] for name in names)), config)
         return terms.loss[batch["response_mask"]]
 
     assert torch.autograd.gradcheck(loss, (batch["log_probs"].requires_grad_(),))
@@ -174,7 +176,7 @@ def test_gspo_has_the_gradient_of_the_surrogate_with_a_constant_sequence_ratio()
 
     log_probs = batch["log_probs"].requires_grad_()
     assert torch.autograd.gradcheck(surrogate, (log_probs,))
-    terms = PG_VARIANTS["gspo"](log_probs, batch["old_log_probs"], batch["advantages"], mask, None, GSPO)
+    terms = PG_VARIANTS["gspo"](PolicyTokens(log_probs, batch["old_log_probs"], batch["advantages"], mask), GSPO)
     ours = torch.autograd.grad(terms.loss[mask].sum(), log_probs)[0]
     torch.testing.assert_close(ours, torch.autograd.grad(surrogate(log_probs).sum(), log_probs)[0])
 
@@ -207,9 +209,12 @@ def test_every_key_changes_only_the_loss_of_its_variants(key):
     batch = random_batch(seed=2)
     mask, base = batch["response_mask"], batch["old_log_probs"] + torch.tensor([-0.8, 0.8, 0.0]).repeat(3)
     config = replace(CONFIG, dual_clip_loss=key == "dual_clip_c", dual_clip_c=1.2)
+    config = replace(config, clip_cov_ratio=1.0, clip_cov_lower=-0.4, clip_cov_upper=0.4, kl_cov_ratio=0.2)
 
     def loss(name, settings):
-        terms = PG_VARIANTS[name](batch["log_probs"], base, batch["advantages"], mask, batch["scores"], settings)
+        chosen = high_covariance(base, batch["advantages"], mask, replace(settings, pg_variant=name), seed=1)
+        tokens = PolicyTokens(batch["log_probs"], base, batch["advantages"], mask, batch["scores"], chosen)
+        terms = PG_VARIANTS[name](tokens, settings)
         return terms.loss[mask].sum().item()
 
     for name in PG_VARIANTS:
@@ -221,9 +226,13 @@ def gradients(base, seed=3):
     """Gradient of every variant with ratios against `base`, keys wide enough that few tokens are clipped."""
     batch = random_batch(seed=seed)
     mask, result = batch["response_mask"], {}
+    wide = replace(CONFIG, clip_cov_ratio=0.2, clip_cov_lower=0.0)
     for name, variant in PG_VARIANTS.items():
-        log_probs = batch["log_probs"].clone().requires_grad_()
-        terms = variant(log_probs, batch[base], batch["advantages"], mask, batch["scores"], CONFIG)
+        log_probs, fresh = batch["log_probs"].clone().requires_grad_(), base == "log_probs"
+        settings = replace(wide, pg_variant=name)
+        chosen = None if fresh else high_covariance(batch[base], batch["advantages"], mask, settings, seed=1)
+        tokens = PolicyTokens(log_probs, batch[base], batch["advantages"], mask, batch["scores"], chosen)
+        terms = variant(tokens, settings)
         (result[name],) = torch.autograd.grad(terms.loss[mask].sum(), log_probs)
     return result
 

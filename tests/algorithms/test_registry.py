@@ -8,11 +8,11 @@ from roll.algorithms.kl import KL_ESTIMATORS
 from roll.algorithms.losses import LOSSES
 from roll.algorithms.policy_losses import PG_VARIANTS
 from roll.algorithms.registry import Registry
-from roll.configs import policy
+from roll.configs import advantages
 
 
 def test_registered_estimators_are_those_of_the_configuration():
-    assert set(ADV_ESTIMATORS) == set(policy.ADV_ESTIMATORS)
+    assert set(ADV_ESTIMATORS) == set(advantages.ADV_ESTIMATORS)
 
 
 def test_all_allowed_values_are_registered():
@@ -23,7 +23,7 @@ def test_all_allowed_values_are_registered():
         "seq-mean-token-sum-norm",
     }
     assert set(KL_ESTIMATORS) == {"k1", "k2", "k3", "abs"}
-    assert set(LOSSES) == {"sft", "policy"}
+    assert set(LOSSES) == {"sft", "policy", "value", "dpo"}
 
 
 def test_an_unknown_name_error_lists_the_known_names_and_the_closest():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from roll.algorithms import policy_losses
-from roll.algorithms.policy_losses import PolicyLossConfig
+from roll.algorithms.policy_losses import PolicyLossConfig, PolicyTokens
 from roll.configs.policy import PG_VARIANTS, VARIANT_KEYS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
@@ -24,14 +24,9 @@ def gradient(variant: str, log_ratio: float) -> float:
     """D loss / d log pi of one token over -A, for an A so large that terms without A vanish, and a score below 0."""
     log_probs = torch.full((1, 1), log_ratio - 1.0, dtype=torch.float64, requires_grad=True)
     base, advantage = torch.full((1, 1), -1.0, dtype=torch.float64), 1e9
-    terms = policy_losses.PG_VARIANTS[variant](
-        log_probs,
-        base,
-        torch.full_like(base, advantage),
-        torch.ones_like(base, dtype=torch.bool),
-        torch.tensor([-1.0]),
-        PolicyLossConfig(pg_variant=variant),
-    )
+    mask = torch.ones_like(base, dtype=torch.bool)
+    tokens = PolicyTokens(log_probs, base, torch.full_like(base, advantage), mask, torch.tensor([-1.0]))
+    terms = policy_losses.PG_VARIANTS[variant](tokens, PolicyLossConfig(pg_variant=variant))
     (slope,) = torch.autograd.grad(terms.loss.sum(), log_probs)
     return slope.item() / -advantage
 
@@ -65,7 +60,8 @@ def test_a_variant_that_corrects_nothing_is_known_as_one(variant: str) -> None:
         one = torch.ones(1, 2, dtype=torch.float64)
         config = PolicyLossConfig(pg_variant=variant)
         function = policy_losses.PG_VARIANTS[variant]
-        return function(-one, base * one, one, one.bool(), torch.tensor([-1.0]), config).loss.sum().item()
+        tokens = PolicyTokens(-one, base * one, one, one.bool(), torch.tensor([-1.0]))
+        return function(tokens, config).loss.sum().item()
 
     reads = loss(-1.1) != loss(-0.8)
     assert PG_VARIANTS[variant].reads_ratio == reads, (

@@ -214,17 +214,32 @@ def test_rollout_correction_is_read_with_its_bounds_inverted(tmp_path: Path) -> 
     assert any(note.startswith("algorithm.rollout_correction.rollout_is: is read as correction: ") for note in notes)
 
 
+def test_batch_normalised_weights_are_read_and_recompute_log_probs(tmp_path: Path) -> None:
+    keys = ("algorithm.rollout_correction.rollout_is_batch_normalize=true", "rollout_is=token")
+    for ratio in (0, 1):
+        config = rlvr(tmp_path, *keys, f"async_generation_ratio={ratio}", "actor_train.pg_variant=decoupled_ppo")
+        assert config.correction.weights.normalize and config.old_log_probs_source == "recompute"
+
+
+@pytest.mark.parametrize(("thresholds", "second"), [("'0.5_4.0,2.5'", 2.5), ("2.0", 2.0)])
+def test_several_rejections_are_read(tmp_path: Path, thresholds: str, second: float) -> None:
+    keys = f"{CORRECTION.replace('token_k1', repr('token_k1, seq_max_k2'))}rollout_rs_threshold: {thresholds}}}}}\n"
+    correction = rlvr(tmp_path, text=f"{RLVR}{keys}").correction
+    read = correction.all_rejections
+    assert list(read) == ["correction.rejection", "correction.rejections.2"]
+    assert (read["correction.rejection"].statistic, read["correction.rejection"].upper) == ("k1", 2)
+    other = read["correction.rejections.2"]
+    assert (other.statistic, other.level, other.lower, other.upper) == ("k2", "sequence-max", None, second)
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
         ("rollout_rs=token_k1", "rollout_rs token_k1 needs rollout_rs_threshold"),
         ("rollout_rs=token_k4 rollout_rs_threshold=2", "rollout_rs 'token_k4' is unknown; use token_k1, seq_mean_k1"),
-        ("rollout_rs='token_k1,seq_max_k2' rollout_rs_threshold='2,3'", "several rejections at once are not available"),
+        ("rollout_rs='token_k1,seq_max_k2' rollout_rs_threshold='2,3,4'", "has 2 options, but rollout_rs_threshold"),
+        ("rollout_rs='token_k1,seq_max_k5' rollout_rs_threshold='2,3'", "rollout_rs 'seq_max_k5' is unknown"),
         ("rollout_rs=seq_sum_k1 rollout_rs_threshold=often", "rollout_rs_threshold 'often' is not a number above 0"),
-        (
-            "algorithm.rollout_correction.rollout_is_batch_normalize=true rollout_is=token",
-            "rollout_is_batch_normalize: True is not available: weights are not divided by their mean",
-        ),
         ("rollout_rs=[token_k1] rollout_rs_threshold=2", "rollout_rs ['token_k1'] is not text, such as token_k1"),
         ("rollout_is=token correction=token", "correction: 'token' is not a section"),
         ("rollout_is=batch", "rollout_is 'batch' is not token, sequence or null"),

@@ -11,10 +11,10 @@ import yaml
 from roll.configs.agentic import AgenticConfig
 from roll.configs.compat.apply import MIGRATION, MOVED_KEYS, RENAMED_KEYS, SHORT_NAMES, UNSUPPORTED_KEYS
 from roll.configs.compat.async_trainers import KIND, WEIGHT_RANGE, WEIGHT_SWITCH
-from roll.configs.compat.roll_recipes import READ_KEYS
+from roll.configs.compat.roll_recipes import DPO_KEYS, READ_KEYS
 from roll.configs.compat.verl import read_rollout_correction
 from roll.configs.load import PIPELINES
-from roll.configs.pipeline import RLVRConfig
+from roll.configs.pipeline import DPOConfig, RLVRConfig
 from roll.configs.schema import known_keys, value_at
 from roll.configs.sglang_options import server_options
 from tests.configs.samples import refusal
@@ -39,7 +39,7 @@ def rows(head: str = "there") -> list[list[str]]:
 
 
 def test_every_key_of_the_migration_tables_exists() -> None:
-    known = {key.path for cls in (RLVRConfig, AgenticConfig) for key in known_keys(cls)}
+    known = {key.path for cls in (RLVRConfig, AgenticConfig, DPOConfig) for key in known_keys(cls)}
     known |= {re.sub(r"^actor_train", "<role>", path) for path in known}
     known |= {f"{ENGINE}{name}" for name in server_options() or ()}
     named = [key for row in rows() for key in re.findall(r"`([^`]+)`", row[1])]
@@ -54,7 +54,7 @@ def is_read(name: str) -> bool:
     keys = [key.path for cls in (RLVRConfig, AgenticConfig) for key in known_keys(cls)]
     own = {"worker_cls", *(path.rpartition(".")[2] for path in keys if not path.startswith("rewards."))}
     moved = {*RENAMED_KEYS, *MOVED_KEYS, *(path.rpartition(".")[2] for path in MOVED_KEYS), WEIGHT_SWITCH, WEIGHT_RANGE}
-    return name in {*own, *moved, *READ_KEYS} or any(
+    return name in {*own, *moved, *READ_KEYS, *DPO_KEYS} or any(
         item.matches(path) for item in UNSUPPORTED_KEYS for path in (name, f"actor_train.{name}")
     )
 
@@ -88,7 +88,7 @@ def test_page_and_tables_agree() -> None:
         "trainer.val_before_train=true": "here that is eval_steps",
         "num_train_epochs=3": "num_train_epochs: unknown key; here that is max_steps",
         "actor_rollout_ref.actor.clip_ratio=0.2": "here that is pg_clip_low and pg_clip_high",
-        "reward_weights=[1,2]": "here that is rewards.<name>.function",
+        "reward_weights=[1,2]": "here that is rewards.<name>.weight",
         "trainer.balance_batch=true": "unknown key; no key is similar; docs/configuration.md lists",
         "actor_rollout_ref.actor.optim.lr=1": "here that is actor_train.training_args.learning_rate",
         "rollout.val_kwargs.top_p=1": "here that is validation.generating_args.top_p",

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from roll.configs.agentic import AgenticConfig
+from roll.configs.compat.roll_rewards import WORKERS
 from roll.configs.errors import ConfigError
 from roll.configs.load import load_config
-from roll.configs.pipeline import BaseConfig, RLConfig
+from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig
 from roll.configs.plan import make_plan
+from roll.configs.rewards import BUILT_IN, built_in_of
 from roll.configs.rules import check
 from tests.configs.samples import LAPTOP, RECIPES, REFUSED, recipes
 
@@ -52,13 +54,57 @@ def test_engines_that_run_ahead_get_the_devices_of_their_own() -> None:
     assert config.actor_infer.device_mapping == [4, 5, 6, 7]
 
 
-def test_a_reward_without_a_rule_here_stops_a_run_only() -> None:
-    missing = {problem.path: problem.message for problem in check(load("rlvr_five_domains")).missing}
-    domains = {path.split(".")[1] for path in missing if path.startswith("rewards.")}
-    assert domains == {"ifeval", "code_sandbox", "llm_judge"}
-    assert missing["rewards.llm_judge.function"].startswith("no rule here does what LLMJudgeRewardWorker does; write")
-    config = load("rlvr_five_domains", *(f"rewards.{name}.function=mine:score" for name in domains))
-    assert not [problem for problem in check(config).missing if problem.path.startswith("rewards.")]
+def test_classes_of_rewards_are_read_as_built_in_rewards() -> None:
+    config = load("rlvr_five_domains")
+    assert isinstance(config, RLVRConfig)
+    assert {name: built_in_of(reward.function) for name, reward in config.rewards.items()} == {
+        "ifeval": "ifeval",
+        "math_rule": "math_rule",
+        "code_sandbox": "code_sandbox",
+        "llm_judge": "llm_judge",
+    }
+    assert config.rewards["ifeval"].reward_type == "soft" and config.rewards["code_sandbox"].timeout_s == 60.0
+    assert "GeneralRuleRewardWorker is read as function: ifeval, without its penalty" in notes(config)
+    assert "rewards.llm_judge.judge_prompt: has no effect: it names a prompt of ROLL" in notes(config)
+
+
+@pytest.mark.parametrize(("worker", "built_in"), sorted(WORKERS.items()))
+def test_every_known_class_has_its_built_in_reward(worker: str, built_in: str) -> None:
+    config = load("rlvr_five_domains", f"rewards.ifeval.worker_cls=a.b.{worker}")
+    assert isinstance(config, RLVRConfig)
+    assert config.rewards["ifeval"].function == BUILT_IN[built_in].function
+    assert config.rewards["ifeval"].reward_type == ("soft" if built_in in ("ifeval", "code_sandbox") else "strict")
+
+
+def test_a_judge_without_an_endpoint_stops_a_run_only_and_nothing_else_of_the_rewards_does() -> None:
+    def missing(*overrides: str) -> list[str]:
+        problems = check(load("rlvr_five_domains", *overrides)).missing
+        return [str(problem) for problem in problems if problem.path.startswith("rewards.")]
+
+    assert missing() == [
+        "rewards.llm_judge.base_url: a judge has no devices and no engine of its own here; serve its model by an "
+        "OpenAI-compatible endpoint, and write base_url: http://127.0.0.1:30000/v1"
+    ]
+    assert missing("rewards.llm_judge.base_url=http://judge:30000/v1") == []
+    config = load("rlvr_five_domains")
+    assert isinstance(config, RLVRConfig) and config.rewards["llm_judge"].model == "some/judge"
+
+
+def test_options_of_a_judge_behind_an_api_are_read() -> None:
+    api = ["judge_model_type=api", "judge_api_url=http://judge/v1", "judge_model_name=big"]
+    config = load("rlvr_five_domains", *(f"rewards.llm_judge.{item}" for item in api))
+    assert isinstance(config, RLVRConfig)
+    assert (config.rewards["llm_judge"].base_url, config.rewards["llm_judge"].model) == ("http://judge/v1", "big")
+    with pytest.raises(ConfigError, match="judge_api_key: keys are not read from files; export it, and write api_key"):
+        load("rlvr_five_domains", "rewards.llm_judge.judge_api_key=secret")
+
+
+def test_a_class_without_a_rule_here_stops_a_run_only() -> None:
+    overrides = ["rewards.ifeval.worker_cls=mine.DetectionRewardWorker"]
+    missing = {problem.path: problem.message for problem in check(load("rlvr_five_domains", *overrides)).missing}
+    assert missing["rewards.ifeval.function"].startswith("no rule here does what DetectionRewardWorker does; write")
+    config = load("rlvr_five_domains", *overrides, "rewards.ifeval.function=mine:score")
+    assert "rewards.ifeval.function" not in {problem.path for problem in check(config).missing}
 
 
 def test_an_environment_that_is_not_here_stops_a_run_only() -> None:
@@ -122,6 +168,22 @@ def test_a_correction_of_roll_is_read() -> None:
     assert "not available" not in notes(config)
 
 
+def test_every_ratio_of_the_filters_of_roll_is_read_and_one_difference() -> None:
+    both = "{enabled: true, agg_type: sequence, ratio_low: 0.5, ratio_high: 2, diff_enabled: true, diff_high: 0.3}"
+    ratio = "{enabled: true, agg_type: token, ratio_low: 0.1, ratio_high: 4}"
+    off = "{enabled: false, agg_type: token, ratio_low: 0.9, ratio_high: 1.1}"
+    for filters, lost in (([both, off, ratio], False), ([both, both, ratio], True)):
+        config = load("rlvr_gspo_corrected", f"train_infer_correction.filters=[{', '.join(filters)}]")
+        assert isinstance(config, RLConfig)
+        rejections = list(config.correction.all_rejections.values())
+        assert [(each.level, each.upper) for each in rejections[:1] + rejections[-1:]] == [
+            ("sequence-sum", 2),
+            ("token", 4),
+        ]
+        assert len(rejections) == 2 + lost and config.correction.difference.upper == 0.3
+        assert ("not available: further differences" in notes(config)) == lost
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -173,7 +235,7 @@ def test_a_variable_of_the_environment_that_is_not_set_stops_a_run_only() -> Non
 def test_keys_without_effect_for_one_reason_are_one_remark() -> None:
     (line,) = [line for line in notes(load("rlvr_five_domains")).splitlines() if "prompts are prepared in one" in line]
     assert line.startswith("actor_train.data_args.preprocessing_num_workers: has no effect")
-    (line,) = [line for line in notes(load("rlvr_five_domains")).splitlines() if "a rule is a function" in line]
+    (line,) = [line for line in notes(load("rlvr_five_domains")).splitlines() if "a reward is a function" in line]
     assert "rewards.ifeval.model_args, rewards.ifeval.data_args" in line or "rewards.ifeval.data_args" in line
 
 

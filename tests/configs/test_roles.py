@@ -12,6 +12,7 @@ from roll.configs.roles import (
     ROLES,
     ActorInferConfig,
     ActorTrainConfig,
+    CriticConfig,
     MegatronInferArguments,
     MegatronTrainConfig,
     ReferenceConfig,
@@ -26,6 +27,7 @@ CLASSES = {
     "actor_train": ActorTrainConfig,
     "actor_infer": ActorInferConfig,
     "reference": ReferenceConfig,
+    "critic": CriticConfig,
     "validation": ValidationConfig,
 }
 

@@ -62,7 +62,7 @@ BATCH = {
 ALGORITHM = {
     "adv_estimator=gpro": "adv_estimator: 'gpro' is not known; known: grpo, reinforce, rloo, ",
     "adv_estimator=gspo": "agentic_reinforce; gspo is a value of actor_train.pg_variant",
-    "actor_train.pg_variant=grpo": "decoupled_ppo; grpo is a value of adv_estimator",
+    "actor_train.pg_variant=grpo": "kl_cov; grpo is a value of adv_estimator",
     "actor_train.pg_variant=topper": "actor_train.pg_variant: 'topper' is not known; known: ppo, vanilla, tis, ",
     "num_return_sequences_in_group=1 rollout_batch_size=512": "num_return_sequences_in_group: 1 gives every sample of "
     "grpo advantage 0, so nothing is learned; use at least 2",
@@ -98,7 +98,7 @@ ENGINES = {
     f"{SGLANG}.model_path=x": "the framework sets this option; set model_args.model_name_or_path",
     f"{SGLANG}.port=30000": "the framework sets this option; ports and addresses are allocated",
     "actor_infer.strategy_args.strategy_name=megatron_infer": "megatron_infer cannot run actor_infer; use sglang",
-    "actor_train.strategy_args.strategy_name=sglang": "sglang cannot run actor_train; use megatron_train",
+    "actor_train.strategy_args.strategy_name=sglang": "sglang cannot run a trained role; use megatron_train",
     f"{TP}=1 actor_train.strategy_args.strategy_config.sequence_parallel=true rollout_batch_size=128": "true "
     "splits the sequence over tensor-parallel ranks, and there is one; set it to false",
     "platform=cpu actor_train.model_args.attn_implementation=fa2": "attn_implementation: fa2 needs a GPU",
@@ -158,8 +158,26 @@ MISLEADING = {
     "actor_infer.pg_variant=vanilla": "actor_infer.pg_variant: has no effect: only actor_train has a policy loss",
     "validation.device_mapping=[0]": "validation.device_mapping: has no effect: validation generates on actor_infer's",
     "save_checkpoint=false save_steps=5": "save_steps: has no effect: save_checkpoint is false",
-    "critic={device_mapping: 0-7}": "this recipe needs what is not available here: a critic (critic)",
-    "adv_estimator=gae": "this recipe needs what is not available here: a critic (adv_estimator gae); adv_estimator",
+    "adv_estimator=gae": "critic.device_mapping: is empty, but adv_estimator gae needs the critic; set its devices,",
+    "adv_estimator=gae critic={device_mapping: 0-7, strategy_args: {strategy_name: deepspeed_train}}": "DeepSpeed "
+    "training (critic.strategy_args.strategy_name deepspeed_train)",
+    "adv_estimator=gae critic={device_mapping: 0-7, training_args: {gradient_accumulation_steps: 7}}": "samples do not "
+    "fill the critic's optimizer steps of",
+    "adv_estimator=gae critic={device_mapping: 0-7, training_args: {warmup_steps: 2, warmup_ratio: 0.1}}": "critic."
+    "training_args.warmup_ratio: 0.1 and warmup_steps 2 exclude each other; keep one",
+    "actor_train.pg_variant={tis: 1, decoupled_ppo: 1}": "the losses of a mixture have one base of the ratio, and "
+    "that of tis is the sampling policy",
+    "actor_train.pg_variant={ppo: 0.5, tospr: 0.5}": "actor_train.pg_variant: 'tospr' is not known; known: ",
+    "correction={m2_threshold: 0.04} old_log_probs_source=behavior": "correction.m2_threshold: needs the log ratios of "
+    "the whole batch before the loss is computed",
+    "correction.weights={level: token, normalize: true} actor_train.pg_variant=tis old_log_probs_source=behavior": ""
+    "correction.weights.normalize: needs the log ratios of the whole batch",
+    "correction={veto_threshold: 0.1, renormalize: true, opsm_delta: 0}": "correction.renormalize: true needs to know "
+    "the kept tokens before the loss is computed, and those of opsm_delta depend on",
+    "correction={opsm_delta: -1}": "correction.opsm_delta: -1.0 is too small; the least allowed is 0",
+    "actor_train.pg_variant=clip_cov clip_cov_lower=6": "clip_cov_lower: 6 is above the upper bound 5; swap them",
+    "actor_train.pg_variant={clip_cov: 1, kl_cov: 1}": "clip_cov and kl_cov cannot be mixed with each other; keep one",
+    "actor_train.pg_variant={ppo: -1}": "actor_train.pg_variant: weight -1 of ppo is not a number above 0",
     "difficulty_loss_weight=true": "difficulty_loss_weight: True is not available: the loss is not weighted by",
 }
 
@@ -167,9 +185,7 @@ REWARD = "rewards.math_rule"
 
 REWARDS = {
     "rewards={}": "rewards: is empty, so nothing scores a response; describe one, such as math_rule: {}",
-    "rewards={a: {}, b: {}}": "rewards.b: scores nothing: every tag is already scored by rewards.a; change tag_",
-    "rewards={a: {tag_included: [x]}, b: {tag_included: [y]}, c: {tag_included: [x, y]}}": "rewards.c: scores nothing: "
-    "its tags are already scored by rewards.a and rewards.b",
+    "rewards={a: {}, b: {}}": "rewards.b: scores nothing: rewards.a already scores every tag that no reward",
     f"{REWARD}.function=math_reward": f"{REWARD}.function: 'math_reward' is not the name of a function; write",
     f"{REWARD}.function=a/b.py:f": "'a/b.py:f' is not the name of a function; write",
     f"{REWARD}.function=mine.py:f": "'mine.py:f' is not the name of a function; write module:function, here mine:f",
@@ -190,11 +206,16 @@ HARMLESS = {
     "actor_infer.infer_batch_size=2": "actor_infer.infer_batch_size: has no effect: the engine forms its own batches",
     "actor_infer.model_args.disable_gradient_checkpointing=true": "disable_gradient_checkpointing: has no effect",
     "actor_infer.data_args.template=qwen2_5": "has no effect: prompts are read by actor_train.data_args",
-    "value_clip=0.5": "value_clip: has no effect: there is no critic",
+    "value_clip=0.5": "value_clip: has no effect: adv_estimator is not gae, so there is no critic",
     "hydra={run: {dir: .}}": "hydra: has no effect: configuration is not read by Hydra",
     "checkpoint_config={type: file_system}": "checkpoint_config: has no effect: checkpoints are written to files",
     "difficulty_low_threshold=0.1": "difficulty_low_threshold: has no effect: difficulty_mask is false",
-    "adv_estimator=reinforce critic={device_mapping: 0-7}": "critic: has no effect: this adv_estimator uses no critic",
+    "critic={device_mapping: 0-7}": "critic: is configured but not used: adv_estimator is grpo; it is not loaded",
+    "critic={model_args: {dtype: fp32}}": "critic.model_args.dtype: has no effect: adv_estimator is not gae, so there",
+    "adv_estimator=gae critic={device_mapping: 0-7, data_args: {template: qwen2_5}}": "critic.data_args.template: has "
+    "no effect: it learns from the samples of actor_train",
+    "actor_train.pg_variant={ppo: 1, gspo: 1} tis_upper_bound=2": "tis_upper_bound: has no effect: it belongs to",
+    "lambd=0.9": "lambd: has no effect: adv_estimator is not gae",
     "kl_loss_coef=0.1": "kl_loss_coef: has no effect: use_kl_loss is false; set it to true",
     "init_kl_coef=0.1": "init_kl_coef: has no effect: add_token_level_kl is false; set it to true",
     "norm_mean_type=batch": "norm_mean_type: has no effect: only adv_estimator reinforce reads it",
@@ -269,14 +290,14 @@ def test_keys_with_an_effect_are_no_warning(tmp_path: Path, overrides: str) -> N
 
 def test_generation_keys_have_no_effect_in_sft(tmp_path: Path) -> None:
     message = [str(warning) for warning in check(sft(tmp_path, "sync_timeout_s=5")).warnings]
-    assert message == ["sync_timeout_s: has no effect: supervised fine-tuning generates nothing and updates no engine"]
+    assert message == ["sync_timeout_s: has no effect: this pipeline generates nothing and updates no engine"]
     assert "actor_train.pg_variant: has no effect" in refusal(tmp_path, "actor_train.pg_variant=vanilla", text=SFT)
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("actor_train.data_args.tag=domain", "tag: has no effect: supervised fine-tuning scores no response"),
+        ("actor_train.data_args.tag=domain", "tag: has no effect: this pipeline scores no response"),
         ("actor_train.infer_batch_size=3", "infer_batch_size: has no effect: eval_steps is 0, and only validation"),
     ],
 )
@@ -286,7 +307,7 @@ def test_rl_data_keys_have_no_effect_in_sft(tmp_path: Path, override: str, messa
 
 
 def test_rewards_may_divide_tags(tmp_path: Path) -> None:
-    rewards = "rewards={a: {tag_included: [x]}, b: {tag_included: [x, y]}, c: {}}"
+    rewards = "rewards={a: {tag_included: [x]}, b: {tag_included: [z, y]}, c: {}}"
     assert check(rlvr(tmp_path, rewards)).warnings == []
 
 

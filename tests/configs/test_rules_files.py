@@ -8,6 +8,8 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from roll.configs import errors
 from roll.configs.errors import Problem, similar_path, unreachable
@@ -115,6 +117,27 @@ def test_a_missing_path_is_answered_with_the_most_similar_one(tmp_path: Path, mo
     assert reported["pretrain"] == "qwen3-min is not a folder on this machine; did you mean qwen3-mini?"
     assert reported["actor_train.data_args.file_name"].endswith("on this machine; did you mean train.jsonl?")
     assert reported["resume_from_checkpoint"].endswith("the newest one of output_dir; did you mean run/step_8?")
+
+
+def with_critic(folder: Path, words: list[str] | None) -> tuple[str, ...]:
+    """Overrides with a policy that has the tokens a, b and c, and a critic that has these, or no tokenizer."""
+    for name, known in (("actor", ["a", "b", "c"]), ("critic", words)):
+        (folder / name).mkdir()
+        if known is not None:
+            model = WordLevel({word: number for number, word in enumerate(known)}, unk_token="a")
+            Tokenizer(model).save(str(folder / name / "tokenizer.json"))
+    given = (f"pretrain={folder}/actor", f"critic.model_args.model_name_or_path={folder}/critic")
+    return (*given, "adv_estimator=gae", "critic.device_mapping=[0,1]")
+
+
+def test_a_critic_with_other_tokens_is_refused(tmp_path: Path) -> None:
+    message = refusal(tmp_path, *with_critic(tmp_path, ["a", "c", "b"]))
+    assert f"token 1 of {tmp_path}/critic is 'c', but 'b' in actor_train's {tmp_path}/actor; use a model" in message
+
+
+@pytest.mark.parametrize("words", [["a", "b", "c"], ["a", "b", "c", "d"], ["a", "b"], None])
+def test_a_critic_with_the_same_tokens_or_without_a_tokenizer_is_not(tmp_path: Path, words: list[str] | None) -> None:
+    assert check(rlvr(tmp_path, *with_critic(tmp_path, words))).errors == []
 
 
 def test_a_new_run_in_the_folder_of_an_earlier_one_is_warned_of(tmp_path: Path) -> None:

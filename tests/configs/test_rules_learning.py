@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from roll.algorithms.policy_losses import PolicyLossConfig
-from roll.configs.policy import GROUP_ESTIMATORS, PG_VARIANTS, VARIANT_KEYS
+from roll.configs.advantages import GROUP_ESTIMATORS
+from roll.configs.policy import PG_VARIANTS, VARIANT_KEYS
 from roll.configs.rules import check
 from tests.configs.samples import refusal, rlvr
 
@@ -31,6 +32,8 @@ BASES = {
     f"{TOKENS} {ASYNC}": ("recompute", "proximal"),
     f"{TOKENS} {VARIANT}=vanilla {ASYNC}": ("behavior", "behavior"),
     f"correction.renormalize=true correction.veto_threshold=0.01 {VARIANT}=tis {ASYNC}": ("recompute", "behavior"),
+    f"correction.m2_threshold=0.04 {ASYNC}": ("recompute", "behavior"),
+    f"correction.m2_threshold=0.04 {TOKENS} {ASYNC}": ("recompute", "proximal"),
     "old_log_probs_source=behavior": ("behavior", "behavior"),
     f"old_log_probs_source=recompute pg_ratio_base=behavior {ASYNC}": ("recompute", "behavior"),
 }
@@ -69,10 +72,13 @@ REFUSED = {
     f"{VARIANT}=tis tis_lower_bound=2": "tis_lower_bound: 2 is above the upper bound 1",
     f"{TOKENS} {WEIGHTS}.lower=3": "correction.weights.lower: 3 is above the upper bound 2",
     f"{REJECTION}.statistic=k3 {REJECTION}.lower=2 {REJECTION}.upper=1": "correction.rejection.lower: 2 is above",
+    "correction.rejections.a={statistic: k1, lower: 3, upper: 2}": "correction.rejections.a.lower: 3 is above the",
+    "correction.rejections.a={statistic: k2}": "correction.rejections.a.statistic: k2 without bounds rejects nothing",
+    "correction.rejections.a={upper: 2}": "correction.rejections.a.upper: has no effect: its statistic is null",
     f"{REJECTION}.statistic=k1": "k1 without bounds rejects nothing; give some, such as lower: 0.5, upper: 2.0",
     f"{VARIANT}=topr topr_positive_weight=0 topr_negative_weight=0": "nothing is learned; give one a weight",
     f"{WEIGHTS}.upper=3": "correction.weights.upper: has no effect: correction.weights.level is null",
-    f"{REJECTION}.upper=3": "correction.rejection.upper: has no effect: correction.rejection.statistic is null",
+    f"{REJECTION}.upper=3": "correction.rejection.upper: has no effect: its statistic is null; set that to k1",
     "correction.renormalize=true": "correction.renormalize: has no effect: nothing is rejected",
     "correction.renormalize=true correction.veto_threshold=0.1 old_log_probs_source=behavior": "true needs to know the "
     "kept tokens before",
@@ -84,7 +90,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("overrides", "message"), REFUSED.items())
 def test_contradicting_policy_keys_are_refused(tmp_path: Path, overrides: str, message: str) -> None:
-    assert message in refusal(tmp_path, *overrides.split())
+    assert message in refusal(tmp_path, *([overrides] if "{" in overrides else overrides.split()))
 
 
 WARNED = {
@@ -92,6 +98,8 @@ WARNED = {
     f"{ASYNC} old_log_probs_source=recompute allow_uncorrected_off_policy=true": "allowed by allow_uncorrected_off",
     "allow_uncorrected_off_policy=true": "allow_uncorrected_off_policy: has no effect: async_generation_ratio is 0",
     f"{REJECTION}.statistic=k1 {REJECTION}.upper=0.9": "also rejects on-policy samples: k1 of equal policies is 1",
+    "correction.rejections.a={}": "correction.rejections.a: has no effect: its statistic is null",
+    "correction.rejections.a={statistic: k3, lower: 0.1}": "correction.rejections.a: also rejects on-policy samples",
     f"{REJECTION}.statistic=k3 {REJECTION}.lower=0.1": "also rejects on-policy samples: k3 of equal policies is 0",
     f"{TOKENS} {WEIGHTS}.mode=mask {WEIGHTS}.lower=1.1": "mask also leaves out on-policy samples",
     "correction.veto_threshold=5": "correction.veto_threshold: 5 also rejects on-policy samples: their ratio is 1",
@@ -103,7 +111,8 @@ WARNED = {
 
 @pytest.mark.parametrize(("overrides", "message"), WARNED.items())
 def test_doubtful_policy_keys_are_warnings(tmp_path: Path, overrides: str, message: str) -> None:
-    warnings = [str(warning) for warning in check(rlvr(tmp_path, *overrides.split())).warnings]
+    parts = [overrides] if "{" in overrides else overrides.split()
+    warnings = [str(warning) for warning in check(rlvr(tmp_path, *parts)).warnings]
     assert any(message in warning for warning in warnings), warnings
 
 

@@ -24,7 +24,7 @@ UNKNOWN = {
     "MAX_STEPS=1": "MAX_STEPS: unknown key; did you mean max_steps?",
     "actor_infer.tempurature=1": "the nearest key is actor_infer.generating_args.temperature",
     "actor_train.max_new_token=8": "the nearest key is actor_infer.generating_args.max_new_tokens",
-    "correction.clip=1": "unknown key; known here: difference, rejection, renormalize, veto_threshold, weights",
+    "correction.clip=1": "unknown key; known here: difference, m2_threshold, opsm_delta, rejection, rejections, renorm",
     "async_trainning.min_batch_count=1": "async_trainning: unknown key; did you mean async_training?",
     "actor_train.strategy_args.strategy_config.tp_size=2": "here that is actor_train.strategy_args.strategy_config."
     "tensor_model_parallel_size",
@@ -66,7 +66,7 @@ MISTYPED = {
     r'output_dir="a\0b"': r"output_dir: 'a\x00b' contains a character that no file or tokenizer accepts; remove it",
     r'exp_name="\ud800"': r"exp_name: '\ud800' contains a character that no file or tokenizer accepts",
     "resume_from_checkpoint=3": "resume_from_checkpoint: 3 is not true or false or text",
-    "pipeline=[rlvr]": "pipeline: ['rlvr'] is not one of rlvr, sft, agentic; did you mean rlvr?",
+    "pipeline=[rlvr]": "pipeline: ['rlvr'] is not one of rlvr, sft, agentic, dpo; did you mean rlvr?",
     "pipeline=~": "pipeline: null is not one of rlvr, sft",
     "seed=017": "seed: '017' is not a whole number",
     "seed=1:30": "seed: '1:30' is not a whole number",

@@ -36,7 +36,7 @@ def test_conditions_name_keys_that_exist() -> None:
 
 def test_keys_of_variants_belong_to_variants_that_exist() -> None:
     assert {name for names in VARIANT_KEYS.values() for name in names} <= set(PG_VARIANTS)
-    assert VARIANT_KEYS["pg_clip_low"] == ("ppo", "decoupled_ppo")
+    assert VARIANT_KEYS["pg_clip_low"] == ("ppo", "decoupled_ppo", "clip_cov")
     assert VARIANT_KEYS["topr_level"] == ("topr",)
     assert "loss_agg_mode" not in VARIANT_KEYS
 
@@ -73,7 +73,7 @@ def test_a_key_with_two_conditions_reports_the_first_that_fails(tmp_path: Path) 
 
 def test_the_innermost_condition_is_reported(tmp_path: Path) -> None:
     (message,) = warnings(sft(tmp_path, "validation.generating_args.temperature=0.5"))
-    assert message.endswith("supervised fine-tuning generates nothing and updates no engine")
+    assert message.endswith("this pipeline generates nothing and updates no engine")
 
 
 @pytest.mark.parametrize(

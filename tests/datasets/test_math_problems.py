@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from roll.configs.pipeline import RewardConfig
+from roll.configs.rewards import RewardConfig
 from roll.configs.roles import DataArguments
 from roll.datasets.math_problems import LEVELS, Expression, Term, generate, main, parse_levels
 from roll.datasets.prompts import load_prompts

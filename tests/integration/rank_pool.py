@@ -52,12 +52,14 @@ class RankContext:
         dtype: str = "fp32",
         infer: bool = False,
         packed: bool = False,
+        critic: bool = False,
         **pipeline: Any,
     ) -> Any:
         """An initialised strategy of this rank; shut it down before asking for the next."""
         from roll.configs.pipeline import SFTConfig
         from roll.configs.roles import (
             ActorTrainConfig,
+            CriticConfig,
             MegatronTrainArguments,
             MegatronTrainConfig,
             TrainingArguments,
@@ -66,14 +68,18 @@ class RankContext:
         from roll.platforms import get_platform
 
         get_platform("cpu").prepare_megatron()
-        from roll.distributed.strategy.megatron_strategy import MegatronInferStrategy, MegatronTrainStrategy
+        from roll.distributed.strategy.megatron_strategy import (
+            MegatronInferStrategy,
+            MegatronTrainStrategy,
+            MegatronValueStrategy,
+        )
 
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self.ports.pop(0)))
         sizes = {
             "tensor_model_parallel_size": self.layout.tensor,
             "pipeline_model_parallel_size": self.layout.pipeline,
         }
-        worker = ActorTrainConfig(
+        worker = (CriticConfig if critic else ActorTrainConfig)(
             model_args=TrainModelArguments(model_name_or_path=str(model), dtype=dtype),
             training_args=TrainingArguments(**({"learning_rate": 1e-3} | (training or {}))),
             strategy_args=MegatronTrainArguments(strategy_config=MegatronTrainConfig(**sizes | (megatron or {}))),
@@ -81,8 +87,9 @@ class RankContext:
             use_sequence_packing=packed,
         )
         times = {"start_timeout_s": 60.0, "rpc_timeout_s": 60.0}
-        config = SFTConfig(**times | {"response_length": 1024, "actor_train": worker} | pipeline)
-        kind = MegatronInferStrategy if infer else MegatronTrainStrategy
+        roles = {} if critic else {"actor_train": worker}
+        config = SFTConfig(**times | {"response_length": 1024} | roles | pipeline)
+        kind = MegatronValueStrategy if critic else MegatronInferStrategy if infer else MegatronTrainStrategy
         strategy = kind(worker, config, self.layout, self.rank, get_platform("cpu"))
         strategy.initialize()
         return strategy

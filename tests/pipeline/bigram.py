@@ -45,6 +45,10 @@ class BigramCluster:
         with torch.no_grad():
             return [DataProto.from_dict({"log_probs": self.log_probs(shard.batch["input_ids"])}) for shard in shards]
 
+    def outputs(self, ids: Tensor) -> Tensor:
+        """What the loss reads."""
+        return self.log_probs(ids)
+
     async def train_step(self, shards: list[DataProto]) -> list[dict[str, float]]:
         rows: list[dict[str, Tensor]] = []
         for shard in shards:
@@ -53,7 +57,8 @@ class BigramCluster:
             for indices in step["micro_batches"]:
                 micro = shard.batch[torch.tensor(indices)]
                 config: Any = shard.meta_info["loss_config"]
-                loss, metrics = LOSSES["policy"](self.log_probs(micro["input_ids"]), None, micro, scale, config)
+                output = self.outputs(micro["input_ids"])
+                loss, metrics = LOSSES[shard.meta_info["loss"]](output, None, micro, scale, config)
                 loss.backward()
                 rows.append({"loss": loss.detach(), **metrics})
         self._descend()
@@ -90,3 +95,22 @@ class BigramCluster:
         tensors["scores"] = (tensors["input_ids"] * tensors["response_mask"] == 3).sum(-1).float() - 1
         tensors["group_ids"] = torch.arange(samples) // 4
         return DataProto.from_dict(tensors)
+
+
+class BigramCritic(BigramCluster):
+    """A critic with the same interface: the value of a token is a number for the token before it."""
+
+    def __init__(self, learning_rate: float = 2.0) -> None:
+        super().__init__(learning_rate)
+        self.table = torch.zeros(WORDS).requires_grad_()
+
+    def values(self, ids: Tensor) -> Tensor:
+        """Of each token, [b, T]; 0 for the first."""
+        return torch.nn.functional.pad(self.table[ids[:, :-1]], (1, 0))
+
+    def outputs(self, ids: Tensor) -> Tensor:
+        return self.values(ids)
+
+    async def compute_values(self, shards: list[DataProto]) -> list[DataProto]:
+        with torch.no_grad():
+            return [DataProto.from_dict({"values": self.values(shard.batch["input_ids"])}) for shard in shards]

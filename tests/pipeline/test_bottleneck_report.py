@@ -56,6 +56,13 @@ def test_a_weight_update_that_waits_for_running_responses_counts_as_waiting():
     assert "time/wait_prev_gen 0.20 s and time/publish 5.00 s of time/step" in report
 
 
+@pytest.mark.parametrize(("apart", "seconds"), [(False, 4 + 3 + 0.5 + 1 + 2), (True, 4 + 0.5 + 2)])
+def test_the_work_of_a_critic_is_training_too(apart, seconds):
+    times = {"time__train": 4, "time__train_critic": 3, "time__advantages": 0.5}
+    means = measure(lines(**times, time__old_log_probs=1, time__values=2), critic_apart=apart)
+    assert means is not None and means.train == pytest.approx(seconds)
+
+
 def test_idle_engines_give_devices_to_training():
     report = bottleneck_report(lines(throughput__rollout_idle=0.6, time__generate=4), Split(1, 8, 8, False))
     assert "the engines waited for training; try 5 devices for generation and 11 for training" in report

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from roll.algorithms.turn_advantages import TURN_KEYS
+from roll.configs.advantages import ADV_ESTIMATORS, VALUE_ESTIMATORS
 from roll.configs.agentic import AgenticOptions
 from roll.configs.errors import RunError
 from roll.configs.pipeline import RLVRConfig
-from roll.configs.policy import ADV_ESTIMATORS, PG_VARIANTS
+from roll.configs.policy import PG_VARIANTS
 from roll.distributed.protocol import DataProto
-from roll.pipeline.learner import RLLearner, corrects_nothing
+from roll.pipeline.learner import RLLearner, corrects_nothing, training_plans
 from roll.pipeline.rollout_batch import dumped_steps, read_samples
 from roll.pipeline.training_loop import SampleBatch
 from roll.rollout.timers import StepClock
@@ -224,12 +225,25 @@ def test_turn_index_reaches_the_loss_only_if_ratio_type_needs_it(tmp_path, ratio
     assert metrics["actor/ratio_mean"] == pytest.approx(1, abs=1e-5)
 
 
-@pytest.mark.parametrize("estimator", ADV_ESTIMATORS)
+@pytest.mark.parametrize("estimator", [name for name in ADV_ESTIMATORS if name not in VALUE_ESTIMATORS])
 def test_padding_changes_nothing_of_an_update(tmp_path, estimator):
     plain, cluster = learn_trajectories(tmp_path, adv_estimator=estimator)
     padded, other = learn_trajectories(tmp_path, padding=2, adv_estimator=estimator)
     assert padded == pytest.approx(plain, abs=1e-5)
     torch.testing.assert_close(other.table, cluster.table)
+
+
+def test_optimizer_steps_of_padding_alone_are_not_made(tmp_path):
+    (made, cluster) = learner(tmp_path)
+    data = cluster.sample(1, samples=24)
+    role = made._config.actor_train
+    per_step = role.samples_per_optimizer_step
+    assert len(training_plans(data, role)) == 24 // per_step > 2
+    data.batch["response_mask"][per_step + 1 :] = 0
+    kept = training_plans(data, role)
+    assert len(kept) == 2
+    data.batch["response_mask"][:] = 0
+    assert len(training_plans(data, role)) == 1
 
 
 @pytest.mark.parametrize(

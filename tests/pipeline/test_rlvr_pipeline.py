@@ -8,14 +8,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from roll.algorithms.advantages import AdvantageConfig, compute_advantages
 from roll.algorithms.turn_advantages import read_turns
+from roll.configs.advantages import ADV_ESTIMATORS
 from roll.configs.errors import RunError
 from roll.configs.pipeline import RLVRConfig
-from roll.configs.policy import ADV_ESTIMATORS
+from roll.configs.rewards import FilterArguments, QueryFilterConfig, RewardConfig
 from roll.datasets.templates import EncodedPrompt
-from roll.pipeline.rlvr_pipeline import RLVRWorker, Scorer
+from roll.pipeline.rlvr_pipeline import RLVRWorker, Scorer, make_sampler
 from roll.rewards.calling import RewardOutcome, RewardRequest
 from roll.rollout.engine_pool import EnginePool
 from roll.rollout.ledger import PromptRequest
@@ -157,10 +159,11 @@ def test_one_turn_changes_no_advantage(estimator):
     assert batch["turn_count"].tolist() == [1] * 20
     config = AdvantageConfig(estimator)
     arguments = (batch["scores"], batch["group_ids"], batch["response_mask"], config)
-    with_turns = compute_advantages(*arguments, turns=read_turns(batch))
+    values = torch.linspace(-1, 1, batch["response_mask"].numel()).view_as(batch["behavior_log_probs"])
+    with_turns = compute_advantages(*arguments, turns=read_turns(batch), values=values)
     if estimator in ("gigpo", "step_reinforce", "agentic_reinforce"):
         return
-    without = compute_advantages(*arguments)
+    without = compute_advantages(*arguments, values=values)
     assert with_turns.advantages.equal(without.advantages) and with_turns.returns.equal(without.returns)
     assert with_turns.metrics == without.metrics
 
@@ -181,3 +184,75 @@ def test_the_position_in_the_data_is_restored_also_within_a_pass():
 def test_groups_of_another_size_are_refused_with_the_size_that_fits():
     with pytest.raises(ValueError, match="num_return_sequences_in_group: 8 cannot continue .* groups of 4; use 4"):
         worker(8).load_state_dict(worker(4).state_dict())
+
+
+class SumScorer(Scorer):
+    """Scores in this process: `length` by the number of characters, `digit` by the last digit."""
+
+    def __init__(self, rewards: dict[str, RewardConfig], fails: str = "") -> None:
+        class Pool:
+            def __init__(self, name: str) -> None:
+                self.name = name
+
+            async def score(self, requests: list[RewardRequest]) -> list[list[RewardOutcome]]:
+                return [[self.outcome(text) for text in request.responses] for request in requests]
+
+            def outcome(self, text: str) -> RewardOutcome:
+                if self.name == fails:
+                    return RewardOutcome(None, "timeout", "too slow")
+                value = len(text) if self.name == "length" else int(text[-1])
+                return RewardOutcome(float(value), metrics={"seen": 1.0})
+
+            def close(self) -> None:
+                pass
+
+        super().__init__(rewards, None)  # type: ignore[arg-type]
+        self._pools = {name: Pool(name) for name in rewards}  # type: ignore[misc]
+
+    def text(self, response_ids: list[int]) -> str:
+        return decode(response_ids)
+
+
+def two_rewards(**options: Any) -> dict[str, RewardConfig]:
+    digit = RewardConfig(tag_included=["math"], weight=-0.5, **options)
+    return {"length": RewardConfig(tag_included=["math"], weight=2.0), "digit": digit, "other": RewardConfig()}
+
+
+def test_the_score_is_the_weighted_sum_and_each_part_is_a_metric():
+    made = worker(2, Engines(one_of("124")), SumScorer(two_rewards()))
+    groups = generated(made, 5)
+    assert all(group.scores == [2.0 * 3 - 0.5 * 4] * 2 for group in groups)
+    metrics = made.metrics(groups, version=1)
+    assert {name: value for name, value in metrics.items() if name.startswith("reward/")} == {
+        "reward/math/length": 3.0,
+        "reward/math/length/seen": 1.0,
+        "reward/math/digit": 4.0,
+        "reward/math/digit/seen": 1.0,
+    }
+
+
+def test_a_failure_of_any_part_fails_the_group_with_its_reason():
+    [group] = generated(worker(2, Engines(one_of("12")), SumScorer(two_rewards(), fails="digit")), 1)
+    assert (group.drop_reason, group.failure) == ("reward_timeout", "reward digit: timeout too slow")
+
+
+def test_the_filter_of_one_part_reads_the_sum():
+    options = QueryFilterConfig("mean_filter", FilterArguments(threshold_up=3.0))
+    scorer = SumScorer(two_rewards(query_filter_config=options))
+    made = worker(2, Engines(one_of("14")), scorer)
+    [group] = generated(made, 1)
+    assert group.scores == [2.0, 2.0] and made.filter_reason(group) is None
+    [group] = generated(worker(2, Engines(one_of("1111")), scorer), 1)
+    assert group.scores == [7.5, 7.5]
+    assert made.filter_reason(group) == ("filtered_mean_high", "rewards.digit.query_filter_config")
+
+
+def test_prompts_of_several_rewards_are_drawn_by_the_one_that_has_a_share():
+    config = RLVRConfig(rewards=two_rewards())
+    config.actor_train.data_args.domain_interleave_probs = {"digit": 0.75, "other": 0.25}
+    prompts = [*PROMPTS[:2], EncodedPrompt(id="o", tag="text", ids=[7], ground_truth="1", row={})]
+    taken = make_sampler(config, prompts).take(8)
+    assert taken.count(2) == 2
+    config.actor_train.data_args.domain_interleave_probs = {"math_rule": 1.0}
+    with pytest.raises(RunError, match=r"no prompts in math_rule; the files have prompts of length \(2\), other \(1\)"):
+        make_sampler(config, prompts)

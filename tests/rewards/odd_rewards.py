@@ -7,7 +7,7 @@ import os
 import time
 from typing import Any
 
-from roll.configs.pipeline import RewardConfig
+from roll.configs.rewards import RewardConfig
 
 SELF_TEST = (("1", "1", True), ("2", "1", True))
 

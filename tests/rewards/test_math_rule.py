@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from roll.configs.pipeline import RewardConfig
+from roll.configs.rewards import RewardConfig
 from roll.rewards.math_rule import SELF_TEST, boxed, equal, extract_answer, last_number, math_reward
 
 

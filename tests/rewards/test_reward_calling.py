@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from roll.configs.pipeline import RewardConfig
+from roll.configs.rewards import RewardConfig
 from roll.datasets.prompts import Question
 from roll.rewards.calling import RewardFunction, RewardFunctionError, RewardOutcome, RewardRequest
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from roll.configs.pipeline import RewardConfig
+from roll.configs.rewards import RewardConfig
 from roll.rewards.calling import ALL, RewardOutcome, RewardRequest
 from roll.rewards.pool import RewardPool
 

@@ -12,7 +12,7 @@ from types import ModuleType
 import psutil
 import pytest
 
-from roll.configs.pipeline import RewardConfig
+from roll.configs.rewards import RewardConfig
 from roll.configs.user_code import UserCodeError
 from roll.rewards.calling import RewardFunctionError, RewardRequest
 from roll.rewards.pool import RewardPool, RewardSelfTestError
@@ -130,7 +130,7 @@ def test_a_malformed_self_test_is_an_error(samples, message):
     module = ModuleType("mine")
     module.SELF_TEST = samples
     with pytest.raises(RewardFunctionError, match=f"^mine: {re.escape(message)}"):
-        self_test_of(module)
+        self_test_of(module, RewardConfig())
 
 
 def test_starting_the_pool_with_an_unknown_function_is_an_error():
@@ -186,7 +186,7 @@ def test_a_trial_on_the_first_prompt_reports_file_and_line_first(name, message):
 
 DRIVER = f"""
 import asyncio
-from roll.configs.pipeline import RewardConfig
+from roll.configs.rewards import RewardConfig
 from roll.rewards.calling import RewardRequest
 from roll.rewards.pool import RewardPool
 

@@ -62,7 +62,7 @@ def if_off(value: Any) -> bool:
 
 PLACEHOLDERS = {
     "<role>": ("actor_train", "actor_infer", "reference", "critic", "validation"),
-    "<megatron role>": ("actor_train", "reference"),
+    "<megatron role>": ("actor_train", "reference", "critic"),
 }
 """Part of a pattern -> the sections that it stands for."""
 
@@ -79,7 +79,7 @@ class UnsupportedKey:
     pattern: str
     harmless: Callable[[Any], bool]
     reason: str
-    pipelines: tuple[str, ...] = ("rlvr", "sft", "agentic")
+    pipelines: tuple[str, ...] = ("rlvr", "sft", "agentic", "dpo")
     silent: bool = False
 
     def matches(self, path: str) -> bool:

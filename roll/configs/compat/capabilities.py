@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from roll.configs.compat import always
 from roll.configs.compat.recipe import ABSENT, Recipe
 from roll.configs.errors import Problem
 
@@ -21,9 +20,6 @@ VISION_NAME = re.compile(r"[-_]vl\b|[-_]vl[-_]|vision|omni", re.IGNORECASE)
 """Names of models and templates for images, such as Qwen2.5-VL-7B-Instruct."""
 
 MEGATRON_ROLES = ("actor_train", "sft_train", "reference", "student", "student_train", "teacher")
-
-INSTEAD = {"a critic": "; adv_estimator grpo and rloo need no critic"}
-"""What to use instead of a capability, for a recipe that needs no other."""
 
 Found = Iterator[tuple[str, Any]]
 """Paths and values that need a capability."""
@@ -45,8 +41,7 @@ def missing_capabilities(tree: Mapping[str, Any]) -> Problem | None:
             lacking.append(f"{name} ({path}{shown})")
     if not lacking:
         return None
-    instead = INSTEAD.get(lacking[0].partition(" (")[0], "") if len(lacking) == 1 else ""
-    return Problem("", f"this recipe needs what is not available here: {', '.join(lacking)}{instead}")
+    return Problem("", f"this recipe needs what is not available here: {', '.join(lacking)}")
 
 
 def _given(*paths: str, accepts: Callable[[Any], bool] = bool) -> Callable[[Recipe], Found]:
@@ -111,20 +106,29 @@ def _rollout_only(recipe: Recipe) -> Found:
         yield "actor_train", None
 
 
-def _critic_by_default(recipe: Recipe) -> Found:
-    """Without `adv_estimator` a recipe with a critic uses it."""
-    if recipe.has("critic") and not recipe.has("adv_estimator"):
-        yield "critic", None
+def _of_critic(key: str, accepts: Callable[[Any], bool]) -> Callable[[Recipe], Found]:
+    """Finds a key of a critic that is used: without `adv_estimator` a recipe with a critic uses it."""
+
+    def find(recipe: Recipe) -> Found:
+        if recipe.get("adv_estimator", "gae") == "gae":
+            yield from _given(f"critic.{key}", accepts=accepts)(recipe)
+
+    return find
 
 
 CAPABILITIES: dict[str, Callable[[Recipe], Found]] = {
-    "preference training (DPO)": _given("chosen_key", "rejected_key", accepts=always),
     "distillation": _given(
         "student", "student_train", "teacher", "opsd_mode", "use_opd", "is_pure_opd", "kd_objective"
     ),
     "rollouts without training": _rollout_only,
-    "DeepSpeed training": _of_roles("strategy_args.strategy_name", _is("deepspeed_train*")),
-    "FSDP training": _of_roles("strategy_args.strategy_name", _is("fsdp*_train", "hf_train")),
+    "DeepSpeed training": _any(
+        _of_roles("strategy_args.strategy_name", _is("deepspeed_train*")),
+        _of_critic("strategy_args.strategy_name", _is("deepspeed_train*")),
+    ),
+    "FSDP training": _any(
+        _of_roles("strategy_args.strategy_name", _is("fsdp*_train", "hf_train")),
+        _of_critic("strategy_args.strategy_name", _is("fsdp*_train", "hf_train")),
+    ),
     "images": _any(
         _given("pretrain", "student_pretrain", accepts=_named(VISION_NAME)),
         _of_roles("data_args.template", _named(VISION_NAME)),
@@ -139,7 +143,6 @@ CAPABILITIES: dict[str, Callable[[Recipe], Found]] = {
     ),
     "LoRA": _any(_of_roles("model_args.lora_target", bool), _of_roles("model_args.adapter_name_or_path", bool)),
     "frozen parts of a model": _of_roles("model_args.freeze_module_prefix", bool),
-    "a critic": _any(_given("adv_estimator", accepts=_is("gae")), _critic_by_default),
     "training in fp8": _option("fp8", bool),
     "context parallelism": _any(
         _option("context_parallel_size", _above_one), _of_roles("model_args.ulysses_size", _above_one)

@@ -75,22 +75,14 @@ REWARD_ROLE_KEYS = (
 """Keys of `rewards.<name>` that a role of workers has there; a rule here is a function."""
 
 REWARD_KEYS = (
-    "reward_type",
     "response_length_penalty_coef",
     "format_pattern",
-    "judge_prompt",
     "judge_model_type",
-    "judge_model_name",
-    "judge_api_url",
-    "judge_api_key",
     "code_url",
     "use_local",
     "reward_manager_config",
 )
-"""Options of the classes of rewards there."""
-
-MATH_RULES = ("MathRuleRewardWorker",)
-"""Classes of rewards whose counterpart is this project's math rule."""
+"""Options of the classes of rewards there; `roll_rewards` reads the others."""
 
 ENVIRONMENTS = ("sokoban_sandbox", "sokoban_mcp")
 """Values of `env_type` that are not misspelled names of environments here, although they are similar."""
@@ -321,10 +313,6 @@ RUN_KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "enable_reference": (always, "the reference is used if use_kl_loss or add_token_level_kl is on"),
     "val_prompt_length": (always, "validation has the lengths of training"),
     "val_sequence_length": (always, "validation has the lengths of training"),
-    "value_clip": (always, "there is no critic"),
-    "lambd": (always, "no advantage estimator of this project uses it"),
-    "critic_warmup": (always, "there is no critic"),
-    "critic": (always, "this adv_estimator uses no critic"),
     "l2": (always, "weight_decay is the penalty of large weights"),
     "use_reward_scaling": (if_off, "reward_clip, norm_mean_type and norm_std_type change scores"),
     "use_reward_norm": (if_off, "norm_mean_type and norm_std_type normalize scores"),
@@ -381,7 +369,9 @@ UNSUPPORTED_KEYS: tuple[UnsupportedKey, ...] = (
         "the optimizer is Adam; leave it out",
     ),
     *(
-        UnsupportedKey(f"rewards.*.{key}", always, "a rule is a function, without a model or options of its own")
+        UnsupportedKey(
+            f"rewards.*.{key}", always, "a reward is a function, without a model of its own and without these options"
+        )
         for key in (*REWARD_ROLE_KEYS, *REWARD_KEYS)
     ),
 )

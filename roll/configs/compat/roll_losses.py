@@ -139,21 +139,20 @@ def read_correction(recipe: Recipe) -> None:
         if isinstance(filters, list)
         else []
     )
-    by_ratio = next((item for item in enabled if item.get("ratio_enabled", True)), None)
-    if by_ratio is not None:
-        level = _level(recipe, f"{path}.filters.agg_type", by_ratio.get("agg_type", "token"), REJECTION_LEVELS)
-        bounds = {"lower": by_ratio.get("ratio_low", 0.8), "upper": by_ratio.get("ratio_high", 1.2)}
-        recipe.put("correction.rejection", {"statistic": "k1", "level": level, **bounds})
-        read.append(
-            f"the ratio of a filter as correction.rejection (level {level}, {bounds['lower']} to {bounds['upper']})"
-        )
+    by_ratio = [item for item in enabled if item.get("ratio_enabled", True)]
+    for number, item in enumerate(by_ratio, start=1):
+        level = _level(recipe, f"{path}.filters.agg_type", item.get("agg_type", "token"), REJECTION_LEVELS)
+        bounds = {"lower": item.get("ratio_low", 0.8), "upper": item.get("ratio_high", 1.2)}
+        key = "correction.rejection" if number == 1 else f"correction.rejections.{number}"
+        recipe.put(key, {"statistic": "k1", "level": level, **bounds})
+        read.append(f"the ratio of a filter as {key} (level {level}, {bounds['lower']} to {bounds['upper']})")
     by_difference = next((item for item in enabled if item.get("diff_enabled")), None)
     if by_difference is not None:
         level = _level(recipe, f"{path}.filters.agg_type", by_difference.get("agg_type", "token"), REJECTION_LEVELS)
         limits = {"lower": by_difference.get("diff_low"), "upper": by_difference.get("diff_high")}
         recipe.put("correction.difference", {"level": level, **limits})
         read.append(f"its difference as correction.difference (level {level}, {limits['lower']} to {limits['upper']})")
-    lost = ["further filters"] * any(item not in (by_ratio, by_difference) for item in enabled)
+    lost = ["further differences"] * any(item.get("diff_enabled") and item is not by_difference for item in enabled)
     if read or lost:
         rest = f"; not available: {', '.join(lost)}" if lost else ""
         recipe.note(path, f"is read: {', '.join(read) or 'nothing'}{rest}")

@@ -20,8 +20,10 @@ from roll.configs.compat.roll_losses import (
     read_old_log_probs,
     read_reward_normalization,
 )
+from roll.configs.compat.roll_rewards import read_rewards
 from roll.configs.parallel_layout import parse_device_mapping, spans
 from roll.configs.pipeline import BaseConfig
+from roll.configs.roles import DEVICE_ROLES
 from roll.configs.schema import keys_along
 
 MARKS = ("hydra", "reward_pretrain", "value_clip", "checkpoint_config", "custom_env", "render_save_dir", "sft_train")
@@ -56,7 +58,7 @@ READ_KEYS = (
 
 def read_roll_keys(recipe: Recipe) -> None:
     """Translates READ_KEYS, in any file."""
-    for read in (_read_data, read_old_log_probs, read_clipping, read_correction, read_normalization):
+    for read in (_read_data, read_old_log_probs, read_clipping, read_correction, read_normalization, read_rewards):
         read(recipe)
 
 
@@ -77,6 +79,7 @@ def read_roll_recipe(recipe: Recipe, pipeline: str) -> None:
     """Translates what keys of the same name mean in a recipe of ROLL, after its own keys."""
     readers: list[Callable[[Recipe], None]] = [
         _read_reference,
+        _read_critic,
         _read_sequence_parallel,
         _read_precision,
         _read_moot_keys,
@@ -92,8 +95,10 @@ def read_roll_recipe(recipe: Recipe, pipeline: str) -> None:
         readers += [_read_validation]
     if pipeline == "rlvr":
         readers += [_read_sampling]
-    if pipeline == "sft":
-        readers += [_read_epochs]
+    if pipeline in ("sft", "dpo"):
+        readers += [_read_epochs, _read_prompt_length]
+    if pipeline == "dpo":
+        readers += [_read_dpo_reference]
     for read in readers:
         read(recipe)
 
@@ -109,9 +114,19 @@ def _read_reference(recipe: Recipe) -> None:
         recipe.note(f"{path}.strategy_name", f"{name} is read as megatron_infer, without its strategy_config")
 
 
+def _read_critic(recipe: Recipe) -> None:
+    """A critic is that of gae, which is the estimator there if none is given."""
+    if not recipe.has("critic"):
+        return
+    if recipe.put_new("adv_estimator", "gae"):
+        recipe.note("critic", "is used there without adv_estimator: adv_estimator is gae")
+    elif recipe.get("adv_estimator") != "gae":
+        recipe.drop("critic", f"adv_estimator {recipe.get('adv_estimator')} needs no critic")
+
+
 def _read_sequence_parallel(recipe: Recipe) -> None:
     """Without tensor parallelism there is nothing to split, and Megatron turns it off."""
-    for role in ("actor_train", "reference"):
+    for role in ("actor_train", "reference", "critic"):
         path = f"{role}.strategy_args.strategy_config"
         if recipe.get(f"{path}.sequence_parallel") and recipe.get(f"{path}.tensor_model_parallel_size", 1) == 1:
             recipe.drop(f"{path}.sequence_parallel", "tensor_model_parallel_size is 1")
@@ -120,11 +135,12 @@ def _read_sequence_parallel(recipe: Recipe) -> None:
 def _read_precision(recipe: Recipe) -> None:
     """Megatron in fp16 is read as bf16; engines follow the policy, so that log-probs agree."""
     if _dtype(recipe, "actor_train") != "fp16":
-        if _dtype(recipe, "reference") == "fp16":
-            recipe.put("reference.model_args.dtype", "bf16")
-            recipe.note("reference.model_args.dtype", "fp16 is read as bf16, which needs no loss scaling")
+        for role in ("reference", "critic"):
+            if _dtype(recipe, role) == "fp16":
+                recipe.put(f"{role}.model_args.dtype", "bf16")
+                recipe.note(f"{role}.model_args.dtype", "fp16 is read as bf16, which needs no loss scaling")
         return
-    roles = [name for name in ("actor_train", "actor_infer", "reference") if _dtype(recipe, name) == "fp16"]
+    roles = [name for name in DEVICE_ROLES if _dtype(recipe, name) == "fp16"]
     for role in roles:
         recipe.put(f"{role}.model_args.dtype", "bf16")
     recipe.note(
@@ -136,11 +152,11 @@ def _read_moot_keys(recipe: Recipe) -> None:
     """Keys that have no effect there either, because of another key."""
     if recipe.get("actor_train.training_args.warmup_steps"):
         recipe.drop("actor_train.training_args.warmup_ratio", "warmup_steps is given")
-    for role in ("actor_train", "reference"):
+    for role in ("actor_train", "reference", "critic"):
         recomputes = recipe.get(f"{role}.strategy_args.strategy_config.recompute_granularity") is not None
         if recomputes and recipe.get(f"{role}.model_args.disable_gradient_checkpointing") is True:
             recipe.drop(f"{role}.model_args.disable_gradient_checkpointing", "recompute_granularity is given")
-    for role in ("actor_infer", "reference"):
+    for role in ("actor_infer", "reference", "critic"):
         if recipe.get(f"{role}.pg_variant") in (None, recipe.get("actor_train.pg_variant")):
             recipe.drop(f"{role}.pg_variant", "only actor_train has a policy loss")
     if recipe.get("is_num_return_sequences_expand") is False:
@@ -153,8 +169,7 @@ def _dtype(recipe: Recipe, role: str) -> Any:
 
 def _read_devices(recipe: Recipe) -> None:
     """With async_generation_ratio above 0, engines that share part of the trainer's devices get separate ones."""
-    devices = {role: _devices(recipe, role) for role in ("actor_train", "actor_infer", "reference")}
-    train, infer, reference = devices["actor_train"], devices["actor_infer"], devices["reference"]
+    train, infer = _devices(recipe, "actor_train"), _devices(recipe, "actor_infer")
     ratio = recipe.get("async_generation_ratio", 0)
     if not train or not isinstance(ratio, int | float) or ratio <= 0:
         return
@@ -166,8 +181,9 @@ def _read_devices(recipe: Recipe) -> None:
         else:
             _move(recipe, "actor_infer", infer, train, train)
     infer = _devices(recipe, "actor_infer")
-    if _overlap_in_part(infer, reference):
-        _move(recipe, "reference", reference, train, train)
+    for role in ("reference", "critic"):
+        if _overlap_in_part(infer, _devices(recipe, role)):
+            _move(recipe, role, _devices(recipe, role), train, train)
 
 
 def _devices(recipe: Recipe, role: str) -> list[int]:
@@ -271,6 +287,59 @@ def _read_intervals(recipe: Recipe) -> None:
         if isinstance(steps, int) and steps < 0:
             recipe.put(key, 0)
             recipe.note(key, f"{steps} is read as 0")
+
+
+def _read_dpo_reference(recipe: Recipe) -> None:
+    """The reference is on the devices of the policy where a recipe gives it none."""
+    train = _devices(recipe, "actor_train")
+    if train and recipe.put_new("reference.device_mapping", train):
+        recipe.note("reference.device_mapping", "is not given: the reference is on the devices of actor_train")
+
+
+PAIR_KEYS = {"chosen_key": "chosen", "rejected_key": "rejected"}
+"""Keys of a recipe of DPO -> keys of `data_args`."""
+
+
+DPO_KEYS = (*PAIR_KEYS, "ipo", "train_batch_size")
+"""Keys that `read_pairs` reads."""
+
+
+def read_pairs(recipe: Recipe) -> None:
+    """Columns, loss and batch of a recipe of DPO, in any file."""
+    for key, name in PAIR_KEYS.items():
+        column = recipe.take(key)
+        if column is not None and recipe.put_new(f"actor_train.data_args.{name}", column):
+            recipe.note(key, f"is read as actor_train.data_args.{name}")
+    if recipe.take_switch("ipo") and recipe.put_new("dpo_loss_type", "ipo"):
+        recipe.note("ipo", "is read as dpo_loss_type: ipo")
+    pairs, training = recipe.take("train_batch_size"), "actor_train.training_args"
+    if pairs is None:
+        return
+    size = recipe.get(f"{training}.per_device_train_batch_size", 1)
+    sizes = recipe.section("actor_train.strategy_args.strategy_config")
+    tensor, stages = (sizes.get(f"{name}_model_parallel_size", 1) for name in ("tensor", "pipeline"))
+    numbers = [pairs, size, tensor, stages]
+    if not all(type(number) is int and number > 0 for number in numbers):
+        recipe.refuse("train_batch_size", pairs, "a number of pairs")
+        return
+    share = size * max(1, len(_devices(recipe, "actor_train")) // (tensor * stages))
+    if pairs % share:
+        recipe.refuse("train_batch_size", pairs, f"a multiple of {share}, the pairs of one micro-batch on all ranks")
+    elif recipe.put_new(f"{training}.gradient_accumulation_steps", pairs // share):
+        recipe.note("train_batch_size", f"is read as {training}.gradient_accumulation_steps: {pairs // share}")
+
+
+def _read_prompt_length(recipe: Recipe) -> None:
+    """Only `sequence_length` bounds a prompt there."""
+    longest = recipe.get("sequence_length")
+    if (
+        isinstance(longest, int)
+        and 1 < longest <= BaseConfig.prompt_length
+        and recipe.put_new("prompt_length", longest - 1)
+    ):
+        recipe.note(
+            "prompt_length", f"is not given: prompts have at most {longest - 1} tokens, as sequence_length says"
+        )
 
 
 def _read_epochs(recipe: Recipe) -> None:

@@ -29,5 +29,5 @@ NAMES: Names = {
     "gradient_checkpointing": f"{MEGATRON}.recompute_granularity",
     "bf16": "<role>.model_args.dtype",
     "reward_funcs": "rewards.<name>.function",
-    "reward_weights": "rewards.<name>.function",
+    "reward_weights": "rewards.<name>.weight",
 }

@@ -43,6 +43,15 @@ NAMES: Names = {
     "rollout.n_gpus_per_node": "actor_infer.device_mapping",
     "reward_model.overlong_buffer.len": "overlong_buffer_len",
     "reward_model.overlong_buffer.penalty_factor": "overlong_penalty_factor",
+    "algorithm.lam": "lambd",
+    "critic.model.path": "critic.model_args.model_name_or_path",
+    "critic.optim.lr": "critic.training_args.learning_rate",
+    "critic.cliprange_value": "value_clip",
+    "critic.ppo_mini_batch_size": "critic.training_args.gradient_accumulation_steps",
+    "critic.ppo_micro_batch_size_per_gpu": "critic.training_args.per_device_train_batch_size",
+    "critic.use_dynamic_bsz": "critic.use_dynamic_batching_in_train",
+    "critic.ppo_max_token_len_per_gpu": "critic.max_tokens_per_microbatch_in_train",
+    "trainer.critic_warmup": "critic_warmup",
     "actor.optim.lr": f"{TRAINING}.learning_rate",
     "actor.grad_clip": "max_grad_norm",
     "actor.ppo_mini_batch_size": f"{TRAINING}.gradient_accumulation_steps",
@@ -56,6 +65,11 @@ NAMES: Names = {
     "actor.clip_ratio_high": "pg_clip_high",
     "actor.clip_ratio_c": "dual_clip_c",
     "actor.policy_loss.loss_mode": "actor_train.pg_variant",
+    "actor.policy_loss.clip_cov_ratio": "clip_cov_ratio",
+    "actor.policy_loss.clip_cov_lb": "clip_cov_lower",
+    "actor.policy_loss.clip_cov_ub": "clip_cov_upper",
+    "actor.policy_loss.kl_cov_ratio": "kl_cov_ratio",
+    "actor.policy_loss.ppo_kl_coef": "kl_cov_coef",
     "actor.loss_agg_mode": "loss_agg_mode",
     "actor.entropy_coeff": "entropy_loss_coef",
     "actor.use_kl_loss": "use_kl_loss",
@@ -231,10 +245,7 @@ EARLIER_REJECTION = {"token": "token", "sequence": "sequence-sum", "geometric": 
 """`rollout_rs` of verl before it had statistics -> level here, with k1; its bounds are those of the ratio."""
 
 
-UNSUPPORTED_CORRECTION = (
-    (f"{CORRECTION}.rollout_is_batch_normalize", False, "weights are not divided by their mean; set it to false"),
-    (f"{CORRECTION}.loss_type", "ppo_clip", "for reinforce write actor_train.pg_variant: tis"),
-)
+UNSUPPORTED_CORRECTION = ((f"{CORRECTION}.loss_type", "ppo_clip", "for reinforce write actor_train.pg_variant: tis"),)
 """Keys without a counterpart, the value that means what is done here, and the alternative."""
 
 
@@ -244,7 +255,14 @@ def read_rollout_correction(tree: Tree) -> tuple[Tree, list[Problem], list[Probl
     Its k1 is the negative log ratio, so its bounds `a_b` are those of 1 / ratio: here 1 / b and 1 / a. A single bound u
     of k1 stands for 1 / u to u there. Tokens that it rejects leave the denominator of the loss as well.
     """
-    names = ("rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold", "rollout_rs_threshold_lower")
+    names = (
+        "rollout_is",
+        "rollout_is_threshold",
+        "rollout_is_batch_normalize",
+        "rollout_rs",
+        "rollout_rs_threshold",
+        "rollout_rs_threshold_lower",
+    )
     sections = (f"{CORRECTION}.", "rollout_correction.", "")
     found = [(section + name, name) for section in sections for name in names if _has(tree, section + name)]
     for path, usual, reason in UNSUPPORTED_CORRECTION:
@@ -259,7 +277,7 @@ def read_rollout_correction(tree: Tree) -> tuple[Tree, list[Problem], list[Probl
     if level is None and option is None:
         return tree, [Problem(path, "has no effect: rollout_is and rollout_rs are null") for path, _ in found], []
     where = next(path for path, name in found if given[name] is not None and name in ("rollout_is", "rollout_rs"))
-    if value_at(tree, "correction.weights") is not None or value_at(tree, "correction.rejection") is not None:
+    if any(value_at(tree, f"correction.{name}") is not None for name in ("weights", "rejection", "rejections")):
         return tree, [], [two_spellings(where, "correction")]
     correction = tree.get("correction") or {}
     if not isinstance(correction, dict):
@@ -268,8 +286,13 @@ def read_rollout_correction(tree: Tree) -> tuple[Tree, list[Problem], list[Probl
     try:
         if level is not None:
             correction["weights"] = _weights(level, given.get("rollout_is_threshold"))
+            if given.get("rollout_is_batch_normalize"):
+                correction["weights"]["normalize"] = True
         if option is not None:
-            correction["rejection"] = _rejection(option, given)
+            first, *further = _rejections(option, given)
+            correction["rejection"] = first
+            if further:
+                correction["rejections"] = {str(number): each for number, each in enumerate(further, start=2)}
             if tree.get("old_log_probs_source") != "behavior":
                 correction.setdefault("renormalize", True)
     except ValueError as error:
@@ -289,24 +312,38 @@ def _weights(level: Any, threshold: Any) -> Tree:
     return {"level": level, "upper": 2.0 if threshold is None else _positive(threshold, "rollout_is_threshold")}
 
 
-def _rejection(option: Any, given: Tree) -> Tree:
-    """The rejection of one option.
+def _rejections(option: Any, given: Tree) -> list[Tree]:
+    """The rejections of an option, which may list several with commas, with a threshold for each or one for all.
 
     Raises:
-        ValueError: it is unknown, or has no bound.
+        ValueError: one is unknown, or has no bound.
     """
     threshold, lower = given.get("rollout_rs_threshold"), given.get("rollout_rs_threshold_lower")
     if threshold is None:
         raise ValueError(f"rollout_rs {option} needs rollout_rs_threshold")
     if not isinstance(option, str):
         raise ValueError(f"rollout_rs {option!r} is not text, such as token_k1")
+    options, thresholds = option.split(","), threshold.split(",") if isinstance(threshold, str) else [threshold]
+    if len(thresholds) not in (1, len(options)):
+        raise ValueError(
+            f"rollout_rs {option!r} has {len(options)} options, but rollout_rs_threshold {threshold!r} has "
+            f"{len(thresholds)} values; give one for each, or one for all"
+        )
+    thresholds *= len(options) // len(thresholds)
+    return [_rejection(name.strip(), bound, lower) for name, bound in zip(options, thresholds, strict=True)]
+
+
+def _rejection(option: str, threshold: Any, lower: Any) -> Tree:
+    """The rejection of one option.
+
+    Raises:
+        ValueError: it is unknown, or its bound is no number.
+    """
     if option in EARLIER_REJECTION:
         upper = _positive(threshold, "rollout_rs_threshold")
         least = 1 / upper if lower is None else _positive(lower, "rollout_rs_threshold_lower")
         return {"statistic": "k1", "level": EARLIER_REJECTION[option], "lower": least, "upper": upper}
     level, _, statistic = option.rpartition("_")
-    if "," in option:
-        raise ValueError(f"rollout_rs {option}: several rejections at once are not available; keep one of them")
     if level not in REJECTION_LEVELS or statistic not in ("k1", "k2", "k3"):
         known = ", ".join(f"{name}_k1" for name in REJECTION_LEVELS)
         raise ValueError(f"rollout_rs {option!r} is unknown; use {known}, or the same with k2 or k3")

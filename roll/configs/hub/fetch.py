@@ -7,7 +7,6 @@ before its running files are complete. So large files are written here, to the n
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import threading
 import time
@@ -15,6 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from roll.configs.errors import RunError
 from roll.configs.hub.names import HubError, HubName, Listing, RemoteFile, cache_folder, endpoint, hub_errors
@@ -83,7 +83,7 @@ def _write_reference(name: HubName, commit: str) -> None:
     if name.revision == commit or (reference.is_file() and reference.read_text() == commit):
         return
     reference.parent.mkdir(parents=True, exist_ok=True)
-    part = reference.with_name(f"{reference.name}.{os.getpid()}")
+    part = reference.with_name(f"{reference.name}.{uuid4().hex}")  # threads of one process may fetch at once
     part.write_text(commit)
     part.replace(reference)
 

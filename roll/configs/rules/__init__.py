@@ -8,7 +8,7 @@ from __future__ import annotations
 from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import Report
 from roll.configs.pipeline import BaseConfig, RLConfig
-from roll.configs.rules import agentic, devices, files, generation, learning
+from roll.configs.rules import agentic, devices, files, generation, learning, rewards
 from roll.configs.schema import keys_along, value_at
 
 
@@ -29,13 +29,14 @@ def check(config: BaseConfig) -> Report:
         generation.check_asynchronous(config, report)
         learning.check_policy(config, report)
         learning.check_sampling(config, report)
-        generation.check_rewards(config, report)
+        rewards.check_rewards(config, report)
     if isinstance(config, AgenticConfig):
         agentic.check_groups(config, report)
         agentic.check_agentic(config, report)
         agentic.check_environments(config, report)
     check_unused_keys(config, report)
     files.check_models(config, report)
+    files.check_tokenizers(config, report)
     files.check_files(config, report)
     return report
 

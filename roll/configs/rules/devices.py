@@ -11,14 +11,15 @@ from roll.configs.compat import vllm
 from roll.configs.errors import Report
 from roll.configs.megatron import ineffective_modules
 from roll.configs.parallel_layout import spans
-from roll.configs.pipeline import BaseConfig, RLConfig
+from roll.configs.pipeline import BaseConfig, DPOConfig, RLConfig
 from roll.configs.roles import (
     DEVICE_ROLES,
     OLD_LOG_PROBS,
     ActorInferConfig,
-    ActorTrainConfig,
     MegatronRoleConfig,
     RoleConfig,
+    TrainedRoleConfig,
+    TrainingArguments,
 )
 from roll.configs.sglang_options import OWNED, ServerOption, server_options
 from roll.configs.suggestions import nearest
@@ -45,8 +46,8 @@ def check_devices(config: BaseConfig, report: Report) -> None:
     for role, worker in config.device_roles().items():
         _check_divides(role, worker, report)
     if isinstance(config, RLConfig) and config.async_generation_ratio > 0:
-        for role in ("actor_train", "reference"):
-            if role in config.device_roles():
+        for role, worker in config.device_roles().items():
+            if isinstance(worker, MegatronRoleConfig):
                 _check_overlap(config, role, report)
 
 
@@ -55,6 +56,9 @@ def _check_owned(config: BaseConfig, report: Report) -> None:
     for role in needed:
         if not getattr(config, role).device_mapping:
             report.error(f"{role}.device_mapping", "is empty; list the devices of this role, such as list(range(0,8))")
+    devices = f"such as {spans(config.actor_train.device_mapping)}, the devices of actor_train, to share them"
+    if isinstance(config, DPOConfig) and not config.reference.device_mapping:
+        report.error("reference.device_mapping", f"is empty, but pipeline dpo needs it; set its devices, {devices}")
     if not isinstance(config, RLConfig):
         return
     if config.async_generation_ratio > 0 and config.shares_devices:
@@ -70,7 +74,6 @@ def _check_owned(config: BaseConfig, report: Report) -> None:
         report.warn("is_offload_states", f"has no effect: with {ratio} the engines generate while actor_train trains")
     if config.uses_reference and not config.reference.device_mapping:
         terms = " and ".join(name for name in ("use_kl_loss", "add_token_level_kl") if getattr(config, name))
-        devices = f"such as {spans(config.actor_train.device_mapping)}, the devices of actor_train, to share them"
         report.error(
             "reference.device_mapping", f"is empty, but {terms} needs the reference; set its devices, {devices}"
         )
@@ -79,6 +82,13 @@ def _check_owned(config: BaseConfig, report: Report) -> None:
             "reference",
             "is configured but not used: neither use_kl_loss nor add_token_level_kl is on; it is not loaded",
         )
+    if config.uses_critic and not config.critic.device_mapping:
+        report.error(
+            "critic.device_mapping",
+            f"is empty, but adv_estimator {config.adv_estimator} needs the critic; set its devices, {devices}",
+        )
+    if config.critic.device_mapping and not config.uses_critic:
+        report.warn("critic", f"is configured but not used: adv_estimator is {config.adv_estimator}; it is not loaded")
 
 
 def _check_divides(role: str, worker: RoleConfig, report: Report) -> None:
@@ -185,7 +195,7 @@ def _check_megatron(config: BaseConfig, role: str, worker: MegatronRoleConfig, r
             "true splits the sequence over tensor-parallel ranks, and there is one; set it to false, or "
             "tensor_model_parallel_size to 2 or more",
         )
-    if isinstance(worker, ActorTrainConfig):
+    if isinstance(worker, TrainedRoleConfig):
         _check_recompute(worker, f"{path}.recompute_granularity", report)
         _check_optimizer(worker, path, report)
     if model.dtype == "fp16":
@@ -213,7 +223,7 @@ def _check_megatron(config: BaseConfig, role: str, worker: MegatronRoleConfig, r
         report.error(f"{role}.model_args.attn_implementation", "fa2 needs a GPU, and platform is cpu; use auto or sdpa")
 
 
-def _check_recompute(worker: ActorTrainConfig, path: str, report: Report) -> None:
+def _check_recompute(worker: TrainedRoleConfig, path: str, report: Report) -> None:
     recompute = worker.strategy_args.strategy_config.recompute_granularity
     if recompute == "selective" and not worker.strategy_args.strategy_config.recompute_modules:
         report.error(path.replace("granularity", "modules"), "is empty, so nothing is recomputed; use [core_attn]")
@@ -221,7 +231,7 @@ def _check_recompute(worker: ActorTrainConfig, path: str, report: Report) -> Non
         report.error(path, f"{recompute} contradicts model_args.disable_gradient_checkpointing: true; keep one of them")
 
 
-def _check_optimizer(worker: ActorTrainConfig, path: str, report: Report) -> None:
+def _check_optimizer(worker: TrainedRoleConfig, path: str, report: Report) -> None:
     """Options that only the distributed optimizer has, and modules whose recomputation saves nothing."""
     megatron = worker.strategy_args.strategy_config
     if megatron.optimizer_cpu_offload and worker.model_args.dtype == "fp32":
@@ -281,9 +291,25 @@ def _check_value(path: str, value: Any, option: ServerOption, report: Report) ->
 
 
 def check_training(config: BaseConfig, report: Report) -> None:
-    """The optimizer's schedule and the token budgets of dynamic batching."""
-    training = config.actor_train.training_args
-    path = "actor_train.training_args"
+    """The optimizers' schedules and the token budgets of dynamic batching."""
+    limits = {}
+    for role, worker in config.trained_roles().items():
+        _check_schedule(worker.training_args, f"{role}.training_args", report)
+        limits[f"{role}.max_tokens_per_microbatch_in_train"] = worker.training_token_limit, worker.layout.tensor
+    for role, each in config.device_roles().items():
+        if isinstance(each, MegatronRoleConfig) and OLD_LOG_PROBS.holds(config, each):
+            limits[f"{role}.max_tokens_per_microbatch_in_infer"] = each.forward_token_limit, each.layout.tensor
+    for path, (limit, tensor) in limits.items():
+        length = config.sequence_length or 0
+        least = -(-length // tensor) * tensor
+        if limit is not None and limit < least:
+            rounded = f", rounded up to {least} for tensor parallel {tensor}" if least > length else ""
+            report.error(
+                path, f"{limit} cannot hold one sample of sequence_length {length}{rounded}; use at least that"
+            )
+
+
+def _check_schedule(training: TrainingArguments, path: str, report: Report) -> None:
     if training.warmup_steps and training.warmup_ratio:
         report.error(
             f"{path}.warmup_ratio",
@@ -299,57 +325,45 @@ def check_training(config: BaseConfig, report: Report) -> None:
             report.error(
                 f"{path}.{beta}", "1 never updates the moving average, so the optimizer never moves; use less than 1"
             )
-    tensor = config.actor_train.layout.tensor
-    limits = {"actor_train.max_tokens_per_microbatch_in_train": (config.actor_train.training_token_limit, tensor)}
-    for role, worker in config.device_roles().items():
-        if isinstance(worker, MegatronRoleConfig) and OLD_LOG_PROBS.holds(config, worker):
-            limits[f"{role}.max_tokens_per_microbatch_in_infer"] = worker.forward_token_limit, worker.layout.tensor
-    for path, (limit, tensor) in limits.items():
-        length = config.sequence_length or 0
-        least = -(-length // tensor) * tensor
-        if limit is not None and limit < least:
-            rounded = f", rounded up to {least} for tensor parallel {tensor}" if least > length else ""
-            report.error(
-                path, f"{limit} cannot hold one sample of sequence_length {length}{rounded}; use at least that"
-            )
 
 
 def check_batch(config: BaseConfig, report: Report) -> None:
-    """The samples of a step fill whole optimizer steps."""
-    if isinstance(config, RLConfig):
-        if not _fills(config, report):
-            return
-        _check_step_size(config, report)
-    training, steps = config.actor_train.training_args, config.schedule_steps
-    if training.warmup_steps > steps:
-        report.warn(
-            "actor_train.training_args.warmup_steps",
-            f"{training.warmup_steps} is longer than the run of {steps} optimizer steps: the peak is never reached",
-        )
+    """The samples of a step fill whole optimizer steps, of every trained role."""
+    for role, worker in config.trained_roles().items():
+        if isinstance(config, RLConfig):
+            if not _fills(config, role, worker, report):
+                continue
+            _check_step_size(config, role, worker, report)
+        training, steps = worker.training_args, config.schedule_steps(worker)
+        if training.warmup_steps > steps:
+            report.warn(
+                f"{role}.training_args.warmup_steps",
+                f"{training.warmup_steps} is longer than the run of {steps} optimizer steps: the peak is never reached",
+            )
 
 
-def _check_step_size(config: RLConfig, report: Report) -> None:
+def _check_step_size(config: RLConfig, role: str, worker: TrainedRoleConfig, report: Report) -> None:
     """Warns of optimizer steps of one sample, which is what the defaults of both sizes make."""
     samples = config.samples_per_batch
-    if config.actor_train.samples_per_optimizer_step == 1 and samples > 1:
+    if worker.samples_per_optimizer_step == 1 and samples > 1:
         report.warn(
-            "actor_train.training_args.gradient_accumulation_steps",
+            f"{role}.training_args.gradient_accumulation_steps",
             f"1 with per_device_train_batch_size 1 makes {samples} optimizer steps of one sample each of every batch: "
             f"each follows the noise of its sample, and later ones learn from older samples; use {samples} for one "
             "step of the whole batch",
         )
 
 
-def _fills(config: RLConfig, report: Report) -> bool:
+def _fills(config: RLConfig, role: str, worker: TrainedRoleConfig, report: Report) -> bool:
     """Whether the samples fill optimizer steps; otherwise reports sizes that do. Batches of agents are padded."""
     prompts, group = config.rollout_batch_size, config.num_return_sequences_in_group
-    samples, step = config.samples_per_batch, config.actor_train.samples_per_optimizer_step
+    samples, step = config.samples_per_batch, worker.samples_per_optimizer_step
     if samples % step == 0:
         return True
     if isinstance(config, AgenticConfig):
         _warn_of_padding(config, step, report)
         return True
-    training, data_parallel = config.actor_train.training_args, config.actor_train.layout.data
+    training, data_parallel = worker.training_args, worker.layout.data
     size = training.per_device_train_batch_size
     product = (
         f"per_device_train_batch_size {size} x gradient_accumulation_steps "
@@ -362,7 +376,8 @@ def _fills(config: RLConfig, report: Report) -> bool:
         accumulation = _nearest_divisor(samples // (size * data_parallel), training.gradient_accumulation_steps)
         suggestion += f", or gradient_accumulation_steps {accumulation}"
     count = f"{prompts} prompts x num_return_sequences_in_group {group} = {samples} samples"
-    report.error("rollout_batch_size", f"{count} do not fill optimizer steps of {step} ({product}); {suggestion}")
+    steps = "optimizer steps" if role == "actor_train" else f"the {role}'s optimizer steps"
+    report.error("rollout_batch_size", f"{count} do not fill {steps} of {step} ({product}); {suggestion}")
     return False
 
 

@@ -14,8 +14,9 @@ from roll.configs.hub.splits import READABLE
 from roll.configs.megatron import MegatronTrainConfig, check_recompute, stage_layers
 from roll.configs.model_config import CONFIG_NAME, ModelShape, UnsupportedModel, read_model_shape
 from roll.configs.pipeline import BaseConfig
-from roll.configs.roles import TEMPLATES, MegatronRoleConfig, RoleConfig
+from roll.configs.roles import TEMPLATES, CriticConfig, MegatronRoleConfig, RoleConfig
 from roll.configs.rules.learning import check_name
+from roll.configs.rules.lengths import read_tokenizer
 from roll.configs.trackers import METRICS_FILE
 
 
@@ -111,7 +112,7 @@ def check_models(config: BaseConfig, report: Report) -> None:
             continue
         path = "pretrain" if name == config.pretrain else path
         try:
-            shape = read_model_shape(local_model(name))
+            shape = read_model_shape(local_model(name), isinstance(worker, CriticConfig))
         except UnsupportedModel as error:
             if name not in seen:
                 report.error(path, str(error))
@@ -124,6 +125,29 @@ def check_models(config: BaseConfig, report: Report) -> None:
             if name not in seen:
                 _check_positions(config, path, shape, report)
         seen.add(name)
+
+
+def check_tokenizers(config: BaseConfig, report: Report) -> None:
+    """The models that read the same samples give every token the same number."""
+    models = {role: worker.model_args.model_name_or_path for role, worker in config.device_roles().items()}
+    policy = models.pop("actor_train", None)
+    others = {role: name for role, name in models.items() if name not in (None, policy)}
+    known = read_tokenizer(policy) if others else None
+    if known is None:
+        return
+    tokens = {number: token for token, number in known.get_vocab().items()}
+    for role, name in others.items():
+        tokenizer = read_tokenizer(name)
+        if tokenizer is None:
+            continue
+        theirs = {number: token for token, number in tokenizer.get_vocab().items()}
+        number = next((each for each in sorted(theirs) if tokens.get(each, theirs[each]) != theirs[each]), None)
+        if number is not None:
+            report.error(
+                f"{role}.model_args.model_name_or_path",
+                f"token {number} of {name} is {theirs[number]!r}, but {tokens[number]!r} in actor_train's {policy}; "
+                "use a model with the same tokenizer",
+            )
 
 
 def _model_absence(name: str) -> str:

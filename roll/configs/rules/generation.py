@@ -1,16 +1,12 @@
-"""Generation: bounds on running ahead, waits, query filters and rewards."""
+"""Generation: bounds on running ahead, waits and query filters."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Collection
-from dataclasses import fields
-
 from roll.configs.agentic import AgenticConfig
 from roll.configs.asynchronous import max_batches_ready, versions_ahead
-from roll.configs.compat.roll import MATH_RULES
 from roll.configs.errors import Report
-from roll.configs.pipeline import QueryFilterConfig, RewardConfig, RLConfig, RLVRConfig, Source
+from roll.configs.pipeline import RLConfig, RLVRConfig, Source
+from roll.configs.rewards import QueryFilterConfig
 
 FILTER_ARGUMENTS = {
     "no_filter": (),
@@ -135,77 +131,3 @@ def _check_filter(path: str, config: QueryFilterConfig, group: int, source: Sour
             f"no mean score lies between threshold_down {low:g} and threshold_up {high:g}; "
             "threshold_down must be the smaller",
         )
-
-
-def _check_domains(config: RLVRConfig, report: Report) -> None:
-    """Prompts are drawn from domains that a reward scores, in shares above 0."""
-    shares, path = config.actor_train.data_args.domain_interleave_probs, "actor_train.data_args.domain_interleave_probs"
-    for name, share in shares.items():
-        if name not in config.rewards:
-            report.error(f"{path}.{name}", f"is not in rewards; known: {', '.join(config.rewards)}")
-        elif not 0 <= share < float("inf"):
-            report.error(f"{path}.{name}", f"{share:g} is not a share; use 0 or more")
-    if shares and not any(share > 0 for share in shares.values()):
-        report.error(path, "gives no domain a share, so nothing is drawn; give one, such as math_rule: 1.0")
-
-
-def check_rewards(config: RLConfig, report: Report) -> None:
-    """Every reward scores some samples, and names of classes and functions have the form `module:name`."""
-    for key in (item.name for item in fields(config.async_training) if item.name.endswith("_class")):
-        name = getattr(config.async_training, key)
-        if name is not None and not _names_code(name):
-            report.error(f"async_training.{key}", f"{name!r} is not the name of a class; write module:Class")
-    if not isinstance(config, RLVRConfig):
-        return
-    if not config.rewards:
-        report.error("rewards", "is empty, so nothing scores a response; describe one, such as math_rule: {}")
-    _check_domains(config, report)
-    owner_by_tag: dict[str, str] = {}
-    everything = ""
-    for name, reward in config.rewards.items():
-        _check_reward(f"rewards.{name}", reward, config.source.given, report)
-        owners = (
-            [everything] if everything else [owner_by_tag[tag] for tag in reward.tag_included if tag in owner_by_tag]
-        )
-        if everything or (owners and len(owners) == len(reward.tag_included)):
-            tags = "every tag is" if everything else "its tags are"
-            others = list(dict.fromkeys(owners))
-            report.error(
-                f"rewards.{name}",
-                f"scores nothing: {tags} already scored by {' and '.join(others)}; change tag_included there, or "
-                f"remove one of them; null removes that of a base file, such as {others[0]}: null; to add scores, "
-                "write one function that returns their sum",
-            )
-        owner_by_tag = {**dict.fromkeys(reward.tag_included, f"rewards.{name}"), **owner_by_tag}
-        if not reward.tag_included:
-            everything = everything or f"rewards.{name}"
-
-
-def _check_reward(path: str, reward: RewardConfig, given: Collection[str], report: Report) -> None:
-    worker = (reward.worker_cls or "").rpartition(".")[2]
-    if worker and worker not in MATH_RULES and f"{path}.function" not in given:
-        report.missing_resource(
-            f"{path}.function",
-            f"no rule here does what {worker} does; write function: module:name, a function of response, ground truth "
-            f"and config that returns the score, or remove {path} and the data with its tags",
-        )
-    if not _names_code(reward.function):
-        file, _, name = reward.function.rpartition(":")
-        stem = os.path.basename(file).removesuffix(".py")
-        hint = f", here {stem}:{name}, with {stem}.py beside the YAML file" if file.endswith(".py") else ""
-        report.error(
-            f"{path}.function", f"{reward.function!r} is not the name of a function; write module:function{hint}"
-        )
-    if reward.function == RewardConfig().function and reward.correct_score == reward.wrong_score:
-        report.error(
-            f"{path}.correct_score",
-            f"{reward.correct_score:g} equals wrong_score, so every answer has the same score and nothing is learned; "
-            "use two scores",
-        )
-
-
-def _names_code(name: str) -> bool:
-    """Whether a name has the form `module:name`; one with the ending of a file has not."""
-    module, colon, attribute = name.partition(":")
-    parts = module.split(".")
-    return bool(colon and attribute.isidentifier() and all(map(str.isidentifier, parts)) and parts[-1] != "py")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+from roll.configs.advantages import ADV_ESTIMATORS, GROUP_ESTIMATORS, TURN_ESTIMATORS
 from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import Report
 from roll.configs.pipeline import RLConfig, RLVRConfig
-from roll.configs.policy import ADV_ESTIMATORS, GROUP_ESTIMATORS, PG_VARIANTS, TURN_ESTIMATORS, traits_of
+from roll.configs.policy import COVARIANCE_VARIANTS, PG_VARIANTS, losses_of, traits_of
+from roll.configs.schema import value_at
 from roll.configs.suggestions import nearest
 
 
@@ -15,7 +17,8 @@ def check_algorithm(config: RLConfig, report: Report) -> None:
     """Names are known, groups are large enough, and terms that are on have a weight."""
     estimator, variant = "adv_estimator", "actor_train.pg_variant"
     check_name(estimator, config.adv_estimator, ADV_ESTIMATORS, report, {variant: PG_VARIANTS})
-    check_name(variant, config.actor_train.pg_variant, [*PG_VARIANTS], report, {estimator: ADV_ESTIMATORS})
+    for name in losses_of(config.actor_train.pg_variant):
+        check_name(variant, name, [*PG_VARIANTS], report, {estimator: ADV_ESTIMATORS})
     if config.adv_estimator in TURN_ESTIMATORS and isinstance(config, RLVRConfig):
         report.error(
             "adv_estimator",
@@ -34,6 +37,26 @@ def check_algorithm(config: RLConfig, report: Report) -> None:
             "pass_k",
             f"{config.pass_k} of the {group} responses to a prompt: each set of that size is the whole group, so every "
             f"advantage is 0; use at most {group - 1}, or a larger group",
+        )
+    losses = losses_of(config.actor_train.pg_variant)
+    if all(name in losses for name in COVARIANCE_VARIANTS):
+        report.error(variant, f"{' and '.join(COVARIANCE_VARIANTS)} cannot be mixed with each other; keep one of them")
+    if "kl_cov" in losses and config.optimizer_steps_per_batch == 1 and config.async_generation_ratio == 0:
+        report.warn(
+            variant,
+            "kl_cov has no effect with one optimizer step for each batch: its KL has no gradient before the second; "
+            "use ppo_epochs 2 or smaller optimizer steps",
+        )
+    if config.uses_critic and config.whiten_rewards and isinstance(config, AgenticConfig):
+        report.error(
+            "whiten_rewards",
+            "true would scale the score of a trajectory but not the rewards of its turns, which gae adds up; set it to "
+            "false, or use whiten_advantages",
+        )
+    if config.uses_critic and config.critic_warmup >= config.max_steps:
+        report.warn(
+            "critic_warmup",
+            f"{config.critic_warmup} is not below max_steps {config.max_steps}: only the critic is trained",
         )
     buffer, longest = config.overlong_buffer_len, config.response_length
     if buffer is not None and longest is not None and buffer > longest:
@@ -94,6 +117,19 @@ def check_policy(config: RLConfig, report: Report) -> None:
             "true needs to know the kept tokens before the loss is computed, but with old_log_probs_source behavior "
             "they depend on the current policy; set that to recompute, or leave renormalize out",
         )
+    for key in ("m2_threshold", "weights.normalize"):
+        if value_at(config.correction, key) and config.old_log_probs_source == "behavior":
+            report.error(
+                f"correction.{key}",
+                "needs the log ratios of the whole batch before the loss is computed, but with old_log_probs_source "
+                "behavior they depend on the current policy; set that to recompute, or leave this out",
+            )
+    if config.correction.renormalize and config.correction.opsm_delta is not None:
+        report.error(
+            "correction.renormalize",
+            "true needs to know the kept tokens before the loss is computed, and those of opsm_delta depend on the "
+            "current policy; leave one of them out",
+        )
     _check_counted_once(config, report)
     if config.async_generation_ratio > 0:
         _check_corrected(config, report)
@@ -102,6 +138,13 @@ def check_policy(config: RLConfig, report: Report) -> None:
 def _check_base(config: RLConfig, report: Report) -> None:
     variant = config.actor_train.pg_variant
     needs_proximal = traits_of(variant).ratio_base == "proximal"
+    needs_behavior = [name for name in losses_of(variant) if traits_of(name).ratio_base == "behavior"]
+    if needs_proximal and needs_behavior:
+        report.error(
+            "actor_train.pg_variant",
+            f"{variant}: the losses of a mixture have one base of the ratio, and that of {needs_behavior[0]} is the "
+            "sampling policy; use ppo instead of decoupled_ppo, or leave the others out",
+        )
     if needs_proximal and config.pg_ratio_base == "behavior":
         report.error(
             "pg_ratio_base",
@@ -124,13 +167,16 @@ def _check_base(config: RLConfig, report: Report) -> None:
 
 
 def _check_bounds(config: RLConfig, report: Report) -> None:
-    weights, rejection = config.correction.weights, config.correction.rejection
+    weights = config.correction.weights
     pairs: dict[str, tuple[float, float]] = {
         "tis_lower_bound": (config.tis_lower_bound, config.tis_upper_bound),
         "correction.weights.lower": (weights.lower, weights.upper),
     }
-    if rejection.lower is not None and rejection.upper is not None:
-        pairs["correction.rejection.lower"] = (rejection.lower, rejection.upper)
+    for path, rejection in config.correction.all_rejections.items():
+        if rejection.lower is not None and rejection.upper is not None:
+            pairs[f"{path}.lower"] = (rejection.lower, rejection.upper)
+    if "clip_cov" in losses_of(config.actor_train.pg_variant):
+        pairs["clip_cov_lower"] = config.clip_cov_lower, config.clip_cov_upper
     for path, (lower, upper) in pairs.items():
         if lower > upper:
             report.error(path, f"{lower:g} is above the upper bound {upper:g}; swap them")
@@ -139,14 +185,21 @@ def _check_bounds(config: RLConfig, report: Report) -> None:
 
 
 def _check_rejection(config: RLConfig, report: Report) -> None:
-    rejection, path = config.correction.rejection, "correction.rejection"
-    if rejection.statistic is not None and not rejection.lower and rejection.upper is None:
-        bounds = {"k1": "lower: 0.5, upper: 2.0", "k2": "upper: 0.1", "k3": "upper: 0.01"}[rejection.statistic]
-        given = "without bounds" if rejection.lower is None else "with a lower bound of 0 alone"
-        report.error(f"{path}.statistic", f"{rejection.statistic} {given} rejects nothing; give some, such as {bounds}")
-    agreement = 1.0 if rejection.statistic == "k1" else 0.0
-    if rejection.statistic is not None and not _inside(agreement, rejection.lower, rejection.upper):
-        report.warn(path, f"also rejects on-policy samples: {rejection.statistic} of equal policies is {agreement:g}")
+    for path, rejection in config.correction.all_rejections.items():
+        if not rejection.lower and rejection.upper is None:
+            bounds = {"k1": "lower: 0.5, upper: 2.0", "k2": "upper: 0.1", "k3": "upper: 0.01"}[str(rejection.statistic)]
+            given = "without bounds" if rejection.lower is None else "with a lower bound of 0 alone"
+            report.error(
+                f"{path}.statistic", f"{rejection.statistic} {given} rejects nothing; give some, such as {bounds}"
+            )
+        agreement = 1.0 if rejection.statistic == "k1" else 0.0
+        if not _inside(agreement, rejection.lower, rejection.upper):
+            report.warn(
+                path, f"also rejects on-policy samples: {rejection.statistic} of equal policies is {agreement:g}"
+            )
+    for name, rejection in config.correction.rejections.items():
+        if rejection.statistic is None:
+            report.warn(f"correction.rejections.{name}", "has no effect: its statistic is null; set it to k1, k2 or k3")
     veto = config.correction.veto_threshold
     if veto is not None and veto > 1:
         report.warn(

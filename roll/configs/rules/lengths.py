@@ -11,13 +11,16 @@ from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import Report
 from roll.configs.hub.names import local_file, local_model
 from roll.configs.pipeline import BaseConfig
 from roll.configs.roles import DataArguments
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 SAMPLED_ROWS = 200
 """Rows of a file whose prompts are measured: read and tokenized in a fraction of a second."""
@@ -70,17 +73,24 @@ def check_episode_lengths(config: AgenticConfig, report: Report) -> None:
 
 
 def token_counter(model: str | None) -> CountTokens | None:
-    """Counts tokens with the tokenizer.json of a model folder; None where there is none that can be read."""
+    """Counts tokens with the tokenizer of a model folder; None where there is none that can be read."""
+    tokenizer = read_tokenizer(model)
+    if tokenizer is None:
+        return None
+    return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def read_tokenizer(model: str | None) -> Tokenizer | None:
+    """The tokenizer.json of a model folder; None where there is none that can be read."""
     file = local_model(model or "") / "tokenizer.json"
     if model is None or not file.is_file():
         return None
     from tokenizers import Tokenizer
 
     try:
-        tokenizer = Tokenizer.from_file(str(file))
+        return Tokenizer.from_file(str(file))
     except Exception:  # the library raises nothing more specific; the run explains a broken tokenizer
         return None
-    return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 def prompts_in(file: Path, args: DataArguments) -> Iterator[str]:

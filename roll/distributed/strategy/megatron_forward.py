@@ -23,8 +23,11 @@ from roll.models.fused_linear_logprobs import HeadSpec, fused_linear_logprobs
 from roll.models.hf_config import DecoderConfig
 from roll.models.local_spec import PackedSamples
 
-LossFunction = Callable[[torch.Tensor, torch.Tensor, TensorDict], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-"""(log_probs [b, T], entropy [b, T], samples) -> (loss, metrics) of one micro-batch."""
+LossFunction = Callable[[torch.Tensor, torch.Tensor | None, TensorDict], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+"""(log_probs [b, T], entropy [b, T], samples) -> (loss, metrics) of one micro-batch; values and None of a critic."""
+
+Scores = tuple[torch.Tensor, ...]
+"""Log-probs and entropies of tokens, or the values of a critic."""
 
 
 @dataclass
@@ -42,24 +45,21 @@ class ForwardPass:
     packed: bool = False
     """Micro-batches are computed without padding, see `MicroBatch`."""
 
-    def log_probs(
-        self, batch: TensorDict, micro_batches: Sequence[Sequence[int]], temperature: float
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def scores(self, batch: TensorDict, micro_batches: Sequence[Sequence[int]], temperature: float) -> Scores | None:
         """Log-probs and entropies [B, T] float32 in the order of `batch`; None on all but the last stage."""
 
-        def scores(hidden: torch.Tensor, micro: MicroBatch, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-            log_probs, entropy = self._scores(hidden, micro, temperature, entropy_gradient=False)
-            return micro.to_columns(log_probs), micro.to_columns(entropy)
+        def scores(hidden: torch.Tensor, micro: MicroBatch, **_: Any) -> Scores:
+            return tuple(map(micro.to_columns, self._scores(hidden, micro, temperature, entropy_gradient=False)))
 
         with torch.no_grad():
             rows = self._schedule(batch, micro_batches, scores, forward_only=True)
         if not parallel_state.is_pipeline_last_stage():
             return None
-        outputs = tuple(torch.zeros(batch["input_ids"].shape, dtype=torch.float32) for _ in range(2))
+        outputs = tuple(torch.zeros(batch["input_ids"].shape, dtype=torch.float32) for _ in rows[0])
         for indices, parts in zip(micro_batches, rows, strict=True):
             for output, part in zip(outputs, parts, strict=True):
                 output[torch.as_tensor(list(indices)), : part.shape[1]] = part.cpu()
-        return outputs[0], outputs[1]
+        return outputs
 
     def backward(
         self,
@@ -76,8 +76,8 @@ class ForwardPass:
         """
 
         def loss_of(hidden: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-            log_probs, entropy = self._scores(hidden, micro, temperature, entropy_gradient)
-            value, metrics = loss(micro.to_columns(log_probs), micro.to_columns(entropy), micro.batch)
+            scored, *entropy = map(micro.to_columns, self._scores(hidden, micro, temperature, entropy_gradient))
+            value, metrics = loss(scored, entropy[0] if entropy else None, micro.batch)
             reported = {"loss": value.detach().clone(), **{name: each.detach() for name, each in metrics.items()}}
             no_tokens = torch.zeros((), dtype=torch.int, device=value.device)
             return value, no_tokens, reported
@@ -128,9 +128,7 @@ class ForwardPass:
         )
         return results[: len(micro_batches)]
 
-    def _scores(
-        self, hidden: torch.Tensor, micro: MicroBatch, temperature: float, entropy_gradient: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _scores(self, hidden: torch.Tensor, micro: MicroBatch, temperature: float, entropy_gradient: bool) -> Scores:
         """Log-probs and entropies [N] of the micro-batch's scored tokens from the last hidden states."""
         sequence_parallel = self.stages[-1].config.sequence_parallel
         group = parallel_state.get_tensor_model_parallel_group()
@@ -148,6 +146,25 @@ class ForwardPass:
         )
         rows = hidden.flatten(0, 1).index_select(0, micro.hidden_rows)
         return fused_linear_logprobs(rows, weight, micro.targets, spec, entropy_gradient)
+
+
+class ValuePass(ForwardPass):
+    """The forward pass of a critic: one value for each scored token, of the tokens before it."""
+
+    def _scores(self, hidden: torch.Tensor, micro: MicroBatch, temperature: float, entropy_gradient: bool) -> Scores:
+        """Values [N] of the micro-batch's scored tokens; there are no logits for the temperature to divide.
+
+        Every tensor-parallel rank computes all values, so gradients are already equal and are not summed.
+        """
+        if self.stages[-1].config.sequence_parallel:
+            group = parallel_state.get_tensor_model_parallel_group()
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=False, group=group
+            )
+        head = self.stages[-1].value_head
+        for parameter in head.parameters():
+            _wait_for_gather(self.wrapped[-1], parameter)
+        return (head(hidden.flatten(0, 1).index_select(0, micro.hidden_rows)),)
 
 
 def _wait_for_gather(wrapped: torch.nn.Module, weight: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TypedDict
+from typing import ClassVar, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from roll.configs.hub.names import local_model
 from roll.configs.megatron import MegatronConfig, MegatronTrainConfig, virtual_stages, with_defaults
 from roll.configs.parallel_layout import ParallelLayout, RankCoordinates
 from roll.configs.pipeline import BaseConfig, role_seed
-from roll.configs.roles import TORCH_DTYPES, ActorTrainConfig, MegatronRoleConfig
+from roll.configs.roles import TORCH_DTYPES, MegatronRoleConfig, TrainedRoleConfig
 from roll.distributed.process_groups import join_all_ranks
 from roll.distributed.protocol import DataProto
 from roll.distributed.strategy import megatron_checkpoint
@@ -33,6 +33,7 @@ from roll.distributed.strategy.host_copies import ALL_STATES, HostCopies, StateK
 from roll.distributed.strategy.megatron_forward import (
     ForwardPass,
     LossFunction,
+    ValuePass,
     over_optimizer_steps,
     reduce_micro_batches,
 )
@@ -65,6 +66,9 @@ class OptimizerStep(TypedDict):
 
 class MegatronInferStrategy:
     """A frozen Megatron model: log-probs of given tokens."""
+
+    value_head: ClassVar[bool] = False
+    """Whether the model gives values instead of log-probs."""
 
     def __init__(
         self,
@@ -102,7 +106,7 @@ class MegatronInferStrategy:
             RuntimeError: the ranks did not find each other in time.
         """
         folder = self.model_folder
-        self.model: DecoderConfig = read_hf_config(folder)
+        self.model: DecoderConfig = read_hf_config(folder, self.value_head)
         self.device = self.platform.torch_device(0)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -141,12 +145,16 @@ class MegatronInferStrategy:
             `log_probs` and `entropy` [B, T] float32 in the order of `data`, index t for token t (0 at t = 0),
             on every tensor-parallel rank of the last pipeline stage; no samples elsewhere.
         """
+        return self._score(data, ("log_probs", "entropy"))
+
+    def _score(self, data: DataProto, names: Sequence[str]) -> DataProto:
+        """A forward pass; its outputs under these names."""
         self.states.require("parameters")
         meta = data.meta_info
-        outputs = self.forward.log_probs(data.batch, meta["micro_batches"], meta["temperature"])
+        outputs = self.forward.scores(data.batch, meta["micro_batches"], meta["temperature"])
         if outputs is None:
             return DataProto(TensorDict({}, batch_size=[0]))
-        return DataProto.from_dict({"log_probs": outputs[0], "entropy": outputs[1]})
+        return DataProto.from_dict(dict(zip(names, outputs, strict=True)))
 
     def memory(self) -> dict[str, int]:
         """Bytes of this process as the platform counts them, and of the parameters."""
@@ -240,7 +248,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
             scale = LossScale(float(step["tokens"]), float(step["sequences"]), length)
 
             def loss(
-                log_probs: torch.Tensor, entropy: torch.Tensor, fields: TensorDict, scale: LossScale = scale
+                log_probs: torch.Tensor, entropy: torch.Tensor | None, fields: TensorDict, scale: LossScale = scale
             ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
                 return function(log_probs, entropy, fields, scale, config)
 
@@ -315,12 +323,13 @@ class MegatronTrainStrategy(MegatronInferStrategy):
 
     def _set_up(self) -> None:
         role, megatron = self.worker_config, self.megatron
-        assert isinstance(role, ActorTrainConfig) and isinstance(megatron, MegatronTrainConfig)
+        assert isinstance(role, TrainedRoleConfig) and isinstance(megatron, MegatronTrainConfig)
         self.wrapped = wrap_model(self.stages, megatron)
         self.optimizer = build_optimizer(self.wrapped, role.training_args, megatron)
-        self.forward = ForwardPass(self.wrapped, self.stages, self.model, self.device, role.use_sequence_packing)
+        kind = ValuePass if self.value_head else ForwardPass
+        self.forward = kind(self.wrapped, self.stages, self.model, self.device, role.use_sequence_packing)
         self.weights = MegatronWeights(self.stages, self.model, self.model_folder)
-        self.schedule = LearningRate.of(role.training_args, self.pipeline_config.schedule_steps)
+        self.schedule = LearningRate.of(role.training_args, self.pipeline_config.schedule_steps(role))
         self.optimizer_steps = 0
         self._finish_gathers()
 
@@ -332,6 +341,21 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         for wrapped in self.wrapped:
             if wrapped.ddp_config.overlap_param_gather:
                 wrapped.start_param_sync(force_sync=True)
+
+
+class MegatronValueStrategy(MegatronTrainStrategy):
+    """The model of a critic with its optimizer."""
+
+    value_head = True
+
+    def compute_values(self, data: DataProto) -> DataProto:
+        """Values of the states before given tokens; arguments and shapes as for `compute_log_probs`.
+
+        Returns:
+            `values` [B, T] float32, index t for the tokens before t (0 at t = 0), on every tensor-parallel rank of the
+            last pipeline stage; no samples elsewhere.
+        """
+        return self._score(data, ("values",))
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -120,7 +120,7 @@ class MegatronWeights:
             weight_map = {name: file for names, _ in parts for name, file in names.items()}
             index = {"metadata": {"total_size": sum(size for _, size in parts)}, "weight_map": weight_map}
             (folder / WEIGHT_INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
-            _copy_small_files(self.folder, folder, self._dtype)
+            _copy_small_files(self.folder, folder, self._dtype, self._model)
         dist.barrier()
 
     def _files(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
@@ -137,12 +137,15 @@ class MegatronWeights:
         yield f"model-stage{number:02}-{count:03}.safetensors", tensors
 
 
-def _copy_small_files(source: Path, folder: Path, dtype: torch.dtype) -> None:
-    """Config (with the dtype now written), generation settings and tokenizer."""
+def _copy_small_files(source: Path, folder: Path, dtype: torch.dtype, model: DecoderConfig) -> None:
+    """Config (with the dtype now written, and the architecture of a critic), generation settings and tokenizer."""
     for path in source.iterdir():
         if path.is_file() and path.suffix in {".json", ".jinja", ".model", ".txt"} and path.name != WEIGHT_INDEX:
             shutil.copyfile(path, folder / path.name)
     config = json.loads((source / CONFIG_NAME).read_text())
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     config[key] = str(dtype).removeprefix("torch.")
+    if model.value_head:
+        config["architectures"] = [model.architecture.partition("For")[0] + "ForTokenClassification"]
+        config["id2label"], config["label2id"] = {"0": "value"}, {"value": 0}
     (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

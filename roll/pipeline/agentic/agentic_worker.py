@@ -96,7 +96,7 @@ class AgenticWorker(RolloutWorker):
 
     def batch(self, groups: Sequence[Group]) -> DataProto:
         """One row for each trajectory or turn, and masked rows up to whole optimizer steps."""
-        multiple = self._agentic.actor_train.samples_per_optimizer_step
+        multiple = self._agentic.samples_multiple
         return batch_of_groups(groups, self._agentic.sample_by or "traj", multiple, episodes=True)
 
     def metrics(self, groups: Sequence[Group], version: int) -> dict[str, float]:

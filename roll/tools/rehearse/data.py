@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 from roll.configs.agentic import AgenticConfig, CustomEnvConfig
 from roll.configs.errors import ConfigError, unreachable
 from roll.configs.hub.names import local_file
-from roll.configs.pipeline import BaseConfig, RLVRConfig, reward_of
+from roll.configs.pipeline import BaseConfig, RLVRConfig
+from roll.configs.rewards import built_in_of, rewards_of
 from roll.configs.roles import DataArguments
 from roll.datasets.math_problems import TAG
+from roll.datasets.preferences import encode_preferences, read_preference
 from roll.datasets.prompts import question, tag_of
 from roll.datasets.records import Record, read_records
 from roll.datasets.sft import encode_sft_data, read_prompt_response
@@ -76,7 +78,7 @@ def write_data(config: BaseConfig, role: str, tokenizer: PreTrainedTokenizerBase
             records = read_records(name, limit=SCANNED_ROWS)
         measured = measure.all(records)
         rewards = config.rewards if isinstance(config, RLVRConfig) else {}
-        scorers = [reward_of(rewards, tag_of(record, args)) for record in records]
+        scorers = ["+".join(rewards_of(rewards, tag_of(record, args))) or None for record in records]
         chosen = choose_rows([max(pair) for pair in measured], scorers, count)
         lengths += [measured[index] for index in chosen]
         file = folder / f"{role}-{number}.jsonl"
@@ -118,9 +120,26 @@ def stand_in_rows(
         first, second = number % 7 + 1, (3 * number + file) % 3
         row = {args.id: f"{role}-{file}-{number}", args.tag: tags[number % len(tags)]}
         rows.append(row | {args.prompt: f"{first}+{second}=", args.response: str(first + second)})
+        if config.pipeline == "dpo":
+            rows[-1] |= {args.chosen: rows[-1].pop(args.response), args.rejected: str(first + second + 1)}
         if isinstance(config, RLVRConfig):
-            rows[-1][args.ground_truth] = str(first + second)
+            rows[-1][args.ground_truth] = _stand_in_truth(config, rows[-1][args.tag], str(first + second))
     return rows
+
+
+STAND_IN_TRUTHS = {
+    "multiple_choice": "A",
+    "ifeval": '{"func_name": "validate_no_commas"}',
+    "code_sandbox": '{"inputs": ["1 2"], "outputs": ["3"]}',
+}
+"""Ground truths in the format of built-in rewards that do not compare with an answer."""
+
+
+def _stand_in_truth(config: RLVRConfig, tag: str, answer: str) -> str:
+    """The ground truth of a stand-in row: the answer, unless the first reward of its tag reads another format."""
+    names = rewards_of(config.rewards, tag)
+    built_in = built_in_of(config.rewards[names[0]].function) if names else None
+    return STAND_IN_TRUTHS.get(built_in or "", answer)
 
 
 def fewest_actions(config: AgenticConfig) -> dict[str, int]:
@@ -166,7 +185,7 @@ def longest_messages(config: AgenticConfig) -> tuple[int, int]:
 
 
 class _Lengths:
-    """Tokens of the prompt of each row, and of the prompt with its answer where that is learned."""
+    """Tokens of the prompt of each row, and of the prompt with its (longer) answer where answers are learned."""
 
     def __init__(self, config: BaseConfig, args: DataArguments, tokenizer: PreTrainedTokenizerBase) -> None:
         self._config, self._args, self._tokenizer = config, args, tokenizer
@@ -179,6 +198,10 @@ class _Lengths:
             unlimited = (1 << 30, 1 << 30)
             examples, _ = encode_sft_data(pairs, self._tokenizer, args.template, *unlimited, args.mask_history)
             return [(len(one.prompt_ids), len(one.prompt_ids) + len(one.response_ids)) for one in examples]
+        if self._config.pipeline == "dpo":
+            both = [read_preference(record, args) for record in records]
+            encoded, _ = encode_preferences(both, self._tokenizer, args.template, 1 << 30, 1 << 30)
+            return [(len(one.chosen.prompt_ids), one.tokens) for one in encoded]
         encoder = PromptEncoder(self._tokenizer, args.template)
         return [(len(ids), len(ids)) for ids in encoder.encode([question(record, args) for record in records])]
 

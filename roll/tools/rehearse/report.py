@@ -14,8 +14,10 @@ from rich.text import Text
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.parallel_layout import spans
-from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig, SFTConfig, reward_of
+from roll.configs.pipeline import BaseConfig, DPOConfig, RLConfig, RLVRConfig, SFTConfig
+from roll.configs.rewards import rewards_of
 from roll.configs.roles import ActorInferConfig, MegatronRoleConfig
+from roll.datasets.preferences import load_preferences
 from roll.datasets.prompts import load_prompts
 from roll.datasets.sft import load_sft_data
 from roll.tools.rehearse.layouts import Placement
@@ -146,8 +148,7 @@ def _rewards(small: RLVRConfig, run: RunRecord) -> list[Finding]:
     scores: dict[str, list[float]] = {name: [] for name in small.rewards}
     prompts: dict[str, set[str]] = {name: set() for name in small.rewards}
     for sample in (sample for samples in run.samples.values() for sample in samples):
-        owner = reward_of(small.rewards, tags.get(sample["id"], ""))
-        if owner is not None:
+        for owner in rewards_of(small.rewards, tags.get(sample["id"], "")):
             scores[owner].append(sample["score"])
             prompts[owner].add(sample["id"])
     made = []
@@ -257,6 +258,12 @@ def sample_view(small: BaseConfig, run: RunRecord, decode: Decode) -> Renderable
         parts = [(Text(role, "dim"), sanitize(text, OBSERVATION)) for role, text in texts]
         answer = (Text("answer that is learned", "dim"), sanitize(pair.response, MODEL))
         return Group(Text("One example in full", "bold"), *(text for part in (*parts, answer) for text in part))
+    if isinstance(small, DPOConfig):
+        args = small.actor_train.data_args
+        preference = load_preferences(args.file_name, args)[0]
+        texts = [("better response", preference.chosen), ("worse response", preference.rejected)]
+        parts = [(Text(title, "dim"), sanitize(text, MODEL)) for title, text in texts]
+        return Group(Text("One pair in full", "bold"), *(text for part in parts for text in part))
     if not run.samples:
         return None
     groups = groups_of(run.samples[max(run.samples)])

@@ -10,7 +10,7 @@ from typing import Any
 from roll.configs.agentic import AgenticConfig
 from roll.configs.compat import Tree
 from roll.configs.megatron import LAYER_SPLITS
-from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig, SFTConfig
+from roll.configs.pipeline import BaseConfig, DPOConfig, RLConfig, RLVRConfig, SFTConfig
 from roll.configs.roles import DEVICE_ROLES, ActorInferConfig, MegatronRoleConfig
 from roll.configs.rules.devices import CUDA_ONLY
 from roll.configs.schema import value_at
@@ -142,7 +142,7 @@ def shrink(config: BaseConfig, inputs: Inputs, folder: str, steps: int) -> Rehea
         _shrink_rlvr(edit, config, batch, inputs)
     elif isinstance(config, AgenticConfig):
         _shrink_agents(edit, config, batch, inputs)
-    elif isinstance(config, SFTConfig):
+    elif isinstance(config, SFTConfig | DPOConfig):
         batch = _shrink_sft(edit, config, inputs)
     _shrink_training(edit, config, batch, steps)
     for path, least in LEAST_SECONDS.items():
@@ -273,6 +273,10 @@ def _shrink_role(edit: _Edit, role: str, placement: Placement) -> None:
 def _shrink_rl(edit: _Edit, config: RLConfig, batch: Batch) -> None:
     """What RLVR and agents share: weight updates, dumped samples and the queue."""
     folder = edit.tree["output_dir"]
+    if config.adv_estimator == "pass_at_k":
+        edit.set(("pass_k",), min(config.pass_k, batch.group_size - 1), SMALL)
+    if config.uses_critic and config.critic_warmup:
+        edit.set(("critic_warmup",), 1, "a rehearsal")
     edit.set(("rollout_dump_dir",), f"{folder}/samples", FOLDER)
     edit.set(("verify_weights",), "always", "every weight update is verified")
     edit.set(("model_update_buffer_size_mb",), 1, "a weight update has several buckets")
@@ -365,8 +369,8 @@ def _shrink_environments(edit: _Edit, config: AgenticConfig, name: str, groups: 
         edit.set((name, "max_env_num_per_worker"), -(-environments // processes), SMALL)
 
 
-def _shrink_sft(edit: _Edit, config: SFTConfig, inputs: Inputs) -> Batch:
-    """Pairs of a prompt and an answer; returns the batch, which is one optimizer step."""
+def _shrink_sft(edit: _Edit, config: SFTConfig | DPOConfig, inputs: Inputs) -> Batch:
+    """Prompts with an answer, or with two; returns the batch, which is one optimizer step."""
     prompt = max(SHORTEST, inputs.prompt_tokens)
     edit.set(("prompt_length",), prompt, "the longest prompt of the rehearsal")
     edit.set(("sequence_length",), max(inputs.sequence_tokens, prompt + 1), "the longest example of the rehearsal")
@@ -378,12 +382,17 @@ def _shrink_sft(edit: _Edit, config: SFTConfig, inputs: Inputs) -> Batch:
 
 def _shrink_training(edit: _Edit, config: BaseConfig, batch: Batch, steps: int) -> None:
     """Micro-batches, their token limits and the warm-up."""
-    training, section = config.actor_train.training_args, ("actor_train", "training_args")
+    section = ("actor_train", "training_args")
     edit.set((*section, "per_device_train_batch_size"), batch.micro_batch, SMALL)
     edit.set((*section, "gradient_accumulation_steps"), batch.accumulation, SMALL)
-    if training.warmup_steps > 1:
-        share = training.warmup_steps * steps // config.max_steps
-        edit.set((*section, "warmup_steps"), max(1, min(share, steps)), "the same share of a short run")
+    for role, worker in config.trained_roles().items():
+        if role != "actor_train":
+            for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
+                edit.drop((role, "training_args", name), "follows from actor_train's")
+        if worker.training_args.warmup_steps > 1:
+            share = worker.training_args.warmup_steps * steps // config.max_steps
+            path = (role, "training_args", "warmup_steps")
+            edit.set(path, max(1, min(share, steps)), "the same share of a short run")
     length = edit.tree.get("sequence_length") or edit.tree["prompt_length"] + edit.tree["response_length"]
     for role in config.device_roles():
         for key in ("max_tokens_per_microbatch_in_train", "max_tokens_per_microbatch_in_infer"):

@@ -11,6 +11,7 @@ from typing import Any
 
 from roll.configs.pipeline import RLConfig
 from roll.configs.trackers import METRICS_FILE
+from roll.pipeline.bottleneck_report import trained_seconds
 from roll.tools.terminal import option_error
 from roll.trackers.files import RUN_FILE, read_metrics
 
@@ -41,6 +42,7 @@ class RunShape:
         slots: requests that one engine runs at a time.
         samples: per training step.
         ratio: `async_generation_ratio`.
+        critic_apart: a critic works at the same time as actor_train, on its own devices.
     """
 
     train_devices: int
@@ -48,6 +50,7 @@ class RunShape:
     slots: int
     samples: int
     ratio: float
+    critic_apart: bool = False
 
     @classmethod
     def from_config(cls, config: RLConfig) -> RunShape:
@@ -58,6 +61,7 @@ class RunShape:
             slots=config.actor_infer.max_running_requests,
             samples=config.rollout_batch_size * config.num_return_sequences_in_group,
             ratio=config.async_generation_ratio,
+            critic_apart=config.critic_apart,
         )
 
     @classmethod
@@ -67,13 +71,14 @@ class RunShape:
         Raises:
             KeyError: a key is missing, because the run was not a reinforcement learning run.
         """
-        infer = config["actor_infer"]
+        infer, critic = config["actor_infer"], config.get("critic", {}).get("device_mapping", [])
         return cls(
             train_devices=len(config["actor_train"]["device_mapping"]),
             engines=max(1, len(infer["device_mapping"]) // infer["num_gpus_per_worker"]),
             slots=infer["max_running_requests"],
             samples=config["rollout_batch_size"] * config["num_return_sequences_in_group"],
             ratio=config["async_generation_ratio"],
+            critic_apart=bool(critic) and set(critic).isdisjoint(config["actor_train"]["device_mapping"]),
         )
 
 
@@ -158,7 +163,7 @@ def read_run(folder: Path, option: str) -> Measurements:
         raise option_error(option, message)
     return Measurements(
         shape=shape,
-        times=_step_times(lines),
+        times=_step_times(lines, shape.critic_apart),
         mean_length=mean_length,
         max_length=_median(lines, "rollout/response_length_max"),
         batches=[
@@ -224,11 +229,14 @@ def _fit_error(run: Measurements, doubling_batch: float) -> float:
     return statistics.pstdev(factors) / statistics.fmean(factors)
 
 
-def _step_times(lines: list[dict[str, float]]) -> StepTimes:
+def _step_times(lines: list[dict[str, float]], critic_apart: bool) -> StepTimes:
+    def trained(name: str) -> float:
+        return statistics.median(trained_seconds(line, name, critic_apart) for line in lines)
+
     return StepTimes(
         generate=_median(lines, "time/generate"),
-        train=_median(lines, "time/train"),
-        log_probs=_median(lines, "time/old_log_probs"),
+        train=trained("time/train"),
+        log_probs=trained("time/old_log_probs"),
         reward=_median(lines, "time/reward"),
         weight_update=_median(lines, "time/publish"),
         weight_update_pause=_median(lines, "time/publish_pause"),

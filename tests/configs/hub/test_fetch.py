@@ -7,7 +7,7 @@ import hashlib
 import logging
 import os
 import shutil
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -116,11 +116,9 @@ def test_an_interruption_keeps_what_was_fetched(hub: HubServer, folder: Path, mo
 
 def test_two_fetches_at_once_download_each_file_once(hub: HubServer, folder: Path) -> None:
     listing = list_files(NAME)
-    threads = [threading.Thread(target=fetch, args=(listing, model_files(listing))) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(3) as threads:
+        fetches = [threads.submit(fetch, listing, model_files(listing)) for _ in range(3)]
+    assert len({fetched.result() for fetched in fetches}) == 1
     assert hub.downloads("model-1.safetensors") == [""]
 
 

@@ -77,7 +77,10 @@ def test_a_finished_trial_with_data_given_by_name_is_not_run_again(config, tmp_p
     [
         ("seed=3", "seed: is set by the grid: use --seeds"),
         ("actor_train={pg_variant: tis}", "actor_train.pg_variant: is set by the grid: use --variants"),
-        ("pg_clip_low=banana", "pg_clip_low: belongs to ppo or decoupled_ppo, none of which is in --variants"),
+        (
+            "pg_clip_low=banana",
+            "pg_clip_low: belongs to ppo or decoupled_ppo or clip_cov, none of which is in",
+        ),
         ("eval_steps=0", "eval_steps: 0 disables validation"),
         ("tis_lower_bound=2", "tis_lower_bound: 2 is above the upper bound 1; swap them"),
     ],

@@ -139,6 +139,18 @@ def test_slowdown_is_fitted_to_a_run_with_overlap(tmp_path: Path, synchronous_fo
     assert outcome_of(model, 2).step_seconds == pytest.approx(outcome_of(real, 2).step_seconds, rel=0.10)
 
 
+@pytest.mark.parametrize(("devices", "train", "log_probs"), [("0-1", 9.0, 3.0), ("4-5", 6.0, 2.0)])
+def test_the_time_of_a_critic_is_part_of_training(tmp_path: Path, devices: str, train: float, log_probs: float) -> None:
+    critic = ("adv_estimator=gae", f"critic.device_mapping={devices}", "num_devices_per_node=8")
+    config = small(tmp_path, "critic.training_args.gradient_accumulation_steps=8", *critic)
+    line = {"time/step": 20.0, "time/generate": 1.0, "time/train": 3.0, "time/train_critic": 6.0}
+    line |= {"time/old_log_probs": 1.0, "time/values": 2.0}
+    lengths = {"rollout/response_length_mean": 200.0, "rollout/response_length_max": 700.0}
+    measured = read_run(write_run(tmp_path / "run", config, [line | lengths] * 3), "--from")
+    assert (measured.times.train, measured.times.log_probs) == (train, log_probs)
+    assert measured.shape == RunShape.from_config(config)
+
+
 def test_slowdown_defaults_to_devices_per_core(tmp_path: Path) -> None:
     config = small(tmp_path, "platform=cpu")
     options = Options(generate=4.0, train=3.0)

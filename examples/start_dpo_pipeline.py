@@ -1,0 +1,8 @@
+"""Runs the dpo pipeline: `--config_path DIR --config_name NAME [key=value ...]`, DIR below here or examples/."""
+
+import sys
+
+from roll.cli import launch
+
+if __name__ == "__main__":
+    sys.exit(launch("dpo"))

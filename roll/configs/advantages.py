@@ -1,0 +1,151 @@
+"""From scores to advantages: the keys of estimators, of a critic, and of samples that are left out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from roll.configs.schema import Condition, needs, option
+
+TURN_ESTIMATORS = ("gigpo", "step_reinforce", "agentic_reinforce")
+"""Values of `adv_estimator` that use the turns of a trajectory."""
+
+ADV_ESTIMATORS = (
+    "grpo",
+    "reinforce",
+    "rloo",
+    "lite_ppo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "opo",
+    "gpg",
+    "pass_at_k",
+    "gae",
+    *TURN_ESTIMATORS,
+)
+"""Values of `adv_estimator`; the registry of roll.algorithms agrees with it."""
+
+GROUP_ESTIMATORS = ("grpo", "rloo", "lite_ppo", "reinforce_plus_plus_baseline", "opo", "gpg", "pass_at_k")
+"""Estimators that compare a response with the others to its prompt and give all its tokens the same advantage."""
+
+VALUE_ESTIMATORS = ("gae",)
+"""Estimators that need the values of a critic."""
+
+WHITENING_ESTIMATORS = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+"""Estimators that whiten advantages by definition."""
+
+
+def estimators(*names: str, reason: str, is_error: bool = False) -> Condition:
+    """The condition of keys that only these values of `adv_estimator` read."""
+    return Condition(lambda config, _: config.adv_estimator in names, reason, ("adv_estimator",), is_error)
+
+
+def not_estimators(*names: str, reason: str) -> Condition:
+    """The condition of keys that these values of `adv_estimator` do not read."""
+    return Condition(lambda config, _: config.adv_estimator not in names, reason, ("adv_estimator",))
+
+
+NORMALISED = estimators(
+    "reinforce",
+    reason="only adv_estimator reinforce reads it; the others define their own normalisation",
+)
+
+
+CRITIC = estimators(*VALUE_ESTIMATORS, reason="adv_estimator is not gae, so there is no critic")
+
+
+@dataclass
+class CriticOptions:
+    """How the critic of `adv_estimator: gae` is trained; its model, devices and optimizer are in `critic`."""
+
+    value_clip: float | None = option(
+        None,
+        "The value loss does not reward values further than this from those at the start of the step; null: no bound.",
+        gt=0,
+        only_for=CRITIC,
+    )
+    critic_warmup: int = option(
+        0, "First steps, in which the critic learns and the policy does not.", ge=0, only_for=CRITIC
+    )
+
+
+@dataclass
+class AdvantageOptions:
+    """The keys of the advantages."""
+
+    adv_estimator: str = option("grpo", "Advantage estimator; see docs/algorithms.md for the known ones.")
+    grpo_norm_by_std: bool = option(
+        True,
+        "Divide by the group's standard deviation; false is Dr. GRPO.",
+        only_for=estimators("grpo", reason="adv_estimator is not grpo"),
+    )
+    pass_k: int = option(
+        4,
+        "k of pass@k: the best of k responses counts; below num_return_sequences_in_group.",
+        ge=1,
+        only_for=estimators("pass_at_k", reason="adv_estimator is not pass_at_k"),
+    )
+    norm_mean_type: Literal["batch", "group"] | None = option(
+        None, "Subtract this mean from scores (reinforce).", only_for=NORMALISED
+    )
+    norm_std_type: Literal["batch", "group"] | None = option(
+        None, "Divide scores by this deviation (reinforce).", only_for=NORMALISED
+    )
+    gamma: float = option(
+        1.0,
+        "Discount of the return to go.",
+        ge=0,
+        le=1,
+        only_for=not_estimators(
+            *GROUP_ESTIMATORS, reason="this adv_estimator gives every token of a response the same advantage"
+        ),
+    )
+    lambd: float = option(
+        0.95,
+        "GAE's weight of later temporal differences: 1 is the return minus the value, 0 trusts the critic after one "
+        "token.",
+        ge=0,
+        le=1,
+        only_for=CRITIC,
+    )
+    overlong_buffer_len: int | None = option(
+        None,
+        "Last tokens of response_length over which a response loses up to overlong_penalty_factor of its score (DAPO).",
+        ge=1,
+        only_for=Condition(lambda config, _: config.pipeline == "rlvr", "it belongs to pipeline rlvr", ("pipeline",)),
+    )
+    overlong_penalty_factor: float = option(
+        1.0,
+        "That loss for a response of response_length.",
+        gt=0,
+        only_for=needs("overlong_buffer_len", "overlong_buffer_len is null", accepts=lambda length: length is not None),
+    )
+    reward_clip: float | None = option(None, "Clip scores to +- this.", gt=0)
+    advantage_clip: float | None = option(None, "Clip advantages to +- this.", gt=0)
+    whiten_rewards: bool = option(False, "Zero mean and unit variance of scores over the batch.")
+    whiten_advantages: bool = option(
+        False,
+        "Zero mean and unit variance of advantages over the batch's tokens.",
+        only_for=not_estimators(*WHITENING_ESTIMATORS, reason="this adv_estimator always whitens its advantages"),
+    )
+
+
+DIFFICULTY = needs("difficulty_mask", "difficulty_mask is false; set it to true")
+
+
+@dataclass
+class SampleMaskOptions:
+    """Which samples of a batch are left out of the loss; their scores still count in the statistics of advantages."""
+
+    max_len_mask: bool = option(
+        False, "Leave responses out of the loss that were cut at their length, and trajectories at sequence_length."
+    )
+    difficulty_mask: bool = option(
+        False, "Leave groups out of the loss whose mean score is not between the two thresholds."
+    )
+    difficulty_low_threshold: float = option(
+        0.0, "Groups with this mean score or less are too difficult.", only_for=DIFFICULTY
+    )
+    difficulty_high_threshold: float = option(
+        1.0, "Groups with this mean score or more are too easy.", only_for=DIFFICULTY
+    )

@@ -1,0 +1,76 @@
+"""Reads what entries of `rewards` in recipes of ROLL write differently: classes of workers, and their options."""
+
+from __future__ import annotations
+
+from roll.configs.compat.recipe import Recipe
+from roll.configs.errors import Problem
+from roll.configs.rewards import BUILT_IN
+
+WORKERS = {
+    "MathRuleRewardWorker": "math_rule",
+    "CodeSandboxRewardWorker": "code_sandbox",
+    "LLMJudgeRewardWorker": "llm_judge",
+    "GeneralRuleRewardWorker": "ifeval",
+    "GeneralValRuleRewardWorker": "multiple_choice",
+    "CrossThinkQARuleRewardWorker": "multiple_choice",
+    "MultipleChoiceBoxedRuleRewardWorker": "multiple_choice",
+}
+"""Classes of rewards there whose counterpart is a built-in reward here."""
+
+DIFFERENCES = {
+    "GeneralRuleRewardWorker": ", without its penalty of repeated words",
+    "CrossThinkQARuleRewardWorker": ", without points for the format and without its penalties",
+    "MultipleChoiceBoxedRuleRewardWorker": ", with or without a box around the choice",
+    "CodeSandboxRewardWorker": "; programs run in processes here, and tests of case_type text are not read",
+    "LLMJudgeRewardWorker": ", with the question of prompt_template",
+}
+"""What a counterpart does differently, for the remark."""
+
+TEXT_OPTIONS = {"judge_api_url": "base_url", "judge_model_name": "model"}
+"""Options of the judge there -> here."""
+
+KEPT_TYPES = ("strict", "soft")
+"""Values of `reward_type` there with the same meaning here, for the rewards that read it."""
+
+
+def read_rewards(recipe: Recipe) -> None:
+    """Translates every entry of `rewards`, in any file; a key of ours that is given as well wins."""
+    for name, entry in list(recipe.section("rewards").items()):
+        if isinstance(entry, dict):
+            _read_worker(recipe, f"rewards.{name}")
+            _read_judge(recipe, f"rewards.{name}")
+
+
+def _read_worker(recipe: Recipe, path: str) -> None:
+    """Sets the function that replaces a class, and drops a `reward_type` that it does not read."""
+    worker = recipe.get(f"{path}.worker_cls")
+    if not isinstance(worker, str):
+        return
+    worker = worker.rpartition(".")[2]
+    built_in = WORKERS.get(worker)
+    if built_in is not None and recipe.put_new(f"{path}.function", built_in) and built_in != "math_rule":
+        recipe.note(f"{path}.worker_cls", f"{worker} is read as function: {built_in}{DIFFERENCES.get(worker, '')}")
+    kind = recipe.get(f"{path}.reward_type")
+    readers = [text for name in ("ifeval", "code_sandbox") for text in (name, BUILT_IN[name].function)]
+    if recipe.get(f"{path}.function") not in readers or kind not in KEPT_TYPES:
+        recipe.drop(f"{path}.reward_type", "right and wrong answers have the scores correct_score and wrong_score")
+
+
+def _read_judge(recipe: Recipe, path: str) -> None:
+    """Renames the options of a judge; the model that it would run itself is the one that its endpoint serves."""
+    for other, ours in TEXT_OPTIONS.items():
+        value = recipe.take(f"{path}.{other}")
+        if value is not None and recipe.put_new(f"{path}.{ours}", value):
+            recipe.note(f"{path}.{other}", f"is read as {ours}")
+    if recipe.get(f"{path}.judge_model_type") == "inference":
+        model = recipe.get(f"{path}.model_args.model_name_or_path")
+        if isinstance(model, str) and recipe.put_new(f"{path}.model", model):
+            recipe.note(f"{path}.model_args.model_name_or_path", f"is read as model: {model}")
+    recipe.drop(f"{path}.judge_prompt", "it names a prompt of ROLL; prompt_template is the text of the question")
+    if recipe.take(f"{path}.judge_api_key") is not None:
+        recipe.problems.append(
+            Problem(
+                f"{path}.judge_api_key",
+                "keys are not read from files; export it, and write api_key_env: the name of the variable",
+            )
+        )

@@ -1,0 +1,124 @@
+"""Pairs of a better and a worse response to one prompt (data of DPO), as text and as token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from roll.configs.roles import DataArguments
+from roll.datasets.prompts import Message, Question, check_unique_ids, question, record_id
+from roll.datasets.records import DatasetError, Record, read_records
+from roll.datasets.sft import PromptResponse, SFTExample, encode_last_messages
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Preference:
+    """A prompt with the response that is preferred and the one that is not."""
+
+    id: str
+    question: Question
+    chosen: str
+    rejected: str
+
+
+@dataclass(frozen=True)
+class PreferencePair:
+    """Both responses of a prompt as token ids."""
+
+    chosen: SFTExample
+    rejected: SFTExample
+
+    @property
+    def tokens(self) -> int:
+        """Of the longer of prompt with response."""
+        return max(len(one.prompt_ids) + len(one.response_ids) for one in (self.chosen, self.rejected))
+
+
+def load_preferences(files: str | list[str], data_args: DataArguments) -> list[Preference]:
+    """Reads the pairs of all files, in order.
+
+    The columns `data_args.chosen` and `data_args.rejected` have a text each, or messages that end with the assistant's.
+    The prompt is what precedes the last of these messages, the same in both; of texts, or of a single message, it is
+    that of `data_args.prompt` or `data_args.messages`.
+
+    Raises:
+        DatasetError: as `load_prompts`.
+    """
+    records = read_records(files)
+    pairs = [read_preference(record, data_args) for record in records]
+    check_unique_ids([pair.id for pair in pairs], records)
+    return pairs
+
+
+def read_preference(record: Record, data_args: DataArguments) -> Preference:
+    """The pair of one row; see `load_preferences`."""
+    texts, prompts = [], []
+    for key in ("chosen", "rejected"):
+        prompt, text = _response(record, getattr(data_args, key), key)
+        prompts.append(prompt)
+        texts.append(text)
+    if prompts[0] and prompts[1] and prompts[0] != prompts[1]:
+        record.fail(f"columns {data_args.chosen!r} and {data_args.rejected!r} answer different messages")
+    before = prompts[0] or prompts[1]
+    asked = Question(messages=before) if before else question(record, data_args)
+    if asked.messages and asked.messages[-1]["role"] == "assistant":
+        record.fail("the prompt ends with a message of the assistant, which would be part of what both answers follow")
+    return Preference(record_id(record, data_args), asked, *texts)
+
+
+def _response(record: Record, column: str, key: str) -> tuple[tuple[Message, ...], str]:
+    """The messages before a response, none where it is a text, and the response."""
+    value: Any = record.row.get(column)
+    if value is None:
+        record.fail_missing(column, key=key)
+    if isinstance(value, str) and value:
+        return (), value
+    messages = value if isinstance(value, list) else []
+    if all(isinstance(each, dict) and {"role", "content"} <= each.keys() for each in messages):
+        if messages and messages[-1]["role"] == "assistant" and isinstance(messages[-1]["content"], str):
+            return tuple(messages[:-1]), messages[-1]["content"]
+    record.fail(f"column {column!r} holds {value!r}; use a text, or messages of which the assistant's is the last")
+
+
+def encode_preferences(
+    pairs: Sequence[Preference],
+    tokenizer: PreTrainedTokenizerBase,
+    template: str,
+    prompt_length: int,
+    sequence_length: int,
+) -> tuple[list[PreferencePair], int]:
+    """Encodes both responses of each pair with the tokenizer's end token, and drops pairs that are too long.
+
+    Args:
+        pairs: of texts.
+        tokenizer: a tokenizer with an end token.
+        template: chat template of the prompt; see `roll.datasets.templates`.
+        prompt_length: maximum tokens of a prompt.
+        sequence_length: maximum tokens of prompt and response together, end token included.
+
+    Returns:
+        The pairs that fit, in order, and the number that were dropped.
+
+    Raises:
+        DatasetError: none fits (the message gives the longest lengths), or the tokenizer has no end token.
+    """
+    encoded = [
+        encode_last_messages(
+            [PromptResponse(pair.id, pair.question, getattr(pair, key)) for pair in pairs], tokenizer, template
+        )
+        for key in ("chosen", "rejected")
+    ]
+    both = [PreferencePair(*one) for one in zip(*encoded, strict=True)]
+    kept = [pair for pair in both if len(pair.chosen.prompt_ids) <= prompt_length and pair.tokens <= sequence_length]
+    if not kept:
+        prompts = max((len(pair.chosen.prompt_ids) for pair in both), default=0)
+        longest = max((pair.tokens for pair in both), default=0)
+        raise DatasetError(
+            f"none of {len(pairs)} pairs fits prompt_length {prompt_length} and sequence_length {sequence_length}; the "
+            f"longest prompt has {prompts} tokens, the longest prompt with a response {longest}"
+        )
+    return kept, len(both) - len(kept)

@@ -1,0 +1,311 @@
+"""Reward of programs: takes a program from a response, runs it against the tests of its prompt, and compares results.
+
+Expected results stay in this process: programs get inputs only. See `roll.rewards.sandbox` for how they are run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from roll.configs.rewards import RewardConfig
+from roll.rewards.calling import without_reasoning
+from roll.rewards.reward_process import SelfTest
+from roll.rewards.sandbox.client import Job, Limits, Sandbox
+from roll.rewards.sandbox.values import NotPlain, decode, encode
+
+BLOCK = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
+"""A block of code; its first group is the language."""
+
+LANGUAGES = ("", "python", "python3", "py", "py3")
+
+TIME_OF_OTHERS_S = 5.0
+"""Part of `timeout_s` that is left for the rest of a call after all tests have used their time."""
+
+COLUMNS = ("test_cases", "input_output", "public_test_cases", "test_list", "test")
+"""Columns that may hold the tests, the first that a row has; without any they are the ground truth."""
+
+TOLERANCE = 1e-6
+"""Relative difference of two numbers with decimals that counts as equal."""
+
+
+@dataclass(frozen=True)
+class Tests:
+    """The tests of a prompt.
+
+    Attributes:
+        kind: as of `Job`.
+        expected: for `stdio` the texts, for `calls` the values, in the order of inputs or arguments.
+        inputs: as of `Job`; so are the others.
+    """
+
+    kind: str
+    expected: list[Any] = field(default_factory=list)
+    inputs: list[str] = field(default_factory=list)
+    name: str = ""
+    arguments: list[str] = field(default_factory=list)
+    units: list[str] = field(default_factory=list)
+    prefix: str = ""
+    entry_point: str = ""
+
+    def job(self, program: str, stop: bool) -> Job:
+        """The job that runs a program against the tests; it contains nothing that is expected, except for asserts."""
+        own = {key: value for key, value in vars(self).items() if key not in ("kind", "expected")}
+        return Job(f"{self.prefix}\n{program}" if self.prefix else program, self.kind, stop, **own)
+
+
+async def code_reward(
+    response: str, ground_truth: str, row: Mapping[str, Any], config: RewardConfig
+) -> dict[str, float]:
+    """Score between `wrong_score` and `correct_score`, and the metrics `passed`, a share of tests, and `has_code`.
+
+    With `reward_type: strict` a program is right if it passes every test; with `soft` the score is the share. A program
+    that does not end, uses more than its limits or raises fails the test. A response without a program is wrong.
+
+    Args:
+        response: the decoded response.
+        ground_truth: tests in any of the formats of `read_tests`. Unused if the row has one of COLUMNS.
+        row: the columns of the data.
+        config: `code_from`, `reward_type`, `test_timeout_s`, `memory_limit_mb`, `output_limit_kb`, `timeout_s`,
+            `correct_score` and `wrong_score` are used.
+
+    Raises:
+        ValueError: the tests cannot be read, or cannot be run against any program.
+        SandboxError: the sandbox failed.
+    """
+    tests = read_tests(ground_truth, row)
+    program = program_in(response, config)
+    if program is None:
+        return {"score": config.wrong_score, "passed": 0.0, "has_code": 0.0}
+    strict = config.reward_type == "strict"
+    limits = Limits(
+        config.test_timeout_s,
+        max(config.timeout_s - TIME_OF_OTHERS_S, config.timeout_s / 2),
+        config.memory_limit_mb * 2**20,
+        config.output_limit_kb * 2**10,
+    )
+    async with _sandbox() as sandbox:
+        results = await sandbox.run(tests.job(program, stop=strict), limits)
+    passed, total = _counted(tests, results)
+    share = passed / total
+    score = config.share_score(float(passed == total) if strict else share)
+    return {"score": score, "passed": share, "has_code": 1.0}
+
+
+_idle: list[Sandbox] = []
+"""Servers that no call uses; there are as many as calls at a time."""
+
+
+@asynccontextmanager
+async def _sandbox() -> Any:
+    """A server for one call; one that failed starts again."""
+    sandbox = _idle.pop() if _idle else Sandbox()
+    try:
+        yield sandbox
+    finally:
+        _idle.append(sandbox)
+
+
+def program_in(response: str, config: RewardConfig) -> str | None:
+    """The program of a response; None if there is none.
+
+    It is the last block of code that is marked as Python or not marked, or the whole response with `code_from: whole`.
+    What precedes `</think>` does not count.
+    """
+    text = without_reasoning(response)
+    if config.code_from == "whole":
+        return text if text.strip() else None
+    blocks = [code for language, code in BLOCK.findall(text) if language.lower() in LANGUAGES]
+    return blocks[-1] if blocks else None
+
+
+def _counted(tests: Tests, results: list[dict[str, Any]]) -> tuple[int, int]:
+    """Tests that were passed, and tests.
+
+    Raises:
+        ValueError: the tests themselves are wrong.
+    """
+    if tests.kind == "asserts":
+        invalid = next((each["invalid"] for each in results if "invalid" in each), None)
+        if invalid is not None:
+            raise ValueError(f"the tests cannot be run: {invalid}")
+        total = next((each["total"] for each in results if "total" in each), 1)
+        verdicts = [each["passed"] for each in results if "passed" in each]
+        is_complete = all(verdicts) and results[-1].get("state") == "ended"
+        return min(verdicts.count(True), total if is_complete else total - 1), total
+    same = same_output if tests.kind == "stdio" else _same_result
+    passed = sum(
+        each["state"] == "ended" and same(each["text"], expected)
+        for each, expected in zip(results, tests.expected, strict=False)
+    )
+    return passed, len(tests.expected)
+
+
+def same_output(printed: str, expected: str) -> bool:
+    """Whether two outputs have the same lines.
+
+    Spaces at the ends of lines and empty lines at both ends do not count. Numbers with decimals differ by TOLERANCE
+    at most.
+    """
+    ours, theirs = ([line.strip() for line in text.strip().splitlines()] for text in (printed, expected))
+    if ours == theirs:
+        return True
+    if len(ours) != len(theirs):
+        return False
+    pairs = [(one.split(), other.split()) for one, other in zip(ours, theirs, strict=True)]
+    return all(len(one) == len(other) and all(map(_same_word, one, other)) for one, other in pairs)
+
+
+def _same_word(one: str, other: str) -> bool:
+    if one == other:
+        return True
+    if not re.search(r"\d[.eE]|[.]\d", one + " " + other):
+        return False
+    try:
+        return math.isclose(float(one), float(other), rel_tol=TOLERANCE, abs_tol=1e-9)
+    except ValueError:
+        return False
+
+
+def _same_result(text: str, expected: Any) -> bool:
+    """Whether the `encode`d result of a function is the expected value; JSON has lists for tuples, and text as keys."""
+    try:
+        value = decode(text)
+        return _equal(value, expected) or (
+            isinstance(expected, list) and len(expected) == 1 and _equal(value, expected[0])
+        )
+    except (NotPlain, RecursionError):
+        return False
+
+
+def _equal(value: Any, expected: Any) -> bool:
+    if isinstance(value, list | tuple) and isinstance(expected, list | tuple):
+        return len(value) == len(expected) and all(map(_equal, value, expected))
+    if isinstance(value, dict) and isinstance(expected, dict):
+        named = {str(key): item for key, item in value.items()}
+        wanted = {str(key): item for key, item in expected.items()}
+        return named.keys() == wanted.keys() and all(_equal(named[key], wanted[key]) for key in wanted)
+    if isinstance(value, float) and isinstance(expected, int | float) and not isinstance(expected, bool):
+        return value == expected or math.isclose(value, expected, rel_tol=TOLERANCE, abs_tol=1e-9)
+    return bool(value == expected)
+
+
+# Formats of tests
+
+
+def read_tests(ground_truth: str, row: Mapping[str, Any]) -> Tests:
+    """The tests of a prompt.
+
+    They are, as an object or as JSON: `{"inputs": [...], "outputs": [...]}` with `fn_name` for calls (APPS, TACO); a
+    list of `{"input", "output"}`, with `fn_name` or the column `func_name` for calls (LiveCodeBench); a list of
+    `{"stdin", "expected_stdout"}` or of `{"assert_code"}` with `import_prefix` and `entry_point` (ROLL); a list of
+    assertions (MBPP); or code with assertions, functions `test...`, or `check` and the column `entry_point` (HumanEval,
+    KodCode).
+
+    Raises:
+        ValueError: they are in none of these formats, or there are none.
+    """
+    column = next((name for name in COLUMNS if row.get(name) not in (None, "")), None)
+    given = row[column] if column else ground_truth
+    if hasattr(given, "tolist"):
+        given = given.tolist()
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except (ValueError, RecursionError):
+            pass  # code
+    where = f"column {column!r}" if column else "the ground truth"
+    try:
+        tests = _read(given, row)
+    except (KeyError, TypeError, NotPlain) as error:
+        raise ValueError(f"{where} has tests that cannot be read: {type(error).__name__}: {error}") from None
+    if tests is None or not (tests.expected or tests.units):
+        raise ValueError(f"{where} holds no tests in a known format: {str(given)[:100]!r}")
+    return tests
+
+
+def _read(given: Any, row: Mapping[str, Any]) -> Tests | None:
+    """Tests in one of the formats; None for another."""
+    if isinstance(given, str):
+        return _asserts([given], row) if re.search(r"\bassert\b|\bdef (test|check)", given) else None
+    if isinstance(given, dict) and "assert_code" in given:
+        given = [given]
+    if isinstance(given, dict):
+        if "inputs" not in given:
+            return None
+        name = given.get("fn_name") or row.get("fn_name") or ""
+        return _pairs(list(given["inputs"]), list(given["outputs"]), name)
+    if not isinstance(given, list) or not given:
+        return None
+    if all(isinstance(item, str) for item in given):
+        return _asserts(given, row)
+    if not all(isinstance(item, dict) for item in given):
+        return None
+    if "assert_code" in given[0]:
+        tests = _asserts([item["assert_code"] for item in given], row)
+        entry = given[0].get("entry_point") or tests.entry_point
+        return replace(tests, prefix=given[0].get("import_prefix") or "", entry_point=entry)
+    if "stdin" in given[0]:
+        return _pairs([item["stdin"] for item in given], [item["expected_stdout"] for item in given], "")
+    functional = given[0].get("testtype") == "functional"
+    name = given[0].get("fn_name") or row.get("func_name") or row.get("fn_name") or ""
+    if functional and not name:
+        raise KeyError("func_name")
+    return _pairs([item["input"] for item in given], [item["output"] for item in given], name)
+
+
+def _asserts(units: list[str], row: Mapping[str, Any]) -> Tests:
+    """Code of tests, with the function that they check."""
+    entry = row.get("entry_point") or row.get("test_case_function") or ""
+    setup = row.get("test_setup_code") or ""
+    return Tests("asserts", units=units, prefix=str(setup), entry_point=str(entry))
+
+
+def _pairs(inputs: list[Any], outputs: list[Any], name: str) -> Tests:
+    """Inputs with expected outputs: of a program, or of the function `name`."""
+    if len(inputs) != len(outputs):
+        raise ValueError(f"{len(inputs)} inputs have {len(outputs)} outputs")
+    if not name:
+        return Tests("stdio", [_text(item) for item in outputs], inputs=[_text(item) for item in inputs])
+    values = [_value(item) if isinstance(item, str) else item for item in outputs]
+    arguments = [
+        [_value(line) for line in item.splitlines() if line.strip()] if isinstance(item, str) else list(item)
+        for item in inputs
+    ]
+    return Tests("calls", values, name=name, arguments=[encode(each) for each in arguments])
+
+
+def _text(item: Any) -> str:
+    """Text of a standard stream; lists are its lines."""
+    return "\n".join(map(str, item)) if isinstance(item, list) else str(item)
+
+
+def _value(text: str) -> Any:
+    """A value as JSON; text that is none stays text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def SELF_TEST(config: RewardConfig) -> SelfTest:
+    """(response, tests, whether it is right), with and without marks around the program."""
+    marks = ("", "") if config.code_from == "whole" else ("So:\n```python\n", "\n```\n")
+    double, echo = "def double(x):\n    return 2 * x", "print(input())"
+    calls = '{"fn_name": "double", "inputs": [[2], [5]], "outputs": [4, 10]}'
+    stdio = '{"inputs": ["a\\n"], "outputs": ["a\\n"]}'
+    samples = (
+        (double, calls, True),
+        (double, "assert double(3) == 6\nassert double(0) == 0", True),
+        (double, "assert double(3) == 7", False),
+        (double, '{"fn_name": "double", "inputs": [[2]], "outputs": [5]}', False),
+        (echo, stdio, True),
+        (f"import statistics\n{echo}", stdio, True),  # a module that Python has not loaded
+        (echo.upper(), stdio, False),
+    )
+    return tuple((f"{marks[0]}{code}{marks[1]}", tests, right) for code, tests, right in samples)

@@ -1,0 +1,117 @@
+"""Rules of rewards: built-in ones and their keys, several for one tag, and the domains that prompts are drawn from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from roll.configs.errors import ConfigError
+from roll.configs.rewards import BUILT_IN, RewardConfig, domain_of, rewards_of
+from roll.configs.rules import check
+from tests.configs.samples import refusal, rlvr
+
+SUM = "rewards={a: {tag_included: [x], weight: 2}, b: {tag_included: [x, y]}, c: {}}"
+SHARES = "actor_train.data_args.domain_interleave_probs"
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_an_entry_with_the_name_of_a_built_in_reward_uses_it(tmp_path: Path, name: str) -> None:
+    reward = rlvr(tmp_path, f"rewards={{{name}: {{}}}}").rewards[name]
+    assert (reward.function, reward.timeout_s) == (BUILT_IN[name].function, BUILT_IN[name].timeout_s)
+    assert reward.max_concurrent_calls == BUILT_IN[name].max_concurrent_calls
+
+
+def test_a_function_may_be_the_name_of_a_built_in_reward(tmp_path: Path) -> None:
+    rewards = rlvr(
+        tmp_path, "rewards={a: {function: regex, timeout_s: 9, tag_included: [x]}, ifeval: {function: mine:f}}"
+    ).rewards
+    assert (rewards["a"].function, rewards["a"].timeout_s) == (BUILT_IN["regex"].function, 9.0)
+    assert (rewards["ifeval"].function, rewards["ifeval"].timeout_s) == ("mine:f", 5.0)
+
+
+def test_an_entry_with_another_name_is_the_math_rule(tmp_path: Path) -> None:
+    assert rlvr(tmp_path, "rewards={strict: {}}").rewards["strict"].function == BUILT_IN["math_rule"].function
+
+
+@pytest.mark.parametrize(
+    ("rewards", "message"),
+    [
+        (
+            "{math_rule: {code_from: whole}}",
+            "code_from: has no effect: of the built-in rewards, only code_sandbox reads",
+        ),
+        (
+            "{ifeval: {base_url: 'http://a/v1'}}",
+            "base_url: has no effect: of the built-in rewards, only llm_judge reads",
+        ),
+        ("{regex: {reward_type: soft}}", "reward_type: has no effect: of the built-in rewards, only ifeval and code_"),
+        (
+            "{code_sandbox: {answer_pattern: boxed}}",
+            "answer_pattern: has no effect: of the built-in rewards, only math_",
+        ),
+        ("{regex: {pattern: '('}}", "pattern: '(' is not a regular expression: missing )"),
+        ("{ifeval: {wrong_score: 1}}", "correct_score: 1 equals wrong_score"),
+        ("{mine: {function: multiple_choise}}", "is not the name of a function; write module:function, or a built-in"),
+        ("{llm_judge: {base_url: judge}}", "base_url: 'judge' is not an address; write http://host:port/v1"),
+        ("{llm_judge: {prompt_template: 'Grade it'}}", "prompt_template: does not contain {response}"),
+        ("{llm_judge: {prompt_template: '{response} {answer}'}}", "prompt_template: {answer} is not a field; known:"),
+        ("{llm_judge: {prompt_template: '{response'}}", "prompt_template: cannot be filled in"),
+        ("{llm_judge: {grade_pattern: 'yes|no'}}", "grade_pattern: 'yes|no' has no group for the grade"),
+        ("{a: {}, b: {}}", "rewards.b: scores nothing: rewards.a already scores every tag that no reward names"),
+        ("{a: {tag_included: [x], weight: 0}}", "a.weight: 0 gives prompts tagged x a score of 0"),
+        ("{a: {weight: 0}}", "a.weight: 0 gives prompts whose tag no reward names a score of 0"),
+        ("{a: {tag_included: [x], weight: nan}}", "a.weight: nan is not a finite number"),
+        (
+            "{a: {tag_included: [x], query_filter_config: {type: std_filter}}, "
+            "b: {tag_included: [x], query_filter_config: {type: std_filter}}}",
+            "rewards.b.query_filter_config: prompts tagged x are filtered by rewards.a and rewards.b; a filter reads",
+        ),
+    ],
+)
+def test_a_mistake_is_explained(tmp_path: Path, rewards: str, message: str) -> None:
+    assert message in refusal(tmp_path, f"rewards={rewards}")
+
+
+def test_functions_of_the_user_may_read_every_key(tmp_path: Path) -> None:
+    rewards = rlvr(tmp_path, "rewards={a: {function: mine:f, base_url: 'http://a/v1', code_from: whole}}").rewards
+    assert rewards["a"].code_from == "whole"
+
+
+def test_a_judge_needs_an_endpoint_a_model_and_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    missing = {each.path for each in check(rlvr(tmp_path, "rewards={llm_judge: {api_key_env: JUDGE_KEY}}")).missing}
+    assert {f"rewards.llm_judge.{key}" for key in ("base_url", "model", "api_key_env")} <= missing
+
+
+def test_rewards_that_name_a_tag_are_added_and_the_one_without_tags_scores_the_others(tmp_path: Path) -> None:
+    config = rlvr(tmp_path, SUM)
+    assert [rewards_of(config.rewards, tag) for tag in "xyz"] == [["a", "b"], ["b"], ["c"]]
+    assert check(config).warnings == []
+    reordered = {"c": RewardConfig(), "a": RewardConfig(tag_included=["x"])}
+    assert (rewards_of(reordered, "x"), rewards_of(reordered, "y")) == (["a"], ["c"])
+    assert rewards_of({"a": RewardConfig(tag_included=["x"])}, "y") == []
+
+
+def test_a_sum_without_weights_is_a_warning(tmp_path: Path) -> None:
+    rewards = "rewards={a: {tag_included: [x]}, b: {tag_included: [x, y]}}"
+    [warning] = check(rlvr(tmp_path, rewards)).warnings
+    assert str(warning) == (
+        "rewards.b.tag_included: prompts tagged x are scored by rewards.a and rewards.b: their score is the sum; write "
+        "weight: 1 to one of them if this is meant, or remove the tags from one"
+    )
+
+
+def test_one_of_several_rewards_may_filter(tmp_path: Path) -> None:
+    rewards = (
+        "rewards={a: {tag_included: [x], weight: 2}, b: {tag_included: [x], query_filter_config: {type: std_filter}}}"
+    )
+    assert check(rlvr(tmp_path, rewards)).errors == []
+
+
+def test_shares_name_one_reward_of_each_tag(tmp_path: Path) -> None:
+    config = rlvr(tmp_path, SUM, f"{SHARES}={{b: 0.5, c: 0.5}}")
+    shares = config.actor_train.data_args.domain_interleave_probs
+    assert [domain_of(config.rewards, shares, tag) for tag in "xyz"] == ["b", "b", "c"]
+    with pytest.raises(ConfigError, match="prompts tagged x belong to a and b, whose scores are added, so it is not"):
+        rlvr(tmp_path, SUM, f"{SHARES}={{a: 0.5, b: 0.5}}")
