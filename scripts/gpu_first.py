@@ -17,7 +17,7 @@ import pickle
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -52,7 +52,7 @@ from roll.models.fused_linear_logprobs import HeadSpec, fused_linear_logprobs
 from roll.pipeline.learner import LOG_PROB_KEYS, sample_lengths, training_shards
 from roll.pipeline.logprob_checks import SAME_ENGINE_FP32
 from roll.platforms import get_platform, shared_memory
-from scripts.gpu_table import LOSS_BOUNDS, GpuTable, make_parser
+from scripts.gpu_table import LOSS_BOUNDS, Dtype, GpuTable, Platform, make_parser
 from scripts.reference_model import LEARNING_RATE, Reference, largest_relative_difference, write_random_model
 
 SMALL: dict[str, Any] = {
@@ -101,7 +101,7 @@ PEAK_FLOPS = {
 """Dense bf16 peak by the name of the GPU, from NVIDIA's data sheets."""
 
 
-def configuration(platform: str, dtype: str, folder: Path, deterministic: bool = False) -> RLVRConfig:
+def configuration(platform: Platform, dtype: Dtype, folder: Path, deterministic: bool = False) -> RLVRConfig:
     """A training role on one device; its bounds of the first step are the defaults of `dtype`."""
     config = RLVRConfig(
         platform=platform,
@@ -180,14 +180,14 @@ def check_micro_batches(table: GpuTable, rank: TrainWorker, data: DataProto, con
     table.add_log_probs(f"{dtype}: log-probs of packed samples and with padding", packed, eight, mask, config)
 
 
-def check_steps(table: GpuTable, rank: TrainWorker, reference: Reference, vocabulary: int, dtype: str) -> None:
+def check_steps(table: GpuTable, rank: TrainWorker, reference: Reference, vocabulary: int, dtype: Dtype) -> None:
     data = random_batch(*COMPARED, vocabulary)
     losses, expected = train(rank, data), [reference.train_step(data) for _ in range(STEPS)]
     difference = largest_relative_difference(losses, expected)
     table.add(f"{dtype}: loss of {STEPS} steps against CPU fp32, relative", difference, "", LOSS_BOUNDS[dtype])
 
 
-def check_memory(table: GpuTable, rank: TrainWorker, config: RLVRConfig, shape: ModelShape, dtype: str) -> None:
+def check_memory(table: GpuTable, rank: TrainWorker, config: RLVRConfig, shape: ModelShape, dtype: Dtype) -> None:
     """What leaves a GPU with the states of the rank; on a CPU the platform cannot tell, so the bytes of the tensors."""
     platform = get_platform(config.platform)
     [plan] = [each for each in memory_plans(config, {"actor_train": shape}, config.platform)]
@@ -203,7 +203,7 @@ def check_memory(table: GpuTable, rank: TrainWorker, config: RLVRConfig, shape: 
         table.add(f"{dtype}: left on the GPU without them", left / 1e6, "MB")
 
 
-def check_speed(table: GpuTable, rank: TrainWorker, data: DataProto, shape: ModelShape, dtype: str) -> None:
+def check_speed(table: GpuTable, rank: TrainWorker, data: DataProto, shape: ModelShape, dtype: Dtype) -> None:
     """Tokens per second of training, and the share of the GPU's peak that they use (MFU).
 
     The model's floating point operations are, per token, 6 for each weight of a matrix (2 forward, 4 backward; the
@@ -223,7 +223,7 @@ def check_speed(table: GpuTable, rank: TrainWorker, data: DataProto, shape: Mode
     table.add(f"{dtype}: MFU", mfu)
 
 
-def check_head(table: GpuTable, rank: TrainWorker, shape: ModelShape, platform: str) -> None:
+def check_head(table: GpuTable, rank: TrainWorker, shape: ModelShape, platform: Platform) -> None:
     """The gradient of the head's weights from bf16 matrices, against that from the same numbers in fp32."""
     weight = rank.train_strategy.stages[-1].head_weight().detach()
     generator = torch.Generator().manual_seed(2)
@@ -306,7 +306,7 @@ def open_tensors(handle: bytes) -> list[tuple[str, torch.Tensor]]:
     from torch.multiprocessing import reductions
 
     uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
-    rebuild = reductions.rebuild_cuda_tensor
+    rebuild: Callable[..., torch.Tensor] = reductions.rebuild_cuda_tensor
 
     def rebuild_by_uuid(*arguments: Any) -> torch.Tensor:
         device = uuids.index(arguments[DEVICE_ARGUMENT])
@@ -376,12 +376,13 @@ def weights_of(rank: TrainWorker) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().cpu().clone() for name, tensor in rank.weights.full_tensors()}
 
 
-def measure(table: GpuTable, platform: str, big: bool, folder: Path) -> None:
+def measure(table: GpuTable, platform: Platform, big: bool, folder: Path) -> None:
     """All checks: those in each dtype first, since deterministic kernels stay on in this process."""
     sizes = BIG if big else SMALL
     vocabulary = sizes["vocab_size"]
     data = random_batch(*((32, 1536) if big else (8, 64)), vocabulary)
-    for dtype in ("bf16", "fp32"):
+    dtypes: tuple[Dtype, ...] = ("bf16", "fp32")
+    for dtype in dtypes:
         model = write_random_model(folder / dtype, sizes, dtype)
         shape = read_model_shape(model)
         config = configuration(platform, dtype, model)

@@ -13,17 +13,17 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from roll.configs.defaults import fill_in_defaults
+from roll.configs.megatron import MegatronTrainConfig
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.roles import (
     ActorInferConfig,
     ActorTrainConfig,
     MegatronTrainArguments,
-    MegatronTrainConfig,
     ModelArguments,
     SGLangArguments,
     TrainingArguments,
@@ -38,7 +38,7 @@ from roll.distributed.weight_sync.synchronizer import WeightSynchronizer
 from roll.pipeline.learner import cluster_log_probs, training_plans, training_shards
 from roll.pipeline.session import Session
 from roll.rollout.types import GenerateRequest, SamplingParams
-from scripts.gpu_table import LOSS_BOUNDS, GpuTable, add_dtype, make_parser
+from scripts.gpu_table import LOSS_BOUNDS, Dtype, GpuTable, Platform, add_dtype, make_parser
 from scripts.reference_model import LEARNING_RATE, Reference, largest_relative_difference, write_random_model
 
 SHAPE: dict[str, Any] = {
@@ -53,8 +53,6 @@ SHAPE: dict[str, Any] = {
 }
 """Sizes that all attention kernels support, small enough for a CPU reference."""
 
-Platform = Literal["cpu", "cuda"]
-Dtype = Literal["fp32", "bf16"]
 
 SAMPLES, PROMPT_TOKENS, RESPONSE_TOKENS, STEPS = 16, 32, 64, 6
 TEMPERATURE = 0.7
@@ -154,7 +152,7 @@ async def train(
 async def train_step(actor: Cluster[TrainWorker], config: RLVRConfig, data: DataProto) -> float:
     """One optimizer step on the responses of `data`; returns the loss before it."""
     learned = DataProto(data.batch, meta_info={"temperature": 1.0, "loss": "sft", "loss_config": None})
-    (plan,) = training_plans(learned, config, actor.layout)
+    (plan,) = training_plans(learned, config.actor_train)
     return (await actor.call_shards(TrainWorker.train_step, training_shards(learned, plan)))[0]["loss"]
 
 

@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from rich.console import Console
@@ -16,7 +17,10 @@ from roll.configs.pipeline import RLConfig
 from roll.pipeline.logprob_checks import BEYOND, Mismatch
 from roll.platforms import detect
 
-LOSS_BOUNDS = {"fp32": 1e-4, "bf16": 2e-2}
+Platform = Literal["cpu", "cuda"]
+Dtype = Literal["fp32", "bf16"]
+
+LOSS_BOUNDS: dict[str, float] = {"fp32": 1e-4, "bf16": 2e-2}
 """Largest relative difference of a training step's loss from that of the fp32 reference, by dtype."""
 
 LARGEST_FP32 = 1e-4

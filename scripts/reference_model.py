@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -42,7 +42,7 @@ class Qwen2(nn.Module):
         angles = torch.arange(ids.shape[1])[:, None] * ROPE_THETA**-halves
         rotation = (angles.cos().repeat(1, 2), angles.sin().repeat(1, 2))
         x = self.model["embed_tokens"](ids)
-        for layer in self.model["layers"]:
+        for layer in cast(nn.ModuleList, self.model["layers"]):
             x = layer(x, rotation)
         return self.lm_head(self.model["norm"](x))
 

@@ -9,6 +9,10 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from transformers import Qwen2Config, Qwen2Tokenizer
 
 PAD, END, ANSWER = "<|pad|>", "<|end|>", "<|answer|>"
 """Ids 0, 1 and 2: padding, the end of an answer, the start of an answer."""
@@ -23,7 +27,7 @@ CHAT_TEMPLATE = (
 """The question unchanged, then one marker after which the answer starts: a small model need not learn a format."""
 
 
-def make_tokenizer(words: tuple[str, ...] = ()):
+def make_tokenizer(words: tuple[str, ...] = ()) -> Qwen2Tokenizer:
     """A `Qwen2Tokenizer` with one token per byte, so one per character of a problem: the id is the byte plus three.
 
     It is Qwen's own class because transformers loads any folder of a Qwen2 model with that one. Decoding the ids of any
@@ -52,7 +56,7 @@ def make_tokenizer(words: tuple[str, ...] = ()):
     return tokenizer
 
 
-def make_config(vocab_size: int):
+def make_config(vocab_size: int) -> Qwen2Config:
     """The architecture: a Qwen2 of 0.4 million weights, in fp32, with tied embeddings.
 
     `initializer_range` is twice the usual 0.02, which suits models ten times as wide: from 0.02 the number of warm-up
@@ -79,7 +83,7 @@ def make_config(vocab_size: int):
     )
 
 
-def make_weights(config, seed: int) -> dict:
+def make_weights(config: Qwen2Config, seed: int) -> dict[str, Any]:
     """Random tensors under their Hugging Face names: normal with deviation `initializer_range`, norms one, biases zero.
 
     The output head is the embedding (tied), so it has no tensor of its own.
@@ -87,7 +91,7 @@ def make_weights(config, seed: int) -> dict:
     import torch
 
     hidden, inner = config.hidden_size, config.intermediate_size
-    key_value = config.num_key_value_heads * hidden // config.num_attention_heads
+    key_value = cast(int, config.num_key_value_heads) * hidden // config.num_attention_heads
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
     for layer in range(config.num_hidden_layers):
         shapes |= {

@@ -95,8 +95,9 @@ def find_model(name: str) -> ModelSource:
     """
     file = local_model(name) / CONFIG_NAME
     if file.is_file():
-        raw = read_model_config(file)
-        return ModelSource(name, raw["architectures"][0], raw, "its config.json")
+        raw = read_model_config(file, value_head=True)
+        architecture = raw["architectures"][0].partition("For")[0] + "ForCausalLM"
+        return ModelSource(name, architecture, raw, "its config.json")
     label = Path(name).name
     for pattern, architecture in FAMILY_NAMES:
         if pattern.search(label):
@@ -150,7 +151,7 @@ def stand_in_tokenizer(family: str, words: Sequence[str] = ()) -> PreTrainedToke
         core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
         core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         core.decoder = decoders.ByteLevel()
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, **options)  # type: ignore[no-untyped-call]
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, **options)
     tokenizer.add_tokens([word for word in dict.fromkeys(words) if word not in tokenizer.get_vocab()])
     return tokenizer
 
@@ -159,7 +160,7 @@ def write_model(source: ModelSource, tokenizer: PreTrainedTokenizerBase, folder:
     """Writes a random model of the architecture with this tokenizer, and returns the folder."""
     from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()  # type: ignore[no-untyped-call]
+    disable_progress_bar()
     settings = {key: source.settings[key] for key in KEPT_SETTINGS if source.settings.get(key) is not None}
     heads = source.settings.get("num_attention_heads")
     if heads is not None and source.settings.get("num_key_value_heads", heads) == heads:
