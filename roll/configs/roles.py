@@ -310,7 +310,8 @@ class MegatronRoleConfig(RoleConfig):
     )
     infer_batch_size: int = option(
         16,
-        "Samples of one forward micro-batch (log-probs) on one data-parallel rank.",
+        "Samples of one forward micro-batch (log-probs) on one data-parallel rank. "
+        "A larger per_device_train_batch_size is the default instead.",
         ge=1,
         only_for=(
             FORWARD_PASSES,

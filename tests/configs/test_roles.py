@@ -153,3 +153,20 @@ def test_configurations_do_not_share_roles() -> None:
     one, other = RLVRConfig(), RLVRConfig()
     one.actor_train.strategy_args.strategy_config.tensor_model_parallel_size = 2
     assert other.actor_train.layout.tensor == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "sizes"),
+    [
+        ([], (16, 16, 16)),
+        (["actor_train.training_args.per_device_train_batch_size=64"], (64, 64, 64)),
+        (["actor_train.training_args.per_device_train_batch_size=64", "reference.infer_batch_size=4"], (64, 4, 64)),
+        (["actor_train.training_args.per_device_train_batch_size=64", "actor_train.infer_batch_size=16"], (16, 64, 64)),
+        (["critic.training_args.per_device_train_batch_size=32"], (16, 16, 32)),
+    ],
+)
+def test_a_forward_pass_takes_as_many_samples_as_a_training_pass(
+    tmp_path: Path, values: list[str], sizes: tuple[int, int, int]
+) -> None:
+    config = rlvr(tmp_path, "actor_train.training_args.gradient_accumulation_steps=1", *values)
+    assert sizes == tuple(role.infer_batch_size for role in (config.actor_train, config.reference, config.critic))
