@@ -10,8 +10,8 @@ trajectories R is that of the trajectory, which counts once in all statistics ev
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 
 import torch
@@ -68,6 +68,30 @@ class AdvantageConfig(AdvantageOptions):
 
 
 @dataclass(frozen=True)
+class GreedyResponses:
+    """The greedy response to the prompt of each sample; equal for the samples of one prompt, unused for padding.
+
+    Attributes:
+        greedy_scores: [B] raw rewards.
+        greedy_lengths: [B] int64, response tokens.
+    """
+
+    greedy_scores: Tensor
+    greedy_lengths: Tensor
+
+
+GREEDY_KEYS = tuple(item.name for item in fields(GreedyResponses))
+"""Names of the batch tensors that `read_greedy` reads."""
+
+
+def read_greedy(batch: Mapping[str, Tensor]) -> GreedyResponses | None:
+    """The greedy responses of a batch; None if it has none."""
+    if GREEDY_KEYS[0] not in set(batch.keys()):
+        return None
+    return GreedyResponses(**{name: batch[name] for name in GREEDY_KEYS})
+
+
+@dataclass(frozen=True)
 class RewardBatch:
     """Input of an estimator, after `reward_clip` and `whiten_rewards`.
 
@@ -78,6 +102,8 @@ class RewardBatch:
         response_mask: [B, T] bool.
         turns: of trajectories; None for single-turn responses.
         values: [B, T] of a critic, index t for the tokens before t; None without one.
+        baselines: [B] score of the greedy response to each sample's prompt, after the overlong penalty and
+            `reward_clip`; None without greedy responses.
     """
 
     scores: Tensor
@@ -86,6 +112,7 @@ class RewardBatch:
     response_mask: Tensor
     turns: Turns | None = None
     values: Tensor | None = None
+    baselines: Tensor | None = None
 
     @cached_property
     def episodes(self) -> Episodes:
@@ -132,6 +159,26 @@ def rloo(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
         return normalize(rewards, groups, "group", None) * (sizes / (sizes - 1).clamp(min=1))
 
     return _by_response(batch, minus_others)
+
+
+@ADV_ESTIMATORS.register("remax")
+def remax(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
+    """A = R - b, where b is the score of the greedy response (temperature 0) to the prompt.
+
+    b does not depend on the response, so the gradient is unbiased, also for a group of one. The overlong penalty of its
+    own length and `reward_clip` apply to b; the token KL does not, while R has the KL of the whole response (verl takes
+    that of the tokens from t on). Source: Li et al. 2023 (arXiv 2310.10505) algorithm 1.
+
+    Raises:
+        ValueError: the batch has no greedy responses.
+    """
+    if batch.baselines is None:
+        raise ValueError(
+            f"adv_estimator remax needs a greedy response to each prompt ({', '.join(GREEDY_KEYS)}), which this batch "
+            "lacks; use rloo, grpo or reinforce"
+        )
+    baselines = batch.episodes.per_episode(batch.baselines)
+    return _by_response(batch, lambda rewards, groups: rewards - baselines)
 
 
 @ADV_ESTIMATORS.register("lite_ppo")
@@ -325,6 +372,7 @@ def compute_advantages(
     turns: Turns | None = None,
     learned: Tensor | None = None,
     values: Tensor | None = None,
+    greedy: GreedyResponses | None = None,
 ) -> Advantages:
     """Advantages and returns of one global batch.
 
@@ -344,6 +392,7 @@ def compute_advantages(
         learned: [B] bool, samples that stay in the loss (see `learned_samples`). The others count in statistics over
             scores; `whiten_advantages` and the advantages leave them out.
         values: [B, T] of a critic, needed with `adv_estimator: gae`.
+        greedy: of each sample's prompt, needed with `adv_estimator: remax`; `whiten_rewards` does not apply to them.
 
     Raises:
         ValueError: a score is not finite, there is no token, `add_token_level_kl` lacks its log-probs, or the turns are
@@ -360,7 +409,10 @@ def compute_advantages(
         check_turns(turns, scores, groups, mask)
     penalty = overlong_penalty(mask.sum(-1), config)
     scores = _shape_scores(scores - penalty, episodes_of(mask, turns), config)
-    batch = RewardBatch(scores, kl_coef * kl, groups, mask, turns, values)
+    baselines = None
+    if greedy is not None:
+        baselines = _clip(greedy.greedy_scores.float() - overlong_penalty(greedy.greedy_lengths, config), config)
+    batch = RewardBatch(scores, kl_coef * kl, groups, mask, turns, values, baselines)
     advantages, returns = ADV_ESTIMATORS[config.adv_estimator](batch, config)
     if learned is not None:
         mask = mask & learned[:, None]
@@ -426,9 +478,12 @@ def overlong_penalty(lengths: Tensor, config: AdvantageConfig) -> Tensor:
     return config.overlong_penalty_factor * (beyond / config.overlong_buffer_len).clamp(0, 1)
 
 
+def _clip(scores: Tensor, config: AdvantageConfig) -> Tensor:
+    return scores if config.reward_clip is None else scores.clamp(-config.reward_clip, config.reward_clip)
+
+
 def _shape_scores(scores: Tensor, episodes: Episodes, config: AdvantageConfig) -> Tensor:
-    if config.reward_clip is not None:
-        scores = scores.clamp(-config.reward_clip, config.reward_clip)
+    scores = _clip(scores, config)
     if config.whiten_rewards:
         per_episode = episodes.per_episode(scores)
         scores = episodes.to_samples(whiten(per_episode, torch.ones_like(per_episode, dtype=torch.bool)))

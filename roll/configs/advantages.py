@@ -20,13 +20,20 @@ ADV_ESTIMATORS = (
     "opo",
     "gpg",
     "pass_at_k",
+    "remax",
     "gae",
     *TURN_ESTIMATORS,
 )
 """Values of `adv_estimator`; the registry of roll.algorithms agrees with it."""
 
 GROUP_ESTIMATORS = ("grpo", "rloo", "lite_ppo", "reinforce_plus_plus_baseline", "opo", "gpg", "pass_at_k")
-"""Estimators that compare a response with the others to its prompt and give all its tokens the same advantage."""
+"""Estimators that compare a response with the others to its prompt."""
+
+GREEDY_ESTIMATORS = ("remax",)
+"""Estimators that compare a response with the greedy one to its prompt."""
+
+RESPONSE_ESTIMATORS = (*GROUP_ESTIMATORS, *GREEDY_ESTIMATORS)
+"""Estimators that give all tokens of a response the same advantage."""
 
 VALUE_ESTIMATORS = ("gae",)
 """Estimators that need the values of a critic."""
@@ -97,7 +104,7 @@ class AdvantageOptions:
         ge=0,
         le=1,
         only_for=not_estimators(
-            *GROUP_ESTIMATORS, reason="this adv_estimator gives every token of a response the same advantage"
+            *RESPONSE_ESTIMATORS, reason="this adv_estimator gives every token of a response the same advantage"
         ),
     )
     lambd: float = option(

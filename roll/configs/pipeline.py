@@ -8,7 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from roll.configs.advantages import VALUE_ESTIMATORS, AdvantageOptions, CriticOptions, SampleMaskOptions
+from roll.configs.advantages import (
+    GREEDY_ESTIMATORS,
+    VALUE_ESTIMATORS,
+    AdvantageOptions,
+    CriticOptions,
+    SampleMaskOptions,
+)
 from roll.configs.asynchronous import DEFAULT_MAX_STALENESS, AsyncOptions, versions_ahead
 from roll.configs.policy import DPOOptions, PolicyOptions
 from roll.configs.rewards import RewardConfig
@@ -335,6 +341,11 @@ class RLConfig(AsyncOptions, PolicyOptions, AdvantageOptions, CriticOptions, Sam
         """Number of samples of one step."""
         return self.rollout_batch_size * self.num_return_sequences_in_group
 
+    @property
+    def responses_per_group(self) -> int:
+        """Responses generated for one group: its samples, and a greedy one if the advantages need it."""
+        return self.num_return_sequences_in_group + self.uses_greedy_responses
+
     def steps_per_batch(self, role: TrainedRoleConfig) -> int:
         """Optimizer steps of a role in one training step, over all `ppo_epochs`."""
         return super().steps_per_batch(role) * self.ppo_epochs
@@ -356,7 +367,7 @@ class RLConfig(AsyncOptions, PolicyOptions, AdvantageOptions, CriticOptions, Sam
     @property
     def requests_per_engine(self) -> int:
         """Maximum number of requests of one engine at a time, rounded up."""
-        return -(-self.samples_per_batch // self.actor_infer.layout.data)
+        return -(-self.groups_per_batch * self.responses_per_group // self.actor_infer.layout.data)
 
     @property
     def uses_reference(self) -> bool:
@@ -367,6 +378,11 @@ class RLConfig(AsyncOptions, PolicyOptions, AdvantageOptions, CriticOptions, Sam
     def uses_critic(self) -> bool:
         """Whether the advantages need a value model."""
         return self.adv_estimator in VALUE_ESTIMATORS
+
+    @property
+    def uses_greedy_responses(self) -> bool:
+        """Whether the advantages need a greedy response to each prompt."""
+        return self.adv_estimator in GREEDY_ESTIMATORS
 
     @property
     def critic_apart(self) -> bool:

@@ -262,10 +262,12 @@ def batch_lines(config: BaseConfig) -> list[Line]:
     elif isinstance(config, RLConfig):
         prompts, group = config.rollout_batch_size, config.num_return_sequences_in_group
         engines, limit = config.actor_infer.layout.data, config.actor_infer.max_running_requests
-        share = config.requests_per_engine
+        share, responses = config.requests_per_engine, f"{samples} samples"
+        if config.uses_greedy_responses:
+            responses = f"({samples} samples + {prompts} greedy responses)"
         add("prompts per step", prompts, "rollout_batch_size")
         add("samples per step", samples, f"{prompts} prompts x {group} num_return_sequences_in_group")
-        add("requests per engine and step", share, f"{samples} samples / {engines} engines, rounded up")
+        add("requests per engine and step", share, f"{responses} / {engines} engines, rounded up")
         add("requests at a time on one engine", min(share, limit), f"max_running_requests {limit}")
     product = f"{size} per_device_train_batch_size x {accumulation} gradient_accumulation_steps x {data} data parallel"
     unit, rows = ("pairs", 2) if isinstance(config, DPOConfig) else ("samples", 1)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from roll.algorithms.advantages import AdvantageConfig, compute_advantages, learned_samples
+from roll.algorithms.advantages import GREEDY_KEYS, AdvantageConfig, compute_advantages, learned_samples, read_greedy
 from roll.algorithms.correction import (
     NO_OP,
     WEIGHT_MAX,
@@ -240,6 +240,7 @@ class RLLearner(ActorLearner):
             turns=read_turns(data.batch),
             learned=data.batch.get("learned", None),
             values=data.batch.get("values", None),
+            greedy=read_greedy(data.batch),
         )
         if self._config.add_token_level_kl:
             samples = int(data.batch["response_mask"].bool().any(-1).sum())
@@ -306,9 +307,9 @@ class RLLearner(ActorLearner):
         return {f"critic/{name}": reduce_steps(name, [step[name] for step in steps]) for name in steps[0]}
 
     def _training_keys(self, data: DataProto) -> list[str]:
-        """Tensors that ranks need: all but those of turns, which only the advantages use."""
+        """Tensors that ranks need: all but those of turns and greedy responses, which only the advantages use."""
         read = ("turn_index",) if self._loss_config.reads_turns else ()
-        return [key for key in data.tensors() if key not in TURN_KEYS or key in read]
+        return [key for key in data.tensors() if key not in (*TURN_KEYS, *GREEDY_KEYS) or key in read]
 
     # 5. Checks
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -47,6 +48,7 @@ class RLVRWorker(RolloutWorker):
         super().__init__(config)
         self._prompts, self._sampling, self._engines, self._scorer = prompts, sampling, engines, scorer
         self._seed, self._group_size = config.seed, config.num_return_sequences_in_group
+        self._greedy = config.uses_greedy_responses
         self._validation_samples = config.validation.generating_args.num_return_sequences or 1
         self._sampler = make_sampler(config, prompts["train"])
 
@@ -79,15 +81,32 @@ class RLVRWorker(RolloutWorker):
                 texts = [self._scorer.text(response.response_ids) for response in responses]
                 pairs = zip(responses, texts, strict=True)
                 group.trajectories = [Trajectory.of_response(prompt.ids, response, text) for response, text in pairs]
+                group.greedy = group.trajectories.pop() if purpose == "train" and self._greedy else None
                 scorable.append((group, prompt))
-            await self._scorer.score(scorable)
+            await self._score(scorable)
+
+    async def _score(self, groups: Sequence[tuple[Group, EncodedPrompt]]) -> None:
+        """Scores groups and their greedy responses in one batch; a group whose greedy response fails is dropped.
+
+        A greedy response is scored as a group of its own, so rewards that compare the responses of a group see samples
+        only.
+        """
+        greedy = [
+            (group, prompt, replace(group, trajectories=[group.greedy]))
+            for group, prompt in groups
+            if group.greedy is not None
+        ]
+        await self._scorer.score([*groups, *((alone, prompt) for _, prompt, alone in greedy)])
+        for group, _, alone in greedy:
+            if alone.drop_reason is not None and group.drop_reason is None:
+                group.drop(alone.drop_reason, f"greedy response: {alone.failure}")
 
     def _requests(self, group: Group, prompt: EncodedPrompt, purpose: Purpose) -> list[GenerateRequest]:
-        """One request for each response, each with its own seed."""
+        """One request for each response, each with its own seed; the greedy one, if there is one, is the last."""
         sampling, samples = self._sampling[purpose], self._group_size
         if purpose == "val":
             samples = self._validation_samples
-        return [
+        requests = [
             GenerateRequest(
                 request_id=f"{purpose}-{group.number}-{index}",
                 prompt_ids=prompt.ids,
@@ -96,6 +115,11 @@ class RLVRWorker(RolloutWorker):
             )
             for index in range(samples)
         ]
+        if purpose == "train" and self._greedy:
+            greedy = replace(sampling, temperature=0.0, top_p=1.0, top_k=0)
+            seed = role_seed(self._seed, purpose, group.number, samples)
+            requests.append(GenerateRequest(f"{purpose}-{group.number}-greedy", prompt.ids, greedy, seed))
+        return requests
 
     def filter_reason(self, group: Group) -> tuple[str, str] | None:
         """Drop reason by the query filter of the group's rewards."""
@@ -110,15 +134,21 @@ class RLVRWorker(RolloutWorker):
         return super().metrics(groups, version) | reported_metrics(groups, "reward")
 
     def state_dict(self) -> dict[str, Any]:
-        """Position in the data, and the size of the groups that a checkpoint may hold."""
-        return {"sampler": self._sampler.state_dict(), "samples": self._group_size}
+        """Position in the data, and what the groups that a checkpoint may hold consist of."""
+        return {"sampler": self._sampler.state_dict(), "samples": self._group_size, "greedy": self._greedy}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores `state_dict`.
 
         Raises:
-            ValueError: it was taken with other data, another seed, or groups of another size.
+            ValueError: it was taken with other data, another seed, or groups of another size, or without the greedy
+                responses that the estimator needs.
         """
+        if self._greedy and not state.get("greedy"):
+            raise ValueError(
+                f"adv_estimator: {self._config.adv_estimator} cannot continue from a checkpoint whose groups have no "
+                "greedy response; use the estimator of that run, or start a new one from its weights"
+            )
         if state["samples"] != self._group_size:
             raise ValueError(
                 f"num_return_sequences_in_group: {self._group_size} cannot continue from a checkpoint with groups of "

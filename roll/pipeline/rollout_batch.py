@@ -65,8 +65,9 @@ def batch_of_groups(
         `turn_index` [B, T] int64, the turn within its row of each sampled token, else NO_TURN;
         `turn_count` [B]; `turn_rewards` [B, K] float32; `state_ids` [B, K] int64, equal for turns of one group that
         responded to the same observation; `scores` [B] of the whole trajectory; `group_ids`, `trajectory_ids` and
-        `tag_ids` [B]; `truncated` [B] bool, whether the trajectory was cut at its length. The columns `id`,
-        `prompt_id`, `ground_truth` and `episode` are for dumps.
+        `tag_ids` [B]; `truncated` [B] bool, whether the trajectory was cut at its length. Where every group has a
+        greedy response: `greedy_scores` [B] float32, its score, and `greedy_lengths` [B] int64, its tokens. The columns
+        `id`, `prompt_id`, `ground_truth` and `episode` are for dumps.
     """
     rows = _pad_rows(list(_rows(groups, sample_by)), multiple)
     tensors = collate_samples([_sample(row) for row in rows])
@@ -84,6 +85,12 @@ def batch_of_groups(
         "tag_ids": torch.tensor([tag_numbers[tag] for tag in tags]),
         "truncated": torch.tensor([row.trajectory.stop == "sequence_length" for row in rows]),
     }
+    if all(group.greedy is not None for group in groups):
+        greedy = [None if row.group is None else row.group.greedy for row in rows]
+        tensors |= {
+            "greedy_scores": torch.tensor([each.score if each else 0.0 for each in greedy], dtype=torch.float32),
+            "greedy_lengths": torch.tensor([len(each.sampled_versions) if each else 0 for each in greedy]),
+        }
     columns: dict[str, list[Any]] = {
         "id": [row.name if episodes or row.group is None else row.group.name for row in rows],
         "prompt_id": ["" if row.group is None else _prompt_id(row.group, episodes) for row in rows],

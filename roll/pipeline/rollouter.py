@@ -157,9 +157,8 @@ class Rollouter:
         self._starvation.reset()
         intervals = {name: timer.interval(self._clock()) for name, timer in self._timers.items()}
         seconds = {name: intervals[name].busy for name in self._worker.work}
-        samples = len(groups) * self._options.samples_per_group
         metrics = self._worker.metrics(groups, version)
-        tokens = metrics["rollout/response_length_mean"] * samples
+        tokens = sum(group.generated_tokens for group in groups)
         metrics["rollout/tokens_per_second"] = tokens / max(seconds["generate"], 1e-9)
         metrics["throughput/rollout_idle"] = intervals[ENGINES].idle_share
         metrics |= {"time/sample_age_mean": statistics.fmean(ages), "time/sample_age_max": max(ages)}

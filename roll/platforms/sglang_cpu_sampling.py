@@ -2,7 +2,8 @@
 
 SGLang uses a request's `sampling_seed` only in its deterministic mode, whose kernels need a GPU. `install` replaces two
 functions so that it is used on CPU: the one that collects the seeds of a batch, and the one that samples with them. A
-sampled token depends only on the probabilities, the seed and its position, not on the other requests in the batch.
+sampled token depends only on the probabilities, the seed and its position, not on the other requests in the batch. One
+exception: where a request of the batch is greedy or truncated, SGLang sorts the tokens of all by probability first.
 """
 
 from __future__ import annotations

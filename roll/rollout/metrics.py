@@ -13,7 +13,7 @@ def rollout_metrics(groups: Sequence[Group], version: int, stale_after: int) -> 
     """`rollout/...` and `staleness/...` of a batch.
 
     Args:
-        groups: complete ones.
+        groups: complete ones; their greedy responses count in `rollout/greedy_reward_mean` alone.
         version: weight version that learns from them.
         stale_after: versions; a group whose oldest token is older counts in `stale_samples_ratio`.
     """
@@ -25,9 +25,11 @@ def rollout_metrics(groups: Sequence[Group], version: int, stale_after: int) -> 
     ages = [version - min(of_trajectory) for of_trajectory in versions]
     remaining = iter(ages)
     group_ages = [max(islice(remaining, len(group.trajectories))) for group in groups]
+    greedy = [group.greedy.score for group in groups if group.greedy is not None]
     return {
         "rollout/reward_mean": statistics.fmean(scores),
         "rollout/reward_std": statistics.pstdev(scores),
+        **({"rollout/greedy_reward_mean": statistics.fmean(greedy)} if greedy else {}),
         "rollout/response_length_mean": statistics.fmean(lengths),
         "rollout/response_length_max": float(max(lengths)),
         "rollout/sequence_length_mean": statistics.fmean(len(trajectory.ids) for trajectory in trajectories),

@@ -191,6 +191,8 @@ class Group:
         tag: decides the reward function (RLVR) or the environment (a name in `custom_envs`).
         problem: which problem of that kind: index of the prompt in the data, or seed of the environment.
         name: id of the prompt, or tag and number of the environment; for messages and dumps.
+        trajectories: the samples, which are learned from.
+        greedy: the response at temperature 0, whose score is a baseline; it is no sample. None if none was asked for.
         drop_reason: why it cannot be learned from; None while it can.
         failure: description of the cause, for messages.
         ground_truth: of the prompt, for dumps; None for environments.
@@ -201,13 +203,14 @@ class Group:
     problem: int
     name: str
     trajectories: list[Trajectory] = field(default_factory=list)
+    greedy: Trajectory | None = None
     drop_reason: str | None = None
     failure: str | None = None
     ground_truth: str | None = None
 
     def drop(self, reason: str, failure: str) -> None:
         """Marks the group as one that cannot be learned from."""
-        self.trajectories, self.drop_reason, self.failure = [], reason, failure
+        self.trajectories, self.greedy, self.drop_reason, self.failure = [], None, reason, failure
 
     @property
     def scores(self) -> list[float]:
@@ -219,6 +222,12 @@ class Group:
         """Weight version of the oldest sampled token of any trajectory."""
         return min(trajectory.oldest_version for trajectory in self.trajectories)
 
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens that the engines generated, those of the greedy response among them."""
+        responses = self.trajectories if self.greedy is None else [*self.trajectories, self.greedy]
+        return sum(turn.end - turn.start for response in responses for turn in response.turns)
+
     def state_dict(self) -> dict[str, Any]:
         """Plain values for JSON; only of a group that is not dropped."""
         return {
@@ -228,6 +237,7 @@ class Group:
             "name": self.name,
             "ground_truth": self.ground_truth,
             "trajectories": [trajectory.state_dict() for trajectory in self.trajectories],
+            "greedy": None if self.greedy is None else self.greedy.state_dict(),
         }
 
     @classmethod
@@ -236,4 +246,6 @@ class Group:
         trajectories = [Trajectory.from_state(trajectory) for trajectory in state["trajectories"]]
         group = cls(state["number"], state["tag"], state["problem"], state["name"], trajectories)
         group.ground_truth = state["ground_truth"]
+        if state.get("greedy") is not None:
+            group.greedy = Trajectory.from_state(state["greedy"])
         return group

@@ -63,6 +63,7 @@ TIME = (
 ROLLOUT = (
     Metric("rollout/reward_mean", "score", "Mean raw reward of the batch's samples."),
     Metric("rollout/reward_std", "score", "Standard deviation of the raw reward."),
+    Metric("rollout/greedy_reward_mean", "score", "Mean raw reward of the greedy responses (adv_estimator remax)."),
     Metric("rollout/response_length_mean", "tokens", "Mean response length."),
     Metric("rollout/response_length_max", "tokens", "Largest response length."),
     Metric("rollout/truncated_fraction", "fraction", "Responses that ended at the length limit."),
@@ -75,7 +76,11 @@ ROLLOUT = (
         "Prompt tokens found in the engines' prefix cache, counted over turns after the first whose previous turn was "
         "generated with the same weights.",
     ),
-    Metric("rollout/tokens_per_second", "tokens/s", "Response tokens per second of generation (time/generate)."),
+    Metric(
+        "rollout/tokens_per_second",
+        "tokens/s",
+        "Response tokens per second of generation (time/generate), those of greedy responses among them.",
+    ),
     Metric("batch_hook/<name>", "varies", "A metric that the class of async_training.batch_hook_class returned."),
     Metric(
         "reward/<tag>/<metric>",

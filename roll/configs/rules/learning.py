@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from roll.configs.advantages import ADV_ESTIMATORS, GROUP_ESTIMATORS, TURN_ESTIMATORS
+from roll.configs.advantages import ADV_ESTIMATORS, GROUP_ESTIMATORS, RESPONSE_ESTIMATORS, TURN_ESTIMATORS
 from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import Report
 from roll.configs.pipeline import RLConfig, RLVRConfig
@@ -24,6 +24,12 @@ def check_algorithm(config: RLConfig, report: Report) -> None:
             "adv_estimator",
             f"{config.adv_estimator} needs trajectories of several turns, and pipeline rlvr has one turn; use grpo or "
             "reinforce",
+        )
+    if config.uses_greedy_responses and isinstance(config, AgenticConfig):
+        report.error(
+            "adv_estimator",
+            f"{config.adv_estimator} needs a greedy response to each prompt, which agents of several turns do not "
+            "generate; use grpo or rloo, or reinforce where train_env_manager.group_size is 1",
         )
     group = config.num_return_sequences_in_group
     if config.adv_estimator in GROUP_ESTIMATORS and group == 1:
@@ -53,6 +59,12 @@ def check_algorithm(config: RLConfig, report: Report) -> None:
             "true would scale the score of a trajectory but not the rewards of its turns, which gae adds up; set it to "
             "false, or use whiten_advantages",
         )
+    if config.uses_greedy_responses and config.whiten_rewards:
+        report.error(
+            "whiten_rewards",
+            f"true would scale the scores of samples but not those of greedy responses, which {config.adv_estimator} "
+            "subtracts; set it to false, or use whiten_advantages",
+        )
     if config.uses_critic and config.critic_warmup >= config.max_steps:
         report.warn(
             "critic_warmup",
@@ -76,7 +88,7 @@ def check_algorithm(config: RLConfig, report: Report) -> None:
         report.error("kl_loss_coef", "0 turns off the KL that use_kl_loss requires; use a weight such as 0.001")
     if config.add_token_level_kl and config.init_kl_coef == 0:
         report.error("init_kl_coef", "0 turns off the KL that add_token_level_kl requires; use a weight such as 0.001")
-    if config.adv_estimator in GROUP_ESTIMATORS and config.add_token_level_kl:
+    if config.adv_estimator in RESPONSE_ESTIMATORS and config.add_token_level_kl:
         report.warn(
             "add_token_level_kl",
             f"with {config.adv_estimator} the KL of a response is summed into its one score; use_kl_loss keeps it per "

@@ -59,7 +59,7 @@ class CostModel:
         train_factor = batch_factor * measured_shape.train_devices / train_devices
         return Scenario(
             settings=_policy_settings(config, ratio),
-            samples_per_prompt=config.num_return_sequences_in_group,
+            samples_per_prompt=config.responses_per_group,
             engines=engines,
             slots=shape.slots,
             speed=self.speed,
