@@ -10,13 +10,15 @@ import torch
 from roll.algorithms.advantages import (
     ADV_ESTIMATORS,
     AdvantageConfig,
+    GreedyResponses,
     best_of_k,
     compute_advantages,
     learned_samples,
     overlong_penalty,
+    read_greedy,
 )
 from roll.algorithms.returns import return_to_go, token_rewards
-from roll.configs.advantages import TURN_ESTIMATORS, VALUE_ESTIMATORS, SampleMaskOptions
+from roll.configs.advantages import GREEDY_ESTIMATORS, TURN_ESTIMATORS, VALUE_ESTIMATORS, SampleMaskOptions
 from roll.configs.agentic import AgenticConfig
 from roll.configs.pipeline import RLVRConfig
 from tests.algorithms.trajectories import single_turns
@@ -25,7 +27,9 @@ MASK = torch.tensor([[0, 1, 1, 0], [0, 1, 1, 1], [0, 1, 0, 0], [0, 1, 1, 0]])
 GROUPS = torch.tensor([0, 0, 1, 1])
 SCORES = torch.tensor([1.0, 0.0, 2.0, 6.0])
 VALUES = torch.arange(16.0).reshape(4, 4) / 8
+GREEDY = GreedyResponses(torch.tensor([0.5, 0.5, 3.0, 3.0]), torch.tensor([1, 1, 9, 9]))
 GRPO = AdvantageConfig()
+REMAX = AdvantageConfig(adv_estimator="remax")
 REINFORCE = AdvantageConfig(adv_estimator="reinforce", gamma=0.5)
 
 
@@ -84,7 +88,8 @@ def test_reinforce_normalizes_scores_over_batch_or_group(mean, std, expected):
 
 
 def estimate(name, **settings):
-    return compute_advantages(SCORES, GROUPS, MASK, replace(GRPO, adv_estimator=name, **settings), values=VALUES)
+    config = replace(GRPO, adv_estimator=name, **settings)
+    return compute_advantages(SCORES, GROUPS, MASK, config, values=VALUES, greedy=GREEDY)
 
 
 def test_rloo_compares_with_the_other_responses_of_the_group():
@@ -93,6 +98,42 @@ def test_rloo_compares_with_the_other_responses_of_the_group():
     assert result.returns[0].tolist() == [0, 1, 1, 0]
     three = compute_advantages(SCORES, torch.tensor([0, 0, 0, 1]), MASK, replace(GRPO, adv_estimator="rloo"))
     assert per_sample(three) == pytest.approx([1.0 - 1.0, 0.0 - 1.5, 2.0 - 0.5, 0.0], abs=1e-6)
+
+
+def test_remax_compares_with_the_greedy_response_to_the_prompt():
+    result = estimate("remax")
+    assert per_sample(result) == [0.5, -0.5, -1.0, 3.0]
+    assert all(len(set(row[mask == 1].tolist())) == 1 for row, mask in zip(result.advantages, MASK, strict=True))
+    assert result.returns[0].tolist() == [0, 1, 1, 0], "a return has no baseline"
+
+
+def test_remax_of_one_response_to_each_prompt_has_a_gradient():
+    alone = compute_advantages(SCORES, torch.arange(4), MASK, REMAX, greedy=GREEDY)
+    assert alone.advantages.equal(estimate("remax").advantages)
+
+
+def test_the_greedy_response_loses_the_penalty_of_its_own_length_and_is_clipped():
+    config = replace(REMAX, response_length=10, overlong_buffer_len=4, overlong_penalty_factor=2.0)
+    assert per_sample(compute_advantages(SCORES, GROUPS, MASK, config, greedy=GREEDY)) == [0.5, -0.5, 0.5, 4.5]
+    clipped = compute_advantages(SCORES, GROUPS, MASK, replace(REMAX, reward_clip=2.5), greedy=GREEDY)
+    assert per_sample(clipped) == [0.5, -0.5, -0.5, 0.0]
+
+
+def test_the_token_kl_counts_for_samples_and_not_for_the_greedy_response():
+    config = replace(REMAX, add_token_level_kl=True, kl_penalty="k1")
+    penalty = {"log_probs": torch.zeros(4, 4), "ref_log_probs": torch.full((4, 4), -1.0), "kl_coef": 0.1}
+    result = compute_advantages(SCORES, GROUPS, MASK, config, greedy=GREEDY, **penalty)
+    assert per_sample(result) == pytest.approx([0.5 - 0.2, -0.5 - 0.3, -1.0 - 0.1, 3.0 - 0.2])
+
+
+def test_remax_without_greedy_responses_is_refused():
+    with pytest.raises(ValueError, match="remax needs a greedy response to each prompt .*use rloo, grpo or reinforce"):
+        compute_advantages(SCORES, GROUPS, MASK, REMAX)
+
+
+def test_greedy_responses_are_read_from_a_batch_that_has_them():
+    assert read_greedy({"scores": SCORES}) is None
+    assert read_greedy({"scores": SCORES, **vars(GREEDY)}) == GREEDY
 
 
 def test_opo_weighs_the_baseline_by_length():
@@ -157,9 +198,9 @@ def test_reinforce_plus_plus_baseline_whitens_scores_minus_the_group_mean():
 def test_equal_scores_of_single_responses_have_no_advantage(name):
     scores, config = torch.ones(4), replace(GRPO, adv_estimator=name)
     turns = single_turns(scores, MASK)
-    flat = compute_advantages(scores, torch.arange(4), MASK, config, turns=turns, values=VALUES)
+    flat = compute_advantages(scores, torch.arange(4), MASK, config, turns=turns, values=VALUES, greedy=GREEDY)
     assert torch.isfinite(flat.advantages).all()
-    assert name in ("reinforce", *VALUE_ESTIMATORS) or (flat.advantages == 0).all()
+    assert name in ("reinforce", *VALUE_ESTIMATORS, *GREEDY_ESTIMATORS) or (flat.advantages == 0).all()
 
 
 @pytest.mark.parametrize("name", ADV_ESTIMATORS)
@@ -167,16 +208,18 @@ def test_no_estimator_depends_on_order_or_padding(name):
     order, config = torch.tensor([3, 0, 2, 1]), replace(GRPO, adv_estimator=name)
     scores, mask = SCORES[order], torch.nn.functional.pad(MASK[order], (0, 3))
     values, turns = torch.nn.functional.pad(VALUES[order], (0, 3), value=9.0), single_turns(scores, mask)
-    moved = compute_advantages(scores, GROUPS[order], mask, config, turns=turns, values=values)
+    greedy = GreedyResponses(*(tensor[order] for tensor in vars(GREEDY).values()))
+    moved = compute_advantages(scores, GROUPS[order], mask, config, turns=turns, values=values, greedy=greedy)
     turns = single_turns(SCORES, MASK)
-    plain = compute_advantages(SCORES, GROUPS, MASK, config, turns=turns, values=VALUES)
+    plain = compute_advantages(SCORES, GROUPS, MASK, config, turns=turns, values=VALUES, greedy=GREEDY)
     torch.testing.assert_close(moved.advantages[:, :4], plain.advantages[order])
 
 
 @pytest.mark.parametrize("name", [name for name in ADV_ESTIMATORS if name not in TURN_ESTIMATORS])
 def test_single_turns_have_the_same_advantages_as_responses_without_turns(name):
     config = replace(GRPO, adv_estimator=name)
-    turns = compute_advantages(SCORES, GROUPS, MASK, config, turns=single_turns(SCORES, MASK), values=VALUES)
+    given = {"turns": single_turns(SCORES, MASK), "values": VALUES, "greedy": GREEDY}
+    turns = compute_advantages(SCORES, GROUPS, MASK, config, **given)
     assert turns.metrics == estimate(name).metrics
     assert torch.equal(turns.advantages, estimate(name).advantages)
 
@@ -186,7 +229,7 @@ def test_token_kl_changes_the_advantages_of_every_estimator(name):
     config = replace(GRPO, adv_estimator=name, add_token_level_kl=True, kl_penalty="k1", pass_k=2)
     log_probs, ref = torch.zeros(4, 4), -torch.arange(16.0).reshape(4, 4) / 16
     groups, turns = torch.zeros(4, dtype=torch.int64), single_turns(SCORES, MASK)
-    given = {"turns": turns, "values": VALUES}
+    given = {"turns": turns, "values": VALUES, "greedy": GREEDY}
     penalty = {"log_probs": log_probs, "ref_log_probs": ref, "kl_coef": 0.5}
     moved = compute_advantages(SCORES, groups, MASK, config, **given, **penalty)
     plain = compute_advantages(SCORES, groups, MASK, replace(GRPO, adv_estimator=name, pass_k=2), **given)

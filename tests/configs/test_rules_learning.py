@@ -104,6 +104,7 @@ WARNED = {
     f"{TOKENS} {WEIGHTS}.mode=mask {WEIGHTS}.lower=1.1": "mask also leaves out on-policy samples",
     "correction.veto_threshold=5": "correction.veto_threshold: 5 also rejects on-policy samples: their ratio is 1",
     "adv_estimator=lite_ppo": "loss_agg_mode: seq-mean-token-mean is not the aggregation of lite_ppo; use token-mean",
+    "adv_estimator=remax gamma=0.9": "gamma: has no effect: this adv_estimator gives every token",
     "adv_estimator=rloo gamma=0.9": "gamma: has no effect: this adv_estimator gives every token",
     "adv_estimator=reinforce_plus_plus whiten_advantages=true": "whiten_advantages: has no effect",
 }
@@ -135,6 +136,13 @@ def test_group_estimators_need_groups(tmp_path: Path, estimator: str) -> None:
         tmp_path, f"adv_estimator={estimator}", "num_return_sequences_in_group=1", "rollout_batch_size=512"
     )
     assert f"num_return_sequences_in_group: 1 gives every sample of {estimator} advantage 0" in message
+
+
+def test_remax_learns_from_one_sample_to_a_prompt(tmp_path: Path) -> None:
+    overrides = ("adv_estimator=remax", "num_return_sequences_in_group=1", "rollout_batch_size=512")
+    assert check(rlvr(tmp_path, *overrides)).errors == []
+    message = refusal(tmp_path, *overrides, "whiten_rewards=true")
+    assert "whiten_rewards: true would scale the scores of samples but not those of greedy responses" in message
 
 
 def test_k1_in_the_loss_is_refused_where_it_is_read(tmp_path: Path) -> None:

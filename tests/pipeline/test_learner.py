@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from roll.algorithms.advantages import GREEDY_KEYS
 from roll.algorithms.turn_advantages import TURN_KEYS
 from roll.configs.advantages import ADV_ESTIMATORS, VALUE_ESTIMATORS
 from roll.configs.agentic import AgenticOptions
@@ -208,6 +209,8 @@ def learn_trajectories(folder: Path, padding: int = 0, **settings) -> tuple[dict
         "state_ids": torch.stack([data.batch["group_ids"] * 2, data.batch["group_ids"] * 2 + 1], dim=1),
         "trajectory_ids": torch.arange(8),
         "tag_ids": torch.zeros(8, dtype=torch.int64),
+        "greedy_scores": torch.full((8,), 0.25),
+        "greedy_lengths": torch.full((8,), 4),
     }
     data = DataProto.from_dict(data.tensors() | more)
     idle = data.slice(0, padding).tensors() | {"group_ids": torch.arange(padding) + 8}
@@ -219,9 +222,9 @@ def learn_trajectories(folder: Path, padding: int = 0, **settings) -> tuple[dict
 
 
 @pytest.mark.parametrize("ratio_type", ["token", "segment", "sequence"])
-def test_turn_index_reaches_the_loss_only_if_ratio_type_needs_it(tmp_path, ratio_type):
+def test_of_turns_and_greedy_responses_only_turn_index_reaches_the_loss_if_ratio_type_needs_it(tmp_path, ratio_type):
     metrics, cluster = learn_trajectories(tmp_path, ratio_type=ratio_type)
-    assert cluster.seen & set(TURN_KEYS) == ({"turn_index"} if ratio_type == "segment" else set())
+    assert cluster.seen & {*TURN_KEYS, *GREEDY_KEYS} == ({"turn_index"} if ratio_type == "segment" else set())
     assert metrics["actor/ratio_mean"] == pytest.approx(1, abs=1e-5)
 
 

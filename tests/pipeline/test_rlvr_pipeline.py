@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from roll.algorithms.advantages import AdvantageConfig, compute_advantages
+from roll.algorithms.advantages import AdvantageConfig, GreedyResponses, compute_advantages
 from roll.algorithms.turn_advantages import read_turns
 from roll.configs.advantages import ADV_ESTIMATORS
 from roll.configs.errors import RunError
@@ -160,10 +160,11 @@ def test_one_turn_changes_no_advantage(estimator):
     config = AdvantageConfig(estimator)
     arguments = (batch["scores"], batch["group_ids"], batch["response_mask"], config)
     values = torch.linspace(-1, 1, batch["response_mask"].numel()).view_as(batch["behavior_log_probs"])
-    with_turns = compute_advantages(*arguments, turns=read_turns(batch), values=values)
+    greedy = GreedyResponses(torch.full((20,), 1.5), torch.ones(20))
+    with_turns = compute_advantages(*arguments, turns=read_turns(batch), values=values, greedy=greedy)
     if estimator in ("gigpo", "step_reinforce", "agentic_reinforce"):
         return
-    without = compute_advantages(*arguments, values=values)
+    without = compute_advantages(*arguments, values=values, greedy=greedy)
     assert with_turns.advantages.equal(without.advantages) and with_turns.returns.equal(without.returns)
     assert with_turns.metrics == without.metrics
 
