@@ -69,7 +69,7 @@ def test_batch_arithmetic_by_count(tmp_path: Path) -> None:
 def test_greedy_responses_are_requests_but_no_samples(tmp_path: Path) -> None:
     plan = make_plan(rlvr(tmp_path, "rollout_batch_size=128", "adv_estimator=remax"), SERVER)
     assert (lines(plan)["samples per step"], lines(plan)["requests per engine and step"]) == (1024, 144)
-    [formula] = [line.formula for line in plan.arithmetic if line.name == "requests per engine and step"]
+    [formula] = [line.formula for line in plan.batch if line.name == "requests per engine and step"]
     assert formula == "(1024 samples + 128 greedy responses) / 8 engines, rounded up"
 
 

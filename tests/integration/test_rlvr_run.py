@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from runs import finish, inputs_in, lines, recipe, start, wait_for_line
 
+from roll.pipeline.rollout_batch import read_samples
+from tests.integration.rewards import text_reward
 from tests.integration.shared_runs import SharedRuns
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
@@ -79,15 +82,15 @@ def test_ratio_0_through_the_rollouter_is_synchronous_training_bit_for_bit(share
     assert lines(tmp_path) == lines(unbroken[0])
 
 
-def test_pipeline_parallel_reference_and_token_budget_run_together(shared_runs, inputs, tmp_path):
+def test_pipeline_parallel_reference_token_budget_and_greedy_responses_run_together(shared_runs, inputs, tmp_path):
     config = recipe(
         inputs,
         tmp_path,
         deterministic=False,
         max_steps=2,
         eval_steps=0,
-        adv_estimator="reinforce",
-        norm_mean_type="batch",
+        adv_estimator="remax",
+        rewards__math_rule={"function": "tests.integration.rewards:text_reward"},
         use_kl_loss=True,
         kl_loss_coef=0.1,
         ppo_epochs=2,
@@ -106,9 +109,33 @@ def test_pipeline_parallel_reference_and_token_budget_run_together(shared_runs, 
     assert code == 0, output
     first, second = lines(tmp_path)
     assert first["actor/kl_loss"] > 0 and second["actor/kl_loss"] > 0, "the policy left the reference"
+    assert first["rollout/greedy_reward_mean"] != first["rollout/reward_mean"]
+    assert second["ledger/submitted"] == second["ledger/consumed"] == 8
+    check_baselines(tmp_path / "run" / "samples", inputs["pretrain"])
     from transformers import AutoModelForCausalLM
 
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "hf_model").num_parameters() > 0
+
+
+def check_baselines(samples: Path, model: str) -> None:
+    """In the first step every advantage is the score minus that of the model's most probable response."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    policy, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    rows, moved = read_samples(samples, 1), 0
+    assert len(rows) == 16
+    for row in rows:
+        ids = list(row["prompt_ids"])
+        for _ in range(6):
+            with torch.no_grad():
+                ids.append(int(policy(torch.tensor([ids])).logits[0, -1].argmax()))
+            if ids[-1] == tokenizer.eos_token_id:
+                break
+        greedy = tokenizer.decode(ids[len(row["prompt_ids"]) :], skip_special_tokens=True)
+        advantage = row["score"] - text_reward(greedy, "", None)
+        assert row["advantages"] == pytest.approx([advantage] * len(row["response_ids"]), abs=1e-6)
+        moved += row["advantages"][0] != 0
+    assert moved > 0, "every sample is the greedy response"
 
 
 def test_a_reward_that_fails_ends_the_run_with_its_cause(shared_runs, inputs, tmp_path):
