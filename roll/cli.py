@@ -63,16 +63,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _exit_code(lambda: _tool(arguments.command).run(arguments))
 
 
-def launch(pipeline: str, argv: Sequence[str] | None = None) -> int:
-    """Runs a `start_<pipeline>_pipeline.py` script: finds the configuration, then does the same as `roll run`."""
-    parser = argparse.ArgumentParser(description=f"Run the {pipeline} pipeline.")
+def launch(pipeline: str | None, argv: Sequence[str] | None = None, defaults: Sequence[str] = ()) -> int:
+    """Runs a `start_<pipeline>_pipeline.py` script: finds the configuration, then does the same as `roll run`.
+
+    Args:
+        pipeline: that the file must have; None for any.
+        argv: of the command line.
+        defaults: `key=value` that come before those of the command line.
+    """
+    parser = argparse.ArgumentParser(description=f"Run {f'the {pipeline}' if pipeline else 'a'} pipeline.")
     parser.add_argument("--config_path", required=True, help="folder, relative to the current one or to examples/")
     parser.add_argument("--config_name", required=True, help="file in that folder, with or without .yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override values of the file")
     arguments = _parse(parser, argv)
     file = find_config(arguments.config_path, arguments.config_name)
     search_modules_beside(file)
-    return _exit_code(lambda: run(file, arguments.overrides, pipeline))
+    return _exit_code(lambda: run(file, [*defaults, *arguments.overrides], pipeline))
 
 
 def find_config(folder: str, name: str) -> Path:

@@ -1,8 +1,7 @@
-"""From scores to advantages (`adv_estimator`), computed over the global batch.
+"""From scores to advantages, computed over the global batch.
 
-`compute_advantages` clips and whitens the scores, calls the estimator, and whitens and clips its advantages. An
-estimator is one function registered in ADV_ESTIMATORS; estimators that use the turns of a trajectory are in
-`roll.algorithms.turn_advantages`.
+`compute_advantages` clips and whitens the scores, calls the estimator (`roll.algorithms.adv_estimators`), and whitens
+and clips its advantages.
 
 R is the sum of a response's token rewards: its score, minus the KL penalty of its tokens if there is one. For
 trajectories R is that of the trajectory, which counts once in all statistics even if it is split into several samples.
@@ -10,36 +9,16 @@ trajectories R is that of the trajectory, which counts once in all statistics ev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from roll.algorithms.aggregation import (
-    EPSILON,
-    constant_group,
-    group_mean,
-    masked,
-    masked_max,
-    masked_mean,
-    masked_sum,
-    normalize,
-    whiten,
-)
+from roll.algorithms.adv_estimators import ADV_ESTIMATORS, RewardBatch
+from roll.algorithms.aggregation import constant_group, masked, masked_max, masked_mean, masked_sum, whiten
 from roll.algorithms.kl import kl_divergence
-from roll.algorithms.registry import Registry
-from roll.algorithms.returns import generalized_advantages, return_to_go, token_rewards, turn_token_rewards
-from roll.algorithms.turn_advantages import (
-    Episodes,
-    Turns,
-    agentic_reinforce,
-    check_turns,
-    episodes_of,
-    gigpo,
-    step_reinforce,
-)
+from roll.algorithms.turn_advantages import Episodes, Turns, check_turns, episodes_of
 from roll.configs.advantages import AdvantageOptions, SampleMaskOptions
 from roll.configs.agentic import AgenticOptions, RewardNormalization
 from roll.configs.pipeline import RLConfig
@@ -92,260 +71,6 @@ def read_greedy(batch: Mapping[str, Tensor]) -> GreedyResponses | None:
 
 
 @dataclass(frozen=True)
-class RewardBatch:
-    """Input of an estimator, after `reward_clip` and `whiten_rewards`.
-
-    Attributes:
-        scores: R_i [B].
-        token_kl: [B, T] the KL penalty of each token (coefficient times KL), zeros without `add_token_level_kl`.
-        groups: [B] int64, equal for the samples of one prompt, or of trajectories from one start state.
-        response_mask: [B, T] bool.
-        turns: of trajectories; None for single-turn responses.
-        values: [B, T] of a critic, index t for the tokens before t; None without one.
-        baselines: [B] score of the greedy response to each sample's prompt, after the overlong penalty and
-            `reward_clip`; None without greedy responses.
-    """
-
-    scores: Tensor
-    token_kl: Tensor
-    groups: Tensor
-    response_mask: Tensor
-    turns: Turns | None = None
-    values: Tensor | None = None
-    baselines: Tensor | None = None
-
-    @cached_property
-    def episodes(self) -> Episodes:
-        """The units that statistics over scores count: trajectories, or samples if there are no turns."""
-        return episodes_of(self.response_mask, self.turns)
-
-    @property
-    def episode_rewards(self) -> Tensor:
-        """R [E]: the score of each episode minus the KL penalty of its tokens; one without a token has a score too."""
-        penalty = masked(self.token_kl, self.response_mask).sum(-1)
-        return self.episodes.per_episode(self.scores) - self.episodes.sum_samples(penalty)
-
-    @property
-    def episode_groups(self) -> Tensor:
-        """[E] group number of each episode."""
-        return self.episodes.group_numbers(self.groups)
-
-
-Estimator = Callable[[RewardBatch, AdvantageConfig], tuple[Tensor, Tensor]]
-ADV_ESTIMATORS: Registry[Estimator] = Registry("adv_estimator")
-"""f(batch, config) -> (advantages [B, T], returns [B, T])."""
-
-
-@ADV_ESTIMATORS.register("grpo")
-def grpo(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
-    """A = (R - mean_group) / (std_group + EPSILON), the same for every token of a sample.
-
-    `grpo_norm_by_std: false` leaves out the division (Dr. GRPO, arXiv 2503.20783). A group of one, or with equal R,
-    has A = 0. Source: DeepSeekMath (arXiv 2402.03300) section 4.1.2.
-    """
-    return _by_response(batch, _centered("group" if config.grpo_norm_by_std else None))
-
-
-@ADV_ESTIMATORS.register("rloo")
-def rloo(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
-    """A = n / (n - 1) (R - mean_group): R minus the mean of the other n - 1 responses to the prompt.
-
-    The baseline does not depend on the response itself, so the gradient is unbiased. A group of one has A = 0. Source:
-    Ahmadian et al. 2024 (arXiv 2402.14740), after Kool et al. 2019.
-    """
-
-    def minus_others(rewards: Tensor, groups: Tensor) -> Tensor:
-        sizes = torch.bincount(groups)[groups].to(rewards.dtype)
-        return normalize(rewards, groups, "group", None) * (sizes / (sizes - 1).clamp(min=1))
-
-    return _by_response(batch, minus_others)
-
-
-@ADV_ESTIMATORS.register("remax")
-def remax(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
-    """A = R - b, where b is the score of the greedy response (temperature 0) to the prompt.
-
-    b does not depend on the response, so the gradient is unbiased, also for a group of one. The overlong penalty of its
-    own length and `reward_clip` apply to b; the token KL does not, while R has the KL of the whole response (verl takes
-    that of the tokens from t on). Source: Li et al. 2023 (arXiv 2310.10505) algorithm 1.
-
-    Raises:
-        ValueError: the batch has no greedy responses.
-    """
-    if batch.baselines is None:
-        raise ValueError(
-            f"adv_estimator remax needs a greedy response to each prompt ({', '.join(GREEDY_KEYS)}), which this batch "
-            "lacks; use rloo, grpo or reinforce"
-        )
-    baselines = batch.episodes.per_episode(batch.baselines)
-    return _by_response(batch, lambda rewards, groups: rewards - baselines)
-
-
-@ADV_ESTIMATORS.register("lite_ppo")
-def lite_ppo(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
-    """A = (R - mean_group) / (std_batch + EPSILON), to be used with `loss_agg_mode: token-mean`.
-
-    With the std of the batch, prompts whose responses have almost equal scores do not get large advantages. Source:
-    Liu et al. 2025, "Tricks or Traps?" (arXiv 2508.08221).
-    """
-    return _by_response(batch, _centered("batch"))
-
-
-@ADV_ESTIMATORS.register("reinforce_plus_plus_baseline")
-def reinforce_plus_plus_baseline(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
-    """A = R - mean_group, whitened over the batch's response tokens.
-
-    Source: REINFORCE++ (arXiv 2501.03262), its variant with a group baseline.
-    """
-    advantages, returns = _by_response(batch, _centered(None))
-    return whiten(advantages, batch.response_mask), returns
-
-
-@ADV_ESTIMATORS.register("opo")
-def opo(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
-    """A = R - sum_j T_j R_j / sum_j T_j over the group, where T is the number of response tokens.
-
-    Where the gradient's square grows with length, this baseline has the least variance on-policy. Source: Hao et al.
-    2025 (arXiv 2505.23585).
-    """
-    lengths = batch.episodes.sum_samples(batch.response_mask.sum(-1).to(batch.scores.dtype))
-
-    def minus_weighted_mean(rewards: Tensor, groups: Tensor) -> Tensor:
-        baseline: Tensor = group_mean(lengths * rewards, groups) / group_mean(lengths, groups).clamp(min=EPSILON)
-        return masked(rewards - baseline, ~constant_group(rewards, groups))
-
-    return _by_response(batch, minus_weighted_mean)
-
-
-@ADV_ESTIMATORS.register("gpg")
-def gpg(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
-    """A = a (R - mean_group), where a is the number of groups over the number of groups with different R.
-
-    Groups without a gradient thereby do not make those with one smaller. Meant for `pg_variant: vanilla`. Source: Chu
-    et al. 2025 (arXiv 2504.02546) section 3.
-    """
-
-    def scaled(rewards: Tensor, groups: Tensor) -> Tensor:
-        moving = groups[~constant_group(rewards, groups)].unique().numel()
-        factor: float = groups.unique().numel() / max(moving, 1)
-        return normalize(rewards, groups, "group", None) * factor
-
-    return _by_response(batch, scaled)
-
-
-@ADV_ESTIMATORS.register("pass_at_k")
-def pass_at_k(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
-    """A = (E[max | i] - E[max]) / std(max), over all sets of `pass_k` responses of the group, and all sets with i.
-
-    Rewards the best of k tries instead of each. k = 1 is grpo with the biased std; a group smaller than k is taken
-    whole. Source: Chen et al. 2025 (arXiv 2508.10751) section 3.3, here for any scores instead of 0 and 1.
-    """
-    return _by_response(batch, lambda rewards, groups: best_of_k(rewards, groups, config.pass_k))
-
-
-def best_of_k(rewards: Tensor, groups: Tensor, k: int) -> Tensor:
-    """The advantages of `pass_at_k` [E], exactly, from R [E] and group numbers [E].
-
-    With R ascending in a group of n, C(j-1, k-1) of its C(n, k) sets have R_j as their maximum, and of the
-    C(n-1, k-1) sets with i, C(i-1, k-1) have R_i and C(j-2, k-2) have R_j for j > i.
-    """
-    order = torch.argsort(rewards, stable=True)
-    order = order[torch.argsort(groups[order], stable=True)]
-    value, group = rewards[order].double(), groups[order]
-    size = torch.bincount(group)
-    first = (size.cumsum(0) - size)[group]
-    count, rank = size[group].double(), (torch.arange(len(group), device=group.device) - first + 1).double()
-    tries = count.clamp(max=k)
-    is_max = _choose(rank - 1, tries - 1) / _choose(count, tries)
-    mean, square = (group_mean(count * is_max * power, group) for power in (value, value**2))
-    std = (square - mean**2).clamp(min=0).sqrt()
-    later = value * _choose(rank - 2, tries - 2)
-    total = later.flip(0).cumsum(0).flip(0)
-    after = torch.cat([total, total.new_zeros(1)])
-    behind = after[1:] - after[first + size[group]]
-    with_own = (value * _choose(rank - 1, tries - 1) + behind) / _choose(count - 1, tries - 1)
-    flat = constant_group(rewards[order], group) | (std <= EPSILON)
-    result = torch.where(flat, 0.0, (with_own - mean) / (std + EPSILON))
-    return torch.empty_like(rewards).scatter_(0, order, result.to(rewards.dtype))
-
-
-def _choose(n: Tensor, k: Tensor) -> Tensor:
-    """Binomial coefficients C(n, k) in float64; 0 where k is negative or above n."""
-    valid = (k >= 0) & (k <= n)
-    safe_n, safe_k = torch.where(valid, n, 0.0), torch.where(valid, k, 0.0)
-    log = torch.lgamma(safe_n + 1) - torch.lgamma(safe_k + 1) - torch.lgamma(safe_n - safe_k + 1)
-    return torch.where(valid, log.exp(), 0.0)
-
-
-@ADV_ESTIMATORS.register("reinforce_plus_plus")
-def reinforce_plus_plus(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
-    """A_t = G_t, the return to go discounted by gamma, whitened over the batch's response tokens.
-
-    It uses no groups: the baseline is the mean of the batch. With `add_token_level_kl` G_t contains the KL of the
-    tokens from t on. Source: REINFORCE++ (arXiv 2501.03262).
-    """
-    mask = batch.response_mask
-    returns = return_to_go(token_rewards(batch.scores, batch.token_kl, mask), mask, config.gamma)
-    return whiten(returns, mask), returns
-
-
-@ADV_ESTIMATORS.register("reinforce")
-def reinforce(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
-    """A_t = G_t, the return to go discounted by gamma, of scores normalized by `norm_mean_type` and `norm_std_type`.
-
-    Source: Williams 1992.
-    """
-    mask, episodes = batch.response_mask, batch.episodes
-    scores = normalize(
-        episodes.per_episode(batch.scores), batch.episode_groups, config.norm_mean_type, config.norm_std_type
-    )
-    returns = return_to_go(token_rewards(episodes.to_samples(scores), batch.token_kl, mask), mask, config.gamma)
-    return returns, returns
-
-
-@ADV_ESTIMATORS.register("gae")
-def gae(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
-    """A_t = delta_t + gamma lambd A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t; the returns are A + V.
-
-    r is the score at the last token, minus the KL of each token with `add_token_level_kl`; in trajectories each turn
-    has its reward at its last token, and values and sums pass over the observations between turns. Source: Schulman
-    et al. 2016 (arXiv 1506.02438).
-
-    Raises:
-        ValueError: the batch has no values.
-    """
-    if batch.values is None:
-        raise ValueError("adv_estimator gae needs the values of a critic, which this batch lacks")
-    mask, turns, sequences = batch.response_mask, batch.turns, None
-    if turns is None:
-        rewards = token_rewards(batch.scores, batch.token_kl, mask)
-    else:
-        sequences = batch.episodes.of_row
-        rewards = turn_token_rewards(batch.scores, batch.token_kl, mask, turns, batch.episodes)
-    values = masked(batch.values, mask)
-    advantages = generalized_advantages(rewards, values, mask, config.gamma, config.lambd, sequences)
-    return advantages, advantages + values
-
-
-ADV_ESTIMATORS.register("gigpo")(gigpo)
-ADV_ESTIMATORS.register("step_reinforce")(step_reinforce)
-ADV_ESTIMATORS.register("agentic_reinforce")(agentic_reinforce)
-
-
-def _centered(std_type: str | None) -> Callable[[Tensor, Tensor], Tensor]:
-    """f(R [E], groups [E]) [E]: R minus the mean of its group, divided by the std of `std_type` if given."""
-    return lambda rewards, groups: normalize(rewards, groups, "group", std_type)
-
-
-def _by_response(batch: RewardBatch, advantage: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """Assigns f(R [E], groups [E]) of each episode to all its tokens; the returns are the undiscounted return to go."""
-    mask = batch.response_mask
-    rewards = token_rewards(batch.scores, batch.token_kl, mask)
-    per_sample = batch.episodes.to_samples(advantage(batch.episode_rewards, batch.episode_groups))
-    return masked(per_sample[:, None].expand_as(rewards), mask), return_to_go(rewards, mask, 1.0)
-
-
-@dataclass(frozen=True)
 class Advantages:
     """Result of `compute_advantages`.
 
@@ -377,15 +102,15 @@ def compute_advantages(
     """Advantages and returns of one global batch.
 
     Applies, in this order: the overlong penalty, reward_clip, whiten_rewards, token KL, the estimator,
-    whiten_advantages, advantage_clip.
+    the teacher of `use_opd`, whiten_advantages, advantage_clip.
 
     Args:
         scores: [B] raw rewards.
         groups: [B] int64 group numbers, as `roll.algorithms.aggregation.group_index` makes them from prompt ids.
         response_mask: [B, T].
         config: the estimator and its settings.
-        log_probs: [B, T] of the policy; needed with `add_token_level_kl`.
-        ref_log_probs: [B, T] of the reference; needed with `add_token_level_kl`.
+        log_probs: [B, T] of the policy; needed with `add_token_level_kl` and a teacher.
+        ref_log_probs: [B, T] of the reference or teacher; needed with the same.
         kl_coef: weight of the token KL, from a KL controller.
         turns: of samples that are trajectories or turns of them. Statistics over scores then count every trajectory
             once and ignore samples without response tokens.
@@ -395,8 +120,8 @@ def compute_advantages(
         greedy: of each sample's prompt, needed with `adv_estimator: remax`; `whiten_rewards` does not apply to them.
 
     Raises:
-        ValueError: a score is not finite, there is no token, `add_token_level_kl` lacks its log-probs, or the turns are
-            inconsistent with the rest of the batch, or missing although the estimator needs them.
+        ValueError: a score is not finite, there is no token, `add_token_level_kl` or a teacher lacks its log-probs, or
+            the turns are inconsistent with the rest of the batch, or missing although the estimator needs them.
     """
     if not bool(torch.isfinite(scores).all()):
         bad = [index for index, good in enumerate(torch.isfinite(scores).tolist()) if not good]
@@ -405,6 +130,7 @@ def compute_advantages(
         raise ValueError(f"response_mask of shape {list(response_mask.shape)} has no token; nothing was generated")
     mask, scores = response_mask.bool(), scores.float()
     kl = _reference_kl(config, mask, log_probs, ref_log_probs)
+    teacher_kl = _teacher_kl(config, mask, log_probs, ref_log_probs)
     if turns is not None:
         check_turns(turns, scores, groups, mask)
     penalty = overlong_penalty(mask.sum(-1), config)
@@ -412,8 +138,10 @@ def compute_advantages(
     baselines = None
     if greedy is not None:
         baselines = _clip(greedy.greedy_scores.float() - overlong_penalty(greedy.greedy_lengths, config), config)
-    batch = RewardBatch(scores, kl_coef * kl, groups, mask, turns, values, baselines)
+    batch = RewardBatch(scores, kl_coef * kl, groups, mask, turns, values, baselines, teacher_kl)
     advantages, returns = ADV_ESTIMATORS[config.adv_estimator](batch, config)
+    if config.use_opd and teacher_kl is not None:
+        advantages = advantages - config.opd_kl_coef * teacher_kl
     if learned is not None:
         mask = mask & learned[:, None]
         advantages, returns = masked(advantages, mask), masked(returns, mask)
@@ -426,6 +154,8 @@ def compute_advantages(
         metrics["advantage/overlong_penalty"] = float(penalty.mean())
     if config.add_token_level_kl:
         metrics |= {"advantage/token_kl": float(masked_mean(kl, mask)), "advantage/kl_coef": kl_coef}
+    if teacher_kl is not None:
+        metrics["advantage/teacher_kl"] = float(masked_mean(teacher_kl, mask))
     return Advantages(advantages, returns, metrics)
 
 
@@ -464,6 +194,17 @@ def _reference_kl(
     if log_probs is None or ref_log_probs is None:
         raise ValueError("add_token_level_kl: true needs the log-probs of the policy and of the reference")
     return masked(kl_divergence(log_probs, ref_log_probs, config.kl_penalty).detach().float(), mask)
+
+
+def _teacher_kl(
+    config: AdvantageConfig, mask: Tensor, log_probs: Tensor | None, teacher: Tensor | None
+) -> Tensor | None:
+    """The log ratio itself: other estimators of the KL divergence are no advantages, their gradient is another."""
+    if not config.uses_teacher:
+        return None
+    if log_probs is None or teacher is None:
+        raise ValueError("a teacher (use_opd, adv_estimator opd) needs its log-probs and those of the policy")
+    return masked((log_probs - teacher).detach().float(), mask)
 
 
 def overlong_penalty(lengths: Tensor, config: AdvantageConfig) -> Tensor:

@@ -23,7 +23,8 @@ from roll.algorithms.returns import discounted_sum
 from roll.configs.agentic import RewardNormalization
 
 if TYPE_CHECKING:
-    from roll.algorithms.advantages import AdvantageConfig, RewardBatch
+    from roll.algorithms.adv_estimators import RewardBatch
+    from roll.algorithms.advantages import AdvantageConfig
 
 
 @dataclass(frozen=True)

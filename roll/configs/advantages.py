@@ -22,6 +22,7 @@ ADV_ESTIMATORS = (
     "pass_at_k",
     "remax",
     "gae",
+    "opd",
     *TURN_ESTIMATORS,
 )
 """Values of `adv_estimator`; the registry of roll.algorithms agrees with it."""
@@ -37,6 +38,9 @@ RESPONSE_ESTIMATORS = (*GROUP_ESTIMATORS, *GREEDY_ESTIMATORS)
 
 VALUE_ESTIMATORS = ("gae",)
 """Estimators that need the values of a critic."""
+
+TEACHER_ESTIMATORS = ("opd",)
+"""Estimators that learn from the log-probs of a teacher alone, not from scores."""
 
 WHITENING_ESTIMATORS = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
 """Estimators that whiten advantages by definition."""
@@ -57,6 +61,8 @@ NORMALISED = estimators(
     reason="only adv_estimator reinforce reads it; the others define their own normalisation",
 )
 
+
+SCORED = not_estimators(*TEACHER_ESTIMATORS, reason="the advantages of adv_estimator opd do not depend on scores")
 
 CRITIC = estimators(*VALUE_ESTIMATORS, reason="adv_estimator is not gae, so there is no critic")
 
@@ -103,8 +109,11 @@ class AdvantageOptions:
         "Discount of the return to go.",
         ge=0,
         le=1,
-        only_for=not_estimators(
-            *RESPONSE_ESTIMATORS, reason="this adv_estimator gives every token of a response the same advantage"
+        only_for=(
+            not_estimators(
+                *RESPONSE_ESTIMATORS, reason="this adv_estimator gives every token of a response the same advantage"
+            ),
+            SCORED,
         ),
     )
     lambd: float = option(
@@ -119,7 +128,10 @@ class AdvantageOptions:
         None,
         "Last tokens of response_length over which a response loses up to overlong_penalty_factor of its score (DAPO).",
         ge=1,
-        only_for=Condition(lambda config, _: config.pipeline == "rlvr", "it belongs to pipeline rlvr", ("pipeline",)),
+        only_for=(
+            Condition(lambda config, _: config.pipeline == "rlvr", "it belongs to pipeline rlvr", ("pipeline",)),
+            SCORED,
+        ),
     )
     overlong_penalty_factor: float = option(
         1.0,
@@ -127,14 +139,35 @@ class AdvantageOptions:
         gt=0,
         only_for=needs("overlong_buffer_len", "overlong_buffer_len is null", accepts=lambda length: length is not None),
     )
-    reward_clip: float | None = option(None, "Clip scores to +- this.", gt=0)
+    reward_clip: float | None = option(None, "Clip scores to +- this.", gt=0, only_for=SCORED)
     advantage_clip: float | None = option(None, "Clip advantages to +- this.", gt=0)
-    whiten_rewards: bool = option(False, "Zero mean and unit variance of scores over the batch.")
+    whiten_rewards: bool = option(False, "Zero mean and unit variance of scores over the batch.", only_for=SCORED)
     whiten_advantages: bool = option(
         False,
         "Zero mean and unit variance of advantages over the batch's tokens.",
         only_for=not_estimators(*WHITENING_ESTIMATORS, reason="this adv_estimator always whitens its advantages"),
     )
+    use_opd: bool = option(
+        False,
+        "On-policy distillation beside the scores: subtract opd_kl_coef x (log-prob of the policy - log-prob of the "
+        "teacher) from the advantage of every token. The teacher is the model of `reference`.",
+        only_for=not_estimators(*TEACHER_ESTIMATORS, reason="adv_estimator opd learns from the teacher alone"),
+    )
+    opd_kl_coef: float = option(
+        1.0,
+        "Weight of the teacher.",
+        gt=0,
+        only_for=Condition(
+            lambda config, _: config.uses_teacher,
+            "there is no teacher: use_opd is false and adv_estimator is not opd",
+            ("use_opd", "adv_estimator"),
+        ),
+    )
+
+    @property
+    def uses_teacher(self) -> bool:
+        """Whether advantages depend on the log-probs of a teacher."""
+        return self.use_opd or self.adv_estimator in TEACHER_ESTIMATORS
 
 
 DIFFICULTY = needs("difficulty_mask", "difficulty_mask is false; set it to true")

@@ -255,11 +255,11 @@ class RLConfig(AsyncOptions, PolicyOptions, AdvantageOptions, CriticOptions, Sam
     actor_infer: ActorInferConfig = option(factory=ActorInferConfig, help="The role that generates.")
     reference: ReferenceConfig = option(
         factory=ReferenceConfig,
-        help="The frozen model of the KL terms.",
+        help="The frozen model of the KL terms, or the teacher of on-policy distillation.",
         only_for=Condition(
             lambda config, _: config.uses_reference or bool(config.reference.device_mapping),
             "neither use_kl_loss nor add_token_level_kl is on, so there is no reference",
-            ("use_kl_loss", "add_token_level_kl"),
+            ("use_kl_loss", "add_token_level_kl", "use_opd", "adv_estimator"),
         ),
     )
     critic: CriticConfig = option(
@@ -371,8 +371,8 @@ class RLConfig(AsyncOptions, PolicyOptions, AdvantageOptions, CriticOptions, Sam
 
     @property
     def uses_reference(self) -> bool:
-        """Whether a KL term needs the frozen model."""
-        return self.use_kl_loss or self.add_token_level_kl
+        """Whether a KL term needs the frozen model, or a teacher is one."""
+        return self.use_kl_loss or self.add_token_level_kl or self.uses_teacher
 
     @property
     def uses_critic(self) -> bool:

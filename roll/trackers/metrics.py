@@ -133,6 +133,7 @@ ADVANTAGE = (
         "Fraction of the samples that max_len_mask and difficulty_mask leave in the loss.",
     ),
     Metric("advantage/overlong_penalty", "", "Mean of what responses lose of their score (overlong_buffer_len)."),
+    Metric("advantage/teacher_kl", "nats", "Mean log-prob of the policy minus that of the teacher (opd, use_opd)."),
     Metric("advantage/token_kl", "nats", "Mean KL to the reference in the token reward (add_token_level_kl)."),
     Metric("advantage/kl_coef", "", "Weight of that KL."),
 )

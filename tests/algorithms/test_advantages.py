@@ -7,18 +7,23 @@ from dataclasses import replace
 import pytest
 import torch
 
+from roll.algorithms.adv_estimators import ADV_ESTIMATORS, best_of_k
 from roll.algorithms.advantages import (
-    ADV_ESTIMATORS,
     AdvantageConfig,
     GreedyResponses,
-    best_of_k,
     compute_advantages,
     learned_samples,
     overlong_penalty,
     read_greedy,
 )
 from roll.algorithms.returns import return_to_go, token_rewards
-from roll.configs.advantages import GREEDY_ESTIMATORS, TURN_ESTIMATORS, VALUE_ESTIMATORS, SampleMaskOptions
+from roll.configs.advantages import (
+    GREEDY_ESTIMATORS,
+    TEACHER_ESTIMATORS,
+    TURN_ESTIMATORS,
+    VALUE_ESTIMATORS,
+    SampleMaskOptions,
+)
 from roll.configs.agentic import AgenticConfig
 from roll.configs.pipeline import RLVRConfig
 from tests.algorithms.trajectories import single_turns
@@ -29,6 +34,9 @@ SCORES = torch.tensor([1.0, 0.0, 2.0, 6.0])
 VALUES = torch.arange(16.0).reshape(4, 4) / 8
 GREEDY = GreedyResponses(torch.tensor([0.5, 0.5, 3.0, 3.0]), torch.tensor([1, 1, 9, 9]))
 GRPO = AdvantageConfig()
+POLICY, TEACHER = torch.linspace(-2, -1, 16).view(4, 4), torch.linspace(-1, -3, 16).view(4, 4)
+"""Log-probs of the policy and of a teacher."""
+GIVEN = {"values": VALUES, "greedy": GREEDY, "log_probs": POLICY, "ref_log_probs": TEACHER}
 REMAX = AdvantageConfig(adv_estimator="remax")
 REINFORCE = AdvantageConfig(adv_estimator="reinforce", gamma=0.5)
 
@@ -89,7 +97,7 @@ def test_reinforce_normalizes_scores_over_batch_or_group(mean, std, expected):
 
 def estimate(name, **settings):
     config = replace(GRPO, adv_estimator=name, **settings)
-    return compute_advantages(SCORES, GROUPS, MASK, config, values=VALUES, greedy=GREEDY)
+    return compute_advantages(SCORES, GROUPS, MASK, config, **GIVEN)
 
 
 def test_rloo_compares_with_the_other_responses_of_the_group():
@@ -127,7 +135,9 @@ def test_the_token_kl_counts_for_samples_and_not_for_the_greedy_response():
 
 
 def test_remax_without_greedy_responses_is_refused():
-    with pytest.raises(ValueError, match="remax needs a greedy response to each prompt .*use rloo, grpo or reinforce"):
+    with pytest.raises(
+        ValueError, match="remax needs the score of a greedy response to each prompt.*use rloo, grpo or"
+    ):
         compute_advantages(SCORES, GROUPS, MASK, REMAX)
 
 
@@ -198,9 +208,10 @@ def test_reinforce_plus_plus_baseline_whitens_scores_minus_the_group_mean():
 def test_equal_scores_of_single_responses_have_no_advantage(name):
     scores, config = torch.ones(4), replace(GRPO, adv_estimator=name)
     turns = single_turns(scores, MASK)
-    flat = compute_advantages(scores, torch.arange(4), MASK, config, turns=turns, values=VALUES, greedy=GREEDY)
+    flat = compute_advantages(scores, torch.arange(4), MASK, config, turns=turns, **GIVEN)
     assert torch.isfinite(flat.advantages).all()
-    assert name in ("reinforce", *VALUE_ESTIMATORS, *GREEDY_ESTIMATORS) or (flat.advantages == 0).all()
+    without_baseline = ("reinforce", *VALUE_ESTIMATORS, *GREEDY_ESTIMATORS, *TEACHER_ESTIMATORS)
+    assert name in without_baseline or (flat.advantages == 0).all()
 
 
 @pytest.mark.parametrize("name", ADV_ESTIMATORS)
@@ -209,22 +220,22 @@ def test_no_estimator_depends_on_order_or_padding(name):
     scores, mask = SCORES[order], torch.nn.functional.pad(MASK[order], (0, 3))
     values, turns = torch.nn.functional.pad(VALUES[order], (0, 3), value=9.0), single_turns(scores, mask)
     greedy = GreedyResponses(*(tensor[order] for tensor in vars(GREEDY).values()))
-    moved = compute_advantages(scores, GROUPS[order], mask, config, turns=turns, values=values, greedy=greedy)
-    turns = single_turns(SCORES, MASK)
-    plain = compute_advantages(SCORES, GROUPS, MASK, config, turns=turns, values=VALUES, greedy=GREEDY)
+    policy, teacher = (torch.nn.functional.pad(each[order], (0, 3), value=-9.0) for each in (POLICY, TEACHER))
+    given = {"values": values, "greedy": greedy, "log_probs": policy, "ref_log_probs": teacher}
+    moved = compute_advantages(scores, GROUPS[order], mask, config, turns=turns, **given)
+    plain = compute_advantages(SCORES, GROUPS, MASK, config, turns=single_turns(SCORES, MASK), **GIVEN)
     torch.testing.assert_close(moved.advantages[:, :4], plain.advantages[order])
 
 
 @pytest.mark.parametrize("name", [name for name in ADV_ESTIMATORS if name not in TURN_ESTIMATORS])
 def test_single_turns_have_the_same_advantages_as_responses_without_turns(name):
     config = replace(GRPO, adv_estimator=name)
-    given = {"turns": single_turns(SCORES, MASK), "values": VALUES, "greedy": GREEDY}
-    turns = compute_advantages(SCORES, GROUPS, MASK, config, **given)
+    turns = compute_advantages(SCORES, GROUPS, MASK, config, turns=single_turns(SCORES, MASK), **GIVEN)
     assert turns.metrics == estimate(name).metrics
     assert torch.equal(turns.advantages, estimate(name).advantages)
 
 
-@pytest.mark.parametrize("name", ADV_ESTIMATORS)
+@pytest.mark.parametrize("name", [name for name in ADV_ESTIMATORS if name not in TEACHER_ESTIMATORS])
 def test_token_kl_changes_the_advantages_of_every_estimator(name):
     config = replace(GRPO, adv_estimator=name, add_token_level_kl=True, kl_penalty="k1", pass_k=2)
     log_probs, ref = torch.zeros(4, 4), -torch.arange(16.0).reshape(4, 4) / 16
@@ -370,3 +381,44 @@ def test_a_sample_left_out_counts_in_the_group_but_not_in_whitening():
     kept = whitened.advantages[(MASK == 1) & keep[:, None]]
     assert float(kept.mean()) == pytest.approx(0, abs=1e-5)
     assert (whitened.advantages[1] == 0).all()
+
+
+def test_a_teacher_alone_rates_every_token_whatever_the_scores_are():
+    result = estimate("opd", opd_kl_coef=0.5)
+    expected = -0.5 * (POLICY - TEACHER) * MASK
+    torch.testing.assert_close(result.advantages, expected)
+    other = compute_advantages(-SCORES, GROUPS, MASK, replace(GRPO, adv_estimator="opd", opd_kl_coef=0.5), **GIVEN)
+    assert torch.equal(other.advantages, result.advantages)
+    mean = float((POLICY - TEACHER)[MASK.bool()].mean())
+    assert result.metrics["advantage/teacher_kl"] == pytest.approx(mean)
+
+
+@pytest.mark.parametrize("whiten", [False, True])
+def test_a_teacher_beside_scores_is_subtracted_before_advantages_are_whitened(whiten):
+    result = estimate("grpo", use_opd=True, opd_kl_coef=0.25, whiten_advantages=whiten)
+    expected = estimate("grpo").advantages - 0.25 * (POLICY - TEACHER) * MASK
+    if whiten:
+        tokens = expected[MASK.bool()]
+        expected = (expected - tokens.mean()) / (tokens.std() + 1e-6) * MASK
+    torch.testing.assert_close(result.advantages, expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(result.returns, estimate("grpo").returns)
+
+
+@pytest.mark.parametrize("settings", [{"adv_estimator": "opd"}, {"use_opd": True}])
+@pytest.mark.parametrize("lacking", ["log_probs", "ref_log_probs"])
+def test_a_teacher_without_log_probs_is_an_error(settings, lacking):
+    with pytest.raises(ValueError, match="needs its log-probs and those of the policy"):
+        compute_advantages(SCORES, GROUPS, MASK, replace(GRPO, **settings), **GIVEN | {lacking: None})
+
+
+def test_the_gradient_of_a_teacher_is_that_of_the_kl_divergence_to_it():
+    """Over all tokens of a vocabulary, each weighted by its probability, at a policy of one token."""
+    logits, teacher = torch.tensor([0.3, -1.0, 2.0], requires_grad=True), torch.tensor([0.5, 0.2, 0.3]).log()
+    log_probs = logits.log_softmax(-1)
+    divergence = (log_probs.exp() * (log_probs - teacher)).sum()
+    (exact,) = torch.autograd.grad(divergence, logits, retain_graph=True)
+    config, column = replace(GRPO, adv_estimator="opd"), torch.ones(3, 1)
+    given = {"log_probs": log_probs.detach()[:, None], "ref_log_probs": teacher[:, None]}
+    advantages = compute_advantages(torch.zeros(3), torch.arange(3), column, config, **given).advantages[:, 0]
+    loss = -(log_probs.exp().detach() * advantages * log_probs).sum()
+    torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], exact)

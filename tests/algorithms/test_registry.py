@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from roll.algorithms.advantages import ADV_ESTIMATORS
+from roll.algorithms.adv_estimators import ADV_ESTIMATORS
 from roll.algorithms.aggregation import LOSS_AGG_MODES
 from roll.algorithms.kl import KL_ESTIMATORS
 from roll.algorithms.losses import LOSSES

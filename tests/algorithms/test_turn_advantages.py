@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.algorithms.advantages import ADV_ESTIMATORS, AdvantageConfig, GreedyResponses
+from roll.algorithms.adv_estimators import ADV_ESTIMATORS
+from roll.algorithms.advantages import AdvantageConfig, GreedyResponses
 from roll.algorithms.turn_advantages import TURN_KEYS, episodes_of, read_turns
-from roll.configs.advantages import GREEDY_ESTIMATORS, TURN_ESTIMATORS, VALUE_ESTIMATORS
+from roll.configs.advantages import GREEDY_ESTIMATORS, TEACHER_ESTIMATORS, TURN_ESTIMATORS, VALUE_ESTIMATORS
 from roll.configs.agentic import RewardNormalization
 from tests.algorithms.trajectories import Trajectory, make_batch
 
@@ -237,7 +238,9 @@ def trajectories(draw):
 TYPES = st.sampled_from(["batch", "group", None])
 CONFIGS = st.builds(
     settings_of,
-    st.sampled_from([name for name in ADV_ESTIMATORS if name not in (*VALUE_ESTIMATORS, *GREEDY_ESTIMATORS)]),
+    st.sampled_from(
+        [name for name in ADV_ESTIMATORS if name not in (*VALUE_ESTIMATORS, *GREEDY_ESTIMATORS, *TEACHER_ESTIMATORS)]
+    ),
     TYPES,
     TYPES,
     st.sampled_from(["traj_group_id", "traj_id", "tags", "batch"]),
@@ -282,5 +285,6 @@ def test_a_batch_of_padding_has_zero_advantages(name):
     batch = make_batch([], padding=2)
     values = torch.ones(batch.tensors["response_mask"].shape)
     greedy = GreedyResponses(torch.zeros(2), torch.zeros(2))
-    result = batch.advantages(settings_of(name, whiten_rewards=True), values=values, greedy=greedy)
+    given = {"values": values, "greedy": greedy, "log_probs": values, "ref_log_probs": values}
+    result = batch.advantages(settings_of(name, whiten_rewards=True), **given)
     assert (result.advantages == 0).all() and all(map(math.isfinite, result.metrics.values()))

@@ -320,3 +320,45 @@ def test_a_value_without_effect_in_roll_is_a_remark(override: str) -> None:
 def test_a_value_with_an_effect_that_is_missing_here_is_an_error(override: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(override.partition("=")[0])):
         load("rlvr_five_domains", override)
+
+
+def test_distillation_from_a_teacher_is_read() -> None:
+    config = load("distill_on_policy")
+    assert isinstance(config, RLVRConfig)
+    assert (config.adv_estimator, config.opd_kl_coef, config.uses_reference) == ("opd", 0.5, True)
+    teacher, student = config.reference.model_args.model_name_or_path, config.actor_train.model_args.model_name_or_path
+    assert (teacher, student) == ("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-1.5B")
+    assert config.actor_infer.generating_args.max_new_tokens == 4096
+    assert "student_train: is read as actor_train" in notes(config)
+
+
+def test_a_teacher_beside_scores_is_read(tmp_path: Path) -> None:
+    text = (RECIPES / "distill_on_policy.yaml").read_text()
+    file = tmp_path / "recipe.yaml"
+    text = text.replace("student_train:", "actor_train:").replace("student_infer:", "actor_infer:")
+    file.write_text(f"{text.replace('_in_group: 1', '_in_group: 4')}\nuse_opd: true\nadv_estimator: grpo\n")
+    config = load_config(file)
+    assert isinstance(config, RLVRConfig)
+    assert (config.adv_estimator, config.use_opd, config.opd_kl_coef) == ("grpo", True, 0.5)
+
+
+def test_the_model_of_a_teacher_may_be_given_at_the_top(tmp_path: Path) -> None:
+    text = (RECIPES / "distill_on_policy.yaml").read_text()
+    file = tmp_path / "recipe.yaml"
+    file.write_text(text.replace(', model_name_or_path: "${teacher_pretrain}"', ""))
+    config = load_config(file)
+    assert isinstance(config, RLVRConfig)
+    assert config.reference.model_args.model_name_or_path == "Qwen/Qwen2.5-7B-Instruct"
+
+
+@pytest.mark.parametrize(
+    ("override", "missing"),
+    [
+        ("opsd_mode=true", "distillation from the model itself (opsd_mode)"),
+        ("teacher.tag_included=[math]", "several teachers, or a teacher of some tags (reference.tag_included)"),
+        ("teacher.math={model_args: {dtype: bf16}}", "several teachers, or a teacher of some tags (reference.math)"),
+    ],
+)
+def test_distillation_that_is_missing_is_named(override: str, missing: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"this recipe needs what is not available here: {missing}")):
+        load("distill_on_policy", override)

@@ -69,6 +69,8 @@ ALGORITHM = {
     "is_num_return_sequences_expand=false": "is_num_return_sequences_expand: false is not available",
     "use_kl_loss=true kl_loss_coef=0.01": "reference.device_mapping: is empty, but use_kl_loss needs the reference",
     "add_token_level_kl=true init_kl_coef=0.01": "reference.device_mapping: is empty, but add_token_level_kl needs",
+    "use_opd=true": "reference.device_mapping: is empty, but use_opd needs the teacher, which is the reference; set",
+    "adv_estimator=opd": "reference.device_mapping: is empty, but adv_estimator opd needs the teacher, which is the",
     "use_kl_loss=true reference.device_mapping=0-15": "kl_loss_coef: 0 turns off the KL that use_kl_loss requires",
     "add_token_level_kl=true reference.device_mapping=0-15": "init_kl_coef: 0 turns off the KL that add_token_level_kl",
 }

@@ -201,3 +201,35 @@ def test_importance_sampling_off_is_a_remark(tmp_path: Path) -> None:
 )
 def test_invalid_importance_sampling_is_explained(tmp_path: Path, overrides: list[str], message: str) -> None:
     assert message in refusal(tmp_path, *overrides)
+
+
+TEACHER = ("reference.device_mapping=0-15", "reference.model_args.model_name_or_path=a/teacher")
+
+
+@pytest.mark.parametrize("asked", ["use_opd=true", "adv_estimator=opd"])
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "reference.model_args.model_name_or_path={policy}",
+            "is the model that is trained, but with {asked} the reference ",
+        ),
+        ("use_kl_loss=true kl_loss_coef=0.1", "use_kl_loss: true needs a reference of its own, but with {asked} the"),
+        ("add_token_level_kl=true init_kl_coef=0.1", "add_token_level_kl: true needs a reference of its own, but with"),
+    ],
+)
+def test_a_teacher_is_another_model_and_of_no_kl_term(tmp_path: Path, asked: str, override: str, message: str) -> None:
+    policy = rlvr(tmp_path).actor_train.model_args.model_name_or_path
+    overrides = override.format(policy=policy).split()
+    named = asked.replace("=", ": ") if asked.startswith("use") else asked.replace("=", " ")
+    assert message.format(asked=named) in refusal(tmp_path, asked, *TEACHER, *overrides)
+
+
+def test_keys_of_scores_have_no_effect_where_a_teacher_alone_teaches(tmp_path: Path) -> None:
+    config = rlvr(tmp_path, "adv_estimator=opd", "gamma=0.9", "whiten_rewards=true", *TEACHER)
+    assert config.uses_reference and config.uses_teacher
+    text = "\n".join(map(str, check(config).warnings))
+    for key in ("gamma", "whiten_rewards"):
+        assert f"{key}: has no effect: the advantages of adv_estimator opd do not depend on scores" in text
+    config = rlvr(tmp_path, "opd_kl_coef=0.5")
+    assert "opd_kl_coef: has no effect: there is no teacher" in "\n".join(map(str, check(config).warnings))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from examples.algorithms import compare
-from roll.configs.advantages import ADV_ESTIMATORS, TURN_ESTIMATORS
+from roll.configs.advantages import ADV_ESTIMATORS, TEACHER_ESTIMATORS, TURN_ESTIMATORS
 from roll.configs.hardware import prepare_run
 from roll.configs.load import load_config
 from roll.configs.pipeline import RLVRConfig
@@ -38,7 +38,7 @@ def test_a_recipe_plans_without_a_surprise(name: str, ratio: int, tmp_path: Path
 
 def test_together_they_have_every_algorithm_for_single_turns(tmp_path: Path, tiny_model_dir: Path):
     configs = [load(name, tmp_path, tiny_model_dir) for name in compare.recipes()]
-    assert {config.adv_estimator for config in configs} == set(ADV_ESTIMATORS) - set(TURN_ESTIMATORS)
+    assert {config.adv_estimator for config in configs} == set(ADV_ESTIMATORS) - {*TURN_ESTIMATORS, *TEACHER_ESTIMATORS}
     losses = [losses_of(config.actor_train.pg_variant) for config in configs]
     assert {name for each in losses for name in each} == set(PG_VARIANTS) and max(map(len, losses)) > 1
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +138,52 @@ def check_baselines(samples: Path, model: str) -> None:
         assert row["advantages"] == pytest.approx([advantage] * len(row["response_ids"]), abs=1e-6)
         moved += row["advantages"][0] != 0
     assert moved > 0, "every sample is the greedy response"
+
+
+def test_a_student_comes_closer_to_a_teacher_of_another_layout(shared_runs, inputs, tmp_path):
+    """The teacher is the student with sharper probabilities; the student is one version behind what it learns from."""
+    from transformers import AutoModelForCausalLM
+
+    teacher = AutoModelForCausalLM.from_pretrained(inputs["pretrain"])
+    with torch.no_grad():
+        teacher.get_output_embeddings().weight.mul_(2.0)
+    folder = tmp_path / "teacher"
+    shutil.copytree(inputs["pretrain"], folder)
+    teacher.save_pretrained(folder)
+    config = recipe(
+        inputs,
+        tmp_path,
+        deterministic=False,
+        async_generation_ratio=1,
+        max_steps=18,
+        eval_steps=0,
+        adv_estimator="opd",
+        opd_kl_coef=0.5,
+        whiten_advantages=True,
+        rollout_batch_size=512,
+        num_return_sequences_in_group=1,
+        actor_train__training_args={"learning_rate": 5e-4, "per_device_train_batch_size": 256},
+        reference={
+            "model_args": {"dtype": "fp32", "model_name_or_path": str(folder)},
+            "strategy_args": {"strategy_name": "megatron_infer"},
+            "device_mapping": [0, 1],
+        },
+    )
+    code, output = shared_runs.run(config)
+    assert code == 0, output
+    divergence = [line["advantage/teacher_kl"] for line in lines(tmp_path)]
+    assert statistics.fmean(divergence[-3:]) < 0.85 * statistics.fmean(divergence[:2]), divergence
+    ratios, advantages = [], []
+    for row in read_samples(tmp_path / "run" / "samples", 18):
+        ids, start = torch.tensor([[*row["prompt_ids"], *row["response_ids"]]]), len(row["prompt_ids"]) - 1
+        with torch.no_grad():
+            log_probs = teacher(ids).logits[0, start:-1].log_softmax(-1)
+        chosen = log_probs[torch.arange(len(row["response_ids"])), ids[0, start + 1 :]]
+        assert row["ref_log_probs"] == pytest.approx(chosen.tolist(), abs=1e-4)
+        ratios += (chosen - torch.tensor(row["old_log_probs"])).tolist()
+        advantages += row["advantages"]
+    assert len(ratios) > 20
+    assert torch.corrcoef(torch.tensor([ratios, advantages]))[0, 1] > 0.9999, "whitening moves and scales all alike"
 
 
 def test_a_reward_that_fails_ends_the_run_with_its_cause(shared_runs, inputs, tmp_path):

@@ -12,7 +12,7 @@ import torch
 
 from roll.algorithms.advantages import GREEDY_KEYS
 from roll.algorithms.turn_advantages import TURN_KEYS
-from roll.configs.advantages import ADV_ESTIMATORS, VALUE_ESTIMATORS
+from roll.configs.advantages import ADV_ESTIMATORS, TEACHER_ESTIMATORS, VALUE_ESTIMATORS
 from roll.configs.agentic import AgenticOptions
 from roll.configs.errors import RunError
 from roll.configs.pipeline import RLVRConfig
@@ -228,7 +228,11 @@ def test_of_turns_and_greedy_responses_only_turn_index_reaches_the_loss_if_ratio
     assert metrics["actor/ratio_mean"] == pytest.approx(1, abs=1e-5)
 
 
-@pytest.mark.parametrize("estimator", [name for name in ADV_ESTIMATORS if name not in VALUE_ESTIMATORS])
+WITHOUT_MODEL = [name for name in ADV_ESTIMATORS if name not in (*VALUE_ESTIMATORS, *TEACHER_ESTIMATORS)]
+"""Estimators that need no second model."""
+
+
+@pytest.mark.parametrize("estimator", WITHOUT_MODEL)
 def test_padding_changes_nothing_of_an_update(tmp_path, estimator):
     plain, cluster = learn_trajectories(tmp_path, adv_estimator=estimator)
     padded, other = learn_trajectories(tmp_path, padding=2, adv_estimator=estimator)

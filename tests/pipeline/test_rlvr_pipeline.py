@@ -161,10 +161,11 @@ def test_one_turn_changes_no_advantage(estimator):
     arguments = (batch["scores"], batch["group_ids"], batch["response_mask"], config)
     values = torch.linspace(-1, 1, batch["response_mask"].numel()).view_as(batch["behavior_log_probs"])
     greedy = GreedyResponses(torch.full((20,), 1.5), torch.ones(20))
-    with_turns = compute_advantages(*arguments, turns=read_turns(batch), values=values, greedy=greedy)
+    given = {"values": values, "greedy": greedy, "log_probs": values, "ref_log_probs": values * 2}
+    with_turns = compute_advantages(*arguments, turns=read_turns(batch), **given)
     if estimator in ("gigpo", "step_reinforce", "agentic_reinforce"):
         return
-    without = compute_advantages(*arguments, values=values, greedy=greedy)
+    without = compute_advantages(*arguments, **given)
     assert with_turns.advantages.equal(without.advantages) and with_turns.returns.equal(without.returns)
     assert with_turns.metrics == without.metrics
 

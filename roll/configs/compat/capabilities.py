@@ -106,6 +106,16 @@ def _rollout_only(recipe: Recipe) -> Found:
         yield "actor_train", None
 
 
+def _teachers(recipe: Recipe) -> Found:
+    for role in ("teacher", "reference"):
+        given = recipe.get(role)
+        if isinstance(given, dict):
+            named = [name for name, value in given.items() if isinstance(value, dict) and "model_args" in value]
+            yield from ((f"{role}.{name}", None) for name in named)
+            if given.get("tag_included"):
+                yield f"{role}.tag_included", None
+
+
 def _of_critic(key: str, accepts: Callable[[Any], bool]) -> Callable[[Recipe], Found]:
     """Finds a key of a critic that is used: without `adv_estimator` a recipe with a critic uses it."""
 
@@ -117,9 +127,9 @@ def _of_critic(key: str, accepts: Callable[[Any], bool]) -> Callable[[Recipe], F
 
 
 CAPABILITIES: dict[str, Callable[[Recipe], Found]] = {
-    "distillation": _given(
-        "student", "student_train", "teacher", "opsd_mode", "use_opd", "is_pure_opd", "kd_objective"
-    ),
+    "distillation from stored responses": _given("student", "kd_objective"),
+    "distillation from the model itself": _given("opsd_mode"),
+    "several teachers, or a teacher of some tags": _teachers,
     "rollouts without training": _rollout_only,
     "DeepSpeed training": _any(
         _of_roles("strategy_args.strategy_name", _is("deepspeed_train*")),

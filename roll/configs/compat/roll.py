@@ -12,6 +12,11 @@ RENAMED_KEYS = {"num_gpus_per_node": "num_devices_per_node", "rpc_timeout": "rpc
 COLUMNS = "actor_train.data_args"
 
 MOVED_KEYS = {
+    "teacher.opd_kl_coef": "opd_kl_coef",
+    "teacher": "reference",
+    "student_pretrain": "pretrain",
+    "student_train": "actor_train",
+    "student_infer": "actor_infer",
     "env_monitor.hung_timeout": "trajectory_timeout_s",
     "checkpoint_config.output_dir": "checkpoint_dir",
     "max_running_requests": "actor_infer.max_running_requests",

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, get_args
 
 from roll.configs.agentic import ADJUSTMENTS
+from roll.configs.compat.apply import PURE_OPD
 from roll.configs.compat.recipe import Recipe
 from roll.configs.compat.roll_losses import (
     read_clipping,
@@ -52,6 +53,9 @@ READ_KEYS = (
     "reward_norm",
     "reward_shift",
     "reward_scale",
+    PURE_OPD,
+    "pure_opd_pipeline_type",
+    "teacher_pretrain",
 )
 """Keys that only ROLL has and that are read here; the tables have the others."""
 
@@ -60,6 +64,7 @@ def read_roll_keys(recipe: Recipe) -> None:
     """Translates READ_KEYS, in any file."""
     for read in (_read_data, read_old_log_probs, read_clipping, read_correction, read_normalization, read_rewards):
         read(recipe)
+    _read_distillation(recipe)
 
 
 def drop_nulls(recipe: Recipe, root: type, path: str = "") -> None:
@@ -112,6 +117,19 @@ def _read_reference(recipe: Recipe) -> None:
     if name in FORWARD_ENGINES:
         recipe.put(path, {"strategy_name": "megatron_infer"})
         recipe.note(f"{path}.strategy_name", f"{name} is read as megatron_infer, without its strategy_config")
+
+
+def _read_distillation(recipe: Recipe) -> None:
+    """Learning from the teacher alone is an estimator here."""
+    recipe.drop("pure_opd_pipeline_type", "the pipeline follows from the other keys")
+    model = recipe.take("teacher_pretrain")
+    if model is not None and recipe.put_new("reference.model_args.model_name_or_path", model):
+        recipe.note("teacher_pretrain", "is read as reference.model_args.model_name_or_path")
+    if recipe.take_switch(PURE_OPD):
+        if recipe.has("adv_estimator"):
+            recipe.drop("adv_estimator", f"{PURE_OPD} learns from the teacher alone")
+        recipe.put("adv_estimator", "opd")
+        recipe.note(PURE_OPD, "is read as adv_estimator: opd")
 
 
 def _read_critic(recipe: Recipe) -> None:

@@ -73,10 +73,10 @@ def _check_owned(config: BaseConfig, report: Report) -> None:
         ratio = f"async_generation_ratio {config.async_generation_ratio:g}"
         report.warn("is_offload_states", f"has no effect: with {ratio} the engines generate while actor_train trains")
     if config.uses_reference and not config.reference.device_mapping:
-        terms = " and ".join(name for name in ("use_kl_loss", "add_token_level_kl") if getattr(config, name))
-        report.error(
-            "reference.device_mapping", f"is empty, but {terms} needs the reference; set its devices, {devices}"
-        )
+        names = ("use_kl_loss", "add_token_level_kl", "use_opd")
+        terms = " and ".join(name for name in names if getattr(config, name)) or f"adv_estimator {config.adv_estimator}"
+        model = "teacher, which is the reference" if config.uses_teacher else "reference"
+        report.error("reference.device_mapping", f"is empty, but {terms} needs the {model}; set its devices, {devices}")
     if config.reference.device_mapping and not config.uses_reference:
         report.warn(
             "reference",

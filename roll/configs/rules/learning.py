@@ -70,6 +70,8 @@ def check_algorithm(config: RLConfig, report: Report) -> None:
             "critic_warmup",
             f"{config.critic_warmup} is not below max_steps {config.max_steps}: only the critic is trained",
         )
+    if config.uses_teacher:
+        _check_teacher(config, report)
     buffer, longest = config.overlong_buffer_len, config.response_length
     if buffer is not None and longest is not None and buffer > longest:
         report.error("overlong_buffer_len", f"{buffer} is above response_length {longest}; use at most that")
@@ -95,6 +97,23 @@ def check_algorithm(config: RLConfig, report: Report) -> None:
             "token",
         )
     _check_old_log_probs(config, report)
+
+
+def _check_teacher(config: RLConfig, report: Report) -> None:
+    """The reference is the teacher: another model than the policy, and of no KL term."""
+    teacher, policy = (role.model_args.model_name_or_path for role in (config.reference, config.actor_train))
+    asked = "use_opd: true" if config.use_opd else f"adv_estimator {config.adv_estimator}"
+    if teacher == policy:
+        report.error(
+            "reference.model_args.model_name_or_path",
+            f"{teacher} is the model that is trained, but with {asked} the reference is the teacher; name the teacher",
+        )
+    for name in ("use_kl_loss", "add_token_level_kl"):
+        if getattr(config, name):
+            report.error(
+                name,
+                f"true needs a reference of its own, but with {asked} the reference is the teacher; set it to false",
+            )
 
 
 def check_name(

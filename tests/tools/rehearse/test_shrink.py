@@ -25,7 +25,8 @@ FILES = [*sorted((ROOT / "examples").glob("*/*.yaml")), *(RECIPES / f"{name}.yam
 
 
 @cache
-def model() -> str:
+def model(name: str = "") -> str:
+    """A folder of its own for every name."""
     return write_small_config(Path(mkdtemp()))
 
 
@@ -33,7 +34,7 @@ def rehearse(config: AnyConfig, steps: int = 2, **sizes: Any) -> Rehearsal:
     names = {role.model_args.model_name_or_path or "" for role in config.device_roles().values()}
     files = {} if config.pipeline == "agentic" else {"actor_train": ["a.jsonl"], "validation": ["b.jsonl"]}
     actions = fewest_actions(config) if isinstance(config, AgenticConfig) else {}
-    inputs = Inputs(dict.fromkeys(names, model()), files, actions=actions, **sizes)
+    inputs = Inputs({name: model(name) for name in names}, files, actions=actions, **sizes)
     return shrink(config, inputs, "output/small/run", steps)
 
 
@@ -150,7 +151,7 @@ def test_changes_name_the_value_of_the_recipe_and_that_of_the_rehearsal() -> Non
     assert changes["actor_train.device_mapping"] == (list(range(16)), [0, 1, 2, 3])
     assert changes["actor_infer.device_mapping"] == (list(range(16, 24)), [4, 5])
     assert changes["actor_train.training_args.gradient_accumulation_steps"] == (64, 2)
-    assert changes["pretrain"] == (MODEL, model())
+    assert changes["pretrain"] == (MODEL, model(MODEL))
     assert "num_gpus_per_worker" not in " ".join(changes), "it is 1 in both"
 
 
