@@ -90,6 +90,15 @@ def test_launcher_runs_the_file_of_its_flags(tmp_path: Path, capsys: pytest.Capt
     )
 
 
+def test_launcher_of_distillation_needs_a_teacher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, SFT.replace("pipeline: sft", "pipeline: rlvr"), "mine.yaml")
+    flags = ["--config_path", str(tmp_path), "--config_name", "mine"]
+    assert launch(None, flags, ["is_pure_opd=true"]) == 2
+    assert "adv_estimator opd needs the teacher, which is the reference" in capsys.readouterr().err
+    assert launch(None, [*flags, "is_pure_opd=false"], ["is_pure_opd=true"]) == 2
+    assert "opd" not in capsys.readouterr().err
+
+
 def test_launcher_finds_folders_of_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     expected = ROOT / "examples" / "qwen2.5-0.5B-rlvr" / "rlvr_config.yaml"

@@ -362,3 +362,18 @@ def test_the_model_of_a_teacher_may_be_given_at_the_top(tmp_path: Path) -> None:
 def test_distillation_that_is_missing_is_named(override: str, missing: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"this recipe needs what is not available here: {missing}")):
         load("distill_on_policy", override)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "estimator"),
+    [
+        (["is_pure_opd=false"], "grpo"),
+        (["is_pure_opd=true"], "opd"),
+        (["student_train.training_args.learning_rate=1"], "opd"),
+        (["is_pure_opd=false", "student_train.training_args.learning_rate=1", "adv_estimator=rloo"], "rloo"),
+    ],
+)
+def test_the_switch_of_distillation_wins_over_the_names_of_roles(overrides: list[str], estimator: str) -> None:
+    config = load("distill_on_policy", "num_return_sequences_in_group=2", *overrides)
+    assert isinstance(config, RLVRConfig)
+    assert config.adv_estimator == estimator

@@ -54,8 +54,8 @@ RENAMED_VALUES: dict[str, dict[Any, Any]] = {**verl.RENAMED_VALUES, **vllm.RENAM
 UNSUPPORTED_KEYS: tuple[UnsupportedKey, ...] = (*verl.UNSUPPORTED_KEYS, *roll.UNSUPPORTED_KEYS)
 """Keys without a counterpart; the first matching pattern applies."""
 
-STUDENT_ROLE, PURE_OPD = "student_train", "is_pure_opd"
-"""The role that learns from a teacher alone in recipes of ROLL, and the switch that its script sets there."""
+STUDENT_ROLE, PURE_OPD_KIND = "student_train", "pure_opd_pipeline_type"
+"""The role that learns from a teacher alone in recipes of ROLL, and the key whose default is rlvr there."""
 
 SFT_ROLE = "sft_train"
 """The role that is trained in recipes of ROLL for supervised fine-tuning."""
@@ -106,7 +106,7 @@ def normalize_aliases(tree: Mapping[str, Any], source: str, notes: list[Problem]
     """
     moved = _with_sft_role(async_trainers.read_trainer_type(tree, source, notes), source)
     if STUDENT_ROLE in moved:
-        moved = {PURE_OPD: True} | moved
+        moved = {PURE_OPD_KIND: "rlvr"} | moved
     for path, target in MOVED_KEYS.items():
         head, _, key = path.rpartition(".")
         section = value_at(moved, head) if head else moved

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, get_args
 
 from roll.configs.agentic import ADJUSTMENTS
-from roll.configs.compat.apply import PURE_OPD
+from roll.configs.compat.apply import PURE_OPD_KIND
 from roll.configs.compat.recipe import Recipe
 from roll.configs.compat.roll_losses import (
     read_clipping,
@@ -53,8 +53,8 @@ READ_KEYS = (
     "reward_norm",
     "reward_shift",
     "reward_scale",
-    PURE_OPD,
-    "pure_opd_pipeline_type",
+    "is_pure_opd",
+    PURE_OPD_KIND,
     "teacher_pretrain",
 )
 """Keys that only ROLL has and that are read here; the tables have the others."""
@@ -120,16 +120,17 @@ def _read_reference(recipe: Recipe) -> None:
 
 
 def _read_distillation(recipe: Recipe) -> None:
-    """Learning from the teacher alone is an estimator here."""
-    recipe.drop("pure_opd_pipeline_type", "the pipeline follows from the other keys")
+    """Learning from the teacher alone is an estimator here; roles of a student mean it unless another key says not."""
     model = recipe.take("teacher_pretrain")
     if model is not None and recipe.put_new("reference.model_args.model_name_or_path", model):
         recipe.note("teacher_pretrain", "is read as reference.model_args.model_name_or_path")
-    if recipe.take_switch(PURE_OPD):
-        if recipe.has("adv_estimator"):
-            recipe.drop("adv_estimator", f"{PURE_OPD} learns from the teacher alone")
+    asked, kind = recipe.take_switch("is_pure_opd"), recipe.take(PURE_OPD_KIND)
+    if asked or (asked is None and kind is not None and not recipe.get("use_opd")):
+        path = "is_pure_opd" if asked else PURE_OPD_KIND
+        if recipe.get("adv_estimator", "opd") != "opd":
+            recipe.drop("adv_estimator", f"{path} learns from the teacher alone")
         recipe.put("adv_estimator", "opd")
-        recipe.note(PURE_OPD, "is read as adv_estimator: opd")
+        recipe.note(path, "is read as adv_estimator: opd")
 
 
 def _read_critic(recipe: Recipe) -> None:
