@@ -16,7 +16,6 @@ from roll.configs.roles import (
     DTYPE_BYTES,
     OLD_LOG_PROBS,
     ActorInferConfig,
-    CriticConfig,
     MegatronRoleConfig,
     TrainedRoleConfig,
 )
@@ -84,7 +83,7 @@ def _training_stage(
     config: BaseConfig, role: str, worker: TrainedRoleConfig, shape: ModelShape, stage: int, platform: str
 ) -> MemoryPlan:
     layout, megatron = worker.layout, worker.strategy_args.strategy_config
-    size, critic = DTYPE_BYTES[worker.model_args.dtype], isinstance(worker, CriticConfig)
+    size, critic = DTYPE_BYTES[worker.model_args.dtype], worker.value_head
     count = shape.stage_parameters(stage, stage_layers(shape.layers, megatron), layout.tensor, value_head=critic)
     gradient = 4 if megatron.accumulate_allreduce_grads_in_fp32 else size
     optimizer, host = _optimizer(worker, count, gradient)
@@ -277,9 +276,12 @@ def _forward(config: BaseConfig, role: str, worker: MegatronRoleConfig, shape: M
     layout, size = worker.layout, DTYPE_BYTES[worker.model_args.dtype]
     last = layout.pipeline - 1
     layers = stage_layers(shape.layers, worker.strategy_args.strategy_config)
-    count = max(shape.stage_parameters(stage, layers, layout.tensor) for stage in range(layout.pipeline))
+    count = max(
+        shape.stage_parameters(stage, layers, layout.tensor, value_head=worker.value_head)
+        for stage in range(layout.pipeline)
+    )
     weights = MemoryLine("weights", count * size, f"{count:,} parameters x {size} B")
-    lines = [weights, *_forward_lines(config, worker, shape, platform, with_head=True)]
+    lines = [weights, *_forward_lines(config, worker, shape, platform, with_head=not worker.value_head)]
     return MemoryPlan(role, "fullest pipeline stage" if last else "every device", lines)
 
 

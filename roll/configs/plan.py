@@ -19,7 +19,7 @@ from roll.configs.memory import STATE_LINES, MemoryPlan, gibibytes, memory_plans
 from roll.configs.model_config import ModelShape, read_model_shape
 from roll.configs.parallel_layout import spans
 from roll.configs.pipeline import BaseConfig, DPOConfig, RLConfig
-from roll.configs.roles import ActorTrainConfig, CriticConfig, MegatronRoleConfig, RoleConfig, TrainedRoleConfig
+from roll.configs.roles import ActorTrainConfig, MegatronRoleConfig, RoleConfig, TrainedRoleConfig
 from roll.configs.rules import check
 from roll.configs.rules.lengths import check_episode_lengths, check_prompt_lengths
 from roll.terminal import make_console
@@ -139,7 +139,7 @@ def _shapes(config: BaseConfig) -> dict[str, ModelShape]:
     shapes: dict[str, ModelShape] = {}
     for role, worker in config.device_roles().items():
         model = local_model(worker.model_args.model_name_or_path or "")
-        shape = read_model_shape(model, isinstance(worker, CriticConfig))
+        shape = read_model_shape(model, worker.value_head)
         if shape is not None:
             shapes[role] = shape
     return shapes

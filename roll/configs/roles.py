@@ -280,6 +280,9 @@ ONE_DEVICE_PER_RANK = AbsentKey(
 class RoleConfig:
     """A role that owns devices; its ranks own those of `device_mapping` in order."""
 
+    value_head: ClassVar[bool] = False
+    """Whether its model gives one value for each token instead of logits."""
+
     absent_keys: ClassVar[dict[str, AbsentKey]] = {}
     """Keys of other roles -> why this role does not have them, where the reason is more than which role has them."""
 
@@ -406,6 +409,7 @@ class ActorTrainConfig(TrainedRoleConfig):
 class CriticConfig(TrainedRoleConfig):
     """`critic`: the value model of `adv_estimator: gae`, trained on the same samples as the policy."""
 
+    value_head: ClassVar[bool] = True
     absent_keys: ClassVar[dict[str, AbsentKey]] = {
         "pg_variant": NO_POLICY_LOSS,
         "data_args": AbsentKey("it learns from the samples of actor_train"),

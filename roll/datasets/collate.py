@@ -64,6 +64,18 @@ def collate_examples(examples: Sequence[SFTExample], pad_token_id: int = 0, roun
     return tensors
 
 
+def collate_scored(sequences: Sequence[Sequence[int]], pad_token_id: int = 0) -> dict[str, Tensor]:
+    """Collates sequences [B] whose value at the end is wanted: that of a reward model.
+
+    A model with a value head gives the value before a token. So a token of padding follows each sequence, and
+    `response_mask` is true there alone: row i has its value in column len(sequences[i]).
+
+    Returns:
+        The first four tensors of `collate_samples` [B, T], T being one more than the longest sequence.
+    """
+    return _collate_tokens([(sequence, [pad_token_id]) for sequence in sequences], pad_token_id, 1)
+
+
 def _collate_tokens(
     pairs: Sequence[tuple[Sequence[int], Sequence[int]]], pad_token_id: int, round_to: int
 ) -> dict[str, Tensor]:

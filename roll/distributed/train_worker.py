@@ -5,9 +5,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
-from roll.configs.roles import CriticConfig, MegatronRoleConfig
+from roll.configs.roles import MegatronRoleConfig
 from roll.distributed.processes import gc_freeze
 from roll.distributed.protocol import DataProto
 from roll.distributed.weight_sync.sender import WeightSender
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from roll.distributed.strategy.megatron_strategy import (
         MegatronInferStrategy,
         MegatronTrainStrategy,
-        MegatronValueStrategy,
     )
 
 
@@ -57,17 +56,6 @@ class TrainWorker(WeightSender):
             raise RuntimeError(f"{self.rank.name} has no optimizer: only megatron_train roles do, once initialized")
         return self._train_strategy
 
-    @property
-    def value_strategy(self) -> MegatronValueStrategy:
-        """The model of a critic and its optimizer.
-
-        Raises:
-            RuntimeError: the role is no critic, or the worker was not initialized.
-        """
-        if not (self._train_strategy and self._train_strategy.value_head):
-            raise RuntimeError(f"{self.rank.name} has no values: only the critic does, once initialized")
-        return cast("MegatronValueStrategy", self._train_strategy)
-
     @register(deadline="start_timeout_s")
     def initialize(self) -> None:
         """Joins the role's process group and loads the model."""
@@ -79,13 +67,13 @@ class TrainWorker(WeightSender):
         from roll.distributed.strategy.megatron_strategy import (
             MegatronInferStrategy,
             MegatronTrainStrategy,
-            MegatronValueStrategy,
         )
 
         layout, rank = self.config.layout, self.rank
         if self.config.strategy_args.strategy_name == "megatron_train":
-            cls = MegatronValueStrategy if isinstance(self.config, CriticConfig) else MegatronTrainStrategy
-            trained = cls(self.config, self.pipeline_config, layout, rank.rank, platform, role=rank.role)
+            trained = MegatronTrainStrategy(
+                self.config, self.pipeline_config, layout, rank.rank, platform, role=rank.role
+            )
             trained.initialize()
             self._infer_strategy = self._train_strategy = trained
             self._model_weights, self._states = trained.weights, trained.states
@@ -114,8 +102,8 @@ class TrainWorker(WeightSender):
 
     @register()
     def compute_values(self, data: DataProto) -> DataProto:
-        """Values of the shard, of a critic; see `MegatronValueStrategy.compute_values`."""
-        return self.value_strategy.compute_values(data)
+        """Values of the shard, of a role with a value head; see `MegatronInferStrategy.compute_values`."""
+        return self.infer_strategy.compute_values(data)
 
     @register()
     def train_step(self, data: DataProto) -> dict[str, float]:

@@ -3,10 +3,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from roll.datasets.collate import collate_examples, collate_samples
+from roll.datasets.collate import collate_examples, collate_samples, collate_scored
 from roll.datasets.sft import SFTExample
 
 SAMPLES = [([5, 6], [7, 8, 9], [-0.1, -0.2, -0.3], [3, 3, 4]), ([5], [7], [-0.5], [2])]
+
+
+def test_the_value_of_a_sequence_is_asked_for_after_its_last_token():
+    tensors = collate_scored([[5, 6, 7], [8]], pad_token_id=9)
+    assert tensors["input_ids"].tolist() == [[5, 6, 7, 9], [8, 9, 9, 9]]
+    assert tensors["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
+    assert tensors["response_mask"].tolist() == [[False, False, False, True], [False, True, False, False]]
+    assert tensors["position_ids"].tolist() == [[0, 1, 2, 3], [0, 1, 0, 0]]
 
 
 def test_samples_are_padded_on_the_right():

@@ -71,7 +71,6 @@ class RankContext:
         from roll.distributed.strategy.megatron_strategy import (
             MegatronInferStrategy,
             MegatronTrainStrategy,
-            MegatronValueStrategy,
         )
 
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self.ports.pop(0)))
@@ -89,7 +88,7 @@ class RankContext:
         times = {"start_timeout_s": 60.0, "rpc_timeout_s": 60.0}
         roles = {} if critic else {"actor_train": worker}
         config = SFTConfig(**times | {"response_length": 1024} | roles | pipeline)
-        kind = MegatronValueStrategy if critic else MegatronInferStrategy if infer else MegatronTrainStrategy
+        kind = MegatronInferStrategy if infer else MegatronTrainStrategy
         strategy = kind(worker, config, self.layout, self.rank, get_platform("cpu"))
         strategy.initialize()
         return strategy

@@ -14,7 +14,7 @@ from roll.configs.hub.splits import READABLE
 from roll.configs.megatron import MegatronTrainConfig, check_recompute, stage_layers
 from roll.configs.model_config import CONFIG_NAME, ModelShape, UnsupportedModel, read_model_shape
 from roll.configs.pipeline import BaseConfig
-from roll.configs.roles import TEMPLATES, CriticConfig, MegatronRoleConfig, RoleConfig
+from roll.configs.roles import TEMPLATES, MegatronRoleConfig, RoleConfig
 from roll.configs.rules.learning import check_name
 from roll.configs.rules.lengths import read_tokenizer
 from roll.configs.trackers import METRICS_FILE
@@ -112,7 +112,7 @@ def check_models(config: BaseConfig, report: Report) -> None:
             continue
         path = "pretrain" if name == config.pretrain else path
         try:
-            shape = read_model_shape(local_model(name), isinstance(worker, CriticConfig))
+            shape = read_model_shape(local_model(name), worker.value_head)
         except UnsupportedModel as error:
             if name not in seen:
                 report.error(path, str(error))

@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import ClassVar, TypedDict
+from typing import TypedDict
 
 import torch
 import torch.distributed as dist
@@ -65,10 +65,7 @@ class OptimizerStep(TypedDict):
 
 
 class MegatronInferStrategy:
-    """A frozen Megatron model: log-probs of given tokens."""
-
-    value_head: ClassVar[bool] = False
-    """Whether the model gives values instead of log-probs."""
+    """A frozen Megatron model: log-probs of given tokens, or values of a role with a value head."""
 
     def __init__(
         self,
@@ -106,7 +103,7 @@ class MegatronInferStrategy:
             RuntimeError: the ranks did not find each other in time.
         """
         folder = self.model_folder
-        self.model: DecoderConfig = read_hf_config(folder, self.value_head)
+        self.model: DecoderConfig = read_hf_config(folder, self.worker_config.value_head)
         self.device = self.platform.torch_device(0)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -147,6 +144,15 @@ class MegatronInferStrategy:
         """
         return self._score(data, ("log_probs", "entropy"))
 
+    def compute_values(self, data: DataProto) -> DataProto:
+        """Values of the states before given tokens; arguments and shapes as for `compute_log_probs`.
+
+        Returns:
+            `values` [B, T] float32, index t for the tokens before t (0 at t = 0), on every tensor-parallel rank of the
+            last pipeline stage; no samples elsewhere.
+        """
+        return self._score(data, ("values",))
+
     def _score(self, data: DataProto, names: Sequence[str]) -> DataProto:
         """A forward pass; its outputs under these names."""
         self.states.require("parameters")
@@ -178,9 +184,11 @@ class MegatronInferStrategy:
         """Prepares the loaded stage for its use."""
         for stage in self.stages:
             stage.requires_grad_(False)
-        self.forward = ForwardPass(
-            self.stages, self.stages, self.model, self.device, self.worker_config.use_sequence_packing
-        )
+        self.forward = self._forward_pass(self.stages)
+
+    def _forward_pass(self, wrapped: Sequence[torch.nn.Module]) -> ForwardPass:
+        kind = ValuePass if self.worker_config.value_head else ForwardPass
+        return kind(wrapped, self.stages, self.model, self.device, self.worker_config.use_sequence_packing)
 
     def _with_defaults(self, megatron: MegatronConfig) -> MegatronConfig:
         on_gpu = self.device.type == "cuda"
@@ -326,8 +334,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         assert isinstance(role, TrainedRoleConfig) and isinstance(megatron, MegatronTrainConfig)
         self.wrapped = wrap_model(self.stages, megatron)
         self.optimizer = build_optimizer(self.wrapped, role.training_args, megatron)
-        kind = ValuePass if self.value_head else ForwardPass
-        self.forward = kind(self.wrapped, self.stages, self.model, self.device, role.use_sequence_packing)
+        self.forward = self._forward_pass(self.wrapped)
         self.weights = MegatronWeights(self.stages, self.model, self.model_folder)
         self.schedule = LearningRate.of(role.training_args, self.pipeline_config.schedule_steps(role))
         self.optimizer_steps = 0
@@ -341,21 +348,6 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         for wrapped in self.wrapped:
             if wrapped.ddp_config.overlap_param_gather:
                 wrapped.start_param_sync(force_sync=True)
-
-
-class MegatronValueStrategy(MegatronTrainStrategy):
-    """The model of a critic with its optimizer."""
-
-    value_head = True
-
-    def compute_values(self, data: DataProto) -> DataProto:
-        """Values of the states before given tokens; arguments and shapes as for `compute_log_probs`.
-
-        Returns:
-            `values` [B, T] float32, index t for the tokens before t (0 at t = 0), on every tensor-parallel rank of the
-            last pipeline stage; no samples elsewhere.
-        """
-        return self._score(data, ("values",))
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
