@@ -145,6 +145,7 @@ async def compare(file: Path) -> dict[str, Any]:
     from roll.distributed.resources import start_ray, stop_ray
     from roll.distributed.worker import WorkerRank
     from roll.pipeline.agentic.agentic_pipeline import AgenticPipeline
+    from roll.pipeline.session import Session
     from roll.rollout.engine_pool import EnginePool
     from roll.rollout.ledger import PromptRequest
     from roll.rollout.metrics import rollout_metrics
@@ -161,7 +162,7 @@ async def compare(file: Path) -> dict[str, Any]:
     try:
         await engine.initialize()
         pool = EnginePool(LocalEngine(engine), 0, config.actor_infer.max_running_requests)
-        worker = pipeline.worker_factory(own_process=False)(pool)
+        worker = pipeline.worker_factory(Session(config), own_process=False)(pool)
         for repeat in range(REPEATS + 1):
             for mode in rates:
                 config.deterministic = mode == "lockstep"

@@ -42,7 +42,7 @@ def fill_in_defaults(config: BaseConfig) -> list[Problem]:
     config.logging_dir = config.logging_dir or str(Path(config.output_dir) / "logs")
     for role in DEVICE_ROLES:
         section = getattr(config, role, None)
-        if section is not None and section.model_args.model_name_or_path is None:
+        if section is not None and role != "reward" and section.model_args.model_name_or_path is None:
             section.model_args.model_name_or_path = config.pretrain
     _inherit(config, "data_args", config.actor_train.data_args, skip=("file_name", "split"))
     if isinstance(config, RLConfig):
@@ -68,6 +68,8 @@ def _fill_in_rewards(config: RLVRConfig) -> None:
             reward.timeout_s = BUILT_IN[built_in].timeout_s
         if reward.max_concurrent_calls is None:
             reward.max_concurrent_calls = BUILT_IN[built_in].max_concurrent_calls
+        if reward.template is None:
+            reward.template = config.actor_train.data_args.template
 
 
 def _fill_in_lengths(config: BaseConfig) -> list[Problem]:
@@ -125,7 +127,7 @@ def _fill_in_critic(config: RLConfig) -> None:
 
 def _fill_in_forward_sizes(config: BaseConfig) -> None:
     """A forward pass takes as many samples as a training pass, which needs more memory for each of them."""
-    for role in ("actor_train", "reference", "critic"):
+    for role in ("actor_train", "reference", "critic", "reward"):
         section = getattr(config, role, None)
         if section is not None and f"{role}.infer_batch_size" not in config.source.given:
             trained = section if isinstance(section, TrainedRoleConfig) else config.actor_train

@@ -17,7 +17,7 @@ from roll.configs.advantages import (
 )
 from roll.configs.asynchronous import DEFAULT_MAX_STALENESS, AsyncOptions, versions_ahead
 from roll.configs.policy import DPOOptions, PolicyOptions
-from roll.configs.rewards import RewardConfig
+from roll.configs.rewards import RewardConfig, is_reward_model
 from roll.configs.roles import (
     DEVICE_ROLES,
     ENGINE_RUNS,
@@ -25,6 +25,7 @@ from roll.configs.roles import (
     ActorTrainConfig,
     CriticConfig,
     ReferenceConfig,
+    RewardModelRoleConfig,
     RoleConfig,
     TrainedRoleConfig,
     ValidationConfig,
@@ -206,13 +207,18 @@ class BaseConfig:
         """Whether the advantages need a value model."""
         return False
 
+    @property
+    def uses_reward_model(self) -> bool:
+        """Whether a reward is the score of the model of role `reward`."""
+        return False
+
     def data_roles(self) -> list[str]:
         """The roles whose `data_args` are read."""
         return ["actor_train", *(["validation"] if self.eval_steps else [])]
 
     def device_roles(self) -> dict[str, RoleConfig]:
-        """The roles of this run that own devices, by name; a reference or critic that nothing uses owns none."""
-        used = {"reference": self.uses_reference, "critic": self.uses_critic}
+        """The roles of this run that own devices, by name; a frozen model or critic that nothing uses owns none."""
+        used = {"reference": self.uses_reference, "critic": self.uses_critic, "reward": self.uses_reward_model}
         names = [name for name in DEVICE_ROLES if used.get(name, True)]
         roles: dict[str, RoleConfig] = {name: getattr(self, name) for name in names if hasattr(self, name)}
         return {name: role for name, role in roles.items() if role.device_mapping}
@@ -414,3 +420,17 @@ class RLVRConfig(RLConfig):
         factory=lambda: {"math_rule": RewardConfig()},
         help="Rewards by name. One whose name is that of a built-in reward uses it, unless `function` is given.",
     )
+    reward: RewardModelRoleConfig = option(
+        factory=RewardModelRoleConfig,
+        help="The frozen model of a reward whose function is reward_model.",
+        only_for=Condition(
+            lambda config, _: config.uses_reward_model or bool(config.reward.device_mapping),
+            "no reward is a reward_model, so there is no such model",
+            ("rewards",),
+        ),
+    )
+
+    @property
+    def uses_reward_model(self) -> bool:
+        """Whether a reward is the score of the model of role `reward`."""
+        return any(is_reward_model(reward) for reward in self.rewards.values())

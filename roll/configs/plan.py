@@ -24,6 +24,9 @@ from roll.configs.rules import check
 from roll.configs.rules.lengths import check_episode_lengths, check_prompt_lengths
 from roll.terminal import make_console
 
+UNMOVED = {"actor_infer", "reward"}
+"""Roles whose states no hand-over moves to host memory: engines free theirs, and a reward model keeps its own."""
+
 
 @dataclass(frozen=True)
 class RolePlan:
@@ -191,7 +194,7 @@ def _groups(plan: Plan) -> dict[tuple[str, ...], int]:
 
 
 def _alternate(plan: Plan, group: Sequence[str]) -> bool:
-    return plan.takes_turns and len(group) > 1 and "actor_infer" in group
+    return plan.takes_turns and "actor_infer" in group and not UNMOVED.issuperset(group)
 
 
 def shared_device_memory(plan: Plan) -> list[str]:
@@ -226,19 +229,24 @@ def fits_devices(plan: Plan, device_gib: float) -> bool:
 def _phase_bytes(group: Sequence[str], memory: Sequence[MemoryPlan]) -> dict[str, int]:
     """Memory of one device in each phase of `roll.distributed.shared_devices`; roles compute one after another."""
     of_role = {plan.role: {line.name: line.bytes for line in plan.lines} for plan in memory}
-    trainers = [role for role in group if role != "actor_infer"]
+    trainers = [role for role in group if role not in UNMOVED]
+    stays, scoring = (of_role["reward"]["weights"], sum(of_role["reward"].values())) if "reward" in group else (0, 0)
     states = {role: sum(of_role[role].get(name, 0) for name in STATE_LINES) for role in trainers}
     training = sum(states.values()) + max(sum(of_role[role].values()) - states[role] for role in trainers)
     generation = sum(of_role["actor_infer"].values())
     sent = of_role["actor_train"]["weights"] if "actor_train" in group else 0
     update = sent + of_role["actor_infer"]["weights"]
-    return {"while training": training, "during an update": update, "while generating": generation}
+    return {
+        "while training": training + stays,
+        "during an update": update + stays,
+        "while generating": generation + scoring,
+    }
 
 
 def _phases(group: Sequence[str], memory: Sequence[MemoryPlan], devices: int) -> str:
     """The phases of one device, and what is in the memory of its node while the engines generate."""
     phases = ", ".join(f"{gibibytes(size)} {phase}" for phase, size in _phase_bytes(group, memory).items())
-    trainers = [plan for plan in memory if plan.role in group and plan.role != "actor_infer"]
+    trainers = [plan for plan in memory if plan.role in group and plan.role not in UNMOVED]
     away = sum(line.bytes for plan in trainers for line in plan.lines if line.name in ("weights", "optimizer"))
     kept = away + sum(line.bytes for plan in trainers for line in plan.host)
     return (

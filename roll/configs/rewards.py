@@ -33,6 +33,7 @@ BUILT_IN = {
     "ifeval": BuiltIn("roll.rewards.ifeval:ifeval_reward"),
     "code_sandbox": BuiltIn("roll.rewards.code_sandbox:code_reward", timeout_s=60.0, max_concurrent_calls=1),
     "llm_judge": BuiltIn("roll.rewards.llm_judge:judge_reward", timeout_s=120.0, max_concurrent_calls=16),
+    "reward_model": BuiltIn("roll.rewards.reward_model:RewardModelScorer"),
 }
 """Rewards by the name that an entry of `rewards`, or its `function`, may have."""
 
@@ -43,6 +44,18 @@ DEFAULT_CONCURRENCY = 128
 def built_in_of(function: str) -> str | None:
     """Name of the built-in reward with this `module:function`; None for a function of the user."""
     return next((name for name, item in BUILT_IN.items() if item.function == function), None)
+
+
+def is_reward_model(reward: RewardConfig) -> bool:
+    """Whether the model of role `reward` gives the scores, not a function in a process of its own."""
+    return built_in_of(reward.function) == "reward_model"
+
+
+FUNCTION_CALLED = Condition(
+    lambda config, section: not is_reward_model(section),
+    "the scores of a reward_model are those of the model of role reward; no function is called",
+    (".function",),
+)
 
 
 def belongs_to(*names: str) -> Condition:
@@ -160,7 +173,19 @@ class JudgeOptions:
 
 
 @dataclass
-class RewardConfig(CodeOptions, JudgeOptions):
+class RewardModelOptions:
+    """How a reward model reads a response."""
+
+    template: str | None = option(
+        None,
+        "Chat template of the prompt in front of the reward model, by its own tokenizer; default: that of "
+        "actor_train.data_args.",
+        only_for=belongs_to("reward_model"),
+    )
+
+
+@dataclass
+class RewardConfig(CodeOptions, JudgeOptions, RewardModelOptions):
     """One rule that scores samples."""
 
     function: str = option(
@@ -180,13 +205,14 @@ class RewardConfig(CodeOptions, JudgeOptions):
     weight: float = option(
         1.0, "Factor of this score; the score of a sample is the sum over all rewards that name its tag."
     )
-    world_size: int = option(1, "Worker processes of this reward.", ge=1)
+    world_size: int = option(1, "Worker processes of this reward.", ge=1, only_for=FUNCTION_CALLED)
     timeout_s: float = option(
         5.0,
         "Maximum seconds for one call; then the process is killed and the group of the sample dropped. Default: "
         + ", ".join(f"{item.timeout_s:g} for {name}" for name, item in BUILT_IN.items() if item.timeout_s != 5.0)
         + ", 5 for others.",
         gt=0,
+        only_for=FUNCTION_CALLED,
     )
     max_concurrent_calls: int | None = option(
         None,
@@ -196,6 +222,7 @@ class RewardConfig(CodeOptions, JudgeOptions):
         )
         + f", {DEFAULT_CONCURRENCY} for others.",
         ge=1,
+        only_for=FUNCTION_CALLED,
     )
     answer_pattern: Literal["boxed", "last_number", "boxed_or_last_number"] = option(
         "boxed_or_last_number", "Where the response gives its answer.", only_for=belongs_to("math_rule")
@@ -212,8 +239,8 @@ class RewardConfig(CodeOptions, JudgeOptions):
         "Right is a response that passes every test or follows every instruction, or each counts for its share.",
         only_for=belongs_to("ifeval", "code_sandbox"),
     )
-    correct_score: float = option(1.0, "Score of a right answer.")
-    wrong_score: float = option(0.0, "Score of a wrong answer.")
+    correct_score: float = option(1.0, "Score of a right answer.", only_for=FUNCTION_CALLED)
+    wrong_score: float = option(0.0, "Score of a wrong answer.", only_for=FUNCTION_CALLED)
     query_filter_config: QueryFilterConfig = option(
         factory=QueryFilterConfig,
         help="Which groups scored by this rule are trained on. Of several rules for one tag, one may have a filter, "

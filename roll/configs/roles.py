@@ -434,6 +434,22 @@ class ReferenceConfig(MegatronRoleConfig):
 
 
 @dataclass
+class RewardModelRoleConfig(MegatronRoleConfig):
+    """`reward`: the frozen model of the built-in reward reward_model, with its own tokenizer."""
+
+    value_head: ClassVar[bool] = True
+    absent_keys: ClassVar[dict[str, AbsentKey]] = {
+        "pg_variant": NO_POLICY_LOSS,
+        "training_args": NO_OPTIMIZER,
+        "num_gpus_per_worker": ONE_DEVICE_PER_RANK,
+        "strategy_args": AbsentKey("the reward model is not trained"),
+        "model_args": AbsentKey("the reward model is not trained"),
+    }
+
+    strategy_args: MegatronInferArguments = option(factory=MegatronInferArguments, help="The role's engine.")
+
+
+@dataclass
 class ActorInferConfig(RoleConfig):
     """`actor_infer`: the engines that generate, each on `num_gpus_per_worker` devices."""
 
@@ -481,7 +497,7 @@ class ValidationConfig:
     )
 
 
-DEVICE_ROLES = ("actor_train", "actor_infer", "reference", "critic")
+DEVICE_ROLES = ("actor_train", "actor_infer", "reference", "critic", "reward")
 """Roles that can own devices, in the order they are shown."""
 
 ROLES = (*DEVICE_ROLES, "validation")

@@ -1,20 +1,18 @@
-"""All workers of one role as one object: the cluster, a call in progress, and the Ray actor that runs the methods.
+"""All workers of one role as one object: the cluster, and the Ray actor that runs the methods.
 
-A call goes from `Cluster.call_all` to `WorkerActor.call` and comes back as a `RemoteCall` with a deadline. Imports no
-torch: the actor pins its process before torch counts the cores.
+A call goes from `Cluster.call_all` to `WorkerActor.call` and comes back as a `RemoteCall` with a deadline
+(`remote_call.py`). Imports no torch: the actor pins its process before torch counts the cores.
 """
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 import os
 import sys
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 import psutil
@@ -32,7 +30,8 @@ from roll.distributed.processes import (
     print_to,
     process_environment,
 )
-from roll.distributed.remote_errors import CallContext, Failure, ray_failure, seconds_left
+from roll.distributed.remote_call import RemoteCall, ShardsClient, check_length
+from roll.distributed.remote_errors import CallContext, Failure
 from roll.distributed.rpc_batching import ClusterClient, RpcActor, RpcServer
 from roll.distributed.worker import Worker, WorkerRank, registered_methods
 from roll.platforms import get_platform
@@ -52,9 +51,6 @@ CONCURRENT_CALLS = 1000
 """Calls of a cluster and batched messages that one concurrent worker holds at a time; its engine has its own queue."""
 CLOSE_TIMEOUT_S = 20.0
 """Time a worker has to end its engine before it is killed."""
-FAILURE_GRACE_S = 1.0
-"""After a first failure, how long other ranks may still fail: a broken collective fails on several ranks within
-milliseconds and the earliest failure is the cause."""
 
 
 class Cluster(Generic[WorkerT]):
@@ -163,7 +159,7 @@ class Cluster(Generic[WorkerT]):
         Raises:
             ValueError: there is not one argument per rank.
         """
-        self._check_length(method.__name__, arguments, self.world_size, "ranks")
+        check_length(f"{self.role}.{method.__name__}", arguments, self.world_size, "ranks")
         return self._call(method.__name__, [(each,) for each in arguments], list(range(self.world_size)))
 
     @overload
@@ -182,19 +178,7 @@ class Cluster(Generic[WorkerT]):
         Raises:
             ValueError: there is not one shard per data-parallel rank.
         """
-        layout = self._workers
-        self._check_length(method.__name__, shards, layout.data, "data-parallel ranks")
-        refs = [ray.put(shard) for shard in shards]
-        arguments = [(refs[layout.coordinates(rank).data],) for rank in range(self.world_size)]
-        answering = [layout.rank(0, index, layout.pipeline - 1) for index in range(layout.data)]
-        return self._call(method.__name__, arguments, answering)
-
-    def _check_length(self, name: str, arguments: Sequence[object], length: int, receivers: str) -> None:
-        if len(arguments) != length:
-            raise ValueError(
-                f"{self.role}.{name}: needs a list with one entry for each of {length} {receivers}, "
-                f"got {len(arguments)} entries"
-            )
+        return self.shards_client().call_shards(method, shards)
 
     def _call(
         self,
@@ -203,17 +187,8 @@ class Cluster(Generic[WorkerT]):
         answering: list[int],
         keywords: Mapping[str, Any] | None = None,
     ) -> RemoteCall[list[Any]]:
-        """Calls method `name` on rank r with `arguments[r]` and returns the answers of the ranks in `answering`."""
-        if name not in self._deadlines:
-            raise AttributeError(f"{self.role} has no method {name!r}; its workers register {sorted(self._deadlines)}")
-        self._build()
-        refs = [
-            actor.call.remote(name, rank in answering, *arguments[rank], **(keywords or {}))
-            for rank, actor in enumerate(self._actors)
-        ]
-        return RemoteCall(
-            self._context(name), refs, lambda answers: [answers[rank] for rank in answering], self._deadlines[name]
-        )
+        """See `ShardsClient.call_ranks`; the first call makes the workers."""
+        return self.shards_client().call_ranks(name, arguments, answering, keywords)
 
     @property
     def platform(self) -> str:
@@ -305,8 +280,15 @@ class Cluster(Generic[WorkerT]):
     def client(self) -> ClusterClient[WorkerT]:
         """A picklable client with which other processes call single ranks."""
         self._build()
-        locations = tuple(self._location(rank) for rank in range(self.world_size))
-        return ClusterClient(self.role, tuple(self._actors), locations, self._deadlines)
+        return ClusterClient(self.role, tuple(self._actors), self._locations(), self._deadlines)
+
+    def shards_client(self) -> ShardsClient[WorkerT]:
+        """A picklable client with which other processes call all ranks."""
+        self._build()
+        return ShardsClient(self.role, tuple(self._actors), self._workers, self._locations(), self._deadlines)
+
+    def _locations(self) -> tuple[str, ...]:
+        return tuple(self._location(rank) for rank in range(self.world_size))
 
     def shutdown(self) -> None:
         """Closes the workers, ends their processes and child processes, and waits until they are gone."""
@@ -321,100 +303,6 @@ class Cluster(Generic[WorkerT]):
         for actor in actors:
             ray.kill(actor)
         end(children)
-
-
-class RemoteCall(Generic[T]):
-    """A call in progress: `await` it, or `get()` its result where there is no event loop.
-
-    The call waits for all ranks, also those whose answer is discarded: their failure is the call's failure. The first
-    failure ends the wait, since the other ranks may be blocked on the failed one.
-    """
-
-    def __init__(
-        self,
-        context: CallContext,
-        refs: Sequence[ray.ObjectRef[Any]],
-        collect: Callable[[list[Any]], T],
-        timeout_s: float,
-    ) -> None:
-        """Starts the clock; an enclosing `deadline_scope` may shorten the timeout.
-
-        Args:
-            context: what was called where.
-            refs: the answer of each rank of the context.
-            collect: makes the result of the answers in that order.
-            timeout_s: until all answers must have arrived.
-        """
-        self._context, self._refs, self._collect = context, dict(zip(context.locations, refs, strict=True)), collect
-        self._timeout_s, self._start = seconds_left(timeout_s), time.monotonic()
-
-    def get(self) -> T:
-        """The result.
-
-        Raises:
-            ClusterError: a rank raised, died, or did not answer in time.
-        """
-        answers: dict[int, Any] = {}
-        while len(answers) < len(self._refs):
-            open_ranks = [rank for rank in self._refs if rank not in answers]
-            ready, _ = ray.wait([self._refs[rank] for rank in open_ranks], timeout=self._remaining())
-            if not ready:
-                raise self._context.timed_out(open_ranks, self._timeout_s)
-            self._fetch(answers, ready)
-            if _failures(answers):
-                rest = [ref for rank, ref in self._refs.items() if rank not in answers]
-                more = ray.wait(rest, num_returns=len(rest), timeout=FAILURE_GRACE_S)[0] if rest else []
-                self._fetch(answers, more)
-                raise self._context.failed(_failures(answers))
-        return self._collect([answers[rank] for rank in self._refs])
-
-    def __await__(self) -> Generator[Any, None, T]:
-        return self._wait().__await__()
-
-    async def _wait(self) -> T:
-        waits = {rank: asyncio.wrap_future(_future(ref)) for rank, ref in self._refs.items()}
-        answers: dict[int, Any] = {}
-        while len(answers) < len(waits):
-            open_ranks = [rank for rank in waits if rank not in answers]
-            done, _ = await asyncio.wait(
-                [waits[rank] for rank in open_ranks], timeout=self._remaining(), return_when=asyncio.FIRST_COMPLETED
-            )
-            if not done:
-                raise self._context.timed_out(open_ranks, self._timeout_s)
-            _take_done(answers, waits)
-            if _failures(answers):
-                if len(answers) < len(waits):
-                    await asyncio.wait(waits.values(), timeout=FAILURE_GRACE_S)
-                _take_done(answers, waits)
-                raise self._context.failed(_failures(answers))
-        return self._collect([answers[rank] for rank in waits])
-
-    def _fetch(self, answers: dict[int, Any], ready: Sequence[ray.ObjectRef[Any]]) -> None:
-        ranks = {ref: rank for rank, ref in self._refs.items()}
-        for ref in ready:
-            rank = ranks[ref]
-            try:
-                answers[rank] = ray.get(ref)
-            except ray.exceptions.RayError as error:
-                answers[rank] = ray_failure(rank, error)
-
-    def _remaining(self) -> float:
-        return max(0.0, self._start + self._timeout_s - time.monotonic())
-
-
-def _future(ref: ray.ObjectRef[Any]) -> Future[Any]:
-    return ref.future()
-
-
-def _take_done(answers: dict[int, Any], waits: Mapping[int, asyncio.Future[Any]]) -> None:
-    for rank, wait in waits.items():
-        if wait.done() and rank not in answers:
-            error = wait.exception()
-            answers[rank] = wait.result() if error is None else ray_failure(rank, error)
-
-
-def _failures(answers: Mapping[int, Any]) -> list[Failure]:
-    return [answer for answer in answers.values() if isinstance(answer, Failure)]
 
 
 class WorkerActor:

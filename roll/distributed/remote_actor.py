@@ -10,8 +10,9 @@ import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from roll.distributed.cluster import CLOSE_TIMEOUT_S, ConcurrentWorkerActor, RemoteCall
+from roll.distributed.cluster import CLOSE_TIMEOUT_S, ConcurrentWorkerActor
 from roll.distributed.processes import descendants, end, log_file, process_environment
+from roll.distributed.remote_call import RemoteCall
 from roll.distributed.remote_errors import CallContext
 
 if TYPE_CHECKING:

@@ -177,7 +177,7 @@ async def _check_reward(name: str, reward: RewardConfig, first: list[RewardReque
     built_in = built_in_of(reward.function)
     is_missing = built_in == "math_rule" and reward.worker_cls is not None
     is_missing |= built_in == "llm_judge" and None in (reward.base_url, reward.model)
-    if built_in is not None and (not first or is_missing):
+    if built_in == "reward_model" or built_in is not None and (not first or is_missing):
         return  # nothing of the user's takes part, or the rules report what is missing
     pool = RewardPool(replace(reward, world_size=1))
     trial = asyncio.ensure_future(pool.self_test(first))

@@ -42,6 +42,7 @@ from roll.rollout.timers import StepClock
 
 if TYPE_CHECKING:
     from roll.distributed.cluster import Cluster
+    from roll.distributed.remote_call import ShardsClient
 
 logger = logging.getLogger(__name__)
 
@@ -375,7 +376,7 @@ async def cluster_log_probs(cluster: Cluster[TrainWorker], data: DataProto, conf
 
 
 async def forward(
-    cluster: Cluster[TrainWorker],
+    cluster: Cluster[TrainWorker] | ShardsClient[TrainWorker],
     method: Callable[[TrainWorker, DataProto], DataProto],
     data: DataProto,
     config: MegatronRoleConfig,

@@ -56,10 +56,11 @@ class RLPipeline(ABC, Generic[ConfigT]):
         }
 
     @abstractmethod
-    def worker_factory(self, own_process: bool) -> WorkerFactory:
+    def worker_factory(self, session: Session, own_process: bool) -> WorkerFactory:
         """How to make the rollout worker.
 
         Args:
+            session: of the running clusters.
             own_process: the rollouter runs in a separate process, so the factory must be picklable, and resources
                 that this process holds for the worker are closed.
         """
@@ -83,7 +84,7 @@ class RLPipeline(ABC, Generic[ConfigT]):
         """The rollouter in this process, or the client of one in a separate process."""
         config, engines = self._config, EngineClient(session.infer_clusters["actor_infer"].client())
         background = config.runs_in_background
-        factory = self.worker_factory(own_process=background)
+        factory = self.worker_factory(session, own_process=background)
         if not background:
             rollouter = make_rollouter(config, factory, engines)
             session.close_first(rollouter.close)

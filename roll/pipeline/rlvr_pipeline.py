@@ -17,11 +17,14 @@ from roll.configs.rewards import RewardConfig, domain_of, no_reward, rewards_of
 from roll.datasets.prompts import MixedSampler, PromptSampler, load_prompts
 from roll.datasets.records import prefix_errors
 from roll.datasets.templates import EncodedPrompt, encode_prompts
+from roll.pipeline.reward_batch import RewardModel, reward_model_scorers
 from roll.pipeline.rl_pipeline import RLPipeline, WorkerFactory
 from roll.pipeline.rollout_worker import Purpose, RolloutWorker
+from roll.pipeline.session import Session
 from roll.pipeline.tokenizer import load_tokenizer
 from roll.rewards.calling import RewardOutcome, RewardRequest
 from roll.rewards.pool import RewardPool
+from roll.rewards.reward_model import RewardModelScorer
 from roll.rollout.engine_pool import EnginePool
 from roll.rollout.filters import QueryFilter
 from roll.rollout.ledger import GENERATION_FAILED, PromptRequest
@@ -192,11 +195,25 @@ def _is_sample(result: GenerateResult) -> bool:
 
 
 class Scorer:
-    """Scores responses with the rewards of their tag, each reward in its own pool of killable processes."""
+    """Scores responses with the rewards of their tag: each in its own pool of killable processes, or by a model."""
 
-    def __init__(self, rewards: dict[str, RewardConfig], tokenizer: PreTrainedTokenizerBase) -> None:
-        self._rewards, self._tokenizer = rewards, tokenizer
-        self._pools = {name: RewardPool(config) for name, config in rewards.items()}
+    def __init__(
+        self,
+        rewards: dict[str, RewardConfig],
+        tokenizer: PreTrainedTokenizerBase,
+        models: Mapping[str, RewardModelScorer] | None = None,
+    ) -> None:
+        """Starts no process.
+
+        Args:
+            rewards: by name.
+            tokenizer: of the policy.
+            models: of the rewards that a model scores, by name; `connect` gives them the model.
+        """
+        self._rewards, self._tokenizer, self._models = rewards, tokenizer, models or {}
+        self._pools: dict[str, RewardPool | RewardModelScorer] = {
+            name: self._models.get(name) or RewardPool(config) for name, config in rewards.items()
+        }
         self._filters = {name: QueryFilter.from_config(config.query_filter_config) for name, config in rewards.items()}
 
     def rewards_of(self, tag: str) -> list[str]:
@@ -209,6 +226,12 @@ class Scorer:
         if not names:
             raise RunError(no_reward(self._rewards, tag))
         return names
+
+    def connect(self, model: RewardModel | None) -> None:
+        """Gives the model of role `reward` to the rewards that it scores."""
+        for scorer in self._models.values():
+            assert model is not None, "a configuration with a reward_model has role reward"
+            scorer.connect(model.scores)
 
     def launch(self) -> None:
         """Starts the processes of every reward without waiting for them."""
@@ -295,7 +318,8 @@ class RLVRPipeline(RLPipeline[RLVRConfig]):
 
         Raises:
             RunError: a tag that no reward scores, no validation prompts though eval_steps is set, a stop string that is
-                not one token.
+                not one token, a reward model without a tokenizer.
+            DatasetError: the tokenizer of the reward model lacks the chat template.
         """
         await super().prepare()
         config = self._config
@@ -308,7 +332,7 @@ class RLVRPipeline(RLPipeline[RLVRConfig]):
             )
         val = self._read("validation", config.validation.data_args.file_name) if config.eval_steps else []
         self._prompts: dict[Purpose, list[EncodedPrompt]] = {"train": train, "val": val}
-        self._scorer = scorer = Scorer(config.rewards, self._tokenizer)
+        self._scorer = scorer = Scorer(config.rewards, self._tokenizer, reward_model_scorers(config))
         for tag in sorted({prompt.tag for prompt in [*train, *val]}):
             scorer.rewards_of(tag)
         make_sampler(config, train)
@@ -330,15 +354,17 @@ class RLVRPipeline(RLPipeline[RLVRConfig]):
             )
         return encoded
 
-    def worker_factory(self, own_process: bool) -> WorkerFactory:
+    def worker_factory(self, session: Session, own_process: bool) -> WorkerFactory:
         """Starts the rewards; a worker in a separate process starts its own."""
-        scorer = self._scorer
+        scorer, cluster = self._scorer, session.train_clusters.get("reward")
         assert scorer is not None, "prepare comes first"
+        model = None if cluster is None else RewardModel(cluster.shards_client(), self._config.reward)
         if own_process:
             scorer = None
         else:
+            scorer.connect(model)
             scorer.launch()
-        return partial(make_rlvr_worker, self._config, self._prompts, self._sampling, scorer)
+        return partial(make_rlvr_worker, self._config, self._prompts, self._sampling, scorer, model)
 
     async def close(self) -> None:
         """Ends the reward processes."""
@@ -351,9 +377,12 @@ def make_rlvr_worker(
     prompts: dict[Purpose, list[EncodedPrompt]],
     sampling: dict[Purpose, SamplingParams],
     scorer: Scorer | None,
+    model: RewardModel | None,
     engines: EnginePool,
 ) -> RLVRWorker:
-    """The rollout worker; without a scorer it starts the rewards itself."""
+    """The rollout worker; without a scorer it starts the rewards itself, and connects the reward model."""
     if scorer is None:
-        scorer = Scorer(config.rewards, load_tokenizer(config.actor_train.model_args.model_name_or_path))
+        tokenizer = load_tokenizer(config.actor_train.model_args.model_name_or_path)
+        scorer = Scorer(config.rewards, tokenizer, reward_model_scorers(config))
+        scorer.connect(model)
     return RLVRWorker(config, prompts, sampling, engines, scorer)

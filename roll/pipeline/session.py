@@ -99,7 +99,7 @@ class Session:
             shared = {
                 role: cluster
                 for role, cluster in self.train_clusters.items()
-                if cluster is not trained and devices & {*cluster.config.device_mapping}
+                if cluster is not trained and role != "reward" and devices & {*cluster.config.device_mapping}
             }
             critic = shared.pop("critic", None)
             self.shared_devices = SharedDevices(trained, [*shared.values()], infer, config.in_flight_policy, critic)

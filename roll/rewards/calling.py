@@ -15,7 +15,7 @@ from roll.configs.suggestions import nearest
 from roll.configs.user_code import definition_of
 from roll.datasets.prompts import Message, Question
 
-Reason = Literal["raised", "timeout", "not_finite", "wrong_type"]
+Reason = Literal["raised", "timeout", "not_finite", "wrong_type", "too_long"]
 
 SCORE = "score"
 """Key of the reward in a dictionary that a reward function returns."""
@@ -63,7 +63,7 @@ class RewardOutcome:
         score: the reward, or None.
         reason: None if there is a score. `raised`: the function raised or its process died; `timeout`: it passed its
             deadline; `not_finite`: it returned NaN or infinity; `wrong_type`: it did not return one number, or a list
-            of another length.
+            of another length; `too_long`: prompt and response are longer than a reward model reads.
         detail: for the log; it begins with the user's file and line.
         metrics: other numbers that the function returned.
     """

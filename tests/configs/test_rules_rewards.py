@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ SUM = "rewards={a: {tag_included: [x], weight: 2}, b: {tag_included: [x, y]}, c:
 SHARES = "actor_train.data_args.domain_interleave_probs"
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", [name for name in BUILT_IN if name != "reward_model"])
 def test_an_entry_with_the_name_of_a_built_in_reward_uses_it(tmp_path: Path, name: str) -> None:
     reward = rlvr(tmp_path, f"rewards={{{name}: {{}}}}").rewards[name]
     assert (reward.function, reward.timeout_s) == (BUILT_IN[name].function, BUILT_IN[name].timeout_s)
@@ -115,3 +116,83 @@ def test_shares_name_one_reward_of_each_tag(tmp_path: Path) -> None:
     assert [domain_of(config.rewards, shares, tag) for tag in "xyz"] == ["b", "b", "c"]
     with pytest.raises(ConfigError, match="prompts tagged x belong to a and b, whose scores are added, so it is not"):
         rlvr(tmp_path, SUM, f"{SHARES}={{a: 0.5, b: 0.5}}")
+
+
+MODEL_REWARD = "rewards={math_rule: {tag_included: [math]}, reward_model: {weight: 0.5}}"
+"""The model scores what is not tagged math."""
+
+
+@pytest.fixture
+def reward_model(tmp_path: Path) -> Path:
+    """The folder of a reward model, its config.json alone."""
+    folder = tmp_path / "scores"
+    folder.mkdir()
+    config = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 128,
+        "model_type": "qwen2",
+        "max_position_embeddings": 32768,
+        "architectures": ["Qwen2ForSequenceClassification"],
+        "id2label": {"0": "score"},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_reward_model_is_a_role_with_devices_and_a_model_of_its_own(tmp_path: Path, reward_model: Path) -> None:
+    config = rlvr(
+        tmp_path, MODEL_REWARD, "reward.device_mapping=[0,1]", f"reward.model_args.model_name_or_path={reward_model}"
+    )
+    assert config.uses_reward_model and "reward" in config.device_roles()
+    assert config.rewards["reward_model"].template == config.actor_train.data_args.template
+    assert not [problem for problem in check(config).warnings if "reward" in problem.path]
+    unused = rlvr(tmp_path, "rewards={math_rule: {}}")
+    assert not unused.uses_reward_model and "reward" not in unused.device_roles()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ("reward.device_mapping=[]", "reward.device_mapping: is empty, but a reward_model in rewards needs the model"),
+        (
+            "reward.model_args.model_name_or_path=null",
+            "reward.model_args.model_name_or_path: is not set; name a reward model",
+        ),
+        ("rewards.reward_model.template=qwen", "rewards.reward_model.template: 'qwen'"),
+    ],
+)
+def test_a_reward_model_that_cannot_score_is_refused(
+    tmp_path: Path, reward_model: Path, overrides: str, message: str
+) -> None:
+    given = [MODEL_REWARD, "reward.device_mapping=[0,1]", f"reward.model_args.model_name_or_path={reward_model}"]
+    assert message in refusal(tmp_path, *given, overrides)
+
+
+def test_a_language_model_has_no_scores(tmp_path: Path, reward_model: Path) -> None:
+    text = (reward_model / "config.json").read_text().replace("ForSequenceClassification", "ForCausalLM")
+    (reward_model / "config.json").write_text(text)
+    given = [MODEL_REWARD, "reward.device_mapping=[0,1]", f"reward.model_args.model_name_or_path={reward_model}"]
+    message = "is a Qwen2ForCausalLM, which has no head for scores; use a reward model, such as a Qwen2ForSequence"
+    assert message in refusal(tmp_path, *given)
+
+
+@pytest.mark.parametrize("key", ["world_size: 2", "timeout_s: 9", "max_concurrent_calls: 2", "correct_score: 2"])
+def test_keys_of_functions_have_no_effect_on_a_reward_model(tmp_path: Path, reward_model: Path, key: str) -> None:
+    config = rlvr(
+        tmp_path,
+        f"rewards={{reward_model: {{{key}}}}}",
+        "reward.device_mapping=[0,1]",
+        f"reward.model_args.model_name_or_path={reward_model}",
+    )
+    warnings = [str(problem) for problem in check(config).warnings]
+    name = key.partition(":")[0]
+    assert any(f"{name}: has no effect: the scores of a reward_model" in warning for warning in warnings), warnings
+
+
+def test_a_reward_model_that_no_reward_uses_is_a_warning(tmp_path: Path) -> None:
+    config = rlvr(tmp_path, "rewards={math_rule: {}}", "reward.device_mapping=[0,1]")
+    assert any("reward: is configured but not used" in str(problem) for problem in check(config).warnings)

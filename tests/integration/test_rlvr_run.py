@@ -15,6 +15,7 @@ import torch
 from runs import finish, inputs_in, lines, recipe, start, wait_for_line
 
 from roll.pipeline.rollout_batch import read_samples
+from roll.tools.rehearse.model import add_score_head
 from tests.integration.rewards import text_reward
 from tests.integration.shared_runs import SharedRuns
 
@@ -184,6 +185,49 @@ def test_a_student_comes_closer_to_a_teacher_of_another_layout(shared_runs, inpu
         advantages += row["advantages"]
     assert len(ratios) > 20
     assert torch.corrcoef(torch.tensor([ratios, advantages]))[0, 1] > 0.9999, "whitening moves and scales all alike"
+
+
+def test_scores_of_a_reward_model_are_those_of_transformers_and_rise(shared_runs, inputs, tmp_path):
+    """The model has two data-parallel ranks on the trainer's devices; the rollouter calls it from its own process."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    folder = tmp_path / "scores"
+    shutil.copytree(inputs["pretrain"], folder)
+    add_score_head(folder)
+    config = recipe(
+        inputs,
+        tmp_path,
+        deterministic=False,
+        async_generation_ratio=1,
+        max_steps=10,
+        eval_steps=10,
+        whiten_advantages=True,
+        rollout_batch_size=32,
+        num_return_sequences_in_group=8,
+        rewards={"reward_model": {"weight": 2.0}},
+        actor_train__training_args={"learning_rate": 1e-3, "per_device_train_batch_size": 256},
+        reward={
+            "model_args": {"dtype": "fp32", "model_name_or_path": str(folder)},
+            "strategy_args": {"strategy_name": "megatron_infer"},
+            "device_mapping": [0, 1],
+        },
+    )
+    code, output = shared_runs.run(config)
+    assert code == 0, output
+    means = [line["rollout/reward_mean"] for line in lines(tmp_path)[1:]]
+    held_out = [line["val/score"] for line in lines(tmp_path) if "val/score" in line]
+    assert statistics.fmean(means[-3:]) > statistics.fmean(means[:2]), means
+    assert len(held_out) == 2 and held_out[1] > held_out[0], held_out
+    scorer = AutoModelForSequenceClassification.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    rows = read_samples(tmp_path / "run" / "samples", 10)
+    assert len({row["score"] for row in rows}) > 20
+    for row in rows[:64]:
+        text = tokenizer.decode(row["response_ids"], skip_special_tokens=True)
+        ids = [*row["prompt_ids"], *tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+        with torch.no_grad():
+            hidden = scorer.model(torch.tensor([ids])).last_hidden_state[0, -1]
+        assert row["score"] == pytest.approx(2.0 * float(scorer.score(hidden)), abs=1e-4)
 
 
 def test_a_reward_that_fails_ends_the_run_with_its_cause(shared_runs, inputs, tmp_path):

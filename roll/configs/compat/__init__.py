@@ -61,8 +61,8 @@ def if_off(value: Any) -> bool:
 
 
 PLACEHOLDERS = {
-    "<role>": ("actor_train", "actor_infer", "reference", "critic", "validation"),
-    "<megatron role>": ("actor_train", "reference", "critic"),
+    "<role>": ("actor_train", "actor_infer", "reference", "critic", "reward", "validation"),
+    "<megatron role>": ("actor_train", "reference", "critic", "reward"),
 }
 """Part of a pattern -> the sections that it stands for."""
 

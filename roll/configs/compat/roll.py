@@ -352,7 +352,7 @@ RUN_KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
 UNSUPPORTED_KEYS: tuple[UnsupportedKey, ...] = (
     UnsupportedKey("val_batch_size", always, "validation runs over the whole validation set", ("rlvr", "sft")),
     UnsupportedKey("reward", always, "environments give the rewards", ("agentic",)),
-    UnsupportedKey("reward", never, "rewards are rules; describe them under `rewards`", ("rlvr", "sft")),
+    UnsupportedKey("reward", never, "this pipeline scores no response", ("sft", "dpo")),
     UnsupportedKey("reward_model", always, "rules have no model"),
     UnsupportedKey("reward_pretrain", always, "rule rewards have no model", ("rlvr", "sft")),
     UnsupportedKey("reward_pretrain", always, "environments give the rewards", ("agentic",)),

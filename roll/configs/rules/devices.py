@@ -11,7 +11,7 @@ from roll.configs.compat import vllm
 from roll.configs.errors import Report
 from roll.configs.megatron import ineffective_modules
 from roll.configs.parallel_layout import spans
-from roll.configs.pipeline import BaseConfig, DPOConfig, RLConfig
+from roll.configs.pipeline import BaseConfig, DPOConfig, RLConfig, RLVRConfig
 from roll.configs.roles import (
     DEVICE_ROLES,
     OLD_LOG_PROBS,
@@ -89,6 +89,15 @@ def _check_owned(config: BaseConfig, report: Report) -> None:
         )
     if config.critic.device_mapping and not config.uses_critic:
         report.warn("critic", f"is configured but not used: adv_estimator is {config.adv_estimator}; it is not loaded")
+    if not isinstance(config, RLVRConfig):
+        return
+    if config.uses_reward_model and not config.reward.device_mapping:
+        report.error(
+            "reward.device_mapping",
+            f"is empty, but a reward_model in rewards needs the model of role reward; set its devices, {devices}",
+        )
+    if config.reward.device_mapping and not config.uses_reward_model:
+        report.warn("reward", "is configured but not used: no reward is a reward_model; it is not loaded")
 
 
 def _check_divides(role: str, worker: RoleConfig, report: Report) -> None:

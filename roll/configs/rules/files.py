@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import reprlib
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from roll.configs.hub.inputs import folder_files
 from roll.configs.hub.names import HubError, hub_name, local_model, other_reading
 from roll.configs.hub.splits import READABLE
 from roll.configs.megatron import MegatronTrainConfig, check_recompute, stage_layers
-from roll.configs.model_config import CONFIG_NAME, ModelShape, UnsupportedModel, read_model_shape
+from roll.configs.model_config import CONFIG_NAME, VALUE_ARCHITECTURES, ModelShape, UnsupportedModel, read_model_shape
 from roll.configs.pipeline import BaseConfig
 from roll.configs.roles import TEMPLATES, MegatronRoleConfig, RoleConfig
 from roll.configs.rules.learning import check_name
@@ -105,6 +106,10 @@ def check_models(config: BaseConfig, report: Report) -> None:
     for role, worker in config.device_roles().items():
         name = worker.model_args.model_name_or_path
         path = f"{role}.model_args.model_name_or_path"
+        if role == "reward":
+            _check_reward_model(path, name, report)
+            if name is None:
+                continue
         if name is None:
             if not seen:
                 report.error("pretrain", f"is not set, and neither is {path}; set it to the folder of a HF model")
@@ -127,10 +132,26 @@ def check_models(config: BaseConfig, report: Report) -> None:
         seen.add(name)
 
 
+def _check_reward_model(path: str, name: str | None, report: Report) -> None:
+    """A reward model is given, and is one whose output is a value: a language model's head would start at 0."""
+    if name is None:
+        report.error(path, "is not set; name a reward model, such as one that pipeline reward_model has trained")
+        return
+    with contextlib.suppress(UnsupportedModel):  # reported with those of other roles
+        shape = read_model_shape(local_model(name), value_head=True)
+        if shape is not None and shape.architecture not in VALUE_ARCHITECTURES:
+            report.error(
+                path,
+                f"{name} is a {shape.architecture}, which has no head for scores; use a reward model, such as a "
+                f"{shape.architecture.replace('ForCausalLM', 'ForSequenceClassification')}",
+            )
+
+
 def check_tokenizers(config: BaseConfig, report: Report) -> None:
     """The models that read the same samples give every token the same number."""
     models = {role: worker.model_args.model_name_or_path for role, worker in config.device_roles().items()}
     policy = models.pop("actor_train", None)
+    models.pop("reward", None)  # it reads texts
     others = {role: name for role, name in models.items() if name not in (None, policy)}
     known = read_tokenizer(policy) if others else None
     if known is None:

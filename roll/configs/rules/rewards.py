@@ -11,6 +11,8 @@ from dataclasses import fields
 from roll.configs.errors import Report
 from roll.configs.pipeline import RLConfig, RLVRConfig
 from roll.configs.rewards import BUILT_IN, RewardConfig, built_in_of, rewards_of
+from roll.configs.roles import TEMPLATES
+from roll.configs.rules.learning import check_name
 
 TEMPLATE_FIELDS = ("prompt", "response", "ground_truth")
 """Names in braces that `prompt_template` of a judge may have."""
@@ -123,6 +125,8 @@ def _check_reward(path: str, reward: RewardConfig, given: Collection[str], repor
             f"{reward.function!r} is not the name of a function; write module:function{hint}{known}",
         )
     built_in = built_in_of(reward.function)
+    if built_in == "reward_model" and reward.template is not None:
+        check_name(f"{path}.template", reward.template, TEMPLATES, report)
     if built_in is not None and reward.correct_score == reward.wrong_score:
         report.error(
             f"{path}.correct_score",

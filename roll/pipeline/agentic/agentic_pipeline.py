@@ -16,6 +16,7 @@ from roll.pipeline.agentic.episode import Task
 from roll.pipeline.agentic.runner import RolloutRunner
 from roll.pipeline.rl_pipeline import RLPipeline, WorkerFactory
 from roll.pipeline.rollout_worker import Purpose
+from roll.pipeline.session import Session
 from roll.pipeline.tokenizer import load_tokenizer
 from roll.rollout.engine_pool import EnginePool
 from roll.rollout.types import SamplingParams
@@ -49,7 +50,7 @@ class AgenticPipeline(RLPipeline[AgenticConfig]):
             template=env.agent_template,
         )
 
-    def worker_factory(self, own_process: bool) -> WorkerFactory:
+    def worker_factory(self, session: Session, own_process: bool) -> WorkerFactory:
         """The worker starts the environments, each in worker processes, wherever it runs."""
         return partial(make_agentic_worker, self._config, self._tasks, self._sampling)
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import RunError
-from roll.configs.pipeline import BaseConfig, RLConfig
+from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig
 from roll.configs.user_code import failure_text, users_frame
 from roll.pipeline.check_inputs import check_environments
 from roll.tools.rehearse.batches import shrink_batch, structure_of
 from roll.tools.rehearse.data import fewest_actions, longest_messages, write_data
 from roll.tools.rehearse.layouts import shrink_layouts
-from roll.tools.rehearse.model import find_model, find_tokenizer, write_model
+from roll.tools.rehearse.model import add_score_head, find_model, find_tokenizer, write_model
 from roll.tools.rehearse.shrink import Inputs
 
 VALIDATION_ROWS = 4
@@ -46,6 +46,8 @@ def make_inputs(recipe: BaseConfig, folder: Path, steps: int, say: Callable[[str
         name: str(write_model(find_model(name), tokenizer, folder / f"model-{number}", seed=number))
         for number, name in enumerate(sorted(names, key=lambda name: (name != main, name)))
     }
+    if isinstance(recipe, RLVRConfig) and recipe.uses_reward_model:
+        add_score_head(Path(models[recipe.reward.model_args.model_name_or_path or ""]))
     kind = f"a stand-in tokenizer, since {why}" if why else f"its own tokenizer of {len(tokenizer)} tokens"
     described = f"a random {source.architecture} (known from {source.basis}) with {kind}"
     say(f"model: {described}")

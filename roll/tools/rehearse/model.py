@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Sequence
@@ -177,6 +178,23 @@ def write_model(source: ModelSource, tokenizer: PreTrainedTokenizerBase, folder:
     digits = [token for token in (tokenizer.get_vocab().get(digit) for digit in "0123456789") if token is not None]
     prefer_tokens(folder, [tokenizer.eos_token_id, *digits])
     return folder
+
+
+def add_score_head(folder: Path) -> None:
+    """Makes a language model a reward model with a random head: a `...ForSequenceClassification` with one output."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    file = folder / CONFIG_NAME
+    config = json.loads(file.read_text(encoding="utf-8"))
+    config["architectures"] = [config["architectures"][0].partition("For")[0] + "ForSequenceClassification"]
+    config |= {"tie_word_embeddings": False, "id2label": {"0": "score"}, "label2id": {"score": 0}}
+    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    weights = folder / "model.safetensors"
+    tensors = load_file(weights)
+    tensors.pop("lm_head.weight", None)
+    tensors["score.weight"] = torch.randn(1, config["hidden_size"], generator=torch.Generator().manual_seed(0))
+    save_file(tensors, weights, metadata={"format": "pt"})
 
 
 def prefer_tokens(folder: Path, preferred: Sequence[int]) -> None:

@@ -11,6 +11,7 @@ from roll.configs.agentic import AgenticConfig
 from roll.configs.compat import Tree
 from roll.configs.megatron import LAYER_SPLITS
 from roll.configs.pipeline import BaseConfig, DPOConfig, RLConfig, RLVRConfig, SFTConfig
+from roll.configs.rewards import is_reward_model
 from roll.configs.roles import DEVICE_ROLES, ActorInferConfig, MegatronRoleConfig
 from roll.configs.rules.devices import CUDA_ONLY
 from roll.configs.schema import value_at
@@ -311,6 +312,9 @@ def _shrink_rlvr(edit: _Edit, config: RLVRConfig, batch: Batch, inputs: Inputs) 
         section = ("rewards", name)
         if reward.world_size > MAX_PROCESSES:
             edit.set((*section, "world_size"), MAX_PROCESSES, "processes share a few cores")
+        if is_reward_model(reward):
+            template = config.actor_train.data_args.template
+            edit.set((*section, "template"), template, "its tokenizer is that of the policy")
         if reward.query_filter_config.type != "no_filter":
             opened = {"threshold_down": -OPEN_THRESHOLD, "threshold_up": OPEN_THRESHOLD}
             value = {"type": "mean_filter", "filter_args": opened}

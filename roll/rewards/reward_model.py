@@ -1,0 +1,116 @@
+"""The reward reward_model: responses are scored by the model of role `reward`, in calls of many at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from roll.datasets.sft import PromptResponse, encode_last_messages
+from roll.datasets.templates import PromptEncoder
+from roll.rewards.calling import RewardOutcome, RewardRequest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ScoreSequences = Callable[[Sequence[Sequence[int]]], Awaitable[Sequence[float]]]
+"""The score of each sequence of token ids under the reward model."""
+
+
+class RewardModelScorer:
+    """Scores responses as a `RewardPool` does, with a model instead of a function.
+
+    A prompt and a response are encoded as pipeline reward_model encodes them in training: by the tokenizer and the chat
+    template of the reward model, with its end token, also where a response was cut at its longest. Responses that
+    arrive while the model computes are scored together in its next call. Use a scorer from one asyncio loop.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str, max_tokens: int | None = None) -> None:
+        """Scores nothing before `connect` gives it the model.
+
+        Args:
+            tokenizer: of the model.
+            template: chat template of the prompt; see `roll.datasets.templates`.
+            max_tokens: longest sequence of the model; a longer one has no score.
+
+        Raises:
+            DatasetError: the tokenizer lacks the template.
+        """
+        PromptEncoder(tokenizer, template)
+        self._tokenizer, self._template, self._max_tokens = tokenizer, template, max_tokens
+        self._model: ScoreSequences | None = None
+        self._waiting: list[tuple[list[list[int]], asyncio.Future[list[float]]]] = []
+        self._running: asyncio.Task[None] | None = None
+
+    def connect(self, score: ScoreSequences) -> None:
+        """Sets the function that calls the model."""
+        self._model = score
+
+    def launch(self) -> None:
+        """Does nothing: the model runs already."""
+
+    def close(self) -> None:
+        """Cancels running `score` calls."""
+        if self._running is not None:
+            self._running.cancel()
+        for _, future in self._waiting:
+            future.cancel()
+
+    async def score(self, requests: Sequence[RewardRequest]) -> list[list[RewardOutcome]]:
+        """Scores every response of every request; the outcomes of each request, in order.
+
+        Raises:
+            ClusterError: the model failed or did not answer in time.
+        """
+        sequences = await asyncio.to_thread(self._encode, requests)
+        fitting = [each for each in sequences if self._max_tokens is None or len(each) <= self._max_tokens]
+        scores = iter(await self._scores(fitting) if fitting else [])
+        outcomes = iter([self._outcome(each, scores) for each in sequences])
+        return [[next(outcomes) for _ in request.responses] for request in requests]
+
+    def _encode(self, requests: Sequence[RewardRequest]) -> list[list[int]]:
+        items = [
+            PromptResponse(request.id, request.question, response)
+            for request in requests
+            for response in request.responses
+        ]
+        encoded = encode_last_messages(items, self._tokenizer, self._template)
+        return [[*example.prompt_ids, *example.response_ids] for example in encoded]
+
+    def _outcome(self, sequence: Sequence[int], scores: Iterator[float]) -> RewardOutcome:
+        if self._max_tokens is not None and len(sequence) > self._max_tokens:
+            text = f"{len(sequence)} tokens of prompt and response; the reward model reads {self._max_tokens}"
+            return RewardOutcome(None, "too_long", text)
+        score = next(scores)
+        if not math.isfinite(score):
+            return RewardOutcome(None, "not_finite", f"the reward model gave {score}")
+        return RewardOutcome(score)
+
+    async def _scores(self, sequences: list[list[int]]) -> list[float]:
+        future: asyncio.Future[list[float]] = asyncio.get_running_loop().create_future()
+        self._waiting.append((sequences, future))
+        if self._running is None or self._running.done():
+            self._running = asyncio.create_task(self._score_waiting())
+        return await future
+
+    async def _score_waiting(self) -> None:
+        """One call of the model for all that wait, until none does."""
+        assert self._model is not None, "connect comes first"
+        while self._waiting:
+            waiting, self._waiting = self._waiting, []
+            try:
+                scores = iter(await self._model([each for sequences, _ in waiting for each in sequences]))
+            except asyncio.CancelledError:
+                for _, future in waiting:
+                    future.cancel()
+                raise
+            except Exception as error:
+                for _, future in waiting:
+                    if not future.done():
+                        future.set_exception(error)
+                continue
+            for sequences, future in waiting:
+                own = [next(scores) for _ in sequences]
+                if not future.done():
+                    future.set_result(own)

@@ -1,0 +1,128 @@
+"""Scores of a reward model: what it is given, calls of many responses, and failures."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Sequence
+
+import pytest
+
+from roll.datasets.prompts import Question
+from roll.rewards.calling import RewardOutcome, RewardRequest
+from roll.rewards.reward_model import RewardModelScorer
+
+
+class Tokenizer:
+    """One token for each character; 0 ends a response."""
+
+    chat_template = None
+    eos_token_id = 0
+
+    def get_vocab(self) -> dict[str, int]:
+        return {}
+
+    def __call__(self, texts: list[str], add_special_tokens: bool) -> dict[str, list[list[int]]]:
+        assert not add_special_tokens
+        return {"input_ids": [[ord(letter) for letter in text] for text in texts]}
+
+
+def scorer(
+    score: Callable[[Sequence[Sequence[int]]], Awaitable[Sequence[float]]], max_tokens: int | None = None
+) -> RewardModelScorer:
+    made = RewardModelScorer(Tokenizer(), "none", max_tokens)  # type: ignore[arg-type]
+    made.connect(score)
+    return made
+
+
+def request(prompt: str, *responses: str) -> RewardRequest:
+    return RewardRequest(responses, "", Question(text=prompt))
+
+
+async def lengths(sequences: Sequence[Sequence[int]]) -> list[float]:
+    return [float(len(sequence)) for sequence in sequences]
+
+
+def test_the_model_reads_prompt_response_and_end_token() -> None:
+    seen: list[list[int]] = []
+
+    async def score(sequences: Sequence[Sequence[int]]) -> list[float]:
+        seen.extend(map(list, sequences))
+        return await lengths(sequences)
+
+    outcomes = asyncio.run(scorer(score).score([request("ab", "c", ""), request("d", "efg")]))
+    assert seen == [[97, 98, 99, 0], [97, 98, 0], [100, 101, 102, 103, 0]]
+    assert outcomes == [[RewardOutcome(4.0), RewardOutcome(3.0)], [RewardOutcome(5.0)]]
+
+
+def test_responses_that_arrive_meanwhile_are_scored_together_in_the_next_call() -> None:
+    calls: list[int] = []
+
+    async def scenario() -> list[list[list[RewardOutcome]]]:
+        first_runs, may_end = asyncio.Event(), asyncio.Event()
+
+        async def score(sequences: Sequence[Sequence[int]]) -> list[float]:
+            calls.append(len(sequences))
+            first_runs.set()
+            await may_end.wait()
+            return await lengths(sequences)
+
+        made = scorer(score)
+        running = [asyncio.ensure_future(made.score([request("a", "b")]))]
+        await first_runs.wait()
+        running += [asyncio.ensure_future(made.score([request("a", "b" * count)])) for count in range(2, 9)]
+        while len(made._waiting) < 7:
+            await asyncio.sleep(0.001)
+        may_end.set()
+        return await asyncio.gather(*running)
+
+    outcomes = asyncio.run(scenario())
+    assert calls == [1, 7]
+    assert outcomes == [[[RewardOutcome(2.0 + count)]] for count in range(1, 9)]
+
+
+def test_a_score_that_is_no_number_and_a_text_too_long_are_failures_of_their_sample_alone() -> None:
+    async def score(sequences: Sequence[Sequence[int]]) -> list[float]:
+        assert all(len(sequence) <= 5 for sequence in sequences)
+        return [math.nan if 110 in sequence else 1.0 for sequence in sequences]
+
+    [[good, nan], [long, other]] = asyncio.run(
+        scorer(score, max_tokens=5).score([request("a", "b", "n"), request("a", "bcde", "bcd")])
+    )
+    assert (good.score, nan.reason, long.reason, other.score) == (1.0, "not_finite", "too_long", 1.0)
+    assert long.detail == "6 tokens of prompt and response; the reward model reads 5"
+
+
+def test_a_call_that_fails_raises_in_all_that_waited_for_it_and_the_next_is_tried() -> None:
+    fails = [True, False]
+
+    async def score(sequences: Sequence[Sequence[int]]) -> list[float]:
+        await asyncio.sleep(0)
+        if fails.pop(0):
+            raise RuntimeError("rank 1 died")
+        return await lengths(sequences)
+
+    async def scenario() -> None:
+        made = scorer(score)
+        with pytest.raises(RuntimeError, match="rank 1 died"):
+            await made.score([request("a", "b")])
+        assert await made.score([request("a", "b")]) == [[RewardOutcome(3.0)]]
+
+    asyncio.run(scenario())
+
+
+def test_closing_cancels_calls_that_run() -> None:
+    async def score(sequences: Sequence[Sequence[int]]) -> list[float]:
+        await asyncio.sleep(60)
+        return []
+
+    async def scenario() -> None:
+        made = scorer(score)
+        running = asyncio.ensure_future(made.score([request("a", "b")]))
+        while made._running is None:
+            await asyncio.sleep(0.001)
+        made.close()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(running, 5)
+
+    asyncio.run(scenario())
