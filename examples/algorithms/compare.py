@@ -41,7 +41,10 @@ def recipes() -> list[str]:
 
 
 def accuracies(trial: Trial, out: Path) -> list[float] | None:
-    """Validation accuracy of a finished run, in the order of its validations; None if it has not finished."""
+    """Validation accuracy of a finished run, in the order of its validations; None if it has not finished.
+
+    Where the score is the sum of several rewards, accuracy is that of `math_rule` alone.
+    """
     from roll.trackers.files import RUN_FILE
 
     file = trial.folder(out) / RUN_FILE
@@ -49,7 +52,10 @@ def accuracies(trial: Trial, out: Path) -> list[float] | None:
     summary = record.get("summary") or {}
     if summary.get("status") != "finished":
         return None
-    scores = {int(step): metrics["val/score"] for step, metrics in summary["validation"].items()}
+    scores = {
+        int(step): metrics.get("val/math_rule/math_rule", metrics["val/score"])
+        for step, metrics in summary["validation"].items()
+    }
     return [scores[step] for step in sorted(scores)]
 
 

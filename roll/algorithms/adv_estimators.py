@@ -44,6 +44,9 @@ class RewardBatch:
         baselines: [B] score of the greedy response to each sample's prompt, after the overlong penalty and
             `reward_clip`; None without greedy responses.
         teacher_kl: [B, T] log-prob of the policy minus that of the teacher for each sampled token; None without one.
+        reward_parts: [B, R] score of each reward before its weight, without `reward_clip` and `whiten_rewards`; NaN
+            where a reward does not score the sample. None if only their sum is known.
+        overlong: [B] what the scores have lost by `overlong_buffer_len`; None: nothing.
     """
 
     scores: Tensor
@@ -54,6 +57,8 @@ class RewardBatch:
     values: Tensor | None = None
     baselines: Tensor | None = None
     teacher_kl: Tensor | None = None
+    reward_parts: Tensor | None = None
+    overlong: Tensor | None = None
 
     @cached_property
     def episodes(self) -> Episodes:
@@ -63,8 +68,12 @@ class RewardBatch:
     @property
     def episode_rewards(self) -> Tensor:
         """R [E]: the score of each episode minus the KL penalty of its tokens; one without a token has a score too."""
-        penalty = masked(self.token_kl, self.response_mask).sum(-1)
-        return self.episodes.per_episode(self.scores) - self.episodes.sum_samples(penalty)
+        return self.episodes.per_episode(self.scores) - self.episode_kl
+
+    @property
+    def episode_kl(self) -> Tensor:
+        """[E] KL penalty of all tokens of each episode."""
+        return self.episodes.sum_samples(masked(self.token_kl, self.response_mask).sum(-1))
 
     @property
     def episode_groups(self) -> Tensor:
@@ -216,6 +225,38 @@ def _choose(n: Tensor, k: Tensor) -> Tensor:
     safe_n, safe_k = torch.where(valid, n, 0.0), torch.where(valid, k, 0.0)
     log = torch.lgamma(safe_n + 1) - torch.lgamma(safe_k + 1) - torch.lgamma(safe_n - safe_k + 1)
     return torch.where(valid, log.exp(), 0.0)
+
+
+@ADV_ESTIMATORS.register("gdpo")
+def gdpo(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
+    """A = sum_k w_k (r_k - mean_group) / (std_group + EPSILON) over the rewards k, whitened over the batch's samples.
+
+    A reward with equal scores in a group, or of a single sample, adds 0 there. Penalties (the KL of the tokens,
+    `overlong_buffer_len`) are subtracted minus their group mean and in their own unit, so that their coefficients keep
+    a meaning. Samples without a token do not count in the whitening, and rewards that cancel out leave no rounding
+    for it to enlarge: it is computed in float64. Source: Liu et al. 2026 (arXiv 2601.05242), GDPO.
+    Like there and in TRL (`normalize_then_sum`) every sample counts once in the whitening; in verl every token does.
+
+    Raises:
+        ValueError: the batch has no scores of single rewards, or not one for each weight.
+    """
+    weights = config.reward_weights
+    if batch.reward_parts is None or batch.reward_parts.shape[-1] != len(weights):
+        found = 0 if batch.reward_parts is None else batch.reward_parts.shape[-1]
+        raise ValueError(
+            f"adv_estimator gdpo needs the score of each of {len(weights)} rewards, and this batch has {found}; use "
+            "grpo or rloo, which read their sum"
+        )
+    episodes, groups = batch.episodes, batch.episode_groups
+    penalty = batch.episode_kl
+    if batch.overlong is not None:
+        penalty = penalty + episodes.per_episode(batch.overlong)
+    total = -normalize(penalty.double(), groups, "group", None)
+    for scores, weight in zip(episodes.per_episode(batch.reward_parts).double().unbind(-1), weights, strict=True):
+        scored = ~scores.isnan()
+        total[scored] += weight * normalize(scores[scored], groups[scored], "group", "group")
+    sampled = episodes.sum_samples(batch.response_mask.sum(-1)) > 0
+    return _by_response(batch, lambda rewards, groups: whiten(total, sampled).to(rewards.dtype))
 
 
 @ADV_ESTIMATORS.register("reinforce_plus_plus")

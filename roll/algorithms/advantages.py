@@ -21,13 +21,16 @@ from roll.algorithms.kl import kl_divergence
 from roll.algorithms.turn_advantages import Episodes, Turns, check_turns, episodes_of
 from roll.configs.advantages import AdvantageOptions, SampleMaskOptions
 from roll.configs.agentic import AgenticOptions, RewardNormalization
-from roll.configs.pipeline import RLConfig
+from roll.configs.pipeline import RLConfig, RLVRConfig
 from roll.configs.policy import KLOptions, options_of
 
 
 @dataclass
 class AdvantageConfig(AdvantageOptions):
-    """Settings of the advantages: the YAML keys of `AdvantageOptions`, of the token KL, and of turns."""
+    """Settings of the advantages: the YAML keys of `AdvantageOptions`, of the token KL, and of turns.
+
+    `reward_weights` are those of `rewards` in their order, for estimators that read the score of each reward.
+    """
 
     add_token_level_kl: bool = KLOptions.add_token_level_kl
     kl_penalty: str = KLOptions.kl_penalty
@@ -36,6 +39,7 @@ class AdvantageConfig(AdvantageOptions):
     episode_reward_weight: float = AgenticOptions.episode_reward_weight
     step_reward_weight: float = AgenticOptions.step_reward_weight
     step_reward_gamma: float = AgenticOptions.step_reward_gamma
+    reward_weights: tuple[float, ...] = ()
 
     @classmethod
     def from_config(cls, config: RLConfig) -> AdvantageConfig:
@@ -43,6 +47,8 @@ class AdvantageConfig(AdvantageOptions):
         options = options_of(cls, config)
         if config.pipeline != "rlvr":
             options["overlong_buffer_len"] = None  # `response_length` of agents is that of one turn
+        if isinstance(config, RLVRConfig) and config.uses_reward_parts:
+            options["reward_weights"] = tuple(reward.weight for reward in config.rewards.values())
         return cls(**options)
 
 
@@ -61,6 +67,10 @@ class GreedyResponses:
 
 GREEDY_KEYS = tuple(item.name for item in fields(GreedyResponses))
 """Names of the batch tensors that `read_greedy` reads."""
+
+
+REWARD_PARTS = "reward_parts"
+"""Name of the batch tensor [B, R] with the score of each of R rewards, NaN where a reward does not score a sample."""
 
 
 def read_greedy(batch: Mapping[str, Tensor]) -> GreedyResponses | None:
@@ -98,6 +108,7 @@ def compute_advantages(
     learned: Tensor | None = None,
     values: Tensor | None = None,
     greedy: GreedyResponses | None = None,
+    reward_parts: Tensor | None = None,
 ) -> Advantages:
     """Advantages and returns of one global batch.
 
@@ -118,6 +129,8 @@ def compute_advantages(
             scores; `whiten_advantages` and the advantages leave them out.
         values: [B, T] of a critic, needed with `adv_estimator: gae`.
         greedy: of each sample's prompt, needed with `adv_estimator: remax`; `whiten_rewards` does not apply to them.
+        reward_parts: [B, R] score of each reward before its weight, NaN where one does not score the sample; needed
+            with `adv_estimator: gdpo`. `reward_clip` and `whiten_rewards` do not apply to them.
 
     Raises:
         ValueError: a score is not finite, there is no token, `add_token_level_kl` or a teacher lacks its log-probs, or
@@ -138,7 +151,7 @@ def compute_advantages(
     baselines = None
     if greedy is not None:
         baselines = _clip(greedy.greedy_scores.float() - overlong_penalty(greedy.greedy_lengths, config), config)
-    batch = RewardBatch(scores, kl_coef * kl, groups, mask, turns, values, baselines, teacher_kl)
+    batch = RewardBatch(scores, kl_coef * kl, groups, mask, turns, values, baselines, teacher_kl, reward_parts, penalty)
     advantages, returns = ADV_ESTIMATORS[config.adv_estimator](batch, config)
     if config.use_opd and teacher_kl is not None:
         advantages = advantages - config.opd_kl_coef * teacher_kl
@@ -149,7 +162,7 @@ def compute_advantages(
         advantages = whiten(advantages, mask)
     if config.advantage_clip is not None:
         advantages = advantages.clamp(-config.advantage_clip, config.advantage_clip)
-    metrics = _metrics(advantages, returns, mask, batch)
+    metrics = _metrics(advantages, returns, mask, batch, config)
     if config.overlong_buffer_len is not None:
         metrics["advantage/overlong_penalty"] = float(penalty.mean())
     if config.add_token_level_kl:
@@ -231,10 +244,23 @@ def _shape_scores(scores: Tensor, episodes: Episodes, config: AdvantageConfig) -
     return scores
 
 
-def _metrics(advantages: Tensor, returns: Tensor, mask: Tensor, batch: RewardBatch) -> dict[str, float]:
+def _constant_episodes(batch: RewardBatch, config: AdvantageConfig) -> Tensor:
+    """Whether the episodes of a group have equal scores, [E] bool; with gdpo, equal scores of each reward."""
+    scores = [batch.scores]
+    if config.uses_reward_parts and batch.reward_parts is not None:
+        parts = zip(batch.reward_parts.nan_to_num().unbind(-1), config.reward_weights, strict=True)
+        scores = [part for part, weight in parts if weight]
+        scores += [] if batch.overlong is None else [batch.overlong]
+    groups = batch.episode_groups
+    return torch.stack([constant_group(batch.episodes.per_episode(each), groups) for each in scores]).all(0)
+
+
+def _metrics(
+    advantages: Tensor, returns: Tensor, mask: Tensor, batch: RewardBatch, config: AdvantageConfig
+) -> dict[str, float]:
     groups = batch.episode_groups
     mean = masked_mean(advantages, mask)
-    constant = groups[constant_group(batch.episodes.per_episode(batch.scores), groups)] if len(groups) else groups
+    constant = groups[_constant_episodes(batch, config)] if len(groups) else groups
     without_variance, total = len(set(constant.tolist())), len(set(groups.tolist()))
     return {
         "advantage/mean": float(mean),

@@ -20,6 +20,7 @@ ADV_ESTIMATORS = (
     "opo",
     "gpg",
     "pass_at_k",
+    "gdpo",
     "remax",
     "gae",
     "opd",
@@ -27,8 +28,11 @@ ADV_ESTIMATORS = (
 )
 """Values of `adv_estimator`; the registry of roll.algorithms agrees with it."""
 
-GROUP_ESTIMATORS = ("grpo", "rloo", "lite_ppo", "reinforce_plus_plus_baseline", "opo", "gpg", "pass_at_k")
+GROUP_ESTIMATORS = ("grpo", "rloo", "lite_ppo", "reinforce_plus_plus_baseline", "opo", "gpg", "pass_at_k", "gdpo")
 """Estimators that compare a response with the others to its prompt."""
+
+PER_REWARD_ESTIMATORS = ("gdpo",)
+"""Estimators that read the score of each reward of a sample, not only their weighted sum."""
 
 GREEDY_ESTIMATORS = ("remax",)
 """Estimators that compare a response with the greedy one to its prompt."""
@@ -42,7 +46,7 @@ VALUE_ESTIMATORS = ("gae",)
 TEACHER_ESTIMATORS = ("opd",)
 """Estimators that learn from the log-probs of a teacher alone, not from scores."""
 
-WHITENING_ESTIMATORS = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+WHITENING_ESTIMATORS = ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo")
 """Estimators that whiten advantages by definition."""
 
 
@@ -63,6 +67,10 @@ NORMALISED = estimators(
 
 
 SCORED = not_estimators(*TEACHER_ESTIMATORS, reason="the advantages of adv_estimator opd do not depend on scores")
+
+SUMMED = not_estimators(
+    *PER_REWARD_ESTIMATORS, reason="adv_estimator gdpo normalises the score of each reward, and does not read their sum"
+)
 
 CRITIC = estimators(*VALUE_ESTIMATORS, reason="adv_estimator is not gae, so there is no critic")
 
@@ -139,9 +147,11 @@ class AdvantageOptions:
         gt=0,
         only_for=needs("overlong_buffer_len", "overlong_buffer_len is null", accepts=lambda length: length is not None),
     )
-    reward_clip: float | None = option(None, "Clip scores to +- this.", gt=0, only_for=SCORED)
+    reward_clip: float | None = option(None, "Clip scores to +- this.", gt=0, only_for=(SCORED, SUMMED))
     advantage_clip: float | None = option(None, "Clip advantages to +- this.", gt=0)
-    whiten_rewards: bool = option(False, "Zero mean and unit variance of scores over the batch.", only_for=SCORED)
+    whiten_rewards: bool = option(
+        False, "Zero mean and unit variance of scores over the batch.", only_for=(SCORED, SUMMED)
+    )
     whiten_advantages: bool = option(
         False,
         "Zero mean and unit variance of advantages over the batch's tokens.",
@@ -168,6 +178,11 @@ class AdvantageOptions:
     def uses_teacher(self) -> bool:
         """Whether advantages depend on the log-probs of a teacher."""
         return self.use_opd or self.adv_estimator in TEACHER_ESTIMATORS
+
+    @property
+    def uses_reward_parts(self) -> bool:
+        """Whether the advantages need the score of each reward of a sample."""
+        return self.adv_estimator in PER_REWARD_ESTIMATORS
 
 
 DIFFICULTY = needs("difficulty_mask", "difficulty_mask is false; set it to true")

@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from roll.algorithms.advantages import GREEDY_KEYS, AdvantageConfig, compute_advantages, learned_samples, read_greedy
+from roll.algorithms.advantages import (
+    GREEDY_KEYS,
+    REWARD_PARTS,
+    AdvantageConfig,
+    compute_advantages,
+    learned_samples,
+    read_greedy,
+)
 from roll.algorithms.correction import (
     NO_OP,
     WEIGHT_MAX,
@@ -242,6 +249,7 @@ class RLLearner(ActorLearner):
             learned=data.batch.get("learned", None),
             values=data.batch.get("values", None),
             greedy=read_greedy(data.batch),
+            reward_parts=data.batch.get(REWARD_PARTS, None),
         )
         if self._config.add_token_level_kl:
             samples = int(data.batch["response_mask"].bool().any(-1).sum())
@@ -308,9 +316,10 @@ class RLLearner(ActorLearner):
         return {f"critic/{name}": reduce_steps(name, [step[name] for step in steps]) for name in steps[0]}
 
     def _training_keys(self, data: DataProto) -> list[str]:
-        """Tensors that ranks need: all but those of turns and greedy responses, which only the advantages use."""
+        """Tensors that ranks need: all but those of turns, greedy responses and rewards, which only advantages use."""
+        unused = {*TURN_KEYS, *GREEDY_KEYS, REWARD_PARTS}
         read = ("turn_index",) if self._loss_config.reads_turns else ()
-        return [key for key in data.tensors() if key not in (*TURN_KEYS, *GREEDY_KEYS) or key in read]
+        return [key for key in data.tensors() if key not in unused or key in read]
 
     # 5. Checks
 

@@ -17,8 +17,10 @@ from roll.configs.rewards import RewardConfig, domain_of, no_reward, rewards_of
 from roll.datasets.prompts import MixedSampler, PromptSampler, load_prompts
 from roll.datasets.records import prefix_errors
 from roll.datasets.templates import EncodedPrompt, encode_prompts
+from roll.distributed.protocol import DataProto
 from roll.pipeline.reward_batch import RewardModel, reward_model_scorers
 from roll.pipeline.rl_pipeline import RLPipeline, WorkerFactory
+from roll.pipeline.rollout_batch import batch_of_groups
 from roll.pipeline.rollout_worker import Purpose, RolloutWorker
 from roll.pipeline.session import Session
 from roll.pipeline.tokenizer import load_tokenizer
@@ -52,6 +54,8 @@ class RLVRWorker(RolloutWorker):
         self._prompts, self._sampling, self._engines, self._scorer = prompts, sampling, engines, scorer
         self._seed, self._group_size = config.seed, config.num_return_sequences_in_group
         self._greedy = config.uses_greedy_responses
+        self._rewards = tuple(config.rewards)
+        self._uses_parts = config.uses_reward_parts
         self._validation_samples = config.validation.generating_args.num_return_sequences or 1
         self._sampler = make_sampler(config, prompts["train"])
 
@@ -132,25 +136,42 @@ class RLVRWorker(RolloutWorker):
         """`val/...`, also what the rewards report."""
         return super().validation_metrics(groups) | reported_metrics(groups, "val")
 
+    def batch(self, groups: Sequence[Group]) -> DataProto:
+        """The tensors that the learner takes, with the score of each reward if the advantages need them."""
+        rewards = self._rewards if self._uses_parts else ()
+        return batch_of_groups(groups, multiple=self._config.samples_multiple, rewards=rewards)
+
     def metrics(self, groups: Sequence[Group], version: int) -> dict[str, float]:
         """`rollout/...`, `staleness/...`, and what the rewards report as `reward/...`."""
         return super().metrics(groups, version) | reported_metrics(groups, "reward")
 
     def state_dict(self) -> dict[str, Any]:
         """Position in the data, and what the groups that a checkpoint may hold consist of."""
-        return {"sampler": self._sampler.state_dict(), "samples": self._group_size, "greedy": self._greedy}
+        return {
+            "sampler": self._sampler.state_dict(),
+            "samples": self._group_size,
+            "greedy": self._greedy,
+            "rewards": list(self._rewards),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores `state_dict`.
 
         Raises:
             ValueError: it was taken with other data, another seed, or groups of another size, or without the greedy
-                responses that the estimator needs.
+                responses or scores of rewards that the estimator needs.
         """
         if self._greedy and not state.get("greedy"):
             raise ValueError(
                 f"adv_estimator: {self._config.adv_estimator} cannot continue from a checkpoint whose groups have no "
                 "greedy response; use the estimator of that run, or start a new one from its weights"
+            )
+        missing = [name for name in self._rewards if name not in state.get("rewards", ())]
+        if self._uses_parts and missing:
+            raise ValueError(
+                f"adv_estimator: {self._config.adv_estimator} cannot continue from a checkpoint whose samples have no "
+                f"score of {', '.join(f'rewards.{name}' for name in missing)}; use the estimator and the rewards of "
+                "that run, or start a new one from its weights"
             )
         if state["samples"] != self._group_size:
             raise ValueError(
@@ -243,7 +264,7 @@ class Scorer:
         return str(self._tokenizer.decode(response_ids, skip_special_tokens=True))
 
     async def score(self, groups: Sequence[tuple[Group, EncodedPrompt]]) -> None:
-        """Sets reward and metrics of every trajectory, or drops the group with a reason.
+        """Sets reward, its parts and metrics of every trajectory, or drops the group with a reason.
 
         The reward is the sum of weight times score over the rewards of the tag, which run at the same time. Where there
         are several, each score is the metric `<name>`, and the numbers that a reward reports are `<name>/<metric>`.
@@ -266,7 +287,8 @@ class Scorer:
                 continue
             for position, trajectory in enumerate(group.trajectories):
                 of_sample = {name: outcomes[position] for name, outcomes in parts.items()}
-                weighted = (self._rewards[name].weight * (part.score or 0.0) for name, part in of_sample.items())
+                trajectory.reward_parts = {name: part.score or 0.0 for name, part in of_sample.items()}
+                weighted = (self._rewards[name].weight * score for name, score in trajectory.reward_parts.items())
                 trajectory.turns[0].reward = sum(weighted)
                 trajectory.metrics = _metrics_of(of_sample)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from roll.algorithms.advantages import REWARD_PARTS
 from roll.configs.agentic import SampleBy
 from roll.datasets.collate import Sample, collate_samples
 from roll.distributed.protocol import DataProto
@@ -49,7 +51,11 @@ class Row:
 
 
 def batch_of_groups(
-    groups: Sequence[Group], sample_by: SampleBy = "traj", multiple: int = 1, episodes: bool = False
+    groups: Sequence[Group],
+    sample_by: SampleBy = "traj",
+    multiple: int = 1,
+    episodes: bool = False,
+    rewards: Sequence[str] = (),
 ) -> DataProto:
     """One row for each trajectory (`traj`) or turn (`step`), the rows of a group together.
 
@@ -59,6 +65,7 @@ def batch_of_groups(
         multiple: padding rows are added until the number of rows is a multiple of this, spread evenly over the runs of
             so many rows, so that optimizer steps learn from about as many samples; no sample is copied.
         episodes: rows are named after trajectory and turn instead of the group, and described in the column `episode`.
+        rewards: names of those whose scores the batch has one by one.
 
     Returns:
         The token tensors [B, T] of `collate_samples` and, with K the most turns of a row:
@@ -66,8 +73,9 @@ def batch_of_groups(
         `turn_count` [B]; `turn_rewards` [B, K] float32; `state_ids` [B, K] int64, equal for turns of one group that
         responded to the same observation; `scores` [B] of the whole trajectory; `group_ids`, `trajectory_ids` and
         `tag_ids` [B]; `truncated` [B] bool, whether the trajectory was cut at its length. Where every group has a
-        greedy response: `greedy_scores` [B] float32, its score, and `greedy_lengths` [B] int64, its tokens. The columns
-        `id`, `prompt_id`, `ground_truth` and `episode` are for dumps.
+        greedy response: `greedy_scores` [B] float32, its score, and `greedy_lengths` [B] int64, its tokens. With
+        `rewards`, R of them: `reward_parts` [B, R] float32, the score of each before its weight, NaN where a reward
+        does not score the sample. The columns `id`, `prompt_id`, `ground_truth` and `episode` are for dumps.
     """
     rows = _pad_rows(list(_rows(groups, sample_by)), multiple)
     tensors = collate_samples([_sample(row) for row in rows])
@@ -91,6 +99,9 @@ def batch_of_groups(
             "greedy_scores": torch.tensor([each.score if each else 0.0 for each in greedy], dtype=torch.float32),
             "greedy_lengths": torch.tensor([len(each.sampled_versions) if each else 0 for each in greedy]),
         }
+    if rewards:
+        parts = [[row.trajectory.reward_parts.get(name, math.nan) for name in rewards] for row in rows]
+        tensors[REWARD_PARTS] = torch.tensor(parts, dtype=torch.float32)
     columns: dict[str, list[Any]] = {
         "id": [row.name if episodes or row.group is None else row.group.name for row in rows],
         "prompt_id": ["" if row.group is None else _prompt_id(row.group, episodes) for row in rows],

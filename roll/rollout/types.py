@@ -95,6 +95,8 @@ class Trajectory:
         stop: why it ended; None while it is running.
         outcome: the last observation, after which no response was sampled; empty if there was none.
         metrics: of the episode, aggregated over its actions by the rules of the environment.
+        reward_parts: score of each reward by name, before its weight, where rewards score a response; the score is
+            their weighted sum. Empty in environments.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -104,6 +106,7 @@ class Trajectory:
     stop: StopReason | None = None
     outcome: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
+    reward_parts: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def of_response(cls, prompt_ids: Sequence[int], result: GenerateResult, text: str) -> Trajectory:

@@ -125,7 +125,11 @@ ADVANTAGE = (
     Metric("advantage/min", "", "Smallest advantage."),
     Metric("advantage/max", "", "Largest advantage."),
     Metric("advantage/return_mean", "score", "Mean return to go over response tokens."),
-    Metric("advantage/zero_variance_groups", "groups", "Groups whose scores are all equal: they give no gradient."),
+    Metric(
+        "advantage/zero_variance_groups",
+        "groups",
+        "Groups whose scores are all equal (with gdpo, those of each reward): they give no gradient.",
+    ),
     Metric("advantage/zero_variance_group_fraction", "fraction", "Fraction of the groups whose scores are all equal."),
     Metric(
         "advantage/learned_samples",

@@ -33,10 +33,12 @@ GROUPS = torch.tensor([0, 0, 1, 1])
 SCORES = torch.tensor([1.0, 0.0, 2.0, 6.0])
 VALUES = torch.arange(16.0).reshape(4, 4) / 8
 GREEDY = GreedyResponses(torch.tensor([0.5, 0.5, 3.0, 3.0]), torch.tensor([1, 1, 9, 9]))
-GRPO = AdvantageConfig()
+GRPO = AdvantageConfig(reward_weights=(1.0, 0.5))
 POLICY, TEACHER = torch.linspace(-2, -1, 16).view(4, 4), torch.linspace(-1, -3, 16).view(4, 4)
 """Log-probs of the policy and of a teacher."""
-GIVEN = {"values": VALUES, "greedy": GREEDY, "log_probs": POLICY, "ref_log_probs": TEACHER}
+PARTS = torch.stack([SCORES, torch.tensor([0.0, 1.0, 1.0, 0.0])], dim=1)
+"""Scores of two rewards."""
+GIVEN = {"values": VALUES, "greedy": GREEDY, "log_probs": POLICY, "ref_log_probs": TEACHER, "reward_parts": PARTS}
 REMAX = AdvantageConfig(adv_estimator="remax")
 REINFORCE = AdvantageConfig(adv_estimator="reinforce", gamma=0.5)
 
@@ -222,6 +224,7 @@ def test_no_estimator_depends_on_order_or_padding(name):
     greedy = GreedyResponses(*(tensor[order] for tensor in vars(GREEDY).values()))
     policy, teacher = (torch.nn.functional.pad(each[order], (0, 3), value=-9.0) for each in (POLICY, TEACHER))
     given = {"values": values, "greedy": greedy, "log_probs": policy, "ref_log_probs": teacher}
+    given["reward_parts"] = PARTS[order]
     moved = compute_advantages(scores, GROUPS[order], mask, config, turns=turns, **given)
     plain = compute_advantages(SCORES, GROUPS, MASK, config, turns=single_turns(SCORES, MASK), **GIVEN)
     torch.testing.assert_close(moved.advantages[:, :4], plain.advantages[order])
@@ -240,7 +243,7 @@ def test_token_kl_changes_the_advantages_of_every_estimator(name):
     config = replace(GRPO, adv_estimator=name, add_token_level_kl=True, kl_penalty="k1", pass_k=2)
     log_probs, ref = torch.zeros(4, 4), -torch.arange(16.0).reshape(4, 4) / 16
     groups, turns = torch.zeros(4, dtype=torch.int64), single_turns(SCORES, MASK)
-    given = {"turns": turns, "values": VALUES, "greedy": GREEDY}
+    given = {"turns": turns, "values": VALUES, "greedy": GREEDY, "reward_parts": PARTS}
     penalty = {"log_probs": log_probs, "ref_log_probs": ref, "kl_coef": 0.5}
     moved = compute_advantages(SCORES, groups, MASK, config, **given, **penalty)
     plain = compute_advantages(SCORES, groups, MASK, replace(GRPO, adv_estimator=name, pass_k=2), **given)
@@ -344,8 +347,8 @@ def test_a_sample_without_response_tokens_has_no_reward():
 
 
 def test_settings_come_from_the_configuration():
-    assert AdvantageConfig.from_config(RLVRConfig(gamma=0.9, reward_clip=2.0)) == replace(
-        GRPO, gamma=0.9, reward_clip=2.0
+    assert AdvantageConfig.from_config(RLVRConfig(gamma=0.9, reward_clip=2.0)) == AdvantageConfig(
+        gamma=0.9, reward_clip=2.0
     )
 
 

@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 from roll.algorithms.adv_estimators import ADV_ESTIMATORS
 from roll.algorithms.advantages import AdvantageConfig, GreedyResponses
 from roll.algorithms.turn_advantages import TURN_KEYS, episodes_of, read_turns
-from roll.configs.advantages import GREEDY_ESTIMATORS, TEACHER_ESTIMATORS, TURN_ESTIMATORS, VALUE_ESTIMATORS
+from roll.configs.advantages import (
+    GREEDY_ESTIMATORS,
+    PER_REWARD_ESTIMATORS,
+    TEACHER_ESTIMATORS,
+    TURN_ESTIMATORS,
+    VALUE_ESTIMATORS,
+)
 from roll.configs.agentic import RewardNormalization
 from tests.algorithms.trajectories import Trajectory, make_batch
 
@@ -236,11 +242,11 @@ def trajectories(draw):
 
 
 TYPES = st.sampled_from(["batch", "group", None])
+FOR_OTHER_DATA = (*VALUE_ESTIMATORS, *GREEDY_ESTIMATORS, *PER_REWARD_ESTIMATORS, *TEACHER_ESTIMATORS)
+"""Estimators that need more than turns."""
 CONFIGS = st.builds(
     settings_of,
-    st.sampled_from(
-        [name for name in ADV_ESTIMATORS if name not in (*VALUE_ESTIMATORS, *GREEDY_ESTIMATORS, *TEACHER_ESTIMATORS)]
-    ),
+    st.sampled_from([name for name in ADV_ESTIMATORS if name not in FOR_OTHER_DATA]),
     TYPES,
     TYPES,
     st.sampled_from(["traj_group_id", "traj_id", "tags", "batch"]),
@@ -286,5 +292,6 @@ def test_a_batch_of_padding_has_zero_advantages(name):
     values = torch.ones(batch.tensors["response_mask"].shape)
     greedy = GreedyResponses(torch.zeros(2), torch.zeros(2))
     given = {"values": values, "greedy": greedy, "log_probs": values, "ref_log_probs": values}
+    given["reward_parts"] = torch.zeros(2, 0)
     result = batch.advantages(settings_of(name, whiten_rewards=True), **given)
     assert (result.advantages == 0).all() and all(map(math.isfinite, result.metrics.values()))

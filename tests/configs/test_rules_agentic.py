@@ -52,6 +52,8 @@ REFUSED = {
     "score of a trajectory but not the rewards of its turns",
     "adv_estimator=remax": "adv_estimator: remax needs a greedy response to each prompt, which agents of several turns "
     "do not generate; use grpo or rloo, or reinforce where train_env_manager.group_size is 1",
+    "adv_estimator=gdpo": "adv_estimator: gdpo normalises each of several rewards of a response, and an environment "
+    "gives one; use grpo or rloo",
     # samples and lengths
     "num_return_sequences_in_group=8": "num_return_sequences_in_group: 8 is not train_env_manager.group_size 4; leave",
     f"{SAMPLING}.num_return_sequences=4": f"{SAMPLING}.num_return_sequences: 4 is not 1: a turn has one text; write "

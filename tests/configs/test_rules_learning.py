@@ -104,6 +104,10 @@ WARNED = {
     f"{TOKENS} {WEIGHTS}.mode=mask {WEIGHTS}.lower=1.1": "mask also leaves out on-policy samples",
     "correction.veto_threshold=5": "correction.veto_threshold: 5 also rejects on-policy samples: their ratio is 1",
     "adv_estimator=lite_ppo": "loss_agg_mode: seq-mean-token-mean is not the aggregation of lite_ppo; use token-mean",
+    "adv_estimator=gdpo": "adv_estimator: gdpo normalises each reward of a response, but no tag has several: this is",
+    "adv_estimator=gdpo reward_clip=2": "reward_clip: has no effect: adv_estimator gdpo normalises the score of each",
+    "adv_estimator=gdpo whiten_rewards=true": "whiten_rewards: has no effect: adv_estimator gdpo normalises the score",
+    "adv_estimator=gdpo whiten_advantages=true": "whiten_advantages: has no effect",
     "adv_estimator=remax gamma=0.9": "gamma: has no effect: this adv_estimator gives every token",
     "adv_estimator=rloo gamma=0.9": "gamma: has no effect: this adv_estimator gives every token",
     "adv_estimator=reinforce_plus_plus whiten_advantages=true": "whiten_advantages: has no effect",
@@ -143,6 +147,16 @@ def test_remax_learns_from_one_sample_to_a_prompt(tmp_path: Path) -> None:
     assert check(rlvr(tmp_path, *overrides)).errors == []
     message = refusal(tmp_path, *overrides, "whiten_rewards=true")
     assert "whiten_rewards: true would scale the scores of samples but not those of greedy responses" in message
+
+
+def test_gdpo_of_two_rewards_for_a_tag_has_no_warnings(tmp_path: Path) -> None:
+    right, form = (
+        "rewards.math_rule={tag_included: [math], weight: 1}",
+        "rewards.form={tag_included: [math], weight: %s}",
+    )
+    assert check(rlvr(tmp_path, "adv_estimator=gdpo", right, form % 0.5)).warnings == []
+    alone = check(rlvr(tmp_path, "adv_estimator=gdpo", right, form % 0)).warnings
+    assert [warning.path for warning in alone] == ["adv_estimator"], "a reward of weight 0 is a metric"
 
 
 def test_k1_in_the_loss_is_refused_where_it_is_read(tmp_path: Path) -> None:

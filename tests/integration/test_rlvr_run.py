@@ -226,8 +226,8 @@ def test_scores_of_a_reward_model_are_those_of_transformers_and_rise(shared_runs
         text = tokenizer.decode(row["response_ids"], skip_special_tokens=True)
         ids = [*row["prompt_ids"], *tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
         with torch.no_grad():
-            hidden = scorer.model(torch.tensor([ids])).last_hidden_state[0, -1]
-        assert row["score"] == pytest.approx(2.0 * float(scorer.score(hidden)), abs=1e-4)
+            score = float(scorer.score(scorer.model(torch.tensor([ids])).last_hidden_state[0, -1]))
+        assert row["score"] == pytest.approx(2.0 * score, abs=1e-4)
 
 
 def test_a_reward_that_fails_ends_the_run_with_its_cause(shared_runs, inputs, tmp_path):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from roll.algorithms.advantages import GREEDY_KEYS
+from roll.algorithms.advantages import GREEDY_KEYS, REWARD_PARTS
 from roll.algorithms.turn_advantages import TURN_KEYS
 from roll.configs.advantages import ADV_ESTIMATORS, TEACHER_ESTIMATORS, VALUE_ESTIMATORS
 from roll.configs.agentic import AgenticOptions
@@ -211,6 +211,7 @@ def learn_trajectories(folder: Path, padding: int = 0, **settings) -> tuple[dict
         "tag_ids": torch.zeros(8, dtype=torch.int64),
         "greedy_scores": torch.full((8,), 0.25),
         "greedy_lengths": torch.full((8,), 4),
+        REWARD_PARTS: data.batch["scores"][:, None],
     }
     data = DataProto.from_dict(data.tensors() | more)
     idle = data.slice(0, padding).tensors() | {"group_ids": torch.arange(padding) + 8}
@@ -222,9 +223,13 @@ def learn_trajectories(folder: Path, padding: int = 0, **settings) -> tuple[dict
 
 
 @pytest.mark.parametrize("ratio_type", ["token", "segment", "sequence"])
-def test_of_turns_and_greedy_responses_only_turn_index_reaches_the_loss_if_ratio_type_needs_it(tmp_path, ratio_type):
+def test_of_turns_greedy_responses_and_rewards_only_turn_index_reaches_the_loss_if_ratio_type_needs_it(
+    tmp_path, ratio_type
+):
     metrics, cluster = learn_trajectories(tmp_path, ratio_type=ratio_type)
-    assert cluster.seen & {*TURN_KEYS, *GREEDY_KEYS} == ({"turn_index"} if ratio_type == "segment" else set())
+    assert cluster.seen & {*TURN_KEYS, *GREEDY_KEYS, REWARD_PARTS} == (
+        {"turn_index"} if ratio_type == "segment" else set()
+    )
     assert metrics["actor/ratio_mean"] == pytest.approx(1, abs=1e-5)
 
 

@@ -157,11 +157,12 @@ def test_one_turn_changes_no_advantage(estimator):
     made = worker(4)
     batch = made.batch(generated(made, 5)).batch
     assert batch["turn_count"].tolist() == [1] * 20
-    config = AdvantageConfig(estimator)
+    config = AdvantageConfig(estimator, reward_weights=(2.0,))
     arguments = (batch["scores"], batch["group_ids"], batch["response_mask"], config)
     values = torch.linspace(-1, 1, batch["response_mask"].numel()).view_as(batch["behavior_log_probs"])
     greedy = GreedyResponses(torch.full((20,), 1.5), torch.ones(20))
     given = {"values": values, "greedy": greedy, "log_probs": values, "ref_log_probs": values * 2}
+    given["reward_parts"] = batch["scores"][:, None]
     with_turns = compute_advantages(*arguments, turns=read_turns(batch), **given)
     if estimator in ("gigpo", "step_reinforce", "agentic_reinforce"):
         return

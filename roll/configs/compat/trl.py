@@ -18,6 +18,7 @@ NAMES: Names = {
     "epsilon": "pg_clip_low",
     "epsilon_high": "pg_clip_high",
     "scale_rewards": "grpo_norm_by_std",
+    "multi_objective_aggregation": "adv_estimator",
     "loss_type": "loss_agg_mode",
     "importance_sampling_level": "actor_train.pg_variant",
     "vllm_importance_sampling_correction": "correction.weights.level",

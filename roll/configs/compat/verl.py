@@ -80,6 +80,8 @@ NAMES: Names = {
     "algorithm.kl_ctrl.kl_coef": "init_kl_coef",
     "algorithm.adv_estimator": "adv_estimator",
     "algorithm.norm_adv_by_std_in_grpo": "grpo_norm_by_std",
+    "algorithm.gdpo_reward_keys": "rewards.<name>.tag_included",
+    "algorithm.gdpo_reward_weights": "rewards.<name>.weight",
     "algorithm.rollout_correction.rollout_is": "correction.weights.level",
     "rollout_is_threshold": "correction.weights.upper",
     "algorithm.rollout_correction.rollout_rs": (

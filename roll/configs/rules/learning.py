@@ -31,6 +31,12 @@ def check_algorithm(config: RLConfig, report: Report) -> None:
             f"{config.adv_estimator} needs a greedy response to each prompt, which agents of several turns do not "
             "generate; use grpo or rloo, or reinforce where train_env_manager.group_size is 1",
         )
+    if config.uses_reward_parts and isinstance(config, AgenticConfig):
+        report.error(
+            "adv_estimator",
+            f"{config.adv_estimator} normalises each of several rewards of a response, and an environment gives one; "
+            "use grpo or rloo",
+        )
     group = config.num_return_sequences_in_group
     if config.adv_estimator in GROUP_ESTIMATORS and group == 1:
         report.error(
@@ -93,8 +99,8 @@ def check_algorithm(config: RLConfig, report: Report) -> None:
     if config.adv_estimator in RESPONSE_ESTIMATORS and config.add_token_level_kl:
         report.warn(
             "add_token_level_kl",
-            f"with {config.adv_estimator} the KL of a response is summed into its one score; use_kl_loss keeps it per "
-            "token",
+            f"with {config.adv_estimator} the KL of a response is summed and counts for all its tokens alike; "
+            "use_kl_loss keeps it per token",
         )
     _check_old_log_probs(config, report)
 

@@ -33,6 +33,8 @@ def check_rewards(config: RLConfig, report: Report) -> None:
     _check_catch_all(config, report)
     _check_sums(config, report)
     _check_domains(config, report)
+    if config.uses_reward_parts:
+        _check_per_reward(config, report)
 
 
 def _check_catch_all(config: RLVRConfig, report: Report) -> None:
@@ -76,6 +78,18 @@ def _check_sums(config: RLVRConfig, report: Report) -> None:
                 f"{tagged} are scored by {_all(names)}: their score is the sum; write weight: 1 to one of them if "
                 "this is meant, or remove the tags from one",
             )
+
+
+def _check_per_reward(config: RLVRConfig, report: Report) -> None:
+    """Some tag has several rewards that count, which the estimator normalises one by one."""
+    rewards = config.rewards
+    tags = {tag for reward in rewards.values() for tag in reward.tag_included}
+    if not any(sum(rewards[name].weight != 0 for name in rewards_of(rewards, tag)) > 1 for tag in tags):
+        report.warn(
+            "adv_estimator",
+            f"{config.adv_estimator} normalises each reward of a response, but no tag has several: this is grpo with "
+            "advantages whitened over the batch; name a tag in tag_included of several rewards, or use grpo",
+        )
 
 
 def _all(names: Collection[str]) -> str:
