@@ -262,6 +262,12 @@ def rewards_of(rewards: Mapping[str, RewardConfig], tag: str) -> list[str]:
     return naming or [name for name, reward in rewards.items() if not reward.tag_included][:1]
 
 
+def may_lack_truth(rewards: Mapping[str, RewardConfig], tag: str) -> bool:
+    """Whether prompts with a tag need no ground truth: a reward_model alone scores them."""
+    names = rewards_of(rewards, tag)
+    return bool(names) and all(is_reward_model(rewards[name]) for name in names)
+
+
 def domain_of(rewards: Mapping[str, RewardConfig], shares: Mapping[str, float], tag: str) -> str | None:
     """The name under which `domain_interleave_probs` counts prompts with a tag; None if no reward scores it.
 

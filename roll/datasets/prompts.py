@@ -6,7 +6,7 @@ import json
 import math
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,8 +53,10 @@ class Prompt:
     row: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
 
-def load_prompts(files: str | list[str], data_args: DataArguments) -> list[Prompt]:
-    """Reads prompts from all files, in order.
+def load_prompts(
+    files: str | list[str], data_args: DataArguments, may_lack_truth: Callable[[str], bool] = lambda tag: False
+) -> list[Prompt]:
+    """Reads prompts from all files, in order; those with a tag for which `may_lack_truth` need no ground truth.
 
     The column names are those in `data_args`. verl's layout is read too: `prompt` as a list of messages,
     `reward_model.ground_truth`, `data_source` as the tag, and as the id `uid` or `index`, at top level or inside
@@ -65,18 +67,21 @@ def load_prompts(files: str | list[str], data_args: DataArguments) -> list[Promp
             existing ones) or has an invalid value; an id occurs twice.
     """
     records = read_records(files)
-    prompts = [read_prompt(record, data_args) for record in records]
+    prompts = [read_prompt(record, data_args, may_lack_truth) for record in records]
     check_unique_ids([prompt.id for prompt in prompts], records)
     return prompts
 
 
-def read_prompt(record: Record, data_args: DataArguments) -> Prompt:
+def read_prompt(
+    record: Record, data_args: DataArguments, may_lack_truth: Callable[[str], bool] = lambda tag: False
+) -> Prompt:
     """The prompt of one row; see `load_prompts`."""
+    tag = tag_of(record, data_args)
     return Prompt(
         id=record_id(record, data_args),
-        tag=tag_of(record, data_args),
+        tag=tag,
         question=question(record, data_args),
-        ground_truth=_ground_truth(record, data_args),
+        ground_truth=_ground_truth(record, data_args, may_lack_truth(tag)),
         row=record.row,
     )
 
@@ -159,7 +164,7 @@ def tag_of(record: Record, data_args: DataArguments) -> str:
     return str(record.row.get(data_args.tag) or record.row.get("data_source") or DEFAULT_TAG)
 
 
-def _ground_truth(record: Record, data_args: DataArguments) -> str:
+def _ground_truth(record: Record, data_args: DataArguments, may_lack: bool) -> str:
     nested = record.row.get("reward_model")
     candidates = {
         data_args.ground_truth: record.row.get(data_args.ground_truth),
@@ -173,6 +178,8 @@ def _ground_truth(record: Record, data_args: DataArguments) -> str:
             return str(value)
         if value is not None:
             record.fail(f"column {column!r} holds a {type(value).__name__}; a ground truth is a text or a number")
+    if may_lack:
+        return ""
     record.fail_missing(*candidates, key="ground_truth")
 
 

@@ -18,7 +18,7 @@ from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import Report
 from roll.configs.hub.names import TOKENIZER_FILES, has_tokenizer, local_file, local_model
 from roll.configs.pipeline import BaseConfig, DPOConfig, RLVRConfig, SFTConfig
-from roll.configs.rewards import RewardConfig, built_in_of, no_reward, rewards_of
+from roll.configs.rewards import RewardConfig, built_in_of, may_lack_truth, no_reward, rewards_of
 from roll.configs.roles import DataArguments
 from roll.configs.user_code import NOTICE_S
 from roll.datasets.preferences import read_preference
@@ -47,7 +47,9 @@ def check_inputs(config: BaseConfig) -> Report:
     report = Report()
     _check_tokenizers(config, report)
     if isinstance(config, RLVRConfig):
-        prompts = _check_data(config, report, read_prompt)
+        prompts = _check_data(
+            config, report, partial(read_prompt, may_lack_truth=partial(may_lack_truth, config.rewards))
+        )
         asyncio.run(_check_rewards(config.rewards, prompts, report))
     elif isinstance(config, SFTConfig):
         _check_data(config, report, read_prompt_response)

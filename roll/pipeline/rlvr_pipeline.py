@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from roll.configs.errors import RunError
 from roll.configs.pipeline import RLVRConfig, role_seed
-from roll.configs.rewards import RewardConfig, domain_of, no_reward, rewards_of
+from roll.configs.rewards import RewardConfig, domain_of, may_lack_truth, no_reward, rewards_of
 from roll.datasets.prompts import MixedSampler, PromptSampler, load_prompts
 from roll.datasets.records import prefix_errors
 from roll.datasets.templates import EncodedPrompt, encode_prompts
@@ -363,7 +363,7 @@ class RLVRPipeline(RLPipeline[RLVRConfig]):
         args = getattr(self._config, role).data_args
         if not files:
             raise RunError(f"{role}.data_args.file_name: is not set")
-        prompts = load_prompts(files, args)
+        prompts = load_prompts(files, args, partial(may_lack_truth, self._config.rewards))
         with prefix_errors(f"{role} ({', '.join(files)})"):
             encoded, dropped = encode_prompts(prompts, self._tokenizer, args.template, self._config.prompt_length)
         if dropped:

@@ -16,6 +16,7 @@ from roll.configs.roles import (
     MegatronInferArguments,
     MegatronTrainConfig,
     ReferenceConfig,
+    RewardModelRoleConfig,
     RoleConfig,
     ValidationConfig,
 )
@@ -28,6 +29,7 @@ CLASSES = {
     "actor_infer": ActorInferConfig,
     "reference": ReferenceConfig,
     "critic": CriticConfig,
+    "reward": RewardModelRoleConfig,
     "validation": ValidationConfig,
 }
 

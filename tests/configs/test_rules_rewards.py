@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from roll.configs.errors import ConfigError
-from roll.configs.rewards import BUILT_IN, RewardConfig, domain_of, rewards_of
+from roll.configs.rewards import BUILT_IN, RewardConfig, domain_of, may_lack_truth, rewards_of
 from roll.configs.rules import check
 from tests.configs.samples import refusal, rlvr
 
@@ -196,3 +196,13 @@ def test_keys_of_functions_have_no_effect_on_a_reward_model(tmp_path: Path, rewa
 def test_a_reward_model_that_no_reward_uses_is_a_warning(tmp_path: Path) -> None:
     config = rlvr(tmp_path, "rewards={math_rule: {}}", "reward.device_mapping=[0,1]")
     assert any("reward: is configured but not used" in str(problem) for problem in check(config).warnings)
+
+
+def test_only_prompts_that_a_reward_model_alone_scores_need_no_ground_truth() -> None:
+    rewards = {
+        "reward_model": RewardConfig(function=BUILT_IN["reward_model"].function, tag_included=["chat", "both"]),
+        "math_rule": RewardConfig(tag_included=["both"]),
+        "rest": RewardConfig(),
+    }
+    assert [may_lack_truth(rewards, tag) for tag in ("chat", "both", "other")] == [True, False, False]
+    assert not may_lack_truth({"a": RewardConfig(tag_included=["x"])}, "y"), "no reward scores it, which is an error"

@@ -149,6 +149,16 @@ def test_a_missing_column_is_an_error_with_the_existing_columns(tmp_path):
     assert "the columns are prompt, label" in message
 
 
+def test_a_prompt_that_only_a_model_scores_needs_no_ground_truth(tmp_path):
+    file = tmp_path / "data.jsonl"
+    rows = [{"prompt": "Say hello", "tag": "chat"}, {"prompt": "1+1=", "tag": "math", "ground_truth": "2"}]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    prompts = load_prompts(str(file), DataArguments(), lambda tag: tag == "chat")
+    assert [prompt.ground_truth for prompt in prompts] == ["", "2"]
+    with pytest.raises(DatasetError, match="ground_truth"):
+        load_prompts(str(file), DataArguments(), lambda tag: tag == "math")
+
+
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
