@@ -1,7 +1,7 @@
 """Losses of a training step by name, as the training worker's `train_step` calls them for every micro-batch.
 
-A loss is `loss(log_probs, entropy, micro, scale, config) -> (loss, metrics)`; that of a critic is given its values and
-no entropy. Every term is divided by counts over the
+A loss is `loss(log_probs, entropy, micro, scale, config) -> (loss, metrics)`; that of a critic or reward model is given
+its values and no entropy. Every term is divided by counts over the
 global batch, so the losses of all micro-batches on all data-parallel ranks sum to the loss of the batch. A metric
 whose name ends in `_max` is reduced by max, every other one by sum.
 """
@@ -21,8 +21,8 @@ from roll.algorithms.correction import Correction, off_policy_correction, off_po
 from roll.algorithms.kl import k3, kl_divergence
 from roll.algorithms.policy_losses import PolicyLossConfig, PolicyTokens, token_losses
 from roll.algorithms.registry import Registry
-from roll.configs.pipeline import DPOConfig
-from roll.configs.policy import DPOOptions, options_of
+from roll.configs.pipeline import DPOConfig, RewardModelConfig
+from roll.configs.policy import DPOOptions, RewardModelOptions, options_of
 
 Loss = Callable[[Tensor, Tensor | None, Mapping[str, Tensor], LossScale, Any], tuple[Tensor, dict[str, Tensor]]]
 LOSSES: Registry[Loss] = Registry("loss")
@@ -219,7 +219,7 @@ def dpo(
     pairs, mask = max(scale.sequences / 2, 1.0), micro["response_mask"]
     log_ratio = masked(log_probs - micro["ref_log_probs"], mask)
     gains = masked_mean(log_ratio, mask, dim=-1) if config.length_normalized else log_ratio.sum(-1)
-    better, worse = gains[0 : len(gains) // 2 * 2 : 2], gains[1::2]
+    better, worse = _better_and_worse(gains)
     margin, beta, smoothing = better - worse, config.beta, config.label_smoothing
     if config.dpo_loss_type == "hinge":
         losses = (1 - beta * margin).clamp(min=0)
@@ -228,18 +228,67 @@ def dpo(
     else:
         losses = -(1 - smoothing) * F.logsigmoid(beta * margin) - smoothing * F.logsigmoid(-beta * margin)
     loss = losses.sum() / pairs
-    metrics = {
-        "accuracy": (margin > 0).sum().to(gains.dtype) / pairs,
-        "margin": beta * margin.detach().sum() / pairs,
-        "chosen_reward": beta * better.detach().sum() / pairs,
-        "rejected_reward": beta * worse.detach().sum() / pairs,
-    }
+    metrics = _pair_metrics(beta * better.detach(), beta * worse.detach(), pairs)
     if config.sft_loss_coef:
-        likelihood = masked_mean(log_probs, mask, dim=-1)[0 : len(gains) // 2 * 2 : 2].sum() / pairs
+        likelihood = _better_and_worse(masked_mean(log_probs, mask, dim=-1))[0].sum() / pairs
         loss, metrics["chosen_log_prob"] = loss - config.sft_loss_coef * likelihood, likelihood.detach()
     if entropy is not None:
         metrics["entropy"] = _token_mean(entropy, mask, scale)
     return loss, metrics
+
+
+@dataclass
+class BradleyTerryConfig(RewardModelOptions):
+    """Settings of the loss of a reward model, under the names of their keys."""
+
+    @classmethod
+    def from_config(cls, config: RewardModelConfig) -> BradleyTerryConfig:
+        """The settings of a run."""
+        return cls(**options_of(cls, config))
+
+
+@LOSSES.register("bradley_terry")
+def bradley_terry(
+    values: Tensor, entropy: Tensor | None, micro: Mapping[str, Tensor], scale: LossScale, config: BradleyTerryConfig
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The mean over pairs of -log sigmoid(r_better - r_worse), the likelihood of Bradley and Terry (1952).
+
+    As the loss of a reward model: arXiv 2203.02155, equation 1. `center_rewards_coefficient` times the mean of
+    (r_better + r_worse)^2 is added (arXiv 2312.09244, equation 2).
+
+    Args:
+        values: [2 P, T] with gradient; rows 2 i and 2 i + 1 are the better and the worse response of a pair. A last row
+            without a partner is ignored.
+        entropy: None; a reward model has no logits.
+        micro: `response_mask` [2 P, T], set on the one token of a row whose value is its reward r.
+        scale: counts over the global batch; its `sequences` are twice the pairs.
+        config: the coefficient.
+
+    Returns:
+        The 0-d loss, and the metrics `accuracy` (share of pairs with r_better > r_worse), `margin` (their difference),
+        `chosen_reward` and `rejected_reward`, means over pairs.
+    """
+    pairs = max(scale.sequences / 2, 1.0)
+    better, worse = _better_and_worse(masked(values, micro["response_mask"]).sum(-1))
+    losses = -F.logsigmoid(better - worse)
+    if config.center_rewards_coefficient:
+        losses = losses + config.center_rewards_coefficient * (better + worse) ** 2
+    return losses.sum() / pairs, _pair_metrics(better.detach(), worse.detach(), pairs)
+
+
+def _better_and_worse(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The values [P] of both rows of each pair, from [2 P] in the order of `bradley_terry`."""
+    return rows[0 : len(rows) // 2 * 2 : 2], rows[1::2]
+
+
+def _pair_metrics(better: Tensor, worse: Tensor, pairs: float) -> dict[str, Tensor]:
+    """Sums over the rewards [P] of a micro-batch, divided by the pairs of the global batch."""
+    return {
+        "accuracy": (better > worse).sum().to(better.dtype) / pairs,
+        "margin": (better - worse).sum() / pairs,
+        "chosen_reward": better.sum() / pairs,
+        "rejected_reward": worse.sum() / pairs,
+    }
 
 
 def _correction(log_probs: Tensor, micro: Mapping[str, Tensor], config: PolicyLossConfig) -> Correction | None:

@@ -30,14 +30,14 @@ from roll.configs.compat.roll_recipes import (
 from roll.configs.compat.vllm import read_engine
 from roll.configs.defaults import fill_in_defaults
 from roll.configs.errors import ConfigError, Problem
-from roll.configs.pipeline import DPOConfig, RLVRConfig, SFTConfig, Source
+from roll.configs.pipeline import DPOConfig, RewardModelConfig, RLVRConfig, SFTConfig, Source
 from roll.configs.rules import check
 from roll.configs.schema import Converter, declared
 from roll.configs.suggestions import drop_keys_of_other_roles, nearest, suggest_for
 from roll.configs.trackers import TRACKER_OPTIONS, nest_tracker_kwargs
 from roll.configs.yaml_files import interpolate, leaves, merge, override_tree, read_tree, referenced
 
-AnyConfig = RLVRConfig | SFTConfig | AgenticConfig | DPOConfig
+AnyConfig = RLVRConfig | SFTConfig | AgenticConfig | DPOConfig | RewardModelConfig
 """The configuration of one run."""
 
 PIPELINES: dict[str, type[AnyConfig]] = {
@@ -45,6 +45,7 @@ PIPELINES: dict[str, type[AnyConfig]] = {
     "sft": SFTConfig,
     "agentic": AgenticConfig,
     "dpo": DPOConfig,
+    "reward_model": RewardModelConfig,
 }
 """Values of the key `pipeline`."""
 
@@ -56,6 +57,7 @@ KNOWN_KEYS = {
     *declared(SFTConfig),
     *declared(AgenticConfig),
     *declared(DPOConfig),
+    *declared(RewardModelConfig),
 }
 """Top-level keys of any pipeline."""
 

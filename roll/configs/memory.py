@@ -11,7 +11,7 @@ from fractions import Fraction
 
 from roll.configs.megatron import part_layers, stage_layers, virtual_stages
 from roll.configs.model_config import ModelShape
-from roll.configs.pipeline import BaseConfig, DPOConfig, RLConfig
+from roll.configs.pipeline import BaseConfig, PreferenceConfig, RLConfig
 from roll.configs.roles import (
     DTYPE_BYTES,
     OLD_LOG_PROBS,
@@ -261,7 +261,7 @@ def _training_tokens(config: BaseConfig, worker: TrainedRoleConfig) -> int:
 
 def _rows_of_a_sample(config: BaseConfig) -> int:
     """Sequences that count as one sample: two in a pair."""
-    return 2 if isinstance(config, DPOConfig) else 1
+    return 2 if isinstance(config, PreferenceConfig) else 1
 
 
 def _tokens_of_a_step(config: BaseConfig, worker: TrainedRoleConfig) -> int:

@@ -16,7 +16,7 @@ from roll.configs.advantages import (
     SampleMaskOptions,
 )
 from roll.configs.asynchronous import DEFAULT_MAX_STALENESS, AsyncOptions, versions_ahead
-from roll.configs.policy import DPOOptions, PolicyOptions
+from roll.configs.policy import DPOOptions, PolicyOptions, RewardModelOptions
 from roll.configs.rewards import RewardConfig, is_reward_model
 from roll.configs.roles import (
     DEVICE_ROLES,
@@ -26,6 +26,7 @@ from roll.configs.roles import (
     CriticConfig,
     ReferenceConfig,
     RewardModelRoleConfig,
+    RewardModelTrainConfig,
     RoleConfig,
     TrainedRoleConfig,
     ValidationConfig,
@@ -74,7 +75,7 @@ VALIDATES = needs("eval_steps", "eval_steps is 0, so nothing is validated")
 class BaseConfig:
     """The keys of all pipelines."""
 
-    pipeline: Literal["rlvr", "sft", "agentic", "dpo"] = option(
+    pipeline: Literal["rlvr", "sft", "agentic", "dpo", "reward_model"] = option(
         "rlvr", "Which pipeline this file is for; agentic where it is left out and the file has keys of agents."
     )
     exp_name: str = option("roll", "Name of the run in trackers.")
@@ -242,8 +243,13 @@ class SFTConfig(BaseConfig):
 
 
 @dataclass
-class DPOConfig(DPOOptions, BaseConfig):
+class PreferenceConfig(BaseConfig):
     """Learning from pairs of a better and a worse response. A batch is one optimizer step of actor_train, in pairs."""
+
+
+@dataclass
+class DPOConfig(DPOOptions, PreferenceConfig):
+    """A policy that learns to prefer the better responses."""
 
     pipeline: Literal["dpo"] = option("dpo", "Which pipeline this file is for.")
     reference: ReferenceConfig = option(factory=ReferenceConfig, help="The frozen model that the policy starts from.")
@@ -252,6 +258,14 @@ class DPOConfig(DPOOptions, BaseConfig):
     def uses_reference(self) -> bool:
         """Always: the loss compares with it."""
         return True
+
+
+@dataclass
+class RewardModelConfig(RewardModelOptions, PreferenceConfig):
+    """A model that learns to give the better response the higher reward."""
+
+    pipeline: Literal["reward_model"] = option("reward_model", "Which pipeline this file is for.")
+    actor_train: RewardModelTrainConfig = option(factory=RewardModelTrainConfig, help="The role that is trained.")
 
 
 @dataclass

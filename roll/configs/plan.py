@@ -18,7 +18,7 @@ from roll.configs.hub.names import local_model
 from roll.configs.memory import STATE_LINES, MemoryPlan, gibibytes, memory_plans
 from roll.configs.model_config import ModelShape, read_model_shape
 from roll.configs.parallel_layout import spans
-from roll.configs.pipeline import BaseConfig, DPOConfig, RLConfig
+from roll.configs.pipeline import BaseConfig, PreferenceConfig, RLConfig
 from roll.configs.roles import ActorTrainConfig, MegatronRoleConfig, RoleConfig, TrainedRoleConfig
 from roll.configs.rules import check
 from roll.configs.rules.lengths import check_episode_lengths, check_prompt_lengths
@@ -278,7 +278,7 @@ def batch_lines(config: BaseConfig) -> list[Line]:
         add("requests per engine and step", share, f"{responses} / {engines} engines, rounded up")
         add("requests at a time on one engine", min(share, limit), f"max_running_requests {limit}")
     product = f"{size} per_device_train_batch_size x {accumulation} gradient_accumulation_steps x {data} data parallel"
-    unit, rows = ("pairs", 2) if isinstance(config, DPOConfig) else ("samples", 1)
+    unit, rows = ("pairs", 2) if isinstance(config, PreferenceConfig) else ("samples", 1)
     add(f"{unit} per optimizer step", step, product)
     add(f"{unit} per rank and optimizer step", step // data, f"{step} / {data} data parallel")
     lines.append(_micro_batch_line(config.actor_train, step // data))

@@ -1,4 +1,4 @@
-"""The policy loss and its KL terms, and the loss of preferences; corrections and advantages have files of their own."""
+"""The policy loss and its KL terms, and losses of preferences; corrections and advantages have files of their own."""
 
 from __future__ import annotations
 
@@ -285,6 +285,18 @@ class DPOOptions:
     length_normalized: bool = option(False, "A response counts with the mean over its tokens instead of the sum.")
     sft_loss_coef: float = option(
         0.0, "Weight of the likelihood of the better responses, which DPO alone lets fall.", ge=0
+    )
+
+
+@dataclass
+class RewardModelOptions:
+    """The keys of the loss of pipeline reward_model."""
+
+    center_rewards_coefficient: float | None = option(
+        None,
+        "Weight of the mean of (chosen reward + rejected reward)^2, which keeps rewards around 0, such as 0.01; null "
+        "or 0: off.",
+        ge=0,
     )
 
 

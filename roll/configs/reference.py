@@ -43,6 +43,7 @@ A file needs few keys:
 - `agentic`: `actor_infer.device_mapping`, `max_tokens_per_step`; without `custom_envs` the environment is FrozenLake
 - `sft`: `actor_train.data_args.file_name`
 - `dpo`: `actor_train.data_args.file_name` and `reference.device_mapping`
+- `reward_model`: `actor_train.data_args.file_name`
 
 Roles are `actor_train`, `actor_infer`, `reference`, `critic` and `validation`; each has only the keys that it reads.
 Devices are global ranks; rank r is on node r // `num_devices_per_node`. Two roles with equal `device_mapping` share

@@ -31,9 +31,10 @@ def pipelines(*names: str, reason: str, is_error: bool = False) -> Condition:
 
 
 RESPONSES_SCORED = pipelines("rlvr", "agentic", reason="this pipeline scores no response")
-PAIRS_READ = pipelines("dpo", reason="only pipeline dpo reads pairs of responses")
-FILES_READ = pipelines("rlvr", "sft", "dpo", reason="environments are described in custom_envs", is_error=True)
-COLUMNS_READ = pipelines("rlvr", "sft", "dpo", reason="observations come from environments, not from files")
+PAIRS_READ = pipelines("dpo", "reward_model", reason="only dpo and reward_model read pairs of responses")
+FILE_PIPELINES = ("rlvr", "sft", "dpo", "reward_model")
+FILES_READ = pipelines(*FILE_PIPELINES, reason="environments are described in custom_envs", is_error=True)
+COLUMNS_READ = pipelines(*FILE_PIPELINES, reason="observations come from environments, not from files")
 DATASET_NAMED = (
     FILES_READ,
     Condition(
@@ -45,7 +46,7 @@ DATASET_NAMED = (
 ENGINE_RUNS = pipelines("rlvr", "agentic", reason="this pipeline generates nothing and updates no engine")
 POLICY_LOSS = pipelines("rlvr", "agentic", reason="this pipeline has no policy loss", is_error=True)
 FORWARD_PASSES = Condition(
-    lambda config, _: config.pipeline != "sft" or config.eval_steps > 0,
+    lambda config, _: config.pipeline not in ("sft", "reward_model") or config.eval_steps > 0,
     "eval_steps is 0, and only validation runs forward passes without a backward pass",
     ("pipeline", "eval_steps"),
 )
@@ -283,6 +284,9 @@ class RoleConfig:
     value_head: ClassVar[bool] = False
     """Whether its model gives one value for each token instead of logits."""
 
+    value_bias: ClassVar[bool] = True
+    """Whether that value has a bias: `...ForTokenClassification` of HF has one, `...ForSequenceClassification` none."""
+
     absent_keys: ClassVar[dict[str, AbsentKey]] = {}
     """Keys of other roles -> why this role does not have them, where the reason is more than which role has them."""
 
@@ -403,6 +407,17 @@ class ActorTrainConfig(TrainedRoleConfig):
         parse=parse_pg_variant,
         only_for=POLICY_LOSS,
     )
+
+
+@dataclass
+class RewardModelTrainConfig(ActorTrainConfig):
+    """`actor_train` of pipeline reward_model: the value after the last token is the reward of a sequence.
+
+    It has no bias, since the loss reads differences of rewards and `...ForSequenceClassification` has none.
+    """
+
+    value_head: ClassVar[bool] = True
+    value_bias: ClassVar[bool] = False
 
 
 @dataclass

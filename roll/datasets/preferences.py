@@ -1,4 +1,4 @@
-"""Pairs of a better and a worse response to one prompt (data of DPO), as text and as token ids."""
+"""Pairs of a better and a worse response to one prompt (data of DPO and of reward models), as text and as token ids."""
 
 from __future__ import annotations
 
@@ -90,6 +90,7 @@ def encode_preferences(
     template: str,
     prompt_length: int,
     sequence_length: int,
+    appended: int = 0,
 ) -> tuple[list[PreferencePair], int]:
     """Encodes both responses of each pair with the tokenizer's end token, and drops pairs that are too long.
 
@@ -99,6 +100,7 @@ def encode_preferences(
         template: chat template of the prompt; see `roll.datasets.templates`.
         prompt_length: maximum tokens of a prompt.
         sequence_length: maximum tokens of prompt and response together, end token included.
+        appended: tokens that follow each response in a batch, which count too.
 
     Returns:
         The pairs that fit, in order, and the number that were dropped.
@@ -113,10 +115,11 @@ def encode_preferences(
         for key in ("chosen", "rejected")
     ]
     both = [PreferencePair(*one) for one in zip(*encoded, strict=True)]
-    kept = [pair for pair in both if len(pair.chosen.prompt_ids) <= prompt_length and pair.tokens <= sequence_length]
+    longest_pair = sequence_length - appended
+    kept = [pair for pair in both if len(pair.chosen.prompt_ids) <= prompt_length and pair.tokens <= longest_pair]
     if not kept:
         prompts = max((len(pair.chosen.prompt_ids) for pair in both), default=0)
-        longest = max((pair.tokens for pair in both), default=0)
+        longest = max((pair.tokens + appended for pair in both), default=0)
         raise DatasetError(
             f"none of {len(pairs)} pairs fits prompt_length {prompt_length} and sequence_length {sequence_length}; the "
             f"longest prompt has {prompts} tokens, the longest prompt with a response {longest}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,25 +59,26 @@ class HiddenStateModel(GPTModel):  # type: ignore[misc]  # Megatron is not typed
 class ValueHead(torch.nn.Module):
     """One value for each hidden state, computed in fp32; every tensor-parallel rank has all of it."""
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, bias: bool) -> None:
         super().__init__()
         options: dict[str, Any] = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
         self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, **options))
-        self.bias = torch.nn.Parameter(torch.zeros(1, **options))
+        self.bias = torch.nn.Parameter(torch.zeros(1, **options)) if bias else None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[N, H] to [N] float32."""
-        return F.linear(hidden.float(), self.weight.float(), self.bias.float()).squeeze(-1)
+        bias = None if self.bias is None else self.bias.float()
+        return F.linear(hidden.float(), self.weight.float(), bias).squeeze(-1)
 
 
 class ValueModel(HiddenStateModel):
     """A GPT with a value head in place of the output projection."""
 
-    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, config: TransformerConfig, *args: Any, value_bias: bool, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         if self.post_process:
             del self.output_layer
-            self.value_head = ValueHead(config)
+            self.value_head = ValueHead(config, value_bias)
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """That of any module: a language model's expects an output projection."""
@@ -102,8 +104,8 @@ def _build_stage(
     model: DecoderConfig, options: BuildOptions, config: TransformerConfig, part: int | None
 ) -> HiddenStateModel:
     """Virtual stage number `part` of this rank, or its only stage."""
-    cls = ValueModel if model.value_head else HiddenStateModel
-    stage = cls(
+    build = partial(ValueModel, value_bias=model.value_bias) if model.value_head else HiddenStateModel
+    stage = build(
         config,
         _block_spec(model, config, options, part),
         vocab_size=padded_vocabulary(model.vocabulary, options.megatron.tensor_model_parallel_size),

@@ -29,7 +29,8 @@ class RotaryConfig:
 class DecoderConfig:
     """Shape of a dense decoder with RMSNorm, SwiGLU and rotary embedding.
 
-    With a `value_head` its output is one value for each token instead of logits.
+    With a `value_head` its output is one value for each token instead of logits; that of a reward model has no
+    `value_bias`.
     """
 
     family: str
@@ -49,10 +50,11 @@ class DecoderConfig:
     rotary: RotaryConfig
     dtype: str
     value_head: bool = False
+    value_bias: bool = True
 
 
-def read_hf_config(folder: str | Path, value_head: bool = False) -> DecoderConfig:
-    """Reads `folder`/config.json; with `value_head` it is the model of a critic.
+def read_hf_config(folder: str | Path, value_head: bool = False, value_bias: bool = True) -> DecoderConfig:
+    """Reads `folder`/config.json; with `value_head` it is the model of a critic, without `value_bias` a reward model.
 
     Raises:
         UnsupportedModel: the file is missing, or `check_model_config` rejects it.
@@ -60,10 +62,10 @@ def read_hf_config(folder: str | Path, value_head: bool = False) -> DecoderConfi
     path = Path(folder) / CONFIG_NAME
     if not path.is_file():
         raise UnsupportedModel(f"{path}: no such file; give the folder of a HF model (config.json, *.safetensors)")
-    return decoder_config(read_model_config(path, value_head), value_head)
+    return decoder_config(read_model_config(path, value_head), value_head, value_bias)
 
 
-def decoder_config(raw: dict[str, Any], value_head: bool = False) -> DecoderConfig:
+def decoder_config(raw: dict[str, Any], value_head: bool = False, value_bias: bool = True) -> DecoderConfig:
     """The shape from a parsed config.json that `check_model_config` has accepted."""
     architecture = raw["architectures"][0]
     family = family_of(architecture)
@@ -86,6 +88,7 @@ def decoder_config(raw: dict[str, Any], value_head: bool = False) -> DecoderConf
         rotary=_rotary(raw),
         dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
         value_head=value_head,
+        value_bias=value_bias,
     )
 
 

@@ -56,7 +56,8 @@ class HFTensors:
 def import_hf(model: torch.nn.Module, folder: str | Path, config: DecoderConfig, rank: int, ranks: int) -> None:
     """Sets every parameter of this stage from `folder`, cast to the parameter's dtype, with zeros in padding rows.
 
-    The value head of a critic is 0 where the folder is that of a language model; its bias also where it has none.
+    A value head is 0 where the folder is that of a language model; its bias also where it has none. A folder's bias
+    is left out if the model has none, which moves all values by the same number.
 
     Args:
         model: a stage built by `build_gpt_model`.

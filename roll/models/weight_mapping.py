@@ -218,7 +218,7 @@ VALUE_HEAD = (
     Rule("value_head.weight", ("score.weight",), Replicated()),
     Rule("value_head.bias", ("score.bias",), Replicated()),
 )
-"""The output of a critic, under the names of HF's `...ForTokenClassification`."""
+"""The output of a critic, under the names of HF's `...ForTokenClassification`; a reward model has no bias."""
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
@@ -265,7 +265,7 @@ def stage_rules(config: DecoderConfig, first_layer: int, layers: int, first: boo
     if last:
         rules.append(FINAL_NORM)
         if config.value_head:
-            rules += VALUE_HEAD
+            rules += VALUE_HEAD if config.value_bias else VALUE_HEAD[:1]
         elif not config.tied_embeddings:
             rules.append(HEAD)
         elif not first:

@@ -17,9 +17,10 @@ from typing import Any
 from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import Report
 from roll.configs.hub.names import TOKENIZER_FILES, has_tokenizer, local_file, local_model
-from roll.configs.pipeline import BaseConfig, DPOConfig, RLVRConfig, SFTConfig
+from roll.configs.pipeline import BaseConfig, PreferenceConfig, RewardModelConfig, RLVRConfig, SFTConfig
 from roll.configs.rewards import RewardConfig, built_in_of, may_lack_truth, no_reward, rewards_of
 from roll.configs.roles import DataArguments
+from roll.configs.special_tokens import TOKENIZER_CONFIG, special_token
 from roll.configs.user_code import NOTICE_S
 from roll.datasets.preferences import read_preference
 from roll.datasets.prompts import Prompt, check_unique_ids, read_prompt
@@ -53,7 +54,7 @@ def check_inputs(config: BaseConfig) -> Report:
         asyncio.run(_check_rewards(config.rewards, prompts, report))
     elif isinstance(config, SFTConfig):
         _check_data(config, report, read_prompt_response)
-    elif isinstance(config, DPOConfig):
+    elif isinstance(config, PreferenceConfig):
         _check_data(config, report, read_preference)
     elif isinstance(config, AgenticConfig):
         for problem in check_environments(config):
@@ -93,6 +94,22 @@ def _check_tokenizers(config: BaseConfig, report: Report) -> None:
             report.error(path, f"{folder / TOKENIZER_FILES[0]} cannot be read as a tokenizer: {error}")
             return
         _check_templates(config, tokenizer.get_vocab(with_added_tokens=True), _has_chat_template(folder), report)
+    if isinstance(config, RewardModelConfig) and config.save_hf_model:
+        _check_padding(path, folder, report)
+
+
+def _check_padding(path: str, folder: Path, report: Report) -> None:
+    """The token by which transformers finds the end of a sequence is not one of the sequence."""
+    padding, end = (special_token(folder, name) for name in ("pad_token", "eos_token"))
+    fix = f"set pad_token in {folder / TOKENIZER_CONFIG} to a token that no text has"
+    if padding is None:
+        report.warn(path, f"its tokenizer has no pad_token: transformers will rate one sequence at a time; {fix}")
+    elif padding == end:
+        report.warn(
+            path,
+            f"its tokenizer pads with the end token {end}: transformers will take the reward of the exported model one "
+            f"token too early, before that token; {fix}",
+        )
 
 
 def _check_templates(config: BaseConfig, vocabulary: Collection[str], has_chat_template: bool, report: Report) -> None:

@@ -7,154 +7,63 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from roll.algorithms.aggregation import LossScale
-from roll.algorithms.losses import LOSSES, DPOLossConfig
-from roll.configs.errors import RunError
-from roll.configs.pipeline import DPOConfig, role_seed
-from roll.configs.plan import make_plan
-from roll.configs.roles import DataArguments, TrainedRoleConfig
+from roll.algorithms.losses import DPOLossConfig
+from roll.configs.pipeline import DPOConfig
 from roll.datasets.collate import collate_examples
-from roll.datasets.micro_batches import OptimizerStepPlan, plan_optimizer_steps
-from roll.datasets.preferences import PreferencePair, encode_preferences, load_preferences
-from roll.datasets.prompts import PromptSampler
-from roll.datasets.records import prefix_errors
+from roll.datasets.preferences import PreferencePair
 from roll.distributed.protocol import DataProto
 from roll.distributed.train_worker import TrainWorker
-from roll.pipeline.learner import ActorLearner, cluster_log_probs, sample_lengths, training_shards
+from roll.pipeline.learner import cluster_log_probs
+from roll.pipeline.preference_pipeline import PairLearner, PreferencePipeline
 from roll.pipeline.session import Session
-from roll.pipeline.sft_pipeline import StoredSamples, warn_of_dropped
-from roll.pipeline.tokenizer import load_tokenizer
-from roll.pipeline.training_loop import SampleBatch, TrainingLoop
+from roll.pipeline.training_loop import SampleBatch
 from roll.rollout.timers import StepClock
-from roll.trackers import TrackerGroup
 
 if TYPE_CHECKING:
     from roll.distributed.cluster import Cluster
 
 
-class DPOPipeline:
-    """A policy that learns and a reference that does not; `prepare` checks every input before Ray starts."""
+class DPOPipeline(PreferencePipeline[DPOConfig]):
+    """A policy that learns and a reference that does not."""
 
-    def __init__(self, config: DPOConfig) -> None:
-        self._config = config
-        self.plan = make_plan(config)
-
-    async def prepare(self) -> None:
-        """Reads and encodes the pairs."""
-        config = self._config
-        self._tokenizer = load_tokenizer(config.actor_train.model_args.model_name_or_path)
-        self._pairs = self._read("actor_train", config.actor_train.data_args)
-        self._validation = self._read("validation", config.validation.data_args) if config.eval_steps else []
-
-    def _read(self, role: str, args: DataArguments) -> list[PreferencePair]:
-        if not args.file_name:
-            raise RunError(f"{role}.data_args.file_name: is not set")
-        data = load_preferences(args.file_name, args)
-        lengths = (self._config.prompt_length, self._config.sequence_length or 0)
-        with prefix_errors(f"{role} ({', '.join(args.file_name)})"):
-            encoded, dropped = encode_preferences(data, self._tokenizer, args.template, *lengths)
-        warn_of_dropped(role, dropped, len(data), lengths)
-        return encoded
-
-    async def build(self, session: Session, trackers: TrackerGroup) -> TrainingLoop:
-        """The training loop, connected to the running clusters."""
-        await session.ready()
-        config = self._config
-        learner = DPOLearner(config, session.train_clusters["actor_train"], session.train_clusters["reference"])
-        samples = PairSamples(config, self._pairs, self._validation, learner)
-        return TrainingLoop(config, samples, learner, None, trackers)
-
-    async def close(self) -> None:
-        """Does nothing: `prepare` starts no process."""
+    def learner(self, session: Session) -> DPOLearner:
+        """The learner of both clusters."""
+        clusters = session.train_clusters
+        return DPOLearner(self._config, clusters["actor_train"], clusters["reference"])
 
 
-class PairSamples(StoredSamples[PreferencePair]):
-    """Draws batches of pairs in a seeded order; validation is the loss and the accuracy on held-out pairs."""
+class DPOLearner(PairLearner):
+    """Learns from the log-probs of the responses under policy and reference."""
 
-    def __init__(
-        self,
-        config: DPOConfig,
-        pairs: list[PreferencePair],
-        validation: list[PreferencePair],
-        learner: DPOLearner,
-    ) -> None:
-        shuffle, seed = config.actor_train.data_args.shuffle, role_seed(config.seed, "examples")
-        super().__init__(pairs, PromptSampler(len(pairs), seed, shuffle), config.actor_train.samples_per_optimizer_step)
-        self._validation, self._learner = validation, learner
-
-    def collate(self, items: Sequence[PreferencePair]) -> DataProto:
-        """The tensors of these pairs."""
-        return collate_pairs(items)
-
-    async def validate(self) -> dict[str, float]:
-        """`val/loss` and `val/accuracy`: the share of pairs whose better response gained more."""
-        return await self._learner.validate(collate_pairs(self._validation))
-
-
-class DPOLearner(ActorLearner):
-    """Makes one optimizer step of each batch of pairs."""
+    loss = "dpo"
 
     def __init__(self, config: DPOConfig, actor: Cluster[TrainWorker], reference: Cluster[TrainWorker]) -> None:
-        super().__init__(actor)
-        self._config, self._reference = config, reference
-        self._loss_config = DPOLossConfig.from_config(config)
+        super().__init__(config, actor, DPOLossConfig.from_config(config))
+        self._reference, self._reference_config = reference, config.reference
+
+    def collate(self, pairs: Sequence[PreferencePair]) -> DataProto:
+        """Prompts and responses; `response_mask` is set on the tokens of responses."""
+        return DataProto.from_dict(collate_examples([one for pair in pairs for one in (pair.chosen, pair.rejected)]))
+
+    async def outputs(self, data: DataProto) -> torch.Tensor:
+        """Log-probs of the policy."""
+        answer = await cluster_log_probs(self._actor, data, self._config.actor_train)
+        log_probs: torch.Tensor = answer.batch["log_probs"]
+        return log_probs
 
     async def learn(self, batch: SampleBatch, step: int, clock: StepClock) -> dict[str, float]:
-        """Returns `actor/...` of the pairs."""
-        data = batch.data
+        """Log-probs of the reference, then the optimizer step."""
         with clock.measure("old_log_probs"):
-            await self._add_reference(data)
-        data.meta_info |= {"temperature": 1.0, "loss": "dpo", "loss_config": self._loss_config}
-        (plan,) = pair_plans(data, self._config.actor_train)
-        with clock.measure("train"):
-            metrics = (await self._actor.call_shards(TrainWorker.train_step, training_shards(data, plan)))[0]
-        return {f"actor/{name}": value for name, value in metrics.items()}
+            await self._add_reference(batch.data)
+        return await super().learn(batch, step, clock)
 
     async def validate(self, data: DataProto) -> dict[str, float]:
-        """`val/loss`, `val/accuracy` and `val/margin` of pairs under the current weights."""
+        """The gains of held-out responses over the reference."""
         await self._add_reference(data)
-        answer = await cluster_log_probs(self._actor, data, self._config.actor_train)
-        scale = LossScale.of(data.batch["response_mask"], self._config.max_sequence_length)
-        loss, metrics = LOSSES["dpo"](answer.batch["log_probs"], None, data.batch, scale, self._loss_config)
-        return {"val/loss": float(loss), **{f"val/{name}": float(metrics[name]) for name in ("accuracy", "margin")}}
+        return await super().validate(data)
 
     async def _add_reference(self, data: DataProto) -> None:
         """Adds `ref_log_probs` [B, T]."""
         data.meta_info["temperature"] = 1.0
-        answer = await cluster_log_probs(self._reference, data, self._config.reference)
+        answer = await cluster_log_probs(self._reference, data, self._reference_config)
         data.batch["ref_log_probs"] = answer.batch["log_probs"] * data.batch["response_mask"]
-
-
-def collate_pairs(pairs: Sequence[PreferencePair]) -> DataProto:
-    """The tensors of P pairs [2 P, T]: the better response of pair i in row 2 i, the worse one in the next."""
-    return DataProto.from_dict(collate_examples([one for pair in pairs for one in (pair.chosen, pair.rejected)]))
-
-
-def pair_plans(data: DataProto, role: TrainedRoleConfig) -> list[OptimizerStepPlan]:
-    """The optimizer steps of one pass over a batch of pairs, with both rows of a pair in the same micro-batch.
-
-    `per_device_train_batch_size` counts pairs; a token limit counts the tokens of all rows.
-    """
-    rows = torch.tensor(sample_lengths(data)).view(-1, 2)
-    limit, packed = role.training_token_limit, role.use_sequence_packing
-    lengths = rows.sum(-1) if packed else 2 * rows.amax(-1)
-    plans = plan_optimizer_steps(
-        lengths.tolist(),
-        role.layout.data,
-        samples_per_step=role.samples_per_optimizer_step,
-        micro_batch_size=role.training_args.per_device_train_batch_size if limit is None else None,
-        max_tokens=limit,
-        round_to=(1 if packed else 2) * role.layout.tensor,
-        packed=packed,
-    )
-    return [
-        OptimizerStepPlan(
-            [_both_rows(shard) for shard in plan.indices],
-            [[_both_rows(micro) for micro in shard] for shard in plan.micro_batches],
-        )
-        for plan in plans
-    ]
-
-
-def _both_rows(pairs: Sequence[int]) -> list[int]:
-    return [row for pair in pairs for row in (2 * pair, 2 * pair + 1)]

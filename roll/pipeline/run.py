@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import RunError, RunInterrupted
-from roll.configs.pipeline import BaseConfig, DPOConfig, RLConfig, RLVRConfig, SFTConfig
+from roll.configs.pipeline import BaseConfig, DPOConfig, RewardModelConfig, RLConfig, RLVRConfig, SFTConfig
 from roll.configs.plan import Plan
 from roll.configs.trackers import METRICS_FILE
 from roll.datasets.records import DatasetError
@@ -31,6 +31,7 @@ from roll.pipeline.checkpoint import checkpoint_folder
 from roll.pipeline.dpo_pipeline import DPOPipeline
 from roll.pipeline.extensions import load_extensions
 from roll.pipeline.health import INTERVAL_S, Health, HealthFile, PeakMemory, read_in_time, watched
+from roll.pipeline.reward_model_pipeline import RewardModelPipeline
 from roll.pipeline.rlvr_pipeline import RLVRPipeline
 from roll.pipeline.session import Session
 from roll.pipeline.sft_pipeline import SFTPipeline
@@ -79,6 +80,7 @@ PIPELINES: dict[type[BaseConfig], Callable[[Any], Pipeline]] = {
     RLVRConfig: RLVRPipeline,
     SFTConfig: SFTPipeline,
     DPOConfig: DPOPipeline,
+    RewardModelConfig: RewardModelPipeline,
 }
 
 

@@ -168,11 +168,11 @@ ACTOR = (
     Metric("actor/lr", "", "Learning rate of the optimizer step."),
 )
 
-DPO = (
-    Metric("actor/accuracy", "fraction", "Pairs of which the better response gained more than the worse one."),
-    Metric("actor/margin", "", "beta times how much more it gained over the reference, mean over pairs."),
-    Metric("actor/chosen_reward", "", "beta times what the better responses gained over the reference."),
-    Metric("actor/rejected_reward", "", "beta times what the worse responses gained."),
+PREFERENCES = (
+    Metric("actor/accuracy", "fraction", "Pairs whose better response has the higher reward."),
+    Metric("actor/margin", "", "Difference of the two rewards, mean over pairs."),
+    Metric("actor/chosen_reward", "", "Mean reward of the better responses."),
+    Metric("actor/rejected_reward", "", "Mean reward of the worse responses."),
     Metric("actor/chosen_log_prob", "nats", "Mean log-prob of a token of the better responses (sft_loss_coef)."),
 )
 
@@ -222,9 +222,13 @@ VALIDATION = (
     ),
     Metric("val/replayed_groups", "groups", "Validation groups that failed and were repeated."),
     Metric("val/seconds", "s", "Duration of the validation."),
-    Metric("val/loss", "nats", "SFT: mean negative log-likelihood of the answer tokens; DPO: the loss of the pairs."),
-    Metric("val/accuracy", "fraction", "DPO: pairs whose better response gained more than the other."),
-    Metric("val/margin", "", "DPO: beta times how much more it gained, mean over pairs."),
+    Metric(
+        "val/loss",
+        "nats",
+        "SFT: mean negative log-likelihood of the answer tokens; preferences: the loss of the pairs.",
+    ),
+    Metric("val/accuracy", "fraction", "Preferences: pairs whose better response has the higher reward."),
+    Metric("val/margin", "", "Preferences: difference of the two rewards, mean over pairs."),
 )
 
 SYSTEM = (
@@ -257,7 +261,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
     "Advantages": ADVANTAGE,
     "Actor": ACTOR,
     "Critic": CRITIC,
-    "Preferences": DPO,
+    "Preferences": PREFERENCES,
     "Off-policy correction": CORRECTION,
     "Validation": VALIDATION,
     "System": SYSTEM,
@@ -265,7 +269,10 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
 """Every metric by subject, without aliases."""
 
 NOTES = {
-    "Preferences": "Of pipeline dpo, with the other metrics of the actor.",
+    "Preferences": (
+        "Of the pipelines dpo and reward_model, with the other metrics of the actor. The reward of dpo is beta times "
+        "what a response gained over the reference, that of reward_model the model's value after the last token."
+    ),
     "Critic": "With `adv_estimator: gae`; means over the optimizer steps of the batch.",
     "Actor": "Means over the optimizer steps of the batch; of names ending in `_max`, maxima.",
     "Prompt accounting": (

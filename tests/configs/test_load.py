@@ -21,7 +21,7 @@ def test_a_launcher_refuses_a_file_for_another_pipeline(tmp_path: Path) -> None:
 
 
 def test_an_unknown_pipeline_names_the_nearest(tmp_path: Path) -> None:
-    assert "pipeline: 'rlrv' is not one of rlvr, sft, agentic, dpo; did you mean rlvr?" in refusal(
+    assert "pipeline: 'rlrv' is not one of rlvr, sft, agentic, dpo, reward_model; did you mean rlvr?" in refusal(
         tmp_path, "pipeline=rlrv"
     )
 

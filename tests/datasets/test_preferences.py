@@ -82,3 +82,12 @@ def test_a_pair_is_dropped_if_one_response_is_too_long():
     tokenizer.eos_token = None
     with pytest.raises(DatasetError, match="has no end token"):
         encode_preferences(PAIRS, tokenizer, "none", 10, 20)
+
+
+def test_tokens_that_follow_a_response_count_in_the_sequence_length():
+    tokenizer = make_tokenizer()
+    longest = encode_preferences(PAIRS, tokenizer, "none", 10, 20)[0][1].tokens
+    assert encode_preferences(PAIRS, tokenizer, "none", 10, longest, appended=1)[1] == 1
+    assert encode_preferences(PAIRS, tokenizer, "none", 10, longest + 1, appended=1)[1] == 0
+    with pytest.raises(DatasetError, match=f"the longest prompt with a response {longest + 1}"):
+        encode_preferences(PAIRS, tokenizer, "none", 3, 20, appended=1)

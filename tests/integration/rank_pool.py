@@ -53,6 +53,7 @@ class RankContext:
         infer: bool = False,
         packed: bool = False,
         critic: bool = False,
+        reward_model: bool = False,
         **pipeline: Any,
     ) -> Any:
         """An initialised strategy of this rank; shut it down before asking for the next."""
@@ -62,6 +63,7 @@ class RankContext:
             CriticConfig,
             MegatronTrainArguments,
             MegatronTrainConfig,
+            RewardModelTrainConfig,
             TrainingArguments,
             TrainModelArguments,
         )
@@ -78,7 +80,8 @@ class RankContext:
             "tensor_model_parallel_size": self.layout.tensor,
             "pipeline_model_parallel_size": self.layout.pipeline,
         }
-        worker = (CriticConfig if critic else ActorTrainConfig)(
+        kind_of_role = RewardModelTrainConfig if reward_model else CriticConfig if critic else ActorTrainConfig
+        worker = kind_of_role(
             model_args=TrainModelArguments(model_name_or_path=str(model), dtype=dtype),
             training_args=TrainingArguments(**({"learning_rate": 1e-3} | (training or {}))),
             strategy_args=MegatronTrainArguments(strategy_config=MegatronTrainConfig(**sizes | (megatron or {}))),

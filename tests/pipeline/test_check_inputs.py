@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from tokenizers import Tokenizer, models
 
 from roll.cli import main
 from roll.configs.errors import Report
+from roll.configs.load import build_config
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.user_code import search_modules_beside
 from roll.pipeline.check_inputs import check_inputs
@@ -153,3 +155,32 @@ def test_a_plan_ends_with_the_users_line(folder: Path, capsys: pytest.CaptureFix
     overrides.append('rewards={mine: {function: "own_three:score"}}')
     assert main(["plan", str(folder / "config.yaml"), *overrides]) == 2
     assert capsys.readouterr().err.startswith(f"{folder}/own_three.py:2: ZeroDivisionError: division by zero\n")
+
+
+PAIRS = [{"prompt": "1+1=", "chosen": "2", "rejected": "3"}]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ({"pad_token": "<pad>", "eos_token": "<end>"}, ""),
+        ({"eos_token": "<end>"}, "its tokenizer has no pad_token: transformers will rate one sequence at a time"),
+        ({"pad_token": "<end>", "eos_token": "<end>"}, "its tokenizer pads with the end token <end>"),
+    ],
+)
+def test_a_reward_model_that_is_exported_needs_a_padding_token_of_its_own(
+    folder: Path, tokens: dict[str, str], message: str
+) -> None:
+    Tokenizer(models.BPE()).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokens | {"chat_template": "x"}))
+    given = {
+        "pipeline": "reward_model",
+        "pretrain": str(folder),
+        "response_length": 8,
+        "save_hf_model": True,
+        "actor_train": {"device_mapping": [0], "data_args": {"file_name": jsonl(folder, *PAIRS)}},
+    }
+    config = build_config(given | {"save_hf_model": False})
+    assert check_inputs(config).warnings == []
+    warnings = [str(warning) for warning in check_inputs(build_config(given)).warnings]
+    assert len(warnings) == bool(message) and all(message in warning for warning in warnings)

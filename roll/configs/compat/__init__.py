@@ -79,7 +79,7 @@ class UnsupportedKey:
     pattern: str
     harmless: Callable[[Any], bool]
     reason: str
-    pipelines: tuple[str, ...] = ("rlvr", "sft", "agentic", "dpo")
+    pipelines: tuple[str, ...] = ("rlvr", "sft", "agentic", "dpo", "reward_model")
     silent: bool = False
 
     def matches(self, path: str) -> bool:

@@ -103,7 +103,8 @@ class MegatronInferStrategy:
             RuntimeError: the ranks did not find each other in time.
         """
         folder = self.model_folder
-        self.model: DecoderConfig = read_hf_config(folder, self.worker_config.value_head)
+        role = self.worker_config
+        self.model: DecoderConfig = read_hf_config(folder, role.value_head, role.value_bias)
         self.device = self.platform.torch_device(0)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)

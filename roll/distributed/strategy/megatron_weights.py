@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from safetensors.torch import save_file
 
 from roll.configs.hub.names import WEIGHT_INDEX
 from roll.configs.model_config import CONFIG_NAME
+from roll.configs.special_tokens import special_token_id
 from roll.distributed.weight_sync.plan import WeightSpec
 from roll.models.factory import HiddenStateModel
 from roll.models.hf_config import DecoderConfig
@@ -138,7 +140,7 @@ class MegatronWeights:
 
 
 def _copy_small_files(source: Path, folder: Path, dtype: torch.dtype, model: DecoderConfig) -> None:
-    """Config (with the dtype now written, and the architecture of a critic), generation settings and tokenizer."""
+    """Config (with the dtype now written, and the class of a value model), generation settings and tokenizer."""
     for path in source.iterdir():
         if path.is_file() and path.suffix in {".json", ".jinja", ".model", ".txt"} and path.name != WEIGHT_INDEX:
             shutil.copyfile(path, folder / path.name)
@@ -146,6 +148,20 @@ def _copy_small_files(source: Path, folder: Path, dtype: torch.dtype, model: Dec
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     config[key] = str(dtype).removeprefix("torch.")
     if model.value_head:
-        config["architectures"] = [model.architecture.partition("For")[0] + "ForTokenClassification"]
-        config["id2label"], config["label2id"] = {"0": "value"}, {"value": 0}
+        config |= _value_settings(source, model)
     (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def _value_settings(source: Path, model: DecoderConfig) -> dict[str, Any]:
+    """Settings by which transformers loads a value model: of each token with a bias, of the whole sequence without.
+
+    The class for sequences takes the value of the last token that is not `pad_token_id`, so that is the tokenizer's.
+    """
+    kind, label = ("Token", "value") if model.value_bias else ("Sequence", "reward")
+    settings: dict[str, Any] = {
+        "architectures": [f"{model.architecture.partition('For')[0]}For{kind}Classification"],
+        "id2label": {"0": label},
+        "label2id": {label: 0},
+    }
+    padding = None if model.value_bias else special_token_id(source, "pad_token")
+    return settings if padding is None else settings | {"pad_token_id": padding}

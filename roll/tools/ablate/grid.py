@@ -75,8 +75,9 @@ def check_grid(
     Raises:
         ConfigError: with the problems of all trials; a problem of only some trials names them.
     """
-    if read_pipeline(config, overrides) in ("sft", "dpo"):
-        message = "sft has no policy loss to compare; use a configuration of another pipeline"
+    pipeline = read_pipeline(config, overrides)
+    if pipeline in ("sft", "dpo", "reward_model"):
+        message = f"{pipeline} has no policy loss to compare; use a configuration of another pipeline"
         raise ConfigError([Problem("pipeline", message)], str(config))
     problems = _override_problems(overrides, {trial.variant for trial in trials})
     if problems:

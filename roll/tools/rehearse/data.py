@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from roll.configs.agentic import AgenticConfig, CustomEnvConfig
 from roll.configs.errors import ConfigError, unreachable
 from roll.configs.hub.names import local_file
-from roll.configs.pipeline import BaseConfig, RLVRConfig
+from roll.configs.pipeline import BaseConfig, PreferenceConfig, RewardModelConfig, RLVRConfig
 from roll.configs.rewards import built_in_of, rewards_of
 from roll.configs.roles import DataArguments
 from roll.datasets.math_problems import TAG
@@ -120,7 +120,7 @@ def stand_in_rows(
         first, second = number % 7 + 1, (3 * number + file) % 3
         row = {args.id: f"{role}-{file}-{number}", args.tag: tags[number % len(tags)]}
         rows.append(row | {args.prompt: f"{first}+{second}=", args.response: str(first + second)})
-        if config.pipeline == "dpo":
+        if isinstance(config, PreferenceConfig):
             rows[-1] |= {args.chosen: rows[-1].pop(args.response), args.rejected: str(first + second + 1)}
         if isinstance(config, RLVRConfig):
             rows[-1][args.ground_truth] = _stand_in_truth(config, rows[-1][args.tag], str(first + second))
@@ -198,10 +198,11 @@ class _Lengths:
             unlimited = (1 << 30, 1 << 30)
             examples, _ = encode_sft_data(pairs, self._tokenizer, args.template, *unlimited, args.mask_history)
             return [(len(one.prompt_ids), len(one.prompt_ids) + len(one.response_ids)) for one in examples]
-        if self._config.pipeline == "dpo":
+        if isinstance(self._config, PreferenceConfig):
             both = [read_preference(record, args) for record in records]
             encoded, _ = encode_preferences(both, self._tokenizer, args.template, 1 << 30, 1 << 30)
-            return [(len(one.chosen.prompt_ids), one.tokens) for one in encoded]
+            appended = 1 if isinstance(self._config, RewardModelConfig) else 0
+            return [(len(one.chosen.prompt_ids), one.tokens + appended) for one in encoded]
         encoder = PromptEncoder(self._tokenizer, args.template)
         return [(len(ids), len(ids)) for ids in encoder.encode([question(record, args) for record in records])]
 

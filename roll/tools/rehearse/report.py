@@ -14,7 +14,7 @@ from rich.text import Text
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.parallel_layout import spans
-from roll.configs.pipeline import BaseConfig, DPOConfig, RLConfig, RLVRConfig, SFTConfig
+from roll.configs.pipeline import BaseConfig, PreferenceConfig, RLConfig, RLVRConfig, SFTConfig
 from roll.configs.rewards import rewards_of
 from roll.configs.roles import ActorInferConfig, MegatronRoleConfig
 from roll.datasets.preferences import load_preferences
@@ -258,7 +258,7 @@ def sample_view(small: BaseConfig, run: RunRecord, decode: Decode) -> Renderable
         parts = [(Text(role, "dim"), sanitize(text, OBSERVATION)) for role, text in texts]
         answer = (Text("answer that is learned", "dim"), sanitize(pair.response, MODEL))
         return Group(Text("One example in full", "bold"), *(text for part in (*parts, answer) for text in part))
-    if isinstance(small, DPOConfig):
+    if isinstance(small, PreferenceConfig):
         args = small.actor_train.data_args
         preference = load_preferences(args.file_name, args)[0]
         texts = [("better response", preference.chosen), ("worse response", preference.rejected)]

@@ -10,7 +10,7 @@ from typing import Any
 from roll.configs.agentic import AgenticConfig
 from roll.configs.compat import Tree
 from roll.configs.megatron import LAYER_SPLITS
-from roll.configs.pipeline import BaseConfig, DPOConfig, RLConfig, RLVRConfig, SFTConfig
+from roll.configs.pipeline import BaseConfig, PreferenceConfig, RLConfig, RLVRConfig, SFTConfig
 from roll.configs.rewards import is_reward_model
 from roll.configs.roles import DEVICE_ROLES, ActorInferConfig, MegatronRoleConfig
 from roll.configs.rules.devices import CUDA_ONLY
@@ -143,7 +143,7 @@ def shrink(config: BaseConfig, inputs: Inputs, folder: str, steps: int) -> Rehea
         _shrink_rlvr(edit, config, batch, inputs)
     elif isinstance(config, AgenticConfig):
         _shrink_agents(edit, config, batch, inputs)
-    elif isinstance(config, SFTConfig | DPOConfig):
+    elif isinstance(config, SFTConfig | PreferenceConfig):
         batch = _shrink_sft(edit, config, inputs)
     _shrink_training(edit, config, batch, steps)
     for path, least in LEAST_SECONDS.items():
@@ -373,7 +373,7 @@ def _shrink_environments(edit: _Edit, config: AgenticConfig, name: str, groups: 
         edit.set((name, "max_env_num_per_worker"), -(-environments // processes), SMALL)
 
 
-def _shrink_sft(edit: _Edit, config: SFTConfig | DPOConfig, inputs: Inputs) -> Batch:
+def _shrink_sft(edit: _Edit, config: SFTConfig | PreferenceConfig, inputs: Inputs) -> Batch:
     """Prompts with an answer, or with two; returns the batch, which is one optimizer step."""
     prompt = max(SHORTEST, inputs.prompt_tokens)
     edit.set(("prompt_length",), prompt, "the longest prompt of the rehearsal")

@@ -1,0 +1,41 @@
+"""The special tokens of a model folder, read from the files of its tokenizer; needs neither torch nor transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+TOKENIZER_CONFIG = "tokenizer_config.json"
+TOKEN_NAMES = (TOKENIZER_CONFIG, "special_tokens_map.json")
+"""Files with the texts of special tokens; the first that names one counts."""
+
+
+def special_token(folder: Path, name: str) -> str | None:
+    """The text of a special token, such as `pad_token` or `eos_token`; None where no file of the folder names it."""
+    for file in TOKEN_NAMES:
+        token = _read(folder / file).get(name)
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str):
+            return text
+    return None
+
+
+def special_token_id(folder: Path, name: str) -> int | None:
+    """The id of a special token; None where the folder has no such token, or no file that gives its id."""
+    text = special_token(folder, name)
+    if text is None:
+        return None
+    added = _read(folder / "tokenizer.json").get("added_tokens") or []
+    decoder = _read(folder / TOKENIZER_CONFIG).get("added_tokens_decoder") or {}
+    entries = [*added, *({**entry, "id": int(number)} for number, entry in decoder.items())]
+    return next((entry["id"] for entry in entries if entry["content"] == text), None)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """A JSON object; an empty one where there is none that can be read."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,55 @@
+"""Special tokens of a model folder, from whichever of its files names them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.tiny_math.prepare import END, PAD, make_tokenizer
+from roll.configs.special_tokens import special_token, special_token_id
+
+ADDED = {"added_tokens": [{"id": 7, "content": "<pad>"}, {"id": 8, "content": "<end>"}]}
+
+
+def write(folder: Path, **files: Any) -> Path:
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(content if isinstance(content, str) else json.dumps(content))
+    return folder
+
+
+def test_tokens_of_a_saved_tokenizer(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    for name, text in (("pad_token", PAD), ("eos_token", END)):
+        assert special_token(tmp_path, name) == text
+        assert special_token_id(tmp_path, name) == getattr(tokenizer, f"{name}_id")
+    assert special_token(tmp_path, "bos_token") is None
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"tokenizer_config": {"pad_token": "<pad>"}, "tokenizer": ADDED},
+        {"tokenizer_config": {"pad_token": {"content": "<pad>"}}, "tokenizer": ADDED},
+        {"special_tokens_map": {"pad_token": {"content": "<pad>"}}, "tokenizer": ADDED},
+        {"tokenizer_config": {"pad_token": "<pad>", "added_tokens_decoder": {"7": {"content": "<pad>"}}}},
+    ],
+)
+def test_a_token_is_found_where_folders_have_it(tmp_path: Path, files: dict[str, Any]) -> None:
+    assert special_token_id(write(tmp_path, **files), "pad_token") == 7
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {},
+        {"tokenizer_config": {"pad_token": None}, "tokenizer": ADDED},
+        {"tokenizer_config": "[]", "tokenizer": ADDED},
+        {"tokenizer_config": {"pad_token": "<pad>"}, "tokenizer": "{"},
+    ],
+)
+def test_a_token_without_an_id_has_none(tmp_path: Path, files: dict[str, Any]) -> None:
+    assert special_token_id(write(tmp_path, **files), "pad_token") is None

@@ -1,0 +1,72 @@
+"""Training of a reward model end to end: it learns which answers are right, resumes without a seam, and is exported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from runs import ROOT, lines
+
+from examples.tiny_reward_model.demo import write_pairs
+from roll.configs.roles import DataArguments
+from roll.datasets.math_problems import write_problems
+from roll.datasets.preferences import encode_preferences, load_preferences
+from tests.integration.shared_runs import SharedRuns
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+
+STEPS = 20
+
+
+def train(shared_runs: SharedRuns, pairs: Path, model: Path, folder: Path, *overrides: str) -> None:
+    code, output = shared_runs.run(
+        ROOT / "examples" / "tiny_reward_model" / "reward_model_config.yaml",
+        f"pretrain={model}",
+        f"output_dir={folder}/run",
+        f"actor_train.data_args.file_name=[{pairs}]",
+        f"validation.data_args.file_name=[{pairs}]",
+        "actor_train.training_args.per_device_train_batch_size=16",
+        "actor_train.training_args.learning_rate=0.005",
+        "actor_train.training_args.warmup_steps=0",
+        f"max_steps={STEPS}",
+        f"eval_steps={STEPS}",
+        "track_with=[]",
+        *overrides,
+    )
+    assert code == 0, output
+
+
+def test_a_run_learns_which_answers_are_right_resumes_without_a_seam_and_is_exported(
+    shared_runs, tmp_path, tiny_model_dir
+):
+    write_problems(tmp_path / "data", seed=3, train=16, val=16, levels=(1,))
+    pairs = tmp_path / "pairs.jsonl"
+    write_pairs(tmp_path / "data" / "train.jsonl", pairs, seed=1)
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    saving = ["save_checkpoint=true", f"save_steps={STEPS - 2}", "max_ckpt_to_keep=0"]
+    train(shared_runs, pairs, tiny_model_dir, whole, *saving)
+    steps = lines(whole)
+    assert steps[0]["val/loss"] == pytest.approx(0.693147, abs=1e-5) and steps[0]["val/accuracy"] == 0
+    assert steps[1]["actor/loss"] == pytest.approx(0.693147, abs=1e-5) and steps[1]["actor/margin"] == 0
+    assert steps[-1]["val/accuracy"] > 0.75 and steps[-1]["val/loss"] < steps[0]["val/loss"]
+    assert steps[-1]["actor/chosen_reward"] > steps[-1]["actor/rejected_reward"]
+    assert accuracy(whole / "run" / "hf_model", pairs) == pytest.approx(steps[-1]["val/accuracy"])
+
+    checkpoint = f"resume_from_checkpoint={whole}/run/checkpoints/step-{STEPS - 2:06}"
+    train(shared_runs, pairs, tiny_model_dir, resumed, checkpoint)
+    assert lines(resumed) == steps[-2:]
+
+
+def accuracy(folder: Path, pairs: Path) -> float:
+    """The share of pairs that transformers ranks right with an exported model."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    preferences = load_preferences(str(pairs), DataArguments())
+    encoded, _ = encode_preferences(preferences, tokenizer, "native", 1000, 1000)
+    both = [[*one.prompt_ids, *one.response_ids] for pair in encoded for one in (pair.chosen, pair.rejected)]
+    batch = tokenizer.pad({"input_ids": both}, return_tensors="pt", padding_side="right")
+    with torch.no_grad():
+        rewards = model(**batch).logits.view(-1, 2)
+    return float((rewards[:, 0] > rewards[:, 1]).float().mean())
