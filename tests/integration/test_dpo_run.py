@@ -44,7 +44,8 @@ def test_a_run_learns_which_answers_are_better_and_resumes_without_a_seam(shared
     dpo(shared_runs, tmp_path / "data", tiny_model_dir, whole, *plain, *saving)
     steps = lines(whole)
     assert steps[0]["val/loss"] == pytest.approx(0.693147, abs=1e-5) and steps[0]["val/accuracy"] == 0
-    assert steps[1]["actor/loss"] == pytest.approx(0.693147, abs=1e-5) and steps[1]["actor/margin"] == 0
+    assert steps[1]["actor/loss"] == pytest.approx(0.693147, abs=1e-5)
+    assert steps[1]["actor/margin"] == pytest.approx(0, abs=1e-6), "but for rounding, policy and reference agree"
     assert steps[-1]["val/accuracy"] > 0.75 and steps[-1]["val/loss"] < steps[0]["val/loss"]
     assert steps[-1]["actor/chosen_reward"] > steps[-1]["actor/rejected_reward"]
     assert AutoModelForCausalLM.from_pretrained(whole / "run" / "hf_model").num_parameters() > 0
