@@ -219,6 +219,23 @@ def test_roles_that_share_a_device_compute_in_turns(tmp_path: Path) -> None:
     assert f"{gibibytes(training)} while training" in sentence
 
 
+def test_a_reward_model_stays_on_its_device_in_every_phase(tmp_path: Path) -> None:
+    config = json.loads((DATA / "models" / "qwen2.5-7B" / "config.json").read_text())
+    config |= {"architectures": ["Qwen2ForSequenceClassification"], "id2label": {"0": "score"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    values = [*Recipe("7B", 8, tensor=2).overrides(), "rewards={reward_model: {}}", "reward.device_mapping=0-7"]
+    values += [f"reward.model_args.model_name_or_path={tmp_path}"]
+    plan = make_plan(rlvr(tmp_path, *values, text=TEXT), SERVER)
+    (sentence,) = shared_device_memory(plan)
+    weights = bytes_of(plan, "reward", "weights")
+    assert weights == 2 * (7_615_616_512 - 152_064 * 3584 + 3584), "a row of scores in place of the vocabulary's rows"
+    training = memory(plan, "actor_train").total + weights
+    generation = memory(plan, "actor_infer").total + memory(plan, "reward").total
+    assert f"{gibibytes(training)} while training" in sentence
+    assert f"{gibibytes(generation)} while generating" in sentence
+    assert needed_memory(plan) == {"actor_train + actor_infer + reward": max(training, generation)}
+
+
 def test_32b_does_not_fit_one_gpu(tmp_path: Path) -> None:
     recipe = Recipe("32B", 1, full=True, offload=1.0)
     plan = memory(make_plan(rlvr(tmp_path, *recipe.overrides(), text=TEXT), SERVER), "actor_train")

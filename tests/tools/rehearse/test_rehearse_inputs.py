@@ -20,6 +20,7 @@ from roll.pipeline.tokenizer import load_tokenizer
 from roll.tools.rehearse.data import MOST_TOKENS, choose_rows, longest_messages, write_data
 from roll.tools.rehearse.inputs import make_inputs
 from roll.tools.rehearse.model import find_model, find_tokenizer, stand_in_tokenizer, write_model
+from roll.tools.rehearse.shrink import shrink
 from tests.configs.samples import AGENTIC, MODEL, RLVR, SFT
 
 REWARDS = "rewards:\n  math: {tag_included: [algebra, geometry]}\n  code: {tag_included: [code]}\n"
@@ -148,3 +149,19 @@ def test_an_environment_that_fails_is_named_with_its_line(tmp_path: Path, monkey
     config = build_config(yaml.safe_load(AGENTIC.replace("env_type: sokoban", "env_type: 'my_broken_env:Broken'")))
     with pytest.raises(RunError, match=r"my_broken_env.py:12: ZeroDivisionError"):
         make_inputs(config, tmp_path / "out", 2, lambda text: None)
+
+
+def test_the_stand_in_of_a_reward_model_gives_scores(tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    reward = {"device_mapping": [0], "model_args": {"model_name_or_path": "RLHFlow/Llama3-8B-rm"}}
+    tree = yaml.safe_load(RLVR) | {"rewards": {"reward_model": {"template": "llama3"}}, "reward": reward}
+    config = build_config(tree)
+    inputs = make_inputs(config, tmp_path / "out", 2, lambda text: None)
+    folder = inputs.models["RLHFlow/Llama3-8B-rm"]
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    assert model.num_labels == 1 and float(model.score.weight.detach().abs().min()) > 0
+    small = build_config(shrink(config, inputs, str(tmp_path / "run"), 2).tree)
+    assert isinstance(small, RLVRConfig)
+    assert small.reward.model_args.model_name_or_path == folder
+    assert small.rewards["reward_model"].template == "native", "the stand-in has the tokenizer of the policy"
