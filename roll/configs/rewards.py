@@ -173,7 +173,7 @@ class JudgeOptions:
 
 
 @dataclass
-class RewardModelOptions:
+class ModelScoreOptions:
     """How a reward model reads a response."""
 
     template: str | None = option(
@@ -185,7 +185,7 @@ class RewardModelOptions:
 
 
 @dataclass
-class RewardConfig(CodeOptions, JudgeOptions, RewardModelOptions):
+class RewardConfig(CodeOptions, JudgeOptions, ModelScoreOptions):
     """One rule that scores samples."""
 
     function: str = option(
