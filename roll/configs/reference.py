@@ -47,7 +47,8 @@ A file needs few keys:
 
 Roles are `actor_train`, `actor_infer`, `reference`, `critic`, `reward` and `validation`; each has only the keys that
 it reads. Devices are global ranks; rank r is on node r // `num_devices_per_node`. Two roles with equal
-`device_mapping` share their devices, roles on disjoint devices run concurrently. """
+`device_mapping` share their devices, roles on disjoint devices run concurrently.
+"""
 
 
 def render() -> str:
