@@ -54,7 +54,7 @@ def fill_in_defaults(config: BaseConfig) -> list[Problem]:
 
 
 def _fill_in_rewards(config: RLVRConfig) -> None:
-    """Sets the functions of built-in rewards, and their times and calls at a time that the file does not set."""
+    """Sets the functions of built-in rewards, and times, calls at a time and templates that the file does not set."""
     given = set(config.source.given)
     for name, reward in config.rewards.items():
         path = f"rewards.{name}"
@@ -68,7 +68,7 @@ def _fill_in_rewards(config: RLVRConfig) -> None:
             reward.timeout_s = BUILT_IN[built_in].timeout_s
         if reward.max_concurrent_calls is None:
             reward.max_concurrent_calls = BUILT_IN[built_in].max_concurrent_calls
-        if reward.template is None:
+        if built_in == "reward_model" and reward.template is None:
             reward.template = config.actor_train.data_args.template
 
 

@@ -230,7 +230,7 @@ def _phase_bytes(group: Sequence[str], memory: Sequence[MemoryPlan]) -> dict[str
     """Memory of one device in each phase of `roll.distributed.shared_devices`; roles compute one after another."""
     of_role = {plan.role: {line.name: line.bytes for line in plan.lines} for plan in memory}
     trainers = [role for role in group if role not in UNMOVED]
-    stays, scoring = (of_role["reward"]["weights"], sum(of_role["reward"].values())) if "reward" in group else (0, 0)
+    stays = sum(of_role.get("reward", {}).values()) if "reward" in group else 0
     states = {role: sum(of_role[role].get(name, 0) for name in STATE_LINES) for role in trainers}
     training = sum(states.values()) + max(sum(of_role[role].values()) - states[role] for role in trainers)
     generation = sum(of_role["actor_infer"].values())
@@ -239,7 +239,7 @@ def _phase_bytes(group: Sequence[str], memory: Sequence[MemoryPlan]) -> dict[str
     return {
         "while training": training + stays,
         "during an update": update + stays,
-        "while generating": generation + scoring,
+        "while generating": generation + stays,
     }
 
 

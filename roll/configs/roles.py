@@ -457,6 +457,7 @@ class RewardModelRoleConfig(MegatronRoleConfig):
         "pg_variant": NO_POLICY_LOSS,
         "training_args": NO_OPTIMIZER,
         "num_gpus_per_worker": ONE_DEVICE_PER_RANK,
+        "data_args": AbsentKey("a reward has its template: rewards.<name>.template"),
         "strategy_args": AbsentKey("the reward model is not trained"),
         "model_args": AbsentKey("the reward model is not trained"),
     }

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import Report
 from roll.configs.hub.names import TOKENIZER_FILES, has_tokenizer, local_file, local_model
 from roll.configs.pipeline import BaseConfig, PreferenceConfig, RewardModelConfig, RLVRConfig, SFTConfig
-from roll.configs.rewards import RewardConfig, built_in_of, may_lack_truth, no_reward, rewards_of
+from roll.configs.rewards import RewardConfig, built_in_of, is_reward_model, may_lack_truth, no_reward, rewards_of
 from roll.configs.roles import DataArguments
 from roll.configs.special_tokens import TOKENIZER_CONFIG, special_token
 from roll.configs.user_code import NOTICE_S
@@ -73,12 +73,29 @@ def check_environments(config: AgenticConfig) -> list[str]:
 
 
 def _check_tokenizers(config: BaseConfig, report: Report) -> None:
-    """The folder of the trained model has a tokenizer that can be read."""
+    """The folders of the trained model and of the reward model have tokenizers that can apply the chat templates."""
     name = config.actor_train.model_args.model_name_or_path
+    folder = local_model(name or "")
+    path = "pretrain" if name == config.pretrain else "actor_train.model_args.model_name_or_path"
+    roles = {f"{role}.data_args.template": getattr(config, role).data_args.template for role in config.data_roles()}
+    _check_tokenizer(path, name, roles, report)
+    if isinstance(config, RLVRConfig) and config.uses_reward_model:
+        templates = {
+            f"rewards.{name}.template": reward.template or config.actor_train.data_args.template
+            for name, reward in config.rewards.items()
+            if is_reward_model(reward)
+        }
+        model = config.reward.model_args.model_name_or_path
+        _check_tokenizer("reward.model_args.model_name_or_path", model, templates, report)
+    if isinstance(config, RewardModelConfig) and config.save_hf_model and folder.is_dir():
+        _check_padding(path, folder, report)
+
+
+def _check_tokenizer(path: str, name: str | None, templates: Mapping[str, str], report: Report) -> None:
+    """The folder of a model on this machine has a tokenizer that can apply `templates`, by the paths of their keys."""
     folder = local_model(name or "")
     if name is None or not folder.is_dir():
         return
-    path = "pretrain" if name == config.pretrain else "actor_train.model_args.model_name_or_path"
     if not has_tokenizer(folder):
         report.missing_resource(
             path,
@@ -93,9 +110,11 @@ def _check_tokenizers(config: BaseConfig, report: Report) -> None:
         except Exception as error:  # the library raises Exception itself
             report.error(path, f"{folder / TOKENIZER_FILES[0]} cannot be read as a tokenizer: {error}")
             return
-        _check_templates(config, tokenizer.get_vocab(with_added_tokens=True), _has_chat_template(folder), report)
-    if isinstance(config, RewardModelConfig) and config.save_hf_model:
-        _check_padding(path, folder, report)
+        vocabulary, has_template = tokenizer.get_vocab(with_added_tokens=True), _has_chat_template(folder)
+        for key, template in templates.items():
+            problem = template_problem(template, has_template, vocabulary)
+            if problem is not None:
+                report.error(key, problem)
 
 
 def _check_padding(path: str, folder: Path, report: Report) -> None:
@@ -110,14 +129,6 @@ def _check_padding(path: str, folder: Path, report: Report) -> None:
             f"its tokenizer pads with the end token {end}: transformers will take the reward of the exported model one "
             f"token too early, before that token; {fix}",
         )
-
-
-def _check_templates(config: BaseConfig, vocabulary: Collection[str], has_chat_template: bool, report: Report) -> None:
-    """The tokenizer can apply the templates of training and validation."""
-    for role in config.data_roles():
-        problem = template_problem(getattr(config, role).data_args.template, has_chat_template, vocabulary)
-        if problem is not None:
-            report.error(f"{role}.data_args.template", problem)
 
 
 def _has_chat_template(folder: Path) -> bool:

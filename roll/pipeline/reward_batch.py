@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from roll.configs.hub.names import local_model
 from roll.configs.model_config import read_model_shape
 from roll.configs.pipeline import RLVRConfig
@@ -38,11 +40,13 @@ class RewardModel:
         Raises:
             ClusterError: a rank failed or did not answer in time.
         """
-        data = DataProto.from_dict(collate_scored(sequences))
+        missing = max(0, self.client.layout.data - len(sequences))
+        data = DataProto.from_dict(collate_scored([*sequences, *[sequences[-1]] * missing]))  # each rank has a sample
         data.meta_info["temperature"] = 1.0
         values = (await forward(self.client, TrainWorker.compute_values, data, self.config)).batch["values"]
-        rows: list[list[float]] = values.tolist()
-        return [row[len(sequence)] for row, sequence in zip(rows, sequences, strict=True)]
+        ends = torch.tensor([len(sequence) for sequence in sequences])
+        scores: list[float] = values[torch.arange(len(sequences)), ends].tolist()
+        return scores
 
 
 def reward_model_scorers(config: RLVRConfig) -> dict[str, RewardModelScorer]:
@@ -56,12 +60,20 @@ def reward_model_scorers(config: RLVRConfig) -> dict[str, RewardModelScorer]:
     if not rewards:
         return {}
     folder = config.reward.model_args.model_name_or_path
-    tokenizer = load_tokenizer(folder)
-    shape = read_model_shape(local_model(folder or ""), value_head=True)
-    longest = shape.max_positions if shape is not None else None
+    tokenizer, longest = load_tokenizer(folder), longest_sequence(config.reward)
     scorers = {}
     for name, reward in rewards.items():
         with prefix_errors(f"rewards.{name} ({folder})"):
             template = reward.template or config.actor_train.data_args.template
-            scorers[name] = RewardModelScorer(tokenizer, template, longest and longest - 1)
+            scorers[name] = RewardModelScorer(tokenizer, template, longest)
     return scorers
+
+
+def longest_sequence(role: RewardModelRoleConfig) -> int | None:
+    """Most tokens of a sequence that the model can score, with one more for the padding after it; None: any number."""
+    shape = read_model_shape(local_model(role.model_args.model_name_or_path or ""), role.value_head)
+    limits = [shape.max_positions if shape is not None else None]
+    if role.forward_token_limit is not None:
+        limits.append(role.forward_token_limit // role.layout.tensor * role.layout.tensor)
+    known = [limit - 1 for limit in limits if limit]
+    return min(known, default=None)

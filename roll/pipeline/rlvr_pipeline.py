@@ -254,6 +254,16 @@ class Scorer:
             assert model is not None, "a configuration with a reward_model has role reward"
             scorer.connect(model.scores)
 
+    def check(self, prompts: Sequence[EncodedPrompt]) -> None:
+        """Tries the chat template of each reward model on the prompts that it scores.
+
+        Raises:
+            DatasetError: it cannot be applied to one of them.
+        """
+        for name, scorer in self._models.items():
+            with prefix_errors(f"rewards.{name}.template"):
+                scorer.check([prompt.question for prompt in prompts if name in self.rewards_of(prompt.tag)])
+
     def launch(self) -> None:
         """Starts the processes of every reward without waiting for them."""
         for pool in self._pools.values():
@@ -357,6 +367,7 @@ class RLVRPipeline(RLPipeline[RLVRConfig]):
         self._scorer = scorer = Scorer(config.rewards, self._tokenizer, reward_model_scorers(config))
         for tag in sorted({prompt.tag for prompt in [*train, *val]}):
             scorer.rewards_of(tag)
+        scorer.check([*train, *val])
         make_sampler(config, train)
 
     def _read(self, role: str, files: list[str]) -> list[EncodedPrompt]:

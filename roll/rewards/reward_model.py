@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from roll.datasets.sft import PromptResponse, encode_last_messages
+from roll.datasets.prompts import Question
 from roll.datasets.templates import PromptEncoder
 from roll.rewards.calling import RewardOutcome, RewardRequest
 
@@ -37,8 +38,8 @@ class RewardModelScorer:
         Raises:
             DatasetError: the tokenizer lacks the template.
         """
-        PromptEncoder(tokenizer, template)
-        self._tokenizer, self._template, self._max_tokens = tokenizer, template, max_tokens
+        self._encoder, self._end = PromptEncoder(tokenizer, template), tokenizer.eos_token_id
+        self._max_tokens = max_tokens
         self._model: ScoreSequences | None = None
         self._waiting: list[tuple[list[list[int]], asyncio.Future[list[float]]]] = []
         self._running: asyncio.Task[None] | None = None
@@ -69,14 +70,23 @@ class RewardModelScorer:
         outcomes = iter([self._outcome(each, scores) for each in sequences])
         return [[next(outcomes) for _ in request.responses] for request in requests]
 
+    def check(self, questions: Sequence[Question]) -> None:
+        """Encodes prompts as for a score.
+
+        Raises:
+            DatasetError: the template cannot be applied to one of them.
+        """
+        self._encoder.encode(questions)
+
     def _encode(self, requests: Sequence[RewardRequest]) -> list[list[int]]:
-        items = [
-            PromptResponse(request.id, request.question, response)
-            for request in requests
-            for response in request.responses
+        """Prompt, response and end token of every response."""
+        prompts = self._encoder.encode([request.question for request in requests])
+        responses = iter(self._encoder.encode_text([text for request in requests for text in request.responses]))
+        return [
+            [*prompt, *next(responses), self._end]
+            for prompt, request in zip(prompts, requests, strict=True)
+            for _ in request.responses
         ]
-        encoded = encode_last_messages(items, self._tokenizer, self._template)
-        return [[*example.prompt_ids, *example.response_ids] for example in encoded]
 
     def _outcome(self, sequence: Sequence[int], scores: Iterator[float]) -> RewardOutcome:
         if self._max_tokens is not None and len(sequence) > self._max_tokens:
@@ -96,11 +106,14 @@ class RewardModelScorer:
 
     async def _score_waiting(self) -> None:
         """One call of the model for all that wait, until none does."""
-        assert self._model is not None, "connect comes first"
         while self._waiting:
             waiting, self._waiting = self._waiting, []
             try:
+                assert self._model is not None, "connect comes first"
                 scores = iter(await self._model([each for sequences, _ in waiting for each in sequences]))
+                shares = [list(itertools.islice(scores, len(sequences))) for sequences, _ in waiting]
+                if sum(map(len, shares)) < sum(len(sequences) for sequences, _ in waiting):
+                    raise ValueError("the reward model gave fewer scores than it was given sequences")
             except asyncio.CancelledError:
                 for _, future in waiting:
                     future.cancel()
@@ -110,7 +123,6 @@ class RewardModelScorer:
                     if not future.done():
                         future.set_exception(error)
                 continue
-            for sequences, future in waiting:
-                own = [next(scores) for _ in sequences]
+            for (_, future), own in zip(waiting, shares, strict=True):
                 if not future.done():
                     future.set_result(own)

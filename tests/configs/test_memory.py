@@ -227,10 +227,13 @@ def test_a_reward_model_stays_on_its_device_in_every_phase(tmp_path: Path) -> No
     values += [f"reward.model_args.model_name_or_path={tmp_path}"]
     plan = make_plan(rlvr(tmp_path, *values, text=TEXT), SERVER)
     (sentence,) = shared_device_memory(plan)
-    weights = bytes_of(plan, "reward", "weights")
-    assert weights == 2 * (7_615_616_512 - 152_064 * 3584 + 3584), "a row of scores in place of the vocabulary's rows"
-    training = memory(plan, "actor_train").total + weights
-    generation = memory(plan, "actor_infer").total + memory(plan, "reward").total
+    stays = memory(plan, "reward").total
+    rows = 152_064 * 3584 - 3584  # of the vocabulary, where there is one of scores
+    assert bytes_of(plan, "reward", "weights") == 2 * (7_615_616_512 - rows)
+        "a row of scores in place of the vocabulary's rows"
+    )
+    training = memory(plan, "actor_train").total + stays
+    generation = memory(plan, "actor_infer").total + stays
     assert f"{gibibytes(training)} while training" in sentence
     assert f"{gibibytes(generation)} while generating" in sentence
     assert needed_memory(plan) == {"actor_train + actor_infer + reward": max(training, generation)}

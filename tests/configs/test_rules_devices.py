@@ -204,7 +204,7 @@ def test_broken_rule_is_explained(tmp_path: Path, overrides: str, message: str) 
 
 
 HARMLESS = {
-    "reward_pretrain=x": "reward_pretrain: has no effect: rule rewards have no model",
+    "reward_pretrain=x": "reward_pretrain: has no effect: no reward reads it; a reward model is the entry",
     "actor_infer.infer_batch_size=2": "actor_infer.infer_batch_size: has no effect: the engine forms its own batches",
     "actor_infer.model_args.disable_gradient_checkpointing=true": "disable_gradient_checkpointing: has no effect",
     "actor_infer.data_args.template=qwen2_5": "has no effect: prompts are read by actor_train.data_args",

@@ -206,3 +206,20 @@ def test_only_prompts_that_a_reward_model_alone_scores_need_no_ground_truth() ->
     }
     assert [may_lack_truth(rewards, tag) for tag in ("chat", "both", "other")] == [True, False, False]
     assert not may_lack_truth({"a": RewardConfig(tag_included=["x"])}, "y"), "no reward scores it, which is an error"
+
+
+def test_a_reward_model_may_read_fewer_tokens_than_the_policy_writes(tmp_path: Path, reward_model: Path) -> None:
+    text = (reward_model / "config.json").read_text().replace("32768", "512")
+    (reward_model / "config.json").write_text(text)
+    model = f"reward.model_args.model_name_or_path={reward_model}"
+    assert rlvr(tmp_path, MODEL_REWARD, "reward.device_mapping=[0,1]", model).sequence_length == 3072
+
+
+def test_a_reward_model_on_the_devices_of_engines_that_run_ahead_is_a_warning(
+    tmp_path: Path, reward_model: Path
+) -> None:
+    model = f"reward.model_args.model_name_or_path={reward_model}"
+    for ratio, expected in ((0, False), (1, True)):
+        config = rlvr(tmp_path, MODEL_REWARD, "reward.device_mapping=16-23", model, f"async_generation_ratio={ratio}")
+        warnings = [str(problem) for problem in check(config).warnings]
+        assert any("reward.device_mapping: is that of actor_infer" in each for each in warnings) == expected

@@ -184,3 +184,23 @@ def test_a_reward_model_that_is_exported_needs_a_padding_token_of_its_own(
     assert check_inputs(config).warnings == []
     warnings = [str(warning) for warning in check_inputs(build_config(given)).warnings]
     assert len(warnings) == bool(message) and all(message in warning for warning in warnings)
+
+
+def test_the_tokenizer_of_a_reward_model_is_tried_with_its_own_template(folder: Path) -> None:
+    scores = folder / "scores"
+    scores.mkdir()
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape |= {"vocab_size": 99, "num_key_value_heads": 2, "max_position_embeddings": 4096}
+    kind = {"architectures": ["Qwen2ForSequenceClassification"], "id2label": {"0": "a"}, "model_type": "qwen2"}
+    (scores / "config.json").write_text(json.dumps(shape | kind))
+    given = [
+        "rewards={math_rule: null, reward_model: {template: chatml}}",
+        f"reward={{device_mapping: [0], model_args: {{model_name_or_path: {scores}}}}}",
+    ]
+    report = check_inputs(config(folder, *given))
+    assert "reward.model_args.model_name_or_path" in str(report.missing[0]) and "has no tokenizer" in str(
+        report.missing[0]
+    )
+    Tokenizer(models.BPE(vocab={"a": 0}, merges=[])).save(str(scores / "tokenizer.json"))
+    [error] = errors(check_inputs(config(folder, *given)))
+    assert error.startswith("rewards.reward_model.template: 'chatml' needs the special tokens")

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import pytest
 
 from roll.datasets.prompts import Question
+from roll.datasets.records import DatasetError
 from roll.rewards.calling import RewardOutcome, RewardRequest
 from roll.rewards.reward_model import RewardModelScorer
 
@@ -109,6 +110,24 @@ def test_a_call_that_fails_raises_in_all_that_waited_for_it_and_the_next_is_trie
         assert await made.score([request("a", "b")]) == [[RewardOutcome(3.0)]]
 
     asyncio.run(scenario())
+
+
+def test_too_few_scores_are_an_error_and_no_endless_wait() -> None:
+    async def score(sequences: Sequence[Sequence[int]]) -> list[float]:
+        return [1.0]
+
+    async def scenario() -> None:
+        with pytest.raises(ValueError, match="fewer scores"):
+            await asyncio.wait_for(scorer(score).score([request("a", "b", "c")]), 5)
+
+    asyncio.run(scenario())
+
+
+def test_a_template_that_cannot_read_the_prompts_is_found_before_a_score() -> None:
+    made = RewardModelScorer(Tokenizer(), "none")  # type: ignore[arg-type]
+    made.check([Question(text="a")])
+    with pytest.raises(DatasetError, match="'none' needs a text"):
+        made.check([Question(text="a"), Question(messages=({"role": "user", "content": "a"},))])
 
 
 def test_closing_cancels_calls_that_run() -> None:

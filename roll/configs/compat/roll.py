@@ -353,8 +353,19 @@ UNSUPPORTED_KEYS: tuple[UnsupportedKey, ...] = (
     UnsupportedKey("val_batch_size", always, "validation runs over the whole validation set", ("rlvr", "sft")),
     UnsupportedKey("reward", always, "environments give the rewards", ("agentic",)),
     UnsupportedKey("reward", never, "this pipeline scores no response", ("sft", "dpo")),
-    UnsupportedKey("reward_model", always, "rules have no model"),
-    UnsupportedKey("reward_pretrain", always, "rule rewards have no model", ("rlvr", "sft")),
+    UnsupportedKey(
+        "reward_model",
+        always,
+        "a reward model is the entry reward_model of `rewards` with the role `reward`: name it in "
+        "reward.model_args.model_name_or_path",
+    ),
+    UnsupportedKey(
+        "reward_pretrain",
+        always,
+        "no reward reads it; a reward model is the entry reward_model of `rewards`, named in "
+        "reward.model_args.model_name_or_path",
+        ("rlvr", "sft"),
+    ),
     UnsupportedKey("reward_pretrain", always, "environments give the rewards", ("agentic",)),
     *(UnsupportedKey(key, harmless, reason) for key, (harmless, reason) in RUN_KEYS.items()),
     UnsupportedKey("is_offload_states", always, "there is no engine to share devices with", pipelines=("sft",)),

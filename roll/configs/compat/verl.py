@@ -41,6 +41,7 @@ NAMES: Names = {
     "trainer.n_gpus_per_node": "num_devices_per_node",
     "rollout.nnodes": "actor_infer.device_mapping",
     "rollout.n_gpus_per_node": "actor_infer.device_mapping",
+    "reward_model.model.path": "reward.model_args.model_name_or_path",
     "reward_model.overlong_buffer.len": "overlong_buffer_len",
     "reward_model.overlong_buffer.penalty_factor": "overlong_penalty_factor",
     "algorithm.lam": "lambd",

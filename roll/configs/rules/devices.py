@@ -96,6 +96,14 @@ def _check_owned(config: BaseConfig, report: Report) -> None:
             "reward.device_mapping",
             f"is empty, but a reward_model in rewards needs the model of role reward; set its devices, {devices}",
         )
+    ahead = f"async_generation_ratio {config.async_generation_ratio:g}"
+    same = set(config.reward.device_mapping) == set(config.actor_infer.device_mapping)
+    if config.uses_reward_model and same and config.async_generation_ratio > 0:
+        report.warn(
+            "reward.device_mapping",
+            f"is that of actor_infer, and with {ahead} engines and reward model compute there at the same time; give "
+            "the reward model other devices",
+        )
     if config.reward.device_mapping and not config.uses_reward_model:
         report.warn("reward", "is configured but not used: no reward is a reward_model; it is not loaded")
 

@@ -87,8 +87,9 @@ def _check_per_reward(config: RLVRConfig, report: Report) -> None:
     if not any(sum(rewards[name].weight != 0 for name in rewards_of(rewards, tag)) > 1 for tag in tags):
         report.warn(
             "adv_estimator",
-            f"{config.adv_estimator} normalises each reward of a response, but no tag has several: this is grpo with "
-            "advantages whitened over the batch; name a tag in tag_included of several rewards, or use grpo",
+            f"{config.adv_estimator} normalises each reward of a response, but no tag has several: with equal weights "
+            "this is grpo with advantages whitened over the batch; name a tag in tag_included of several rewards, or "
+            "use grpo",
         )
 
 
@@ -141,7 +142,7 @@ def _check_reward(path: str, reward: RewardConfig, given: Collection[str], repor
     built_in = built_in_of(reward.function)
     if built_in == "reward_model" and reward.template is not None:
         check_name(f"{path}.template", reward.template, TEMPLATES, report)
-    if built_in is not None and reward.correct_score == reward.wrong_score:
+    if built_in not in (None, "reward_model") and reward.correct_score == reward.wrong_score:
         report.error(
             f"{path}.correct_score",
             f"{reward.correct_score:g} equals wrong_score, so every answer has the same score and nothing is learned; "
