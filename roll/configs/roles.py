@@ -449,6 +449,17 @@ class ReferenceConfig(MegatronRoleConfig):
 
 
 @dataclass
+class RewardModelArguments(MegatronModelArguments):
+    """A reward model."""
+
+    model_name_or_path: str | None = option(
+        None,
+        "Folder of a HF model with one output, a ...ForSequenceClassification or ...ForTokenClassification, or its "
+        "name on the hub; needed.",
+    )
+
+
+@dataclass
 class RewardModelRoleConfig(MegatronRoleConfig):
     """`reward`: the frozen model of the built-in reward reward_model, with its own tokenizer."""
 
@@ -462,6 +473,7 @@ class RewardModelRoleConfig(MegatronRoleConfig):
         "model_args": AbsentKey("the reward model is not trained"),
     }
 
+    model_args: RewardModelArguments = option(factory=RewardModelArguments, help="The role's model.")
     strategy_args: MegatronInferArguments = option(factory=MegatronInferArguments, help="The role's engine.")
 
 

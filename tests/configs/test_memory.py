@@ -230,8 +230,6 @@ def test_a_reward_model_stays_on_its_device_in_every_phase(tmp_path: Path) -> No
     stays = memory(plan, "reward").total
     rows = 152_064 * 3584 - 3584  # of the vocabulary, where there is one of scores
     assert bytes_of(plan, "reward", "weights") == 2 * (7_615_616_512 - rows)
-        "a row of scores in place of the vocabulary's rows"
-    )
     training = memory(plan, "actor_train").total + stays
     generation = memory(plan, "actor_infer").total + stays
     assert f"{gibibytes(training)} while training" in sentence

@@ -104,7 +104,7 @@ WARNED = {
     f"{TOKENS} {WEIGHTS}.mode=mask {WEIGHTS}.lower=1.1": "mask also leaves out on-policy samples",
     "correction.veto_threshold=5": "correction.veto_threshold: 5 also rejects on-policy samples: their ratio is 1",
     "adv_estimator=lite_ppo": "loss_agg_mode: seq-mean-token-mean is not the aggregation of lite_ppo; use token-mean",
-    "adv_estimator=gdpo": "adv_estimator: gdpo normalises each reward of a response, but no tag has several: with equal weights",
+    "adv_estimator=gdpo": "adv_estimator: gdpo normalises each reward of a response, but no tag has several: with",
     "adv_estimator=gdpo reward_clip=2": "reward_clip: has no effect: adv_estimator gdpo normalises the score of each",
     "adv_estimator=gdpo whiten_rewards=true": "whiten_rewards: has no effect: adv_estimator gdpo normalises the score",
     "adv_estimator=gdpo whiten_advantages=true": "whiten_advantages: has no effect",

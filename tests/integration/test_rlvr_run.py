@@ -85,7 +85,10 @@ def test_ratio_0_through_the_rollouter_is_synchronous_training_bit_for_bit(share
     assert lines(tmp_path) == lines(unbroken[0])
 
 
-def test_pipeline_parallel_reference_token_budget_and_greedy_responses_run_together(shared_runs, inputs, tmp_path):
+def test_pipeline_parallel_reference_token_budget_greedy_responses_and_reward_model_run_together(
+    shared_runs, inputs, tmp_path
+):
+    scores = score_model(inputs["pretrain"], tmp_path / "scores")
     config = recipe(
         inputs,
         tmp_path,
@@ -93,7 +96,11 @@ def test_pipeline_parallel_reference_token_budget_and_greedy_responses_run_toget
         max_steps=2,
         eval_steps=0,
         adv_estimator="remax",
-        rewards__math_rule={"function": "tests.integration.rewards:text_reward"},
+        rewards={
+            "math_rule": {"function": "tests.integration.rewards:text_reward", "tag_included": ["math_rule"]},
+            "reward_model": {"tag_included": ["math_rule"], "weight": 0},
+        },
+        reward=reward_role(scores, tensor_model_parallel_size=2, sequence_parallel=True),
         use_kl_loss=True,
         kl_loss_coef=0.1,
         ppo_epochs=2,
@@ -114,10 +121,27 @@ def test_pipeline_parallel_reference_token_budget_and_greedy_responses_run_toget
     assert first["actor/kl_loss"] > 0 and second["actor/kl_loss"] > 0, "the policy left the reference"
     assert first["rollout/greedy_reward_mean"] != first["rollout/reward_mean"]
     assert second["ledger/submitted"] == second["ledger/consumed"] == 8
+    assert first["reward/math_rule/reward_model"] != 0 != second["reward/math_rule/reward_model"]
     check_baselines(tmp_path / "run" / "samples", inputs["pretrain"])
     from transformers import AutoModelForCausalLM
 
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "hf_model").num_parameters() > 0
+
+
+def score_model(model: str, folder: Path) -> Path:
+    """A reward model with the layers of a language model and a random head."""
+    shutil.copytree(model, folder)
+    add_score_head(folder)
+    return folder
+
+
+def reward_role(model: Path, **options: Any) -> dict[str, Any]:
+    """The role `reward` on the trainer's devices."""
+    return {
+        "model_args": {"dtype": "fp32", "model_name_or_path": str(model)},
+        "strategy_args": {"strategy_name": "megatron_infer", "strategy_config": options},
+        "device_mapping": [0, 1],
+    }
 
 
 def check_baselines(samples: Path, model: str) -> None:
@@ -191,9 +215,7 @@ def test_scores_of_a_reward_model_are_those_of_transformers_and_rise(shared_runs
     """The model has two data-parallel ranks on the trainer's devices; the rollouter calls it from its own process."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    folder = tmp_path / "scores"
-    shutil.copytree(inputs["pretrain"], folder)
-    add_score_head(folder)
+    folder = score_model(inputs["pretrain"], tmp_path / "scores")
     config = recipe(
         inputs,
         tmp_path,
@@ -206,11 +228,7 @@ def test_scores_of_a_reward_model_are_those_of_transformers_and_rise(shared_runs
         num_return_sequences_in_group=8,
         rewards={"reward_model": {"weight": 2.0}},
         actor_train__training_args={"learning_rate": 1e-3, "per_device_train_batch_size": 256},
-        reward={
-            "model_args": {"dtype": "fp32", "model_name_or_path": str(folder)},
-            "strategy_args": {"strategy_name": "megatron_infer"},
-            "device_mapping": [0, 1],
-        },
+        reward=reward_role(folder),
     )
     code, output = shared_runs.run(config)
     assert code == 0, output

@@ -14,7 +14,7 @@ import torch
 from roll.configs.parallel_layout import ParallelLayout
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.rewards import BUILT_IN, RewardConfig
-from roll.configs.roles import ModelArguments, RewardModelRoleConfig
+from roll.configs.roles import RewardModelArguments, RewardModelRoleConfig
 from roll.datasets.records import DatasetError
 from roll.distributed.protocol import DataProto
 from roll.pipeline.reward_batch import RewardModel, longest_sequence, reward_model_scorers
@@ -62,7 +62,7 @@ def test_the_longest_sequence_leaves_a_token_for_the_padding_in_its_micro_batch(
     shape |= {"vocab_size": 99, "num_key_value_heads": 2, "max_position_embeddings": 128}
     config = {"architectures": ["Qwen2ForSequenceClassification"], "id2label": {"0": "a"}, "model_type": "qwen2"}
     (tmp_path / "config.json").write_text(json.dumps(shape | config))
-    model = ModelArguments(model_name_or_path=str(tmp_path))
+    model = RewardModelArguments(model_name_or_path=str(tmp_path))
     budget = {"use_dynamic_batching_in_infer": True, "max_tokens_per_microbatch_in_infer": 65}
     assert longest_sequence(role(model_args=model)) == 127
     tensor = role(model_args=model, **budget)
