@@ -26,10 +26,19 @@ def special_token_id(folder: Path, name: str) -> int | None:
     text = special_token(folder, name)
     if text is None:
         return None
-    added = _read(folder / "tokenizer.json").get("added_tokens") or []
+    tokenizer = _read(folder / "tokenizer.json")
     decoder = _read(folder / TOKENIZER_CONFIG).get("added_tokens_decoder") or {}
-    entries = [*added, *({**entry, "id": int(number)} for number, entry in decoder.items())]
-    return next((entry["id"] for entry in entries if entry["content"] == text), None)
+    added = [*(tokenizer.get("added_tokens") or []), *({**entry, "id": int(key)} for key, entry in decoder.items())]
+    ids = {entry["content"]: entry["id"] for entry in reversed(added)}
+    return ids[text] if text in ids else _vocabulary_id(tokenizer, text)
+
+
+def _vocabulary_id(tokenizer: dict[str, Any], text: str) -> int | None:
+    """The id of a token in the vocabulary of tokenizer.json: a mapping to ids, or pieces in the order of their ids."""
+    vocabulary = (tokenizer.get("model") or {}).get("vocab") or {}
+    if isinstance(vocabulary, list):
+        return next((number for number, (piece, _) in enumerate(vocabulary) if piece == text), None)
+    return vocabulary.get(text)
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from roll.configs.hub.names import TOKENIZER_FILES, has_tokenizer, local_file, l
 from roll.configs.pipeline import BaseConfig, PreferenceConfig, RewardModelConfig, RLVRConfig, SFTConfig
 from roll.configs.rewards import RewardConfig, built_in_of, is_reward_model, may_lack_truth, no_reward, rewards_of
 from roll.configs.roles import DataArguments
-from roll.configs.special_tokens import TOKENIZER_CONFIG, special_token
+from roll.configs.special_tokens import TOKENIZER_CONFIG, special_token, special_token_id
 from roll.configs.user_code import NOTICE_S
 from roll.datasets.preferences import read_preference
 from roll.datasets.prompts import Prompt, check_unique_ids, read_prompt
@@ -128,6 +128,12 @@ def _check_padding(path: str, folder: Path, report: Report) -> None:
             path,
             f"its tokenizer pads with the end token {end}: transformers will take the reward of the exported model one "
             f"token too early, before that token; {fix}",
+        )
+    elif special_token_id(folder, "pad_token") is None:
+        report.warn(
+            path,
+            f"no file of its tokenizer gives the id of its pad_token {padding}: the exported model keeps the "
+            f"pad_token_id of its config.json, if it has one; {fix} and that is in its vocabulary",
         )
 
 

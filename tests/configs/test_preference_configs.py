@@ -29,6 +29,8 @@ actor_train:
 """
 DPO = REWARD_MODEL.replace("reward_model", "dpo") + "reference: {device_mapping: [0, 1]}"
 
+TP = "actor_train.strategy_args.strategy_config.tensor_model_parallel_size"
+
 
 def load(folder: Path, *overrides: str, text: str = REWARD_MODEL) -> PreferenceConfig:
     config = load_config(write(folder, text), overrides)
@@ -45,6 +47,38 @@ def test_batches_are_counted_in_pairs_of_two_sequences(tmp_path: Path, text: str
     found = lines(make_plan(load(tmp_path, text=text), SERVER))
     assert found["pairs per optimizer step"] == 16 and found["optimizer steps per batch"] == 1
     assert found["tokens per step, at most"] == 16 * 2 * 32
+
+
+@pytest.mark.parametrize("text", [REWARD_MODEL, DPO], ids=["reward_model", "dpo"])
+@pytest.mark.parametrize(
+    ("sizes", "least", "rounded"),
+    [
+        ([], 64, ""),
+        ([f"{TP}=2"], 64, ""),
+        ([f"{TP}=2", "response_length=9"], 68, ", rounded up to 68 for tensor parallel 2"),
+        ([f"{TP}=2", "response_length=9", "actor_train.use_sequence_packing=true"], 66, ""),
+    ],
+)
+def test_a_micro_batch_holds_both_rows_of_a_pair(
+    tmp_path: Path, text: str, sizes: list[str], least: int, rounded: str
+) -> None:
+    limit = "actor_train.max_tokens_per_microbatch_in_train"
+    dynamic = [*sizes, "actor_train.use_dynamic_batching_in_train=true"]
+    assert check(load(tmp_path, *dynamic, f"{limit}={least}", text=text)).errors == []
+    length = 33 if "response_length=9" in sizes else 32
+    message = f"cannot hold a pair of 2 x sequence_length {length} = {2 * length}{rounded}; use at least that"
+    for short in (length, least - 1):
+        assert f"{limit}: {short} {message}" in refusal(tmp_path, *dynamic, f"{limit}={short}", text=text)
+
+
+@pytest.mark.parametrize("text", [REWARD_MODEL, DPO], ids=["reward_model", "dpo"])
+def test_a_forward_micro_batch_holds_one_row_of_a_pair(tmp_path: Path, text: str) -> None:
+    limit = "actor_train.max_tokens_per_microbatch_in_infer"
+    validated = ["eval_steps=1", "validation.data_args.file_name=val.jsonl"]
+    validated.append("actor_train.use_dynamic_batching_in_infer=true")
+    assert check(load(tmp_path, *validated, f"{limit}=32", text=text)).errors == []
+    message = f"{limit}: 31 cannot hold one sample of sequence_length 32; use at least that"
+    assert message in refusal(tmp_path, *validated, f"{limit}=31", text=text)
 
 
 def test_a_reward_model_has_a_value_head_and_no_reference(tmp_path: Path) -> None:

@@ -172,6 +172,14 @@ def test_a_reward_model_that_cannot_score_is_refused(
     assert message in refusal(tmp_path, *given, overrides)
 
 
+def test_a_reward_model_counts_tokens_with_its_own_tokenizer(tmp_path: Path, reward_model: Path) -> None:
+    limit = "reward.max_tokens_per_microbatch_in_infer"
+    given = [MODEL_REWARD, "reward.device_mapping=[0,1]", f"reward.model_args.model_name_or_path={reward_model}"]
+    given.append("reward.use_dynamic_batching_in_infer=true")
+    assert check(rlvr(tmp_path, *given, f"{limit}=100")).errors == []
+    assert f"{limit}: 0 cannot hold one token; use at least that" in refusal(tmp_path, *given)
+
+
 def test_a_language_model_has_no_scores(tmp_path: Path, reward_model: Path) -> None:
     text = (reward_model / "config.json").read_text().replace("ForSequenceClassification", "ForCausalLM")
     (reward_model / "config.json").write_text(text)

@@ -56,13 +56,20 @@ class RankContext:
         reward_model: bool = False,
         **pipeline: Any,
     ) -> Any:
-        """An initialised strategy of this rank; shut it down before asking for the next."""
+        """An initialised strategy of this rank; shut it down before asking for the next.
+
+        With `infer` the model is frozen; with `reward_model` too, it is that of role `reward`.
+        """
+        from roll.configs.megatron import MegatronConfig, MegatronTrainConfig
         from roll.configs.pipeline import SFTConfig
         from roll.configs.roles import (
             ActorTrainConfig,
             CriticConfig,
+            MegatronInferArguments,
+            MegatronModelArguments,
+            MegatronRoleConfig,
             MegatronTrainArguments,
-            MegatronTrainConfig,
+            RewardModelRoleConfig,
             RewardModelTrainConfig,
             TrainingArguments,
             TrainModelArguments,
@@ -80,16 +87,24 @@ class RankContext:
             "tensor_model_parallel_size": self.layout.tensor,
             "pipeline_model_parallel_size": self.layout.pipeline,
         }
-        kind_of_role = RewardModelTrainConfig if reward_model else CriticConfig if critic else ActorTrainConfig
-        worker = kind_of_role(
-            model_args=TrainModelArguments(model_name_or_path=str(model), dtype=dtype),
-            training_args=TrainingArguments(**({"learning_rate": 1e-3} | (training or {}))),
-            strategy_args=MegatronTrainArguments(strategy_config=MegatronTrainConfig(**sizes | (megatron or {}))),
-            device_mapping=list(range(self.layout.world_size)),
-            use_sequence_packing=packed,
-        )
+        own = {"device_mapping": list(range(self.layout.world_size)), "use_sequence_packing": packed}
+        frozen = infer and reward_model
+        if frozen:
+            worker: MegatronRoleConfig = RewardModelRoleConfig(
+                model_args=MegatronModelArguments(model_name_or_path=str(model), dtype=dtype),
+                strategy_args=MegatronInferArguments(strategy_config=MegatronConfig(**sizes | (megatron or {}))),
+                **own,
+            )
+        else:
+            kind_of_role = RewardModelTrainConfig if reward_model else CriticConfig if critic else ActorTrainConfig
+            worker = kind_of_role(
+                model_args=TrainModelArguments(model_name_or_path=str(model), dtype=dtype),
+                training_args=TrainingArguments(**({"learning_rate": 1e-3} | (training or {}))),
+                strategy_args=MegatronTrainArguments(strategy_config=MegatronTrainConfig(**sizes | (megatron or {}))),
+                **own,
+            )
         times = {"start_timeout_s": 60.0, "rpc_timeout_s": 60.0}
-        roles = {} if critic else {"actor_train": worker}
+        roles = {} if critic or frozen else {"actor_train": worker}
         config = SFTConfig(**times | {"response_length": 1024} | roles | pipeline)
         kind = MegatronInferStrategy if infer else MegatronTrainStrategy
         strategy = kind(worker, config, self.layout, self.rank, get_platform("cpu"))

@@ -15,6 +15,9 @@ from tests.integration.rank_pool import RankContext
 
 STEPS = 5
 PAD = 0
+CENTERING = 0.01
+TRAINING = {"learning_rate": 1e-3, "adam_epsilon": 1e-4}
+"""With this epsilon Adam's first step does not turn the rounding of gradients near 0 into whole steps."""
 
 
 def sequences() -> list[list[int]]:
@@ -26,15 +29,23 @@ def sequences() -> list[list[int]]:
 
 
 def run(context: RankContext) -> None:
-    """`arguments`: models (name to folder) that are rated and trained, the options of Megatron, whether to pack."""
+    """`arguments`: models (name to folder) that are rated and trained, the options of Megatron, whether to pack.
+
+    Those named in `frozen` are also rated by role `reward`.
+    """
+    options = {key: context.arguments[key] for key in ("megatron", "packed")} | {"reward_model": True}
     for name, folder in context.arguments["models"].items():
-        strategy = context.strategy(
-            Path(folder), context.arguments["megatron"], packed=context.arguments["packed"], reward_model=True
-        )
+        if name in context.arguments["frozen"]:
+            strategy = context.strategy(Path(folder), infer=True, **options)
+            context.results[f"rewards/frozen {name}"] = _rewards(strategy)
+            strategy.shutdown()
+        strategy = context.strategy(Path(folder), training=TRAINING, **options)
         context.results[f"parameters/{name}"] = [n for stage in strategy.stages for n, _ in stage.named_parameters()]
         strategy.weights.export_hf(context.folder / name)
         context.results[f"rewards/{name}"] = _rewards(strategy)
-        context.results[f"steps/{name}"] = [strategy.train_step(_pairs()) for _ in range(STEPS)]
+        steps = context.results[f"steps/{name}"] = [strategy.train_step(_pairs())]
+        strategy.weights.export_hf(context.folder / f"first {name}")
+        steps += [strategy.train_step(_pairs()) for _ in range(STEPS - 1)]
         strategy.weights.export_hf(context.folder / f"trained {name}")
         context.results[f"rewards/trained {name}"] = _rewards(strategy)
         strategy.shutdown()
@@ -50,6 +61,6 @@ def _rewards(strategy: Any) -> torch.Tensor | None:
 def _pairs() -> DataProto:
     data = DataProto.from_dict(collate_scored(sequences()))
     plan = {"micro_batches": [[0, 1, 4, 5], [2, 3], [6, 7]], "tokens": 8.0, "sequences": 8.0}
-    loss = BradleyTerryConfig(center_rewards_coefficient=0.01)
+    loss = BradleyTerryConfig(center_rewards_coefficient=CENTERING)
     data.meta_info = {"loss": "bradley_terry", "loss_config": loss, "optimizer_steps": [plan], "temperature": 1.0}
     return data

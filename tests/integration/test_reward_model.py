@@ -10,7 +10,7 @@ import torch
 
 from roll.configs.parallel_layout import ParallelLayout
 from roll.models.tiny import write_tiny_model
-from tests.integration.reward_scenario import PAD, STEPS, sequences
+from tests.integration.reward_scenario import CENTERING, PAD, STEPS, TRAINING, sequences
 from tests.integration.test_critic_model import write_reward_model
 from tests.integration.test_megatron_strategy import tensors_of
 
@@ -21,6 +21,8 @@ LAYOUTS = {
     "pp2": (ParallelLayout(pipeline=2), {}, True),
 }
 NAMES = ("language", "token", "sequence")
+FROZEN = ("token", "sequence")
+"""Models that are also those of a role `reward`, with and without a bias."""
 
 
 def write_tokenizer(folder):
@@ -57,24 +59,37 @@ def run(models, rank_pool, tmp_path_factory):
             models=models,
             megatron=megatron,
             packed=packed,
+            frozen=FROZEN,
         )
         for layout, (sizes, megatron, packed) in LAYOUTS.items()
     }
     return lambda layout: (running[layout].result(), folders[layout])
 
 
-def rewards_of(folder):
-    """Rewards of transformers, which finds the last token of a padded sequence by itself."""
+def classifier(folder):
+    """The model of transformers that rates whole sequences."""
     import transformers
 
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    return transformers.AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+
+
+def rewards_of(model):
+    """Rewards of transformers, which finds the last token of a padded sequence by itself."""
     rows = sequences()
     ids = torch.full((len(rows), max(map(len, rows)) + 2), model.config.pad_token_id)
     for row, tokens in zip(ids, rows, strict=True):
         row[: len(tokens)] = torch.tensor(tokens)
     mask = torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
+    return model(input_ids=ids, attention_mask=mask.long()).logits.squeeze(-1)
+
+
+def last_values(folder, kind):
+    """Values of transformers at the last token of each sequence, which it reads alone."""
+    import transformers
+
+    model = getattr(transformers, f"AutoModelFor{kind}Classification").from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
-        return model(input_ids=ids, attention_mask=mask.long()).logits.squeeze(-1)
+        return torch.stack([model(input_ids=torch.tensor([row])).logits.flatten()[-1] for row in sequences()])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -85,11 +100,23 @@ def test_transformers_gives_the_same_rewards_as_the_exported_model(run, layout, 
     rewards = ranks[-1][f"rewards/{state}{name}"]
     if state or name != "language":
         assert rewards.std() > 1e-3
-    torch.testing.assert_close(rewards_of(folder / f"{state}{name}"), rewards, atol=1e-4, rtol=0)
+    with torch.no_grad():
+        expected = rewards_of(classifier(folder / f"{state}{name}"))
+    torch.testing.assert_close(expected, rewards, atol=1e-4, rtol=0)
     config = json.loads((folder / f"{state}{name}" / "config.json").read_text())
     family = "Qwen2" if name == "language" else "Qwen3"
     assert config["architectures"] == [f"{family}ForSequenceClassification"]
     assert config["pad_token_id"] == PAD and len(config["id2label"]) == 1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", FROZEN)
+def test_a_frozen_reward_model_gives_the_values_of_transformers_at_the_last_token(run, models, layout, name):
+    ranks, _ = run(layout)
+    rewards = ranks[-1][f"rewards/frozen {name}"]
+    assert rewards.std() > 1e-3
+    expected = last_values(models[name], name.capitalize())
+    torch.testing.assert_close(rewards, expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -108,6 +135,30 @@ def test_a_reward_model_that_starts_from_a_language_model_has_rewards_of_0(run, 
     assert (ranks[-1]["rewards/language"] == 0).all()
     first = ranks[-1]["steps/language"][0]
     assert first["loss"] == pytest.approx(math.log(2)) and first["accuracy"] == first["margin"] == 0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_first_step_is_that_of_torch_on_the_model_of_transformers(run, layout, name):
+    ranks, folder = run(layout)
+    model = classifier(folder / name)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    model.get_input_embeddings().padding_idx = None  # its gradient of the padding token would be 0; sequences have it
+    rewards = rewards_of(model)
+    chosen, rejected = rewards[0::2], rewards[1::2]
+    loss = (torch.log1p(torch.exp(rejected - chosen)) + CENTERING * (chosen + rejected) ** 2).mean()
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    torch.optim.Adam(model.parameters(), TRAINING["learning_rate"], eps=TRAINING["adam_epsilon"]).step()
+    for rank in ranks:
+        ours = rank[f"steps/{name}"][0]
+        assert ours["loss"] == pytest.approx(loss.item(), rel=1e-5)
+        assert ours["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    after, expected = tensors_of(folder / f"first {name}"), model.state_dict()
+    assert after.keys() == expected.keys()
+    assert not torch.equal(expected["score.weight"], before["score.weight"])
+    for key, value in after.items():
+        torch.testing.assert_close(value, expected[key], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("name", NAMES)

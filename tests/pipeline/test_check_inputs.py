@@ -166,12 +166,13 @@ PAIRS = [{"prompt": "1+1=", "chosen": "2", "rejected": "3"}]
         ({"pad_token": "<pad>", "eos_token": "<end>"}, ""),
         ({"eos_token": "<end>"}, "its tokenizer has no pad_token: transformers will rate one sequence at a time"),
         ({"pad_token": "<end>", "eos_token": "<end>"}, "its tokenizer pads with the end token <end>"),
+        ({"pad_token": "<gap>", "eos_token": "<end>"}, "no file of its tokenizer gives the id of its pad_token <gap>"),
     ],
 )
 def test_a_reward_model_that_is_exported_needs_a_padding_token_of_its_own(
     folder: Path, tokens: dict[str, str], message: str
 ) -> None:
-    Tokenizer(models.BPE()).save(str(folder / "tokenizer.json"))
+    Tokenizer(models.WordLevel({"<pad>": 0, "<end>": 1})).save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(tokens | {"chat_template": "x"}))
     given = {
         "pipeline": "reward_model",

@@ -11,12 +11,13 @@ from roll.configs.compat import vllm
 from roll.configs.errors import Report
 from roll.configs.megatron import ineffective_modules
 from roll.configs.parallel_layout import spans
-from roll.configs.pipeline import BaseConfig, DPOConfig, RLConfig, RLVRConfig
+from roll.configs.pipeline import BaseConfig, DPOConfig, PreferenceConfig, RLConfig, RLVRConfig
 from roll.configs.roles import (
     DEVICE_ROLES,
     OLD_LOG_PROBS,
     ActorInferConfig,
     MegatronRoleConfig,
+    RewardModelRoleConfig,
     RoleConfig,
     TrainedRoleConfig,
     TrainingArguments,
@@ -309,21 +310,41 @@ def _check_value(path: str, value: Any, option: ServerOption, report: Report) ->
 
 def check_training(config: BaseConfig, report: Report) -> None:
     """The optimizers' schedules and the token budgets of dynamic batching."""
-    limits = {}
     for role, worker in config.trained_roles().items():
         _check_schedule(worker.training_args, f"{role}.training_args", report)
-        limits[f"{role}.max_tokens_per_microbatch_in_train"] = worker.training_token_limit, worker.layout.tensor
-    for role, each in config.device_roles().items():
-        if isinstance(each, MegatronRoleConfig) and OLD_LOG_PROBS.holds(config, each):
-            limits[f"{role}.max_tokens_per_microbatch_in_infer"] = each.forward_token_limit, each.layout.tensor
-    for path, (limit, tensor) in limits.items():
-        length = config.sequence_length or 0
-        least = -(-length // tensor) * tensor
-        if limit is not None and limit < least:
-            rounded = f", rounded up to {least} for tensor parallel {tensor}" if least > length else ""
-            report.error(
-                path, f"{limit} cannot hold one sample of sequence_length {length}{rounded}; use at least that"
-            )
+    _check_token_limits(config, report)
+
+
+def _check_token_limits(config: BaseConfig, report: Report) -> None:
+    """A micro-batch holds what is not divided: a sample, or in training on pairs both rows of a pair."""
+    length = config.sequence_length or 0
+    sample = f"one sample of sequence_length {length}"
+    for role, trained in config.trained_roles().items():
+        path, limit = f"{role}.max_tokens_per_microbatch_in_train", trained.training_token_limit
+        tensor = trained.layout.tensor
+        if isinstance(config, PreferenceConfig):
+            rows = 1 if trained.use_sequence_packing else 2  # each padded row is rounded up
+            pair = f"a pair of 2 x sequence_length {length} = {2 * length}"
+            _check_holds(path, limit, 2 * length, pair, tensor, rows * tensor, report)
+        else:
+            _check_holds(path, limit, length, sample, tensor, tensor, report)
+    for role, worker in config.device_roles().items():
+        if isinstance(worker, MegatronRoleConfig) and OLD_LOG_PROBS.holds(config, worker):
+            path, limit = f"{role}.max_tokens_per_microbatch_in_infer", worker.forward_token_limit
+            tensor = worker.layout.tensor
+            has_own_tokenizer = isinstance(worker, RewardModelRoleConfig)  # then sequence_length says nothing
+            tokens, what = (1, "one token") if has_own_tokenizer else (length, sample)
+            _check_holds(path, limit, tokens, what, tensor, tensor, report)
+
+
+def _check_holds(
+    path: str, limit: int | None, tokens: int, what: str, tensor: int, round_to: int, report: Report
+) -> None:
+    """A token limit, if there is one, is at least `tokens` rounded up to `round_to`."""
+    least = -(-tokens // round_to) * round_to
+    if limit is not None and limit < least:
+        rounded = f", rounded up to {least} for tensor parallel {tensor}" if least > tokens else ""
+        report.error(path, f"{limit} cannot hold {what}{rounded}; use at least that")
 
 
 def _check_schedule(training: TrainingArguments, path: str, report: Report) -> None:
