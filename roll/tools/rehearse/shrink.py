@@ -404,7 +404,10 @@ def _shrink_training(edit: _Edit, config: BaseConfig, batch: Batch, steps: int) 
             if limit:
                 held = limit // (config.sequence_length or limit)
                 held = max(1, min(held, MAX_SEQUENCES_PER_MICRO_BATCH))
-                edit.set((role, key), held * length, "as many of the longest sequences as fit the recipe's, at most 4")
+                own = length
+                if role == "reward":
+                    own += 2 + length % 2  # an end token, padding, and a multiple of two tensor-parallel ranks
+                edit.set((role, key), held * own, "as many of the longest sequences as fit the recipe's, at most 4")
         forward = edit.value((role, "infer_batch_size"))
         if forward and forward > MAX_FORWARD_BATCH and not edit.value((role, "use_dynamic_batching_in_infer")):
             edit.set((role, "infer_batch_size"), MAX_FORWARD_BATCH, SMALL)
