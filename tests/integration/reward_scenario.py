@@ -1,4 +1,4 @@
-"""What every rank of a layout does for test_reward_model.py, in one spawn."""
+"""What every rank of a layout does for test_reward_model_layouts.py, in one spawn."""
 
 from __future__ import annotations
 
