@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from roll.configs.roles import RoleConfig
     from roll.distributed.resources import ResourceManager
 
-T = TypeVar("T")
 WorkerT = TypeVar("WorkerT", bound=Worker, covariant=True)
 P = ParamSpec("P")
 ArgumentT = TypeVar("ArgumentT")

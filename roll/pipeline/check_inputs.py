@@ -81,9 +81,9 @@ def _check_tokenizers(config: BaseConfig, report: Report) -> None:
     _check_tokenizer(path, name, roles, report)
     if isinstance(config, RLVRConfig) and config.uses_reward_model:
         templates = {
-            f"rewards.{name}.template": reward.template or config.actor_train.data_args.template
+            f"rewards.{name}.template": reward.template
             for name, reward in config.rewards.items()
-            if is_reward_model(reward)
+            if is_reward_model(reward) and reward.template is not None
         }
         model = config.reward.model_args.model_name_or_path
         _check_tokenizer("reward.model_args.model_name_or_path", model, templates, report)

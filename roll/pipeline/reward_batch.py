@@ -64,8 +64,8 @@ def reward_model_scorers(config: RLVRConfig) -> dict[str, RewardModelScorer]:
     scorers = {}
     for name, reward in rewards.items():
         with prefix_errors(f"rewards.{name} ({folder})"):
-            template = reward.template or config.actor_train.data_args.template
-            scorers[name] = RewardModelScorer(tokenizer, template, longest)
+            assert reward.template is not None, "loading fills it in"
+            scorers[name] = RewardModelScorer(tokenizer, reward.template, longest)
     return scorers
 
 

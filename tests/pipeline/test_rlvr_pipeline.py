@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from roll.algorithms.turn_advantages import read_turns
 from roll.configs.advantages import ADV_ESTIMATORS
 from roll.configs.errors import RunError
 from roll.configs.pipeline import RLVRConfig
-from roll.configs.rewards import FilterArguments, QueryFilterConfig, RewardConfig
+from roll.configs.rewards import BUILT_IN, FilterArguments, QueryFilterConfig, RewardConfig
+from roll.datasets.records import DatasetError
 from roll.datasets.templates import EncodedPrompt
 from roll.pipeline.rlvr_pipeline import RLVRWorker, Scorer, make_sampler
 from roll.rewards.calling import RewardOutcome, RewardRequest
@@ -259,3 +261,21 @@ def test_prompts_of_several_rewards_are_drawn_by_the_one_that_has_a_share():
     config.actor_train.data_args.domain_interleave_probs = {"math_rule": 1.0}
     with pytest.raises(RunError, match=r"no prompts in math_rule; the files have prompts of length \(2\), other \(1\)"):
         make_sampler(config, prompts)
+
+
+def test_the_template_of_a_reward_model_is_tried_on_the_prompts_that_it_scores_alone() -> None:
+    seen: list[int] = []
+
+    class Model:
+        def check(self, questions: list[Any]) -> None:
+            seen.append(len(questions))
+            if questions:
+                raise DatasetError("'none' needs a text")
+
+    function = BUILT_IN["reward_model"].function
+    for tag, count in (("other", 0), ("math", len(PROMPTS))):
+        rewards = {"model": RewardConfig(function=function, tag_included=[tag]), "rule": RewardConfig()}
+        scorer = Scorer(rewards, None, {"model": Model()})  # type: ignore[arg-type, dict-item]
+        with pytest.raises(DatasetError, match="rewards.model.template.*needs a text") if count else nullcontext():
+            scorer.check(PROMPTS)
+        assert seen.pop() == count

@@ -25,7 +25,7 @@ class Tokenizer:
 
     def __call__(self, texts: list[str], add_special_tokens: bool) -> dict[str, list[list[int]]]:
         assert not add_special_tokens
-        return {"input_ids": [[ord(letter) for letter in text] for text in texts]}
+        return {"input_ids": [[ord(character) for character in text] for text in texts]}
 
 
 def scorer(

@@ -352,7 +352,7 @@ RUN_KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
 UNSUPPORTED_KEYS: tuple[UnsupportedKey, ...] = (
     UnsupportedKey("val_batch_size", always, "validation runs over the whole validation set", ("rlvr", "sft")),
     UnsupportedKey("reward", always, "environments give the rewards", ("agentic",)),
-    UnsupportedKey("reward", never, "this pipeline scores no response", ("sft", "dpo")),
+    UnsupportedKey("reward", never, "this pipeline scores no response", ("sft", "dpo", "reward_model")),
     UnsupportedKey(
         "reward_model",
         always,
