@@ -16,7 +16,14 @@ from torch import Tensor
 
 from roll.algorithms.aggregation import EPSILON, constant_group, group_mean, masked, normalize, whiten
 from roll.algorithms.registry import Registry
-from roll.algorithms.returns import generalized_advantages, return_to_go, token_rewards, turn_token_rewards
+from roll.algorithms.returns import (
+    along_tokens,
+    discounted_sum,
+    generalized_advantages,
+    return_to_go,
+    token_rewards,
+    turn_token_rewards,
+)
 from roll.algorithms.turn_advantages import (
     Episodes,
     Turns,
@@ -47,6 +54,8 @@ class RewardBatch:
         reward_parts: [B, R] score of each reward before its weight, without `reward_clip` and `whiten_rewards`; NaN
             where a reward does not score the sample. None if only their sum is known.
         overlong: [B] what the scores have lost by `overlong_buffer_len`; None: nothing.
+        squared_gradients: [B, T] square of the gradient of a token's log-prob with respect to the logits, times that of
+            its weight in the loss; None where the probabilities of all tokens are not known.
     """
 
     scores: Tensor
@@ -59,6 +68,7 @@ class RewardBatch:
     teacher_kl: Tensor | None = None
     reward_parts: Tensor | None = None
     overlong: Tensor | None = None
+    squared_gradients: Tensor | None = None
 
     @cached_property
     def episodes(self) -> Episodes:
@@ -79,6 +89,12 @@ class RewardBatch:
     def episode_groups(self) -> Tensor:
         """[E] group number of each episode."""
         return self.episodes.group_numbers(self.groups)
+
+    def token_rewards(self) -> Tensor:
+        """[B, T] the score at the last token, or the reward of each turn at its last one, minus the KL penalty."""
+        if self.turns is None:
+            return token_rewards(self.scores, self.token_kl, self.response_mask)
+        return turn_token_rewards(self.scores, self.token_kl, self.response_mask, self.turns, self.episodes)
 
 
 Estimator = Callable[[RewardBatch, "AdvantageConfig"], tuple[Tensor, Tensor]]
@@ -165,6 +181,73 @@ def opo(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
         return masked(rewards - baseline, ~constant_group(rewards, groups))
 
     return _by_response(batch, minus_weighted_mean)
+
+
+@ADV_ESTIMATORS.register("optimal_token_baseline")
+def optimal_token_baseline(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
+    """A_t = G_t - sum_j W_jt G_jt / sum_j W_jt over the group's responses j that have a token t.
+
+    G is the discounted return to go. W_t = EPSILON + sum_{s <= t} w_s^2 (1 - 2 pi_s + sum pi_s^2), the squares of the
+    gradients up to t with respect to the logits, where pi_s is the probability of the sampled token and w_s its
+    correction weight. So the baseline of each token has the least variance, if gradients of logits stand for those of
+    weights. Tokens of a trajectory are counted over all of its turns. A token that only the longest response has gets
+    the baseline of the last place that two responses have. Source: Li et al. 2026, "The Optimal Token Baseline".
+
+    Raises:
+        ValueError: the batch has no sums of squared probabilities.
+    """
+    if batch.squared_gradients is None:
+        raise ValueError(
+            "adv_estimator optimal_token_baseline needs the log-probs and the sums of squared probabilities of the "
+            "trainer, which this batch lacks; use opo, grpo or rloo"
+        )
+    mask, groups = batch.response_mask, batch.episode_groups
+
+    def minus_baseline(rewards: Tensor, squares: Tensor, present: Tensor) -> Tensor:
+        returns = discounted_sum(rewards, config.gamma)
+        weights = present * (EPSILON + squares.cumsum(-1))
+        baselines, equal = token_baselines(returns, weights, present, groups[: len(returns)])
+        return torch.where(equal, 0.0, returns - baselines)
+
+    inputs = (batch.token_rewards().double(), batch.squared_gradients, mask.double())
+    advantages = along_tokens(minus_baseline, mask, *inputs, sequences=batch.episodes.of_row).float()
+    sequences = None if batch.turns is None else batch.episodes.of_row
+    returns = along_tokens(
+        lambda table: discounted_sum(table, config.gamma), mask, batch.token_rewards(), sequences=sequences
+    )
+    return advantages, returns
+
+
+def token_baselines(returns: Tensor, weights: Tensor, present: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
+    """The weighted mean of returns at each place of a group, and whether all of its returns there equal one's own.
+
+    Args:
+        returns: [E, L], token t of each response at column t.
+        weights: [E, L], positive where present.
+        present: [E, L] 1.0 for tokens that exist, which are the first of each row.
+        groups: [E] group numbers from 0.
+
+    Returns:
+        Both [E, L]. Places that fewer than two responses of the group have take those of the last place that two have;
+        a group of one has its own returns.
+    """
+
+    def over_group(values: Tensor) -> Tensor:
+        return values.new_zeros(size, values.shape[1]).index_add_(0, groups, values)
+
+    size = int(groups.max()) + 1 if groups.numel() else 0
+    index = groups[:, None].expand_as(returns)
+    exists = present.bool()
+    means = over_group(weights * returns) / over_group(weights).clamp(min=EPSILON)
+    extreme = returns.new_full((size, returns.shape[1]), -torch.inf)
+    highest = extreme.scatter_reduce(0, index, returns.masked_fill(~exists, -torch.inf), "amax")
+    lowest = -extreme.scatter_reduce(0, index, (-returns).masked_fill(~exists, -torch.inf), "amax")
+    last_shared = (over_group(present) >= 2).sum(-1) - 1
+    place = torch.arange(returns.shape[1], device=returns.device)
+    place = torch.minimum(place.expand(size, -1), last_shared.clamp(min=0)[:, None])
+    means, highest, lowest = (table.gather(1, place)[groups] for table in (means, highest, lowest))
+    equal = ((highest == lowest) & (returns == highest)) | (last_shared < 0)[groups][:, None]
+    return means, equal
 
 
 @ADV_ESTIMATORS.register("gpg")
@@ -298,14 +381,9 @@ def gae(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
     """
     if batch.values is None:
         raise ValueError("adv_estimator gae needs the values of a critic, which this batch lacks")
-    mask, turns, sequences = batch.response_mask, batch.turns, None
-    if turns is None:
-        rewards = token_rewards(batch.scores, batch.token_kl, mask)
-    else:
-        sequences = batch.episodes.of_row
-        rewards = turn_token_rewards(batch.scores, batch.token_kl, mask, turns, batch.episodes)
+    mask, sequences = batch.response_mask, None if batch.turns is None else batch.episodes.of_row
     values = masked(batch.values, mask)
-    advantages = generalized_advantages(rewards, values, mask, config.gamma, config.lambd, sequences)
+    advantages = generalized_advantages(batch.token_rewards(), values, mask, config.gamma, config.lambd, sequences)
     return advantages, advantages + values
 
 

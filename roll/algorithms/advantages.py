@@ -72,6 +72,9 @@ GREEDY_KEYS = tuple(item.name for item in fields(GreedyResponses))
 REWARD_PARTS = "reward_parts"
 """Name of the batch tensor [B, R] with the score of each of R rewards, NaN where a reward does not score a sample."""
 
+SUM_PI_SQUARED = "sum_pi_squared"
+"""Name of the batch tensor [B, T] with the sum of the squared probabilities of all tokens at the place of token t."""
+
 
 def read_greedy(batch: Mapping[str, Tensor]) -> GreedyResponses | None:
     """The greedy responses of a batch; None if it has none."""
@@ -109,6 +112,8 @@ def compute_advantages(
     values: Tensor | None = None,
     greedy: GreedyResponses | None = None,
     reward_parts: Tensor | None = None,
+    sum_pi_squared: Tensor | None = None,
+    correction_weights: Tensor | None = None,
 ) -> Advantages:
     """Advantages and returns of one global batch.
 
@@ -120,7 +125,8 @@ def compute_advantages(
         groups: [B] int64 group numbers, as `roll.algorithms.aggregation.group_index` makes them from prompt ids.
         response_mask: [B, T].
         config: the estimator and its settings.
-        log_probs: [B, T] of the policy; needed with `add_token_level_kl` and a teacher.
+        log_probs: [B, T] of the policy; needed with `add_token_level_kl`, a teacher, and
+            `adv_estimator: optimal_token_baseline`.
         ref_log_probs: [B, T] of the reference or teacher; needed with the same.
         kl_coef: weight of the token KL, from a KL controller.
         turns: of samples that are trajectories or turns of them. Statistics over scores then count every trajectory
@@ -131,6 +137,9 @@ def compute_advantages(
         greedy: of each sample's prompt, needed with `adv_estimator: remax`; `whiten_rewards` does not apply to them.
         reward_parts: [B, R] score of each reward before its weight, NaN where one does not score the sample; needed
             with `adv_estimator: gdpo`. `reward_clip` and `whiten_rewards` do not apply to them.
+        sum_pi_squared: [B, T], the sum of the squared probabilities of all tokens under the policy of `log_probs`;
+            needed with `adv_estimator: optimal_token_baseline`.
+        correction_weights: [B, T] factors of the loss of each token, which that estimator reads; None: all are 1.
 
     Raises:
         ValueError: a score is not finite, there is no token, `add_token_level_kl` or a teacher lacks its log-probs, or
@@ -151,7 +160,20 @@ def compute_advantages(
     baselines = None
     if greedy is not None:
         baselines = _clip(greedy.greedy_scores.float() - overlong_penalty(greedy.greedy_lengths, config), config)
-    batch = RewardBatch(scores, kl_coef * kl, groups, mask, turns, values, baselines, teacher_kl, reward_parts, penalty)
+    squared_gradients = _squared_gradients(mask, log_probs, sum_pi_squared, correction_weights)
+    batch = RewardBatch(
+        scores,
+        kl_coef * kl,
+        groups,
+        mask,
+        turns,
+        values,
+        baselines,
+        teacher_kl,
+        reward_parts,
+        penalty,
+        squared_gradients,
+    )
     advantages, returns = ADV_ESTIMATORS[config.adv_estimator](batch, config)
     if config.use_opd and teacher_kl is not None:
         advantages = advantages - config.opd_kl_coef * teacher_kl
@@ -218,6 +240,18 @@ def _teacher_kl(
     if log_probs is None or teacher is None:
         raise ValueError("a teacher (use_opd, adv_estimator opd) needs its log-probs and those of the policy")
     return masked((log_probs - teacher).detach().float(), mask)
+
+
+def _squared_gradients(
+    mask: Tensor, log_probs: Tensor | None, sum_pi_squared: Tensor | None, weights: Tensor | None
+) -> Tensor | None:
+    """The square of the gradient of w log pi with respect to the logits [B, T]: w^2 (1 - 2 pi + sum pi^2)."""
+    if log_probs is None or sum_pi_squared is None:
+        return None
+    squares = 1 - 2 * masked(log_probs, mask).double().exp() + sum_pi_squared.double()
+    if weights is not None:
+        squares = squares * weights.double() ** 2
+    return masked(squares.clamp(min=0), mask)
 
 
 def overlong_penalty(lengths: Tensor, config: AdvantageConfig) -> Tensor:

@@ -21,6 +21,7 @@ ADV_ESTIMATORS = (
     "gpg",
     "pass_at_k",
     "gdpo",
+    "optimal_token_baseline",
     "remax",
     "gae",
     "opd",
@@ -28,7 +29,20 @@ ADV_ESTIMATORS = (
 )
 """Values of `adv_estimator`; the registry of roll.algorithms agrees with it."""
 
-GROUP_ESTIMATORS = ("grpo", "rloo", "lite_ppo", "reinforce_plus_plus_baseline", "opo", "gpg", "pass_at_k", "gdpo")
+TOKEN_ESTIMATORS = ("optimal_token_baseline",)
+"""Estimators that compare a token with those at its place in the other responses to the prompt."""
+
+GROUP_ESTIMATORS = (
+    "grpo",
+    "rloo",
+    "lite_ppo",
+    "reinforce_plus_plus_baseline",
+    "opo",
+    "gpg",
+    "pass_at_k",
+    "gdpo",
+    *TOKEN_ESTIMATORS,
+)
 """Estimators that compare a response with the others to its prompt."""
 
 PER_REWARD_ESTIMATORS = ("gdpo",)
@@ -37,7 +51,7 @@ PER_REWARD_ESTIMATORS = ("gdpo",)
 GREEDY_ESTIMATORS = ("remax",)
 """Estimators that compare a response with the greedy one to its prompt."""
 
-RESPONSE_ESTIMATORS = (*GROUP_ESTIMATORS, *GREEDY_ESTIMATORS)
+RESPONSE_ESTIMATORS = tuple(name for name in (*GROUP_ESTIMATORS, *GREEDY_ESTIMATORS) if name not in TOKEN_ESTIMATORS)
 """Estimators that give all tokens of a response the same advantage."""
 
 VALUE_ESTIMATORS = ("gae",)
@@ -178,6 +192,11 @@ class AdvantageOptions:
     def uses_teacher(self) -> bool:
         """Whether advantages depend on the log-probs of a teacher."""
         return self.use_opd or self.adv_estimator in TEACHER_ESTIMATORS
+
+    @property
+    def uses_sum_pi_squared(self) -> bool:
+        """Whether the advantages need the sum of the squared probabilities at each token."""
+        return self.adv_estimator in TOKEN_ESTIMATORS
 
     @property
     def uses_reward_parts(self) -> bool:

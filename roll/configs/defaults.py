@@ -158,9 +158,10 @@ def _fill_in_policy(config: RLConfig) -> None:
     variant, weights = config.actor_train.pg_variant, config.correction.weights
     if traits_of(variant).needs_weights and weights.level is None:
         weights.level = "token"
-    source = proximal_source(config, variant, config.async_generation_ratio)
-    config.old_log_probs_source = source  # type: ignore[assignment]
+    source, chosen = proximal_source(config, variant, config.async_generation_ratio), config.old_log_probs_source
     config.pg_ratio_base = ratio_base(config, variant, source)  # type: ignore[assignment]
+    reads_pass = config.uses_sum_pi_squared and chosen == "auto"
+    config.old_log_probs_source = "recompute" if reads_pass else source  # type: ignore[assignment]
 
 
 def _inherit(config: BaseConfig, section: str, training: Any, skip: tuple[str, ...]) -> None:

@@ -40,8 +40,13 @@ class HeadSpec:
 
 
 def fused_linear_logprobs(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, spec: HeadSpec, entropy_gradient: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    spec: HeadSpec,
+    entropy_gradient: bool = False,
+    sum_pi_squared: bool = False,
+) -> tuple[torch.Tensor, ...]:
     """Log-prob log softmax(hidden W^T / temperature)[target], and the entropy of the same distribution.
 
     Args:
@@ -50,15 +55,18 @@ def fused_linear_logprobs(
         targets: token ids [N].
         spec: the rank's part of the vocabulary.
         entropy_gradient: whether the entropy is differentiable.
+        sum_pi_squared: whether the sum of the squared probabilities of all tokens is computed too, without gradient.
 
     Returns:
-        Log-probs and entropies in nats, [N] float32 each.
+        Log-probs and entropies in nats, and with `sum_pi_squared` that sum, [N] float32 each.
     """
     if hidden.dtype != torch.float32 and not _has_fp32_output(hidden):
         hidden, weight = hidden.float(), weight.float()
     keep = torch.is_grad_enabled() and hidden.shape[0] * weight.shape[0] * 4 <= HEAD_KEPT_BYTES
-    log_probs, entropy = _FusedLinearLogprobs.apply(hidden, weight, targets, spec, entropy_gradient, keep)  # type: ignore[no-untyped-call]
-    return log_probs, entropy
+    results = _FusedLinearLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, targets, spec, entropy_gradient, sum_pi_squared, keep
+    )
+    return tuple(results) if sum_pi_squared else tuple(results[:2])
 
 
 class _FusedLinearLogprobs(torch.autograd.Function):
@@ -70,11 +78,12 @@ class _FusedLinearLogprobs(torch.autograd.Function):
         targets: torch.Tensor,
         spec: HeadSpec,
         entropy_gradient: bool,
+        sum_pi_squared: bool,
         keep: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         parts = []
         for rows in _chunks(hidden, weight):
-            part = _forward_chunk(hidden[rows], weight, targets[rows], spec)
+            part = _forward_chunk(hidden[rows], weight, targets[rows], spec, sum_pi_squared)
             parts.append(part if keep else replace(part, probabilities=None))
             del part  # with the probabilities, before the next chunk needs that memory
         log_probs = torch.cat([part.log_probs for part in parts])
@@ -82,12 +91,13 @@ class _FusedLinearLogprobs(torch.autograd.Function):
         ctx.spec, ctx.entropy_gradient = spec, entropy_gradient
         ctx.probabilities = [part.probabilities for part in parts]
         ctx.save_for_backward(hidden, weight, targets, entropy)
-        if not entropy_gradient:
-            ctx.mark_non_differentiable(entropy)
-        return log_probs, entropy
+        squares = torch.cat([part.squares for part in parts if part.squares is not None]) if sum_pi_squared else None
+        without_gradient = [] if entropy_gradient else [entropy]
+        ctx.mark_non_differentiable(*without_gradient, *([] if squares is None else [squares]))
+        return log_probs, entropy, squares
 
     @staticmethod
-    def backward(ctx: Any, log_prob_gradient: torch.Tensor, entropy_gradient: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, log_prob_gradient: torch.Tensor, entropy_gradient: torch.Tensor | None, _: Any) -> Any:
         hidden, weight, targets, entropy = ctx.saved_tensors
         spec: HeadSpec = ctx.spec
         hidden_gradient = torch.empty_like(hidden)
@@ -106,7 +116,7 @@ class _FusedLinearLogprobs(torch.autograd.Function):
             del probabilities, logits  # before the next chunk needs that memory
         if spec.group is not None and spec.reduce_hidden_gradient:
             dist.all_reduce(hidden_gradient, group=spec.group)
-        return hidden_gradient, weight_gradient.to(weight.dtype), None, None, None, None
+        return hidden_gradient, weight_gradient.to(weight.dtype), None, None, None, None, None
 
 
 @dataclass
@@ -114,9 +124,12 @@ class _ChunkResult:
     log_probs: torch.Tensor
     entropy: torch.Tensor
     probabilities: torch.Tensor | None
+    squares: torch.Tensor | None
 
 
-def _forward_chunk(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, spec: HeadSpec) -> _ChunkResult:
+def _forward_chunk(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, spec: HeadSpec, sum_pi_squared: bool = False
+) -> _ChunkResult:
     """Results for n tokens; `probabilities` cover this rank's part of the vocabulary, [n, tokens] float32."""
     logits = _product(hidden, weight[: spec.tokens].t())
     if spec.temperature != 1.0:
@@ -128,15 +141,19 @@ def _forward_chunk(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Te
     exponentials = logits.exp()
     local, own = _own_targets(targets, spec)
     target_logits = logits.gather(1, local[:, None]).squeeze(1) * own
-    sums = torch.stack([exponentials.sum(-1), target_logits, logits.mul_(exponentials).sum(-1)])
+    parts = [exponentials.sum(-1), target_logits, logits.mul_(exponentials).sum(-1)]
+    if sum_pi_squared:
+        parts.append(torch.linalg.vector_norm(exponentials, dim=-1).square())
+    sums = torch.stack(parts)
     if spec.group is not None:
         dist.all_reduce(sums, group=spec.group)
-    total, target_logits, weighted = sums
+    total, target_logits, weighted, *squares = sums
     log_total = total.log()
     return _ChunkResult(
         log_probs=target_logits - log_total,
         entropy=log_total - weighted / total,
         probabilities=exponentials.div_(total[:, None]),
+        squares=squares[0] / total.square() if sum_pi_squared else None,
     )
 
 

@@ -17,6 +17,7 @@ import torch
 from roll.algorithms.advantages import (
     GREEDY_KEYS,
     REWARD_PARTS,
+    SUM_PI_SQUARED,
     AdvantageConfig,
     compute_advantages,
     learned_samples,
@@ -191,8 +192,11 @@ class RLLearner(ActorLearner):
             if self._loss_config.bypass:
                 data.batch["old_log_probs"] = data.batch["behavior_log_probs"].clone()
             else:
-                answer = await cluster_log_probs(self._actor, data, self._config.actor_train)
+                squares = self._config.uses_sum_pi_squared
+                answer = await cluster_log_probs(self._actor, data, self._config.actor_train, squares)
                 data.batch["old_log_probs"] = answer.batch["log_probs"] * mask
+                if squares:
+                    data.batch[SUM_PI_SQUARED] = answer.batch[SUM_PI_SQUARED] * mask
             if self._reference is not None:
                 answer = await cluster_log_probs(self._reference, data, self._config.reference)
                 data.batch["ref_log_probs"] = answer.batch["log_probs"] * mask
@@ -237,6 +241,7 @@ class RLLearner(ActorLearner):
 
     def _add_advantages(self, data: DataProto) -> dict[str, float]:
         """Adds `advantages` and `returns` [B, T]; adapts the KL coefficient."""
+        options = self._loss_config.correction
         result = compute_advantages(
             data.batch["scores"],
             data.batch["group_ids"],
@@ -250,6 +255,8 @@ class RLLearner(ActorLearner):
             values=data.batch.get("values", None),
             greedy=read_greedy(data.batch),
             reward_parts=data.batch.get(REWARD_PARTS, None),
+            sum_pi_squared=data.batch.get(SUM_PI_SQUARED, None),
+            correction_weights=data.batch.get("correction_weights", None) if options.weighted else None,
         )
         if self._config.add_token_level_kl:
             samples = int(data.batch["response_mask"].bool().any(-1).sum())
@@ -317,7 +324,7 @@ class RLLearner(ActorLearner):
 
     def _training_keys(self, data: DataProto) -> list[str]:
         """Tensors that ranks need: all but those of turns, greedy responses and rewards, which only advantages use."""
-        unused = {*TURN_KEYS, *GREEDY_KEYS, REWARD_PARTS}
+        unused = {*TURN_KEYS, *GREEDY_KEYS, REWARD_PARTS, SUM_PI_SQUARED}
         read = ("turn_index",) if self._loss_config.reads_turns else ()
         return [key for key in data.tensors() if key not in unused or key in read]
 
@@ -379,9 +386,14 @@ async def _nothing() -> dict[str, float]:
     return {}
 
 
-async def cluster_log_probs(cluster: Cluster[TrainWorker], data: DataProto, config: MegatronRoleConfig) -> DataProto:
-    """`log_probs` and `entropy` [B, T] of `data` under the weights of actor_train or reference; see `forward`."""
-    return await forward(cluster, TrainWorker.compute_log_probs, data, config)
+async def cluster_log_probs(
+    cluster: Cluster[TrainWorker], data: DataProto, config: MegatronRoleConfig, sum_pi_squared: bool = False
+) -> DataProto:
+    """`log_probs` and `entropy` [B, T] of `data` under the weights of actor_train or reference; see `forward`.
+
+    With `sum_pi_squared`, a tensor of that name too; see `MegatronInferStrategy.compute_log_probs`.
+    """
+    return await forward(cluster, TrainWorker.compute_log_probs, data, config, sum_pi_squared=sum_pi_squared)
 
 
 async def forward(
@@ -389,6 +401,7 @@ async def forward(
     method: Callable[[TrainWorker, DataProto], DataProto],
     data: DataProto,
     config: MegatronRoleConfig,
+    **options: bool,
 ) -> DataProto:
     """What a forward pass of a cluster gives for every sample, in the order of `data`.
 
@@ -397,6 +410,7 @@ async def forward(
         method: of its ranks, such as `TrainWorker.compute_log_probs`.
         data: a batch with `meta_info["temperature"]`.
         config: the cluster's role, for the size of its forward micro-batches.
+        options: what the method reads of `meta_info` beside temperature and micro-batches.
     """
     limit = config.forward_token_limit
     plan = plan_forward(
@@ -411,7 +425,7 @@ async def forward(
     shards = []
     for indices, micro_batches in zip(plan.indices, plan.micro_batches, strict=True):
         shard = inputs.select_idxs(indices)
-        shard.meta_info = {"temperature": data.meta_info["temperature"], "micro_batches": micro_batches}
+        shard.meta_info = {"temperature": data.meta_info["temperature"], "micro_batches": micro_batches, **options}
         shards.append(shard)
     answers = DataProto.concat(await cluster.call_shards(method, shards))
     return answers.reorder(torch.tensor(plan.inverse))

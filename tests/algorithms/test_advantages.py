@@ -38,7 +38,16 @@ POLICY, TEACHER = torch.linspace(-2, -1, 16).view(4, 4), torch.linspace(-1, -3, 
 """Log-probs of the policy and of a teacher."""
 PARTS = torch.stack([SCORES, torch.tensor([0.0, 1.0, 1.0, 0.0])], dim=1)
 """Scores of two rewards."""
-GIVEN = {"values": VALUES, "greedy": GREEDY, "log_probs": POLICY, "ref_log_probs": TEACHER, "reward_parts": PARTS}
+SQUARES = torch.linspace(0.2, 0.6, 16).view(4, 4)
+"""Sums of squared probabilities."""
+GIVEN = {
+    "values": VALUES,
+    "greedy": GREEDY,
+    "log_probs": POLICY,
+    "ref_log_probs": TEACHER,
+    "reward_parts": PARTS,
+    "sum_pi_squared": SQUARES,
+}
 REMAX = AdvantageConfig(adv_estimator="remax")
 REINFORCE = AdvantageConfig(adv_estimator="reinforce", gamma=0.5)
 
@@ -222,9 +231,9 @@ def test_no_estimator_depends_on_order_or_padding(name):
     scores, mask = SCORES[order], torch.nn.functional.pad(MASK[order], (0, 3))
     values, turns = torch.nn.functional.pad(VALUES[order], (0, 3), value=9.0), single_turns(scores, mask)
     greedy = GreedyResponses(*(tensor[order] for tensor in vars(GREEDY).values()))
-    policy, teacher = (torch.nn.functional.pad(each[order], (0, 3), value=-9.0) for each in (POLICY, TEACHER))
-    given = {"values": values, "greedy": greedy, "log_probs": policy, "ref_log_probs": teacher}
-    given["reward_parts"] = PARTS[order]
+    tables = {"log_probs": POLICY, "ref_log_probs": TEACHER, "sum_pi_squared": SQUARES}
+    given = {name: torch.nn.functional.pad(each[order], (0, 3), value=-9.0) for name, each in tables.items()}
+    given |= {"values": values, "greedy": greedy, "reward_parts": PARTS[order]}
     moved = compute_advantages(scores, GROUPS[order], mask, config, turns=turns, **given)
     plain = compute_advantages(SCORES, GROUPS, MASK, config, turns=single_turns(SCORES, MASK), **GIVEN)
     torch.testing.assert_close(moved.advantages[:, :4], plain.advantages[order])
@@ -244,8 +253,8 @@ def test_token_kl_changes_the_advantages_of_every_estimator(name):
     log_probs, ref = torch.zeros(4, 4), -torch.arange(16.0).reshape(4, 4) / 16
     groups, turns = torch.zeros(4, dtype=torch.int64), single_turns(SCORES, MASK)
     given = {"turns": turns, "values": VALUES, "greedy": GREEDY, "reward_parts": PARTS}
-    penalty = {"log_probs": log_probs, "ref_log_probs": ref, "kl_coef": 0.5}
-    moved = compute_advantages(SCORES, groups, MASK, config, **given, **penalty)
+    given |= {"log_probs": log_probs, "sum_pi_squared": SQUARES + 1}
+    moved = compute_advantages(SCORES, groups, MASK, config, **given, ref_log_probs=ref, kl_coef=0.5)
     plain = compute_advantages(SCORES, groups, MASK, replace(GRPO, adv_estimator=name, pass_k=2), **given)
     assert not torch.allclose(moved.advantages, plain.advantages)
 

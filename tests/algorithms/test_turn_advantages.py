@@ -17,6 +17,7 @@ from roll.configs.advantages import (
     GREEDY_ESTIMATORS,
     PER_REWARD_ESTIMATORS,
     TEACHER_ESTIMATORS,
+    TOKEN_ESTIMATORS,
     TURN_ESTIMATORS,
     VALUE_ESTIMATORS,
 )
@@ -242,7 +243,13 @@ def trajectories(draw):
 
 
 TYPES = st.sampled_from(["batch", "group", None])
-FOR_OTHER_DATA = (*VALUE_ESTIMATORS, *GREEDY_ESTIMATORS, *PER_REWARD_ESTIMATORS, *TEACHER_ESTIMATORS)
+FOR_OTHER_DATA = (
+    *VALUE_ESTIMATORS,
+    *GREEDY_ESTIMATORS,
+    *PER_REWARD_ESTIMATORS,
+    *TEACHER_ESTIMATORS,
+    *TOKEN_ESTIMATORS,
+)
 """Estimators that need more than turns."""
 CONFIGS = st.builds(
     settings_of,
@@ -292,6 +299,7 @@ def test_a_batch_of_padding_has_zero_advantages(name):
     values = torch.ones(batch.tensors["response_mask"].shape)
     greedy = GreedyResponses(torch.zeros(2), torch.zeros(2))
     given = {"values": values, "greedy": greedy, "log_probs": values, "ref_log_probs": values}
+    given["sum_pi_squared"] = values
     given["reward_parts"] = torch.zeros(2, 0)
     result = batch.advantages(settings_of(name, whiten_rewards=True), **given)
     assert (result.advantages == 0).all() and all(map(math.isfinite, result.metrics.values()))

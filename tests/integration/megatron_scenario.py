@@ -97,11 +97,11 @@ def _score_and_export(context: RankContext, family: str, model: Path) -> None:
         scored = strategy.compute_log_probs(data)
         context.results[f"log_probs/{family}/{side}"] = scored.batch["log_probs"].clone() if len(scored) else None
         strategy.forward.packed = True
+        data.meta_info["sum_pi_squared"] = True
         scored = strategy.compute_log_probs(data)
         strategy.forward.packed = False
-        context.results[f"log_probs/{family}/{side}/packed"] = (
-            scored.batch["log_probs"].clone() if len(scored) else None
-        )
+        for name in ("log_probs", "sum_pi_squared"):
+            context.results[f"{name}/{family}/{side}/packed"] = scored.batch[name].clone() if len(scored) else None
     strategy.shutdown()
     trainer = context.strategy(model)
     specs, weights = trainer.weights.specs(), list(trainer.weights.full_tensors())

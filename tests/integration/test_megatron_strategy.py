@@ -142,7 +142,7 @@ def run(models, rank_pool, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(models):
-    """Log-probs of transformers by family and padding side."""
+    """Log-probs, and sums of squared probabilities, of transformers by family and padding side."""
     import transformers
 
     values = {}
@@ -154,8 +154,11 @@ def expected(models):
                 logits = model(**batch).logits / TEMPERATURE
             mask = batch["attention_mask"].bool()
             picked = torch.log_softmax(logits[:, :-1], -1).gather(2, batch["input_ids"][:, 1:, None]).squeeze(2)
-            values[family, side] = torch.zeros(mask.shape)
-            values[family, side][:, 1:] = torch.where(mask[:, 1:] & mask[:, :-1], picked, 0.0)
+            squares = logits[:, :-1].softmax(-1).square().sum(-1)
+            scored = mask[:, 1:] & mask[:, :-1]
+            values[family, side] = [
+                torch.nn.functional.pad(torch.where(scored, each, 0.0), (1, 0)) for each in (picked, squares)
+            ]
     return values
 
 
@@ -175,8 +178,12 @@ def test_log_probs_agree_with_transformers(run, expected, layout, family, side):
     found = [rank[f"log_probs/{family}/{side}"] for rank in ranks]
     last_stage = LAYOUTS[layout].tensor * LAYOUTS[layout].data
     assert all(each is None for each in found[:-last_stage])
-    for log_probs in found[-last_stage:]:
-        torch.testing.assert_close(log_probs, expected[family, side.split("/")[0]], atol=1e-4, rtol=0)
+    log_probs, squares = expected[family, side.split("/")[0]]
+    for each in found[-last_stage:]:
+        torch.testing.assert_close(each, log_probs, atol=1e-4, rtol=0)
+    if "packed" in side:
+        for rank in ranks[-last_stage:]:
+            torch.testing.assert_close(rank[f"sum_pi_squared/{family}/{side}"], squares, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("layout", SCORED)

@@ -67,6 +67,19 @@ def test_in_half_precision_many_chunks_lose_no_digits(device, monkeypatch):
         assert (one.double() - other).norm() < 3e-3 * other.norm()
 
 
+@pytest.mark.parametrize("memory", ["kept", "in chunks"])
+def test_sums_of_squared_probabilities_match_a_full_softmax(memory, monkeypatch):
+    if memory != "kept":
+        monkeypatch.setattr("roll.models.fused_linear_logprobs.HEAD_CHUNK_BYTES", {"cpu": 4 * 16 * 3})
+    hidden, weight, targets, tokens = inputs()
+    found = fused_linear_logprobs(hidden, weight, targets, HeadSpec(0, tokens, 0.7), sum_pi_squared=True)
+    squares = (hidden @ weight[:tokens].t() / 0.7).softmax(-1).square().sum(-1)
+    torch.testing.assert_close(found[2], squares.detach())
+    assert found[0].requires_grad and not found[2].requires_grad
+    plain = fused_linear_logprobs(hidden, weight, targets, HeadSpec(0, tokens, 0.7))
+    assert torch.equal(found[0], plain[0]) and torch.equal(found[1], plain[1])
+
+
 def test_entropy_has_no_gradient_by_default():
     hidden, weight, targets, tokens = inputs()
     log_probs, entropy = fused_linear_logprobs(hidden, weight, targets, HeadSpec(0, tokens))

@@ -125,12 +125,22 @@ MOVED_VALUES: dict[str, dict[bool, str]] = {name: {True: "behavior", False: "rec
 
 KL_NAMES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 
-RENAMED_VALUES = {"kl_penalty": KL_NAMES, "kl_loss_type": KL_NAMES}
+ESTIMATOR_NAMES = {
+    "grpo_vectorized": "grpo",
+    "rloo_vectorized": "rloo",
+    "tir_optimal_token_baseline": "optimal_token_baseline",
+}
+
+RENAMED_VALUES = {"kl_penalty": KL_NAMES, "kl_loss_type": KL_NAMES, "adv_estimator": ESTIMATOR_NAMES}
 
 UNSUPPORTED_KEYS = (
     *(
         UnsupportedKey(pattern, bool, "engines always return log-probs; whether they are used: old_log_probs_source")
         for pattern in ("calculate_log_probs", "*.calculate_log_probs")
+    ),
+    *(
+        UnsupportedKey(pattern, bool, "sums of squared probabilities are computed where adv_estimator reads them")
+        for pattern in ("calculate_sum_pi_squared", "*.calculate_sum_pi_squared")
     ),
     *(
         UnsupportedKey(pattern, always, "equal device mappings share devices, disjoint ones do not")

@@ -27,7 +27,7 @@ LossFunction = Callable[[torch.Tensor, torch.Tensor | None, TensorDict], tuple[t
 """(log_probs [b, T], entropy [b, T], samples) -> (loss, metrics) of one micro-batch; values and None of a critic."""
 
 Scores = tuple[torch.Tensor, ...]
-"""Log-probs and entropies of tokens, or the values of a critic."""
+"""Log-probs and entropies of tokens, and sums of squared probabilities if asked for; or the values of a critic."""
 
 
 @dataclass
@@ -45,11 +45,18 @@ class ForwardPass:
     packed: bool = False
     """Micro-batches are computed without padding, see `MicroBatch`."""
 
-    def scores(self, batch: TensorDict, micro_batches: Sequence[Sequence[int]], temperature: float) -> Scores | None:
-        """Log-probs and entropies [B, T] float32 in the order of `batch`; None on all but the last stage."""
+    def scores(
+        self,
+        batch: TensorDict,
+        micro_batches: Sequence[Sequence[int]],
+        temperature: float,
+        sum_pi_squared: bool = False,
+    ) -> Scores | None:
+        """Scores [B, T] float32 in the order of `batch`; None on all but the last stage."""
 
         def scores(hidden: torch.Tensor, micro: MicroBatch, **_: Any) -> Scores:
-            return tuple(map(micro.to_columns, self._scores(hidden, micro, temperature, entropy_gradient=False)))
+            found = self._scores(hidden, micro, temperature, entropy_gradient=False, sum_pi_squared=sum_pi_squared)
+            return tuple(map(micro.to_columns, found))
 
         with torch.no_grad():
             rows = self._schedule(batch, micro_batches, scores, forward_only=True)
@@ -128,8 +135,15 @@ class ForwardPass:
         )
         return results[: len(micro_batches)]
 
-    def _scores(self, hidden: torch.Tensor, micro: MicroBatch, temperature: float, entropy_gradient: bool) -> Scores:
-        """Log-probs and entropies [N] of the micro-batch's scored tokens from the last hidden states."""
+    def _scores(
+        self,
+        hidden: torch.Tensor,
+        micro: MicroBatch,
+        temperature: float,
+        entropy_gradient: bool,
+        sum_pi_squared: bool = False,
+    ) -> Scores:
+        """Scores [N] each of the micro-batch's scored tokens from the last hidden states."""
         sequence_parallel = self.stages[-1].config.sequence_parallel
         group = parallel_state.get_tensor_model_parallel_group()
         if sequence_parallel:
@@ -145,13 +159,20 @@ class ForwardPass:
             reduce_hidden_gradient=not sequence_parallel,
         )
         rows = hidden.flatten(0, 1).index_select(0, micro.hidden_rows)
-        return fused_linear_logprobs(rows, weight, micro.targets, spec, entropy_gradient)
+        return fused_linear_logprobs(rows, weight, micro.targets, spec, entropy_gradient, sum_pi_squared)
 
 
 class ValuePass(ForwardPass):
     """The forward pass of a critic: one value for each scored token, of the tokens before it."""
 
-    def _scores(self, hidden: torch.Tensor, micro: MicroBatch, temperature: float, entropy_gradient: bool) -> Scores:
+    def _scores(
+        self,
+        hidden: torch.Tensor,
+        micro: MicroBatch,
+        temperature: float,
+        entropy_gradient: bool,
+        sum_pi_squared: bool = False,
+    ) -> Scores:
         """Values [N] of the micro-batch's scored tokens; there are no logits for the temperature to divide.
 
         Every tensor-parallel rank computes all values, so gradients are already equal and are not summed.

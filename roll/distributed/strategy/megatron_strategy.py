@@ -141,9 +141,11 @@ class MegatronInferStrategy:
 
         Returns:
             `log_probs` and `entropy` [B, T] float32 in the order of `data`, index t for token t (0 at t = 0),
-            on every tensor-parallel rank of the last pipeline stage; no samples elsewhere.
+            on every tensor-parallel rank of the last pipeline stage; no samples elsewhere. With
+            `meta_info["sum_pi_squared"]` also `sum_pi_squared` [B, T], the sum of the squared probabilities of all
+            tokens that could have been token t.
         """
-        return self._score(data, ("log_probs", "entropy"))
+        return self._score(data, ("log_probs", "entropy", "sum_pi_squared"))
 
     def compute_values(self, data: DataProto) -> DataProto:
         """Values of the states before given tokens; arguments and shapes as for `compute_log_probs`.
@@ -155,13 +157,14 @@ class MegatronInferStrategy:
         return self._score(data, ("values",))
 
     def _score(self, data: DataProto, names: Sequence[str]) -> DataProto:
-        """A forward pass; its outputs under these names."""
+        """A forward pass; its outputs under the first of these names."""
         self.states.require("parameters")
         meta = data.meta_info
-        outputs = self.forward.scores(data.batch, meta["micro_batches"], meta["temperature"])
+        squares = bool(meta.get("sum_pi_squared"))
+        outputs = self.forward.scores(data.batch, meta["micro_batches"], meta["temperature"], squares)
         if outputs is None:
             return DataProto(TensorDict({}, batch_size=[0]))
-        return DataProto.from_dict(dict(zip(names, outputs, strict=True)))
+        return DataProto.from_dict(dict(zip(names, outputs, strict=False)))
 
     def memory(self) -> dict[str, int]:
         """Bytes of this process as the platform counts them, and of the parameters."""
