@@ -26,6 +26,7 @@ BENCHMARKS = (
     "simulate",
     "agentic_rollout",
     "code_sandbox",
+    "losses",
 )
 
 TIMEOUT_S = 1800.0
