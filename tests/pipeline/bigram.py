@@ -42,8 +42,16 @@ class BigramCluster:
         return await getattr(self, method.__name__)(*args)
 
     async def compute_log_probs(self, shards: list[DataProto]) -> list[DataProto]:
+        answers = []
         with torch.no_grad():
-            return [DataProto.from_dict({"log_probs": self.log_probs(shard.batch["input_ids"])}) for shard in shards]
+            for shard in shards:
+                ids = shard.batch["input_ids"]
+                scores = {"log_probs": self.log_probs(ids)}
+                if shard.meta_info.get("sum_pi_squared"):
+                    squares = self.table.softmax(-1).square().sum(-1)[ids[:, :-1]]
+                    scores["sum_pi_squared"] = torch.nn.functional.pad(squares, (1, 0))
+                answers.append(DataProto.from_dict(scores))
+        return answers
 
     def outputs(self, ids: Tensor) -> Tensor:
         """What the loss reads."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from roll.algorithms.advantages import GREEDY_KEYS, REWARD_PARTS
+from roll.algorithms.advantages import GREEDY_KEYS, REWARD_PARTS, SUM_PI_SQUARED
 from roll.algorithms.turn_advantages import TURN_KEYS
 from roll.configs.advantages import ADV_ESTIMATORS, TEACHER_ESTIMATORS, VALUE_ESTIMATORS
 from roll.configs.agentic import AgenticOptions
@@ -243,6 +243,7 @@ def test_padding_changes_nothing_of_an_update(tmp_path, estimator):
     padded, other = learn_trajectories(tmp_path, padding=2, adv_estimator=estimator)
     assert padded == pytest.approx(plain, abs=1e-5)
     torch.testing.assert_close(other.table, cluster.table)
+    assert SUM_PI_SQUARED not in cluster.seen
 
 
 def test_optimizer_steps_of_padding_alone_are_not_made(tmp_path):

@@ -164,7 +164,7 @@ def test_one_turn_changes_no_advantage(estimator):
     values = torch.linspace(-1, 1, batch["response_mask"].numel()).view_as(batch["behavior_log_probs"])
     greedy = GreedyResponses(torch.full((20,), 1.5), torch.ones(20))
     given = {"values": values, "greedy": greedy, "log_probs": values, "ref_log_probs": values * 2}
-    given["reward_parts"] = batch["scores"][:, None]
+    given |= {"reward_parts": batch["scores"][:, None], "sum_pi_squared": values.square()}
     with_turns = compute_advantages(*arguments, turns=read_turns(batch), **given)
     if estimator in ("gigpo", "step_reinforce", "agentic_reinforce"):
         return
