@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from roll.algorithms.advantages import GREEDY_KEYS, REWARD_PARTS, SUM_PI_SQUARED
+from roll.algorithms.advantages import GREEDY_KEYS, REWARD_PARTS, SUM_PI_SQUARED, compute_advantages
 from roll.algorithms.turn_advantages import TURN_KEYS
 from roll.configs.advantages import ADV_ESTIMATORS, TEACHER_ESTIMATORS, VALUE_ESTIMATORS
 from roll.configs.agentic import AgenticOptions
@@ -161,7 +161,7 @@ def test_an_adaptive_kl_weight_moves_and_is_remembered(tmp_path):
     adaptive = (*settings, "target_kl=1e-9", "kl_horizon=80")
 
     def with_reference(*overrides):
-        config = rlvr(tmp_path, *SMALL, *overrides, text=RLVR)
+        config = rlvr(tmp_path, *SMALL, f"output_dir={tmp_path}", *overrides, text=RLVR)
         return RLLearner(config, BigramCluster(), BigramCluster())
 
     first = with_reference(*adaptive)
@@ -217,7 +217,7 @@ def learn_trajectories(folder: Path, padding: int = 0, **settings) -> tuple[dict
     idle = data.slice(0, padding).tensors() | {"group_ids": torch.arange(padding) + 8}
     idle |= {"response_mask": torch.zeros_like(idle["response_mask"]), "trajectory_ids": torch.arange(padding) + 8}
     data = DataProto.concat([data, DataProto.from_dict(idle)]) if padding else data
-    config = Agent(**vars(rlvr(folder, *SMALL, text=RLVR)) | settings)
+    config = Agent(**vars(rlvr(folder, *SMALL, f"output_dir={folder}", text=RLVR)) | settings)
     config.actor_train.training_args.gradient_accumulation_steps += padding // 2
     return learn((RLLearner(config, cluster, None), cluster), data), cluster
 
@@ -244,6 +244,26 @@ def test_padding_changes_nothing_of_an_update(tmp_path, estimator):
     assert padded == pytest.approx(plain, abs=1e-5)
     torch.testing.assert_close(other.table, cluster.table)
     assert SUM_PI_SQUARED not in cluster.seen
+
+
+def test_the_optimal_token_baseline_reads_the_weights_of_the_correction_and_probabilities_of_the_trainer(tmp_path):
+    parts = learner(
+        tmp_path,
+        "adv_estimator=optimal_token_baseline",
+        "correction.weights.level=token",
+        "correction.weights.upper=1.01",
+    )
+    first, data = parts[1].sample(1), parts[1].sample(2)
+    learn(parts, first)
+    squares = parts[1].table.detach().softmax(-1).square().sum(-1)[data.batch["input_ids"][:, :-1]]
+    learn(parts, data, staleness=1.0)
+    batch = data.batch
+    given = (batch["scores"], batch["group_ids"], batch["response_mask"], parts[0]._advantage_config)
+    probabilities = {"log_probs": batch["old_log_probs"], "sum_pi_squared": torch.nn.functional.pad(squares, (1, 0))}
+    plain = compute_advantages(*given, **probabilities).advantages
+    weighted = compute_advantages(*given, **probabilities, correction_weights=batch["correction_weights"]).advantages
+    torch.testing.assert_close(batch["advantages"], weighted)
+    assert not torch.allclose(batch["advantages"], plain)
 
 
 def test_optimizer_steps_of_padding_alone_are_not_made(tmp_path):
