@@ -201,21 +201,19 @@ def optimal_token_baseline(batch: RewardBatch, config: AdvantageConfig) -> tuple
             "adv_estimator optimal_token_baseline needs the log-probs and the sums of squared probabilities of the "
             "trainer, which this batch lacks; use opo, grpo or rloo"
         )
-    mask, groups = batch.response_mask, batch.episode_groups
+    mask, groups, sequences = batch.response_mask, batch.episode_groups, batch.episodes.of_row
 
-    def minus_baseline(rewards: Tensor, squares: Tensor, present: Tensor) -> Tensor:
-        returns = discounted_sum(rewards, config.gamma)
+    def to_go(rewards: Tensor) -> Tensor:
+        return discounted_sum(rewards, config.gamma)
+
+    def minus_baseline(returns: Tensor, squares: Tensor, present: Tensor) -> Tensor:
         weights = present * (EPSILON + squares.cumsum(-1))
         baselines, equal = token_baselines(returns, weights, present, groups[: len(returns)])
         return torch.where(equal, 0.0, returns - baselines)
 
-    inputs = (batch.token_rewards().double(), batch.squared_gradients, mask.double())
-    advantages = along_tokens(minus_baseline, mask, *inputs, sequences=batch.episodes.of_row).float()
-    sequences = None if batch.turns is None else batch.episodes.of_row
-    returns = along_tokens(
-        lambda table: discounted_sum(table, config.gamma), mask, batch.token_rewards(), sequences=sequences
-    )
-    return advantages, returns
+    returns = along_tokens(to_go, mask, batch.token_rewards().double(), sequences=sequences)
+    inputs = (returns, batch.squared_gradients, mask.double())
+    return along_tokens(minus_baseline, mask, *inputs, sequences=sequences).float(), returns.float()
 
 
 def token_baselines(returns: Tensor, weights: Tensor, present: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:

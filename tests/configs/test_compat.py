@@ -257,6 +257,18 @@ def test_bypass_mode_is_read(tmp_path: Path, value: str, source: str) -> None:
     assert ("bypass_mode", f"{value} is read as old_log_probs_source: {source}") in config.source.notes
 
 
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        ("grpo_vectorized", "grpo"),
+        ("rloo_vectorized", "rloo"),
+        ("tir_optimal_token_baseline", "optimal_token_baseline"),
+    ],
+)
+def test_estimators_of_verl_are_read_under_their_names_here(tmp_path: Path, name: str, own: str) -> None:
+    assert rlvr(tmp_path, f"adv_estimator={name}", "calculate_sum_pi_squared=true").adv_estimator == own
+
+
 @pytest.mark.parametrize("key", ["free_cache_engine", "actor_infer.free_cache_engine"])
 def test_engines_that_free_their_memory_take_turns_with_the_trainer(tmp_path: Path, key: str) -> None:
     shared = ("platform=cuda", "actor_infer.device_mapping=0-15", "async_generation_ratio=0")

@@ -204,6 +204,11 @@ def test_old_log_probs_follow_from_the_ratio(tmp_path: Path, ratio: float, sourc
     assert rlvr(tmp_path, f"async_generation_ratio={ratio}").old_log_probs_source == source
 
 
+def test_stale_samples_of_the_optimal_token_baseline_keep_the_ratio_to_the_policy_that_sampled(tmp_path: Path) -> None:
+    config = rlvr(tmp_path, "async_generation_ratio=1", "adv_estimator=optimal_token_baseline")
+    assert (config.old_log_probs_source, config.pg_ratio_base) == ("recompute", "behavior")
+
+
 def test_environment_variables_may_be_numbers(tmp_path: Path) -> None:
     assert rlvr(tmp_path, "system_envs={OMP_NUM_THREADS: 4}").system_envs == {"OMP_NUM_THREADS": "4"}
 

@@ -174,6 +174,8 @@ MISLEADING = {
     "the whole batch before the loss is computed",
     "correction.weights={level: token, normalize: true} actor_train.pg_variant=tis old_log_probs_source=behavior": ""
     "correction.weights.normalize: needs the log ratios of the whole batch",
+    "adv_estimator=optimal_token_baseline old_log_probs_source=behavior": "adv_estimator: optimal_token_baseline needs "
+    "the probabilities of all tokens, which the log-prob pass of the trainer computes",
     "correction={veto_threshold: 0.1, renormalize: true, opsm_delta: 0}": "correction.renormalize: true needs to know "
     "the kept tokens before the loss is computed, and those of opsm_delta depend on",
     "correction={opsm_delta: -1}": "correction.opsm_delta: -1.0 is too small; the least allowed is 0",

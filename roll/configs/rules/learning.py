@@ -37,12 +37,6 @@ def check_algorithm(config: RLConfig, report: Report) -> None:
             f"{config.adv_estimator} normalises each of several rewards of a response, and an environment gives one; "
             "use grpo or rloo",
         )
-    if config.uses_sum_pi_squared and config.old_log_probs_source == "behavior":
-        report.error(
-            "adv_estimator",
-            f"{config.adv_estimator} needs the probabilities of all tokens, which the log-prob pass of the trainer "
-            "computes, but with old_log_probs_source behavior there is no such pass; set that to recompute, or use opo",
-        )
     group = config.num_return_sequences_in_group
     if config.adv_estimator in GROUP_ESTIMATORS and group == 1:
         report.error(
@@ -167,6 +161,12 @@ def check_policy(config: RLConfig, report: Report) -> None:
                 "needs the log ratios of the whole batch before the loss is computed, but with old_log_probs_source "
                 "behavior they depend on the current policy; set that to recompute, or leave this out",
             )
+    if config.uses_sum_pi_squared and config.old_log_probs_source == "behavior":
+        report.error(
+            "adv_estimator",
+            f"{config.adv_estimator} needs the probabilities of all tokens, which the log-prob pass of the trainer "
+            "computes, but with old_log_probs_source behavior there is no such pass; set that to recompute, or use opo",
+        )
     if config.correction.renormalize and config.correction.opsm_delta is not None:
         report.error(
             "correction.renormalize",
