@@ -39,7 +39,7 @@ demo-agentic: setup ## train an agent on FrozenLake, over many turns
 	$(BIN)/python -m examples.tiny_frozen_lake.demo --out output/demo-agentic
 
 test: lint test-fast ## run lint and every test
-	$(BIN)/python -m pytest -m integration
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m integration
 
 test-fast: setup ## run the tests that start no engine
 	$(BIN)/python -m pytest -n 2 -m "not integration" --ignore tests/integration

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -20,12 +21,42 @@ os.environ.update(
 
 import psutil
 import pytest
+import xdist.scheduler
 
 LEAVE_S = 15.0
 """Time for processes to end after the tests; Ray's own daemons take a few seconds."""
 
 RESOURCE_TRACKER = "multiprocessing.resource_tracker"
 """Python's own helper of spawned processes: it ends with the process that started it, not before."""
+
+
+IN_ONE_PROCESS = ("shared_runs", "rank_pool")
+"""Fixtures whose processes are large and stay until the tests end: one test process runs all files that use one."""
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> xdist.scheduler.LoadScopeScheduling | None:
+    """With `--dist loadfile`, files that share one of `IN_ONE_PROCESS` are as one file."""
+    return FixtureScheduling(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+class FixtureScheduling(xdist.scheduler.LoadScopeScheduling):
+    """Gives a process all tests of a file, or of all files that share a large fixture."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return held_fixture(self.config.rootpath / nodeid.split("::")[0]) or nodeid.split("::")[0]
+
+
+@functools.cache
+def held_fixture(path: Path) -> str | None:
+    """Which of `IN_ONE_PROCESS` a test file uses."""
+    text = path.read_text()
+    return next((name for name in IN_ONE_PROCESS if name in text), None)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests with a large fixture run first: they are the longest parts that are not divided."""
+    items.sort(key=lambda item: held_fixture(item.path) is None)
 
 
 @pytest.fixture(scope="session")

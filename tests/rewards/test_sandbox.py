@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,9 @@ import pytest
 from roll.rewards.sandbox.client import Job, Limits, Sandbox, available_isolation
 from roll.rewards.sandbox.values import NotPlain, decode, encode
 
-LIMITS = Limits(test_s=1.0, total_s=4.0, memory_bytes=256 * 2**20, output_bytes=2**16)
+LIMITS = Limits(test_s=10.0, total_s=30.0, memory_bytes=256 * 2**20, output_bytes=2**16)
+SHORT = replace(LIMITS, test_s=0.5, total_s=2.0)
+"""For programs that would not end on their own."""
 
 ISOLATIONS = [
     pytest.param(
@@ -29,27 +34,56 @@ ISOLATIONS = [
 ]
 
 
+class Sandboxes:
+    """A sandbox for each isolation, in one event loop, kept between tests."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.Runner()
+        self._kept: dict[str, Sandbox] = {}
+
+    def of(self, isolation: Any) -> Sandbox:
+        """The sandbox of an isolation; its server starts with its first job."""
+        if isolation not in self._kept:
+            self._kept[isolation] = Sandbox(isolation)
+        return self._kept[isolation]
+
+    def close(self) -> None:
+        """Ends the servers."""
+        for sandbox in self._kept.values():
+            sandbox.close()
+        self.loop.close()
+
+
+SANDBOXES: list[Sandboxes] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _sandboxes() -> Iterator[None]:
+    SANDBOXES.append(Sandboxes())
+    yield
+    SANDBOXES.pop().close()
+
+
 def ran(job: Job, isolation: Any = None, limits: Limits = LIMITS) -> list[dict[str, Any]]:
-    """Results of a job; the sandbox answers the next job, and nothing that was started is left."""
+    """Results of a job; the same server answers the next job, and nothing that the job started is left."""
     isolation = isolation or available_isolation()[0]
+    sandbox = SANDBOXES[0].of(isolation)
 
     async def run() -> list[dict[str, Any]]:
-        sandbox = Sandbox(isolation)
-        try:
-            results = await sandbox.run(job, limits)
-            [after] = await sandbox.run(Job("print('alive')", "stdio", inputs=[""]), Limits())
-            assert after == {"state": "ended", "text": "alive\n"}
-            assert sandbox._server is not None
-            assert len(psutil.Process(sandbox._server.pid).children(recursive=True)) == (isolation != "processes")
-            return results
-        finally:
-            sandbox.close()
+        results = await sandbox.run(job, limits)
+        assert sandbox._server is not None
+        server = psutil.Process(sandbox._server.pid)
+        [after] = await sandbox.run(Job("print('alive')", "stdio", inputs=[""]), Limits())
+        assert after == {"state": "ended", "text": "alive\n"}
+        assert sandbox._server.pid == server.pid
+        assert len(server.children(recursive=True)) == (isolation != "processes")
+        return results
 
-    return asyncio.run(run())
+    return SANDBOXES[0].loop.run(run())
 
 
-def output(code: str, isolation: Any = None, given: str = "") -> dict[str, Any]:
-    [result] = ran(Job(code, "stdio", inputs=[given]), isolation)
+def output(code: str, isolation: Any = None, limits: Limits = LIMITS) -> dict[str, Any]:
+    [result] = ran(Job(code, "stdio", inputs=[""]), isolation, limits)
     return result
 
 
@@ -116,7 +150,7 @@ STDIO = {
 @pytest.mark.parametrize(("code", "states"), STDIO.values(), ids=STDIO.keys())
 def test_a_hostile_program_ends_in_time_and_the_next_one_runs(code: str, states: str, isolation: str) -> None:
     start = time.monotonic()
-    result = output(code, isolation)
+    result = output(code, isolation, SHORT if "timeout" in states else LIMITS)
     assert result["state"] in states.split()
     assert time.monotonic() - start < 30
 
@@ -193,8 +227,9 @@ def test_programs_inherit_neither_environment_nor_files(isolation: str, monkeypa
         "import os\nopened = []\nfor number in range(3, 4096):\n    try: os.fstat(number); opened.append(number)\n"
         "    except OSError: pass\nprint(sorted(os.environ), opened, os.listdir('.'))"
     )
-    text = output(code, isolation)["text"]
-    assert text == "['HOME', 'LANG', 'OPENBLAS_NUM_THREADS', 'PATH'] [] []\n"
+    with contextlib.closing(Sandbox(isolation)) as sandbox:  # type: ignore[arg-type]  # started with the secret set
+        [result] = asyncio.run(sandbox.run(Job(code, "stdio", inputs=[""]), LIMITS))
+    assert result["text"] == "['HOME', 'LANG', 'OPENBLAS_NUM_THREADS', 'PATH'] [] []\n"
 
 
 @pytest.mark.parametrize("isolation", ISOLATIONS)
@@ -298,7 +333,7 @@ def test_no_verdict_can_be_forged(code: str, isolation: str) -> None:
     ]
     passed = []
     for test in tests:
-        results = ran(Job(code, "asserts", units=[test]), isolation)
+        results = ran(Job(code, "asserts", units=[test]), isolation, SHORT if "while True" in code else LIMITS)
         verdicts = [each["passed"] for each in results if "passed" in each]
         passed.append(results[-1]["state"] == "ended" and bool(verdicts) and all(verdicts))
     assert passed == [False] * 6
