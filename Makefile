@@ -13,6 +13,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --progre
 export RAY_USAGE_STATS_ENABLED = 0
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup demo demo-agentic test test-fast lint format bench docs plan rehearse clean
 
@@ -42,7 +43,7 @@ test: lint test-fast ## run lint and every test
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m integration
 
 test-fast: setup ## run the tests that start no engine
-	$(BIN)/python -m pytest -n 2 -m "not integration" --ignore tests/integration
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not integration" --ignore tests/integration
 
 lint: setup ## run ruff and mypy
 	$(BIN)/ruff check .

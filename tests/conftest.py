@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ os.environ.update(
     TOKENIZERS_PARALLELISM="false",
     RAY_USAGE_STATS_ENABLED="0",
     RAY_ENABLE_UV_RUN_RUNTIME_ENV="0",
+    OMP_WAIT_POLICY="passive",  # threads of several runs share the cores: one that waits must not spin
     MPLBACKEND="agg",
 )
 
@@ -34,6 +36,7 @@ IN_ONE_PROCESS = ("shared_runs", "rank_pool")
 """Fixtures whose processes are large and stay until the tests end: one test process runs all files that use one."""
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> xdist.scheduler.LoadScopeScheduling | None:
     """With `--dist loadfile`, files that share one of `IN_ONE_PROCESS` are as one file."""
     return FixtureScheduling(config, log) if config.getvalue("dist") == "loadfile" else None
@@ -57,6 +60,17 @@ def held_fixture(path: Path) -> str | None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests with a large fixture run first: they are the longest parts that are not divided."""
     items.sort(key=lambda item: held_fixture(item.path) is None)
+
+
+def pytest_collection_finish() -> None:
+    """Leaves what was imported so far out of garbage collections, of which thousands of tests cause hundreds."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """Lets the modules end as they would without `pytest_collection_finish`."""
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -34,8 +35,14 @@ SELF_EXPLANATORY_LINES = 3
 """A public function with a body of at most this many lines may go without a docstring when its name explains it."""
 
 
+@cache
 def files() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
 
 
 def folder_of(path: Path) -> str:
@@ -52,7 +59,7 @@ def type_checking_blocks(tree: ast.Module) -> set[ast.AST]:
 
 def imported(path: Path, at_run_time: bool = False) -> Iterator[tuple[int, str]]:
     """Line and module of every import in a file; those for type checking only are left out with `at_run_time`."""
-    tree = ast.parse(path.read_text(), str(path))
+    tree = tree_of(path)
     ignored = type_checking_blocks(tree) if at_run_time else set()
     for node in ast.walk(tree):
         if node in ignored:
@@ -138,7 +145,7 @@ def needs_docstring(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
 def test_modules_classes_and_longer_public_functions_have_docstrings() -> None:
     missing = []
     for path in files():
-        tree = ast.parse(path.read_text())
+        tree = tree_of(path)
         where = path.relative_to(ROOT)
         if not ast.get_docstring(tree):
             missing.append(f"{where}: the module")

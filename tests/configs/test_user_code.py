@@ -129,10 +129,10 @@ def test_code_that_takes_long_is_reported_with_its_line(
     write(folder, "mine_g.py", "import time\n\ndef score(seconds):\n    time.sleep(seconds)\n")
     score: Any = import_named("mine_g:score", callable)[1]
     with report_if_slow("a call of mine_g:score"):
-        score(1.0)
+        score(0.5)
     with report_if_slow("another call"):
         score(0.0)
-    time.sleep(0.4)
+    time.sleep(0.3)
     expected = "mine_g.py:4: a call of mine_g:score has taken 0.2 s so far\n    time.sleep(seconds)\n"
     assert capsys.readouterr().err == expected
 

@@ -26,7 +26,8 @@ from roll.envs import make_env
 pytestmark = pytest.mark.integration
 
 TROUBLE = EnvSpec("env_troubles:Trouble", {"max_steps": 100})
-STEP_TIMEOUT_S = 2.0
+STEP_TIMEOUT_S = 4.0
+"""Of a call; an environment that spins slows the others of its process down, the more the busier the machine is."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -128,7 +129,7 @@ def test_an_environment_that_hangs_fails_alone_and_its_worker_is_killed_when_it_
             start = time.monotonic()
             await other.step("count")
             assert time.monotonic() - start < 1.0, "delayed by the environment that hangs"
-            with pytest.raises(EnvFailure, match="turn 1: no answer within step_timeout_s = 2") as caught:
+            with pytest.raises(EnvFailure, match="turn 1: no answer within step_timeout_s = 4") as caught:
                 await call
             assert caught.value.reason == "env_hung"
             fresh, _ = await pool.open(TROUBLE, 3)

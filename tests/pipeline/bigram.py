@@ -90,15 +90,21 @@ class BigramCluster:
     def sample(self, seed: int, samples: int = 8) -> DataProto:
         """A batch as a rollouter returns it: responses of different lengths, sampled from the current table."""
         generator = torch.Generator().manual_seed(seed)
-        drawn = []
-        for number in range(samples):
-            prompt, response, scores = [0, number % WORDS], [], []
-            for _ in range(3 + number % 4):
-                log_probs = self.table.detach()[(prompt + response)[-1]].log_softmax(-1)
-                token = int(torch.multinomial(log_probs.exp(), 1, generator=generator))
-                response.append(token)
-                scores.append(float(log_probs[token]))
-            drawn.append((prompt, response, scores, [0] * len(response)))
+        lengths = [3 + number % 4 for number in range(samples)]
+        prompts = torch.stack([torch.zeros(samples, dtype=torch.long), torch.arange(samples) % WORDS], 1)
+        log_probs = self.table.detach().log_softmax(-1)
+        tokens, last = [], prompts[:, -1]
+        for _ in range(max(lengths)):
+            last = torch.multinomial(log_probs[last].exp(), 1, generator=generator)[:, 0]
+            tokens.append(last)
+        responses = torch.stack(tokens, 1)
+        scores = log_probs[torch.cat([prompts[:, -1:], responses[:, :-1]], 1), responses]
+        drawn = [
+            (prompt, response[:length], of_tokens[:length], [0] * length)
+            for prompt, response, of_tokens, length in zip(
+                prompts.tolist(), responses.tolist(), scores.tolist(), lengths, strict=True
+            )
+        ]
         tensors = collate_samples(drawn)
         tensors["scores"] = (tensors["input_ids"] * tensors["response_mask"] == 3).sum(-1).float() - 1
         tensors["group_ids"] = torch.arange(samples) // 4

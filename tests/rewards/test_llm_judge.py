@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.server
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -52,7 +53,7 @@ class Judge:
                 pass
 
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
 
     @property
     def url(self) -> str:
@@ -105,10 +106,17 @@ def test_a_judge_sees_the_texts_and_grades_every_response(judge, monkeypatch):
     assert {headers["Authorization"] for headers in made.headers} == {"Bearer secret"}
 
 
+def graded(reward: RewardConfig) -> dict[str, float]:
+    """The grade of a response without a process; repeated requests are sent at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm_judge, "FIRST_DELAY_S", 0.0)
+        return asyncio.run(llm_judge.judge_reward("response", "prompt", "the truth", reward))
+
+
 def test_overload_and_answers_without_a_grade_are_repeated_and_counted(judge):
     replies = iter([(503, {"Retry-After": "0"}, ""), (200, {}, "I cannot say"), (200, {}, "Grade: 10")])
-    [outcome] = scored(config(judge(lambda body: next(replies)).url), "response")
-    assert (outcome.score, outcome.metrics["retries"]) == (1.0, 2.0)
+    grade = graded(config(judge(lambda body: next(replies)).url))
+    assert (grade["score"], grade["retries"]) == (1.0, 2.0)
 
 
 @pytest.mark.parametrize(
@@ -122,8 +130,8 @@ def test_overload_and_answers_without_a_grade_are_repeated_and_counted(judge):
 )
 def test_an_error_is_a_failure_and_never_a_score(judge, status, text, requests, detail):
     made = judge(lambda body: (status, {}, text))
-    [outcome] = scored(config(made.url, max_retries=1), "response")
-    assert (outcome.score, outcome.reason) == (None, "raised") and detail in outcome.detail
+    with pytest.raises(JudgeError, match=re.escape(detail)):
+        graded(config(made.url, max_retries=1))
     assert len(made.bodies) == requests
 
 
@@ -133,19 +141,19 @@ def test_an_endpoint_that_cannot_be_reached_is_a_failure():
 
 
 def test_a_judge_that_does_not_answer_is_a_timeout(judge):
-    made = judge(lambda body: (time.sleep(3), (200, {}, "Grade: 1"))[1])
+    made = judge(lambda body: (time.sleep(1), (200, {}, "Grade: 1"))[1])
     reward = config(made.url)
-    reward.timeout_s = 0.5
+    reward.timeout_s = 0.3
     [outcome] = scored(reward, "response")
     assert (outcome.score, outcome.reason) == (None, "timeout")
 
 
 def test_calls_at_a_time_are_bounded_and_waiting_is_not_part_of_their_time(judge):
-    made = judge(lambda body: (time.sleep(0.5), (200, {}, "Grade: 10"))[1])
+    made = judge(lambda body: (time.sleep(0.2), (200, {}, "Grade: 10"))[1])
     reward = config(made.url, max_concurrent_calls=3)
-    reward.timeout_s = 3.0
-    outcomes = scored(reward, *[str(number) for number in range(24)])
-    assert [outcome.score for outcome in outcomes] == [1.0] * 24
+    reward.timeout_s = 1.0
+    outcomes = scored(reward, *[str(number) for number in range(18)])
+    assert [outcome.score for outcome in outcomes] == [1.0] * 18
     assert made.most == 3
 
 

@@ -57,11 +57,11 @@ def seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("fault", "warning", "steps"),
     [
         ("none", None, 2),
-        ("init", "did not end within 1 s of the run's end; 2 of 2 steps were not accepted", 0),
+        ("init", "did not end within 0.3 s of the run's end; 2 of 2 steps were not accepted", 0),
         ("server", "ConnectionError: no answer;", 2),
         ("log", "OSError: the disk of wandb is full", 0),
         ("exit", "its process ended early", 0),
-        ("finish", "did not end within 1 s of the run's end; all steps were accepted", 2),
+        ("finish", "did not end within 0.3 s of the run's end; all steps were accepted", 2),
     ],
 )
 def test_a_fault_of_a_tracker_is_reported_once_and_delays_nothing(
@@ -69,7 +69,7 @@ def test_a_fault_of_a_tracker_is_reported_once_and_delays_nothing(
 ) -> None:
     monkeypatch.setenv("FAULT", fault)
     is_stuck = fault in ("init", "finish")
-    tracker = ExternalTracker("wandb", {}, config, Path(config.output_dir), close_s=1.0 if is_stuck else 60.0)
+    tracker = ExternalTracker("wandb", {}, config, Path(config.output_dir), close_s=0.3 if is_stuck else 60.0)
     with caplog.at_level(logging.WARNING):
         tracker.log(1, {"step": 1, "actor/loss": 0.5, "actor/lr": float("nan")})
         if fault == "finish":
