@@ -11,7 +11,7 @@ from roll.configs.agentic import AgenticConfig, CustomEnvConfig, EnvManagerConfi
 from roll.configs.errors import Problem
 from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig
 from roll.configs.policy import proximal_source, ratio_base, traits_of
-from roll.configs.rewards import BUILT_IN, built_in_of
+from roll.configs.rewards import BUILT_IN, built_in_of, scoring_role
 from roll.configs.roles import DEVICE_ROLES, TrainedRoleConfig
 
 MISMATCH_FP32 = {"mean_logprob_mismatch": 1e-5, "p99_logprob_mismatch": 1e-4, "max_logprob_mismatch": 1e-3}
@@ -22,6 +22,9 @@ MISMATCH_HALF = {"mean_logprob_mismatch": 0.05, "p99_logprob_mismatch": 0.5, "ma
 
 SLOWEST_TOKENS_PER_S = 20.0
 """Of one request on a GPU that is shared by many; slower ones are taken for stuck."""
+
+OWN_MODEL_ROLES = ("reward", "judge")
+"""Roles whose model is never that of `pretrain`."""
 
 SINGLE_TURN_KEYS = ("prompt_length", "response_length")
 """Lengths of a prompt and its one response; a trajectory has several."""
@@ -42,7 +45,7 @@ def fill_in_defaults(config: BaseConfig) -> list[Problem]:
     config.logging_dir = config.logging_dir or str(Path(config.output_dir) / "logs")
     for role in DEVICE_ROLES:
         section = getattr(config, role, None)
-        if section is not None and role != "reward" and section.model_args.model_name_or_path is None:
+        if section is not None and role not in OWN_MODEL_ROLES and section.model_args.model_name_or_path is None:
             section.model_args.model_name_or_path = config.pretrain
     _inherit(config, "data_args", config.actor_train.data_args, skip=("file_name", "split"))
     if isinstance(config, RLConfig):
@@ -68,8 +71,9 @@ def _fill_in_rewards(config: RLVRConfig) -> None:
             reward.timeout_s = BUILT_IN[built_in].timeout_s
         if reward.max_concurrent_calls is None:
             reward.max_concurrent_calls = BUILT_IN[built_in].max_concurrent_calls
-        if built_in == "reward_model" and reward.template is None:
-            reward.template = config.actor_train.data_args.template
+        role = scoring_role(reward)
+        if role is not None and reward.template is None:
+            reward.template = config.actor_train.data_args.template if role == "reward" else "native"
 
 
 def _fill_in_lengths(config: BaseConfig) -> list[Problem]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from roll.configs.errors import ConfigError, Report
 from roll.configs.parallel_layout import by_node, spans
 from roll.configs.pipeline import BaseConfig, RLConfig
-from roll.configs.roles import ActorInferConfig, MegatronRoleConfig
+from roll.configs.roles import EngineRoleConfig, MegatronRoleConfig
 from roll.configs.rules import check
 
 GPUS_PER_NODE = 8
@@ -128,7 +128,7 @@ def check_nodes(config: BaseConfig, platform: str, devices_per_node: int, report
             )
             report.warn(path, f"{what} spans nodes and will be slow: {placement}")
         try:
-            for group in groups if isinstance(worker, ActorInferConfig) else ():
+            for group in groups if isinstance(worker, EngineRoleConfig) else ():
                 by_node(group, devices_per_node)
         except ValueError as error:
             report.error(path, f"num_gpus_per_worker {size} gives an engine {error}; or lower num_gpus_per_worker")

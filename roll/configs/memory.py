@@ -15,7 +15,8 @@ from roll.configs.pipeline import BaseConfig, PreferenceConfig, RLConfig
 from roll.configs.roles import (
     DTYPE_BYTES,
     OLD_LOG_PROBS,
-    ActorInferConfig,
+    EngineRoleConfig,
+    JudgeConfig,
     MegatronRoleConfig,
     TrainedRoleConfig,
 )
@@ -65,8 +66,8 @@ def memory_plans(config: BaseConfig, shapes: dict[str, ModelShape], platform: st
         shape = shapes[role]
         if isinstance(worker, TrainedRoleConfig):
             plans.append(_training(config, role, worker, shape, platform))
-        elif isinstance(worker, ActorInferConfig) and isinstance(config, RLConfig):
-            plans.append(_generation(config, worker, shape, platform))
+        elif isinstance(worker, EngineRoleConfig) and isinstance(config, RLConfig):
+            plans.append(_generation(config, role, worker, shape, platform))
         elif isinstance(worker, MegatronRoleConfig):
             plans.append(_forward(config, role, worker, shape, platform))
     return plans
@@ -297,13 +298,16 @@ def _forward_lines(
     return [MemoryLine("activations", tokens * per_token * size, formula), *head]
 
 
-def _generation(config: RLConfig, worker: ActorInferConfig, shape: ModelShape, platform: str) -> MemoryPlan:
+def _generation(config: RLConfig, role: str, worker: EngineRoleConfig, shape: ModelShape, platform: str) -> MemoryPlan:
     """Weights, and the KV cache that the engine needs to keep `max_running_requests` full sequences at once."""
     tensor, size = worker.layout.tensor, DTYPE_BYTES[worker.model_args.dtype]
     count = shape.stage_parameters(0, [shape.layers], tensor, repeats_kv=True)
     per_token = 2 * shape.layers * shape.kv_width(tensor) * size
-    requests = min(worker.max_running_requests, config.requests_per_engine)
-    tokens = requests * (config.sequence_length or 0)
+    requests = min(worker.max_running_requests, config.requests_of_engine(worker))
+    length = config.sequence_length or 0
+    if isinstance(worker, JudgeConfig):
+        length = worker.sequence_length or shape.max_positions or 0
+    tokens = requests * length
     share = worker.strategy_args.strategy_config.get("mem_fraction_static")
     limit = ""
     if platform == "cuda":
@@ -314,11 +318,11 @@ def _generation(config: RLConfig, worker: ActorInferConfig, shape: ModelShape, p
         MemoryLine(
             "KV cache",
             tokens * per_token,
-            f"{requests} requests x {config.sequence_length:,} tokens x 2 x {shape.layers} layers x "
+            f"{requests} requests x {length:,} tokens x 2 x {shape.layers} layers x "
             f"{shape.kv_width(tensor):,} values x {size} B ({per_token:,} B per token){limit}",
         ),
     ]
-    return MemoryPlan("actor_infer", "every device", lines)
+    return MemoryPlan(role, "every device", lines)
 
 
 def gibibytes(count: int) -> str:

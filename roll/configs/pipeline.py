@@ -17,13 +17,15 @@ from roll.configs.advantages import (
 )
 from roll.configs.asynchronous import DEFAULT_MAX_STALENESS, AsyncOptions, versions_ahead
 from roll.configs.policy import DPOOptions, PolicyOptions, RewardModelOptions
-from roll.configs.rewards import RewardConfig, is_reward_model
+from roll.configs.rewards import RewardConfig, scoring_role
 from roll.configs.roles import (
     DEVICE_ROLES,
     ENGINE_RUNS,
     ActorInferConfig,
     ActorTrainConfig,
     CriticConfig,
+    EngineRoleConfig,
+    JudgeConfig,
     ReferenceConfig,
     RewardModelRoleConfig,
     RewardModelTrainConfig,
@@ -213,13 +215,23 @@ class BaseConfig:
         """Whether a reward is the score of the model of role `reward`."""
         return False
 
+    @property
+    def uses_judge(self) -> bool:
+        """Whether a reward is the grade of the model of role `judge`."""
+        return False
+
     def data_roles(self) -> list[str]:
         """The roles whose `data_args` are read."""
         return ["actor_train", *(["validation"] if self.eval_steps else [])]
 
     def device_roles(self) -> dict[str, RoleConfig]:
         """The roles of this run that own devices, by name; a frozen model or critic that nothing uses owns none."""
-        used = {"reference": self.uses_reference, "critic": self.uses_critic, "reward": self.uses_reward_model}
+        used = {
+            "reference": self.uses_reference,
+            "critic": self.uses_critic,
+            "reward": self.uses_reward_model,
+            "judge": self.uses_judge,
+        }
         names = [name for name in DEVICE_ROLES if used.get(name, True)]
         roles: dict[str, RoleConfig] = {name: getattr(self, name) for name in names if hasattr(self, name)}
         return {name: role for name, role in roles.items() if role.device_mapping}
@@ -387,7 +399,11 @@ class RLConfig(AsyncOptions, PolicyOptions, AdvantageOptions, CriticOptions, Sam
     @property
     def requests_per_engine(self) -> int:
         """Maximum number of requests of one engine at a time, rounded up."""
-        return -(-self.groups_per_batch * self.responses_per_group // self.actor_infer.layout.data)
+        return self.requests_of_engine(self.actor_infer)
+
+    def requests_of_engine(self, role: EngineRoleConfig) -> int:
+        """Responses of a batch for one engine of a role that generates or grades them, rounded up."""
+        return -(-self.groups_per_batch * self.responses_per_group // role.layout.data)
 
     @property
     def uses_reference(self) -> bool:
@@ -443,8 +459,22 @@ class RLVRConfig(RLConfig):
             ("rewards",),
         ),
     )
+    judge: JudgeConfig = option(
+        factory=JudgeConfig,
+        help="The engines of a reward whose function is llm_judge and that has no endpoint.",
+        only_for=Condition(
+            lambda config, _: config.uses_judge or bool(config.judge.device_mapping),
+            "no reward is an llm_judge without base_url, so there is no such model",
+            ("rewards",),
+        ),
+    )
 
     @property
     def uses_reward_model(self) -> bool:
         """Whether a reward is the score of the model of role `reward`."""
-        return any(is_reward_model(reward) for reward in self.rewards.values())
+        return any(scoring_role(reward) == "reward" for reward in self.rewards.values())
+
+    @property
+    def uses_judge(self) -> bool:
+        """Whether a reward is the grade of the model of role `judge`."""
+        return any(scoring_role(reward) == "judge" for reward in self.rewards.values())

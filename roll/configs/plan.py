@@ -24,8 +24,8 @@ from roll.configs.rules import check
 from roll.configs.rules.lengths import check_episode_lengths, check_prompt_lengths
 from roll.terminal import make_console
 
-UNMOVED = {"actor_infer", "reward"}
-"""Roles whose states no hand-over moves to host memory: engines free theirs, and a reward model keeps its own."""
+UNMOVED = {"actor_infer", "reward", "judge"}
+"""Roles whose states no hand-over moves to host memory: engines free theirs, and models that score keep their own."""
 
 
 @dataclass(frozen=True)

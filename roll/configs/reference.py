@@ -45,8 +45,8 @@ A file needs few keys:
 - `dpo`: `actor_train.data_args.file_name` and `reference.device_mapping`
 - `reward_model`: `actor_train.data_args.file_name`
 
-Roles are `actor_train`, `actor_infer`, `reference`, `critic`, `reward` and `validation`; each has only the keys that
-it reads. Devices are global ranks; rank r is on node r // `num_devices_per_node`. Two roles with equal
+Roles are `actor_train`, `actor_infer`, `reference`, `critic`, `reward`, `judge` and `validation`; each has only the
+keys that it reads. Devices are global ranks; rank r is on node r // `num_devices_per_node`. Two roles with equal
 `device_mapping` share their devices, roles on disjoint devices run concurrently.
 """
 

@@ -51,10 +51,34 @@ def is_reward_model(reward: RewardConfig) -> bool:
     return built_in_of(reward.function) == "reward_model"
 
 
+def is_judge_model(reward: RewardConfig) -> bool:
+    """Whether the engines of role `judge` give the grades, not an endpoint."""
+    return built_in_of(reward.function) == "llm_judge" and reward.base_url is None
+
+
+def scoring_role(reward: RewardConfig) -> Literal["reward", "judge"] | None:
+    """The role whose model gives the scores; None for a function in a process of its own."""
+    if is_reward_model(reward):
+        return "reward"
+    return "judge" if is_judge_model(reward) else None
+
+
 FUNCTION_CALLED = Condition(
-    lambda config, section: not is_reward_model(section),
-    "the scores of a reward_model are those of the model of role reward; no function is called",
+    lambda config, section: scoring_role(section) is None,
+    "a model of the run gives the scores, that of role reward or judge; no function is called",
     (".function",),
+)
+
+SCORES_CHOSEN = Condition(
+    lambda config, section: not is_reward_model(section),
+    "the scores of a reward_model are those of the model of role reward",
+    (".function",),
+)
+
+ENDPOINT_ASKED = Condition(
+    lambda config, section: not (is_judge_model(section) and config.judge.device_mapping),
+    "without base_url the judge is the model of role judge",
+    (".base_url",),
 )
 
 
@@ -143,11 +167,15 @@ class JudgeOptions:
     """The endpoint of a judge, what it is asked, and how its grade is read."""
 
     base_url: str | None = option(
-        None, "OpenAI-compatible endpoint, such as http://127.0.0.1:30000/v1.", only_for=JUDGE
+        None,
+        "OpenAI-compatible endpoint, such as http://127.0.0.1:30000/v1; null asks the engines of role judge.",
+        only_for=JUDGE,
     )
-    model: str | None = option(None, "Name of the model at that endpoint.", only_for=JUDGE)
+    model: str | None = option(None, "Name of the model at that endpoint.", only_for=(JUDGE, ENDPOINT_ASKED))
     api_key_env: str | None = option(
-        None, "Environment variable with the key of the endpoint; null sends none.", only_for=JUDGE
+        None,
+        "Environment variable with the key of the endpoint; null sends none.",
+        only_for=(JUDGE, ENDPOINT_ASKED),
     )
     prompt_template: str = option(
         DEFAULT_PROMPT_TEMPLATE,
@@ -174,13 +202,20 @@ class JudgeOptions:
 
 @dataclass
 class ModelScoreOptions:
-    """How a reward model reads a response."""
+    """How a model of the run reads a response."""
 
     template: str | None = option(
         None,
-        "Chat template of the prompt in front of the reward model, by its own tokenizer; default: that of "
-        "actor_train.data_args.",
-        only_for=belongs_to("reward_model"),
+        "Chat template of the prompt in front of the reward model, by its own tokenizer, default: that of "
+        "actor_train.data_args; or of the question to the model of role judge, default: native.",
+        only_for=(
+            belongs_to("reward_model", "llm_judge"),
+            Condition(
+                lambda config, section: built_in_of(section.function) != "llm_judge" or section.base_url is None,
+                "an endpoint applies the template of its model",
+                (".base_url",),
+            ),
+        ),
     )
 
 
@@ -239,8 +274,8 @@ class RewardConfig(CodeOptions, JudgeOptions, ModelScoreOptions):
         "Right is a response that passes every test or follows every instruction, or each counts for its share.",
         only_for=belongs_to("ifeval", "code_sandbox"),
     )
-    correct_score: float = option(1.0, "Score of a right answer.", only_for=FUNCTION_CALLED)
-    wrong_score: float = option(0.0, "Score of a wrong answer.", only_for=FUNCTION_CALLED)
+    correct_score: float = option(1.0, "Score of a right answer.", only_for=SCORES_CHOSEN)
+    wrong_score: float = option(0.0, "Score of a wrong answer.", only_for=SCORES_CHOSEN)
     query_filter_config: QueryFilterConfig = option(
         factory=QueryFilterConfig,
         help="Which groups scored by this rule are trained on. Of several rules for one tag, one may have a filter, "

@@ -255,7 +255,7 @@ class SGLangArguments(StrategyArguments):
     """SGLang."""
 
     strategy_name: Literal["sglang"] = option(
-        "sglang", "The engine.", parse=_engine_of("actor_infer", "sglang"), decides_section=True
+        "sglang", "The engine.", parse=_engine_of("a role that generates", "sglang"), decides_section=True
     )
     strategy_config: dict[str, Any] = option(
         factory=dict, help="Options of SGLang's ServerArgs, passed through by name."
@@ -477,20 +477,15 @@ class RewardModelRoleConfig(MegatronRoleConfig):
     strategy_args: MegatronInferArguments = option(factory=MegatronInferArguments, help="The role's engine.")
 
 
-@dataclass
-class ActorInferConfig(RoleConfig):
-    """`actor_infer`: the engines that generate, each on `num_gpus_per_worker` devices."""
+OWN_BATCHES = AbsentKey("the engine forms its own batches; max_running_requests bounds them")
+OWN_KERNELS = AbsentKey("the engine chooses its own kernels")
 
-    absent_keys: ClassVar[dict[str, AbsentKey]] = {
-        "pg_variant": NO_POLICY_LOSS,
-        "training_args": NO_OPTIMIZER,
-        "data_args": AbsentKey("prompts are read by actor_train.data_args"),
-        "infer_batch_size": AbsentKey("the engine forms its own batches; max_running_requests bounds them"),
-        "model_args": AbsentKey("the engine chooses its own kernels"),
-    }
+
+@dataclass
+class EngineRoleConfig(RoleConfig):
+    """A role that runs SGLang, an engine on every `num_gpus_per_worker` devices."""
 
     strategy_args: SGLangArguments = option(factory=SGLangArguments, help="The role's engine.")
-    generating_args: GeneratingArguments = option(factory=GeneratingArguments, help="The sampling of training.")
     num_gpus_per_worker: int = option(1, "Devices of one engine: its tensor-parallel size.", ge=1)
     max_running_requests: int = option(128, "Requests one engine runs at a time.", ge=1)
     generation_timeout_s: float = option(
@@ -505,6 +500,50 @@ class ActorInferConfig(RoleConfig):
         """`tensor`: devices of one engine; `data`: number of engines."""
         engines = len(self.device_mapping) // self.num_gpus_per_worker
         return ParallelLayout(tensor=self.num_gpus_per_worker, data=max(1, engines))
+
+
+@dataclass
+class ActorInferConfig(EngineRoleConfig):
+    """`actor_infer`: the engines that generate."""
+
+    absent_keys: ClassVar[dict[str, AbsentKey]] = {
+        "pg_variant": NO_POLICY_LOSS,
+        "training_args": NO_OPTIMIZER,
+        "data_args": AbsentKey("prompts are read by actor_train.data_args"),
+        "infer_batch_size": OWN_BATCHES,
+        "model_args": OWN_KERNELS,
+    }
+
+    generating_args: GeneratingArguments = option(factory=GeneratingArguments, help="The sampling of training.")
+
+
+@dataclass
+class JudgeModelArguments(ModelArguments):
+    """The model of a judge."""
+
+    model_name_or_path: str | None = option(None, "Folder of a HF model that grades, or its name on the hub; needed.")
+
+
+@dataclass
+class JudgeConfig(EngineRoleConfig):
+    """`judge`: the engines of the built-in reward llm_judge, with a model and a tokenizer of their own."""
+
+    absent_keys: ClassVar[dict[str, AbsentKey]] = {
+        "pg_variant": NO_POLICY_LOSS,
+        "training_args": NO_OPTIMIZER,
+        "data_args": AbsentKey("a reward has its question and its chat template: rewards.<name>.prompt_template"),
+        "generating_args": AbsentKey("a reward has judge_temperature and judge_max_tokens", is_error=True),
+        "infer_batch_size": OWN_BATCHES,
+        "model_args": OWN_KERNELS,
+    }
+
+    model_args: JudgeModelArguments = option(factory=JudgeModelArguments, help="The role's model.")
+    sequence_length: int | None = option(
+        None,
+        "Longest question with its answer in tokens; longer ones are failures. Default: max_position_embeddings of the "
+        "model.",
+        ge=2,
+    )
 
 
 @dataclass
@@ -525,7 +564,7 @@ class ValidationConfig:
     )
 
 
-DEVICE_ROLES = ("actor_train", "actor_infer", "reference", "critic", "reward")
+DEVICE_ROLES = ("actor_train", "actor_infer", "reference", "critic", "reward", "judge")
 """Roles that can own devices, in the order they are shown."""
 
 ROLES = (*DEVICE_ROLES, "validation")

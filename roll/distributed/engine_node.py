@@ -16,17 +16,17 @@ from roll.distributed.worker import Worker, WorkerRank
 
 if TYPE_CHECKING:
     from roll.configs.pipeline import RLConfig
-    from roll.configs.roles import ActorInferConfig
+    from roll.configs.roles import EngineRoleConfig
 
 
 class EngineNode(Worker):
     """The ranks of one engine on a further node. `InferWorker` of the first node calls it; the driver only ends it."""
 
     concurrent = True
-    config: ActorInferConfig
+    config: EngineRoleConfig
     pipeline_config: RLConfig
 
-    def __init__(self, rank: WorkerRank, config: ActorInferConfig, pipeline_config: RLConfig) -> None:
+    def __init__(self, rank: WorkerRank, config: EngineRoleConfig, pipeline_config: RLConfig) -> None:
         super().__init__(rank, config, pipeline_config)
         self._engine: Engine | None = None
         self._starting: asyncio.Task[None] | None = None

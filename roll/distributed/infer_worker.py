@@ -1,4 +1,4 @@
-"""One SGLang engine of `actor_infer`: its start, generation, pauses and end; weight updates: `WeightReceiver`."""
+"""One SGLang engine: its start, generation, pauses and end; weight updates are in `WeightReceiver`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
 if TYPE_CHECKING:
     from roll.configs.asynchronous import InFlightPolicy
     from roll.configs.pipeline import RLConfig
-    from roll.configs.roles import ActorInferConfig
+    from roll.configs.roles import EngineRoleConfig
     from roll.distributed.rpc_batching import ClusterClient
 
 PROBE_TOKEN = 1
@@ -46,7 +46,7 @@ class InferWorker(WeightReceiver):
     spans_tensor_parallel = True
     further_node_cls = EngineNode
 
-    def __init__(self, rank: WorkerRank, config: ActorInferConfig, pipeline_config: RLConfig) -> None:
+    def __init__(self, rank: WorkerRank, config: EngineRoleConfig, pipeline_config: RLConfig) -> None:
         super().__init__(rank, config, pipeline_config)
         self._generation: Generation | None = None
         self._further_nodes: FurtherNodes | None = None

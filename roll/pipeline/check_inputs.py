@@ -18,7 +18,14 @@ from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import Report
 from roll.configs.hub.names import TOKENIZER_FILES, has_tokenizer, local_file, local_model
 from roll.configs.pipeline import BaseConfig, PreferenceConfig, RewardModelConfig, RLVRConfig, SFTConfig
-from roll.configs.rewards import RewardConfig, built_in_of, is_reward_model, may_lack_truth, no_reward, rewards_of
+from roll.configs.rewards import (
+    RewardConfig,
+    built_in_of,
+    may_lack_truth,
+    no_reward,
+    rewards_of,
+    scoring_role,
+)
 from roll.configs.roles import DataArguments
 from roll.configs.special_tokens import TOKENIZER_CONFIG, special_token, special_token_id
 from roll.configs.user_code import NOTICE_S
@@ -73,22 +80,29 @@ def check_environments(config: AgenticConfig) -> list[str]:
 
 
 def _check_tokenizers(config: BaseConfig, report: Report) -> None:
-    """The folders of the trained model and of the reward model have tokenizers that can apply the chat templates."""
+    """The folders of the trained model and of those that score have tokenizers that can apply the chat templates."""
     name = config.actor_train.model_args.model_name_or_path
     folder = local_model(name or "")
     path = "pretrain" if name == config.pretrain else "actor_train.model_args.model_name_or_path"
     roles = {f"{role}.data_args.template": getattr(config, role).data_args.template for role in config.data_roles()}
     _check_tokenizer(path, name, roles, report)
-    if isinstance(config, RLVRConfig) and config.uses_reward_model:
+    if isinstance(config, RLVRConfig):
+        _check_scoring_models(config, report)
+    if isinstance(config, RewardModelConfig) and config.save_hf_model and folder.is_dir():
+        _check_padding(path, folder, report)
+
+
+def _check_scoring_models(config: RLVRConfig, report: Report) -> None:
+    """The models of roles reward and judge have tokenizers with the templates of their rewards."""
+    for role, section in (("reward", config.reward), ("judge", config.judge)):
         templates = {
             f"rewards.{name}.template": reward.template
             for name, reward in config.rewards.items()
-            if is_reward_model(reward) and reward.template is not None
+            if scoring_role(reward) == role and reward.template is not None
         }
-        model = config.reward.model_args.model_name_or_path
-        _check_tokenizer("reward.model_args.model_name_or_path", model, templates, report)
-    if isinstance(config, RewardModelConfig) and config.save_hf_model and folder.is_dir():
-        _check_padding(path, folder, report)
+        if templates:
+            name = section.model_args.model_name_or_path
+            _check_tokenizer(f"{role}.model_args.model_name_or_path", name, templates, report)
 
 
 def _check_tokenizer(path: str, name: str | None, templates: Mapping[str, str], report: Report) -> None:
@@ -212,8 +226,8 @@ def _check_isolation(rewards: dict[str, RewardConfig], report: Report) -> None:
 async def _check_reward(name: str, reward: RewardConfig, first: list[RewardRequest], report: Report) -> None:
     built_in = built_in_of(reward.function)
     is_missing = built_in == "math_rule" and reward.worker_cls is not None
-    is_missing |= built_in == "llm_judge" and None in (reward.base_url, reward.model)
-    if built_in == "reward_model" or built_in is not None and (not first or is_missing):
+    is_missing |= built_in == "llm_judge" and reward.model is None
+    if scoring_role(reward) is not None or built_in is not None and (not first or is_missing):
         return  # nothing of the user's takes part, or the rules report what is missing
     pool = RewardPool(replace(reward, world_size=1))
     trial = asyncio.ensure_future(pool.self_test(first))

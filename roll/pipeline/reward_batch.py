@@ -1,25 +1,36 @@
-"""The model of role `reward` as the process in which samples are scored calls it."""
+"""The models of roles `reward` and `judge` as the process in which samples are scored calls them."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from roll.configs.hub.names import local_model
 from roll.configs.model_config import read_model_shape
-from roll.configs.pipeline import RLVRConfig
-from roll.configs.rewards import is_reward_model
+from roll.configs.pipeline import RLVRConfig, role_seed
+from roll.configs.rewards import scoring_role
 from roll.configs.roles import RewardModelRoleConfig
 from roll.datasets.collate import collate_scored
 from roll.datasets.records import prefix_errors
+from roll.distributed.infer_worker import EngineClient
 from roll.distributed.protocol import DataProto
 from roll.distributed.remote_call import ShardsClient
+from roll.distributed.strategy.sglang_engine import judge_length
 from roll.distributed.train_worker import TrainWorker
 from roll.pipeline.learner import forward
+from roll.pipeline.session import Session
 from roll.pipeline.tokenizer import load_tokenizer
+from roll.rewards.judge_model import JudgeAnswer, JudgeModelScorer, JudgeQuestion
 from roll.rewards.reward_model import RewardModelScorer
+from roll.rollout.engine_pool import EnginePool
+from roll.rollout.types import GenerateRequest, SamplingParams
+
+ModelScorer = RewardModelScorer | JudgeModelScorer
+"""Scores responses by a model of the run."""
 
 
 @dataclass(frozen=True)
@@ -49,23 +60,93 @@ class RewardModel:
         return scores
 
 
-def reward_model_scorers(config: RLVRConfig) -> dict[str, RewardModelScorer]:
-    """The scorers of the rewards that are a reward_model, by their names; not connected to the model yet.
+@dataclass
+class JudgeModel:
+    """The engines of role `judge`; can be pickled.
+
+    Attributes:
+        engines: calls them.
+        config: of the run.
+        stop_token_ids: end an answer.
+    """
+
+    engines: EngineClient
+    config: RLVRConfig
+    stop_token_ids: tuple[int, ...]
+
+    @cached_property
+    def _pool(self) -> EnginePool:
+        return EnginePool(self.engines, self.config.max_generation_retries, self.config.judge.max_running_requests)
+
+    async def answers(self, questions: Sequence[JudgeQuestion]) -> list[JudgeAnswer]:
+        """The answer to each question; its seed follows from the question and the number of the attempt.
+
+        Raises:
+            ClusterError: an engine failed or did not answer in time.
+        """
+        results = await self._pool.generate([[self._request(question)] for question in questions])
+        return [JudgeAnswer(tuple(result.response_ids), result.error) for (result,) in results]
+
+    def _request(self, question: JudgeQuestion) -> GenerateRequest:
+        number = zlib.crc32(repr(question.prompt_ids).encode())
+        sampling = SamplingParams(
+            question.max_new_tokens, temperature=question.temperature, stop_token_ids=self.stop_token_ids
+        )
+        seed = role_seed(self.config.seed, "judge", number, question.attempt)
+        return GenerateRequest(f"judge-{number}", list(question.prompt_ids), sampling, seed)
+
+
+@dataclass(frozen=True)
+class ScoringModels:
+    """The models of the run that score responses; None where no reward needs one. Can be pickled."""
+
+    reward: RewardModel | None = None
+    judge: JudgeModel | None = None
+
+    @classmethod
+    def of(cls, session: Session, config: RLVRConfig) -> ScoringModels:
+        """Those of the running clusters."""
+        ranks, engines = session.train_clusters.get("reward"), session.infer_clusters.get("judge")
+        return cls(
+            None if ranks is None else RewardModel(ranks.shards_client(), config.reward),
+            None if engines is None else JudgeModel(EngineClient(engines.client()), config, _stop_tokens(config)),
+        )
+
+    def connect(self, scorer: ModelScorer) -> None:
+        """Gives a scorer its model."""
+        if isinstance(scorer, JudgeModelScorer):
+            assert self.judge is not None, "a configuration with a judge has role judge"
+            scorer.connect(self.judge.answers)
+        else:
+            assert self.reward is not None, "a configuration with a reward_model has role reward"
+            scorer.connect(self.reward.scores)
+
+
+def _stop_tokens(config: RLVRConfig) -> tuple[int, ...]:
+    end = load_tokenizer(config.judge.model_args.model_name_or_path).eos_token_id
+    return (int(end),)
+
+
+def model_scorers(config: RLVRConfig) -> dict[str, ModelScorer]:
+    """The scorers of the rewards that a model of the run scores, by their names; not connected to it yet.
 
     Raises:
-        RunError: the tokenizer of the model cannot be read.
+        RunError: the tokenizer of a model cannot be read.
         DatasetError: it lacks the chat template of a reward.
     """
-    rewards = {name: reward for name, reward in config.rewards.items() if is_reward_model(reward)}
-    if not rewards:
-        return {}
-    folder = config.reward.model_args.model_name_or_path
-    tokenizer, longest = load_tokenizer(folder), longest_sequence(config.reward)
-    scorers = {}
-    for name, reward in rewards.items():
+    scorers: dict[str, ModelScorer] = {}
+    for name, reward in config.rewards.items():
+        role = scoring_role(reward)
+        if role is None:
+            continue
+        folder = getattr(config, role).model_args.model_name_or_path
         with prefix_errors(f"rewards.{name} ({folder})"):
             assert reward.template is not None, "loading fills it in"
-            scorers[name] = RewardModelScorer(tokenizer, reward.template, longest)
+            tokenizer = load_tokenizer(folder)
+            if role == "judge":
+                scorers[name] = JudgeModelScorer(tokenizer, reward, judge_length(config.judge))
+            else:
+                scorers[name] = RewardModelScorer(tokenizer, reward.template, longest_sequence(config.reward))
     return scorers
 
 

@@ -18,7 +18,7 @@ from roll.datasets.prompts import MixedSampler, PromptSampler, load_prompts
 from roll.datasets.records import prefix_errors
 from roll.datasets.templates import EncodedPrompt, encode_prompts
 from roll.distributed.protocol import DataProto
-from roll.pipeline.reward_batch import RewardModel, reward_model_scorers
+from roll.pipeline.reward_batch import ModelScorer, ScoringModels, model_scorers
 from roll.pipeline.rl_pipeline import RLPipeline, WorkerFactory
 from roll.pipeline.rollout_batch import batch_of_groups
 from roll.pipeline.rollout_worker import Purpose, RolloutWorker
@@ -26,7 +26,6 @@ from roll.pipeline.session import Session
 from roll.pipeline.tokenizer import load_tokenizer
 from roll.rewards.calling import RewardOutcome, RewardRequest
 from roll.rewards.pool import RewardPool
-from roll.rewards.reward_model import RewardModelScorer
 from roll.rollout.engine_pool import EnginePool
 from roll.rollout.filters import QueryFilter
 from roll.rollout.ledger import GENERATION_FAILED, PromptRequest
@@ -222,7 +221,7 @@ class Scorer:
         self,
         rewards: dict[str, RewardConfig],
         tokenizer: PreTrainedTokenizerBase,
-        models: Mapping[str, RewardModelScorer] | None = None,
+        models: Mapping[str, ModelScorer] | None = None,
     ) -> None:
         """Starts no process.
 
@@ -232,7 +231,7 @@ class Scorer:
             models: of the rewards that a model scores, by name; `connect` gives them the model.
         """
         self._rewards, self._tokenizer, self._models = rewards, tokenizer, models or {}
-        self._pools: dict[str, RewardPool | RewardModelScorer] = {
+        self._pools: dict[str, RewardPool | ModelScorer] = {
             name: self._models.get(name) or RewardPool(config) for name, config in rewards.items()
         }
         self._filters = {name: QueryFilter.from_config(config.query_filter_config) for name, config in rewards.items()}
@@ -248,11 +247,10 @@ class Scorer:
             raise RunError(no_reward(self._rewards, tag))
         return names
 
-    def connect(self, model: RewardModel | None) -> None:
-        """Gives the model of role `reward` to the rewards that it scores."""
+    def connect(self, models: ScoringModels) -> None:
+        """Gives the models of the run to the rewards that they score."""
         for scorer in self._models.values():
-            assert model is not None, "a configuration with a reward_model has role reward"
-            scorer.connect(model.scores)
+            models.connect(scorer)
 
     def check(self, prompts: Sequence[EncodedPrompt]) -> None:
         """Tries the chat template of each reward model on the prompts that it scores.
@@ -350,8 +348,8 @@ class RLVRPipeline(RLPipeline[RLVRConfig]):
 
         Raises:
             RunError: a tag that no reward scores, no validation prompts though eval_steps is set, a stop string that is
-                not one token, a reward model without a tokenizer.
-            DatasetError: the tokenizer of the reward model lacks the chat template.
+                not one token, a model that scores without a tokenizer.
+            DatasetError: the tokenizer of such a model lacks the chat template.
         """
         await super().prepare()
         config = self._config
@@ -364,7 +362,7 @@ class RLVRPipeline(RLPipeline[RLVRConfig]):
             )
         val = self._read("validation", config.validation.data_args.file_name) if config.eval_steps else []
         self._prompts: dict[Purpose, list[EncodedPrompt]] = {"train": train, "val": val}
-        self._scorer = scorer = Scorer(config.rewards, self._tokenizer, reward_model_scorers(config))
+        self._scorer = scorer = Scorer(config.rewards, self._tokenizer, model_scorers(config))
         for tag in sorted({prompt.tag for prompt in [*train, *val]}):
             scorer.rewards_of(tag)
         scorer.check([*train, *val])
@@ -389,15 +387,14 @@ class RLVRPipeline(RLPipeline[RLVRConfig]):
 
     def worker_factory(self, session: Session, own_process: bool) -> WorkerFactory:
         """Starts the rewards; a worker in a separate process starts its own."""
-        scorer, cluster = self._scorer, session.train_clusters.get("reward")
+        scorer, models = self._scorer, ScoringModels.of(session, self._config)
         assert scorer is not None, "prepare comes first"
-        model = None if cluster is None else RewardModel(cluster.shards_client(), self._config.reward)
         if own_process:
             scorer = None
         else:
-            scorer.connect(model)
+            scorer.connect(models)
             scorer.launch()
-        return partial(make_rlvr_worker, self._config, self._prompts, self._sampling, scorer, model)
+        return partial(make_rlvr_worker, self._config, self._prompts, self._sampling, scorer, models)
 
     async def close(self) -> None:
         """Ends the reward processes."""
@@ -410,12 +407,12 @@ def make_rlvr_worker(
     prompts: dict[Purpose, list[EncodedPrompt]],
     sampling: dict[Purpose, SamplingParams],
     scorer: Scorer | None,
-    model: RewardModel | None,
+    models: ScoringModels,
     engines: EnginePool,
 ) -> RLVRWorker:
-    """The rollout worker; without a scorer it starts the rewards itself, and connects the reward model."""
+    """The rollout worker; without a scorer it starts the rewards itself, and connects the models of the run."""
     if scorer is None:
         tokenizer = load_tokenizer(config.actor_train.model_args.model_name_or_path)
-        scorer = Scorer(config.rewards, tokenizer, reward_model_scorers(config))
-        scorer.connect(model)
+        scorer = Scorer(config.rewards, tokenizer, model_scorers(config))
+        scorer.connect(models)
     return RLVRWorker(config, prompts, sampling, engines, scorer)

@@ -76,18 +76,29 @@ def test_every_known_class_has_its_built_in_reward(worker: str, built_in: str) -
     assert config.rewards["ifeval"].reward_type == ("soft" if built_in in ("ifeval", "code_sandbox") else "strict")
 
 
-def test_a_judge_without_an_endpoint_stops_a_run_only_and_nothing_else_of_the_rewards_does() -> None:
-    def missing(*overrides: str) -> list[str]:
-        problems = check(load("rlvr_five_domains", *overrides)).missing
-        return [str(problem) for problem in problems if problem.path.startswith("rewards.")]
-
-    assert missing() == [
-        "rewards.llm_judge.base_url: a judge has no devices and no engine of its own here; serve its model by an "
-        "OpenAI-compatible endpoint, and write base_url: http://127.0.0.1:30000/v1"
-    ]
-    assert missing("rewards.llm_judge.base_url=http://judge:30000/v1") == []
+def test_a_judge_with_devices_of_its_own_is_read_as_role_judge() -> None:
     config = load("rlvr_five_domains")
-    assert isinstance(config, RLVRConfig) and config.rewards["llm_judge"].model == "some/judge"
+    assert isinstance(config, RLVRConfig) and config.uses_judge
+    assert config.judge.model_args.model_name_or_path == "some/judge" and config.judge.device_mapping == [
+        *range(12, 16)
+    ]
+    judge = config.rewards["llm_judge"]
+    assert (judge.judge_max_tokens, judge.judge_temperature, judge.template) == (100, 0.8, "qwen2_5")
+    assert "rewards.llm_judge.device_mapping: is read as judge.device_mapping" in notes(config)
+    assert not [problem for problem in check(config).missing if problem.path.startswith("rewards.")]
+
+
+def test_a_judge_with_devices_and_an_endpoint_is_asked_at_the_endpoint() -> None:
+    config = load("rlvr_five_domains", "rewards.llm_judge.base_url=http://judge:30000/v1")
+    assert isinstance(config, RLVRConfig) and not config.uses_judge
+    assert config.rewards["llm_judge"].model == "some/judge"
+    assert not [problem for problem in check(config).missing if problem.path.startswith("rewards.")]
+
+
+def test_a_judge_with_neither_stops_a_run_only() -> None:
+    config = load("rlvr_five_domains", "rewards.llm_judge.device_mapping=[]")
+    [missing] = [str(each) for each in check(config).missing if each.path.startswith("rewards.")]
+    assert missing.startswith("rewards.llm_judge.base_url: a judge needs an OpenAI-compatible endpoint, such as")
 
 
 def test_options_of_a_judge_behind_an_api_are_read() -> None:

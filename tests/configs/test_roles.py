@@ -13,6 +13,7 @@ from roll.configs.roles import (
     ActorInferConfig,
     ActorTrainConfig,
     CriticConfig,
+    JudgeConfig,
     MegatronInferArguments,
     MegatronTrainConfig,
     ReferenceConfig,
@@ -30,6 +31,7 @@ CLASSES = {
     "reference": ReferenceConfig,
     "critic": CriticConfig,
     "reward": RewardModelRoleConfig,
+    "judge": JudgeConfig,
     "validation": ValidationConfig,
 }
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from roll.configs.errors import ConfigError
+from roll.configs.pipeline import RLVRConfig
 from roll.configs.rewards import BUILT_IN, RewardConfig, domain_of, may_lack_truth, rewards_of
 from roll.configs.rules import check
 from tests.configs.samples import refusal, rlvr
@@ -82,7 +83,9 @@ def test_functions_of_the_user_may_read_every_key(tmp_path: Path) -> None:
 def test_a_judge_needs_an_endpoint_a_model_and_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     missing = {each.path for each in check(rlvr(tmp_path, "rewards={llm_judge: {api_key_env: JUDGE_KEY}}")).missing}
-    assert {f"rewards.llm_judge.{key}" for key in ("base_url", "model", "api_key_env")} <= missing
+    assert {f"rewards.llm_judge.{key}" for key in ("base_url", "api_key_env")} <= missing
+    endpoint = "rewards={llm_judge: {base_url: 'http://127.0.0.1:30000/v1'}}"
+    assert "rewards.llm_judge.model" in {each.path for each in check(rlvr(tmp_path, endpoint)).missing}
 
 
 def test_rewards_that_name_a_tag_are_added_and_the_one_without_tags_scores_the_others(tmp_path: Path) -> None:
@@ -172,6 +175,83 @@ def test_a_reward_model_that_cannot_score_is_refused(
     assert message in refusal(tmp_path, *given, overrides)
 
 
+JUDGE = ("rewards={math_rule: {tag_included: [math]}, llm_judge: {}}", "judge.device_mapping=[24]")
+
+
+def judged(tmp_path: Path, model: Path | None, *overrides: str) -> RLVRConfig:
+    named = [] if model is None else [f"judge.model_args.model_name_or_path={model}"]
+    return rlvr(tmp_path, *JUDGE, *named, *overrides)
+
+
+@pytest.fixture
+def judge_model(reward_model: Path) -> Path:
+    """The folder of a language model, its config.json alone."""
+    config = json.loads((reward_model / "config.json").read_text())
+    (reward_model / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen2ForCausalLM"]}))
+    return reward_model
+
+
+def test_a_judge_without_an_endpoint_is_a_role_with_engines_and_a_model_of_its_own(
+    tmp_path: Path, judge_model: Path
+) -> None:
+    config = judged(tmp_path, judge_model)
+    assert config.uses_judge and list(config.device_roles())[-1] == "judge"
+    assert config.rewards["llm_judge"].template == "native"
+    report = check(config)
+    assert not [problem for problem in (*report.warnings, *report.missing) if "judge" in problem.path]
+    unused = rlvr(tmp_path, "rewards={math_rule: {}}")
+    assert not unused.uses_judge and "judge" not in unused.device_roles()
+    endpoint = rlvr(tmp_path, "rewards={llm_judge: {base_url: 'http://judge/v1', model: big}}")
+    assert not endpoint.uses_judge and check(endpoint).warnings == []
+
+
+def test_a_judge_of_the_run_is_never_the_policy_by_default(tmp_path: Path) -> None:
+    message = "judge.model_args.model_name_or_path: is not set; name the model that grades"
+    with pytest.raises(ConfigError, match=message):
+        judged(tmp_path, None)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["judge.strategy_args.strategy_config.load_format=dummy"], "load_format: dummy gives a judge random weights"),
+        (["judge.num_gpus_per_worker=2"], "judge.device_mapping: 1 devices cannot hold engines of num_gpus_per_worker"),
+        (["judge.generating_args={}"], "judge.generating_args: "),
+        (["rewards.llm_judge.template=qwen"], "rewards.llm_judge.template: 'qwen'"),
+        (
+            ["judge.device_mapping=[16]", "async_generation_ratio=1"],
+            "judge.device_mapping: overlaps actor_infer.device_mapping in device 16, and with async_generation_ratio 1",
+        ),
+    ],
+)
+def test_a_judge_that_cannot_grade_is_refused(
+    tmp_path: Path, judge_model: Path, overrides: list[str], message: str
+) -> None:
+    named = f"judge.model_args.model_name_or_path={judge_model}"
+    assert message in refusal(tmp_path, *JUDGE, named, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["judge.device_mapping=[0]"],
+            "overlaps actor_train.device_mapping in device 0: a judge stays in their memory",
+        ),
+        (["rewards.llm_judge.world_size=2"], "world_size: has no effect: a model of the run gives the scores"),
+        (
+            ["rewards.llm_judge.model=big"],
+            "model: has no effect: without base_url the judge is the model of role judge",
+        ),
+        (["rewards.llm_judge=null"], "judge: is configured but not used: no reward is an llm_judge without base_url"),
+    ],
+)
+def test_keys_of_a_judge_without_effect_are_warned_of(
+    tmp_path: Path, judge_model: Path, overrides: list[str], message: str
+) -> None:
+    assert any(message in str(problem) for problem in check(judged(tmp_path, judge_model, *overrides)).warnings)
+
+
 def test_a_reward_model_counts_tokens_with_its_own_tokenizer(tmp_path: Path, reward_model: Path) -> None:
     limit = "reward.max_tokens_per_microbatch_in_infer"
     given = [MODEL_REWARD, "reward.device_mapping=[0,1]", f"reward.model_args.model_name_or_path={reward_model}"]
@@ -198,7 +278,7 @@ def test_keys_of_functions_have_no_effect_on_a_reward_model(tmp_path: Path, rewa
     )
     warnings = [str(problem) for problem in check(config).warnings]
     name = key.partition(":")[0]
-    assert any(f"{name}: has no effect: the scores of a reward_model" in warning for warning in warnings), warnings
+    assert any(f"{name}: has no effect: " in warning and "role reward" in warning for warning in warnings), warnings
 
 
 def test_a_reward_model_that_no_reward_uses_is_a_warning(tmp_path: Path) -> None:

@@ -17,7 +17,9 @@ from roll.configs.rewards import BUILT_IN, RewardConfig
 from roll.configs.roles import RewardModelArguments, RewardModelRoleConfig
 from roll.datasets.records import DatasetError
 from roll.distributed.protocol import DataProto
-from roll.pipeline.reward_batch import RewardModel, longest_sequence, reward_model_scorers
+from roll.pipeline.reward_batch import JudgeModel, RewardModel, longest_sequence, model_scorers
+from roll.rewards.judge_model import JudgeAnswer, JudgeModelScorer, JudgeQuestion
+from roll.rollout.types import GenerateRequest, GenerateResult
 
 
 class Client:
@@ -78,8 +80,51 @@ def test_each_reward_of_the_model_reads_prompts_in_its_own_template(tiny_model_d
     rewards = {name: RewardConfig(function=function, template=name) for name in ("none", "native")}
     config = RLVRConfig(rewards={"math_rule": RewardConfig(), **rewards})
     config.reward.model_args.model_name_or_path = str(tiny_model_dir)
-    assert list(reward_model_scorers(config)) == ["none", "native"]
+    assert list(model_scorers(config)) == ["none", "native"]
     rewards["none"].template = "llama3"
     with pytest.raises(DatasetError, match="rewards.none .*needs the special tokens"):
-        reward_model_scorers(config)
-    assert reward_model_scorers(RLVRConfig()) == {}
+        model_scorers(config)
+    assert model_scorers(RLVRConfig()) == {}
+
+
+def test_a_judge_without_an_endpoint_reads_questions_in_the_template_of_its_own_model(tiny_model_dir: Path) -> None:
+    judge = RewardConfig(function=BUILT_IN["llm_judge"].function, template="native")
+    config = RLVRConfig(rewards={"llm_judge": judge})
+    config.judge.model_args.model_name_or_path = str(tiny_model_dir)
+    scorer = model_scorers(config)["llm_judge"]
+    assert isinstance(scorer, JudgeModelScorer)
+    assert scorer._max_tokens == 1024, "the positions of its model"
+    config.judge.sequence_length = 64
+    assert model_scorers(config)["llm_judge"]._max_tokens == 64
+    judge.base_url = "http://127.0.0.1:30000/v1"
+    assert model_scorers(config) == {}, "then it is a function that asks the endpoint"
+
+
+class Engines:
+    """Two engines that answer with the seed of a request."""
+
+    world_size = 2
+
+    def __init__(self) -> None:
+        self.requests: list[GenerateRequest] = []
+
+    async def generate(self, rank: int, requests: list[GenerateRequest]) -> list[GenerateResult]:
+        self.requests += requests
+        return [
+            GenerateResult(each.request_id, [each.prompt_ids[0]], [0.0], [0], "stop", error=None) for each in requests
+        ]
+
+
+def test_a_question_to_a_judge_has_the_same_seed_in_every_run_and_another_one_when_it_is_repeated() -> None:
+    engines = Engines()
+    judge = JudgeModel(engines, RLVRConfig(seed=5), (1,))  # type: ignore[arg-type]
+    questions = [JudgeQuestion((7, 8), 0.5, 9), JudgeQuestion((7, 8), 0.5, 9, attempt=1), JudgeQuestion((8,), 0.5, 9)]
+    answers = asyncio.run(judge.answers(questions))
+    assert answers == [JudgeAnswer((7,)), JudgeAnswer((7,)), JudgeAnswer((8,))]
+    seeds = {tuple(each.prompt_ids): each.seed for each in engines.requests}
+    assert len({each.seed for each in engines.requests}) == 3
+    sampling = engines.requests[0].sampling
+    assert (sampling.temperature, sampling.max_new_tokens, sampling.stop_token_ids) == (0.5, 9, (1,))
+    again = Engines()
+    asyncio.run(JudgeModel(again, RLVRConfig(seed=5), (1,)).answers(questions[2:]))  # type: ignore[arg-type]
+    assert again.requests[0].seed == seeds[(8,)]

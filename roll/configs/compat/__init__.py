@@ -61,7 +61,7 @@ def if_off(value: Any) -> bool:
 
 
 PLACEHOLDERS = {
-    "<role>": ("actor_train", "actor_infer", "reference", "critic", "reward", "validation"),
+    "<role>": ("actor_train", "actor_infer", "reference", "critic", "reward", "judge", "validation"),
     "<megatron role>": ("actor_train", "reference", "critic", "reward"),
 }
 """Part of a pattern -> the sections that it stands for."""

@@ -56,16 +56,50 @@ def _read_worker(recipe: Recipe, path: str) -> None:
         recipe.drop(f"{path}.reward_type", "right and wrong answers have the scores correct_score and wrong_score")
 
 
+ROLE_OPTIONS = {
+    "model_args.model_name_or_path": "model_args.model_name_or_path",
+    "model_args.dtype": "model_args.dtype",
+    "device_mapping": "device_mapping",
+    "num_gpus_per_worker": "num_gpus_per_worker",
+    "system_envs": "system_envs",
+}
+"""Keys of a judge that is a role of workers there -> those of role judge here."""
+
+SAMPLING_OPTIONS = {
+    "generating_args.max_new_tokens": "judge_max_tokens",
+    "generating_args.temperature": "judge_temperature",
+    "data_args.template": "template",
+}
+"""Keys of such a judge -> those of its reward here."""
+
+
+def _read_judge_model(recipe: Recipe, path: str) -> None:
+    """A model on devices of the run; with an endpoint it is the name of the model there."""
+    model = recipe.get(f"{path}.model_args.model_name_or_path")
+    if recipe.has(f"{path}.base_url"):
+        if isinstance(model, str) and recipe.put_new(f"{path}.model", model):
+            recipe.note(f"{path}.model_args.model_name_or_path", f"is read as model: {model}")
+        return
+    moved = {key: f"judge.{ours}" for key, ours in ROLE_OPTIONS.items()}
+    moved |= {key: f"{path}.{ours}" for key, ours in SAMPLING_OPTIONS.items()}
+    for key, ours in moved.items():
+        value = recipe.get(f"{path}.{key}")
+        if value is not None and recipe.put_new(ours, value):
+            recipe.take(f"{path}.{key}")
+            if key == "device_mapping":
+                recipe.note(
+                    f"{path}.{key}", "is read as judge.device_mapping, the devices of SGLang engines that grade"
+                )
+
+
 def _read_judge(recipe: Recipe, path: str) -> None:
-    """Renames the options of a judge; the model that it would run itself is the one that its endpoint serves."""
+    """Renames the options of a judge; the model that it runs itself becomes that of role judge, with its devices."""
     for other, ours in TEXT_OPTIONS.items():
         value = recipe.take(f"{path}.{other}")
         if value is not None and recipe.put_new(f"{path}.{ours}", value):
             recipe.note(f"{path}.{other}", f"is read as {ours}")
     if recipe.get(f"{path}.judge_model_type") == "inference":
-        model = recipe.get(f"{path}.model_args.model_name_or_path")
-        if isinstance(model, str) and recipe.put_new(f"{path}.model", model):
-            recipe.note(f"{path}.model_args.model_name_or_path", f"is read as model: {model}")
+        _read_judge_model(recipe, path)
     recipe.drop(f"{path}.judge_prompt", "it names a prompt of ROLL; prompt_template is the text of the question")
     if recipe.take(f"{path}.judge_api_key") is not None:
         recipe.problems.append(

@@ -15,7 +15,7 @@ from roll.configs.pipeline import BaseConfig, DPOConfig, PreferenceConfig, RLCon
 from roll.configs.roles import (
     DEVICE_ROLES,
     OLD_LOG_PROBS,
-    ActorInferConfig,
+    EngineRoleConfig,
     MegatronRoleConfig,
     RewardModelRoleConfig,
     RoleConfig,
@@ -107,6 +107,36 @@ def _check_owned(config: BaseConfig, report: Report) -> None:
         )
     if config.reward.device_mapping and not config.uses_reward_model:
         report.warn("reward", "is configured but not used: no reward is a reward_model; it is not loaded")
+    _check_judge_devices(config, report)
+
+
+def _check_judge_devices(config: RLVRConfig, report: Report) -> None:
+    """A judge that shares devices keeps its memory there, and above ratio 0 computes at the same time as the others."""
+    devices = set(config.judge.device_mapping)
+    if devices and not config.uses_judge:
+        report.warn("judge", "is configured but not used: no reward is an llm_judge without base_url; it is not loaded")
+        return
+    for role, worker in config.device_roles().items():
+        shared = sorted(devices & {*worker.device_mapping})
+        if role == "judge" or not shared:
+            continue
+        overlap = f"overlaps {role}.device_mapping in {_short(shared)}"
+        if config.async_generation_ratio > 0:
+            taken = {device for other in config.device_roles().values() for device in other.device_mapping}
+            outside = spans(range(max(taken) + 1, max(taken) + 1 + len(devices)))
+            ratio = f"async_generation_ratio {config.async_generation_ratio:g}"
+            report.error(
+                "judge.device_mapping",
+                f"{overlap}, and with {ratio} both compute there at the same time; write devices outside, such as "
+                f"{outside}",
+            )
+        else:
+            report.warn(
+                "judge.device_mapping",
+                f"{overlap}: a judge stays in their memory, so set judge.strategy_args.strategy_config."
+                "mem_fraction_static to its share; or write other devices",
+            )
+        return
 
 
 def _check_divides(role: str, worker: RoleConfig, report: Report) -> None:
@@ -114,7 +144,7 @@ def _check_divides(role: str, worker: RoleConfig, report: Report) -> None:
     tensor, pipeline = worker.layout.tensor, worker.layout.pipeline
     if count % (tensor * pipeline) == 0:
         return
-    if isinstance(worker, ActorInferConfig):
+    if isinstance(worker, EngineRoleConfig):
         suggestion = f"use {_multiples(count, tensor)}"
         report.error(path, f"{count} devices cannot hold engines of num_gpus_per_worker {tensor}; {suggestion}")
     else:
@@ -157,8 +187,8 @@ def check_engines(config: BaseConfig, report: Report) -> None:
         worker = getattr(config, role, None)
         if isinstance(worker, MegatronRoleConfig) and (role == "actor_train" or worker.device_mapping):
             _check_megatron(config, role, worker, report)
-        elif isinstance(worker, ActorInferConfig) and worker.device_mapping:
-            _check_sglang(worker, f"{role}.strategy_args.strategy_config", report)
+        elif isinstance(worker, EngineRoleConfig) and worker.device_mapping:
+            _check_sglang(role, worker, report)
     _check_precision(config, report)
     if not isinstance(config, AgenticConfig):
         _check_data(config, report)
@@ -275,8 +305,10 @@ def _check_optimizer(worker: TrainedRoleConfig, path: str, report: Report) -> No
         report.warn(f"{path}.recompute_modules", f"has no effect for {sentence}")
 
 
-def _check_sglang(worker: ActorInferConfig, path: str, report: Report) -> None:
-    options = worker.strategy_args.strategy_config
+def _check_sglang(role: str, worker: EngineRoleConfig, report: Report) -> None:
+    path, options = f"{role}.strategy_args.strategy_config", worker.strategy_args.strategy_config
+    if role == "judge" and options.get("load_format") == "dummy":
+        report.error(f"{path}.load_format", "dummy gives a judge random weights, which nothing replaces; leave it out")
     known = server_options()
     for name, value in options.items():
         if name in OWNED:
@@ -285,7 +317,7 @@ def _check_sglang(worker: ActorInferConfig, path: str, report: Report) -> None:
             like = vllm.OPTIONS.get(name) or nearest(name, known.keys() - OWNED.keys())
             hint = f"; did you mean {like}?" if like else ""
             if name in vllm.ROLE_OPTIONS:
-                hint = f"; set actor_infer.{vllm.ROLE_OPTIONS[name]}"
+                hint = f"; set {role}.{vllm.ROLE_OPTIONS[name]}"
             report.error(f"{path}.{name}", f"SGLang has no option of this name{hint}")
         elif name == "mem_fraction_static":
             _check_share(f"{path}.{name}", value, report)

@@ -8,6 +8,7 @@ import reprlib
 from collections.abc import Callable
 from pathlib import Path
 
+from roll.configs.defaults import OWN_MODEL_ROLES
 from roll.configs.errors import Report, either, similar_path, unreachable
 from roll.configs.hub.inputs import folder_files
 from roll.configs.hub.names import HubError, hub_name, local_model, other_reading
@@ -106,8 +107,8 @@ def check_models(config: BaseConfig, report: Report) -> None:
     for role, worker in config.device_roles().items():
         name = worker.model_args.model_name_or_path
         path = f"{role}.model_args.model_name_or_path"
-        if role == "reward":
-            _check_reward_model(path, name, report)
+        if role in OWN_MODEL_ROLES:
+            _check_own_model(role, path, name, report)
             if name is None:
                 continue
         if name is None:
@@ -127,15 +128,17 @@ def check_models(config: BaseConfig, report: Report) -> None:
             report.missing_resource(path, _model_absence(name))
         if shape is not None:
             _check_splits(role, worker, shape, report)
-            if name not in seen and role != "reward":  # its tokens are others; longer texts have no score
+            if name not in seen and role not in OWN_MODEL_ROLES:  # their tokens are others; longer texts have no score
                 _check_positions(config, path, shape, report)
         seen.add(name)
 
 
-def _check_reward_model(path: str, name: str | None, report: Report) -> None:
-    """A reward model is given, and is one whose output is a value: a language model's head would start at 0."""
+def _check_own_model(role: str, path: str, name: str | None, report: Report) -> None:
+    """The model is given, and that of role reward is one whose output is a value: another head would start at 0."""
     if name is None:
-        report.error(path, "is not set; name a reward model, such as one that pipeline reward_model has trained")
+        model = "a reward model, such as one that pipeline reward_model has trained"
+        report.error(path, f"is not set; name {model if role == 'reward' else 'the model that grades'}")
+    if name is None or role != "reward":
         return
     with contextlib.suppress(UnsupportedModel):  # reported with those of other roles
         shape = read_model_shape(local_model(name), value_head=True)
@@ -151,7 +154,8 @@ def check_tokenizers(config: BaseConfig, report: Report) -> None:
     """The models that read the same samples give every token the same number."""
     models = {role: worker.model_args.model_name_or_path for role, worker in config.device_roles().items()}
     policy = models.pop("actor_train", None)
-    models.pop("reward", None)  # it reads texts
+    for role in OWN_MODEL_ROLES:
+        models.pop(role, None)  # it reads texts
     others = {role: name for role, name in models.items() if name not in (None, policy)}
     known = read_tokenizer(policy) if others else None
     if known is None:

@@ -10,7 +10,7 @@ from dataclasses import fields
 
 from roll.configs.errors import Report
 from roll.configs.pipeline import RLConfig, RLVRConfig
-from roll.configs.rewards import BUILT_IN, RewardConfig, built_in_of, rewards_of
+from roll.configs.rewards import BUILT_IN, RewardConfig, built_in_of, rewards_of, scoring_role
 from roll.configs.roles import TEMPLATES
 from roll.configs.rules.learning import check_name
 
@@ -29,7 +29,7 @@ def check_rewards(config: RLConfig, report: Report) -> None:
     if not config.rewards:
         report.error("rewards", "is empty, so nothing scores a response; describe one, such as math_rule: {}")
     for name, reward in config.rewards.items():
-        _check_reward(f"rewards.{name}", reward, config.source.given, report)
+        _check_reward(f"rewards.{name}", reward, config, report)
     _check_catch_all(config, report)
     _check_sums(config, report)
     _check_domains(config, report)
@@ -122,7 +122,8 @@ def _check_domains(config: RLVRConfig, report: Report) -> None:
         )
 
 
-def _check_reward(path: str, reward: RewardConfig, given: Collection[str], report: Report) -> None:
+def _check_reward(path: str, reward: RewardConfig, config: RLVRConfig, report: Report) -> None:
+    given, judge = config.source.given, config.judge
     worker = (reward.worker_cls or "").rpartition(".")[2]
     if worker and f"{path}.function" not in given:
         report.missing_resource(
@@ -140,7 +141,7 @@ def _check_reward(path: str, reward: RewardConfig, given: Collection[str], repor
             f"{reward.function!r} is not the name of a function; write module:function{hint}{known}",
         )
     built_in = built_in_of(reward.function)
-    if built_in == "reward_model" and reward.template is not None:
+    if scoring_role(reward) is not None and reward.template is not None:
         check_name(f"{path}.template", reward.template, TEMPLATES, report)
     if built_in not in (None, "reward_model") and reward.correct_score == reward.wrong_score:
         report.error(
@@ -149,19 +150,21 @@ def _check_reward(path: str, reward: RewardConfig, given: Collection[str], repor
             "use two scores",
         )
     if built_in == "llm_judge":
-        _check_judge(path, reward, report)
+        _check_judge(path, reward, bool(judge.device_mapping), report)
 
 
-def _check_judge(path: str, reward: RewardConfig, report: Report) -> None:
-    """A judge has an endpoint, a question that shows the response, and a grade that can be read."""
-    needed = "a judge needs an OpenAI-compatible endpoint"
-    if reward.worker_cls is not None:
-        needed = (
-            "a judge has no devices and no engine of its own here; serve its model by an OpenAI-compatible endpoint"
+def _check_judge(path: str, reward: RewardConfig, has_engines: bool, report: Report) -> None:
+    """A judge has an endpoint or engines, a question that shows the response, and a grade that can be read."""
+    if reward.base_url is None and not has_engines:
+        report.missing_resource(
+            f"{path}.base_url",
+            "a judge needs an OpenAI-compatible endpoint, such as base_url: http://127.0.0.1:30000/v1, or engines in "
+            "the run: judge.model_args.model_name_or_path and judge.device_mapping",
         )
-    for key, example in (("base_url", "http://127.0.0.1:30000/v1"), ("model", "Qwen/Qwen2.5-72B-Instruct")):
-        if getattr(reward, key) is None:
-            report.missing_resource(f"{path}.{key}", f"{needed}, and write {key}: {example}")
+    if reward.base_url is not None and reward.model is None:
+        report.missing_resource(
+            f"{path}.model", "an endpoint needs the name of its model, such as model: Qwen/Qwen2.5-72B-Instruct"
+        )
     if reward.base_url is not None and not re.match(r"https?://[^/]", reward.base_url):
         report.error(f"{path}.base_url", f"{reward.base_url!r} is not an address; write http://host:port/v1")
     if reward.api_key_env is not None and not os.environ.get(reward.api_key_env):

@@ -17,8 +17,9 @@ from typing import Any, TypeVar
 import psutil
 
 from roll.configs.hub.names import local_model
+from roll.configs.model_config import read_model_shape
 from roll.configs.pipeline import BaseConfig, RLConfig, role_seed
-from roll.configs.roles import TORCH_DTYPES, ActorInferConfig
+from roll.configs.roles import TORCH_DTYPES, EngineRoleConfig, JudgeConfig
 from roll.distributed.core_pinning import read_topology
 from roll.distributed.worker import WorkerRank
 from roll.platforms import get_platform
@@ -261,10 +262,10 @@ PORT_STRIDE = 16
 """Distance of the first ports of processes with consecutive ids."""
 
 
-def make_engine(rank: WorkerRank, config: ActorInferConfig, pipeline: RLConfig) -> Engine:
+def make_engine(rank: WorkerRank, config: EngineRoleConfig, pipeline: RLConfig) -> Engine:
     """The engine of this rank, or its part on this node; not started."""
     platform, dtype = get_platform(rank.platform), config.model_args.dtype
-    turns = pipeline.takes_turns(platform.name)
+    turns = pipeline.takes_turns(platform.name) and rank.role == "actor_infer"
     required = platform.engine_arguments(dtype, pipeline.deterministic, releases_memory=turns)
     seed = role_seed(pipeline.seed, rank.role, rank.rank)  # each request has its own seed as well
     arguments = engine_arguments(config, pipeline, required, seed)
@@ -278,16 +279,17 @@ def make_engine(rank: WorkerRank, config: ActorInferConfig, pipeline: RLConfig) 
 
 
 def engine_arguments(
-    worker: ActorInferConfig, pipeline: BaseConfig, platform_arguments: dict[str, Any], seed: int
+    worker: EngineRoleConfig, pipeline: BaseConfig, platform_arguments: dict[str, Any], seed: int
 ) -> dict[str, Any]:
     """ServerArgs of one engine: from our keys, from the platform, and `strategy_config` unchanged, in rising priority.
 
-    The engine's context is the longest sequence plus CONTEXT_MARGIN, so that a sequence may end at the model's last
-    position. On a CPU the key-value pool is sized for `max_running_requests` sequences of that length, because SGLang
-    cannot measure device memory there; `strategy_config.max_total_tokens` overrides it.
+    The engine's context is the longest sequence, of a judge its own, plus CONTEXT_MARGIN, so that a sequence may end at
+    the model's last position. On a CPU the key-value pool is sized for `max_running_requests` sequences of that length,
+    because SGLang cannot measure device memory there; `strategy_config.max_total_tokens` overrides it.
     """
     options = worker.strategy_args.strategy_config
     model = worker.model_args.model_name_or_path or pipeline.pretrain
+    longest = judge_length(worker) if isinstance(worker, JudgeConfig) else pipeline.max_sequence_length
     arguments: dict[str, Any] = {
         "model_path": None if model is None else str(local_model(model)),
         "dtype": TORCH_DTYPES[worker.model_args.dtype],
@@ -297,12 +299,25 @@ def engine_arguments(
         "skip_tokenizer_init": True,
         "weight_version": "0",
         "log_level": "error",
-        "context_length": pipeline.max_sequence_length + CONTEXT_MARGIN,
+        "context_length": longest + CONTEXT_MARGIN,
         **platform_arguments,
     }
     if arguments.get("device") == "cpu":
         arguments["max_total_tokens"] = worker.max_running_requests * arguments["context_length"]
     return {**arguments, **options}
+
+
+def judge_length(role: JudgeConfig) -> int:
+    """Tokens of the longest question of a judge with its answer.
+
+    Raises:
+        EngineError: it is not given, and the model does not say how many positions it has.
+    """
+    shape = read_model_shape(local_model(role.model_args.model_name_or_path or ""))
+    longest = role.sequence_length or (shape.max_positions if shape is not None else None)
+    if longest is None:
+        raise EngineError("judge.sequence_length: is not given, and the model's config.json has no maximum; set it")
+    return longest
 
 
 def preferred_port(process_id: int) -> int:

@@ -18,7 +18,7 @@ from roll.distributed.worker import Worker, WorkerRank, register
 
 if TYPE_CHECKING:
     from roll.configs.pipeline import RLConfig
-    from roll.configs.roles import ActorInferConfig
+    from roll.configs.roles import EngineRoleConfig
 
 
 class StaleWeightsError(RuntimeError):
@@ -32,10 +32,10 @@ class WeightReceiver(Worker):
     it was aborted. An engine that started on dummy weights has stale weights from the start.
     """
 
-    config: ActorInferConfig
+    config: EngineRoleConfig
     pipeline_config: RLConfig
 
-    def __init__(self, rank: WorkerRank, config: ActorInferConfig, pipeline_config: RLConfig) -> None:
+    def __init__(self, rank: WorkerRank, config: EngineRoleConfig, pipeline_config: RLConfig) -> None:
         super().__init__(rank, config, pipeline_config)
         self.stale_weights = ""
         """Why the engine must not serve; empty when its weights are a whole version."""

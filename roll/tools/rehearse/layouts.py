@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from roll.configs.parallel_layout import ParallelLayout
-from roll.configs.roles import ActorInferConfig, RoleConfig
+from roll.configs.roles import EngineRoleConfig, RoleConfig
 
 MAX_SLOTS = 8
 """Device slots of a rehearsal in total; each is a process with its own copy of the libraries."""
@@ -92,7 +92,7 @@ def _place(
 
 def _layouts(role: RoleConfig, size: int) -> Iterator[tuple[int, ParallelLayout]]:
     """Numbered layouts of a role on `size` devices."""
-    if isinstance(role, ActorInferConfig):
+    if isinstance(role, EngineRoleConfig):
         sizes = [tensor for tensor in (1, 2, 4, 8) if size % tensor == 0 and size // tensor <= MAX_ENGINES]
         yield from enumerate(ParallelLayout(tensor=tensor, data=size // tensor) for tensor in sizes)
         return
@@ -105,7 +105,7 @@ def _cost(role: RoleConfig, layout: ParallelLayout) -> tuple[int, int]:
     own, lost, gained = role.layout, 0, 0
     for name, cost in LOST.items():
         before, after = getattr(own, name), getattr(layout, name)
-        if name == "data" and isinstance(role, ActorInferConfig):
+        if name == "data" and isinstance(role, EngineRoleConfig):
             cost = LOST_ENGINES
         if before > 1 and after == 1:
             lost += cost

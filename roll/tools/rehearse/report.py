@@ -16,7 +16,7 @@ from roll.configs.agentic import AgenticConfig
 from roll.configs.parallel_layout import spans
 from roll.configs.pipeline import BaseConfig, PreferenceConfig, RLConfig, RLVRConfig, SFTConfig
 from roll.configs.rewards import rewards_of
-from roll.configs.roles import ActorInferConfig, MegatronRoleConfig
+from roll.configs.roles import EngineRoleConfig, MegatronRoleConfig
 from roll.datasets.preferences import load_preferences
 from roll.datasets.prompts import load_prompts
 from roll.datasets.sft import load_sft_data
@@ -92,7 +92,7 @@ def _placement(role: str, recipe: BaseConfig, placement: Placement) -> Finding:
         )
         if size > 1 and small == 1
     ]
-    if isinstance(section, ActorInferConfig):
+    if isinstance(section, EngineRoleConfig):
         shape = f"{layout.data} SGLang engine{'s' if layout.data > 1 else ''}, tensor parallel {layout.tensor}"
         lost = [text.replace("data parallel", "number of engines") for text in lost]
     else:

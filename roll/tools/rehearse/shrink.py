@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.compat import Tree
 from roll.configs.megatron import LAYER_SPLITS
 from roll.configs.pipeline import BaseConfig, PreferenceConfig, RLConfig, RLVRConfig, SFTConfig
-from roll.configs.rewards import is_reward_model
-from roll.configs.roles import DEVICE_ROLES, ActorInferConfig, MegatronRoleConfig
+from roll.configs.rewards import JudgeOptions, scoring_role
+from roll.configs.roles import DEVICE_ROLES, EngineRoleConfig, MegatronRoleConfig, RoleConfig
 from roll.configs.rules.devices import CUDA_ONLY
 from roll.configs.schema import value_at
 from roll.tools.rehearse.batches import (
@@ -70,6 +70,7 @@ SMALL = "a small batch of the same structure"
 SHORT = "short texts of a random model"
 OPENED = "opened: a random model gives a whole group one score, and no group would be left"
 SLOTS = "parallel sizes above 1 become 2, on CPU slots of one machine"
+NO_GRADE = "a random model gives no grade"
 FOLDER = "everything is written to the rehearsal's folder, and nothing is sent"
 
 
@@ -124,7 +125,7 @@ def shrink(config: BaseConfig, inputs: Inputs, folder: str, steps: int) -> Rehea
         folder: output folder of the run.
         steps: batches to train on.
     """
-    placement = shrink_layouts(config.device_roles())
+    placement = shrink_layouts(rehearsed_roles(config))
     edit = _Edit(config)
     _shrink_run(edit, folder, steps)
     _shrink_models(edit, inputs)
@@ -133,7 +134,7 @@ def shrink(config: BaseConfig, inputs: Inputs, folder: str, steps: int) -> Rehea
         if role in placement.layouts:
             _shrink_role(edit, role, placement)
         else:
-            edit.drop((role,), "the recipe does not use it")
+            edit.drop((role,), NO_GRADE if role == "judge" else "the recipe does not use it")
     batch = Batch(1, 1, 1, 1)
     if isinstance(config, RLConfig):
         structure = structure_of(config, turns=max(inputs.actions.values(), default=1))
@@ -151,6 +152,11 @@ def shrink(config: BaseConfig, inputs: Inputs, folder: str, steps: int) -> Rehea
         if value is not None and value < least:
             edit.set(tuple(path.split(".")), least, "the processes share a few cores")
     return Rehearsal(edit.tree, edit.changes, placement)
+
+
+def rehearsed_roles(config: BaseConfig) -> dict[str, RoleConfig]:
+    """The roles of a recipe that a rehearsal runs: all that own devices but a judge, whose stand-in gives no grade."""
+    return {role: worker for role, worker in config.device_roles().items() if role != "judge"}
 
 
 class _Edit:
@@ -232,7 +238,7 @@ def _shrink_models(edit: _Edit, inputs: Inputs) -> None:
     config = edit.config
     main = config.actor_train.model_args.model_name_or_path or ""
     edit.set(("pretrain",), inputs.models[main], inputs.reasons.get("model", "a small random model"), before=main)
-    for role in config.device_roles():
+    for role in rehearsed_roles(config):
         path = (role, "model_args", "model_name_or_path")
         name = edit.value(path)
         if name == main:
@@ -249,7 +255,7 @@ def _shrink_role(edit: _Edit, role: str, placement: Placement) -> None:
     edit.set((role, "device_mapping"), placement.devices[role], SLOTS)
     edit.set((role, "model_args", "dtype"), "fp32", "what a CPU computes fast and exactly")
     options = (role, "strategy_args", "strategy_config")
-    if isinstance(section, ActorInferConfig):
+    if isinstance(section, EngineRoleConfig):
         edit.set((role, "num_gpus_per_worker"), layout.tensor, SLOTS)
         requests = min(section.max_running_requests, MAX_RUNNING_REQUESTS)
         edit.set((role, "max_running_requests"), requests, "memory is reserved for all of them")
@@ -312,7 +318,12 @@ def _shrink_rlvr(edit: _Edit, config: RLVRConfig, batch: Batch, inputs: Inputs) 
         section = ("rewards", name)
         if reward.world_size > MAX_PROCESSES:
             edit.set((*section, "world_size"), MAX_PROCESSES, "processes share a few cores")
-        if is_reward_model(reward):
+        if scoring_role(reward) == "judge":
+            edit.set((*section, "function"), "exact_match", NO_GRADE)
+            for item in fields(JudgeOptions):
+                edit.drop((*section, item.name), NO_GRADE)
+            edit.drop((*section, "template"), NO_GRADE)
+        if scoring_role(reward) == "reward":
             template = config.actor_train.data_args.template
             edit.set((*section, "template"), template, "its tokenizer is that of the policy")
         if reward.query_filter_config.type != "no_filter":
@@ -398,7 +409,7 @@ def _shrink_training(edit: _Edit, config: BaseConfig, batch: Batch, steps: int) 
             path = (role, "training_args", "warmup_steps")
             edit.set(path, max(1, min(share, steps)), "the same share of a short run")
     length = edit.tree.get("sequence_length") or edit.tree["prompt_length"] + edit.tree["response_length"]
-    for role in config.device_roles():
+    for role in rehearsed_roles(config):
         for key in ("max_tokens_per_microbatch_in_train", "max_tokens_per_microbatch_in_infer"):
             limit = edit.value((role, key))
             if limit:
