@@ -16,8 +16,8 @@ from examples import stages
 
 HERE = Path(__file__).parent
 SFT = HERE.parent / "tiny_math" / "sft_config.yaml"
-TRAIN_PROBLEMS, VALIDATION_PROBLEMS = 1200, 100
-"""Of each domain; four domains have 1,680 words of four letters at most, of which a tenth is held out."""
+TRAIN_PROBLEMS, VALIDATION_PROBLEMS = 1200, 200
+"""Of each domain; four times as many questions for the judge."""
 
 
 def demo(out: Path, seed: int, overrides: list[str]) -> dict[str, float]:
@@ -37,7 +37,7 @@ def demo(out: Path, seed: int, overrides: list[str]) -> dict[str, float]:
     base = prepare(out / "base", seed)
     problems.write(out / "data", seed, TRAIN_PROBLEMS, VALIDATION_PROBLEMS)
     stages.heading("1/3  A judge learns to compare two words")
-    stages.train(SFT, [f"pretrain={base}", *_stage(out, "judge", "judge-", seed), "target_loss=0.03", "max_steps=800"])
+    stages.train(SFT, [f"pretrain={base}", *_stage(out, "judge", "judge-", seed), "target_loss=0.003"])
     stages.heading("2/3  Warm start: supervised fine-tuning of the policy")
     warm = stages.train(SFT, [f"pretrain={base}", *_stage(out, "sft", "", seed), "target_loss=0.45"])
     stages.heading("3/3  Reinforcement learning; the judge grades one domain")

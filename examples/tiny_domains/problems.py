@@ -1,6 +1,7 @@
-"""Problems of four domains for a small model, and questions for its judge; each from a seed, each split for itself.
+"""Problems of four domains for a small model, and questions for its judge, each from a seed.
 
-A problem of validation is never trained on: the hash of its prompt decides on its split.
+A problem occurs in validation or in training, never in both: the hash of its prompt decides. Of a judge nothing is held
+out: it is to be right about every pair of answers, and there are few equal ones.
 """
 
 from __future__ import annotations
@@ -8,10 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-
-from roll.datasets.math_problems import draw_expression
 
 LETTERS = "abcdefgh"
 WORD = 4
@@ -22,9 +21,10 @@ HELD_OUT_ONE_IN = 10
 
 
 def total(source: random.Random) -> tuple[str, str]:
-    """A sum or difference of two numbers."""
-    expression = draw_expression(source, level=1)
-    return f"{expression.text}=", str(expression.value)
+    """A number of two digits and one of one digit, added without carrying."""
+    tens, ones = source.randint(1, 9), source.randint(0, 9)
+    other = source.randint(0, 9 - ones)
+    return f"{tens}{ones}+{other}=", f"{tens}{ones + other}"
 
 
 def choice(source: random.Random) -> tuple[str, str]:
@@ -40,10 +40,10 @@ def ordered(source: random.Random) -> tuple[str, str]:
     return f"sort {''.join(letters)}:", "".join(sorted(letters))
 
 
-def backwards(source: random.Random) -> tuple[str, str]:
-    """A word read from its end."""
+def ends(source: random.Random) -> tuple[str, str]:
+    """The first and the last letter of a word."""
     word = "".join(source.sample(LETTERS, WORD))
-    return f"back {word}:", word[::-1]
+    return f"ends {word}:", word[0] + word[-1]
 
 
 Make = Callable[[random.Random], tuple[str, str]]
@@ -53,39 +53,29 @@ DOMAINS: dict[str, Make] = {
     "sum": total,
     "choice": choice,
     "ordered": ordered,
-    "judged": backwards,
+    "judged": ends,
 }
 """By tag."""
 
 
 def judgement(source: random.Random) -> tuple[str, str]:
     """A reference answer and a response as a judge reads them, and its grade: 1 where they are the same, else 0."""
-    word = source.sample(LETTERS, WORD)
-    other = list(word)
-    kind = source.choice(("same", "same", "letter", "swapped", "other", "short", "long"))
+    truth = "".join(source.sample(LETTERS, 2))
+    kind = source.choice(("same", "same", "letter", "swapped", "other", "shorter", "longer", "strange"))
+    response = truth
     if kind == "letter":
-        other[source.randrange(WORD)] = source.choice(LETTERS)
+        response = source.choice((truth[0] + source.choice(LETTERS), source.choice(LETTERS) + truth[1]))
     elif kind == "swapped":
-        first, second = source.sample(range(WORD), 2)
-        other[first], other[second] = other[second], other[first]
+        response = truth[::-1]
     elif kind == "other":
-        other = source.choices(LETTERS, k=WORD)
-    elif kind == "short":
-        other = other[: source.randrange(WORD)]
-    elif kind == "long":
-        other += source.choices(LETTERS, k=source.randint(1, 3))
-    return f"{''.join(word)}~{''.join(other)}", str(int(other == word))
-
-
-def draw(make: Make, source: random.Random) -> Iterator[tuple[bool, str, str]]:
-    """Different problems without end: whether it is held out, prompt, answer."""
-    seen: set[str] = set()
-    while True:
-        prompt, answer = make(source)
-        if prompt not in seen:
-            seen.add(prompt)
-            digest = int(hashlib.sha256(prompt.encode()).hexdigest(), 16)
-            yield digest % HELD_OUT_ONE_IN == 0, prompt, answer
+        response = "".join(source.choices(LETTERS, k=2))
+    elif kind == "shorter":
+        response = source.choice(("", *truth))
+    elif kind == "longer":
+        response += "".join(source.choices(LETTERS, k=source.randint(1, 3)))
+    elif kind == "strange":
+        response = "".join(source.choices(LETTERS + "ABC0123456789", k=source.randint(1, 4)))
+    return f"{truth}~{response}", str(int(response == truth))
 
 
 def write(folder: Path, seed: int, train: int, val: int) -> None:
@@ -104,16 +94,22 @@ def write(folder: Path, seed: int, train: int, val: int) -> None:
 
 
 def _write(folder: Path, prefix: str, domains: dict[str, tuple[Make, int, int]], seed: int) -> None:
-    rows: dict[bool, list[dict[str, str]]] = {False: [], True: []}
+    rows: dict[str, list[dict[str, str]]] = {"train": [], "val": []}
     for tag, (make, train, val) in domains.items():
-        missing = {False: train, True: val}
-        for held_out, prompt, answer in draw(make, random.Random(f"{tag}/{seed}")):
-            if missing[held_out]:
-                missing[held_out] -= 1
-                row = {"id": f"{tag}-{prompt}", "tag": tag, "prompt": prompt}
-                rows[held_out].append(row | {"solution": answer, "ground_truth": answer})
-            if not any(missing.values()):
-                break
-    for held_out, name in ((False, "train"), (True, "val")):
-        with (folder / f"{prefix}{name}.jsonl").open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows[held_out])
+        source, missing = random.Random(f"{tag}/{seed}"), {"train": train, "val": val}
+        while any(missing.values()):
+            prompt, answer = make(source)
+            split = split_of(prompt) if tag in DOMAINS else source.choice(("train", "val"))
+            if missing[split]:
+                missing[split] -= 1
+                row = {"id": f"{tag}-{split}-{missing[split]}", "tag": tag, "prompt": prompt}
+                rows[split].append(row | {"solution": answer, "ground_truth": answer})
+    for split, of_split in rows.items():
+        with (folder / f"{prefix}{split}.jsonl").open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in of_split)
+
+
+def split_of(prompt: str) -> str:
+    """`val` for one prompt in HELD_OUT_ONE_IN, by its hash alone; `train` for the others."""
+    held_out = int(hashlib.sha256(prompt.encode()).hexdigest(), 16) % HELD_OUT_ONE_IN == 0
+    return "val" if held_out else "train"

@@ -303,10 +303,9 @@ def _generation(config: RLConfig, role: str, worker: EngineRoleConfig, shape: Mo
     tensor, size = worker.layout.tensor, DTYPE_BYTES[worker.model_args.dtype]
     count = shape.stage_parameters(0, [shape.layers], tensor, repeats_kv=True)
     per_token = 2 * shape.layers * shape.kv_width(tensor) * size
-    requests = min(worker.max_running_requests, config.requests_of_engine(worker))
-    length = config.sequence_length or 0
+    requests, length = min(worker.max_running_requests, config.requests_per_engine), config.sequence_length or 0
     if isinstance(worker, JudgeConfig):
-        length = worker.sequence_length or shape.max_positions or 0
+        requests, length = worker.max_running_requests, worker.sequence_length or shape.max_positions or 0
     tokens = requests * length
     share = worker.strategy_args.strategy_config.get("mem_fraction_static")
     limit = ""

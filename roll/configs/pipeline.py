@@ -24,7 +24,6 @@ from roll.configs.roles import (
     ActorInferConfig,
     ActorTrainConfig,
     CriticConfig,
-    EngineRoleConfig,
     JudgeConfig,
     ReferenceConfig,
     RewardModelRoleConfig,
@@ -399,11 +398,7 @@ class RLConfig(AsyncOptions, PolicyOptions, AdvantageOptions, CriticOptions, Sam
     @property
     def requests_per_engine(self) -> int:
         """Maximum number of requests of one engine at a time, rounded up."""
-        return self.requests_of_engine(self.actor_infer)
-
-    def requests_of_engine(self, role: EngineRoleConfig) -> int:
-        """Responses of a batch for one engine of a role that generates or grades them, rounded up."""
-        return -(-self.groups_per_batch * self.responses_per_group // role.layout.data)
+        return -(-self.groups_per_batch * self.responses_per_group // self.actor_infer.layout.data)
 
     @property
     def uses_reference(self) -> bool:

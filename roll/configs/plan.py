@@ -24,7 +24,10 @@ from roll.configs.rules import check
 from roll.configs.rules.lengths import check_episode_lengths, check_prompt_lengths
 from roll.terminal import make_console
 
-UNMOVED = {"actor_infer", "reward", "judge"}
+SCORING_ROLES = ("reward", "judge")
+"""Roles whose models score responses, and stay on their devices in every phase."""
+
+UNMOVED = {"actor_infer", *SCORING_ROLES}
 """Roles whose states no hand-over moves to host memory: engines free theirs, and models that score keep their own."""
 
 
@@ -230,7 +233,7 @@ def _phase_bytes(group: Sequence[str], memory: Sequence[MemoryPlan]) -> dict[str
     """Memory of one device in each phase of `roll.distributed.shared_devices`; roles compute one after another."""
     of_role = {plan.role: {line.name: line.bytes for line in plan.lines} for plan in memory}
     trainers = [role for role in group if role not in UNMOVED]
-    stays = sum(of_role.get("reward", {}).values()) if "reward" in group else 0
+    stays = sum(sum(of_role[role].values()) for role in SCORING_ROLES if role in group)
     states = {role: sum(of_role[role].get(name, 0) for name in STATE_LINES) for role in trainers}
     training = sum(states.values()) + max(sum(of_role[role].values()) - states[role] for role in trainers)
     generation = sum(of_role["actor_infer"].values())

@@ -237,6 +237,17 @@ def test_a_reward_model_stays_on_its_device_in_every_phase(tmp_path: Path) -> No
     assert needed_memory(plan) == {"actor_train + actor_infer + reward": max(training, generation)}
 
 
+def test_a_judge_has_memory_for_sequences_of_its_own_length_and_stays_on_shared_devices(tmp_path: Path) -> None:
+    values = [*Recipe("7B", 8, tensor=2).overrides(), "rewards={llm_judge: {}}", "judge.num_gpus_per_worker=2"]
+    values += [f"judge.model_args.model_name_or_path={DATA / 'models' / 'qwen2.5-7B'}", "judge.device_mapping=0-7"]
+    values += ["judge.sequence_length=3000", "judge.max_running_requests=10"]
+    plan = make_plan(rlvr(tmp_path, *values, text=TEXT), SERVER)
+    assert bytes_of(plan, "judge", "KV cache") == 10 * 3000 * 2 * 28 * 256 * 2
+    (sentence,) = shared_device_memory(plan)
+    generation = memory(plan, "actor_infer").total + memory(plan, "judge").total
+    assert f"{gibibytes(generation)} while generating" in sentence
+
+
 def test_32b_does_not_fit_one_gpu(tmp_path: Path) -> None:
     recipe = Recipe("32B", 1, full=True, offload=1.0)
     plan = memory(make_plan(rlvr(tmp_path, *recipe.overrides(), text=TEXT), SERVER), "actor_train")

@@ -99,7 +99,7 @@ ENGINES = {
     f"{SGLANG}.random_seed=2": f"{SGLANG}.random_seed: 2: the framework sets this option; set seed",
     f"{SGLANG}.model_path=x": "the framework sets this option; set model_args.model_name_or_path",
     f"{SGLANG}.port=30000": "the framework sets this option; ports and addresses are allocated",
-    "actor_infer.strategy_args.strategy_name=megatron_infer": "megatron_infer cannot run actor_infer; use sglang",
+    "actor_infer.strategy_args.strategy_name=megatron_infer": "cannot run a role that generates; use sglang",
     "actor_train.strategy_args.strategy_name=sglang": "sglang cannot run a trained role; use megatron_train",
     f"{TP}=1 actor_train.strategy_args.strategy_config.sequence_parallel=true rollout_batch_size=128": "true "
     "splits the sequence over tensor-parallel ranks, and there is one; set it to false",

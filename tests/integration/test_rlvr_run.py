@@ -248,6 +248,62 @@ def test_scores_of_a_reward_model_are_those_of_transformers_and_rise(shared_runs
         assert row["score"] == pytest.approx(2.0 * score, abs=1e-4)
 
 
+def judge_model(model: str, folder: Path) -> Path:
+    """A language model that answers with a digit: their embeddings, which are its output head too, are longer."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    shutil.copytree(model, folder)
+    judge, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    with torch.no_grad():
+        judge.get_input_embeddings().weight[tokenizer.convert_tokens_to_ids(list("0123456789"))] *= 6
+    judge.save_pretrained(folder)
+    return folder
+
+
+def test_grades_of_a_judge_on_an_engine_of_the_run_are_those_of_transformers(shared_runs, inputs, tmp_path):
+    """The rollouter asks the judge's engine from its own process, while the policy's engine generates ahead."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = judge_model(inputs["pretrain"], tmp_path / "judge")
+    config = recipe(
+        inputs,
+        tmp_path,
+        deterministic=False,
+        num_devices_per_node=4,
+        async_generation_ratio=1,
+        max_steps=2,
+        eval_steps=2,
+        rewards={
+            "math_rule": {"function": "tests.integration.rewards:text_reward", "tag_included": ["math_rule"]},
+            "llm_judge": {
+                "tag_included": ["math_rule"],
+                "weight": 2.0,
+                "prompt_template": "{prompt}~{response}",
+                "grade_pattern": "([0-9])",
+                "max_grade": 9,
+                "judge_max_tokens": 1,
+            },
+        },
+        judge={"model_args": {"model_name_or_path": str(folder), "dtype": "fp32"}, "device_mapping": [3]},
+    )
+    code, output = shared_runs.run(config)
+    assert code == 0, output
+    judge, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    rows = read_samples(tmp_path / "run" / "samples", 2)
+    grades = set()
+    for row in rows:
+        prompt, text = (tokenizer.decode(row[ids], skip_special_tokens=True) for ids in ("prompt_ids", "response_ids"))
+        question = [{"role": "user", "content": f"{prompt}~{text}"}]
+        ids = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
+        with torch.no_grad():
+            grade = int(tokenizer.decode(int(judge(torch.tensor([ids])).logits[0, -1].argmax())))
+        assert row["score"] == pytest.approx(text_reward(text, "", None) + 2.0 * grade / 9, abs=1e-6)
+        grades.add(grade)
+    assert len(rows) == 16 and len(grades) > 1
+    last = lines(tmp_path)[-1]
+    assert 0 < last["val/math_rule/llm_judge"] < 1 and last["reward/math_rule/llm_judge/retries"] == 0
+
+
 def test_a_reward_that_fails_ends_the_run_with_its_cause(shared_runs, inputs, tmp_path):
     """The reward is a module beside the recipe, and so not in the current folder."""
     (tmp_path / "rewards_beside.py").write_text("from tests.integration.rewards import broken_reward as mine\n")

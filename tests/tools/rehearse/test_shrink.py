@@ -14,9 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from roll.configs.agentic import AgenticConfig
 from roll.configs.load import AnyConfig, build_config, load_config
 from roll.configs.pipeline import RLConfig, RLVRConfig
+from roll.configs.rewards import built_in_of
 from roll.tools.rehearse.data import fewest_actions
 from roll.tools.rehearse.layouts import MAX_ENGINES, MAX_SLOTS
-from roll.tools.rehearse.shrink import LONGEST, SHORTEST, Inputs, Rehearsal, shrink
+from roll.tools.rehearse.shrink import LONGEST, SHORTEST, Inputs, Rehearsal, rehearsed_roles, shrink
 from tests.configs.samples import AGENTIC, MODEL, RECIPES, RLVR, SFT, recipes
 from tests.tools.rehearse.recipes import agentic_recipes, rlvr_recipes, sft_recipes, write_small_config
 
@@ -47,7 +48,7 @@ def both(tree: dict[str, Any]) -> tuple[AnyConfig, AnyConfig, Rehearsal]:
 
 def check_sizes(recipe: AnyConfig, small: AnyConfig, made: Rehearsal) -> None:
     """Layouts, devices and lengths of any pipeline."""
-    roles, recipes = small.device_roles(), recipe.device_roles()
+    roles, recipes = small.device_roles(), rehearsed_roles(recipe)
     assert roles.keys() == recipes.keys()
     devices = {device for role in roles.values() for device in role.device_mapping}
     assert devices == set(range(len(devices))) and len(devices) == small.num_devices_per_node <= MAX_SLOTS
@@ -212,3 +213,11 @@ def test_short_limits_are_raised_for_a_slow_machine() -> None:
 def test_the_number_of_steps_is_that_of_the_command() -> None:
     small = build_config(rehearse(build_config(yaml.safe_load(RLVR)), steps=5).tree)
     assert small.max_steps == 5
+
+
+def test_a_judge_on_engines_of_the_run_is_replaced_by_a_rule_since_a_random_one_gives_no_grade() -> None:
+    recipe, small, made = both(load_config(ROOT / "examples/tiny_domains/rlvr_config.yaml").source.tree)
+    assert isinstance(recipe, RLVRConfig) and isinstance(small, RLVRConfig)
+    assert recipe.uses_judge and not small.uses_judge
+    assert built_in_of(small.rewards["llm_judge"].function) == "exact_match"
+    assert [change.reason for change in made.changes if change.path == "judge"] == ["a random model gives no grade"]
