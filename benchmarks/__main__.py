@@ -25,6 +25,7 @@ BENCHMARKS = (
     "async_overlap",
     "simulate",
     "agentic_rollout",
+    "rewards",
     "code_sandbox",
     "losses",
 )

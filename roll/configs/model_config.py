@@ -276,6 +276,18 @@ class ModelShape:
         return count
 
 
+def read_positions(folder: str | Path) -> int | None:
+    """`max_position_embeddings` of any HF model, also of one that cannot be trained; None where it is not known."""
+    file = Path(folder) / CONFIG_NAME
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    sections = [raw, raw.get("text_config")] if isinstance(raw, dict) else []
+    found = (section.get("max_position_embeddings") for section in sections if isinstance(section, dict))
+    return next((number for number in found if isinstance(number, int) and number > 0), None)
+
+
 def read_model_shape(folder: str | Path, value_head: bool = False) -> ModelShape | None:
     """The shape of the model in `folder`, or None when there is no config.json to read.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, TextIO
 
 from rich import box
@@ -16,7 +17,7 @@ from roll.configs.hardware import Hardware, check_nodes, resolve_platform, this_
 from roll.configs.hub.inputs import Download, LookUp
 from roll.configs.hub.names import local_model
 from roll.configs.memory import STATE_LINES, MemoryPlan, gibibytes, memory_plans
-from roll.configs.model_config import ModelShape, read_model_shape
+from roll.configs.model_config import CONFIG_NAME, ModelShape, UnsupportedModel, read_model_shape
 from roll.configs.parallel_layout import spans
 from roll.configs.pipeline import BaseConfig, PreferenceConfig, RLConfig
 from roll.configs.roles import ActorTrainConfig, MegatronRoleConfig, RoleConfig, TrainedRoleConfig
@@ -123,7 +124,11 @@ def make_plan(config: BaseConfig, hardware: Hardware | None = None, hub: LookUp 
     missing = [f"{problem} (this stops a run, not a plan)" for problem in [*report.missing, *hub.problems]]
     unknown = [role for role in config.device_roles() if role not in shapes]
     if unknown:
-        missing.append(f"no memory estimate for {', '.join(unknown)}: the model's config.json is not on this machine")
+        here = [name for name in unknown if (_folder(config, name) / CONFIG_NAME).is_file()]
+        away = [name for name in unknown if name not in here]
+        for names, why in ((away, "config.json is not on this machine"), (here, "architecture is not known here")):
+            if names:
+                missing.append(f"no memory estimate for {', '.join(names)}: the model's {why}")
     return Plan(
         exp_name=config.exp_name,
         pipeline=config.pipeline,
@@ -141,11 +146,18 @@ def make_plan(config: BaseConfig, hardware: Hardware | None = None, hub: LookUp 
     )
 
 
+def _folder(config: BaseConfig, role: str) -> Path:
+    """Of the model of a role."""
+    return local_model(config.device_roles()[role].model_args.model_name_or_path or "")
+
+
 def _shapes(config: BaseConfig) -> dict[str, ModelShape]:
     shapes: dict[str, ModelShape] = {}
     for role, worker in config.device_roles().items():
-        model = local_model(worker.model_args.model_name_or_path or "")
-        shape = read_model_shape(model, worker.value_head)
+        try:
+            shape = read_model_shape(_folder(config, role), worker.value_head)
+        except UnsupportedModel:  # of a judge; the rules of the configuration refuse that of another role
+            continue
         if shape is not None:
             shapes[role] = shape
     return shapes

@@ -162,21 +162,27 @@ def shown_path(file: str) -> str:
     return file if inside.startswith(os.pardir) else inside
 
 
-def start_user_process() -> None:
+def start_user_process(at_end: Callable[[], None] = lambda: None) -> None:
     """Prepares a process that runs the user's code.
 
     It ends with its parent, even while that code hangs, and what the code prints goes to stderr, since it is no output
     of a command.
+
+    Args:
+        at_end: called before it ends with its parent.
     """
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(at_end,), daemon=True).start()
     os.dup2(2, 1)
 
 
-def _exit_with_parent() -> None:
+def _exit_with_parent(at_end: Callable[[], None]) -> None:
     parent = parent_process()
     if parent is not None:
         parent.join()
-        os._exit(1)
+        try:
+            at_end()
+        finally:
+            os._exit(1)
 
 
 def user_folders() -> list[str]:

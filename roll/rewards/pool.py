@@ -86,7 +86,8 @@ class RewardPool:
         self.launch()
         assert self._probing is not None
         try:
-            loaded = await asyncio.wait_for(asyncio.wrap_future(self._probing), START_TIMEOUT_S)
+            async with asyncio.timeout(START_TIMEOUT_S):  # unlike wait_for it never swallows a cancellation
+                loaded = await asyncio.wrap_future(self._probing)
         except (TimeoutError, ProcessExpired) as failure:
             name = self._config.function
             raise RewardFunctionError(f"reward function {name!r}: its process did not start: {failure!r}") from failure

@@ -19,6 +19,7 @@ from roll.configs.user_code import (
     start_user_process,
 )
 from roll.rewards.calling import RewardFunction, RewardFunctionError, RewardOutcome, RewardRequest
+from roll.rewards.containment import contain, kill_descendants
 
 Call = tuple[RewardRequest, int | None]
 """A request, and which of its responses to score; None scores all in one call."""
@@ -68,7 +69,8 @@ def start(config: RewardConfig) -> None:
 
     An error is kept for `probe`, because the pool would start processes forever if the initializer raised.
     """
-    start_user_process()
+    contain()
+    start_user_process(at_end=kill_descendants)
     _Process.config = config
     try:
         with report_if_slow(f"the import of {config.function}"):

@@ -9,9 +9,10 @@ import pytest
 
 from roll.configs.errors import ConfigError
 from roll.configs.pipeline import RLVRConfig
+from roll.configs.plan import make_plan
 from roll.configs.rewards import BUILT_IN, RewardConfig, domain_of, may_lack_truth, rewards_of
 from roll.configs.rules import check
-from tests.configs.samples import refusal, rlvr
+from tests.configs.samples import SERVER, refusal, rlvr
 
 SUM = "rewards={a: {tag_included: [x], weight: 2}, b: {tag_included: [x, y]}, c: {}}"
 SHARES = "actor_train.data_args.domain_interleave_probs"
@@ -211,9 +212,22 @@ def test_a_judge_of_the_run_is_never_the_policy_by_default(tmp_path: Path) -> No
         judged(tmp_path, None)
 
 
+def test_a_judge_may_be_of_a_family_that_cannot_be_trained(tmp_path: Path, judge_model: Path) -> None:
+    file = judge_model / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": ["MixtralForCausalLM"]}))
+    plan = make_plan(judged(tmp_path, judge_model), SERVER)
+    assert "no memory estimate for judge: the model's architecture is not known here" in plan.warnings
+    assert "judge" not in {memory.role for memory in plan.memory}
+    file.write_text(json.dumps({"architectures": ["OtherForCausalLM"]}))
+    with pytest.raises(ConfigError, match="judge.sequence_length: is not set, and .* does not say how many positions"):
+        judged(tmp_path, judge_model)
+    assert judged(tmp_path, judge_model, "judge.sequence_length=8192").judge.sequence_length == 8192
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        (["judge.sequence_length=40000"], "judge.sequence_length: 40000 is above max_position_embeddings 32768 of"),
         (["judge.strategy_args.strategy_config.load_format=dummy"], "load_format: dummy gives a judge random weights"),
         (["judge.num_gpus_per_worker=2"], "judge.device_mapping: 1 devices cannot hold engines of num_gpus_per_worker"),
         (["judge.generating_args={}"], "judge.generating_args: "),

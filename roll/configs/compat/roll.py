@@ -386,7 +386,9 @@ UNSUPPORTED_KEYS: tuple[UnsupportedKey, ...] = (
     ),
     *(
         UnsupportedKey(
-            f"rewards.*.{key}", always, "a reward is a function, without a model of its own and without these options"
+            f"rewards.*.{key}",
+            always,
+            "a reward is a function, or the model of role reward or judge, without these options",
         )
         for key in (*REWARD_ROLE_KEYS, *REWARD_KEYS)
     ),

@@ -14,9 +14,16 @@ from roll.configs.hub.inputs import folder_files
 from roll.configs.hub.names import HubError, hub_name, local_model, other_reading
 from roll.configs.hub.splits import READABLE
 from roll.configs.megatron import MegatronTrainConfig, check_recompute, stage_layers
-from roll.configs.model_config import CONFIG_NAME, VALUE_ARCHITECTURES, ModelShape, UnsupportedModel, read_model_shape
+from roll.configs.model_config import (
+    CONFIG_NAME,
+    VALUE_ARCHITECTURES,
+    ModelShape,
+    UnsupportedModel,
+    read_model_shape,
+    read_positions,
+)
 from roll.configs.pipeline import BaseConfig
-from roll.configs.roles import TEMPLATES, MegatronRoleConfig, RoleConfig
+from roll.configs.roles import TEMPLATES, JudgeConfig, MegatronRoleConfig, RoleConfig
 from roll.configs.rules.learning import check_name
 from roll.configs.rules.lengths import read_tokenizer
 from roll.configs.trackers import METRICS_FILE
@@ -117,10 +124,12 @@ def check_models(config: BaseConfig, report: Report) -> None:
             seen.add("")
             continue
         path = "pretrain" if name == config.pretrain else path
+        if isinstance(worker, JudgeConfig):
+            _check_judge_length(worker, name, report)
         try:
             shape = read_model_shape(local_model(name), worker.value_head)
         except UnsupportedModel as error:
-            if name not in seen:
+            if name not in seen and not isinstance(worker, JudgeConfig):  # SGLang runs many that cannot be trained
                 report.error(path, str(error))
             seen.add(name)
             continue
@@ -148,6 +157,17 @@ def _check_own_model(role: str, path: str, name: str | None, report: Report) -> 
                 f"{name} is a {shape.architecture}, which has no head for scores; use a reward model, such as a "
                 f"{shape.architecture.replace('ForCausalLM', 'ForSequenceClassification')}",
             )
+
+
+def _check_judge_length(judge: JudgeConfig, name: str, report: Report) -> None:
+    """Questions and answers of a judge are within the positions of its model."""
+    positions, path = read_positions(local_model(name)), "judge.sequence_length"
+    if positions is None and judge.sequence_length is None and (local_model(name) / CONFIG_NAME).is_file():
+        report.error(path, f"is not set, and {name} does not say how many positions it has; set it, such as to 8192")
+    if positions is not None and (judge.sequence_length or 0) > positions:
+        report.error(
+            path, f"{judge.sequence_length} is above max_position_embeddings {positions} of {name}; use at most that"
+        )
 
 
 def check_tokenizers(config: BaseConfig, report: Report) -> None:

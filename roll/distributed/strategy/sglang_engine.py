@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 
 import psutil
 
+from roll.configs.errors import RunError
 from roll.configs.hub.names import local_model
-from roll.configs.model_config import read_model_shape
+from roll.configs.model_config import read_positions
 from roll.configs.pipeline import BaseConfig, RLConfig, role_seed
 from roll.configs.roles import TORCH_DTYPES, EngineRoleConfig, JudgeConfig
 from roll.distributed.core_pinning import read_topology
@@ -311,12 +312,12 @@ def judge_length(role: JudgeConfig) -> int:
     """Tokens of the longest question of a judge with its answer.
 
     Raises:
-        EngineError: it is not given, and the model does not say how many positions it has.
+        RunError: it is not given, and the model does not say how many positions it has.
     """
-    shape = read_model_shape(local_model(role.model_args.model_name_or_path or ""))
-    longest = role.sequence_length or (shape.max_positions if shape is not None else None)
+    name = role.model_args.model_name_or_path or ""
+    longest = role.sequence_length or read_positions(local_model(name))
     if longest is None:
-        raise EngineError("judge.sequence_length: is not given, and the model's config.json has no maximum; set it")
+        raise RunError(f"judge.sequence_length: is not set, and {name} does not say how many positions it has; set it")
     return longest
 
 

@@ -61,9 +61,14 @@ def _prctl(option: int, value: int | ctypes.Array[ctypes.c_char] = 0) -> None:
     _checked(LIBC.prctl(option, unsigned(pointer), unsigned(0), unsigned(0), unsigned(0)), f"prctl {option}")
 
 
+def signal_at_parents_end(number: int) -> None:
+    """This process gets a signal when the one that forked it ends."""
+    _prctl(SET_DEATH_SIGNAL, number)
+
+
 def end_with_parent() -> None:
     """This process is killed when the one that forked it ends."""
-    _prctl(SET_DEATH_SIGNAL, 9)
+    signal_at_parents_end(9)
 
 
 def be_opaque() -> None:

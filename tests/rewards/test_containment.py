@@ -1,0 +1,157 @@
+"""What hostile reward functions leave behind, and what the sound ones beside them get."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from roll.configs.rewards import RewardConfig
+from roll.rewards.calling import RewardOutcome, RewardRequest
+from roll.rewards.pool import RewardPool
+
+FUNCTION = "tests.rewards.hostile_rewards:score"
+SOUND = "0.5"
+
+FAILURES = {
+    "raise": "raised",
+    "raise a BaseException": "raised",
+    "raise a KeyboardInterrupt": "raised",
+    "raise an error without text": "raised",
+    "exit": "raised",
+    "exit at once": "raised",
+    "kill itself": "raised",
+    "abort": "raised",
+    "crash": "raised",
+    "recurse": "raised",
+    "too much memory at once": "raised",
+    "sleep": "timeout",
+    "loop": "timeout",
+    "stop itself": "timeout",
+    "ignore signals and loop": "timeout",
+    "wait for a thread": "timeout",
+    "wait for a lock": "timeout",
+    "fork and hang": "timeout",
+    "start a program and hang": "timeout",
+    "daemon and hang": "timeout",
+    "start a program and die": "raised",
+    "fork and be killed": "raised",
+    "nan": "not_finite",
+    "infinity": "not_finite",
+    "a huge number": "not_finite",
+    "text": "wrong_type",
+    "none": "wrong_type",
+    "a list": "wrong_type",
+    "a complex number": "wrong_type",
+    "a dictionary without a score": "wrong_type",
+    "a score that is a text": "wrong_type",
+    "an object": "wrong_type",
+}
+"""Response -> the reason why it has no score; hostile_rewards.py does what it says."""
+
+SCORED = ("flood stdout", "flood stderr", "leave a child", "leave a daemon", "leave threads", "change the folder")
+"""Responses whose score is 1, whatever else is done."""
+
+
+DRIVER = f"""
+import asyncio
+from roll.configs.rewards import RewardConfig
+from roll.rewards.calling import RewardRequest
+from roll.rewards.pool import RewardPool
+
+async def main():
+    async with RewardPool(RewardConfig(function={FUNCTION!r}, timeout_s=600)) as pool:
+        print("ready", flush=True)
+        await pool.score([RewardRequest((RESPONSE,), "")])
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+async def scored(*responses: str, processes: int = 1) -> list[RewardOutcome]:
+    """Outcomes in a pool that is closed before they are returned."""
+    async with RewardPool(RewardConfig(function=FUNCTION, timeout_s=0.4, world_size=processes)) as pool:
+        outcomes = await pool.score([RewardRequest((response,), "") for response in responses])
+    return [outcome for (outcome,) in outcomes]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """After a test, processes that say where they belong are gone."""
+    monkeypatch.setenv("HOSTILE_TEST", str(tmp_path))
+    return lambda: assert_gone(f"HOSTILE_TEST={tmp_path}".encode())
+
+
+def assert_gone(mark: bytes) -> None:
+    until = time.monotonic() + 5
+    while left := processes_with(mark):
+        assert time.monotonic() < until, [(process.pid, process.cmdline()) for process in left]
+        time.sleep(0.02)
+
+
+def processes_with(mark: bytes) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            environment = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+            if mark in environment and process.status() != psutil.STATUS_ZOMBIE and process.pid != os.getpid():
+                found.append(process)
+        except (OSError, psutil.Error):
+            continue
+    return [each for each in found if "resource_tracker" not in " ".join(each.cmdline())]
+
+
+def test_every_kind_of_hostile_code_fails_alone(nothing_is_left: Callable[[], None]) -> None:
+    outcomes = asyncio.run(scored(*FAILURES, SOUND, processes=4))
+    assert {response: outcome.reason for response, outcome in zip(FAILURES, outcomes, strict=False)} == FAILURES
+    assert all(outcome.score is None and outcome.detail for outcome in outcomes[:-1])
+    assert outcomes[-1] == RewardOutcome(0.5)
+    nothing_is_left()
+
+
+@pytest.mark.parametrize("response", SCORED)
+def test_what_a_reward_leaves_behind_ends_with_its_process(response: str, nothing_is_left: Callable[[], None]) -> None:
+    first, second = asyncio.run(scored(response, SOUND))
+    assert (first.score, second.score) == (1.0, 0.5)
+    nothing_is_left()
+
+
+@pytest.mark.parametrize("response", ["fork and hang", "start a program and hang", "daemon and hang"])
+def test_nothing_outlives_a_driver_that_was_killed(
+    tmp_path: Path, response: str, nothing_is_left: Callable[[], None]
+) -> None:
+    script = tmp_path / "driver.py"
+    script.write_text(DRIVER.replace("RESPONSE", repr(response)))
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    driver = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment)
+    assert driver.stdout is not None and driver.stdout.readline() == "ready\n"
+    until = time.monotonic() + 10
+    while len(psutil.Process(driver.pid).children(recursive=True)) < 4:  # tracker, reward process, guardian, its child
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    driver.kill()
+    driver.communicate(timeout=10)
+    nothing_is_left()
+
+
+def test_a_domain_that_hangs_delays_no_other(nothing_is_left: Callable[[], None]) -> None:
+    async def run() -> tuple[bool, float]:
+        hanging = asyncio.ensure_future(scored(*["sleep"] * 4))
+        config = RewardConfig(function=FUNCTION, timeout_s=20)
+        async with RewardPool(config) as pool:
+            [[outcome]] = await pool.score([RewardRequest((SOUND,), "")])
+            waited = hanging.done()
+        hanging.cancel()
+        await asyncio.gather(hanging, return_exceptions=True)
+        return waited, outcome.score or 0.0
+
+    assert asyncio.run(run()) == (False, 0.5)
+    nothing_is_left()
