@@ -21,6 +21,9 @@ from roll.rewards.calling import RewardRequest
 from roll.rewards.pool import RewardPool
 
 REWARDS = 10_000
+FEWER = 2_400
+"""Of the domain beside one that hangs."""
+
 PROCESSES = 2
 FRESH = 20
 GROUP = 8
@@ -95,8 +98,8 @@ async def beside_a_hanging_domain(count: int) -> float:
 def measure() -> Measurement:
     """Seconds and their ratios."""
     pool, fresh = asyncio.run(pool_seconds(REWARDS)), fresh_seconds(FRESH)
-    alone = asyncio.run(pool_seconds(REWARDS // 4))
-    beside = asyncio.run(beside_a_hanging_domain(REWARDS // 4))
+    alone = asyncio.run(pool_seconds(FEWER))
+    beside = asyncio.run(beside_a_hanging_domain(FEWER))
     raw = {
         "rewards_per_second": REWARDS / pool,
         "fresh_processes_per_second": 1 / fresh,
