@@ -46,21 +46,12 @@ def built_in_of(function: str) -> str | None:
     return next((name for name, item in BUILT_IN.items() if item.function == function), None)
 
 
-def is_reward_model(reward: RewardConfig) -> bool:
-    """Whether the model of role `reward` gives the scores, not a function in a process of its own."""
-    return built_in_of(reward.function) == "reward_model"
-
-
-def is_judge_model(reward: RewardConfig) -> bool:
-    """Whether the engines of role `judge` give the grades, not an endpoint."""
-    return built_in_of(reward.function) == "llm_judge" and reward.base_url is None
-
-
 def scoring_role(reward: RewardConfig) -> Literal["reward", "judge"] | None:
     """The role whose model gives the scores; None for a function in a process of its own."""
-    if is_reward_model(reward):
+    built_in = built_in_of(reward.function)
+    if built_in == "reward_model":
         return "reward"
-    return "judge" if is_judge_model(reward) else None
+    return "judge" if built_in == "llm_judge" and reward.base_url is None else None
 
 
 FUNCTION_CALLED = Condition(
@@ -70,13 +61,13 @@ FUNCTION_CALLED = Condition(
 )
 
 SCORES_CHOSEN = Condition(
-    lambda config, section: not is_reward_model(section),
+    lambda config, section: scoring_role(section) != "reward",
     "the scores of a reward_model are those of the model of role reward",
     (".function",),
 )
 
 ENDPOINT_ASKED = Condition(
-    lambda config, section: not (is_judge_model(section) and config.judge.device_mapping),
+    lambda config, section: not (scoring_role(section) == "judge" and config.judge.device_mapping),
     "without base_url the judge is the model of role judge",
     (".base_url",),
 )
@@ -300,7 +291,7 @@ def rewards_of(rewards: Mapping[str, RewardConfig], tag: str) -> list[str]:
 def may_lack_truth(rewards: Mapping[str, RewardConfig], tag: str) -> bool:
     """Whether prompts with a tag need no ground truth: a reward_model alone scores them."""
     names = rewards_of(rewards, tag)
-    return bool(names) and all(is_reward_model(rewards[name]) for name in names)
+    return bool(names) and all(scoring_role(rewards[name]) == "reward" for name in names)
 
 
 def domain_of(rewards: Mapping[str, RewardConfig], shares: Mapping[str, float], tag: str) -> str | None:

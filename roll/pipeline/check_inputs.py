@@ -80,7 +80,7 @@ def check_environments(config: AgenticConfig) -> list[str]:
 
 
 def _check_tokenizers(config: BaseConfig, report: Report) -> None:
-    """The folders of the trained model and of those that score have tokenizers that can apply the chat templates."""
+    """The trained model and the models that score responses have tokenizers with the chat templates."""
     name = config.actor_train.model_args.model_name_or_path
     folder = local_model(name or "")
     path = "pretrain" if name == config.pretrain else "actor_train.model_args.model_name_or_path"

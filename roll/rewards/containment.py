@@ -22,11 +22,11 @@ ROUNDS, PAUSE_S = 50, 0.02
 
 
 def contain() -> None:
-    """From now on nothing that this process starts outlives it; call it before it has threads.
+    """Lets this process take along what it starts when it ends; call it before it has threads.
 
     Its descendants stay its own, since it adopts orphans, and are killed when it ends or gets SIGTERM. Where it is
     killed, crashes or ignores that signal, a guardian, a child of it, kills the processes of its session and those with
-    its MARK. Only a copy that left the session, and runs no program of its own, outlives a parent that was killed.
+    its MARK. Only a forked process that left the session outlives a parent that was killed.
     """
     os.setsid()
     os.environ[MARK] = str(os.getpid())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -16,8 +15,6 @@ from roll.rewards.llm_judge import JudgeError, filled, grade_in
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

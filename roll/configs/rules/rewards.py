@@ -167,7 +167,8 @@ def _check_judge(path: str, reward: RewardConfig, has_engines: bool, report: Rep
         )
     if reward.base_url is not None and not re.match(r"https?://[^/]", reward.base_url):
         report.error(f"{path}.base_url", f"{reward.base_url!r} is not an address; write http://host:port/v1")
-    if reward.api_key_env is not None and not os.environ.get(reward.api_key_env):
+    asks_endpoint = reward.base_url is not None or not has_engines
+    if asks_endpoint and reward.api_key_env is not None and not os.environ.get(reward.api_key_env):
         report.missing_resource(
             f"{path}.api_key_env",
             f"the environment variable {reward.api_key_env} is not set; export {reward.api_key_env}=...",
