@@ -148,13 +148,18 @@ class CpuPlatform(Platform):
     def engine_arguments(
         self, dtype: str, deterministic: bool = False, releases_memory: bool = False
     ) -> dict[str, Any]:
-        """SGLang on torch operators, without CUDA graphs; `sleep_on_idle` frees the core of an idle engine."""
+        """SGLang on torch operators, without CUDA graphs; `sleep_on_idle` frees the core of an idle engine.
+
+        SGLang does not overlap scheduling and computing: operators of a CPU are synchronous, so it would gain nothing,
+        and every request would be computed for one token more than it has.
+        """
         return {
             "device": "cpu",
             "attention_backend": "torch_native",
             "sampling_backend": "pytorch",
             "disable_cuda_graph": True,
             "sleep_on_idle": True,
+            "disable_overlap_schedule": True,
         }
 
     def prepare_megatron(self) -> None:

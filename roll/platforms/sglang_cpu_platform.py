@@ -1,7 +1,8 @@
 """SGLang's platform class for a machine without GPUs, with torch operators instead of compiled kernels.
 
-`ROLL_CPU_ATTENTION=stock` in the environment of an engine selects SGLang's own attention, a loop over requests,
-instead of the batched attention (`batched`, the default); benchmarks/generate.py compares the two.
+`ROLL_CPU_ATTENTION` in the environment of an engine selects its attention: `kernel`, the default, a C++ kernel over the
+true lengths; `batched`, padded torch operators; `stock`, SGLang's loop over requests. benchmarks/generate.py compares
+them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from sglang.srt.platforms.interface import SRTPlatform
 from roll.platforms import shared_memory
 
 ATTENTION_VARIABLE = "ROLL_CPU_ATTENTION"
-ATTENTION_CHOICES = ("batched", "stock")
+ATTENTION_CHOICES = ("kernel", "batched", "stock")
 
 
 def _synchronize(device: Any = None) -> None:
@@ -50,14 +51,14 @@ class SglangCpuPlatform(SRTPlatform):  # type: ignore[misc]  # SGLang is not typ
     device_type = "cpu"
 
     def init_backend(self) -> None:
-        """Installs the batched attention, the seeded sampler and handles of shared memory in an engine's process.
+        """Installs the chosen attention, the seeded sampler and handles of shared memory in an engine's process.
 
         Two functions are replaced because they assume CUDA or compiled kernels: SGLang's weight checksums call
         `torch.cuda.synchronize` on every device, which becomes a no-op; and on a CPU SGLang pads the intermediate size
         of a model for its compiled kernels, which is turned off so that parameters keep their shapes.
 
         Raises:
-            ValueError: `ROLL_CPU_ATTENTION` is neither `batched` nor `stock`.
+            ValueError: `ROLL_CPU_ATTENTION` is none of ATTENTION_CHOICES.
         """
         from sglang.srt.configs import update_config
 
@@ -70,12 +71,14 @@ class SglangCpuPlatform(SRTPlatform):  # type: ignore[misc]  # SGLang is not typ
         choice = os.environ.get(ATTENTION_VARIABLE, ATTENTION_CHOICES[0])
         if choice not in ATTENTION_CHOICES:
             raise ValueError(f"{ATTENTION_VARIABLE}={choice!r}: use one of {', '.join(ATTENTION_CHOICES)}")
-        if choice == "batched":
+        if choice != "stock":
             from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
-            from roll.platforms.sglang_cpu_attention import BatchedTorchAttention
+            from roll.platforms.sglang_cpu_attention import BatchedTorchAttention, attention_backend
 
-            register_attention_backend("torch_native")(BatchedTorchAttention)
+            register_attention_backend("torch_native")(
+                attention_backend if choice == "kernel" else BatchedTorchAttention
+            )
 
     def get_device_total_memory(self, device_id: int = 0) -> int:
         return int(psutil.virtual_memory().total)
@@ -106,7 +109,7 @@ class SglangCpuPlatform(SRTPlatform):  # type: ignore[misc]  # SGLang is not typ
         return None
 
     def get_default_attention_backend(self) -> str:
-        """SGLang's torch attention; `init_backend` registers the batched one under the same name."""
+        """SGLang's torch attention; `init_backend` registers another one under the same name."""
         return "torch_native"
 
     def get_mha_kv_pool_cls(self) -> type:

@@ -35,7 +35,7 @@ class EngineHost:
     def __init__(self, folder: str, tensor_parallel: int, options: dict[str, Any]) -> None:
         worker = ActorInferConfig(num_gpus_per_worker=tensor_parallel, max_running_requests=32)
         worker.model_args.model_name_or_path, worker.model_args.dtype = folder, "fp32"
-        worker.strategy_args.strategy_config = options
+        worker.strategy_args.strategy_config = {"disable_radix_cache": False, **options}
         pipeline = RLVRConfig(prompt_length=56, response_length=2000, deterministic=True, sync_timeout_s=30)
         self.worker = InferWorker(WorkerRank.single("actor_infer"), worker, pipeline)
 

@@ -1,4 +1,4 @@
-"""The batched attention equals SGLang's loop over requests."""
+"""The batched attention and that of the kernel equal SGLang's loop over requests."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ pytestmark = pytest.mark.integration
 CONTEXT = 700
 
 
-@pytest.fixture(scope="module")
-def backends():
+@pytest.fixture(scope="module", params=["BatchedTorchAttention", "KernelAttention"])
+def backends(request):
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-    from roll.platforms.sglang_cpu_attention import BatchedTorchAttention
+    from roll.platforms import sglang_cpu_attention
+    from roll.platforms.cpu_kernels import CpuKernels
 
     def make(kind):
         backend = kind.__new__(kind)  # the pools that the constructor takes play no part in the attention itself
-        backend._plan = None
+        backend._plan, backend._requests, backend._kernels = None, None, CpuKernels(16)
         return backend
 
-    return make(TorchNativeAttnBackend), lambda: make(BatchedTorchAttention)
+    return make(TorchNativeAttnBackend), lambda: make(getattr(sglang_cpu_attention, request.param))
 
 
 def problem(prefixes, extends, heads, key_heads, seed=0):
@@ -96,8 +97,17 @@ def test_layers_of_one_forward_pass_share_the_plan(backends):
     backend = batched()
     backend.use_sliding_window_kv_pool = False
     decode(backend, problem([5, 6], [1, 1], 4, 2))
-    plan = backend._plan
+    plan = backend._plan, backend._requests
+    assert plan != (None, None)
     decode(backend, problem([5, 6], [1, 1], 4, 2, seed=1))
-    assert backend._plan is plan
+    assert (backend._plan, backend._requests) == plan
     backend.init_forward_metadata(None)
-    assert backend._plan is None
+    assert (backend._plan, backend._requests) == (None, None)
+
+
+def test_only_short_extensions_use_the_kernel(backends):
+    _, make = backends
+    for length, plan in ((32, False), (33, True)):
+        backend = make()
+        extend(backend, problem([3, 0], [length, length], 4, 2))
+        assert (backend._plan is not None) == (plan or type(backend).__name__ == "BatchedTorchAttention")

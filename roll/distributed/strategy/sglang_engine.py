@@ -19,7 +19,7 @@ import psutil
 from roll.configs.errors import RunError
 from roll.configs.hub.names import local_model
 from roll.configs.model_config import read_positions
-from roll.configs.pipeline import BaseConfig, RLConfig, role_seed
+from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig, role_seed
 from roll.configs.roles import TORCH_DTYPES, EngineRoleConfig, JudgeConfig
 from roll.distributed.core_pinning import read_topology
 from roll.distributed.worker import WorkerRank
@@ -263,6 +263,11 @@ PORT_STRIDE = 16
 """Distance of the first ports of processes with consecutive ids."""
 
 
+UNSHARED_PROMPT = 256
+"""Longest prompt in tokens for which a single-turn run does without the prefix cache on a CPU. SGLang computes the
+prompts of a group that arrive together in one batch, which shares nothing, and it costs time for each."""
+
+
 def make_engine(rank: WorkerRank, config: EngineRoleConfig, pipeline: RLConfig) -> Engine:
     """The engine of this rank, or its part on this node; not started."""
     platform, dtype = get_platform(rank.platform), config.model_args.dtype
@@ -286,7 +291,8 @@ def engine_arguments(
 
     The engine's context is the longest sequence, of a judge its own, plus CONTEXT_MARGIN, so that a sequence may end at
     the model's last position. On a CPU the key-value pool is sized for `max_running_requests` sequences of that length,
-    because SGLang cannot measure device memory there; `strategy_config.max_total_tokens` overrides it.
+    because SGLang cannot measure device memory there; `strategy_config.max_total_tokens` overrides it. The prefix cache
+    is off on a CPU where prompts are short and no request continues another (see UNSHARED_PROMPT).
     """
     options = worker.strategy_args.strategy_config
     model = worker.model_args.model_name_or_path or pipeline.pretrain
@@ -305,6 +311,8 @@ def engine_arguments(
     }
     if arguments.get("device") == "cpu":
         arguments["max_total_tokens"] = worker.max_running_requests * arguments["context_length"]
+        one_turn = isinstance(pipeline, RLVRConfig) and not isinstance(worker, JudgeConfig)
+        arguments["disable_radix_cache"] = one_turn and pipeline.prompt_length <= UNSHARED_PROMPT
     return {**arguments, **options}
 
 

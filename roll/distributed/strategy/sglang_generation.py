@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 from roll.configs.asynchronous import InFlightPolicy
 from roll.distributed.strategy.sglang_engine import Engine, EngineError
-from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
+from roll.distributed.strategy.sglang_requests import RequestSender
+from roll.rollout.types import GenerateRequest, GenerateResult
 
 ABORT_GRACE_S = 5.0
 """An aborted request answers within one step of the engine; after this time its partial tokens are lost."""
@@ -53,6 +54,7 @@ class Generation:
         """
         self._version = version
         self._engine = engine
+        self._sender = RequestSender(engine)
         self._timeout_s = timeout_s
         self._deterministic = deterministic
         self._free_slots = asyncio.Semaphore(math.ceil(running * QUEUE_FACTOR))
@@ -195,7 +197,10 @@ class Generation:
 
     async def _attempt(self, request: GenerateRequest, name: str, timeout_s: float) -> tuple[GenerateResult, bool]:
         """The result of one submission to the engine, and whether a pause interrupted it."""
-        reply = self._running[name] = asyncio.ensure_future(self._request(request, name))
+        try:
+            reply = self._running[name] = self._sender.send(request, name, f"version {self._version()}")
+        except ValueError as refusal:  # one request is refused, such as a prompt longer than the engine's context
+            return to_result(request, None, str(refusal)), False
         until = self._seconds() + timeout_s
         try:
             while not reply.done() and (left_s := until - self._seconds()) > 0:
@@ -209,8 +214,6 @@ class Generation:
             await asyncio.wait({reply}, timeout=ABORT_GRACE_S)
             error = f"aborted after {self._timeout_s:g} s (generation_timeout_s)"
             return to_result(request, reply.result() if reply.done() else None, error), False
-        except ValueError as error:  # SGLang's refusal of one request, such as a prompt longer than its context
-            return to_result(request, None, str(error)), False
         finally:
             reply.cancel()
             del self._running[name]
@@ -219,22 +222,6 @@ class Generation:
     def _stop_ids(self, request: GenerateRequest) -> set[int]:
         """Tokens that end a response: the request's and the model's."""
         return {*request.sampling.stop_token_ids, *(self._engine.manager.model_config.hf_eos_token_id or ())}
-
-    async def _request(self, request: GenerateRequest, name: str) -> dict[str, Any]:
-        from sglang.srt.managers.io_struct import GenerateReqInput
-
-        message = GenerateReqInput(
-            input_ids=request.prompt_ids,
-            sampling_params=sampling_parameters(request.sampling, request.seed),
-            return_logprob=True,
-            rid=name,
-            extra_key=f"version {self._version()}",
-        )
-        answer = asyncio.ensure_future(anext(self._engine.manager.generate_request(message, None)))
-        try:  # ends when the engine dies; the caller keeps the deadline of the request
-            return await self._engine.guard(answer, "generate", None)
-        finally:
-            answer.cancel()  # SGLang aborts the request of a cancelled answer
 
 
 def _rest(request: GenerateRequest, sampled: GenerateResult) -> GenerateRequest:
@@ -245,23 +232,6 @@ def _rest(request: GenerateRequest, sampled: GenerateResult) -> GenerateRequest:
         prompt_ids=[*request.prompt_ids, *sampled.response_ids],
         sampling=replace(request.sampling, max_new_tokens=left),
     )
-
-
-ALL_TOKENS = -1
-"""SGLang's `top_k` for no truncation."""
-
-
-def sampling_parameters(sampling: SamplingParams, seed: int | None) -> dict[str, Any]:
-    """SGLang's sampling parameters."""
-    return {
-        "max_new_tokens": sampling.max_new_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k or ALL_TOKENS,
-        "repetition_penalty": sampling.repetition_penalty,
-        "stop_token_ids": list(sampling.stop_token_ids),
-        "sampling_seed": seed,
-    }
 
 
 def to_result(request: GenerateRequest, reply: dict[str, Any] | None, error: str | None) -> GenerateResult:

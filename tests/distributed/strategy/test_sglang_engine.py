@@ -7,10 +7,12 @@ import socket
 
 import pytest
 
+from roll.configs.agentic import AgenticConfig
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.roles import ActorInferConfig
 from roll.distributed.strategy.sglang_engine import (
     CONTEXT_MARGIN,
+    UNSHARED_PROMPT,
     engine_arguments,
     engine_threads,
     free_port,
@@ -34,6 +36,20 @@ def test_the_cache_on_cpu_holds_every_running_request_at_full_length():
     assert arguments["context_length"] == 150 + CONTEXT_MARGIN
     assert arguments["max_total_tokens"] == 8 * arguments["context_length"]
     assert "max_total_tokens" not in engine_arguments(worker, pipeline, {}, 0)
+
+
+def test_the_prefix_cache_is_off_on_cpu_where_prompts_are_short_and_stand_alone():
+    def off(pipeline, options=None, platform=None):
+        worker = ActorInferConfig()
+        worker.strategy_args.strategy_config = options or {}
+        return engine_arguments(worker, pipeline, platform or {"device": "cpu"}, 0).get("disable_radix_cache")
+
+    short = {"prompt_length": UNSHARED_PROMPT, "response_length": 50}
+    assert off(RLVRConfig(**short)) is True
+    assert off(RLVRConfig(**short), {"disable_radix_cache": False}) is False
+    assert off(RLVRConfig(**short | {"prompt_length": UNSHARED_PROMPT + 1})) is False
+    assert off(AgenticConfig(**short)) is False
+    assert off(RLVRConfig(**short), platform={"device": "cuda"}) is None
 
 
 def test_a_configuration_without_lengths_is_refused_with_a_remedy():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from roll.distributed.strategy.sglang_engine import EngineError
-from roll.distributed.strategy.sglang_generation import completed, sampling_parameters, to_result, token_versions
+from roll.distributed.strategy.sglang_generation import completed, to_result, token_versions
+from roll.distributed.strategy.sglang_requests import sampling_parameters
 from roll.rollout.types import GenerateRequest, SamplingParams
 
 REQUEST = GenerateRequest("r", [1, 2], SamplingParams(4))
@@ -63,6 +64,6 @@ def test_tokens_without_log_probs_are_an_error():
 
 
 def test_no_top_k_is_minus_one_in_sglang():
-    parameters = sampling_parameters(SamplingParams(4, temperature=0.7, stop_token_ids=(2,)), seed=9)
-    assert (parameters["top_k"], parameters["stop_token_ids"], parameters["sampling_seed"]) == (-1, [2], 9)
-    assert sampling_parameters(SamplingParams(4, top_k=5), None)["top_k"] == 5
+    parameters = sampling_parameters(SamplingParams(4, temperature=0.7, stop_token_ids=(2,)))
+    assert (parameters["top_k"], parameters["stop_token_ids"]) == (-1, [2])
+    assert sampling_parameters(SamplingParams(4, top_k=5))["top_k"] == 5
