@@ -49,8 +49,8 @@ from roll.distributed.weight_sync.plan import make_buckets
 from roll.distributed.weight_sync.shm_buckets import DEVICE_ARGUMENT
 from roll.distributed.worker import WorkerRank
 from roll.models.fused_linear_logprobs import HeadSpec, fused_linear_logprobs
-from roll.pipeline.learner import LOG_PROB_KEYS, sample_lengths, training_shards
 from roll.pipeline.logprob_checks import SAME_ENGINE_FP32
+from roll.pipeline.shards import LOG_PROB_KEYS, sample_lengths, training_shards
 from roll.platforms import get_platform, shared_memory
 from scripts.gpu_table import LOSS_BOUNDS, Dtype, GpuTable, Platform, make_parser
 from scripts.reference_model import LEARNING_RATE, Reference, largest_relative_difference, write_random_model

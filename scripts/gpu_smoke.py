@@ -35,8 +35,8 @@ from roll.distributed.infer_worker import InferWorker
 from roll.distributed.protocol import DataProto
 from roll.distributed.train_worker import TrainWorker
 from roll.distributed.weight_sync.synchronizer import WeightSynchronizer
-from roll.pipeline.learner import cluster_log_probs, training_plans, training_shards
 from roll.pipeline.session import Session
+from roll.pipeline.shards import cluster_log_probs, training_plans, training_shards
 from roll.rollout.types import GenerateRequest, SamplingParams
 from scripts.gpu_table import LOSS_BOUNDS, Dtype, GpuTable, Platform, add_dtype, make_parser
 from scripts.reference_model import LEARNING_RATE, Reference, largest_relative_difference, write_random_model

@@ -29,8 +29,8 @@ from roll.distributed.weight_sync.synchronizer import (
     WeightSynchronizer,
     WeightUpdateError,
 )
-from roll.pipeline.learner import cluster_log_probs
 from roll.pipeline.session import Session
+from roll.pipeline.shards import cluster_log_probs
 from scripts.gpu_smoke import SHAPE, compare, configuration, generate, train, train_step
 from scripts.gpu_table import Dtype, GpuTable, Platform, add_dtype, make_parser
 from scripts.reference_model import Reference, write_random_model

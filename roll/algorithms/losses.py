@@ -63,10 +63,10 @@ def policy(
         log_probs: log pi [b, T] with gradient, from logits divided by the sampling temperature.
         entropy: [b, T], with gradient if `entropy_loss_coef` is not 0; otherwise only reported, and may be None.
         micro: tensors [b, T] unless stated otherwise: `response_mask`, `advantages`, and the base of the ratio
-            (`old_log_probs` or `behavior_log_probs`, see `pg_ratio_base`); `ref_log_probs` with `use_kl_loss`;
-            `scores` [b] for the variants that use them; `turn_index` with `ratio_type: segment`; with a correction
-            `correction_weights` and `correction_kept`, or in bypass mode `behavior_log_probs`, from which they are
-            computed here.
+            (`old_log_probs` or `behavior_log_probs`, see `pg_ratio_base`; none with `one_pass`, where log p is log pi);
+            `ref_log_probs` with `use_kl_loss`; `scores` [b] for the variants that use them; `turn_index` with
+            `ratio_type: segment`; with a correction `correction_weights` and `correction_kept`, or in bypass mode and
+            with `one_pass` `behavior_log_probs`, from which they are computed here.
         scale: counts over the global batch.
         config: the variant and the coefficients.
 
@@ -76,14 +76,16 @@ def policy(
         `clip_fraction` (of tokens), `policy_kl` (k3 of log pi - log base), `log_ratio_abs_mean` and
         `log_ratio_abs_max` (|log pi - log base| of tokens), `log_ratio_beyond_p99` (share of tokens for which it is
         above `p99_logprob_mismatch`, if that is set), `opsm_fraction` (tokens left out by `opsm_delta`); in bypass mode
-        also the partial sums of the correction metrics.
+        and with `one_pass` also the partial sums of the correction metrics.
 
     Raises:
         ValueError: `entropy_loss_coef` is set without an entropy, or `ratio_type: segment` without `turn_index`.
         KeyError: the variant is unknown, or `micro` lacks a tensor.
     """
     mask = micro["response_mask"]
-    log_probs, base, advantages = (masked(x, mask) for x in (log_probs, micro[config.base_key], micro["advantages"]))
+    own = config.one_pass and config.base_key == "old_log_probs"
+    base = log_probs.detach() if own else micro[config.base_key]
+    log_probs, base, advantages = (masked(x, mask) for x in (log_probs, base, micro["advantages"]))
     correction = _correction(log_probs, micro, config)
     kept = mask if correction is None else correction.kept
     dropped = None
@@ -120,7 +122,7 @@ def policy(
     if config.p99_logprob_mismatch is not None:
         beyond = ~(log_ratio.abs() <= config.p99_logprob_mismatch)
         metrics["log_ratio_beyond_p99"] = _token_mean(beyond.to(log_probs.dtype), counted, scale)
-    if config.bypass:
+    if config.corrects_in_loss:
         weights = correction.weights if correction is not None and config.correction.weighted else None
         metrics |= partial_sums(
             log_probs, micro["behavior_log_probs"], mask, scale, weights, None if correction is None else kept
@@ -292,10 +294,10 @@ def _pair_metrics(better: Tensor, worse: Tensor, pairs: float) -> dict[str, Tens
 
 
 def _correction(log_probs: Tensor, micro: Mapping[str, Tensor], config: PolicyLossConfig) -> Correction | None:
-    """The correction in use, if any: from the driver, or computed here against the current policy (bypass mode)."""
+    """The correction in use, if any: from the driver, or computed here against the current policy."""
     if not config.correction.active:
         return None
-    if config.bypass:
+    if config.corrects_in_loss:
         behavior, mask, turns = micro["behavior_log_probs"], micro["response_mask"], micro.get("turn_index", None)
         return off_policy_correction(log_probs, behavior, mask, config.correction, turns)
     return Correction(micro["correction_weights"], micro["correction_kept"])

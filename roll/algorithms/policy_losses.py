@@ -33,6 +33,7 @@ class PolicyLossConfig(PolicyOptions):
         pg_variant: key of actor_train, a name of PG_VARIANTS or a mixture of several.
         ratio_type: key of agentic runs; other runs use the default.
         p99_logprob_mismatch: key of RL runs; tokens whose log ratio is larger are counted in a metric.
+        one_pass: the batch is one optimizer step, so that log p is log pi itself and was not computed before.
     """
 
     old_log_probs_source: Literal["auto", "behavior", "recompute"] = "recompute"
@@ -40,6 +41,7 @@ class PolicyLossConfig(PolicyOptions):
     pg_variant: str = field(kw_only=True)
     ratio_type: Literal["token", "segment", "sequence"] = AgenticOptions.ratio_type
     p99_logprob_mismatch: float | None = None
+    one_pass: bool = False
 
     @classmethod
     def from_config(cls, config: RLConfig) -> PolicyLossConfig:
@@ -59,6 +61,11 @@ class PolicyLossConfig(PolicyOptions):
     def bypass(self) -> bool:
         """Whether there is no proximal policy, so that the correction compares the current with the sampling policy."""
         return self.old_log_probs_source == "behavior"
+
+    @property
+    def corrects_in_loss(self) -> bool:
+        """Whether the loss computes the correction, of the current policy against the one that sampled."""
+        return self.bypass or self.one_pass
 
     @property
     def reads_turns(self) -> bool:

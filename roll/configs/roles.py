@@ -347,7 +347,9 @@ class MegatronRoleConfig(RoleConfig):
     )
 
     use_sequence_packing: bool = option(
-        False, "Compute the samples of a micro-batch as one sequence without padding, in which each attends to itself."
+        True,
+        "Compute the samples of a micro-batch as one sequence without padding, in which each attends to itself; false "
+        "pads each to the longest.",
     )
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -98,11 +99,19 @@ class CausalAttention(torch.nn.Module):
         if packed_seq_params is None:
             context = self._attend(self.rotary.rotate(query), self.rotary.rotate(key), value.permute(1, 2, 0, 3))
             return context.permute(2, 0, 1, 3).flatten(2)
-        lengths = list(packed_seq_params.lengths)
+        runs = [(length, len(list(same))) for length, same in groupby(packed_seq_params.lengths)]
         rotated = [self.rotary.rotate(x[:, None], packed_seq_params.positions) for x in (query, key)]
-        parts = [x.split(lengths, dim=2) for x in (*rotated, value[:, None].permute(1, 2, 0, 3))]
-        context = torch.cat([self._attend(*sample) for sample in zip(*parts, strict=True)], dim=2)
-        return context.permute(2, 0, 1, 3).flatten(2)
+        tensors = (*rotated, value[:, None].permute(1, 2, 0, 3))
+        parts = [x.split([length * count for length, count in runs], dim=2) for x in tensors]
+        contexts = [self._attend_run(count, *run) for (_, count), *run in zip(runs, *parts, strict=True)]
+        return torch.cat(contexts, dim=2).permute(2, 0, 1, 3).flatten(2)
+
+    def _attend_run(self, count: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """[1, heads, count * S, D] of `count` samples of S tokens that follow each other, in one call."""
+        if count == 1:
+            return self._attend(query, key, value)
+        samples = (x[0].unflatten(1, (count, -1)).transpose(0, 1) for x in (query, key, value))
+        return self._attend(*samples).transpose(0, 1).flatten(1, 2)[None]
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """[B, heads, S, D] of rotated queries and keys."""

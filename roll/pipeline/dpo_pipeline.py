@@ -13,9 +13,9 @@ from roll.datasets.collate import collate_examples
 from roll.datasets.preferences import PreferencePair
 from roll.distributed.protocol import DataProto
 from roll.distributed.train_worker import TrainWorker
-from roll.pipeline.learner import cluster_log_probs
 from roll.pipeline.preference_pipeline import PairLearner, PreferencePipeline
 from roll.pipeline.session import Session
+from roll.pipeline.shards import cluster_log_probs
 from roll.pipeline.training_loop import SampleBatch
 from roll.rollout.timers import StepClock
 

@@ -9,6 +9,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,26 +39,21 @@ from roll.algorithms.losses import ValueLossConfig
 from roll.algorithms.policy_losses import PolicyLossConfig
 from roll.algorithms.turn_advantages import TURN_KEYS, read_turns
 from roll.configs.pipeline import RLConfig, role_seed
-from roll.configs.policy import traits_of
-from roll.configs.roles import MegatronRoleConfig, TrainedRoleConfig
-from roll.datasets.micro_batches import OptimizerStepPlan, plan_forward, plan_optimizer_steps
+from roll.configs.policy import COVARIANCE_VARIANTS, losses_of, traits_of
 from roll.distributed.protocol import DataProto
 from roll.distributed.train_worker import TrainWorker
 from roll.pipeline.logprob_checks import Mismatch, check_engine, check_finite, check_first_update
 from roll.pipeline.rollout_batch import dump_samples
+from roll.pipeline.shards import LOG_PROB_KEYS, cluster_log_probs, forward, training_plans, training_shards
 from roll.pipeline.training_loop import SampleBatch
 from roll.rollout.timers import StepClock
 
 if TYPE_CHECKING:
     from roll.distributed.cluster import Cluster
-    from roll.distributed.remote_call import ShardsClient
 
 logger = logging.getLogger(__name__)
 
 ROLE, CRITIC = "actor_train", "critic"
-
-LOG_PROB_KEYS = ("input_ids", "attention_mask", "position_ids", "response_mask")
-"""Tensors that a forward pass for log-probs needs."""
 
 NO_OP_TOLERANCE = 1e-6
 """Ratios this close to 1 over a whole batch correct nothing."""
@@ -127,6 +123,7 @@ class RLLearner(ActorLearner):
         self._value_loss_config = ValueLossConfig(config.value_clip, config.loss_agg_mode)
         self._advantage_config = AdvantageConfig.from_config(config)
         self._kl = kl_controller(config.init_kl_coef, config.target_kl, config.kl_horizon)
+        self._separate_pass = type(self) is not RLLearner or needs_old_log_probs(config)
         self._updated = False
         """Whether an optimizer step was made; the checks of the first step are over then."""
         self._steps_without_gradient = 0
@@ -140,6 +137,7 @@ class RLLearner(ActorLearner):
                 pass are too far apart.
         """
         data = batch.data
+        self._loss_config = replace(self._loss_config, one_pass=self._takes_one_pass(data))
         data.meta_info["temperature"] = self._config.actor_infer.generating_args.temperature
         await self._with_critic(self._add_log_probs(data, clock), lambda critic: self._add_values(data, critic, clock))
         with clock.measure("advantages"):
@@ -185,11 +183,21 @@ class RLLearner(ActorLearner):
 
     # 1. Log-probs
 
+    def _takes_one_pass(self, data: DataProto) -> bool:
+        """Whether the training pass gives the old log-probs: in one optimizer step, if nothing reads them before it.
+
+        The first step of a run computes them apart, because it compares both passes.
+        """
+        one_step = self._config.ppo_epochs == 1 and len(data) == self._config.actor_train.samples_per_optimizer_step
+        return one_step and self._updated and not self._separate_pass and not self._loss_config.bypass
+
     async def _add_log_probs(self, data: DataProto, clock: StepClock) -> dict[str, float]:
         """Adds `old_log_probs` [B, T] (log p) and, where a KL term is on, `ref_log_probs` [B, T]; no metrics."""
         mask = data.batch["response_mask"]
         with clock.measure("old_log_probs"):
-            if self._loss_config.bypass:
+            if self._loss_config.one_pass:
+                pass
+            elif self._loss_config.bypass:
                 data.batch["old_log_probs"] = data.batch["behavior_log_probs"].clone()
             else:
                 squares = self._config.uses_sum_pi_squared
@@ -216,9 +224,9 @@ class RLLearner(ActorLearner):
     def _add_correction(self, data: DataProto) -> dict[str, float]:
         """Adds weights and kept tokens of the correction [B, T]; returns how far p is from mu.
 
-        With bypass there is no p: the loss computes the correction against pi.
+        With bypass there is no p, and with one pass it is not known yet: the loss computes the correction against pi.
         """
-        if self._loss_config.bypass:
+        if self._loss_config.corrects_in_loss:
             return {}
         proximal, behavior = data.batch["old_log_probs"], data.batch["behavior_log_probs"]
         mask, options = data.batch["response_mask"], self._loss_config.correction
@@ -247,7 +255,7 @@ class RLLearner(ActorLearner):
             data.batch["group_ids"],
             data.batch["response_mask"],
             self._advantage_config,
-            log_probs=data.batch["old_log_probs"],
+            log_probs=data.batch.get("old_log_probs", None),
             ref_log_probs=data.batch.get("ref_log_probs", None),
             kl_coef=self._kl.coefficient,
             turns=read_turns(data.batch),
@@ -269,6 +277,8 @@ class RLLearner(ActorLearner):
 
     def _add_high_covariance(self, data: DataProto, step: int) -> None:
         """Adds `high_covariance` [B, T] for the losses that read it."""
+        if "old_log_probs" not in data.batch.keys():
+            return
         mask, seed = _learned(data).batch["response_mask"], role_seed(self._config.seed, "high_covariance", step)
         chosen = high_covariance(data.batch["old_log_probs"], data.batch["advantages"], mask, self._loss_config, seed)
         if chosen is not None:
@@ -381,54 +391,23 @@ class RLLearner(ActorLearner):
         self._updated = bool(state.get("updated", True))
 
 
+def needs_old_log_probs(config: RLConfig) -> bool:
+    """Whether something reads the old log-probs of a batch before its training pass.
+
+    Such are a KL term in the reward, a teacher, an estimator of the optimal baseline, what a correction decides over
+    the whole batch, samples that are left out of the loss (metrics count them too), and losses of chosen tokens.
+    """
+    rewards = config.add_token_level_kl or config.uses_teacher or config.uses_sum_pi_squared
+    correction = config.correction
+    whole_batch = correction.renormalize or correction.m2_threshold is not None or correction.weights.normalize
+    masks = config.max_len_mask or config.difficulty_mask
+    chosen_tokens = set(COVARIANCE_VARIANTS) & set(losses_of(config.actor_train.pg_variant))
+    return bool(rewards or whole_batch or masks or chosen_tokens)
+
+
 async def _nothing() -> dict[str, float]:
     """No work, and no metrics."""
     return {}
-
-
-async def cluster_log_probs(
-    cluster: Cluster[TrainWorker], data: DataProto, config: MegatronRoleConfig, sum_pi_squared: bool = False
-) -> DataProto:
-    """`log_probs` and `entropy` [B, T] of `data` under the weights of actor_train or reference; see `forward`.
-
-    With `sum_pi_squared`, a tensor of that name too; see `MegatronInferStrategy.compute_log_probs`.
-    """
-    return await forward(cluster, TrainWorker.compute_log_probs, data, config, sum_pi_squared=sum_pi_squared)
-
-
-async def forward(
-    cluster: Cluster[TrainWorker] | ShardsClient[TrainWorker],
-    method: Callable[[TrainWorker, DataProto], DataProto],
-    data: DataProto,
-    config: MegatronRoleConfig,
-    **options: bool,
-) -> DataProto:
-    """What a forward pass of a cluster gives for every sample, in the order of `data`.
-
-    Args:
-        cluster: of the model.
-        method: of its ranks, such as `TrainWorker.compute_log_probs`.
-        data: a batch with `meta_info["temperature"]`.
-        config: the cluster's role, for the size of its forward micro-batches.
-        options: what the method reads of `meta_info` beside temperature and micro-batches.
-    """
-    limit = config.forward_token_limit
-    plan = plan_forward(
-        sample_lengths(data),
-        cluster.layout.data,
-        micro_batch_size=config.infer_batch_size if limit is None else None,
-        max_tokens=limit,
-        round_to=cluster.layout.tensor,
-        packed=config.use_sequence_packing,
-    )
-    inputs = data.select(*LOG_PROB_KEYS)
-    shards = []
-    for indices, micro_batches in zip(plan.indices, plan.micro_batches, strict=True):
-        shard = inputs.select_idxs(indices)
-        shard.meta_info = {"temperature": data.meta_info["temperature"], "micro_batches": micro_batches, **options}
-        shards.append(shard)
-    answers = DataProto.concat(await cluster.call_shards(method, shards))
-    return answers.reorder(torch.tensor(plan.inverse))
 
 
 def _learned(data: DataProto) -> DataProto:
@@ -438,49 +417,6 @@ def _learned(data: DataProto) -> DataProto:
     batch = data.batch.clone(recurse=False)
     batch["response_mask"] = batch["response_mask"] & batch["learned"][:, None]
     return DataProto(batch, data.non_tensor_batch, data.meta_info)
-
-
-def sample_lengths(data: DataProto) -> list[int]:
-    """Tokens of each sample, without padding."""
-    lengths: list[int] = data.batch["attention_mask"].sum(-1).tolist()
-    return lengths
-
-
-def training_plans(data: DataProto, role: TrainedRoleConfig) -> list[OptimizerStepPlan]:
-    """The optimizer steps of one pass over `data` by a trained role; those of padding alone are left out."""
-    limit = role.training_token_limit
-    plans = plan_optimizer_steps(
-        sample_lengths(data),
-        role.layout.data,
-        samples_per_step=role.samples_per_optimizer_step,
-        micro_batch_size=role.training_args.per_device_train_batch_size if limit is None else None,
-        max_tokens=limit,
-        round_to=role.layout.tensor,
-        packed=role.use_sequence_packing,
-    )
-    live = data.batch["response_mask"].bool().any(-1)
-    return [plan for plan in plans if bool(live[plan.permutation].any())] or plans[:1]
-
-
-def training_shards(data: DataProto, plan: OptimizerStepPlan, counted: torch.Tensor | None = None) -> list[DataProto]:
-    """One shard for each data-parallel rank, with its micro-batches and the global denominators of the loss.
-
-    Args:
-        data: the batch.
-        plan: one optimizer step of it.
-        counted: [B, T] tokens that the denominators count, if not all of the response mask. Samples without any,
-            padding among them, do not count either.
-    """
-    rows = [index for share in plan.indices for index in share]
-    mask = (data.batch["response_mask"] if counted is None else counted).bool()[rows]
-    tokens, sequences = float(mask.sum()), float(mask.any(-1).sum())
-    shards = []
-    for indices, micro_batches in zip(plan.indices, plan.micro_batches, strict=True):
-        shard = data.select_idxs(indices)
-        step = {"micro_batches": micro_batches, "tokens": tokens, "sequences": sequences}
-        shard.meta_info = {**data.meta_info, "optimizer_steps": [step]}
-        shards.append(shard)
-    return shards
 
 
 def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:

@@ -21,8 +21,8 @@ from roll.distributed.protocol import DataProto
 from roll.distributed.remote_call import ShardsClient
 from roll.distributed.strategy.sglang_engine import judge_length
 from roll.distributed.train_worker import TrainWorker
-from roll.pipeline.learner import forward
 from roll.pipeline.session import Session
+from roll.pipeline.shards import forward
 from roll.pipeline.tokenizer import load_tokenizer
 from roll.rewards.judge_model import JudgeAnswer, JudgeModelScorer, JudgeQuestion
 from roll.rewards.reward_model import RewardModelScorer

@@ -13,9 +13,9 @@ from roll.datasets.collate import collate_scored
 from roll.datasets.preferences import PreferencePair
 from roll.distributed.protocol import DataProto
 from roll.distributed.train_worker import TrainWorker
-from roll.pipeline.learner import forward
 from roll.pipeline.preference_pipeline import PairLearner, PreferencePipeline
 from roll.pipeline.session import Session
+from roll.pipeline.shards import forward
 
 if TYPE_CHECKING:
     from roll.distributed.cluster import Cluster

@@ -253,18 +253,25 @@ def read_samples(folder: Path, step: int) -> list[dict[str, Any]]:
 
 def _samples(data: DataProto) -> Iterator[dict[str, Any]]:
     batch, names = data.batch, [name for name in TOKEN_VALUES if name in data.batch.keys()]
-    for row in range(len(batch["input_ids"])):
-        response = batch["response_mask"][row].bool()
-        if not response.any():
-            continue
-        attended = batch["attention_mask"][row].bool()
-        first = int(response.float().argmax())
-        yield {
-            **{name: data.non_tensor_batch[name][row] for name in NAMES if name in data},
-            "group": int(batch["group_ids"][row]),
-            "score": float(batch["scores"][row]),
-            "prompt_ids": batch["input_ids"][row, :first][attended[:first]].tolist(),
-            "response_ids": batch["input_ids"][row][response].tolist(),
-            **{name: batch[name][row][response].tolist() for name in names},
-            **({"episode": data.non_tensor_batch["episode"][row]} if "episode" in data else {}),
-        }
+    response, attended = batch["response_mask"].bool(), batch["attention_mask"].bool()
+    before = attended & (response.long().cumsum(-1) == 0)
+    numbers = {name: batch[name].tolist() for name in ("group_ids", "scores")}
+    prompts, responses = (_row_values(batch["input_ids"], mask) for mask in (before, response))
+    tokens = {name: _row_values(batch[name], response) for name in names}
+    for row, sampled in enumerate(response.any(-1).tolist()):
+        if sampled:
+            yield {
+                **{name: data.non_tensor_batch[name][row] for name in NAMES if name in data},
+                "group": int(numbers["group_ids"][row]),
+                "score": float(numbers["scores"][row]),
+                "prompt_ids": prompts[row],
+                "response_ids": responses[row],
+                **{name: values[row] for name, values in tokens.items()},
+                **({"episode": data.non_tensor_batch["episode"][row]} if "episode" in data else {}),
+            }
+
+
+def _row_values(values: torch.Tensor, mask: torch.Tensor) -> list[list[float]]:
+    """The values of each row where the mask [B, T] is set."""
+    flat, ends = values[mask].tolist(), mask.sum(-1).cumsum(0).tolist()
+    return [flat[start:end] for start, end in zip([0, *ends], ends, strict=False)]

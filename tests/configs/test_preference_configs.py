@@ -55,7 +55,11 @@ def test_batches_are_counted_in_pairs_of_two_sequences(tmp_path: Path, text: str
     [
         ([], 64, ""),
         ([f"{TP}=2"], 64, ""),
-        ([f"{TP}=2", "response_length=9"], 68, ", rounded up to 68 for tensor parallel 2"),
+        (
+            [f"{TP}=2", "response_length=9", "actor_train.use_sequence_packing=false"],
+            68,
+            ", rounded up to 68 for tensor parallel 2",
+        ),
         ([f"{TP}=2", "response_length=9", "actor_train.use_sequence_packing=true"], 66, ""),
     ],
 )

@@ -18,8 +18,9 @@ from roll.configs.errors import RunError
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.policy import PG_VARIANTS
 from roll.distributed.protocol import DataProto
-from roll.pipeline.learner import RLLearner, corrects_nothing, training_plans
+from roll.pipeline.learner import RLLearner, corrects_nothing
 from roll.pipeline.rollout_batch import dumped_steps, read_samples
+from roll.pipeline.shards import training_plans
 from roll.pipeline.training_loop import SampleBatch
 from roll.rollout.timers import StepClock
 from tests.configs.samples import RLVR, rlvr
@@ -36,6 +37,16 @@ SMALL = (
     "actor_infer.device_mapping=[2]",
 )
 ASYNC = "async_generation_ratio=1"
+
+
+class CountingCluster(BigramCluster):
+    """Counts passes for log-probs."""
+
+    passes = 0
+
+    async def compute_log_probs(self, shards):
+        self.passes += 1
+        return await super().compute_log_probs(shards)
 
 
 def learner(folder: Path, *overrides: str) -> tuple[RLLearner, BigramCluster]:
@@ -351,3 +362,68 @@ def test_a_log_prob_that_is_infinite_ends_the_run_with_its_role_and_sample(tmp_p
         RunError, match="behavior_log_probs of actor_infer are infinite or NaN in 1 of 8 samples, sample 2"
     ):
         learn(parts, data)
+
+
+ONE_PASS = {
+    "on-policy": (),
+    "stale, decoupled": ("actor_train.pg_variant=decoupled_ppo", ASYNC, "old_log_probs_source=recompute"),
+    "weights and rejection": (
+        "correction.weights.level=token",
+        "correction.weights.upper=1.01",
+        "correction.rejection.statistic=k1",
+        "correction.rejection.lower=0.99",
+    ),
+    "mask of sequences": ("correction.opsm_delta=0.0001",),
+    "KL in the loss": ("use_kl_loss=true", "kl_loss_coef=0.01", "reference.device_mapping=[0,1]"),
+}
+
+
+@pytest.mark.parametrize("overrides", ONE_PASS.values(), ids=ONE_PASS.keys())
+def test_a_batch_of_one_optimizer_step_needs_no_pass_for_old_log_probs(tmp_path, overrides):
+    """Metrics and weights are those of a run with the pass; the first step has it, because it compares both passes."""
+    outcomes = []
+    for separate in (False, True):
+        config = rlvr(tmp_path, *SMALL, f"output_dir={tmp_path}", *overrides, text=RLVR)
+        cluster, passes = CountingCluster(), []
+        parts = RLLearner(config, cluster, BigramCluster() if config.uses_reference else None), cluster
+        parts[0]._separate_pass = separate
+        batches = [cluster.sample(seed) for seed in (1, 2, 3)]
+        for batch in batches:
+            metrics = learn(parts, batch, staleness=0.0)
+            passes.append(cluster.passes)
+        outcomes.append((metrics, cluster.table.detach().clone()))
+        assert passes == ([1, 2, 3] if separate else [1, 1, 1])
+    (metrics, weights), (expected, expected_weights) = outcomes
+    assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("ppo_epochs=2",),
+        ("actor_train.training_args.gradient_accumulation_steps=2",),
+        ("add_token_level_kl=true", "init_kl_coef=0.1", "reference.device_mapping=[0,1]"),
+        ("actor_train.pg_variant=kl_cov",),
+        ("correction.m2_threshold=0.01",),
+        ("correction.weights.level=token", "correction.weights.upper=2", "correction.weights.normalize=true"),
+    ],
+)
+def test_what_reads_old_log_probs_before_the_training_pass_gets_them(tmp_path, overrides):
+    config = rlvr(tmp_path, *SMALL, f"output_dir={tmp_path}", *overrides, text=RLVR)
+    cluster = CountingCluster()
+    parts = RLLearner(config, cluster, BigramCluster() if config.uses_reference else None), cluster
+    for seed in (1, 2):
+        learn(parts, cluster.sample(seed))
+    assert cluster.passes == 2
+
+
+def test_a_subclass_of_the_learner_gets_old_log_probs(tmp_path):
+    class Other(RLLearner):
+        pass
+
+    cluster = CountingCluster()
+    parts = Other(rlvr(tmp_path, *SMALL, f"output_dir={tmp_path}", text=RLVR), cluster, None), cluster
+    for seed in (1, 2):
+        learn(parts, cluster.sample(seed))
+    assert cluster.passes == 2

@@ -1,0 +1,108 @@
+"""Splits a batch over the ranks of a Megatron cluster: forward passes, and the optimizer steps of a trained role."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from roll.configs.roles import MegatronRoleConfig, TrainedRoleConfig
+from roll.datasets.micro_batches import OptimizerStepPlan, plan_forward, plan_optimizer_steps
+from roll.distributed.protocol import DataProto
+from roll.distributed.train_worker import TrainWorker
+
+if TYPE_CHECKING:
+    from roll.distributed.cluster import Cluster
+    from roll.distributed.remote_call import ShardsClient
+
+LOG_PROB_KEYS = ("input_ids", "attention_mask", "position_ids", "response_mask")
+"""Tensors that a forward pass for log-probs needs."""
+
+
+async def cluster_log_probs(
+    cluster: Cluster[TrainWorker], data: DataProto, config: MegatronRoleConfig, sum_pi_squared: bool = False
+) -> DataProto:
+    """`log_probs` and `entropy` [B, T] of `data` under the weights of actor_train or reference; see `forward`.
+
+    With `sum_pi_squared`, a tensor of that name too; see `MegatronInferStrategy.compute_log_probs`.
+    """
+    return await forward(cluster, TrainWorker.compute_log_probs, data, config, sum_pi_squared=sum_pi_squared)
+
+
+async def forward(
+    cluster: Cluster[TrainWorker] | ShardsClient[TrainWorker],
+    method: Callable[[TrainWorker, DataProto], DataProto],
+    data: DataProto,
+    config: MegatronRoleConfig,
+    **options: bool,
+) -> DataProto:
+    """What a forward pass of a cluster gives for every sample, in the order of `data`.
+
+    Args:
+        cluster: of the model.
+        method: of its ranks, such as `TrainWorker.compute_log_probs`.
+        data: a batch with `meta_info["temperature"]`.
+        config: the cluster's role, for the size of its forward micro-batches.
+        options: what the method reads of `meta_info` beside temperature and micro-batches.
+    """
+    limit = config.forward_token_limit
+    plan = plan_forward(
+        sample_lengths(data),
+        cluster.layout.data,
+        micro_batch_size=config.infer_batch_size if limit is None else None,
+        max_tokens=limit,
+        round_to=cluster.layout.tensor,
+        packed=config.use_sequence_packing,
+    )
+    inputs = data.select(*LOG_PROB_KEYS)
+    shards = []
+    for indices, micro_batches in zip(plan.indices, plan.micro_batches, strict=True):
+        shard = inputs.select_idxs(indices)
+        shard.meta_info = {"temperature": data.meta_info["temperature"], "micro_batches": micro_batches, **options}
+        shards.append(shard)
+    answers = DataProto.concat(await cluster.call_shards(method, shards))
+    return answers.reorder(torch.tensor(plan.inverse))
+
+
+def sample_lengths(data: DataProto) -> list[int]:
+    """Tokens of each sample, without padding."""
+    lengths: list[int] = data.batch["attention_mask"].sum(-1).tolist()
+    return lengths
+
+
+def training_plans(data: DataProto, role: TrainedRoleConfig) -> list[OptimizerStepPlan]:
+    """The optimizer steps of one pass over `data` by a trained role; those of padding alone are left out."""
+    limit = role.training_token_limit
+    plans = plan_optimizer_steps(
+        sample_lengths(data),
+        role.layout.data,
+        samples_per_step=role.samples_per_optimizer_step,
+        micro_batch_size=role.training_args.per_device_train_batch_size if limit is None else None,
+        max_tokens=limit,
+        round_to=role.layout.tensor,
+        packed=role.use_sequence_packing,
+    )
+    live = data.batch["response_mask"].bool().any(-1)
+    return [plan for plan in plans if bool(live[plan.permutation].any())] or plans[:1]
+
+
+def training_shards(data: DataProto, plan: OptimizerStepPlan, counted: torch.Tensor | None = None) -> list[DataProto]:
+    """One shard for each data-parallel rank, with its micro-batches and the global denominators of the loss.
+
+    Args:
+        data: the batch.
+        plan: one optimizer step of it.
+        counted: [B, T] tokens that the denominators count, if not all of the response mask. Samples without any,
+            padding among them, do not count either.
+    """
+    rows = [index for share in plan.indices for index in share]
+    mask = (data.batch["response_mask"] if counted is None else counted).bool()[rows]
+    tokens, sequences = float(mask.sum()), float(mask.any(-1).sum())
+    shards = []
+    for indices, micro_batches in zip(plan.indices, plan.micro_batches, strict=True):
+        shard = data.select_idxs(indices)
+        step = {"micro_batches": micro_batches, "tokens": tokens, "sequences": sequences}
+        shard.meta_info = {**data.meta_info, "optimizer_steps": [step]}
+        shards.append(shard)
+    return shards
