@@ -28,6 +28,7 @@ BENCHMARKS = (
     "rewards",
     "code_sandbox",
     "losses",
+    "against_trl",
 )
 
 TIMEOUT_S = 1800.0

@@ -3,27 +3,39 @@
     python -m benchmarks.train_step --json FILE
 
 Both run the same model, batch and micro-batches with the same threads, alternately in one process; then Megatron runs
-on two ranks.
+on two ranks. The same again with long-tailed lengths: Megatron with packed and with padded samples, and transformers
+with padding.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
+import random
 import socket
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Measurement, at_least, main, median
 from roll.configs.parallel_layout import ParallelLayout
 
+IGNORED = -100
+"""Target of a token that has no loss."""
+
 TARGET_RATIO = 0.9
 """Required tokens per second, as a fraction of those of transformers."""
+
+TARGET_PACKED, TARGET_PACKED_OVER_TRANSFORMERS = 2.0, 1.3
+"""Required speed of a packed step of long-tailed lengths over the padded one, and over transformers with padding."""
+
+TAIL_EXPONENT, SHORTEST = 1.2, 24
+"""Pareto exponent of the long-tailed lengths, and the shortest one: most samples are short, a few fill the limit."""
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 4096,
@@ -47,10 +59,22 @@ class Work:
     length: int = 256
     repeats: int = 7
     learning_rate: float = 1e-4
+    long_tail: bool = False
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sample, at most `length`."""
+        if not self.long_tail:
+            return [self.length] * self.samples
+        draw = random.Random(0)
+        return [min(self.length, int(SHORTEST * draw.paretovariate(TAIL_EXPONENT))) for _ in range(self.samples)]
 
     @property
     def tokens(self) -> int:
-        return self.samples * self.length
+        return sum(self.lengths)
+
+
+LONG_TAIL = Work(samples=64, micro_batch=16, length=512, repeats=5, long_tail=True)
 
 
 LAYOUTS = {"tp2": ParallelLayout(tensor=2), "pp2": ParallelLayout(pipeline=2), "dp2": ParallelLayout(data=2)}
@@ -65,6 +89,7 @@ def measure(work: Work | None = None) -> Measurement:
         folder = write_tiny_model(Path(root) / "model", "qwen2", **SHAPE)
         one = _spawn(ParallelLayout(), _compare, folder, work)
         two = {name: _spawn(layout, _megatron_alone, folder, work) for name, layout in LAYOUTS.items()}
+        tail = _spawn(ParallelLayout(), _compare, folder, LONG_TAIL)
     speed = {name: work.tokens / median(seconds) for name, seconds in one.items()}
     ratio = speed["megatron"] / speed["transformers"]
     raw = {
@@ -74,12 +99,23 @@ def measure(work: Work | None = None) -> Measurement:
         "seconds": {**one, **two},
         "tokens_per_second": {**speed, **{name: work.tokens / median(seconds) for name, seconds in two.items()}},
         "ratio": ratio,
+        "long_tail": {"work": asdict(LONG_TAIL), "tokens": LONG_TAIL.tokens, "seconds": tail},
     }
-    return raw, [at_least("train_step: megatron / transformers, one rank", ratio, TARGET_RATIO)]
+    packed = {name: median(tail[name]) / median(tail["packed"]) for name in ("megatron", "transformers")}
+    return raw, [
+        at_least("train_step: megatron / transformers, one rank", ratio, TARGET_RATIO),
+        at_least("train_step: long tail, packed / padded", packed["megatron"], TARGET_PACKED),
+        at_least(
+            "train_step: long tail, packed / transformers", packed["transformers"], TARGET_PACKED_OVER_TRANSFORMERS
+        ),
+    ]
 
 
 def _compare(layout: ParallelLayout, rank: int, folder: Path, work: Work) -> dict[str, list[float]]:
-    steps = {"transformers": _transformers_step(folder, work), "megatron": _megatron_step(layout, rank, folder, work)}
+    padded, packed = _megatron_steps(layout, rank, folder, work)
+    steps = {"transformers": _transformers_step(folder, work), "megatron": padded}
+    if work.long_tail:
+        steps["packed"] = packed
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     losses = {name: step() for name, step in steps.items()}
     if abs(losses["transformers"] - losses["megatron"]) > 1e-3:
@@ -91,7 +127,7 @@ def _compare(layout: ParallelLayout, rank: int, folder: Path, work: Work) -> dic
 
 
 def _megatron_alone(layout: ParallelLayout, rank: int, folder: Path, work: Work) -> list[float]:
-    step = _megatron_step(layout, rank, folder, work)
+    step, _ = _megatron_steps(layout, rank, folder, work)
     step()
     return [_time(step) for _ in range(work.repeats)]
 
@@ -109,6 +145,13 @@ def _tokens(work: Work) -> Any:
     return torch.randint(0, SHAPE["vocab_size"], (work.samples, work.length), generator=generator)
 
 
+def _mask(work: Work) -> Any:
+    """[samples, length], 1 for the tokens of each sample; padding is on the right."""
+    import torch
+
+    return (torch.arange(work.length) < torch.tensor(work.lengths)[:, None]).long()
+
+
 def _transformers_step(folder: Path, work: Work) -> Callable[[], float]:
     """A plain training loop: forward, backward, gradient clipping and AdamW."""
     import torch
@@ -116,15 +159,20 @@ def _transformers_step(folder: Path, work: Work) -> Callable[[], float]:
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=work.learning_rate, weight_decay=0.0)
-    micro_batches = _tokens(work).split(work.micro_batch)
-    count = work.samples * (work.length - 1)
+    micro_batches = list(zip(_tokens(work).split(work.micro_batch), _mask(work).split(work.micro_batch), strict=True))
+    count = work.tokens - work.samples
 
     def step() -> float:
         total = 0.0
-        for ids in micro_batches:
-            logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
-            flat = logits.reshape(-1, logits.shape[-1])
-            loss = torch.nn.functional.cross_entropy(flat, ids[:, 1:].reshape(-1), reduction="sum") / count
+        for whole, mask in micro_batches:
+            longest = int(mask.sum(-1).max())
+            ids, mask = whole[:, :longest], mask[:, :longest]
+            logits = model(input_ids=ids, attention_mask=mask if work.long_tail else None, use_cache=False).logits[
+                :, :-1
+            ]
+            flat, targets = logits.reshape(-1, logits.shape[-1]), ids[:, 1:].masked_fill(mask[:, 1:] == 0, IGNORED)
+            loss = torch.nn.functional.cross_entropy(flat, targets.reshape(-1), ignore_index=IGNORED, reduction="sum")
+            loss = loss / count
             torch.autograd.backward(loss)
             total += loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -135,10 +183,10 @@ def _transformers_step(folder: Path, work: Work) -> Callable[[], float]:
     return step
 
 
-def _megatron_step(layout: ParallelLayout, rank: int, folder: Path, work: Work) -> Callable[[], float]:
-    """The same step through the Megatron strategy."""
-    import torch
-
+def _megatron_steps(
+    layout: ParallelLayout, rank: int, folder: Path, work: Work
+) -> tuple[Callable[[], float], Callable[[], float]]:
+    """The same step through the Megatron strategy, with padded and with packed samples."""
     from roll.configs.megatron import MegatronTrainConfig
     from roll.configs.pipeline import SFTConfig
     from roll.configs.roles import (
@@ -163,19 +211,24 @@ def _megatron_step(layout: ParallelLayout, rank: int, folder: Path, work: Work) 
     config = SFTConfig(response_length=work.length, actor_train=worker)
     strategy = MegatronTrainStrategy(worker, config, layout, rank, get_platform("cpu"))
     strategy.initialize()
-    ids = _tokens(work)[strategy.coordinates.data :: layout.data]
-    mask = torch.ones_like(ids)
+    mine = slice(strategy.coordinates.data, None, layout.data)
+    ids, mask = _tokens(work)[mine], _mask(work)[mine]
     response = mask.bool()
     response[:, 0] = False
     starts = range(0, len(ids), work.micro_batch)
     plan = {
         "micro_batches": [list(range(start, min(start + work.micro_batch, len(ids)))) for start in starts],
-        "tokens": float(work.samples * (work.length - 1)),
+        "tokens": float(work.tokens - work.samples),
         "sequences": float(work.samples),
     }
     data = DataProto.from_dict({"input_ids": ids, "attention_mask": mask, "response_mask": response})
     data.meta_info = {"loss": "sft", "loss_config": None, "optimizer_steps": [plan]}
-    return lambda: strategy.train_step(data)["loss"]
+
+    def step(packed: bool) -> float:
+        strategy.forward.packed = packed
+        return strategy.train_step(data)["loss"]
+
+    return partial(step, False), partial(step, True)
 
 
 def _spawn(layout: ParallelLayout, job: Callable[..., Any], folder: Path, work: Work) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import logging
 import os
 import re
 import shutil
@@ -15,7 +16,10 @@ from typing import Any
 
 from roll.configs.errors import RunError
 from roll.configs.pipeline import BaseConfig
+from roll.pipeline.checksums import damage, write_checksums
 from roll.trackers.files import DiskFullError, free_bytes, is_disk_full, megabytes
+
+logger = logging.getLogger(__name__)
 
 FOLDER = "checkpoints"
 """Subfolder of a run with its checkpoints."""
@@ -69,7 +73,7 @@ class CheckpointManager:
         final = self._path(step)
         with _explained(final, _partial(final), None) as folder:
             add(folder)
-            (folder / MARKER).touch()
+            write_checksums(folder, folder / MARKER)
             _flush_to_disk(folder)
         _replace(final)
         self._prune()
@@ -107,23 +111,53 @@ class CheckpointManager:
         return sorted(found, key=step_of)
 
     def resume_path(self, choice: bool | str) -> Path | None:
-        """The checkpoint to continue from: None for false, the newest complete one (or None) for true, or a path.
+        """The checkpoint to continue from: None for false, the newest sound one (or None) for true, or a path.
 
         Raises:
-            RunError: the path holds no complete checkpoint.
+            RunError: the path holds no complete checkpoint, or it is damaged; with true, all of them are.
         """
         if choice is False:
             return None
         if choice is True:
-            return next(reversed(self.complete()), None)
+            return self._newest_sound()
         path = Path(choice)
         if (path / MARKER).exists():
-            return path
+            return self._sound(path)
         inside = CheckpointManager(path / FOLDER if (path / FOLDER).is_dir() else path, 0).complete()
         if inside:
-            return inside[-1]
+            return self._sound(inside[-1])
         known = ", ".join(str(item) for item in self.complete()) or "none"
         raise RunError(f"resume_from_checkpoint: {choice} holds no complete checkpoint; complete ones here: {known}")
+
+    def _newest_sound(self) -> Path | None:
+        """The newest checkpoint whose files are as they were written; those that are not get a warning."""
+        damaged = ""
+        for path in reversed(self.complete()):
+            problem = damage(path, path / MARKER)
+            if problem is None:
+                if damaged:
+                    logger.warning("continuing from %s, because %s", path, damaged)
+                return path
+            damaged = damaged or f"{path} is damaged: {problem}"
+        if damaged:
+            raise RunError(
+                f"resume_from_checkpoint: {damaged}, and no older one is sound; set it to false to begin again"
+            )
+        return None
+
+    def _sound(self, path: Path) -> Path:
+        """A checkpoint that was named.
+
+        Raises:
+            RunError: it is damaged; names the newest one that is not.
+        """
+        problem = damage(path, path / MARKER)
+        if problem is None:
+            return path
+        others = CheckpointManager(path.parent, 0).complete()
+        sound = next((other for other in reversed(others) if damage(other, other / MARKER) is None), None)
+        hint = "no other one beside it is sound" if sound is None else f"the newest sound one beside it is {sound}"
+        raise RunError(f"resume_from_checkpoint: {path} is damaged: {problem}; {hint}")
 
     def _prune(self) -> None:
         if self._max_to_keep:

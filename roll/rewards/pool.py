@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import multiprocessing
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from typing import Any, TypeVar, TypeVarTuple
 
 from pebble import ProcessExpired, ProcessPool
+from pebble.pool.base_pool import PoolStatus
 
 from roll.configs.rewards import DEFAULT_CONCURRENCY, RewardConfig
 from roll.rewards import reward_process
 from roll.rewards.calling import RewardFunctionError, RewardOutcome, RewardRequest
 from roll.rewards.reward_process import Call, LoadedReward, score_chunk
 from roll.terminal import block_interrupts
+
+logger = logging.getLogger(__name__)
 
 CHUNK_SIZE = 16
 """Samples sent to a process at a time: enough that sending them costs less than scoring them, few enough that little is
@@ -27,6 +32,9 @@ chunk of a coroutine function has DEFAULT_CONCURRENCY samples, which are scored 
 
 START_TIMEOUT_S = 120.0
 """Deadline for a process to import the reward function; importing math-verify on a busy machine takes seconds."""
+
+MAX_RESTARTS = 3
+"""Times in a row that the processes may die without a call before the reward fails."""
 
 OTHER_ANSWER = "I do not know."
 """A response with which a reward is tried; it holds no answer."""
@@ -50,7 +58,8 @@ class RewardPool:
 
     Calls are sent in chunks. When a chunk passes the deadline or its process dies, the process is killed and the calls
     are made again one by one, each with its own deadline, so that only the failing call fails. Every failure is an
-    outcome with a reason, never a score.
+    outcome with a reason, never a score. Processes that die without a call, as by the kernel where memory is short, are
+    replaced, and calls that waited for them are made again.
 
     Use a pool from one asyncio loop at a time. Processes are spawned, so each imports the main script of the driver
     first: import heavy modules inside functions there.
@@ -59,15 +68,20 @@ class RewardPool:
     def __init__(self, config: RewardConfig) -> None:
         """Starts no process; processes start with `launch`, `start` or the first `score`."""
         self._config = config
-        self._pool = ProcessPool(
-            max_workers=config.world_size,
-            initializer=reward_process.start,
-            initargs=(config,),
-            context=multiprocessing.get_context("spawn"),
-        )
+        self._pool = self._make_pool()
+        self._restarts = 0
+        self._closed = False
         self._pending: set[Future[Any]] = set()
         self._probing: Future[LoadedReward] | None = None
         self._loaded: LoadedReward | None = None
+
+    def _make_pool(self) -> ProcessPool:
+        return ProcessPool(
+            max_workers=self._config.world_size,
+            initializer=reward_process.start,
+            initargs=(self._config,),
+            context=multiprocessing.get_context("spawn"),
+        )
 
     def launch(self) -> None:
         """Starts the processes without waiting for them."""
@@ -151,6 +165,7 @@ class RewardPool:
 
     def close(self) -> None:
         """Kills the processes, waits for their end and cancels running `score` calls. Safe to call twice."""
+        self._closed = True
         for future in tuple(self._pending):
             future.cancel()
         self._pool.stop()  # type: ignore[no-untyped-call]
@@ -175,7 +190,11 @@ class RewardPool:
         if loaded.is_async:
             timeout_s = timeout_s * -(-len(calls) // reward_process.concurrency(self._config)) + ASYNC_GRACE_S
         try:
-            return await asyncio.wrap_future(self._schedule(timeout_s, score, calls))
+            scored = await asyncio.wrap_future(self._schedule(timeout_s, score, calls))
+            self._restarts = 0
+            return scored
+        except BrokenProcessPool:  # no process had a call when they died, so no call is the cause
+            return await self._score_chunk(calls, score)
         except TimeoutError:
             failure = reward_process.timed_out(loaded.where, self._config)
         except ProcessExpired as death:
@@ -186,7 +205,24 @@ class RewardPool:
         single = await asyncio.gather(*(self._score_chunk([call]) for call in calls))
         return [outcomes for chunk in single for outcomes in chunk]
 
+    def _restart(self) -> None:
+        """Replaces a pool that has given up; pebble does when a process dies while none has a call.
+
+        Raises:
+            RewardFunctionError: that happened MAX_RESTARTS times without a call that was answered.
+        """
+        self._restarts += 1
+        name = self._config.function
+        if self._restarts > MAX_RESTARTS:
+            raise RewardFunctionError(f"reward function {name!r}: its processes died {self._restarts} times in a row")
+        logger.warning("reward function %r: its processes died without a call; starting them again", name)
+        broken, self._pool = self._pool, self._make_pool()
+        broken.stop()  # type: ignore[no-untyped-call]
+        broken.join()
+
     def _schedule(self, timeout_s: float, function: Callable[[*ArgsT], ResultT], *args: *ArgsT) -> Future[ResultT]:
+        if not self._closed and self._pool._context.status is not PoolStatus.CREATED and not self._pool.active:
+            self._restart()
         future: Future[ResultT] = self._pool.schedule(function, args=args, timeout=timeout_s)
         self._pending.add(future)
         future.add_done_callback(self._pending.discard)

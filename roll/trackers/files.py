@@ -90,13 +90,14 @@ def explain_write_errors(path: Path) -> Iterator[None]:
         raise RunError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
-def write_whole(path: Path, write: Callable[[IO[str]], object], flush: bool = False) -> Path:
+def write_whole(path: Path, write: Callable[[IO[str]], object], flush: bool = False, mode: int | None = None) -> Path:
     """Replaces a file at once, so that no reader ever sees a part of it; creates its folder.
 
     Args:
         path: of the file.
         write: writes the content.
         flush: also to the disk, so that it outlives the machine.
+        mode: who may read and write it, such as 0o600; None is as for any new file.
 
     Raises:
         RunError: it cannot be written; what was there before stays.
@@ -106,6 +107,8 @@ def write_whole(path: Path, write: Callable[[IO[str]], object], flush: bool = Fa
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with aside.open("w", encoding="utf-8") as file:
+                if mode is not None:
+                    os.fchmod(file.fileno(), mode)
                 write(file)
                 if flush:
                     file.flush()
@@ -202,6 +205,9 @@ def _number(value: float) -> float | int | None:
 
 RUN_FILE = "run.json"
 
+PRIVATE = 0o600
+"""Mode of a file that its owner alone reads: a configuration may hold more secrets than names tell."""
+
 
 def write_run_json(
     folder: Path,
@@ -229,7 +235,7 @@ def write_run_json(
         "summary": summary,
     }
     text = json.dumps(record, indent=2, default=plain) + "\n"
-    return write_whole(folder / RUN_FILE, lambda file: file.write(text), flush=True)
+    return write_whole(folder / RUN_FILE, lambda file: file.write(text), flush=True, mode=PRIVATE)
 
 
 @cache
@@ -246,12 +252,21 @@ SECRET = re.compile(
 """Names of keys and environment variables whose values are not shown."""
 
 
+ENVIRONMENT, SECRET_VARIABLE = "system_envs", re.compile(r"token|key|secret|passw|credential|auth", re.IGNORECASE)
+"""Mappings of environment variables, and names in them whose values are not shown."""
+
+
 def without_secrets(config: Any) -> Any:
     """A configuration as nested mappings, with `***` for the values of keys such as api_key."""
 
-    def hide(value: Any) -> Any:
+    def hide(value: Any, secret: re.Pattern[str] = SECRET) -> Any:
         if isinstance(value, Mapping):
-            return {name: "***" if item and SECRET.search(str(name)) else hide(item) for name, item in value.items()}
+            return {
+                name: "***"
+                if item and secret.search(str(name))
+                else hide(item, SECRET_VARIABLE if name == ENVIRONMENT else SECRET)
+                for name, item in value.items()
+            }
         return [hide(item) for item in value] if isinstance(value, list | tuple) else value
 
     return hide(json.loads(json.dumps(config, default=plain)))

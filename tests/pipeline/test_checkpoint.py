@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 
 import pytest
@@ -136,7 +137,7 @@ def test_a_checkpoint_larger_than_the_free_space_is_not_begun(small_disk):
         (folder / "weights").write_bytes(bytes(600_000))
 
     asyncio.run(manager.save(1, large))
-    with pytest.raises(DiskFullError, match="600.0 kB needed, as for the last checkpoint, 4.* kB free"):
+    with pytest.raises(DiskFullError, match="600.1 kB needed, as for the last checkpoint, 4.* kB free"):
         asyncio.run(manager.save(2, fill))
 
 
@@ -153,3 +154,54 @@ def test_a_new_run_deletes_what_an_earlier_one_had_not_finished_writing(tmp_path
     (tmp_path / "step-000007.partial").mkdir()
     manager.begin(None)
     assert list(tmp_path.iterdir()) == []
+
+
+def truncate(folder: Path) -> str:
+    (folder / "shards" / "big").write_bytes(b"x" * 10)
+    return r"shards/big has 10 bytes instead of 9000000"
+
+
+def overwrite(folder: Path) -> str:
+    with (folder / "shards" / "big").open("r+b") as file:
+        file.seek(5_000_000)
+        file.write(b"y" * 4096)
+    return "shards/big has changed since it was written"
+
+
+def remove(folder: Path) -> str:
+    (folder / "weights").unlink()
+    return "weights is missing"
+
+
+def spoil_marker(folder: Path) -> str:
+    (folder / MARKER).write_text('{"files": {')
+    return "COMPLETE cannot be read"
+
+
+async def write_shards(folder: Path) -> None:
+    await write_weights(folder)
+    (folder / "shards").mkdir()
+    (folder / "shards" / "big").write_bytes(b"x" * 9_000_000)
+
+
+@pytest.mark.parametrize("spoil", [truncate, overwrite, remove, spoil_marker])
+def test_a_damaged_checkpoint_is_named_and_the_newest_sound_one_is_taken(tmp_path, spoil, caplog):
+    manager = CheckpointManager(tmp_path, max_to_keep=0)
+    older, newest = [asyncio.run(manager.save(step, write_shards)) for step in (1, 2)]
+    assert manager.resume_path(True) == newest
+    problem = spoil(newest)
+    assert manager.resume_path(True) == older
+    assert re.search(f"continuing from {older}, because {newest} is damaged: {problem}", caplog.text)
+    with pytest.raises(RunError, match=f"{newest} is damaged: {problem}.*; the newest sound one beside it is {older}"):
+        manager.resume_path(str(newest))
+    spoil(older)
+    with pytest.raises(RunError, match=f"{newest} is damaged: .* no older one is sound; set it to false"):
+        manager.resume_path(True)
+
+
+def test_a_marker_of_an_earlier_version_has_no_checksums_and_is_taken(tmp_path):
+    manager = CheckpointManager(tmp_path, max_to_keep=0)
+    folder = save(manager, 1)
+    (folder / MARKER).write_text("")
+    (folder / "weights").write_text("other")
+    assert manager.resume_path(True) == manager.resume_path(str(folder)) == folder

@@ -212,3 +212,51 @@ def test_a_hanging_reward_process_ends_when_the_driver_is_killed(tmp_path):
     driver.communicate(timeout=10)
     _, alive = psutil.wait_procs(left, timeout=10)
     assert not alive
+
+
+async def kill_workers(pool: RewardPool) -> None:
+    workers = [psutil.Process(pid) for pid in pool._pool._pool_manager.worker_manager.workers]
+    for worker in workers:
+        worker.kill()
+    while pool._pool.active:  # noqa: ASYNC110  # pebble has no event for it
+        await asyncio.sleep(0.02)
+
+
+def test_idle_processes_that_are_killed_are_replaced():
+    async def run():
+        async with RewardPool(RewardConfig(function=ODD, timeout_s=5.0, world_size=2)) as pool:
+            scores = []
+            for _ in range(2):
+                await kill_workers(pool)
+                outcomes = await pool.score([RewardRequest(("0.5",), ""), RewardRequest(("0.25",), "")])
+                scores.append([outcome.score for [outcome] in outcomes])
+            return scores
+
+    assert asyncio.run(run()) == [[0.5, 0.25]] * 2
+
+
+def test_calls_that_wait_while_all_processes_die_are_made_again():
+    async def run():
+        async with RewardPool(RewardConfig(function=ODD, timeout_s=5.0, world_size=1)) as pool:
+            workers = [psutil.Process(pid) for pid in pool._pool._pool_manager.worker_manager.workers]
+            for worker in workers:
+                worker.kill()
+            outcomes = await pool.score([RewardRequest(("0.5",), "")] * 3)
+            return [outcome.score for [outcome] in outcomes]
+
+    assert asyncio.run(run()) == [0.5] * 3
+
+
+def test_processes_that_die_again_and_again_are_an_error(monkeypatch):
+    monkeypatch.setattr("roll.rewards.pool.MAX_RESTARTS", 1)
+
+    async def run():
+        async with RewardPool(RewardConfig(function=ODD, timeout_s=5.0, world_size=1)) as pool:
+            await kill_workers(pool)
+            pool._restart()
+            pool._schedule(1.0, len, [])
+            await kill_workers(pool)
+            await pool.score([RewardRequest(("0.5",), "")])
+
+    with pytest.raises(RewardFunctionError, match=r"behave': its processes died 2 times in a row"):
+        asyncio.run(run())

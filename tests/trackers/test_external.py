@@ -120,15 +120,17 @@ def test_keys_are_not_shown(config: RLVRConfig) -> None:
         replace(
             config,
             tracker_kwargs=secret,
-            system_envs={"WANDB_API_KEY": "abc", "MODELSCOPE_SDK_TOKEN": "abc", "PAD_TOKEN": "x"},
+            system_envs={"WANDB_API_KEY": "abc", "MY_TOKEN": "abc", "db_passwd": "x", "OMP_NUM_THREADS": "2"},
         )
     )
     assert shown["tracker_kwargs"]["swanlab"]["login_kwargs"]["api_key"] == "***"
     assert shown["tracker_kwargs"]["wandb"] == {"api_key": None, "project": "a"}
-    assert shown["system_envs"] == {"WANDB_API_KEY": "***", "MODELSCOPE_SDK_TOKEN": "***", "PAD_TOKEN": "x"}
+    hidden = {"WANDB_API_KEY": "***", "MY_TOKEN": "***", "db_passwd": "***"}
+    assert shown["system_envs"] == hidden | {"OMP_NUM_THREADS": "2"}
     trackers = make_trackers(replace(config, system_envs={"WANDB_API_KEY": "abc"}))
     trackers.close()
-    assert "abc" not in (Path(config.output_dir) / "run.json").read_text()
+    written = Path(config.output_dir) / "run.json"
+    assert "abc" not in written.read_text() and written.stat().st_mode & 0o777 == 0o600
 
 
 def test_helpers_of_the_process() -> None:

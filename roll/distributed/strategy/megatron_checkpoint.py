@@ -23,6 +23,7 @@ from torch.distributed.checkpoint import save as save_distributed  # type: ignor
 
 from roll.configs.megatron import LAYER_SPLITS
 from roll.distributed.strategy.megatron_optimizer import parts
+from roll.distributed.strategy.safe_loading import check_metadata, only_data
 
 FORMAT_KEY = "distrib_optim_sharding_type"
 
@@ -91,10 +92,16 @@ def load(folder: Path, wrapped: Sequence[DistributedDataParallel], optimizer: Me
 
     Raises:
         FileNotFoundError: `folder` contains no checkpoint.
-        ValueError: it was written at another layout.
+        ValueError: it was written at another layout, or it holds objects that are no data.
     """
     if not (folder / "metadata.json").is_file():
         raise FileNotFoundError(f"{folder}: contains no Megatron checkpoint (metadata.json)")
+    check_metadata(folder / ".metadata")
+    with only_data():
+        return _load(folder, wrapped, optimizer)
+
+
+def _load(folder: Path, wrapped: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> int:
     common = dist_checkpointing.load_common_state_dict(str(folder))
     written, ours = common["layout"], _layout(wrapped)
     if written != ours:
