@@ -111,6 +111,11 @@ class TrainWorker(WeightSender):
         return self.train_strategy.train_step(data)
 
     @register()
+    def train_step_with_log_probs(self, data: DataProto) -> tuple[dict[str, float], DataProto]:
+        """One optimizer step and the log-probs before it; see `MegatronTrainStrategy.train_step_with_log_probs`."""
+        return self.train_strategy.train_step_with_log_probs(data)
+
+    @register()
     def save_checkpoint(self, folder: str) -> None:
         """Writes the role's state; every rank its part."""
         self.train_strategy.save_checkpoint(Path(folder))

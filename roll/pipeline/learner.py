@@ -70,7 +70,7 @@ class ActorLearner:
         self._critic = critic
         self._trained = {ROLE: actor} | ({} if critic is None else {CRITIC: critic})
 
-    async def memory(self) -> dict[str, float]:
+    async def finish_step(self) -> dict[str, float]:
         """`memory/<role>_<kind>`: the largest of any rank, in bytes."""
         metrics: dict[str, float] = {}
         for role, cluster in self._trained.items():
@@ -124,6 +124,7 @@ class RLLearner(ActorLearner):
         self._advantage_config = AdvantageConfig.from_config(config)
         self._kl = kl_controller(config.init_kl_coef, config.target_kl, config.kl_horizon)
         self._separate_pass = type(self) is not RLLearner or needs_old_log_probs(config)
+        self._dumping: Awaitable[None] | None = None
         self._updated = False
         """Whether an optimizer step was made; the checks of the first step are over then."""
         self._steps_without_gradient = 0
@@ -146,14 +147,13 @@ class RLLearner(ActorLearner):
             metrics |= self._add_advantages(data)
             self._add_high_covariance(data, step)
         warming = self._critic is not None and step <= self._config.critic_warmup
-        dump = self._dump(data, step)
         try:
             trained = await self._with_critic(
                 _nothing() if warming else self._train(_learned(data), clock),
                 lambda critic: self._train_critic(_learned(data), critic, clock),
             )
         finally:
-            await dump
+            self._dumping = self._dump(data, step)
         metrics = metrics | trained[0] | trained[1]
         if warming:
             self._steps_without_gradient += 1
@@ -172,7 +172,7 @@ class RLLearner(ActorLearner):
         return await actor, await critic(self._critic)
 
     def _dump(self, data: DataProto, step: int) -> Awaitable[None]:
-        """Writes the samples on a thread, while the ranks train."""
+        """Writes the samples on a thread, while the weights are sent."""
 
         def write() -> None:
             folder, keep = self._config.rollout_dump_dir, self._config.rollout_dump_steps
@@ -180,6 +180,13 @@ class RLLearner(ActorLearner):
                 dump_samples(data, Path(folder), step, keep)
 
         return asyncio.ensure_future(asyncio.to_thread(write))
+
+    async def finish_step(self) -> dict[str, float]:
+        """Waits until the samples are written; returns `memory/...`."""
+        if self._dumping is not None:
+            await self._dumping
+            self._dumping = None
+        return await super().finish_step()
 
     # 1. Log-probs
 
@@ -307,14 +314,20 @@ class RLLearner(ActorLearner):
     async def _optimizer_steps(self, data: DataProto) -> list[dict[str, float]]:
         """The metrics of each."""
         config = self._config
-        data = data.select(*self._training_keys(data))
+        whole, data = data, data.select(*self._training_keys(data))
         data.meta_info |= {"loss": "policy", "loss_config": self._loss_config}
         counted = data.batch["correction_kept"] if config.correction.renormalize else None
         steps: list[dict[str, float]] = []
         for _ in range(config.ppo_epochs):
             for plan in training_plans(data, config.actor_train):
                 shards = training_shards(data, plan, counted)
-                step = finalize((await self._actor.call_shards(TrainWorker.train_step, shards))[0])
+                if self._loss_config.one_pass:
+                    answers = await self._actor.call_shards(TrainWorker.train_step_with_log_probs, shards)
+                    log_probs = DataProto.concat([each for _, each in answers]).reorder(torch.tensor(plan.inverse))
+                    whole.batch["old_log_probs"] = log_probs.batch["log_probs"] * whole.batch["response_mask"]
+                    step = finalize(answers[0][0])
+                else:
+                    step = finalize((await self._actor.call_shards(TrainWorker.train_step, shards))[0])
                 if not self._updated:
                     check_first_update(step, self._loss_config, config)
                     self._updated = True

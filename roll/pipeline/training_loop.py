@@ -85,8 +85,8 @@ class Learner(Protocol):
     async def learn(self, batch: SampleBatch, step: int, clock: StepClock) -> dict[str, float]:
         """Updates the weights with the whole batch, as step number `step`; returns `actor/...` and related metrics."""
 
-    async def memory(self) -> dict[str, float]:
-        """`memory/...` of every trained role, in bytes."""
+    async def finish_step(self) -> dict[str, float]:
+        """Ends what `learn` left to be done beside the weight update; `memory/...` of every trained role, in bytes."""
 
     async def save(self, folder: Path) -> None:
         """Writes weights, optimizer, schedule and RNG of every trained role."""
@@ -259,7 +259,7 @@ class TrainingLoop:
             if self._due(self._config.eval_steps):
                 metrics |= await self._validate(clock)
             await self._samples.advance(state.version)
-            metrics |= await self._learner.memory()
+            metrics |= await self._learner.finish_step()
             if self._checkpoint_due:
                 with clock.measure("checkpoint"):
                     await self.save()

@@ -74,6 +74,11 @@ class BigramCluster:
         metrics = {name: (each.max() if name.endswith("_max") else each.sum()) for name, each in combined.items()}
         return [{name: float(value) for name, value in metrics.items()}] * len(shards)
 
+    async def train_step_with_log_probs(self, shards: list[DataProto]) -> list[tuple[dict[str, float], DataProto]]:
+        with torch.no_grad():
+            scores = [DataProto.from_dict({"log_probs": self.outputs(shard.batch["input_ids"])}) for shard in shards]
+        return list(zip(await self.train_step(shards), scores, strict=True))
+
     async def save_checkpoint(self, folder: str) -> None:
         Path(folder).mkdir(parents=True)
         torch.save(self.table, Path(folder) / "table.pt")

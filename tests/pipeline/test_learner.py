@@ -391,11 +391,11 @@ def test_a_batch_of_one_optimizer_step_needs_no_pass_for_old_log_probs(tmp_path,
         for batch in batches:
             metrics = learn(parts, batch, staleness=0.0)
             passes.append(cluster.passes)
-        outcomes.append((metrics, cluster.table.detach().clone()))
+        outcomes.append((metrics, cluster.table.detach().clone(), batches[-1].batch["old_log_probs"]))
         assert passes == ([1, 2, 3] if separate else [1, 1, 1])
-    (metrics, weights), (expected, expected_weights) = outcomes
+    (metrics, *tensors), (expected, *expected_tensors) = outcomes
     assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
-    torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(tensors, expected_tensors, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

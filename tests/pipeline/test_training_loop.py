@@ -57,7 +57,7 @@ class Counting:
         self.events.append("learn")
         return {"actor/loss": 1.0 / self.weights}
 
-    async def memory(self) -> dict[str, float]:
+    async def finish_step(self) -> dict[str, float]:
         return {"memory/actor_train_used": 1.0}
 
     async def save(self, folder: Path) -> None:
