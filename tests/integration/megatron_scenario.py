@@ -151,7 +151,10 @@ def _policy(context: RankContext, name: str, model: Path, options: dict[str, Any
     shape = data.batch["input_ids"].shape
     data.batch["old_log_probs"] = scored.batch["log_probs"] if len(scored) else torch.zeros(shape)
     data.batch["advantages"] = torch.linspace(-1.0, 1.0, shape[0])[:, None].expand(shape).clone()
-    context.results[f"policy/{name}"] = [strategy.train_step(data) for _ in range(2)]
+    first, answer = strategy.train_step_with_log_probs(data)
+    if len(scored):  # the last pipeline stage
+        context.results[f"log_probs_of_step/{name}"] = (answer.batch["log_probs"], scored.batch["log_probs"].clone())
+    context.results[f"policy/{name}"] = [first, strategy.train_step(data)]
     strategy.schedule = replace(strategy.schedule, peak=1e30)
     try:
         for _ in range(2):

@@ -242,6 +242,16 @@ def test_first_policy_step_has_ratio_one_and_the_second_has_moved(run, layout):
 
 
 @pytest.mark.parametrize("layout", [layout for layout in POLICIES if POLICIES[layout]])
+def test_a_training_step_returns_the_log_probs_from_before_its_update(run, layout):
+    ranks, _ = run(layout)
+    pairs = [rank[key] for rank in ranks if (key := f"log_probs_of_step/{layout}") in rank]
+    assert pairs
+    for of_step, of_pass in pairs:
+        assert of_pass.abs().max() > 1
+        torch.testing.assert_close(of_step, of_pass, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("layout", [layout for layout in POLICIES if POLICIES[layout]])
 def test_a_loss_that_is_not_finite_stops_every_rank_with_the_step(run, layout):
     ranks, _ = run(layout)
     for rank in ranks:
