@@ -7,8 +7,8 @@ tokens on average, by the warm-started model of examples/tiny_math; 128 response
 ends a response with about the same probability at every token, so lengths are geometric, up to a limit of twice the
 mean); and a random model of 25 million weights with 128 responses of at most 128 tokens. Both sides make one optimizer
 step of a batch, in fp32, with groups of 8. At ratio 0 training and generation take turns on both cores; at ratio 1 each
-has one. A round runs TRL and both ratios in turn; the figure of a workload is the median of the rounds' ratios of
-samples per second.
+has one, or, for the large model, training has both and the engine shares them. A round runs TRL and both ratios in
+turn; the figure of a workload is the median of the rounds' ratios of samples per second.
 """
 
 from __future__ import annotations
@@ -58,6 +58,9 @@ class Workload:
     targets: dict[int, float]
     shape: dict[str, Any] | None
     """Of the random model; None is the warm-started one."""
+    shared_cores: bool = False
+    """Whether training has both cores at ratio 1 too, and shares them with the engine: for training that takes longer
+    than generation."""
 
     @property
     def samples(self) -> int:
@@ -82,6 +85,7 @@ WORKLOADS = {
             "num_key_value_heads": 4,
             "head_dim": 64,
         },
+        shared_cores=True,
     ),
 }
 
@@ -190,12 +194,12 @@ def run_ours(work: Workload, folder: Path, ratio: int, number: int) -> dict[str,
 
 
 def recipe(work: Workload, folder: Path, ratio: int) -> dict[str, Any]:
-    """The run's configuration: on both cores in turn at ratio 0, one core for each side above it."""
-    training, generating = ([0, 1], [0, 1]) if ratio == 0 else ([0], [1])
+    """The run's configuration: on both cores in turn at ratio 0, else a core for each side, or `shared_cores`."""
+    training, generating = ([0, 1], [0, 1]) if ratio == 0 else ([0, 1], [2]) if work.shared_cores else ([0], [1])
     return {
         "pipeline": "rlvr",
         "platform": "cpu",
-        "num_devices_per_node": 2,
+        "num_devices_per_node": len({*training, *generating}),
         "track_with": [],
         "max_steps": WARM_UP_STEPS + work.steps,
         "save_checkpoint": False,

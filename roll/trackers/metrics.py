@@ -43,7 +43,7 @@ TIME = (
     Metric("time/generate", "s", "Seconds with at least one generation request running, since the previous batch."),
     Metric("time/reward", "s", "Seconds with at least one response being scored, since the previous batch."),
     Metric("time/env", "s", "Seconds with at least one environment resetting or stepping, since the previous batch."),
-    Metric("time/old_log_probs", "s", "Log-probs of the batch under actor_train and the reference."),
+    Metric("time/old_log_probs", "s", "Log-probs of the batch under actor_train and the reference, if computed apart."),
     Metric("time/values", "s", "Values of the batch under the critic."),
     Metric("time/advantages", "s", "Advantages and corrections, on the driver."),
     Metric("time/batch_hook", "s", "The class named in async_training.batch_hook_class."),
