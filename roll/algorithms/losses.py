@@ -125,7 +125,12 @@ def policy(
     if config.corrects_in_loss:
         weights = correction.weights if correction is not None and config.correction.weighted else None
         metrics |= partial_sums(
-            log_probs, micro["behavior_log_probs"], mask, scale, weights, None if correction is None else kept
+            log_probs,
+            micro["behavior_log_probs"],
+            mask,
+            scale,
+            weights,
+            None if correction is None else correction.kept,
         )
     if config.use_kl_loss:
         divergence = kl_divergence(log_probs, masked(micro["ref_log_probs"], mask), config.kl_loss_type)

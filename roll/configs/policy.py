@@ -6,10 +6,13 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from roll.configs.correction import CorrectionOptions
 from roll.configs.schema import Condition, needs, option
+
+if TYPE_CHECKING:
+    from roll.configs.pipeline import RLConfig
 
 
 @dataclass(frozen=True)
@@ -312,6 +315,29 @@ VARIANT_KEYS: dict[str, tuple[str, ...]] = {
 def options_of(cls: type, config: Any) -> dict[str, Any]:
     """Values of the fields of `cls`, the settings of one part of a run, that the configuration has too."""
     return {item.name: getattr(config, item.name) for item in fields(cls) if hasattr(config, item.name)}
+
+
+def needs_old_log_probs(config: RLConfig) -> bool:
+    """Whether something reads the old log-probs of a batch before its training pass.
+
+    Such are a KL term in the reward, a teacher, an estimator of the optimal baseline, what a correction decides over
+    the whole batch, samples that are left out of the loss (metrics count them too), and losses of chosen tokens.
+    """
+    rewards = config.add_token_level_kl or config.uses_teacher or config.uses_sum_pi_squared
+    whole_batch = config.correction.renormalize or config.correction.reads_batch
+    masks = config.max_len_mask or config.difficulty_mask
+    chosen_tokens = set(COVARIANCE_VARIANTS) & set(losses_of(config.actor_train.pg_variant))
+    return bool(rewards or whole_batch or masks or chosen_tokens)
+
+
+def takes_one_pass(config: RLConfig) -> bool:
+    """Whether old log-probs come from the training pass, from the second step of a run on.
+
+    They do where a batch is one optimizer step, before which the old policy is the current one, unless something needs
+    them before that pass, or those of the engine are taken.
+    """
+    one_step = config.ppo_epochs == 1 and config.samples_per_batch == config.actor_train.samples_per_optimizer_step
+    return one_step and config.old_log_probs_source != "behavior" and not needs_old_log_probs(config)
 
 
 def proximal_source(options: PolicyOptions, pg_variant: str, async_generation_ratio: float) -> str:

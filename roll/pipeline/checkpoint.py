@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import json
@@ -46,7 +47,7 @@ class CheckpointManager:
     async def save(self, step: int, write: Callable[[Path], Awaitable[None]]) -> Path:
         """Creates a checkpoint of `step` with `write`; see `write` and `complete_step`."""
         await self.write(step, write)
-        return self.complete_step(step)
+        return await self.complete_step(step)
 
     async def write(self, step: int, write: Callable[[Path], Awaitable[None]]) -> None:
         """Begins a checkpoint of `step` with `write`; a run that ends before `complete_step` has none.
@@ -61,8 +62,10 @@ class CheckpointManager:
         async with _partial_folder(final) as folder:
             await write(folder)
 
-    def complete_step(self, step: int, add: Callable[[Path], None] = lambda folder: None) -> Path:
+    async def complete_step(self, step: int, add: Callable[[Path], None] = lambda folder: None) -> Path:
         """Adds the last of a checkpoint, makes it visible, and deletes the oldest beyond `max_to_keep`.
+
+        Files are read for their checksums and flushed to the disk on a thread, while the event loop goes on.
 
         Returns:
             The finished folder.
@@ -70,6 +73,9 @@ class CheckpointManager:
         Raises:
             DiskFullError: it does not fit on the disk; nothing of it is left there.
         """
+        return await asyncio.to_thread(self._complete, step, add)
+
+    def _complete(self, step: int, add: Callable[[Path], None]) -> Path:
         final = self._path(step)
         with _explained(final, _partial(final), None) as folder:
             add(folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,13 +26,16 @@ def damage(folder: Path, marker: Path) -> str | None:
     """
     try:
         text = marker.read_text()
-        expected = json.loads(text)["files"] if text else None
-    except (OSError, ValueError, KeyError) as error:
+        if not text:
+            return None
+        {name: (int(size), int(checksum)) for name, (size, checksum) in json.loads(text)["files"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{marker.name} cannot be read: {error}"
-    if expected is None:
-        return None
-    state = tuple(sorted((str(path), *_stat(path)) for path in folder.rglob("*") if path.is_file()))
-    return _compare(folder, marker.name, text, state)
+    try:
+        state = tuple((str(path), *_stat(path)) for path in _paths(folder))
+        return _compare(folder, marker.name, text, state)
+    except OSError as error:
+        return f"a file cannot be read: {error}"
 
 
 @functools.lru_cache(maxsize=16)
@@ -50,10 +54,15 @@ def _compare(folder: Path, marker: str, text: str, state: tuple[tuple[str, int, 
 
 
 def _files(folder: Path, without: str) -> dict[str, tuple[int, int]]:
-    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / without)
+    paths = [path for path in _paths(folder) if path != folder / without]
     with ThreadPoolExecutor(THREADS) as pool:
         sums = pool.map(_checksum, paths)
         return {str(path.relative_to(folder)): each for path, each in zip(paths, sums, strict=True)}
+
+
+def _paths(folder: Path) -> list[Path]:
+    """All files below `folder`, also of folders that are linked there."""
+    return sorted(Path(base, name) for base, _, names in os.walk(folder, followlinks=True) for name in names)
 
 
 def _checksum(path: Path) -> tuple[int, int]:

@@ -25,6 +25,7 @@ from roll.algorithms.advantages import (
     read_greedy,
 )
 from roll.algorithms.correction import (
+    MASKED_FRACTION,
     NO_OP,
     WEIGHT_MAX,
     WEIGHT_MEAN,
@@ -39,7 +40,7 @@ from roll.algorithms.losses import ValueLossConfig
 from roll.algorithms.policy_losses import PolicyLossConfig
 from roll.algorithms.turn_advantages import TURN_KEYS, read_turns
 from roll.configs.pipeline import RLConfig, role_seed
-from roll.configs.policy import COVARIANCE_VARIANTS, losses_of, traits_of
+from roll.configs.policy import takes_one_pass, traits_of
 from roll.distributed.protocol import DataProto
 from roll.distributed.train_worker import TrainWorker
 from roll.pipeline.logprob_checks import Mismatch, check_engine, check_finite, check_first_update
@@ -123,7 +124,7 @@ class RLLearner(ActorLearner):
         self._value_loss_config = ValueLossConfig(config.value_clip, config.loss_agg_mode)
         self._advantage_config = AdvantageConfig.from_config(config)
         self._kl = kl_controller(config.init_kl_coef, config.target_kl, config.kl_horizon)
-        self._separate_pass = type(self) is not RLLearner or needs_old_log_probs(config)
+        self._separate_pass = type(self) is not RLLearner
         self._dumping: Awaitable[None] | None = None
         self._updated = False
         """Whether an optimizer step was made; the checks of the first step are over then."""
@@ -152,8 +153,10 @@ class RLLearner(ActorLearner):
                 _nothing() if warming else self._train(_learned(data), clock),
                 lambda critic: self._train_critic(_learned(data), critic, clock),
             )
-        finally:
-            self._dumping = self._dump(data, step)
+        except Exception:
+            await asyncio.gather(self._dump(data, step), return_exceptions=True)
+            raise
+        self._dumping = self._dump(data, step)
         metrics = metrics | trained[0] | trained[1]
         if warming:
             self._steps_without_gradient += 1
@@ -195,8 +198,8 @@ class RLLearner(ActorLearner):
 
         The first step of a run computes them apart, because it compares both passes.
         """
-        one_step = self._config.ppo_epochs == 1 and len(data) == self._config.actor_train.samples_per_optimizer_step
-        return one_step and self._updated and not self._separate_pass and not self._loss_config.bypass
+        one_step = len(data) == self._config.actor_train.samples_per_optimizer_step  # agents may give more samples
+        return one_step and self._updated and not self._separate_pass and takes_one_pass(self._config)
 
     async def _add_log_probs(self, data: DataProto, clock: StepClock) -> dict[str, float]:
         """Adds `old_log_probs` [B, T] (log p) and, where a KL term is on, `ref_log_probs` [B, T]; no metrics."""
@@ -364,7 +367,8 @@ class RLLearner(ActorLearner):
         if self._loss_config.correction.weighted:
             weights = max(abs(metrics[WEIGHT_MAX] - 1), abs(metrics[WEIGHT_MEAN] - 1))
         stale = staleness > self._steps_without_gradient
-        no_op = stale and corrects_nothing(metrics["actor/ratio_deviation_max"], weights, staleness)
+        rejects = metrics.get(MASKED_FRACTION, 0.0) > 0
+        no_op = stale and not rejects and corrects_nothing(metrics["actor/ratio_deviation_max"], weights, staleness)
         no_gradient = metrics.get("actor/grad_norm") == 0
         self._steps_without_gradient = self._steps_without_gradient + 1 if no_gradient else 0
         uncorrected = weights is None and not traits_of(self._loss_config.pg_variant).reads_ratio
@@ -402,20 +406,6 @@ class RLLearner(ActorLearner):
             self._kl.coefficient = float(state["kl_coefficient"])
         self._steps_without_gradient = int(state["steps_without_gradient"])
         self._updated = bool(state.get("updated", True))
-
-
-def needs_old_log_probs(config: RLConfig) -> bool:
-    """Whether something reads the old log-probs of a batch before its training pass.
-
-    Such are a KL term in the reward, a teacher, an estimator of the optimal baseline, what a correction decides over
-    the whole batch, samples that are left out of the loss (metrics count them too), and losses of chosen tokens.
-    """
-    rewards = config.add_token_level_kl or config.uses_teacher or config.uses_sum_pi_squared
-    correction = config.correction
-    whole_batch = correction.renormalize or correction.m2_threshold is not None or correction.weights.normalize
-    masks = config.max_len_mask or config.difficulty_mask
-    chosen_tokens = set(COVARIANCE_VARIANTS) & set(losses_of(config.actor_train.pg_variant))
-    return bool(rewards or whole_batch or masks or chosen_tokens)
 
 
 async def _nothing() -> dict[str, float]:

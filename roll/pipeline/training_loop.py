@@ -86,7 +86,7 @@ class Learner(Protocol):
         """Updates the weights with the whole batch, as step number `step`; returns `actor/...` and related metrics."""
 
     async def finish_step(self) -> dict[str, float]:
-        """Ends what `learn` left to be done beside the weight update; `memory/...` of every trained role, in bytes."""
+        """Waits for background work of `learn`, such as writing samples; `memory/...` of trained roles, in bytes."""
 
     async def save(self, folder: Path) -> None:
         """Writes weights, optimizer, schedule and RNG of every trained role."""
@@ -348,7 +348,7 @@ class TrainingLoop:
             await self._to_trainer()
             await self._write_weights()
         self.state.samples = await self._samples.state_dict()
-        self.checkpoint = self._checkpoints.complete_step(self.state.step, self.state.save)
+        self.checkpoint = await self._checkpoints.complete_step(self.state.step, self.state.save)
         return self.checkpoint
 
     async def _write_weights(self) -> None:

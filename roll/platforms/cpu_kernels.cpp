@@ -1,8 +1,8 @@
 // Kernels of a CPU engine: attention over the paged cache, RMSNorm, rotary embedding, SwiGLU. Built by cpu_kernels.py.
 //
-// Attention is causal, for decode and for extend. One work item is one key head of a few queries of one request. It reads every key of the request from its slot in the
-// cache, so nothing is gathered or padded, and the cost is that of the true lengths. A query's result does not depend
-// on the other requests of the batch, nor on the number of threads.
+// Attention is causal, for decode and for extend. One work item is one key head of a few queries of one request. It
+// reads every key of the request from its slot in the cache, so nothing is gathered or padded, and the cost is that of
+// the true lengths. A query's result does not depend on the other requests of the batch, nor on the number of threads.
 
 #include <cmath>
 #include <cstdint>
@@ -27,8 +27,8 @@ inline float exp_negative(float x) {
   const float scaled = x * 1.44269504088896341f;
   const float whole = __builtin_floorf(scaled + 0.5f);
   const float f = (scaled - whole) * 0.693147180559945f;
-  const float p =
-      1.0f + f * (1.0f + f * (0.5f + f * (1.6666667e-1f + f * (4.1666668e-2f + f * (8.3333338e-3f + f * 1.3888889e-3f)))));
+  const float rest = 1.6666667e-1f + f * (4.1666668e-2f + f * (8.3333338e-3f + f * 1.3888889e-3f));
+  const float p = 1.0f + f * (1.0f + f * (0.5f + f * rest));
   const int32_t bits = (static_cast<int32_t>(whole) + 127) << 23;
   float power;
   std::memcpy(&power, &bits, sizeof power);
@@ -127,7 +127,8 @@ void run(const float* query, float* output, const T* key_cache, const T* value_c
           for (int64_t done = 0; done < count;) {
             const float* in[8];
             float* out[8];
-            int64_t visible[8], left = count - done, width = left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1, most = 0;
+            int64_t visible[8], most = 0;
+            const int64_t left = count - done, width = left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
             for (int64_t r = 0; r < width; r++) {
               const int64_t step = first + (done + r) / group, head = h * group + (done + r) % group;
               const int64_t offset = ((query_starts[b] + step) * sizes.heads + head) * HEAD_DIM;
@@ -136,9 +137,9 @@ void run(const float* query, float* output, const T* key_cache, const T* value_c
               visible[r] = prefix + step + 1;
               most = visible[r] > most ? visible[r] : most;
             }
-#define ATTEND(R)                                                                                                  \
-  attend<R, T>(in, out, visible, keys, values, slots, most, sizes.key_slot_stride, sizes.value_slot_stride, sizes.scale, \
-               scores)
+#define ATTEND(R)                                                                                 \
+  attend<R, T>(in, out, visible, keys, values, slots, most, sizes.key_slot_stride,                \
+               sizes.value_slot_stride, sizes.scale, scores)
             if (width == 8) ATTEND(8);
             else if (width == 4) ATTEND(4);
             else if (width == 2) ATTEND(2);
@@ -171,8 +172,8 @@ extern "C" void paged_attention(const float* query, float* output, const void* k
 }
 
 // out [rows, hidden] = x / rms(x) * weight. With a residual, x + residual is normalised, and written to `sum`.
-extern "C" void rms_norm(const float* x, const float* residual, float* sum, const float* weight, float* out, int64_t rows,
-                         int64_t hidden, float epsilon) {
+extern "C" void rms_norm(const float* x, const float* residual, float* sum, const float* weight, float* out,
+                         int64_t rows, int64_t hidden, float epsilon) {
 #pragma omp parallel for if (rows * hidden > 65536)
   for (int64_t i = 0; i < rows; i++) {
     const float* __restrict from = x + i * hidden;

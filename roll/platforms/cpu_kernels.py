@@ -22,7 +22,7 @@ import torch
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 
-COMPILERS = ("c++", "g++")
+COMPILERS = ("g++", "c++")
 """Tried in this order, after the command in the environment variable CXX."""
 
 FLAGS = (
@@ -45,7 +45,7 @@ class BuildError(RuntimeError):
 
 def cache_folder() -> Path:
     """Folder of built libraries: `$XDG_CACHE_HOME/roll/kernels`, by default below `~/.cache`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "roll" / "kernels"
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "roll" / "kernels"
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def _address(tensor: torch.Tensor | None) -> int | None:
 @functools.cache
 def _load(head_dim: int) -> ctypes.CDLL:
     """The library for this head size, with the types of its functions' arguments."""
-    library = ctypes.CDLL(str(build(head_dim, cache_folder())))
+    library = _open(build(head_dim, cache_folder()))
     pointer, integer, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
     library.paged_attention.argtypes = [*[pointer] * 10, number, ctypes.c_int32]
     library.rms_norm.argtypes = [*[pointer] * 5, integer, integer, number]
@@ -183,6 +183,25 @@ def _load(head_dim: int) -> ctypes.CDLL:
     return library
 
 
+def _open(path: Path) -> ctypes.CDLL:
+    """The library.
+
+    Raises:
+        BuildError: it cannot be loaded, such as one of a compiler that needs another OpenMP than torch's.
+    """
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise BuildError(f"{path.name} cannot be loaded: {error}") from error
+
+
+def _read_source() -> str:
+    try:
+        return SOURCE.read_text()
+    except OSError as error:
+        raise BuildError(f"{SOURCE.name} cannot be read: {error}") from error
+
+
 def build(head_dim: int, folder: Path) -> Path:
     """The library for this head size in `folder`; several processes may build it at once.
 
@@ -190,8 +209,9 @@ def build(head_dim: int, folder: Path) -> Path:
         BuildError: there is no compiler, or it failed, or the folder cannot be written.
     """
     compiler = find_compiler()
+    source = _read_source()
     flags = [*FLAGS, *filter(None, [NATIVE.get(platform.machine())]), f"-DHEAD_DIM={head_dim}"]
-    key = hashlib.sha256("\0".join([SOURCE.read_text(), *flags, _version(compiler), _processor()]).encode())
+    key = hashlib.sha256("\0".join([source, *flags, _version(compiler), _processor()]).encode())
     target = folder / f"cpu_kernels-{head_dim}-{key.hexdigest()[:16]}.so"
     if target.exists():
         return target
@@ -201,6 +221,7 @@ def build(head_dim: int, folder: Path) -> Path:
             compiled, linked = Path(scratch, "kernel.o"), Path(scratch, "kernel.so")
             _run([compiler, *flags, "-c", str(SOURCE), "-o", str(compiled)])
             _run([compiler, "-shared", str(compiled), "-o", str(linked)])  # without OpenMP: torch has loaded it
+            _open(linked)
             os.replace(linked, target)
     except OSError as error:
         raise BuildError(f"{folder} cannot be written: {error}") from error

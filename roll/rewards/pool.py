@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import multiprocessing
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from typing import Any, TypeVar, TypeVarTuple
@@ -102,6 +103,9 @@ class RewardPool:
         try:
             async with asyncio.timeout(START_TIMEOUT_S):  # unlike wait_for it never swallows a cancellation
                 loaded = await asyncio.wrap_future(self._probing)
+        except BrokenProcessPool:
+            self._probing = None
+            return await self.start()
         except (TimeoutError, ProcessExpired) as failure:
             name = self._config.function
             raise RewardFunctionError(f"reward function {name!r}: its process did not start: {failure!r}") from failure
@@ -219,11 +223,21 @@ class RewardPool:
         broken, self._pool = self._pool, self._make_pool()
         broken.stop()  # type: ignore[no-untyped-call]
         broken.join()
+        for future in tuple(self._pending):  # pebble fails only those that it had sent
+            with contextlib.suppress(InvalidStateError):
+                future.set_exception(BrokenProcessPool("the processes of the pool died"))
+        with block_interrupts():
+            _ = self._pool.active  # starts it
 
     def _schedule(self, timeout_s: float, function: Callable[[*ArgsT], ResultT], *args: *ArgsT) -> Future[ResultT]:
         if not self._closed and self._pool._context.status is not PoolStatus.CREATED and not self._pool.active:
             self._restart()
-        future: Future[ResultT] = self._pool.schedule(function, args=args, timeout=timeout_s)
+        try:
+            future: Future[ResultT] = self._pool.schedule(function, args=args, timeout=timeout_s)
+        except RuntimeError as error:
+            if self._closed:
+                raise
+            raise BrokenProcessPool(str(error)) from error
         self._pending.add(future)
         future.add_done_callback(self._pending.discard)
         return future

@@ -252,8 +252,11 @@ SECRET = re.compile(
 """Names of keys and environment variables whose values are not shown."""
 
 
-ENVIRONMENT, SECRET_VARIABLE = "system_envs", re.compile(r"token|key|secret|passw|credential|auth", re.IGNORECASE)
-"""Mappings of environment variables, and names in them whose values are not shown."""
+ENVIRONMENT = "system_envs"
+"""Key of environment variables."""
+
+SECRET_VARIABLE = re.compile(r"token|key|secret|passw|credential|auth", re.IGNORECASE)
+"""Names of environment variables whose values are not shown."""
 
 
 def without_secrets(config: Any) -> Any:

@@ -205,3 +205,19 @@ def test_a_marker_of_an_earlier_version_has_no_checksums_and_is_taken(tmp_path):
     (folder / MARKER).write_text("")
     (folder / "weights").write_text("other")
     assert manager.resume_path(True) == manager.resume_path(str(folder)) == folder
+
+
+@pytest.mark.parametrize("marker", ["[]", "null", '{"files": 3}', '{"files": {"weights": "x"}}'])
+def test_a_marker_of_another_shape_is_damage(tmp_path, marker):
+    manager = CheckpointManager(tmp_path, max_to_keep=0)
+    older, newest = save(manager, 1), save(manager, 2)
+    (newest / MARKER).write_text(marker)
+    assert manager.resume_path(True) == older
+
+
+def test_a_folder_of_a_checkpoint_may_be_moved_and_linked(tmp_path):
+    manager = CheckpointManager(tmp_path / "run", max_to_keep=0)
+    folder = asyncio.run(manager.save(1, write_shards))
+    (folder / "shards").rename(tmp_path / "elsewhere")
+    (folder / "shards").symlink_to(tmp_path / "elsewhere")
+    assert manager.resume_path(True) == folder

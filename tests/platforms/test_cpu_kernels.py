@@ -149,6 +149,16 @@ def test_a_library_is_built_once_for_each_source_and_head_size(tmp_path, monkeyp
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
 
 
+def test_a_library_that_cannot_be_loaded_is_not_kept(tmp_path, monkeypatch):
+    """As that of a compiler whose code needs another OpenMP than torch's."""
+    source = tmp_path / "needs_more.cpp"
+    source.write_text('extern "C" void elsewhere(); extern "C" void here() { elsewhere(); }')
+    monkeypatch.setattr(cpu_kernels, "SOURCE", source)
+    with pytest.raises(BuildError, match="cannot be loaded"):
+        build(16, tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
 def test_why_a_library_cannot_be_built(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(BuildError, match="cannot be written"):

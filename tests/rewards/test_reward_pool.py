@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from types import ModuleType
 
 import psutil
@@ -260,3 +262,17 @@ def test_processes_that_die_again_and_again_are_an_error(monkeypatch):
 
     with pytest.raises(RewardFunctionError, match=r"behave': its processes died 2 times in a row"):
         asyncio.run(run())
+
+
+def test_calls_in_the_queue_of_a_pool_that_broke_are_made_again():
+    """Pebble fails only the calls that it had sent to its processes."""
+
+    async def run():
+        async with RewardPool(RewardConfig(function=ODD, timeout_s=5.0, world_size=1)) as pool:
+            await kill_workers(pool)
+            lost: Future[None] = Future()
+            pool._pending.add(lost)
+            await pool.score([RewardRequest(("0.5",), "")])
+            return lost.exception(timeout=0)
+
+    assert isinstance(asyncio.run(run()), BrokenProcessPool)

@@ -249,7 +249,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         Raises:
             NonFiniteError: a loss or gradient norm is not finite; the message names the optimizer step.
         """
-        return self._train(data, [])
+        return self._train(data)
 
     def train_step_with_log_probs(self, data: DataProto) -> tuple[dict[str, float], DataProto]:
         """`train_step` with one optimizer step, and `log_probs` [b, T] of its forward passes, from before the update.
@@ -261,11 +261,11 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         log_probs = torch.zeros(data.batch["input_ids"].shape, dtype=torch.float32)
         (step,) = data.meta_info["optimizer_steps"]
         for indices, part in zip(step["micro_batches"], kept, strict=False):
-            log_probs[torch.as_tensor(list(indices)), : part.shape[1]] = part
+            log_probs[torch.as_tensor(list(indices)), : part.shape[1]] = part.float().cpu()
         return metrics, DataProto.from_dict({"log_probs": log_probs})
 
-    def _train(self, data: DataProto, kept: list[torch.Tensor]) -> dict[str, float]:
-        """As `train_step`; adds the log-probs of each micro-batch to `kept`, in their order."""
+    def _train(self, data: DataProto, kept: list[torch.Tensor] | None = None) -> dict[str, float]:
+        """As `train_step`; adds the log-probs of each micro-batch to `kept`, in their order, if it is given."""
         self.states.require(*ALL_STATES)
         meta = data.meta_info
         function, config = LOSSES[meta["loss"]], meta["loss_config"]
@@ -279,7 +279,8 @@ class MegatronTrainStrategy(MegatronInferStrategy):
             def loss(
                 log_probs: torch.Tensor, entropy: torch.Tensor | None, fields: TensorDict, scale: LossScale = scale
             ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-                kept.append(log_probs.detach().float().cpu())
+                if kept is not None:
+                    kept.append(log_probs.detach())
                 return function(log_probs, entropy, fields, scale, config)
 
             results.append(self.optimizer_step(data, step["micro_batches"], loss, entropy_gradient))

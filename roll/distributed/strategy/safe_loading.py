@@ -52,7 +52,16 @@ def check_metadata(path: Path) -> None:
     try:
         with path.open("rb") as file:
             _MetadataReader(file).load()
-    except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, ValueError, TypeError) as error:
+    except (
+        OSError,
+        pickle.UnpicklingError,
+        EOFError,
+        AttributeError,
+        ImportError,
+        IndexError,
+        ValueError,
+        TypeError,
+    ) as error:
         raise ValueError(f"{path}: is no description of a checkpoint: {error}") from error
 
 

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from http import HTTPStatus
 from typing import Any, Literal
 
 from roll.configs.asynchronous import InFlightPolicy
@@ -205,6 +206,8 @@ class Generation:
         try:
             while not reply.done() and (left_s := until - self._seconds()) > 0:
                 await asyncio.wait({reply}, timeout=max(left_s, POLL_S))
+            if reply.done() and (refusal_text := refused(reply.result())) is not None:
+                return to_result(request, None, refusal_text), False
             if reply.done():
                 result = to_result(request, reply.result(), None)
                 if name in self._interrupted:
@@ -263,6 +266,14 @@ def to_result(request: GenerateRequest, reply: dict[str, Any] | None, error: str
         cached_prompt_tokens=meta.get("cached_tokens", 0),
         error=error,
     )
+
+
+def refused(reply: dict[str, Any]) -> str | None:
+    """Why the scheduler refused the request as impossible, such as a prompt too long; None for any other reply."""
+    reason = reply["meta_info"]["finish_reason"]
+    if reason["type"] == "abort" and reason.get("status_code") == HTTPStatus.BAD_REQUEST:
+        return str(reason.get("message") or "refused by the engine")
+    return None
 
 
 def token_versions(spans: list[dict[str, Any]], tokens: int) -> list[int]:

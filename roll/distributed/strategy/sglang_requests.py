@@ -20,6 +20,9 @@ from roll.rollout.types import GenerateRequest, SamplingParams
 if TYPE_CHECKING:
     from roll.distributed.strategy.sglang_engine import Engine
 
+KEPT_PARAMETERS = 256
+"""Checked sampling parameters that are kept; requests that continue a response have their own."""
+
 ALL_TOKENS = -1
 """SGLang's `top_k` for no truncation."""
 
@@ -34,21 +37,6 @@ def sampling_parameters(sampling: SamplingParams) -> dict[str, Any]:
         "repetition_penalty": sampling.repetition_penalty,
         "stop_token_ids": list(sampling.stop_token_ids),
     }
-
-
-@functools.lru_cache(maxsize=256)
-def _checked_parameters(sampling: SamplingParams, vocabulary: int) -> Any:
-    """SGLang's object for `sampling`, normalized and verified; copied for each request.
-
-    Raises:
-        ValueError: a value is not possible.
-    """
-    from sglang.srt.sampling.sampling_params import SamplingParams as SGLangParameters
-
-    parameters = SGLangParameters(**sampling_parameters(sampling))
-    parameters.normalize(None)
-    parameters.verify(vocabulary)
-    return parameters
 
 
 @dataclass(frozen=True)
@@ -71,6 +59,7 @@ class RequestSender:
         self._unsent: dict[str, Any] = {}
         self._open: set[asyncio.Future[dict[str, Any]]] = set()
         self._watcher: asyncio.Task[None] | None = None
+        self._parameters: dict[SamplingParams, Any] = {}
 
     def send(self, request: GenerateRequest, name: str, cache_key: str) -> asyncio.Future[dict[str, Any]]:
         """SGLang's answer to `request`; cancelling the future aborts the request.
@@ -88,10 +77,13 @@ class RequestSender:
         from sglang.srt.managers.tokenizer_manager import ReqState
 
         manager = self._engine.manager
-        length, context = len(request.prompt_ids), manager.context_len
-        if length + manager.num_reserved_tokens >= context:
-            raise ValueError(f"the prompt ({length} tokens) is longer than the engine's context ({context} tokens)")
-        parameters = copy.copy(_checked_parameters(request.sampling, manager.model_config.vocab_size))
+        length, longest = len(request.prompt_ids), manager.max_req_input_len
+        if length >= longest:
+            raise ValueError(
+                f"the prompt ({length} tokens) is longer than the engine takes: its context is {manager.context_len} "
+                f"tokens, and its cache has room for prompts of at most {longest - 1}"
+            )
+        parameters = copy.copy(self._checked_parameters(request.sampling))
         parameters.sampling_seed = request.seed
         template, times = _template()
         future = asyncio.get_running_loop().create_future()
@@ -132,12 +124,41 @@ class RequestSender:
             manager = self._engine.manager
         except EngineError:  # stopped in this iteration; `_fail_when_the_engine_dies` says so
             return
-        manager.auto_create_handle_loop()
-        for message in batch.values():
-            message.wrap_pickle_fields()
-        manager._dispatch_to_scheduler(BatchTokenizedGenerateReqInput(batch=list(batch.values())))
-        for name in batch:
-            manager.rid_to_state[name].dispatched = True
+        states = {name: manager.rid_to_state[name] for name in batch}
+        try:
+            manager.auto_create_handle_loop()
+            for message in batch.values():
+                message.wrap_pickle_fields()
+            manager._dispatch_to_scheduler(BatchTokenizedGenerateReqInput(batch=list(batch.values())))
+        except Exception as error:  # nothing of the batch reached the engine
+            for name, state in states.items():
+                manager.rid_to_state.pop(name, None)
+                if not state.event.future.done():
+                    state.event.future.set_exception(
+                        EngineError(f"{self._engine.name}: generate: {type(error).__name__}: {error}")
+                    )
+            return
+        for state in states.values():
+            state.dispatched = True
+
+    def _checked_parameters(self, sampling: SamplingParams) -> Any:
+        """SGLang's object for `sampling`, normalized and verified once; it is copied for each request.
+
+        Raises:
+            ValueError: a value is not possible.
+        """
+        from sglang.srt.sampling.sampling_params import SamplingParams as SGLangParameters
+
+        if sampling not in self._parameters:
+            manager = self._engine.manager
+            preferred = manager.preferred_sampling_params or {}
+            parameters = SGLangParameters(**preferred | sampling_parameters(sampling))
+            parameters.normalize(None)
+            parameters.verify(manager.model_config.vocab_size)
+            if len(self._parameters) >= KEPT_PARAMETERS:
+                self._parameters.clear()
+            self._parameters[sampling] = parameters
+        return self._parameters[sampling]
 
     def _close(self, name: str, future: asyncio.Future[dict[str, Any]]) -> None:
         """Forgets an answered request, and aborts a cancelled one; its state ends with the answer to the abort."""

@@ -13,7 +13,7 @@ from statistics import NormalDist
 from typing import Any
 
 from roll.configs.pipeline import RLConfig
-from roll.configs.policy import proximal_source
+from roll.configs.policy import proximal_source, takes_one_pass
 from roll.rollout.policy import PolicySettings
 from roll.tools.simulate.calibration import Measurements, RunShape, fit_doubling_batch
 from roll.tools.simulate.simulator import DecodeSpeed, Scenario, StepCosts, generation_seconds, simulate
@@ -84,6 +84,8 @@ class CostModel:
         Loading resolved keys left at `auto` for the configured ratio; they are resolved again for this one.
         """
         config = self.config
+        if takes_one_pass(config):  # what was measured is the reference alone
+            return 1.0
         auto_keys = {"old_log_probs_source", "pg_ratio_base"} - set(config.source.given)
         reset: dict[str, Any] = dict.fromkeys(auto_keys, "auto")
         if proximal_source(replace(config, **reset), config.actor_train.pg_variant, ratio) == "recompute":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from roll.distributed.strategy.sglang_engine import EngineError
-from roll.distributed.strategy.sglang_generation import completed, to_result, token_versions
+from roll.distributed.strategy.sglang_generation import completed, refused, to_result, token_versions
 from roll.distributed.strategy.sglang_requests import sampling_parameters
 from roll.rollout.types import GenerateRequest, SamplingParams
 
@@ -67,3 +67,10 @@ def test_no_top_k_is_minus_one_in_sglang():
     parameters = sampling_parameters(SamplingParams(4, temperature=0.7, stop_token_ids=(2,)))
     assert (parameters["top_k"], parameters["stop_token_ids"]) == (-1, [2])
     assert sampling_parameters(SamplingParams(4, top_k=5))["top_k"] == 5
+
+
+def test_a_request_that_the_scheduler_refuses_has_its_reason():
+    refusal = reply({"type": "abort", "message": "Input length (9) exceeds 5", "status_code": 400})
+    assert refused(refusal) == "Input length (9) exceeds 5"
+    assert refused(reply({"type": "abort", "message": "aborted"})) is None
+    assert refused(reply({"type": "length"})) is None
