@@ -58,6 +58,9 @@ class EngineHost:
     async def shared_files(self) -> set[Path]:
         return self.worker.engine._shared_files
 
+    async def scheduler_ids(self) -> list[int]:
+        return self.worker.engine._schedulers
+
     async def cancel(self, requests: list[GenerateRequest], after_s: float) -> None:
         """Cancels a call in the middle of its generation."""
         asking = asyncio.create_task(self.worker.generate(requests))
@@ -95,6 +98,9 @@ class RemoteEngine:
 
     def shared_files(self) -> set[Path]:
         return ray.get(self.actor.shared_files.remote(), timeout=CALL_TIMEOUT_S)
+
+    def scheduler_ids(self) -> list[int]:
+        return ray.get(self.actor.scheduler_ids.remote(), timeout=CALL_TIMEOUT_S)
 
     def cpu_seconds(self, wall_s: float) -> float:
         return ray.get(self.actor.cpu_seconds.remote(wall_s), timeout=CALL_TIMEOUT_S)
