@@ -29,6 +29,7 @@ from benchmarks.common import Measurement, at_least, main, median
 ROUNDS = 3
 GROUP = 8
 PROMPT_TOKENS = 32
+TOKENS_PER_MICRO_BATCH = 8192
 WARM_UP_STEPS = 2
 """Steps left out of both sides: memory and caches warm up, and an asynchronous run fills its buffer."""
 
@@ -53,7 +54,6 @@ class Workload:
     prompts: int
     response_length: int
     trl_micro_batch: int
-    tokens_per_micro_batch: int
     steps: int
     targets: dict[int, float]
     shape: dict[str, Any] | None
@@ -68,13 +68,12 @@ class Workload:
 
 
 WORKLOADS = {
-    "short answers": Workload(128, 8, 256, 8192, 10, {1: 1.3, 0: 1.0}, None),
-    "long tail": Workload(16, 512, 128, 8192, 4, {1: 2.5, 0: 1.8}, TINY),
+    "short answers": Workload(128, 8, 256, 10, {1: 1.3, 0: 1.0}, None),
+    "long tail": Workload(16, 512, 128, 4, {1: 2.5, 0: 1.8}, TINY),
     "25 million weights": Workload(
         16,
         128,
         64,
-        8192,
         4,
         {1: 1.2, 0: 0.9},
         {
@@ -221,7 +220,7 @@ def recipe(work: Workload, folder: Path, ratio: int) -> dict[str, Any]:
                 "gradient_accumulation_steps": work.samples // GROUP // len(training),
             },
             "use_dynamic_batching_in_train": True,
-            "max_tokens_per_microbatch_in_train": work.tokens_per_micro_batch,
+            "max_tokens_per_microbatch_in_train": TOKENS_PER_MICRO_BATCH,
             "data_args": {"template": "native", "file_name": [str(folder / "data" / "train.jsonl")]},
             "strategy_args": {"strategy_name": "megatron_train", "strategy_config": {}},
             "device_mapping": training,

@@ -117,7 +117,7 @@ class CheckpointManager:
         return sorted(found, key=step_of)
 
     def resume_path(self, choice: bool | str) -> Path | None:
-        """The checkpoint to continue from: None for false, the newest sound one (or None) for true, or a path.
+        """The checkpoint to continue from: None for false, the newest intact one (or None) for true, or a path.
 
         Raises:
             RunError: the path holds no complete checkpoint, or it is damaged; with true, all of them are.
@@ -125,18 +125,18 @@ class CheckpointManager:
         if choice is False:
             return None
         if choice is True:
-            return self._newest_sound()
+            return self._newest_intact()
         path = Path(choice)
         if (path / MARKER).exists():
-            return self._sound(path)
+            return self._require_intact(path)
         inside = CheckpointManager(path / FOLDER if (path / FOLDER).is_dir() else path, 0).complete()
         if inside:
-            return self._sound(inside[-1])
+            return self._require_intact(inside[-1])
         known = ", ".join(str(item) for item in self.complete()) or "none"
         raise RunError(f"resume_from_checkpoint: {choice} holds no complete checkpoint; complete ones here: {known}")
 
-    def _newest_sound(self) -> Path | None:
-        """The newest checkpoint whose files are as they were written; those that are not get a warning."""
+    def _newest_intact(self) -> Path | None:
+        """The newest checkpoint whose files are unchanged; newer ones are logged as damaged."""
         damaged = ""
         for path in reversed(self.complete()):
             problem = damage(path, path / MARKER)
@@ -147,11 +147,11 @@ class CheckpointManager:
             damaged = damaged or f"{path} is damaged: {problem}"
         if damaged:
             raise RunError(
-                f"resume_from_checkpoint: {damaged}, and no older one is sound; set it to false to begin again"
+                f"resume_from_checkpoint: {damaged}, and no older one is intact; set it to false to begin again"
             )
         return None
 
-    def _sound(self, path: Path) -> Path:
+    def _require_intact(self, path: Path) -> Path:
         """A checkpoint that was named.
 
         Raises:
@@ -161,8 +161,12 @@ class CheckpointManager:
         if problem is None:
             return path
         others = CheckpointManager(path.parent, 0).complete()
-        sound = next((other for other in reversed(others) if damage(other, other / MARKER) is None), None)
-        hint = "no other one beside it is sound" if sound is None else f"the newest sound one beside it is {sound}"
+        intact = next((other for other in reversed(others) if damage(other, other / MARKER) is None), None)
+        hint = (
+            "no other one in that folder is intact"
+            if intact is None
+            else f"the newest intact one in that folder is {intact}"
+        )
         raise RunError(f"resume_from_checkpoint: {path} is damaged: {problem}; {hint}")
 
     def _prune(self) -> None:

@@ -20,7 +20,7 @@ def write_checksums(folder: Path, marker: Path) -> None:
 
 
 def damage(folder: Path, marker: Path) -> str | None:
-    """What is wrong with the first file that differs from `marker`; None for a sound folder.
+    """What is wrong with the first file that differs from `marker`; None for an intact folder.
 
     A marker without checksums, as earlier versions wrote it, says nothing about files.
     """

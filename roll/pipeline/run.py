@@ -138,7 +138,7 @@ def short_message(error: BaseException, config: BaseConfig) -> str:
 
 
 def newest_checkpoint(config: BaseConfig) -> Path | None:
-    """The checkpoint that `resume_from_checkpoint=true` continues from."""
+    """The newest complete checkpoint; its files are checked when a run continues from it."""
     return next(reversed(checkpoint_folder(config).complete()), None)
 
 

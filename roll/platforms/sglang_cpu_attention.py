@@ -1,10 +1,10 @@
 """Attention of SGLang's CPU engine: a C++ kernel over the true lengths, or one padded call for many requests.
 
-SGLang's torch backend loops over requests in Python, which takes most of a decode step of a small model.
-`KernelAttention` reads each request's keys where they lie in the cache, in decode and for short extensions.
-`BatchedTorchAttention` serves long extensions, where matrix products are faster, and machines without a C++ compiler:
-requests of similar length share one masked `scaled_dot_product_attention`. Query heads that share a key head become
-additional queries, so keys and values are gathered once and not repeated per head.
+SGLang's torch backend loops over requests in Python, which takes most of a decode step of a small model. The kernel
+reads the keys of each request where they are in the cache, in decode and for short extensions. Padded calls serve long
+extensions, where matrix products are faster, and machines without a C++ compiler: requests of similar length share one
+masked `scaled_dot_product_attention`. Query heads that share a key head become additional queries, so keys and values
+are gathered once and not repeated per head.
 
 Sliding windows, cross attention, encoders and non-causal layers use SGLang's loop.
 """
@@ -35,14 +35,17 @@ if TYPE_CHECKING:
 class BatchedTorchAttention(TorchNativeAttnBackend):  # type: ignore[misc]  # SGLang is not typed
     """SGLang's torch attention backend with batched decode and extend; results are equal up to rounding."""
 
-    def __init__(self, model_runner: Any) -> None:
+    def __init__(self, model_runner: Any, kernels: CpuKernels | None = None) -> None:
+        """Attends with `kernels` in decode and for short extensions, if there are any."""
         super().__init__(model_runner)
+        self._kernels = kernels
+        self._requests: Requests | None = None
         self._plan: list[AttentionBatch | int] | None = None
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """Resets the plan; the first layer of a forward pass makes a new one, which its other layers reuse."""
+        """Resets requests and plan; the first layer of a forward pass makes new ones, which its other layers reuse."""
         super().init_forward_metadata(forward_batch)
-        self._plan = None
+        self._plan, self._requests = None, None
 
     def _run_sdpa_forward_decode(
         self,
@@ -134,37 +137,8 @@ class BatchedTorchAttention(TorchNativeAttnBackend):  # type: ignore[misc]  # SG
         query_lengths: torch.Tensor | None,
         scaling: float | None,
     ) -> bool:
-        """Whether a kernel wrote `output`; there is none here."""
-        return False
-
-
-class KernelAttention(BatchedTorchAttention):
-    """The batched backend with a kernel for decode and for short extensions."""
-
-    def __init__(self, model_runner: Any, kernels: CpuKernels) -> None:
-        super().__init__(model_runner)
-        self._kernels = kernels
-        self._requests: Requests | None = None
-
-    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """Forgets the requests of the last forward pass."""
-        super().init_forward_metadata(forward_batch)
-        self._requests = None
-
-    def _attend_true_lengths(
-        self,
-        query: torch.Tensor,
-        output: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        slot_table: torch.Tensor,
-        rows: torch.Tensor,
-        key_lengths: torch.Tensor,
-        query_lengths: torch.Tensor | None,
-        scaling: float | None,
-    ) -> bool:
-        """Writes `output` with the kernel; False for shapes and types that it does not take."""
-        if not self._kernels.attends(query, k_cache, v_cache):
+        """Writes `output` with the kernel; False without one, and for shapes and types that it does not take."""
+        if self._kernels is None or not self._kernels.attends(query, k_cache, v_cache):
             return False
         if self._requests is None:
             self._requests = self._kernels.requests(slot_table, rows, key_lengths, query_lengths)
@@ -174,14 +148,14 @@ class KernelAttention(BatchedTorchAttention):
 
 
 def attention_backend(model_runner: Any) -> BatchedTorchAttention:
-    """The kernel's backend, with the other kernels installed; the batched one where they cannot be built."""
+    """The backend with kernels, and the model's other kernels installed; without them where they cannot be built."""
     try:
         kernels = CpuKernels(model_runner.model_config.head_dim)
     except BuildError as error:
         logger.warning("decoding runs on plain torch operators, at half the speed or less: %s", error)
         return BatchedTorchAttention(model_runner)
     sglang_cpu_ops.install(kernels)
-    return KernelAttention(model_runner, kernels)
+    return BatchedTorchAttention(model_runner, kernels)
 
 
 def _plan(

@@ -210,7 +210,7 @@ class RewardPool:
         return [outcomes for chunk in single for outcomes in chunk]
 
     def _restart(self) -> None:
-        """Replaces a pool that has given up; pebble does when a process dies while none has a call.
+        """Replaces a broken pool; pebble breaks when a process dies while no process has a call.
 
         Raises:
             RewardFunctionError: that happened MAX_RESTARTS times without a call that was answered.
@@ -223,7 +223,7 @@ class RewardPool:
         broken, self._pool = self._pool, self._make_pool()
         broken.stop()  # type: ignore[no-untyped-call]
         broken.join()
-        for future in tuple(self._pending):  # pebble fails only those that it had sent
+        for future in tuple(self._pending):  # pebble fails only the calls that it had sent to a process
             with contextlib.suppress(InvalidStateError):
                 future.set_exception(BrokenProcessPool("the processes of the pool died"))
         with block_interrupts():

@@ -202,3 +202,12 @@ def test_a_rejected_token_has_no_part_in_the_ratio_of_its_response(variant):
     )
     torch.testing.assert_close(gradient, expected)
     assert loss == pytest.approx(without) and gradient.abs().sum() > 0
+
+
+def test_tokens_that_opsm_leaves_out_are_not_those_of_the_rejection():
+    batch = random_batch()
+    _, _, without = policy(batch, BYPASS)
+    opsm = replace(BYPASS, correction=replace(BYPASS.correction, opsm_delta=1e-9))
+    _, _, metrics = policy(batch, opsm)
+    assert metrics["opsm_fraction"] > 0
+    assert metrics["correction/masked_fraction"] == without["correction/masked_fraction"]

@@ -1,4 +1,4 @@
-"""The batched attention and that of the kernel equal SGLang's loop over requests."""
+"""Attention in padded batches and by the kernel equals SGLang's loop over requests."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ pytestmark = pytest.mark.integration
 CONTEXT = 700
 
 
-@pytest.fixture(scope="module", params=["BatchedTorchAttention", "KernelAttention"])
+@pytest.fixture(scope="module", params=["batches", "kernel"])
 def backends(request):
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-    from roll.platforms import sglang_cpu_attention
     from roll.platforms.cpu_kernels import CpuKernels
+    from roll.platforms.sglang_cpu_attention import BatchedTorchAttention
 
     def make(kind):
         backend = kind.__new__(kind)  # the pools that the constructor takes play no part in the attention itself
-        backend._plan, backend._requests, backend._kernels = None, None, CpuKernels(16)
+        backend._plan, backend._requests = None, None
+        backend._kernels = CpuKernels(16) if request.param == "kernel" else None
         return backend
 
-    return make(TorchNativeAttnBackend), lambda: make(getattr(sglang_cpu_attention, request.param))
+    return make(TorchNativeAttnBackend), lambda: make(BatchedTorchAttention)
 
 
 def problem(prefixes, extends, heads, key_heads, seed=0):
@@ -110,4 +111,4 @@ def test_only_short_extensions_use_the_kernel(backends):
     for length, plan in ((32, False), (33, True)):
         backend = make()
         extend(backend, problem([3, 0], [length, length], 4, 2))
-        assert (backend._plan is not None) == (plan or type(backend).__name__ == "BatchedTorchAttention")
+        assert (backend._plan is not None) == (plan or backend._kernels is None)

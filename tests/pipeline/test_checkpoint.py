@@ -185,17 +185,19 @@ async def write_shards(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", [truncate, overwrite, remove, spoil_marker])
-def test_a_damaged_checkpoint_is_named_and_the_newest_sound_one_is_taken(tmp_path, spoil, caplog):
+def test_a_damaged_checkpoint_is_named_and_the_newest_intact_one_is_taken(tmp_path, spoil, caplog):
     manager = CheckpointManager(tmp_path, max_to_keep=0)
     older, newest = [asyncio.run(manager.save(step, write_shards)) for step in (1, 2)]
     assert manager.resume_path(True) == newest
     problem = spoil(newest)
     assert manager.resume_path(True) == older
     assert re.search(f"continuing from {older}, because {newest} is damaged: {problem}", caplog.text)
-    with pytest.raises(RunError, match=f"{newest} is damaged: {problem}.*; the newest sound one beside it is {older}"):
+    with pytest.raises(
+        RunError, match=f"{newest} is damaged: {problem}.*; the newest intact one in that folder is {older}"
+    ):
         manager.resume_path(str(newest))
     spoil(older)
-    with pytest.raises(RunError, match=f"{newest} is damaged: .* no older one is sound; set it to false"):
+    with pytest.raises(RunError, match=f"{newest} is damaged: .* no older one is intact; set it to false"):
         manager.resume_path(True)
 
 

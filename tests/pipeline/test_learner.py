@@ -427,3 +427,11 @@ def test_a_subclass_of_the_learner_gets_old_log_probs(tmp_path):
     for seed in (1, 2):
         learn(parts, cluster.sample(seed))
     assert cluster.passes == 2
+
+
+@pytest.mark.parametrize(("lower", "no_op"), [(0.99, 0.0), (1e-6, 1.0)])
+def test_rejection_is_a_correction_if_it_leaves_tokens_out(tmp_path, lower, no_op):
+    rejection = ("correction.rejection.statistic=k1", f"correction.rejection.lower={lower}")
+    metrics, _ = aged(tmp_path, *rejection)
+    assert (metrics["correction/masked_fraction"] > 0) == (no_op == 0)
+    assert metrics["actor/ratio_deviation_max"] == 0 and metrics["correction/no_op"] == no_op

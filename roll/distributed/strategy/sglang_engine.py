@@ -265,7 +265,7 @@ PORT_STRIDE = 16
 
 UNSHARED_PROMPT = 256
 """Longest prompt in tokens for which a single-turn run does without the prefix cache on a CPU. SGLang computes the
-prompts of a group that arrive together in one batch, which shares nothing, and it costs time for each."""
+prompts of a group that arrive together in one batch, so they share nothing, and the cache costs time per request."""
 
 
 def make_engine(rank: WorkerRank, config: EngineRoleConfig, pipeline: RLConfig) -> Engine:
