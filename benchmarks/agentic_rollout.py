@@ -111,6 +111,9 @@ class LocalEngine:
     def generate(self, rank: int, requests: list[Any]) -> Any:
         return self._engine.generate(requests)
 
+    async def is_serving(self, rank: int) -> bool:
+        return True
+
 
 def measure() -> Measurement:
     """Trajectories per minute in both modes, fractions of time, prefix reuse, and how busy the engine of a run is."""

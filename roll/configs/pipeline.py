@@ -337,6 +337,23 @@ class RLConfig(AsyncOptions, PolicyOptions, AdvantageOptions, CriticOptions, Sam
     on_truncated_sampling: Literal["warn", "refuse"] = option(
         "warn", "Reaction to a top_p or top_k that truncates the sampled distribution."
     )
+    max_engine_restarts: int = option(
+        3,
+        "Restarts of one engine within an hour, after it died or did not answer; then it is left out, and the run ends "
+        "where it has no other. 0: never.",
+        ge=0,
+    )
+    engine_restart_delay_s: float = option(
+        1.0,
+        "Seconds before the first restart of an engine; each further one within an hour waits twice as long, at most a "
+        "minute.",
+        ge=0,
+        only_for=needs("max_engine_restarts", "max_engine_restarts is 0"),
+    )
+    health_check_interval_s: float = option(2.0, "Seconds between two health checks of an engine.", gt=0)
+    health_check_timeout_s: float = option(
+        120.0, "An engine that does not answer for so long is restarted, except during a weight update.", gt=0
+    )
     max_generation_retries: int = option(2, "Retries of a failed request before its group is dropped.", ge=0)
     max_failure_rate: float = option(
         0.1,

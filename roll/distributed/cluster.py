@@ -6,6 +6,8 @@ A call goes from `Cluster.call_all` to `WorkerActor.call` and comes back as a `R
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 import inspect
 import os
@@ -31,7 +33,7 @@ from roll.distributed.processes import (
     process_environment,
 )
 from roll.distributed.remote_call import RemoteCall, ShardsClient, check_length
-from roll.distributed.remote_errors import CallContext, Failure
+from roll.distributed.remote_errors import PROCESS_DIED, CallContext, ClusterError, Failure
 from roll.distributed.rpc_batching import ClusterClient, RpcActor, RpcServer
 from roll.distributed.worker import Worker, WorkerRank, registered_methods
 from roll.platforms import get_platform
@@ -50,6 +52,8 @@ CONCURRENT_CALLS = 1000
 """Calls of a cluster and batched messages that one concurrent worker holds at a time; its engine has its own queue."""
 CLOSE_TIMEOUT_S = 20.0
 """Time a worker has to end its engine before it is killed."""
+RESTART_POLL_S = 0.2
+"""Interval at which a process that Ray starts again is asked for its id."""
 
 
 class Cluster(Generic[WorkerT]):
@@ -99,6 +103,7 @@ class Cluster(Generic[WorkerT]):
         ]
         self._actors = [actors[0] for actors in self._processes]
         self._local: list[psutil.Process] = []
+        self._process_ids: list[int] = []
         self._built = self._ended = False
 
     def _start(self, rank: int, node_rank: int) -> Any:
@@ -120,6 +125,7 @@ class Cluster(Generic[WorkerT]):
         return actor_cls.options(
             num_cpus=0,
             max_concurrency=CONCURRENT_CALLS if concurrent else 1,
+            max_restarts=-1 if self._worker_cls.restartable else 0,
             scheduling_strategy=self._resources.scheduling(slot),
             runtime_env={"env_vars": environment},
         ).remote(name, rank, cores, log_file(self._pipeline_config, name))
@@ -130,7 +136,7 @@ class Cluster(Generic[WorkerT]):
 
     def initialize(self) -> RemoteCall[list[None]]:
         """Starts the engines of all workers."""
-        return self._call("initialize", [()] * self.world_size, list(range(self.world_size)))
+        return self._call_all("initialize", ())
 
     @overload
     def call_all(
@@ -142,7 +148,7 @@ class Cluster(Generic[WorkerT]):
     ) -> RemoteCall[list[ResultT]]: ...
     def call_all(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RemoteCall[list[Any]]:
         """Calls every rank with the same arguments; the result is a list by rank."""
-        return self._call(method.__name__, [args] * self.world_size, list(range(self.world_size)), kwargs)
+        return self._call_all(method.__name__, args, kwargs)
 
     @overload
     def call_each(
@@ -159,7 +165,73 @@ class Cluster(Generic[WorkerT]):
             ValueError: there is not one argument per rank.
         """
         check_length(f"{self.role}.{method.__name__}", arguments, self.world_size, "ranks")
-        return self._call(method.__name__, [(each,) for each in arguments], list(range(self.world_size)))
+        return self.call_some_each(method, dict(enumerate(arguments)))
+
+    def call_some(
+        self,
+        method: Callable[Concatenate[WorkerT, P], Awaitable[ResultT]],
+        ranks: Sequence[int],
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> RemoteCall[list[ResultT]]:
+        """Calls these ranks with the same arguments; the result is a list in their order."""
+        return self.shards_client().call_ranks(method.__name__, {rank: args for rank in ranks}, ranks, kwargs)
+
+    def call_some_each(
+        self, method: Callable[[WorkerT, ArgumentT], Any], arguments: Mapping[int, ArgumentT]
+    ) -> RemoteCall[list[Any]]:
+        """Calls the ranks that `arguments` has, each with its own; the result is a list in their order."""
+        each = {rank: (argument,) for rank, argument in arguments.items()}
+        return self.shards_client().call_ranks(method.__name__, each, list(arguments))
+
+    async def restart(self, rank: int, responsive: bool) -> None:
+        """Starts the process of a rank again and makes its worker, which is not initialized; child processes end.
+
+        Args:
+            rank: of a restartable worker class.
+            responsive: whether the process runs and answers, so that its worker can be closed first.
+
+        Raises:
+            ClusterError: the process did not start within `start_timeout_s`.
+        """
+        old, actor = self._process_ids[rank], self._actors[rank]
+        children = [child for process in self._local if process.pid == old for child in descendants(process)]
+        if responsive:
+            closing = asyncio.wrap_future(actor.call.remote("close", False).future())
+            await asyncio.wait([closing], timeout=CLOSE_TIMEOUT_S)
+        with contextlib.suppress(psutil.NoSuchProcess):  # it died, and Ray starts the process again by itself
+            if children and children[0].is_running():
+                children[0].kill()
+        await asyncio.to_thread(end, children)
+        until = time.monotonic() + self._pipeline_config.start_timeout_s
+        while (started := await self._restarted_process(rank, until)) == old:
+            await asyncio.sleep(RESTART_POLL_S)
+        self._process_ids[rank] = started
+        if children:
+            self._local = [process for process in self._local if process.pid != old] + [psutil.Process(started)]
+        port = self.ranks[0].master_port
+        known = self._worker_rank(rank, 0, port)
+        built = actor.build.remote(self._worker_cls, known.environment(), known, self.config, self._pipeline_config)
+        await RemoteCall(self._context("build", rank), [built], list, max(1.0, until - time.monotonic()))
+
+    async def _restarted_process(self, rank: int, until: float) -> int:
+        """Id of the process of a rank that Ray is starting again."""
+        while True:
+            call: RemoteCall[list[int]] = RemoteCall(
+                self._context("start", rank),
+                [self._actors[rank].process_id.remote()],
+                list,
+                max(0.0, until - time.monotonic()),
+            )
+            try:
+                [process_id] = await call
+            except ClusterError as error:
+                if error.kind != PROCESS_DIED or time.monotonic() > until:
+                    raise
+                await asyncio.sleep(RESTART_POLL_S)
+            else:
+                return process_id
 
     @overload
     def call_shards(
@@ -179,15 +251,12 @@ class Cluster(Generic[WorkerT]):
         """
         return self.shards_client().call_shards(method, shards)
 
-    def _call(
-        self,
-        name: str,
-        arguments: Sequence[tuple[Any, ...]],
-        answering: list[int],
-        keywords: Mapping[str, Any] | None = None,
+    def _call_all(
+        self, name: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any] | None = None
     ) -> RemoteCall[list[Any]]:
-        """See `ShardsClient.call_ranks`; the first call makes the workers."""
-        return self.shards_client().call_ranks(name, arguments, answering, keywords)
+        """Calls every rank; the first call makes the workers."""
+        ranks = range(self.world_size)
+        return self.shards_client().call_ranks(name, dict.fromkeys(ranks, arguments), ranks, keywords)
 
     @property
     def platform(self) -> str:
@@ -204,6 +273,7 @@ class Cluster(Generic[WorkerT]):
         """What each rank knows about itself; the first use waits for the processes."""
         timeout_s = self._pipeline_config.start_timeout_s
         started = self._call_all_processes("start", lambda actor, *_: actor.process_id.remote())
+        self._process_ids = [processes[0] for processes in started]
         self._local = [
             psutil.Process(process)
             for slots, processes in zip(self._slots, started, strict=True)
@@ -304,13 +374,25 @@ class Cluster(Generic[WorkerT]):
         end(children)
 
 
+class _NoWorker:
+    """In place of the worker of a process that was started again, until `build`."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def __getattr__(self, method: str) -> Callable[..., Failure]:
+        text = f"{method}: the process was started again, and has no worker yet"
+        failure = Failure(self._rank, time.time(), PROCESS_DIED, text, text)
+        return lambda *_, **__: failure
+
+
 class WorkerActor:
     """The Ray actor that runs one worker in its own process; one call at a time, in the main thread."""
 
     def __init__(self, name: str, rank: int, cores: tuple[int, ...], log_file: str) -> None:
         """Pins the process to its cores and redirects its output to its log file."""
         self._name, self._rank = name, rank
-        self._worker: object = None
+        self._worker: object = _NoWorker(rank)
         end_with_parent()
         pin(cores)
         print_to(log_file)

@@ -10,17 +10,20 @@ from typing import TYPE_CHECKING
 
 from roll.distributed.engine_node import EngineNode, FurtherNodes
 from roll.distributed.processes import gc_freeze
+from roll.distributed.remote_errors import PROCESS_DIED, ClusterError
 from roll.distributed.strategy.sglang_engine import (
     Engine,
     EngineError,
+    EngineNotRunningError,
     free_port,
     is_free,
     make_engine,
     preferred_port,
 )
 from roll.distributed.strategy.sglang_generation import Generation
-from roll.distributed.weight_sync.receiver import WeightReceiver
+from roll.distributed.weight_sync.receiver import StaleWeightsError, WeightReceiver
 from roll.distributed.worker import WorkerRank, register
+from roll.rollout.engine_pool import EngineDownError
 from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
 
 if TYPE_CHECKING:
@@ -39,10 +42,18 @@ PORT_ATTEMPTS = 3
 """Starts of one engine, as long as it fails on a port that was taken between choosing and binding it."""
 
 
+DOWN = {PROCESS_DIED, EngineNotRunningError.__name__, StaleWeightsError.__name__}
+"""Kinds of errors that another engine, or the same one after its restart, would not raise."""
+
+ANSWER_S = 10.0
+"""Longest wait for an engine that is asked whether it serves."""
+
+
 class InferWorker(WeightReceiver):
     """One SGLang engine over `num_gpus_per_worker` devices; all methods run on the actor's event loop."""
 
     concurrent = True
+    restartable = True
     spans_tensor_parallel = True
     further_node_cls = EngineNode
 
@@ -58,10 +69,10 @@ class InferWorker(WeightReceiver):
         """Requests to the engine.
 
         Raises:
-            EngineError: the engine was not started.
+            EngineNotRunningError: it was not started.
         """
         if self._generation is None:
-            raise EngineError(f"{self.rank.name}: the engine is not running; initialize() starts it")
+            raise EngineNotRunningError(f"{self.rank.name}: the engine is not running; initialize() starts it")
         return self._generation
 
     @register(deadline="start_timeout_s")
@@ -93,6 +104,29 @@ class InferWorker(WeightReceiver):
         gc_freeze()
         await self._engine.manager.freeze_gc()  # in the scheduler's processes too
 
+    @register(deadline="start_timeout_s")
+    async def start_again(self) -> None:
+        """Starts the engine in place of one that died; requests wait until a weight update has updated it.
+
+        Raises:
+            EngineError: as in `initialize`.
+        """
+        self.stale_weights = "it was restarted and has received no weights yet"
+        self._updated.clear()
+        await self.initialize()
+
+    @register()
+    async def check_health(self, timeout_s: float | None) -> None:
+        """Checks that the engine's processes run and, unless `timeout_s` is None, that its scheduler answers in time.
+
+        Raises:
+            EngineNotRunningError: it died, with the cause.
+            EngineError: it did not answer.
+        """
+        self.engine.check_running()
+        if timeout_s is not None:
+            await self.engine.guard(self.engine.manager.get_internal_state(), "health check", timeout_s)
+
     async def _start(self, engine: Engine, further_nodes: FurtherNodes) -> None:
         """Starts the engine on a free port; tries another one if the port is taken before the engine binds it."""
         until = time.monotonic() + self.pipeline_config.start_timeout_s
@@ -119,7 +153,7 @@ class InferWorker(WeightReceiver):
 
         Raises:
             StaleWeightsError: the engine holds no whole version of the weights, and no update is in progress.
-            EngineError: the engine died.
+            EngineNotRunningError: the engine died.
         """
         await self.wait_until_serving()
         return await self.generation.generate(requests)
@@ -205,6 +239,20 @@ class EngineClient:
         """Results of one engine; see `InferWorker.generate`.
 
         Raises:
-            ClusterError: the engine refused, died, or did not answer in time.
+            EngineDownError: the engine died, or is not started again yet.
+            ClusterError: the engine failed otherwise.
         """
-        return await self.client.call(rank, InferWorker.generate, requests)
+        try:
+            return await self.client.call(rank, InferWorker.generate, requests)
+        except ClusterError as error:
+            if error.kind in DOWN:
+                raise EngineDownError(str(error)) from error
+            raise
+
+    async def is_serving(self, rank: int, /) -> bool:
+        """Whether an engine runs and has current weights; False also where its process is being started."""
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                return await self.client.call(rank, InferWorker.is_serving)
+        except (ClusterError, TimeoutError):
+            return False

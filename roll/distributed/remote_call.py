@@ -56,26 +56,31 @@ class ShardsClient(Generic[WorkerT]):
         layout, ranks = self.layout, range(len(self.actors))
         check_length(f"{self.role}.{method.__name__}", shards, layout.data, "data-parallel ranks")
         refs = [ray.put(shard) for shard in shards]
-        arguments = [(refs[layout.coordinates(rank).data],) for rank in ranks]
+        arguments = {rank: (refs[layout.coordinates(rank).data],) for rank in ranks}
         answering = [layout.rank(0, index, layout.pipeline - 1) for index in range(layout.data)]
         return self.call_ranks(method.__name__, arguments, answering)
 
     def call_ranks(
         self,
         name: str,
-        arguments: Sequence[tuple[Any, ...]],
+        arguments: Mapping[int, tuple[Any, ...]],
         answering: Sequence[int],
         keywords: Mapping[str, Any] | None = None,
     ) -> RemoteCall[list[Any]]:
-        """Calls method `name` on rank r with `arguments[r]` and returns the answers of the ranks in `answering`."""
+        """Calls method `name` on each rank r of `arguments` with `arguments[r]`.
+
+        Returns:
+            The answers of the ranks in `answering`, in their order.
+        """
         if name not in self.deadlines:
             raise AttributeError(f"{self.role} has no method {name!r}; its workers register {sorted(self.deadlines)}")
         refs = [
-            actor.call.remote(name, rank in answering, *arguments[rank], **(keywords or {}))
-            for rank, actor in enumerate(self.actors)
+            self.actors[rank].call.remote(name, rank in answering, *given, **(keywords or {}))
+            for rank, given in arguments.items()
         ]
-        context = CallContext(self.role, name, dict(enumerate(self.locations)))
-        return RemoteCall(context, refs, lambda answers: [answers[rank] for rank in answering], self.deadlines[name])
+        context = CallContext(self.role, name, {rank: self.locations[rank] for rank in arguments})
+        places = [list(arguments).index(rank) for rank in answering]
+        return RemoteCall(context, refs, lambda answers: [answers[place] for place in places], self.deadlines[name])
 
 
 def check_length(name: str, arguments: Sequence[object], length: int, receivers: str) -> None:

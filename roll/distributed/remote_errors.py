@@ -6,6 +6,7 @@ Every error names the rank, its node, devices and log.
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+
+PROCESS_DIED = "ProcessDied"
+"""Kind of the failure of a process that died, or that was started again and has no worker yet."""
+
+TIMEOUT = "Timeout"
+"""Kind of a call without an answer at its deadline."""
 
 _deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)
 
@@ -52,10 +59,16 @@ class Failure:
     traceback: str
 
 
+RAY_GUESSES = re.compile(r"There are some potential root causes|Some common causes")
+"""Beginning of what Ray adds to the death of a process for a reason that it does not know: causes that are possible."""
+
+
 def ray_failure(rank: int, error: BaseException) -> Failure:
     """Ray's own error about a call, as a rule that the process has died."""
-    kind = "ProcessDied" if isinstance(error, ray.exceptions.RayActorError) else type(error).__name__
-    return Failure(rank, time.time(), kind, str(error).splitlines()[0], str(error))
+    died = isinstance(error, ray.exceptions.RayActorError)
+    kind = PROCESS_DIED if died else type(error).__name__
+    text = RAY_GUESSES.split(str(error))[0].rstrip() if died else str(error)
+    return Failure(rank, time.time(), kind, text.splitlines()[0], text)
 
 
 class ClusterError(RuntimeError):
@@ -65,15 +78,27 @@ class ClusterError(RuntimeError):
         role: of the cluster.
         method: that was called.
         rank: the first to fail, or the first without an answer.
-        kind: class of the exception there, `Timeout` at a deadline, or `ProcessDied`.
+        kind: class of the exception there, TIMEOUT, or PROCESS_DIED.
+        cause: the message of that exception, in one line.
     """
 
-    def __init__(self, role: str, method: str, rank: int, kind: str, message: str) -> None:
+    def __init__(self, role: str, method: str, rank: int, kind: str, message: str, cause: str = "") -> None:
         super().__init__(message)
         self.role, self.method, self.rank, self.kind = role, method, rank, kind
+        self.cause = cause or message
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ClusterError, (self.role, self.method, self.rank, self.kind, str(self))
+        return ClusterError, (self.role, self.method, self.rank, self.kind, str(self), self.cause)
+
+
+def one_line(error: BaseException) -> str:
+    """Class and cause of an error in one line, without the stack of another process."""
+    if isinstance(error, ClusterError):
+        name = f"{error.role}-{error.rank}: "
+        cause = "its process died" if error.kind == PROCESS_DIED else error.cause.removeprefix(name)
+        return f"{name}{cause}"
+    lines = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"
 
 
 @dataclass(frozen=True)
@@ -86,17 +111,18 @@ class CallContext:
 
     def failed(self, failures: Sequence[Failure]) -> ClusterError:
         """The error of a call that failed on these ranks; a dead process comes first, then the earliest failure."""
-        ordered = sorted(failures, key=lambda f: (f.kind != "ProcessDied", f.time))
+        ordered = sorted(failures, key=lambda f: (f.kind != PROCESS_DIED, f.time))
         first, others = ordered[0], ordered[1:]
         lines = [f"{self.role}.{self.method} failed on rank {first.rank} ({self.locations[first.rank]})"]
         if len(failures) < len(self.locations):
             lines[0] += f"; {len(self.locations) - len(failures)} of {len(self.locations)} ranks did not fail"
         lines.append(first.traceback.rstrip())
         lines.extend(f"then rank {f.rank}: {f.kind}: {f.message}" for f in others)
-        return ClusterError(self.role, self.method, first.rank, first.kind, "\n".join(lines))
+        cause = " ".join(first.message.split())
+        return ClusterError(self.role, self.method, first.rank, first.kind, "\n".join(lines), cause)
 
     def timed_out(self, ranks: Sequence[int], seconds: float) -> ClusterError:
         """The error of a call that these ranks did not answer in time."""
         waited = "; ".join(f"rank {rank} ({self.locations[rank]})" for rank in ranks)
         message = f"{self.role}.{self.method}: no answer within {seconds:g} s from {waited}"
-        return ClusterError(self.role, self.method, ranks[0], "Timeout", message)
+        return ClusterError(self.role, self.method, ranks[0], TIMEOUT, message)

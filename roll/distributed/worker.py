@@ -121,10 +121,12 @@ class Worker:
 
     A subclass whose methods are coroutines sets `concurrent = True`: its calls then run concurrently. A subclass whose
     single process drives all tensor-parallel devices sets `spans_tensor_parallel = True`, and `further_node_cls` to the
-    class of the processes on further nodes, where those devices are on several.
+    class of the processes on further nodes, where those devices are on several. `restartable = True` lets
+    `Cluster.restart` start the process of a rank again; the class must be concurrent.
     """
 
     concurrent = False
+    restartable = False
     spans_tensor_parallel = False
     further_node_cls: type[Worker] | None = None
 

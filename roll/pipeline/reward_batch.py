@@ -76,7 +76,8 @@ class JudgeModel:
 
     @cached_property
     def _pool(self) -> EnginePool:
-        return EnginePool(self.engines, self.config.max_generation_retries, self.config.judge.max_running_requests)
+        retries, running = self.config.max_generation_retries, self.config.judge.max_running_requests
+        return EnginePool(self.engines, retries, running, restarted=True)
 
     async def answers(self, questions: Sequence[JudgeQuestion]) -> list[JudgeAnswer]:
         """The answer to each question; its seed follows from the question and the number of the attempt.

@@ -9,6 +9,8 @@ from typing import Any, Generic, TypeVar
 
 from roll.configs.pipeline import RLConfig
 from roll.configs.plan import make_plan
+from roll.distributed.engine_monitor import EngineMonitor
+from roll.distributed.events import EventLog
 from roll.distributed.infer_worker import EngineClient
 from roll.distributed.remote_actor import RemoteActor
 from roll.distributed.weight_sync.synchronizer import WeightSynchronizer
@@ -19,6 +21,7 @@ from roll.pipeline.rollouter import Rollouter, policy_settings, rollout_options
 from roll.pipeline.session import Session
 from roll.pipeline.tokenizer import load_tokenizer, sampling_params
 from roll.pipeline.training_loop import SampleBatch, SampleSource, TrainingLoop
+from roll.platforms import get_platform
 from roll.rollout.engine_pool import EnginePool, Engines
 from roll.rollout.types import SamplingParams
 from roll.trackers import TrackerGroup
@@ -72,13 +75,30 @@ class RLPipeline(ABC, Generic[ConfigT]):
         await session.ready()
         logger.info("connecting trainer and engines for weight updates")
         devices = session.shared_devices
-        synchronizer = WeightSynchronizer(actor, session.infer_clusters["actor_infer"], config, devices=devices)
+        monitor = self._watch_engines(session)
+        synchronizer = WeightSynchronizer(
+            actor, session.infer_clusters["actor_infer"], config, devices=devices, monitor=monitor
+        )
         await synchronizer.setup()
         extensions = load_extensions(config)
         reference, critic = (session.train_clusters.get(role) for role in ("reference", "critic"))
         learner = (extensions.trainer or RLLearner)(config, actor, reference, *([] if critic is None else [critic]))
         hook = extensions.batch_hook(config) if extensions.batch_hook else None
         return TrainingLoop(config, samples, learner, synchronizer, trackers, batch_hook=hook, devices=devices)
+
+    def _watch_engines(self, session: Session) -> EngineMonitor:
+        """Starts to watch the engines of every role; the monitor of actor_infer.
+
+        Engines that take turns with the trainer are not restarted: the memory that they need may be the trainer's.
+        """
+        events, monitors = EventLog(self._config.output_dir), {}
+        for role, cluster in session.infer_clusters.items():
+            actor = role == "actor_infer"
+            restarts = not actor or session.shared_devices is None
+            monitors[role] = EngineMonitor(cluster, self._config, events, needs_weights=actor, restarts=restarts)
+            monitors[role].start()
+            session.close_first(monitors[role].close)
+        return monitors["actor_infer"]
 
     def _start_rollouter(self, session: Session) -> SampleSource:
         """The rollouter in this process, or the client of one in a separate process."""
@@ -97,7 +117,8 @@ class RLPipeline(ABC, Generic[ConfigT]):
 
 def make_rollouter(config: RLConfig, make_worker: WorkerFactory, engines: Engines) -> Rollouter:
     """A rollouter that generates with these engines; it is of the class that the configuration names."""
-    pool = EnginePool(engines, config.max_generation_retries, config.actor_infer.max_running_requests)
+    restarted = not config.takes_turns(get_platform(config.platform).name)
+    pool = EnginePool(engines, config.max_generation_retries, config.actor_infer.max_running_requests, restarted)
     cls = load_extensions(config).rollouter or Rollouter
     return cls(make_worker(pool), policy_settings(config), rollout_options(config))
 

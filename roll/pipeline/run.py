@@ -20,6 +20,7 @@ from roll.configs.pipeline import BaseConfig, DPOConfig, RewardModelConfig, RLCo
 from roll.configs.plan import Plan
 from roll.configs.trackers import METRICS_FILE
 from roll.datasets.records import DatasetError
+from roll.distributed.engine_monitor import EnginesLostError
 from roll.distributed.env_pool.types import EnvWorkerError
 from roll.distributed.processes import gc_freeze, gc_unfreeze
 from roll.distributed.remote_errors import ClusterError
@@ -50,6 +51,7 @@ USER_ERRORS = (
     RayStartError,
     ResourceError,
     ClusterError,
+    EnginesLostError,
     WeightUpdateError,
     EnvWorkerError,
 )

@@ -123,7 +123,13 @@ class WeightUpdates(Protocol):
     """Transfers the trained weights to the engines; see `WeightSynchronizer`."""
 
     async def update_weights(self, version: int) -> UpdateReport:
-        """All engines generate with the weights of `version` from now on."""
+        """All engines that run generate with the weights of `version` from now on."""
+
+    async def while_idle(self, work: Coroutine[Any, Any, T], /) -> T:
+        """The result of `work`, during which the trainer is idle: restarted engines get the weights meanwhile."""
+
+    def health(self) -> dict[str, str]:
+        """State of each engine by name."""
 
 
 class TrainingLoop:
@@ -237,7 +243,7 @@ class TrainingLoop:
         """Takes one batch and learns from it; its metrics are logged also when the checkpoint cannot be written."""
         state, clock = self.state, StepClock()
         with clock.measure("wait_prev_gen"):
-            batch = await self._samples.next_batch()
+            batch = await self._while_idle(self._samples.next_batch())
         if batch is None:
             return
         for name, seconds in batch.seconds.items():
@@ -267,6 +273,10 @@ class TrainingLoop:
             times = clock.metrics()
             self._last_step_at = time.monotonic()
             self._log(metrics | throughput(batch.tokens, self._device_count, times) | times)
+
+    async def _while_idle(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`, which needs the engines and not the trainer."""
+        return await (work if self._synchronizer is None else self._synchronizer.while_idle(work))
 
     async def _to_trainer(self) -> None:
         """Gives the trainer the devices that it shares with the engines; the next weight update returns them."""
@@ -311,7 +321,7 @@ class TrainingLoop:
 
     async def _validate(self, clock: StepClock) -> dict[str, float]:
         with clock.measure("val"):
-            metrics = await self._unless_stopped(self._samples.validate())
+            metrics = await self._unless_stopped(self._while_idle(self._samples.validate()))
         if metrics is None:
             return {}
         self.validation[str(self.state.step)] = metrics
@@ -392,7 +402,8 @@ class TrainingLoop:
             "version": self.state.version,
             "seconds_since_step": round(time.monotonic() - self._last_step_at, 3),
         }
-        return {"driver": driver, "rollouter": await self._samples.health()}
+        engines = {} if self._synchronizer is None else {"engines": self._synchronizer.health()}
+        return {"driver": driver, "rollouter": await self._samples.health(), **engines}
 
 
 def _line_of_hook(error: Exception) -> str:

@@ -1,9 +1,9 @@
-"""Load balancing over all engines of actor_infer, with retries of failed requests. Pure asyncio."""
+"""Load balancing over engines, with retries of failed requests and without engines that died. Pure asyncio."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -11,6 +11,13 @@ from roll.rollout.types import GenerateRequest, GenerateResult
 
 QUEUED = 2
 """Requests sent to an engine, in multiples of those it runs at a time: enough that it never waits for work."""
+
+POLL_S = 0.5
+"""Interval at which an engine that died is asked whether it serves again; a start takes many times as long."""
+
+
+class EngineDownError(RuntimeError):
+    """An engine died, or is being restarted: its requests can be sent to another one."""
 
 
 class Engines(Protocol):
@@ -21,28 +28,46 @@ class Engines(Protocol):
         """Number of engines."""
 
     def generate(self, rank: int, requests: list[GenerateRequest], /) -> Awaitable[list[GenerateResult]]:
-        """Results of one engine, in the order of the requests."""
+        """Results of one engine, in the order of the requests.
+
+        Raises:
+            EngineDownError: the engine died before it answered all of them.
+        """
+
+    def is_serving(self, rank: int, /) -> Awaitable[bool]:
+        """Whether an engine runs and has current weights."""
 
 
 class EnginePool:
-    """Sends groups of requests to engines; the requests of a group share an engine, and so its prefix cache."""
+    """Sends groups of requests to engines; the requests of a group share an engine, and so its prefix cache.
 
-    def __init__(self, engines: Engines, retries: int, max_running: int) -> None:
+    Requests of an engine that died are sent again, as they were, to those that serve; where none does, they wait. A
+    restarted engine gets requests once it serves.
+    """
+
+    def __init__(self, engines: Engines, retries: int, max_running: int, restarted: bool = False) -> None:
         """Sets the limits.
 
         Args:
             engines: that generate.
             retries: of a failed request, each on the next engine; after the last it is returned as aborted.
             max_running: requests one engine runs at a time.
+            restarted: whether engines that die are restarted; if not, the death of one is an error.
         """
         self._engines = engines
         self._retries = retries
+        self._restarted = restarted
         self._balancer = Balancer(engines.world_size)
         self._sessions = Balancer(engines.world_size)
         self._capacity = QUEUED * max_running * engines.world_size
         self._sent = 0
         self._lock = asyncio.Lock()
         self._returned = asyncio.Event()
+        self._down: set[int] = set()
+        self._polls: dict[int, asyncio.Task[None]] = {}
+        self._one_is_back = asyncio.Event()
+        self.reissued = 0
+        """Requests that were sent again since an engine died."""
 
     @contextmanager
     def assign_engine(self, sessions: int) -> Iterator[int]:
@@ -64,14 +89,20 @@ class EnginePool:
 
         The groups of one call are sent together, once the engines have room: all to `engine`, or each to the engine
         with the fewest outstanding tokens.
+
+        Raises:
+            EngineDownError: an engine died, and engines are not restarted.
         """
         flat = [request for group in groups for request in group]
         await self._wait_for_room(len(flat))
+        self._poll()
         try:
             results = await self._generate(groups, flat, engine)
         finally:
             self._sent -= len(flat)
             self._returned.set()
+            if not self._sent:
+                self._stop_polls()
         answers = iter(results)
         return [[next(answers) for _ in group] for group in groups]
 
@@ -86,62 +117,122 @@ class EnginePool:
     async def _generate(
         self, groups: Sequence[list[GenerateRequest]], flat: list[GenerateRequest], engine: int | None
     ) -> list[GenerateResult]:
-        engines: dict[int, int] = dict(enumerate(self._choose_engines(groups, engine)))
-        results: dict[int, GenerateResult] = {}
-        try:
-            for attempt in range(self._retries + 1):
-                answers = await self._send(flat, engines)
-                results |= answers
-                for index in answers:
-                    tried = engines.pop(index)
-                    self._balancer.remove(tried, _tokens(flat[index]))
-                    if answers[index].finish_reason == "abort" and attempt < self._retries:
-                        engines[index] = self._assign((tried + 1) % self._engines.world_size, flat[index])
-                if not engines:
-                    break
-        finally:
-            for index, sent_to in engines.items():
-                self._balancer.remove(sent_to, _tokens(flat[index]))
-        return [results[index] for index in range(len(flat))]
-
-    def _choose_engines(self, groups: Sequence[list[GenerateRequest]], engine: int | None) -> list[int]:
-        """An engine for each request: the given one, or for each group the one with the fewest outstanding tokens."""
-        chosen = []
+        """One call for each engine; a part that has to be sent again does not wait for the other parts."""
+        await self._wait_for_an_engine()
+        sent = _Sent(flat, self._balancer)
+        chosen = iter(range(len(flat)))
         for group in groups:
-            target = self._balancer.choose() if engine is None else engine
-            chosen += [self._assign(target, request) for request in group]
-        return chosen
-
-    def _assign(self, engine: int, request: GenerateRequest) -> int:
-        self._balancer.add(engine, _tokens(request))
-        return engine
-
-    async def _send(self, requests: list[GenerateRequest], engines: dict[int, int]) -> dict[int, GenerateResult]:
-        """Sends the requests that have an engine, one call to each engine; the results by index of the request."""
-        parts: dict[int, list[int]] = {}
-        for index, engine in engines.items():
-            parts.setdefault(engine, []).append(index)
-        calls = [
-            asyncio.ensure_future(self._engines.generate(engine, [requests[index] for index in part]))
-            for engine, part in parts.items()
-        ]
+            target = self._balancer.choose() if engine is None or not self._balancer.is_available(engine) else engine
+            for _ in group:
+                sent.assign(next(chosen), target)
+        calls = [asyncio.ensure_future(self._answer(sent, part)) for part in sent.parts()]
         try:
-            replies = await asyncio.gather(*calls)
+            await asyncio.gather(*calls)
         finally:
             for call in calls:
                 call.cancel()
-        return {
-            index: answer
-            for part, answers in zip(parts.values(), replies, strict=True)
-            for index, answer in zip(part, answers, strict=True)
-        }
+            sent.end()
+        return [sent.results[index] for index in range(len(flat))]
+
+    async def _answer(self, sent: _Sent, part: list[int]) -> None:
+        """Generates the requests with these indices, which one engine has; sends again what failed or was lost."""
+        attempt = 0
+        while part:
+            engine = sent.engine_of(part[0])
+            try:
+                answers = await self._engines.generate(engine, [sent.requests[index] for index in part])
+            except EngineDownError:
+                if not self._restarted:
+                    raise
+                self._set_down(engine)
+                await self._wait_for_an_engine()
+                self.reissued += len(part)
+                target = self._balancer.choose()
+            else:
+                sent.results |= dict(zip(part, answers, strict=True))
+                failed = [index for index in part if sent.results[index].finish_reason == "abort"]
+                sent.finish({*part} - ({*failed} if attempt < self._retries else set()))
+                part = failed if attempt < self._retries else []
+                attempt += 1
+                target = self._balancer.next_after(engine)
+            for index in part:
+                sent.assign(index, target)
+
+    def _set_down(self, engine: int) -> None:
+        """Sends an engine no requests until it serves again."""
+        for balancer in (self._balancer, self._sessions):
+            balancer.set_available(engine, False)
+        self._down.add(engine)
+        self._one_is_back.clear()
+        self._poll()
+
+    def _poll(self) -> None:
+        """Asks every engine that is down, until it serves again or no request is left in this pool."""
+        for engine in self._down - {*self._polls}:
+            self._polls[engine] = asyncio.create_task(self._wait_until_back(engine))
+
+    def _stop_polls(self) -> None:
+        polls, self._polls = self._polls, {}
+        for poll in polls.values():
+            poll.cancel()
+
+    async def _wait_until_back(self, engine: int) -> None:
+        while not await self._engines.is_serving(engine):
+            await asyncio.sleep(POLL_S)
+        for balancer in (self._balancer, self._sessions):
+            balancer.set_available(engine, True)
+        self._down.remove(engine)
+        del self._polls[engine]
+        self._one_is_back.set()
+
+    async def _wait_for_an_engine(self) -> None:
+        """Waits until at least one engine is not down."""
+        while len(self._down) == self._engines.world_size:
+            await self._one_is_back.wait()
+
+
+class _Sent:
+    """The requests of one call: the engine that each was sent to, whose load it is, and the results."""
+
+    def __init__(self, requests: list[GenerateRequest], balancer: Balancer) -> None:
+        self.requests, self._balancer = requests, balancer
+        self.results: dict[int, GenerateResult] = {}
+        self._engines: dict[int, int] = {}
+
+    def assign(self, index: int, engine: int) -> None:
+        """A request is sent to this engine, and no longer to the one it had."""
+        self.finish({index})
+        self._engines[index] = engine
+        self._balancer.add(engine, _tokens(self.requests[index]))
+
+    def finish(self, indices: Collection[int]) -> None:
+        """These requests are no load any more."""
+        for index in indices:
+            if index in self._engines:
+                self._balancer.remove(self._engines.pop(index), _tokens(self.requests[index]))
+
+    def end(self) -> None:
+        """None of the requests is a load any more."""
+        self.finish(list(self._engines))
+
+    def engine_of(self, index: int) -> int:
+        """The engine that has this request."""
+        return self._engines[index]
+
+    def parts(self) -> list[list[int]]:
+        """Indices of the requests by engine."""
+        parts: dict[int, list[int]] = {}
+        for index, engine in self._engines.items():
+            parts.setdefault(engine, []).append(index)
+        return list(parts.values())
 
 
 class Balancer:
     """Finds the engine with the fewest outstanding tokens by a tournament tree: O(1), a change costs O(log engines).
 
     The tokens of a request, its prompt and its longest possible response, are outstanding from when it is sent until it
-    ends. Ties go to the lowest number, so choices are deterministic.
+    ends. Ties go to the lowest number, so choices are deterministic. An engine that is not available is chosen only
+    where none is.
     """
 
     def __init__(self, engines: int) -> None:
@@ -153,6 +244,7 @@ class Balancer:
         if engines < 1:
             raise ValueError(f"engines: {engines} is not at least 1")
         self._tokens = [0] * engines
+        self._down = [False] * engines
         self._leaves = 1 << (engines - 1).bit_length()
         self._winners = [0] * self._leaves + [min(leaf, engines - 1) for leaf in range(self._leaves)]
         for node in range(self._leaves - 1, 0, -1):
@@ -180,6 +272,21 @@ class Balancer:
         """Outstanding tokens of an engine."""
         return self._tokens[engine]
 
+    def is_available(self, engine: int) -> bool:
+        """Whether an engine may be chosen."""
+        return not self._down[engine]
+
+    def set_available(self, engine: int, available: bool) -> None:
+        """An engine may be chosen, or no longer."""
+        self._down[engine] = not available
+        self._set(engine, self._tokens[engine])
+
+    def next_after(self, engine: int) -> int:
+        """The next available engine by number, after the last the first; the same one where no other is."""
+        count = len(self._tokens)
+        others = [(engine + step) % count for step in range(1, count)]
+        return next((other for other in others if self.is_available(other)), engine)
+
     def _set(self, engine: int, tokens: int) -> None:
         self._tokens[engine] = tokens
         node = (self._leaves + engine) // 2
@@ -189,7 +296,10 @@ class Balancer:
 
     def _update(self, node: int) -> None:
         left, right = self._winners[2 * node], self._winners[2 * node + 1]
-        self._winners[node] = right if self._tokens[right] < self._tokens[left] else left
+        self._winners[node] = right if self._load(right) < self._load(left) else left
+
+    def _load(self, engine: int) -> tuple[bool, int]:
+        return self._down[engine], self._tokens[engine]
 
 
 def _tokens(request: GenerateRequest) -> int:

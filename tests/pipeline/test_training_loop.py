@@ -70,6 +70,12 @@ class Counting:
         self.events.append("export")
         (folder / "config.json").write_text("{}")
 
+    async def while_idle(self, work: Any) -> Any:
+        return await work
+
+    def health(self) -> dict[str, str]:
+        return {"actor_infer-0": "serving"}
+
     async def update_weights(self, version: int) -> UpdateReport:
         self.version = version
         self.events.append(f"update weights to {version}")

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll.rollout.engine_pool import Balancer, EnginePool
+from roll.rollout import engine_pool
+from roll.rollout.engine_pool import Balancer, EngineDownError, EnginePool
 from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
 
 
@@ -32,6 +33,9 @@ class FaultyEngines:
         await asyncio.sleep(self.seconds)
         self.running[rank] -= len(requests)
         return [self.answer(rank, request) for request in requests]
+
+    async def is_serving(self, rank: int) -> bool:
+        return True
 
     def answer(self, engine: int, request: GenerateRequest) -> GenerateResult:
         self.attempts[request.request_id] += 1
@@ -141,3 +145,81 @@ def test_the_tree_chooses_as_a_search_over_all_engines(engines: int) -> None:
             balancer.remove(engine, min(tokens, loads[engine]))
             loads[engine] -= min(tokens, loads[engine])
         assert balancer.choose() == min((load, i) for i, load in enumerate(loads))[1]
+
+
+class DyingEngines(FaultyEngines):
+    """Engine r dies in its call number n for each (r, n) of `deaths`, and serves after it was asked twice."""
+
+    def __init__(self, engines: int, deaths: set[tuple[int, int]]) -> None:
+        super().__init__(engines, set())
+        self.deaths, self.calls, self.asked = deaths, Counter(), Counter()
+        self.down: set[int] = set()
+        self.lost = 0
+
+    async def generate(self, rank: int, requests: list[GenerateRequest]) -> list[GenerateResult]:
+        self.calls[rank] += 1
+        await asyncio.sleep(0)
+        if (rank, self.calls[rank]) in self.deaths:
+            self.down.add(rank)
+        if rank in self.down:
+            self.lost += len(requests)
+            raise EngineDownError(f"engine {rank} died")
+        return await super().generate(rank, requests)
+
+    async def is_serving(self, rank: int) -> bool:
+        self.asked[rank] += 1
+        if self.asked[rank] % 3 == 0:
+            self.down.discard(rank)
+        return rank not in self.down
+
+
+@given(
+    st.lists(st.integers(1, 6), min_size=1, max_size=20),
+    st.integers(1, 4),
+    st.sets(st.tuples(st.integers(0, 3), st.integers(1, 5))),
+)
+def test_every_request_is_answered_once_whatever_engines_die(sizes, engines, deaths):
+    dying = DyingEngines(engines, deaths)
+
+    async def run() -> list[list[GenerateResult]]:
+        pool = EnginePool(dying, 0, max_running=2, restarted=True)
+        calls = [pool.generate([group]) for group in groups_of(sizes)]
+        answers = [answer for call in await asyncio.gather(*calls) for answer in call]
+        again = await pool.generate(groups_of(sizes))
+        assert [pool._balancer.outstanding(engine) for engine in range(engines)] == [0] * engines
+        assert pool.reissued == dying.lost
+        return [*answers, *again]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_pool, "POLL_S", 0)
+        answers = asyncio.run(run())
+    expected = [[[g, i] for i in range(n)] for g, n in enumerate(sizes)]
+    assert [[answer.response_ids for answer in group] for group in answers] == expected * 2
+    assert {*dying.attempts.values()} == {2}
+
+
+def test_the_death_of_an_engine_that_is_not_restarted_is_an_error():
+    with pytest.raises(EngineDownError, match="engine 0 died"):
+        asyncio.run(EnginePool(DyingEngines(2, {(0, 1)}), 3, max_running=4).generate(groups_of([2, 2])))
+
+
+def test_a_conversation_whose_engine_died_goes_on_with_another(monkeypatch):
+    engines = DyingEngines(2, {(0, 1)})
+
+    async def never(rank: int) -> bool:
+        return False
+
+    monkeypatch.setattr(engines, "is_serving", never)
+
+    async def run() -> None:
+        pool = EnginePool(engines, 0, max_running=4, restarted=True)
+        with pool.assign_engine(1) as engine:
+            await pool.generate(groups_of([1]), engine)
+            await pool.generate(groups_of([1]), engine)
+            assert engine == 0 and engines.calls == {0: 1, 1: 2}
+        with pool.assign_engine(1) as engine:
+            assert engine == 1
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}, "an idle pool polls"
+
+    asyncio.run(run())

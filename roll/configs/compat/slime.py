@@ -37,6 +37,8 @@ NAMES: Names = {
     "update_weight_buffer_size": "model_update_buffer_size_mb",
     "custom_rm_path": "rewards.<name>.function",
     "sglang_mem_fraction_static": f"{SGLANG}.mem_fraction_static",
+    "rollout_health_check_interval": "health_check_interval_s",
+    "rollout_health_check_timeout": "health_check_timeout_s",
     "save": "output_dir",
     "save_interval": "save_steps",
     "load": "resume_from_checkpoint",

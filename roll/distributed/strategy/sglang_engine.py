@@ -30,6 +30,9 @@ T = TypeVar("T")
 WATCH_INTERVAL_S = 0.5
 """How often the engine's processes are checked."""
 
+STOPPED_S = 3.0
+"""How long a process may be stopped by a signal, in a debugger's hands for example, before it counts as dead."""
+
 SHARED_PREFIXES = ("sgl_shm_", "sglang_loads_")
 """Beginnings of the names of SGLang's files in shared memory."""
 
@@ -43,6 +46,10 @@ STOP_TIMEOUT_S = 20.0
 
 class EngineError(RuntimeError):
     """The engine refused a request, died, or did not answer in time; the message names the request."""
+
+
+class EngineNotRunningError(EngineError):
+    """The engine was not started, was stopped, or died; another one can take its requests."""
 
 
 class Engine:
@@ -76,10 +83,10 @@ class Engine:
         """SGLang's tokenizer manager, which takes requests and control messages.
 
         Raises:
-            EngineError: the engine was not started, or was stopped.
+            EngineNotRunningError: it was not started, or was stopped.
         """
         if self._engine is None:
-            raise EngineError(f"{self.name}: the engine is not running; initialize() starts it")
+            raise EngineNotRunningError(f"{self.name}: the engine is not running; initialize() starts it")
         return self._engine.tokenizer_manager
 
     async def start(self, arguments: dict[str, Any], timeout_s: float) -> None:
@@ -124,18 +131,20 @@ class Engine:
         """Awaits the engine's `answer` until the engine dies or `timeout_s` seconds have passed (None: no limit).
 
         Raises:
-            EngineError: the engine died, or did not answer in time; the message names `what`.
+            EngineNotRunningError: the engine died; the message names `what` and the cause.
+            EngineError: it did not answer in time.
         """
         if self._death is None:
-            raise EngineError(f"{self.name}: {what}: the engine is not running")
+            raise EngineNotRunningError(f"{self.name}: {what}: the engine is not running")
+        death = self._death
         task = asyncio.ensure_future(answer)
-        waited: set[asyncio.Future[Any]] = {task, self._death}
+        waited: set[asyncio.Future[Any]] = {task, death}
         await asyncio.wait(waited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
         task.cancel()
-        if self._death.done():
-            raise EngineError(f"{self.name}: {what}: {self._death.result()}")
+        if death.done():
+            raise EngineNotRunningError(f"{self.name}: {what}: {death.result()}")
         raise EngineError(f"{self.name}: {what}: no answer within {timeout_s:g} s")
 
     async def death(self) -> str:
@@ -148,14 +157,33 @@ class Engine:
         if self._death is not None and not self._death.done():
             self._death.set_result(cause)
 
+    @property
+    def is_running(self) -> bool:
+        """Whether it was started and has not died since."""
+        return self._death is not None and not self._death.done()
+
+    def check_running(self) -> None:
+        """Raises EngineNotRunningError with the cause unless the engine runs."""
+        if self._death is None:
+            raise EngineNotRunningError(f"{self.name}: the engine is not running")
+        if self._death.done():
+            raise EngineNotRunningError(f"{self.name}: {self._death.result()}")
+
     def processes(self) -> list[int]:
         """Ids of the engine's processes that still run."""
         return [process.pid for process in self._processes if _alive(process)]
 
     async def _watch(self) -> None:
-        """Waits for the death of a scheduler; other processes, such as those of torch's compiler, end when idle."""
+        """Waits for the death of a scheduler; other processes, such as those of torch's compiler, end when idle.
+
+        A scheduler that was stopped by a signal for STOPPED_S counts as dead.
+        """
+        stopped: dict[int, int] = {}
         while True:
             dead = sorted({*self._schedulers} - {*self.processes()})
+            stopped = {process: stopped.get(process, 0) + 1 for process in self._schedulers if _is_stopped(process)}
+            if any(times * WATCH_INTERVAL_S >= STOPPED_S for times in stopped.values()):
+                return self.died(f"process {min(stopped)} of the engine is stopped by a signal")
             if dead:
                 if "nnodes" in self.arguments and not self.arguments["node_rank"]:
                     await asyncio.sleep(FURTHER_NODE_GRACE_S)
@@ -228,6 +256,13 @@ def _engine_class() -> Any:
             return [], []
 
     return TokenEngine
+
+
+def _is_stopped(process_id: int) -> bool:
+    try:
+        return bool(psutil.Process(process_id).status() == psutil.STATUS_STOPPED)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _alive(process: psutil.Process) -> bool:

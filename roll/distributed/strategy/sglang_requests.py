@@ -14,7 +14,7 @@ from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from roll.distributed.strategy.sglang_engine import EngineError
+from roll.distributed.strategy.sglang_engine import EngineError, EngineNotRunningError
 from roll.rollout.types import GenerateRequest, SamplingParams
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class RequestSender:
 
         Raises:
             ValueError: the prompt does not fit into the context of the engine, or a sampling parameter is not possible.
-            EngineError: the engine is not running.
+            EngineNotRunningError: the engine does not run.
         """
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
         from sglang.srt.managers.tokenizer_manager import ReqState
@@ -178,7 +178,7 @@ class RequestSender:
         cause = await self._engine.death()
         for future in list(self._open):
             if not future.done():
-                future.set_exception(EngineError(f"{self._engine.name}: generate: {cause}"))
+                future.set_exception(EngineNotRunningError(f"{self._engine.name}: generate: {cause}"))
 
 
 @functools.cache

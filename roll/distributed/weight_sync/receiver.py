@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from roll.distributed.process_groups import BroadcastGroup
 from roll.distributed.strategy.sglang_checksums import engine_parameter
-from roll.distributed.strategy.sglang_engine import Engine, EngineError
+from roll.distributed.strategy.sglang_engine import Engine, EngineError, EngineNotRunningError
 from roll.distributed.weight_sync.plan import Bucket, WeightSpec
 from roll.distributed.worker import Worker, WorkerRank, register
 
@@ -53,10 +53,10 @@ class WeightReceiver(Worker):
         """The engine.
 
         Raises:
-            EngineError: it was not started.
+            EngineNotRunningError: it was not started.
         """
         if self._engine is None:
-            raise EngineError(f"{self.rank.name}: the engine is not running; initialize() starts it")
+            raise EngineNotRunningError(f"{self.rank.name}: the engine is not running; initialize() starts it")
         return self._engine
 
     async def wait_until_serving(self) -> None:
@@ -69,16 +69,25 @@ class WeightReceiver(Worker):
         if self.stale_weights:
             raise StaleWeightsError(f"{self.rank.name} is not serving: {self.stale_weights}")
 
+    @register()
+    async def is_serving(self) -> bool:
+        """Whether the engine runs, and its weights are a whole version that is not being replaced."""
+        running = self._engine is not None and self._engine.is_running
+        return running and self._updated.is_set() and not self.stale_weights
+
     @register(deadline="sync_timeout_s")
-    async def join_broadcast_groups(self, groups: list[BroadcastGroup]) -> None:
-        """Joins the broadcast group of every pipeline stage; the engines' ranks follow the source in order."""
+    async def join_broadcast_groups(self, groups: list[BroadcastGroup], position: int) -> None:
+        """Joins the broadcast group of every pipeline stage, as its engine number `position`.
+
+        The ranks of the engines follow the source in the order of their positions.
+        """
         from sglang.srt.managers.io_struct import InitWeightsUpdateGroupReqInput
 
         for group in groups:
             message = InitWeightsUpdateGroupReqInput(
                 master_address=group.address,
                 master_port=group.port,
-                rank_offset=1 + self.rank.rank * self.config.num_gpus_per_worker,
+                rank_offset=1 + position * self.config.num_gpus_per_worker,
                 world_size=group.world_size,
                 group_name=group.name,
                 backend=group.backend,

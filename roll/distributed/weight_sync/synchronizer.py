@@ -1,6 +1,7 @@
-"""Weight updates, driven from here: `WeightSynchronizer.update_weights` is one transaction over all engines.
+"""Weight updates, driven from here: `WeightSynchronizer.update_weights` is one transaction over all engines that run.
 
-The training ranks' side of each call is in `sender.py`, the engines' side in `receiver.py`.
+An engine that died is left out, and gets the current weights by itself once it has been restarted. The training ranks'
+side of each call is in `sender.py`, the engines' side in `receiver.py`.
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ import itertools
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from roll.distributed.infer_worker import InferWorker
+from roll.distributed.engine_monitor import EngineMonitor
+from roll.distributed.events import EventLog
+from roll.distributed.infer_worker import DOWN, InferWorker
 from roll.distributed.process_groups import BroadcastGroup
-from roll.distributed.remote_errors import deadline_scope
+from roll.distributed.remote_errors import ClusterError, deadline_scope, one_line
 from roll.distributed.train_worker import TrainWorker
 from roll.distributed.weight_sync.plan import (
     Bucket,
@@ -75,6 +78,7 @@ class UpdateReport:
         verified: whether names and checksums were compared.
         attempts: 1 when nothing failed.
         failures: failed attempts of all weight updates so far.
+        engines: `faults/...` of the engines.
     """
 
     version: int
@@ -85,6 +89,7 @@ class UpdateReport:
     verified: bool
     attempts: int
     failures: int
+    engines: dict[str, float] = field(default_factory=dict)
 
     def metrics(self) -> dict[str, float]:
         """What a step logs, apart from its times."""
@@ -95,6 +100,7 @@ class UpdateReport:
             "param_sync_requests": float(self.version + 1 + self.failures),
             "param_sync_count": float(self.version + 1),
             "sync_failures": float(self.failures),
+            **self.engines,
         }
 
 
@@ -116,6 +122,7 @@ class WeightSynchronizer:
         transport: type[Transport] | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         devices: SharedDevices | None = None,
+        monitor: EngineMonitor | None = None,
     ) -> None:
         """Connects nothing yet.
 
@@ -126,8 +133,11 @@ class WeightSynchronizer:
             transport: how weights are sent; by default as `choose_transport` decides.
             sleep: waits between attempts; replaced in tests.
             devices: on which training ranks and engines take turns.
+            monitor: of the engines; by default one that finds dead engines when an attempt fails.
         """
         self._devices = devices
+        self._monitor = monitor or EngineMonitor(infer, config, EventLog(config.output_dir))
+        self._version: int | None = None
         self._train, self._infer, self._config, self._sleep = train, infer, config, sleep
         self._transport = (transport or choose_transport(train, infer))(train, infer, config)
         self._to_verify = 1 if devices is None else 2
@@ -150,44 +160,141 @@ class WeightSynchronizer:
         await self._transport.connect()
 
     async def update_weights(self, version: int) -> UpdateReport:
-        """Transfers the weights of `version` to all engines, in at most `1 + max_sync_retries` attempts.
+        """Transfers the weights of `version` to all engines that run, in at most `1 + max_sync_retries` attempts.
 
-        The first update is always verified, later ones as `verify_weights` configures.
+        The first update is always verified, and so is one that restarted engines get; later ones as `verify_weights`
+        configures. An attempt that failed because an engine died is not counted. Where no engine runs, it waits until
+        one is restarted.
 
         Raises:
             WeightUpdateError: every attempt failed; the message contains each cause.
+            EnginesLostError: no engine runs, and none is restarted.
         """
-        verify = self._to_verify > 0 or self._config.verify_weights == "always"
         start = time.perf_counter()
         causes: list[str] = []
-        last: Exception | None = None
-        for attempt in range(1, self._config.max_sync_retries + 2):
-            if attempt > 1:
-                await self._sleep(self._config.sync_retry_delay_s)
+        failed = 0
+        while True:
+            engines = await self._running_engines()
+            verify = self._to_verify > 0 or self._config.verify_weights == "always" or self._has_restarted(engines)
             try:
-                pause_seconds, sent = await self._attempt(version, verify)
+                pause_seconds, sent = await self._attempt(version, verify, engines)
             except Exception as error:
                 last = error
                 self._failures += 1
-                causes.append(f"attempt {attempt}: {type(error).__name__}: {error}")
-                logger.warning("weight update to version %d failed, %s", version, causes[-1])
-                await self._clean_up("disconnect", self._transport.disconnect, causes)
+                causes.append(f"attempt {len(causes) + 1}: {type(error).__name__}: {error}")
+                logger.warning("weight update to version %d: attempt %d: %s", version, len(causes), one_line(error))
+                logger.debug("%s", causes[-1])
+                failed += not await self._leave_out_dead_engines(causes)
+                if failed > self._config.max_sync_retries:
+                    break
+                await self._sleep(self._config.sync_retry_delay_s)
             else:
                 self._to_verify -= 1
-                seconds = time.perf_counter() - start
+                self._version = version
+                await self._monitor.updated(engines)
                 return UpdateReport(
-                    version, seconds, pause_seconds, sent.bytes, sent.seconds, verify, attempt, self._failures
+                    version,
+                    time.perf_counter() - start,
+                    pause_seconds,
+                    sent.bytes,
+                    sent.seconds,
+                    verify,
+                    len(causes) + 1,
+                    self._failures,
+                    self._monitor.metrics(),
                 )
-        await self._clean_up("abort", lambda: self._infer.call_all(InferWorker.abort_update), causes)
+        abort = partial(self._infer.call_some, InferWorker.abort_update, self._transport.engines)
+        await self._clean_up("abort", abort, causes)
         state = "the engines are paused and not serving" if self.stale_weights else "no weights were sent"
         raise WeightUpdateError(
             f"weight update to version {version} failed in {len(causes)} attempt(s) (max_sync_retries); {state}\n"
             + "\n".join(causes)
         ) from last
 
-    async def _attempt(self, version: int, verify: bool) -> tuple[float, Transfer]:
-        """One transaction; all its steps together end by `sync_timeout_s`."""
+    async def while_idle(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`, during which the trainer is idle; meanwhile restarted engines get the weights.
+
+        Raises:
+            EnginesLostError: no engine runs, and none is restarted.
+        """
+        task = asyncio.ensure_future(work)
+        try:
+            while not task.done():
+                started = asyncio.ensure_future(self._monitor.wait_for_started())
+                try:
+                    await asyncio.wait([task, started], return_when=asyncio.FIRST_COMPLETED)
+                    if task.done():
+                        break
+                    await started
+                finally:
+                    started.cancel()
+                await self._update_restarted()
+            return await task
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def health(self) -> dict[str, str]:
+        """State of each engine by name."""
+        return self._monitor.health()
+
+    async def _update_restarted(self) -> None:
+        """Gives restarted engines the weights that the others have; one that fails is restarted again."""
+        assert self._version is not None, "the engines got their first weights from update_weights"
+        engines = self._monitor.started
+        try:
+            await self._attempt(self._version, True, engines, alone=True)
+        except Exception as error:
+            self._failures += 1
+            causes = [f"{type(error).__name__}: {error}"]
+            logger.warning("restarted engines did not get the weights: %s", one_line(error))
+            if not await self._leave_out_dead_engines(causes):
+                cause = f"it did not get the current weights: {one_line(error)}"
+                for engine in engines:
+                    await self._monitor.failed(engine, cause)
+        else:
+            await self._monitor.updated(engines)
+
+    async def _running_engines(self) -> list[int]:
+        await self._monitor.wait_for_engine()
+        return sorted([*self._monitor.serving, *self._monitor.started])
+
+    def _has_restarted(self, engines: Sequence[int]) -> bool:
+        return not {*engines}.isdisjoint(self._monitor.started)
+
+    async def _leave_out_dead_engines(self, causes: list[str]) -> bool:
+        """Cleans up after a failed attempt; whether engines of it have died.
+
+        An engine may be blocked by a transfer until the clean-up, so only then it has to answer.
+        """
+        before, failures = {*self._transport.engines}, self._monitor.failures
+        await self._monitor.find_dead()
+        self._transport.engines = self._alive(before)
+        await self._clean_up("disconnect", self._transport.disconnect, causes)
+        await self._monitor.check(min(self._config.sync_timeout_s, self._config.health_check_timeout_s))
+        self._transport.engines = self._alive(before)
+        return self._monitor.failures > failures or {*self._transport.engines} != before
+
+    def _alive(self, engines: set[int]) -> list[int]:
+        return sorted(engines & {*self._monitor.serving, *self._monitor.started})
+
+    async def _attempt(
+        self, version: int, verify: bool, engines: list[int], alone: bool = False
+    ) -> tuple[float, Transfer]:
+        """One transaction; all its steps together end by `sync_timeout_s`.
+
+        Args:
+            version: of the weights.
+            verify: whether to compare what the engines hold with what was sent.
+            engines: that take part.
+            alone: whether the other engines have these weights, and serve meanwhile.
+        """
+        with self._monitor.updating():
+            return await self._transaction(version, verify, engines, alone)
+
+    async def _transaction(self, version: int, verify: bool, engines: list[int], alone: bool) -> tuple[float, Transfer]:
         infer, transport = self._infer, self._transport
+        transport.engines = engines
         if self._devices is not None:
             self.stale_weights = True  # engines forget their weights when the trainer gets their devices
             await self._devices.to_update()  # pauses the engines, and has the deadlines of its own calls
@@ -196,32 +303,33 @@ class WeightSynchronizer:
         with deadline_scope(deadline):
             await step("connect", transport.connect())
             if self._devices is None:
-                await step("pause", infer.call_all(InferWorker.pause, self._config.in_flight_policy))
-            self.stale_weights = True
-            await step("begin", infer.call_all(InferWorker.begin_update, version))
+                await step("pause", infer.call_some(InferWorker.pause, engines, self._config.in_flight_policy))
+            self.stale_weights = self.stale_weights or not alone
+            await step("begin", infer.call_some(InferWorker.begin_update, engines, version))
             paused = time.perf_counter()  # an engine answers once the step it was computing is done
             start = time.perf_counter()
             sent = await step("transfer", transport.transfer(verify))
             sent = replace(sent, seconds=time.perf_counter() - start)
-            await step("end", infer.call_all(InferWorker.end_update, version))
+            await step("end", infer.call_some(InferWorker.end_update, engines, version))
             if self._config.in_flight_policy != "in_place":  # which keeps the cache: its entries belong to versions
-                await step("flush", infer.call_all(InferWorker.flush_cache))
+                await step("flush", infer.call_some(InferWorker.flush_cache, engines))
             if verify:
-                await step("verify", self._verify(sent.checksums))
-            await step("commit", infer.call_all(InferWorker.commit_update))
+                await step("verify", self._verify(sent.checksums, engines))
+            await step("commit", infer.call_some(InferWorker.commit_update, engines))
             if self._devices is not None:
                 await step("hand over devices", self._devices.to_engines())
-            self.stale_weights = False
-            await step("resume", infer.call_all(InferWorker.resume))
+            self.stale_weights = self.stale_weights and alone
+            await step("resume", infer.call_some(InferWorker.resume, engines))
         return time.perf_counter() - paused, sent
 
-    async def _verify(self, checksums: dict[str, str]) -> None:
-        """Compares the names and checksums of every engine with what was sent.
+    async def _verify(self, checksums: dict[str, str], engines: list[int]) -> None:
+        """Compares the names and checksums of these engines with what was sent.
 
         Raises:
             VerificationError: they differ.
         """
-        for engine, found in enumerate(await self._infer.call_all(InferWorker.checksums)):
+        held = await self._infer.call_some(InferWorker.checksums, engines)
+        for engine, found in zip(engines, held, strict=True):
             wrong = checksum_differences(checksums, found)
             if wrong:
                 more = f"; and {len(wrong) - SHOWN_DIFFERENCES} more" if len(wrong) > SHOWN_DIFFERENCES else ""
@@ -270,6 +378,7 @@ class Transport(ABC):
 
     Attributes:
         sources: what each pipeline stage sends; set before `connect`.
+        engines: ranks of the engines that take part in the next update; all of them at first.
     """
 
     def __init__(self, train: Cluster[TrainWorker], infer: Cluster[InferWorker], config: RLConfig) -> None:
@@ -277,6 +386,7 @@ class Transport(ABC):
         self._timeout_s = config.sync_timeout_s
         self._bucket_bytes = config.model_update_buffer_size_mb * MEGABYTE
         self.sources: list[StageSource] = []
+        self.engines = list(range(infer.world_size))
 
     @abstractmethod
     async def connect(self) -> None:
@@ -311,12 +421,16 @@ class BroadcastTransport(Transport):
     def __init__(self, train: Cluster[TrainWorker], infer: Cluster[InferWorker], config: RLConfig) -> None:
         super().__init__(train, infer, config)
         self._groups: list[BroadcastGroup] = []
+        self._members: list[int] = []
 
     async def connect(self) -> None:
-        """Joins the groups, stage by stage in the same order on all engines."""
-        if self._groups:
+        """Joins the groups, stage by stage in the same order on all engines; leaves groups of other engines."""
+        if self._groups and self._members == self.engines:
             return
-        world_size = 1 + self._infer.world_size * self._infer.layout.tensor
+        if self._groups:
+            await self.disconnect()
+        self._members = self.engines
+        world_size = 1 + len(self._members) * self._infer.layout.tensor
         backend = "gloo" if on_cpu(self._train) or shares_devices(self._train, self._infer) else "nccl"
         number = next(self._numbers)
         held = await self._train.call_all(TrainWorker.hold_broadcast_port)
@@ -327,7 +441,10 @@ class BroadcastTransport(Transport):
         ]
         await asyncio.gather(
             self._train.call_all(TrainWorker.join_broadcast_group, self._groups, self._timeout_s),
-            self._infer.call_all(InferWorker.join_broadcast_groups, self._groups),
+            *(
+                self._infer.call_some(InferWorker.join_broadcast_groups, [engine], self._groups, position)
+                for position, engine in enumerate(self._members)
+            ),
         )
 
     async def transfer(self, checksums: bool) -> Transfer:
@@ -336,7 +453,7 @@ class BroadcastTransport(Transport):
         ranks = self.checksum_ranks(checksums)
         sent, _ = await asyncio.gather(
             self._train.call_all(TrainWorker.broadcast_weights, buckets, ranks),
-            self._infer.call_all(InferWorker.receive_broadcast, self._groups, buckets),
+            self._infer.call_some(InferWorker.receive_broadcast, self._members, self._groups, buckets),
         )
         return _total([result for result in sent if result is not None])
 
@@ -344,7 +461,14 @@ class BroadcastTransport(Transport):
         """Leaves the groups, source ranks first, which frees engines that wait for them."""
         await self._train.call_all(TrainWorker.leave_broadcast_group)
         groups, self._groups = self._groups, []
-        await self._infer.call_all(InferWorker.leave_broadcast_groups, groups)
+        await asyncio.gather(*(self._leave(engine, groups) for engine in self._members))
+
+    async def _leave(self, engine: int, groups: list[BroadcastGroup]) -> None:
+        try:
+            await self._infer.call_some(InferWorker.leave_broadcast_groups, [engine], groups)
+        except ClusterError as error:
+            if error.kind not in DOWN:
+                raise
 
 
 class SharedMemoryTransport(Transport):
@@ -401,14 +525,14 @@ class SharedMemoryTransport(Transport):
             await loading
 
     async def _load(self, results: Sequence[SendResult]) -> None:
-        size, engines = self._infer.layout.tensor, self._infer.world_size
-        by_rank: list[list[bytes]] = [[] for _ in range(engines * size)]
+        size = self._infer.layout.tensor
+        by_rank: list[list[bytes]] = [[] for _ in range(self._infer.world_size * size)]
         for result in results:
             for rank, handle in result.handles.items():
                 by_rank[rank].append(handle)
         for stage in zip(*by_rank, strict=True):  # every engine rank has one handle for each stage that sends this time
-            handles = [list(stage[engine * size : (engine + 1) * size]) for engine in range(engines)]
-            await self._infer.call_each(InferWorker.receive_shared, handles)
+            handles = {engine: list(stage[engine * size : (engine + 1) * size]) for engine in self.engines}
+            await self._infer.call_some_each(InferWorker.receive_shared, handles)
 
 
 def _total(results: Sequence[SendResult]) -> Transfer:

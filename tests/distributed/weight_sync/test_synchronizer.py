@@ -6,7 +6,10 @@ The clusters and the transport here fail on request; real ones are tested in tes
 from __future__ import annotations
 
 import asyncio
+import json
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +17,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from roll.distributed.engine_monitor import EngineMonitor, EnginesLostError
+from roll.distributed.events import EVENTS_FILE, EventLog
 from roll.distributed.process_groups import BroadcastGroup
-from roll.distributed.remote_errors import seconds_left
+from roll.distributed.remote_errors import PROCESS_DIED, ClusterError, seconds_left
 from roll.distributed.weight_sync.sender import StageSource
 from roll.distributed.weight_sync.synchronizer import (
     BroadcastTransport,
@@ -47,10 +52,14 @@ Faults = Sequence[tuple[str, str] | None]
 class World:
     """Engines and a transport that record the steps; `faults` has for each attempt the step that fails and how."""
 
-    def __init__(self, faults: Faults = ()) -> None:
+    def __init__(self, faults: Faults = (), engines: int = 1) -> None:
         self.faults, self.steps, self.attempt = list(faults), list[str](), 0
         self.during: dict[str, Callable[[], None]] = {}
         self.checksums = {"w": "1"}
+        self.world_size, self.role = engines, "actor_infer"
+        self.engines = list(range(engines))
+        self.dead: set[int] = set()
+        self.took_part: list[list[int]] = []
 
     async def step(self, name: str) -> None:
         self.steps.append(name)
@@ -61,9 +70,16 @@ class World:
                 await asyncio.sleep(60)
             raise VerificationError(f"{name} broke")
 
-    async def call_all(self, method: Callable[..., Any], *args: Any) -> list[Any]:
+    async def call_some(self, method: Callable[..., Any], ranks: list[int], *args: Any) -> list[Any]:
+        if method.__name__ == "check_health":
+            if self.dead & {*ranks}:
+                raise ClusterError("actor_infer", "check_health", ranks[0], PROCESS_DIED, "gone")
+            return [None]
+        self.took_part.append(ranks)
         await self.step(CALLS[method.__name__])
-        return [self.checksums if method.__name__ == "checksums" else None]
+        if self.dead & {*ranks}:
+            raise ClusterError("actor_infer", method.__name__, min(self.dead), PROCESS_DIED, "gone")
+        return [self.checksums if method.__name__ == "checksums" else None for _ in ranks]
 
     def transport(self, *_: Any) -> Any:
         """Replaces the transport class."""
@@ -112,6 +128,9 @@ def test_the_way_of_weights_follows_from_where_the_clusters_are(
             groups.extend(args[0] if args else [])
             return [5555, None]
 
+        async def call_some(self, method: Any, ranks: list[int], *args: Any) -> None:
+            groups.extend(args[0])
+
     train: Any = Devices([0, 1])
     infer: Any = Devices([0, 1] if shared else [2, 3])
     assert choose_transport(train, infer) is transport
@@ -138,6 +157,10 @@ def updated(
         sync_retry_delay_s=1.5,
         verify_weights=verify,
         in_flight_policy="retract",
+        max_engine_restarts=0,
+        engine_restart_delay_s=0,
+        health_check_timeout_s=5,
+        output_dir=tempfile.gettempdir(),
         **config,
     )
     engines: Any = world
@@ -232,3 +255,120 @@ def test_failed_attempts_are_counted_in_the_metrics() -> None:
     assert isinstance(report, UpdateReport)
     metrics = report.metrics()
     assert (metrics["param_sync_count"], metrics["param_sync_requests"], metrics["sync_failures"]) == (4, 5, 1)
+
+
+def test_an_engine_that_died_is_left_out_and_its_attempt_is_not_counted() -> None:
+    """Without a retry left, the attempt that a death has spoilt would end the run."""
+    world = World(engines=3)
+    world.during = {"begin": lambda: world.dead.add(1)}
+    report, synchronizer, _ = updated(world, retries=0)
+    assert isinstance(report, UpdateReport) and report.attempts == 2 and not synchronizer.stale_weights
+    assert world.took_part[0] == [0, 1, 2] and world.took_part[-1] == [0, 2]
+    assert report.metrics()["faults/engines_down"] == 1
+
+
+def test_an_update_without_any_engine_ends_with_the_cause_of_the_first_death() -> None:
+    world = World()
+    world.during = {"transfer": lambda: world.dead.add(0)}
+    with pytest.raises(EnginesLostError, match="no engine left.*the first cause: actor_infer-0: its process died"):
+        updated(world)
+
+
+class Restarting(World):
+    """Engines that can be started again."""
+
+    def __init__(self, engines: int) -> None:
+        super().__init__(engines=engines)
+        self.restarted: list[int] = []
+
+    async def restart(self, rank: int, responsive: bool) -> None:
+        self.restarted.append(rank)
+        self.dead.discard(rank)
+
+    async def call_some(self, method: Callable[..., Any], ranks: list[int], *args: Any) -> list[Any]:
+        if method.__name__ == "start_again":
+            return [None]
+        return await super().call_some(method, ranks, *args)
+
+
+def restarting(engines: int, tmp_path: Path) -> tuple[Restarting, WeightSynchronizer, EngineMonitor]:
+    """Engines, with the synchronizer and the monitor of a run in which two restarts are allowed."""
+    world = Restarting(engines)
+    settings: Any = SimpleNamespace(
+        sync_timeout_s=5,
+        max_sync_retries=0,
+        sync_retry_delay_s=0,
+        verify_weights="first",
+        in_flight_policy="retract",
+        max_engine_restarts=2,
+        engine_restart_delay_s=0,
+        health_check_timeout_s=5,
+        health_check_interval_s=0.01,
+    )
+    cluster: Any = world
+    monitor = EngineMonitor(cluster, settings, EventLog(tmp_path))
+    return world, WeightSynchronizer(cluster, cluster, settings, cluster.transport, monitor=monitor), monitor
+
+
+def test_a_restarted_engine_gets_verified_weights_by_itself_while_the_trainer_waits(
+    tmp_path: Path,
+) -> None:
+    world, synchronizer, monitor = restarting(2, tmp_path)
+
+    async def scenario() -> list[str]:
+        await synchronizer.update_weights(0)
+        await synchronizer.update_weights(1)
+        monitor.start()
+        world.dead.add(1)
+        world.steps.clear()
+        world.took_part.clear()
+
+        async def batch() -> list[str]:
+            while monitor.serving != [0, 1] or not world.restarted:
+                await asyncio.sleep(0.01)
+            return list(world.steps)
+
+        try:
+            return await asyncio.wait_for(synchronizer.while_idle(batch()), 5)
+        finally:
+            await monitor.close()
+
+    assert asyncio.run(scenario()) == list(STEPS)
+    assert {tuple(ranks) for ranks in world.took_part} == {(1,)} and world.restarted == [1]
+    events = [json.loads(line)["event"] for line in (tmp_path / EVENTS_FILE).read_text().splitlines()]
+    assert events == ["failed", "restarted", "serving again"]
+
+
+def test_the_only_engine_is_waited_for_and_updated_once_it_has_started(tmp_path: Path) -> None:
+    world, synchronizer, monitor = restarting(1, tmp_path)
+
+    async def scenario() -> UpdateReport:
+        await synchronizer.update_weights(0)
+        world.during = {"transfer": lambda: None if world.restarted else world.dead.add(0)}
+        return await asyncio.wait_for(synchronizer.update_weights(1), 5)
+
+    report = asyncio.run(scenario())
+    assert (report.version, report.attempts, report.verified) == (1, 2, True)
+    assert monitor.serving == [0] and report.metrics()["faults/engine_restarts"] == 1
+
+
+def test_an_error_of_the_wait_is_raised_and_the_wait_ends_where_no_engine_is_left(tmp_path: Path) -> None:
+    world, synchronizer, monitor = restarting(1, tmp_path)
+
+    async def fails() -> None:
+        raise ValueError("no batch")
+
+    async def never() -> None:
+        await asyncio.sleep(60)
+
+    async def scenario() -> None:
+        await synchronizer.update_weights(0)
+        with pytest.raises(ValueError, match="no batch"):
+            await synchronizer.while_idle(fails())
+        for _ in range(3):
+            await monitor.failed(0, "broken")
+            await asyncio.sleep(0.05)
+        with pytest.raises(EnginesLostError):
+            await asyncio.wait_for(synchronizer.while_idle(never()), 5)
+
+    asyncio.run(scenario())

@@ -1,0 +1,287 @@
+r"""Watches the engines of a run, and restarts those that die or no longer answer.
+
+    serving -> restarting -> started -> serving      a weight update makes a started engine serve
+                         \-> lost                    after `max_engine_restarts`
+
+The engines that serve generate meanwhile. A run whose engines are all lost ends, with the first cause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from roll.distributed.infer_worker import InferWorker
+from roll.distributed.remote_errors import PROCESS_DIED, TIMEOUT, ClusterError, deadline_scope, one_line
+from roll.distributed.strategy.sglang_engine import EngineNotRunningError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from roll.configs.pipeline import RLConfig
+    from roll.distributed.cluster import Cluster
+    from roll.distributed.events import EventLog
+
+WINDOW_S = 3600.0
+"""Restarts of the last hour count, so that an engine that dies once a day is restarted every time."""
+
+LONGEST_DELAY_S = 60.0
+"""Limit of the time between two restarts, which doubles with each."""
+
+CALL_GRACE_S = 5.0
+"""What a health check of an engine's process gets beyond that of the engine itself."""
+
+
+class EnginesLostError(RuntimeError):
+    """No engine serves and none can be restarted; the message has the first cause."""
+
+
+class EngineState(Enum):
+    """Whether an engine takes requests, and if not, what it waits for."""
+
+    SERVING = "serving"
+    RESTARTING = "restarting"
+    STARTED = "started"
+    LOST = "lost"
+
+
+class RestartLimit:
+    """When one engine may be restarted: so many times an hour, each time after twice the last delay."""
+
+    def __init__(self, restarts: int, delay_s: float) -> None:
+        self.restarts, self._delay_s = restarts, delay_s
+        self._times: deque[float] = deque()
+
+    @property
+    def used(self) -> int:
+        """Restarts that count at the moment."""
+        return len(self._times)
+
+    def next_delay(self, now: float) -> float | None:
+        """Seconds to wait before a restart, which counts from now on; None where no more are allowed."""
+        while self._times and self._times[0] <= now - WINDOW_S:
+            self._times.popleft()
+        if len(self._times) >= self.restarts:
+            return None
+        self._times.append(now)
+        return min(LONGEST_DELAY_S, self._delay_s * 2.0 ** (len(self._times) - 1))
+
+
+class EngineMonitor:
+    """Checks the health of every engine of one cluster, and restarts engines.
+
+    Attributes:
+        states: of each engine.
+        failures: of engines so far.
+        restarts: of all engines so far.
+        seconds_down: that engines did not serve, added up over engines that serve again.
+    """
+
+    def __init__(
+        self,
+        infer: Cluster[InferWorker],
+        config: RLConfig,
+        events: EventLog,
+        needs_weights: bool = True,
+        restarts: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        """Watches nothing before `start`.
+
+        Args:
+            infer: the engines.
+            config: of the run.
+            events: are told what happens.
+            needs_weights: whether a restarted engine serves only after a weight update.
+            restarts: whether engines are restarted at all.
+            clock: seconds.
+            sleep: waits; replaced in tests.
+        """
+        self._infer, self._config, self._events, self._needs_weights = infer, config, events, needs_weights
+        self._clock, self._sleep = clock, sleep
+        count = infer.world_size
+        self.states = [EngineState.SERVING] * count
+        self.failures = self.restarts = 0
+        self.seconds_down = 0.0
+        self._restarts = config.max_engine_restarts if restarts else 0
+        self._limits = [RestartLimit(self._restarts, config.engine_restart_delay_s) for _ in range(count)]
+        self._down_since = [0.0] * count
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Condition()
+        self._first_cause = ""
+        self._updates, self._updating = 0, False
+
+    @property
+    def serving(self) -> list[int]:
+        """Engines that take requests and weight updates."""
+        return self._with(EngineState.SERVING)
+
+    @property
+    def started(self) -> list[int]:
+        """Restarted engines that wait for weights."""
+        return self._with(EngineState.STARTED)
+
+    @property
+    def _running(self) -> list[int]:
+        return self._with(EngineState.SERVING, EngineState.STARTED)
+
+    def _with(self, *states: EngineState) -> list[int]:
+        return [engine for engine, state in enumerate(self.states) if state in states]
+
+    def start(self) -> None:
+        """Begins to watch the engines, which have started."""
+        for engine in range(self._infer.world_size):
+            self._run(self._watch(engine))
+
+    async def close(self) -> None:
+        """Ends watching and restarting."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """In this block engines are busy with a weight update: only death counts as a failure, not a late answer."""
+        self._updates += 1
+        self._updating = True
+        try:
+            yield
+        finally:
+            self._updating = False
+
+    async def updated(self, engines: Sequence[int]) -> None:
+        """These engines have the current weights."""
+        for engine in engines:
+            if self.states[engine] is EngineState.STARTED:
+                await self._set(engine, EngineState.SERVING)
+                seconds = self._clock() - self._down_since[engine]
+                self.seconds_down += seconds
+                self._record(engine, "serving again", f"serves again, {seconds:.1f} s after it failed", seconds)
+
+    async def find_dead(self) -> None:
+        """Restarts the engines whose processes have died or are stopped; does not wait for the answer of an engine."""
+        await asyncio.gather(*(self._check(engine, None) for engine in self._running))
+
+    async def check(self, timeout_s: float) -> None:
+        """Restarts the engines that have died, or do not answer within `timeout_s`."""
+        await asyncio.gather(*(self._check(engine, timeout_s) for engine in self._running))
+
+    async def failed(self, engine: int, cause: str, responsive: bool = True) -> None:
+        """An engine is not to be used any more: restarts it if that is allowed."""
+        cause = cause.removeprefix(f"{self._name(engine)}: ")
+        if engine not in self._running:
+            return
+        self._first_cause = self._first_cause or f"{self._name(engine)}: {cause}"
+        self._down_since[engine] = self._clock()
+        self.failures += 1
+        await self._set(engine, EngineState.RESTARTING)
+        self._record(engine, "failed", f"failed: {cause}")
+        self._run(self._restart(engine, responsive))
+
+    async def wait_for_engine(self) -> None:
+        """Waits until an engine serves, or has started and waits for weights.
+
+        Raises:
+            EnginesLostError: no engine will.
+        """
+        await self._wait(lambda: bool(self.serving or self.started))
+
+    async def wait_for_started(self) -> None:
+        """Waits until a restarted engine waits for weights.
+
+        Raises:
+            EnginesLostError: no engine serves, and none will.
+        """
+        await self._wait(lambda: bool(self.started))
+
+    async def _wait(self, reached: Callable[[], bool]) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: reached() or self._all_lost)
+        if self._all_lost:
+            raise EnginesLostError(
+                f"{self._infer.role} has no engine left after {self._restarts} restarts of each within an hour "
+                f"(max_engine_restarts); the first cause: {self._first_cause}"
+            )
+
+    @property
+    def _all_lost(self) -> bool:
+        return all(state is EngineState.LOST for state in self.states)
+
+    def metrics(self) -> dict[str, float]:
+        """`faults/...` of the engines."""
+        return {
+            "faults/engine_restarts": float(self.restarts),
+            "faults/engines_down": float(len(self._with(EngineState.RESTARTING, EngineState.LOST))),
+            "faults/engine_seconds_down": self.seconds_down,
+        }
+
+    def health(self) -> dict[str, str]:
+        """State of each engine by name."""
+        return {self._name(engine): state.value for engine, state in enumerate(self.states)}
+
+    def _name(self, engine: int) -> str:
+        return f"{self._infer.role}-{engine}"
+
+    def _record(self, engine: int, event: str, message: str, seconds: float | None = None) -> None:
+        level = logging.INFO if event == "serving again" else logging.WARNING
+        self._events.record(self._name(engine), event, message, seconds, level)
+
+    async def _set(self, engine: int, state: EngineState) -> None:
+        async with self._changed:
+            self.states[engine] = state
+            self._changed.notify_all()
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _watch(self, engine: int) -> None:
+        while True:
+            await self._sleep(self._config.health_check_interval_s)
+            if engine in self._running:
+                await self._check(engine, self._config.health_check_timeout_s)
+
+    async def _check(self, engine: int, timeout_s: float | None) -> None:
+        """Restarts an engine that died, that is stopped, or that does not answer in time; None does not wait for it."""
+        updates = self._updates
+        try:
+            with deadline_scope(time.monotonic() + (timeout_s or 0.0) + CALL_GRACE_S):
+                await self._infer.call_some(InferWorker.check_health, [engine], timeout_s)
+        except ClusterError as error:
+            died = error.kind in (PROCESS_DIED, EngineNotRunningError.__name__)
+            if died or not (self._updating or updates != self._updates):
+                await self.failed(engine, one_line(error), responsive=error.kind not in (PROCESS_DIED, TIMEOUT))
+
+    async def _restart(self, engine: int, responsive: bool) -> None:
+        """Restarts an engine until it has started, or no restart is left."""
+        limit = self._limits[engine]
+        while (delay_s := limit.next_delay(self._clock())) is not None:
+            await self._sleep(delay_s)
+            start = self._clock()
+            again = InferWorker.start_again if self._needs_weights else InferWorker.initialize
+            try:
+                await self._infer.restart(engine, responsive)
+                await self._infer.call_some(again, [engine])
+            except ClusterError as error:
+                responsive = error.kind not in (PROCESS_DIED, TIMEOUT)
+                self._record(engine, "restart failed", f"could not be restarted: {one_line(error)}")
+                continue
+            self.restarts += 1
+            seconds = self._clock() - start
+            count = f"restart {limit.used} of {limit.restarts} within an hour"
+            self._record(engine, "restarted", f"was restarted in {seconds:.1f} s ({count})", seconds)
+            await self._set(engine, EngineState.STARTED)
+            if not self._needs_weights:
+                await self.updated([engine])
+            return
+        self._record(engine, "lost", f"is not restarted again: {limit.restarts} restarts within an hour")
+        await self._set(engine, EngineState.LOST)

@@ -1,0 +1,170 @@
+"""The monitor restarts engines within limits; the clusters here fail on request, real ones do in test_engine_death."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roll.distributed.engine_monitor import WINDOW_S, EngineMonitor, EnginesLostError, EngineState, RestartLimit
+from roll.distributed.events import EVENTS_FILE, EventLog
+from roll.distributed.remote_errors import PROCESS_DIED, TIMEOUT, ClusterError
+
+
+@given(st.lists(st.floats(0, 3 * WINDOW_S), min_size=1, max_size=30), st.integers(0, 4))
+def test_no_more_restarts_within_an_hour_than_allowed(times: list[float], restarts: int) -> None:
+    limit = RestartLimit(restarts, 1.0)
+    allowed = [now for now in sorted(times) if limit.next_delay(now) is not None]
+    for now in allowed:
+        assert sum(now - WINDOW_S < each <= now for each in allowed) <= restarts
+    for now in {*times} - {*allowed}:
+        assert sum(now - WINDOW_S < each <= now for each in allowed) == restarts
+
+
+def test_the_wait_before_a_restart_doubles_up_to_a_minute() -> None:
+    limit = RestartLimit(9, 1.0)
+    assert [limit.next_delay(0.0) for _ in range(10)] == [1, 2, 4, 8, 16, 32, 60, 60, 60, None]
+    assert limit.next_delay(WINDOW_S) == 1
+
+
+class FailingEngines:
+    """A cluster whose calls raise what `errors` has for (engine, method)."""
+
+    role = "actor_infer"
+
+    def __init__(self, engines: int) -> None:
+        self.world_size = engines
+        self.errors: dict[tuple[int, str], ClusterError] = {}
+        self.restarts: list[tuple[int, bool]] = []
+
+    def fail(self, engine: int, method: str, kind: str, cause: str) -> None:
+        self.errors[engine, method] = ClusterError(self.role, method, engine, kind, f"{cause}\nstack", cause)
+
+    async def call_some(self, method: Any, ranks: list[int], *args: Any) -> list[None]:
+        for rank in ranks:
+            if (rank, method.__name__) in self.errors:
+                raise self.errors[rank, method.__name__]
+        return [None for _ in ranks]
+
+    async def restart(self, rank: int, responsive: bool) -> None:
+        self.restarts.append((rank, responsive))
+        self.errors.pop((rank, "check_health"), None)
+
+
+def monitor_of(engines: FailingEngines, folder: Path, restarts: int = 2, **options: Any) -> EngineMonitor:
+    """A monitor without waits."""
+    config: Any = SimpleNamespace(
+        max_engine_restarts=restarts,
+        engine_restart_delay_s=0.0,
+        health_check_interval_s=0.0,
+        health_check_timeout_s=1.0,
+    )
+    cluster: Any = engines
+    return EngineMonitor(cluster, config, EventLog(folder), **options)
+
+
+def events(folder: Path) -> list[tuple[str, str]]:
+    """Component and event of each line."""
+    entries = [json.loads(line) for line in (folder / EVENTS_FILE).read_text().splitlines()]
+    return [(entry["component"], entry["event"]) for entry in entries]
+
+
+async def settle() -> None:
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "responsive"),
+    [(PROCESS_DIED, False), (TIMEOUT, False), ("EngineNotRunningError", True), ("EngineError", True)],
+)
+def test_an_engine_that_fails_a_health_check_is_restarted_and_waits_for_weights(
+    kind: str, responsive: bool, tmp_path: Path
+) -> None:
+    engines = FailingEngines(3)
+    engines.fail(1, "check_health", kind, "process 7 died")
+    monitor = monitor_of(engines, tmp_path)
+
+    async def scenario() -> None:
+        monitor.start()
+        await monitor.wait_for_started()
+        assert (monitor.serving, monitor.started, engines.restarts) == ([0, 2], [1], [(1, responsive)])
+        assert monitor.metrics()["faults/engines_down"] == 0
+        await monitor.updated([0, 1, 2])
+        assert (monitor.serving, monitor.started) == ([0, 1, 2], [])
+        await monitor.close()
+
+    asyncio.run(scenario())
+    assert events(tmp_path) == [("actor_infer-1", each) for each in ("failed", "restarted", "serving again")]
+    assert monitor.metrics()["faults/engine_restarts"] == 1
+
+
+def test_an_engine_without_weight_updates_serves_once_it_has_started(tmp_path: Path) -> None:
+    engines = FailingEngines(1)
+    monitor = monitor_of(engines, tmp_path, needs_weights=False)
+
+    async def scenario() -> None:
+        await monitor.failed(0, "broken")
+        await settle()
+        assert monitor.serving == [0]
+
+    asyncio.run(scenario())
+
+
+def test_a_late_answer_during_a_weight_update_is_no_failure_but_a_death_is(tmp_path: Path) -> None:
+    engines = FailingEngines(2)
+    engines.fail(0, "check_health", "EngineError", "no answer within 1 s")
+    engines.fail(1, "check_health", PROCESS_DIED, "gone")
+    monitor = monitor_of(engines, tmp_path, restarts=0)
+
+    async def scenario() -> None:
+        with monitor.updating():
+            await monitor.check(1.0)
+        await settle()
+        assert [each.value for each in monitor.states] == ["serving", "lost"]
+        await monitor.check(1.0)
+        await settle()
+        assert [each.value for each in monitor.states] == ["lost", "lost"]
+
+    asyncio.run(scenario())
+
+
+def test_a_restart_that_fails_is_repeated_until_the_limit_and_the_run_ends_with_the_first_cause(tmp_path: Path) -> None:
+    engines = FailingEngines(1)
+    engines.fail(0, "start_again", "EngineError", "out of memory")
+    monitor = monitor_of(engines, tmp_path, restarts=3)
+
+    async def scenario() -> None:
+        await monitor.failed(0, "process 7 of the engine died")
+        with pytest.raises(EnginesLostError) as caught:
+            await monitor.wait_for_engine()
+        assert "3 restarts" in str(caught.value) and "\n" not in str(caught.value)
+        assert str(caught.value).endswith("the first cause: actor_infer-0: process 7 of the engine died")
+
+    asyncio.run(scenario())
+    assert [event for _, event in events(tmp_path)] == ["failed", *["restart failed"] * 3, "lost"]
+    assert monitor.states == [EngineState.LOST] and len(engines.restarts) == 3
+
+
+def test_a_run_goes_on_with_the_engines_that_are_left(tmp_path: Path) -> None:
+    monitor = monitor_of(FailingEngines(2), tmp_path, restarts=0)
+
+    async def scenario() -> None:
+        await monitor.failed(0, "broken")
+        await settle()
+        await asyncio.wait_for(monitor.wait_for_engine(), 1)
+        assert (monitor.serving, monitor.states[0]) == ([1], EngineState.LOST)
+        assert monitor.health() == {"actor_infer-0": "lost", "actor_infer-1": "serving"}
+
+    asyncio.run(scenario())
+
+
+def test_an_event_that_cannot_be_written_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    EventLog(tmp_path / "missing").record("actor_infer-0", "failed", "failed: gone")
+    assert "actor_infer-0 failed: gone" in caplog.text and "events.jsonl: not written" in caplog.text
