@@ -206,8 +206,14 @@ LARGEST = 2**63 - 1
 
 TOO_LARGE = f"{{}} is too large; the largest allowed number is {LARGEST}"
 
-INVALID_CHARACTERS = re.compile("[\0\ud800-\udfff]")
-"""Characters that YAML allows, but no path and no UTF-8 text."""
+INVALID_CHARACTERS = re.compile("[\0-\x08\x0b\x0c\x0e-\x1f\x7f\u200b\u2060\ufeff\ud800-\udfff]")
+"""Characters that no path and no text should have: control characters, invisible ones, and halves of characters."""
+
+NUMBER = re.compile(r"[-+]?((\d+\.?\d*|\.\d+)(e[-+]?\d+)?|\.?(inf|nan))", re.ASCII | re.IGNORECASE)
+"""Texts that are read as a number: Python's `float` would take digits of every script, and underscores."""
+
+MAX_EXPLAINED = 50
+"""Unknown keys for which similar names are looked up, which takes about a millisecond each."""
 
 WHOLE_NUMBER = re.compile(r"[-+]?(0|[1-9]\d{0,29})", re.ASCII)
 SWITCHES = {"true": True, "false": False}
@@ -228,6 +234,7 @@ class Converter:
     def __init__(self, suggest: Suggest, overridden: Collection[str] = ()) -> None:
         self.problems: list[Problem] = []
         self._suggest = suggest
+        self._unknown = 0
         self._overridden = overridden
 
     def overlay(self, data: Any, default: Instance, path: str = "") -> Instance:
@@ -242,7 +249,9 @@ class Converter:
             value, before = data[name], len(self.problems)
             where = f"{path}.{name}" if path else str(name)
             if name not in keys:
-                self.problems += self._suggest(where, cls, value)
+                self._unknown += 1
+                known = self._suggest(where, cls, value) if self._unknown <= MAX_EXPLAINED else []
+                self.problems += known or [Problem(where, "unknown key")]
                 continue
             setattr(default, name, self._field(value, keys[name], getattr(default, name), where))
             if name in deciding and len(self.problems) > before:
@@ -252,10 +261,14 @@ class Converter:
     def _field(self, value: Any, key: Key, default: Any, path: str) -> Any:
         parse, before = key.field.metadata.get("parse"), len(self.problems)
         try:
-            converted = self._value(parse(value) if parse else value, key.hint, default, path)
+            parsed = parse(value) if parse else value
+        except TypeError:
+            self._fail(path, value, describe(key.hint))
+            return default
         except ValueError as error:
             self._add(path, str(error))
             return default
+        converted = self._value(parsed, key.hint, default, path)
         if len(self.problems) > before:
             return default
         self._check_text(converted, path)
@@ -293,11 +306,11 @@ class Converter:
         return self._fail(path, value, describe(hint))
 
     def _scalar(self, value: Any, hint: type, path: str) -> Any:
+        if hint is float and isinstance(value, str) and not NUMBER.fullmatch(value):
+            return self._fail(path, value, describe(hint))
         if hint is float and isinstance(value, int | float | str) and not isinstance(value, bool):
             try:
                 return float(value)
-            except ValueError:
-                return self._fail(path, value, describe(hint))
             except OverflowError:
                 return self._add(path, TOO_LARGE.format(reprlib.repr(value)))
         if type(value) is hint:

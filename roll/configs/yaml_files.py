@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,10 +21,10 @@ from roll.configs.compat.apply import normalize_aliases
 from roll.configs.compat.environments import base_file
 from roll.configs.errors import ConfigError, Problem, similar_path, unreachable
 
-FLOAT = re.compile(r"[-+]?((?!0\d)\d[\d_]*\.?[\d_]*|\.\d+)([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
+FLOAT = re.compile(r"[-+]?((?!0[0-9])[0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 """YAML 1.2 floats: `1e-6` too, which YAML 1.1 reads as text."""
 
-INT = re.compile(r"[-+]?(0|[1-9][\d_]*|0x[\da-fA-F_]+)")
+INT = re.compile(r"[-+]?(0|[1-9][0-9]*|0x[0-9a-fA-F]+)")
 """YAML 1.2 whole numbers; YAML 1.1 would read `017` as 15 and `1:30` as 90."""
 
 REPLACED = ("tag:yaml.org,2002:float", "tag:yaml.org,2002:int", "tag:yaml.org,2002:timestamp")
@@ -34,6 +35,12 @@ MERGE = "tag:yaml.org,2002:merge"
 
 MAX_DEPTH = 32
 """Maximum levels of sections and lists; the deepest known key has 4."""
+
+MAX_CHARACTERS = 128 * 1024
+"""Longest text of a configuration; the parser takes about a second for it."""
+
+MAX_VALUES = 20_000
+"""Most values of a configuration, where an alias (*name) counts as all values of its anchor."""
 
 TOO_DEEP = f"sections or lists are nested more than {MAX_DEPTH} levels deep; use fewer levels"
 
@@ -73,6 +80,9 @@ def parse_yaml(text: str, source: str) -> Any:
     Raises:
         ConfigError: it is not YAML, or a key is given twice.
     """
+    if len(text) > MAX_CHARACTERS:
+        message = f"{len(text)} characters are too many for a configuration; the most allowed are {MAX_CHARACTERS}"
+        raise ConfigError([Problem("", message)], source)
     try:
         value = yaml.load(text, Loader=_Loader)
     except _DuplicateKey as error:
@@ -88,14 +98,16 @@ def parse_yaml(text: str, source: str) -> Any:
         raise ConfigError([Problem("", f"contains a value that is not of its type: {error}")], source) from None
     except RecursionError:
         raise ConfigError([Problem("", TOO_DEEP)], source) from None
-    wrong = _nesting_problem(value)
+    wrong = _nesting_problem(value, itertools.count(1))
     if wrong:
         raise ConfigError([Problem("", wrong)], source)
     return value
 
 
-def _nesting_problem(value: Any, inside: tuple[int, ...] = ()) -> str | None:
-    """An error message if a mapping or list contains itself or is nested too deep."""
+def _nesting_problem(value: Any, count: Iterator[int], inside: tuple[int, ...] = ()) -> str | None:
+    """An error message if a mapping or list contains itself, is nested too deep or has too many values."""
+    if next(count) > MAX_VALUES:
+        return f"has more than {MAX_VALUES} values, or aliases (*name) that stand for so many; use fewer"
     if not isinstance(value, dict | list):
         return None
     if id(value) in inside:
@@ -103,7 +115,7 @@ def _nesting_problem(value: Any, inside: tuple[int, ...] = ()) -> str | None:
     if len(inside) == MAX_DEPTH:
         return TOO_DEEP
     items = value.values() if isinstance(value, dict) else value
-    return next(filter(None, (_nesting_problem(item, (*inside, id(value))) for item in items)), None)
+    return next(filter(None, (_nesting_problem(item, count, (*inside, id(value))) for item in items)), None)
 
 
 def read_tree(path: Path, notes: list[Problem], including: Sequence[Path] = ()) -> Tree:
@@ -206,7 +218,8 @@ def override_tree(overrides: Sequence[str], notes: list[Problem]) -> Tree:
 
 def _mapping(path: Path) -> Tree:
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MAX_CHARACTERS + 1)
     except (OSError, UnicodeDecodeError) as error:
         why = f"cannot be read: {getattr(error, 'strerror', None) or error}"
         raise ConfigError([Problem("", why + _similar_file(path))], str(path)) from None

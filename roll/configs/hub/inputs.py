@@ -179,6 +179,10 @@ def _replace_model(config: BaseConfig, text: str, pinned: str) -> None:
         config.pretrain = pinned
 
 
+MAX_FILES = 10_000
+"""Most files and folders in the folder of a dataset; a larger one is another folder, such as that of all data."""
+
+
 class _Hub:
     """Lists repositories; after one request without an answer it tries no other, so that the wait is not repeated."""
 
@@ -270,7 +274,7 @@ def folder_files(folder: Path, role: str, args: DataArguments) -> list[str]:
     """The files of a subset and split of a dataset in a folder of this machine.
 
     Raises:
-        HubError: it has no such split.
+        HubError: it has no such split, or is too large to be the folder of a dataset.
     """
     try:
         return [str(folder / path) for path in choose_files(*_contents(folder), args.subset, _splits(role, args))]
@@ -279,10 +283,22 @@ def folder_files(folder: Path, role: str, args: DataArguments) -> list[str]:
 
 
 def _contents(folder: Path) -> tuple[list[str], str]:
-    """The files of a dataset's folder, and its card."""
-    paths = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
+    """The visible files of a dataset's folder, and its card.
+
+    Raises:
+        HubError: it has more than MAX_FILES files and folders.
+    """
+    visible: list[str] = []
+    seen = 0
+    for place, folders, files in os.walk(folder):  # a folder that may not be read is left out
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        seen += len(folders) + len(files)
+        if seen > MAX_FILES:
+            raise HubError(f"{folder}: has more than {MAX_FILES} files, so it is not the folder of a dataset")
+        visible += [
+            Path(place, name).relative_to(folder).as_posix() for name in sorted(files) if not name.startswith(".")
+        ]
     card = folder / CARD
-    visible = [path.as_posix() for path in paths if not any(part.startswith(".") for part in path.parts)]
     return visible, card.read_text(errors="replace") if card.is_file() else ""
 
 

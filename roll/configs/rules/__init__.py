@@ -8,7 +8,7 @@ from __future__ import annotations
 from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import Report
 from roll.configs.pipeline import BaseConfig, RLConfig
-from roll.configs.rules import agentic, devices, files, generation, learning, rewards
+from roll.configs.rules import agentic, devices, files, generation, learning, ranges, rewards
 from roll.configs.schema import keys_along, value_at
 
 
@@ -34,6 +34,9 @@ def check(config: BaseConfig) -> Report:
         agentic.check_groups(config, report)
         agentic.check_agentic(config, report)
         agentic.check_environments(config, report)
+    ranges.check_ranges(config, report)
+    ranges.check_threads(config, report)
+    ranges.check_engine_lengths(config, report)
     check_unused_keys(config, report)
     files.check_models(config, report)
     files.check_tokenizers(config, report)

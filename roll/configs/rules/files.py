@@ -81,12 +81,26 @@ def _is_model(path: Path) -> bool:
 def _check_folders(config: BaseConfig, report: Report) -> None:
     """The folders of the run can be written; an obstacle of several folders is reported once."""
     reported: set[str] = set()
-    for key in ("output_dir", "logging_dir", "checkpoint_dir", "rollout_dump_dir"):
-        folder = getattr(config, key, None)
+    folders = {key: getattr(config, key, None) for key in ("output_dir", "logging_dir", "checkpoint_dir")}
+    folders["rollout_dump_dir"] = getattr(config, "rollout_dump_dir", None)
+    for tracker in sorted({*config.track_with} & {*config.tracker_kwargs}):
+        for option in ("log_dir", "logdir"):
+            folders[f"tracker_kwargs.{tracker}.{option}"] = config.tracker_kwargs[tracker].get(option)
+    for key, folder in folders.items():
         why = _obstacle(Path(folder)) if folder is not None else None
         if why is not None and why not in reported:
             report.missing_resource(key, f"{folder} {why}; use another")
             reported.add(why)
+    for role, worker in config.device_roles().items():
+        model = local_model(worker.model_args.model_name_or_path) if worker.model_args.model_name_or_path else None
+        output = Path(config.output_dir)
+        if (
+            model is not None
+            and os.path.isfile(model / CONFIG_NAME)
+            and output.resolve().is_relative_to(model.resolve())
+        ):
+            report.error("output_dir", f"{output} is inside {model}, the model of {role}; use a folder of its own")
+            break
     if config.resume_from_checkpoint is False and os.path.isfile(os.path.join(config.output_dir, METRICS_FILE)):
         report.warn(
             "output_dir",

@@ -1,0 +1,150 @@
+"""Numbers that are possible but far from what anyone uses: a slip of the finger, or of a unit."""
+
+from __future__ import annotations
+
+import re
+
+from roll.configs.errors import Report
+from roll.configs.pipeline import BaseConfig
+from roll.configs.roles import EngineRoleConfig, JudgeConfig
+from roll.configs.schema import value_at
+
+YEAR_S = 366 * 86400.0
+"""Longest time in seconds that is accepted; far longer ones overflow in the clocks of threads and sockets."""
+
+SHORTEST_TIMEOUT_S = 0.01
+"""Shortest timeout that anything can keep; shorter ones fail every call."""
+
+MAX_PROCESSES = 4096
+"""Most processes of one reward on one machine."""
+
+USUAL: dict[str, tuple[float, float]] = {
+    "learning_rate": (1e-10, 1.0),
+    "min_learning_rate": (0.0, 1.0),
+    "weight_decay": (0.0, 1.0),
+    "adam_beta1": (0.0, 0.9999),
+    "adam_beta2": (0.5, 0.999999),
+    "adam_epsilon": (1e-20, 1e-2),
+    "warmup_steps": (0, 1e6),
+    "max_grad_norm": (0.0, 1e4),
+    "per_device_train_batch_size": (1, 1e5),
+    "gradient_accumulation_steps": (1, 1e6),
+    "infer_batch_size": (1, 1e5),
+    "max_tokens_per_microbatch_in_train": (0, 1e8),
+    "max_tokens_per_microbatch_in_infer": (0, 1e8),
+    "rollout_batch_size": (1, 1e6),
+    "num_return_sequences_in_group": (1, 1e4),
+    "num_return_sequences": (1, 1e4),
+    "group_size": (1, 1e4),
+    "num_env_groups": (1, 1e6),
+    "max_actions_per_traj": (1, 1e4),
+    "ppo_epochs": (1, 100),
+    "max_steps": (1, 1e8),
+    "prompt_length": (1, 1e7),
+    "response_length": (1, 1e7),
+    "sequence_length": (2, 1e7),
+    "max_new_tokens": (1, 1e7),
+    "num_devices_per_node": (1, 1024),
+    "max_running_requests": (1, 1e5),
+    "model_update_buffer_size_mb": (1, 1e5),
+    "temperature": (0.0, 5.0),
+    "judge_temperature": (0.0, 5.0),
+    "top_p": (1e-3, 1.0),
+    "repetition_penalty": (0.1, 10.0),
+    "async_generation_ratio": (0.0, 64.0),
+    "max_staleness_allowed": (0, 1000),
+    "max_sample_age_s": (1.0, YEAR_S),
+    "max_queue_size": (1, 1e8),
+    "min_batch_count": (1, 1000),
+    "max_sync_retries": (0, 1000),
+    "max_generation_retries": (0, 1000),
+    "max_engine_restarts": (0, 1000),
+    "max_retries": (0, 1000),
+    "max_resample_factor": (0.1, 1e4),
+    "max_concurrent_calls": (1, 1e5),
+    "judge_max_tokens": (1, 1e6),
+    "memory_limit_mb": (64, 1e6),
+    "output_limit_kb": (1, 1e6),
+    "kl_loss_coef": (0.0, 100.0),
+    "init_kl_coef": (0.0, 100.0),
+    "target_kl": (1e-6, 1000.0),
+    "entropy_loss_coef": (0.0, 10.0),
+    "opd_kl_coef": (1e-6, 100.0),
+    "sft_loss_coef": (0.0, 1000.0),
+    "beta": (1e-4, 100.0),
+    "pg_clip_high": (1e-6, 100.0),
+    "dual_clip_c": (1.0, 1000.0),
+    "upper": (0.0, 1e6),
+    "tis_upper_bound": (1e-3, 1e4),
+    "cispo_epsilon_low": (1e-6, 1000.0),
+    "cispo_epsilon_high": (1e-6, 1000.0),
+    "kimi15_tau": (1e-6, 1000.0),
+    "topr_positive_weight": (0.0, 1000.0),
+    "topr_negative_weight": (0.0, 1000.0),
+    "value_clip": (1e-4, 1e4),
+    "reward_clip": (1e-6, 1e6),
+    "advantage_clip": (1e-6, 1e6),
+    "overlong_penalty_factor": (1e-6, 1e4),
+    "weight": (-1e4, 1e4),
+    "correct_score": (-1e6, 1e6),
+    "wrong_score": (-1e6, 1e6),
+    "max_ckpt_to_keep": (0, 1e4),
+    "m2_threshold": (1e-6, 1e4),
+    "opsm_delta": (0.0, 1e4),
+    "veto_threshold": (0.0, 1.0),
+    "mean_logprob_mismatch": (1e-8, 100.0),
+    "p99_logprob_mismatch": (1e-8, 100.0),
+    "max_logprob_mismatch": (1e-8, 1000.0),
+    "flush_secs": (0.1, 86400.0),
+}
+"""Least and largest usual value by the name of a key."""
+
+THREADS = re.compile(r"[1-9]\d{0,3}(,[1-9]\d{0,3})*", re.ASCII)
+"""Values that OpenMP understands: a number of threads, or one for each level."""
+
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+
+
+def check_ranges(config: BaseConfig, report: Report) -> None:
+    """Refuses times longer than a year and too many processes, and warns of any other unusual number."""
+    for path in config.source.given:
+        value, name = value_at(config, path), path.rpartition(".")[2]
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if name.endswith("_s") and value > YEAR_S:
+            report.error(path, f"{value:g} s is longer than a year; use at most {YEAR_S:.0f}")
+        elif name.endswith(("_timeout_s", "_deadline_s", "timeout_s")) and value < SHORTEST_TIMEOUT_S:
+            report.error(path, f"{value:g} s is over before anything can answer; use at least {SHORTEST_TIMEOUT_S}")
+        elif name == "world_size" and value > MAX_PROCESSES:
+            report.error(path, f"{value} processes are too many for one machine; use at most {MAX_PROCESSES}")
+        elif name in USUAL:
+            least, largest = USUAL[name]
+            if not least <= value <= largest:
+                report.warn(path, f"{value:g} is unusual: usual values are between {least:g} and {largest:g}")
+
+
+def check_threads(config: BaseConfig, report: Report) -> None:
+    """Variables with a number of threads have one, or the engines end when they read it."""
+    sections = {"system_envs": config.system_envs}
+    sections |= {f"{role}.system_envs": worker.system_envs for role, worker in config.device_roles().items()}
+    for path, variables in sections.items():
+        for name in THREAD_VARIABLES:
+            value = variables.get(name)
+            if value is not None and not THREADS.fullmatch(value):
+                report.error(f"{path}.{name}", f"{value!r} is not a number of threads, such as '4'")
+
+
+def check_engine_lengths(config: BaseConfig, report: Report) -> None:
+    """An engine whose context and cache are set by hand has room for the longest sequence."""
+    for role, worker in config.device_roles().items():
+        if not isinstance(worker, EngineRoleConfig):
+            continue
+        longest = worker.sequence_length if isinstance(worker, JudgeConfig) else config.sequence_length
+        for name, what in (("context_length", "the context"), ("max_total_tokens", "the key-value cache")):
+            given = worker.strategy_args.strategy_config.get(name)
+            if isinstance(given, int) and longest is not None and given < longest:
+                report.error(
+                    f"{role}.strategy_args.strategy_config.{name}",
+                    f"{what} of {given} tokens is shorter than the longest sequence, {longest}; use at least that, or "
+                    "leave it out",
+                )

@@ -1,0 +1,178 @@
+"""Configurations with one or two wrong values: none hangs, none ends in a stack, none senseless passes in silence."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from roll.configs.errors import ConfigError
+from roll.configs.load import load_config
+from roll.configs.rules import check
+from roll.configs.rules.ranges import MAX_PROCESSES, SHORTEST_TIMEOUT_S, USUAL, YEAR_S
+from roll.configs.schema import Key, known_keys
+from roll.configs.yaml_files import MAX_CHARACTERS, parse_yaml
+from tests.configs.samples import refusal, rlvr
+
+ROOT = Path(__file__).parents[2]
+RECIPES = ("examples/tiny_math/rlvr_config.yaml", "examples/tiny_frozen_lake/agentic_config.yaml")
+CASES = 100
+
+# fmt: off
+STRANGE: tuple[Any, ...] = (
+    None, True, "", " ", "\u200b", "a\x07b", "\ud800", "../../..", "/", "/proc/self/mem", "x" * 5000,
+    "1_0", "\u0663", "nan", "1e5", "0x10", "${nowhere}", "${", "*", "!!python/object:os.system",
+    0, -1, 1, 10**9, 2**63, 10**30, 1e300, 1e-300, 1e12, float("inf"), float("nan"), -0.0,
+    [], [[]], [1, [2]], ["a"] * 3, {}, {"a": {"b": 1}}, {1: 2},
+)
+# fmt: on
+
+
+def mutated(recipe: str, seed: int) -> tuple[dict[str, Any], list[str]]:
+    """A recipe with one or two keys set to strange values, and which."""
+    chance = random.Random(seed)
+    tree = yaml.safe_load((ROOT / recipe).read_text())
+    config = load_config(ROOT / recipe)
+    paths = [key.path for key in known_keys(type(config)) if "<name>" not in key.path]
+    changed = []
+    for _ in range(chance.choice((1, 1, 2))):
+        path = chance.choice(paths)
+        *parents, last = path.split(".")
+        section = tree
+        for name in parents:
+            section = section.setdefault(name, {}) if isinstance(section, dict) else {}
+        if isinstance(section, dict):
+            section[last] = chance.choice(STRANGE)
+            changed.append(path)
+    return tree, changed
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_strange_value_is_refused_or_checked_in_a_second(tmp_path: Path, recipe: str) -> None:
+    file = tmp_path / "config.yaml"
+    for seed in range(CASES):
+        tree, changed = mutated(recipe, seed)
+        file.write_text(yaml.safe_dump(tree, allow_unicode=True), errors="surrogatepass")
+        start = time.perf_counter()
+        try:
+            check(load_config(file))
+        except ConfigError as error:
+            assert str(error).strip(), changed
+        assert time.perf_counter() - start < 1.0, changed
+
+
+def numbers(folder: Path) -> list[tuple[str, Key]]:
+    """Every key of an RLVR run that holds a number."""
+    config = rlvr(folder)
+    return [
+        (key.path, key)
+        for key in known_keys(type(config))
+        if "<name>" not in key.path and {int, float} & {key.hint, *getattr(key.hint, "__args__", ())}
+    ]
+
+
+EXEMPT = {
+    "seed": "any number is a seed",
+    "save_steps": "may be above max_steps: never",
+    "eval_steps": "may be above max_steps: never",
+    "logging_steps": "may be above max_steps: never",
+    "rollout_dump_steps": "may be above max_steps: never",
+    "kl_horizon": "a large one does not adapt",
+    "staleness_threshold": "only counts",
+    "critic_warmup": "may be above max_steps: the critic alone learns",
+    "top_k": "above the vocabulary it is without effect",
+}
+"""Keys for which no number is senseless, and why."""
+
+
+def test_no_enormous_number_is_accepted_in_silence(tmp_path: Path) -> None:
+    silent = []
+    for path, key in numbers(tmp_path):
+        if path.rpartition(".")[2] in EXEMPT:
+            continue
+        value = 10**12 if key.hint is int or int in getattr(key.hint, "__args__", ()) else 1e12
+        try:
+            config = rlvr(tmp_path, f"{path}={value}")
+        except ConfigError:
+            continue
+        report = check(config)
+        if not any(path.startswith(problem.path) for problem in [*report.errors, *report.warnings]):
+            silent.append(path)
+    assert not silent
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("start_timeout_s=1e300", "is longer than a year"),
+        ("sync_timeout_s=1e-9", "is over before anything can answer"),
+        ("rewards.math_rule.world_size=100000", "too many for one machine"),
+        ("actor_train.training_args.learning_rate='1_0'", "is not a number"),
+        ("actor_train.training_args.learning_rate='\u0663'", "is not a number"),
+        ("max_steps=1_0", "is not a whole number"),
+        ("exp_name='a\u200bb'", "a character that"),
+        ("actor_infer.strategy_args.strategy_config.max_total_tokens=1", "the key-value cache of 1 tokens is shorter"),
+        ("actor_infer.strategy_args.strategy_config.context_length=4", "the context of 4 tokens is shorter"),
+        ("system_envs.OMP_NUM_THREADS=lots", "'lots' is not a number of threads"),
+    ],
+)
+def test_a_value_that_nothing_can_work_with_is_refused(tmp_path: Path, override: str, message: str) -> None:
+    try:
+        text = " ".join(problem.message for problem in check(rlvr(tmp_path, override)).errors)
+    except ConfigError as error:
+        text = str(error)
+    assert message in text
+
+
+def test_an_unusual_number_is_a_warning(tmp_path: Path) -> None:
+    warnings = check(rlvr(tmp_path, "actor_train.training_args.learning_rate=1e12")).warnings
+    assert ["1e+12 is unusual: usual values are between 1e-10 and 1" for _ in range(1)] == [
+        problem.message for problem in warnings if problem.path.endswith("learning_rate")
+    ]
+    assert all(least <= largest for least, largest in USUAL.values())
+    assert SHORTEST_TIMEOUT_S < YEAR_S and MAX_PROCESSES > 1
+
+
+def test_the_folder_of_the_model_is_no_folder_for_output(tmp_path: Path, tiny_model_dir: Path) -> None:
+    message = refusal(tmp_path, f"pretrain={tiny_model_dir}", f"output_dir={tiny_model_dir}/run")
+    assert f"output_dir: {tiny_model_dir}/run is inside {tiny_model_dir}, the model of actor_train" in message
+
+
+def test_a_folder_of_a_tracker_that_cannot_be_written_is_found_before_the_run(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    options = [f"tracker_kwargs.tensorboard.log_dir={tmp_path}/file/events", "track_with=[tensorboard]"]
+    problems = check(rlvr(tmp_path, *options)).missing
+    assert any(problem.path == "tracker_kwargs.tensorboard.log_dir" for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "\n".join([f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" if i else "a0: &a0 [1]" for i in range(20)]),
+            "values",
+        ),
+        ("a: [" + "1, " * 400_000 + "1]", "characters are too many"),
+        ("\n".join(f"key_{i}: 1" for i in range(200_000)), "characters are too many"),
+        ("a: " + "x" * 10_000_000, "characters are too many"),
+        ("a: [" + "1," * 60_000 + "1]", "values"),
+    ],
+    ids=["alias bomb", "list", "keys", "scalar", "values"],
+)
+def test_a_text_that_would_take_long_is_refused_at_once(text: str, message: str) -> None:
+    start = time.perf_counter()
+    with pytest.raises(ConfigError, match=message):
+        parse_yaml(text, "config.yaml")
+    assert time.perf_counter() - start < 3.0
+
+
+def test_as_many_unknown_keys_as_fit_are_refused_in_time(tmp_path: Path) -> None:
+    text = "\n".join(f"learning_rat{i}: 1" for i in range(5000))
+    assert len(text) < MAX_CHARACTERS
+    start = time.perf_counter()
+    assert "learning_rat1" in refusal(tmp_path, text=text)
+    assert time.perf_counter() - start < 3.0
