@@ -261,7 +261,7 @@ def _rank_main(
     get_platform("cpu").setup_process([cores[rank % len(cores)]], threads=1)
     port = listener.getsockname()[1]
     if rank == 0:
-        hold_port(listener)
+        hold_port(listener=listener)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     outcome = job(layout, rank, folder, work)
     if rank == 0:

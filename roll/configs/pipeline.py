@@ -144,6 +144,12 @@ class BaseConfig:
     rpc_timeout_s: float = option(
         3600.0, "Maximum wait for a worker; after it the run ends with an error that names the call.", gt=0
     )
+    max_restarts: int = option(
+        3,
+        "Times that a run starts again by itself, from its newest checkpoint, after a training rank or the rollout "
+        "process died; 0: it ends.",
+        ge=0,
+    )
     start_timeout_s: float = option(600.0, "Maximum wait for workers and engines to start.", gt=0)
     model_update_buffer_size_mb: int = option(512, "Size of one bucket of a weight update.", ge=1, only_for=ENGINE_RUNS)
     sync_timeout_s: float = option(60.0, "Maximum duration of one weight update.", gt=0, only_for=ENGINE_RUNS)

@@ -280,7 +280,8 @@ class Cluster(Generic[WorkerT]):
             for slot, process in zip(slots, processes, strict=True)
             if self._resources.nodes[slot.node].node_id == self._resources.this_node
         ]
-        held = RemoteCall(self._context("hold_port", 0), [self._actors[0].hold_port.remote()], list, timeout_s)
+        address = self._resources.nodes[self._slots[0][0].node].address
+        held = RemoteCall(self._context("hold_port", 0), [self._actors[0].hold_port.remote(address)], list, timeout_s)
         port: int = held.get()[0]
         return [self._worker_rank(rank, 0, port) for rank in range(self.world_size)]
 
@@ -401,9 +402,9 @@ class WorkerActor:
         """Id of the worker's process."""
         return os.getpid()
 
-    def hold_port(self) -> int:
-        """A TCP port of this node, held by this process until its worker's store serves on it."""
-        return hold_port()
+    def hold_port(self, address: str) -> int:
+        """A TCP port of this node's `address`, held by this process until its worker's store serves on it."""
+        return hold_port(address)
 
     def build(self, make: Callable[..., object], environment: dict[str, str], *args: Any) -> Failure | None:
         """Makes the worker with these environment variables set."""

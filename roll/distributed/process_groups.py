@@ -19,18 +19,22 @@ if TYPE_CHECKING:
 
     from roll.platforms.platform import Platform
 
+LOOPBACK = "127.0.0.1"
+
 _held: dict[int, socket.socket] = {}
 
 
-def open_port() -> socket.socket:
-    """A socket that listens on a free port of all interfaces."""
+def open_port(address: str = "") -> socket.socket:
+    """A socket that listens on a free port: of the loopback address where that is `address`, else of all interfaces."""
+    if address == LOOPBACK:
+        return socket.create_server((LOOPBACK, 0))
     dual = socket.has_dualstack_ipv6()
     return socket.create_server(("", 0), family=socket.AF_INET6 if dual else socket.AF_INET, dualstack_ipv6=dual)
 
 
-def hold_port(listener: socket.socket | None = None) -> int:
-    """Holds a port for a store of this process: that of `listener`, or else a free one. Returns its number."""
-    listener = listener or open_port()
+def hold_port(address: str = "", listener: socket.socket | None = None) -> int:
+    """Holds a port for a store that serves at `address`: that of `listener`, or else a free one. Returns its number."""
+    listener = listener or open_port(address)
     port = int(listener.getsockname()[1])
     _held[port] = listener
     return port

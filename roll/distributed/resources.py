@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray._private import services
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from roll.configs.parallel_layout import by_node, spans
 from roll.distributed.core_pinning import Topology, cores_of, read_topology, threads_of
+from roll.distributed.leftovers import protect_session, remove_leftovers, remove_session
+from roll.distributed.process_groups import LOOPBACK
 
 if TYPE_CHECKING:
     from roll.configs.pipeline import BaseConfig
@@ -29,6 +34,8 @@ RESERVE_TIMEOUT_S = 10.0
 """Reserving free devices takes under a second; longer means that another run holds them."""
 NODE_TIMEOUT_S = 60.0
 """For the first process on a node, which imports this package."""
+_session: Path | None = None
+"""Folder of the Ray session that this process has started."""
 CONNECT_TIMEOUT_S = 5.0
 """A running Ray accepts a connection at once."""
 
@@ -136,8 +143,10 @@ def start_ray(config: BaseConfig, platform_name: str, num_devices: int) -> None:
     Raises:
         RayStartError: with the reason, at once.
     """
+    global _session
     if ray.is_initialized():
         return
+    remove_leftovers()
     address = os.environ.get("RAY_ADDRESS")
     options: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -152,7 +161,13 @@ def start_ray(config: BaseConfig, platform_name: str, num_devices: int) -> None:
         options.update({"num_gpus": num_devices} if platform_name == "cuda" else {"resources": {CPU_SLOT: num_devices}})
     at_end = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(**options)
+        if address:
+            ray.init(**options)
+        else:
+            with on_loopback():
+                context: Any = ray.init(**options, _node_ip_address=LOOPBACK)
+            _session = Path(context.address_info["session_dir"])
+            protect_session(_session)
     except Exception as error:  # Ray raises Exception itself where a process of its own does not start in time
         ray.shutdown()
         where = f"join the Ray at RAY_ADDRESS={address}" if address else "start Ray on this machine"
@@ -166,9 +181,28 @@ def _handle_sigterm(handler: Any) -> None:
         signal.signal(signal.SIGTERM, handler)
 
 
+@contextlib.contextmanager
+def on_loopback() -> Iterator[None]:
+    """Lets Ray start on the loopback address, so that no port of a run on one machine is open to others.
+
+    Ray replaces that address by one of the network, in a function without an option; here it keeps the address.
+    """
+    replaced = services.resolve_ip_for_localhost
+    services.resolve_ip_for_localhost = lambda host: host
+    try:
+        yield
+    finally:
+        services.resolve_ip_for_localhost = replaced
+
+
 def stop_ray() -> None:
-    """Ends the processes that `start_ray` started, if any."""
+    """Ends the processes that `start_ray` started, if any, and removes the files of their session."""
+    global _session
     ray.shutdown()
+    session, _session = _session, None
+    if session is not None:
+        remove_session(session)
+        remove_leftovers()
 
 
 def _probe(address: str) -> None:

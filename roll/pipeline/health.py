@@ -25,6 +25,9 @@ FILE_NAME = "health.json"
 INTERVAL_S = 5.0
 """Seconds between two reports: often enough to watch, and cheap."""
 
+VALID_S = 6 * INTERVAL_S
+"""How long a report of a running run is valid; a busy driver may be late with the next one."""
+
 Health = Mapping[str, Any]
 """`status` (running, finished, interrupted or failed), `time` (seconds since 1970), and the state of each component."""
 
@@ -38,7 +41,7 @@ class Monitor(Protocol):
 
 
 class HealthFile:
-    """Writes output_dir/health.json; an old `time` in it means that the driver hangs or has died.
+    """Writes output_dir/health.json: the report is out of date after its `valid_until`, and the driver hangs or died.
 
     On a full disk the report is written over the last one, which needs no space.
     """
@@ -48,7 +51,8 @@ class HealthFile:
 
     def report(self, health: Health) -> None:
         """Replaces the file, so that a reader never sees half of it."""
-        text = json.dumps(health, indent=2) + "\n"
+        valid = {"valid_until": health["time"] + VALID_S} if health.get("status") == "running" else {}
+        text = json.dumps({**health, **valid}, indent=2) + "\n"
         try:
             write_whole(self._path, lambda file: file.write(text))
         except RunError:
@@ -67,6 +71,7 @@ class HealthFile:
         try:
             last = json.loads(self._path.read_text())
             if last["status"] == "running":
+                del last["valid_until"]
                 self.report({**last, "status": status, "time": time.time()})
         except (OSError, ValueError, KeyError, TypeError, RunError) as error:
             logger.warning("%s does not say that the run is %s: %s", self._path, status, error)

@@ -10,7 +10,7 @@ import re
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,8 +22,9 @@ from roll.configs.trackers import METRICS_FILE
 from roll.datasets.records import DatasetError
 from roll.distributed.engine_monitor import EnginesLostError
 from roll.distributed.env_pool.types import EnvWorkerError
+from roll.distributed.events import EventLog
 from roll.distributed.processes import gc_freeze, gc_unfreeze
-from roll.distributed.remote_errors import ClusterError
+from roll.distributed.remote_errors import PROCESS_DIED, TIMEOUT, ClusterError, one_line
 from roll.distributed.resources import RayStartError, ResourceError
 from roll.distributed.weight_sync.synchronizer import WeightUpdateError
 from roll.pipeline.agentic.agentic_pipeline import AgenticPipeline
@@ -110,7 +111,7 @@ def run_pipeline(config: BaseConfig, command: str = "roll run CONFIG") -> int:
     """
     health = HealthFile(config)
     try:
-        summary = asyncio.run(run(config))
+        summary = run_with_restarts(config)
     except (KeyboardInterrupt, asyncio.CancelledError, RunInterrupted) as error:
         health.end("interrupted")
         saved = error.checkpoint if isinstance(error, RunInterrupted) else newest_checkpoint(config)
@@ -129,6 +130,32 @@ def run_pipeline(config: BaseConfig, command: str = "roll run CONFIG") -> int:
         raise
     logger.info("%s", "\n".join(next_steps(config, summary, command)))
     return 0
+
+
+def run_with_restarts(config: BaseConfig) -> RunSummary:
+    """One run, which starts again from its newest checkpoint after a process died, at most `max_restarts` times.
+
+    Raises:
+        Exception: as `run` raises.
+    """
+    events = EventLog(config.output_dir)
+    for restart in itertools.count(1):
+        try:
+            return asyncio.run(run(config))
+        except ClusterError as error:
+            if error.kind not in (PROCESS_DIED, TIMEOUT) or restart > config.max_restarts:
+                raise
+            saved = newest_checkpoint(config)
+            point = "from the beginning, since it has no checkpoint" if saved is None else f"from {saved}"
+            events.record(
+                f"{error.role}-{error.rank}",
+                "run restarted",
+                f"failed in {error.method}: {one_line(error)}; the run starts again {point} (restart {restart} of "
+                f"{config.max_restarts})",
+            )
+            if saved is not None:
+                config = replace(config, resume_from_checkpoint=True)
+    raise AssertionError("unreachable")
 
 
 def short_message(error: BaseException, config: BaseConfig) -> str:

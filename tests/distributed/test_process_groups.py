@@ -55,7 +55,7 @@ def test_a_store_serves_on_the_held_socket_and_accepts_earlier_connections():
 
 def test_a_given_listener_is_held_under_its_port():
     listener = open_port()
-    port = hold_port(listener)
+    port = hold_port(listener=listener)
     assert port == listener.getsockname()[1] and in_use(port)
     release_port(port)
     release_port(port)
@@ -116,3 +116,10 @@ def test_the_first_collective_of_all_ranks_is_on_the_ranks_own_device(monkeypatc
     assert seen == ["meta"]
     with pytest.raises(RuntimeError, match="1 of 2 ranks answered"):
         bind_to_device(torch.device("cpu"), 2)
+
+
+def test_a_port_of_the_loopback_address_is_closed_to_other_machines():
+    with open_port("127.0.0.1") as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
+    with open_port("10.0.0.1") as listener:
+        assert listener.getsockname()[0] in ("::", "0.0.0.0")

@@ -59,6 +59,7 @@ USUAL: dict[str, tuple[float, float]] = {
     "max_sync_retries": (0, 1000),
     "max_generation_retries": (0, 1000),
     "max_engine_restarts": (0, 1000),
+    "max_restarts": (0, 1000),
     "max_retries": (0, 1000),
     "max_resample_factor": (0.1, 1e4),
     "max_concurrent_calls": (1, 1e5),

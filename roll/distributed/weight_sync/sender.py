@@ -156,7 +156,7 @@ class WeightSender(Worker):
     @register(deadline="sync_timeout_s")
     def hold_broadcast_port(self) -> int | None:
         """A port for a new broadcast group, held until the group is left; None on ranks that are no source."""
-        self._port = hold_port() if self.is_source else None
+        self._port = hold_port(self.rank.address) if self.is_source else None
         return self._port
 
     @register(deadline="sync_timeout_s")

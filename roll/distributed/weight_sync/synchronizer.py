@@ -21,7 +21,7 @@ from roll.distributed.engine_monitor import EngineMonitor
 from roll.distributed.events import EventLog
 from roll.distributed.infer_worker import DOWN, InferWorker
 from roll.distributed.process_groups import BroadcastGroup
-from roll.distributed.remote_errors import ClusterError, deadline_scope, one_line
+from roll.distributed.remote_errors import PROCESS_DIED, ClusterError, deadline_scope, one_line
 from roll.distributed.train_worker import TrainWorker
 from roll.distributed.weight_sync.plan import (
     Bucket,
@@ -168,6 +168,7 @@ class WeightSynchronizer:
 
         Raises:
             WeightUpdateError: every attempt failed; the message contains each cause.
+            ClusterError: a training rank died, and the weights with it.
             EnginesLostError: no engine runs, and none is restarted.
         """
         start = time.perf_counter()
@@ -179,6 +180,8 @@ class WeightSynchronizer:
             try:
                 pause_seconds, sent = await self._attempt(version, verify, engines)
             except Exception as error:
+                if self._trainer_died(error):
+                    raise
                 last = error
                 self._failures += 1
                 causes.append(f"attempt {len(causes) + 1}: {type(error).__name__}: {error}")
@@ -245,6 +248,8 @@ class WeightSynchronizer:
         try:
             await self._attempt(self._version, True, engines, alone=True)
         except Exception as error:
+            if self._trainer_died(error):
+                raise
             self._failures += 1
             causes = [f"{type(error).__name__}: {error}"]
             logger.warning("restarted engines did not get the weights: %s", one_line(error))
@@ -258,6 +263,11 @@ class WeightSynchronizer:
     async def _running_engines(self) -> list[int]:
         await self._monitor.wait_for_engine()
         return sorted([*self._monitor.serving, *self._monitor.started])
+
+    def _trainer_died(self, error: Exception) -> bool:
+        """Whether the process of a training rank is dead, which no further attempt changes."""
+        train, infer = self._train.role, self._infer.role
+        return isinstance(error, ClusterError) and error.kind == PROCESS_DIED and error.role == train != infer
 
     def _has_restarted(self, engines: Sequence[int]) -> bool:
         return not {*engines}.isdisjoint(self._monitor.started)

@@ -1,0 +1,95 @@
+"""Files that runs leave outside their folder: Ray's session folders, and shared memory of killed processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+RAY_FOLDER = Path("/tmp/ray")
+"""Where Ray keeps its sessions, unless RAY_TMPDIR says otherwise."""
+
+MARK = "started_by_roll"
+"""File in the session folder of a run: the id of its driver, and when that process began."""
+
+SHARED_MEMORY = Path("/dev/shm")
+
+SHARED_NAMES = ("sgl_shm_", "sglang_loads_", "sem.mp-")
+"""Beginnings of the names of SGLang's files, and of the semaphores of Python's multiprocessing."""
+
+YOUNGEST_S = 10.0
+"""A file that is newer may belong to a process that has not opened it yet."""
+
+
+def protect_session(folder: Path) -> None:
+    """Marks a session folder as that of this process, and closes it to other users: its logs have the environment."""
+    folder.chmod(0o700)
+    started = psutil.Process().create_time()
+    (folder / MARK).write_text(f"{os.getpid()} {started}\n")
+
+
+def remove_session(folder: Path) -> None:
+    """Removes the folder of a session that has ended, and the link to it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    latest = folder.parent / "session_latest"
+    if latest.is_symlink() and not latest.exists():
+        latest.unlink(missing_ok=True)
+
+
+def remove_leftovers(ray_folder: Path | None = None, shared: Path = SHARED_MEMORY) -> list[Path]:
+    """Removes what drivers and engines that were killed have left: sessions of dead runs, and unused shared memory.
+
+    Only files of this user are removed, and of shared memory only those that no process has mapped.
+    """
+    removed = []
+    for folder in _dead_sessions(ray_folder or Path(os.environ.get("RAY_TMPDIR", RAY_FOLDER.parent)) / RAY_FOLDER.name):
+        remove_session(folder)
+        removed.append(folder)
+    candidates = set(_old_shared_files(shared))
+    for path in candidates - _mapped(shared) if candidates else ():
+        with contextlib.suppress(OSError):
+            path.unlink()
+            removed.append(path)
+    return removed
+
+
+def _dead_sessions(ray_folder: Path) -> Iterator[Path]:
+    for mark in ray_folder.glob(f"session_*/{MARK}"):
+        with contextlib.suppress(OSError, ValueError):
+            process_id, started = mark.read_text().split()
+            if not mark.parent.is_symlink() and not _is_running(int(process_id), float(started)):
+                yield mark.parent
+
+
+def _is_running(process_id: int, started: float) -> bool:
+    try:
+        return bool(abs(psutil.Process(process_id).create_time() - started) < 1.0)
+    except psutil.Error:
+        return False
+
+
+def _old_shared_files(shared: Path) -> Iterator[Path]:
+    now = time.time()
+    for path in shared.glob("*"):
+        if path.name.startswith(SHARED_NAMES):
+            with contextlib.suppress(OSError):
+                status = path.stat()
+                if status.st_uid == os.getuid() and now - status.st_mtime > YOUNGEST_S:
+                    yield path
+
+
+def _mapped(shared: Path) -> set[Path]:
+    """Files of that folder that a process has mapped or open."""
+    found: set[Path] = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
+                if f"{shared}/" in line:
+                    found.add(Path(line.split(maxsplit=5)[-1].removesuffix(" (deleted)")))
+            found |= {Path(file.path) for file in process.open_files() if file.path.startswith(f"{shared}/")}
+    return found

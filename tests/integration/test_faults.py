@@ -1,0 +1,112 @@
+"""Processes of a run that die or stop: the run goes on by itself, and no prompt is lost or learned twice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faults import FAULTS_FILE
+from runs import assert_nothing_is_left, finish, inputs_in, lines, recipe, start
+from test_async_run import check_laws, check_weights_of_versions
+
+from roll.distributed.events import EVENTS_FILE
+from roll.distributed.leftovers import RAY_FOLDER
+from roll.pipeline.rollout_batch import read_samples
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> dict[str, Any]:
+    return inputs_in(tmp_path_factory.mktemp("problems"), tiny_model_dir, train=10)
+
+
+def run_with_faults(inputs: dict[str, Any], folder: Path, faults: list[str], **keys: Any) -> list[dict[str, Any]]:
+    """The lines of a run with a trainer on one device, in which `faults` happen; it leaves nothing behind."""
+    (folder / FAULTS_FILE).write_text("\n".join(faults))
+    config = recipe(
+        inputs,
+        folder,
+        **{
+            "deterministic": False,
+            "max_steps": STEPS,
+            "save_steps": 0,
+            "eval_steps": 0,
+            "response_length": 40,
+            "verify_weights": "always",
+            "sync_timeout_s": 20,
+            "old_log_probs_source": "recompute",
+            "rollout_dump_dir": str(folder / "samples"),
+            "actor_train__pg_variant": "tis",
+            "actor_train__device_mapping": [0],
+            "actor_train__strategy_args": {"strategy_config": {"tensor_model_parallel_size": 1}},
+            "async_training": {"batch_hook_class": "tests.integration.faults:Killer"},
+        }
+        | keys,
+    )
+    run = start(config)
+    code, output = finish(run)
+    assert code == 0, output[-3000:]
+    assert_nothing_is_left(folder)
+    assert not list(RAY_FOLDER.glob(f"session_*_{run.pid}"))
+    assert not (folder / FAULTS_FILE).read_text(), "a fault did not happen"
+    check_samples(folder)
+    return lines(folder)
+
+
+def events(folder: Path) -> list[tuple[str, str]]:
+    """Component and event of every line of events.jsonl, in order."""
+    entries = [json.loads(line) for line in (folder / "run" / EVENTS_FILE).read_text().splitlines()]
+    return [(entry["component"], entry["event"]) for entry in entries]
+
+
+def check_samples(folder: Path) -> None:
+    """Every group that was learned from is whole."""
+    for step in range(1, STEPS + 1):
+        rows = read_samples(folder / "samples", step)
+        assert len(rows) == 16 and len({row["group"] for row in rows}) == 4
+
+
+def test_engines_die_or_stop_at_any_moment_and_the_run_goes_on(inputs, tmp_path):
+    """One dies while it generates, one within a weight update, and one is stopped by a signal."""
+    faults = [
+        "2 kill actor_infer-1 scheduler",
+        "5 kill actor_infer-0 scheduler in_update",
+        "8 stop actor_infer-1 scheduler",
+    ]
+    steps = run_with_faults(
+        inputs, tmp_path, faults, async_generation_ratio=2, actor_infer__device_mapping=[1, 2], max_engine_restarts=9
+    )
+    assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
+    check_laws(steps, 2)
+    assert steps[-1]["ledger/submitted"] == 4 * STEPS, "a prompt was dropped"
+    assert [component for component, event in events(tmp_path) if event == "failed"][:2] == [
+        "actor_infer-1",
+        "actor_infer-0",
+    ]
+    assert ("actor_infer-1", "serving again") in events(tmp_path)
+    check_weights_of_versions(tmp_path / "samples")
+
+
+def test_the_only_engine_of_a_synchronous_run_dies_and_is_waited_for(inputs, tmp_path):
+    faults = ["2 kill actor_infer-0 scheduler", "4 kill actor_infer-0 in_update"]
+    steps = run_with_faults(inputs, tmp_path, faults, async_generation_ratio=0, actor_infer__device_mapping=[1])
+    check_laws(steps, 0)
+    assert steps[-1]["faults/engine_restarts"] == 2 and steps[-1]["faults/engines_down"] == 0
+    kinds = [event for _, event in events(tmp_path)]
+    assert kinds == ["failed", "restarted", "serving again"] * 2
+
+
+def test_a_run_whose_trainer_and_rollout_process_die_starts_again_from_its_checkpoint(inputs, tmp_path):
+    faults = ["3 kill actor_train-0", "6 kill rollouter", "9 kill actor_train-0 in_update"]
+    steps = run_with_faults(
+        inputs, tmp_path, faults, async_generation_ratio=1, actor_infer__device_mapping=[1], save_steps=1
+    )
+    assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
+    check_laws(steps, 1)
+    assert steps[-1]["ledger/submitted"] == 4 * STEPS, "a prompt was dropped"
+    assert events(tmp_path) == [(name, "run restarted") for name in ("actor_train-0", "rollouter-0", "actor_train-0")]
