@@ -232,6 +232,9 @@ class RewardConfig(CodeOptions, JudgeOptions, ModelScoreOptions):
         1.0, "Factor of this score; the score of a sample is the sum over all rewards that name its tag."
     )
     world_size: int = option(1, "Worker processes of this reward.", ge=1, only_for=FUNCTION_CALLED)
+    process_memory_limit_mb: int = option(
+        16384, "Maximum memory of a process of the reward in MiB (Linux: RLIMIT_DATA); a call beyond it fails.", ge=256
+    )
     timeout_s: float = option(
         5.0,
         "Maximum seconds for one call; then the process is killed and the group of the sample dropped. Default: "

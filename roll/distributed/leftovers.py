@@ -19,11 +19,10 @@ MARK = "started_by_roll"
 
 SHARED_MEMORY = Path("/dev/shm")
 
-SHARED_NAMES = ("sgl_shm_", "sglang_loads_", "sem.mp-")
-"""Beginnings of the names of SGLang's files, and of the semaphores of Python's multiprocessing."""
-
-YOUNGEST_S = 10.0
-"""A file that is newer may belong to a process that has not opened it yet."""
+SHARED_NAMES = {"sgl_shm_": 10.0, "sglang_loads_": 10.0, "sem.mp-": 0.0}
+"""Beginnings of the names of SGLang's files and of the semaphores of Python's multiprocessing, each with the age in
+seconds of the youngest that is removed: a process maps a file of SGLang's soon after it has made it, and a semaphore
+before it has this name. Each use of a file makes it younger."""
 
 
 def protect_session(folder: Path) -> None:
@@ -76,10 +75,11 @@ def _is_running(process_id: int, started: float) -> bool:
 def _old_shared_files(shared: Path) -> Iterator[Path]:
     now = time.time()
     for path in shared.glob("*"):
-        if path.name.startswith(SHARED_NAMES):
+        youngest_s = next((age for name, age in SHARED_NAMES.items() if path.name.startswith(name)), None)
+        if youngest_s is not None:
             with contextlib.suppress(OSError):
                 status = path.stat()
-                if status.st_uid == os.getuid() and now - status.st_mtime > YOUNGEST_S:
+                if status.st_uid == os.getuid() and now - status.st_mtime >= youngest_s:
                     yield path
 
 

@@ -163,7 +163,9 @@ class RewardPool:
             share = -(-len(calls) // self._config.world_size)
         size = max(1, min(DEFAULT_CONCURRENCY if loaded.is_async else CHUNK_SIZE, share))
         chunks = [calls[first : first + size] for first in range(0, len(calls), size)]
-        scored = await asyncio.gather(*(self._score_chunk(chunk) for chunk in chunks))
+        groups = [number for number, request in enumerate(requests) for _ in _calls(request, loaded)]
+        lost = _LostGroups(dict(zip(map(id, calls), groups, strict=True)), self._config.world_size)
+        scored = await asyncio.gather(*(self._score_chunk(chunk, score_chunk, lost) for chunk in chunks))
         outcomes = iter([outcome for of_chunk in scored for of_call in of_chunk for outcome in of_call])
         return [[next(outcomes) for _ in request.responses] for request in requests]
 
@@ -187,7 +189,10 @@ class RewardPool:
         self.close()
 
     async def _score_chunk(
-        self, calls: Sequence[Call], score: Callable[[Sequence[Call]], list[list[RewardOutcome]]] = score_chunk
+        self,
+        calls: Sequence[Call],
+        score: Callable[[Sequence[Call]], list[list[RewardOutcome]]] = score_chunk,
+        lost: _LostGroups | None = None,
     ) -> list[list[RewardOutcome]]:
         loaded = await self.start()
         timeout_s = self._config.timeout_s
@@ -198,7 +203,7 @@ class RewardPool:
             self._restarts = 0
             return scored
         except BrokenProcessPool:  # no process had a call when they died, so no call is the cause
-            return await self._score_chunk(calls, score)
+            return await self._score_chunk(calls, score, lost)
         except TimeoutError:
             failure = reward_process.timed_out(loaded.where, self._config)
         except ProcessExpired as death:
@@ -206,8 +211,20 @@ class RewardPool:
             failure = RewardOutcome(None, "raised", text)
         if len(calls) == 1:
             return [reward_process.failed(failure, *calls[0])]
-        single = await asyncio.gather(*(self._score_chunk([call]) for call in calls))
-        return [outcomes for chunk in single for outcomes in chunk]
+        lost = lost or _LostGroups({}, self._config.world_size)
+        return list(await asyncio.gather(*(self._score_alone(call, lost) for call in calls)))
+
+    async def _score_alone(self, call: Call, lost: _LostGroups) -> list[RewardOutcome]:
+        """The outcomes of one call, unless an equal call or one of its group has failed meanwhile."""
+        async with lost.one_each:
+            failure = lost.failure(call)
+            if failure is not None:
+                return reward_process.failed(failure, *call)
+            [outcomes] = await self._score_chunk([call])
+            failed = next((outcome for outcome in outcomes if outcome.reason is not None), None)
+            if failed is not None:
+                lost.add(call, failed)
+            return outcomes
 
     def _restart(self) -> None:
         """Replaces a broken pool; pebble breaks when a process dies while no process has a call.
@@ -241,6 +258,35 @@ class RewardPool:
         self._pending.add(future)
         future.add_done_callback(self._pending.discard)
         return future
+
+
+class _LostGroups:
+    """Groups with a response that cannot be scored, and the calls that failed: the rest of them need not be scored.
+
+    A group is dropped whole, and a response that hangs does so each time it is scored.
+    """
+
+    def __init__(self, groups: Mapping[int, int], processes: int) -> None:
+        """`groups` has the number of the group of each call by the `id` of the call."""
+        self._groups = groups
+        self.one_each = asyncio.Semaphore(processes)
+        self._failed_groups: dict[int, RewardOutcome] = {}
+        self._failed_calls: dict[tuple[object, ...], RewardOutcome] = {}
+
+    def add(self, call: Call, failure: RewardOutcome) -> None:
+        """A call failed."""
+        self._failed_calls[_key(call)] = failure
+        if id(call) in self._groups:
+            self._failed_groups[self._groups[id(call)]] = failure
+
+    def failure(self, call: Call) -> RewardOutcome | None:
+        """The failure of an equal call, or of one of the same group; None where there is none."""
+        return self._failed_calls.get(_key(call)) or self._failed_groups.get(self._groups.get(id(call), -1))
+
+
+def _key(call: Call) -> tuple[object, ...]:
+    request, index = call
+    return request.responses, index, request.ground_truth, request.id, request.tag
 
 
 def _calls(request: RewardRequest, loaded: LoadedReward) -> list[Call]:

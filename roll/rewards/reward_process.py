@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -70,6 +71,7 @@ def start(config: RewardConfig) -> None:
     An error is kept for `probe`, because the pool would start processes forever if the initializer raised.
     """
     contain()
+    _limit_memory(config.process_memory_limit_mb * 2**20)
     start_user_process(at_end=kill_descendants)
     _Process.config = config
     try:
@@ -90,6 +92,13 @@ def start(config: RewardConfig) -> None:
         _Process.loaded = LoadedReward(str(error))
     except BaseException as error:
         _Process.loaded = LoadedReward(failure_text(error))
+
+
+def _limit_memory(num_bytes: int) -> None:
+    """Lets this process and its children fail to allocate more, before they take the memory of the run."""
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    soft = num_bytes if hard == resource.RLIM_INFINITY else min(num_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 def _warm_up(module: ModuleType) -> None:

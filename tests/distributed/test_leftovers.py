@@ -10,10 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from roll.distributed.leftovers import MARK, YOUNGEST_S, protect_session, remove_leftovers, remove_session
+from roll.distributed.leftovers import MARK, protect_session, remove_leftovers, remove_session
 
 
-def shared_file(folder: Path, name: str, age_s: float = YOUNGEST_S + 5) -> Path:
+def shared_file(folder: Path, name: str, age_s: float = 15.0) -> Path:
     path = folder / name
     path.write_bytes(bytes(64))
     os.utime(path, (time.time() - age_s, time.time() - age_s))
@@ -24,7 +24,8 @@ def test_shared_memory_that_nobody_uses_is_removed(tmp_path: Path) -> None:
     shared = tmp_path / "shm"
     shared.mkdir()
     left = [shared_file(shared, name) for name in ("sglang_loads_x.shm", "sem.mp-abc", "sgl_shm_1")]
-    young, other = shared_file(shared, "sem.mp-new", 1.0), shared_file(shared, "of_someone_else")
+    left.append(shared_file(shared, "sem.mp-new", 1.0))
+    young, other = shared_file(shared, "sgl_shm_new", 1.0), shared_file(shared, "of_someone_else")
     used, opened = shared_file(shared, "sglang_loads_used.shm"), shared_file(shared, "sem.mp-open")
     with used.open("r+b") as file, opened.open("r+b"):
         mapped = mmap.mmap(file.fileno(), 0)

@@ -19,9 +19,13 @@ FAULTS_FILE = "faults.txt"
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 
-def process_of(name: str, scheduler: bool = False) -> psutil.Process:
-    """The process of this run that prints to the log `name`, or the scheduler of the engine that it owns."""
-    for process in psutil.Process().children(recursive=True):
+def process_of(name: str, scheduler: bool = False, driver: psutil.Process | None = None) -> psutil.Process:
+    """The process that prints to the log `name`, or the scheduler of the engine that it owns, of the run of `driver`.
+
+    Raises:
+        LookupError: there is none.
+    """
+    for process in (driver or psutil.Process()).children(recursive=True):
         try:
             log = Path(os.readlink(f"/proc/{process.pid}/fd/1"))
             if log.stem == name and "sglang" not in process.name() and "multiprocessing" not in str(process.cmdline()):

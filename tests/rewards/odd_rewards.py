@@ -32,6 +32,20 @@ def behave(response: str, ground_truth: str, config: RewardConfig) -> Any:
     return odd[response] if response in odd else float(response)
 
 
+def note_and_hang(response: str, ground_truth: str) -> float:
+    """Writes the response to the file that the ground truth names, then hangs where the response says so."""
+    with open(ground_truth, "a") as file:
+        file.write(f"{response}\n")
+    if response.startswith("hang"):
+        time.sleep(600)
+    return 1.0
+
+
+def allocate(response: str) -> float:
+    """Takes as many MiB of memory as the response says."""
+    return float(len(bytearray(int(response) * 2**20)) > 0)
+
+
 def rank(responses: list[str]) -> list[float]:
     """The rank of each response by its length."""
     return [float(sorted(responses, key=len).index(response)) for response in responses]

@@ -276,3 +276,45 @@ def test_calls_in_the_queue_of_a_pool_that_broke_are_made_again():
             return lost.exception(timeout=0)
 
     assert isinstance(asyncio.run(run()), BrokenProcessPool)
+
+
+def test_a_response_that_hangs_is_tried_once_more_however_often_it_occurs(tmp_path):
+    """First with the chunk it is in, of which there are at most four here, then alone by each process."""
+    notes = tmp_path / "notes"
+    config = RewardConfig(function="tests.rewards.odd_rewards:note_and_hang", timeout_s=0.4, world_size=2)
+
+    async def run():
+        async with RewardPool(config) as pool:
+            requests = [RewardRequest(("hang",) * 4, str(notes), id=f"prompt {number}") for number in range(8)]
+            return await pool.score([*requests, RewardRequest(("fine",), str(notes))])
+
+    *hanging, [fine] = asyncio.run(run())
+    assert [outcome.reason for group in hanging for outcome in group] == ["timeout"] * 32 and fine.score == 1.0
+    assert notes.read_text().splitlines().count("hang") <= 8 + 8 * config.world_size
+
+
+def test_a_group_that_has_lost_a_response_is_not_scored_to_its_end(tmp_path):
+    notes = tmp_path / "notes"
+    config = RewardConfig(function="tests.rewards.odd_rewards:note_and_hang", timeout_s=0.4, world_size=1)
+
+    async def run():
+        async with RewardPool(config) as pool:
+            lost = RewardRequest(tuple(f"hang {number}" for number in range(12)), str(notes))
+            return await pool.score([lost, RewardRequest(("a", "b"), str(notes))])
+
+    lost, others = asyncio.run(run())
+    assert {outcome.reason for outcome in lost} == {"timeout"} and [each.score for each in others] == [1.0, 1.0]
+    alone = notes.read_text().splitlines()
+    assert len([line for line in alone if line.startswith("hang")]) <= 4, "its other responses were tried one by one"
+
+
+def test_a_call_beyond_the_memory_limit_fails_and_the_next_one_is_scored():
+    config = RewardConfig(function="tests.rewards.odd_rewards:allocate", process_memory_limit_mb=512)
+
+    async def run():
+        async with RewardPool(config) as pool:
+            return await pool.score([RewardRequest((text,), "") for text in ("1", "2000", "2")])
+
+    [[first], [large], [last]] = asyncio.run(run())
+    assert (first.score, last.score) == (1.0, 1.0)
+    assert large.reason == "raised" and "MemoryError" in str(large.detail)

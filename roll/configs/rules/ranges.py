@@ -65,6 +65,7 @@ USUAL: dict[str, tuple[float, float]] = {
     "max_concurrent_calls": (1, 1e5),
     "judge_max_tokens": (1, 1e6),
     "memory_limit_mb": (64, 1e6),
+    "process_memory_limit_mb": (256, 1e6),
     "output_limit_kb": (1, 1e6),
     "kl_loss_coef": (0.0, 100.0),
     "init_kl_coef": (0.0, 100.0),

@@ -1,0 +1,302 @@
+"""Runs in which processes die or stop at random moments, or a checkpoint is spoilt: does every run come to its end?
+
+    python -m benchmarks.faults --rounds 40 --json FILE [--seed 0]
+
+Each round is a run with a fault drawn at random, RLVR or agentic, at ratio 0, 1 or 3. It passes if the run ends by
+itself with every step (after a killed driver: once it is started again), every prompt is accounted for, and no process,
+shared memory or Ray session is left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from benchmarks.agentic_rollout import RECIPE as AGENTIC
+from benchmarks.common import at_least, at_most, write_report
+from examples.tiny_math.prepare import prepare
+from roll.datasets.math_problems import write_problems
+from roll.distributed.leftovers import MARK, RAY_FOLDER, SHARED_MEMORY
+from roll.pipeline.checkpoint import MARKER
+from roll.trackers.files import read_metrics
+from tests.integration.faults import FAULTS_FILE, SIGNALS, process_of
+
+STEPS = 8
+LIMIT_S = 420.0
+"""Longest run, with its restarts."""
+
+ENGINE, IN_UPDATE, TRAINER, ROLLOUTER, WORKER, DRIVER, CHECKPOINT = (
+    "engine",
+    "engine in a weight update",
+    "training rank",
+    "rollout process",
+    "reward or environment worker",
+    "driver",
+    "checkpoint",
+)
+FAULTS = (ENGINE, ENGINE, IN_UPDATE, TRAINER, ROLLOUTER, WORKER, DRIVER, CHECKPOINT)
+
+RLVR: dict[str, Any] = {
+    "pipeline": "rlvr",
+    "platform": "cpu",
+    "track_with": [],
+    "rollout_batch_size": 4,
+    "num_return_sequences_in_group": 4,
+    "prompt_length": 24,
+    "response_length": 40,
+    "actor_train": {
+        "model_args": {"dtype": "fp32"},
+        "training_args": {"learning_rate": 1e-4, "per_device_train_batch_size": 16},
+        "pg_variant": "tis",
+        "device_mapping": [0],
+    },
+    "actor_infer": {"model_args": {"dtype": "fp32"}, "device_mapping": [1]},
+    "rewards": {"math_rule": {}},
+}
+
+
+@dataclass
+class Round:
+    """One run and its fault.
+
+    Attributes:
+        fault: what happens.
+        how: kill or stop.
+        engines: of the run.
+        step: after whose line it happens.
+        delay_s: after that line.
+    """
+
+    pipeline: str
+    ratio: int
+    engines: int
+    fault: str
+    how: str
+    step: int
+    delay_s: float
+    problems: list[str]
+    seconds: float = 0.0
+
+
+def draw(chance: random.Random) -> Round:
+    """A round; the rollout process exists at a ratio above 0 only."""
+    fault = chance.choice(FAULTS)
+    ratio = chance.choice((1, 3)) if fault == ROLLOUTER else chance.choice((0, 1, 3))
+    how = chance.choice(("kill", "stop")) if fault in (ENGINE, IN_UPDATE) else "kill"
+    return Round(
+        pipeline=chance.choice(("rlvr", "agentic")),
+        ratio=ratio,
+        engines=chance.choice((1, 2)),
+        fault=fault,
+        how=how,
+        step=chance.randint(1, STEPS - 3),
+        delay_s=chance.uniform(0.0, 1.5),
+        problems=[],
+    )
+
+
+def write_config(folder: Path, model: Path, each: Round) -> Path:
+    """The recipe of a round."""
+    tree: dict[str, Any] = dict(AGENTIC if each.pipeline == "agentic" else RLVR)
+    if each.pipeline == "agentic":
+        tree |= {"rollout_batch_size": 16, "sequence_length": 256, "max_tokens_per_step": 32}
+        tree["train_env_manager"] = {"group_size": 4, "num_env_groups": 4, "max_env_num_per_worker": 4}
+        tree["actor_infer"] = {
+            "model_args": {"dtype": "fp32"},
+            "generating_args": AGENTIC["actor_infer"]["generating_args"],
+        }
+    else:
+        write_problems(folder, seed=3, train=64, val=4, levels=(1,))
+        tree["actor_train"] = {**RLVR["actor_train"], "data_args": {"file_name": [f"{folder}/train.jsonl"]}}
+    tree |= {
+        "pretrain": str(model),
+        "num_devices_per_node": 1 + each.engines,
+        "async_generation_ratio": each.ratio,
+        "output_dir": str(folder / "run"),
+        "max_steps": STEPS,
+        "eval_steps": 0,
+        "save_checkpoint": True,
+        "save_steps": 1,
+        "sync_timeout_s": 20,
+        "async_training": {"batch_hook_class": "tests.integration.faults:Killer"},
+        "actor_infer": {**tree["actor_infer"], "device_mapping": list(range(1, 1 + each.engines))},
+    }
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    in_update = f"{each.step + 1} {each.how} actor_infer-0 scheduler in_update"
+    (folder / FAULTS_FILE).write_text(in_update if each.fault == IN_UPDATE else "")
+    return file
+
+
+def start(config: Path, *overrides: str) -> subprocess.Popen[str]:
+    """A run in a session of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "roll", "run", str(config), *overrides],
+        stdout=(config.parent / "output.txt").open("a"),
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_for_step(run: subprocess.Popen[str], folder: Path, step: int) -> bool:
+    """Waits for the line of a step; whether it came before the run ended."""
+    file, until = folder / "run" / "metrics.jsonl", time.monotonic() + LIMIT_S
+    while time.monotonic() < until and run.poll() is None:
+        if file.exists() and f'"step": {step},' in file.read_text():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def strike(run: subprocess.Popen[str], each: Round) -> None:
+    """Carries out the fault; one in a weight update is left to the hook of the run."""
+    time.sleep(each.delay_s)
+    driver, number = psutil.Process(run.pid), SIGNALS[each.how]
+    if each.fault == ENGINE:
+        process_of(f"actor_infer-{each.engines - 1}", True, driver).send_signal(number)
+    elif each.fault == TRAINER:
+        process_of("actor_train-0", False, driver).send_signal(number)
+    elif each.fault == ROLLOUTER:
+        process_of("rollouter", False, driver).send_signal(number)
+    elif each.fault in (DRIVER, CHECKPOINT):
+        driver.send_signal(signal.SIGKILL)
+    elif each.fault == WORKER:
+        owner = process_of("rollouter", False, driver) if each.ratio else driver
+        workers = [child for child in owner.children() if "spawn_main" in " ".join(child.cmdline())]
+        assert workers, "the run has no reward or environment worker"
+        workers[0].send_signal(number)
+
+
+def spoil(folder: Path, chance: random.Random) -> None:
+    """Damages a file of the newest checkpoint: cut short, or overwritten in the middle."""
+    newest = max(marker.parent for marker in (folder / "run").rglob(MARKER))
+    file = chance.choice([path for path in newest.rglob("*") if path.is_file() and path.stat().st_size > 100])
+    size = file.stat().st_size
+    with file.open("r+b") as opened:
+        if chance.random() < 0.5:
+            opened.truncate(size // 2)
+        else:
+            opened.seek(size // 2)
+            opened.write(bytes(chance.randrange(256) for _ in range(min(64, size // 3))))
+
+
+def play(number: int, model: Path, seed: int) -> Round:
+    """One round; its `problems` are empty if it passed."""
+    chance = random.Random(seed * 1000 + number)
+    each, began = draw(chance), time.monotonic()
+    folder = Path(tempfile.mkdtemp(prefix="faults-"))
+    before = shared_files()
+    config = write_config(folder, model, each)
+    run = start(config)
+    if wait_for_step(run, folder, each.step):
+        try:
+            if each.fault != IN_UPDATE:
+                strike(run, each)
+        except (LookupError, AssertionError, psutil.Error) as error:
+            each.problems.append(f"the fault did not happen: {error!r}")
+    if each.fault in (DRIVER, CHECKPOINT):
+        run.wait()
+        left = still_running(folder, 20.0)
+        each.problems += [f"left by the killed driver: {name}" for name in left]
+        if each.fault == CHECKPOINT:
+            spoil(folder, chance)
+        run = start(config, "resume_from_checkpoint=true")
+    try:
+        code = run.wait(LIMIT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(run.pid, signal.SIGKILL)
+        code = -9
+    if code:
+        each.problems.append(f"exit code {code}: " + (folder / "output.txt").read_text()[-1500:])
+    else:
+        each.problems += accounting(folder, each)
+    each.problems += [f"process left: {name}" for name in still_running(folder, 15.0)]
+    each.problems += [f"left in {SHARED_MEMORY}: {name}" for name in sorted(shared_files() - before)]
+    each.problems += [f"Ray session left: {path.parent}" for path in RAY_FOLDER.glob(f"session_*_{run.pid}/{MARK}")]
+    each.seconds = round(time.monotonic() - began, 1)
+    if not each.problems:
+        shutil.rmtree(folder)
+    else:
+        each.problems.append(f"kept: {folder}")
+    return each
+
+
+def accounting(folder: Path, each: Round) -> list[str]:
+    """What is wrong with the steps and counts of a finished run."""
+    lines = [line for line in read_metrics(folder / "run" / "metrics.jsonl") if line["step"]]
+    found = []
+    if [line["step"] for line in lines] != list(range(1, STEPS + 1)):
+        return [f"steps {[line['step'] for line in lines]}"]
+    for line in lines:
+        dropped = sum(value for name, value in line.items() if name.startswith("ledger/dropped_"))
+        kept = line["ledger/consumed"] + line["ledger/buffered"] + line["ledger/in_flight"]
+        if kept + dropped != line["ledger/submitted"] or line["ledger/consumed"] != 4 * line["step"]:
+            found.append(f"step {line['step']}: {line['ledger/submitted']} submitted, {kept} kept, {dropped} dropped")
+        if line["staleness/max"] > each.ratio:
+            found.append(f"step {line['step']}: staleness {line['staleness/max']}")
+    return found
+
+
+def still_running(folder: Path, within_s: float) -> list[str]:
+    """Processes that know the folder of the run, after waiting for their end."""
+    until = time.monotonic() + within_s
+    while True:
+        found = [process for process in psutil.process_iter() if _knows(process, str(folder))]
+        if not found or time.monotonic() > until:
+            return [f"{process.pid} {process.name()}" for process in found]
+        time.sleep(0.2)
+
+
+def _knows(process: psutil.Process, folder: str) -> bool:
+    try:
+        words = " ".join([*process.cmdline(), *process.environ().values()])
+        return folder in words or any(file.path.startswith(folder) for file in process.open_files())
+    except psutil.Error:
+        return False
+
+
+def shared_files() -> set[str]:
+    """Names of the files in shared memory."""
+    return {path.name for path in SHARED_MEMORY.iterdir()}
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", required=True, help="file for the report")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        model = prepare(Path(folder) / "model")
+        rounds = []
+        for number in range(arguments.rounds):
+            each = play(number, model, arguments.seed)
+            rounds.append(each)
+            state = "ok" if not each.problems else f"FAILED {each.problems}"
+            what = f"{each.pipeline}, ratio {each.ratio}, {each.engines} engines: {each.how} {each.fault}"
+            print(f"{number + 1:3} {each.seconds:6.1f} s  {what}: {state}", flush=True)
+    passed = sum(not each.problems for each in rounds)
+    checks = [
+        at_least("faults: rounds that passed, fraction", passed / len(rounds), 1.0),
+        at_most("faults: longest round, seconds", max(each.seconds for each in rounds), LIMIT_S),
+    ]
+    write_report(arguments.json, {"rounds": [asdict(each) for each in rounds]}, checks)
+
+
+if __name__ == "__main__":
+    main()
