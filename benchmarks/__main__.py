@@ -29,6 +29,8 @@ BENCHMARKS = (
     "code_sandbox",
     "losses",
     "against_trl",
+    "recovery",
+    "faults",
 )
 
 TIMEOUT_S = 1800.0
