@@ -10,6 +10,7 @@ shared memory or Ray session is left.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import shutil
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from benchmarks.agentic_rollout import RECIPE as AGENTIC
 from benchmarks.common import at_least, at_most, write_report
 from examples.tiny_math.prepare import prepare
 from roll.datasets.math_problems import write_problems
+from roll.distributed.events import EVENTS_FILE
 from roll.distributed.leftovers import MARK, RAY_FOLDER, SHARED_MEMORY
 from roll.pipeline.checkpoint import MARKER
 from roll.trackers.files import read_metrics
@@ -78,6 +80,7 @@ class Round:
         engines: of the run.
         step: after whose line it happens.
         delay_s: after that line.
+        events: what the run noticed and did, in order.
     """
 
     pipeline: str
@@ -88,6 +91,7 @@ class Round:
     step: int
     delay_s: float
     problems: list[str]
+    events: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
 
@@ -227,6 +231,8 @@ def play(number: int, model: Path, seed: int) -> Round:
     each.problems += [f"process left: {name}" for name in still_running(folder, 15.0)]
     each.problems += [f"left in {SHARED_MEMORY}: {name}" for name in sorted(shared_files() - before)]
     each.problems += [f"Ray session left: {path.parent}" for path in RAY_FOLDER.glob(f"session_*_{run.pid}/{MARK}")]
+    log = folder / "run" / EVENTS_FILE
+    each.events = [json.loads(line)["event"] for line in log.read_text().splitlines()] if log.exists() else []
     each.seconds = round(time.monotonic() - began, 1)
     if not each.problems:
         shutil.rmtree(folder)
@@ -287,7 +293,7 @@ def main() -> None:
         for number in range(arguments.rounds):
             each = play(number, model, arguments.seed)
             rounds.append(each)
-            state = "ok" if not each.problems else f"FAILED {each.problems}"
+            state = f"ok {each.events}" if not each.problems else f"FAILED {each.problems}"
             what = f"{each.pipeline}, ratio {each.ratio}, {each.engines} engines: {each.how} {each.fault}"
             print(f"{number + 1:3} {each.seconds:6.1f} s  {what}: {state}", flush=True)
     passed = sum(not each.problems for each in rounds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import socket
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 from ray._private import services
+from ray._private import worker as ray_worker
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -21,6 +23,7 @@ from roll.configs.parallel_layout import by_node, spans
 from roll.distributed.core_pinning import Topology, cores_of, read_topology, threads_of
 from roll.distributed.leftovers import protect_session, remove_leftovers, remove_session
 from roll.distributed.process_groups import LOOPBACK
+from roll.distributed.remote_errors import RAY_GUESSES
 
 if TYPE_CHECKING:
     from roll.configs.pipeline import BaseConfig
@@ -173,6 +176,21 @@ def start_ray(config: BaseConfig, platform_name: str, num_devices: int) -> None:
         where = f"join the Ray at RAY_ADDRESS={address}" if address else "start Ray on this machine"
         raise RayStartError(f"cannot {where} for run {config.exp_name!r}: {type(error).__name__}: {error}") from error
     _handle_sigterm(at_end)
+    _print_no_guesses()
+
+
+def _print_no_guesses() -> None:
+    """Keeps Ray from printing what may have killed a process: the run says which process died, and where its log is."""
+    printed = ray_worker.print_to_stdstream
+    if hasattr(printed, "__wrapped__"):  # by an earlier start in this process
+        return
+
+    @functools.wraps(printed)
+    def print_others(data: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        if not any(RAY_GUESSES.search(line) for line in data.get("lines", [])):
+            printed(data, *args, **kwargs)
+
+    ray_worker.print_to_stdstream = print_others
 
 
 def _handle_sigterm(handler: Any) -> None:

@@ -176,11 +176,10 @@ def _resume(context: RankContext, name: str, model: Path, options: dict[str, Any
     for _ in range(3):
         strategy.train_step(data)
     copied = _copied_share(strategy)
-    formats = _formats(strategy)
-    metadata = (
-        megatron_checkpoint.OPTIMIZER_FORMAT if written_as is None else {megatron_checkpoint.FORMAT_KEY: written_as}
+    written = (
+        {megatron_checkpoint.FORMAT_KEY: written_as} if written_as else megatron_checkpoint._format(strategy.optimizer)
     )
-    with patch.object(megatron_checkpoint, "OPTIMIZER_FORMAT", metadata):
+    with patch.object(megatron_checkpoint, "_format", lambda optimizer: written):
         strategy.save_checkpoint(folder)
     unbroken = [strategy.train_step(data) for _ in range(2)]
     weights = {key: value.clone() for key, value in strategy.weights.full_tensors()}
@@ -192,21 +191,9 @@ def _resume(context: RankContext, name: str, model: Path, options: dict[str, Any
     resumed = [strategy.train_step(data) for _ in range(2)]
     same = all(torch.equal(weights[key], value) for key, value in strategy.weights.full_tensors())
     outcome = {"unbroken": unbroken, "resumed": resumed, "same_weights": same, "copied": copied}
-    outcome |= {"freed": freed, "held": held, "formats": formats}
+    outcome |= {"freed": freed, "held": held}
     context.results[f"resume/{name}"] = outcome
     strategy.shutdown()
-
-
-def _formats(strategy: Any) -> list[str]:
-    """The format of a checkpoint, and where the first rank's part of a bucket has no parameter."""
-    from roll.distributed.strategy import megatron_checkpoint
-
-    (part,) = megatron_checkpoint.parts(strategy.optimizer)
-    found = [megatron_checkpoint._format(strategy.wrapped, strategy.optimizer)]
-    empty = [{torch.float32: [{"param_map": {}}]}] if strategy.rank == 0 else getattr(part, "gbuf_ranges", [])
-    with patch.object(part, "gbuf_ranges", empty, create=True):
-        found.append(megatron_checkpoint._format(strategy.wrapped, strategy.optimizer))
-    return [each[megatron_checkpoint.FORMAT_KEY] for each in found]
 
 
 def _hand_over(strategy: Any) -> int:
@@ -222,16 +209,38 @@ def _hand_over(strategy: Any) -> int:
 
 def _copied_share(strategy: Any) -> float:
     """Share of the optimizer's state that a checkpoint does not write from where it lies."""
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor
-
-    from roll.distributed.strategy import megatron_checkpoint
     from roll.distributed.strategy.host_copies import ALL_STATES
+    from roll.distributed.strategy.megatron_checkpoint import PIECES, _format, _models, parts
+    from roll.distributed.strategy.optimizer_pieces import held_states, pieces_of
 
+    if _format(strategy.optimizer) != PIECES:
+        return 0.0
     held = [tensor for kind in ALL_STATES for tensor in strategy._state_tensors(kind)]
     live = {tensor.untyped_storage().data_ptr() for tensor in held}
-    form = megatron_checkpoint.OPTIMIZER_FORMAT
-    state = megatron_checkpoint._sharded_state(strategy.wrapped, strategy.optimizer, form, loading=False)
-    tensors = [each.data for each in nested_values(state["optimizer"]) if isinstance(each, ShardedTensor)]
+    (part,) = parts(strategy.optimizer)
+    tensors = [piece.tensor for piece in pieces_of(list(held_states(part)), _models(strategy.wrapped))]
     copied = sum(tensor.nbytes for tensor in tensors if tensor.untyped_storage().data_ptr() not in live)
     return copied / sum(tensor.nbytes for tensor in tensors)
+
+
+def moved(context: RankContext) -> None:
+    """Loads `read`, if given; trains `steps`; saves to `write`; results: log-probs before and after, and the steps."""
+    strategy = context.strategy(
+        Path(context.arguments["model"]),
+        training={"lr_scheduler_type": "cosine", "warmup_steps": 2, "weight_decay": 0.1},
+        max_steps=9,
+        **context.arguments["options"],
+    )
+    rows = 8 // context.layout.data
+    data = training_batch(strategy.coordinates.data, context.layout.data, rows)
+    data.meta_info["micro_batches"] = [list(range(rows))]
+    if context.arguments["read"]:
+        strategy.load_checkpoint(Path(context.arguments["read"]))
+    scored = [strategy.compute_log_probs(data)]
+    context.results["steps"] = [strategy.train_step(data) for _ in range(context.arguments["steps"])]
+    strategy.save_checkpoint(Path(context.arguments["write"]))
+    scored.append(strategy.compute_log_probs(data))
+    if len(scored[0]):  # the last pipeline stage
+        context.results["log_probs"] = [each.batch["log_probs"].clone() for each in scored]
+    context.results["data"] = strategy.coordinates.data
+    strategy.shutdown()

@@ -234,3 +234,21 @@ def test_requests_that_never_end_are_dropped_and_the_cause_is_told(shared_runs, 
     assert code == 1
     said = " ".join(output.split())
     assert "generation_failed" in said and "aborted after 0.5 s (generation_timeout_s)" in said
+
+
+def test_a_run_goes_on_at_another_layout_ratio_and_number_of_engines(shared_runs, inputs, tmp_path):
+    config = asynchronous(inputs, tmp_path, 2, save_steps=1, eval_steps=0, max_steps=2)
+    assert shared_runs.run(config)[0] == 0
+    other = [
+        "actor_train.device_mapping=[0]",
+        "actor_train.strategy_args.strategy_config.tensor_model_parallel_size=1",
+        "actor_train.strategy_args.strategy_config.sequence_parallel=false",
+        "actor_infer.device_mapping=[1,2]",
+        "async_generation_ratio=1",
+    ]
+    code, output = shared_runs.run(config, "resume_from_checkpoint=true", f"max_steps={STEPS}", *other)
+    assert code == 0, output
+    steps = lines(tmp_path)
+    assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
+    check_laws(steps[2:], 2)  # what was in flight at the higher ratio keeps its deadline
+    assert steps[-1]["ledger/submitted"] == 4 * STEPS, "a prompt was lost or drawn twice"

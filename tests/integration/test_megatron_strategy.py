@@ -82,7 +82,8 @@ RESUMED = {
     "pp2": {"pp2, virtual": {"micro_batch_size": 3, "megatron": VIRTUAL}},
     "dp2": {
         "dp2": {"micro_batch_size": 2},
-        "dp2, earlier format": {"micro_batch_size": 2, "written_as": "fully_reshardable"},
+        "dp2, gathered format": {"micro_batch_size": 2, "written_as": "fully_reshardable"},
+        "dp2, earlier format": {"micro_batch_size": 2, "written_as": "dp_reshardable"},
         "dp2, bf16 overlapped": {"micro_batch_size": 2, "dtype": "bf16", "megatron": OVERLAPPED},
     },
     "tp2 x pp2": {"tp2 x pp2": {"micro_batch_size": 2, "megatron": SEQUENCE_PARALLEL}},
@@ -266,7 +267,6 @@ def test_a_resumed_run_repeats_the_unbroken_one_bit_for_bit(run, layout, name):
         assert outcome["resumed"] == outcome["unbroken"]
         assert outcome["same_weights"]
         assert outcome["copied"] < 0.01
-        assert outcome["formats"] == ["dp_reshardable", "fully_reshardable"]
         assert len(set(outcome["freed"])) == 1 and outcome["freed"][0] > outcome["held"]
 
 

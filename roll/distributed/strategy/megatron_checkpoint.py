@@ -1,4 +1,4 @@
-"""Megatron's distributed checkpoint of one training role."""
+"""Megatron's distributed checkpoint of one training role; it can be read at any tensor, pipeline and data layout."""
 
 from __future__ import annotations
 
@@ -23,16 +23,22 @@ from torch.distributed.checkpoint import save as save_distributed  # type: ignor
 
 from roll.configs.megatron import LAYER_SPLITS
 from roll.distributed.strategy.megatron_optimizer import parts
+from roll.distributed.strategy.optimizer_pieces import held_states, load_pieces, pieces_of, save_pieces
 from roll.distributed.strategy.safe_loading import check_metadata, only_data
+
+PRECISION = ("dtype", "use_distributed_optimizer", "accumulate_allreduce_grads_in_fp32")
+"""What a run has to have in common with its checkpoint, of `_layout`."""
 
 FORMAT_KEY = "distrib_optim_sharding_type"
 
-GATHERED_FORMAT = {FORMAT_KEY: "fully_reshardable"}
-OPTIMIZER_FORMAT = {FORMAT_KEY: "dp_reshardable"}
-"""Megatron's format in which every rank writes its own part of the optimizer without gathering it first.
-`fully_reshardable`, which earlier checkpoints have, gathers fp32 weights and both moments of all data ranks on each of
-them, 12 bytes per parameter of host memory. With either, `load` requires the layout of `save`: random state is saved
-per rank."""
+PIECES = {FORMAT_KEY: "pieces"}
+"""The format of `optimizer_pieces`. Megatron's own ones either gather fp32 weights and both moments of all data ranks,
+12 bytes per parameter of host memory (`fully_reshardable`), or can be read at the same layout only (`dp_reshardable`).
+Earlier checkpoints have one of those, which is the default of what does not say so."""
+EARLIER = {FORMAT_KEY: "dp_reshardable"}
+
+OPTIMIZER_FOLDER = "optimizer"
+"""Folder of the pieces in that of the checkpoint."""
 
 
 class InProcessSave(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # Megatron is not typed
@@ -61,38 +67,36 @@ def save(
     if torch.distributed.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
     torch.distributed.barrier()
-    optimizer_format = _format(wrapped, optimizer)
-    state = _sharded_state(wrapped, optimizer, optimizer_format, loading=False)
-    state |= {"optimizer_steps": optimizer_steps, "layout": _layout(wrapped)}
+    written_as = _format(optimizer)
+    state = _sharded_state(wrapped, optimizer, written_as, loading=False)
+    if written_as == PIECES:
+        (part,) = parts(optimizer)
+        save_pieces(folder / OPTIMIZER_FOLDER, pieces_of(list(held_states(part)), _models(wrapped)))
+    state |= {"random": _random_state(), "optimizer_steps": optimizer_steps, "layout": _layout(wrapped)}
     strategy = InProcessSave(backend="torch_dist", version=1, thread_count=1)
-    dist_checkpointing.save(state, str(folder), sharded_strategy=strategy, content_metadata=optimizer_format)
+    dist_checkpointing.save(state, str(folder), sharded_strategy=strategy, content_metadata=written_as)
     torch.distributed.barrier()
 
 
-def _format(wrapped: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> dict[str, str]:
-    """OPTIMIZER_FORMAT, or the earlier one where Megatron cannot read it.
-
-    That is where a rank's part of a bucket has no parameter, and with `use_precision_aware_optimizer`.
-    """
+def _format(optimizer: MegatronOptimizer) -> dict[str, str]:
+    """PIECES where each data rank holds a part of the state; any other optimizer is Megatron's to save."""
     (part,) = parts(optimizer)
-    if part.config.use_precision_aware_optimizer:
-        return GATHERED_FORMAT
-    buckets = [bucket for maps in getattr(part, "gbuf_ranges", []) for each in maps.values() for bucket in each]
-    empty = torch.tensor(float(any(not bucket["param_map"] for bucket in buckets)))
-    empty = empty.to(next(wrapped[0].parameters()).device)
-    torch.distributed.all_reduce(empty, op=torch.distributed.ReduceOp.MAX)
-    return GATHERED_FORMAT if empty.item() else OPTIMIZER_FORMAT
+    return PIECES if hasattr(part, "gbuf_ranges") else EARLIER
 
 
 def load(folder: Path, wrapped: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> int:
-    """Restores what `save` wrote; the layout must be the same.
+    """Restores what `save` wrote, at this layout or another one.
+
+    At another layout the random generators are not restored, since each belongs to a rank. Checkpoints of earlier
+    versions need the layout at which they were written.
 
     Returns:
         Optimizer steps taken so far.
 
     Raises:
         FileNotFoundError: `folder` contains no checkpoint.
-        ValueError: it was written at another layout, or it holds objects that are no data.
+        ValueError: it was written in another precision, at another layout by an earlier version, or it holds objects
+            that are no data.
     """
     if not (folder / "metadata.json").is_file():
         raise FileNotFoundError(f"{folder}: contains no Megatron checkpoint (metadata.json)")
@@ -104,16 +108,34 @@ def load(folder: Path, wrapped: Sequence[DistributedDataParallel], optimizer: Me
 def _load(folder: Path, wrapped: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> int:
     common = dist_checkpointing.load_common_state_dict(str(folder))
     written, ours = common["layout"], _layout(wrapped)
-    if written != ours:
+    written_as = dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or EARLIER
+    moves = written_as == PIECES or not ours.get("use_distributed_optimizer", True)
+    fixed = PRECISION if moves else ours.keys() | written.keys()
+    if {key: written.get(key) for key in fixed} != {key: ours.get(key) for key in fixed}:
         raise ValueError(f"{folder}: written with {written}, this run has {ours}; resume with the same")
     _allocate_optimizer_state(optimizer)
-    written_as = dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or OPTIMIZER_FORMAT
-    state = dist_checkpointing.load(_sharded_state(wrapped, optimizer, written_as, loading=True), str(folder))
+    wanted = _sharded_state(wrapped, optimizer, written_as, loading=True)
+    if written == ours:
+        wanted["random"] = _random_state()
+    state = dist_checkpointing.load(wanted, str(folder))
     for name, each in _named(wrapped).items():
         each.module.load_state_dict(state[name])
     _load_optimizer(optimizer, state["optimizer"], written_as[FORMAT_KEY])
-    _set_random_state(state["random"])
+    if written_as == PIECES:
+        _load_pieces(folder / OPTIMIZER_FOLDER, wrapped, optimizer)
+    if written == ours:
+        _set_random_state(state["random"])
     return int(state["optimizer_steps"])
+
+
+@torch.no_grad()
+def _load_pieces(folder: Path, wrapped: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
+    (part,) = parts(optimizer)
+    held = list(held_states(part))
+    load_pieces(folder, pieces_of(held, _models(wrapped)))
+    if part.config.use_precision_aware_optimizer:  # it gives copies where it scales its states
+        for parameter, _, states in held:
+            part._set_main_param_and_optimizer_states(parameter, states)
 
 
 def _allocate_optimizer_state(optimizer: MegatronOptimizer) -> None:
@@ -153,12 +175,16 @@ def _sharded_state(
     loading: bool,
 ) -> dict[str, Any]:
     metadata = dict(optimizer_format)  # Megatron adds the data-parallel group of this moment to it
-    models = {name: each.module.sharded_state_dict(metadata=metadata) for name, each in _named(wrapped).items()}
-    return {
-        **models,
-        "optimizer": optimizer.sharded_state_dict(models, is_loading=loading, metadata=metadata),
-        "random": _random_state(),
-    }
+    models = _models(wrapped)
+    if optimizer_format == PIECES:
+        (part,) = parts(optimizer)
+        return {**models, "optimizer": part.state_dict()}
+    return {**models, "optimizer": optimizer.sharded_state_dict(models, is_loading=loading, metadata=metadata)}
+
+
+def _models(wrapped: Sequence[DistributedDataParallel]) -> dict[str, Any]:
+    """Megatron's description of the parameters of each virtual stage, and of their places in the whole model."""
+    return {name: each.module.sharded_state_dict(metadata=dict(EARLIER)) for name, each in _named(wrapped).items()}
 
 
 def _named(wrapped: Sequence[DistributedDataParallel]) -> dict[str, DistributedDataParallel]:

@@ -313,11 +313,11 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         megatron_checkpoint.save(folder, self.wrapped, self.optimizer, self.optimizer_steps)
 
     def load_checkpoint(self, folder: Path) -> None:
-        """Restores what `save_checkpoint` wrote at the same layout, bit for bit.
+        """Restores what `save_checkpoint` wrote: at the same layout bit for bit, at another without random state.
 
         Raises:
             FileNotFoundError: `folder` contains no checkpoint.
-            ValueError: it was written at another layout.
+            ValueError: it was written in another precision, or at another layout by an earlier version.
         """
         self.states.require(*ALL_STATES)
         self.optimizer_steps = megatron_checkpoint.load(folder, self.wrapped, self.optimizer)
