@@ -179,8 +179,11 @@ def strike(run: subprocess.Popen[str], each: Round) -> None:
     elif each.fault in (DRIVER, CHECKPOINT):
         driver.send_signal(signal.SIGKILL)
     elif each.fault == WORKER:
-        owner = process_of("rollouter", False, driver) if each.ratio else driver
-        workers = [child for child in owner.children() if "spawn_main" in " ".join(child.cmdline())]
+        if each.pipeline == "agentic":
+            workers = [child for child in driver.children(recursive=True) if "EnvActor" in " ".join(child.cmdline())]
+        else:
+            owner = process_of("rollouter", False, driver) if each.ratio else driver
+            workers = [child for child in owner.children() if "spawn_main" in " ".join(child.cmdline())]
         assert workers, "the run has no reward or environment worker"
         workers[0].send_signal(number)
 
