@@ -22,10 +22,10 @@ import torch
 from roll.distributed.infer_worker import InferWorker
 from roll.distributed.protocol import DataProto
 from roll.distributed.train_worker import TrainWorker
+from roll.distributed.weight_sync.report import Transfer
 from roll.distributed.weight_sync.synchronizer import (
     STEP_GRACE_S,
     BroadcastTransport,
-    Transfer,
     WeightSynchronizer,
     WeightUpdateError,
 )

@@ -23,7 +23,7 @@ from roll.rollout.timers import StepClock
 if TYPE_CHECKING:
     from roll.distributed.protocol import DataProto
     from roll.distributed.shared_devices import SharedDevices
-    from roll.distributed.weight_sync.synchronizer import UpdateReport
+    from roll.distributed.weight_sync.report import UpdateReport
     from roll.trackers import TrackerGroup
 
 logger = logging.getLogger(__name__)

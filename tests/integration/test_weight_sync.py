@@ -29,11 +29,10 @@ from roll.distributed.infer_worker import InferWorker
 from roll.distributed.protocol import DataProto
 from roll.distributed.remote_errors import ClusterError
 from roll.distributed.resources import ResourceManager, start_ray, stop_ray
+from roll.distributed.weight_sync.report import Transfer, UpdateReport
 from roll.distributed.weight_sync.synchronizer import (
     STEP_GRACE_S,
     BroadcastTransport,
-    Transfer,
-    UpdateReport,
     WeightSynchronizer,
     WeightUpdateError,
 )

@@ -14,7 +14,7 @@ import torch
 from roll.configs.errors import RunError, RunInterrupted
 from roll.configs.pipeline import BaseConfig, RLVRConfig
 from roll.distributed.protocol import DataProto
-from roll.distributed.weight_sync.synchronizer import UpdateReport
+from roll.distributed.weight_sync.report import UpdateReport
 from roll.pipeline.run import run as run_whole
 from roll.pipeline.training_loop import SampleBatch, TrainingLoop, throughput
 from roll.rollout.timers import StepClock

@@ -13,7 +13,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -31,6 +31,7 @@ from roll.distributed.weight_sync.plan import (
     make_buckets,
     spec_bytes,
 )
+from roll.distributed.weight_sync.report import Transfer, UpdateReport
 from roll.distributed.weight_sync.sender import SendResult, StageSource
 
 if TYPE_CHECKING:
@@ -54,54 +55,6 @@ class WeightUpdateError(RuntimeError):
 
 class VerificationError(RuntimeError):
     """The weights of an engine differ from the weights that were sent."""
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """What was sent: bytes, checksums by the engine's parameter names where they were requested, and the time."""
-
-    bytes: int
-    checksums: dict[str, str]
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class UpdateReport:
-    """One successful weight update.
-
-    Attributes:
-        version: of the weights.
-        seconds: from the first pause to the last resume, retries included.
-        pause_seconds: during which the engines were paused in the successful attempt, from the end of their last step.
-        bytes: of weights sent, counted once for all engines.
-        transfer_seconds: that sending them took in the successful attempt.
-        verified: whether names and checksums were compared.
-        attempts: 1 when nothing failed.
-        failures: failed attempts of all weight updates so far.
-        engines: `faults/...` of the engines.
-    """
-
-    version: int
-    seconds: float
-    pause_seconds: float
-    bytes: int
-    transfer_seconds: float
-    verified: bool
-    attempts: int
-    failures: int
-    engines: dict[str, float] = field(default_factory=dict)
-
-    def metrics(self) -> dict[str, float]:
-        """What a step logs, apart from its times."""
-        return {
-            "publish/bytes": float(self.bytes),
-            "throughput/weights_gigabytes_per_second": self.bytes / 1e9 / max(self.transfer_seconds, 1e-9),
-            "publish/verified": float(self.verified),
-            "param_sync_requests": float(self.version + 1 + self.failures),
-            "param_sync_count": float(self.version + 1),
-            "sync_failures": float(self.failures),
-            **self.engines,
-        }
 
 
 class WeightSynchronizer:
@@ -178,7 +131,8 @@ class WeightSynchronizer:
             engines = await self._running_engines()
             verify = self._to_verify > 0 or self._config.verify_weights == "always" or self._has_restarted(engines)
             try:
-                pause_seconds, sent = await self._attempt(version, verify, engines)
+                with self._monitor.updating():
+                    pause_seconds, sent = await self._attempt(version, verify, engines)
             except Exception as error:
                 if self._trainer_died(error):
                     raise
@@ -186,7 +140,6 @@ class WeightSynchronizer:
                 self._failures += 1
                 causes.append(f"attempt {len(causes) + 1}: {type(error).__name__}: {error}")
                 logger.warning("weight update to version %d: attempt %d: %s", version, len(causes), one_line(error))
-                logger.debug("%s", causes[-1])
                 failed += not await self._leave_out_dead_engines(causes)
                 if failed > self._config.max_sync_retries:
                     break
@@ -246,7 +199,8 @@ class WeightSynchronizer:
         assert self._version is not None, "the engines got their first weights from update_weights"
         engines = self._monitor.started
         try:
-            await self._attempt(self._version, True, engines, alone=True)
+            with self._monitor.updating():
+                await self._attempt(self._version, True, engines, alone=True)
         except Exception as error:
             if self._trainer_died(error):
                 raise
@@ -299,10 +253,6 @@ class WeightSynchronizer:
             engines: that take part.
             alone: whether the other engines have these weights, and serve meanwhile.
         """
-        with self._monitor.updating():
-            return await self._transaction(version, verify, engines, alone)
-
-    async def _transaction(self, version: int, verify: bool, engines: list[int], alone: bool) -> tuple[float, Transfer]:
         infer, transport = self._infer, self._transport
         transport.engines = engines
         if self._devices is not None:

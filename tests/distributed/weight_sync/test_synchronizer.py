@@ -21,13 +21,12 @@ from roll.distributed.engine_monitor import EngineMonitor, EnginesLostError
 from roll.distributed.events import EVENTS_FILE, EventLog
 from roll.distributed.process_groups import BroadcastGroup
 from roll.distributed.remote_errors import PROCESS_DIED, ClusterError, seconds_left
+from roll.distributed.weight_sync.report import Transfer, UpdateReport
 from roll.distributed.weight_sync.sender import StageSource
 from roll.distributed.weight_sync.synchronizer import (
     BroadcastTransport,
     SharedMemoryTransport,
-    Transfer,
     Transport,
-    UpdateReport,
     VerificationError,
     WeightSynchronizer,
     WeightUpdateError,
