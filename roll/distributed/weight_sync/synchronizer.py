@@ -129,7 +129,8 @@ class WeightSynchronizer:
         failed = 0
         while True:
             engines = await self._running_engines()
-            verify = self._to_verify > 0 or self._config.verify_weights == "always" or self._has_restarted(engines)
+            restarted = not {*engines}.isdisjoint(self._monitor.started)
+            verify = restarted or self._to_verify > 0 or self._config.verify_weights == "always"
             try:
                 with self._monitor.updating():
                     pause_seconds, sent = await self._attempt(version, verify, engines)
@@ -222,9 +223,6 @@ class WeightSynchronizer:
         """Whether the process of a training rank is dead, which no further attempt changes."""
         train, infer = self._train.role, self._infer.role
         return isinstance(error, ClusterError) and error.kind == PROCESS_DIED and error.role == train != infer
-
-    def _has_restarted(self, engines: Sequence[int]) -> bool:
-        return not {*engines}.isdisjoint(self._monitor.started)
 
     async def _leave_out_dead_engines(self, causes: list[str]) -> bool:
         """Cleans up after a failed attempt; whether engines of it have died.
