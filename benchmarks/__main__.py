@@ -30,6 +30,7 @@ BENCHMARKS = (
     "losses",
     "against_trl",
     "recovery",
+    "checkpoint",
     "faults",
 )
 

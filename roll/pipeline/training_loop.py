@@ -11,7 +11,7 @@ import logging
 import time
 import traceback
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
@@ -186,6 +186,8 @@ class TrainingLoop:
         self._stop = asyncio.Event()
         self._stopping: asyncio.Task[None] | None = None
         self.checkpoint: Path | None = None
+        self._completing: asyncio.Task[Path] | None = None
+        """The checkpoint whose files are written; their checksums are computed, and they are flushed to the disk."""
 
     async def run(self) -> None:
         """Runs every remaining step. The first weight update is a handshake that tests the transfer before any work.
@@ -193,6 +195,17 @@ class TrainingLoop:
         Raises:
             RunInterrupted: `stop` was called; the last step is whole, and saved unless the run saves no checkpoints.
         """
+        try:
+            await self._run()
+        except BaseException:
+            try:
+                await self._complete_checkpoint()
+            except Exception as error:
+                logger.warning("the last checkpoint was not completed: %s", error)
+            raise
+        await self._complete_checkpoint()
+
+    async def _run(self) -> None:
         clock = StepClock()
         if self._synchronizer is not None:
             logger.info("sending the first weights to the engines")
@@ -237,11 +250,14 @@ class TrainingLoop:
         step = self.state.step
         if self._config.save_checkpoint and step and not (self.checkpoint and step_of(self.checkpoint) == step):
             await self.save()
+        await self._complete_checkpoint()
         return self.checkpoint
 
     async def _step(self) -> None:
         """Takes one batch and learns from it; its metrics are logged also when the checkpoint cannot be written."""
         state, clock = self.state, StepClock()
+        if self._completing is not None and self._completing.done():
+            await self._complete_checkpoint()
         with clock.measure("wait_prev_gen"):
             batch = await self._while_idle(self._samples.next_batch())
         if batch is None:
@@ -352,14 +368,25 @@ class TrainingLoop:
         """One line of metrics.jsonl."""
         self._trackers.log(self.state.step, {"step": self.state.step, "version": self.state.version, **metrics})
 
-    async def save(self) -> Path:
-        """Completes the checkpoint of the current step."""
+    async def save(self) -> None:
+        """Writes the checkpoint of the current step; it is completed while the run goes on."""
+        await self._complete_checkpoint()
         if self._written != self.state.step:
             await self._to_trainer()
             await self._write_weights()
         self.state.samples = await self._samples.state_dict()
-        self.checkpoint = await self._checkpoints.complete_step(self.state.step, self.state.save)
-        return self.checkpoint
+        complete = self._checkpoints.complete_step(self.state.step, replace(self.state).save)
+        self._completing = asyncio.create_task(complete)
+
+    async def _complete_checkpoint(self) -> None:
+        """Waits until the checkpoint that was written last is complete.
+
+        Raises:
+            DiskFullError: it does not fit on the disk.
+        """
+        if self._completing is not None:
+            task, self._completing = self._completing, None
+            self.checkpoint = await task
 
     async def _write_weights(self) -> None:
         """Writes what the learner has of a checkpoint; it counts once the state of the step is added."""

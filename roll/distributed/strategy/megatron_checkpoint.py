@@ -53,7 +53,7 @@ class InProcessSave(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # Mega
         tensors, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
         save_distributed(
             mcore_to_pyt_state_dict(tensors, False),
-            storage_writer=FileSystemWriter(checkpoint_dir, thread_count=self.thread_count),
+            storage_writer=FileSystemWriter(checkpoint_dir, thread_count=self.thread_count, sync_files=False),
             planner=MCoreSavePlanner(
                 dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
             ),

@@ -157,7 +157,7 @@ def _pieces_of_part(
 
 def save_pieces(folder: Path, pieces: Sequence[Piece]) -> None:
     """Writes the pieces of all ranks; collective."""
-    writer = FileSystemWriter(folder, thread_count=1)
+    writer = FileSystemWriter(folder, thread_count=1, sync_files=False)  # the whole checkpoint is flushed at its end
     save_distributed({}, storage_writer=writer, planner=_Saving([piece for piece in pieces if piece.is_written]))
 
 
