@@ -7,7 +7,6 @@ A call goes from `Cluster.call_all` to `WorkerActor.call` and comes back as a `R
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import inspect
 import os
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar,
 
 import psutil
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from roll.configs.parallel_layout import ParallelLayout, spans
 from roll.distributed.process_groups import hold_port
@@ -27,6 +27,7 @@ from roll.distributed.processes import (
     end,
     end_with_parent,
     gc_freeze,
+    kill,
     log_file,
     pin,
     print_to,
@@ -200,9 +201,7 @@ class Cluster(Generic[WorkerT]):
         if responsive:
             closing = asyncio.wrap_future(actor.call.remote("close", False).future())
             await asyncio.wait([closing], timeout=CLOSE_TIMEOUT_S)
-        with contextlib.suppress(psutil.NoSuchProcess):  # it died, and Ray starts the process again by itself
-            if children and children[0].is_running():
-                children[0].kill()
+        self._kill(rank, old)  # Ray starts the process again by itself
         await asyncio.to_thread(end, children)
         until = time.monotonic() + self._pipeline_config.start_timeout_s
         while (started := await self._restarted_process(rank, until)) == old:
@@ -214,6 +213,14 @@ class Cluster(Generic[WorkerT]):
         known = self._worker_rank(rank, 0, port)
         built = actor.build.remote(self._worker_cls, known.environment(), known, self.config, self._pipeline_config)
         await RemoteCall(self._context("build", rank), [built], list, max(1.0, until - time.monotonic()))
+
+    def _kill(self, rank: int, process_id: int) -> None:
+        """Kills the process of a rank, on whatever node it is; it may be dead already, or stopped by a signal."""
+        node = self._resources.nodes[self._slots[rank][0].node].node_id
+        task: Any = ray.remote(kill)
+        task.options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
+            process_id
+        )
 
     async def _restarted_process(self, rank: int, until: float) -> int:
         """Id of the process of a rank that Ray is starting again."""

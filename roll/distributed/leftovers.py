@@ -19,7 +19,7 @@ MARK = "started_by_roll"
 
 SHARED_MEMORY = Path("/dev/shm")
 
-SHARED_NAMES = {"sgl_shm_": 10.0, "sglang_loads_": 10.0, "sem.mp-": 0.0}
+SHARED_NAMES = {"sgl_shm_": 1.0, "sglang_loads_": 1.0, "sem.mp-": 0.0}
 """Beginnings of the names of SGLang's files and of the semaphores of Python's multiprocessing, each with the age in
 seconds of the youngest that is removed: a process maps a file of SGLang's soon after it has made it, and a semaphore
 before it has this name. Each use of a file makes it younger."""
@@ -40,16 +40,19 @@ def remove_session(folder: Path) -> None:
         latest.unlink(missing_ok=True)
 
 
-def remove_leftovers(ray_folder: Path | None = None, shared: Path = SHARED_MEMORY) -> list[Path]:
+def remove_leftovers(ray_folder: Path | None = None, shared: Path = SHARED_MEMORY, wait: bool = False) -> list[Path]:
     """Removes what drivers and engines that were killed have left: sessions of dead runs, and unused shared memory.
 
-    Only files of this user are removed, and of shared memory only those that no process has mapped.
+    Only files of this user are removed, and of shared memory only those that no process has mapped. With `wait` it
+    waits until files of processes that were killed a moment ago are old enough.
     """
     removed = []
     for folder in _dead_sessions(ray_folder or Path(os.environ.get("RAY_TMPDIR", RAY_FOLDER.parent)) / RAY_FOLDER.name):
         remove_session(folder)
         removed.append(folder)
-    candidates = set(_old_shared_files(shared))
+    if wait and {*_shared_files(shared, older=False)} - {*_shared_files(shared)}:
+        time.sleep(max(SHARED_NAMES.values()))
+    candidates = set(_shared_files(shared))
     for path in candidates - _mapped(shared) if candidates else ():
         with contextlib.suppress(OSError):
             path.unlink()
@@ -72,14 +75,15 @@ def _is_running(process_id: int, started: float) -> bool:
         return False
 
 
-def _old_shared_files(shared: Path) -> Iterator[Path]:
+def _shared_files(shared: Path, older: bool = True) -> Iterator[Path]:
+    """Files of this user with SHARED_NAMES; those of any age if not `older`."""
     now = time.time()
     for path in shared.glob("*"):
         youngest_s = next((age for name, age in SHARED_NAMES.items() if path.name.startswith(name)), None)
         if youngest_s is not None:
             with contextlib.suppress(OSError):
                 status = path.stat()
-                if status.st_uid == os.getuid() and now - status.st_mtime >= youngest_s:
+                if status.st_uid == os.getuid() and (not older or now - status.st_mtime >= youngest_s):
                     yield path
 
 

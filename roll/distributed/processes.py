@@ -95,6 +95,12 @@ def descendants(process: psutil.Process) -> list[psutil.Process]:
         return []
 
 
+def kill(process_id: int) -> None:
+    """Kills a process, if it exists."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process_id, signal.SIGKILL)
+
+
 def end(processes: list[psutil.Process]) -> None:
     """Waits for processes that are ending and kills any that have not ended after END_TIMEOUT_S."""
     _, alive = psutil.wait_procs(processes, timeout=END_TIMEOUT_S)

@@ -220,7 +220,7 @@ def stop_ray() -> None:
     session, _session = _session, None
     if session is not None:
         remove_session(session)
-        remove_leftovers()
+        remove_leftovers(wait=True)
 
 
 def _probe(address: str) -> None:

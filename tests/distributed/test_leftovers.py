@@ -25,7 +25,7 @@ def test_shared_memory_that_nobody_uses_is_removed(tmp_path: Path) -> None:
     shared.mkdir()
     left = [shared_file(shared, name) for name in ("sglang_loads_x.shm", "sem.mp-abc", "sgl_shm_1")]
     left.append(shared_file(shared, "sem.mp-new", 1.0))
-    young, other = shared_file(shared, "sgl_shm_new", 1.0), shared_file(shared, "of_someone_else")
+    young, other = shared_file(shared, "sgl_shm_new", 0.1), shared_file(shared, "of_someone_else")
     used, opened = shared_file(shared, "sglang_loads_used.shm"), shared_file(shared, "sem.mp-open")
     with used.open("r+b") as file, opened.open("r+b"):
         mapped = mmap.mmap(file.fileno(), 0)
@@ -33,6 +33,12 @@ def test_shared_memory_that_nobody_uses_is_removed(tmp_path: Path) -> None:
         assert set(remove_leftovers(tmp_path / "ray", shared)) == set(left)
         mapped.close()
     assert all(path.exists() for path in (young, other, used, opened)) and not any(path.exists() for path in left)
+
+
+def test_files_of_processes_that_ended_a_moment_ago_are_waited_for(tmp_path: Path) -> None:
+    young = shared_file(tmp_path, "sgl_shm_new", 0.0)
+    assert remove_leftovers(tmp_path / "ray", tmp_path) == []
+    assert remove_leftovers(tmp_path / "ray", tmp_path, wait=True) == [young]
 
 
 @pytest.mark.parametrize(

@@ -259,6 +259,8 @@ class WeightSynchronizer:
         deadline = time.monotonic() + self._config.sync_timeout_s
         step = partial(self._step, deadline)
         with deadline_scope(deadline):
+            if not {*engines}.isdisjoint(self._monitor.started):  # they are in none of the groups that there were
+                await step("disconnect", transport.disconnect())
             await step("connect", transport.connect())
             if self._devices is None:
                 await step("pause", infer.call_some(InferWorker.pause, engines, self._config.in_flight_policy))

@@ -332,7 +332,7 @@ def test_a_restarted_engine_gets_verified_weights_by_itself_while_the_trainer_wa
         finally:
             await monitor.close()
 
-    assert asyncio.run(scenario()) == list(STEPS)
+    assert asyncio.run(scenario()) == ["disconnect", *STEPS]
     assert {tuple(ranks) for ranks in world.took_part} == {(1,)} and world.restarted == [1]
     events = [json.loads(line)["event"] for line in (tmp_path / EVENTS_FILE).read_text().splitlines()]
     assert events == ["failed", "restarted", "serving again"]
