@@ -201,7 +201,10 @@ class Cluster(Generic[WorkerT]):
         if responsive:
             closing = asyncio.wrap_future(actor.call.remote("close", False).future())
             await asyncio.wait([closing], timeout=CLOSE_TIMEOUT_S)
-        self._kill(rank, old)  # Ray starts the process again by itself
+        if children:
+            kill(old)  # Ray starts the process again by itself
+        else:
+            self._kill_on_its_node(rank, old)
         await asyncio.to_thread(end, children)
         until = time.monotonic() + self._pipeline_config.start_timeout_s
         while (started := await self._restarted_process(rank, until)) == old:
@@ -214,8 +217,8 @@ class Cluster(Generic[WorkerT]):
         built = actor.build.remote(self._worker_cls, known.environment(), known, self.config, self._pipeline_config)
         await RemoteCall(self._context("build", rank), [built], list, max(1.0, until - time.monotonic()))
 
-    def _kill(self, rank: int, process_id: int) -> None:
-        """Kills the process of a rank, on whatever node it is; it may be dead already, or stopped by a signal."""
+    def _kill_on_its_node(self, rank: int, process_id: int) -> None:
+        """Kills the process of a rank on another node; it may be dead already, or stopped by a signal."""
         node = self._resources.nodes[self._slots[rank][0].node].node_id
         task: Any = ray.remote(kill)
         task.options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
