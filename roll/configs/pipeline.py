@@ -351,8 +351,8 @@ class RLConfig(AsyncOptions, PolicyOptions, AdvantageOptions, CriticOptions, Sam
     )
     engine_restart_delay_s: float = option(
         1.0,
-        "Seconds before the first restart of an engine; each further one within an hour waits twice as long, at most a "
-        "minute.",
+        "Seconds before the second restart of an engine within an hour; the first is at once, and each further one "
+        "waits twice as long, at most a minute.",
         ge=0,
         only_for=needs("max_engine_restarts", "max_engine_restarts is 0"),
     )

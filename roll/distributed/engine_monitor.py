@@ -52,7 +52,7 @@ class EngineState(Enum):
 
 
 class RestartLimit:
-    """When one engine may be restarted: so many times an hour, each time after twice the last delay."""
+    """When one engine may be restarted: so many times an hour, first at once, then after delays that double."""
 
     def __init__(self, restarts: int, delay_s: float) -> None:
         self.restarts, self._delay_s = restarts, delay_s
@@ -70,7 +70,8 @@ class RestartLimit:
         if len(self._times) >= self.restarts:
             return None
         self._times.append(now)
-        return min(LONGEST_DELAY_S, self._delay_s * 2.0 ** (len(self._times) - 1))
+        again = len(self._times) - 2
+        return min(LONGEST_DELAY_S, self._delay_s * 2.0**again) if again >= 0 else 0.0
 
 
 class EngineMonitor:
@@ -245,17 +246,26 @@ class EngineMonitor:
         task.add_done_callback(self._tasks.discard)
 
     async def _watch(self, engine: int) -> None:
+        interval_s, timeout_s = self._config.health_check_interval_s, self._config.health_check_timeout_s
         while True:
-            await self._sleep(self._config.health_check_interval_s)
             if engine in self._running:
-                await self._check(engine, self._config.health_check_timeout_s)
+                await self._check(engine, timeout_s, watch_s=interval_s)
+                await asyncio.sleep(0)
+            else:
+                await self._sleep(interval_s)
 
-    async def _check(self, engine: int, timeout_s: float | None) -> None:
-        """Restarts an engine that died, that is stopped, or that does not answer in time; None does not wait for it."""
+    async def _check(self, engine: int, timeout_s: float | None, watch_s: float = 0.0) -> None:
+        """Restarts an engine that died, that is stopped, or that does not answer in time.
+
+        Args:
+            engine: to check.
+            timeout_s: for its answer; None waits for none.
+            watch_s: for so long after the answer its death is noticed at once.
+        """
         updates = self._updates
         try:
-            with deadline_scope(time.monotonic() + (timeout_s or 0.0) + CALL_GRACE_S):
-                await self._infer.call_some(InferWorker.check_health, [engine], timeout_s)
+            with deadline_scope(time.monotonic() + (timeout_s or 0.0) + watch_s + CALL_GRACE_S):
+                await self._infer.call_some(InferWorker.check_health, [engine], timeout_s, watch_s)
         except ClusterError as error:
             died = error.kind in (PROCESS_DIED, EngineNotRunningError.__name__)
             if died or not (self._updating or updates != self._updates):

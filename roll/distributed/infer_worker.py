@@ -116,8 +116,10 @@ class InferWorker(WeightReceiver):
         await self.initialize()
 
     @register()
-    async def check_health(self, timeout_s: float | None) -> None:
+    async def check_health(self, timeout_s: float | None, watch_s: float = 0.0) -> None:
         """Checks that the engine's processes run and, unless `timeout_s` is None, that its scheduler answers in time.
+
+        Returns after `watch_s` more seconds in which the engine did not die.
 
         Raises:
             EngineNotRunningError: it died, with the cause.
@@ -126,6 +128,7 @@ class InferWorker(WeightReceiver):
         self.engine.check_running()
         if timeout_s is not None:
             await self.engine.guard(self.engine.manager.get_internal_state(), "health check", timeout_s)
+        await self.engine.guard(asyncio.sleep(watch_s), "health check", None)
 
     async def _start(self, engine: Engine, further_nodes: FurtherNodes) -> None:
         """Starts the engine on a free port; tries another one if the port is taken before the engine binds it."""

@@ -29,8 +29,8 @@ def test_no_more_restarts_within_an_hour_than_allowed(times: list[float], restar
 
 def test_the_wait_before_a_restart_doubles_up_to_a_minute() -> None:
     limit = RestartLimit(9, 1.0)
-    assert [limit.next_delay(0.0) for _ in range(10)] == [1, 2, 4, 8, 16, 32, 60, 60, 60, None]
-    assert limit.next_delay(WINDOW_S) == 1
+    assert [limit.next_delay(0.0) for _ in range(10)] == [0, 1, 2, 4, 8, 16, 32, 60, 60, None]
+    assert limit.next_delay(WINDOW_S) == 0
 
 
 class FailingEngines:
