@@ -32,8 +32,9 @@ RESOURCE_TRACKER = "multiprocessing.resource_tracker"
 """Python's own helper of spawned processes: it ends with the process that started it, not before."""
 
 
-IN_ONE_PROCESS = ("shared_runs", "rank_pool")
-"""Fixtures whose processes are large and stay until the tests end: one test process runs all files that use one."""
+IN_ONE_PROCESS = ("shared_runs", "rank_pool", "several engines")
+"""Fixtures whose processes are large and stay until the tests end, and words of files with large runs of their own: one
+test process runs all files that have one."""
 
 
 @pytest.hookimpl(optionalhook=True)

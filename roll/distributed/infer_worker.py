@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from dataclasses import dataclass
@@ -127,8 +128,11 @@ class InferWorker(WeightReceiver):
         """
         self.engine.check_running()
         if timeout_s is not None:
-            await self.engine.guard(self.engine.manager.get_internal_state(), "health check", timeout_s)
-        await self.engine.guard(asyncio.sleep(watch_s), "health check", None)
+            with contextlib.suppress(EngineNotRunningError):  # it is raised below, with the cause alone
+                await self.engine.guard(self.engine.manager.get_internal_state(), "health check", timeout_s)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.engine.death(), watch_s)
+        self.engine.check_running()
 
     async def _start(self, engine: Engine, further_nodes: FurtherNodes) -> None:
         """Starts the engine on a free port; tries another one if the port is taken before the engine binds it."""

@@ -247,10 +247,11 @@ class TrainingLoop:
         """Saves the last step, unless it is saved already or nothing was learned."""
         if self._stopping is not None:
             await asyncio.gather(self._stopping, return_exceptions=True)
+        await self._complete_checkpoint()
         step = self.state.step
         if self._config.save_checkpoint and step and not (self.checkpoint and step_of(self.checkpoint) == step):
             await self.save()
-        await self._complete_checkpoint()
+            await self._complete_checkpoint()
         return self.checkpoint
 
     async def _step(self) -> None:

@@ -1,4 +1,4 @@
-"""Processes of a run that die or stop: the run goes on by itself, and no prompt is lost or learned twice."""
+"""Processes of a run with several engines die or stop: it goes on by itself, no prompt is lost or learned twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`roll rehearse` of one RLVR and one agentic recipe for 8 or more GPUs, through the real engines."""
+"""`roll rehearse` of one RLVR and one agentic recipe for 8 or more GPUs, through several engines, all of them real."""
 
 from __future__ import annotations
 

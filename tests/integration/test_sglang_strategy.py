@@ -252,7 +252,7 @@ def group(engine):
     plan = BroadcastGroup("test", "127.0.0.1", port, 2, "gloo")
     joiner = threading.Thread(target=lambda: joined.append(join_as_source(plan, 30)), daemon=True)
     joiner.start()
-    engine.join_broadcast_groups([plan])
+    engine.join_broadcast_groups([plan], 0)
     joiner.join(30)
     yield plan, joined[0]
     engine.leave_broadcast_groups([plan])
