@@ -15,6 +15,7 @@ from roll.configs.errors import RunError, RunInterrupted
 from roll.configs.pipeline import BaseConfig, RLVRConfig
 from roll.distributed.protocol import DataProto
 from roll.distributed.weight_sync.report import UpdateReport
+from roll.pipeline.checkpoint import CheckpointManager
 from roll.pipeline.run import run as run_whole
 from roll.pipeline.training_loop import SampleBatch, TrainingLoop, throughput
 from roll.rollout.timers import StepClock
@@ -372,3 +373,19 @@ def test_a_full_disk_at_a_checkpoint_keeps_the_metrics_of_its_step(small_disk):
         asyncio.run(TrainingLoop(config, parts, parts, parts, tracker).run())
     assert [line["step"] for line in read_metrics(small_disk / "metrics.jsonl")] == [1, 2]
     assert list((small_disk / "checkpoints").iterdir()) == []
+
+
+def test_a_stopped_run_waits_for_the_checkpoint_that_is_being_completed_and_writes_no_other(tmp_path, monkeypatch):
+    complete, steps = CheckpointManager.complete_step, list[int]()
+
+    async def slowly(self: CheckpointManager, step: int, *arguments: Any) -> Path:
+        steps.append(step)
+        await asyncio.sleep(0.2)
+        return await complete(self, step, *arguments)
+
+    monkeypatch.setattr(CheckpointManager, "complete_step", slowly)
+    parts = Waiting(ready=2)
+    loop = TrainingLoop(config_in(tmp_path, max_steps=9, save_steps=1), parts, parts, parts, Lines())
+    ended = interrupt(loop, lambda: loop.state.step == 2)
+    assert ended.checkpoint == tmp_path / "checkpoints" / "step-000002"
+    assert steps == [1, 2]
