@@ -139,7 +139,13 @@ class RankPool:
     def close(self) -> None:
         """Ends the processes."""
         self._threads.shutdown(cancel_futures=True)
-        for process in self._idle:
+        self.free_memory()
+
+    def free_memory(self) -> None:
+        """Ends the processes that run no scenario; the next one starts others."""
+        with self._changed:
+            idle, self._idle = self._idle, []
+        for process in idle:
             process.kill()
 
     def _run(

@@ -42,13 +42,18 @@ class SharedRuns:
         return int(answer), text
 
     def close(self) -> None:
-        """Lets the server end its processes."""
+        """Ends the server and its processes."""
+        self.free_memory()
+
+    def free_memory(self) -> None:
+        """Lets the server end its processes; the next run starts another one."""
         if self._server is None:
             return
         assert self._server.stdin is not None
         self._server.stdin.close()
         try:
             self._server.wait(timeout=30)
+            self._server = None
         except subprocess.TimeoutExpired:
             self._kill()
 

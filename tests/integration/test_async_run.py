@@ -246,7 +246,8 @@ def test_a_run_goes_on_at_another_layout_ratio_and_number_of_engines(shared_runs
         "actor_infer.device_mapping=[1,2]",
         "async_generation_ratio=1",
     ]
-    code, output = shared_runs.run(config, "resume_from_checkpoint=true", f"max_steps={STEPS}", *other)
+    again = start(config, "resume_from_checkpoint=true", f"max_steps={STEPS}", *other)  # other devices, used once
+    code, output = finish(again)
     assert code == 0, output
     steps = lines(tmp_path)
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
