@@ -335,7 +335,7 @@ def check_resume(table: GpuTable, config: RLVRConfig, data: DataProto, folder: P
     """Steps of a rank, of one that resumes from its checkpoint, and of that one with hand-overs in between."""
     with training_rank(config) as rank:
         train(rank, data, 2)
-        rank.save_checkpoint(str(folder))
+        rank.begin_checkpoint(str(folder))
         losses, weights = train(rank, data, 2), weights_of(rank)
     with training_rank(config) as rank:
         rank.load_checkpoint(str(folder))

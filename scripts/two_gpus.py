@@ -118,7 +118,7 @@ async def shared(
         await compare(table, "tensor parallel 2", actor, samples, config, reference)
         await train(table, actor, config, samples, reference)
         checkpoint = str(folder / "checkpoint")
-        await actor.call_all(TrainWorker.save_checkpoint, checkpoint)
+        await actor.call_all(TrainWorker.begin_checkpoint, checkpoint)
         loss = await train_step(actor, config, samples)
         await actor.call_all(TrainWorker.load_checkpoint, checkpoint)
         difference = abs(await train_step(actor, config, samples) - loss)

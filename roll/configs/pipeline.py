@@ -127,6 +127,11 @@ class BaseConfig:
     )
     save_checkpoint: bool = option(True, "Write checkpoints at all.")
     save_hf_model: bool = option(False, "Export the final model as a HF folder, output_dir/hf_model.")
+    save_hf_checkpoints: bool = option(
+        False,
+        "Export the model as a HF folder in every checkpoint as well, as hf_model.",
+        only_for=needs("save_checkpoint", "save_checkpoint is false"),
+    )
     pretrain: str | None = option(
         None,
         "Model of every role without model_name_or_path: a HF folder, or `owner/name` or `owner/name@revision` on the "

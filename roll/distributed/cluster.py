@@ -34,7 +34,7 @@ from roll.distributed.processes import (
     process_environment,
 )
 from roll.distributed.remote_call import RemoteCall, ShardsClient, check_length
-from roll.distributed.remote_errors import PROCESS_DIED, CallContext, ClusterError, Failure
+from roll.distributed.remote_errors import PROCESS_DIED, TIMEOUT, CallContext, ClusterError, Failure
 from roll.distributed.rpc_batching import ClusterClient, RpcActor, RpcServer
 from roll.distributed.worker import Worker, WorkerRank, registered_methods
 from roll.platforms import get_platform
@@ -55,6 +55,12 @@ CLOSE_TIMEOUT_S = 20.0
 """Time a worker has to end its engine before it is killed."""
 RESTART_POLL_S = 0.2
 """Interval at which a process that Ray starts again is asked for its id."""
+NODE_CHECK_S = 2.0
+"""Interval at which Ray is asked for the node of a process that is to start again."""
+
+
+class NodeLostError(RuntimeError):
+    """The process of a rank cannot be started again, since Ray has lost its node."""
 
 
 class Cluster(Generic[WorkerT]):
@@ -195,7 +201,9 @@ class Cluster(Generic[WorkerT]):
 
         Raises:
             ClusterError: the process did not start within `start_timeout_s`.
+            NodeLostError: there is no node to start it on.
         """
+        await asyncio.to_thread(self._require_nodes, rank)
         old, actor = self._process_ids[rank], self._actors[rank]
         children = [child for process in self._local if process.pid == old for child in descendants(process)]
         if responsive:
@@ -225,19 +233,29 @@ class Cluster(Generic[WorkerT]):
             process_id
         )
 
+    def _require_nodes(self, rank: int) -> None:
+        """Raises NodeLostError if Ray has lost a node of this rank."""
+        nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+        alive = {node["NodeID"] for node in nodes if node["Alive"]}
+        for slot in self._slots[rank]:
+            node = self._resources.nodes[slot.node]
+            if node.node_id not in alive:
+                raise NodeLostError(f"Ray has lost its node {slot.node} at {node.address}")
+
     async def _restarted_process(self, rank: int, until: float) -> int:
-        """Id of the process of a rank that Ray is starting again."""
+        """Id of the process of a rank that Ray is starting again; its node may turn out to be lost."""
         while True:
+            await asyncio.to_thread(self._require_nodes, rank)
             call: RemoteCall[list[int]] = RemoteCall(
                 self._context("start", rank),
                 [self._actors[rank].process_id.remote()],
                 list,
-                max(0.0, until - time.monotonic()),
+                max(0.0, min(NODE_CHECK_S, until - time.monotonic())),
             )
             try:
                 [process_id] = await call
             except ClusterError as error:
-                if error.kind != PROCESS_DIED or time.monotonic() > until:
+                if error.kind not in (PROCESS_DIED, TIMEOUT) or time.monotonic() > until:
                     raise
                 await asyncio.sleep(RESTART_POLL_S)
             else:

@@ -1,7 +1,7 @@
 r"""Watches the engines of a run, and restarts those that die or no longer answer.
 
     serving -> restarting -> started -> serving      a weight update makes a started engine serve
-                         \-> lost                    after `max_engine_restarts`
+                         \-> lost                    after `max_engine_restarts`, or with its Ray node
 
 The engines that serve generate meanwhile. A run whose engines are all lost ends, with the first cause.
 """
@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from roll.distributed.cluster import Cluster, NodeLostError
 from roll.distributed.infer_worker import InferWorker
 from roll.distributed.remote_errors import PROCESS_DIED, TIMEOUT, ClusterError, deadline_scope, one_line
 from roll.distributed.strategy.sglang_engine import EngineNotRunningError
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from roll.configs.pipeline import RLConfig
-    from roll.distributed.cluster import Cluster
     from roll.distributed.events import EventLog
 
 WINDOW_S = 3600.0
@@ -208,8 +208,8 @@ class EngineMonitor:
             await self._changed.wait_for(lambda: reached() or self._all_lost)
         if self._all_lost:
             raise EnginesLostError(
-                f"{self._infer.role} has no engine left after {self._restarts} restarts of each within an hour "
-                f"(max_engine_restarts); the first cause: {self._first_cause}"
+                f"{self._infer.role} has no engine left that may be restarted (max_engine_restarts: {self._restarts} "
+                f"of each within an hour); the first cause: {self._first_cause}"
             )
 
     @property
@@ -285,6 +285,9 @@ class EngineMonitor:
                 responsive = error.kind not in (PROCESS_DIED, TIMEOUT)
                 self._record(engine, "restart failed", f"could not be restarted: {one_line(error)}")
                 continue
+            except NodeLostError as error:
+                await self._lose(engine, f"is not restarted: {error}")
+                return
             self.restarts += 1
             seconds = self._clock() - start
             count = f"restart {limit.used} of {limit.restarts} within an hour"
@@ -293,5 +296,8 @@ class EngineMonitor:
             if not self._needs_weights:
                 await self.updated([engine])
             return
-        self._record(engine, "lost", f"is not restarted again: {limit.restarts} restarts within an hour")
+        await self._lose(engine, f"is not restarted again: {limit.restarts} restarts within an hour")
+
+    async def _lose(self, engine: int, message: str) -> None:
+        self._record(engine, "lost", message)
         await self._set(engine, EngineState.LOST)

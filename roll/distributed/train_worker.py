@@ -116,13 +116,18 @@ class TrainWorker(WeightSender):
         return self.train_strategy.train_step_with_log_probs(data)
 
     @register()
-    def save_checkpoint(self, folder: str) -> None:
-        """Writes the role's state; every rank its part."""
-        self.train_strategy.save_checkpoint(Path(folder))
+    def begin_checkpoint(self, folder: str) -> None:
+        """Begins to write the role's state, every rank its part, which goes on while the rank computes."""
+        self.train_strategy.begin_checkpoint(Path(folder))
+
+    @register()
+    def checkpoint_written(self) -> float | None:
+        """Seconds that the rank waited for the state to be written; None while it still is; raises what failed."""
+        return self.train_strategy.saving.seconds_waited()
 
     @register()
     def load_checkpoint(self, folder: str) -> None:
-        """Restores what `save_checkpoint` wrote."""
+        """Restores what `begin_checkpoint` wrote."""
         self.train_strategy.load_checkpoint(Path(folder))
 
     @register()

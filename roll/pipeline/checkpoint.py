@@ -43,6 +43,8 @@ class CheckpointManager:
         """Manages checkpoints in `folder`; `max_to_keep` 0 keeps all of them."""
         self._folder = folder
         self._max_to_keep = max_to_keep
+        self._free: int | None = None
+        """Bytes that were free before the last checkpoint was begun."""
 
     async def save(self, step: int, write: Callable[[Path], Awaitable[None]]) -> Path:
         """Creates a checkpoint of `step` with `write`; see `write` and `complete_step`."""
@@ -52,6 +54,8 @@ class CheckpointManager:
     async def write(self, step: int, write: Callable[[Path], Awaitable[None]]) -> None:
         """Begins a checkpoint of `step` with `write`; a run that ends before `complete_step` has none.
 
+        What `write` starts in the background is waited for by the `written` of `complete_step`.
+
         Raises:
             DiskFullError: it does not fit on the disk; nothing of it is left there.
         """
@@ -59,13 +63,24 @@ class CheckpointManager:
         free = free_bytes(self._folder)
         if free is not None and free < last:
             raise DiskFullError(final, f"{megabytes(last)} needed, as for the last checkpoint", free)
+        self._free = free
         async with _partial_folder(final) as folder:
             await write(folder)
 
-    async def complete_step(self, step: int, add: Callable[[Path], None] = lambda folder: None) -> Path:
+    async def complete_step(
+        self,
+        step: int,
+        add: Callable[[Path], None] = lambda folder: None,
+        written: Callable[[], Awaitable[None]] | None = None,
+    ) -> Path:
         """Adds the last of a checkpoint, makes it visible, and deletes the oldest beyond `max_to_keep`.
 
         Files are read for their checksums and flushed to the disk on a thread, while the event loop goes on.
+
+        Args:
+            step: of the checkpoint.
+            add: writes further files to its folder.
+            written: waits for files that are still being written.
 
         Returns:
             The finished folder.
@@ -73,6 +88,9 @@ class CheckpointManager:
         Raises:
             DiskFullError: it does not fit on the disk; nothing of it is left there.
         """
+        if written is not None:
+            with _explained(self._path(step), _partial(self._path(step)), self._free):
+                await written()
         return await asyncio.to_thread(self._complete, step, add)
 
     def _complete(self, step: int, add: Callable[[Path], None]) -> Path:

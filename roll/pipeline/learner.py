@@ -59,6 +59,9 @@ ROLE, CRITIC = "actor_train", "critic"
 NO_OP_TOLERANCE = 1e-6
 """Ratios this close to 1 over a whole batch correct nothing."""
 
+POLL_S, MAX_POLL_S = 0.02, 0.5
+"""First and longest pause between two questions whether a checkpoint is written."""
+
 LEARNER_STATE = "rl_learner.json"
 """File of a checkpoint: the state of a learner other than that of its roles."""
 
@@ -80,9 +83,23 @@ class ActorLearner:
         return metrics
 
     async def save(self, folder: Path) -> None:
-        """Writes weights, optimizer, schedule and RNG of each role."""
+        """Begins to write weights, optimizer, schedule and RNG of each role."""
         for role, cluster in self._trained.items():
-            await cluster.call_all(TrainWorker.save_checkpoint, str(folder / role))
+            await cluster.call_all(TrainWorker.begin_checkpoint, str(folder / role))
+
+    async def saved(self) -> float:
+        """Waits until what `save` began is written; asks again and again, since a rank answers between its calls.
+
+        Returns:
+            Seconds that optimizer steps waited for it.
+        """
+        interval, seconds = POLL_S, 0.0
+        for cluster in self._trained.values():
+            while None in (waits := await cluster.call_all(TrainWorker.checkpoint_written)):
+                await asyncio.sleep(interval)
+                interval = min(2 * interval, MAX_POLL_S)
+            seconds += max(wait for wait in waits if wait is not None)
+        return seconds
 
     async def load(self, folder: Path) -> None:
         """Restores what `save` wrote."""
@@ -386,7 +403,7 @@ class RLLearner(ActorLearner):
     # Checkpoints
 
     async def save(self, folder: Path) -> None:
-        """Writes actor_train, the KL coefficient and the number of latest steps without a gradient."""
+        """Begins to write actor_train; writes the KL coefficient and the number of latest steps without a gradient."""
         await super().save(folder)
         state = {
             "kl_coefficient": self._kl.coefficient,

@@ -30,6 +30,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+HF_FOLDER = "hf_model"
+"""Of the exported model, in the output folder and in checkpoints."""
+
 TRAINER_WORK = ("time/old_log_probs", "time/train")
 """Times in which actor_train computes."""
 
@@ -89,7 +92,14 @@ class Learner(Protocol):
         """Waits for background work of `learn`, such as writing samples; `memory/...` of trained roles, in bytes."""
 
     async def save(self, folder: Path) -> None:
-        """Writes weights, optimizer, schedule and RNG of every trained role."""
+        """Begins to write weights, optimizer, schedule and RNG of every trained role; it may go on until `saved`."""
+
+    async def saved(self) -> float:
+        """Waits until what `save` began is written, or raises the error with which that ended.
+
+        Returns:
+            Seconds that `learn` waited for it.
+        """
 
     async def load(self, folder: Path) -> None:
         """Restores what `save` wrote."""
@@ -182,12 +192,14 @@ class TrainingLoop:
         self._last_step_at = time.monotonic()
         self._training = self._learning = False
         self._written: int | None = None
-        """The step of which the weights were written last."""
+        """The step of which the weights were written last, or are being written."""
         self._stop = asyncio.Event()
         self._stopping: asyncio.Task[None] | None = None
         self.checkpoint: Path | None = None
         self._completing: asyncio.Task[Path] | None = None
-        """The checkpoint whose files are written; their checksums are computed, and they are flushed to the disk."""
+        """The checkpoint whose files are being written, read for their checksums and flushed to the disk."""
+        self._waited = 0.0
+        """Seconds that the learner waited for a checkpoint and that are not in a step's metrics yet."""
 
     async def run(self) -> None:
         """Runs every remaining step. The first weight update is a handshake that tests the transfer before any work.
@@ -225,7 +237,7 @@ class TrainingLoop:
         if self._config.save_hf_model:
             logger.info("writing the model as a Hugging Face folder")
             await self._to_trainer()
-            await write_folder(Path(self._config.output_dir) / "hf_model", self._learner.export_hf)
+            await write_folder(Path(self._config.output_dir) / HF_FOLDER, self._learner.export_hf)
 
     def stop(self) -> bool:
         """Lets `run` end after the step that is learned from at this moment; a batch that is waited for stays undrawn.
@@ -287,6 +299,9 @@ class TrainingLoop:
                 with clock.measure("checkpoint"):
                     await self.save()
         finally:
+            if self._waited:
+                clock.add("checkpoint_wait", self._waited)
+                self._waited = 0.0
             times = clock.metrics()
             self._last_step_at = time.monotonic()
             self._log(metrics | throughput(batch.tokens, self._device_count, times) | times)
@@ -370,14 +385,17 @@ class TrainingLoop:
         self._trackers.log(self.state.step, {"step": self.state.step, "version": self.state.version, **metrics})
 
     async def save(self) -> None:
-        """Writes the checkpoint of the current step; it is completed while the run goes on."""
+        """Begins the checkpoint of the current step; it is written and completed while the run goes on."""
         await self._complete_checkpoint()
         if self._written != self.state.step:
             await self._to_trainer()
             await self._write_weights()
         self.state.samples = await self._samples.state_dict()
-        complete = self._checkpoints.complete_step(self.state.step, replace(self.state).save)
+        complete = self._checkpoints.complete_step(self.state.step, replace(self.state).save, self._until_saved)
         self._completing = asyncio.create_task(complete)
+
+    async def _until_saved(self) -> None:
+        self._waited += await self._learner.saved()
 
     async def _complete_checkpoint(self) -> None:
         """Waits until the checkpoint that was written last is complete.
@@ -390,8 +408,15 @@ class TrainingLoop:
             self.checkpoint = await task
 
     async def _write_weights(self) -> None:
-        """Writes what the learner has of a checkpoint; it counts once the state of the step is added."""
-        await self._checkpoints.write(self.state.step, self._learner.save)
+        """Begins to write what the learner has of a checkpoint; it counts once the state of the step is added."""
+
+        async def write(folder: Path) -> None:
+            await self._learner.save(folder)
+            if self._config.save_hf_checkpoints:
+                (folder / HF_FOLDER).mkdir()
+                await self._learner.export_hf(folder / HF_FOLDER)
+
+        await self._checkpoints.write(self.state.step, write)
         self._written = self.state.step
 
     async def resume(self) -> None:

@@ -55,7 +55,8 @@ TIME = (
     Metric("time/publish", "s", "Weight update of the engines, including verification."),
     Metric("time/publish_pause", "s", "Part of the weight update during which the engines generated nothing."),
     Metric("time/val", "s", "Validation."),
-    Metric("time/checkpoint", "s", "Writing a checkpoint."),
+    Metric("time/checkpoint", "s", "Beginning a checkpoint, which is then written during the next step."),
+    Metric("time/checkpoint_wait", "s", "Of `time/train`: the optimizer step waited until the checkpoint was written."),
     Metric("time/sample_age_mean", "s", "Time from the submission of a group's prompt until it is trained on: mean."),
     Metric("time/sample_age_max", "s", "Time from the submission of a group's prompt until it is trained on: maximum."),
 )

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from roll.distributed.cluster import NodeLostError
 from roll.distributed.engine_monitor import WINDOW_S, EngineMonitor, EnginesLostError, EngineState, RestartLimit
 from roll.distributed.events import EVENTS_FILE, EventLog
 from roll.distributed.remote_errors import PROCESS_DIED, TIMEOUT, ClusterError
@@ -80,6 +81,26 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
+def test_an_engine_whose_node_is_gone_is_not_restarted_again(tmp_path: Path) -> None:
+    class WithoutNode(FailingEngines):
+        async def restart(self, rank: int, responsive: bool) -> None:
+            self.restarts.append((rank, responsive))
+            raise NodeLostError("Ray has lost its node 1 at 10.0.0.2")
+
+    async def go() -> None:
+        engines = WithoutNode(1)
+        monitor = monitor_of(engines, tmp_path, restarts=5)
+        engines.fail(0, "check_health", PROCESS_DIED, "The actor died")
+        await monitor.check(1.0)
+        with pytest.raises(EnginesLostError, match="no engine left .*the first cause: actor_infer-0: "):
+            await monitor.wait_for_engine()
+        assert monitor.states == [EngineState.LOST] and engines.restarts == [(0, False)]
+        await monitor.close()
+
+    asyncio.run(go())
+    assert events(tmp_path) == [("actor_infer-0", "failed"), ("actor_infer-0", "lost")]
+
+
 @pytest.mark.parametrize(
     ("kind", "responsive"),
     [(PROCESS_DIED, False), (TIMEOUT, False), ("EngineNotRunningError", True), ("EngineError", True)],
@@ -144,7 +165,7 @@ def test_a_restart_that_fails_is_repeated_until_the_limit_and_the_run_ends_with_
         await monitor.failed(0, "process 7 of the engine died")
         with pytest.raises(EnginesLostError) as caught:
             await monitor.wait_for_engine()
-        assert "3 restarts" in str(caught.value) and "\n" not in str(caught.value)
+        assert "max_engine_restarts: 3 of each" in str(caught.value) and "\n" not in str(caught.value)
         assert str(caught.value).endswith("the first cause: actor_infer-0: process 7 of the engine died")
 
     asyncio.run(scenario())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -165,7 +166,7 @@ def _policy(context: RankContext, name: str, model: Path, options: dict[str, Any
 
 
 def _resume(context: RankContext, name: str, model: Path, options: dict[str, Any]) -> None:
-    """Three steps, save, two more; then a new strategy loads and repeats the two."""
+    """Three steps, two more while a checkpoint is written; then a new strategy loads it and repeats the two."""
     from roll.distributed.strategy import megatron_checkpoint
 
     size, written_as = options.pop("micro_batch_size"), options.pop("written_as", None)
@@ -179,9 +180,15 @@ def _resume(context: RankContext, name: str, model: Path, options: dict[str, Any
     written = (
         {megatron_checkpoint.FORMAT_KEY: written_as} if written_as else megatron_checkpoint._format(strategy.optimizer)
     )
-    with patch.object(megatron_checkpoint, "_format", lambda optimizer: written):
-        strategy.save_checkpoint(folder)
-    unbroken = [strategy.train_step(data) for _ in range(2)]
+    with (
+        patch.object(megatron_checkpoint, "_format", lambda optimizer: written),
+        patch.object(megatron_checkpoint, "save_pieces", _slowly(megatron_checkpoint.save_pieces)),
+        patch.object(megatron_checkpoint.InProcessSave, "write", _slowly(megatron_checkpoint.InProcessSave.write)),
+    ):
+        strategy.begin_checkpoint(folder)
+        unbroken = [strategy.train_step(data) for _ in range(2)]
+    waited = strategy.saving.seconds_waited()
+    assert waited is not None and waited > 0
     weights = {key: value.clone() for key, value in strategy.weights.full_tensors()}
     strategy.shutdown()
     strategy = context.strategy(model, training=training, max_steps=6, **options)
@@ -194,6 +201,16 @@ def _resume(context: RankContext, name: str, model: Path, options: dict[str, Any
     outcome |= {"freed": freed, "held": held}
     context.results[f"resume/{name}"] = outcome
     strategy.shutdown()
+
+
+def _slowly(write: Callable[..., None]) -> Callable[..., None]:
+    """As `write`, after a while in which an optimizer step would change what it writes."""
+
+    def written(*arguments: Any) -> None:
+        time.sleep(0.3)
+        write(*arguments)
+
+    return written
 
 
 def _hand_over(strategy: Any) -> int:

@@ -8,11 +8,13 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cluster_workers import Echo
 from doctor_workers import MatmulSlowOnNodeOne
 from ray.cluster_utils import Cluster as RayNodes
+from test_async_run import check_laws
 
 from roll.cli import main
 from roll.configs.errors import RunError
@@ -40,34 +42,36 @@ from tests.integration.runs import (
 
 pytestmark = pytest.mark.integration
 
-RESTART_DEADLINE_S = 120.0
-"""For an engine over two nodes, on a busy machine."""
+EVENT_DEADLINE_S = 120.0
+"""For the restart of an engine over two nodes, or until Ray knows that a node is lost, on a busy machine."""
 
 
 GPUS = ("4,6", "5,7")
 """CUDA_VISIBLE_DEVICES of the two nodes; Ray counts the GPUs, and nothing uses one."""
 
 
+NODE = {"num_cpus": 1, "num_gpus": 2, "resources": {CPU_SLOT: 2}, "object_store_memory": 100_000_000}
+
+
 @pytest.fixture(scope="module")
-def two_nodes() -> Iterator[None]:
-    node = {"num_cpus": 1, "num_gpus": 2, "resources": {CPU_SLOT: 2}, "object_store_memory": 100_000_000}
+def two_nodes() -> Iterator[RayNodes]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", GPUS[0])
-        nodes = RayNodes(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+        nodes = RayNodes(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("CUDA_VISIBLE_DEVICES", GPUS[1])
-            nodes.add_node(**node)
+            nodes.add_node(**NODE)
         nodes.wait_for_nodes()
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("RAY_ADDRESS", nodes.address)
-            yield
+            yield nodes
     finally:  # a head that stays, or its address in /tmp/ray, keeps others from starting Ray
         stop_ray()
         nodes.shutdown()
 
 
-def test_devices_are_counted_through_the_nodes_of_a_joined_ray(two_nodes: None, tmp_path: Path) -> None:
+def test_devices_are_counted_through_the_nodes_of_a_joined_ray(two_nodes: RayNodes, tmp_path: Path) -> None:
     config = BaseConfig(output_dir=str(tmp_path), start_timeout_s=120, rpc_timeout_s=60, system_envs={"MINE": "yes"})
     start_ray(config, "cpu", 2)
     with pytest.raises(ResourceError, match="needs 3 node"):
@@ -88,7 +92,7 @@ def test_devices_are_counted_through_the_nodes_of_a_joined_ray(two_nodes: None, 
     resources.release()
 
 
-def test_the_other_node_fetches_a_model_by_name_and_a_failure_names_it(two_nodes: None, tmp_path: Path) -> None:
+def test_the_other_node_fetches_a_model_by_name_and_a_failure_names_it(two_nodes: RayNodes, tmp_path: Path) -> None:
     served = tmp_path / "served"
     served.mkdir()
     for name in ("config.json", "tokenizer.json", "model.safetensors"):
@@ -113,7 +117,7 @@ def test_the_other_node_fetches_a_model_by_name_and_a_failure_names_it(two_nodes
         resources.release()
 
 
-def test_workers_have_the_gpus_of_their_node_and_the_nccl_settings(two_nodes: None, tmp_path: Path) -> None:
+def test_workers_have_the_gpus_of_their_node_and_the_nccl_settings(two_nodes: RayNodes, tmp_path: Path) -> None:
     config = BaseConfig(output_dir=str(tmp_path), start_timeout_s=120, rpc_timeout_s=60, deterministic=True)
     start_ray(config, "cuda", 2)
     resources = ResourceManager("cuda", 2, {"actor_train": [0, 1, 2, 3]})
@@ -143,7 +147,7 @@ def doctor(folder: Path, *options: str) -> int:
 
 
 def test_the_doctor_measures_every_device_and_the_links_in_and_across_nodes(
-    two_nodes: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    two_nodes: RayNodes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert doctor(tmp_path, "--slower-than", "0.01", "--json") == 0
     found = json.loads(capsys.readouterr().out)
@@ -154,7 +158,7 @@ def test_the_doctor_measures_every_device_and_the_links_in_and_across_nodes(
 
 
 def test_the_doctor_names_the_node_whose_matrix_products_are_slow(
-    two_nodes: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    two_nodes: RayNodes, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measure, "SpeedWorker", MatmulSlowOnNodeOne)
     assert doctor(tmp_path, "--slower-than", "0.3") == 1
@@ -162,31 +166,39 @@ def test_the_doctor_names_the_node_whose_matrix_products_are_slow(
     assert last.startswith("slow: node 1 at ") and "matmul of rank 2-3" in last
 
 
-def test_an_engine_over_two_nodes_gets_every_update_and_is_restarted_on_both_when_it_dies_on_the_second(
-    two_nodes: None, tiny_model_dir: Path, tmp_path: Path
-) -> None:
-    config = recipe(
-        inputs_in(tmp_path / "data", tiny_model_dir),
-        tmp_path,
+def config_of_nodes(folder: Path, model: Path, **keys: Any) -> Path:
+    """A run with its trainer on the first node, and engines on one device of each."""
+    return recipe(
+        inputs_in(folder / "data", model),
+        folder,
         num_devices_per_node=2,
         actor_train__strategy_args__strategy_config={},
         actor_train__device_mapping=[0],
         actor_infer__device_mapping=[1, 2],
-        actor_infer__num_gpus_per_worker=2,
         verify_weights="always",
-        max_steps=1000,
         save_steps=0,
         eval_steps=0,
+        **keys,
     )
-    run = start(config)
+
+
+def wait_for_event(folder: Path, text: str) -> None:
+    """Until events.jsonl of the run contains `text`."""
+    events, deadline = folder / "run" / EVENTS_FILE, time.monotonic() + EVENT_DEADLINE_S
+    while not (events.exists() and text in events.read_text()):
+        assert time.monotonic() < deadline, f"no event {text!r}"
+        time.sleep(0.1)
+
+
+def test_an_engine_over_two_nodes_gets_every_update_and_is_restarted_on_both_when_it_dies_on_the_second(
+    two_nodes: RayNodes, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    run = start(config_of_nodes(tmp_path, tiny_model_dir, actor_infer__num_gpus_per_worker=2, max_steps=1000))
     wait_for_line(run, tmp_path, 3)
     second = [process for process in processes_of(tmp_path) if "sglang::scheduler_TP1" in process.name()]
     second[0].kill()
-    events = tmp_path / "run" / EVENTS_FILE
-    deadline = time.monotonic() + RESTART_DEADLINE_S
-    while not (events.exists() and "serving again" in events.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert f"node 1: process {second[0].pid} of the engine died" in events.read_text()
+    wait_for_event(tmp_path, "serving again")
+    wait_for_event(tmp_path, f"node 1: process {second[0].pid} of the engine died")
     wait_for_line(run, tmp_path, lines(tmp_path)[-1]["step"] + 2)
     run.send_signal(signal.SIGINT)
     assert finish(run)[0] == EXIT_INTERRUPTED
@@ -194,4 +206,23 @@ def test_an_engine_over_two_nodes_gets_every_update_and_is_restarted_on_both_whe
         assert metrics["publish/verified"] == 1
         assert metrics["correction/log_prob_diff_max"] < 1e-4
     assert lines(tmp_path)[-1]["faults/engine_restarts"] == 1
+    assert_nothing_is_left(tmp_path)
+
+
+def test_a_lost_node_with_an_engine_is_survived(two_nodes: RayNodes, tiny_model_dir: Path, tmp_path: Path) -> None:
+    keys = {"async_generation_ratio": 1, "deterministic": False, "max_steps": 1000, "actor_train__pg_variant": "tis"}
+    run = start(config_of_nodes(tmp_path, tiny_model_dir, **keys))
+    wait_for_line(run, tmp_path, 3)
+    [second] = two_nodes.worker_nodes
+    two_nodes.remove_node(second, allow_graceful=False)
+    try:
+        wait_for_event(tmp_path, "is not restarted: Ray has lost its node 1")
+        wait_for_line(run, tmp_path, lines(tmp_path)[-1]["step"] + 2)
+        run.send_signal(signal.SIGINT)
+        assert finish(run)[0] == EXIT_INTERRUPTED
+    finally:
+        two_nodes.add_node(**NODE)
+        two_nodes.wait_for_nodes()
+    check_laws(lines(tmp_path), 1)
+    assert lines(tmp_path)[-1]["faults/engines_down"] == 1
     assert_nothing_is_left(tmp_path)

@@ -79,9 +79,12 @@ class BigramCluster:
             scores = [DataProto.from_dict({"log_probs": self.outputs(shard.batch["input_ids"])}) for shard in shards]
         return list(zip(await self.train_step(shards), scores, strict=True))
 
-    async def save_checkpoint(self, folder: str) -> None:
+    async def begin_checkpoint(self, folder: str) -> None:
         Path(folder).mkdir(parents=True)
         torch.save(self.table, Path(folder) / "table.pt")
+
+    async def checkpoint_written(self) -> list[float]:
+        return [0.0]
 
     async def load_checkpoint(self, folder: str) -> None:
         self.table = torch.load(Path(folder) / "table.pt")

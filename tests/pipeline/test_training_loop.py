@@ -64,6 +64,9 @@ class Counting:
     async def save(self, folder: Path) -> None:
         (folder / "weights.json").write_text(json.dumps(self.weights))
 
+    async def saved(self) -> float:
+        return 0.0
+
     async def load(self, folder: Path) -> None:
         self.weights = json.loads((folder / "weights.json").read_text())
 
@@ -373,6 +376,66 @@ def test_a_full_disk_at_a_checkpoint_keeps_the_metrics_of_its_step(small_disk):
         asyncio.run(TrainingLoop(config, parts, parts, parts, tracker).run())
     assert [line["step"] for line in read_metrics(small_disk / "metrics.jsonl")] == [1, 2]
     assert list((small_disk / "checkpoints").iterdir()) == []
+
+
+class WritingOn(Counting):
+    """Writes a checkpoint in the background, which ends during the learning of the next step."""
+
+    async def save(self, folder: Path) -> None:
+        async def write() -> float:
+            await self.learned.wait()
+            (folder / "weights.json").write_text(json.dumps(saved))
+            return 0.25
+
+        saved, self.learned = self.weights, asyncio.Event()
+        self.writing = asyncio.create_task(write())
+        if saved == 3:
+            self.learned.set()
+
+    async def learn(self, batch: SampleBatch, step: int, clock: StepClock) -> dict[str, float]:
+        if step > 1:
+            self.learned.set()
+            await asyncio.sleep(0.05)
+        return await super().learn(batch, step, clock)
+
+    async def saved(self) -> float:
+        return await self.writing
+
+
+def test_a_checkpoint_is_written_during_the_next_step_and_complete_only_then(tmp_path):
+    parts, tracker = WritingOn(), JsonlTracker(tmp_path / "metrics.jsonl")
+    complete: dict[int, list[str]] = {}
+    learn = parts.learn
+
+    async def look(batch: SampleBatch, step: int, clock: StepClock) -> dict[str, float]:
+        complete[step] = sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*"))
+        return await learn(batch, step, clock)
+
+    parts.learn = look  # type: ignore[method-assign]
+    asyncio.run(TrainingLoop(config_in(tmp_path, max_steps=3, save_steps=1), parts, parts, parts, tracker).run())
+    assert complete == {1: [], 2: ["step-000001.partial"], 3: ["step-000001", "step-000002.partial"]}
+    folders = sorted((tmp_path / "checkpoints").iterdir())
+    assert [json.loads((folder / "weights.json").read_text()) for folder in folders] == [2, 3]
+    waits = [line.get("time/checkpoint_wait") for line in read_metrics(tmp_path / "metrics.jsonl")]
+    assert waits == [None, 0.25, 0.25], "the wait is part of the step that learned meanwhile"
+
+
+def test_a_disk_that_fills_up_while_a_checkpoint_is_written_ends_the_run_with_its_path(small_disk):
+    class Large(Counting):
+        async def saved(self) -> float:
+            (small_disk / "checkpoints" / "step-000001.partial" / "more").write_bytes(bytes(2**21))
+            return 0.0
+
+    parts = Large()
+    with pytest.raises(DiskFullError, match="checkpoints/step-000001: more than"):
+        asyncio.run(TrainingLoop(config_in(small_disk, save_steps=1), parts, parts, parts, Lines()).run())
+    assert list((small_disk / "checkpoints").iterdir()) == []
+
+
+def test_every_checkpoint_has_the_model_as_a_hugging_face_folder(tmp_path):
+    run(config_in(tmp_path, max_steps=2, save_steps=1, save_hf_checkpoints=True))
+    for step in (1, 2):
+        assert (tmp_path / "checkpoints" / f"step-00000{step}" / "hf_model" / "config.json").is_file()
 
 
 def test_a_stopped_run_waits_for_the_checkpoint_that_is_being_completed_and_writes_no_other(tmp_path, monkeypatch):

@@ -242,7 +242,7 @@ MEGATRON_KEYS = {
     ),
     **dict.fromkeys(
         ("save_*", "ckpt_*", "async_save", "dist_ckpt_*", "use_checkpoint*"),
-        "checkpoints have one format; save_hf_model exports the model",
+        "checkpoints have one format; save_hf_model and save_hf_checkpoints export the model",
     ),
     **dict.fromkeys(("max_grad_norm", "clip_grad"), "max_grad_norm is a key of the run"),
     **dict.fromkeys(("lr_scheduler_kwargs",), "min_learning_rate is the end of the schedule"),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     TorchDistSaveShardedStrategy,
@@ -18,12 +19,13 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import FileSystemWriter  # type: ignore[attr-defined]
 from torch.distributed.checkpoint import save as save_distributed  # type: ignore[attr-defined]
 
 from roll.configs.megatron import LAYER_SPLITS
 from roll.distributed.strategy.megatron_optimizer import parts
-from roll.distributed.strategy.optimizer_pieces import held_states, load_pieces, pieces_of, save_pieces
+from roll.distributed.strategy.optimizer_pieces import Piece, held_states, load_pieces, pieces_of, save_pieces
 from roll.distributed.strategy.safe_loading import check_metadata, only_data
 
 PRECISION = ("dtype", "use_distributed_optimizer", "accumulate_allreduce_grads_in_fp32")
@@ -42,40 +44,66 @@ OPTIMIZER_FOLDER = "optimizer"
 
 
 class InProcessSave(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # Megatron is not typed
-    """Megatron's torch_dist format, written by this process.
+    """Megatron's torch_dist format, written later by this process.
 
     Megatron's own writer forks a process per file and keeps a manager process for its results, even for a save that
     is synchronous; forking a process with threads, collectives and a Ray actor is not safe.
     """
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
-        """Writes this rank's tensors; collective over all ranks."""
+        """Keeps what `write` writes."""
         tensors, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
+        self._state, self._folder = mcore_to_pyt_state_dict(tensors, False), checkpoint_dir
+
+    def write(self, group: ProcessGroup) -> None:
+        """Writes this rank's tensors; collective over the group of all ranks."""
         save_distributed(
-            mcore_to_pyt_state_dict(tensors, False),
-            storage_writer=FileSystemWriter(checkpoint_dir, thread_count=self.thread_count, sync_files=False),
+            self._state,
+            storage_writer=FileSystemWriter(self._folder, thread_count=self.thread_count, sync_files=False),
             planner=MCoreSavePlanner(
                 dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
             ),
+            process_group=group,
         )
 
 
-def save(
+def begin_save(
     folder: Path, wrapped: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, optimizer_steps: int
-) -> None:
-    """Writes weights, optimizer, step count and random state; collective over all ranks, complete on return."""
+) -> Callable[[ProcessGroup], None]:
+    """Begins a checkpoint of weights, optimizer, step count and random state; collective over all ranks.
+
+    Returns:
+        Writes the tensors, which it refers to, so that they must not change before; collective over a group of all
+        ranks, and the checkpoint is complete when it returns on all of them.
+    """
     if torch.distributed.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
     torch.distributed.barrier()
     written_as = _format(optimizer)
     state = _sharded_state(wrapped, optimizer, written_as, loading=False)
+    _copy_buffers(state, wrapped)
+    pieces: list[Piece] | None = None
     if written_as == PIECES:
         (part,) = parts(optimizer)
-        save_pieces(folder / OPTIMIZER_FOLDER, pieces_of(list(held_states(part)), _models(wrapped)))
+        pieces = pieces_of(list(held_states(part)), _models(wrapped))
     state |= {"random": _random_state(), "optimizer_steps": optimizer_steps, "layout": _layout(wrapped)}
     strategy = InProcessSave(backend="torch_dist", version=1, thread_count=1)
     dist_checkpointing.save(state, str(folder), sharded_strategy=strategy, content_metadata=written_as)
-    torch.distributed.barrier()
+
+    def write(group: ProcessGroup) -> None:
+        if pieces is not None:
+            save_pieces(folder / OPTIMIZER_FOLDER, pieces, group)
+        strategy.write(group)
+
+    return write
+
+
+def _copy_buffers(state: dict[str, Any], wrapped: Sequence[DistributedDataParallel]) -> None:
+    """Copies the few tensors of the models that are no parameters: forward passes may change them."""
+    buffers = {buffer.data_ptr() for each in wrapped for buffer in each.module.buffers()}
+    for entry in nested_values({name: state[name] for name in _named(wrapped)}):
+        if isinstance(entry, ShardedTensor) and entry.data is not None and entry.data.data_ptr() in buffers:
+            entry.data = entry.data.clone()
 
 
 def _format(optimizer: MegatronOptimizer) -> dict[str, str]:
@@ -85,7 +113,7 @@ def _format(optimizer: MegatronOptimizer) -> dict[str, str]:
 
 
 def load(folder: Path, wrapped: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> int:
-    """Restores what `save` wrote, at this layout or another one.
+    """Restores what `begin_save` wrote, at this layout or another one.
 
     At another layout the random generators are not restored, since each belongs to a rank. Checkpoints of earlier
     versions need the layout at which they were written.

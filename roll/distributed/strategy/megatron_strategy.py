@@ -29,6 +29,7 @@ from roll.configs.roles import TORCH_DTYPES, MegatronRoleConfig, TrainedRoleConf
 from roll.distributed.process_groups import join_all_ranks
 from roll.distributed.protocol import DataProto
 from roll.distributed.strategy import megatron_checkpoint
+from roll.distributed.strategy.background_save import BackgroundSave
 from roll.distributed.strategy.host_copies import ALL_STATES, HostCopies, StateKind
 from roll.distributed.strategy.megatron_forward import (
     ForwardPass,
@@ -231,6 +232,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
 
     Attributes:
         weights: the weights of this stage under their HF names.
+        saving: writes checkpoints.
         optimizer_steps: taken so far.
     """
 
@@ -303,23 +305,36 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         metrics = reduce_micro_batches(rows, self.device)
         require_finite("loss", metrics["loss"], self.optimizer_steps)
         rate = self.schedule.at(self.optimizer_steps)
+        self.saving.wait()
         norm = update(self.optimizer, rate, self.pipeline_config.max_grad_norm, self.optimizer_steps)
         self.optimizer_steps += 1
         return {**metrics, "grad_norm": norm, "lr": rate}
 
-    def save_checkpoint(self, folder: Path) -> None:
-        """Writes weights, distributed optimizer, step count and random state; collective over all ranks."""
+    def begin_checkpoint(self, folder: Path) -> None:
+        """Begins to write weights, distributed optimizer, step count and random state; collective over all ranks.
+
+        They are written while this rank goes on; its next optimizer step waits until they are.
+        """
         self.states.require(*ALL_STATES)
-        megatron_checkpoint.save(folder, self.wrapped, self.optimizer, self.optimizer_steps)
+        self.saving.wait()
+        self.saving.start(megatron_checkpoint.begin_save(folder, self.wrapped, self.optimizer, self.optimizer_steps))
+
+    def save_checkpoint(self, folder: Path) -> None:
+        """As `begin_checkpoint`, and complete on return."""
+        self.begin_checkpoint(folder)
+        self.saving.wait()
+        self.saving.seconds_waited()
+        dist.barrier()
 
     def load_checkpoint(self, folder: Path) -> None:
-        """Restores what `save_checkpoint` wrote: at the same layout bit for bit, at another without random state.
+        """Restores what `begin_checkpoint` wrote: at the same layout bit for bit, at another without random state.
 
         Raises:
             FileNotFoundError: `folder` contains no checkpoint.
             ValueError: it was written in another precision, or at another layout by an earlier version.
         """
         self.states.require(*ALL_STATES)
+        self.saving.wait()
         self.optimizer_steps = megatron_checkpoint.load(folder, self.wrapped, self.optimizer)
 
     def memory(self) -> dict[str, int]:
@@ -334,6 +349,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
 
     def offload(self, kinds: Sequence[StateKind]) -> int:
         """As for a frozen model; the optimizer's own gradients are dropped with the others."""
+        self.saving.wait()
         if "gradients" in kinds:
             self.optimizer.zero_grad()
         return super().offload(kinds)
@@ -361,6 +377,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         self.weights = MegatronWeights(self.stages, self.model, self.model_folder)
         self.schedule = LearningRate.of(role.training_args, self.pipeline_config.schedule_steps(role))
         self.optimizer_steps = 0
+        self.saving: BackgroundSave = BackgroundSave(self.device, self.pipeline_config.rpc_timeout_s)
         self._finish_gathers()
 
     def _finish_gathers(self) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import (  # type: ignore[attr-defined]
     FileSystemReader,
     FileSystemWriter,
@@ -155,10 +156,11 @@ def _pieces_of_part(
             at += count
 
 
-def save_pieces(folder: Path, pieces: Sequence[Piece]) -> None:
-    """Writes the pieces of all ranks; collective."""
+def save_pieces(folder: Path, pieces: Sequence[Piece], group: ProcessGroup | None = None) -> None:
+    """Writes the pieces of all ranks; collective over `group`, by default over all ranks."""
     writer = FileSystemWriter(folder, thread_count=1, sync_files=False)  # the whole checkpoint is flushed at its end
-    save_distributed({}, storage_writer=writer, planner=_Saving([piece for piece in pieces if piece.is_written]))
+    planner = _Saving([piece for piece in pieces if piece.is_written])
+    save_distributed({}, storage_writer=writer, planner=planner, process_group=group)
 
 
 def load_pieces(folder: Path, pieces: Sequence[Piece]) -> None:

@@ -1,0 +1,71 @@
+"""Writing a checkpoint on a thread, while the rank goes on computing."""
+
+from __future__ import annotations
+
+import datetime
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+
+import torch
+import torch.distributed as dist
+
+Write = Callable[[dist.ProcessGroup], None]
+"""Writes this rank's part; its collectives use the group."""
+
+
+class BackgroundSave:
+    """Writes one checkpoint at a time.
+
+    Nothing is copied first, which would take as much memory as the state has. What a checkpoint consists of changes
+    in optimizer steps only, and moves with `offload` only: both call `wait` before. So a checkpoint is written during
+    the forward and backward passes of the next step, and the trainer waits for what they leave of it.
+    """
+
+    def __init__(self, device: torch.device, timeout_s: float) -> None:
+        """Makes a process group for the threads of all ranks; collective.
+
+        Args:
+            device: of this rank.
+            timeout_s: of a collective; ranks wait in it until the slowest has written its part.
+        """
+        self._device = device
+        self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
+        self._writing: Future[None] | None = None
+        self._waited = 0.0
+
+    def start(self, write: Write) -> None:
+        """Calls `write` on a thread, after the one before has ended."""
+        self.wait()
+        self._writing, self._waited = Future(), 0.0
+        threading.Thread(target=self._run, args=(write, self._writing), name="checkpoint", daemon=True).start()
+
+    def _run(self, write: Write, writing: Future[None]) -> None:
+        try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)  # a thread starts with the first one
+            write(self._group)
+        except BaseException as error:
+            writing.set_exception(error)
+        else:
+            writing.set_result(None)
+
+    def seconds_waited(self) -> float | None:
+        """How long `wait` took for the last checkpoint, once it is written; None before.
+
+        Raises the error with which writing it ended.
+        """
+        if self._writing is not None:
+            if not self._writing.done():
+                return None
+            self._writing.result()
+        return self._waited
+
+    def wait(self) -> None:
+        """Waits until what a checkpoint consists of may change, also if writing it fails."""
+        if self._writing is None or self._writing.done():
+            return
+        start = time.monotonic()
+        wait([self._writing])
+        self._waited += time.monotonic() - start

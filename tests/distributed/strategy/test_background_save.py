@@ -1,0 +1,77 @@
+"""What a rank does while its checkpoint is written: it goes on, and waits before what is written changes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from roll.distributed.strategy.background_save import BackgroundSave
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "file"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def saving(one_rank: None) -> BackgroundSave:
+    return BackgroundSave(torch.device("cpu"), 10.0)
+
+
+def test_the_rank_goes_on_until_it_waits(saving, tmp_path: Path):
+    assert saving.seconds_waited() == 0.0, "nothing was saved yet"
+    go, file = threading.Event(), tmp_path / "weights"
+
+    def write(group: dist.ProcessGroup) -> None:
+        go.wait()
+        time.sleep(0.2)
+        dist.barrier(group)
+        file.write_text("all")
+
+    saving.start(write)
+    assert saving.seconds_waited() is None and not file.exists()
+    go.set()
+    saving.wait()
+    waited = saving.seconds_waited()
+    assert file.exists() and waited is not None and waited > 0.1
+    saving.wait()
+    assert saving.seconds_waited() == waited, "there was nothing to wait for"
+
+
+def test_the_next_checkpoint_begins_after_the_one_before_and_counts_anew(saving):
+    order: list[str] = []
+
+    def slow(group: dist.ProcessGroup) -> None:
+        time.sleep(0.2)
+        order.append("first")
+
+    saving.start(slow)
+    saving.start(lambda group: order.append("second"))
+    assert order[0] == "first"
+    while saving.seconds_waited() is None:
+        time.sleep(0.01)
+    assert order == ["first", "second"] and saving.seconds_waited() == 0.0
+
+
+def test_an_error_is_raised_where_it_is_asked_for_and_not_where_it_is_waited_for(saving):
+    def fail(group: dist.ProcessGroup) -> None:
+        time.sleep(0.05)
+        raise OSError(28, "No space left on device")
+
+    saving.start(fail)
+    saving.wait()
+    for _ in range(2):
+        with pytest.raises(OSError, match="No space left"):
+            saving.seconds_waited()
+    saving.start(lambda group: None)
+    saving.wait()
+    assert saving.seconds_waited() is not None
