@@ -76,6 +76,9 @@ setup(
     entry_points={
         "console_scripts": ["roll=roll.cli:main"],
         "sglang.srt.platforms": ["roll_cpu=roll.platforms.sglang_cpu_plugin:activate"],
-        "sglang.srt.plugins": ["roll_cpu=roll.platforms.sglang_cpu_plugin:sleep_while_paused"],
+        "sglang.srt.plugins": [
+            "roll_cpu=roll.platforms.sglang_cpu_plugin:sleep_while_paused",
+            "roll_loopback=roll.platforms.sglang_cpu_plugin:serve_on_loopback",
+        ],
     },
 )

@@ -32,9 +32,8 @@ from examples.tiny_math.prepare import prepare
 from roll.datasets.math_problems import write_problems
 from roll.distributed.events import EVENTS_FILE
 from roll.distributed.leftovers import MARK, RAY_FOLDER, SHARED_MEMORY
-from roll.pipeline.checkpoint import MARKER
 from roll.trackers.files import read_metrics
-from tests.integration.faults import FAULTS_FILE, SIGNALS, process_of
+from tests.integration.faults import FAULTS_FILE, SIGNALS, process_of, spoil, workers_of
 
 STEPS = 8
 LIMIT_S = 420.0
@@ -179,26 +178,10 @@ def strike(run: subprocess.Popen[str], each: Round) -> None:
     elif each.fault in (DRIVER, CHECKPOINT):
         driver.send_signal(signal.SIGKILL)
     elif each.fault == WORKER:
-        if each.pipeline == "agentic":
-            workers = [child for child in driver.children(recursive=True) if "EnvActor" in " ".join(child.cmdline())]
-        else:
-            owner = process_of("rollouter", False, driver) if each.ratio else driver
-            workers = [child for child in owner.children() if "spawn_main" in " ".join(child.cmdline())]
+        owner = process_of("rollouter", False, driver) if each.ratio and each.pipeline == "rlvr" else driver
+        workers = workers_of(each.pipeline, driver, owner)
         assert workers, "the run has no reward or environment worker"
         workers[0].send_signal(number)
-
-
-def spoil(folder: Path, chance: random.Random) -> None:
-    """Damages a file of the newest checkpoint: cut short, or overwritten in the middle."""
-    newest = max(marker.parent for marker in (folder / "run").rglob(MARKER))
-    file = chance.choice([path for path in newest.rglob("*") if path.is_file() and path.stat().st_size > 100])
-    size = file.stat().st_size
-    with file.open("r+b") as opened:
-        if chance.random() < 0.5:
-            opened.truncate(size // 2)
-        else:
-            opened.seek(size // 2)
-            opened.write(bytes(chance.randrange(256) for _ in range(min(64, size // 3))))
 
 
 def play(number: int, model: Path, seed: int) -> Round:
@@ -220,7 +203,7 @@ def play(number: int, model: Path, seed: int) -> Round:
         left = still_running(folder, 20.0)
         each.problems += [f"left by the killed driver: {name}" for name in left]
         if each.fault == CHECKPOINT:
-            spoil(folder, chance)
+            spoil(folder / "run", chance)
         run = start(config, "resume_from_checkpoint=true")
     try:
         code = run.wait(LIMIT_S)

@@ -6,9 +6,13 @@ import it only logs a line and continues without the plug-in.
 
 from __future__ import annotations
 
+import importlib
+import socket
 from typing import Any
 
 import torch
+
+LOOPBACK = "127.0.0.1"
 
 PLATFORM_CLASS = "roll.platforms.sglang_cpu_platform:SglangCpuPlatform"
 
@@ -28,6 +32,22 @@ def sleep_while_paused() -> None:
 
     paused = "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine"
     HookRegistry.register(paused, _wait_for_message, HookType.AFTER)
+
+
+def serve_on_loopback() -> None:
+    """Lets stores that torch serves at the loopback address in this process listen there only.
+
+    `init_process_group` with an address, which every scheduler of an engine calls, would listen on all interfaces.
+    """
+    module: Any = importlib.import_module("torch.distributed.rendezvous")  # the name there is also a function's
+    store_cls = module.TCPStore
+
+    def serve(host_name: str, port: int, *arguments: Any, is_master: bool = False, **options: Any) -> Any:
+        if is_master and host_name == LOOPBACK:
+            options["master_listen_fd"] = socket.create_server((LOOPBACK, port)).detach()
+        return store_cls(host_name, port, *arguments, is_master=is_master, **options)
+
+    module.TCPStore = serve
 
 
 def _wait_for_message(result: None, scheduler: Any) -> None:

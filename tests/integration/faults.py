@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,10 +12,12 @@ from typing import Any
 import psutil
 
 from roll.distributed.weight_sync.synchronizer import Transport
+from roll.pipeline.checkpoint import MARKER
 from roll.pipeline.training_loop import SampleBatch
 
 FAULTS_FILE = "faults.txt"
-"""Beside the output folder of the run: a step and a fault in each line, such as `3 kill actor_infer-1 scheduler`."""
+"""Beside the output folder of the run: a step and a fault in each line, such as `3 kill actor_infer-1 scheduler`,
+`4 kill reward_worker` or `5 spoil checkpoint`."""
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
@@ -37,11 +40,32 @@ def process_of(name: str, scheduler: bool = False, driver: psutil.Process | None
     raise LookupError(f"no process of {name}")
 
 
+def workers_of(pipeline: str, driver: psutil.Process, owner: psutil.Process) -> list[psutil.Process]:
+    """Processes of environments, or of the rewards that belong to `owner`, the rollout process or the driver."""
+    if pipeline == "agentic":
+        return [child for child in driver.children(recursive=True) if "EnvActor" in " ".join(child.cmdline())]
+    return [child for child in owner.children() if "spawn_main" in " ".join(child.cmdline())]
+
+
+def spoil(output: Path, chance: random.Random) -> None:
+    """Damages a file of the newest checkpoint: cut short, or overwritten in the middle."""
+    newest = max(marker.parent for marker in output.rglob(MARKER))
+    file = chance.choice([path for path in newest.rglob("*") if path.is_file() and path.stat().st_size > 100])
+    size = file.stat().st_size
+    with file.open("r+b") as opened:
+        if chance.random() < 0.5:
+            opened.truncate(size // 2)
+        else:
+            opened.seek(size // 2)
+            opened.write(bytes(chance.randrange(256) for _ in range(min(64, size // 3))))
+
+
 class Killer:
     """Carries out the faults before the step that learns from a batch, or within the weight update after it."""
 
     def __init__(self, config: Any) -> None:
-        self._file = Path(config.output_dir).parent / FAULTS_FILE
+        self._output = Path(config.output_dir)
+        self._file = self._output.parent / FAULTS_FILE
 
     def before_learning(self, batch: SampleBatch, step: int) -> Mapping[str, float]:
         lines = self._file.read_text().splitlines()
@@ -49,7 +73,12 @@ class Killer:
         for line in lines:
             at, how, name, *where = line.split()
             if int(at) == step:
-                if "in_update" in where:
+                if how == "spoil":
+                    spoil(self._output, random.Random(step))
+                elif name == "reward_worker":
+                    driver = psutil.Process()
+                    workers_of("rlvr", driver, process_of("rollouter"))[0].send_signal(SIGNALS[how])
+                elif "in_update" in where:
                     in_next_update(SIGNALS[how], name, "scheduler" in where)
                 else:
                     process_of(name, "scheduler" in where).send_signal(SIGNALS[how])

@@ -1,4 +1,7 @@
-"""Processes of a run with several engines die or stop: it goes on by itself, no prompt is lost or learned twice."""
+"""Processes of a run with several engines die or stop: it goes on by itself, no prompt is lost or learned twice.
+
+A killed driver is in test_rlvr_run.py, a killed environment worker in test_env_pool.py.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from roll.pipeline.rollout_batch import read_samples
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
 STEPS = 12
+OUTPUT = "output.txt"
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +54,7 @@ def run_with_faults(inputs: dict[str, Any], folder: Path, faults: list[str], **k
     )
     run = start(config)
     code, output = finish(run)
+    (folder / OUTPUT).write_text(output)
     assert code == 0, output[-3000:]
     assert_nothing_is_left(folder)
     assert not list(RAY_FOLDER.glob(f"session_*_{run.pid}"))
@@ -72,11 +77,12 @@ def check_samples(folder: Path) -> None:
 
 
 def test_engines_die_or_stop_at_any_moment_and_the_run_goes_on(inputs, tmp_path):
-    """One dies while it generates, one within a weight update, and one is stopped by a signal."""
+    """One dies while it generates, one within a weight update, one is stopped by a signal; a reward process dies."""
     faults = [
         "2 kill actor_infer-1 scheduler",
         "5 kill actor_infer-0 scheduler in_update",
         "8 stop actor_infer-1 scheduler",
+        "9 kill reward_worker",
     ]
     steps = run_with_faults(
         inputs, tmp_path, faults, async_generation_ratio=2, actor_infer__device_mapping=[1, 2], max_engine_restarts=9
@@ -103,10 +109,13 @@ def test_the_only_engine_of_a_synchronous_run_dies_and_is_waited_for(inputs, tmp
 
 
 def test_a_run_whose_trainer_and_rollout_process_die_starts_again_from_its_checkpoint(inputs, tmp_path):
-    faults = ["4 kill rollouter", "7 kill actor_train-0 in_update"]
+    """The checkpoint of step 6 is damaged before the second death, so the run goes on from that of step 3."""
+    faults = ["5 kill rollouter", "9 spoil checkpoint", "9 kill actor_train-0 in_update"]
     steps = run_with_faults(
-        inputs, tmp_path, faults, async_generation_ratio=1, actor_infer__device_mapping=[1], save_steps=1
+        inputs, tmp_path, faults, async_generation_ratio=1, actor_infer__device_mapping=[1], save_steps=3
     )
+    assert "step-000003, because " in (output := (tmp_path / OUTPUT).read_text())
+    assert "step-000006 is damaged: " in output
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
     check_laws(steps, 1)
     assert steps[-1]["ledger/submitted"] == 4 * STEPS, "a prompt was dropped"
