@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from roll.configs.rewards import QueryFilterConfig
 
-NO_SPREAD = "filtered_no_spread"
+ZERO_VARIANCE = "filtered_zero_variance"
 MEAN_LOW = "filtered_mean_low"
 MEAN_HIGH = "filtered_mean_high"
 
@@ -43,7 +43,7 @@ class QueryFilter:
         if mean >= self.threshold_up:
             return MEAN_HIGH
         if statistics.pstdev(scores) <= self.std_threshold:
-            return NO_SPREAD
+            return ZERO_VARIANCE
         return None
 
 

@@ -76,7 +76,7 @@ def events(folder: Path) -> list[tuple[str, str]]:
     return [(entry["component"], entry["event"]) for entry in entries]
 
 
-async def settle() -> None:
+async def run_tasks() -> None:
     for _ in range(50):
         await asyncio.sleep(0)
 
@@ -132,7 +132,7 @@ def test_an_engine_without_weight_updates_serves_once_it_has_started(tmp_path: P
 
     async def scenario() -> None:
         await monitor.failed(0, "broken")
-        await settle()
+        await run_tasks()
         assert monitor.serving == [0]
 
     asyncio.run(scenario())
@@ -147,10 +147,10 @@ def test_a_late_answer_during_a_weight_update_is_no_failure_but_a_death_is(tmp_p
     async def scenario() -> None:
         with monitor.updating():
             await monitor.check(1.0)
-        await settle()
+        await run_tasks()
         assert [each.value for each in monitor.states] == ["serving", "lost"]
         await monitor.check(1.0)
-        await settle()
+        await run_tasks()
         assert [each.value for each in monitor.states] == ["lost", "lost"]
 
     asyncio.run(scenario())
@@ -178,7 +178,7 @@ def test_a_run_goes_on_with_the_engines_that_are_left(tmp_path: Path) -> None:
 
     async def scenario() -> None:
         await monitor.failed(0, "broken")
-        await settle()
+        await run_tasks()
         await asyncio.wait_for(monitor.wait_for_engine(), 1)
         assert (monitor.serving, monitor.states[0]) == ([1], EngineState.LOST)
         assert monitor.health() == {"actor_infer-0": "lost", "actor_infer-1": "serving"}

@@ -106,7 +106,7 @@ def test_staleness_is_bounded_and_every_sample_accounted_for(shared_runs, inputs
     assert max(line["staleness/max"] for line in steps) > 0, "nothing ran ahead"
     assert any(line["actor/ratio_deviation_max"] > 1e-3 for line in steps[1:]), "nothing was corrected"
     assert not any(line["correction/no_op"] for line in steps)
-    assert ("ledger/dropped_filtered_no_spread" in steps[-1]) == ("rewards__math_rule__query_filter_config" in keys)
+    assert ("ledger/dropped_filtered_zero_variance" in steps[-1]) == ("rewards__math_rule__query_filter_config" in keys)
     check_versions(tmp_path / "samples", steps, policy)
     if policy != "in_place":
         check_weights_of_versions(tmp_path / "samples")

@@ -67,10 +67,10 @@ def test_call_each_gives_every_rank_its_own(echo: Cluster[Echo]) -> None:
 
 
 def test_call_shards_gives_each_data_index_its_shard_and_collects_in_order(echo: Cluster[Echo]) -> None:
-    assert asyncio.run(awaited(echo.call_shards(Echo.shard, [[0, 1, 2], [3, 4]]))) == [(0, [0, 1, 2]), (2, [3, 4])]
+    assert asyncio.run(result_of(echo.call_shards(Echo.shard, [[0, 1, 2], [3, 4]]))) == [(0, [0, 1, 2]), (2, [3, 4])]
 
 
-async def awaited(call: Any) -> Any:
+async def result_of(call: Any) -> Any:
     return await call
 
 
@@ -96,7 +96,7 @@ def test_a_method_that_is_not_registered_is_refused_with_those_that_are(echo: Cl
 def test_the_traceback_of_the_first_rank_that_raised_comes_first(echo: Cluster[Echo], waits: str) -> None:
     with pytest.raises(ClusterError) as caught:
         call = echo.call_all(Echo.stumble, 2)
-        call.get() if waits == "get" else asyncio.run(awaited(call))
+        call.get() if waits == "get" else asyncio.run(result_of(call))
     message = str(caught.value)
     assert message.startswith("echo.stumble failed on rank 2 (node 0, devices 2, log ")
     assert message.index("rank 2 lost its key") < message.index("then rank")
@@ -108,7 +108,7 @@ def test_a_call_past_its_deadline_names_the_rank_without_an_answer(echo: Cluster
     with deadline_scope(time.monotonic() + 0.3):
         call = echo.call_all(Echo.sleep, 1, 1.5)
     with pytest.raises(ClusterError, match=r"echo.sleep: no answer within 0.[23]\d* s from rank 1 \(node 0,") as e:
-        call.get() if waits == "get" else asyncio.run(awaited(call))
+        call.get() if waits == "get" else asyncio.run(result_of(call))
     assert e.value.kind == "Timeout"
     echo.call_all(Echo.same, 0).get()
 

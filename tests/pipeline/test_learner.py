@@ -59,7 +59,7 @@ def learn(parts: tuple[RLLearner, BigramCluster], data, staleness: float = 0.0) 
     return asyncio.run(parts[0].learn(SampleBatch(data, {"staleness/max": staleness}), 1, StepClock()))
 
 
-def aged(folder: Path, *overrides: str) -> tuple[dict[str, float], torch.Tensor]:
+def stale_step(folder: Path, *overrides: str) -> tuple[dict[str, float], torch.Tensor]:
     """Metrics and change of weights of the second of two batches that were both sampled before the first update."""
     parts = learner(folder, *overrides)
     first, second = parts[1].sample(1), parts[1].sample(2)
@@ -90,8 +90,8 @@ def test_fresh_samples_give_the_same_update_with_and_without_recomputed_log_prob
 
 @pytest.mark.parametrize("variant", [name for name in PG_VARIANTS if name != "vanilla"])
 def test_stale_samples_are_corrected_and_give_another_update_than_vanilla(tmp_path, variant):
-    metrics, change = aged(tmp_path, ASYNC, f"actor_train.pg_variant={variant}")
-    _, plain = aged(tmp_path, ASYNC, "actor_train.pg_variant=vanilla")
+    metrics, change = stale_step(tmp_path, ASYNC, f"actor_train.pg_variant={variant}")
+    _, plain = stale_step(tmp_path, ASYNC, "actor_train.pg_variant=vanilla")
     assert metrics["correction/no_op"] == 0 and metrics["correction/log_prob_diff_max"] > 1e-3
     assert (metrics["actor/ratio_deviation_max"] > 1e-3) == (variant != "decoupled_ppo")
     assert not torch.allclose(change, plain, rtol=1e-3, atol=1e-6)
@@ -110,12 +110,12 @@ def test_a_ratio_of_one_on_stale_samples_is_logged_as_an_error_and_counted(tmp_p
 def test_no_error_if_uncorrected_training_is_allowed(tmp_path, caplog):
     overrides = (ASYNC, "old_log_probs_source=recompute", "allow_uncorrected_off_policy=true")
     with caplog.at_level(logging.ERROR):
-        metrics, _ = aged(tmp_path, *overrides)
+        metrics, _ = stale_step(tmp_path, *overrides)
     assert metrics["correction/no_op"] == 1 and not caplog.records
 
 
 def test_decoupled_weights_and_rejection_are_those_reported(tmp_path):
-    metrics, _ = aged(
+    metrics, _ = stale_step(
         tmp_path,
         "correction.weights.level=token",
         "correction.weights.upper=1.01",
@@ -128,7 +128,7 @@ def test_decoupled_weights_and_rejection_are_those_reported(tmp_path):
 
 
 def test_in_bypass_weights_are_measured_where_the_loss_is_computed(tmp_path):
-    metrics, _ = aged(
+    metrics, _ = stale_step(
         tmp_path,
         ASYNC,
         "actor_train.pg_variant=vanilla",
@@ -151,8 +151,8 @@ def test_renormalised_updates_are_larger_than_diluted_ones(tmp_path, mode):
         "correction.rejection.level=sequence-mean",
         "correction.rejection.lower=1.0",
     )
-    _, diluted = aged(tmp_path, *rejection)
-    metrics, whole = aged(tmp_path, *rejection, "correction.renormalize=true")
+    _, diluted = stale_step(tmp_path, *rejection)
+    metrics, whole = stale_step(tmp_path, *rejection, "correction.renormalize=true")
     assert 0 < metrics["correction/masked_fraction"] < 1
     factor = (whole.norm() / diluted.norm()).item()
     torch.testing.assert_close(whole, diluted * factor, rtol=1e-3, atol=1e-6)
@@ -432,6 +432,6 @@ def test_a_subclass_of_the_learner_gets_old_log_probs(tmp_path):
 @pytest.mark.parametrize(("lower", "no_op"), [(0.99, 0.0), (1e-6, 1.0)])
 def test_rejection_is_a_correction_if_it_leaves_tokens_out(tmp_path, lower, no_op):
     rejection = ("correction.rejection.statistic=k1", f"correction.rejection.lower={lower}")
-    metrics, _ = aged(tmp_path, *rejection)
+    metrics, _ = stale_step(tmp_path, *rejection)
     assert (metrics["correction/masked_fraction"] > 0) == (no_op == 0)
     assert metrics["actor/ratio_deviation_max"] == 0 and metrics["correction/no_op"] == no_op

@@ -61,7 +61,7 @@ class Scripted(RolloutWorker):
                 group.drop("generation_failed", "out of memory")
 
     def filter_reason(self, group: Group) -> tuple[str, str] | None:
-        return ("filtered_no_spread", "rewards.dull") if group.number in self.filtered else None
+        return ("filtered_zero_variance", "rewards.dull") if group.number in self.filtered else None
 
     async def validate(self) -> dict[str, float]:
         self.validating = True
@@ -312,7 +312,7 @@ def test_too_many_failures_end_the_run_with_the_last_cause(background):
 @pytest.mark.parametrize("background", [True, False])
 def test_a_filter_that_starves_the_batch_is_named(background):
     message = error_of(Scripted([1], filtered=set(range(1000))), ratio=float(background), background=background)
-    assert "rewards.dull: filtered_no_spread starves the batch" in message and "max_resample_factor 2" in message
+    assert "rewards.dull: filtered_zero_variance starves the batch" in message and "max_resample_factor 2" in message
 
 
 @pytest.mark.parametrize("background", [True, False])

@@ -91,7 +91,7 @@ class Driver:
         number = self.draw.choice(list(self.model.running))
         request = self.model.running.pop(number)
         if self.draw.random() < self.drop_rate:
-            reason = self.draw.choice(["generation_failed", "reward_timeout", "filtered_no_spread"])
+            reason = self.draw.choice(["generation_failed", "reward_timeout", "filtered_zero_variance"])
             self.policy.drop(number, reason)
             self.model.dropped[number] = reason
         else:

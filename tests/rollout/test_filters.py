@@ -21,8 +21,8 @@ RIGHT, WRONG, MIXED = [1.0] * 4, [0.0] * 4, [1.0, 0.0, 0.0, 1.0]
             ["filtered_mean_high", "filtered_mean_low", None],
         ),
         ("mean_filter", {"threshold_up": 1, "threshold_down": 0}, ["filtered_mean_high", "filtered_mean_low", None]),
-        ("std_filter", {}, ["filtered_no_spread", "filtered_no_spread", None]),
-        ("std_filter", {"std_threshold": 0.5}, ["filtered_no_spread"] * 3),
+        ("std_filter", {}, ["filtered_zero_variance", "filtered_zero_variance", None]),
+        ("std_filter", {"std_threshold": 0.5}, ["filtered_zero_variance"] * 3),
         ("std_filter", {"std_threshold": -1}, [None, None, None]),
     ],
 )
@@ -51,15 +51,15 @@ def test_while_several_batches_are_filled_ahead_the_limit_is_that_of_all() -> No
     limit = StarvationLimit(batch_size=1, max_resample_factor=2)
     for _ in range(5):
         limit.count_kept()
-        assert [limit.count_filtered("filtered_no_spread") for _ in range(2)] == [None, None]
-    text = limit.count_filtered("filtered_no_spread")
+        assert [limit.count_filtered("filtered_zero_variance") for _ in range(2)] == [None, None]
+    text = limit.count_filtered("filtered_zero_variance")
     assert text is not None and "allows 10 to be filtered" in text
 
 
 def test_every_batch_has_the_whole_limit() -> None:
     limit = StarvationLimit(batch_size=1, max_resample_factor=1)
     for _ in range(5):
-        assert limit.count_filtered("filtered_no_spread") is None
+        assert limit.count_filtered("filtered_zero_variance") is None
         limit.reset()
 
 
