@@ -151,8 +151,8 @@ class BaseConfig:
     )
     max_restarts: int = option(
         3,
-        "Times that a run starts again by itself, from its newest checkpoint, after a training rank or the rollout "
-        "process died; 0: it ends.",
+        "Times that a run starts again by itself, from its newest checkpoint, after a training rank died, and that the "
+        "rollout process is replaced; 0: it ends.",
         ge=0,
     )
     start_timeout_s: float = option(600.0, "Maximum wait for workers and engines to start.", gt=0)

@@ -7,6 +7,7 @@ A call goes from `Cluster.call_all` to `WorkerActor.call` and comes back as a `R
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import os
@@ -224,6 +225,12 @@ class Cluster(Generic[WorkerT]):
         known = self._worker_rank(rank, 0, port)
         built = actor.build.remote(self._worker_cls, known.environment(), known, self.config, self._pipeline_config)
         await RemoteCall(self._context("build", rank), [built], list, max(1.0, until - time.monotonic()))
+
+    async def cancel_calls(self) -> None:
+        """Cancels the calls of clients in other processes, which have died; workers that do not answer have none."""
+        calls = [asyncio.wrap_future(actor.cancel_all.remote().future()) for actor in self._actors]
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), NODE_CHECK_S)
 
     def _kill_on_its_node(self, rank: int, process_id: int) -> None:
         """Kills the process of a rank on another node; it may be dead already, or stopped by a signal."""

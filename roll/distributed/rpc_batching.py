@@ -66,6 +66,11 @@ class RpcServer:
             if (client_id, number) in self._tasks:
                 self._tasks[client_id, number].cancel()
 
+    def cancel_all(self) -> None:
+        """Cancels the calls of all clients, which have died."""
+        for task in self._tasks.values():
+            task.cancel()
+
     async def collect(self, client_id: str) -> list[Answer]:
         """Waits for an answer and returns all answers that are ready for this client, each once."""
         answers = [await self._answers[client_id].get()]
@@ -92,6 +97,10 @@ class RpcActor:
     async def submit(self, client_id: str, calls: list[Call], cancelled: list[int]) -> None:
         """See `RpcServer.submit`; a coroutine, so that Ray runs it on the actor's event loop."""
         self._server.submit(client_id, calls, cancelled)
+
+    async def cancel_all(self) -> None:
+        """See `RpcServer.cancel_all`."""
+        self._server.cancel_all()
 
     async def collect(self, client_id: str) -> list[Answer]:
         """See `RpcServer.collect`."""

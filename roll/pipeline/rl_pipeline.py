@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from roll.configs.pipeline import RLConfig
 from roll.configs.plan import make_plan
@@ -16,11 +16,12 @@ from roll.distributed.remote_actor import RemoteActor
 from roll.distributed.weight_sync.synchronizer import WeightSynchronizer
 from roll.pipeline.extensions import load_extensions
 from roll.pipeline.learner import RLLearner
+from roll.pipeline.rollout_client import RolloutClient
 from roll.pipeline.rollout_worker import Purpose, RolloutWorker
 from roll.pipeline.rollouter import Rollouter, policy_settings, rollout_options
 from roll.pipeline.session import Session
 from roll.pipeline.tokenizer import load_tokenizer, sampling_params
-from roll.pipeline.training_loop import SampleBatch, SampleSource, TrainingLoop
+from roll.pipeline.training_loop import SampleSource, TrainingLoop
 from roll.platforms import get_platform
 from roll.rollout.engine_pool import EnginePool, Engines
 from roll.rollout.types import SamplingParams
@@ -109,10 +110,14 @@ class RLPipeline(ABC, Generic[ConfigT]):
             rollouter = make_rollouter(config, factory, engines)
             session.close_first(rollouter.close)
             return rollouter
-        deadlines = {"next_batch": config.async_training.batch_deadline_s + OWN_DEADLINE_GRACE_S}
-        return RolloutClient(
-            session.start_remote_actor("rollouter", deadlines, make_rollouter, config, factory, engines)
-        )
+        deadline = config.async_training.batch_deadline_s + OWN_DEADLINE_GRACE_S
+        deadlines = {Rollouter.next_batch_and_state.__name__: deadline}
+
+        def start() -> RemoteActor[Rollouter]:
+            return session.start_remote_actor("rollouter", deadlines, make_rollouter, config, factory, engines)
+
+        cancel_requests = session.infer_clusters["actor_infer"].cancel_calls
+        return RolloutClient(start, cancel_requests, EventLog(config.output_dir), config.max_restarts)
 
 
 def make_rollouter(config: RLConfig, make_worker: WorkerFactory, engines: Engines) -> Rollouter:
@@ -121,38 +126,3 @@ def make_rollouter(config: RLConfig, make_worker: WorkerFactory, engines: Engine
     pool = EnginePool(engines, config.max_generation_retries, config.actor_infer.max_running_requests, restarted)
     cls = load_extensions(config).rollouter or Rollouter
     return cls(make_worker(pool), policy_settings(config), rollout_options(config))
-
-
-class RolloutClient:
-    """Calls a rollouter that runs in a separate process; for the methods see `Rollouter`."""
-
-    def __init__(self, remote: RemoteActor[Rollouter]) -> None:
-        self._remote = remote
-
-    async def next_batch(self) -> SampleBatch | None:
-        """The next batch, earliest deadline first; None once `stop` was called."""
-        return await self._remote.call(Rollouter.next_batch)
-
-    async def stop(self) -> None:
-        """No batch is taken from now on."""
-        await self._remote.call(Rollouter.stop)
-
-    async def advance(self, version: int) -> None:
-        """The engines have the weights of `version`: generation may continue."""
-        await self._remote.call(Rollouter.advance, version)
-
-    async def validate(self) -> dict[str, float]:
-        """`val/...` of the current weights."""
-        return await self._remote.call(Rollouter.validate)
-
-    async def state_dict(self) -> dict[str, Any]:
-        """Ledger, buffer, prompts in flight and position in the data."""
-        return await self._remote.call(Rollouter.state_dict)
-
-    async def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores `state_dict`."""
-        await self._remote.call(Rollouter.load_state_dict, state)
-
-    async def health(self) -> dict[str, Any]:
-        """What is ready, running and blocking."""
-        return await self._remote.call(Rollouter.health)

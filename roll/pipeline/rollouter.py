@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import pickle
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -165,6 +166,10 @@ class Rollouter:
         ledger = self.policy.ledger
         metrics |= ledger.metrics() | ledger.sample_metrics(self._options.samples_per_group)
         return SampleBatch(self._worker.batch(groups), metrics, seconds)
+
+    async def next_batch_and_state(self) -> tuple[SampleBatch | None, bytes]:
+        """As `next_batch`, with the pickled `state_dict` after it, from which another process can go on."""
+        return await self.next_batch(), pickle.dumps(await self.state_dict())
 
     async def stop(self) -> None:
         """No batch is taken from now on, so that `state_dict` is that of the steps that were learned from."""

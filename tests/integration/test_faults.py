@@ -108,8 +108,8 @@ def test_the_only_engine_of_a_synchronous_run_dies_and_is_waited_for(inputs, tmp
     assert kinds == ["failed", "restarted", "serving again"] * 2
 
 
-def test_a_run_whose_trainer_and_rollout_process_die_starts_again_from_its_checkpoint(inputs, tmp_path):
-    """The checkpoint of step 6 is damaged before the second death, so the run goes on from that of step 3."""
+def test_a_dead_rollout_process_is_replaced_and_a_dead_trainer_starts_the_run_again(inputs, tmp_path):
+    """The checkpoint of step 6 is damaged before the trainer dies, so the run goes on from that of step 3."""
     faults = ["5 kill rollouter", "9 spoil checkpoint", "9 kill actor_train-0 in_update"]
     steps = run_with_faults(
         inputs, tmp_path, faults, async_generation_ratio=1, actor_infer__device_mapping=[1], save_steps=3
@@ -119,4 +119,4 @@ def test_a_run_whose_trainer_and_rollout_process_die_starts_again_from_its_check
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
     check_laws(steps, 1)
     assert steps[-1]["ledger/submitted"] == 4 * STEPS, "a prompt was dropped"
-    assert events(tmp_path) == [(name, "run restarted") for name in ("rollouter-0", "actor_train-0")]
+    assert events(tmp_path) == [("rollouter", "restarted"), ("actor_train-0", "run restarted")]

@@ -1,0 +1,131 @@
+"""The rollouter in a process of its own, as the training loop calls it; a new process goes on where a dead one was."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from roll.distributed.events import EventLog
+from roll.distributed.remote_actor import RemoteActor
+from roll.distributed.remote_errors import PROCESS_DIED, ClusterError, one_line
+from roll.pipeline.rollouter import Rollouter
+from roll.pipeline.training_loop import SampleBatch
+
+P = ParamSpec("P")
+ResultT = TypeVar("ResultT")
+
+NAME = "rollouter"
+
+
+class RolloutClient:
+    """Calls the rollouter; for the methods see `Rollouter`.
+
+    Its state comes with every batch. When its process dies, another one is given the state of the last batch that
+    arrived here: prompts that finished later, and those in flight, are generated again under their numbers, seeds and
+    deadlines. So none is lost, and none is learned twice.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[], RemoteActor[Rollouter]],
+        cancel_requests: Callable[[], Awaitable[None]],
+        events: EventLog,
+        max_restarts: int,
+    ) -> None:
+        """Starts the process; `RemoteActor.ready` of what `start` returned has to be awaited before the first call.
+
+        Args:
+            start: starts a process with a new rollouter.
+            cancel_requests: ends the requests of a dead process in the engines.
+            events: are told of a restart.
+            max_restarts: restarts of the process; its death after that ends the run.
+        """
+        self._start, self._cancel_requests, self._events, self._max_restarts = (
+            start,
+            cancel_requests,
+            events,
+            max_restarts,
+        )
+        self._remote = start()
+        self._state: bytes | None = None
+        self._version: int | None = None
+        self._restarts = 0
+        self._restarting = asyncio.Lock()
+
+    async def next_batch(self) -> SampleBatch | None:
+        """The next batch; None once `stop` was called."""
+        batch, self._state = await self._call(Rollouter.next_batch_and_state)
+        if batch is not None:
+            batch.metrics["faults/rollouter_restarts"] = float(self._restarts)
+        return batch
+
+    async def stop(self) -> None:
+        """No batch is taken from now on."""
+        await self._call(Rollouter.stop)
+
+    async def advance(self, version: int) -> None:
+        """The engines have the weights of `version`: generation may continue."""
+        await self._call(Rollouter.advance, version)
+        self._version = version
+
+    async def validate(self) -> dict[str, float]:
+        """`val/...` of the current weights."""
+        return await self._call(Rollouter.validate)
+
+    async def state_dict(self) -> dict[str, Any]:
+        """Ledger, buffer, prompts in flight and position in the data."""
+        return await self._call(Rollouter.state_dict)
+
+    async def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores `state_dict`."""
+        await self._call(Rollouter.load_state_dict, state)
+        self._state = pickle.dumps(state)
+
+    async def health(self) -> dict[str, Any]:
+        """What is ready, running and blocking."""
+        try:
+            return await self._remote.call(Rollouter.health)
+        except ClusterError as error:
+            return {"error": one_line(error)}
+
+    async def _call(
+        self, method: Callable[Concatenate[Rollouter, P], Awaitable[ResultT]], *args: P.args, **kwargs: P.kwargs
+    ) -> ResultT:
+        """The answer of the rollouter, or of the one that replaces it.
+
+        Raises:
+            ClusterError: it failed, did not answer in time, or died after its last restart.
+        """
+        while True:
+            remote = self._remote
+            try:
+                return await remote.call(method, *args, **kwargs)
+            except ClusterError as error:
+                if error.kind != PROCESS_DIED:
+                    raise
+                async with self._restarting:
+                    if self._remote is remote:
+                        await self._restart(error)
+
+    async def _restart(self, error: ClusterError) -> None:
+        """Replaces the dead process."""
+        if self._restarts >= self._max_restarts:
+            raise error
+        self._restarts += 1
+        began = time.monotonic()
+        await asyncio.to_thread(self._remote.shutdown)
+        await self._cancel_requests()
+        remote = await asyncio.to_thread(self._start)
+        await remote.ready()
+        if self._state is not None:
+            await remote.call(Rollouter.load_state_dict, pickle.loads(self._state))
+        if self._version is not None:
+            await remote.call(Rollouter.advance, self._version)
+        self._remote = remote
+        seconds = time.monotonic() - began
+        count = f"restart {self._restarts} of {self._max_restarts}"
+        message = f"{one_line(error).removeprefix(f'{NAME}-0: ')}; it goes on with the state of the last batch"
+        self._events.record(NAME, "restarted", f"{message}, after {seconds:.1f} s ({count})", seconds)

@@ -1,0 +1,160 @@
+"""A rollout process that dies is replaced at the state of the last batch: no prompt is lost or learned twice."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_rollouter import BATCH, Scripted, prompts_of, rollouter
+
+from roll.distributed.events import EVENTS_FILE, EventLog
+from roll.distributed.remote_errors import PROCESS_DIED, TIMEOUT, ClusterError
+from roll.pipeline.rollout_client import RolloutClient
+from roll.pipeline.rollouter import Rollouter
+
+STEPS = 6
+BEFORE, AFTER = "before the call", "before the answer arrives"
+
+
+class Processes:
+    """Starts rollouters that die at given calls, counted over all of them."""
+
+    def __init__(self, ratio: float, turns: list[int], deaths: dict[int, str]) -> None:
+        self.ratio, self.turns, self.deaths = ratio, turns, deaths
+        self.calls = self.cancelled = 0
+        self.started: list[Process] = []
+
+    def start(self) -> Process:
+        self.started.append(Process(self))
+        return self.started[-1]
+
+    async def cancel_requests(self) -> None:
+        assert self.started[-1].dead, "requests of a living process"
+        self.cancelled += 1
+
+
+class Process:
+    """As a RemoteActor, in this process."""
+
+    def __init__(self, processes: Processes) -> None:
+        self.processes, self.dead = processes, False
+        self.worker = Scripted(processes.turns)
+        self.rollouter = rollouter(self.worker, processes.ratio, STEPS)
+
+    async def ready(self) -> None:
+        """It is."""
+
+    async def call(self, method: Any, *args: Any) -> Any:
+        death = self.processes.deaths.get(self.processes.calls)
+        self.processes.calls += 1
+        self.die_if(death == BEFORE)
+        if method is Rollouter.advance:
+            self.worker.version = args[0]
+        answer = await getattr(self.rollouter, method.__name__)(*args)
+        self.die_if(death == AFTER)
+        return answer
+
+    def die_if(self, dies: bool) -> None:
+        self.dead = self.dead or dies
+        if self.dead:
+            raise ClusterError("rollouter", "call", 0, PROCESS_DIED, "The actor died")
+
+    def shutdown(self) -> None:
+        assert self.dead
+
+
+def client_of(processes: Processes, folder: Path, max_restarts: int = 99) -> RolloutClient:
+    start: Any = processes.start
+    return RolloutClient(start, processes.cancel_requests, EventLog(folder), max_restarts)
+
+
+async def train(client: RolloutClient) -> list[list[int]]:
+    """The prompts of every batch."""
+    batches = []
+    await client.advance(0)
+    for step in range(STEPS):
+        batch = await client.next_batch()
+        assert batch is not None and batch.metrics["staleness/max"] <= STEPS
+        batches.append(prompts_of(batch))
+        await asyncio.sleep(0)
+        await client.advance(step + 1)
+        if step % 2:
+            await client.validate()
+    return batches
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([0.5, 1.0, 2.7]),
+    st.lists(st.integers(0, 30), min_size=1, max_size=11),
+    st.dictionaries(st.integers(0, 25), st.sampled_from([BEFORE, AFTER]), max_size=5),
+)
+def test_whenever_it_dies_every_prompt_is_learned_from_once(tmp_path_factory, ratio, turns, deaths):
+    async def run() -> None:
+        folder = tmp_path_factory.mktemp("run")
+        processes = Processes(ratio, turns, deaths)
+        client = client_of(processes, folder)
+        try:
+            used = [prompt for batch in await train(client) for prompt in batch]
+        except ClusterError:  # the new process died as well while it was given the state
+            assert len(processes.started) > 1
+            return
+        assert sorted(used) == list(range(STEPS * BATCH))
+        policy = processes.started[-1].rollouter.policy
+        policy.ledger.check()
+        assert (policy.ledger.submitted, policy.ledger.consumed) == (STEPS * BATCH, STEPS * BATCH)
+        restarts = len(processes.started) - 1
+        assert processes.cancelled == restarts
+        log = folder / EVENTS_FILE
+        events = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+        assert [event["event"] for event in events] == ["restarted"] * restarts
+        for process in processes.started:
+            await process.rollouter.close()
+
+    asyncio.run(run())
+
+
+def test_it_goes_on_from_the_state_of_a_checkpoint_when_it_dies_before_the_first_batch(tmp_path):
+    async def run() -> None:
+        state = await rollouter(Scripted([1]), 1.0, STEPS).state_dict()
+        state["worker"]["drawn"] = 40
+        processes = Processes(1.0, [1], {2: BEFORE})
+        client = client_of(processes, tmp_path)
+        await client.load_state_dict(state)
+        await client.advance(0)
+        batch = await client.next_batch()
+        assert batch is not None and prompts_of(batch) == [40, 41, 42, 43]
+        assert batch.metrics["faults/rollouter_restarts"] == 1
+
+    asyncio.run(run())
+
+
+def test_after_its_last_restart_its_death_ends_the_run(tmp_path):
+    async def run() -> None:
+        client = client_of(Processes(1.0, [1], {0: BEFORE, 1: BEFORE}), tmp_path, max_restarts=1)
+        with pytest.raises(ClusterError, match="The actor died"):
+            await client.advance(0)
+
+    asyncio.run(run())
+
+
+def test_only_death_is_answered_by_a_restart_and_health_never_fails(tmp_path):
+    async def run() -> None:
+        processes = Processes(1.0, [1], {})
+        client = client_of(processes, tmp_path)
+
+        async def late(*_: Any) -> None:
+            raise ClusterError("rollouter", "call", 0, TIMEOUT, "no answer within 5 s")
+
+        processes.started[0].call = late  # type: ignore[method-assign]
+        with pytest.raises(ClusterError, match="no answer"):
+            await client.advance(0)
+        assert await client.health() == {"error": "rollouter-0: no answer within 5 s"}
+        assert len(processes.started) == 1
+
+    asyncio.run(run())
