@@ -167,6 +167,7 @@ class CpuPlatform(Platform):
         super().prepare_megatron()
         from roll.platforms.megatron_cpu import patch_megatron_for_cpu
 
+        never_compile()
         patch_megatron_for_cpu()
 
 
@@ -250,6 +251,20 @@ class CudaPlatform(Platform):
         """Sets one hardware queue, so that collectives start before the matrix products that overlap them."""
         super().prepare_megatron()
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
+def never_compile() -> None:
+    """From now on `torch.compile` gives functions of this process as they are.
+
+    Megatron-Core and SGLang decorate functions with it while they are imported, which imports torch's compiler: 0.9 to
+    1.7 s of every start. On a CPU, compiling small functions at their first call costs more than it saves.
+    """
+    import torch
+
+    def unchanged(model: Any = None, **options: Any) -> Any:
+        return (lambda decorated: decorated) if model is None else model
+
+    torch.compile = unchanged
 
 
 PLATFORMS: dict[str, type[Platform]] = {"cpu": CpuPlatform, "cuda": CudaPlatform}

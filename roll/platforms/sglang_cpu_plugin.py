@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from roll.platforms.platform import never_compile
+
 LOOPBACK = "127.0.0.1"
 
 PLATFORM_CLASS = "roll.platforms.sglang_cpu_platform:SglangCpuPlatform"
@@ -19,7 +21,10 @@ PLATFORM_CLASS = "roll.platforms.sglang_cpu_platform:SglangCpuPlatform"
 
 def activate() -> str | None:
     """Name of the platform class on a machine without GPUs; None on a machine with GPUs."""
-    return None if torch.cuda.is_available() else PLATFORM_CLASS
+    if torch.cuda.is_available():
+        return None
+    never_compile()
+    return PLATFORM_CLASS
 
 
 def sleep_while_paused() -> None:
