@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from roll.platforms import detect, get_platform
+from roll.platforms.platform import never_compile
 
 
 def test_auto_detects_the_platform():
@@ -109,3 +110,12 @@ def test_training_ranks_have_the_nccl_settings_of_the_engines():
     environment = get_platform("cuda").environment
     assert environment == {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
     assert all(f'"{name}" not in os.environ' in source for name in environment)
+
+
+def test_a_cpu_process_compiles_nothing(monkeypatch):
+    monkeypatch.setattr(torch, "compile", torch.compile)  # restored at the end
+    never_compile()
+
+    def function() -> None: ...
+
+    assert torch.compile(function) is function and torch.compile(dynamic=True)(function) is function
