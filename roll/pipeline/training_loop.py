@@ -386,7 +386,6 @@ class TrainingLoop:
 
     async def save(self) -> None:
         """Begins the checkpoint of the current step; it is written and completed while the run goes on."""
-        await self._complete_checkpoint()
         if self._written != self.state.step:
             await self._to_trainer()
             await self._write_weights()
@@ -408,7 +407,11 @@ class TrainingLoop:
             self.checkpoint = await task
 
     async def _write_weights(self) -> None:
-        """Begins to write what the learner has of a checkpoint; it counts once the state of the step is added."""
+        """Begins to write what the learner has of a checkpoint; it counts once the state of the step is added.
+
+        The checkpoint before is completed first: the learner writes one at a time.
+        """
+        await self._complete_checkpoint()
 
         async def write(folder: Path) -> None:
             await self._learner.save(folder)

@@ -420,6 +420,25 @@ def test_a_checkpoint_is_written_during_the_next_step_and_complete_only_then(tmp
     assert waits == [None, 0.25, 0.25], "the wait is part of the step that learned meanwhile"
 
 
+@pytest.mark.parametrize("taking_turns", [True, False])
+def test_a_checkpoint_begins_after_the_one_before_is_complete(tmp_path, taking_turns):
+    class Slow(Turns):
+        async def save(self, folder: Path) -> None:
+            names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+            assert names == [f"step-{step:06d}" for step in range(1, self.weights)] + [folder.name]
+            await super().save(folder)
+
+        async def saved(self) -> float:
+            await asyncio.sleep(0.05)
+            return 0.0
+
+    parts: Any = Slow()
+    config = config_in(tmp_path, max_steps=4, save_steps=1, max_ckpt_to_keep=0)
+    devices = parts if taking_turns else None
+    asyncio.run(TrainingLoop(config, parts, parts, parts, Lines(), devices=devices).run())
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 4
+
+
 def test_a_disk_that_fills_up_while_a_checkpoint_is_written_ends_the_run_with_its_path(small_disk):
     class Large(Counting):
         async def saved(self) -> float:
