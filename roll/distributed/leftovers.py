@@ -52,11 +52,13 @@ def remove_leftovers(ray_folder: Path | None = None, shared: Path = SHARED_MEMOR
         removed.append(folder)
     if wait and {*_shared_files(shared, older=False)} - {*_shared_files(shared)}:
         time.sleep(max(SHARED_NAMES.values()))
-    candidates = set(_shared_files(shared))
-    for path in candidates - _mapped(shared) if candidates else ():
-        with contextlib.suppress(OSError):
-            path.unlink()
-            removed.append(path)
+    candidates = {path: key for path in _shared_files(shared) if (key := _file_key(path)) is not None}
+    used = _used_files(shared) if candidates else set()
+    for path, key in candidates.items():
+        if key not in used:
+            with contextlib.suppress(OSError):
+                path.unlink()
+                removed.append(path)
     return removed
 
 
@@ -87,13 +89,28 @@ def _shared_files(shared: Path, older: bool = True) -> Iterator[Path]:
                     yield path
 
 
-def _mapped(shared: Path) -> set[Path]:
-    """Files of that folder that a process has mapped or open."""
-    found: set[Path] = set()
+FileKey = tuple[int, int]
+"""Device and inode of a file. A semaphore has another name in its process than in the folder: it is made under one and
+then linked to the other."""
+
+
+def _file_key(path: Path | str) -> FileKey | None:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _used_files(shared: Path) -> set[FileKey | None]:
+    """The files of that folder that a process has mapped or open."""
+    found: set[FileKey | None] = set()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
                 if f"{shared}/" in line:
-                    found.add(Path(line.split(maxsplit=5)[-1].removesuffix(" (deleted)")))
-            found |= {Path(file.path) for file in process.open_files() if file.path.startswith(f"{shared}/")}
+                    device, inode = line.split(maxsplit=5)[3:5]
+                    major, minor = (int(part, 16) for part in device.split(":"))
+                    found.add((os.makedev(major, minor), int(inode)))
+            found |= {_file_key(file.path) for file in process.open_files() if file.path.startswith(f"{shared}/")}
     return found

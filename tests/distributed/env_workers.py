@@ -22,9 +22,17 @@ class Workers:
     def __init__(self, before_exit: Callable[[FakeWorker], None] = lambda worker: None) -> None:
         self.all: list[FakeWorker] = []
         self.before_exit = before_exit
+        self.waits_end = False
+
+    def answer_waiting(self) -> None:
+        """Answers the calls whose action was `wait`, and later ones at once while `waits_end`."""
+        self.waits_end = True
+        for worker in self.all:
+            worker.answer_waiting()
 
     def launch(self) -> FakeWorker:
         worker = self.worker_class(len(self.all), self.before_exit)
+        worker.workers = self
         self.all.append(worker)
         return worker
 
@@ -45,6 +53,7 @@ class FakeWorker:
         self.open_calls: list[tuple[asyncio.Future[Any], Any]] = []
         self.ended = self.killed = self.joined = False
         self.calls = 0
+        self.workers = Workers()
 
     async def ready(self) -> None:
         if self.ended:
@@ -61,7 +70,7 @@ class FakeWorker:
             self.before_exit(self)
             self.die()
             future.set_exception(Ended())
-        elif action in ("hang", "wait") or method == "watch":
+        elif action == "hang" or (action == "wait" and not self.workers.waits_end) or method == "watch":
             answer = getattr(self, method)(*args) if action == "wait" else None
             self.open_calls.append((future, answer))
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import multiprocessing
 import os
 import time
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from roll.distributed.leftovers import MARK, protect_session, remove_leftovers, remove_session
+from roll.distributed.leftovers import MARK, SHARED_MEMORY, protect_session, remove_leftovers, remove_session
 
 
 def shared_file(folder: Path, name: str, age_s: float = 15.0) -> Path:
@@ -68,3 +69,12 @@ def test_the_link_to_the_latest_session_goes_with_it_only(tmp_path: Path) -> Non
     assert latest.exists() and not one.exists()
     remove_session(two)
     assert not latest.is_symlink()
+
+
+def test_a_semaphore_of_a_running_process_stays(tmp_path: Path) -> None:
+    """Also one of another program: it is mapped under a name that no longer exists."""
+    semaphore = multiprocessing.get_context("spawn").Semaphore(1)
+    file = SHARED_MEMORY / f"sem.{semaphore._semlock.name.removeprefix('/')}"  # type: ignore[attr-defined]
+    assert file.exists()
+    assert file not in remove_leftovers(tmp_path)
+    assert file.exists()

@@ -142,26 +142,28 @@ def test_an_environment_that_hangs_fails_alone_and_its_worker_is_killed_when_it_
     asyncio.run(play())
 
 
-def test_environments_with_a_running_call_fail_when_their_process_dies_and_the_others_are_replayed() -> None:
+def test_when_a_process_dies_only_the_environment_that_ends_the_next_one_too_fails() -> None:
     async def play() -> None:
         async with started(1) as pool:
             failing, waiting, idle = [(await pool.open(TROUBLE, seed))[0] for seed in range(3)]
             irreproducible, _ = await pool.open(EnvSpec("env_troubles:Irreproducible", {}), 3)
-            process = await process_of(waiting)
+            other, _ = await pool.open(TROUBLE, 4)
+            process = await process_of(other)
+            await other.close()
             before = int((await idle.step("count")).observation)
-            call = asyncio.create_task(waiting.step("sleep 600"))
+            call = asyncio.create_task(waiting.step("sleep 0.5"))
             await asyncio.sleep(0.2)
-            for running in (failing.step("exit"), call):
-                with pytest.raises(EnvFailure, match="worker 0 died: ") as caught:
-                    await running
-                assert caught.value.reason == "env_died"
+            with pytest.raises(EnvFailure, match="worker [12] died: ") as caught:
+                await failing.step("exit")
+            assert caught.value.reason == "env_died" and "common causes" not in str(caught.value)
+            await call
             result = await idle.step("count")
             assert int(result.observation) == before + 1 and result.metrics == {"count": 2.0}
             assert await process_of(idle) != process
             with pytest.raises(EnvFailure, match="the episode is not reproducible"):
                 await irreproducible.step("count")
             await waiting.close()
-            assert pool.failures == {"env_died": 3}
+            assert pool.failures == {"env_died": 2}
 
     asyncio.run(play())
 

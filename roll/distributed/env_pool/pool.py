@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from roll.distributed.env_pool.server import EnvServer
@@ -30,14 +30,19 @@ ResultT = TypeVar("ResultT")
 logger = logging.getLogger(__name__)
 
 
+class _WorkerDiedError(Exception):
+    """A worker process ended during a call, whoever was the cause."""
+
+
 class EnvPool:
     """Opens environments in worker processes; every call has a deadline of `step_timeout_s` seconds.
 
     - An environment that raises fails alone.
     - An environment that passes the deadline fails alone. Its worker is retired: it takes no new environments and is
       killed when the last of its other environments is closed.
-    - When a worker process dies, its environments with a running call fail. The others are replayed on another worker
-      before their next step: reset with the same seed, then the same actions.
+    - When a worker process dies, its environments are replayed on another worker before their next step: reset with
+      the same seed, then the same actions. A call that was running is repeated too, one such call at a time, since any
+      of them may have ended the process: an environment fails if its worker dies again in that call.
 
     Every failure is an `EnvFailure` with a reason, never a reward. Use a pool from one asyncio loop, after Ray was
     initialized. `close` kills the workers; they also end with the process that started them.
@@ -74,6 +79,7 @@ class EnvPool:
         self._keys = itertools.count()
         self._closing: dict[int, asyncio.Task[None]] = {}
         self._assign_lock = asyncio.Lock()
+        self._repeat_lock = asyncio.Lock()
         self.failures: Counter[Reason] = Counter()
 
     async def start(self) -> None:
@@ -143,7 +149,8 @@ class EnvPool:
             kwargs: none.
 
         Raises:
-            EnvFailure: the environment raised, hung or died, and was released.
+            EnvFailure: the environment raised or hung, and was released.
+            _WorkerDiedError: its worker died, so it has none.
         """
         self._workers.raise_if_closed()
         found = self._workers.worker_of(key)
@@ -160,12 +167,29 @@ class EnvPool:
         exit_reason = None if error is None else worker.exit_reason(error)
         if exit_reason is not None:
             self._workers.died(index, exit_reason)
-            raise self.failure("env_died", f"{what}: worker {index} died: {exit_reason}")
+            raise _WorkerDiedError(f"{what}: worker {index} died: {exit_reason}")
         result = EnvError(repr(error), f"worker {index}") if error is not None else answer.result()
         if isinstance(result, EnvError):
             self._workers.release(key)
             raise self.failure("env_raised", f"{what}: {result.error} ({result.location})")
         return result
+
+    async def repeat(self, call: Callable[[], Awaitable[ResultT]]) -> ResultT:
+        """Makes a call, and makes it once more if the worker died in it.
+
+        Raises:
+            EnvFailure: the worker died in that one too.
+        """
+        try:
+            return await call()
+        except _WorkerDiedError as death:
+            if self._workers.closed:
+                raise self.failure("env_died", str(death)) from None
+        async with self._repeat_lock:
+            try:
+                return await call()
+            except _WorkerDiedError as death:
+                raise self.failure("env_died", str(death)) from None
 
     def failure(self, reason: Reason, message: str) -> EnvFailure:
         """Counts and logs a failure, unless closing the pool caused it; returns it to be raised."""
@@ -183,6 +207,8 @@ class EnvPool:
             await self.call(key, what, EnvServer.close)
         except EnvFailure as failure:
             return failure
+        except _WorkerDiedError:
+            return None  # the environment ended with it
         self._workers.release(key)
         return None
 
@@ -250,16 +276,20 @@ class EnvHandle:
             raise
 
     async def _open(self) -> ResetResult:
-        await self._pool.assign(self._key)
-        what = f"{self._name}, reset"
-        self._reset_result = await self._pool.call(self._key, what, EnvServer.open, *self._made_from)
+        async def reset() -> ResetResult:
+            await self._pool.assign(self._key)
+            return await self._pool.call(self._key, f"{self._name}, reset", EnvServer.open, *self._made_from)
+
+        self._reset_result = await self._pool.repeat(reset)
         return self._reset_result
 
     async def _step(self, text: str) -> StepResult:
-        while not self._pool.assigned(self._key):  # repeated if the next worker dies at once
-            await self._replay()
-        what = f"{self._name}, turn {len(self._steps) + 1}"
-        result = await self._pool.call(self._key, what, EnvServer.step, text)
+        async def step() -> StepResult:
+            while not self._pool.assigned(self._key):  # repeated if the next worker dies at once
+                await self._replay()
+            return await self._pool.call(self._key, f"{self._name}, turn {len(self._steps) + 1}", EnvServer.step, text)
+
+        result = await self._pool.repeat(step)
         self._actions.append(text)
         self._steps.append(result)
         return result

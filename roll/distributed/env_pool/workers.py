@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from roll.distributed.env_pool.server import EnvActor
 from roll.distributed.env_pool.types import EnvWorker, EnvWorkerError
 from roll.distributed.processes import END_TIMEOUT_S, descendants, end, thread_environment
+from roll.distributed.remote_errors import RAY_GUESSES
 from roll.distributed.rpc_batching import rpc_client
 
 logger = logging.getLogger(__name__)
@@ -256,7 +257,7 @@ class RayEnvWorker:
         """Ray's description of how the process ended, if that is what the error means; else None."""
         if not isinstance(error, ray.exceptions.RayActorError):
             return None
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        lines = [line.strip() for line in RAY_GUESSES.split(str(error))[0].splitlines() if line.strip()]
         return " ".join(lines[:1] + [line for line in lines[1:] if "exit detail" in line])
 
     def kill(self) -> None:
