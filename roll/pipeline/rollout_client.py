@@ -58,7 +58,7 @@ class RolloutClient:
     async def next_batch(self) -> SampleBatch | None:
         """The next batch; None once `stop` was called."""
         batch, self._state = await self._call(Rollouter.next_batch_and_state)
-        if batch is not None:
+        if batch is not None and self._restarts:
             batch.metrics["faults/rollouter_restarts"] = float(self._restarts)
         return batch
 
