@@ -242,7 +242,7 @@ def _probe(address: str) -> None:
 class ResourceManager:
     """Reserves the devices of all roles and assigns them to workers.
 
-    Device r is on node r // num_devices_per_node. Every node in use is reserved whole by one placement group
+    Device r is on node r // num_devices_per_node, and node 0 is that of this process, if it has devices. Every node in use is reserved whole by one placement group
     bundle, so that device numbers mean the same to every role and two runs never share a device.
     """
 
@@ -263,6 +263,8 @@ class ResourceManager:
         self._resource = "GPU" if platform_name == "cuda" else CPU_SLOT
         self._group = self._reserve()
         self.this_node = ray.get_runtime_context().get_node_id()
+        self._bundles: list[int] = []
+        """The bundle of the reservation that is on each node."""
         self.nodes = self._locate()
 
     def device_slots(self, role: str, workers: int) -> list[tuple[DeviceSlot, ...]]:
@@ -279,7 +281,7 @@ class ResourceManager:
 
     def scheduling(self, slot: DeviceSlot) -> PlacementGroupSchedulingStrategy:
         """Ray's strategy that places an actor on the slot's node, inside the reservation."""
-        return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=slot.node)
+        return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=self._bundles[slot.node])
 
     def visible_devices(self, slot: DeviceSlot) -> str:
         """CUDA_VISIBLE_DEVICES of the worker on `slot`: its own devices first, then the node's others.
@@ -314,11 +316,15 @@ class ResourceManager:
         return group
 
     def _locate(self) -> list[Node]:
-        """Nodes in the order of the bundles; a single node gets the loopback address."""
+        """The nodes, that of this process first and the others by address; a single one gets the loopback address."""
         bundle_nodes = placement_group_table(self._group)["bundles_to_node_id"]
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in _alive_nodes()}
         nodes = []
-        for index in range(len(bundle_nodes)):
+        self._bundles = sorted(
+            range(len(bundle_nodes)),
+            key=lambda index: (bundle_nodes[index] != self.this_node, addresses[bundle_nodes[index]]),
+        )
+        for index in self._bundles:
             node_id = bundle_nodes[index]
             address = "127.0.0.1" if len(bundle_nodes) == 1 else addresses[node_id]
             gpus = self._gpus(index) if self.platform_name == "cuda" else ()
