@@ -242,8 +242,9 @@ def _probe(address: str) -> None:
 class ResourceManager:
     """Reserves the devices of all roles and assigns them to workers.
 
-    Device r is on node r // num_devices_per_node, and node 0 is that of this process, if it has devices. Every node in use is reserved whole by one placement group
-    bundle, so that device numbers mean the same to every role and two runs never share a device.
+    Device r is on node r // num_devices_per_node, and node 0 is that of this process, if it has devices. Every node in
+    use is reserved whole by one placement group bundle, so that device numbers mean the same to every role and two
+    runs never share a device.
     """
 
     def __init__(self, platform_name: str, num_devices_per_node: int, roles: Mapping[str, Sequence[int]]) -> None:
