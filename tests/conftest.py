@@ -24,6 +24,10 @@ os.environ.update(
 import psutil
 import pytest
 import xdist.scheduler
+from hypothesis import settings
+
+settings.register_profile("no deadline", deadline=None)  # on a busy machine any example may take long
+settings.load_profile("no deadline")
 
 LEAVE_S = 15.0
 """Time for processes to end after the tests; Ray's own daemons take a few seconds."""
