@@ -36,6 +36,9 @@ from roll.trackers.files import read_metrics
 from tests.integration.faults import FAULTS_FILE, SIGNALS, process_of, spoil, workers_of
 
 STEPS = 8
+SHORTER = 5.0
+"""Steps of agents over those of RLVR, in which a fault must happen before the run ends."""
+
 LIMIT_S = 420.0
 """Longest run, with its restarts."""
 
@@ -99,7 +102,7 @@ def draw(chance: random.Random) -> Round:
     fault = chance.choice(FAULTS)
     ratio = chance.choice((1, 3)) if fault == ROLLOUTER else chance.choice((0, 1, 3))
     how = chance.choice(("kill", "stop")) if fault in (ENGINE, IN_UPDATE) else "kill"
-    return Round(
+    each = Round(
         pipeline=chance.choice(("rlvr", "agentic")),
         ratio=ratio,
         engines=chance.choice((1, 2)),
@@ -109,6 +112,9 @@ def draw(chance: random.Random) -> Round:
         delay_s=chance.uniform(0.0, 1.5),
         problems=[],
     )
+    if each.pipeline == "rlvr":
+        each.delay_s /= SHORTER
+    return each
 
 
 def write_config(folder: Path, model: Path, each: Round) -> Path:
