@@ -58,6 +58,8 @@ RESTART_POLL_S = 0.2
 """Interval at which a process that Ray starts again is asked for its id."""
 NODE_CHECK_S = 2.0
 """Interval at which Ray is asked for the node of a process that is to start again."""
+CANCEL_TIMEOUT_S = 2.0
+"""Time that workers have to answer that they cancel calls, while no prompt is generated."""
 
 
 class NodeLostError(RuntimeError):
@@ -227,10 +229,13 @@ class Cluster(Generic[WorkerT]):
         await RemoteCall(self._context("build", rank), [built], list, max(1.0, until - time.monotonic()))
 
     async def cancel_calls(self) -> None:
-        """Cancels the calls of clients in other processes, which have died; workers that do not answer have none."""
+        """Cancels the calls of clients in other processes, which have died.
+
+        A worker that does not answer in time is left out: it has died, or its calls end by themselves.
+        """
         calls = [asyncio.wrap_future(actor.cancel_all.remote().future()) for actor in self._actors]
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), NODE_CHECK_S)
+            await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), CANCEL_TIMEOUT_S)
 
     def _kill_on_its_node(self, rank: int, process_id: int) -> None:
         """Kills the process of a rank on another node; it may be dead already, or stopped by a signal."""

@@ -99,7 +99,7 @@ class EngineMonitor:
         Args:
             infer: the engines.
             config: of the run.
-            events: are told what happens.
+            events: log of failures and restarts.
             needs_weights: whether a restarted engine serves only after a weight update.
             restarts: whether engines are restarted at all.
             clock: seconds.

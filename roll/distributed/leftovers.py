@@ -102,9 +102,9 @@ def _file_key(path: Path | str) -> FileKey | None:
     return status.st_dev, status.st_ino
 
 
-def _used_files(shared: Path) -> set[FileKey | None]:
+def _used_files(shared: Path) -> set[FileKey]:
     """The files of that folder that a process has mapped or open."""
-    found: set[FileKey | None] = set()
+    found: set[FileKey] = set()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
@@ -112,5 +112,6 @@ def _used_files(shared: Path) -> set[FileKey | None]:
                     device, inode = line.split(maxsplit=5)[3:5]
                     major, minor = (int(part, 16) for part in device.split(":"))
                     found.add((os.makedev(major, minor), int(inode)))
-            found |= {_file_key(file.path) for file in process.open_files() if file.path.startswith(f"{shared}/")}
+            opened = (file.path for file in process.open_files() if file.path.startswith(f"{shared}/"))
+            found |= {key for path in opened if (key := _file_key(path)) is not None}
     return found

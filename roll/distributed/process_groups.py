@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from roll.platforms.platform import LOOPBACK
+
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup, TCPStore  # type: ignore[attr-defined]
 
     from roll.platforms.platform import Platform
-
-LOOPBACK = "127.0.0.1"
 
 _held: dict[int, socket.socket] = {}
 

@@ -22,8 +22,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from roll.configs.parallel_layout import by_node, spans
 from roll.distributed.core_pinning import Topology, cores_of, read_topology, threads_of
 from roll.distributed.leftovers import protect_session, remove_leftovers, remove_session
-from roll.distributed.process_groups import LOOPBACK
 from roll.distributed.remote_errors import RAY_GUESSES
+from roll.platforms.platform import LOOPBACK
 
 if TYPE_CHECKING:
     from roll.configs.pipeline import BaseConfig
@@ -327,7 +327,7 @@ class ResourceManager:
         )
         for index in self._bundles:
             node_id = bundle_nodes[index]
-            address = "127.0.0.1" if len(bundle_nodes) == 1 else addresses[node_id]
+            address = LOOPBACK if len(bundle_nodes) == 1 else addresses[node_id]
             gpus = self._gpus(index) if self.platform_name == "cuda" else ()
             topology = read_topology(gpus) if node_id == self.this_node else _topology_elsewhere(node_id, gpus)
             nodes.append(Node(node_id, address, topology, gpus))

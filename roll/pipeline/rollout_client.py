@@ -40,15 +40,11 @@ class RolloutClient:
         Args:
             start: starts a process with a new rollouter.
             cancel_requests: ends the requests of a dead process in the engines.
-            events: are told of a restart.
+            events: log of restarts.
             max_restarts: restarts of the process; its death after that ends the run.
         """
-        self._start, self._cancel_requests, self._events, self._max_restarts = (
-            start,
-            cancel_requests,
-            events,
-            max_restarts,
-        )
+        self._start, self._cancel_requests = start, cancel_requests
+        self._events, self._max_restarts = events, max_restarts
         self._remote = start()
         self._state: bytes | None = None
         self._version: int | None = None

@@ -37,7 +37,7 @@ from roll.pipeline.reward_model_pipeline import RewardModelPipeline
 from roll.pipeline.rlvr_pipeline import RLVRPipeline
 from roll.pipeline.session import Session
 from roll.pipeline.sft_pipeline import SFTPipeline
-from roll.pipeline.training_loop import TrainingLoop
+from roll.pipeline.training_loop import HF_FOLDER, TrainingLoop
 from roll.rewards.calling import RewardFunctionError
 from roll.terminal import EXIT_INTERRUPTED, end_now, handle_interrupt, say
 from roll.trackers import TrackerGroup, make_trackers
@@ -188,9 +188,9 @@ def next_steps(config: BaseConfig, summary: RunSummary, command: str) -> list[st
         longer = re.sub(r" max_steps=\S+", "", command)
         rows["continue"] = f"{longer} resume_from_checkpoint=true max_steps={2 * summary.steps}"
     if config.save_hf_model:
-        rows["model"] = f"{folder / 'hf_model'}  (a Hugging Face folder)"
+        rows["model"] = f"{folder / HF_FOLDER}  (a Hugging Face folder)"
     elif saved is not None:
-        rows["export"] = f"{command} resume_from_checkpoint=true save_hf_model=true  (writes {folder / 'hf_model'})"
+        rows["export"] = f"{command} resume_from_checkpoint=true save_hf_model=true  (writes {folder / HF_FOLDER})"
     return [*lines, *(f"{'':11} {name:9} {text}" for name, text in rows.items())]
 
 

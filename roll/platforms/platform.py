@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 POLL_S = 0.0005
 
+LOOPBACK = "127.0.0.1"
+"""Address of a run on one machine, which no other machine reaches."""
+
 
 class Platform(ABC):
     """Interface of a platform."""

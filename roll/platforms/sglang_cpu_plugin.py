@@ -1,4 +1,6 @@
-"""SGLang's entry points to the CPU platform (groups `sglang.srt.platforms` and `.plugins`, declared in setup.py).
+"""SGLang's entry points to the CPU platform, and to what engines on any platform get.
+
+setup.py declares them in the groups `sglang.srt.platforms` and `sglang.srt.plugins`.
 
 This module must not import sglang: sglang resolves its platform while it is itself being imported, and on a circular
 import it only logs a line and continues without the plug-in.
@@ -12,9 +14,7 @@ from typing import Any
 
 import torch
 
-from roll.platforms.platform import never_compile
-
-LOOPBACK = "127.0.0.1"
+from roll.platforms.platform import LOOPBACK, never_compile
 
 PLATFORM_CLASS = "roll.platforms.sglang_cpu_platform:SglangCpuPlatform"
 

@@ -57,12 +57,12 @@ def test_a_strange_value_is_refused_or_checked_in_a_second(tmp_path: Path, recip
     for seed in range(CASES):
         tree, changed = mutated(recipe, seed)
         file.write_text(yaml.safe_dump(tree, allow_unicode=True), errors="surrogatepass")
-        start = time.perf_counter()
+        start = time.process_time()
         try:
             check(load_config(file))
         except ConfigError as error:
             assert str(error).strip(), changed
-        assert time.perf_counter() - start < 1.0, changed
+        assert time.process_time() - start < 1.0, changed
 
 
 def numbers(folder: Path) -> list[tuple[str, Key]]:
@@ -164,15 +164,15 @@ def test_a_folder_of_a_tracker_that_cannot_be_written_is_found_before_the_run(tm
     ids=["alias bomb", "list", "keys", "scalar", "values"],
 )
 def test_a_text_that_would_take_long_is_refused_at_once(text: str, message: str) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(ConfigError, match=message):
         parse_yaml(text, "config.yaml")
-    assert time.perf_counter() - start < 3.0
+    assert time.process_time() - start < 3.0
 
 
 def test_as_many_unknown_keys_as_fit_are_refused_in_time(tmp_path: Path) -> None:
     text = "\n".join(f"learning_rat{i}: 1" for i in range(5000))
     assert len(text) < MAX_CHARACTERS
-    start = time.perf_counter()
+    start = time.process_time()
     assert "learning_rat1" in refusal(tmp_path, text=text)
-    assert time.perf_counter() - start < 3.0
+    assert time.process_time() - start < 3.0

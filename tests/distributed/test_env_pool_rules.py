@@ -189,7 +189,7 @@ def test_resets_that_were_running_in_a_process_that_ended_are_repeated() -> None
         workers = Workers()
         pool = pool_of(workers, 2)
         await pool.start()
-        workers.all[0].ended = True  # nobody has noticed yet
+        workers.all[0].ended = True  # which the pool does not know yet
         opened = await asyncio.gather(*(pool.open(PLAIN, seed) for seed in range(6)))
         assert [reset.observation for _, reset in opened] == [str(seed) for seed in range(6)]
         assert not pool.failures

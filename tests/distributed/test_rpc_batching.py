@@ -105,6 +105,21 @@ def test_a_cancelled_call_is_cancelled_in_the_actor_and_others_are_answered(afte
     assert actor.begun[1] == actor.cancelled[1], "a started call was cancelled"
 
 
+def test_the_calls_of_clients_that_died_are_cancelled() -> None:
+    async def scenario() -> Counter[int]:
+        actor = Actor()
+        calls = [actor.client().call("double", value, 1000) for value in range(3)]
+        while len(actor.begun) < len(calls):
+            await asyncio.sleep(0)
+        actor.server.cancel_all()
+        await asyncio.sleep(0)
+        for call in calls:
+            call.cancel()
+        return actor.cancelled
+
+    assert asyncio.run(scenario()) == {0: 1, 1: 1, 2: 1}
+
+
 def test_a_cancellation_does_not_overtake_its_call() -> None:
     async def scenario() -> Actor:
         actor = Actor()

@@ -255,7 +255,9 @@ def moved(context: RankContext) -> None:
         strategy.load_checkpoint(Path(context.arguments["read"]))
     scored = [strategy.compute_log_probs(data)]
     context.results["steps"] = [strategy.train_step(data) for _ in range(context.arguments["steps"])]
-    strategy.save_checkpoint(Path(context.arguments["write"]))
+    strategy.begin_checkpoint(Path(context.arguments["write"]))
+    strategy.saving.wait()
+    assert strategy.saving.seconds_waited() is not None
     scored.append(strategy.compute_log_probs(data))
     if len(scored[0]):  # the last pipeline stage
         context.results["log_probs"] = [each.batch["log_probs"].clone() for each in scored]

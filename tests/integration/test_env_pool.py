@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import textwrap
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -126,9 +125,8 @@ def test_an_environment_that_hangs_fails_alone_and_its_worker_is_killed_when_it_
             process = await process_of(other)
             call = asyncio.create_task(failing.step(action))
             await asyncio.sleep(0.2)
-            start = time.monotonic()
             await other.step("count")
-            assert time.monotonic() - start < 1.0, "delayed by the environment that hangs"
+            assert not call.done(), "delayed by the environment that hangs"
             with pytest.raises(EnvFailure, match="turn 1: no answer within step_timeout_s = 4") as caught:
                 await call
             assert caught.value.reason == "env_hung"

@@ -61,12 +61,12 @@ def _train(context: RankContext, name: str, folder: Path, options: dict[str, Any
 
 
 def _resume(context: RankContext, folder: Path) -> None:
-    """Two steps, save, two more; then a new strategy loads and repeats the two."""
+    """Two steps, two more while a checkpoint is written; then a new strategy loads and repeats the two."""
     strategy = context.strategy(folder, critic=True)
     data = _batch(strategy, context, 2)
     for _ in range(2):
         strategy.train_step(data)
-    strategy.save_checkpoint(context.folder / "checkpoint")
+    strategy.begin_checkpoint(context.folder / "checkpoint")
     unbroken = [strategy.train_step(data) for _ in range(2)]
     weights = {key: value.clone() for key, value in strategy.weights.full_tensors()}
     strategy.shutdown()

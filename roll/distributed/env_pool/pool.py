@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class _WorkerDiedError(Exception):
-    """A worker process ended during a call, whoever was the cause."""
+    """A worker process ended during a call; which of its environments ended it is unknown."""
 
 
 class EnvPool:

@@ -28,17 +28,19 @@ class BackgroundSave:
 
         Args:
             device: of this rank.
-            timeout_s: of a collective; ranks wait in it until the slowest has written its part.
+            timeout_s: of writing one checkpoint, in which ranks also wait for the slowest.
         """
-        self._device = device
+        self._device, self._timeout_s = device, timeout_s
         self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
         self._writing: Future[None] | None = None
         self._waited = 0.0
+        self._deadline = 0.0
 
     def start(self, write: Write) -> None:
         """Calls `write` on a thread, after the one before has ended."""
         self.wait()
         self._writing, self._waited = Future(), 0.0
+        self._deadline = time.monotonic() + self._timeout_s
         threading.Thread(target=self._run, args=(write, self._writing), name="checkpoint", daemon=True).start()
 
     def _run(self, write: Write, writing: Future[None]) -> None:
@@ -54,18 +56,31 @@ class BackgroundSave:
     def seconds_waited(self) -> float | None:
         """How long `wait` took for the last checkpoint, once it is written; None before.
 
-        Raises the error with which writing it ended.
+        Raises:
+            TimeoutError: it is not written in time.
+            Exception: with which writing it ended.
         """
         if self._writing is not None:
             if not self._writing.done():
+                if time.monotonic() > self._deadline:
+                    raise self._late()
                 return None
             self._writing.result()
         return self._waited
 
     def wait(self) -> None:
-        """Waits until what a checkpoint consists of may change, also if writing it fails."""
+        """Waits until what a checkpoint consists of may change, also if writing it fails.
+
+        Raises:
+            TimeoutError: it is not written in time.
+        """
         if self._writing is None or self._writing.done():
             return
         start = time.monotonic()
-        wait([self._writing])
+        wait([self._writing], self._deadline - start)
         self._waited += time.monotonic() - start
+        if not self._writing.done():
+            raise self._late()
+
+    def _late(self) -> TimeoutError:
+        return TimeoutError(f"the checkpoint was not written within {self._timeout_s:g} s (rpc_timeout_s)")

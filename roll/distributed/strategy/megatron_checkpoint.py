@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     TorchDistSaveShardedStrategy,
@@ -81,7 +80,6 @@ def begin_save(
     torch.distributed.barrier()
     written_as = _format(optimizer)
     state = _sharded_state(wrapped, optimizer, written_as, loading=False)
-    _copy_buffers(state, wrapped)
     pieces: list[Piece] | None = None
     if written_as == PIECES:
         (part,) = parts(optimizer)
@@ -96,14 +94,6 @@ def begin_save(
         strategy.write(group)
 
     return write
-
-
-def _copy_buffers(state: dict[str, Any], wrapped: Sequence[DistributedDataParallel]) -> None:
-    """Copies the few tensors of the models that are no parameters: forward passes may change them."""
-    buffers = {buffer.data_ptr() for each in wrapped for buffer in each.module.buffers()}
-    for entry in nested_values({name: state[name] for name in _named(wrapped)}):
-        if isinstance(entry, ShardedTensor) and entry.data is not None and entry.data.data_ptr() in buffers:
-            entry.data = entry.data.clone()
 
 
 def _format(optimizer: MegatronOptimizer) -> dict[str, str]:

@@ -316,15 +316,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         They are written while this rank goes on; its next optimizer step waits until they are.
         """
         self.states.require(*ALL_STATES)
-        self.saving.wait()
         self.saving.start(megatron_checkpoint.begin_save(folder, self.wrapped, self.optimizer, self.optimizer_steps))
-
-    def save_checkpoint(self, folder: Path) -> None:
-        """As `begin_checkpoint`, and complete on return."""
-        self.begin_checkpoint(folder)
-        self.saving.wait()
-        self.saving.seconds_waited()
-        dist.barrier()
 
     def load_checkpoint(self, folder: Path) -> None:
         """Restores what `begin_checkpoint` wrote: at the same layout bit for bit, at another without random state.

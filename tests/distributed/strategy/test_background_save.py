@@ -62,6 +62,16 @@ def test_the_next_checkpoint_begins_after_the_one_before_and_counts_anew(saving)
     assert order == ["first", "second"] and saving.seconds_waited() == 0.0
 
 
+def test_a_disk_that_hangs_is_not_waited_for_longer_than_the_deadline(one_rank):
+    saving, end = BackgroundSave(torch.device("cpu"), 0.1), threading.Event()
+    saving.start(lambda group: end.wait(60) and None)
+    with pytest.raises(TimeoutError, match=r"not written within 0.1 s \(rpc_timeout_s\)"):
+        saving.wait()
+    with pytest.raises(TimeoutError, match="not written within"):
+        saving.seconds_waited()
+    end.set()
+
+
 def test_an_error_is_raised_where_it_is_asked_for_and_not_where_it_is_waited_for(saving):
     def fail(group: dist.ProcessGroup) -> None:
         time.sleep(0.05)
