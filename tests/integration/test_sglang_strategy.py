@@ -325,8 +325,8 @@ def test_a_paused_engine_leaves_its_core_to_others(engine):
 def test_cancelled_requests_leave_the_engine(engine):
     quarter_s = seconds_of_a_quarter(engine)
     engine.cancel_generate(requests(2, 4 * RUNNING_TOKENS), quarter_s)
-    engine.generate(requests(1, 1))
-    engine.pause("in_place")  # from here on no request would end by itself
+    time.sleep(4 * quarter_s)  # of the sixteen that they would run
+    engine.pause("in_place")  # from here on no request ends by itself
     engine.flush_cache()  # possible without running requests only
     engine.resume()
 
