@@ -73,6 +73,13 @@ ENDPOINT_ASKED = Condition(
 )
 
 
+OWN_FUNCTION = Condition(
+    lambda config, section: built_in_of(section.function) is None,
+    "the built-in rewards start no processes, or limit them themselves",
+    (".function",),
+)
+
+
 def belongs_to(*names: str) -> Condition:
     """The condition that the reward is one of these built-in ones, or a function of the user, which reads any key."""
     return Condition(
@@ -234,6 +241,13 @@ class RewardConfig(CodeOptions, JudgeOptions, ModelScoreOptions):
     world_size: int = option(1, "Worker processes of this reward.", ge=1, only_for=FUNCTION_CALLED)
     process_memory_limit_mb: int = option(
         16384, "Maximum memory of a process of the reward in MiB (Linux: RLIMIT_DATA); a call beyond it fails.", ge=256
+    )
+    child_process_limit: int = option(
+        128,
+        "Maximum processes that a process of the reward may have started at a time (Linux); beyond it they are killed, "
+        "and the call fails.",
+        ge=0,
+        only_for=OWN_FUNCTION,
     )
     timeout_s: float = option(
         5.0,

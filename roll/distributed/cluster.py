@@ -35,7 +35,7 @@ from roll.distributed.processes import (
     process_environment,
 )
 from roll.distributed.remote_call import RemoteCall, ShardsClient, check_length
-from roll.distributed.remote_errors import PROCESS_DIED, TIMEOUT, CallContext, ClusterError, Failure
+from roll.distributed.remote_errors import PROCESS_DIED, CallContext, ClusterError, Failure
 from roll.distributed.rpc_batching import ClusterClient, RpcActor, RpcServer
 from roll.distributed.worker import Worker, WorkerRank, registered_methods
 from roll.platforms import get_platform
@@ -267,7 +267,7 @@ class Cluster(Generic[WorkerT]):
             try:
                 [process_id] = await call
             except ClusterError as error:
-                if error.kind not in (PROCESS_DIED, TIMEOUT) or time.monotonic() > until:
+                if not error.process_failed or time.monotonic() > until:
                     raise
                 await asyncio.sleep(RESTART_POLL_S)
             else:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from roll.distributed.cluster import Cluster, NodeLostError
 from roll.distributed.infer_worker import InferWorker
-from roll.distributed.remote_errors import PROCESS_DIED, TIMEOUT, ClusterError, deadline_scope, one_line
+from roll.distributed.remote_errors import PROCESS_DIED, ClusterError, deadline_scope, one_line
 from roll.distributed.strategy.sglang_engine import EngineNotRunningError
 
 if TYPE_CHECKING:
@@ -91,6 +91,7 @@ class EngineMonitor:
         events: EventLog,
         needs_weights: bool = True,
         restarts: bool = True,
+        waiting_since: float | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
@@ -102,18 +103,19 @@ class EngineMonitor:
             events: log of failures and restarts.
             needs_weights: whether a restarted engine serves only after a weight update.
             restarts: whether engines are restarted at all.
+            waiting_since: when engines that an earlier trainer left began to wait for weights; None: they are new.
             clock: seconds.
             sleep: waits; replaced in tests.
         """
         self._infer, self._config, self._events, self._needs_weights = infer, config, events, needs_weights
         self._clock, self._sleep = clock, sleep
         count = infer.world_size
-        self.states = [EngineState.SERVING] * count
+        self.states = [EngineState.SERVING if waiting_since is None else EngineState.STARTED] * count
         self.failures = self.restarts = 0
         self.seconds_down = 0.0
         self._restarts = config.max_engine_restarts if restarts else 0
         self._limits = [RestartLimit(self._restarts, config.engine_restart_delay_s) for _ in range(count)]
-        self._down_since = [0.0] * count
+        self._down_since = [waiting_since or 0.0] * count
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Condition()
         self._first_cause = ""
@@ -165,7 +167,7 @@ class EngineMonitor:
                 await self._set(engine, EngineState.SERVING)
                 seconds = self._clock() - self._down_since[engine]
                 self.seconds_down += seconds
-                self._record(engine, "serving again", f"serves again, {seconds:.1f} s after it failed", seconds)
+                self._record(engine, "serving again", f"serves again after {seconds:.1f} s", seconds)
 
     async def find_dead(self) -> None:
         """Restarts the engines whose processes have died or are stopped; does not wait for the answer of an engine."""
@@ -269,7 +271,7 @@ class EngineMonitor:
         except ClusterError as error:
             died = error.kind in (PROCESS_DIED, EngineNotRunningError.__name__)
             if died or not (self._updating or updates != self._updates):
-                await self.failed(engine, one_line(error), responsive=error.kind not in (PROCESS_DIED, TIMEOUT))
+                await self.failed(engine, one_line(error), responsive=not error.process_failed)
 
     async def _restart(self, engine: int, responsive: bool) -> None:
         """Restarts an engine until it has started, or no restart is left."""
@@ -282,7 +284,7 @@ class EngineMonitor:
                 await self._infer.restart(engine, responsive)
                 await self._infer.call_some(again, [engine])
             except ClusterError as error:
-                responsive = error.kind not in (PROCESS_DIED, TIMEOUT)
+                responsive = not error.process_failed
                 self._record(engine, "restart failed", f"could not be restarted: {one_line(error)}")
                 continue
             except NodeLostError as error:

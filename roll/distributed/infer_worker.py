@@ -116,6 +116,23 @@ class InferWorker(WeightReceiver):
         self._updated.clear()
         await self.initialize()
 
+    @register(deadline="sync_timeout_s")
+    async def leave_trainer(self, needs_weights: bool) -> None:
+        """After the training ranks have ended: leaves their groups and empties the cache; requests were cancelled.
+
+        Args:
+            needs_weights: whether requests are refused until new training ranks have sent their weights.
+
+        Raises:
+            EngineError: a request does not end, or a group cannot be left.
+        """
+        if needs_weights:
+            self.stale_weights = "its trainer has ended, and the next one has sent no weights yet"
+        self._updated.set()
+        await self.resume()
+        await self.flush_cache()
+        await self.leave_groups({*self._joined})
+
     @register()
     async def check_health(self, timeout_s: float | None, watch_s: float = 0.0) -> None:
         """Checks that the engine's processes run and, unless `timeout_s` is None, that its scheduler answers in time.

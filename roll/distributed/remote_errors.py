@@ -87,6 +87,11 @@ class ClusterError(RuntimeError):
         self.role, self.method, self.rank, self.kind = role, method, rank, kind
         self.cause = cause or message
 
+    @property
+    def process_failed(self) -> bool:
+        """Whether the process died or does not answer, so that a new one may succeed."""
+        return self.kind in (PROCESS_DIED, TIMEOUT)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return ClusterError, (self.role, self.method, self.rank, self.kind, str(self), self.cause)
 

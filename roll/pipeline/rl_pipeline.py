@@ -96,7 +96,8 @@ class RLPipeline(ABC, Generic[ConfigT]):
         for role, cluster in session.infer_clusters.items():
             actor = role == "actor_infer"
             restarts = not actor or session.shared_devices is None
-            monitors[role] = EngineMonitor(cluster, self._config, events, needs_weights=actor, restarts=restarts)
+            since = session.kept_since if actor and role in session.kept else None
+            monitors[role] = EngineMonitor(cluster, self._config, events, actor, restarts, since)
             monitors[role].start()
             session.close_first(monitors[role].close)
         return monitors["actor_infer"]

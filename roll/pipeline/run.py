@@ -24,7 +24,7 @@ from roll.distributed.engine_monitor import EnginesLostError
 from roll.distributed.env_pool.types import EnvWorkerError
 from roll.distributed.events import EventLog
 from roll.distributed.processes import gc_freeze, gc_unfreeze
-from roll.distributed.remote_errors import PROCESS_DIED, TIMEOUT, ClusterError, one_line
+from roll.distributed.remote_errors import ClusterError, one_line
 from roll.distributed.resources import RayStartError, ResourceError
 from roll.distributed.weight_sync.synchronizer import WeightUpdateError
 from roll.pipeline.agentic.agentic_pipeline import AgenticPipeline
@@ -111,7 +111,7 @@ def run_pipeline(config: BaseConfig, command: str = "roll run CONFIG") -> int:
     """
     health = HealthFile(config)
     try:
-        summary = run_with_restarts(config)
+        summary = asyncio.run(run_with_restarts(config))
     except (KeyboardInterrupt, asyncio.CancelledError, RunInterrupted) as error:
         health.end("interrupted")
         saved = error.checkpoint if isinstance(error, RunInterrupted) else newest_checkpoint(config)
@@ -132,29 +132,36 @@ def run_pipeline(config: BaseConfig, command: str = "roll run CONFIG") -> int:
     return 0
 
 
-def run_with_restarts(config: BaseConfig) -> RunSummary:
-    """One run, which starts again from its newest checkpoint after a process died, at most `max_restarts` times.
+async def run_with_restarts(config: BaseConfig) -> RunSummary:
+    """One run, which starts again from its newest intact checkpoint after a process died, `max_restarts` times at most.
+
+    Engines that are not the cause keep running; see `Session`.
 
     Raises:
         Exception: as `run` raises.
     """
-    events = EventLog(config.output_dir)
-    for restart in itertools.count(1):
-        try:
-            return asyncio.run(run(config))
-        except ClusterError as error:
-            if error.kind not in (PROCESS_DIED, TIMEOUT) or restart > config.max_restarts:
-                raise
-            saved = newest_checkpoint(config)
-            point = "from the beginning, since it has no checkpoint" if saved is None else f"from {saved}"
-            events.record(
-                f"{error.role}-{error.rank}",
-                "run restarted",
-                f"failed in {error.method}: {one_line(error)}; the run starts again {point} (restart {restart} of "
-                f"{config.max_restarts})",
-            )
-            if saved is not None:
-                config = replace(config, resume_from_checkpoint=True)
+    events, session = EventLog(config.output_dir), Session(config)
+    try:
+        for restart in itertools.count(1):
+            session.may_start_again = restart <= config.max_restarts
+            try:
+                return await run(config, session)
+            except ClusterError as error:
+                if not error.process_failed or not session.may_start_again:
+                    raise
+                saved = checkpoint_folder(config).resume_path(True)
+                point = "from the beginning, since it has no checkpoint" if saved is None else f"from {saved}"
+                engines = " with the engines that run" if session.kept else ""
+                events.record(
+                    f"{error.role}-{error.rank}",
+                    "run restarted",
+                    f"failed in {error.method}: {one_line(error)}; the run starts again {point}{engines} (restart "
+                    f"{restart} of {config.max_restarts})",
+                )
+                if saved is not None:
+                    config = replace(config, resume_from_checkpoint=str(saved))
+    finally:
+        session.end()
     raise AssertionError("unreachable")
 
 
@@ -194,8 +201,8 @@ def next_steps(config: BaseConfig, summary: RunSummary, command: str) -> list[st
     return [*lines, *(f"{'':11} {name:9} {text}" for name, text in rows.items())]
 
 
-async def run(config: BaseConfig) -> RunSummary:
-    """One run; its processes are ended in any case.
+async def run(config: BaseConfig, session: Session | None = None) -> RunSummary:
+    """One run; its processes are ended in any case, except those that a given `session` keeps for the next.
 
     The first Ctrl-C ends it in order, with a checkpoint of the last step; the second ends it at once.
 
@@ -220,7 +227,7 @@ async def run(config: BaseConfig) -> RunSummary:
                 metrics = extensions.metrics(config) if extensions.metrics else None
                 trackers = make_trackers(config, pipeline.plan, metrics)
                 async with recorded(trackers, summary, start):
-                    await _train(config, pipeline, trackers, running, summary)
+                    await _train(config, session or Session(config), pipeline, trackers, running, summary)
             finally:
                 await pipeline.close()
     return summary
@@ -299,9 +306,14 @@ async def recorded(trackers: TrackerGroup, summary: RunSummary, start: float) ->
 
 
 async def _train(
-    config: BaseConfig, pipeline: Pipeline, trackers: TrackerGroup, running: RunningLoop, summary: RunSummary
+    config: BaseConfig,
+    session: Session,
+    pipeline: Pipeline,
+    trackers: TrackerGroup,
+    running: RunningLoop,
+    summary: RunSummary,
 ) -> None:
-    async with Session(config) as session:
+    async with session:
         loop = await pipeline.build(session, trackers)
         await loop.resume()
         if loop.state.step:

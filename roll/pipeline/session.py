@@ -1,10 +1,11 @@
-"""Starts and ends Ray, the clusters and the remote actors of one run."""
+"""Starts and ends Ray, the clusters and the remote actors of one run; a run that starts again may keep its engines."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -14,6 +15,7 @@ from roll.distributed.cluster import Cluster
 from roll.distributed.infer_worker import InferWorker
 from roll.distributed.model_download import fetch_on_nodes
 from roll.distributed.remote_actor import RemoteActor
+from roll.distributed.remote_errors import ClusterError, deadline_scope, one_line
 from roll.distributed.resources import ResourceManager, start_ray, stop_ray
 from roll.distributed.shared_devices import SharedDevices
 from roll.distributed.train_worker import TrainWorker
@@ -25,6 +27,9 @@ ObjectT = TypeVar("ObjectT")
 
 logger = logging.getLogger(__name__)
 
+KEEP_TIMEOUT_S = 30.0
+"""Time that engines have to end the requests of a failed run; an engine that takes longer is started again."""
+
 
 def count_devices(devices: Sequence[int]) -> str:
     """`1 device` or `4 devices`."""
@@ -35,7 +40,13 @@ class Session:
     """The clusters of every role that owns devices, and the remote actors of the run.
 
     Entering the block starts the processes of the clusters, and `ready` waits until they can be used; remote actors
-    started in between start at the same time. Leaving the block ends every process it started.
+    started in between start at the same time. Leaving the block ends every process it started; only where
+    `may_start_again` and the trainer failed, engines that answer go on running, for the next block or until `end`.
+
+    Attributes:
+        may_start_again: whether another block follows the failure of this one.
+        kept: roles of the engines that have run since the block before.
+        kept_since: when that block ended, by `time.monotonic`.
     """
 
     def __init__(self, config: BaseConfig) -> None:
@@ -48,17 +59,21 @@ class Session:
         """Of a run whose trainer and engines take turns on their devices."""
         self._remote_actors: list[RemoteActor[Any]] = []
         self._close_first: list[Callable[[], Awaitable[None]]] = []
+        self._running = False
+        self.may_start_again = False
+        self.kept: set[str] = set()
+        self.kept_since = 0.0
 
     async def __aenter__(self) -> Session:
         """Starts Ray, reserves the devices, fetches models to every node, and starts the processes of all roles."""
         try:
             await self._start()
         except BaseException:
-            self._stop()
+            self.end()
             raise
         return self
 
-    async def __aexit__(self, *error: object) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Ends work in this process, then remote actors, clusters, reservation and Ray.
 
         An error in this is raised, unless the run has failed before: then it is logged, since it is not the cause.
@@ -68,23 +83,33 @@ class Session:
             for close in self._close_first:
                 await close()
         except Exception:
-            if error[0] is None:
+            if error is None:
                 raise
             logger.exception("closing failed after the run did")
         finally:
-            self._stop()
+            self._close_first.clear()
+            self.kept, self.kept_since = set(), time.monotonic()
+            if self._engines_may_stay(error):
+                self._end_training()
+                self.kept = await self._keep_engines()
+            if not self.kept:
+                self.end()
 
     async def _start(self) -> None:
         """Starts everything without waiting for it; the pauses are where a Ctrl-C that came meanwhile ends the run."""
+        self._running = True
         config = self._config
         roles = config.device_roles()
         per_node = config.num_devices_per_node or self._platform.device_count()
-        logger.info("starting Ray")
-        start_ray(config, self._platform.name, per_node)
-        await asyncio.sleep(0)
-        mappings = {role: worker.device_mapping for role, worker in roles.items()}
-        resources = self._resources = ResourceManager(self._platform.name, per_node, mappings)
-        await fetch_on_nodes(config, resources)
+        if self._resources is None:
+            logger.info("starting Ray")
+            start_ray(config, self._platform.name, per_node)
+            await asyncio.sleep(0)
+            mappings = {role: worker.device_mapping for role, worker in roles.items()}
+            self._resources = ResourceManager(self._platform.name, per_node, mappings)
+            await fetch_on_nodes(config, self._resources)
+        resources = self._resources
+        roles = {role: worker for role, worker in roles.items() if role not in self.kept}
         names = ", ".join(f"{role} on {count_devices(worker.device_mapping)}" for role, worker in roles.items())
         logger.info("starting %s; their logs are in %s", names, config.logging_dir)
         for role, worker in roles.items():
@@ -131,11 +156,12 @@ class Session:
         An engine takes a share of the memory that it finds free on its GPU, so it starts once the training ranks on
         that GPU hold theirs, or have moved it to host memory.
         """
+        starting = [cluster for cluster in self.clusters if cluster.role not in self.kept]
         if not self._platform.engines_take_free_memory:
-            return [self.clusters]
+            return [starting]
         taken = {device for cluster in self.train_clusters.values() for device in cluster.config.device_mapping}
         later = [each for each in self.infer_clusters.values() if taken & {*each.config.device_mapping}]
-        return [[cluster for cluster in self.clusters if cluster not in later], [*later]]
+        return [[each for each in starting if each not in later], [each for each in starting if each in later]]
 
     def start_remote_actor(
         self, name: str, deadlines: Mapping[str, float], make: Callable[P, ObjectT], *args: P.args, **kwargs: P.kwargs
@@ -149,13 +175,51 @@ class Session:
         """Registers a coroutine function that is called first when the block is left."""
         self._close_first.append(close)
 
-    def _stop(self) -> None:
-        """Ends remote actors first and Ray last; a failure does not keep the others from being ended."""
+    def _engines_may_stay(self, error: BaseException | None) -> bool:
+        """Whether the run may start again and its trainer, not an engine, is what failed.
+
+        Engines that take turns with the trainer are ended too: the new training ranks need their memory.
+        """
+        if not isinstance(error, ClusterError) or not error.process_failed or error.role in self.infer_clusters:
+            return False
+        return self.may_start_again and bool(self.infer_clusters) and self.shared_devices is None
+
+    async def _keep_engines(self) -> set[str]:
+        """Lets the engines end their requests and wait for new weights; the roles of all, or none if one fails."""
+        clusters = [*self.infer_clusters.values()]
+        try:
+            with deadline_scope(time.monotonic() + KEEP_TIMEOUT_S):
+                for cluster in clusters:
+                    await cluster.cancel_calls()
+                ends = (each.call_all(InferWorker.leave_trainer, each.role == "actor_infer") for each in clusters)
+                await asyncio.gather(*ends)
+        except ClusterError as error:
+            logger.warning("the engines are started again too: %s", one_line(error))
+            return set()
+        return {cluster.role for cluster in clusters}
+
+    def _end_training(self) -> None:
+        """Ends remote actors first, then training clusters; a failure does not keep the others from being ended."""
+        with contextlib.ExitStack() as ends:
+            for cluster in reversed(self.train_clusters.values()):
+                ends.callback(cluster.shutdown)
+            for remote_actor in self._remote_actors:
+                ends.callback(remote_actor.shutdown)
+        self.train_clusters.clear()
+        self._remote_actors.clear()
+
+    def end(self) -> None:
+        """Ends everything, Ray last; a failure does not keep the others from being ended. May be called twice."""
+        if not self._running:
+            return
+        self._running = False
         with contextlib.ExitStack() as ends:
             ends.callback(stop_ray)
             if self._resources is not None:
                 ends.callback(self._resources.release)
-            for cluster in reversed(self.clusters):
+            for cluster in reversed(self.infer_clusters.values()):
                 ends.callback(cluster.shutdown)
-            for remote_actor in self._remote_actors:
-                ends.callback(remote_actor.shutdown)
+            ends.callback(self._end_training)
+        self.infer_clusters.clear()
+        self.kept.clear()
+        self._resources = None

@@ -20,9 +20,17 @@ MARK = "ROLL_REWARD_PROCESS"
 ROUNDS, PAUSE_S = 50, 0.02
 """Times that processes are looked for and killed, until none is left: new ones may start meanwhile."""
 
+COUNT_INTERVAL_S = 0.2
+"""Interval at which descendants are counted."""
 
-def contain() -> None:
+TOO_MANY_PROCESSES = signal.SIGVTALRM
+"""Signal that ends a reward process which has started more processes than it may."""
+
+
+def contain(process_limit: int | None = None) -> None:
     """Lets this process take along what it starts when it ends; call it before it has threads.
+
+    With more than `process_limit` descendants at a time, it ends together with them by TOO_MANY_PROCESSES.
 
     Its descendants stay its own, since it adopts orphans, and are killed when it ends or gets SIGTERM. Where it is
     killed, crashes or ignores that signal, a guardian, a child of it, kills the processes of its session and those with
@@ -34,7 +42,7 @@ def contain() -> None:
     process = os.getpid()
     if os.fork() == 0:
         with contextlib.suppress(BaseException):
-            _guard(process)
+            _guard(process, process_limit)
         os._exit(0)
     signal.signal(signal.SIGTERM, _end)
     multiprocessing.util.Finalize(None, kill_descendants, exitpriority=0)
@@ -65,16 +73,20 @@ def _is_alive(process: psutil.Process) -> bool:
         return False
 
 
-def _guard(process: int) -> None:
-    """Waits for the end of the reward process, then kills what it has left."""
+def _guard(process: int, limit: int | None) -> None:
+    """Waits for the end of the reward process, or ends it for its descendants; then kills what it has left."""
     os.setsid()
     for ignored in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     os.closerange(0, 256)
     signal_at_parents_end(signal.SIGUSR1)
-    if os.getppid() == process:
-        signal.sigwait({signal.SIGUSR1})
+    while os.getppid() == process and signal.sigtimedwait({signal.SIGUSR1}, COUNT_INTERVAL_S) is None:
+        if limit is not None and len(started := _descendants(process, limit)) > limit:
+            for number, by in [(process, TOO_MANY_PROCESSES), *((number, signal.SIGKILL) for number in started)]:
+                with contextlib.suppress(OSError):
+                    os.kill(number, by)
+            limit = None
     for _ in range(ROUNDS):
         left = [number for number in _processes() if _belongs(number, process)]
         if not left:
@@ -83,6 +95,24 @@ def _guard(process: int) -> None:
             with contextlib.suppress(OSError):
                 os.kill(number, signal.SIGKILL)
         time.sleep(PAUSE_S)
+
+
+def _descendants(process: int, enough: int) -> list[int]:
+    """Ids of its living descendants except this process; stops looking at more than `enough`."""
+    found, parents = list[int](), [process]
+    while parents and len(found) <= enough:
+        parents = [child for parent in parents for child in _children(parent) if child != os.getpid()]
+        found += parents
+    return found
+
+
+def _children(process: int) -> list[int]:
+    """Ids of the children of all threads of a process."""
+    try:
+        threads = list(Path(f"/proc/{process}/task").iterdir())
+        return [int(child) for thread in threads for child in (thread / "children").read_text().split()]
+    except OSError:  # it has ended
+        return []
 
 
 def _processes() -> list[int]:

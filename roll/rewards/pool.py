@@ -18,6 +18,7 @@ from pebble.pool.base_pool import PoolStatus
 from roll.configs.rewards import DEFAULT_CONCURRENCY, RewardConfig
 from roll.rewards import reward_process
 from roll.rewards.calling import RewardFunctionError, RewardOutcome, RewardRequest
+from roll.rewards.containment import TOO_MANY_PROCESSES
 from roll.rewards.reward_process import Call, LoadedReward, score_chunk
 from roll.terminal import block_interrupts
 
@@ -207,7 +208,10 @@ class RewardPool:
         except TimeoutError:
             failure = reward_process.timed_out(loaded.where, self._config)
         except ProcessExpired as death:
-            text = f"{loaded.where}: the process of the reward died with exit code {death.exitcode}"
+            cause = f"died with exit code {death.exitcode}"
+            if death.exitcode == -TOO_MANY_PROCESSES:
+                cause = f"started more than child_process_limit = {self._config.child_process_limit} processes"
+            text = f"{loaded.where}: the process of the reward {cause}"
             failure = RewardOutcome(None, "raised", text)
         if len(calls) == 1:
             return [reward_process.failed(failure, *calls[0])]

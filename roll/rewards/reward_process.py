@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from roll.configs.rewards import DEFAULT_CONCURRENCY, RewardConfig
+from roll.configs.rewards import DEFAULT_CONCURRENCY, RewardConfig, built_in_of
 from roll.configs.user_code import (
     UserCodeError,
     failure_text,
@@ -70,7 +70,7 @@ def start(config: RewardConfig) -> None:
 
     An error is kept for `probe`, because the pool would start processes forever if the initializer raised.
     """
-    contain()
+    contain(config.child_process_limit if built_in_of(config.function) is None else None)
     _limit_memory(config.process_memory_limit_mb * 2**20)
     start_user_process(at_end=kill_descendants)
     _Process.config = config

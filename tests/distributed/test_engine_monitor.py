@@ -81,6 +81,18 @@ async def run_tasks() -> None:
         await asyncio.sleep(0)
 
 
+def test_engines_that_a_new_trainer_finds_running_wait_for_its_weights(tmp_path: Path) -> None:
+    async def go() -> None:
+        monitor = monitor_of(FailingEngines(2), tmp_path, waiting_since=3.0, clock=lambda: 5.0)
+        assert monitor.started == [0, 1] and not monitor.serving
+        await monitor.updated([0, 1])
+        assert monitor.serving == [0, 1] and monitor.restarts == monitor.failures == 0
+        assert monitor.seconds_down == 4.0
+
+    asyncio.run(go())
+    assert events(tmp_path) == [("actor_infer-0", "serving again"), ("actor_infer-1", "serving again")]
+
+
 def test_an_engine_whose_node_is_gone_is_not_restarted_again(tmp_path: Path) -> None:
     class WithoutNode(FailingEngines):
         async def restart(self, rank: int, responsive: bool) -> None:

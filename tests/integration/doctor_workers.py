@@ -8,10 +8,9 @@ from roll.tools.doctor.measure import SpeedWorker
 
 
 class MatmulSlowOnNodeOne(SpeedWorker):
-    """Matrix products take fifteen times as long on node 1."""
+    """Matrix products take a third of a second longer on node 1, which no other work on the machine makes up for."""
 
     def multiply(self) -> None:
-        start = time.perf_counter()
         super().multiply()
         if self.rank.node == 1:
-            time.sleep(14 * (time.perf_counter() - start))
+            time.sleep(0.33)

@@ -119,4 +119,10 @@ def test_a_dead_rollout_process_is_replaced_and_a_dead_trainer_starts_the_run_ag
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
     check_laws(steps, 1)
     assert steps[-1]["ledger/submitted"] == 4 * STEPS, "a prompt was dropped"
-    assert events(tmp_path) == [("rollouter", "restarted"), ("actor_train-0", "run restarted")]
+    assert events(tmp_path) == [
+        ("rollouter", "restarted"),
+        ("actor_train-0", "run restarted"),
+        ("actor_infer-0", "serving again"),
+    ]
+    assert "step-000003 with the engines that run (restart 1 of 3)" in output
+    assert output.count("actor_infer on 1 device") == 1 and output.count("actor_train on 1 device") == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from roll.distributed.remote_errors import PROCESS_DIED, TIMEOUT, ClusterError
 from roll.pipeline import run as module
 from roll.pipeline.checkpoint import checkpoint_folder
 from roll.pipeline.run import RunSummary, run_with_restarts
+from roll.pipeline.session import Session
 
 
 class Runs:
@@ -23,7 +25,7 @@ class Runs:
         self.errors, self.resumed = list(errors), list[bool | str]()
         self.checkpoint_before: int | None = None
 
-    async def __call__(self, config: BaseConfig) -> RunSummary:
+    async def __call__(self, config: BaseConfig, session: Session) -> RunSummary:
         self.resumed.append(config.resume_from_checkpoint)
         if len(self.resumed) == self.checkpoint_before:
             await checkpoint_folder(config).write(1, lambda folder: _write(folder))
@@ -43,7 +45,7 @@ def died(kind: str = PROCESS_DIED) -> ClusterError:
 
 def play(runs: Runs, folder: Path, monkeypatch: pytest.MonkeyPatch, **keys: int) -> RunSummary:
     monkeypatch.setattr(module, "run", runs)
-    return run_with_restarts(SFTConfig(output_dir=str(folder), **keys))
+    return asyncio.run(run_with_restarts(SFTConfig(output_dir=str(folder), **keys)))
 
 
 @pytest.mark.parametrize("kind", [PROCESS_DIED, TIMEOUT])
@@ -53,7 +55,7 @@ def test_a_run_starts_again_from_its_newest_checkpoint(
     runs = Runs(died(kind), died(kind), died(kind))
     runs.checkpoint_before = 2
     assert play(runs, tmp_path, monkeypatch, max_restarts=3).status == "finished"
-    assert runs.resumed == [False, False, True, True]
+    assert runs.resumed == [False, False, *2 * [str(tmp_path / "checkpoints" / "step-000001")]]
     lines = [json.loads(line) for line in (tmp_path / EVENTS_FILE).read_text().splitlines()]
     assert [line["component"] for line in lines] == ["actor_train-1"] * 3
     assert "from the beginning" in lines[0]["message"] and "step-000001 (restart 3 of 3)" in lines[2]["message"]

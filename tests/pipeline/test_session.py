@@ -1,4 +1,4 @@
-"""The order in which the clusters of a run start."""
+"""The order in which the clusters of a run start, and which of them end when the run fails."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from roll.configs.pipeline import BaseConfig
+from roll.distributed.remote_errors import PROCESS_DIED, TIMEOUT, ClusterError
+from roll.pipeline import session as module
 from roll.pipeline.session import Session
 
 
@@ -65,3 +67,108 @@ def test_trainers_that_take_turns_free_the_devices_before_engines_on_gpus_start(
 def test_all_clusters_start_at_once_where_they_share_no_memory(platform: str, infer: list[int]) -> None:
     log = started(platform, infer)
     assert {line.rpartition(" ")[2] for line in log[:3]} == {"starts"} and len(log) == 6
+
+
+class Running:
+    """A cluster that runs until it is shut down; its engines leave their trainer unless `error` is set."""
+
+    def __init__(self, role: str, log: list[str], error: ClusterError | None = None) -> None:
+        self.role, self.log, self.error = role, log, error
+
+    async def cancel_calls(self) -> None:
+        self.log.append(f"{self.role}: calls are cancelled")
+
+    async def call_all(self, method: Any, needs_weights: bool) -> None:
+        if self.error is not None:
+            raise self.error
+        self.log.append(f"{self.role}: {method.__name__}({needs_weights})")
+
+    def shutdown(self) -> None:
+        self.log.append(f"{self.role} ends")
+
+
+def failed(role: str, kind: str = PROCESS_DIED) -> ClusterError:
+    return ClusterError(role, "method", 0, kind, "gone")
+
+
+async def end_of(session: Session, error: Exception | None, log: list[str], engine: ClusterError | None = None) -> None:
+    """Leaves a running session with an error."""
+
+    async def close() -> None:
+        log.append("closed")
+
+    session._running = True
+    clusters: Any = {role: Running(role, log) for role in ("actor_train", "reference")}
+    engines: Any = {"actor_infer": Running("actor_infer", log, engine), "judge": Running("judge", log)}
+    session.train_clusters, session.infer_clusters = clusters, engines
+    session.close_first(close)
+    await session.__aexit__(None if error is None else type(error), error, None)
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    found: list[str] = []
+    monkeypatch.setattr(module, "stop_ray", lambda: found.append("Ray ends"))
+    return found
+
+
+@pytest.mark.parametrize("role", ["actor_train", "reference", "rollouter"])
+@pytest.mark.parametrize("kind", [PROCESS_DIED, TIMEOUT])
+def test_engines_stay_where_a_run_whose_trainer_failed_may_start_again(log: list[str], role: str, kind: str) -> None:
+    session = Session(BaseConfig())
+    session.may_start_again = True
+    asyncio.run(end_of(session, failed(role, kind), log))
+    assert session.kept == {*session.infer_clusters} == {"actor_infer", "judge"} and not session.train_clusters
+    assert log[:3] == ["closed", "actor_train ends", "reference ends"]
+    assert {*log[3:5]} == {f"{role}: calls are cancelled" for role in session.kept}
+    assert {*log[5:]} == {"actor_infer: leave_trainer(True)", "judge: leave_trainer(False)"}
+    session.end()
+    assert log[-3:] == ["actor_infer ends", "judge ends", "Ray ends"] and not session.kept
+    session.end()
+    assert log.count("Ray ends") == 1
+
+
+@pytest.mark.parametrize(
+    ("may_start_again", "error", "engine"),
+    [
+        (False, failed("actor_train"), None),
+        (True, failed("actor_train", "ValueError"), None),
+        (True, failed("actor_infer"), None),
+        (True, failed("actor_train"), failed("actor_infer", TIMEOUT)),
+        (True, RuntimeError("a defect"), None),
+        (True, None, None),
+    ],
+    ids=["the last run", "not a process", "an engine failed", "an engine does not answer", "other error", "no error"],
+)
+def test_else_everything_ends(
+    log: list[str], may_start_again: bool, error: Exception | None, engine: ClusterError | None
+) -> None:
+    session = Session(BaseConfig())
+    session.may_start_again = may_start_again
+    asyncio.run(end_of(session, error, log, engine))
+    ended = {f"{role} ends" for role in ("actor_train", "reference", "actor_infer", "judge", "Ray")}
+    assert not session.kept and not session.clusters and ended <= {*log}
+
+
+def test_engines_that_take_turns_with_the_trainer_end_with_it(log: list[str]) -> None:
+    session = Session(BaseConfig())
+    session.may_start_again, session.shared_devices = True, SimpleNamespace()  # type: ignore[assignment]
+    asyncio.run(end_of(session, failed("actor_train"), log))
+    assert not session.kept and "actor_infer ends" in log
+
+
+def test_engines_that_were_kept_end_with_the_next_run(log: list[str]) -> None:
+    session = Session(BaseConfig())
+    session.may_start_again = True
+    asyncio.run(end_of(session, failed("actor_train"), log))
+    asyncio.run(session.__aexit__(None, None, None))
+    assert not session.kept and log[-3:] == ["actor_infer ends", "judge ends", "Ray ends"]
+
+
+def test_kept_engines_do_not_start_again(log: list[str]) -> None:
+    session = Session(BaseConfig())
+    session.infer_clusters = {"actor_infer": Starting("actor_infer", [1], log)}  # type: ignore[dict-item]
+    session.train_clusters = {"actor_train": Starting("actor_train", [0], log)}  # type: ignore[dict-item]
+    session.kept = {"actor_infer"}
+    asyncio.run(session.ready())
+    assert log == ["actor_train starts", "actor_train is ready"]

@@ -9,12 +9,14 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from roll.configs.rewards import RewardConfig
 from roll.rewards.calling import RewardOutcome, RewardRequest
+from roll.rewards.containment import COUNT_INTERVAL_S
 from roll.rewards.pool import RewardPool
 
 FUNCTION = "tests.rewards.hostile_rewards:score"
@@ -76,9 +78,10 @@ if __name__ == "__main__":
 """
 
 
-async def scored(*responses: str, processes: int = 1) -> list[RewardOutcome]:
+async def scored(*responses: str, processes: int = 1, **keys: Any) -> list[RewardOutcome]:
     """Outcomes in a pool that is closed before they are returned."""
-    async with RewardPool(RewardConfig(function=FUNCTION, timeout_s=0.4, world_size=processes)) as pool:
+    config = RewardConfig(**{"function": FUNCTION, "timeout_s": 0.4, "world_size": processes} | keys)
+    async with RewardPool(config) as pool:
         outcomes = await pool.score([RewardRequest((response,), "") for response in responses])
     return [outcome for (outcome,) in outcomes]
 
@@ -114,6 +117,30 @@ def test_every_kind_of_hostile_code_fails_alone(nothing_is_left: Callable[[], No
     assert {response: outcome.reason for response, outcome in zip(FAILURES, outcomes, strict=False)} == FAILURES
     assert all(outcome.score is None and outcome.detail for outcome in outcomes[:-1])
     assert outcomes[-1] == RewardOutcome(0.5)
+    nothing_is_left()
+
+
+def test_a_function_that_starts_too_many_processes_fails_with_the_limit(nothing_is_left: Callable[[], None]) -> None:
+    many, sound = asyncio.run(scored("fork without end", SOUND, timeout_s=60, child_process_limit=20))
+    assert many.reason == "raised" and "started more than child_process_limit = 20 processes" in (many.detail or "")
+    assert sound == RewardOutcome(0.5)
+    nothing_is_left()
+
+
+def test_as_many_processes_as_are_allowed_may_run(tmp_path: Path, nothing_is_left: Callable[[], None]) -> None:
+    async def run() -> list[RewardOutcome]:
+        outcomes = []
+        async with RewardPool(RewardConfig(function=FUNCTION, timeout_s=60, child_process_limit=1)) as pool:
+            for response in ("leave a child", SOUND):
+                [[outcome]] = await pool.score([RewardRequest((response,), "")])
+                outcomes.append(outcome)
+                await asyncio.sleep(3 * COUNT_INTERVAL_S)
+                running.append(len(processes_with(f"HOSTILE_TEST={tmp_path}".encode())))
+        return outcomes
+
+    running: list[int] = []
+    assert asyncio.run(run()) == [RewardOutcome(1.0), RewardOutcome(0.5)]
+    assert running[0] == running[1] >= 3, "the child, the reward process and its guardian"
     nothing_is_left()
 
 

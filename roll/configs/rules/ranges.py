@@ -66,6 +66,7 @@ USUAL: dict[str, tuple[float, float]] = {
     "judge_max_tokens": (1, 1e6),
     "memory_limit_mb": (64, 1e6),
     "process_memory_limit_mb": (256, 1e6),
+    "child_process_limit": (0, 1e5),
     "output_limit_kb": (1, 1e6),
     "kl_loss_coef": (0.0, 100.0),
     "init_kl_coef": (0.0, 100.0),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Set
 from typing import TYPE_CHECKING, Any
 
 from roll.distributed.process_groups import BroadcastGroup
@@ -99,13 +100,16 @@ class WeightReceiver(Worker):
     @register(deadline="sync_timeout_s")
     async def leave_broadcast_groups(self, groups: list[BroadcastGroup]) -> None:
         """Leaves those of these groups that the engine has joined."""
+        await self.leave_groups({group.name for group in groups})
+
+    async def leave_groups(self, names: Set[str]) -> None:
+        """Leaves the groups of these names that the engine has joined."""
         from sglang.srt.managers.io_struct import DestroyWeightsUpdateGroupReqInput
 
-        for group in groups:
-            if group.name in self._joined:
-                self._joined.remove(group.name)
-                message = DestroyWeightsUpdateGroupReqInput(group_name=group.name)
-                await self._control("destroy_weights_update_group", message, f"leave group {group.name}")
+        for name in sorted(names & self._joined):
+            self._joined.remove(name)
+            message = DestroyWeightsUpdateGroupReqInput(group_name=name)
+            await self._control("destroy_weights_update_group", message, f"leave group {name}")
 
     @register(deadline="sync_timeout_s")
     async def begin_update(self, version: int) -> None:
