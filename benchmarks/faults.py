@@ -32,6 +32,7 @@ from examples.tiny_math.prepare import prepare
 from roll.datasets.math_problems import write_problems
 from roll.distributed.events import EVENTS_FILE
 from roll.distributed.leftovers import MARK, RAY_FOLDER, SHARED_MEMORY
+from roll.pipeline.checkpoint import MARKER
 from roll.trackers.files import read_metrics
 from tests.integration.faults import FAULTS_FILE, SIGNALS, process_of, spoil, workers_of
 
@@ -171,9 +172,11 @@ def wait_for_step(run: subprocess.Popen[str], folder: Path, step: int) -> bool:
     return False
 
 
-def strike(run: subprocess.Popen[str], each: Round) -> None:
+def strike(run: subprocess.Popen[str], each: Round, output: Path) -> None:
     """Carries out the fault; one in a weight update is left to the hook of the run."""
     time.sleep(each.delay_s)
+    while each.fault == CHECKPOINT and len(list(output.rglob(MARKER))) < 2 and run.poll() is None:
+        time.sleep(0.01)  # the run is to go on from the one before
     driver, number = psutil.Process(run.pid), SIGNALS[each.how]
     if each.fault == ENGINE:
         process_of(f"actor_infer-{each.engines - 1}", True, driver).send_signal(number)
@@ -201,7 +204,7 @@ def play(number: int, model: Path, seed: int) -> Round:
     if wait_for_step(run, folder, each.step):
         try:
             if each.fault != IN_UPDATE:
-                strike(run, each)
+                strike(run, each, folder / "run")
         except (LookupError, AssertionError, psutil.Error) as error:
             each.problems.append(f"the fault did not happen: {error!r}")
     if each.fault in (DRIVER, CHECKPOINT):

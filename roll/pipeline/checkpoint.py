@@ -32,6 +32,10 @@ EXHAUSTED_SHARE = 0.9
 NAME = re.compile(r"step-(\d{6,})")
 
 
+class CheckpointError(RunError):
+    """There is no checkpoint to continue from as the configuration asks, or it is damaged."""
+
+
 class CheckpointManager:
     """The folder `checkpoint_dir`, one `step-NNNNNN` folder for each checkpoint.
 
@@ -138,7 +142,7 @@ class CheckpointManager:
         """The checkpoint to continue from: None for false, the newest intact one (or None) for true, or a path.
 
         Raises:
-            RunError: the path holds no complete checkpoint, or it is damaged; with true, all of them are.
+            CheckpointError: the path holds no complete checkpoint, or it is damaged; with true, all of them are.
         """
         if choice is False:
             return None
@@ -151,7 +155,9 @@ class CheckpointManager:
         if inside:
             return self._require_intact(inside[-1])
         known = ", ".join(str(item) for item in self.complete()) or "none"
-        raise RunError(f"resume_from_checkpoint: {choice} holds no complete checkpoint; complete ones here: {known}")
+        raise CheckpointError(
+            f"resume_from_checkpoint: {choice} holds no complete checkpoint; complete ones here: {known}"
+        )
 
     def _newest_intact(self) -> Path | None:
         """The newest checkpoint whose files are unchanged; newer ones are logged as damaged."""
@@ -164,7 +170,7 @@ class CheckpointManager:
                 return path
             damaged = damaged or f"{path} is damaged: {problem}"
         if damaged:
-            raise RunError(
+            raise CheckpointError(
                 f"resume_from_checkpoint: {damaged}, and no older one is intact; set it to false to begin again"
             )
         return None
@@ -173,7 +179,7 @@ class CheckpointManager:
         """A checkpoint that was named.
 
         Raises:
-            RunError: it is damaged; names the newest one that is not.
+            CheckpointError: it is damaged; names the newest one that is not.
         """
         problem = damage(path, path / MARKER)
         if problem is None:
@@ -185,7 +191,7 @@ class CheckpointManager:
             if intact is None
             else f"the newest intact one in that folder is {intact}"
         )
-        raise RunError(f"resume_from_checkpoint: {path} is damaged: {problem}; {hint}")
+        raise CheckpointError(f"resume_from_checkpoint: {path} is damaged: {problem}; {hint}")
 
     def _prune(self) -> None:
         if self._max_to_keep:

@@ -117,8 +117,7 @@ class RLPipeline(ABC, Generic[ConfigT]):
         def start() -> RemoteActor[Rollouter]:
             return session.start_remote_actor("rollouter", deadlines, make_rollouter, config, factory, engines)
 
-        cancel_requests = session.infer_clusters["actor_infer"].cancel_calls
-        return RolloutClient(start, cancel_requests, EventLog(config.output_dir), config.max_restarts)
+        return RolloutClient(start, session.cancel_requests, EventLog(config.output_dir), config.max_restarts)
 
 
 def make_rollouter(config: RLConfig, make_worker: WorkerFactory, engines: Engines) -> Rollouter:

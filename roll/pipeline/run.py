@@ -29,7 +29,7 @@ from roll.distributed.resources import RayStartError, ResourceError
 from roll.distributed.weight_sync.synchronizer import WeightUpdateError
 from roll.pipeline.agentic.agentic_pipeline import AgenticPipeline
 from roll.pipeline.bottleneck_report import Split, bottleneck_report
-from roll.pipeline.checkpoint import checkpoint_folder
+from roll.pipeline.checkpoint import CheckpointError, checkpoint_folder
 from roll.pipeline.dpo_pipeline import DPOPipeline
 from roll.pipeline.extensions import load_extensions
 from roll.pipeline.health import INTERVAL_S, Health, HealthFile, PeakMemory, read_in_time, watched
@@ -122,7 +122,7 @@ def run_pipeline(config: BaseConfig, command: str = "roll run CONFIG") -> int:
         if isinstance(error, OSError) and not is_disk_full(error):
             raise
         logger.error("%s", short_message(error, config))
-        if (saved := newest_checkpoint(config)) is not None:
+        if not isinstance(error, CheckpointError) and (saved := newest_checkpoint(config)) is not None:
             logger.info("%s", continuation(saved, command))
         return 1
     except BaseException:

@@ -189,14 +189,17 @@ class Session:
         clusters = [*self.infer_clusters.values()]
         try:
             with deadline_scope(time.monotonic() + KEEP_TIMEOUT_S):
-                for cluster in clusters:
-                    await cluster.cancel_calls()
+                await self.cancel_requests()
                 ends = (each.call_all(InferWorker.leave_trainer, each.role == "actor_infer") for each in clusters)
                 await asyncio.gather(*ends)
         except ClusterError as error:
             logger.warning("the engines are started again too: %s", one_line(error))
             return set()
         return {cluster.role for cluster in clusters}
+
+    async def cancel_requests(self) -> None:
+        """Ends the requests that dead processes have sent to the engines of all roles."""
+        await asyncio.gather(*(cluster.cancel_calls() for cluster in self.infer_clusters.values()))
 
     def _end_training(self) -> None:
         """Ends remote actors first, then training clusters; a failure does not keep the others from being ended."""

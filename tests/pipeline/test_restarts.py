@@ -13,7 +13,7 @@ from roll.configs.pipeline import BaseConfig, SFTConfig
 from roll.distributed.events import EVENTS_FILE
 from roll.distributed.remote_errors import PROCESS_DIED, TIMEOUT, ClusterError
 from roll.pipeline import run as module
-from roll.pipeline.checkpoint import checkpoint_folder
+from roll.pipeline.checkpoint import CheckpointError, checkpoint_folder
 from roll.pipeline.run import RunSummary, run_with_restarts
 from roll.pipeline.session import Session
 
@@ -77,3 +77,19 @@ def test_an_error_that_would_come_again_is_raised_at_once(
     with pytest.raises(type(error)):
         play(runs, tmp_path, monkeypatch, max_restarts=3)
     assert len(runs.resumed) == 1 and not (tmp_path / EVENTS_FILE).exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "hint"),
+    [(RunError("a filter starves the batch"), True), (CheckpointError("step-000001 is damaged"), False)],
+)
+def test_a_run_that_failed_says_how_to_continue_unless_its_checkpoint_is_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: RunError, hint: bool
+) -> None:
+    runs = Runs(error)
+    runs.checkpoint_before = 1
+    monkeypatch.setattr(module, "run", runs)
+    with caplog.at_level("INFO"):
+        assert module.run_pipeline(SFTConfig(output_dir=str(tmp_path))) == 1
+    assert ("continue with: roll run CONFIG resume_from_checkpoint=true" in caplog.text) == hint
+    assert str(error) in caplog.text
