@@ -247,12 +247,10 @@ class Cluster(Generic[WorkerT]):
 
     def _require_nodes(self, rank: int) -> None:
         """Raises NodeLostError if Ray has lost a node of this rank."""
-        nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-        alive = {node["NodeID"] for node in nodes if node["Alive"]}
+        lost = self._resources.lost_nodes()
         for slot in self._slots[rank]:
-            node = self._resources.nodes[slot.node]
-            if node.node_id not in alive:
-                raise NodeLostError(f"Ray has lost its node {slot.node} at {node.address}")
+            if slot.node in lost:
+                raise NodeLostError(f"Ray has lost its node {slot.node} at {self._resources.nodes[slot.node].address}")
 
     async def _restarted_process(self, rank: int, until: float) -> int:
         """Id of the process of a rank that Ray is starting again; its node may turn out to be lost."""

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from roll.configs.pipeline import RLConfig
     from roll.distributed.events import EventLog
 
+logger = logging.getLogger(__name__)
+
 WINDOW_S = 3600.0
 """Restarts of the last hour count, so that an engine that dies once a day is restarted every time."""
 
@@ -250,11 +252,14 @@ class EngineMonitor:
     async def _watch(self, engine: int) -> None:
         interval_s, timeout_s = self._config.health_check_interval_s, self._config.health_check_timeout_s
         while True:
-            if engine in self._running:
-                await self._check(engine, timeout_s, watch_s=interval_s)
-                await asyncio.sleep(0)
-            else:
-                await self._sleep(interval_s)
+            try:
+                if engine in self._running:
+                    await self._check(engine, timeout_s, watch_s=interval_s)
+                    await asyncio.sleep(0)
+                    continue
+            except Exception as error:
+                logger.warning("%s: its health could not be checked: %s", self._name(engine), one_line(error))
+            await self._sleep(interval_s)
 
     async def _check(self, engine: int, timeout_s: float | None, watch_s: float = 0.0) -> None:
         """Restarts an engine that died, that is stopped, or that does not answer in time.
@@ -283,13 +288,13 @@ class EngineMonitor:
             try:
                 await self._infer.restart(engine, responsive)
                 await self._infer.call_some(again, [engine])
-            except ClusterError as error:
-                responsive = not error.process_failed
-                self._record(engine, "restart failed", f"could not be restarted: {one_line(error)}")
-                continue
             except NodeLostError as error:
                 await self._lose(engine, f"is not restarted: {error}")
                 return
+            except Exception as error:  # anything, for example a process that ended while it was looked at
+                responsive = isinstance(error, ClusterError) and not error.process_failed
+                self._record(engine, "restart failed", f"could not be restarted: {one_line(error)}")
+                continue
             self.restarts += 1
             seconds = self._clock() - start
             count = f"restart {limit.used} of {limit.restarts} within an hour"

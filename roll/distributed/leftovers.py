@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -15,7 +18,7 @@ RAY_FOLDER = Path("/tmp/ray")
 """Where Ray keeps its sessions, unless RAY_TMPDIR says otherwise."""
 
 MARK = "started_by_roll"
-"""File in the session folder of a run: the id of its driver, and when that process began."""
+"""File in the session folder of a run: the id of its driver, and what tells that process from others."""
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -28,8 +31,7 @@ before it has this name. Each use of a file makes it younger."""
 def protect_session(folder: Path) -> None:
     """Marks a session folder as that of this process, and closes it to other users: its logs have the environment."""
     folder.chmod(0o700)
-    started = psutil.Process().create_time()
-    (folder / MARK).write_text(f"{os.getpid()} {started}\n")
+    (folder / MARK).write_text(json.dumps({"process": os.getpid(), "began": _began(os.getpid()), **_machine()}) + "\n")
 
 
 def remove_session(folder: Path) -> None:
@@ -64,17 +66,36 @@ def remove_leftovers(ray_folder: Path | None = None, shared: Path = SHARED_MEMOR
 
 def _dead_sessions(ray_folder: Path) -> Iterator[Path]:
     for mark in ray_folder.glob(f"session_*/{MARK}"):
-        with contextlib.suppress(OSError, ValueError):
-            process_id, started = mark.read_text().split()
-            if not mark.parent.is_symlink() and not _is_running(int(process_id), float(started)):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            driver = json.loads(mark.read_text())
+            if not mark.parent.is_symlink() and not _may_run(driver):
                 yield mark.parent
 
 
-def _is_running(process_id: int, started: float) -> bool:
+def _may_run(driver: dict[str, Any]) -> bool:
+    """Whether that process may still run; one of another machine or container always may."""
+    here = _machine()
+    if any(driver.get(key) != here[key] for key in ("host", "namespace")):
+        return True
+    return bool(driver["boot"] == here["boot"] and driver["began"] == _began(driver["process"]))
+
+
+def _machine() -> dict[str, str]:
+    """Where process ids mean the same: the host, the namespace of its processes, and the boot that they belong to."""
+    return {
+        "host": socket.gethostname(),
+        "namespace": os.readlink("/proc/self/ns/pid"),
+        "boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+    }
+
+
+def _began(process_id: int) -> int | None:
+    """When a process began, in clock ticks since boot, which no change of the clock moves; None: it has ended."""
     try:
-        return bool(abs(psutil.Process(process_id).create_time() - started) < 1.0)
-    except psutil.Error:
-        return False
+        fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] == "Z" else int(fields[19])
 
 
 def _shared_files(shared: Path, older: bool = True) -> Iterator[Path]:

@@ -291,6 +291,11 @@ class ResourceManager:
         """
         return visible_devices(slot.local_devices, self.nodes[slot.node].gpus)
 
+    def lost_nodes(self) -> list[int]:
+        """Indices of the nodes that Ray has lost."""
+        alive = {node["NodeID"] for node in _alive_nodes()}
+        return [index for index, node in enumerate(self.nodes) if node.node_id not in alive]
+
     def release(self) -> None:
         """Releases the devices."""
         remove_placement_group(self._group)

@@ -107,21 +107,34 @@ class RolloutClient:
                         await self._restart(error)
 
     async def _restart(self, error: ClusterError) -> None:
-        """Replaces the dead process."""
-        if self._restarts >= self._max_restarts:
-            raise error
-        self._restarts += 1
-        began = time.monotonic()
-        await asyncio.to_thread(self._remote.shutdown)
-        await self._cancel_requests()
-        remote = await asyncio.to_thread(self._start)
+        """Replaces the dead process, and a new one that dies before it has the state; calls wait meanwhile."""
+        dead, began = self._remote, time.monotonic()
+        while self._restarts < self._max_restarts:
+            self._restarts += 1
+            count = f"restart {self._restarts} of {self._max_restarts}"
+            await asyncio.to_thread(dead.shutdown)
+            await self._cancel_requests()
+            cause = one_line(error).removeprefix(f"{NAME}-0: ")
+            try:
+                dead = remote = await asyncio.to_thread(self._start)
+                await self._restore(remote)
+            except ClusterError as failure:
+                if failure.kind != PROCESS_DIED:
+                    raise
+                error = failure
+                self._events.record(NAME, "restart failed", f"{cause}; the new process died too ({count})")
+                continue
+            self._remote = remote
+            seconds = time.monotonic() - began
+            message = f"{cause}; it goes on with the state of the last batch, after {seconds:.1f} s ({count})"
+            self._events.record(NAME, "restarted", message, seconds)
+            return
+        raise error
+
+    async def _restore(self, remote: RemoteActor[Rollouter]) -> None:
+        """Gives a new process the state of the last batch, and the version of the engines' weights."""
         await remote.ready()
         if self._state is not None:
             await remote.call(Rollouter.load_state_dict, pickle.loads(self._state))
         if self._version is not None:
             await remote.call(Rollouter.advance, self._version)
-        self._remote = remote
-        seconds = time.monotonic() - began
-        count = f"restart {self._restarts} of {self._max_restarts}"
-        message = f"{one_line(error).removeprefix(f'{NAME}-0: ')}; it goes on with the state of the last batch"
-        self._events.record(NAME, "restarted", f"{message}, after {seconds:.1f} s ({count})", seconds)

@@ -111,7 +111,7 @@ def run_pipeline(config: BaseConfig, command: str = "roll run CONFIG") -> int:
     """
     health = HealthFile(config)
     try:
-        summary = asyncio.run(run_with_restarts(config))
+        summary = asyncio.run(run(config))
     except (KeyboardInterrupt, asyncio.CancelledError, RunInterrupted) as error:
         health.end("interrupted")
         saved = error.checkpoint if isinstance(error, RunInterrupted) else newest_checkpoint(config)
@@ -132,37 +132,52 @@ def run_pipeline(config: BaseConfig, command: str = "roll run CONFIG") -> int:
     return 0
 
 
-async def run_with_restarts(config: BaseConfig) -> RunSummary:
-    """One run, which starts again from its newest intact checkpoint after a process died, `max_restarts` times at most.
+async def run(config: BaseConfig) -> RunSummary:
+    """A whole run, which starts again from its newest intact checkpoint after a process died, `max_restarts` times.
 
-    Engines that are not the cause keep running; see `Session`.
+    Engines that are not the cause keep running; see `Session`. Before it has read its first checkpoint it starts again
+    as it was started, since those in its folder may be of an earlier run.
+
+    The first Ctrl-C ends it in order, with a checkpoint of the last step; the second ends it at once.
 
     Raises:
-        Exception: as `run` raises.
+        ConfigError: a class that the configuration names does not exist.
+        RunInterrupted: by Ctrl-C, after a step.
+        asyncio.CancelledError: by Ctrl-C before the first step, or by SIGTERM.
+        Exception: one of USER_ERRORS when the run cannot continue; `status` in run.json is `failed`.
     """
-    events, session = EventLog(config.output_dir), Session(config)
-    try:
-        for restart in itertools.count(1):
-            session.may_start_again = restart <= config.max_restarts
-            try:
-                return await run(config, session)
-            except ClusterError as error:
-                if not error.process_failed or not session.may_start_again:
-                    raise
-                saved = checkpoint_folder(config).resume_path(True)
-                point = "from the beginning, since it has no checkpoint" if saved is None else f"from {saved}"
-                engines = " with the engines that run" if session.kept else ""
-                events.record(
-                    f"{error.role}-{error.rank}",
-                    "run restarted",
-                    f"failed in {error.method}: {one_line(error)}; the run starts again {point}{engines} (restart "
-                    f"{restart} of {config.max_restarts})",
-                )
-                if saved is not None:
-                    config = replace(config, resume_from_checkpoint=str(saved))
-    finally:
-        session.end()
+    events, session, running = EventLog(config.output_dir), Session(config), RunningLoop()
+    with interrupts(config, running):
+        try:
+            for restart in itertools.count(1):
+                session.may_start_again = restart <= config.max_restarts
+                try:
+                    return await run_once(config, session, running)
+                except ClusterError as error:
+                    if not error.process_failed or not session.may_start_again or running.interrupted:
+                        raise
+                    saved = checkpoint_folder(config).resume_path(True) if session.resumed else None
+                    events.record(
+                        f"{error.role}-{error.rank}",
+                        "run restarted",
+                        f"failed in {error.method}: {one_line(error)}; the run starts again "
+                        f"{_starting_point(session, saved)} (restart {restart} of {config.max_restarts})",
+                    )
+                    if saved is not None:
+                        config = replace(config, resume_from_checkpoint=str(saved))
+        finally:
+            session.end()
     raise AssertionError("unreachable")
+
+
+def _starting_point(session: Session, checkpoint: Path | None) -> str:
+    if not session.resumed:
+        point = "as before, since it had not begun to train"
+    elif checkpoint is None:
+        point = "from the beginning, since it has no checkpoint"
+    else:
+        point = f"from {checkpoint}"
+    return f"{point} with the engines that run" if session.kept else point
 
 
 def short_message(error: BaseException, config: BaseConfig) -> str:
@@ -201,45 +216,44 @@ def next_steps(config: BaseConfig, summary: RunSummary, command: str) -> list[st
     return [*lines, *(f"{'':11} {name:9} {text}" for name, text in rows.items())]
 
 
-async def run(config: BaseConfig, session: Session | None = None) -> RunSummary:
-    """One run; its processes are ended in any case, except those that a given `session` keeps for the next.
-
-    The first Ctrl-C ends it in order, with a checkpoint of the last step; the second ends it at once.
-
-    Raises:
-        ConfigError: a class that the configuration names does not exist.
-        RunInterrupted: by Ctrl-C, after a step.
-        asyncio.CancelledError: by Ctrl-C before the first step, or by SIGTERM.
-        Exception: one of USER_ERRORS when the run cannot continue; `status` in run.json is `failed`.
-    """
+async def run_once(config: BaseConfig, session: Session, running: RunningLoop) -> RunSummary:
+    """The run from one start to its end, without another start; raises as `run` does."""
     start = time.perf_counter()
-    running = RunningLoop()
-    with interrupts(config, running):
-        extensions = load_extensions(config)
-        checkpoint_folder(config).resume_path(config.resume_from_checkpoint)
-        monitor = (extensions.monitor or HealthFile)(config)
-        summary = RunSummary()
-        async with watched(running.health, monitor):
-            pipeline = PIPELINES[type(config)](config)
-            try:
-                logger.info("reading tokenizer and data")
-                await pipeline.prepare()
-                metrics = extensions.metrics(config) if extensions.metrics else None
-                trackers = make_trackers(config, pipeline.plan, metrics)
-                async with recorded(trackers, summary, start):
-                    await _train(config, session or Session(config), pipeline, trackers, running, summary)
-            finally:
-                await pipeline.close()
+    running.starting()
+    extensions = load_extensions(config)
+    checkpoint_folder(config).resume_path(config.resume_from_checkpoint)
+    monitor = (extensions.monitor or HealthFile)(config)
+    summary = RunSummary()
+    async with watched(running.health, monitor):
+        pipeline = PIPELINES[type(config)](config)
+        try:
+            logger.info("reading tokenizer and data")
+            await pipeline.prepare()
+            metrics = extensions.metrics(config) if extensions.metrics else None
+            trackers = make_trackers(config, pipeline.plan, metrics)
+            async with recorded(trackers, summary, start):
+                await _train(config, session, pipeline, trackers, running, summary)
+        finally:
+            await pipeline.close()
     return summary
 
 
 class RunningLoop:
-    """The training loop of a run, while it runs; before and after it nothing of it is called."""
+    """The training loop of a run, while it runs; before and after it nothing of it is called.
+
+    Attributes:
+        interrupted: whether the run was asked to end, so that it does not start again.
+    """
 
     def __init__(self) -> None:
+        self.interrupted = False
         self._loop: TrainingLoop | None = None
         self._ended = False
         self._last: Health = {"stage": "starting"}
+
+    def starting(self) -> None:
+        """The run starts, maybe again."""
+        self._loop, self._ended = None, False
 
     def begin(self, loop: TrainingLoop) -> None:
         self._loop = loop
@@ -255,6 +269,7 @@ class RunningLoop:
 
     def stop(self, task: asyncio.Task[Any]) -> None:
         """Ends the run that `task` runs: after its step, before its first step at once; it may be ending already."""
+        self.interrupted = True
         if not self._ended and (self._loop is None or not self._loop.stop()):
             task.cancel()
 
@@ -316,6 +331,7 @@ async def _train(
     async with session:
         loop = await pipeline.build(session, trackers)
         await loop.resume()
+        session.resumed = True
         if loop.state.step:
             trackers.resume(loop.state.step)
         try:

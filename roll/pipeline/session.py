@@ -27,6 +27,9 @@ ObjectT = TypeVar("ObjectT")
 
 logger = logging.getLogger(__name__)
 
+CLOSE_TIMEOUT_S = 60.0
+"""Time for closing one part of the run in this process."""
+
 KEEP_TIMEOUT_S = 30.0
 """Time that engines have to end the requests of a failed run; an engine that takes longer is started again."""
 
@@ -47,6 +50,7 @@ class Session:
         may_start_again: whether another block follows the failure of this one.
         kept: roles of the engines that have run since the block before.
         kept_since: when that block ended, by `time.monotonic`.
+        resumed: whether a block has begun to train, so that the checkpoints in the run's folder are its own.
     """
 
     def __init__(self, config: BaseConfig) -> None:
@@ -60,7 +64,7 @@ class Session:
         self._remote_actors: list[RemoteActor[Any]] = []
         self._close_first: list[Callable[[], Awaitable[None]]] = []
         self._running = False
-        self.may_start_again = False
+        self.may_start_again = self.resumed = False
         self.kept: set[str] = set()
         self.kept_since = 0.0
 
@@ -80,12 +84,7 @@ class Session:
         """
         logger.info("ending the processes of the run")
         try:
-            for close in self._close_first:
-                await close()
-        except Exception:
-            if error is None:
-                raise
-            logger.exception("closing failed after the run did")
+            await self._close(error)
         finally:
             self._close_first.clear()
             self.kept, self.kept_since = set(), time.monotonic()
@@ -94,6 +93,19 @@ class Session:
                 self.kept = await self._keep_engines()
             if not self.kept:
                 self.end()
+
+    async def _close(self, error: BaseException | None) -> None:
+        """Ends work in this process; what fails, or takes too long, does not keep the rest from being closed."""
+        first: Exception | None = None
+        for close in self._close_first:
+            try:
+                await asyncio.wait_for(close(), CLOSE_TIMEOUT_S)
+            except Exception as problem:
+                first = first or problem
+                if error is not None or first is not problem:
+                    logger.exception("closing failed after the run did")
+        if first is not None and error is None:
+            raise first
 
     async def _start(self) -> None:
         """Starts everything without waiting for it; the pauses are where a Ctrl-C that came meanwhile ends the run."""
@@ -176,13 +188,16 @@ class Session:
         self._close_first.append(close)
 
     def _engines_may_stay(self, error: BaseException | None) -> bool:
-        """Whether the run may start again and its trainer, not an engine, is what failed.
+        """Whether the run may start again and its trainer, not an engine or a node, is what failed.
 
-        Engines that take turns with the trainer are ended too: the new training ranks need their memory.
+        Engines that take turns with the trainer are ended too: the new training ranks need their memory. With a node
+        that Ray has lost everything ends, so that all devices are reserved anew.
         """
         if not isinstance(error, ClusterError) or not error.process_failed or error.role in self.infer_clusters:
             return False
-        return self.may_start_again and bool(self.infer_clusters) and self.shared_devices is None
+        if not self.may_start_again or not self.infer_clusters or self.shared_devices is not None:
+            return False
+        return self._resources is not None and not self._resources.lost_nodes()
 
     async def _keep_engines(self) -> set[str]:
         """Lets the engines end their requests and wait for new weights; the roles of all, or none if one fails."""

@@ -81,20 +81,27 @@ def _guard(process: int, limit: int | None) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     os.closerange(0, 256)
     signal_at_parents_end(signal.SIGUSR1)
+    ended = False
     while os.getppid() == process and signal.sigtimedwait({signal.SIGUSR1}, COUNT_INTERVAL_S) is None:
-        if limit is not None and len(started := _descendants(process, limit)) > limit:
-            for number, by in [(process, TOO_MANY_PROCESSES), *((number, signal.SIGKILL) for number in started)]:
-                with contextlib.suppress(OSError):
-                    os.kill(number, by)
-            limit = None
+        if ended:  # and alive: its code handles the signal
+            _kill(process)
+        elif limit is not None and len(started := _descendants(process, limit)) > limit:
+            _kill(process, TOO_MANY_PROCESSES)
+            for number in started:
+                _kill(number)
+            ended = True
     for _ in range(ROUNDS):
         left = [number for number in _processes() if _belongs(number, process)]
         if not left:
             return
         for number in left:
-            with contextlib.suppress(OSError):
-                os.kill(number, signal.SIGKILL)
+            _kill(number)
         time.sleep(PAUSE_S)
+
+
+def _kill(number: int, by: signal.Signals = signal.SIGKILL) -> None:
+    with contextlib.suppress(OSError):
+        os.kill(number, by)
 
 
 def _descendants(process: int, enough: int) -> list[int]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -111,6 +112,41 @@ def test_an_engine_whose_node_is_gone_is_not_restarted_again(tmp_path: Path) -> 
 
     asyncio.run(go())
     assert events(tmp_path) == [("actor_infer-0", "failed"), ("actor_infer-0", "lost")]
+
+
+def test_a_restart_that_fails_in_an_unknown_way_is_tried_again(tmp_path: Path) -> None:
+    class Gone(FailingEngines):
+        async def restart(self, rank: int, responsive: bool) -> None:
+            await super().restart(rank, responsive)
+            if len(self.restarts) == 1:
+                raise psutil.NoSuchProcess(7)
+
+    async def go() -> None:
+        engines = Gone(1)
+        monitor = monitor_of(engines, tmp_path)
+        await monitor.failed(0, "broken")
+        await run_tasks()
+        assert monitor.started == [0] and len(engines.restarts) == 2
+        await monitor.close()
+
+    asyncio.run(go())
+    assert [event for _, event in events(tmp_path)] == ["failed", "restart failed", "restarted"]
+
+
+def test_a_health_check_that_fails_in_an_unknown_way_is_repeated(tmp_path: Path) -> None:
+    engines = FailingEngines(1)
+    engines.errors[0, "check_health"] = RuntimeError("Ray is confused")  # type: ignore[assignment]
+
+    async def go() -> None:
+        monitor = monitor_of(engines, tmp_path, sleep=asyncio.sleep)
+        monitor.start()
+        await run_tasks()
+        assert monitor.serving == [0]
+        engines.fail(0, "check_health", PROCESS_DIED, "gone")
+        await monitor.wait_for_started()
+        await monitor.close()
+
+    asyncio.run(go())
 
 
 @pytest.mark.parametrize(

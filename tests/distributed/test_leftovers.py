@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import mmap
 import multiprocessing
 import os
+import signal
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from roll.distributed.leftovers import MARK, SHARED_MEMORY, protect_session, remove_leftovers, remove_session
@@ -43,20 +44,49 @@ def test_files_of_processes_that_ended_a_moment_ago_are_waited_for(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("process", "began", "removed"), [("dead", 0.0, True), ("other", 100.0, True), ("living", 0.0, False)]
+    ("changed", "removed"),
+    [
+        ({"process": 2**22 + 1}, True),
+        ({"began": 7}, True),
+        ({"boot": "an earlier one"}, True),
+        ({"process": 2**22 + 1, "host": "elsewhere"}, False),
+        ({"process": 2**22 + 1, "namespace": "pid:[1]"}, False),
+        ({}, False),
+    ],
+    ids=["dead", "another process", "an earlier boot", "another machine", "another container", "running"],
 )
-def test_sessions_of_dead_runs_are_removed(tmp_path: Path, process: str, began: float, removed: bool) -> None:
+def test_sessions_of_dead_runs_are_removed(tmp_path: Path, changed: dict[str, object], removed: bool) -> None:
     session = tmp_path / "session_2026"
     session.mkdir()
     (tmp_path / "session_of_another_program").mkdir()
     protect_session(session)
     assert session.stat().st_mode & 0o777 == 0o700
-    own = psutil.Process()
-    number = 2**22 + 1 if process == "dead" else own.pid
-    (session / MARK).write_text(f"{number} {own.create_time() - began}\n")
+    (session / MARK).write_text(json.dumps(json.loads((session / MARK).read_text()) | changed))
     (tmp_path / "session_latest").symlink_to(session)
     assert remove_leftovers(tmp_path, tmp_path) == ([session] if removed else [])
     assert session.exists() is not removed and (tmp_path / "session_of_another_program").exists()
+
+
+def test_a_mark_that_cannot_be_read_leaves_the_session(tmp_path: Path) -> None:
+    for number, text in enumerate(["", "[]", "1 2.0", "null", '{"process": 1}']):
+        session = tmp_path / f"session_{number}"
+        session.mkdir()
+        (session / MARK).write_text(text)
+    assert remove_leftovers(tmp_path, tmp_path) == []
+
+
+def test_the_session_of_a_driver_that_was_killed_and_not_yet_waited_for_is_removed(tmp_path: Path) -> None:
+    session = tmp_path / "session_2026"
+    session.mkdir()
+    driver = os.fork()
+    if driver == 0:
+        protect_session(session)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitid(os.P_PID, driver, os.WEXITED | os.WNOWAIT)
+    try:
+        assert remove_leftovers(tmp_path, tmp_path) == [session]
+    finally:
+        os.waitpid(driver, 0)
 
 
 def test_the_link_to_the_latest_session_goes_with_it_only(tmp_path: Path) -> None:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from roll.configs.errors import RunError
 from roll.configs.pipeline import BaseConfig, SFTConfig
-from roll.distributed.events import EVENTS_FILE
+from roll.distributed.events import EVENTS_FILE, EventLog
 from roll.distributed.remote_errors import PROCESS_DIED, TIMEOUT, ClusterError
 from roll.pipeline import run as module
 from roll.pipeline.checkpoint import CheckpointError, checkpoint_folder
-from roll.pipeline.run import RunSummary, run_with_restarts
+from roll.pipeline.run import RunningLoop, RunSummary
 from roll.pipeline.session import Session
 
 
@@ -24,15 +26,32 @@ class Runs:
     def __init__(self, *errors: Exception) -> None:
         self.errors, self.resumed = list(errors), list[bool | str]()
         self.checkpoint_before: int | None = None
+        self.interrupted_in: int | None = None
+        self.fails_before_training = 0
 
-    async def __call__(self, config: BaseConfig, session: Session) -> RunSummary:
+    async def __call__(self, config: BaseConfig, session: Session, running: RunningLoop) -> RunSummary:
         self.resumed.append(config.resume_from_checkpoint)
+        session.resumed = session.resumed or len(self.resumed) > self.fails_before_training
+        if len(self.resumed) == self.interrupted_in:
+            running.stop(asyncio.create_task(asyncio.sleep(0)))
         if len(self.resumed) == self.checkpoint_before:
             await checkpoint_folder(config).write(1, lambda folder: _write(folder))
             await checkpoint_folder(config).complete_step(1)
         if self.errors:
             raise self.errors.pop(0)
         return RunSummary(status="finished")
+
+
+class Pausing:
+    """Runs as `runs` does after a pause, in which a run can be cancelled."""
+
+    def __init__(self, runs: Runs) -> None:
+        self._runs = runs
+
+    async def __call__(self, config: BaseConfig, session: Session, running: RunningLoop) -> RunSummary:
+        running.starting()
+        await asyncio.sleep(0)
+        return await self._runs(config, session, running)
 
 
 async def _write(folder: Path) -> None:
@@ -44,8 +63,8 @@ def died(kind: str = PROCESS_DIED) -> ClusterError:
 
 
 def play(runs: Runs, folder: Path, monkeypatch: pytest.MonkeyPatch, **keys: int) -> RunSummary:
-    monkeypatch.setattr(module, "run", runs)
-    return asyncio.run(run_with_restarts(SFTConfig(output_dir=str(folder), **keys)))
+    monkeypatch.setattr(module, "run_once", runs)
+    return asyncio.run(module.run(SFTConfig(output_dir=str(folder), **keys)))
 
 
 @pytest.mark.parametrize("kind", [PROCESS_DIED, TIMEOUT])
@@ -60,6 +79,43 @@ def test_a_run_starts_again_from_its_newest_checkpoint(
     assert [line["component"] for line in lines] == ["actor_train-1"] * 3
     assert "from the beginning" in lines[0]["message"] and "step-000001 (restart 3 of 3)" in lines[2]["message"]
     assert all("stack" not in line["message"] for line in lines)
+
+
+def test_before_it_trains_it_starts_again_as_it_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint in its folder is that of an earlier run."""
+    runs = Runs(died(), died(), died())
+    runs.checkpoint_before, runs.fails_before_training = 1, 2
+    play(runs, tmp_path, monkeypatch, max_restarts=3)
+    assert runs.resumed == [*3 * [False], str(tmp_path / "checkpoints" / "step-000001")]
+    lines = [json.loads(line)["message"] for line in (tmp_path / EVENTS_FILE).read_text().splitlines()]
+    assert ["as before, since it had not begun to train" in line for line in lines] == [True, True, False]
+
+
+def test_a_run_that_fails_while_it_ends_by_ctrl_c_does_not_start_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = Runs(died(), died())
+    runs.interrupted_in = 2
+    with pytest.raises(ClusterError):
+        play(runs, tmp_path, monkeypatch, max_restarts=3)
+    assert len(runs.resumed) == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_between_two_starts_ctrl_c_and_sigterm_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    class Interrupted(EventLog):
+        def record(self, *args: Any, **kwargs: Any) -> None:
+            super().record(*args, **kwargs)
+            signal.raise_signal(number)
+
+    monkeypatch.setattr(module, "EventLog", Interrupted)
+    runs = Runs(died(), died())
+    monkeypatch.setattr(module, "run_once", Pausing(runs))
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(module.run(SFTConfig(output_dir=str(tmp_path), max_restarts=3)))
+    assert len(runs.resumed) == 1
 
 
 def test_after_the_last_restart_the_error_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +144,7 @@ def test_a_run_that_failed_says_how_to_continue_unless_its_checkpoint_is_the_cau
 ) -> None:
     runs = Runs(error)
     runs.checkpoint_before = 1
-    monkeypatch.setattr(module, "run", runs)
+    monkeypatch.setattr(module, "run_once", runs)
     with caplog.at_level("INFO"):
         assert module.run_pipeline(SFTConfig(output_dir=str(tmp_path))) == 1
     assert ("continue with: roll run CONFIG resume_from_checkpoint=true" in caplog.text) == hint

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -91,13 +93,21 @@ def failed(role: str, kind: str = PROCESS_DIED) -> ClusterError:
     return ClusterError(role, "method", 0, kind, "gone")
 
 
-async def end_of(session: Session, error: Exception | None, log: list[str], engine: ClusterError | None = None) -> None:
+async def end_of(
+    session: Session,
+    error: Exception | None,
+    log: list[str],
+    engine: ClusterError | None = None,
+    lost_nodes: Sequence[int] = (),
+) -> None:
     """Leaves a running session with an error."""
 
     async def close() -> None:
         log.append("closed")
 
     session._running = True
+    nodes: Any = SimpleNamespace(lost_nodes=lambda: lost_nodes, release=lambda: None)
+    session._resources = nodes
     clusters: Any = {role: Running(role, log) for role in ("actor_train", "reference")}
     engines: Any = {"actor_infer": Running("actor_infer", log, engine), "judge": Running("judge", log)}
     session.train_clusters, session.infer_clusters = clusters, engines
@@ -148,6 +158,34 @@ def test_else_everything_ends(
     asyncio.run(end_of(session, error, log, engine))
     ended = {f"{role} ends" for role in ("actor_train", "reference", "actor_infer", "judge", "Ray")}
     assert not session.kept and not session.clusters and ended <= {*log}
+
+
+def test_with_a_lost_node_everything_ends_and_its_devices_are_reserved_anew(log: list[str]) -> None:
+    session = Session(BaseConfig())
+    session.may_start_again = True
+    asyncio.run(end_of(session, failed("actor_train"), log, lost_nodes=[1]))
+    assert not session.kept and "Ray ends" in log
+
+
+@pytest.mark.parametrize("error", [None, failed("actor_train")])
+def test_a_part_that_cannot_be_closed_does_not_keep_others_open(
+    log: list[str], error: ClusterError | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "CLOSE_TIMEOUT_S", 0.01)
+
+    async def broken() -> None:
+        raise ValueError("cannot be closed")
+
+    async def hanging() -> None:
+        await asyncio.sleep(60)
+
+    session = Session(BaseConfig())
+    session.close_first(broken)
+    session.close_first(hanging)
+    with nullcontext() if error is not None else pytest.raises(ValueError, match="cannot be closed"):
+        asyncio.run(end_of(session, error, log))
+    assert log[0] == "closed" and log[-1] == "Ray ends"
+    assert caplog.text.count("closing failed") == (1 if error is None else 2)
 
 
 def test_engines_that_take_turns_with_the_trainer_end_with_it(log: list[str]) -> None:

@@ -99,6 +99,7 @@ DEEDS: dict[str, Callable[[], Any]] = {
     "wait for a lock": _lock,
     "fork and hang": lambda: (_child(), time.sleep(HOUR)),
     "fork without end": lambda: [_child() for _ in range(10**6)],
+    "ignore signals and fork without end": lambda: (_ignore_signals(), [_child() for _ in range(10**6)]),
     "start a program and hang": lambda: (_program(), time.sleep(HOUR)),
     "daemon and hang": lambda: (_child(leave_session=True), time.sleep(HOUR)),
     "start a program and die": lambda: (_program(), os._exit(7)),

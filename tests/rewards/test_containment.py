@@ -127,6 +127,13 @@ def test_a_function_that_starts_too_many_processes_fails_with_the_limit(nothing_
     nothing_is_left()
 
 
+def test_code_that_ignores_the_signal_is_killed(nothing_is_left: Callable[[], None]) -> None:
+    response = "ignore signals and fork without end"
+    many, sound = asyncio.run(scored(response, SOUND, timeout_s=60, child_process_limit=20))
+    assert many.reason == "raised" and many.detail and sound == RewardOutcome(0.5)
+    nothing_is_left()
+
+
 def test_as_many_processes_as_are_allowed_may_run(tmp_path: Path, nothing_is_left: Callable[[], None]) -> None:
     async def run() -> list[RewardOutcome]:
         outcomes = []
