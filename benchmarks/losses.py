@@ -23,7 +23,7 @@ from roll.algorithms.aggregation import LossScale
 from roll.algorithms.losses import policy
 from roll.algorithms.policy_losses import PolicyLossConfig
 from roll.configs.advantages import ADV_ESTIMATORS, TURN_ESTIMATORS
-from roll.configs.policy import PG_VARIANTS
+from roll.configs.policy import VARIANT_TRAITS
 
 SAMPLES, TOKENS, GROUP = 1024, 2048, 8
 MICRO_BATCH = 16
@@ -123,7 +123,7 @@ def measure() -> Measurement:
     checks: list[Check] = []
     parts: list[tuple[str, Sequence[str], Callable[[str, dict[str, Tensor]], dict[str, float]]]] = [
         ("adv_estimator", [name for name in ADV_ESTIMATORS if name not in TURN_ESTIMATORS], measure_estimator),
-        ("pg_variant", [*PG_VARIANTS], measure_loss),
+        ("pg_variant", [*VARIANT_TRAITS], measure_loss),
     ]
     for part, names, measure_one in parts:
         for name in names:

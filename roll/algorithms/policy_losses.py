@@ -126,7 +126,7 @@ class PolicyTokens:
 
 PolicyLoss = Callable[[PolicyTokens, PolicyLossConfig], TokenLosses]
 PG_VARIANTS: Registry[PolicyLoss] = Registry("pg_variant")
-"""f(tokens, config) -> the loss of each token."""
+"""f(tokens, config) -> the loss of each token; VARIANT_TRAITS of `roll/configs/policy.py` lists the steps to add one."""
 
 
 def token_losses(tokens: PolicyTokens, config: PolicyLossConfig, turn_index: Tensor | None = None) -> TokenLosses:

@@ -36,26 +36,61 @@ class VariantTraits:
     needs_weights: bool
 
 
-PG_VARIANTS: dict[str, VariantTraits] = {
-    # ratio_base, multiplies_ratio, reads_ratio, reads_ratio_type, needs_weights
-    "ppo": VariantTraits("auto", True, True, True, False),
-    "vanilla": VariantTraits("auto", False, False, False, False),
-    "tis": VariantTraits("behavior", True, True, True, False),
-    "topr": VariantTraits("behavior", True, True, True, False),
-    "cispo": VariantTraits("behavior", True, True, True, False),
-    "kimi15": VariantTraits("behavior", False, True, True, False),
-    "gspo": VariantTraits("auto", True, True, False, False),
-    "geo_mean": VariantTraits("auto", True, True, False, False),
-    "sapo": VariantTraits("auto", True, True, True, False),
-    "dppo_tv": VariantTraits("behavior", True, True, False, False),
-    "dppo_kl": VariantTraits("behavior", True, True, False, False),
-    "decoupled_ppo": VariantTraits("proximal", True, True, True, True),
-    "clip_cov": VariantTraits("auto", True, True, True, False),
-    "kl_cov": VariantTraits("auto", True, True, True, False),
+VARIANT_TRAITS: dict[str, VariantTraits] = {
+    "ppo": VariantTraits(
+        ratio_base="auto", multiplies_ratio=True, reads_ratio=True, reads_ratio_type=True, needs_weights=False
+    ),
+    "vanilla": VariantTraits(
+        ratio_base="auto", multiplies_ratio=False, reads_ratio=False, reads_ratio_type=False, needs_weights=False
+    ),
+    "tis": VariantTraits(
+        ratio_base="behavior", multiplies_ratio=True, reads_ratio=True, reads_ratio_type=True, needs_weights=False
+    ),
+    "topr": VariantTraits(
+        ratio_base="behavior", multiplies_ratio=True, reads_ratio=True, reads_ratio_type=True, needs_weights=False
+    ),
+    "cispo": VariantTraits(
+        ratio_base="behavior", multiplies_ratio=True, reads_ratio=True, reads_ratio_type=True, needs_weights=False
+    ),
+    "kimi15": VariantTraits(
+        ratio_base="behavior", multiplies_ratio=False, reads_ratio=True, reads_ratio_type=True, needs_weights=False
+    ),
+    "gspo": VariantTraits(
+        ratio_base="auto", multiplies_ratio=True, reads_ratio=True, reads_ratio_type=False, needs_weights=False
+    ),
+    "geo_mean": VariantTraits(
+        ratio_base="auto", multiplies_ratio=True, reads_ratio=True, reads_ratio_type=False, needs_weights=False
+    ),
+    "sapo": VariantTraits(
+        ratio_base="auto", multiplies_ratio=True, reads_ratio=True, reads_ratio_type=True, needs_weights=False
+    ),
+    "dppo_tv": VariantTraits(
+        ratio_base="behavior", multiplies_ratio=True, reads_ratio=True, reads_ratio_type=False, needs_weights=False
+    ),
+    "dppo_kl": VariantTraits(
+        ratio_base="behavior", multiplies_ratio=True, reads_ratio=True, reads_ratio_type=False, needs_weights=False
+    ),
+    "decoupled_ppo": VariantTraits(
+        ratio_base="proximal", multiplies_ratio=True, reads_ratio=True, reads_ratio_type=True, needs_weights=True
+    ),
+    "clip_cov": VariantTraits(
+        ratio_base="auto", multiplies_ratio=True, reads_ratio=True, reads_ratio_type=True, needs_weights=False
+    ),
+    "kl_cov": VariantTraits(
+        ratio_base="auto", multiplies_ratio=True, reads_ratio=True, reads_ratio_type=True, needs_weights=False
+    ),
 }
-"""Values of `pg_variant`. A variant consists of its line here, its keys in `PolicyOptions`, its function in
-`roll/algorithms/policy_losses.py` and its row in docs/algorithms.md; `tests/algorithms/test_variants.py` compares
-them."""
+"""Values of `pg_variant`. To add one, `mine`:
+
+1. its entry here, which the rules of the configuration read;
+2. its function in `roll/algorithms/policy_losses.py`, registered with `@PG_VARIANTS.register("mine")`;
+3. its keys, if it has any: in `PolicyOptions` below with `only_for=pg_variants("mine")`; the function reads them from
+   its `config`;
+4. its row in the table of docs/algorithms.md, Policy loss;
+5. its recipe `mine.yaml` in `examples/algorithms`, and the row of the recipe in the README.md there;
+6. its formula in `tests/algorithms/test_policy_losses.py`, and `make docs` for docs/configuration.md.
+
+`tests/algorithms/test_variants.py` compares 1, 2 and 4, and `tests/examples/test_algorithm_recipes.py` demands 5."""
 
 
 COVARIANCE_VARIANTS = ("clip_cov", "kl_cov")
@@ -111,7 +146,7 @@ def traits_of(pg_variant: str) -> VariantTraits:
     A mixture reads a ratio if all its losses do, and has every other trait that one of them has. Its base is proximal
     or behavior if that of one loss is.
     """
-    known = [PG_VARIANTS.get(name, PG_VARIANTS["ppo"]) for name in losses_of(pg_variant)]
+    known = [VARIANT_TRAITS.get(name, VARIANT_TRAITS["ppo"]) for name in losses_of(pg_variant)]
     if len(known) == 1:
         return known[0]
     bases: set[Literal["behavior", "proximal", "auto"]] = {traits.ratio_base for traits in known}
@@ -126,7 +161,7 @@ def traits_of(pg_variant: str) -> VariantTraits:
 
 def _names(base: str) -> str:
     """The variants whose ratio has this base, for help texts."""
-    names = [name for name, traits in PG_VARIANTS.items() if traits.ratio_base == base]
+    names = [name for name, traits in VARIANT_TRAITS.items() if traits.ratio_base == base]
     return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 

@@ -14,7 +14,7 @@ from roll.configs.compat.apply import MOVED_KEYS, MOVED_VALUES, RENAMED_KEYS, RE
 from roll.configs.load import PIPELINES
 from roll.configs.model_config import ARCHITECTURES
 from roll.configs.pipeline import BaseConfig
-from roll.configs.policy import PG_VARIANTS
+from roll.configs.policy import VARIANT_TRAITS
 from roll.configs.roles import ROLES, TEMPLATES
 from roll.configs.schema import Key, describe, known_keys, section_of
 from roll.configs.sglang_options import OWNED
@@ -119,7 +119,7 @@ def _tracker_keys() -> Iterator[Key]:
 
 def _names() -> Iterator[tuple[str, str]]:
     yield "`adv_estimator`", ", ".join(ADV_ESTIMATORS)
-    yield "`actor_train.pg_variant`", ", ".join(PG_VARIANTS)
+    yield "`actor_train.pg_variant`", ", ".join(VARIANT_TRAITS)
     yield "`<role>.data_args.template`", ", ".join(TEMPLATES)
     yield "`architectures` of the model's config.json", ", ".join(ARCHITECTURES)
 

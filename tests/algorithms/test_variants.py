@@ -10,14 +10,14 @@ import torch
 
 from roll.algorithms import policy_losses
 from roll.algorithms.policy_losses import PolicyLossConfig, PolicyTokens
-from roll.configs.policy import PG_VARIANTS, VARIANT_KEYS
+from roll.configs.policy import VARIANT_KEYS, VARIANT_TRAITS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
 
-BOTH = [name for name in policy_losses.PG_VARIANTS if name in PG_VARIANTS]
+BOTH = [name for name in policy_losses.PG_VARIANTS if name in VARIANT_TRAITS]
 """Variants with a function and a declaration."""
 
-LINE = 'its line in PG_VARIANTS of roll/configs/policy.py: "NAME": VariantTraits(...)'
+LINE = 'its entry in VARIANT_TRAITS of roll/configs/policy.py: "NAME": VariantTraits(...)'
 
 
 def gradient(variant: str, log_ratio: float) -> float:
@@ -32,7 +32,7 @@ def gradient(variant: str, log_ratio: float) -> float:
 
 
 def test_every_declared_variant_has_a_function() -> None:
-    missing = PG_VARIANTS.keys() - policy_losses.PG_VARIANTS.keys()
+    missing = VARIANT_TRAITS.keys() - policy_losses.PG_VARIANTS.keys()
     steps = [
         f'write its function in roll/algorithms/policy_losses.py: @PG_VARIANTS.register("{name}")' for name in missing
     ]
@@ -40,14 +40,14 @@ def test_every_declared_variant_has_a_function() -> None:
 
 
 def test_every_function_is_declared() -> None:
-    missing = policy_losses.PG_VARIANTS.keys() - PG_VARIANTS.keys()
+    missing = policy_losses.PG_VARIANTS.keys() - VARIANT_TRAITS.keys()
     assert not missing, "; ".join(f"write {LINE}".replace("NAME", name) for name in missing)
 
 
 @pytest.mark.parametrize("variant", BOTH)
 def test_no_weight_can_count_a_ratio_twice(variant: str) -> None:
     multiplies = gradient(variant, -0.05) == pytest.approx(2.718281828**-0.05, rel=1e-3)
-    assert PG_VARIANTS[variant].multiplies_ratio == multiplies, (
+    assert VARIANT_TRAITS[variant].multiplies_ratio == multiplies, (
         f"the gradient of {variant} is {'' if multiplies else 'not '}a multiple of its ratio, so multiplies_ratio must "
         f"be {multiplies} in {LINE.replace('NAME', variant)}; otherwise correction.weights with a ratio against "
         "the sampling policy corrects twice, or is refused for nothing"
@@ -64,13 +64,13 @@ def test_a_variant_that_corrects_nothing_is_known_as_one(variant: str) -> None:
         return function(tokens, config).loss.sum().item()
 
     reads = loss(-1.1) != loss(-0.8)
-    assert PG_VARIANTS[variant].reads_ratio == reads, (
+    assert VARIANT_TRAITS[variant].reads_ratio == reads, (
         f"the loss of {variant} {'depends' if reads else 'does not depend'} on its ratio, so reads_ratio must be "
         f"{reads} in {LINE.replace('NAME', variant)}; otherwise stale samples are trained on uncorrected without a word"
     )
 
 
-@pytest.mark.parametrize("variant", PG_VARIANTS)
+@pytest.mark.parametrize("variant", VARIANT_TRAITS)
 def test_every_variant_and_its_keys_have_a_row_in_the_documentation(variant: str) -> None:
     rows = re.findall(rf"^\| `{variant}` \|.*$", PAGE, re.MULTILINE)
     assert len(rows) == 1, (

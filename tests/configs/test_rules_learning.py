@@ -8,7 +8,7 @@ import pytest
 
 from roll.algorithms.policy_losses import PolicyLossConfig
 from roll.configs.advantages import GROUP_ESTIMATORS
-from roll.configs.policy import PG_VARIANTS, VARIANT_KEYS
+from roll.configs.policy import VARIANT_KEYS, VARIANT_TRAITS
 from roll.configs.rules import check
 from tests.configs.samples import refusal, rlvr
 
@@ -125,7 +125,7 @@ CORRECTED = [
     ASYNC,
     f"{ASYNC} {TOKENS}",
     f"{ASYNC} {VARIANT}=vanilla {TOKENS}",
-    *(f"{ASYNC} {VARIANT}={variant}" for variant in PG_VARIANTS if variant != "vanilla"),
+    *(f"{ASYNC} {VARIANT}={variant}" for variant in VARIANT_TRAITS if variant != "vanilla"),
 ]
 
 

@@ -9,7 +9,7 @@ import pytest
 from roll.configs.agentic import AgenticConfig
 from roll.configs.hub.splits import READABLE
 from roll.configs.load import PIPELINES
-from roll.configs.policy import PG_VARIANTS, VARIANT_KEYS
+from roll.configs.policy import VARIANT_KEYS, VARIANT_TRAITS
 from roll.configs.rules import check
 from roll.configs.schema import known_keys
 from tests.configs.samples import AGENTIC, RLVR, SFT, agentic, refusal, rlvr, sft, write
@@ -35,7 +35,7 @@ def test_conditions_name_keys_that_exist() -> None:
 
 
 def test_keys_of_variants_belong_to_variants_that_exist() -> None:
-    assert {name for names in VARIANT_KEYS.values() for name in names} <= set(PG_VARIANTS)
+    assert {name for names in VARIANT_KEYS.values() for name in names} <= set(VARIANT_TRAITS)
     assert VARIANT_KEYS["pg_clip_low"] == ("ppo", "decoupled_ppo", "clip_cov")
     assert VARIANT_KEYS["topr_level"] == ("topr",)
     assert "loss_agg_mode" not in VARIANT_KEYS

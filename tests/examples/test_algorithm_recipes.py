@@ -12,7 +12,7 @@ from roll.configs.advantages import ADV_ESTIMATORS, TEACHER_ESTIMATORS, TURN_EST
 from roll.configs.hardware import prepare_run
 from roll.configs.load import load_config
 from roll.configs.pipeline import RLVRConfig
-from roll.configs.policy import PG_VARIANTS, losses_of
+from roll.configs.policy import VARIANT_TRAITS, losses_of
 from tests.configs.samples import LAPTOP, write
 
 ALLOWED = ("vanilla does not correct for the age of samples",)
@@ -40,7 +40,7 @@ def test_together_they_have_every_algorithm_for_single_turns(tmp_path: Path, tin
     configs = [load(name, tmp_path, tiny_model_dir) for name in compare.recipes()]
     assert {config.adv_estimator for config in configs} == set(ADV_ESTIMATORS) - {*TURN_ESTIMATORS, *TEACHER_ESTIMATORS}
     losses = [losses_of(config.actor_train.pg_variant) for config in configs]
-    assert {name for each in losses for name in each} == set(PG_VARIANTS) and max(map(len, losses)) > 1
+    assert {name for each in losses for name in each} == set(VARIANT_TRAITS) and max(map(len, losses)) > 1
 
 
 def test_every_recipe_is_on_the_page():

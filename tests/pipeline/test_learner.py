@@ -16,7 +16,7 @@ from roll.configs.advantages import ADV_ESTIMATORS, TEACHER_ESTIMATORS, VALUE_ES
 from roll.configs.agentic import AgenticOptions
 from roll.configs.errors import RunError
 from roll.configs.pipeline import RLVRConfig
-from roll.configs.policy import PG_VARIANTS
+from roll.configs.policy import VARIANT_TRAITS
 from roll.distributed.protocol import DataProto
 from roll.pipeline.learner import RLLearner, corrects_nothing
 from roll.pipeline.rollout_batch import dumped_steps, read_samples
@@ -68,7 +68,7 @@ def stale_step(folder: Path, *overrides: str) -> tuple[dict[str, float], torch.T
     return learn(parts, second, staleness=1.0), parts[1].table.detach() - before
 
 
-@pytest.mark.parametrize("variant", PG_VARIANTS)
+@pytest.mark.parametrize("variant", VARIANT_TRAITS)
 @pytest.mark.parametrize("mode", ["", ASYNC])
 def test_the_first_step_of_every_variant_passes_its_checks_and_moves_the_weights(tmp_path, variant, mode):
     parts = learner(tmp_path, f"actor_train.pg_variant={variant}", *mode.split())
@@ -88,7 +88,7 @@ def test_fresh_samples_give_the_same_update_with_and_without_recomputed_log_prob
     torch.testing.assert_close(changes[0], changes[1])
 
 
-@pytest.mark.parametrize("variant", [name for name in PG_VARIANTS if name != "vanilla"])
+@pytest.mark.parametrize("variant", [name for name in VARIANT_TRAITS if name != "vanilla"])
 def test_stale_samples_are_corrected_and_give_another_update_than_vanilla(tmp_path, variant):
     metrics, change = stale_step(tmp_path, ASYNC, f"actor_train.pg_variant={variant}")
     _, plain = stale_step(tmp_path, ASYNC, "actor_train.pg_variant=vanilla")

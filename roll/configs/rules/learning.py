@@ -8,7 +8,7 @@ from roll.configs.advantages import ADV_ESTIMATORS, GROUP_ESTIMATORS, RESPONSE_E
 from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import Report
 from roll.configs.pipeline import RLConfig, RLVRConfig
-from roll.configs.policy import COVARIANCE_VARIANTS, PG_VARIANTS, losses_of, traits_of
+from roll.configs.policy import COVARIANCE_VARIANTS, VARIANT_TRAITS, losses_of, traits_of
 from roll.configs.schema import value_at
 from roll.configs.suggestions import nearest
 
@@ -16,9 +16,9 @@ from roll.configs.suggestions import nearest
 def check_algorithm(config: RLConfig, report: Report) -> None:
     """Names are known, groups are large enough, and terms that are on have a weight."""
     estimator, variant = "adv_estimator", "actor_train.pg_variant"
-    check_name(estimator, config.adv_estimator, ADV_ESTIMATORS, report, {variant: PG_VARIANTS})
+    check_name(estimator, config.adv_estimator, ADV_ESTIMATORS, report, {variant: VARIANT_TRAITS})
     for name in losses_of(config.actor_train.pg_variant):
-        check_name(variant, name, [*PG_VARIANTS], report, {estimator: ADV_ESTIMATORS})
+        check_name(variant, name, [*VARIANT_TRAITS], report, {estimator: ADV_ESTIMATORS})
     if config.adv_estimator in TURN_ESTIMATORS and isinstance(config, RLVRConfig):
         report.error(
             "adv_estimator",
