@@ -126,7 +126,7 @@ class PolicyTokens:
 
 PolicyLoss = Callable[[PolicyTokens, PolicyLossConfig], TokenLosses]
 PG_VARIANTS: Registry[PolicyLoss] = Registry("pg_variant")
-"""f(tokens, config) -> the loss of each token; VARIANT_TRAITS of `roll/configs/policy.py` lists the steps to add one."""
+"""f(tokens, config) -> the loss of each token; `roll.configs.policy.VARIANT_TRAITS` lists the steps to add one."""
 
 
 def token_losses(tokens: PolicyTokens, config: PolicyLossConfig, turn_index: Tensor | None = None) -> TokenLosses:
@@ -350,7 +350,10 @@ def _within_divergence(tokens: PolicyTokens, inside: Tensor) -> TokenLosses:
 
 @PG_VARIANTS.register("vanilla")
 def vanilla(tokens: PolicyTokens, config: PolicyLossConfig) -> TokenLosses:
-    """-A log pi (REINFORCE, Williams 1992); uses no ratio, so it does not correct for stale samples."""
+    """-A log pi (REINFORCE, Williams 1992); uses no ratio, so it does not correct for stale samples.
+
+    The `loss_mode: vanilla` of verl is `ppo` here.
+    """
     ratio = tokens.ratio.detach()
     return TokenLosses(-tokens.advantages * tokens.log_probs, ratio, torch.zeros_like(ratio, dtype=torch.bool))
 
@@ -359,8 +362,10 @@ def vanilla(tokens: PolicyTokens, config: PolicyLossConfig) -> TokenLosses:
 def tis(tokens: PolicyTokens, config: PolicyLossConfig) -> TokenLosses:
     """-sg(clip(r, lower, upper)) A log pi: truncated importance sampling (Ionides 2008), per token.
 
-    Between the bounds the gradient is that of -r A; the upper bound trades variance for bias. Source of the form for
-    policy gradients: IMPALA (arXiv 1802.01561) section 4.
+    r is against the policy that sampled, the default of `pg_ratio_base` for this variant. Between the bounds the
+    gradient is that of -r A; the upper bound trades variance for bias. A truncated weight on top of another loss
+    (`rollout_is` of verl, `use_tis` of slime, the importance sampling correction for vLLM of TRL) is
+    `correction.weights` here. Source of the form for policy gradients: IMPALA (arXiv 1802.01561) section 4.
     """
     ratio = tokens.ratio.detach()
     weight = ratio.clamp(config.tis_lower_bound, config.tis_upper_bound)

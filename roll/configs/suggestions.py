@@ -9,6 +9,7 @@ from typing import Any
 
 from roll.configs.compat import Tree
 from roll.configs.compat.apply import MIGRATION, SHORT_NAMES, migration, migration_of_last_part
+from roll.configs.compat.verl import VALUE_HINTS
 from roll.configs.errors import Problem
 from roll.configs.roles import ROLES, AbsentKey
 from roll.configs.schema import SECTION, Key, declared, describe, keys_by_path
@@ -156,7 +157,8 @@ class _Suggestions:
             name for name, paths in self._others.items() if any(key in paths and key not in self._paths for key in keys)
         )
         owner = next((f", of pipeline {name}" for name in others), "")
-        page = "" if _leaf(_plain(path)) in SHORT_NAMES else " (docs/coming_from.md)"
+        hint = VALUE_HINTS.get(_leaf(_plain(path)))
+        page = "" if _leaf(_plain(path)) in SHORT_NAMES else f" ({hint + '; ' if hint else ''}docs/coming_from.md)"
         return f"here that is {' and '.join(ours or keys)}{owner}{page}"
 
     def _elsewhere(self, path: str) -> list[str]:

@@ -93,6 +93,7 @@ def test_page_and_tables_agree() -> None:
         "actor_rollout_ref.actor.optim.lr=1": "here that is actor_train.training_args.learning_rate",
         "rollout.val_kwargs.top_p=1": "here that is validation.generating_args.top_p",
         "actor_rollout_ref.rollout.nnodes=1": "rollout.nnodes: unknown key; here that is actor_infer.device_mapping",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=vanilla": "pg_variant (vanilla there is ppo here; docs/coming",
         "rollout.val_kwargs.n=1": "here that is validation.generating_args (",
         "actor_infer.bf16=true": "here that is actor_infer.model_args.dtype",
     }.items(),

@@ -112,6 +112,9 @@ NAMES: Names = {
     "trigger_parameter_sync_step": "rollout_batch_size",
 }
 
+VALUE_HINTS = {"loss_mode": "vanilla there is ppo here"}
+"""Last part of a name in `NAMES` -> which of its values has another name here."""
+
 CORRECTION = "algorithm.rollout_correction"
 
 BYPASS = ("bypass_mode", f"{CORRECTION}.bypass_mode")
