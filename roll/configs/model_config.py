@@ -34,7 +34,18 @@ FAMILIES = {
     "Qwen2ForCausalLM": ModelFamily("qwen2", qkv_bias=True),
     "Qwen3ForCausalLM": ModelFamily("qwen3", qk_norm=True),
 }
-"""The models that can be trained, by `architectures` in config.json; `roll.models.weight_mapping` has their tensors."""
+"""The models that can be trained, by `architectures` in config.json. To add a family of dense decoders:
+
+1. its entry here; a flag in `ModelFamily` for what no other family has, and with it a field of `ModelShape` below,
+   which counts parameters, and of `DecoderConfig` in `roll/models/hf_config.py`; options of its config.json in `ONLY`;
+2. `roll/models/weight_mapping.py`: the rules of its tensors, in `layer_rules`;
+3. `roll/models/factory.py` (settings of Megatron) and `roll/models/local_spec.py` (its layers in plain torch);
+4. `roll/distributed/strategy/sglang_checksums.py`: how an engine fuses and splits tensors of new names;
+5. `roll/models/tiny.py`: sizes that its config class needs beside `TINY_SHAPE`;
+6. `roll/tools/rehearse/model.py`: `FAMILY_NAMES`, `NATIVE_TEMPLATE`, and `END_OF_TURN` where it is not that of ChatML;
+7. its case in `FAMILIES` of `tests/integration/test_megatron_strategy.py`, which compares it with transformers.
+
+`tests/models/test_families.py` compares this table with 2, 4, 5 and 6."""
 
 ARCHITECTURES = tuple(FAMILIES)
 

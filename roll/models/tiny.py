@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from roll.configs.model_config import FAMILIES
+
 TINY_SHAPE: dict[str, Any] = {
     "vocab_size": 101,
     "hidden_size": 64,
@@ -19,7 +21,7 @@ TINY_SHAPE: dict[str, Any] = {
 }
 """Heads times head size differs from the hidden size and the vocabulary is odd, so that size mix-ups show."""
 
-ARCHITECTURE_OF = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURE_OF = {family.name: architecture for architecture, family in FAMILIES.items()}
 
 
 def write_tiny_model(folder: str | Path, family: str, seed: int = 0, dtype: str = "float32", **overrides: Any) -> Path:
@@ -27,7 +29,7 @@ def write_tiny_model(folder: str | Path, family: str, seed: int = 0, dtype: str 
 
     Args:
         folder: target folder; created if missing.
-        family: llama, qwen2 or qwen3.
+        family: name of a family in FAMILIES, such as llama.
         seed: of the weights.
         dtype: of the weights, a name in torch.
         overrides: keys of the HF config that override `TINY_SHAPE`, such as `tie_word_embeddings=True`.

@@ -30,6 +30,8 @@ SPLIT_BY_ROWS = ("q_proj", "gate_proj", "up_proj")
 SPLIT_BY_HEADS = ("k_proj", "v_proj")
 SPLIT_BY_COLUMNS = ("o_proj.weight", "down_proj.weight")
 SPLIT_BY_VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
+WHOLE = ("norm.weight",)
+"""Ends of the names of tensors that every rank has whole: norms of layers, of heads, and the last one."""
 
 ENGINE_VOCABULARY_MULTIPLE = 64
 """SGLang pads the vocabulary with rows of zeros to a multiple of this (the training side has its own multiple)."""
@@ -65,6 +67,9 @@ class EngineChecksums:
         """Adds one whole tensor under its HF name, in the dtype the engine computes in.
 
         Parts of a fused parameter are kept until the last of them was added.
+
+        Raises:
+            ValueError: as `_slice`.
         """
         parameter, layer = engine_parameter(name), name.split(".")[-2]
         if parameter == name:
@@ -96,7 +101,11 @@ class EngineChecksums:
             self._result[f"{parameter}@{rank}"] = checksum(slices)
 
     def _slice(self, name: str, tensor: torch.Tensor, rank: int) -> torch.Tensor:
-        """The part of the tensor on rank `rank` of the engine."""
+        """The part of the tensor on rank `rank` of the engine.
+
+        Raises:
+            ValueError: there are several ranks, and it is not known how SGLang splits the tensor.
+        """
         if name.endswith(SPLIT_BY_VOCABULARY):
             return _vocabulary_slice(tensor, rank, self._ranks)
         if self._ranks == 1:
@@ -108,7 +117,12 @@ class EngineChecksums:
             return tensor.chunk(self._ranks // copies, 0)[rank // copies]
         if name.endswith(SPLIT_BY_COLUMNS):
             return tensor.chunk(self._ranks, 1)[rank]
-        return tensor
+        if name.endswith(WHOLE):
+            return tensor
+        raise ValueError(
+            f"{name}: it is not known how SGLang splits this tensor over {self._ranks} ranks; add it to one of "
+            "SPLIT_BY_... or to WHOLE in roll/distributed/strategy/sglang_checksums.py"
+        )
 
 
 def _vocabulary_slice(tensor: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:

@@ -59,6 +59,8 @@ PROBE_SHAPE = (8, 64)
 KEPT_SETTINGS = ("tie_word_embeddings", "rms_norm_eps")
 """Settings of a config.json that the random model has too."""
 
+CHATML_END = "<|im_end|>"
+
 END_OF_TURN = {"llama": "<|eot_id|>"}
 """End token of a family's stand-in tokenizer; of the others it is that of ChatML."""
 
@@ -135,7 +137,7 @@ def stand_in_tokenizer(family: str, words: Sequence[str] = ()) -> PreTrainedToke
     from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
     markers = sorted({marker for template in BUILT_IN.values() for marker in template.markers})
-    end = END_OF_TURN.get(family, "<|im_end|>")
+    end = END_OF_TURN.get(family, CHATML_END)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: number for number, token in enumerate([end, *alphabet])}
     options: dict[str, Any] = {

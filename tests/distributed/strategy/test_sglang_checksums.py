@@ -60,6 +60,22 @@ def test_output_layers_are_split_by_columns_and_the_vocabulary_is_padded():
     assert found["model.embed_tokens.weight@1"] == digest(embedding[64:], torch.zeros(58, 3))
 
 
+@pytest.mark.parametrize(
+    "name", [LAYER + "input_layernorm.weight", LAYER + "self_attn.q_norm.weight", "model.norm.weight"]
+)
+def test_every_rank_has_norms_whole(name):
+    norm = torch.randn(6)
+    assert result({name: norm}, 2) == {f"{name}@{rank}": digest(norm) for rank in (0, 1)}
+
+
+@pytest.mark.parametrize("name", [LAYER + "mlp.gate.weight", LAYER + "self_attn.o_proj.bias"])
+def test_a_tensor_that_is_split_in_an_unknown_way_is_an_error_with_several_ranks(name):
+    tensor = torch.randn(6)
+    assert result({name: tensor}, 1) == {f"{name}@0": digest(tensor)}
+    with pytest.raises(ValueError, match=r"over 2 ranks; add it to one of SPLIT_BY"):
+        result({name: tensor}, 2)
+
+
 def test_a_tied_head_is_not_a_parameter():
     assert result({"lm_head.weight": torch.ones(64, 2)}, 1, tied=True) == {}
 
