@@ -16,7 +16,7 @@ from pathlib import Path
 
 from roll.configs.pipeline import role_seed
 from roll.envs import make_env
-from roll.envs.text_actions import MOVES
+from roll.envs.grid_games import MOVES
 
 LAKE = {"size": 4, "p": 0.8, "is_slippery": False, "max_steps": 10, "env_instruction": "Go."}
 STEPS = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}

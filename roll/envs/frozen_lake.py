@@ -10,7 +10,7 @@ from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
 from gymnasium.utils.seeding import np_random
 
 from roll.configs.schema import option
-from roll.envs.text_actions import MOVE_CHOICES, MOVES, MoveConfig, MoveEnv
+from roll.envs.grid_games import MOVE_CHOICES, MOVES, MoveConfig, MoveEnv
 
 INTENDED_MOVE_PROBABILITY = 1 / 3
 """On slippery ice; the moves to the left and right of the intended one share the rest, as in gymnasium."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import gymnasium
 
@@ -12,29 +12,41 @@ from roll.configs.errors import ConfigError, Problem
 from roll.configs.user_code import UserCodeError, definition_of, failure_text, import_named
 from roll.envs.base import EnvConfig, TextEnv, choices, metrics_problem, read_config
 
-NAMES = {
-    "frozen_lake": "roll/FrozenLake-v0",
-    "sokoban": "roll/Sokoban-v0",
-    "calculator": "roll/Calculator-v0",
-}
-"""`env_type` of each built-in environment, and its id in gymnasium."""
 
-ENTRY_POINTS = {
-    "roll/FrozenLake-v0": "roll.envs.frozen_lake:FrozenLake",
-    "roll/Sokoban-v0": "roll.envs.sokoban:Sokoban",
-    "roll/Calculator-v0": "roll.envs.calculator:Calculator",
-}
+class BuiltIn(NamedTuple):
+    """An environment that comes with this project."""
 
-for _id, _entry_point in ENTRY_POINTS.items():
+    id: str
+    """In gymnasium."""
+    entry_point: str
+    """Its `module:Class`, which is imported when the first environment is made."""
+
+
+BUILT_IN = {
+    "frozen_lake": BuiltIn("roll/FrozenLake-v0", "roll.envs.frozen_lake:FrozenLake"),
+    "sokoban": BuiltIn("roll/Sokoban-v0", "roll.envs.sokoban:Sokoban"),
+    "calculator": BuiltIn("roll/Calculator-v0", "roll.envs.calculator:Calculator"),
+}
+"""The built-in environments by `env_type`. To add one:
+
+1. its class, a subclass of `TextEnv` (of `MoveEnv` for a grid game), and its options, a subclass of `EnvConfig`, in a
+   file of this folder;
+2. its entry here;
+3. its options in `OPTIONS` of `tests/envs/playing.py`, with which `tests/envs/test_base.py` plays it, valid actions in
+   `texts` there, and a test file of its own;
+4. docs/environments.md: `tests/envs/test_documentation.py` demands its name, id, options and metrics;
+5. its names in recipes of ROLL, if it has any, in `roll/configs/compat/environments.py`."""
+
+for _built_in in BUILT_IN.values():
     # TextEnv checks its turns and the order of calls itself, so gymnasium's wrappers are not needed.
-    gymnasium.register(_id, _entry_point, order_enforce=False, disable_env_checker=True)
+    gymnasium.register(_built_in.id, _built_in.entry_point, order_enforce=False, disable_env_checker=True)
 
 
 def make_env(env_type: str, env_config: Mapping[str, Any] | None = None, path: str = "") -> TextEnv:
     """Makes an environment. The first two arguments are plain data, so any process can make the same one.
 
     Args:
-        env_type: a name in NAMES, an id in gymnasium's registry, or `module:Class`, each of a subclass of `TextEnv`.
+        env_type: a name in BUILT_IN, an id in gymnasium's registry, or `module:Class`, each of a subclass of `TextEnv`.
         env_config: its options.
         path: path of the entry in the file, for errors, such as `custom_envs.Lake`.
 
@@ -60,21 +72,21 @@ def make_env(env_type: str, env_config: Mapping[str, Any] | None = None, path: s
 
 def is_known(env_type: str) -> bool:
     """Whether `make_env` finds an environment by this name or id."""
-    return env_type in NAMES or env_type in gymnasium.registry
+    return env_type in BUILT_IN or env_type in gymnasium.registry
 
 
 def _resolve(env_type: str, path: str) -> tuple[type[TextEnv], dict[str, Any]]:
     """Class of an `env_type`, and the options set by its registration."""
     if not isinstance(env_type, str):
-        raise ConfigError([Problem(path, f"{env_type!r} is not text; {choices('', NAMES)}, or write module:Class")])
-    spec = gymnasium.registry.get(NAMES.get(env_type, env_type))
+        raise ConfigError([Problem(path, f"{env_type!r} is not text; {choices('', BUILT_IN)}, or write module:Class")])
+    spec = gymnasium.registry.get(BUILT_IN[env_type].id if env_type in BUILT_IN else env_type)
     if spec is not None:
         found = spec.entry_point if callable(spec.entry_point) else _imported(str(spec.entry_point), path)
         return _text_env(found, env_type, path), dict(spec.kwargs)
     if ":" in env_type:
         return _text_env(_imported(env_type, path), env_type, path), {}
-    built_in = [id for id in gymnasium.registry if id.startswith("roll/")]
-    known = choices(env_type, [*NAMES, *built_in])
+    ids = [id for id in gymnasium.registry if id.startswith("roll/")]
+    known = choices(env_type, [*BUILT_IN, *ids])
     raise ConfigError([Problem(path, f"{env_type!r} is not an environment; {known}, or write module:Class")])
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from roll.configs.errors import Problem
 from roll.configs.schema import option
-from roll.envs.text_actions import MOVE_CHOICES, MoveConfig, MoveEnv
+from roll.envs.grid_games import MOVE_CHOICES, MoveConfig, MoveEnv
 
 SYMBOLS = {"0": "#", "1": "_", "2": "O", "3": "√", "4": "X", "5": "P", "6": "S"}
 """Default of `grid_lookup`: the character of each of MEANINGS, by its number."""

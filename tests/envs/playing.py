@@ -8,12 +8,12 @@ import numpy as np
 from hypothesis import settings
 
 from roll.envs.base import TextEnv
-from roll.envs.text_actions import MOVES
+from roll.envs.grid_games import MOVES
 
 no_deadline = settings(deadline=None)
 """For property tests, which may be slow on a busy machine."""
 
-BUILT_IN = {
+OPTIONS = {
     "frozen_lake": {"format_penalty": -0.25},
     "sokoban": {"num_boxes": 2, "format_penalty": -0.25},
     "calculator": {"format_penalty": -0.25},

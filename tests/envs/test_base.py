@@ -17,19 +17,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll.envs import TextEnv, Turn, make_env
-from roll.envs.registry import NAMES
-from tests.envs.playing import BUILT_IN, INVALID_TEXTS, Step, no_deadline, play, texts
+from roll.envs.registry import BUILT_IN
+from tests.envs.playing import INVALID_TEXTS, OPTIONS, Step, no_deadline, play, texts
 
 REWARDS = {"frozen_lake": (0.0, 1.0), "sokoban": (-1.1, 10.9), "calculator": (0.0, 1.0)}
 """Smallest and largest reward of a valid action."""
 
-every = pytest.mark.parametrize("name", BUILT_IN)
+every = pytest.mark.parametrize("name", OPTIONS)
 seeds = st.integers(0, 2**32)
 
 
 @every
 def test_gymnasiums_checker_passes(name, recwarn):
-    check_env(gymnasium.make(NAMES[name], **BUILT_IN[name]), skip_render_check=True)
+    check_env(gymnasium.make(BUILT_IN[name].id, **OPTIONS[name]), skip_render_check=True)
     assert [str(warning.message) for warning in recwarn] == []
 
 
@@ -37,7 +37,7 @@ def test_gymnasiums_checker_passes(name, recwarn):
 @no_deadline
 @given(seed=seeds, other=seeds)
 def test_a_seed_and_the_actions_determine_an_episode(name, seed, other):
-    used, fresh = make_env(name, BUILT_IN[name]), make_env(name, BUILT_IN[name])
+    used, fresh = make_env(name, OPTIONS[name]), make_env(name, OPTIONS[name])
     play(used, other, texts(used, other))
     assert play(used, seed, texts(used, seed)) == play(fresh, seed, texts(fresh, seed))
 
@@ -52,7 +52,7 @@ def test_different_seeds_give_different_tasks(name):
 @no_deadline
 @given(seed=seeds)
 def test_steps_are_well_formed(name, seed):
-    env = make_env(name, BUILT_IN[name])
+    env = make_env(name, OPTIONS[name])
     (observation, info), *steps = play(env, seed, texts(env, seed))
     assert isinstance(observation, str) and observation and info == {}
     least, most = REWARDS[name]
@@ -71,7 +71,7 @@ def test_steps_are_well_formed(name, seed):
 @no_deadline
 @given(seed=seeds, text=st.one_of(st.sampled_from(INVALID_TEXTS), st.text()))
 def test_a_text_without_an_action_counts_as_a_step_and_does_not_change_the_state(name, seed, text):
-    env, other = make_env(name, BUILT_IN[name]), make_env(name, BUILT_IN[name])
+    env, other = make_env(name, OPTIONS[name]), make_env(name, OPTIONS[name])
     env.reset(seed=seed)
     other.reset(seed=seed)
     step = Step(*env.step(text))
@@ -108,7 +108,7 @@ def test_a_step_requires_a_running_episode_and_text(name):
 
 @every
 def test_observations_do_not_repeat_the_models_text(name):
-    env = make_env(name, BUILT_IN[name])
+    env = make_env(name, OPTIONS[name])
     env.reset(seed=0)
     for text in ("<|im_end|>", "<tool><|im_end|></tool>", "<tool>1+<|im_end|></tool>", "<answer><|im_end|></answer>"):
         assert "<|im_end|>" not in env.step(text)[0]
@@ -117,7 +117,7 @@ def test_observations_do_not_repeat_the_models_text(name):
 @every
 def test_global_random_generators_are_not_used(name):
     before = random.getstate(), pickle.dumps(np.random.get_state())
-    env = make_env(name, BUILT_IN[name])
+    env = make_env(name, OPTIONS[name])
     play(env, 3, texts(env, 3))
     env.reset()
     assert (random.getstate(), pickle.dumps(np.random.get_state())) == before
@@ -125,7 +125,7 @@ def test_global_random_generators_are_not_used(name):
 
 @every
 def test_a_pickled_environment_continues_its_episode(name):
-    env = make_env(name, BUILT_IN[name])
+    env = make_env(name, OPTIONS[name])
     env.reset(seed=5)
     env.step("<answer>Left</answer>")
     copy = pickle.loads(pickle.dumps(env))
@@ -140,12 +140,10 @@ def test_episodes_are_the_same_in_another_process():
         "envs = [make_env(*spec) for spec in json.loads(sys.argv[1])]\n"
         "print(json.dumps([play(env, seed, texts(env, seed)) for env in envs for seed in range(5)]))"
     )
-    command = [sys.executable, "-c", code, json.dumps(list(BUILT_IN.items()))]
+    command = [sys.executable, "-c", code, json.dumps(list(OPTIONS.items()))]
     environment = {**os.environ, "PYTHONHASHSEED": "4711"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
-    local = [
-        play(env, seed, texts(env, seed)) for env in map(make_env, BUILT_IN, BUILT_IN.values()) for seed in range(5)
-    ]
+    local = [play(env, seed, texts(env, seed)) for env in map(make_env, OPTIONS, OPTIONS.values()) for seed in range(5)]
     assert json.loads(done.stdout) == json.loads(json.dumps(local))
 
 

@@ -14,7 +14,7 @@ from roll.configs.load import load_config
 from roll.configs.rules import check
 from roll.configs.schema import declared
 from roll.envs import make_env
-from roll.envs.registry import NAMES
+from roll.envs.registry import BUILT_IN
 
 PAGE = (Path(__file__).parents[2] / "docs" / "environments.md").read_text(encoding="utf-8")
 
@@ -65,9 +65,9 @@ def test_the_complete_file_is_accepted_without_remarks(tmp_path):
 
 
 def test_the_tables_name_every_environment_option_and_metric():
-    envs = [make_env(name) for name in NAMES]
+    envs = [make_env(name) for name in BUILT_IN]
     options = {key for env in envs for key in declared(env.config_class)}
     metrics = {metric for env in envs for metric in env.METRICS}
-    ids = set(NAMES.values())
-    missing = {name for name in {*NAMES, *ids, *options, *metrics} if f"`{name}`" not in PAGE}
+    ids = {built_in.id for built_in in BUILT_IN.values()}
+    missing = {name for name in {*BUILT_IN, *ids, *options, *metrics} if f"`{name}`" not in PAGE}
     assert not missing

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from roll.envs import make_env
 from roll.envs.base import episode_metrics
 from roll.envs.frozen_lake import draw_map
-from roll.envs.text_actions import MOVES
+from roll.envs.grid_games import MOVES
 from tests.envs.playing import Step, no_deadline, play
 
 STEPS = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}

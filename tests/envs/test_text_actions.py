@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from roll.envs.base import episode_metrics
-from roll.envs.text_actions import ANSWER, MOVES, ActionPattern
+from roll.envs.grid_games import MOVES
+from roll.envs.text_actions import ANSWER, ActionPattern
 
 THINK = r"<think>(.*?)</think>\s*<answer>(.*?)</answer>"
 

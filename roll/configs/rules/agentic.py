@@ -30,11 +30,11 @@ def check_environments(config: AgenticConfig, report: Report) -> None:
     for tag, entry in config.custom_envs.items():
         if ":" in entry.env_type:
             continue
-        misspelled = nearest(entry.env_type, registry.NAMES) and entry.env_type not in ENVIRONMENTS
+        misspelled = nearest(entry.env_type, registry.BUILT_IN) and entry.env_type not in ENVIRONMENTS
         if not registry.is_known(entry.env_type) and not misspelled:
             report.missing_resource(
                 f"custom_envs.{tag}.env_type",
-                f"{entry.env_type} is an environment that is not here; known: {', '.join(registry.NAMES)}, or write "
+                f"{entry.env_type} is an environment that is not here; known: {', '.join(registry.BUILT_IN)}, or write "
                 "env_type: module:Class, one of your own (docs/environments.md)",
             )
             continue
