@@ -76,6 +76,33 @@ def test_a_mistake_is_explained(tmp_path: Path, rewards: str, message: str) -> N
     assert message in refusal(tmp_path, f"rewards={rewards}")
 
 
+@pytest.mark.parametrize(
+    ("rewards", "warned"),
+    [
+        ("{multiple_choise: {}}", True),
+        ("{ifevel: {}}", True),
+        ("{math: {}}", False),
+        ("{strict: {}}", False),
+        ("{multiple_choise: {function: math_rule}}", False),
+        ("{multiple_choise: {function: mine:f}}", False),
+    ],
+)
+def test_a_name_that_is_almost_that_of_a_built_in_reward_is_a_warning(
+    tmp_path: Path, rewards: str, warned: bool
+) -> None:
+    warnings = [str(warning) for warning in check(rlvr(tmp_path, f"rewards={rewards}")).warnings]
+    assert [("so math_rule scores; write function: " in warning) for warning in warnings] == [True] * warned
+
+
+def test_a_plan_names_the_built_in_reward_that_is_probably_meant(tmp_path: Path) -> None:
+    plan = make_plan(rlvr(tmp_path, "rewards={multiple_choise: {}}"))
+    assert any(
+        "rewards.multiple_choise.function: is not given and multiple_choise is not a built-in reward, so math_rule "
+        "scores; write function: multiple_choice if that is meant, else function: math_rule" in str(warning)
+        for warning in plan.warnings
+    )
+
+
 def test_functions_of_the_user_may_read_every_key(tmp_path: Path) -> None:
     rewards = rlvr(tmp_path, "rewards={a: {function: mine:f, base_url: 'http://a/v1', code_from: whole}}").rewards
     assert rewards["a"].code_from == "whole"

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from roll.configs.rewards import RewardConfig
+from roll.configs.rewards import BUILT_IN, RewardConfig
 from roll.rewards.calling import ALL, RewardOutcome, RewardRequest
 from roll.rewards.pool import RewardPool
 
@@ -89,3 +89,8 @@ def test_ask_a_judge_over_the_network(folder: Path, monkeypatch: pytest.MonkeyPa
 
 def test_every_parameter_is_in_a_table() -> None:
     assert [name for name in ALL if f"`{name}`" not in PAGE] == []
+
+
+def test_every_built_in_reward_has_a_row() -> None:
+    section = PAGE.partition("## Built-in rewards")[2].partition("\n### ")[0]
+    assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == list(BUILT_IN)

@@ -13,6 +13,7 @@ from roll.configs.pipeline import RLConfig, RLVRConfig
 from roll.configs.rewards import BUILT_IN, RewardConfig, built_in_of, rewards_of, scoring_role
 from roll.configs.roles import TEMPLATES
 from roll.configs.rules.learning import check_name
+from roll.configs.suggestions import nearest
 
 TEMPLATE_FIELDS = ("prompt", "response", "ground_truth")
 """Names in braces that `prompt_template` of a judge may have."""
@@ -131,6 +132,15 @@ def _check_reward(path: str, reward: RewardConfig, config: RLVRConfig, report: R
             f"no rule here does what {worker} does; write function: module:name, a function of response, ground truth "
             f"and config that returns the score, or remove {path} and the data with its tags",
         )
+    built_in = built_in_of(reward.function)
+    name = path.removeprefix("rewards.")
+    similar = nearest(name, BUILT_IN)
+    if f"{path}.function" not in given and not worker and name not in BUILT_IN and similar not in (None, built_in):
+        report.warn(
+            f"{path}.function",
+            f"is not given and {name} is not a built-in reward, so {built_in} scores; write function: {similar} if "
+            f"that is meant, else function: {built_in}",
+        )
     if not _names_code(reward.function):
         file, _, name = reward.function.rpartition(":")
         stem = os.path.basename(file).removesuffix(".py")
@@ -140,7 +150,6 @@ def _check_reward(path: str, reward: RewardConfig, config: RLVRConfig, report: R
             f"{path}.function",
             f"{reward.function!r} is not the name of a function; write module:function{hint}{known}",
         )
-    built_in = built_in_of(reward.function)
     if scoring_role(reward) is not None and reward.template is not None:
         check_name(f"{path}.template", reward.template, TEMPLATES, report)
     if built_in not in (None, "reward_model") and reward.correct_score == reward.wrong_score:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -12,12 +13,15 @@ from roll.configs.errors import RunError
 from roll.configs.load import build_config
 from roll.configs.model_config import read_model_shape
 from roll.configs.pipeline import RLVRConfig
+from roll.configs.rewards import BUILT_IN, RewardConfig
 from roll.datasets.prompts import load_prompts
 from roll.datasets.records import DatasetError
 from roll.datasets.sft import load_sft_data
 from roll.datasets.templates import TEMPLATES, ConversationEncoder
 from roll.pipeline.tokenizer import load_tokenizer
-from roll.tools.rehearse.data import MOST_TOKENS, choose_rows, longest_messages, write_data
+from roll.rewards.calling import RewardRequest
+from roll.rewards.reward_process import load_reward_function
+from roll.tools.rehearse.data import MOST_TOKENS, STAND_IN_TRUTHS, choose_rows, longest_messages, write_data
 from roll.tools.rehearse.inputs import make_inputs
 from roll.tools.rehearse.model import find_model, find_tokenizer, stand_in_tokenizer, write_model
 from roll.tools.rehearse.shrink import shrink
@@ -165,3 +169,17 @@ def test_the_stand_in_of_a_reward_model_gives_scores(tmp_path: Path) -> None:
     assert isinstance(small, RLVRConfig)
     assert small.reward.model_args.model_name_or_path == folder
     assert small.rewards["reward_model"].template == "native", "the stand-in has the tokenizer of the policy"
+
+
+@pytest.mark.parametrize("name", [name for name in BUILT_IN if name not in ("llm_judge", "reward_model")])
+def test_every_reward_that_is_a_function_can_read_its_stand_in_truth(name: str) -> None:
+    config = RewardConfig(function=BUILT_IN[name].function, timeout_s=60.0)
+    _, function = load_reward_function(config)
+    request = RewardRequest(("```python\nprint(3)\n```",), STAND_IN_TRUTHS.get(name, "3"))
+    value = function.call(request, 0)
+    [outcome] = function.outcomes(asyncio.run(value) if function.is_async else value, None)
+    assert outcome.reason is None, outcome.detail
+
+
+def test_stand_in_truths_belong_to_built_in_rewards() -> None:
+    assert STAND_IN_TRUTHS.keys() <= BUILT_IN.keys()
