@@ -171,11 +171,11 @@ class EngineMonitor:
                 self.seconds_down += seconds
                 self._record(engine, "serving again", f"serves again after {seconds:.1f} s", seconds)
 
-    async def find_dead(self) -> None:
+    async def restart_dead(self) -> None:
         """Restarts the engines whose processes have died or are stopped; does not wait for the answer of an engine."""
         await asyncio.gather(*(self._check(engine, None) for engine in self._running))
 
-    async def check(self, timeout_s: float) -> None:
+    async def restart_unresponsive(self, timeout_s: float) -> None:
         """Restarts the engines that have died, or do not answer within `timeout_s`."""
         await asyncio.gather(*(self._check(engine, timeout_s) for engine in self._running))
 

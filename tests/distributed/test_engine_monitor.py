@@ -104,7 +104,7 @@ def test_an_engine_whose_node_is_gone_is_not_restarted_again(tmp_path: Path) -> 
         engines = WithoutNode(1)
         monitor = monitor_of(engines, tmp_path, restarts=5)
         engines.fail(0, "check_health", PROCESS_DIED, "The actor died")
-        await monitor.check(1.0)
+        await monitor.restart_unresponsive(1.0)
         with pytest.raises(EnginesLostError, match="no engine left .*the first cause: actor_infer-0: "):
             await monitor.wait_for_engine()
         assert monitor.states == [EngineState.LOST] and engines.restarts == [(0, False)]
@@ -194,10 +194,10 @@ def test_a_late_answer_during_a_weight_update_is_no_failure_but_a_death_is(tmp_p
 
     async def scenario() -> None:
         with monitor.updating():
-            await monitor.check(1.0)
+            await monitor.restart_unresponsive(1.0)
         await run_tasks()
         assert [each.value for each in monitor.states] == ["serving", "lost"]
-        await monitor.check(1.0)
+        await monitor.restart_unresponsive(1.0)
         await run_tasks()
         assert [each.value for each in monitor.states] == ["lost", "lost"]
 

@@ -1,7 +1,13 @@
 """Weight updates, driven from here: `WeightSynchronizer.update_weights` is one transaction over all engines that run.
 
-An engine that died is left out, and gets the current weights by itself once it has been restarted. The training ranks'
-side of each call is in `sender.py`, the engines' side in `receiver.py`.
+When an engine dies within an update, the step of the transaction that it takes part in fails, and so does the attempt;
+this attempt does not count against `max_sync_retries`. `_recover_from_failed_attempt` has the `EngineMonitor` restart
+the engines whose processes are dead, disconnects the transport, which frees the other engines, and restarts those that
+do not answer. The next attempt begins the transaction again with the engines that run then; where there is none, it
+waits until one has been restarted. An engine whose restart takes longer gets the weights in the next update, or earlier
+from `while_idle`, while the trainer is idle.
+
+The training ranks' side of each call is in `sender.py`, the engines' side in `receiver.py`.
 """
 
 from __future__ import annotations
@@ -86,7 +92,7 @@ class WeightSynchronizer:
             transport: how weights are sent; by default as `choose_transport` decides.
             sleep: waits between attempts; replaced in tests.
             devices: on which training ranks and engines take turns.
-            monitor: of the engines; by default one that finds dead engines when an attempt fails.
+            monitor: of the engines; by default one that restarts dead engines when an attempt fails.
         """
         self._devices = devices
         self._monitor = monitor or EngineMonitor(infer, config, EventLog(config.output_dir))
@@ -141,7 +147,9 @@ class WeightSynchronizer:
                 self._failures += 1
                 causes.append(f"attempt {len(causes) + 1}: {type(error).__name__}: {error}")
                 logger.warning("weight update to version %d: attempt %d: %s", version, len(causes), one_line(error))
-                failed += not await self._leave_out_dead_engines(causes)
+                engine_died = await self._recover_from_failed_attempt(causes)
+                if not engine_died:
+                    failed += 1
                 if failed > self._config.max_sync_retries:
                     break
                 await self._sleep(self._config.sync_retry_delay_s)
@@ -208,7 +216,8 @@ class WeightSynchronizer:
             self._failures += 1
             causes = [f"{type(error).__name__}: {error}"]
             logger.warning("restarted engines did not get the weights: %s", one_line(error))
-            if not await self._leave_out_dead_engines(causes):
+            engine_died = await self._recover_from_failed_attempt(causes)
+            if not engine_died:
                 cause = f"it did not get the current weights: {one_line(error)}"
                 for engine in engines:
                     await self._monitor.failed(engine, cause)
@@ -224,16 +233,16 @@ class WeightSynchronizer:
         train, infer = self._train.role, self._infer.role
         return isinstance(error, ClusterError) and error.kind == PROCESS_DIED and error.role == train != infer
 
-    async def _leave_out_dead_engines(self, causes: list[str]) -> bool:
-        """Cleans up after a failed attempt; whether engines of it have died.
+    async def _recover_from_failed_attempt(self, causes: list[str]) -> bool:
+        """Restarts dead engines, leaves them out, and disconnects the transport; whether engines of the attempt died.
 
-        An engine may be blocked by a transfer until the clean-up, so only then it has to answer.
+        An engine may be blocked by a transfer until the transport is disconnected, so only then it has to answer.
         """
         before, failures = {*self._transport.engines}, self._monitor.failures
-        await self._monitor.find_dead()
+        await self._monitor.restart_dead()
         self._transport.engines = self._alive(before)
         await self._clean_up("disconnect", self._transport.disconnect, causes)
-        await self._monitor.check(min(self._config.sync_timeout_s, self._config.health_check_timeout_s))
+        await self._monitor.restart_unresponsive(min(self._config.sync_timeout_s, self._config.health_check_timeout_s))
         self._transport.engines = self._alive(before)
         return self._monitor.failures > failures or {*self._transport.engines} != before
 
