@@ -1,4 +1,8 @@
-"""Checkpoints and other folders that are complete or absent: written to a temporary folder, marked, renamed, pruned."""
+"""Checkpoints and other folders that are complete or absent: written to a temporary folder, marked, renamed, pruned.
+
+What is in a checkpoint: `PipelineState` below, the state of the learner (`learner.py`), and for each trained role what
+`roll/distributed/strategy/megatron_checkpoint.py` writes.
+"""
 
 from __future__ import annotations
 
@@ -49,11 +53,6 @@ class CheckpointManager:
         self._max_to_keep = max_to_keep
         self._free: int | None = None
         """Bytes that were free before the last checkpoint was begun."""
-
-    async def save(self, step: int, write: Callable[[Path], Awaitable[None]]) -> Path:
-        """Creates a checkpoint of `step` with `write`; see `write` and `complete_step`."""
-        await self.write(step, write)
-        return await self.complete_step(step)
 
     async def write(self, step: int, write: Callable[[Path], Awaitable[None]]) -> None:
         """Begins a checkpoint of `step` with `write`; a run that ends before `complete_step` has none.
@@ -110,7 +109,7 @@ class CheckpointManager:
     def _path(self, step: int) -> Path:
         return self._folder / f"step-{step:06d}"
 
-    def begin(self, resumed: Path | None) -> list[Path]:
+    def set_aside_others(self, resumed: Path | None) -> list[Path]:
         """Renames the checkpoints that the run starting now does not continue from, so that it never resumes from them.
 
         What an earlier run had not finished writing is deleted.
@@ -199,7 +198,7 @@ class CheckpointManager:
                 shutil.rmtree(path)
 
 
-def checkpoint_folder(config: BaseConfig) -> CheckpointManager:
+def checkpoints_of(config: BaseConfig) -> CheckpointManager:
     """The checkpoints of a run."""
     return CheckpointManager(Path(config.checkpoint_dir or Path(config.output_dir) / FOLDER), config.max_ckpt_to_keep)
 

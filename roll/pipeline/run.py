@@ -29,7 +29,7 @@ from roll.distributed.resources import RayStartError, ResourceError
 from roll.distributed.weight_sync.synchronizer import WeightUpdateError
 from roll.pipeline.agentic.agentic_pipeline import AgenticPipeline
 from roll.pipeline.bottleneck_report import Split, bottleneck_report
-from roll.pipeline.checkpoint import CheckpointError, checkpoint_folder
+from roll.pipeline.checkpoint import CheckpointError, checkpoints_of
 from roll.pipeline.dpo_pipeline import DPOPipeline
 from roll.pipeline.extensions import load_extensions
 from roll.pipeline.health import INTERVAL_S, Health, HealthFile, PeakMemory, read_in_time, watched
@@ -114,7 +114,7 @@ def run_pipeline(config: BaseConfig, command: str = "roll run CONFIG") -> int:
         summary = asyncio.run(run(config))
     except (KeyboardInterrupt, asyncio.CancelledError, RunInterrupted) as error:
         health.end("interrupted")
-        saved = error.checkpoint if isinstance(error, RunInterrupted) else newest_checkpoint(config)
+        saved = error.checkpoint if isinstance(error, RunInterrupted) else newest_complete(config)
         logger.warning("interrupted; %s", continuation(saved, command) if saved else "there is no checkpoint")
         return EXIT_INTERRUPTED
     except (*USER_ERRORS, OSError) as error:
@@ -122,7 +122,7 @@ def run_pipeline(config: BaseConfig, command: str = "roll run CONFIG") -> int:
         if isinstance(error, OSError) and not is_disk_full(error):
             raise
         logger.error("%s", short_message(error, config))
-        if not isinstance(error, CheckpointError) and (saved := newest_checkpoint(config)) is not None:
+        if not isinstance(error, CheckpointError) and (saved := newest_complete(config)) is not None:
             logger.info("%s", continuation(saved, command))
         return 1
     except BaseException:
@@ -156,7 +156,7 @@ async def run(config: BaseConfig) -> RunSummary:
                 except ClusterError as error:
                     if not error.process_failed or not session.may_start_again or running.interrupted:
                         raise
-                    saved = checkpoint_folder(config).resume_path(True) if session.resumed else None
+                    saved = checkpoints_of(config).resume_path(True) if session.resumed else None
                     events.record(
                         f"{error.role}-{error.rank}",
                         "run restarted",
@@ -188,9 +188,9 @@ def short_message(error: BaseException, config: BaseConfig) -> str:
     return str(DiskFullError(Path(name or config.output_dir)))
 
 
-def newest_checkpoint(config: BaseConfig) -> Path | None:
+def newest_complete(config: BaseConfig) -> Path | None:
     """The newest complete checkpoint; its files are checked when a run continues from it."""
-    return next(reversed(checkpoint_folder(config).complete()), None)
+    return next(reversed(checkpoints_of(config).complete()), None)
 
 
 def continuation(checkpoint: Path, command: str) -> str:
@@ -200,7 +200,7 @@ def continuation(checkpoint: Path, command: str) -> str:
 
 def next_steps(config: BaseConfig, summary: RunSummary, command: str) -> list[str]:
     """How the run ended, where its results are, and commands that show or continue it."""
-    folder, saved = Path(config.output_dir), newest_checkpoint(config)
+    folder, saved = Path(config.output_dir), newest_complete(config)
     lines = [f"finished {summary.steps} steps in {summary.seconds:.0f} s"]
     rows = {"results": f"{folder}/  ({METRICS_FILE}, {RUN_FILE}, logs)"}
     if isinstance(config, RLConfig) and config.rollout_dump_steps != 0:
@@ -221,7 +221,7 @@ async def run_once(config: BaseConfig, session: Session, running: RunningLoop) -
     start = time.perf_counter()
     running.starting()
     extensions = load_extensions(config)
-    checkpoint_folder(config).resume_path(config.resume_from_checkpoint)
+    checkpoints_of(config).resume_path(config.resume_from_checkpoint)
     monitor = (extensions.monitor or HealthFile)(config)
     summary = RunSummary()
     async with watched(running.health, monitor):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from roll.configs.errors import RunError, RunInterrupted
 from roll.configs.pipeline import BaseConfig
-from roll.pipeline.checkpoint import PipelineState, checkpoint_folder, step_of, write_folder
+from roll.pipeline.checkpoint import PipelineState, checkpoints_of, step_of, write_folder
 from roll.rollout.timers import StepClock
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ class TrainingLoop:
         self._trackers = trackers
         self._target_reached = target_reached or (lambda metrics: False)
         self._batch_hook = batch_hook
-        self._checkpoints = checkpoint_folder(config)
+        self._checkpoints = checkpoints_of(config)
         self._device_count = len({rank for role in config.device_roles().values() for rank in role.device_mapping}) or 1
         self.state = PipelineState()
         self.validation: dict[str, dict[str, float]] = {}
@@ -447,7 +447,7 @@ class TrainingLoop:
         logger.info("resumed from %s at step %d, version %d", folder, self.state.step, self.state.version)
 
     def _rename_old_checkpoints(self, resumed: Path | None) -> None:
-        moved = self._checkpoints.begin(resumed)
+        moved = self._checkpoints.set_aside_others(resumed)
         if moved:
             logger.warning("renamed checkpoints of an earlier run: %s", ", ".join(map(str, moved)))
 

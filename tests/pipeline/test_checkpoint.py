@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,14 @@ async def write_weights(folder: Path) -> None:
     (folder / "weights").write_text("w")
 
 
-def save(manager: CheckpointManager, step: int) -> Path:
-    return asyncio.run(manager.save(step, write_weights))
+def save(manager: CheckpointManager, step: int, write: Callable[[Path], Awaitable[None]] = write_weights) -> Path:
+    """A checkpoint, written and completed."""
+
+    async def run() -> Path:
+        await manager.write(step, write)
+        return await manager.complete_step(step)
+
+    return asyncio.run(run())
 
 
 def test_a_saved_checkpoint_is_found_and_holds_what_was_written(tmp_path):
@@ -37,7 +44,7 @@ def test_a_run_that_dies_while_saving_keeps_the_previous_checkpoint(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        asyncio.run(manager.save(2, die))
+        save(manager, 2, die)
     assert manager.resume_path(True) == before
     assert save(manager, 2).name == "step-000002"
 
@@ -82,7 +89,7 @@ def test_a_path_may_name_a_checkpoint_its_folder_or_a_run(tmp_path):
 def test_a_new_run_renames_checkpoints_of_an_earlier_run_and_keeps_its_own(tmp_path):
     manager = CheckpointManager(tmp_path, max_to_keep=2)
     earlier = [save(manager, step) for step in (90, 180)]
-    moved = manager.begin(None)
+    moved = manager.set_aside_others(None)
     assert [path.name for path in moved] == ["step-000090.old", "step-000180.old"]
     assert all((path / "weights").exists() for path in moved) and not any(path.exists() for path in earlier)
     assert manager.resume_path(True) is None
@@ -94,17 +101,17 @@ def test_a_new_run_renames_checkpoints_of_an_earlier_run_and_keeps_its_own(tmp_p
 def test_a_run_resumed_from_an_early_step_renames_later_checkpoints(tmp_path):
     manager = CheckpointManager(tmp_path, max_to_keep=2)
     early, late = (save(manager, step) for step in (4, 6))
-    assert manager.begin(manager.resume_path(str(early))) == [tmp_path / "step-000006.old"]
+    assert manager.set_aside_others(manager.resume_path(str(early))) == [tmp_path / "step-000006.old"]
     assert [path.name for path in manager.complete()] == ["step-000004"] and not late.exists()
     save(manager, 6)
-    manager.begin(early)
+    manager.set_aside_others(early)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000004", "step-000006.old", "step-000006.old2"]
 
 
 def test_a_run_resumed_from_another_folder_renames_all_checkpoints(tmp_path):
     manager = CheckpointManager(tmp_path / "here", max_to_keep=2)
     save(manager, 3)
-    manager.begin(save(CheckpointManager(tmp_path / "there", 0), 5))
+    manager.set_aside_others(save(CheckpointManager(tmp_path / "there", 0), 5))
     assert manager.complete() == []
 
 
@@ -122,7 +129,7 @@ def test_a_checkpoint_that_does_not_fit_on_the_disk_is_absent_and_the_error_has_
     manager = CheckpointManager(small_disk, max_to_keep=0)
     before = save(manager, 1)
     with pytest.raises(DiskFullError) as caught:
-        asyncio.run(manager.save(2, fill))
+        save(manager, 2, fill)
     message = str(caught.value)
     assert f"no space left to write {small_disk}/step-000002: more than 1.0 MB needed, 1.0 MB free;" in message
     assert "\n" not in message
@@ -136,9 +143,9 @@ def test_a_checkpoint_larger_than_the_free_space_is_not_begun(small_disk):
     async def large(folder: Path) -> None:
         (folder / "weights").write_bytes(bytes(600_000))
 
-    asyncio.run(manager.save(1, large))
+    save(manager, 1, large)
     with pytest.raises(DiskFullError, match="600.1 kB needed, as for the last checkpoint, 4.* kB free"):
-        asyncio.run(manager.save(2, fill))
+        save(manager, 2, fill)
 
 
 def test_an_error_that_is_not_about_space_is_raised_as_it_is(tmp_path):
@@ -146,13 +153,13 @@ def test_an_error_that_is_not_about_space_is_raised_as_it_is(tmp_path):
         raise RuntimeError("a rank died")
 
     with pytest.raises(RuntimeError, match="a rank died"):
-        asyncio.run(CheckpointManager(tmp_path, 0).save(1, broken))
+        save(CheckpointManager(tmp_path, 0), 1, broken)
 
 
 def test_a_new_run_deletes_what_an_earlier_one_had_not_finished_writing(tmp_path):
     manager = CheckpointManager(tmp_path, max_to_keep=0)
     (tmp_path / "step-000007.partial").mkdir()
-    manager.begin(None)
+    manager.set_aside_others(None)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -187,7 +194,7 @@ async def write_shards(folder: Path) -> None:
 @pytest.mark.parametrize("spoil", [truncate, overwrite, remove, spoil_marker])
 def test_a_damaged_checkpoint_is_named_and_the_newest_intact_one_is_taken(tmp_path, spoil, caplog):
     manager = CheckpointManager(tmp_path, max_to_keep=0)
-    older, newest = [asyncio.run(manager.save(step, write_shards)) for step in (1, 2)]
+    older, newest = [save(manager, step, write_shards) for step in (1, 2)]
     assert manager.resume_path(True) == newest
     problem = spoil(newest)
     assert manager.resume_path(True) == older
@@ -219,7 +226,7 @@ def test_a_marker_of_another_shape_is_damage(tmp_path, marker):
 
 def test_a_folder_of_a_checkpoint_may_be_moved_and_linked(tmp_path):
     manager = CheckpointManager(tmp_path / "run", max_to_keep=0)
-    folder = asyncio.run(manager.save(1, write_shards))
+    folder = save(manager, 1, write_shards)
     (folder / "shards").rename(tmp_path / "elsewhere")
     (folder / "shards").symlink_to(tmp_path / "elsewhere")
     assert manager.resume_path(True) == folder

@@ -15,7 +15,7 @@ from roll.configs.pipeline import BaseConfig, SFTConfig
 from roll.distributed.events import EVENTS_FILE, EventLog
 from roll.distributed.remote_errors import PROCESS_DIED, TIMEOUT, ClusterError
 from roll.pipeline import run as module
-from roll.pipeline.checkpoint import CheckpointError, checkpoint_folder
+from roll.pipeline.checkpoint import CheckpointError, checkpoints_of
 from roll.pipeline.run import RunningLoop, RunSummary
 from roll.pipeline.session import Session
 
@@ -35,8 +35,8 @@ class Runs:
         if len(self.resumed) == self.interrupted_in:
             running.stop(asyncio.create_task(asyncio.sleep(0)))
         if len(self.resumed) == self.checkpoint_before:
-            await checkpoint_folder(config).write(1, lambda folder: _write(folder))
-            await checkpoint_folder(config).complete_step(1)
+            await checkpoints_of(config).write(1, lambda folder: _write(folder))
+            await checkpoints_of(config).complete_step(1)
         if self.errors:
             raise self.errors.pop(0)
         return RunSummary(status="finished")
