@@ -1,10 +1,10 @@
-"""Cost of the rollout policy alone: a million prompts on a thousand simulated engines.
+"""Cost of admission alone: a million prompts on a thousand simulated engines.
 
     python -m benchmarks.scheduler --json FILE
 
 Engines are a heap of finish times. A prompt goes to the engine with the fewest outstanding tokens and finishes after
 the earlier prompts of that engine. One in a hundred fails and is replaced. The trainer takes a batch as soon as one is
-ready, trains for a fixed time and updates the weights. The time covers policy, balancer and heap; lengths are drawn
+ready, trains for a fixed time and updates the weights. The time covers admission, balancer and heap; lengths are drawn
 before.
 """
 
@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.common import Check, Measurement, at_most, main, median
+from roll.rollout.admission import Admission, AdmissionSettings
 from roll.rollout.engine_pool import Balancer
 from roll.rollout.ledger import PromptRequest
-from roll.rollout.policy import PolicySettings, RolloutPolicy
 
 ENGINES = 1000
 BATCH_SIZE = 1000
@@ -40,7 +40,7 @@ LENGTHS = 65_536
 class SimulatedRun:
     """One run with simulated time."""
 
-    policy: RolloutPolicy[int]
+    admission: Admission[int]
     lengths: list[int]
     now: float = 0.0
     balancer: Balancer = field(default_factory=lambda: Balancer(ENGINES))
@@ -49,7 +49,7 @@ class SimulatedRun:
 
     def submit(self) -> None:
         """Sends all admissible prompts to engines."""
-        for request in self.policy.submit(self.policy.admissible()):
+        for request in self.admission.submit(self.admission.admissible()):
             tokens = self.lengths[request.number % LENGTHS]
             engine = self.balancer.choose()
             self.balancer.add(engine, tokens)
@@ -61,21 +61,21 @@ class SimulatedRun:
         self.now, number, engine, request = heapq.heappop(self.running)
         self.balancer.remove(engine, self.lengths[number % LENGTHS])
         if number % round(1 / FAILURE_RATE) == 7:
-            self.policy.drop(number, "generation_failed")
+            self.admission.drop(number, "generation_failed")
             self.submit()
         else:
-            self.policy.finish(number, number, request.version)
+            self.admission.finish(number, number, request.version)
 
     def step(self, train_seconds: float) -> None:
         """Waits for a batch, trains on it while generation continues, and updates the weights."""
-        while not self.policy.ready():
+        while not self.admission.ready():
             self.finish_next()
-        self.policy.take()
+        self.admission.take()
         trained = self.now + train_seconds
         while self.running and self.running[0][0] <= trained:
             self.finish_next()
         self.now = trained
-        self.policy.advance(self.policy.learning_version)
+        self.admission.advance(self.admission.learning_version)
         self.submit()
 
 
@@ -86,8 +86,8 @@ def resident_bytes() -> int:
 
 def run(prompts: int, lengths: list[int]) -> dict[str, float]:
     """Seconds and memory growth of a run of this many prompts; memory growth starts after a tenth of the batches."""
-    policy: RolloutPolicy[int] = RolloutPolicy(PolicySettings(BATCH_SIZE, RATIO, total=prompts))
-    simulated = SimulatedRun(policy, lengths)
+    admission: Admission[int] = Admission(AdmissionSettings(BATCH_SIZE, RATIO, total=prompts))
+    simulated = SimulatedRun(admission, lengths)
     batches = prompts // BATCH_SIZE
     mean = sum(lengths) / len(lengths)
     warm = peak = 0
@@ -99,11 +99,11 @@ def run(prompts: int, lengths: list[int]) -> dict[str, float]:
             warm = resident_bytes()
         peak = max(peak, resident_bytes())
     seconds, processor = time.perf_counter() - start, time.process_time() - processor
-    if policy.ledger.consumed != prompts or policy.ledger.dropped["stale"]:
-        raise AssertionError(f"prompts are missing or stale: {policy.ledger}")
+    if admission.ledger.consumed != prompts or admission.ledger.dropped["stale"]:
+        raise AssertionError(f"prompts are missing or stale: {admission.ledger}")
     return {
         "prompts": prompts,
-        "submitted": policy.ledger.submitted,
+        "submitted": admission.ledger.submitted,
         "seconds": seconds,
         "processor_seconds": processor,
         "microseconds_per_prompt": 1e6 * processor / prompts,

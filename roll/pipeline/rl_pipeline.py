@@ -18,7 +18,7 @@ from roll.pipeline.extensions import load_extensions
 from roll.pipeline.learner import RLLearner
 from roll.pipeline.rollout_client import RolloutClient
 from roll.pipeline.rollout_worker import Purpose, RolloutWorker
-from roll.pipeline.rollouter import Rollouter, policy_settings, rollout_options
+from roll.pipeline.rollouter import Rollouter, admission_settings, rollout_options
 from roll.pipeline.session import Session
 from roll.pipeline.tokenizer import load_tokenizer, sampling_params
 from roll.pipeline.training_loop import SampleSource, TrainingLoop
@@ -125,4 +125,4 @@ def make_rollouter(config: RLConfig, make_worker: WorkerFactory, engines: Engine
     restarted = not config.takes_turns(get_platform(config.platform).name)
     pool = EnginePool(engines, config.max_generation_retries, config.actor_infer.max_running_requests, restarted)
     cls = load_extensions(config).rollouter or Rollouter
-    return cls(make_worker(pool), policy_settings(config), rollout_options(config))
+    return cls(make_worker(pool), admission_settings(config), rollout_options(config))

@@ -1,7 +1,7 @@
-"""The rollouter: keeps generation running as far ahead as the policy allows, and returns batches.
+"""The rollouter: keeps generation running as far ahead as admission allows, and returns batches.
 
 With `async_generation_ratio` 0 it generates a batch when it is requested: synchronous training. In the background it
-submits prompts whenever the policy admits them, and training takes what is ready. It knows neither Ray nor engines.
+submits prompts whenever `Admission` admits them, and training takes what is ready. It knows neither Ray nor engines.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from roll.configs.errors import RunError
 from roll.configs.pipeline import RLConfig
 from roll.pipeline.rollout_worker import RolloutWorker
 from roll.pipeline.training_loop import SampleBatch
+from roll.rollout.admission import Admission, AdmissionSettings
 from roll.rollout.filters import StarvationLimit
 from roll.rollout.ledger import EXPIRED, PromptRequest
-from roll.rollout.policy import PolicySettings, RolloutPolicy
 from roll.rollout.timers import BusyTimer
 from roll.rollout.types import Group
 
@@ -34,7 +34,7 @@ ENGINES = "engines"
 
 @dataclass(frozen=True)
 class RolloutOptions:
-    """Options of a rollouter that are not bounds of the policy.
+    """Options of a rollouter that are not bounds of admission.
 
     Attributes:
         background: generate ahead of demand.
@@ -57,11 +57,11 @@ class RolloutOptions:
     interval_s: float
 
 
-def policy_settings(config: RLConfig) -> PolicySettings:
+def admission_settings(config: RLConfig) -> AdmissionSettings:
     """Bounds of the run in groups; loading has checked that they fit together."""
     asynchronous, groups = config.async_training, config.groups_per_batch
     queue = asynchronous.max_queue_size
-    return PolicySettings(
+    return AdmissionSettings(
         batch_size=groups,
         ratio=config.async_generation_ratio,
         max_staleness=asynchronous.max_staleness_allowed,
@@ -96,7 +96,7 @@ class Rollouter:
     def __init__(
         self,
         worker: RolloutWorker,
-        settings: PolicySettings,
+        settings: AdmissionSettings,
         options: RolloutOptions,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
@@ -105,12 +105,12 @@ class Rollouter:
 
         Args:
             worker: generates and scores groups.
-            settings: bounds of the policy.
+            settings: bounds of admission.
             options: everything else.
             clock: seconds, for timers and deadlines.
             wall_clock: seconds, for the age of groups, which outlives a restart.
         """
-        self.policy: RolloutPolicy[Group] = RolloutPolicy(settings)
+        self.admission: Admission[Group] = Admission(settings)
         self._worker, self._options, self._clock, self._wall_clock = worker, options, clock, wall_clock
         self._changed = asyncio.Condition()
         self._started = self._stopped = False
@@ -127,7 +127,7 @@ class Rollouter:
     async def advance(self, version: int) -> None:
         """The engines have the weights of `version`. The first call starts the timers and background generation."""
         async with self._changed:
-            self.policy.advance(version)
+            self.admission.advance(version)
             self._changed.notify_all()
         if not self._started:
             self._started = True
@@ -142,13 +142,13 @@ class Rollouter:
         Raises:
             RunError: too many groups failed, a filter starves the batch, or it was not ready within `deadline_s`.
         """
-        if not self._options.background and not self.policy.ready():
+        if not self._options.background and not self.admission.ready():
             self._start(self._fill_batch)
-        version = self.policy.learning_version
+        version = self.admission.learning_version
         await self._wait_until_ready()
         if self._stopped:
             return None
-        taken = self.policy.take()
+        taken = self.admission.take()
         groups = [finished.group for finished in taken]
         ages = [self._wall_clock() - finished.request.submitted_at_s for finished in taken]
         async with self._changed:
@@ -163,7 +163,7 @@ class Rollouter:
         metrics["rollout/tokens_per_second"] = tokens / max(seconds["generate"], 1e-9)
         metrics["throughput/rollout_idle"] = intervals[ENGINES].idle_share
         metrics |= {"time/sample_age_mean": statistics.fmean(ages), "time/sample_age_max": max(ages)}
-        ledger = self.policy.ledger
+        ledger = self.admission.ledger
         metrics |= ledger.metrics() | ledger.sample_metrics(self._options.samples_per_group)
         return SampleBatch(self._worker.batch(groups), metrics, seconds)
 
@@ -179,8 +179,8 @@ class Rollouter:
 
     async def _fill_batch(self) -> None:
         """Generates in waves until a batch is ready."""
-        while not self.policy.ready():
-            groups = self._draw(self.policy.admissible())
+        while not self.admission.ready():
+            groups = self._draw(self.admission.admissible())
             if not groups:
                 raise RunError(f"no batch can be made: {self._state()}")
             await self._generate(groups)
@@ -190,17 +190,17 @@ class Rollouter:
         last = -self._options.interval_s
         while True:
             async with self._changed:
-                await self._changed.wait_for(lambda: self._to_regenerate or self.policy.admissible())
+                await self._changed.wait_for(lambda: self._to_regenerate or self.admission.admissible())
             await asyncio.sleep(max(0.0, last + self._options.interval_s - self._clock()))
             last = self._clock()
-            groups = self._draw(min(self.policy.admissible(), self.policy.settings.batch_size))
+            groups = self._draw(min(self.admission.admissible(), self.admission.settings.batch_size))
             for share in [groups] if self._options.batched_submit else [[group] for group in groups]:
                 self._start(self._generate, share)
 
     def _draw(self, count: int) -> list[Group]:
         """Groups that were in flight at a restart, then `count` new ones."""
         again, self._to_regenerate = self._to_regenerate, []
-        groups = [*again, *self._worker.draw(self.policy.submit(count, self._wall_clock()))]
+        groups = [*again, *self._worker.draw(self.admission.submit(count, self._wall_clock()))]
         self._in_flight |= {group.number: group for group in groups}
         return groups
 
@@ -220,19 +220,19 @@ class Rollouter:
         if group.drop_reason is not None:
             self._failed += 1
             self._last_failure = group.failure
-            self.policy.drop(group.number, group.drop_reason)
+            self.admission.drop(group.number, group.drop_reason)
             return
         self._completed += 1
         filtered = self._worker.filter_reason(group)
         if filtered is None:
             self._starvation.count_kept()
-            self.policy.finish(group.number, group, group.oldest_version)
+            self.admission.finish(group.number, group, group.oldest_version)
             return
         reason, path = filtered
         starved = self._starvation.count_filtered(reason, path)
         if starved is not None:
             raise RunError(starved)
-        self.policy.drop(group.number, reason)
+        self.admission.drop(group.number, reason)
 
     def _allowed_failures(self) -> float:
         """Failures allowed since the last batch; a rate above 0 always allows one."""
@@ -241,13 +241,13 @@ class Rollouter:
 
     def _failure_base(self) -> int:
         """Prompts that the failure rate is a share of."""
-        return max(self.policy.settings.batch_size, self._completed)
+        return max(self.admission.settings.batch_size, self._completed)
 
     def _failure_message(self) -> str:
         return (
             f"{self._failed} prompts failed since the last batch, more than max_failure_rate "
             f"{self._options.failure_rate:g} allows of {self._failure_base()}; dropped so far: "
-            f"{dict(self.policy.ledger.dropped)}; last cause: {self._last_failure or 'see the engine log'}"
+            f"{dict(self.admission.ledger.dropped)}; last cause: {self._last_failure or 'see the engine log'}"
         )
 
     async def _wait_until_ready(self) -> None:
@@ -265,37 +265,37 @@ class Rollouter:
             raise self._error
 
     def _may_go_on(self) -> bool:
-        return self._error is not None or self._stopped or self.policy.ready()
+        return self._error is not None or self._stopped or self.admission.ready()
 
     async def _is_ready(self) -> bool:
         """Whether a batch can be taken now, after groups that are too old for it were dropped."""
-        if self.policy.ready() and self.policy.expire(self._wall_clock()):
+        if self.admission.ready() and self.admission.expire(self._wall_clock()):
             async with self._changed:
                 self._changed.notify_all()
-        return self.policy.ready()
+        return self.admission.ready()
 
     def _state(self) -> str:
         """What is ready and what is missing, for messages."""
-        policy, blocking = self.policy, self.policy.blocking()
+        admission, ledger, blocking = self.admission, self.admission.ledger, self.admission.blocking()
         shown = ", ".join(_name(request) for request in blocking[:3])
-        reasons = policy.pause_reasons
+        reasons = admission.pause_reasons
         paused = f", submission is paused for {', '.join(reasons)}" if reasons else ""
-        expired = policy.ledger.dropped[EXPIRED]
+        expired = ledger.dropped[EXPIRED]
         dropped = f", {expired} so far were dropped for their age (max_sample_age_s)" if expired else ""
         return (
-            f"{policy.ledger.buffered} of {policy.settings.batch_size} prompts are ready, {policy.ledger.in_flight} "
-            f"are running; it waits for {len(blocking)}{f' ({shown} ...)' if shown else ''}{paused}{dropped}"
+            f"{ledger.buffered} of {admission.settings.batch_size} prompts are ready, {ledger.in_flight} are running; "
+            f"it waits for {len(blocking)}{f' ({shown} ...)' if shown else ''}{paused}{dropped}"
         )
 
     async def validate(self) -> dict[str, float]:
         """`val/...` of the current weights; submission for training is paused until it ends."""
         start = self._clock()
-        self.policy.pause("validation")
+        self.admission.pause("validation")
         try:
             with self.measure(ENGINES):
                 metrics = await self._worker.validate()
         finally:
-            self.policy.resume("validation")
+            self.admission.resume("validation")
             async with self._changed:
                 self._changed.notify_all()
         return {**metrics, "val/seconds": self._clock() - start}
@@ -314,12 +314,12 @@ class Rollouter:
 
     async def health(self) -> dict[str, Any]:
         """Prompts that are ready, running and blocking, why submission is paused, and seconds without progress."""
-        policy = self.policy
+        admission = self.admission
         return {
-            "buffered": policy.ledger.buffered,
-            "in_flight": policy.ledger.in_flight,
-            "blocking": len(policy.blocking()),
-            "paused_for": policy.pause_reasons,
+            "buffered": admission.ledger.buffered,
+            "in_flight": admission.ledger.in_flight,
+            "blocking": len(admission.blocking()),
+            "paused_for": admission.pause_reasons,
             "seconds_since_progress": round(self._clock() - self._last_progress, 3),
             "error": None if self._error is None else str(self._error),
         }
@@ -328,7 +328,7 @@ class Rollouter:
         """Ledger, buffer, groups in flight and position in the data, all of one moment; JSON-able."""
         again = {group.number: group for group in self._to_regenerate}
         return {
-            "policy": self.policy.state_dict(Group.state_dict),
+            "policy": self.admission.state_dict(Group.state_dict),
             "in_flight": [group.state_dict() for group in {**self._in_flight, **again}.values()],
             "worker": self._worker.state_dict(),
         }
@@ -341,11 +341,11 @@ class Rollouter:
         """
         try:
             self._worker.load_state_dict(state["worker"])
-            self.policy = RolloutPolicy.restore(self.policy.settings, state["policy"], Group.from_state)
+            self.admission = Admission.restore(self.admission.settings, state["policy"], Group.from_state)
         except ValueError as error:
             raise RunError(f"resume_from_checkpoint: {error}") from error
         unfinished = {group.number: group for group in map(Group.from_state, state["in_flight"])}
-        self._to_regenerate = [unfinished[request.number] for request in self.policy.resubmit(self._wall_clock())]
+        self._to_regenerate = [unfinished[request.number] for request in self.admission.resubmit(self._wall_clock())]
 
     async def close(self) -> None:
         """Ends generation and cancels what is in flight."""

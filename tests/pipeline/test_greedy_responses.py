@@ -17,10 +17,10 @@ from roll.configs.rewards import FilterArguments, QueryFilterConfig
 from roll.pipeline.rlvr_pipeline import RLVRWorker, Scorer
 from roll.pipeline.rollouter import Rollouter, RolloutOptions
 from roll.pipeline.training_loop import SampleBatch
+from roll.rollout.admission import AdmissionSettings
 from roll.rollout.engine_pool import EnginePool
 from roll.rollout.filters import QueryFilter
 from roll.rollout.ledger import PromptRequest
-from roll.rollout.policy import PolicySettings
 from roll.rollout.timers import StepClock
 from roll.rollout.types import GenerateRequest, Group, SamplingParams
 from tests.pipeline.agents import Engines
@@ -207,7 +207,7 @@ def rollouter(made: RLVRWorker, ratio: float, failure_rate: float = 1.0) -> Roll
         deadline_s=10.0,
         interval_s=0.0,
     )
-    return Rollouter(made, PolicySettings(batch_size=BATCH, ratio=ratio, total=RUN_STEPS * BATCH), options)
+    return Rollouter(made, AdmissionSettings(batch_size=BATCH, ratio=ratio, total=RUN_STEPS * BATCH), options)
 
 
 async def steps(made: Rollouter, engines: Engines, versions: range) -> list[SampleBatch]:
@@ -217,7 +217,7 @@ async def steps(made: Rollouter, engines: Engines, versions: range) -> list[Samp
         await made.advance(version)
         batch = await made.next_batch()
         assert batch is not None
-        made.policy.ledger.check()
+        made.admission.ledger.check()
         batches.append(batch)
     return batches
 
@@ -238,7 +238,7 @@ def test_prompts_stay_accounted_for_while_greedy_responses_fail(ratio):
         engines = slow(fails)
         made = rollouter(worker(2, engines), ratio)
         batches = await steps(made, engines, range(RUN_STEPS))
-        ledger = made.policy.ledger
+        ledger = made.admission.ledger
         assert all(batch.data.batch["greedy_scores"].tolist() == [4.0] * 2 * BATCH for batch in batches)
         assert (ledger.consumed, ledger.in_flight, ledger.buffered) == (RUN_STEPS * BATCH, 0, 0)
         assert ledger.dropped == {"generation_failed": ledger.submitted - RUN_STEPS * BATCH}
@@ -275,7 +275,7 @@ def test_running_and_buffered_greedy_responses_survive_a_restart(wait_s):
         after = await steps(again, engines, range(2, RUN_STEPS))
         batches = torch.cat([batch.data.batch["greedy_scores"] for batch in [*before, *after]])
         assert batches.tolist() == [4.0] * 2 * BATCH * RUN_STEPS
-        assert again.policy.ledger.consumed == again.policy.ledger.submitted == RUN_STEPS * BATCH
+        assert again.admission.ledger.consumed == again.admission.ledger.submitted == RUN_STEPS * BATCH
         await again.close()
 
     asyncio.run(run())

@@ -99,12 +99,12 @@ def test_whenever_it_dies_every_prompt_is_learned_from_once(tmp_path_factory, ra
         folder = tmp_path_factory.mktemp("run")
         processes = Processes(ratio, turns, deaths)
         client = client_of(processes, folder)
-        bound = processes.started[0].rollouter.policy.settings.versions_ahead
+        bound = processes.started[0].rollouter.admission.settings.versions_ahead
         used = [prompt for batch in await train(client, bound) for prompt in batch]
         assert sorted(used) == list(range(STEPS * BATCH))
-        policy = processes.started[-1].rollouter.policy
-        policy.ledger.check()
-        assert (policy.ledger.submitted, policy.ledger.consumed) == (STEPS * BATCH, STEPS * BATCH)
+        admission = processes.started[-1].rollouter.admission
+        admission.ledger.check()
+        assert (admission.ledger.submitted, admission.ledger.consumed) == (STEPS * BATCH, STEPS * BATCH)
         restarts = len(processes.started) - 1
         assert processes.cancelled == restarts
         log = folder / EVENTS_FILE

@@ -17,8 +17,8 @@ from roll.configs.pipeline import RLVRConfig
 from roll.pipeline.rollout_worker import Purpose, RolloutWorker
 from roll.pipeline.rollouter import Rollouter, RolloutOptions
 from roll.pipeline.training_loop import SampleBatch
+from roll.rollout.admission import AdmissionSettings
 from roll.rollout.ledger import PromptRequest
-from roll.rollout.policy import PolicySettings
 from roll.rollout.timers import Timer
 from roll.rollout.types import GenerateResult, Group, Trajectory
 from tests.distributed.env_workers import JumpingLoop
@@ -98,7 +98,7 @@ OPTIONS = RolloutOptions(
 
 
 def rollouter(worker: Scripted, ratio: float, steps: int, **options: Any) -> Rollouter:
-    bounds = PolicySettings(batch_size=BATCH, ratio=ratio, total=steps * BATCH)
+    bounds = AdmissionSettings(batch_size=BATCH, ratio=ratio, total=steps * BATCH)
     return Rollouter(worker, bounds, replace(OPTIONS, **options))
 
 
@@ -108,7 +108,7 @@ async def train(made: Rollouter, worker: Scripted, steps: range, pause: int = 1)
     batches = []
     for step in steps:
         batch = await made.next_batch()
-        assert batch.metrics["staleness/max"] <= made.policy.settings.versions_ahead
+        assert batch.metrics["staleness/max"] <= made.admission.settings.versions_ahead
         batches.append(prompts_of(batch))
         for _ in range(pause):
             await asyncio.sleep(0)
@@ -131,7 +131,7 @@ def test_under_any_timing_every_prompt_is_used_once_and_none_is_too_old(ratio, t
         batches = await train(made, worker, range(6), pause)
         used = [prompt for batch in batches for prompt in batch]
         assert len(set(used)) == len(used) == 6 * BATCH
-        ledger = made.policy.ledger
+        ledger = made.admission.ledger
         ledger.check()
         assert (ledger.consumed, ledger.buffered, ledger.in_flight) == (6 * BATCH, 0, 0)
         assert ledger.submitted == worker.drawn == 6 * BATCH + ledger.dropped_total
@@ -171,8 +171,8 @@ def test_buffered_and_running_prompts_survive_a_restart(ratio, cut):
         after = await train(restored, again, range(3, 6))
         used = [prompt for batch in [*before, *after] for prompt in batch]
         assert sorted(used) == list(range(6 * BATCH))
-        restored.policy.ledger.check()
-        assert restored.policy.ledger.consumed == restored.policy.ledger.submitted == 6 * BATCH
+        restored.admission.ledger.check()
+        assert restored.admission.ledger.consumed == restored.admission.ledger.submitted == 6 * BATCH
         await restored.close()
 
     asyncio.run(run())
@@ -181,7 +181,7 @@ def test_buffered_and_running_prompts_survive_a_restart(ratio, cut):
 def test_a_checkpoint_of_batches_of_another_size_is_refused_with_a_reason():
     async def run() -> None:
         state = await rollouter(Scripted([1]), 1.0, steps=6).state_dict()
-        larger = Rollouter(Scripted([1]), PolicySettings(batch_size=2 * BATCH, ratio=1.0), OPTIONS)
+        larger = Rollouter(Scripted([1]), AdmissionSettings(batch_size=2 * BATCH, ratio=1.0), OPTIONS)
         with pytest.raises(RunError, match="resume_from_checkpoint: batch_size: 8 cannot continue from a checkpoint"):
             await larger.load_state_dict(state)
 
@@ -199,8 +199,8 @@ def test_validation_pauses_submission():
         drawn = worker.drawn
         metrics = await made.validate()
         assert metrics["val/score"] == 0.0 and metrics["val/seconds"] >= 0
-        assert made.policy.ledger.dropped == {"generation_failed": BATCH}
-        assert worker.drawn == drawn and made.policy.admissible() == BATCH
+        assert made.admission.ledger.dropped == {"generation_failed": BATCH}
+        assert worker.drawn == drawn and made.admission.admissible() == BATCH
         await made.next_batch()
         assert worker.drawn > drawn
         await made.close()
@@ -226,7 +226,7 @@ class Timed(Scripted):
 def test_the_engines_idle_while_training_and_not_while_validating():
     async def run() -> list[float]:
         worker, idle_fractions = Timed([1]), []
-        bounds = PolicySettings(batch_size=BATCH, ratio=0, total=3 * BATCH)
+        bounds = AdmissionSettings(batch_size=BATCH, ratio=0, total=3 * BATCH)
         made = Rollouter(worker, bounds, replace(OPTIONS, background=False, batched_submit=True), lambda: worker.now)
         worker.now = 100.0
         for version in range(3):
@@ -254,12 +254,12 @@ class Waiting(Scripted):
 def test_samples_that_waited_too_long_for_the_trainer_are_dropped_counted_and_replaced():
     async def run() -> None:
         worker = Waiting([1])
-        bounds = PolicySettings(batch_size=BATCH, ratio=1.0, total=3 * BATCH, max_age_s=60.0)
+        bounds = AdmissionSettings(batch_size=BATCH, ratio=1.0, total=3 * BATCH, max_age_s=60.0)
         made = Rollouter(worker, bounds, OPTIONS, wall_clock=lambda: worker.wall)
         await made.advance(0)
         first = await made.next_batch()
         assert prompts_of(first) == [0, 1, 2, 3] and first.metrics["dropped_expired_samples"] == 0
-        while made.policy.ledger.buffered < BATCH:
+        while made.admission.ledger.buffered < BATCH:
             await asyncio.sleep(0)
         worker.wall += 100.0  # a slow step of the trainer
         worker.version = 1
@@ -269,7 +269,7 @@ def test_samples_that_waited_too_long_for_the_trainer_are_dropped_counted_and_re
         assert second.metrics["dropped_expired_samples"] == second.metrics["queue/dropped_samples"] == 2 * BATCH
         assert second.metrics["ledger/dropped_expired"] == BATCH
         assert 0 < second.metrics["time/sample_age_mean"] <= second.metrics["time/sample_age_max"] <= 60
-        made.policy.ledger.check()
+        made.admission.ledger.check()
         await made.close()
 
     asyncio.run(run())
@@ -278,7 +278,7 @@ def test_samples_that_waited_too_long_for_the_trainer_are_dropped_counted_and_re
 def test_a_limit_on_the_age_that_no_batch_can_meet_is_named_at_the_deadline():
     async def run() -> None:
         worker = Waiting([1])
-        bounds = PolicySettings(batch_size=BATCH, ratio=1.0, total=3 * BATCH, max_age_s=1.0)
+        bounds = AdmissionSettings(batch_size=BATCH, ratio=1.0, total=3 * BATCH, max_age_s=1.0)
         made = Rollouter(worker, bounds, replace(OPTIONS, deadline_s=0.2), wall_clock=lambda: worker.wall)
         await made.advance(0)
         try:
@@ -339,7 +339,7 @@ def test_the_failure_rate_is_a_share_of_all_completed_prompts():
         await made.advance(0)
         for _ in range(200):
             await asyncio.sleep(0)
-        assert made.policy.ledger.buffered == 5 * BATCH
+        assert made.admission.ledger.buffered == 5 * BATCH
         try:
             await made.next_batch()
         finally:
@@ -400,7 +400,7 @@ def test_submissions_keep_the_minimum_interval():
             return super().draw(requests)
 
     async def run() -> None:
-        worker, bounds = Noting([1]), PolicySettings(batch_size=BATCH, ratio=2.0, total=4 * BATCH)
+        worker, bounds = Noting([1]), AdmissionSettings(batch_size=BATCH, ratio=2.0, total=4 * BATCH)
         clock = asyncio.get_running_loop().time
         made = Rollouter(worker, bounds, replace(OPTIONS, interval_s=0.05), clock)
         await train(made, worker, range(4))
@@ -416,10 +416,10 @@ def test_health_has_ready_running_and_blocking_prompts_and_seconds_without_progr
     async def run() -> None:
         now = [100.0]
         worker = Scripted(turns=[1, 1, 1, 10**9])
-        made = Rollouter(worker, PolicySettings(batch_size=BATCH, ratio=0, total=BATCH), OPTIONS, lambda: now[0])
-        made.policy.pause("validation")
+        made = Rollouter(worker, AdmissionSettings(batch_size=BATCH, ratio=0, total=BATCH), OPTIONS, lambda: now[0])
+        made.admission.pause("validation")
         assert (await made.health())["paused_for"] == ["validation"]
-        made.policy.resume("validation")
+        made.admission.resume("validation")
         await made.advance(0)
         for _ in range(20):
             await asyncio.sleep(0)

@@ -14,7 +14,7 @@ from typing import Any
 
 from roll.configs.pipeline import RLConfig
 from roll.configs.policy import proximal_source, takes_one_pass
-from roll.rollout.policy import PolicySettings
+from roll.rollout.admission import AdmissionSettings
 from roll.tools.simulate.calibration import Measurements, RunShape, fit_doubling_batch
 from roll.tools.simulate.simulator import DecodeSpeed, Scenario, StepCosts, generation_seconds, simulate
 
@@ -58,7 +58,7 @@ class CostModel:
         batch_factor = shape.samples / measured_shape.samples
         train_factor = batch_factor * measured_shape.train_devices / train_devices
         return Scenario(
-            settings=_policy_settings(config, ratio),
+            settings=_admission_settings(config, ratio),
             samples_per_prompt=config.responses_per_group,
             engines=engines,
             slots=shape.slots,
@@ -93,12 +93,12 @@ class CostModel:
         return 0.5 if config.uses_reference else 0.0
 
 
-def _policy_settings(config: RLConfig, ratio: float) -> PolicySettings:
-    """Settings of the rollout policy; queue limits of the configuration apply only to its own ratio."""
+def _admission_settings(config: RLConfig, ratio: float) -> AdmissionSettings:
+    """Settings of admission; queue limits of the configuration apply only to its own ratio."""
     bounds = config.async_training
     configured = ratio == config.async_generation_ratio
     max_queue = bounds.max_queue_size if configured else None
-    return PolicySettings(
+    return AdmissionSettings(
         batch_size=config.rollout_batch_size,
         ratio=ratio,
         max_queue=None if max_queue is None else max_queue // config.num_return_sequences_in_group,
@@ -128,7 +128,7 @@ def fit_cost_model(
     lengths = response_lengths(measured.mean_length, measured.max_length, shape.samples, limit, seed)
     doubling_batch = doubling_batch or fit_doubling_batch(measured) or DEFAULT_DOUBLING_BATCH[platform]
     unit_speed = Scenario(
-        settings=PolicySettings(shape.samples, 0.0),
+        settings=AdmissionSettings(shape.samples, 0.0),
         samples_per_prompt=1,
         engines=shape.engines,
         slots=shape.slots,

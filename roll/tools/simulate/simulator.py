@@ -1,6 +1,6 @@
-"""Discrete-event simulation of a run: the real rollout policy, with simulated engines and a simulated trainer.
+"""Discrete-event simulation of a run: the real admission of prompts, with simulated engines and a simulated trainer.
 
-The policy that admits prompts, keeps finished groups and forms batches is `roll.rollout.policy`, as in `roll run`.
+`roll.rollout.admission` admits prompts, keeps finished groups and forms batches, as in `roll run`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from roll.rollout.admission import Admission, AdmissionSettings
 from roll.rollout.engine_pool import Balancer
-from roll.rollout.policy import PolicySettings, RolloutPolicy
 from roll.rollout.timers import BusyTimer
 
 ROUNDING = 1e-9
@@ -61,7 +61,7 @@ class Scenario:
     """Input of a simulation.
 
     Attributes:
-        settings: of the rollout policy.
+        settings: of admission.
         samples_per_prompt: responses sampled for each prompt.
         engines: number of engines.
         slots: requests that one engine runs at a time.
@@ -73,7 +73,7 @@ class Scenario:
         steps: batches to measure.
     """
 
-    settings: PolicySettings
+    settings: AdmissionSettings
     samples_per_prompt: int
     engines: int
     slots: int
@@ -108,7 +108,7 @@ def simulate(scenario: Scenario) -> Outcome:
     """Simulates a run until it is in steady state, then measures `steps` batches.
 
     Raises:
-        RuntimeError: no event is left, so the policy is deadlocked: a bug.
+        RuntimeError: no event is left, so admission is deadlocked: a bug.
     """
     return _Simulation(scenario).run()
 
@@ -116,7 +116,7 @@ def simulate(scenario: Scenario) -> Outcome:
 def generation_seconds(scenario: Scenario, batches: int = 8) -> float:
     """Mean seconds to generate one batch when nothing else runs, without rewards."""
     alone = Scenario(
-        settings=PolicySettings(scenario.settings.batch_size, 0.0),
+        settings=AdmissionSettings(scenario.settings.batch_size, 0.0),
         samples_per_prompt=scenario.samples_per_prompt,
         engines=scenario.engines,
         slots=scenario.slots,
@@ -201,7 +201,7 @@ class _Simulation:
 
     def __init__(self, scenario: Scenario) -> None:
         self._scenario = scenario
-        self._policy: RolloutPolicy[None] = RolloutPolicy(scenario.settings)
+        self._admission: Admission[None] = Admission(scenario.settings)
         self._engines = [SimulatedEngine(scenario.speed, scenario.slots) for _ in range(scenario.engines)]
         self._balancer = Balancer(scenario.engines)
         self._events: list[tuple[float, int, str, int, int]] = []
@@ -255,7 +255,7 @@ class _Simulation:
         }
         while self._updates < updates:
             if not self._events:
-                raise RuntimeError(f"no event is left after weight update {self._updates}: {self._policy.ledger}")
+                raise RuntimeError(f"no event is left after weight update {self._updates}: {self._admission.ledger}")
             self._now, _, kind, index, stamp = heapq.heappop(self._events)
             if stamp == self._stamps[kind, index] or kind == "scored":
                 handlers[kind](index)
@@ -273,7 +273,7 @@ class _Simulation:
     def _submit(self) -> None:
         """Submits all admissible prompts, each with all of its samples to one engine."""
         scenario, used = self._scenario, set()
-        for request in self._policy.submit(self._policy.admissible()):
+        for request in self._admission.submit(self._admission.admissible()):
             self._unfinished[request.number] = scenario.samples_per_prompt
             engine = self._balancer.choose()
             self._balancer.add(engine, scenario.samples_per_prompt)
@@ -296,7 +296,7 @@ class _Simulation:
             if not self._unfinished[number]:
                 finished_groups.append(number)
         for number in engine.start_waiting():
-            self._oldest_version.setdefault(number, self._policy.version)
+            self._oldest_version.setdefault(number, self._admission.version)
         self._track_activity(was_active, engine.active)
         self._schedule(engine.next_end(), "engine", index)
         for number in finished_groups:
@@ -333,16 +333,16 @@ class _Simulation:
 
     def _on_scored(self, number: int) -> None:
         del self._stamps["scored", number]
-        self._policy.finish(number, None, self._oldest_version.pop(number))
+        self._admission.finish(number, None, self._oldest_version.pop(number))
         self._take_batch()
 
     # Training
 
     def _take_batch(self) -> None:
-        if self._phase != "wait" or not self._policy.ready():
+        if self._phase != "wait" or not self._admission.ready():
             return
-        version = self._policy.learning_version
-        self._staleness.update(version - group.oldest_version for group in self._policy.take())
+        version = self._admission.learning_version
+        self._staleness.update(version - group.oldest_version for group in self._admission.take())
         self._waited += self._now - self._waiting_since
         self._phase = "overhead"
         self._schedule(self._now + self._scenario.costs.overhead, "learn")
@@ -386,7 +386,7 @@ class _Simulation:
         self._change_engines(paused=True)
 
     def _on_updated(self, _: int) -> None:
-        self._policy.advance(self._policy.learning_version)
+        self._admission.advance(self._admission.learning_version)
         self._updates += 1
         self._phase = "wait"
         self._waiting_since = self._now

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from roll.rollout.policy import PolicySettings
+from roll.rollout.admission import AdmissionSettings
 from roll.tools.simulate.cost_model import response_lengths
 from roll.tools.simulate.simulator import (
     DecodeSpeed,
@@ -24,7 +24,7 @@ TOKENS = 100.0
 def scenario(generate: float, train: float, ratio: float, slots: int = 8, **changes: object) -> Scenario:
     """Responses of equal length; the 16 samples of a batch fill two engines of 8 slots."""
     made = Scenario(
-        settings=PolicySettings(batch_size=8, ratio=ratio),
+        settings=AdmissionSettings(batch_size=8, ratio=ratio),
         samples_per_prompt=2,
         engines=2,
         slots=slots,

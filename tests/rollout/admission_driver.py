@@ -1,4 +1,4 @@
-"""A random run of the policy and of an independent model of it, with invariants checked after every event."""
+"""A random run of admission and of an independent model of it, with invariants checked after every event."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from fractions import Fraction
 
 import pytest
 
+from roll.rollout.admission import Admission, AdmissionError, AdmissionSettings
 from roll.rollout.ledger import PromptRequest
-from roll.rollout.policy import PolicyError, PolicySettings, RolloutPolicy
 
 
 @dataclass
 class Model:
-    """State of every prompt by number, kept independently of the policy."""
+    """State of every prompt by number, kept independently of admission."""
 
     version: int = 0
     batches: int = 0
@@ -44,7 +44,7 @@ class Driver:
         self.batch_size = self.draw.randint(1, 9)
         most_batches = math.floor(1 + self.ratio)
         min_batches = self.draw.choice([1, 1, self.draw.randint(1, most_batches)])
-        self.settings = PolicySettings(
+        self.settings = AdmissionSettings(
             batch_size=self.batch_size,
             ratio=float(ratio),
             max_staleness=self.draw.choice([None, math.ceil(self.ratio), math.ceil(self.ratio) + 2]),
@@ -54,7 +54,7 @@ class Driver:
             max_age_s=self.draw.choice([None, None, 20.0, 200.0]),
         )
         self.now = 1000.0
-        self.policy: RolloutPolicy[dict] = RolloutPolicy(self.settings)
+        self.admission: Admission[dict] = Admission(self.settings)
         self.model = Model()
         self.pauses: list[str] = []
         self.saved: tuple[str, Model] | None = None
@@ -72,13 +72,13 @@ class Driver:
         self.run_dry()
 
     def submit(self) -> bool:
-        allowed = self.policy.admissible()
+        allowed = self.admission.admissible()
         if self.pauses:
             assert allowed == 0
-        with pytest.raises(PolicyError):
-            self.policy.submit(allowed + 1)
+        with pytest.raises(AdmissionError):
+            self.admission.submit(allowed + 1)
         first = self.model.submitted
-        for offset, request in enumerate(self.policy.submit(self.draw.randint(0, allowed), self.now)):
+        for offset, request in enumerate(self.admission.submit(self.draw.randint(0, allowed), self.now)):
             deadline = self.model.version + math.ceil(self.ratio)
             assert request == PromptRequest(first + offset, self.model.version, deadline, self.now)
             self.model.running[request.number] = request
@@ -92,11 +92,11 @@ class Driver:
         request = self.model.running.pop(number)
         if self.draw.random() < self.drop_rate:
             reason = self.draw.choice(["generation_failed", "reward_timeout", "filtered_zero_variance"])
-            self.policy.drop(number, reason)
+            self.admission.drop(number, reason)
             self.model.dropped[number] = reason
         else:
             oldest = self.draw.randint(request.version, self.model.version)
-            self.policy.finish(number, {"number": number}, oldest)
+            self.admission.finish(number, {"number": number}, oldest)
             self.model.buffered[number] = (request, oldest)
         return True
 
@@ -108,21 +108,21 @@ class Driver:
             for number, (request, _) in self.model.buffered.items()
             if limit is not None and self.now - request.submitted_at_s > limit
         ]
-        assert self.policy.expire(self.now) == len(old)
+        assert self.admission.expire(self.now) == len(old)
         for number in old:
             del self.model.buffered[number]
             self.model.dropped[number] = "expired"
 
     def take(self) -> bool:
         self.expire()
-        assert self.policy.ready() == self.batch_can_go()
-        assert (not self.policy.blocking()) or not self.policy.ready()
-        if not self.policy.ready():
-            with pytest.raises(PolicyError):
-                self.policy.take()
+        assert self.admission.ready() == self.batch_can_go()
+        assert (not self.admission.blocking()) or not self.admission.ready()
+        if not self.admission.ready():
+            with pytest.raises(AdmissionError):
+                self.admission.take()
             return False
         earliest = sorted((request.deadline, number) for number, (request, _) in self.model.buffered.items())
-        batch = self.policy.take()
+        batch = self.admission.take()
         assert [taken.request.number for taken in batch] == [number for _, number in earliest[: self.batch_size]]
         for taken in batch:
             request, oldest = self.model.buffered.pop(taken.request.number)
@@ -151,26 +151,26 @@ class Driver:
         return all(deadline >= next_batch + i // self.batch_size for i, deadline in enumerate(sorted(left)))
 
     def advance(self) -> bool:
-        with pytest.raises(PolicyError):
-            self.policy.advance(self.model.batches + 1)
+        with pytest.raises(AdmissionError):
+            self.admission.advance(self.model.batches + 1)
         before = self.model.version
         self.model.version = self.draw.randint(before, self.model.batches)
-        self.policy.advance(self.model.version)
+        self.admission.advance(self.model.version)
         return self.model.version > before
 
     def pause(self) -> bool:
         self.pauses.append(self.draw.choice(["validation", "closing"]))
-        self.policy.pause(self.pauses[-1])
+        self.admission.pause(self.pauses[-1])
         return True
 
     def resume(self) -> bool:
         if not self.pauses:
             return False
-        self.policy.resume(self.pauses.pop(self.draw.randrange(len(self.pauses))))
+        self.admission.resume(self.pauses.pop(self.draw.randrange(len(self.pauses))))
         return True
 
     def state(self) -> str:
-        return json.dumps(self.policy.state_dict(lambda item: item["number"]))
+        return json.dumps(self.admission.state_dict(lambda item: item["number"]))
 
     def save(self) -> bool:
         self.saved = (self.state(), copy.deepcopy(self.model))
@@ -180,17 +180,17 @@ class Driver:
         """Restores the last checkpoint, or the current state; prompts in flight are generated again."""
         state, model = self.saved or (self.state(), self.model)
         self.model = copy.deepcopy(model)
-        self.policy = RolloutPolicy.restore(self.settings, json.loads(state), lambda number: {"number": number})
+        self.admission = Admission.restore(self.settings, json.loads(state), lambda number: {"number": number})
         self.pauses = []
         assert self.state() == state
         again = {number: replace(each, submitted_at_s=self.now) for number, each in self.model.running.items()}
-        assert self.policy.resubmit(self.now) == [again[number] for number in sorted(again)]
+        assert self.admission.resubmit(self.now) == [again[number] for number in sorted(again)]
         self.model.running = again
         return True
 
     def check(self) -> None:
         """Checks the invariants that hold after every event."""
-        model, ledger = self.model, self.policy.ledger
+        model, ledger = self.model, self.admission.ledger
         ledger.check()
         counts = (len(model.consumed), len(model.buffered), len(model.running), len(model.dropped))
         assert (ledger.consumed, ledger.buffered, ledger.in_flight, ledger.dropped_total) == counts
@@ -212,12 +212,12 @@ class Driver:
             target = min(target, self.settings.total // self.batch_size)
         while self.model.batches < target:
             self.model.version = self.model.batches
-            self.policy.advance(self.model.version)
+            self.admission.advance(self.model.version)
             self.expire()
-            for request in self.policy.submit(self.policy.admissible(), self.now):
+            for request in self.admission.submit(self.admission.admissible(), self.now):
                 self.model.running[request.number] = request
-            while not self.policy.ready():
-                assert self.policy.blocking(), "not ready, and nothing to wait for"
+            while not self.admission.ready():
+                assert self.admission.blocking(), "not ready, and nothing to wait for"
                 self.end()
                 self.check()
             self.take()

@@ -1,4 +1,4 @@
-"""The policy of asynchronous generation: how many prompts may run ahead, and which finished ones form the next batch.
+"""Admission of prompts: how many generation may run ahead of training, and which finished ones form the next batch.
 
 It is plain Python without a clock: the caller reports every event, and the time where it matters. Three rules hold.
 Let B be the prompts of a batch, eta the async_generation_ratio, v the weight version that the engines have (0 first)
@@ -49,8 +49,8 @@ from roll.configs.asynchronous import exact_ratio, versions_ahead
 from roll.rollout.ledger import EXPIRED, STALE, Deadlines, FinishedGroup, Ledger, PromptRequest, SampleBuffer
 
 
-class PolicyError(RuntimeError):
-    """A call violates the bounds of the policy: a bug of the caller, after which a run must end."""
+class AdmissionError(RuntimeError):
+    """A call violates the bounds of admission: a bug of the caller, after which a run must end."""
 
 
 def admission_bound(batches: int, ratio: Fraction, batch_size: int) -> int:
@@ -65,8 +65,8 @@ def admission_bound(batches: int, ratio: Fraction, batch_size: int) -> int:
 
 
 @dataclass(frozen=True)
-class PolicySettings:
-    """Bounds of the policy; counts are prompts (groups of samples), ages are weight versions.
+class AdmissionSettings:
+    """Bounds of admission; counts are prompts (groups of samples), ages are weight versions.
 
     Raises:
         ValueError: a value is out of range, or no batch could ever be taken with these values.
@@ -147,10 +147,10 @@ class PauseReasons:
         """Removes a reason once.
 
         Raises:
-            PolicyError: it was not added.
+            AdmissionError: it was not added.
         """
         if not self._counts[reason]:
-            raise PolicyError(f"submission is not paused for {reason!r}, only for {self.names()}")
+            raise AdmissionError(f"submission is not paused for {reason!r}, only for {self.names()}")
         self._counts[reason] -= 1
         self._counts += Counter()
 
@@ -162,14 +162,14 @@ class PauseReasons:
 T = TypeVar("T")
 
 
-class RolloutPolicy(Generic[T]):
+class Admission(Generic[T]):
     """Admission, deadlines, buffer and ledger of one run; the rules are in the docstring of the module.
 
     Not thread-safe. A change costs O(log n) for each prompt and a query O(ceil(ratio)). Memory grows with the prompts
     in flight and buffered, not with the length of the run.
     """
 
-    def __init__(self, settings: PolicySettings, version: int = 0) -> None:
+    def __init__(self, settings: AdmissionSettings, version: int = 0) -> None:
         """No prompt is submitted yet.
 
         Args:
@@ -217,12 +217,14 @@ class RolloutPolicy(Generic[T]):
             now_s: the time, on any clock that a restart does not set back; only `expire` compares it.
 
         Raises:
-            PolicyError: more than `admissible` allows.
+            AdmissionError: more than `admissible` allows.
         """
         allowed = self.admissible()
         if not 0 <= count <= allowed:
             paused = f"; submission is paused for {', '.join(self.pause_reasons)}" if self._paused_for else ""
-            raise PolicyError(f"{count} prompts may not be submitted at version {self.version}, only {allowed}{paused}")
+            raise AdmissionError(
+                f"{count} prompts may not be submitted at version {self.version}, only {allowed}{paused}"
+            )
         first, deadline = self.ledger.submitted, self.version + self.settings.versions_ahead
         requests = [PromptRequest(first + index, self.version, deadline, now_s) for index in range(count)]
         self.ledger.submit(count)
@@ -234,7 +236,7 @@ class RolloutPolicy(Generic[T]):
         """A prompt in flight is generated and scored; it is buffered, or dropped as stale if it is too old already.
 
         Raises:
-            PolicyError: that prompt is not in flight.
+            AdmissionError: that prompt is not in flight.
         """
         request = self._end(number, "finish")
         self.ledger.finish()
@@ -245,7 +247,7 @@ class RolloutPolicy(Generic[T]):
         """A prompt in flight failed or was filtered; its place is free for a new prompt.
 
         Raises:
-            PolicyError: that prompt is not in flight.
+            AdmissionError: that prompt is not in flight.
         """
         request = self._end(number, f"drop ({reason})")
         self._deadlines.drop_running(request.deadline)
@@ -255,10 +257,10 @@ class RolloutPolicy(Generic[T]):
         """The engines have the weights of `version`.
 
         Raises:
-            PolicyError: the version is older than the current one, or newer than the batches taken so far allow.
+            AdmissionError: the version is older than the current one, or newer than the batches taken so far allow.
         """
         if not self.version <= version <= self.learning_version:
-            raise PolicyError(
+            raise AdmissionError(
                 f"version {version} cannot follow version {self.version}: "
                 f"the batches taken so far make versions up to {self.learning_version}"
             )
@@ -291,10 +293,10 @@ class RolloutPolicy(Generic[T]):
         Groups left in the buffer that are too old for the batch after it are dropped as stale.
 
         Raises:
-            PolicyError: not `ready`.
+            AdmissionError: not `ready`.
         """
         if not self.ready():
-            raise PolicyError(
+            raise AdmissionError(
                 f"the batch for version {self.learning_version} is not ready: {len(self._buffer)} of "
                 f"{self._needed()} prompts are ready, {len(self._running)} are in flight"
             )
@@ -313,7 +315,7 @@ class RolloutPolicy(Generic[T]):
         """Ends one `pause`.
 
         Raises:
-            PolicyError: submission is not paused for this reason.
+            AdmissionError: submission is not paused for this reason.
         """
         self._paused_for.remove(reason)
 
@@ -335,8 +337,8 @@ class RolloutPolicy(Generic[T]):
         }  # fmt: skip
 
     @classmethod
-    def restore(cls, settings: PolicySettings, state: dict[str, Any], decode: Callable[[Any], T]) -> RolloutPolicy[T]:
-        """The policy that `state_dict` was taken from; prompts in flight still are, see `resubmit`.
+    def restore(cls, settings: AdmissionSettings, state: dict[str, Any], decode: Callable[[Any], T]) -> Admission[T]:
+        """The admission that `state_dict` was taken from; prompts in flight still are, see `resubmit`.
 
         Ratio and limits may differ from those of the run that wrote it: prompts keep their deadlines.
 
@@ -348,22 +350,22 @@ class RolloutPolicy(Generic[T]):
                 f"batch_size: {settings.batch_size} cannot continue from a checkpoint with batches of "
                 f"{state['batch_size']} prompts; use {state['batch_size']}"
             )
-        policy = cls(settings, state["start"])
-        policy.version = state["version"]
-        policy.ledger = Ledger(
+        admission = cls(settings, state["start"])
+        admission.version = state["version"]
+        admission.ledger = Ledger(
             state["submitted"], state["consumed"], len(state["buffered"]), len(state["in_flight"]),
             Counter(state["dropped"]),
         )  # fmt: skip
-        policy.ledger.check()
-        policy._to_resubmit = [PromptRequest(*fields) for fields in state["in_flight"]]
-        for request in policy._to_resubmit:
-            policy._run(request)
+        admission.ledger.check()
+        admission._to_resubmit = [PromptRequest(*fields) for fields in state["in_flight"]]
+        for request in admission._to_resubmit:
+            admission._run(request)
         for entry in state["buffered"]:
             finished = FinishedGroup(PromptRequest(*entry["request"]), decode(entry["group"]), entry["oldest_version"])
-            policy._deadlines.submit(finished.request.deadline)
-            policy._keep(finished)
-        policy._drop_stale()
-        return policy
+            admission._deadlines.submit(finished.request.deadline)
+            admission._keep(finished)
+        admission._drop_stale()
+        return admission
 
     def resubmit(self, now_s: float = 0.0) -> list[PromptRequest]:
         """The requests in flight at a restart, to be generated again under their old numbers and deadlines; once.
@@ -392,7 +394,7 @@ class RolloutPolicy(Generic[T]):
     def _end(self, number: int, event: str) -> PromptRequest:
         request = self._running.pop(number, None)
         if request is None:
-            raise PolicyError(f"{event}: prompt {number} is not in flight; {len(self._running)} others are")
+            raise AdmissionError(f"{event}: prompt {number} is not in flight; {len(self._running)} others are")
         return request
 
     def _keep(self, finished: FinishedGroup[T]) -> None:

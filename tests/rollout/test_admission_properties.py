@@ -1,4 +1,4 @@
-"""Over random runs, every invariant of the policy holds after every event."""
+"""Over random runs, every invariant of admission holds after every event."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.rollout.policy_driver import Driver
+from tests.rollout.admission_driver import Driver
 
 RATIOS = ["0", "0.5", "1", "2", "3", "2.7", "0.3"]
 EVENTS_PER_RUN = 700

@@ -1,4 +1,4 @@
-"""The policy of asynchronous generation, case by case: admission, deadlines, batches, pauses, restore."""
+"""Admission, case by case: how many prompts, deadlines, batches, pauses, restore."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from roll.configs.asynchronous import exact_ratio
-from roll.rollout.policy import PolicyError, PolicySettings, RolloutPolicy, admission_bound
+from roll.rollout.admission import Admission, AdmissionError, AdmissionSettings, admission_bound
 
 
-def policy(ratio: float, batch_size: int = 4, **settings: Any) -> RolloutPolicy[str]:
-    return RolloutPolicy(PolicySettings(batch_size, ratio, **settings))
+def admission(ratio: float, batch_size: int = 4, **settings: Any) -> Admission[str]:
+    return Admission(AdmissionSettings(batch_size, ratio, **settings))
 
 
-def finish(made: RolloutPolicy[str], numbers: list[int] | range) -> None:
+def finish(made: Admission[str], numbers: list[int] | range) -> None:
     for number in numbers:
         made.finish(number, f"item {number}", made.version)
 
@@ -41,7 +41,7 @@ def test_admission_is_exact_where_floats_are_not(ratio: float, batch_size: int, 
 
 
 def test_ratio_0_is_synchronous_training() -> None:
-    made = policy(0)
+    made = admission(0)
     for step in range(3):
         made.submit(made.admissible())
         finish(made, range(4 * step, 4 * step + 4))
@@ -52,7 +52,7 @@ def test_ratio_0_is_synchronous_training() -> None:
 
 
 def test_ratio_1_generates_the_next_batch_while_one_is_trained_on() -> None:
-    made = policy(1)
+    made = admission(1)
     assert [request.deadline for request in made.submit(8)] == [1] * 8
     finish(made, [7, 1, 2, 5])
     assert numbers(made.take()) == [1, 2, 5, 7]
@@ -62,7 +62,7 @@ def test_ratio_1_generates_the_next_batch_while_one_is_trained_on() -> None:
 
 
 def test_a_batch_waits_for_a_running_prompt_that_is_due_and_for_no_other() -> None:
-    made = policy(1)
+    made = admission(1)
     made.submit(8)
     finish(made, range(4))
     made.take()
@@ -75,7 +75,7 @@ def test_a_batch_waits_for_a_running_prompt_that_is_due_and_for_no_other() -> No
 
 
 def test_a_batch_also_waits_where_a_later_deadline_could_no_longer_be_met() -> None:
-    made = policy(2)
+    made = admission(2)
     made.submit(12)
     finish(made, range(4))
     made.take()
@@ -89,14 +89,14 @@ def test_a_batch_also_waits_where_a_later_deadline_could_no_longer_be_met() -> N
 
 
 def test_all_prompts_in_flight_block_while_too_few_are_ready() -> None:
-    made = policy(0.5)
+    made = admission(0.5)
     made.submit(6)
     finish(made, [0, 3])
     assert numbers(made.blocking()) == [1, 2, 4, 5]
 
 
 def test_a_dropped_prompt_is_replaced_by_one_with_its_own_number_and_deadline() -> None:
-    made = policy(0)
+    made = admission(0)
     made.submit(4)
     finish(made, [0, 1, 2])
     made.drop(3, "generation_failed")
@@ -108,7 +108,7 @@ def test_a_dropped_prompt_is_replaced_by_one_with_its_own_number_and_deadline() 
 
 
 def test_pauses_nest_by_reason() -> None:
-    made = policy(0)
+    made = admission(0)
     for reason in ("validation", "validation", "closing"):
         made.pause(reason)
     assert made.admissible() == 0
@@ -117,12 +117,12 @@ def test_pauses_nest_by_reason() -> None:
     assert made.admissible() == 0 and made.pause_reasons == ["validation"]
     made.resume("validation")
     assert made.admissible() == 4
-    with pytest.raises(PolicyError, match="submission is not paused for 'validation'"):
+    with pytest.raises(AdmissionError, match="submission is not paused for 'validation'"):
         made.resume("validation")
 
 
 def test_a_full_queue_blocks_submission_and_evicts_nothing() -> None:
-    made = policy(2, max_queue=5)
+    made = admission(2, max_queue=5)
     made.submit(5)
     finish(made, range(5))
     assert made.admissible() == 0 and made.ledger.buffered == 5
@@ -131,7 +131,7 @@ def test_a_full_queue_blocks_submission_and_evicts_nothing() -> None:
 
 
 def test_no_more_is_admitted_than_the_run_consumes() -> None:
-    made = policy(3, total=8)
+    made = admission(3, total=8)
     assert made.admissible() == 8
     made.submit(8)
     made.drop(7, "reward_timeout")
@@ -144,7 +144,7 @@ def test_no_more_is_admitted_than_the_run_consumes() -> None:
 
 
 def test_min_batches_holds_the_first_batch_back_and_not_the_last() -> None:
-    made = policy(1, min_batches=2, total=12)
+    made = admission(1, min_batches=2, total=12)
     made.submit(8)
     finish(made, range(4))
     assert not made.ready()
@@ -158,7 +158,7 @@ def test_min_batches_holds_the_first_batch_back_and_not_the_last() -> None:
 
 
 def test_max_staleness_drops_groups_that_are_too_old_and_frees_their_slots() -> None:
-    made = policy(1)
+    made = admission(1)
     made.submit(8)
     finish(made, range(4))
     made.finish(4, "sampled by weights from before the run", -1)
@@ -169,7 +169,7 @@ def test_max_staleness_drops_groups_that_are_too_old_and_frees_their_slots() -> 
 
 
 def test_groups_that_are_too_old_by_time_are_dropped_when_a_batch_is_taken_and_replaced() -> None:
-    made, clock = policy(1, max_age_s=60.0), 1000.0
+    made, clock = admission(1, max_age_s=60.0), 1000.0
     made.submit(4, clock)
     clock += 50
     made.submit(4, clock)
@@ -186,7 +186,7 @@ def test_groups_that_are_too_old_by_time_are_dropped_when_a_batch_is_taken_and_r
 
 
 def test_a_batch_waits_for_replacements_of_groups_that_are_too_old() -> None:
-    made = policy(0.5, max_age_s=60.0)
+    made = admission(0.5, max_age_s=60.0)
     made.submit(6, 1000.0)
     finish(made, range(4))
     assert made.expire(1061.0) == 4 and not made.ready()
@@ -197,17 +197,17 @@ def test_a_batch_waits_for_replacements_of_groups_that_are_too_old() -> None:
 
 
 def test_without_a_limit_nothing_is_too_old_by_time() -> None:
-    made = policy(0)
+    made = admission(0)
     made.submit(4, 0.0)
     finish(made, range(4))
     assert made.expire(1e9) == 0 and made.ready()
 
 
 def test_age_goes_on_over_a_restart_for_ready_groups_and_begins_again_for_running_ones() -> None:
-    made = policy(0.5, max_age_s=60.0)
+    made = admission(0.5, max_age_s=60.0)
     made.submit(6, 1000.0)
     finish(made, [0, 1, 2, 3])
-    back = RolloutPolicy.restore(made.settings, json.loads(json.dumps(made.state_dict(str))), str)
+    back = Admission.restore(made.settings, json.loads(json.dumps(made.state_dict(str))), str)
     assert [request.submitted_at_s for request in back.resubmit(1050.0)] == [1050.0, 1050.0]
     assert back.expire(1061.0) == 4
     finish(back, [4, 5])
@@ -215,14 +215,14 @@ def test_age_goes_on_over_a_restart_for_ready_groups_and_begins_again_for_runnin
 
 
 def test_versions_follow_the_batches() -> None:
-    made = policy(1)
-    with pytest.raises(PolicyError, match="version 1 cannot follow version 0"):
+    made = admission(1)
+    with pytest.raises(AdmissionError, match="version 1 cannot follow version 0"):
         made.advance(1)
     made.submit(8)
     finish(made, range(8))
     made.take()
     made.advance(1)
-    with pytest.raises(PolicyError, match="version 0 cannot follow version 1"):
+    with pytest.raises(AdmissionError, match="version 0 cannot follow version 1"):
         made.advance(0)
 
 
@@ -230,22 +230,22 @@ def test_versions_follow_the_batches() -> None:
     "event", [lambda p: p.finish(9, "", 0), lambda p: p.drop(9, "lost"), lambda p: p.finish(0, "", 0)]
 )
 def test_a_prompt_that_is_not_in_flight_neither_finishes_nor_drops(event) -> None:
-    made = policy(1)
+    made = admission(1)
     made.submit(3)
     finish(made, [0])
-    with pytest.raises(PolicyError, match="is not in flight; 2 others are"):
+    with pytest.raises(AdmissionError, match="is not in flight; 2 others are"):
         event(made)
 
 
 def test_errors_name_what_is_allowed() -> None:
-    made = policy(0)
-    with pytest.raises(PolicyError, match="5 prompts may not be submitted at version 0, only 4"):
+    made = admission(0)
+    with pytest.raises(AdmissionError, match="5 prompts may not be submitted at version 0, only 4"):
         made.submit(5)
     made.pause("validation")
-    with pytest.raises(PolicyError, match="only 0; submission is paused for validation"):
+    with pytest.raises(AdmissionError, match="only 0; submission is paused for validation"):
         made.submit(1)
     with pytest.raises(
-        PolicyError, match="batch for version 0 is not ready: 0 of 4 prompts are ready, 0 are in flight"
+        AdmissionError, match="batch for version 0 is not ready: 0 of 4 prompts are ready, 0 are in flight"
     ):
         made.take()
 
@@ -265,11 +265,11 @@ def test_errors_name_what_is_allowed() -> None:
 )
 def test_settings_that_cannot_work_are_refused(settings: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        PolicySettings(**{"batch_size": 4, "ratio": 0, **settings})
+        AdmissionSettings(**{"batch_size": 4, "ratio": 0, **settings})
 
 
-def test_a_restored_policy_continues_where_it_stopped() -> None:
-    made = policy(1)
+def test_a_restored_admission_continues_where_it_stopped() -> None:
+    made = admission(1)
     made.submit(8)
     finish(made, [0, 1, 2, 3, 6])
     made.take()
@@ -277,7 +277,7 @@ def test_a_restored_policy_continues_where_it_stopped() -> None:
     made.advance(1)
     made.submit(made.admissible())
     state = json.loads(json.dumps(made.state_dict(str.upper)))
-    back = RolloutPolicy.restore(made.settings, state, str.lower)
+    back = Admission.restore(made.settings, state, str.lower)
     assert back.state_dict(str.upper) == state
     assert numbers(back.resubmit()) == [4, 7, 8, 9, 10, 11, 12]
     assert back.resubmit() == []
@@ -287,13 +287,13 @@ def test_a_restored_policy_continues_where_it_stopped() -> None:
 
 
 def test_a_checkpoint_of_another_batch_size_is_refused() -> None:
-    state = policy(1).state_dict(str)
+    state = admission(1).state_dict(str)
     with pytest.raises(ValueError, match="batch_size: 5 cannot continue from .* use 4"):
-        RolloutPolicy.restore(PolicySettings(5, 1), state, str)
+        Admission.restore(AdmissionSettings(5, 1), state, str)
 
 
 def test_a_run_that_starts_at_a_later_version_is_bounded_from_there() -> None:
-    made: RolloutPolicy[str] = RolloutPolicy(PolicySettings(4, 1, total=16), version=2)
+    made: Admission[str] = Admission(AdmissionSettings(4, 1, total=16), version=2)
     assert [(request.version, request.deadline) for request in made.submit(made.admissible())] == [(2, 3)] * 8
     finish(made, range(8))
     made.take()
