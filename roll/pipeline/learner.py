@@ -1,6 +1,6 @@
 """From a batch of scored samples to an update of the weights: log-probs, correction, advantages, training, checks.
 
-`RLLearner.learn` processes one batch; the methods and functions below are in the order in which it calls them.
+`RLLearner.learn` processes one batch. The numbered sections below are in the order in which it calls them.
 """
 
 from __future__ import annotations
@@ -246,7 +246,19 @@ class RLLearner(ActorLearner):
             check_finite(data)
         return {}
 
-    # 2. Correction
+    # 2. Samples that stay in the loss, and correction
+
+    def _add_learned(self, data: DataProto) -> dict[str, float]:
+        """Adds `learned` [B], the samples that stay in the loss, where `max_len_mask` or `difficulty_mask` is on."""
+        config, batch = self._config, data.batch
+        if not config.max_len_mask and not config.difficulty_mask:
+            return {}
+        learned = learned_samples(
+            batch["scores"], batch["group_ids"], batch["trajectory_ids"], batch["truncated"], config
+        )
+        real = batch["response_mask"].bool().any(-1)
+        batch["learned"] = learned
+        return {"advantage/learned_samples": float((learned & real).sum() / real.sum().clamp(min=1))}
 
     def _add_correction(self, data: DataProto) -> dict[str, float]:
         """Adds weights and kept tokens of the correction [B, T]; returns how far p is from mu.
@@ -310,18 +322,6 @@ class RLLearner(ActorLearner):
         chosen = high_covariance(data.batch["old_log_probs"], data.batch["advantages"], mask, self._loss_config, seed)
         if chosen is not None:
             data.batch["high_covariance"] = chosen
-
-    def _add_learned(self, data: DataProto) -> dict[str, float]:
-        """Adds `learned` [B], the samples that stay in the loss, where `max_len_mask` or `difficulty_mask` is on."""
-        config, batch = self._config, data.batch
-        if not config.max_len_mask and not config.difficulty_mask:
-            return {}
-        learned = learned_samples(
-            batch["scores"], batch["group_ids"], batch["trajectory_ids"], batch["truncated"], config
-        )
-        real = batch["response_mask"].bool().any(-1)
-        batch["learned"] = learned
-        return {"advantage/learned_samples": float((learned & real).sum() / real.sum().clamp(min=1))}
 
     # 4. Training
 

@@ -37,7 +37,10 @@ logger = logging.getLogger(__name__)
 
 
 class RLVRWorker(RolloutWorker):
-    """Draws prompts in a seeded order; a group with a failed response is dropped whole, with a reason."""
+    """The rollout worker of prompts with one response for each sample; no Ray worker and no engine (`InferWorker`).
+
+    It draws prompts in a seeded order; a group with a failed response is dropped whole, with a reason.
+    """
 
     work: ClassVar[tuple[str, ...]] = ("generate", "reward")
 

@@ -31,7 +31,9 @@ TIMED_OUT = "trajectory_timeout"
 
 
 class RolloutWorker(ABC):
-    """Generates and scores groups; a group that cannot be completed is dropped whole, with a reason.
+    """Makes the groups of a `Rollouter`; no Ray worker and no engine, those are `InferWorker`.
+
+    It generates and scores groups; one that cannot be completed is dropped whole, with a reason.
 
     Attributes:
         work: kinds of work that are timed, "generate" among them; `time/<name>` of a step comes from them.

@@ -20,7 +20,7 @@ class UpdateReport:
 
     Attributes:
         version: of the weights.
-        seconds: from the first pause to the last resume, retries included.
+        seconds: from the start of the update to its end; retries, and waiting for an engine where none ran, included.
         pause_seconds: during which the engines were paused in the successful attempt, from the end of their last step.
         bytes: of weights sent, counted once for all engines.
         transfer_seconds: that sending them took in the successful attempt.

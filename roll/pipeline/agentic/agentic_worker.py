@@ -21,7 +21,10 @@ from roll.rollout.types import Group, SamplingParams
 
 
 class AgenticWorker(RolloutWorker):
-    """Draws environments in a seeded order; a group that cannot be completed is dropped whole, with a reason."""
+    """The rollout worker of episodes in environments; no Ray worker and no engine (`InferWorker`).
+
+    It draws environments in a seeded order; a group that cannot be completed is dropped whole, with a reason.
+    """
 
     work: ClassVar[tuple[str, ...]] = ("generate", "env")
 
