@@ -14,8 +14,9 @@ from roll.algorithms.advantages import GREEDY_KEYS, AdvantageConfig, compute_adv
 from roll.configs.errors import RunError
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.rewards import FilterArguments, QueryFilterConfig
-from roll.pipeline.rlvr_pipeline import RLVRWorker, Scorer
+from roll.pipeline.rlvr_pipeline import RLVRWorker
 from roll.pipeline.rollouter import Rollouter, RolloutOptions
+from roll.pipeline.scorer import Scorer
 from roll.pipeline.training_loop import SampleBatch
 from roll.rollout.admission import AdmissionSettings
 from roll.rollout.engine_pool import EnginePool

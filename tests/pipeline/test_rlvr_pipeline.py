@@ -19,7 +19,8 @@ from roll.configs.pipeline import RLVRConfig
 from roll.configs.rewards import BUILT_IN, FilterArguments, QueryFilterConfig, RewardConfig
 from roll.datasets.records import DatasetError
 from roll.datasets.templates import EncodedPrompt
-from roll.pipeline.rlvr_pipeline import RLVRWorker, Scorer, make_sampler
+from roll.pipeline.rlvr_pipeline import RLVRWorker, make_sampler
+from roll.pipeline.scorer import Scorer
 from roll.rewards.calling import RewardOutcome, RewardRequest
 from roll.rollout.engine_pool import EnginePool
 from roll.rollout.ledger import PromptRequest
