@@ -66,7 +66,7 @@ def test_num_devices_per_node_may_exceed_cores(tmp_path: Path) -> None:
         "platform=cpu",
         "num_devices_per_node=24",
         f"actor_train.data_args.file_name={data}",
-        "actor_infer.generating_args.top_k=9",
+        "actor_infer.generating_args.top_p=0.9",
     )
     assert [warning.split(":")[0] for warning in prepare_run(config, LAPTOP)] == ["actor_infer.generating_args"]
 

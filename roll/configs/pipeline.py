@@ -21,6 +21,7 @@ from roll.configs.rewards import RewardConfig, scoring_role
 from roll.configs.roles import (
     DEVICE_ROLES,
     ENGINE_RUNS,
+    LONGEST_SAMPLING_MASK,
     ActorInferConfig,
     ActorTrainConfig,
     CriticConfig,
@@ -345,8 +346,11 @@ class RLConfig(AsyncOptions, PolicyOptions, AdvantageOptions, CriticOptions, Sam
         "Trainer and engines that share devices take turns on them: what is not in use is moved to host "
         "memory, or freed. Default: true on GPUs, false on a CPU. Needs a ratio of 0.",
     )
-    on_truncated_sampling: Literal["warn", "refuse"] = option(
-        "warn", "Reaction to a top_p or top_k that truncates the sampled distribution."
+    on_truncated_sampling: Literal["replay", "warn", "refuse"] = option(
+        "replay",
+        "What follows from a top_p or top_k that truncates the sampled distribution. `replay`: the engine returns "
+        "which tokens were kept, and all log-probs, those of the trainer too, are over these alone, so that ratios and "
+        "KL are those of the policy that sampled; needs a top_k from 2 to 4096, else as `warn`.",
     )
     max_engine_restarts: int = option(
         3,
@@ -457,6 +461,12 @@ class RLConfig(AsyncOptions, PolicyOptions, AdvantageOptions, CriticOptions, Sam
         """Whether they hold memory of these devices in turns, on `platform`, cpu or cuda."""
         wanted = platform == "cuda" if self.is_offload_states is None else self.is_offload_states
         return wanted and self.shares_devices and self.async_generation_ratio == 0
+
+    @property
+    def replays_sampling_mask(self) -> bool:
+        """Whether log-probs are over the tokens that `top_p` and `top_k` kept, which the engine returns."""
+        top_k = self.actor_infer.generating_args.top_k
+        return self.on_truncated_sampling == "replay" and 1 < top_k <= LONGEST_SAMPLING_MASK
 
     @property
     def default_max_staleness(self) -> int:

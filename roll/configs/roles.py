@@ -191,6 +191,10 @@ class TrainDataArguments(DataArguments):
     )
 
 
+LONGEST_SAMPLING_MASK = 4096
+"""Largest `top_k` whose kept tokens an engine returns: SGLang's default of sampling_mask_max_tokens."""
+
+
 @dataclass
 class GeneratingArguments:
     """How responses are sampled."""
@@ -198,7 +202,7 @@ class GeneratingArguments:
     max_new_tokens: int | None = option(None, "Longest response in tokens; default: response_length.", ge=1)
     temperature: float = option(1.0, "Sampling temperature; training logits are divided by the same value.", ge=0)
     top_p: float = option(
-        1.0, "Nucleus mass; below 1 the engine's log-probs are those of another distribution.", gt=0, le=1
+        1.0, "Nucleus mass; what follows from less than 1 is said by on_truncated_sampling.", gt=0, le=1
     )
     top_k: int = option(0, "Most likely tokens to sample from; 0 means all.", ge=0)
     repetition_penalty: float = option(1.0, "1 is off; any other value biases every ratio.", gt=0)

@@ -13,6 +13,9 @@ from roll.datasets.sft import SFTExample
 NO_VERSION = -1
 """`weight_version` of a token that the policy did not sample."""
 
+SAMPLING_MASK, SAMPLING_MASK_SIZES = "sampling_mask", "sampling_mask_sizes"
+"""Names of the tensors of `sampling_masks`."""
+
 Sample = tuple[Sequence[int], Sequence[int], Sequence[float], Sequence[int]]
 """(prompt ids, response ids, log-prob of each response token, weight version of each response token).
 
@@ -51,6 +54,31 @@ def collate_samples(samples: Sequence[Sample], pad_token_id: int = 0, round_to: 
     tensors["weight_version"][mask] = torch.tensor(all_versions, dtype=torch.int32)
     tensors["response_mask"] &= tensors["weight_version"] != NO_VERSION
     return tensors
+
+
+def sampling_masks(masks: Sequence[Sequence[Sequence[int]]], width: int) -> dict[str, Tensor]:
+    """The token ids that each token was sampled from, where `top_k` and `top_p` truncated them.
+
+    Args:
+        masks: [B] rows of lists, from the first column on; a row may be shorter than `width`, or empty.
+        width: T.
+
+    Returns:
+        `sampling_mask_sizes` [B, T] int32, the number of ids of each token, and `sampling_mask` [B, M] int32, the ids
+        of all tokens of a row one after the other, filled with -1; a token with no ids was sampled from all. M is not
+        T, so that nothing takes it for columns. An empty dictionary where no token has ids.
+    """
+    if not any(map(any, masks)):
+        return {}
+    sizes = torch.zeros(len(masks), width, dtype=torch.int32)
+    for row, of_row in enumerate(masks):
+        sizes[row, : len(of_row)] = torch.tensor([len(kept) for kept in of_row], dtype=torch.int32)
+    totals = sizes.sum(-1)
+    longest = int(totals.max())
+    ids = torch.full((len(masks), longest + (longest == width)), -1, dtype=torch.int32)
+    flat = list(chain.from_iterable(chain.from_iterable(masks)))
+    ids[torch.arange(ids.shape[1]) < totals[:, None]] = torch.tensor(flat, dtype=torch.int32)
+    return {SAMPLING_MASK: ids, SAMPLING_MASK_SIZES: sizes}
 
 
 def collate_examples(examples: Sequence[SFTExample], pad_token_id: int = 0, round_to: int = 1) -> dict[str, Tensor]:

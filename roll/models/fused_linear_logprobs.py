@@ -46,6 +46,7 @@ def fused_linear_logprobs(
     spec: HeadSpec,
     entropy_gradient: bool = False,
     sum_pi_squared: bool = False,
+    kept: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Log-prob log softmax(hidden W^T / temperature)[target], and the entropy of the same distribution.
 
@@ -56,6 +57,8 @@ def fused_linear_logprobs(
         spec: the rank's part of the vocabulary.
         entropy_gradient: whether the entropy is differentiable.
         sum_pi_squared: whether the sum of the squared probabilities of all tokens is computed too, without gradient.
+        kept: [N, K] ids of the tokens that the softmax is over, filled with -1; rows of -1 alone, and None, mean all
+            tokens. The target is always among them.
 
     Returns:
         Log-probs and entropies in nats, and with `sum_pi_squared` that sum, [N] float32 each.
@@ -64,7 +67,7 @@ def fused_linear_logprobs(
         hidden, weight = hidden.float(), weight.float()
     keep = torch.is_grad_enabled() and hidden.shape[0] * weight.shape[0] * 4 <= HEAD_KEPT_BYTES
     results = _FusedLinearLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets, spec, entropy_gradient, sum_pi_squared, keep
+        hidden, weight, targets, spec, entropy_gradient, sum_pi_squared, keep, kept
     )
     return tuple(results) if sum_pi_squared else tuple(results[:2])
 
@@ -80,15 +83,17 @@ class _FusedLinearLogprobs(torch.autograd.Function):
         entropy_gradient: bool,
         sum_pi_squared: bool,
         keep: bool,
+        kept: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         parts = []
         for rows in _chunks(hidden, weight):
-            part = _forward_chunk(hidden[rows], weight, targets[rows], spec, sum_pi_squared)
+            of_rows = None if kept is None else kept[rows]
+            part = _forward_chunk(hidden[rows], weight, targets[rows], spec, sum_pi_squared, of_rows)
             parts.append(part if keep else replace(part, probabilities=None))
             del part  # with the probabilities, before the next chunk needs that memory
         log_probs = torch.cat([part.log_probs for part in parts])
         entropy = torch.cat([part.entropy for part in parts])
-        ctx.spec, ctx.entropy_gradient = spec, entropy_gradient
+        ctx.spec, ctx.entropy_gradient, ctx.kept = spec, entropy_gradient, kept
         ctx.probabilities = [part.probabilities for part in parts]
         ctx.save_for_backward(hidden, weight, targets, entropy)
         squares = torch.cat([part.squares for part in parts if part.squares is not None]) if sum_pi_squared else None
@@ -106,7 +111,8 @@ class _FusedLinearLogprobs(torch.autograd.Function):
         for rows in _chunks(hidden, weight):
             probabilities = ctx.probabilities.pop(0)
             if probabilities is None:
-                probabilities = _forward_chunk(hidden[rows], weight, targets[rows], spec).probabilities
+                of_rows = None if ctx.kept is None else ctx.kept[rows]
+                probabilities = _forward_chunk(hidden[rows], weight, targets[rows], spec, kept=of_rows).probabilities
             of_entropy = entropy_gradient[rows] if ctx.entropy_gradient and entropy_gradient is not None else None
             logits = _logit_gradient(
                 probabilities, targets[rows], entropy[rows], log_prob_gradient[rows], of_entropy, spec
@@ -116,7 +122,7 @@ class _FusedLinearLogprobs(torch.autograd.Function):
             del probabilities, logits  # before the next chunk needs that memory
         if spec.group is not None and spec.reduce_hidden_gradient:
             dist.all_reduce(hidden_gradient, group=spec.group)
-        return hidden_gradient, weight_gradient.to(weight.dtype), None, None, None, None, None
+        return hidden_gradient, weight_gradient.to(weight.dtype), None, None, None, None, None, None
 
 
 @dataclass
@@ -128,12 +134,19 @@ class _ChunkResult:
 
 
 def _forward_chunk(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, spec: HeadSpec, sum_pi_squared: bool = False
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    spec: HeadSpec,
+    sum_pi_squared: bool = False,
+    kept: torch.Tensor | None = None,
 ) -> _ChunkResult:
     """Results for n tokens; `probabilities` cover this rank's part of the vocabulary, [n, tokens] float32."""
     logits = _product(hidden, weight[: spec.tokens].t())
     if spec.temperature != 1.0:
         logits.mul_(1.0 / spec.temperature)
+    if kept is not None:
+        logits.masked_fill_(_left_out(kept, targets, spec), torch.finfo(logits.dtype).min)
     highest = logits.amax(dim=-1)
     if spec.group is not None:
         dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=spec.group)
@@ -176,6 +189,15 @@ def _logit_gradient(
         gradient = probabilities.mul_(surprise.mul_(-of_entropy[:, None]).sub_(of_log_prob[:, None]))
     column = local[:, None]  # one of each row, so nothing is added twice, in whatever order
     return gradient.scatter_(1, column, gradient.gather(1, column) + (of_log_prob * own)[:, None])
+
+
+def _left_out(kept: torch.Tensor, targets: torch.Tensor, spec: HeadSpec) -> torch.Tensor:
+    """Which tokens of this rank the softmax leaves out, [n, tokens]."""
+    local = torch.cat([kept.long(), targets[:, None]], dim=1) - spec.first_token
+    own = (local >= 0) & (local < spec.tokens)
+    left_out = torch.ones(len(kept), spec.tokens + 1, dtype=torch.bool, device=kept.device)
+    left_out.scatter_(1, torch.where(own, local, spec.tokens), False)
+    return left_out[:, : spec.tokens] & (kept >= 0).any(-1)[:, None]
 
 
 def _own_targets(targets: torch.Tensor, spec: HeadSpec) -> tuple[torch.Tensor, torch.Tensor]:

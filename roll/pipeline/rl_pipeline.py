@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Generic, TypeVar
 
 from roll.configs.pipeline import RLConfig
@@ -55,7 +56,10 @@ class RLPipeline(ABC, Generic[ConfigT]):
         self._tokenizer = load_tokenizer(config.actor_train.model_args.model_name_or_path)
         train, val = config.actor_infer.generating_args, config.validation.generating_args
         self._sampling: dict[Purpose, SamplingParams] = {
-            "train": sampling_params(train, "actor_infer.generating_args", self._tokenizer),
+            "train": replace(
+                sampling_params(train, "actor_infer.generating_args", self._tokenizer),
+                sampling_mask=config.replays_sampling_mask,
+            ),
             "val": sampling_params(val, "validation.generating_args", self._tokenizer),
         }
 

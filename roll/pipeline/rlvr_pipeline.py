@@ -120,7 +120,7 @@ class RLVRWorker(RolloutWorker):
             for index in range(samples)
         ]
         if purpose == "train" and self._greedy:
-            greedy = replace(sampling, temperature=0.0, top_p=1.0, top_k=0)
+            greedy = replace(sampling, temperature=0.0, top_p=1.0, top_k=0, sampling_mask=False)
             seed = role_seed(self._seed, purpose, group.number, samples)
             requests.append(GenerateRequest(f"{purpose}-{group.number}-greedy", prompt.ids, greedy, seed))
         return requests

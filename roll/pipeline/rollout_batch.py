@@ -15,7 +15,7 @@ from torch import Tensor
 
 from roll.algorithms.advantages import REWARD_PARTS
 from roll.configs.agentic import SampleBy
-from roll.datasets.collate import Sample, collate_samples
+from roll.datasets.collate import Sample, collate_samples, sampling_masks
 from roll.distributed.protocol import DataProto
 from roll.rollout.types import NOT_SAMPLED, Group, Trajectory, Turn
 from roll.trackers.files import write_whole
@@ -49,6 +49,11 @@ class Row:
     group: Group | None
     trajectory_name: str
 
+    @property
+    def end(self) -> int:
+        """Position after the last token."""
+        return self.turns[-1].end if self.turns else 2
+
 
 def batch_of_groups(
     groups: Sequence[Group],
@@ -75,7 +80,8 @@ def batch_of_groups(
         `tag_ids` [B]; `truncated` [B] bool, whether the trajectory was cut at its length. Where every group has a
         greedy response: `greedy_scores` [B] float32, its score, and `greedy_lengths` [B] int64, its tokens. With
         `rewards`, R of them: `reward_parts` [B, R] float32, the score of each before its weight, NaN where a reward
-        does not score the sample. The columns `id`, `prompt_id`, `ground_truth` and `episode` are for dumps.
+        does not score the sample. With truncated sampling also the tensors of `sampling_masks`. The columns `id`,
+        `prompt_id`, `ground_truth` and `episode` are for dumps.
     """
     rows = _pad_rows(list(_rows(groups, sample_by)), multiple)
     tensors = collate_samples([_sample(row) for row in rows])
@@ -99,6 +105,8 @@ def batch_of_groups(
             "greedy_scores": torch.tensor([each.score if each else 0.0 for each in greedy], dtype=torch.float32),
             "greedy_lengths": torch.tensor([len(each.sampled_versions) if each else 0 for each in greedy]),
         }
+    masks = [row.trajectory.sampling_mask[: row.end] for row in rows]
+    tensors |= sampling_masks(masks, tensors["input_ids"].shape[1])
     if rewards:
         parts = [[row.trajectory.reward_parts.get(name, math.nan) for name in rewards] for row in rows]
         tensors[REWARD_PARTS] = torch.tensor(parts, dtype=torch.float32)
@@ -150,7 +158,7 @@ def _pad_rows(rows: Sequence[Row], multiple: int) -> list[Row]:
 def _sample(row: Row) -> Sample:
     """The prompt ends where the first turn of the row begins; observations between its turns are not sampled."""
     trajectory = row.trajectory
-    start, end = (row.turns[0].start, row.turns[-1].end) if row.turns else (1, 2)
+    start, end = row.turns[0].start if row.turns else 1, row.end
     return (
         trajectory.ids[:start],
         trajectory.ids[start:end],

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from roll.configs.roles import MegatronRoleConfig, TrainedRoleConfig
+from roll.datasets.collate import SAMPLING_MASK, SAMPLING_MASK_SIZES
 from roll.datasets.micro_batches import OptimizerStepPlan, plan_forward, plan_optimizer_steps
 from roll.distributed.protocol import DataProto
 from roll.distributed.train_worker import TrainWorker
@@ -47,6 +48,7 @@ async def forward(
         options: what the method reads of `meta_info` beside temperature and micro-batches.
     """
     limit = config.forward_token_limit
+    masks = [key for key in (SAMPLING_MASK, SAMPLING_MASK_SIZES) if key in data]
     plan = plan_forward(
         sample_lengths(data),
         cluster.layout.data,
@@ -55,7 +57,7 @@ async def forward(
         round_to=cluster.layout.tensor,
         packed=config.use_sequence_packing,
     )
-    inputs = data.select(*LOG_PROB_KEYS)
+    inputs = data.select(*LOG_PROB_KEYS, *masks)
     shards = []
     for indices, micro_batches in zip(plan.indices, plan.micro_batches, strict=True):
         shard = inputs.select_idxs(indices)

@@ -18,7 +18,11 @@ A single response has terminated when its stop token came, and reached its lengt
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one response is sampled; the engine's log-probs are those of the full softmax at `temperature`."""
+    """How one response is sampled.
+
+    The engine's log-probs are those of the full softmax at `temperature`; with `sampling_mask` they are those of the
+    tokens that `top_k` and `top_p` kept, and the ids of these come with them.
+    """
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -26,6 +30,7 @@ class SamplingParams:
     top_k: int = 0
     repetition_penalty: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
+    sampling_mask: bool = False
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,7 @@ class GenerateResult:
     """One response: ids as sampled (the stop token included), and for each its log-prob and weight version.
 
     `finish_reason` is why it ended: a stop token, the length limit, or an abort (then it is not a sample).
+    `sampling_mask` has, for each token, the ids it was sampled from, if the request asked for them.
     """
 
     request_id: str
@@ -52,6 +58,7 @@ class GenerateResult:
     finish_reason: Literal["stop", "length", "abort"]
     cached_prompt_tokens: int = 0
     error: str | None = None
+    sampling_mask: list[list[int]] = field(default_factory=list)
 
 
 class TrajectoryError(RuntimeError):
@@ -91,6 +98,8 @@ class Trajectory:
         ids: of the whole sequence.
         log_probs: one for each id; 0 where the token was not sampled.
         versions: weight version of each id; NOT_SAMPLED where it was not sampled.
+        sampling_mask: for each id up to the last that was sampled, the ids it was sampled from, if `top_k` and `top_p`
+            truncated them and the engine told which; no ids where it was not sampled. Empty: nothing was truncated.
         turns: the responses in order; together they span exactly the sampled tokens.
         stop: why it ended; None while it is running.
         outcome: the last observation, after which no response was sampled; empty if there was none.
@@ -102,6 +111,7 @@ class Trajectory:
     ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    sampling_mask: list[list[int]] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     stop: StopReason | None = None
     outcome: str = ""
@@ -146,6 +156,8 @@ class Trajectory:
 
     def _add_turn(self, result: GenerateResult, observation: str, text: str, reusable: int) -> Turn:
         tokens = len(result.response_ids)
+        if len(result.sampling_mask) not in (0, tokens):
+            raise TrajectoryError(f"turn {len(self.turns)}: {tokens} tokens and {len(result.sampling_mask)} masks")
         if not tokens or tokens != len(result.log_probs) or tokens != len(result.versions):
             counts = tokens, len(result.log_probs), len(result.versions)
             raise TrajectoryError(
@@ -156,6 +168,9 @@ class Trajectory:
         self.ids.extend(result.response_ids)
         self.log_probs.extend(result.log_probs)
         self.versions.extend(result.versions)
+        if result.sampling_mask:
+            self.sampling_mask.extend([] for _ in range(start - len(self.sampling_mask)))
+            self.sampling_mask.extend(result.sampling_mask)
         turn = Turn(observation, start, start + tokens, text, cached=result.cached_prompt_tokens, reusable=reusable)
         self.turns.append(turn)
         return turn

@@ -227,8 +227,10 @@ HARMLESS = {
     "actor_train.pg_variant=vanilla pg_clip_low=0.1": "pg_clip_low: has no effect: it belongs to "
     "actor_train.pg_variant ppo or decoupled_ppo",
     "actor_train.worker_cls=a.b.ActorPGWorker": "actor_train.worker_cls: has no effect",
-    f"{SAMPLING}.top_p=0.99 {SAMPLING}.top_k=100": f"{SAMPLING}: top_p 0.99 and top_k 100 sample from a truncated "
-    "distribution, but the engine returns log-probs of the whole one: every ratio and KL is biased",
+    f"on_truncated_sampling=warn {SAMPLING}.top_p=0.99 {SAMPLING}.top_k=100": f"{SAMPLING}: top_p 0.99 and top_k 100 "
+    "sample from a truncated distribution, but the engine returns log-probs of the whole one: every ratio and KL is",
+    f"{SAMPLING}.top_p=0.99": f"{SAMPLING}: top_p 0.99 sample from a truncated distribution",
+    f"{SAMPLING}.top_k=5000": "or on_truncated_sampling: replay with a top_k from 2 to 4096",
     f"{SAMPLING}.repetition_penalty=1.1": "repetition_penalty: 1.1 changes the distribution sampled from",
     "actor_infer.model_args.dtype=fp16": "actor_infer.model_args.dtype: fp16 samples while actor_train computes in",
     "reference.device_mapping=0-15": "reference: is configured but not used",

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from roll.datasets.collate import collate_examples, collate_samples, collate_scored
+from roll.datasets.collate import collate_examples, collate_samples, collate_scored, sampling_masks
 from roll.datasets.sft import SFTExample
 
 SAMPLES = [([5, 6], [7, 8, 9], [-0.1, -0.2, -0.3], [3, 3, 4]), ([5], [7], [-0.5], [2])]
@@ -42,6 +42,15 @@ def test_dtypes():
 
 def test_the_width_is_rounded_up():
     assert collate_samples(SAMPLES, round_to=4)["input_ids"].shape == (2, 8)
+
+
+def test_sampling_masks_follow_each_other_in_a_row():
+    masks = sampling_masks([[[], [4, 5], [6]], [], [[7]]], width=4)
+    assert masks["sampling_mask_sizes"].tolist() == [[0, 2, 1, 0], [0, 0, 0, 0], [1, 0, 0, 0]]
+    assert masks["sampling_mask"].tolist() == [[4, 5, 6], [-1, -1, -1], [7, -1, -1]]
+    assert {tensor.dtype for tensor in masks.values()} == {torch.int32}
+    assert sampling_masks([[], [[], []]], width=4) == {}
+    assert sampling_masks([[[1, 2], [3, 4]]], width=4)["sampling_mask"].tolist() == [[1, 2, 3, 4, -1]]
 
 
 def test_lists_of_different_length_are_an_error():

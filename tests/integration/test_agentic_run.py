@@ -6,6 +6,7 @@ import json
 import math
 import os
 import signal
+import statistics
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,7 @@ def test_trajectories_run_ahead_and_environments_that_fail_are_not_learned_from(
         deterministic=False,
         async_generation_ratio=1,
         in_flight_policy="abort_resume",
+        actor_infer__generating_args={"top_p": 0.9, "top_k": 20},
         old_log_probs_source="recompute",
         actor_train__pg_variant="tis",
         train_env_manager={"group_size": GROUP, "group_size_redundancy": 1, "num_env_groups": GROUPS},
@@ -147,7 +149,10 @@ def test_trajectories_run_ahead_and_environments_that_fail_are_not_learned_from(
     check_laws(steps, 1)
     assert max(line["staleness/max"] for line in steps) == 1, "nothing ran ahead"
     assert any(line["actor/ratio_deviation_max"] > 1e-3 for line in steps[1:]), "nothing was corrected"
+    assert steps[0]["actor/ratio_deviation_max"] < 1e-4
     rows = check_samples(tmp_path / "samples", inputs["pretrain"])
+    log_probs = [each for row in rows for each in row["behavior_log_probs"]]
+    assert statistics.fmean(log_probs) > -math.log(20), "log-probs are not over the 20 tokens of top_k"
     check_maps(rows, size=3)
     check_ages(tmp_path / "samples", steps)
     groups = Counter((row["episode"]["seed"]) for row in rows)

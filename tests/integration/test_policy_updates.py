@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from roll.algorithms.policy_losses import PolicyLossConfig
 from roll.configs.parallel_layout import ParallelLayout
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.roles import ActorTrainConfig
+from roll.datasets.collate import sampling_masks
 from roll.models.tiny import write_tiny_model
 from tests.integration.megatron_scenario import PROMPT, SAMPLES, WIDTH, token_batch
 from tests.integration.policy_scenario import RATE
@@ -49,12 +51,33 @@ def variant_losses(log_probs: torch.Tensor, batch: Tensors) -> Tensors:
 VARIANTS = ("vanilla", "ppo", "tis", "topr", "cispo", "kimi15")
 
 
+def left_out(batch: Tensors, vocabulary: int) -> torch.Tensor:
+    """Which tokens [b, T, vocabulary] the `sampling_mask` of each position leaves out."""
+    kept = torch.zeros(*batch["input_ids"].shape, vocabulary, dtype=torch.bool)
+    for row, sizes in enumerate(batch["sampling_mask_sizes"].tolist()):
+        lists = batch["sampling_mask"][row, : sum(sizes)].long().split(sizes)
+        for column, ids in enumerate(lists):
+            kept[row, column, ids] = True
+    return kept.any(-1)[..., None] & ~kept
+
+
 def log_probs_of(model: Any, batch: Tensors) -> torch.Tensor:
     """Log-prob [b, T] of every token at its own position, 0 at the first."""
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
-    log_probs = torch.log_softmax(model(**inputs).logits[:, :-1].float() / TEMPERATURE, -1)
+    logits = model(**inputs).logits[:, :-1].float() / TEMPERATURE
+    log_probs = torch.log_softmax(logits.masked_fill(left_out(batch, logits.shape[-1])[:, 1:], -torch.inf), -1)
     picked = log_probs.gather(2, batch["input_ids"][:, 1:, None]).squeeze(2)
     return torch.nn.functional.pad(picked, (1, 0))
+
+
+def truncated(ids: torch.Tensor, vocabulary: int) -> Tensors:
+    """Sampling masks of up to a quarter of the vocabulary for every other sample, the tokens themselves among them."""
+    drawn = random.Random(6)
+    masks = [
+        [[token, *drawn.sample(range(vocabulary), drawn.randrange(vocabulary // 4))] for token in row]
+        for row in ids.tolist()
+    ]
+    return sampling_masks([row if number % 2 else [] for number, row in enumerate(masks)], ids.shape[1])
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +98,7 @@ def batch(model: Any) -> Tensors:
     import copy
 
     batch = token_batch()
+    batch |= truncated(batch["input_ids"], model.config.vocab_size)
     batch["response_mask"] = batch["attention_mask"].bool() & (torch.arange(WIDTH) >= PROMPT)
     generator = torch.Generator().manual_seed(5)
     older = copy.deepcopy(model)

@@ -111,6 +111,32 @@ def test_log_probs_are_those_of_transformers(engine, model, temperature):
     assert largest_difference(model, asked, answers) < TOLERANCE
 
 
+def test_truncated_samples_come_with_the_tokens_that_were_kept(engine, model):
+    """Their log-probs are over these tokens; other requests of the batch stay as they are."""
+    sampling = {"temperature": 0.7, "top_p": 0.8, "top_k": 6, "sampling_mask": True}
+    asked = [
+        replace(each, sampling=replace(each.sampling, **sampling)) if number % 2 else each
+        for number, each in enumerate(requests(10, 24, 1.0))
+    ]
+    answers = engine.generate(asked)
+    assert largest_difference(model, asked[::2], answers[::2]) < TOLERANCE
+    assert not any(answer.sampling_mask for answer in answers[::2])
+    sizes = set()
+    for request, answer in zip(asked[1::2], answers[1::2], strict=True):
+        ids = torch.tensor([request.prompt_ids + answer.response_ids])
+        with torch.no_grad():
+            logits = model(ids).logits[0, len(request.prompt_ids) - 1 : -1] / 0.7
+        probabilities, order = logits.softmax(-1).sort(dim=-1, descending=True)
+        before = probabilities.cumsum(-1) - probabilities
+        for row, (token, kept) in enumerate(zip(answer.response_ids, answer.sampling_mask, strict=True)):
+            expected = order[row, : min(6, int((before[row] <= 0.8).sum()))].tolist()
+            assert kept == expected and token in kept
+            log_prob = float(torch.log_softmax(logits[row, kept], -1)[kept.index(token)])
+            assert abs(answer.log_probs[row] - log_prob) < TOLERANCE
+            sizes.add(len(kept))
+    assert len(sizes) > 1
+
+
 def test_the_same_requests_give_the_same_bits_whatever_came_before(engine):
     asked = requests(24, 40)
     first = engine.generate(asked)

@@ -39,6 +39,37 @@ def test_log_probs_entropies_and_gradients_match_a_full_softmax(temperature, mem
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("memory", ["kept", "recomputed in chunks"])
+def test_with_a_sampling_mask_the_softmax_is_over_its_tokens_alone(memory, monkeypatch):
+    """Rows without a mask are over all; the target counts even where the mask lacks it."""
+    if memory != "kept":
+        monkeypatch.setattr("roll.models.fused_linear_logprobs.HEAD_KEPT_BYTES", 0)
+        monkeypatch.setattr("roll.models.fused_linear_logprobs.HEAD_CHUNK_BYTES", {"cpu": 4 * 16 * 3})
+    hidden, weight, targets, tokens = inputs()
+    mask = torch.randint(-1, tokens, (len(targets), 4), dtype=torch.int32)
+    mask[2], mask[5, 0], mask[6] = -1, -1, torch.tensor([int(targets[6]), -1, -1, -1])
+    allowed = torch.zeros(len(targets), tokens, dtype=torch.bool)
+    for row, kept in enumerate(mask.tolist()):
+        ids = [token for token in kept if token >= 0]
+        allowed[row, [*ids, int(targets[row])] if ids else slice(None)] = True
+    spec = HeadSpec(0, tokens, 0.7)
+    log_probs, entropy = fused_linear_logprobs(hidden, weight, targets, spec, entropy_gradient=True, kept=mask)
+    logits = (hidden @ weight[:tokens].t() / 0.7).masked_fill(~allowed, -torch.inf)
+    log_softmax = torch.log_softmax(logits, dim=-1)
+    expected = log_softmax.gather(1, targets[:, None]).squeeze(1)
+    expected_entropy = -torch.where(allowed, log_softmax.exp() * log_softmax.masked_fill(~allowed, 0), 0).sum(-1)
+    torch.testing.assert_close(log_probs, expected)
+    torch.testing.assert_close(entropy, expected_entropy)
+    assert log_probs[6].item() == 0 and entropy[6].item() == 0
+    weights = torch.linspace(-1, 2, len(targets))
+    ours = torch.autograd.grad((weights * log_probs + weights.flip(0) * entropy).sum(), (hidden, weight))
+    theirs = torch.autograd.grad((weights * expected + weights.flip(0) * expected_entropy).sum(), (hidden, weight))
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+    squares = fused_linear_logprobs(hidden, weight, targets, spec, sum_pi_squared=True, kept=mask)[2]
+    torch.testing.assert_close(squares, log_softmax.exp().square().sum(-1).detach())
+
+
 def half_precision_kernel(one, other, out_dtype):
     """torch.mm of a GPU: products of half-precision numbers summed in fp32."""
     assert one.dtype == other.dtype == torch.bfloat16 and out_dtype == torch.float32
@@ -100,9 +131,9 @@ def test_probabilities_that_are_not_kept_are_freed_before_the_next_chunk(gradien
     monkeypatch.setattr(f"{module}.HEAD_CHUNK_BYTES", {"cpu": 4 * 16 * 2})
     earlier = []
 
-    def forward_chunk(*arguments):
+    def forward_chunk(*arguments, **keywords):
         assert all(probabilities() is None for probabilities in earlier)
-        part = whole(*arguments)
+        part = whole(*arguments, **keywords)
         earlier.append(weakref.ref(part.probabilities))
         return part
 

@@ -28,6 +28,25 @@ def trajectory(turns: list[tuple[str, int, float]], ids: count) -> Trajectory:
     return made
 
 
+@pytest.mark.parametrize("sample_by", ["traj", "step"])
+def test_sampling_masks_are_in_the_columns_of_their_tokens(sample_by):
+    """The mask of a token here is the token itself and the next id."""
+    groups = groups_of(SCRIPT)
+    for group in groups:
+        for one in group.trajectories:
+            sampled = zip(one.ids, one.versions, strict=True)
+            one.sampling_mask = [[] if v == NOT_SAMPLED else [token, token + 1] for token, v in sampled]
+    batch = batch_of_groups(groups, sample_by, multiple=3).batch
+    sizes, mask = batch["sampling_mask_sizes"], batch["response_mask"]
+    assert torch.equal((sizes == 2) & mask, mask)
+    for row in range(len(mask)):
+        ids = batch["sampling_mask"][row]
+        kept = batch["input_ids"][row][sizes[row] > 0]
+        assert ids[: 2 * len(kept)].tolist() == torch.stack([kept, kept + 1], 1).flatten().tolist()
+        assert bool((ids[2 * len(kept) :] == -1).all())
+    assert "sampling_mask" not in batch_of_groups(groups_of(SCRIPT), sample_by).batch.keys()
+
+
 def groups_of(script: list[list[list[tuple[str, int, float]]]]) -> list[Group]:
     ids = count(1)
     return [

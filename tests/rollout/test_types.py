@@ -63,6 +63,19 @@ def test_a_response_whose_parts_do_not_match_is_refused():
         trajectory.add_response([], result([]), "", "")
 
 
+def test_sampling_masks_stand_at_the_sampled_tokens():
+    trajectory = Trajectory()
+    trajectory.add_context([5, 6])
+    trajectory.add_response([5, 6], result([1, 2], sampling_mask=[[1, 3], [2]]), "", "")
+    trajectory.add_context([7])
+    trajectory.add_response([5, 6, 1, 2, 7], result([3], sampling_mask=[[3, 4]]), "", "")
+    trajectory.add_context([8])
+    assert trajectory.sampling_mask == [[], [], [1, 3], [2], [], [3, 4]]
+    assert Trajectory.from_state(json.loads(json.dumps(trajectory.state_dict()))) == trajectory
+    with pytest.raises(TrajectoryError, match="turn 2: 2 tokens and 1 masks"):
+        trajectory.add_response(trajectory.ids, result([1, 2], sampling_mask=[[1]]), "", "")
+
+
 def test_a_prefix_could_be_reused_only_under_the_weights_of_the_turn_before():
     trajectory = Trajectory()
     trajectory.add_context([1, 2])

@@ -9,6 +9,7 @@ from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import Report
 from roll.configs.pipeline import RLConfig, RLVRConfig
 from roll.configs.policy import COVARIANCE_VARIANTS, VARIANT_TRAITS, losses_of, traits_of
+from roll.configs.roles import LONGEST_SAMPLING_MASK
 from roll.configs.schema import value_at
 from roll.configs.suggestions import nearest
 
@@ -339,11 +340,12 @@ def check_sampling(config: RLConfig, report: Report) -> None:
 def _check_truncation(config: RLConfig, report: Report) -> None:
     sampling = config.actor_infer.generating_args
     cuts = [f"top_p {sampling.top_p:g}"] * (sampling.top_p < 1) + [f"top_k {sampling.top_k}"] * (sampling.top_k > 0)
-    if not cuts:
+    if not cuts or config.replays_sampling_mask:
         return
     message = (
         f"{' and '.join(cuts)} sample from a truncated distribution, but the engine returns log-probs of the whole "
-        "one: every ratio and KL is biased; use top_p 1.0 and top_k 0"
+        "one: every ratio and KL is biased; use top_p 1.0 and top_k 0, or on_truncated_sampling: replay with a top_k "
+        f"from 2 to {LONGEST_SAMPLING_MASK}"
     )
     if config.on_truncated_sampling == "refuse":
         report.error("actor_infer.generating_args", f"{message} (on_truncated_sampling is refuse)")

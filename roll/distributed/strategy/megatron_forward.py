@@ -159,7 +159,7 @@ class ForwardPass:
             reduce_hidden_gradient=not sequence_parallel,
         )
         rows = hidden.flatten(0, 1).index_select(0, micro.hidden_rows)
-        return fused_linear_logprobs(rows, weight, micro.targets, spec, entropy_gradient, sum_pi_squared)
+        return fused_linear_logprobs(rows, weight, micro.targets, spec, entropy_gradient, sum_pi_squared, micro.kept)
 
 
 class ValuePass(ForwardPass):

@@ -8,6 +8,8 @@ from dataclasses import dataclass, fields
 import torch
 from tensordict import TensorDict
 
+from roll.datasets.collate import SAMPLING_MASK, SAMPLING_MASK_SIZES
+
 
 @dataclass
 class MicroBatch:
@@ -15,7 +17,8 @@ class MicroBatch:
 
     `batch` keeps the caller's columns (T of them, trailing padding cut), `input_ids` [b, S] are right padded with S
     rounded up for sequence parallel. Token n to score is `targets`[n] at (`samples`[n], `columns`[n]) of the caller's
-    columns, and the hidden state before it is row `hidden_rows`[n] of [S * b, H].
+    columns, and the hidden state before it is row `hidden_rows`[n] of [S * b, H]. `kept`[n] are the ids that it was
+    sampled from, [N, K] filled with -1, where the batch has sampling masks; -1 alone means all.
 
     A packed one has b = 1 in `input_ids`: samples follow each other. `bounds` [samples + 1] int32 has the first token
     of each and the end of the last, which has the padding of S, `positions` [S] count within each sample, and
@@ -28,6 +31,7 @@ class MicroBatch:
     samples: torch.Tensor
     columns: torch.Tensor
     hidden_rows: torch.Tensor
+    kept: torch.Tensor | None = None
     bounds: torch.Tensor | None = None
     positions: torch.Tensor | None = None
     lengths: Sequence[int] = ()
@@ -62,7 +66,10 @@ def make_micro_batch(
         ValueError: a sample is empty, or has padding between its tokens.
     """
     rows = torch.as_tensor(list(indices), dtype=torch.long)
-    chosen = batch[rows]
+    chosen, masks = batch[rows], None
+    if SAMPLING_MASK in chosen.keys():
+        masks = chosen[SAMPLING_MASK], chosen[SAMPLING_MASK_SIZES]
+        chosen = chosen.exclude(SAMPLING_MASK, SAMPLING_MASK_SIZES)
     mask = chosen["attention_mask"].bool()
     first, lengths = mask.int().argmax(dim=1), mask.sum(dim=1)
     _check_padding(mask, first, lengths, rows)
@@ -73,15 +80,17 @@ def make_micro_batch(
     samples, columns = scored.nonzero(as_tuple=True)
     targets = chosen["input_ids"][samples, columns]
     before = columns - first[samples] - 1
+    kept = None if masks is None else _kept(*masks, samples, columns)
     if packed:
         ids, bounds = _pack(chosen["input_ids"], mask, lengths, multiple)
         hidden_rows = bounds[samples] + before
         packed_lengths = bounds.diff().tolist()
         positions = torch.cat([torch.arange(length) for length in packed_lengths])
-        micro = MicroBatch(chosen, ids, targets, samples, columns, hidden_rows, bounds.int(), positions, packed_lengths)
+        packing = bounds.int(), positions, packed_lengths
+        micro = MicroBatch(chosen, ids, targets, samples, columns, hidden_rows, kept, *packing)
     else:
         ids = _compact(chosen["input_ids"], first, int(lengths.max()), multiple)
-        micro = MicroBatch(chosen, ids, targets, samples, columns, before * len(rows) + samples)
+        micro = MicroBatch(chosen, ids, targets, samples, columns, before * len(rows) + samples, kept)
     return _to(micro, device)
 
 
@@ -89,6 +98,16 @@ def _scored(batch: TensorDict, mask: torch.Tensor, first: torch.Tensor) -> torch
     scored = batch["response_mask"].bool() & mask if "response_mask" in batch.keys() else mask.clone()
     scored[torch.arange(len(first)), first] = False
     return scored
+
+
+def _kept(ids: torch.Tensor, sizes: torch.Tensor, samples: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """The ids of `sampling_masks` for N tokens, [N, K] filled with -1."""
+    sizes = sizes.long()
+    starts = (sizes.cumsum(1) - sizes)[samples, columns, None]
+    own = sizes[samples, columns, None]
+    places = torch.arange(int(own.max()) if len(own) else 0)
+    found = ids[samples[:, None], (starts + places).clamp(max=ids.shape[1] - 1)]
+    return torch.where(places < own, found, -1)
 
 
 def _compact(ids: torch.Tensor, first: torch.Tensor, longest: int, multiple: int) -> torch.Tensor:

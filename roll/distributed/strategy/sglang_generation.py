@@ -241,7 +241,7 @@ def to_result(request: GenerateRequest, reply: dict[str, Any] | None, error: str
     """SGLang's `reply` to `request` as a result; `error` is the reason of an abort or a missing reply.
 
     Raises:
-        EngineError: ids, log-probs and version spans of the reply do not cover the same tokens.
+        EngineError: ids, log-probs, version spans and masks of the reply do not cover the same tokens.
     """
     if reply is None:
         return GenerateResult(request.request_id, [], [], [], "abort", error=error)
@@ -249,22 +249,26 @@ def to_result(request: GenerateRequest, reply: dict[str, Any] | None, error: str
     ids = list(reply["output_ids"])
     rows = meta.get("output_token_logprobs") or []
     versions = token_versions(meta.get("weight_versions") or [], len(ids))
-    if [row[1] for row in rows] != ids or len(versions) != len(ids):
+    masks: list[list[int]] = meta.get("output_token_sampling_mask") or []
+    masked = len(ids) if request.sampling.sampling_mask else 0
+    if [row[1] for row in rows] != ids or len(versions) != len(ids) or len(masks) != masked:
         raise EngineError(
-            f"request {request.request_id}: {len(ids)} tokens came with {len(rows)} log-probs and "
-            f"{len(versions)} versions"
+            f"request {request.request_id}: {len(ids)} tokens came with {len(rows)} log-probs, {len(versions)} "
+            f"versions and {len(masks)} sampling masks"
         )
+    log_probs: list[float] = meta["output_token_sampling_logprobs"] if masks else [row[0] for row in rows]
     reason: Literal["stop", "length", "abort"] = meta["finish_reason"]["type"]
     if reason == "abort" and error is None:
         error = meta["finish_reason"].get("message") or "aborted by the engine"
     return GenerateResult(
         request_id=request.request_id,
         response_ids=ids,
-        log_probs=[row[0] for row in rows],
+        log_probs=list(log_probs),
         versions=versions,
         finish_reason="abort" if error else reason,
         cached_prompt_tokens=meta.get("cached_tokens", 0),
         error=error,
+        sampling_mask=list(masks),
     )
 
 
@@ -306,4 +310,5 @@ def joined(first: GenerateResult, second: GenerateResult) -> GenerateResult:
         finish_reason=second.finish_reason,
         cached_prompt_tokens=first.cached_prompt_tokens,
         error=second.error,
+        sampling_mask=[*first.sampling_mask, *second.sampling_mask],
     )

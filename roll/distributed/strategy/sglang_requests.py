@@ -85,7 +85,8 @@ class RequestSender:
             )
         parameters = copy.copy(self._checked_parameters(request.sampling))
         parameters.sampling_seed = request.seed
-        template, times = _template()
+        masked = request.sampling.sampling_mask
+        template, times = _template(masked)
         future = asyncio.get_running_loop().create_future()
         answers: list[dict[str, Any]] = []
         manager.rid_to_state[name] = ReqState(answers, False, _Reply(future, answers), template, times)
@@ -103,6 +104,7 @@ class RequestSender:
             logprob_start_len=-1,
             top_logprobs_num=0,
             token_ids_logprob=None,
+            return_sampling_mask=masked,
             stream=False,
             extra_key=cache_key,
             time_stats=times,
@@ -182,12 +184,13 @@ class RequestSender:
 
 
 @functools.cache
-def _template() -> tuple[Any, Any]:
-    """What SGLang reads of a request when its answer comes, the same for all: log-probs, no stream; and no times."""
+def _template(masked: bool) -> tuple[Any, Any]:
+    """What SGLang reads of a request when its answer comes: log-probs, no stream, masks if asked for; and no times."""
     from sglang.srt.managers.io_struct import GenerateReqInput
     from sglang.srt.observability.req_time_stats import APIServerReqTimeStats
 
     template = GenerateReqInput(input_ids=[], return_logprob=True, top_logprobs_num=0, return_text_in_logprobs=False)
+    template.return_sampling_mask = masked
     times = APIServerReqTimeStats()
     times.set_created_time()
     return template, times

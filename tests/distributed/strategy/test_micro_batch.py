@@ -2,6 +2,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from roll.datasets.collate import sampling_masks
 from roll.distributed.strategy.micro_batch import make_micro_batch
 
 IDS = torch.tensor([[1, 2, 3, 0, 0, 0], [4, 5, 6, 7, 0, 0], [0, 0, 0, 8, 9, 10]])
@@ -29,6 +30,18 @@ def test_hidden_rows_point_at_the_token_before():
     flat = micro.input_ids.t().flatten()
     assert flat[micro.hidden_rows].tolist() == [4, 5, 6, 8, 9]
     assert micro.targets.tolist() == [5, 6, 7, 9, 10]
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("rows", [[0, 1, 2], [2, 0], [1]])
+def test_each_scored_token_has_the_ids_of_its_sampling_mask(packed, rows):
+    masks = [[[], [2, 3, 4], [3]], [], [[], [], [], [], [9], [10, 1]]]
+    micro = make_micro_batch(batch(**sampling_masks(masks, 6)), rows, packed=packed)
+    assert micro.kept.shape[0] == len(micro.targets) and "sampling_mask" not in micro.batch.keys()
+    found = [[token for token in kept if token >= 0] for kept in micro.kept.tolist()]
+    expected = {0: [[2, 3, 4], [3]], 1: [[], [], []], 2: [[9], [10, 1]]}
+    assert found == [kept for row in rows for kept in expected[row]]
+    assert make_micro_batch(batch(), rows).kept is None
 
 
 def test_left_padding_is_moved_to_the_right_and_scores_go_back_to_their_columns():

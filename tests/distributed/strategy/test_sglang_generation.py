@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from roll.distributed.strategy.sglang_engine import EngineError
-from roll.distributed.strategy.sglang_generation import completed, refused, to_result, token_versions
+from roll.distributed.strategy.sglang_generation import completed, joined, refused, to_result, token_versions
 from roll.distributed.strategy.sglang_requests import sampling_parameters
 from roll.rollout.types import GenerateRequest, SamplingParams
 
@@ -35,6 +35,21 @@ def test_a_sample():
     assert (result.finish_reason, result.cached_prompt_tokens, result.error) == ("stop", 1, None)
 
 
+MASKED = GenerateRequest("r", [1, 2], SamplingParams(4, top_k=2, sampling_mask=True))
+
+
+def test_a_truncated_sample_has_the_log_probs_and_ids_of_the_kept_tokens():
+    answer = reply({"type": "stop", "matched": 7})
+    masks = [[5, 1], [6], [7, 2]]
+    answer["meta_info"] |= {"output_token_sampling_mask": masks, "output_token_sampling_logprobs": [-0.5, 0.0, -0.2]}
+    result = to_result(MASKED, answer, None)
+    assert (result.sampling_mask, result.log_probs) == (masks, [-0.5, 0.0, -0.2])
+    both = joined(result, result)
+    assert (both.sampling_mask, both.log_probs) == (2 * masks, 2 * [-0.5, 0.0, -0.2])
+    with pytest.raises(EngineError, match="3 versions and 0 sampling masks"):
+        to_result(MASKED, reply({"type": "stop", "matched": 7}), None)
+
+
 def test_an_aborted_request_keeps_its_tokens_and_its_reason():
     result = to_result(REQUEST, reply({"type": "abort", "message": "too long"}), None)
     assert (result.finish_reason, result.error, result.response_ids) == ("abort", "too long", [5, 6, 7])
@@ -59,7 +74,7 @@ def test_a_response_interrupted_at_its_last_token_is_finished():
 
 
 def test_tokens_without_log_probs_are_an_error():
-    with pytest.raises(EngineError, match="request r: 3 tokens came with 2 log-probs and 3 versions"):
+    with pytest.raises(EngineError, match="request r: 3 tokens came with 2 log-probs, 3 versions"):
         to_result(REQUEST, reply({"type": "length"}, rows=2), None)
 
 
