@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class VariantTraits:
-    """What the rules of the configuration need to know of a policy loss; nothing has a default, so each is decided.
+    """What the rules of the configuration need to know of a policy loss; the defaults are the traits of PPO.
 
     Attributes:
         ratio_base: what `pg_ratio_base: auto` is: `behavior` where the ratio is the distance to the policy that
@@ -30,55 +30,27 @@ class VariantTraits:
     """
 
     ratio_base: Literal["behavior", "proximal", "auto"]
-    multiplies_ratio: bool
-    reads_ratio: bool
-    reads_ratio_type: bool
-    needs_weights: bool
+    multiplies_ratio: bool = True
+    reads_ratio: bool = True
+    reads_ratio_type: bool = True
+    needs_weights: bool = False
 
 
 VARIANT_TRAITS: dict[str, VariantTraits] = {
-    "ppo": VariantTraits(
-        ratio_base="auto", multiplies_ratio=True, reads_ratio=True, reads_ratio_type=True, needs_weights=False
-    ),
-    "vanilla": VariantTraits(
-        ratio_base="auto", multiplies_ratio=False, reads_ratio=False, reads_ratio_type=False, needs_weights=False
-    ),
-    "tis": VariantTraits(
-        ratio_base="behavior", multiplies_ratio=True, reads_ratio=True, reads_ratio_type=True, needs_weights=False
-    ),
-    "topr": VariantTraits(
-        ratio_base="behavior", multiplies_ratio=True, reads_ratio=True, reads_ratio_type=True, needs_weights=False
-    ),
-    "cispo": VariantTraits(
-        ratio_base="behavior", multiplies_ratio=True, reads_ratio=True, reads_ratio_type=True, needs_weights=False
-    ),
-    "kimi15": VariantTraits(
-        ratio_base="behavior", multiplies_ratio=False, reads_ratio=True, reads_ratio_type=True, needs_weights=False
-    ),
-    "gspo": VariantTraits(
-        ratio_base="auto", multiplies_ratio=True, reads_ratio=True, reads_ratio_type=False, needs_weights=False
-    ),
-    "geo_mean": VariantTraits(
-        ratio_base="auto", multiplies_ratio=True, reads_ratio=True, reads_ratio_type=False, needs_weights=False
-    ),
-    "sapo": VariantTraits(
-        ratio_base="auto", multiplies_ratio=True, reads_ratio=True, reads_ratio_type=True, needs_weights=False
-    ),
-    "dppo_tv": VariantTraits(
-        ratio_base="behavior", multiplies_ratio=True, reads_ratio=True, reads_ratio_type=False, needs_weights=False
-    ),
-    "dppo_kl": VariantTraits(
-        ratio_base="behavior", multiplies_ratio=True, reads_ratio=True, reads_ratio_type=False, needs_weights=False
-    ),
-    "decoupled_ppo": VariantTraits(
-        ratio_base="proximal", multiplies_ratio=True, reads_ratio=True, reads_ratio_type=True, needs_weights=True
-    ),
-    "clip_cov": VariantTraits(
-        ratio_base="auto", multiplies_ratio=True, reads_ratio=True, reads_ratio_type=True, needs_weights=False
-    ),
-    "kl_cov": VariantTraits(
-        ratio_base="auto", multiplies_ratio=True, reads_ratio=True, reads_ratio_type=True, needs_weights=False
-    ),
+    "ppo": VariantTraits("auto"),
+    "vanilla": VariantTraits("auto", multiplies_ratio=False, reads_ratio=False, reads_ratio_type=False),
+    "tis": VariantTraits("behavior"),
+    "topr": VariantTraits("behavior"),
+    "cispo": VariantTraits("behavior"),
+    "kimi15": VariantTraits("behavior", multiplies_ratio=False),
+    "gspo": VariantTraits("auto", reads_ratio_type=False),
+    "geo_mean": VariantTraits("auto", reads_ratio_type=False),
+    "sapo": VariantTraits("auto"),
+    "dppo_tv": VariantTraits("behavior", reads_ratio_type=False),
+    "dppo_kl": VariantTraits("behavior", reads_ratio_type=False),
+    "decoupled_ppo": VariantTraits("proximal", needs_weights=True),
+    "clip_cov": VariantTraits("auto"),
+    "kl_cov": VariantTraits("auto"),
 }
 """Values of `pg_variant`. To add one, `mine`:
 
