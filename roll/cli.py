@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import logging
@@ -51,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     with handle_interrupt(end_now):
         arguments = _parse(_parser(argv), argv)
-        search_modules_beside(getattr(arguments, "config", ""))
+        if hasattr(arguments, "config"):
+            search_modules_beside(arguments.config)
         if arguments.command == "plan":
             return _exit_code(
                 lambda: plan(arguments.config, arguments.overrides, arguments.json, arguments.device_memory)
@@ -123,19 +125,20 @@ def run(config: str | Path, overrides: Sequence[str], pipeline: str | None = Non
             report.end("interrupted")
         end_now("interrupted before anything was started")
 
-    with handle_interrupt(interrupt):
+    with handle_interrupt(interrupt), contextlib.ExitStack() as held:
         log_to_console()
         logger.info("reading %s", config)
         from roll.configs.hardware import prepare_run
         from roll.configs.hub.inputs import fetch_inputs, look_up
         from roll.configs.load import load_config
-        from roll.pipeline.health import HealthFile
+        from roll.pipeline.health import HealthFile, hold_output_dir
 
         loaded = load_config(config, overrides, pipeline)
         problems = look_up(loaded).problems
         if problems:
             raise ConfigError(problems, loaded.source.file)
         warnings = prepare_run(loaded)
+        held.enter_context(hold_output_dir(loaded))
         configure_logging(loaded)
         report = HealthFile(loaded)
         report.begin("importing")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -57,6 +58,19 @@ def test_run_rejects_more_devices_than_cores(tmp_path: Path) -> None:
         "actor_infer.device_mapping: device 23 does not exist: this machine has 2 cores, so devices 0 to 1; use those, "
         "or set num_devices_per_node: 24 to put several on a core"
     ) in str(caught.value)
+
+
+@pytest.mark.parametrize("arguments", [["show", "nothing"], ["plot", "nothing"], ["rehearse", "--help"]])
+def test_commands_without_a_configuration_import_nothing_from_the_folders_around(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    monkeypatch.chdir(inner)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with contextlib.suppress(SystemExit):
+        main(arguments)
+    assert str(tmp_path) not in sys.path
 
 
 def test_num_devices_per_node_may_exceed_cores(tmp_path: Path) -> None:

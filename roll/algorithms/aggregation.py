@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -56,12 +56,6 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
     if kept.numel() < 2 or bool(kept.max() == kept.min()):
         return torch.zeros_like(values)
     return masked((values - kept.mean()) / (kept.std() + EPSILON), mask)
-
-
-def group_index(ids: Sequence[Hashable]) -> Tensor:
-    """Group numbers [B] int64 from 0 for arbitrary group ids, in order of first appearance."""
-    numbers: dict[Hashable, int] = {}
-    return torch.tensor([numbers.setdefault(key, len(numbers)) for key in ids], dtype=torch.int64)
 
 
 def group_mean(values: Tensor, groups: Tensor) -> Tensor:

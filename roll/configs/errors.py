@@ -102,6 +102,8 @@ def unreachable(path: str | Path) -> str | None:
         return None
     except OSError as error:
         return error.strerror
+    except ValueError as error:  # a null byte, or half of a character
+        return f"no file can have this name ({error})"
     needed = os.R_OK | os.X_OK if os.path.isdir(path) else os.R_OK
     return None if os.access(path, needed) else os.strerror(errno.EACCES)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -78,12 +77,12 @@ def parse_pg_variant(value: Any) -> str:
     """A name, or a mixture as `0.5 ppo + 0.5 topr`; also given as a mapping of names to weights.
 
     Raises:
-        ValueError: it is neither, or a weight is not a number above 0.
+        ValueError: it is neither, or a weight is not a number from 1e-6 to 1e6.
     """
     if isinstance(value, Mapping):
         for name, weight in value.items():
-            if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
-                raise ValueError(f"weight {weight!r} of {name} is not a number above 0")
+            if isinstance(weight, bool) or not isinstance(weight, int | float) or not 1e-6 <= weight <= 1e6:
+                raise ValueError(f"weight {weight!r} of {name} is not a number from 1e-6 to 1e6")
         if not value:
             raise ValueError("has no loss; write its name, or names with weights such as {ppo: 0.5, topr: 0.5}")
         return " + ".join(f"{_shortest(weight)} {name}" for name, weight in value.items())

@@ -186,10 +186,13 @@ def _exit_with_parent(at_end: Callable[[], None]) -> None:
 
 
 def user_folders() -> list[str]:
-    """Folders of the import path that are neither Python's nor those of installed packages or of this project."""
+    """Folders of the import path that are neither Python's nor those of installed packages.
+
+    That of this project, from a clone, is one only where it is the current folder: files of the user may be there.
+    """
     folders = [os.path.abspath(entry) for entry in sys.path if os.path.isdir(entry or os.curdir)]
     others = [folder for folder in dict.fromkeys(folders) if not f"{os.path.realpath(folder)}/".startswith(LIBRARIES)]
-    return [folder for folder in others if f"{folder}/roll/" != OWN_FOLDER]
+    return [folder for folder in others if f"{folder}/roll/" != OWN_FOLDER or folder == os.getcwd()]
 
 
 def is_users_file(file: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 import re
@@ -41,6 +42,12 @@ MAX_CHARACTERS = 128 * 1024
 
 MAX_VALUES = 20_000
 """Most values of a configuration, where an alias (*name) counts as all values of its anchor."""
+
+MAX_BITS = 10_000
+"""Of a whole number; Python prints none of more than about 14,000."""
+
+MAX_EXPANDED = 1024 * 1024
+"""Longest text that `${...}` may stand for."""
 
 TOO_DEEP = f"sections or lists are nested more than {MAX_DEPTH} levels deep; use fewer levels"
 
@@ -106,6 +113,8 @@ def parse_yaml(text: str, source: str) -> Any:
 
 def _nesting_problem(value: Any, count: Iterator[int], inside: tuple[int, ...] = ()) -> str | None:
     """An error message if a mapping or list contains itself, is nested too deep or has too many values."""
+    if isinstance(value, int) and value.bit_length() > MAX_BITS:
+        return f"has a whole number of more than {MAX_BITS} bits; the largest that any key takes has 63"
     if next(count) > MAX_VALUES:
         return f"has more than {MAX_VALUES} values, or aliases (*name) that stand for so many; use fewer"
     if not isinstance(value, dict | list):
@@ -118,16 +127,21 @@ def _nesting_problem(value: Any, count: Iterator[int], inside: tuple[int, ...] =
     return next(filter(None, (_nesting_problem(item, count, (*inside, id(value))) for item in items)), None)
 
 
-def read_tree(path: Path, notes: list[Problem], including: Sequence[Path] = ()) -> Tree:
+def read_tree(
+    path: Path, notes: list[Problem], including: Sequence[Path] = (), known: dict[Path, Tree] | None = None
+) -> Tree:
     """The mapping of one file merged over the base files in its `defaults`, with other spellings normalised.
 
     Base files win over earlier ones, and the file itself wins over those before `_self_`, which is last where it is not
-    listed. `notes` receives the remarks of normalisation.
+    listed. `notes` receives the remarks of normalisation. `known` has the files that were read before, by whatever way.
 
     Raises:
         ConfigError: a file is missing, is not a mapping, or includes itself.
     """
     path = Path(os.path.realpath(path))
+    known = {} if known is None else known
+    if path in known:
+        return copy.deepcopy(known[path])
     chain = [*including, path]
     if path in including:
         names = " -> ".join(item.name for item in chain[chain.index(path) :])
@@ -137,7 +151,8 @@ def read_tree(path: Path, notes: list[Problem], including: Sequence[Path] = ()) 
     own = normalize_aliases(tree, str(path), notes)
     merged: Tree = {}
     for base in bases:
-        merged = merge(merged, own if base is None else _base_tree(base, path, notes, chain))
+        merged = merge(merged, own if base is None else _base_tree(base, path, notes, chain, known))
+    known[path] = merged
     return merged
 
 
@@ -154,7 +169,7 @@ UNUSED_BASES = ("deepspeed_*",)
 """Names of base files that may be missing: they hold settings of engines that are not here."""
 
 
-def _base_tree(base: _Base, path: Path, notes: list[Problem], chain: Sequence[Path]) -> Tree:
+def _base_tree(base: _Base, path: Path, notes: list[Problem], chain: Sequence[Path], known: dict[Path, Tree]) -> Tree:
     file = path.parent / (base.name if base.name.endswith((".yaml", ".yml")) else f"{base.name}.yaml")
     if not os.path.isfile(file):
         unused = any(fnmatchcase(file.name, name) for name in UNUSED_BASES)
@@ -168,7 +183,7 @@ def _base_tree(base: _Base, path: Path, notes: list[Problem], chain: Sequence[Pa
             return own
         why = unreachable(file) or f"it does not exist (names are relative to {path.name}){_similar_file(file)}"
         raise ConfigError([Problem("defaults", f"{base.name!r} is not a file: {file}: {why}")], str(path))
-    tree = read_tree(file, notes, chain)
+    tree = read_tree(file, notes, chain, known)
     for part in reversed(base.package.split(".") if base.package else []):
         tree = {part: tree}
     return tree
@@ -283,6 +298,9 @@ ENVIRONMENT = re.compile(r"\$\{oc\.env:([A-Za-z_]\w*)\}")
 REFERENCE = re.compile(r"\$\{\s*([A-Za-z_]\w*)\s*[.\[}]")
 """The first part of the path that a `${...}` refers to."""
 
+REFERENCE_PATH = re.compile(r"\$\{\s*(\.*)([\w.]+?)\s*\}")
+"""Dots and path of a `${...}` that refers to a key."""
+
 OmegaConf.register_resolver("now", lambda form: datetime.now().strftime(form), use_cache=True, replace=True)
 
 
@@ -305,12 +323,19 @@ def interpolate(tree: Tree, source: str) -> tuple[Tree, list[tuple[str, str]]]:
     if _is_plain(tree):
         return tree, unset
     try:
+        too_long = _too_long(tree)
+        if too_long:
+            message = f"its ${{...}} stand for a text of more than {MAX_EXPANDED} characters"
+            raise ConfigError([Problem(too_long, message)], source)
         resolved = OmegaConf.to_container(OmegaConf.create(tree), resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         path = getattr(error, "full_key", None) or ""
         message = str(error.msg or error).splitlines()[0]
         hint = "; `${key}` sees the values of files and overrides, not defaults" if "not found" in message else ""
         raise ConfigError([Problem(path, f"cannot be interpolated: {message}{hint}")], source) from None
+    except RecursionError:
+        message = "a ${...} is nested too deep, or refers to others too many times"
+        raise ConfigError([Problem("", message)], source) from None
     assert isinstance(resolved, dict)
     return {str(key): value for key, value in resolved.items()}, unset
 
@@ -330,6 +355,33 @@ def _without_unset(value: Any, path: str, unset: list[tuple[str, str]]) -> Any:
     for name in names:
         value = value.replace(f"${{oc.env:{name}}}", f"${name}")
     return value
+
+
+def _too_long(tree: Tree) -> str | None:
+    """Path of a text that would be longer than MAX_EXPANDED with every `${path}` replaced; other forms count as 0."""
+    lengths: dict[tuple[str, ...], int] = {}
+
+    def length(path: tuple[str, ...], inside: frozenset[tuple[str, ...]] = frozenset()) -> int:
+        if path in inside:  # OmegaConf says so
+            return 0
+        if path not in lengths:
+            value: Any = tree
+            for part in path:
+                value = value.get(part) if isinstance(value, Mapping) else None
+            parts = REFERENCE_PATH.findall(value) if isinstance(value, str) else []
+            inside = inside | {path}
+            sums = (length(_absolute(dots, name, path), inside) for dots, name in parts)
+            lengths[path] = (len(value) if isinstance(value, str) else 0) + sum(sums)
+        return lengths[path]
+
+    paths = (tuple(where.split(".")) for where in leaves(tree))
+    return next((".".join(path) for path in paths if length(path) > MAX_EXPANDED), None)
+
+
+def _absolute(dots: str, name: str, path: tuple[str, ...]) -> tuple[str, ...]:
+    """The path that `${name}` means in the value at `path`; one dot is the section of the value, two the one around."""
+    above = path[: max(0, len(path) - len(dots))] if dots else ()
+    return (*above, *name.split("."))
 
 
 def _is_plain(value: Any) -> bool:

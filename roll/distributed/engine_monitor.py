@@ -94,6 +94,7 @@ class EngineMonitor:
         needs_weights: bool = True,
         restarts: bool = True,
         waiting_since: float | None = None,
+        earlier: EngineMonitor | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
@@ -106,6 +107,7 @@ class EngineMonitor:
             needs_weights: whether a restarted engine serves only after a weight update.
             restarts: whether engines are restarted at all.
             waiting_since: when engines that an earlier trainer left began to wait for weights; None: they are new.
+            earlier: of the same engines before the run started again; its counts and limits go on.
             clock: seconds.
             sleep: waits; replaced in tests.
         """
@@ -117,6 +119,9 @@ class EngineMonitor:
         self.seconds_down = 0.0
         self._restarts = config.max_engine_restarts if restarts else 0
         self._limits = [RestartLimit(self._restarts, config.engine_restart_delay_s) for _ in range(count)]
+        if earlier is not None:
+            self.failures, self.restarts, self.seconds_down = earlier.failures, earlier.restarts, earlier.seconds_down
+            self._limits = earlier._limits
         self._down_since = [waiting_since or 0.0] * count
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Condition()

@@ -42,14 +42,25 @@ def remove_session(folder: Path) -> None:
         latest.unlink(missing_ok=True)
 
 
-def remove_leftovers(ray_folder: Path | None = None, shared: Path = SHARED_MEMORY, wait: bool = False) -> list[Path]:
+def remove_sessions_of(process: int) -> None:
+    """Removes the session folders of a driver whose Ray did not start; Ray names them by its process id."""
+    for folder in ray_folder().glob(f"session_*_{process}"):
+        remove_session(folder)
+
+
+def ray_folder() -> Path:
+    """Where Ray keeps its sessions."""
+    return Path(os.environ.get("RAY_TMPDIR", RAY_FOLDER.parent)) / RAY_FOLDER.name
+
+
+def remove_leftovers(sessions: Path | None = None, shared: Path = SHARED_MEMORY, wait: bool = False) -> list[Path]:
     """Removes what drivers and engines that were killed have left: sessions of dead runs, and unused shared memory.
 
     Only files of this user are removed, and of shared memory only those that no process has mapped. With `wait` it
     waits until files of processes that were killed a moment ago are old enough.
     """
     removed = []
-    for folder in _dead_sessions(ray_folder or Path(os.environ.get("RAY_TMPDIR", RAY_FOLDER.parent)) / RAY_FOLDER.name):
+    for folder in _dead_sessions(sessions or ray_folder()):
         remove_session(folder)
         removed.append(folder)
     if wait and {*_shared_files(shared, older=False)} - {*_shared_files(shared)}:
@@ -64,8 +75,8 @@ def remove_leftovers(ray_folder: Path | None = None, shared: Path = SHARED_MEMOR
     return removed
 
 
-def _dead_sessions(ray_folder: Path) -> Iterator[Path]:
-    for mark in ray_folder.glob(f"session_*/{MARK}"):
+def _dead_sessions(sessions: Path) -> Iterator[Path]:
+    for mark in sessions.glob(f"session_*/{MARK}"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             driver = json.loads(mark.read_text())
             if not mark.parent.is_symlink() and not _may_run(driver):

@@ -141,6 +141,8 @@ class RemoteCall(Generic[T]):
 
     async def _wait(self) -> T:
         waits = {rank: asyncio.wrap_future(_future(ref)) for rank, ref in self._refs.items()}
+        for wait in waits.values():
+            wait.add_done_callback(_read)
         answers: dict[int, Any] = {}
         while len(answers) < len(waits):
             open_ranks = [rank for rank in waits if rank not in answers]
@@ -172,6 +174,12 @@ class RemoteCall(Generic[T]):
 
 def _future(ref: ray.ObjectRef[Any]) -> Future[Any]:
     return ref.future()
+
+
+def _read(wait: asyncio.Future[Any]) -> None:
+    """Takes note of an error, which asyncio prints where nobody does: the caller may have been cancelled."""
+    if not wait.cancelled():
+        wait.exception()
 
 
 def _take_done(answers: dict[int, Any], waits: Mapping[int, asyncio.Future[Any]]) -> None:

@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from roll.configs.parallel_layout import by_node, spans
 from roll.distributed.core_pinning import Topology, cores_of, read_topology, threads_of
-from roll.distributed.leftovers import protect_session, remove_leftovers, remove_session
+from roll.distributed.leftovers import protect_session, remove_leftovers, remove_session, remove_sessions_of
 from roll.distributed.remote_errors import RAY_GUESSES
 from roll.platforms.platform import LOOPBACK
 
@@ -173,6 +173,8 @@ def start_ray(config: BaseConfig, platform_name: str, num_devices: int) -> None:
             protect_session(_session)
     except Exception as error:  # Ray raises Exception itself where a process of its own does not start in time
         ray.shutdown()
+        if not address:
+            remove_sessions_of(os.getpid())
         where = f"join the Ray at RAY_ADDRESS={address}" if address else "start Ray on this machine"
         raise RayStartError(f"cannot {where} for run {config.exp_name!r}: {type(error).__name__}: {error}") from error
     _handle_sigterm(at_end)

@@ -198,6 +198,21 @@ class CheckpointManager:
                 shutil.rmtree(path)
 
 
+def sampler_state(config: BaseConfig) -> dict[str, Any] | None:
+    """State of the prompt sampler in the checkpoint that the run continues from; None where there is none.
+
+    The files of the checkpoint were compared with their checksums before.
+    """
+    value = config.resume_from_checkpoint
+    newest = next(reversed(checkpoints_of(config).complete()), None) if value is True else None
+    folder = Path(value) if isinstance(value, str) else newest
+    if folder is None:
+        return None
+    worker = PipelineState.load(folder).samples.get("worker", {})
+    state: dict[str, Any] | None = worker.get("sampler") if isinstance(worker, dict) else None
+    return state
+
+
 def checkpoints_of(config: BaseConfig) -> CheckpointManager:
     """The checkpoints of a run."""
     return CheckpointManager(Path(config.checkpoint_dir or Path(config.output_dir) / FOLDER), config.max_ckpt_to_keep)

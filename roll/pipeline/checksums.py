@@ -20,14 +20,11 @@ def write_checksums(folder: Path, marker: Path) -> None:
 
 
 def damage(folder: Path, marker: Path) -> str | None:
-    """What is wrong with the first file that differs from `marker`; None for an intact folder.
-
-    A marker without checksums, as earlier versions wrote it, says nothing about files.
-    """
+    """What is wrong with the first file that differs from `marker`; None for an intact folder."""
     try:
         text = marker.read_text()
         if not text:
-            return None
+            return f"{marker.name} is empty"
         {name: (int(size), int(checksum)) for name, (size, checksum) in json.loads(text)["files"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{marker.name} cannot be read: {error}"

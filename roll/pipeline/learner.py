@@ -65,6 +65,9 @@ POLL_S, MAX_POLL_S = 0.02, 0.5
 LEARNER_STATE = "rl_learner.json"
 """File of a checkpoint: the state of a learner other than that of its roles."""
 
+STEPS_WITHOUT_ADVANTAGE = 3
+"""Steps in a row without any advantage that a run warns of."""
+
 
 class ActorLearner:
     """A learner of actor_train, and of a critic if there is one; saves, restores and exports them."""
@@ -147,6 +150,7 @@ class RLLearner(ActorLearner):
         """Whether an optimizer step was made; the checks of the first step are over then."""
         self._steps_without_gradient = 0
         """Latest steps without a gradient: samples that are no older were drawn from the current policy."""
+        self._steps_without_advantage = 0
 
     async def learn(self, batch: SampleBatch, step: int, clock: StepClock) -> dict[str, float]:
         """One update with the whole batch, in `ppo_epochs` passes of optimizer steps; returns its metrics.
@@ -164,6 +168,7 @@ class RLLearner(ActorLearner):
             metrics |= self._add_correction(data)
             metrics |= self._add_advantages(data)
             self._add_high_covariance(data, step)
+        self._warn_of_equal_scores(metrics, batch.metrics)
         warming = self._critic is not None and step <= self._config.critic_warmup
         try:
             trained = await self._with_critic(
@@ -179,6 +184,19 @@ class RLLearner(ActorLearner):
             self._steps_without_gradient += 1
             return metrics
         return metrics | self._check_correction(metrics, batch.metrics.get("staleness/max", 0.0))
+
+    def _warn_of_equal_scores(self, metrics: Mapping[str, float], rollout: Mapping[str, float]) -> None:
+        """Says once that nothing is learned, where no token had an advantage for some steps."""
+        learns = metrics["advantage/max"] != 0 or metrics["advantage/min"] != 0
+        self._steps_without_advantage = 0 if learns else self._steps_without_advantage + 1
+        if self._steps_without_advantage == STEPS_WITHOUT_ADVANTAGE:
+            logger.warning(
+                "all advantages of the last %d steps were 0: the samples of each prompt had equal scores (on average "
+                "%.3g in this step), so nothing was learned; `roll show %s` prints them",
+                STEPS_WITHOUT_ADVANTAGE,
+                rollout.get("rollout/reward_mean", 0.0),
+                self._config.output_dir,
+            )
 
     async def _with_critic(
         self, actor: Awaitable[dict[str, float]], critic: Callable[[Cluster[TrainWorker]], Awaitable[dict[str, float]]]

@@ -101,9 +101,11 @@ class RLPipeline(ABC, Generic[ConfigT]):
             actor = role == "actor_infer"
             restarts = not actor or session.shared_devices is None
             since = session.kept_since if actor and role in session.kept else None
-            monitors[role] = EngineMonitor(cluster, self._config, events, actor, restarts, since)
+            earlier = session.monitors.get(role)
+            monitors[role] = EngineMonitor(cluster, self._config, events, actor, restarts, since, earlier)
             monitors[role].start()
             session.close_first(monitors[role].close)
+        session.monitors = monitors
         return monitors["actor_infer"]
 
     def _start_rollouter(self, session: Session) -> SampleSource:

@@ -15,6 +15,7 @@ from roll.datasets.prompts import MixedSampler, PromptSampler, load_prompts
 from roll.datasets.records import prefix_errors
 from roll.datasets.templates import EncodedPrompt, encode_prompts
 from roll.distributed.protocol import DataProto
+from roll.pipeline.checkpoint import CheckpointError, sampler_state
 from roll.pipeline.reward_batch import ScoringModels, model_scorers
 from roll.pipeline.rl_pipeline import RLPipeline, WorkerFactory
 from roll.pipeline.rollout_batch import batch_of_groups
@@ -224,7 +225,7 @@ class RLVRPipeline(RLPipeline[RLVRConfig]):
 
         Raises:
             RunError: a tag that no reward scores, no validation prompts though eval_steps is set, a stop string that is
-                not one token, a model that scores without a tokenizer.
+                not one token, a model that scores without a tokenizer, a checkpoint of other prompts.
             DatasetError: the tokenizer of such a model lacks the chat template.
         """
         await super().prepare()
@@ -242,7 +243,12 @@ class RLVRPipeline(RLPipeline[RLVRConfig]):
         for tag in sorted({prompt.tag for prompt in [*train, *val]}):
             scorer.rewards_of(tag)
         scorer.check([*train, *val])
-        make_sampler(config, train)
+        sampler, state = make_sampler(config, train), sampler_state(config)
+        try:
+            if state is not None:
+                sampler.load_state_dict(state)
+        except (ValueError, KeyError) as error:
+            raise CheckpointError(f"resume_from_checkpoint: the checkpoint does not fit this run: {error}") from error
 
     def _read(self, role: str, files: list[str]) -> list[EncodedPrompt]:
         args = getattr(self._config, role).data_args

@@ -147,12 +147,14 @@ async def run(config: BaseConfig) -> RunSummary:
         Exception: one of USER_ERRORS when the run cannot continue; `status` in run.json is `failed`.
     """
     events, session, running = EventLog(config.output_dir), Session(config), RunningLoop()
+    start, summary = time.perf_counter(), RunSummary()
     with interrupts(config, running):
         try:
             for restart in itertools.count(1):
                 session.may_start_again = restart <= config.max_restarts
                 try:
-                    return await run_once(config, session, running)
+                    await run_once(config, session, running, summary, start)
+                    return summary
                 except ClusterError as error:
                     if not error.process_failed or not session.may_start_again or running.interrupted:
                         raise
@@ -161,7 +163,7 @@ async def run(config: BaseConfig) -> RunSummary:
                         f"{error.role}-{error.rank}",
                         "run restarted",
                         f"failed in {error.method}: {one_line(error)}; the run starts again "
-                        f"{_starting_point(session, saved)} (restart {restart} of {config.max_restarts})",
+                        f"{_starting_point(config, session, saved)} (restart {restart} of {config.max_restarts})",
                     )
                     if saved is not None:
                         config = replace(config, resume_from_checkpoint=str(saved))
@@ -170,8 +172,10 @@ async def run(config: BaseConfig) -> RunSummary:
     raise AssertionError("unreachable")
 
 
-def _starting_point(session: Session, checkpoint: Path | None) -> str:
-    if not session.resumed:
+def _starting_point(config: BaseConfig, session: Session, checkpoint: Path | None) -> str:
+    if checkpoint is None and isinstance(config.resume_from_checkpoint, str):
+        point = f"from {config.resume_from_checkpoint} again, since it has no checkpoint of its own"
+    elif not session.resumed:
         point = "as before, since it had not begun to train"
     elif checkpoint is None:
         point = "from the beginning, since it has no checkpoint"
@@ -216,14 +220,22 @@ def next_steps(config: BaseConfig, summary: RunSummary, command: str) -> list[st
     return [*lines, *(f"{'':11} {name:9} {text}" for name, text in rows.items())]
 
 
-async def run_once(config: BaseConfig, session: Session, running: RunningLoop) -> RunSummary:
-    """The run from one start to its end, without another start; raises as `run` does."""
-    start = time.perf_counter()
+async def run_once(
+    config: BaseConfig, session: Session, running: RunningLoop, summary: RunSummary, start: float
+) -> None:
+    """The run from one start to its end, without another start; raises as `run` does.
+
+    Args:
+        config: with the checkpoint to continue from.
+        session: of all starts.
+        running: of all starts.
+        summary: of all starts, which this one completes.
+        start: when the first one began, by `time.perf_counter`.
+    """
     running.starting()
     extensions = load_extensions(config)
     checkpoints_of(config).resume_path(config.resume_from_checkpoint)
     monitor = (extensions.monitor or HealthFile)(config)
-    summary = RunSummary()
     async with watched(running.health, monitor):
         pipeline = PIPELINES[type(config)](config)
         try:
@@ -235,7 +247,6 @@ async def run_once(config: BaseConfig, session: Session, running: RunningLoop) -
                 await _train(config, session, pipeline, trackers, running, summary)
         finally:
             await pipeline.close()
-    return summary
 
 
 class RunningLoop:
@@ -311,7 +322,7 @@ async def recorded(trackers: TrackerGroup, summary: RunSummary, start: float) ->
             raise
         finally:
             summary.seconds = time.perf_counter() - start
-            summary.peak_memory_bytes = memory.peak_bytes
+            summary.peak_memory_bytes = max(summary.peak_memory_bytes, memory.peak_bytes)
             try:
                 trackers.close(vars(summary))
             except Exception as error:

@@ -12,6 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 from roll.configs.pipeline import BaseConfig, RLConfig
 from roll.configs.roles import MegatronRoleConfig
 from roll.distributed.cluster import Cluster
+from roll.distributed.engine_monitor import EngineMonitor
 from roll.distributed.infer_worker import InferWorker
 from roll.distributed.model_download import fetch_on_nodes
 from roll.distributed.remote_actor import RemoteActor
@@ -61,6 +62,8 @@ class Session:
         self.infer_clusters: dict[str, Cluster[InferWorker]] = {}
         self.shared_devices: SharedDevices | None = None
         """Of a run whose trainer and engines take turns on their devices."""
+        self.monitors: dict[str, EngineMonitor] = {}
+        """Of the engines of each role; the next block's monitors count on from them."""
         self._remote_actors: list[RemoteActor[Any]] = []
         self._close_first: list[Callable[[], Awaitable[None]]] = []
         self._running = False

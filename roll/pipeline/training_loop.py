@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from roll.configs.errors import RunError, RunInterrupted
 from roll.configs.pipeline import BaseConfig
-from roll.pipeline.checkpoint import PipelineState, checkpoints_of, step_of, write_folder
+from roll.pipeline.checkpoint import CheckpointError, PipelineState, checkpoints_of, step_of, write_folder
 from roll.rollout.timers import StepClock
 
 if TYPE_CHECKING:
@@ -426,7 +426,7 @@ class TrainingLoop:
         """Continues from the checkpoint that `resume_from_checkpoint` selects, if there is one.
 
         Raises:
-            RunError: the path is no checkpoint, or the checkpoint does not fit this run.
+            CheckpointError: the path is no checkpoint, or the checkpoint does not fit this run.
         """
         folder = self._checkpoints.resume_path(self._config.resume_from_checkpoint)
         if folder is None:
@@ -441,7 +441,7 @@ class TrainingLoop:
             await self._learner.load(folder)
         except (ValueError, KeyError) as error:
             cause = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-            raise RunError(f"resume_from_checkpoint: {folder} does not fit this run: {cause}") from error
+            raise CheckpointError(f"resume_from_checkpoint: {folder} does not fit this run: {cause}") from error
         self._rename_old_checkpoints(folder)
         self.checkpoint = folder
         logger.info("resumed from %s at step %d, version %d", folder, self.state.step, self.state.version)

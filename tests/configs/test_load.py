@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 
+from roll.configs.errors import ConfigError
 from roll.configs.load import load_config
 from roll.configs.pipeline import RLVRConfig, SFTConfig
 from tests.configs.samples import RLVR, refusal, rlvr, sft, write
@@ -31,6 +33,43 @@ def test_values_are_interpolated(tmp_path: Path) -> None:
     config = rlvr(tmp_path, "response_length=512", text=text)
     assert config.actor_infer.generating_args.max_new_tokens == 512
     assert config.exp_name == "run-64"
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ('defaults: "\\0"', "is not a file"),
+        ('defaults: ["\\uD800"]', "is not a file"),
+        (f"max_steps: 0x{'f' * 50_000}", "a whole number of more than 10000 bits"),
+        (f"exp_name: {'${a:' * 300}{'}' * 300}", "nested too deep|cannot be interpolated"),
+        ("\n".join(f"k{n}: {'${k' + str(n + 1) + '}'}" for n in range(3000)), "too many times|unknown|not found"),
+        (
+            "\n".join(f"{a}: {('${' + b + '}') * 100}" for a, b in ["ab", "bc", "cd", "de"]) + "\ne: " + "x" * 30,
+            "stand for a text of more than 1048576 characters",
+        ),
+        (
+            "s: {" + ", ".join(f"{a}: '{('${.' + b + '}') * 100}'" for a, b in ["ab", "bc", "cd", "de"]) + ", e: xxx}",
+            "stand for a text of more than 1048576 characters",
+        ),
+        ("exp_name: 'a\u202eb'", "exp_name: 'a.u202eb' has characters that cannot be printed"),
+        ('exp_name: "a\\nb"', "has characters that cannot be printed"),
+    ],
+    ids=["null byte", "surrogate", "digits", "nested", "chain", "bomb", "relative bomb", "direction", "line break"],
+)
+def test_a_hostile_file_is_refused_in_a_second(tmp_path: Path, tree: str, message: str) -> None:
+    began = time.process_time()
+    with pytest.raises(ConfigError, match=message):
+        load_config(write(tmp_path, RLVR + tree + "\n"))
+    assert time.process_time() - began < 2
+
+
+def test_a_file_that_is_included_by_many_ways_is_read_once(tmp_path: Path) -> None:
+    for number in range(20):
+        (tmp_path / f"d{number}.yaml").write_text(f"defaults: [d{number + 1}, d{number + 1}]\nsave_steps: {number}\n")
+    (tmp_path / "d20.yaml").write_text("max_ckpt_to_keep: 7\n")
+    began = time.process_time()
+    config = load_config(write(tmp_path, "defaults: [d0]\n" + RLVR))
+    assert time.process_time() - began < 2 and (config.max_ckpt_to_keep, config.save_steps) == (7, 0)
 
 
 def test_interpolating_an_unknown_key_is_reported(tmp_path: Path) -> None:

@@ -77,6 +77,9 @@ ALGORITHM = {
 
 SAMPLES = {
     f"{SAMPLING}.temperature=0": f"{SAMPLING}.temperature: 0 is greedy: all samples of a prompt would be equal",
+    f"{SAMPLING}.temperature=1e-9": f"{SAMPLING}.temperature: 1e-09 is greedy",
+    f"{SAMPLING}.top_k=1": f"{SAMPLING}.top_k: 1 is greedy: all samples of a prompt would be equal",
+    f"{SAMPLING}.top_k=9 {SGLANG}.sampling_mask_max_tokens=3": "sampling_mask_max_tokens: 3 is below top_k 9",
     f"{SAMPLING}.temperature=-1": f"{SAMPLING}.temperature: -1.0 is too small; the least allowed is 0",
     f"{SAMPLING}.num_return_sequences=4": "num_return_sequences: 4 is not num_return_sequences_in_group 8",
     f"{SAMPLING}.max_new_tokens=2000": f"{SAMPLING}.max_new_tokens: 2000 is above response_length 1024",
@@ -181,7 +184,7 @@ MISLEADING = {
     "correction={opsm_delta: -1}": "correction.opsm_delta: -1.0 is too small; the least allowed is 0",
     "actor_train.pg_variant=clip_cov clip_cov_lower=6": "clip_cov_lower: 6 is above the upper bound 5; swap them",
     "actor_train.pg_variant={clip_cov: 1, kl_cov: 1}": "clip_cov and kl_cov cannot be mixed with each other; keep one",
-    "actor_train.pg_variant={ppo: -1}": "actor_train.pg_variant: weight -1 of ppo is not a number above 0",
+    "actor_train.pg_variant={ppo: -1}": "actor_train.pg_variant: weight -1 of ppo is not a number from 1e-6 to 1e6",
     "difficulty_loss_weight=true": "difficulty_loss_weight: True is not available: the loss is not weighted by",
 }
 
@@ -230,6 +233,7 @@ HARMLESS = {
     f"on_truncated_sampling=warn {SAMPLING}.top_p=0.99 {SAMPLING}.top_k=100": f"{SAMPLING}: top_p 0.99 and top_k 100 "
     "sample from a truncated distribution, but the engine returns log-probs of the whole one: every ratio and KL is",
     f"{SAMPLING}.top_p=0.99": f"{SAMPLING}: top_p 0.99 sample from a truncated distribution",
+    f"{SAMPLING}.top_k=4000": f"{SAMPLING}.top_k: 4000 keeps as many ids for every token, up to 70 GiB",
     f"{SAMPLING}.top_k=5000": "or on_truncated_sampling: replay with a top_k from 2 to 4096",
     f"{SAMPLING}.repetition_penalty=1.1": "repetition_penalty: 1.1 changes the distribution sampled from",
     "actor_infer.model_args.dtype=fp16": "actor_infer.model_args.dtype: fp16 samples while actor_train computes in",
@@ -322,7 +326,10 @@ def test_submission_interval_with_background_generation(tmp_path: Path) -> None:
     assert check(rlvr(tmp_path, *given)).warnings == []
 
 
-def test_missing_resources_stop_a_run_only(tmp_path: Path) -> None:
+def test_missing_resources_stop_a_run_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
     config = rlvr(tmp_path, "pretrain=models/Qwen2.5-7B", "resume_from_checkpoint=old/step_5")
     assert check(config).missing == [
         Problem(

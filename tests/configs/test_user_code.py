@@ -59,6 +59,14 @@ def test_the_folder_of_the_file_and_the_current_one_are_searched_last(
     assert sys.path == ["/first", str(tmp_path), str(beside)]
 
 
+def test_a_misspelled_module_beside_this_project_is_found_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clone is the current folder of many users."""
+    monkeypatch.chdir(Path(__file__).parents[2])
+    assert str(Path.cwd()) in user_folders()
+    monkeypatch.chdir(tmp_path)
+    assert str(Path(__file__).parents[2]) not in user_folders()
+
+
 def test_a_value_is_imported_by_name(folder: Path) -> None:
     write(folder, "mine_a.py", "def good(): return 3")
     assert import_named("mine_a:good", callable)[1]() == 3

@@ -94,6 +94,22 @@ def test_engines_that_a_new_trainer_finds_running_wait_for_its_weights(tmp_path:
     assert events(tmp_path) == [("actor_infer-0", "serving again"), ("actor_infer-1", "serving again")]
 
 
+def test_counts_and_limits_go_on_when_the_run_starts_again(tmp_path: Path) -> None:
+    async def go() -> None:
+        engines = FailingEngines(2)
+        earlier = monitor_of(engines, tmp_path, restarts=1)
+        await earlier.failed(1, "broken")
+        await run_tasks()
+        await earlier.updated([1])
+        monitor = monitor_of(engines, tmp_path, restarts=1, waiting_since=0.0, earlier=earlier)
+        assert (monitor.restarts, monitor.failures, monitor.started) == (1, 1, [0, 1])
+        await monitor.failed(1, "broken again")
+        await run_tasks()
+        assert monitor.states == [EngineState.STARTED, EngineState.LOST]
+
+    asyncio.run(go())
+
+
 def test_an_engine_whose_node_is_gone_is_not_restarted_again(tmp_path: Path) -> None:
     class WithoutNode(FailingEngines):
         async def restart(self, rank: int, responsive: bool) -> None:

@@ -30,6 +30,8 @@ def guess(tmp_path, monkeypatch):
     (tmp_path / "my_envs").mkdir()
     (tmp_path / "my_envs" / "guess.py").write_text(code, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
+    for module in ("my_envs.guess", "my_envs"):  # a reader may have one of this name
+        sys.modules.pop(module, None)
     yield make_env(**yaml.safe_load(blocks("yaml")[1]))
     for module in ("my_envs.guess", "my_envs"):
         sys.modules.pop(module, None)

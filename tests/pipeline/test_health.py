@@ -4,15 +4,42 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 
-from roll.configs.errors import RunInterrupted
+from roll.configs.errors import ConfigError, RunInterrupted
 from roll.configs.pipeline import RLVRConfig
-from roll.pipeline.health import HealthFile, watched
+from roll.pipeline.health import HealthFile, hold_output_dir, watched
 from roll.trackers.files import free_bytes
 from tests.pipeline.my_parts import Listening
+
+
+def test_a_run_keeps_others_out_of_its_folder_until_it_ends(tmp_path):
+    config = RLVRConfig(output_dir=str(tmp_path / "run"))
+    with hold_output_dir(config):
+        message = rf"output_dir: .*run is that of a run which is alive, process {os.getpid()}; wait until it ends"
+        with pytest.raises(ConfigError, match=message), hold_output_dir(config):
+            pass
+    with hold_output_dir(config):
+        holder = subprocess.run([sys.executable, "-c", HOLD, str(tmp_path / "other")], capture_output=True, text=True)
+    assert holder.returncode == -signal.SIGKILL
+    with hold_output_dir(RLVRConfig(output_dir=str(tmp_path / "other"))):
+        pass
+
+
+HOLD = """
+import os, sys
+from roll.configs.pipeline import RLVRConfig
+from roll.pipeline.health import hold_output_dir
+with hold_output_dir(RLVRConfig(output_dir=sys.argv[1])):
+    os.kill(os.getpid(), 9)
+"""
+"""A run that is killed."""
 
 
 async def well() -> dict[str, Any]:

@@ -107,6 +107,19 @@ def test_a_ratio_of_one_on_stale_samples_is_logged_as_an_error_and_counted(tmp_p
     assert "the correction is not working: samples are up to 2 versions old" in caplog.text
 
 
+def test_steps_whose_scores_are_all_equal_are_warned_of_once(tmp_path, caplog):
+    parts = learner(tmp_path)
+    equal = [parts[1].sample(number) for number in range(1, 6)]
+    for data in equal:
+        data.batch["scores"] = torch.zeros_like(data.batch["scores"])
+        learn(parts, data)
+        if data is equal[1]:
+            assert "advantages" not in caplog.text
+    assert caplog.text.count("all advantages of the last 3 steps were 0: the samples of each prompt had equal") == 1
+    learn(parts, parts[1].sample(6))
+    assert parts[0]._steps_without_advantage == 0
+
+
 def test_no_error_if_uncorrected_training_is_allowed(tmp_path, caplog):
     overrides = (ASYNC, "old_log_probs_source=recompute", "allow_uncorrected_off_policy=true")
     with caplog.at_level(logging.ERROR):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,10 @@ class Runs:
         self.interrupted_in: int | None = None
         self.fails_before_training = 0
 
-    async def __call__(self, config: BaseConfig, session: Session, running: RunningLoop) -> RunSummary:
+    async def __call__(
+        self, config: BaseConfig, session: Session, running: RunningLoop, summary: RunSummary, start: float
+    ) -> None:
+        summary.seconds = time.perf_counter() - start
         self.resumed.append(config.resume_from_checkpoint)
         session.resumed = session.resumed or len(self.resumed) > self.fails_before_training
         if len(self.resumed) == self.interrupted_in:
@@ -39,7 +43,7 @@ class Runs:
             await checkpoints_of(config).complete_step(1)
         if self.errors:
             raise self.errors.pop(0)
-        return RunSummary(status="finished")
+        summary.status = "finished"
 
 
 class Pausing:
@@ -48,10 +52,10 @@ class Pausing:
     def __init__(self, runs: Runs) -> None:
         self._runs = runs
 
-    async def __call__(self, config: BaseConfig, session: Session, running: RunningLoop) -> RunSummary:
+    async def __call__(self, config: BaseConfig, session: Session, running: RunningLoop, *summary: Any) -> None:
         running.starting()
         await asyncio.sleep(0)
-        return await self._runs(config, session, running)
+        await self._runs(config, session, running, *summary)
 
 
 async def _write(folder: Path) -> None:
@@ -62,7 +66,7 @@ def died(kind: str = PROCESS_DIED) -> ClusterError:
     return ClusterError("actor_train", "train_step", 1, kind, "gone\nstack", "gone")
 
 
-def play(runs: Runs, folder: Path, monkeypatch: pytest.MonkeyPatch, **keys: int) -> RunSummary:
+def play(runs: Runs, folder: Path, monkeypatch: pytest.MonkeyPatch, **keys: Any) -> RunSummary:
     monkeypatch.setattr(module, "run_once", runs)
     return asyncio.run(module.run(SFTConfig(output_dir=str(folder), **keys)))
 
@@ -89,6 +93,24 @@ def test_before_it_trains_it_starts_again_as_it_was_started(tmp_path: Path, monk
     assert runs.resumed == [*3 * [False], str(tmp_path / "checkpoints" / "step-000001")]
     lines = [json.loads(line)["message"] for line in (tmp_path / EVENTS_FILE).read_text().splitlines()]
     assert ["as before, since it had not begun to train" in line for line in lines] == [True, True, False]
+
+
+def test_without_a_checkpoint_of_its_own_it_starts_from_the_one_that_it_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = Runs(died())
+    play(runs, tmp_path, monkeypatch, max_restarts=1, resume_from_checkpoint="elsewhere/step-000007")
+    assert runs.resumed == 2 * ["elsewhere/step-000007"]
+    assert "from elsewhere/step-000007 again, since it has no" in (tmp_path / EVENTS_FILE).read_text()
+
+
+def test_the_summary_counts_from_the_first_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(EventLog):
+        def record(self, *args: Any, **kwargs: Any) -> None:
+            time.sleep(0.05)
+
+    monkeypatch.setattr(module, "EventLog", Slow)
+    assert play(Runs(died(), died()), tmp_path, monkeypatch, max_restarts=2).seconds > 0.1
 
 
 def test_a_run_that_fails_while_it_ends_by_ctrl_c_does_not_start_again(

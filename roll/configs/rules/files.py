@@ -26,11 +26,16 @@ from roll.configs.pipeline import BaseConfig
 from roll.configs.roles import TEMPLATES, JudgeConfig, MegatronRoleConfig, RoleConfig
 from roll.configs.rules.learning import check_name
 from roll.configs.rules.lengths import read_tokenizer
+from roll.configs.schema import MAX_EXPLAINED
 from roll.configs.trackers import METRICS_FILE
 
 
 def check_files(config: BaseConfig, report: Report) -> None:
-    """Data files have a known type and exist; a checkpoint given by path exists."""
+    """Names can be printed; data files have a known type and exist; a checkpoint given by path exists."""
+    for key in ("exp_name", "output_dir", "logging_dir", "checkpoint_dir"):
+        value = getattr(config, key, None)
+        if isinstance(value, str) and not value.isprintable():
+            report.error(key, f"{value!r} has characters that cannot be printed; use letters, digits, - and _")
     for role in config.data_roles():
         check_name(f"{role}.data_args.template", getattr(config, role).data_args.template, TEMPLATES, report)
         for name in getattr(config, role).data_args.file_name:
@@ -43,7 +48,9 @@ def check_files(config: BaseConfig, report: Report) -> None:
                 kinds = f"use a file that ends in {' or '.join(READABLE)}{other_reading(name, 'dataset')}"
                 report.error(path, f"{name} has an unknown file type; {kinds}")
             elif not os.path.isfile(name) or unreachable(name):
-                report.missing_resource(path, f"{name} {_absence(name, 'is not a file on this machine', _is_data)}")
+                absent = "is not a file on this machine"
+                explained = len(report.missing) < MAX_EXPLAINED
+                report.missing_resource(path, f"{name} {_absence(name, absent, _is_data) if explained else absent}")
     _check_folders(config, report)
     checkpoint = config.resume_from_checkpoint
     if isinstance(checkpoint, str) and (not os.path.isdir(checkpoint) or unreachable(checkpoint)):

@@ -13,6 +13,12 @@ from roll.configs.roles import LONGEST_SAMPLING_MASK
 from roll.configs.schema import value_at
 from roll.configs.suggestions import nearest
 
+LOWEST_TEMPERATURE = 1e-3
+"""Of samples that are trained on; logits divided by less overflow."""
+
+BYTES_OF_KEPT_TOKEN = 36
+"""Memory of one id in a list of Python."""
+
 
 def check_algorithm(config: RLConfig, report: Report) -> None:
     """Names are known, groups are large enough, and terms that are on have a weight."""
@@ -306,12 +312,14 @@ def _check_corrected(config: RLConfig, report: Report) -> None:
 def check_sampling(config: RLConfig, report: Report) -> None:
     """Temperature, truncation, penalties and lengths of the samples trained on, and the lengths of validation."""
     sampling, path = config.actor_infer.generating_args, "actor_infer.generating_args"
-    if sampling.temperature <= 0:
+    if sampling.temperature < LOWEST_TEMPERATURE:
         report.error(
             f"{path}.temperature",
             f"{sampling.temperature:g} is greedy: all samples of a prompt would be equal, with nothing to train on; "
-            "use above 0, such as 1.0 (validation may use 0)",
+            f"use at least {LOWEST_TEMPERATURE:g}, such as 1.0 (validation may use 0)",
         )
+    if sampling.top_k == 1:
+        report.error(f"{path}.top_k", "1 is greedy: all samples of a prompt would be equal; use 0 for all tokens")
     agentic = isinstance(config, AgenticConfig)
     if not agentic and sampling.num_return_sequences != config.num_return_sequences_in_group:
         report.error(
@@ -337,9 +345,29 @@ def check_sampling(config: RLConfig, report: Report) -> None:
             )
 
 
+def _check_sampling_mask(config: RLConfig, report: Report) -> None:
+    """The engine returns as many tokens as are kept, and they fit into memory."""
+    top_k, options = config.actor_infer.generating_args.top_k, config.actor_infer.strategy_args.strategy_config
+    limit = options.get("sampling_mask_max_tokens")
+    if isinstance(limit, int) and limit < top_k:
+        path = "actor_infer.strategy_args.strategy_config.sampling_mask_max_tokens"
+        report.error(path, f"{limit} is below top_k {top_k}, so the engine would refuse every request; leave it out")
+    if config.actor_infer.generating_args.top_p == 1:
+        length = getattr(config, "response_length", None) or config.sequence_length or 0
+        size = config.samples_per_batch * length * top_k * BYTES_OF_KEPT_TOKEN
+        if size > 4 * 2**30:
+            report.warn(
+                "actor_infer.generating_args.top_k",
+                f"{top_k} keeps as many ids for every token, up to {size / 2**30:.0f} GiB for a batch of long "
+                "responses; use a smaller top_k, a top_p below 1, or on_truncated_sampling: warn",
+            )
+
+
 def _check_truncation(config: RLConfig, report: Report) -> None:
     sampling = config.actor_infer.generating_args
     cuts = [f"top_p {sampling.top_p:g}"] * (sampling.top_p < 1) + [f"top_k {sampling.top_k}"] * (sampling.top_k > 0)
+    if config.replays_sampling_mask:
+        _check_sampling_mask(config, report)
     if not cuts or config.replays_sampling_mask:
         return
     message = (

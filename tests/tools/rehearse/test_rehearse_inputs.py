@@ -41,7 +41,10 @@ REWARDS = "rewards:\n  math: {tag_included: [algebra, geometry]}\n  code: {tag_i
         ("output/demo/sft/hf_model", "Qwen2ForCausalLM", None),
     ],
 )
-def test_the_architecture_is_known_from_the_name(name: str, architecture: str, tied: bool | None) -> None:
+def test_the_architecture_is_known_from_the_name(
+    name: str, architecture: str, tied: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # the demo makes a model of one of these names
     source = find_model(name)
     assert (source.architecture, source.settings.get("tie_word_embeddings")) == (architecture, tied)
 
