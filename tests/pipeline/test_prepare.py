@@ -56,9 +56,6 @@ def test_a_checkpoint_of_other_prompts_is_refused(tmp_path: Path, model: Path) -
     for size in (3, 2):
         sampler = PromptSampler(size, role_seed(config.seed, "prompts"), True)
         state = PipelineState(1, samples={"worker": {"sampler": sampler.state_dict()}})
-            1,
-            samples={"worker": {"sampler": PromptSampler(size, role_seed(config.seed, "prompts"), True).state_dict()}},
-        )
 
         async def write(folder: Path, state: PipelineState = state) -> None:
             state.save(folder)
