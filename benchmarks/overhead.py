@@ -17,7 +17,7 @@ from benchmarks.common import Check, Measurement, at_most, main, median
 
 STEPS = 20
 WARM_UP_STEPS = 3
-WORK = ("generate", "train", "old_log_probs", "reward", "publish")
+WORK = ("generate", "train", "old_log_probs", "reward", "weight_update")
 """Times in metrics.jsonl that are not overhead."""
 
 

@@ -75,7 +75,7 @@ class Means:
     @property
     def numbers(self) -> str:
         """The measured values, for the report."""
-        drain = f" and time/publish {self.drain:.2f} s" if self.drain else ""
+        drain = f" and time/weight_update {self.drain:.2f} s" if self.drain else ""
         return (
             f"time/wait_prev_gen {self.wait:.2f} s{drain} of time/step {self.step:.2f} s, "
             f"trainer_idle {self.trainer_idle:.0%}, rollout_idle {self.rollout_idle:.0%}, "
@@ -110,7 +110,7 @@ def measure(lines: Lines, drains: bool = False, critic_apart: bool = False) -> M
     return Means(
         step=max(mean("time/step") - mean("time/val", "time/checkpoint"), 1e-9),
         wait=mean("time/wait_prev_gen"),
-        drain=mean("time/publish") if drains else 0.0,
+        drain=mean("time/weight_update") if drains else 0.0,
         generate=mean("time/generate"),
         train=mean("time/advantages")
         + statistics.fmean(sum(trained_seconds(line, name, critic_apart) for name in CRITIC) for line in steps),

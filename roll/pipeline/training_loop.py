@@ -346,9 +346,9 @@ class TrainingLoop:
     async def _update_weights(self, clock: StepClock) -> dict[str, float]:
         if self._synchronizer is None:
             return {}
-        with clock.measure("publish"):
+        with clock.measure("weight_update"):
             report = await self._synchronizer.update_weights(self.state.version)
-        clock.add("publish_pause", report.pause_seconds)
+        clock.add("weight_update_pause", report.pause_seconds)
         return report.metrics()
 
     async def _validate(self, clock: StepClock) -> dict[str, float]:

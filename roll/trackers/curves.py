@@ -26,7 +26,7 @@ WAITING = (("time/wait_prev_gen", "wait for samples", "#2a9d8f"),)
 LEARNING = (
     ("time/old_log_probs", "log-probs", "#8ab17d"),
     ("time/train", "train", "#2563a8"),
-    ("time/publish", "weight update", "#e76f51"),
+    ("time/weight_update", "weight update", "#e76f51"),
     ("time/checkpoint", "checkpoint", "#9d8fb0"),
 )
 """The other parts of a step, in order; the rest of `time/step` without `time/val` is overhead."""

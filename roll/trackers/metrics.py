@@ -52,8 +52,8 @@ TIME = (
         "time/train_critic", "s", "Training of the critic; at the same time as time/train where it has its own devices."
     ),
     Metric("time/hand_over", "s", "Moving the trainer's states to devices that it shares (is_offload_states)."),
-    Metric("time/publish", "s", "Weight update of the engines, including verification."),
-    Metric("time/publish_pause", "s", "Part of the weight update during which the engines generated nothing."),
+    Metric("time/weight_update", "s", "Weight update of the engines, including verification."),
+    Metric("time/weight_update_pause", "s", "Part of the weight update during which the engines generated nothing."),
     Metric("time/val", "s", "Validation."),
     Metric("time/checkpoint", "s", "Beginning a checkpoint, which is then written during the next step."),
     Metric("time/checkpoint_wait", "s", "Of `time/train`: the optimizer step waited until the checkpoint was written."),
@@ -233,8 +233,10 @@ VALIDATION = (
 )
 
 SYSTEM = (
-    Metric("publish/bytes", "bytes", "Weights sent to the engines."),
-    Metric("publish/verified", "0 or 1", "Whether names and checksums of the weights were compared on both sides."),
+    Metric("weight_update/bytes", "bytes", "Weights sent to the engines."),
+    Metric(
+        "weight_update/verified", "0 or 1", "Whether names and checksums of the weights were compared on both sides."
+    ),
     Metric("param_sync_count", "updates", "Weight updates since the run began."),
     Metric("param_sync_requests", "attempts", "Attempts at a weight update, including failed ones."),
     Metric("sync_failures", "attempts", "Failed attempts at a weight update since the process started."),

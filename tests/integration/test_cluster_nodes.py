@@ -203,7 +203,7 @@ def test_an_engine_over_two_nodes_gets_every_update_and_is_restarted_on_both_whe
     run.send_signal(signal.SIGINT)
     assert finish(run)[0] == EXIT_INTERRUPTED
     for metrics in lines(tmp_path):
-        assert metrics["publish/verified"] == 1
+        assert metrics["weight_update/verified"] == 1
         assert metrics["correction/log_prob_diff_max"] < 1e-4
     assert lines(tmp_path)[-1]["faults/engine_restarts"] == 1
     assert_nothing_is_left(tmp_path)

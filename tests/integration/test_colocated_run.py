@@ -77,7 +77,7 @@ def test_the_reward_rises(folder):
 def test_every_update_is_verified_on_engines_that_share_the_trainers_devices(folder):
     steps = lines(folder)
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
-    assert all(line["publish/verified"] == 1 and line["sync_failures"] == 0 for line in steps)
+    assert all(line["weight_update/verified"] == 1 and line["sync_failures"] == 0 for line in steps)
     assert all(line["actor/grad_norm"] > 0 and line["staleness/max"] == 0 for line in steps)
 
 

@@ -49,11 +49,11 @@ def test_waiting_for_idle_engines_recommends_a_higher_ratio():
 
 
 def test_a_weight_update_that_waits_for_running_responses_counts_as_waiting():
-    waiting = lines(time__publish=5, time__generate=10, time__train=4)
+    waiting = lines(time__weight_update=5, time__generate=10, time__train=4)
     assert "neither side waited" in bottleneck_report(waiting, APART)
     report = bottleneck_report(waiting, Split(1, 4, 12, False, drains=True))
     assert "training waited for generation" in report
-    assert "time/wait_prev_gen 0.20 s and time/publish 5.00 s of time/step" in report
+    assert "time/wait_prev_gen 0.20 s and time/weight_update 5.00 s of time/step" in report
 
 
 @pytest.mark.parametrize(("apart", "seconds"), [(False, 4 + 3 + 0.5 + 1 + 2), (True, 4 + 0.5 + 2)])

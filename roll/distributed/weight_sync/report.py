@@ -43,9 +43,9 @@ class UpdateReport:
     def metrics(self) -> dict[str, float]:
         """What a step logs, apart from its times."""
         return {
-            "publish/bytes": float(self.bytes),
+            "weight_update/bytes": float(self.bytes),
             "throughput/weights_gigabytes_per_second": self.bytes / 1e9 / max(self.transfer_seconds, 1e-9),
-            "publish/verified": float(self.verified),
+            "weight_update/verified": float(self.verified),
             "param_sync_requests": float(self.version + 1 + self.failures),
             "param_sync_count": float(self.version + 1),
             "sync_failures": float(self.failures),

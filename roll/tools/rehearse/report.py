@@ -118,8 +118,8 @@ def _steps(small: BaseConfig, run: RunRecord) -> Finding:
 
 
 def _weight_updates(run: RunRecord) -> Finding:
-    verified = [line["publish/verified"] for line in run.lines if "publish/verified" in line]
-    bytes_sent = max((line.get("publish/bytes", 0) for line in run.lines), default=0)
+    verified = [line["weight_update/verified"] for line in run.lines if "weight_update/verified" in line]
+    bytes_sent = max((line.get("weight_update/bytes", 0) for line in run.lines), default=0)
     detail = f"{int(sum(verified))} of {len(verified)} verified by checksum, {bytes_sent / 2**20:.1f} MiB each"
     return Finding("weight updates", bool(verified) and all(verified), detail)
 

@@ -238,8 +238,8 @@ def _step_times(lines: list[dict[str, float]], critic_apart: bool) -> StepTimes:
         train=trained("time/train"),
         log_probs=trained("time/old_log_probs"),
         reward=_median(lines, "time/reward"),
-        weight_update=_median(lines, "time/publish"),
-        weight_update_pause=_median(lines, "time/publish_pause"),
+        weight_update=_median(lines, "time/weight_update"),
+        weight_update_pause=_median(lines, "time/weight_update_pause"),
         step=statistics.median(
             line["time/step"] - line.get("time/val", 0.0) - line.get("time/checkpoint", 0.0) for line in lines
         ),

@@ -67,11 +67,11 @@ TAGGED = "rewards:\n  math: {tag_included: [math]}\n  code: {tag_included: [code
 
 def record(**changes: Any) -> RunRecord:
     lines = [
-        {"step": 0, "publish/verified": 1.0, "publish/bytes": 2**20, "val/score": 0.1},
+        {"step": 0, "weight_update/verified": 1.0, "weight_update/bytes": 2**20, "val/score": 0.1},
         *(
             {
                 "step": step,
-                "publish/verified": 1.0,
+                "weight_update/verified": 1.0,
                 "actor/grad_norm": 0.5,
                 "actor/loss": 0.1,
                 "staleness/max": step - 1,
@@ -156,7 +156,7 @@ def test_what_was_not_exercised_is_named(rehearsed: Any, records: list[RunRecord
 
 
 def test_an_unverified_weight_update_is_named(rehearsed: Any) -> None:
-    lines = [line | {"publish/verified": float(line["step"] != 1)} for line in record().lines]
+    lines = [line | {"weight_update/verified": float(line["step"] != 1)} for line in record().lines]
     assert not rehearsed(record(lines=lines), record())["weight updates"].passed
 
 

@@ -81,13 +81,13 @@ def synchronous_run(folder: Path, config: RLVRConfig, steps: int = 24) -> Path:
                 "time/train": times.train * draw.uniform(0.95, 1.05),
                 "time/old_log_probs": times.log_probs,
                 "time/reward": times.reward,
-                "time/publish": times.weight_update,
-                "time/publish_pause": times.weight_update_pause,
+                "time/weight_update": times.weight_update,
+                "time/weight_update_pause": times.weight_update_pause,
                 "time/val": 5.0,
             }
         )
         lines[-1]["time/step"] = 5.1 + sum(
-            lines[-1][f"time/{name}"] for name in ("generate", "train", "old_log_probs", "reward", "publish")
+            lines[-1][f"time/{name}"] for name in ("generate", "train", "old_log_probs", "reward", "weight_update")
         )
     return write_run(folder, config, lines)
 
