@@ -37,6 +37,7 @@ USUAL: dict[str, tuple[float, float]] = {
     "num_return_sequences": (1, 1e4),
     "group_size": (1, 1e4),
     "num_env_groups": (1, 1e6),
+    "max_env_num_per_worker": (0, 1e5),
     "max_actions_per_traj": (1, 1e4),
     "ppo_epochs": (1, 100),
     "max_steps": (1, 1e8),
