@@ -76,7 +76,7 @@ def _ranks(value: Any) -> list[int]:
     if not isinstance(value, str):
         raise ValueError(f"{value!r} is not {ALLOWED_FORMS}")
     text = value.strip()
-    if re.fullmatch(r"\d+(-\d+)?(\s*,\s*\d+(-\d+)?)*", text):
+    if re.fullmatch(r"\d+(-\d+)?(\s*,\s*\d+(-\d+)?)*", text, re.ASCII):
         return [rank for part in text.split(",") for rank in _span(part)]
     try:
         return _evaluate(ast.parse(text, mode="eval").body)

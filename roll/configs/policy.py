@@ -67,7 +67,7 @@ VARIANT_TRAITS: dict[str, VariantTraits] = {
 COVARIANCE_VARIANTS = ("clip_cov", "kl_cov")
 """Variants that treat tokens of high covariance between log-prob and advantage differently."""
 
-PART = r"\s*(\d\S*)\s+([A-Za-z_]\w*)\s*"
+PART = r"\s*([0-9]\S*)\s+([A-Za-z_]\w*)\s*"
 """One part of a mixture of losses: its weight and its name."""
 
 MIXTURE = re.compile(rf"{PART}(?:\+{PART})*")

@@ -53,6 +53,8 @@ def test_other_expressions_are_refused_and_never_evaluated(text: str) -> None:
     [
         ("0-", "'0-' is not a list of ranks"),
         ("5-2", "'5-2' is empty"),
+        ("\u0663", "is not a list of ranks"),
+        ("0-\u0667", "is not a list of ranks"),
         ([0, "1"], "is not a list of whole numbers"),
         ([True], "is not a list of whole numbers"),
         ({0: 1}, "is not a list of ranks"),

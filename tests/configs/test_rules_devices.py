@@ -232,6 +232,7 @@ HARMLESS = {
     "actor_train.worker_cls=a.b.ActorPGWorker": "actor_train.worker_cls: has no effect",
     f"on_truncated_sampling=warn {SAMPLING}.top_p=0.99 {SAMPLING}.top_k=100": f"{SAMPLING}: top_p 0.99 and top_k 100 "
     "sample from a truncated distribution, but the engine returns log-probs of the whole one: every ratio and KL is",
+    "async_generation_ratio=1e-30": "async_generation_ratio: 1e-30 lets almost nothing be generated ahead; use 0",
     f"{SAMPLING}.top_p=0.99": f"{SAMPLING}: top_p 0.99 sample from a truncated distribution",
     f"{SAMPLING}.top_k=4000": f"{SAMPLING}.top_k: 4000 keeps as many ids for every token, up to 70 GiB",
     f"{SAMPLING}.top_k=5000": "or on_truncated_sampling: replay with a top_k from 2 to 4096",

@@ -103,6 +103,9 @@ USUAL: dict[str, tuple[float, float]] = {
 }
 """Least and largest usual value by the name of a key."""
 
+LEAST_RATIO = 0.01
+"""Smallest `async_generation_ratio` above 0 that is not warned of."""
+
 THREADS = re.compile(r"[1-9]\d{0,3}(,[1-9]\d{0,3})*", re.ASCII)
 """Values that OpenMP understands: a number of threads, or one for each level."""
 
@@ -121,6 +124,8 @@ def check_ranges(config: BaseConfig, report: Report) -> None:
             report.error(path, f"{value:g} s is over before anything can answer; use at least {SHORTEST_TIMEOUT_S}")
         elif name == "world_size" and value > MAX_PROCESSES:
             report.error(path, f"{value} processes are too many for one machine; use at most {MAX_PROCESSES}")
+        elif name == "async_generation_ratio" and 0 < value < LEAST_RATIO:
+            report.warn(path, f"{value:g} lets almost nothing be generated ahead; use 0, or at least {LEAST_RATIO}")
         elif name in USUAL:
             least, largest = USUAL[name]
             if not least <= value <= largest:
