@@ -198,19 +198,33 @@ class CheckpointManager:
                 shutil.rmtree(path)
 
 
-def sampler_state(config: BaseConfig) -> dict[str, Any] | None:
-    """State of the prompt sampler in the checkpoint that the run continues from; None where there is none.
+def check_sampler(config: BaseConfig, load: Callable[[dict[str, Any]], None]) -> None:
+    """Tries the state of the prompt sampler, in the checkpoint that the run continues from, on a sampler of this run.
 
-    The files of the checkpoint were compared with their checksums before.
+    Raises:
+        CheckpointError: `load` refuses it, as the run would after all engines have started.
     """
-    value = config.resume_from_checkpoint
-    newest = next(reversed(checkpoints_of(config).complete()), None) if value is True else None
-    folder = Path(value) if isinstance(value, str) else newest
+    folder = checkpoints_of(config).resume_path(config.resume_from_checkpoint)
     if folder is None:
-        return None
+        return
     worker = PipelineState.load(folder).samples.get("worker", {})
-    state: dict[str, Any] | None = worker.get("sampler") if isinstance(worker, dict) else None
-    return state
+    if "sampler" in worker:
+        with must_fit(folder):
+            load(worker["sampler"])
+
+
+@contextlib.contextmanager
+def must_fit(folder: Path) -> Iterator[None]:
+    """A state of this checkpoint that the block cannot restore is an error about `resume_from_checkpoint`.
+
+    Raises:
+        CheckpointError: in place of a ValueError or KeyError.
+    """
+    try:
+        yield
+    except (ValueError, KeyError) as error:
+        cause = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+        raise CheckpointError(f"resume_from_checkpoint: {folder} does not fit this run: {cause}") from error
 
 
 def checkpoints_of(config: BaseConfig) -> CheckpointManager:

@@ -15,7 +15,7 @@ from roll.datasets.prompts import MixedSampler, PromptSampler, load_prompts
 from roll.datasets.records import prefix_errors
 from roll.datasets.templates import EncodedPrompt, encode_prompts
 from roll.distributed.protocol import DataProto
-from roll.pipeline.checkpoint import CheckpointError, sampler_state
+from roll.pipeline.checkpoint import check_sampler
 from roll.pipeline.reward_batch import ScoringModels, model_scorers
 from roll.pipeline.rl_pipeline import RLPipeline, WorkerFactory
 from roll.pipeline.rollout_batch import batch_of_groups
@@ -243,12 +243,7 @@ class RLVRPipeline(RLPipeline[RLVRConfig]):
         for tag in sorted({prompt.tag for prompt in [*train, *val]}):
             scorer.rewards_of(tag)
         scorer.check([*train, *val])
-        sampler, state = make_sampler(config, train), sampler_state(config)
-        try:
-            if state is not None:
-                sampler.load_state_dict(state)
-        except (ValueError, KeyError) as error:
-            raise CheckpointError(f"resume_from_checkpoint: the checkpoint does not fit this run: {error}") from error
+        check_sampler(config, make_sampler(config, train).load_state_dict)
 
     def _read(self, role: str, files: list[str]) -> list[EncodedPrompt]:
         args = getattr(self._config, role).data_args

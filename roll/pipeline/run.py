@@ -226,7 +226,7 @@ async def run_once(
     """The run from one start to its end, without another start; raises as `run` does.
 
     Args:
-        config: with the checkpoint to continue from.
+        config: says which checkpoint to continue from.
         session: of all starts.
         running: of all starts.
         summary: of all starts, which this one completes.
@@ -234,7 +234,9 @@ async def run_once(
     """
     running.starting()
     extensions = load_extensions(config)
-    checkpoints_of(config).resume_path(config.resume_from_checkpoint)
+    checkpoint = checkpoints_of(config).resume_path(config.resume_from_checkpoint)
+    if checkpoint is not None:  # chosen once, so that all parts of the run continue from the same one
+        config = replace(config, resume_from_checkpoint=str(checkpoint))
     monitor = (extensions.monitor or HealthFile)(config)
     async with watched(running.health, monitor):
         pipeline = PIPELINES[type(config)](config)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from roll.configs.errors import RunError, RunInterrupted
 from roll.configs.pipeline import BaseConfig
-from roll.pipeline.checkpoint import CheckpointError, PipelineState, checkpoints_of, step_of, write_folder
+from roll.pipeline.checkpoint import PipelineState, checkpoints_of, must_fit, step_of, write_folder
 from roll.rollout.timers import StepClock
 
 if TYPE_CHECKING:
@@ -436,12 +436,9 @@ class TrainingLoop:
             return
         self.state = PipelineState.load(folder)
         await self._to_trainer()
-        try:
+        with must_fit(folder):
             await self._samples.load_state_dict(self.state.samples)
             await self._learner.load(folder)
-        except (ValueError, KeyError) as error:
-            cause = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-            raise CheckpointError(f"resume_from_checkpoint: {folder} does not fit this run: {cause}") from error
         self._rename_old_checkpoints(folder)
         self.checkpoint = folder
         logger.info("resumed from %s at step %d, version %d", folder, self.state.step, self.state.version)

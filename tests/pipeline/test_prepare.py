@@ -12,6 +12,7 @@ from roll.configs.errors import RunError
 from roll.configs.pipeline import RLVRConfig, role_seed
 from roll.datasets.prompts import PromptSampler
 from roll.datasets.records import DatasetError
+from roll.pipeline.checkpoint import FILE_NAME as STATE_FILE
 from roll.pipeline.checkpoint import CheckpointError, PipelineState, checkpoints_of
 from roll.pipeline.rlvr_pipeline import RLVRPipeline
 from tests.configs.samples import MODEL, rlvr
@@ -48,29 +49,31 @@ def test_prompts_of_which_none_fits_are_reported_with_role_and_file(tmp_path: Pa
     assert str(caught.value).startswith(f"actor_train ({file}): prompt_length: all 1 prompts are longer than 24 tokens")
 
 
+def save(config: RLVRConfig, step: int, prompts: int) -> Path:
+    """A checkpoint of a run with so many prompts."""
+    sampler = PromptSampler(prompts, role_seed(config.seed, "prompts"), True)
+
+    async def write(folder: Path) -> None:
+        PipelineState(step, samples={"worker": {"sampler": sampler.state_dict()}}).save(folder)
+
+    async def complete() -> Path:
+        await checkpoints_of(config).write(step, write)
+        return await checkpoints_of(config).complete_step(step)
+
+    return asyncio.run(complete())
+
+
 def test_a_checkpoint_of_other_prompts_is_refused(tmp_path: Path, model: Path) -> None:
-    """With `true` as with its path; that of the same prompts is taken."""
+    """However it is named; one of the same prompts is taken, also where the newest is damaged."""
     file = jsonl(tmp_path, *map(row, range(3)))
     given = [f"pretrain={model}", f"actor_train.data_args.file_name={file}", f"output_dir={tmp_path}", "eval_steps=0"]
-    config = rlvr(tmp_path, *given)
-    for size in (3, 2):
-        sampler = PromptSampler(size, role_seed(config.seed, "prompts"), True)
-        state = PipelineState(1, samples={"worker": {"sampler": sampler.state_dict()}})
-
-        async def write(folder: Path, state: PipelineState = state) -> None:
-            state.save(folder)
-
-        async def save(size: int = size) -> Path:
-            await checkpoints_of(config).write(3 - size, write)
-            return await checkpoints_of(config).complete_step(3 - size)
-
-        for value in (str(asyncio.run(save())), "true"):
-            resumed = rlvr(tmp_path, *given, f"resume_from_checkpoint={value}")
-            if size == 3:
-                prepared(resumed)
-            else:
-                with pytest.raises(CheckpointError, match="does not fit this run: .*: size was 2 and is 3"):
-                    prepared(resumed)
+    same, other = save(config := rlvr(tmp_path, *given), 1, prompts=3), save(config, 2, prompts=2)
+    for choice in (other, tmp_path, "true"):
+        with pytest.raises(CheckpointError, match=f"{other} does not fit this run: .*: size was 2 and is 3"):
+            prepared(rlvr(tmp_path, *given, f"resume_from_checkpoint={choice}"))
+    prepared(rlvr(tmp_path, *given, f"resume_from_checkpoint={same}"))
+    (other / STATE_FILE).write_text("")
+    prepared(rlvr(tmp_path, *given, "resume_from_checkpoint=true"))
 
 
 def test_too_few_prompts_for_a_batch_are_reported(
