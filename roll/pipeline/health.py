@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
 import logging
-import os
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -18,14 +16,11 @@ import psutil
 
 from roll.configs.errors import ConfigError, Problem, RunError, RunInterrupted
 from roll.configs.pipeline import BaseConfig
-from roll.trackers.files import write_whole
+from roll.trackers.files import FolderInUseError, locked, write_whole
 
 logger = logging.getLogger(__name__)
 
 FILE_NAME = "health.json"
-
-LOCK_FILE = ".lock"
-"""File in output_dir that a run holds locked; it has the run's process id."""
 
 INTERVAL_S = 5.0
 """Seconds between two reports: often enough to watch, and cheap."""
@@ -84,34 +79,22 @@ class HealthFile:
 
 @contextmanager
 def hold_output_dir(config: BaseConfig) -> Iterator[None]:
-    """Keeps other runs out of output_dir while the block runs; the lock ends with the process, in whatever way.
+    """Keeps other runs out of output_dir while the block runs; see `locked`.
 
     Raises:
-        ConfigError: a run that is alive writes there, or nobody can.
+        ConfigError: a run that is alive writes there, or the folder cannot be written.
     """
     folder = Path(config.output_dir)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / LOCK_FILE).open("a+")
-    except OSError as error:
-        raise _output_dir_error(config, f"{folder} cannot be written: {error.strerror or error}") from None
-    with file:
+    with ExitStack() as held:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            message = f"{folder} is that of a run which is alive, process {file.read().strip() or 'unknown'}; "
-            raise _output_dir_error(config, f"{message}wait until it ends, or use another output_dir") from None
-        except OSError as error:  # a file system without locks
-            logger.warning("%s: another run in this folder would not be noticed: %s", folder, error.strerror or error)
-        file.truncate(0)
-        file.write(f"{os.getpid()}\n")
-        file.flush()
+            held.enter_context(locked(folder))
+        except FolderInUseError as error:
+            message = f"{folder} is that of a run which is alive, process {error.process}; wait until it ends, or use "
+            raise ConfigError([Problem("output_dir", f"{message}another output_dir")], config.source.file) from None
+        except OSError as error:
+            message = f"{folder} cannot be written: {error.strerror or error}; use another folder"
+            raise ConfigError([Problem("output_dir", message)], config.source.file) from None
         yield
-
-
-def _output_dir_error(config: BaseConfig, message: str) -> ConfigError:
-    return ConfigError([Problem("output_dir", message)], config.source.file)
 
 
 @asynccontextmanager

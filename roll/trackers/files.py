@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import fcntl
 import json
+import logging
 import math
 import os
 import platform
@@ -23,11 +25,55 @@ from typing import IO, Any
 from roll.configs.errors import RunError
 from roll.trackers.base import Tracker
 
+logger = logging.getLogger(__name__)
+
 FULL_DISK = {errno.ENOSPC, errno.EDQUOT}
 """Errors of a disk without space, or of a user without a share of it."""
 
 FULL_DISK_TEXTS = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), "StorageFull")
 """How those errors appear in messages of other processes and of libraries that are not written in Python."""
+
+
+LOCK_FILE = ".lock"
+"""File in a folder that one process uses at a time; that process holds it locked, and its id is in it."""
+
+
+class FolderInUseError(Exception):
+    """Another process uses the folder.
+
+    Attributes:
+        process: its id, or `unknown`.
+    """
+
+    def __init__(self, folder: Path, process: str) -> None:
+        super().__init__(f"{folder} is in use by process {process}")
+        self.process = process
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[int]:
+    """Makes a folder and keeps other processes that lock it out while the block runs.
+
+    The lock ends with the process, however that ends. A subprocess that inherits the file descriptor, which is yielded,
+    keeps it.
+
+    Raises:
+        FolderInUseError: another process has locked it.
+        OSError: it cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK_FILE).open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise FolderInUseError(folder, file.read().strip() or "unknown") from None
+        except OSError as error:  # a file system without locks
+            logger.warning("%s: use by two processes would not be noticed: %s", folder, error.strerror or error)
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield file.fileno()
 
 
 class DiskFullError(RunError):

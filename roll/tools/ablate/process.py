@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import json
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 from roll.configs.pipeline import RLConfig
 from roll.pipeline import checkpoint
 from roll.tools.terminal import option_error
-from roll.trackers.files import RUN_FILE, without_secrets
-
-LOCK_FILE = ".lock"
-"""File in the output folder, locked by the `roll ablate` that uses the folder."""
+from roll.trackers.files import RUN_FILE, FolderInUseError, locked, without_secrets
 
 NOT_COMPARED = ("source", "resume_from_checkpoint")
 """Keys of a configuration that do not change what is learned."""
@@ -36,21 +32,18 @@ def lock_folder(folder: Path) -> Iterator[int]:
     Raises:
         ConfigError: the folder cannot be written, or is locked by another process.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / LOCK_FILE).open("w")
-    except OSError as error:
-        raise option_error("--out", f"{folder} cannot be written: {error.strerror}; use another folder") from None
-    with lock as file:
+    with ExitStack() as held:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            descriptor = held.enter_context(locked(folder))
+        except FolderInUseError:
             message = (
                 f"{folder} is in use by another `roll ablate`, or by a run that it left behind; wait until it ends, "
                 "or use another folder"
             )
             raise option_error("--out", message) from None
-        yield file.fileno()
+        except OSError as error:
+            raise option_error("--out", f"{folder} cannot be written: {error.strerror}; use another folder") from None
+        yield descriptor
 
 
 def read_progress(folder: Path, config: RLConfig) -> Progress:
