@@ -60,7 +60,7 @@ def test_run_rejects_more_devices_than_cores(tmp_path: Path) -> None:
     ) in str(caught.value)
 
 
-@pytest.mark.parametrize("arguments", [["show", "nothing"], ["plot", "nothing"], ["rehearse", "--help"]])
+@pytest.mark.parametrize("arguments", [["show", "nothing"], ["plot", "nothing"]])
 def test_commands_without_a_configuration_import_nothing_from_the_folders_around(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
 ) -> None:

@@ -350,7 +350,7 @@ class RLConfig(AsyncOptions, PolicyOptions, AdvantageOptions, CriticOptions, Sam
         "replay",
         "What follows from a top_p or top_k that truncates the sampled distribution. `replay`: the engine returns "
         "which tokens were kept, and all log-probs, those of the trainer too, are over these alone, so that ratios and "
-        "KL are those of the policy that sampled; needs a top_k from 2 to 4096, else as `warn`.",
+        f"KL are those of the policy that sampled; needs a top_k from 2 to {LONGEST_SAMPLING_MASK}, else as `warn`.",
     )
     max_engine_restarts: int = option(
         3,

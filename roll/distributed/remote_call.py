@@ -177,7 +177,7 @@ def _future(ref: ray.ObjectRef[Any]) -> Future[Any]:
 
 
 def _read(wait: asyncio.Future[Any]) -> None:
-    """Takes note of an error, which asyncio prints where nobody does: the caller may have been cancelled."""
+    """Retrieves the error of a call, also if its caller was cancelled: asyncio logs an error that is not retrieved."""
     if not wait.cancelled():
         wait.exception()
 

@@ -106,7 +106,7 @@ class Session:
             except Exception as problem:
                 first = first or problem
                 if error is not None or first is not problem:
-                    logger.exception("closing failed after the run did")
+                    logger.exception("a part of the run could not be closed")
         if first is not None and error is None:
             raise first
 

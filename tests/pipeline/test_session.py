@@ -185,7 +185,7 @@ def test_a_part_that_cannot_be_closed_does_not_keep_others_open(
     with nullcontext() if error is not None else pytest.raises(ValueError, match="cannot be closed"):
         asyncio.run(end_of(session, error, log))
     assert log[0] == "closed" and log[-1] == "Ray ends"
-    assert caplog.text.count("closing failed") == (1 if error is None else 2)
+    assert caplog.text.count("could not be closed") == (1 if error is None else 2)
 
 
 def test_engines_that_take_turns_with_the_trainer_end_with_it(log: list[str]) -> None:

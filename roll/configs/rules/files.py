@@ -35,7 +35,7 @@ def check_files(config: BaseConfig, report: Report) -> None:
     for key in ("exp_name", "output_dir", "logging_dir", "checkpoint_dir"):
         value = getattr(config, key, None)
         if isinstance(value, str) and not value.isprintable():
-            report.error(key, f"{value!r} has characters that cannot be printed; use letters, digits, - and _")
+            report.error(key, f"{value!r} has characters that cannot be printed; remove them")
     for role in config.data_roles():
         check_name(f"{role}.data_args.template", getattr(config, role).data_args.template, TEMPLATES, report)
         for name in getattr(config, role).data_args.file_name:

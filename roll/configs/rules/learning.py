@@ -19,6 +19,9 @@ LOWEST_TEMPERATURE = 1e-3
 BYTES_OF_KEPT_TOKEN = 36
 """Memory of one id in a list of Python."""
 
+LARGE_MASK_BYTES = 4 * 2**30
+"""Memory for the kept tokens of a batch that is warned of."""
+
 
 def check_algorithm(config: RLConfig, report: Report) -> None:
     """Names are known, groups are large enough, and terms that are on have a weight."""
@@ -355,7 +358,7 @@ def _check_sampling_mask(config: RLConfig, report: Report) -> None:
     if config.actor_infer.generating_args.top_p == 1:
         length = getattr(config, "response_length", None) or config.sequence_length or 0
         size = config.samples_per_batch * length * top_k * BYTES_OF_KEPT_TOKEN
-        if size > 4 * 2**30:
+        if size > LARGE_MASK_BYTES:
             report.warn(
                 "actor_infer.generating_args.top_k",
                 f"{top_k} keeps as many ids for every token, up to {size / 2**30:.0f} GiB for a batch of long "

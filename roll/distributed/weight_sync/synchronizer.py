@@ -2,10 +2,10 @@
 
 When an engine dies within an update, the step of the transaction that it takes part in fails, and so does the attempt;
 this attempt does not count against `max_sync_retries`. `_recover_from_failed_attempt` has the `EngineMonitor` restart
-the engines whose processes are dead, disconnects the transport, which frees the other engines, and restarts those that
-do not answer. The next attempt begins the transaction again with the engines that run then; where there is none, it
-waits until one has been restarted. An engine whose restart takes longer gets the weights in the next update, or earlier
-from `while_idle`, while the trainer is idle.
+the engines whose processes are dead, disconnects the transport, which frees the other engines, and restarts the engines
+that still do not answer. The next attempt begins the transaction again with the engines that run then; where there is
+none, it waits until one has been restarted. An engine whose restart takes longer gets the weights in the next update,
+or earlier from `while_idle`, while the trainer is idle.
 
 The training ranks' side of each call is in `sender.py`, the engines' side in `receiver.py`.
 """
