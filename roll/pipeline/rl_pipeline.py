@@ -123,7 +123,9 @@ class RLPipeline(ABC, Generic[ConfigT]):
         def start() -> RemoteActor[Rollouter]:
             return session.start_remote_actor("rollouter", deadlines, make_rollouter, config, factory, engines)
 
-        return RolloutClient(start, session.cancel_requests, EventLog(config.output_dir), config.max_restarts)
+        events, earlier = EventLog(config.output_dir), session.rollout_client
+        session.rollout_client = RolloutClient(start, session.cancel_requests, events, config.max_restarts, earlier)
+        return session.rollout_client
 
 
 def make_rollouter(config: RLConfig, make_worker: WorkerFactory, engines: Engines) -> Rollouter:

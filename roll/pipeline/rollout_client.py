@@ -34,6 +34,7 @@ class RolloutClient:
         cancel_requests: Callable[[], Awaitable[None]],
         events: EventLog,
         max_restarts: int,
+        earlier: RolloutClient | None = None,
     ) -> None:
         """Starts the process; `RemoteActor.ready` of what `start` returned has to be awaited before the first call.
 
@@ -42,13 +43,14 @@ class RolloutClient:
             cancel_requests: ends the requests of a dead process in the engines.
             events: log of restarts.
             max_restarts: restarts of the process; its death after that ends the run.
+            earlier: the client before the run started again; its count goes on.
         """
         self._start, self._cancel_requests = start, cancel_requests
         self._events, self._max_restarts = events, max_restarts
         self._remote = start()
         self._state: bytes | None = None
         self._version: int | None = None
-        self._restarts = 0
+        self._restarts: int = 0 if earlier is None else earlier._restarts
         self._restarting = asyncio.Lock()
 
     async def next_batch(self) -> SampleBatch | None:

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from roll.configs.pipeline import BaseConfig, RLConfig
 from roll.configs.roles import MegatronRoleConfig
@@ -22,6 +22,9 @@ from roll.distributed.shared_devices import SharedDevices
 from roll.distributed.train_worker import TrainWorker
 from roll.distributed.worker import Worker
 from roll.platforms import get_platform
+
+if TYPE_CHECKING:
+    from roll.pipeline.rollout_client import RolloutClient
 
 P = ParamSpec("P")
 ObjectT = TypeVar("ObjectT")
@@ -64,6 +67,8 @@ class Session:
         """Of a run whose trainer and engines take turns on their devices."""
         self.monitors: dict[str, EngineMonitor] = {}
         """Of the engines of each role; the next block's monitors count on from them."""
+        self.rollout_client: RolloutClient | None = None
+        """Of the rollout process; the next block's client counts on from it."""
         self._remote_actors: list[RemoteActor[Any]] = []
         self._close_first: list[Callable[[], Awaitable[None]]] = []
         self._running = False

@@ -154,6 +154,20 @@ def test_after_its_last_restart_its_death_ends_the_run(tmp_path):
     asyncio.run(run())
 
 
+def test_restarts_count_on_when_the_run_starts_again(tmp_path):
+    async def run() -> None:
+        start: Any = Processes(1.0, [1], {1: BEFORE}).start
+        processes = Processes(1.0, [1], {0: BEFORE})
+        earlier = client_of(processes, tmp_path, max_restarts=1)
+        await earlier.advance(0)
+        client = RolloutClient(start, processes.cancel_requests, EventLog(tmp_path), 1, earlier)
+        await client.advance(0)
+        with pytest.raises(ClusterError, match="The actor died"):
+            await client.next_batch()
+
+    asyncio.run(run())
+
+
 def test_only_death_is_answered_by_a_restart_and_health_never_fails(tmp_path):
     async def run() -> None:
         processes = Processes(1.0, [1], {})
