@@ -16,7 +16,7 @@ from roll.configs.model_config import ARCHITECTURES
 from roll.configs.pipeline import BaseConfig
 from roll.configs.policy import VARIANT_TRAITS
 from roll.configs.roles import ROLES, TEMPLATES
-from roll.configs.schema import Key, describe, known_keys, section_of
+from roll.configs.schema import Key, describe, keys_by_path, known_keys, section_of
 from roll.configs.sglang_options import OWNED
 from roll.configs.trackers import TRACKER_OPTIONS
 
@@ -80,7 +80,7 @@ def _groups() -> dict[str, list[Key]]:
     """Every key once: those of a section under the name of the section, the others by the pipelines that have them."""
     keys = {key.path: key for root in PIPELINES.values() for key in known_keys(root) if section_of(key.hint)[0] is None}
     keys |= {key.path: key for key in known_keys(BaseConfig) if key.path == "pipeline"}  # the others allow one value
-    owners = {path: tuple(name for name, root in PIPELINES.items() if path in _paths(root)) for path in keys}
+    owners = {path: tuple(name for name, root in PIPELINES.items() if path in keys_by_path(root)) for path in keys}
     combinations = sorted(dict.fromkeys(owners.values()), key=len, reverse=True)
     groups: dict[str, list[Key]] = {f"Keys of {_all_or(names)}": [] for names in combinations}
     groups |= {f"`{role}`": [] for role in ROLES}
@@ -88,10 +88,6 @@ def _groups() -> dict[str, list[Key]]:
         section = path.partition(".")[0]
         groups.setdefault(f"`{section}`" if section != path else f"Keys of {_all_or(owners[path])}", []).append(key)
     return {title: group for title, group in groups.items() if group}
-
-
-def _paths(root: type) -> set[str]:
-    return {key.path for key in known_keys(root)}
 
 
 def _all_or(pipelines: tuple[str, ...]) -> str:

@@ -171,6 +171,7 @@ def keys_along(cls: type, path: str) -> list[tuple[str, Key]]:
     return keys
 
 
+@cache
 def section_of(hint: Any) -> tuple[type | None, bool]:
     """The dataclass of a type, and whether it is the value type of a mapping."""
     arguments = typing.get_args(hint)
