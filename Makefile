@@ -40,10 +40,10 @@ demo-agentic: setup ## train an agent on FrozenLake, over many turns
 	$(BIN)/python -m examples.tiny_frozen_lake.demo --out output/demo-agentic
 
 test: lint test-fast ## run lint and every test
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m integration
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "integration or slow"
 
-test-fast: setup ## run the tests that start no engine
-	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not integration" --ignore tests/integration
+test-fast: setup ## run the tests that start no engine and take no seconds
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not integration and not slow" --ignore tests/integration
 
 lint: setup ## run ruff and mypy
 	$(BIN)/ruff check .

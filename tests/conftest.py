@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -59,6 +60,13 @@ def held_fixture(path: Path) -> str | None:
     """Which of `IN_ONE_PROCESS` a test file uses."""
     text = path.read_text()
     return next((name for name in IN_ONE_PROCESS if name in text), None)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m "integration or slow"`, files that have neither marker are not even imported, which takes seconds."""
+    if config.option.markexpr != "integration or slow" or not collection_path.name.startswith("test_"):
+        return None
+    return None if re.search(r"mark\.(integration|slow)", collection_path.read_text()) else True
 
 
 @pytest.hookimpl(trylast=True)

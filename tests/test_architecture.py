@@ -31,6 +31,8 @@ ENGINE_FREE = ORDER[: ORDER.index("platforms")]
 
 ENGINES = {"ray", "sglang", "megatron"}
 
+MARK = "pytest.mark.integration"
+
 SELF_EXPLANATORY_LINES = 3
 """A public function with a body of at most this many lines may go without a docstring when its name explains it."""
 
@@ -160,3 +162,9 @@ def test_modules_classes_and_longer_public_functions_have_docstrings() -> None:
 def test_every_folder_has_an_init_with_a_docstring() -> None:
     folders = {path.parent for path in files()}
     assert {folder for folder in folders if not (folder / "__init__.py").exists()} == set()
+
+
+def test_every_integration_test_file_is_marked() -> None:
+    """A file without the mark is in neither `make test-fast`, which leaves the folder out, nor the other tests."""
+    tests = sorted((ROOT / "tests/integration").glob("test_*.py"))
+    assert [file.name for file in tests if MARK not in file.read_text()] == []

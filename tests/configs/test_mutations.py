@@ -18,6 +18,8 @@ from roll.configs.schema import Key, known_keys
 from roll.configs.yaml_files import MAX_CHARACTERS, parse_yaml
 from tests.configs.samples import refusal, rlvr
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 RECIPES = ("examples/tiny_math/rlvr_config.yaml", "examples/tiny_frozen_lake/agentic_config.yaml")
 CASES = 100

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from roll.platforms import cpu_kernels
 from roll.platforms.cpu_kernels import BuildError, CpuKernels, build
 
+pytestmark = pytest.mark.slow
+
 HEAD_DIMS = (16, 24, 64)
 
 

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from tests.rollout.admission_driver import Driver
 
+pytestmark = pytest.mark.slow
+
 RATIOS = ["0", "0.5", "1", "2", "3", "2.7", "0.3"]
 EVENTS_PER_RUN = 700
 EVENTS = 100_000

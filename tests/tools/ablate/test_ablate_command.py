@@ -21,6 +21,8 @@ from tests.configs.samples import SFT, write
 from tests.hub_server import go_online, serve_hub
 from tests.tools.ablate.conftest import fake_run_command, read_results
 
+pytestmark = pytest.mark.slow
+
 
 def ablation(config: Path, out: Path, *variants: str, overrides: tuple[str, ...] = ()) -> Ablation:
     return Ablation(str(config), make_grid(variants, [0], [1]), out, overrides, build_command=fake_run_command)
