@@ -250,7 +250,10 @@ class RewardConfig(CodeOptions, JudgeOptions, ModelScoreOptions):
     )
     world_size: int = option(1, "Worker processes of this reward.", ge=1, only_for=FUNCTION_CALLED)
     process_memory_limit_mb: int = option(
-        16384, "Maximum memory of a process of the reward in MiB (Linux: RLIMIT_DATA); a call beyond it fails.", ge=256
+        16384,
+        "Maximum memory of a process of the reward in MiB (Linux: RLIMIT_DATA), and for a function of your own also of "
+        "the process and all that it starts; a call beyond it fails.",
+        ge=256,
     )
     child_process_limit: int = option(
         128,

@@ -139,6 +139,18 @@ ALL = {**OWN, **VERL, **TRL, **SLIME}
 LISTS = OWN.keys() - {"config", "responses"}
 """Parameters that are lists, as columns are, for a function in TRL's form."""
 
+READS: dict[str, frozenset[str]] = {
+    **dict.fromkeys(("response", "responses", "ground_truth", "config", "args", "solution_str"), frozenset()),
+    **dict.fromkeys(("prompt", "messages", "prompts", "completions"), frozenset({"question"})),
+    "row": frozenset({"row"}),
+    "tag": frozenset({"tag"}),
+    "id": frozenset({"id"}),
+    "data_source": frozenset({"row", "tag"}),
+    "extra_info": frozenset({"row"}),
+    **dict.fromkeys(("sample", "samples"), frozenset({"question", "row"})),
+}
+"""Attributes of a request that a parameter reads, besides the responses and the ground truth."""
+
 ONE_RESPONSE = {"response", "solution_str", "sample"}
 """A function with one of these is called for each response."""
 
@@ -168,6 +180,7 @@ class RewardFunction:
         is_async: it is a coroutine function, so that several calls run at the same time.
         per_group: it is called once for all responses of a group and returns a list.
         sees_group: it reads all responses of a group.
+        reads: attributes of a request that it reads, besides the responses and the ground truth.
     """
 
     def __init__(self, function: Callable[..., Any], config: RewardConfig) -> None:
@@ -202,6 +215,10 @@ class RewardFunction:
         self.per_group = not names & ONE_RESPONSE
         self.sees_group = bool(names & ALL_RESPONSES)
         self._columns_are_lists = "completions" in names
+        of_row = self._takes_all_columns or any(name not in ALL for name in names)
+        if self._columns_are_lists:
+            of_row = of_row or bool(names & LISTS)
+        self.reads = frozenset({"row"} if of_row else ()).union(*(READS[name] for name in names & READS.keys()))
 
     def call(self, request: RewardRequest, index: int | None) -> Any:
         """Calls the function for the response at `index`, or for all where it is None; a coroutine is not awaited.

@@ -7,6 +7,7 @@ import multiprocessing.util
 import os
 import signal
 import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +22,35 @@ ROUNDS, PAUSE_S = 50, 0.02
 """Times that processes are looked for and killed, until none is left: new ones may start meanwhile."""
 
 COUNT_INTERVAL_S = 0.2
-"""Interval at which descendants are counted."""
+"""Interval at which descendants are counted and remembered, and their memory is added up."""
+
+MOST_PROCESSES = 4096
+"""Descendants that are looked at where their number has no lower limit."""
 
 TOO_MANY_PROCESSES = signal.SIGVTALRM
 """Signal that ends a reward process which has started more processes than it may."""
 
+TOO_MUCH_MEMORY = signal.SIGPROF
+"""Signal that ends a reward process which takes more memory than it may, together with what it has started."""
 
-def contain(process_limit: int | None = None) -> None:
+RESIDENT = ("RssAnon", "RssShmem", "VmSwap", "HugetlbPages")
+"""Lines of /proc/PID/status that are memory and no pages of files."""
+
+PROPORTIONAL = ("Pss_Anon", "Pss_Shmem", "SwapPss", "Private_Hugetlb", "Shared_Hugetlb")
+"""The same in /proc/PID/smaps_rollup, where processes that share a page have equal parts of it."""
+
+
+def contain(process_limit: int | None = None, memory_bytes: int | None = None) -> None:
     """Lets this process take along what it starts when it ends; call it before it has threads.
 
-    With more than `process_limit` descendants at a time, it ends together with them by TOO_MANY_PROCESSES.
+    With more than `process_limit` descendants at a time, it ends together with them by TOO_MANY_PROCESSES; if they and
+    it take more than `memory_bytes`, by TOO_MUCH_MEMORY. Shared mappings count, mapped files do not. Both limits are
+    checked every COUNT_INTERVAL_S seconds, so they may be exceeded for that long.
 
     Its descendants stay its own, since it adopts orphans, and are killed when it ends or gets SIGTERM. Where it is
-    killed, crashes or ignores that signal, a guardian, a child of it, kills the processes of its session and those with
-    its MARK. Only a forked process that left the session outlives a parent that was killed.
+    killed, crashes or ignores that signal, a guardian, a child of it, kills the processes of its session, those with
+    its MARK, and the descendants that it saw when it last looked, with theirs. Only a forked process that left the
+    session and lost its parent since then outlives a reward process that was killed.
     """
     os.setsid()
     os.environ[MARK] = str(os.getpid())
@@ -42,7 +58,7 @@ def contain(process_limit: int | None = None) -> None:
     process = os.getpid()
     if os.fork() == 0:
         with contextlib.suppress(BaseException):
-            _guard(process, process_limit)
+            _guard(process, process_limit, memory_bytes)
         os._exit(0)
     signal.signal(signal.SIGTERM, _end)
     multiprocessing.util.Finalize(None, kill_descendants, exitpriority=0)
@@ -73,7 +89,7 @@ def _is_alive(process: psutil.Process) -> bool:
         return False
 
 
-def _guard(process: int, limit: int | None) -> None:
+def _guard(process: int, process_limit: int | None, memory_bytes: int | None) -> None:
     """Waits for the end of the reward process, or ends it for its descendants; then kills what it has left."""
     os.setsid()
     for ignored in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -81,17 +97,22 @@ def _guard(process: int, limit: int | None) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     os.closerange(0, 256)
     signal_at_parents_end(signal.SIGUSR1)
-    ended = False
+    enough = MOST_PROCESSES if process_limit is None else process_limit
+    seen, ended = dict[int, int](), False
     while os.getppid() == process and signal.sigtimedwait({signal.SIGUSR1}, COUNT_INTERVAL_S) is None:
+        started = _descendants([process, *_alive(seen)], enough)
+        seen = _alive(seen) | _start_times(started)
+        by = _exceeded(process, started, process_limit, memory_bytes)
         if ended:  # and alive: its code handles the signal
             _kill(process)
-        elif limit is not None and len(started := _descendants(process, limit)) > limit:
-            _kill(process, TOO_MANY_PROCESSES)
+        elif by is not None:
+            _kill(process, by)
             for number in started:
                 _kill(number)
             ended = True
     for _ in range(ROUNDS):
-        left = [number for number in _processes() if _belongs(number, process)]
+        left = _alive(seen) | _start_times(number for number in _processes() if _belongs(number, process))
+        left |= _start_times(_descendants(left, MOST_PROCESSES))
         if not left:
             return
         for number in left:
@@ -99,17 +120,52 @@ def _guard(process: int, limit: int | None) -> None:
         time.sleep(PAUSE_S)
 
 
+def _exceeded(
+    process: int, started: Collection[int], process_limit: int | None, memory_bytes: int | None
+) -> signal.Signals | None:
+    """The signal for the limit that a process exceeds, together with what it has started."""
+    if process_limit is not None and len(started) > process_limit:
+        return TOO_MANY_PROCESSES
+    if memory_bytes is not None and takes_more_than([process, *started], memory_bytes):
+        return TOO_MUCH_MEMORY
+    return None
+
+
+def takes_more_than(processes: Sequence[int], num_bytes: int) -> bool:
+    """Whether these processes take more memory, without pages of files; a page that they share counts once.
+
+    To know what is shared, the kernel walks the page tables of each process. So that is asked only where the sum would
+    be too large if nothing were shared.
+    """
+    resident = [_bytes_of(number, "status", RESIDENT) or 0 for number in processes]
+    if sum(resident) <= num_bytes:
+        return False
+    exact = [_bytes_of(number, "smaps_rollup", PROPORTIONAL) for number in processes]
+    return sum(most if part is None else part for part, most in zip(exact, resident, strict=True)) > num_bytes
+
+
+def _bytes_of(number: int, file: str, names: Collection[str]) -> int | None:
+    """The sum of these lines of a file of a process; None where it has ended or the kernel has no such lines."""
+    try:
+        lines = [line.split() for line in Path(f"/proc/{number}/{file}").read_text().splitlines()]
+    except OSError:
+        return None
+    found = [int(line[1]) * 2**10 for line in lines if line and line[0].removesuffix(":") in names]
+    return sum(found) if found else None
+
+
 def _kill(number: int, by: signal.Signals = signal.SIGKILL) -> None:
     with contextlib.suppress(OSError):
         os.kill(number, by)
 
 
-def _descendants(process: int, enough: int) -> list[int]:
-    """Ids of its living descendants except this process; stops looking at more than `enough`."""
-    found, parents = list[int](), [process]
+def _descendants(roots: Iterable[int], enough: int) -> set[int]:
+    """Ids of the descendants of some processes except this process; stops looking at more than `enough`."""
+    found, parents = set[int](), list(roots)
     while parents and len(found) <= enough:
-        parents = [child for parent in parents for child in _children(parent) if child != os.getpid()]
-        found += parents
+        children = {child for parent in parents for child in _children(parent)} - {os.getpid()}
+        parents = list(children - found)
+        found |= children
     return found
 
 
@@ -127,10 +183,35 @@ def _processes() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != own]
 
 
+def _start_times(numbers: Iterable[int]) -> dict[int, int]:
+    """When each of these processes started that is alive; an id alone may be given to another process."""
+    times = {number: _start_time(number) for number in numbers}
+    return {number: started for number, started in times.items() if started is not None}
+
+
+def _alive(seen: Mapping[int, int]) -> dict[int, int]:
+    """The processes of those seen, with their start times, that are alive."""
+    return {number: started for number, started in _start_times(seen).items() if started == seen[number]}
+
+
+def _start_time(number: int) -> int | None:
+    """When a living process started, in ticks since the machine did."""
+    try:
+        fields = _stat(number)
+        return None if fields[0] == "Z" else int(fields[19])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _stat(number: int) -> list[str]:
+    """Fields of /proc/PID/stat from the state of the process on."""
+    return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+
+
 def _belongs(number: int, process: int) -> bool:
     """Whether a living process is of the session of `process`, or has its mark."""
     try:
-        state = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+        state = _stat(number)
         if state[0] == "Z":
             return False
         if int(state[3]) == process:

@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import logging
 import multiprocessing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, TypeVarTuple
 
 from pebble import ProcessExpired, ProcessPool
@@ -18,7 +18,9 @@ from pebble.pool.base_pool import PoolStatus
 from roll.configs.rewards import DEFAULT_CONCURRENCY, RewardConfig
 from roll.rewards import reward_process
 from roll.rewards.calling import RewardFunctionError, RewardOutcome, RewardRequest
-from roll.rewards.containment import TOO_MANY_PROCESSES
+from roll.rewards.containment import TOO_MANY_PROCESSES, TOO_MUCH_MEMORY
+from roll.rewards.lost_calls import HungCalls, LostGroups
+from roll.rewards.output import RewardOutput
 from roll.rewards.reward_process import Call, LoadedReward, score_chunk
 from roll.terminal import block_interrupts
 
@@ -41,6 +43,8 @@ MAX_RESTARTS = 3
 OTHER_ANSWER = "I do not know."
 """A response with which a reward is tried; it holds no answer."""
 
+_Score = Callable[[Sequence[Call]], list[list[RewardOutcome]]]
+
 ArgsT = TypeVarTuple("ArgsT")
 ResultT = TypeVar("ResultT")
 
@@ -58,10 +62,14 @@ class MissingRewardError(RewardFunctionError):
 class RewardPool:
     """`world_size` processes that run one reward function, with a deadline of `timeout_s` seconds per call.
 
-    Calls are sent in chunks. When a chunk passes the deadline or its process dies, the process is killed and the calls
-    are made again one by one, each with its own deadline, so that only the failing call fails. Every failure is an
-    outcome with a reason, never a score. Processes that die without a call, as by the kernel where memory is short, are
-    replaced, and calls that waited for them are made again.
+    Calls are sent in chunks, one to each process at a time. When a chunk passes the deadline or its process dies, the
+    process is killed and the calls are made again one by one, each with its own deadline, so that only the failing call
+    fails. A call whose process dies while it is alone, as by the kernel where memory is short, is made once more, but
+    not after its deadline or a limit of the reward ended the process. Every failure is an outcome with a reason, never
+    a score. Processes that die without a call are replaced, and calls that waited for them are made again.
+
+    The rest of a group that has lost a response is not scored, and a response that hung alone is not tried again soon:
+    see `HungCalls`. What the processes print goes to stderr, up to the limit of `RewardOutput`.
 
     Use a pool from one asyncio loop at a time. Processes are spawned, so each imports the main script of the driver
     first: import heavy modules inside functions there.
@@ -70,24 +78,28 @@ class RewardPool:
     def __init__(self, config: RewardConfig) -> None:
         """Starts no process; processes start with `launch`, `start` or the first `score`."""
         self._config = config
+        self._output = RewardOutput(config.function)
         self._pool = self._make_pool()
         self._restarts = 0
         self._closed = False
         self._pending: set[Future[Any]] = set()
         self._probing: Future[LoadedReward] | None = None
         self._loaded: LoadedReward | None = None
+        self._hung = HungCalls(frozenset())
+        self._turns: _Turns | None = None
 
     def _make_pool(self) -> ProcessPool:
         return ProcessPool(
             max_workers=self._config.world_size,
             initializer=reward_process.start,
-            initargs=(self._config,),
+            initargs=(self._config, self._output.writer),
             context=multiprocessing.get_context("spawn"),
         )
 
     def launch(self) -> None:
         """Starts the processes without waiting for them."""
         if self._probing is None:
+            self._output.start()
             with block_interrupts():
                 self._probing = self._schedule(START_TIMEOUT_S, reward_process.probe)
 
@@ -99,9 +111,9 @@ class RewardPool:
         """
         if self._loaded is not None:
             return self._loaded
-        self.launch()
-        assert self._probing is not None
         try:
+            self.launch()
+            assert self._probing is not None
             async with asyncio.timeout(START_TIMEOUT_S):  # unlike wait_for it never swallows a cancellation
                 loaded = await asyncio.wrap_future(self._probing)
         except BrokenProcessPool:
@@ -112,7 +124,7 @@ class RewardPool:
             raise RewardFunctionError(f"reward function {name!r}: its process did not start: {failure!r}") from failure
         if loaded.error:
             raise (MissingRewardError if loaded.missing else RewardFunctionError)(loaded.error)
-        self._loaded = loaded
+        self._loaded, self._hung = loaded, HungCalls(loaded.reads)
         return loaded
 
     async def self_test(self, first: Sequence[RewardRequest] = ()) -> int:
@@ -142,7 +154,9 @@ class RewardPool:
 
     async def _try(self, request: RewardRequest) -> None:
         for called, index in _calls(request, await self.start()):
-            [outcomes] = await self._score_chunk([(called, index)], reward_process.try_chunk)
+            outcomes = await self._call_alone((called, index), reward_process.try_chunk)
+            if isinstance(outcomes, _Lost):
+                outcomes = [outcomes.failure]
             failure = next((outcome for outcome in outcomes if outcome.reason is not None), None)
             if failure is not None:
                 given = (
@@ -157,16 +171,18 @@ class RewardPool:
 
     async def score(self, requests: Sequence[RewardRequest]) -> list[list[RewardOutcome]]:
         """Scores every response of every request; the outcomes of each request, in order."""
+        if self._closed:
+            raise RuntimeError(f"reward function {self._config.function!r}: its pool is closed")
         loaded = await self.start()
-        calls = [call for request in requests for call in _calls(request, loaded)]
+        groups = [_calls(request, loaded) for request in requests]
+        calls = [call for group in groups for call in group]
         share = len(calls) // (2 * self._config.world_size)
         if loaded.is_async:
             share = -(-len(calls) // self._config.world_size)
         size = max(1, min(DEFAULT_CONCURRENCY if loaded.is_async else CHUNK_SIZE, share))
         chunks = [calls[first : first + size] for first in range(0, len(calls), size)]
-        groups = [number for number, request in enumerate(requests) for _ in _calls(request, loaded)]
-        lost = _LostGroups(dict(zip(map(id, calls), groups, strict=True)), self._config.world_size)
-        scored = await asyncio.gather(*(self._score_chunk(chunk, score_chunk, lost) for chunk in chunks))
+        lost = LostGroups({id(call): number for number, group in enumerate(groups) for call in group})
+        scored = await asyncio.gather(*(self._score_chunk(chunk, lost) for chunk in chunks))
         outcomes = iter([outcome for of_chunk in scored for of_call in of_chunk for outcome in of_call])
         return [[next(outcomes) for _ in request.responses] for request in requests]
 
@@ -177,6 +193,7 @@ class RewardPool:
             future.cancel()
         self._pool.stop()  # type: ignore[no-untyped-call]
         self._pool.join()
+        self._output.close()
 
     async def __aenter__(self) -> RewardPool:
         try:
@@ -189,46 +206,83 @@ class RewardPool:
     async def __aexit__(self, *_: object) -> None:
         self.close()
 
-    async def _score_chunk(
-        self,
-        calls: Sequence[Call],
-        score: Callable[[Sequence[Call]], list[list[RewardOutcome]]] = score_chunk,
-        lost: _LostGroups | None = None,
-    ) -> list[list[RewardOutcome]]:
+    async def _score_chunk(self, calls: Sequence[Call], lost: LostGroups) -> list[list[RewardOutcome]]:
+        """The outcomes of each call; calls are made only where they are not known to fail."""
+        async with self._turn().of_chunks:
+            failures = [self._known_failure(call, lost) for call in calls]
+            needed = [call for call, failure in zip(calls, failures, strict=True) if failure is None]
+            made = iter(await self._score_needed(needed, lost))
+            return [
+                next(made) if failure is None else reward_process.failed(failure, *call)
+                for call, failure in zip(calls, failures, strict=True)
+            ]
+
+    async def _score_needed(self, calls: Sequence[Call], lost: LostGroups) -> Iterable[list[RewardOutcome]]:
+        if len(calls) > 1:
+            outcomes = await self._call(calls, score_chunk)
+            if not isinstance(outcomes, _Lost):
+                return outcomes
+        return await asyncio.gather(*(self._score_alone(call, lost) for call in calls))
+
+    async def _score_alone(self, call: Call, lost: LostGroups) -> list[RewardOutcome]:
+        """The outcomes of one call, unless it is known meanwhile that it fails."""
+        async with self._turn().of_single_calls:
+            failure = self._known_failure(call, lost)
+            if failure is not None:
+                return reward_process.failed(failure, *call)
+            outcomes = await self._call_alone(call, score_chunk)
+            if isinstance(outcomes, _Lost):
+                if outcomes.failure.reason == "timeout":
+                    self._hung.add(call, outcomes.failure)
+                outcomes = reward_process.failed(outcomes.failure, *call)
+            failure = next((outcome for outcome in outcomes if outcome.reason is not None), None)
+            if failure is not None:
+                lost.add(call, failure)
+            return outcomes
+
+    def _known_failure(self, call: Call, lost: LostGroups) -> RewardOutcome | None:
+        if self._closed:
+            raise asyncio.CancelledError
+        return lost.failure(call) or self._hung.failure(call)
+
+    async def _call_alone(self, call: Call, score: _Score) -> list[RewardOutcome] | _Lost:
+        """The outcomes of one call, made again once where its process died."""
+        outcomes = await self._call([call], score)
+        if isinstance(outcomes, _Lost) and outcomes.may_succeed:
+            outcomes = await self._call([call], score)
+        return outcomes if isinstance(outcomes, _Lost) else outcomes[0]
+
+    async def _call(self, calls: Sequence[Call], score: _Score) -> list[list[RewardOutcome]] | _Lost:
         loaded = await self.start()
         timeout_s = self._config.timeout_s
         if loaded.is_async:
             timeout_s = timeout_s * -(-len(calls) // reward_process.concurrency(self._config)) + ASYNC_GRACE_S
         try:
-            scored = await asyncio.wrap_future(self._schedule(timeout_s, score, calls))
+            outcomes = await asyncio.wrap_future(self._schedule(timeout_s, score, calls))
             self._restarts = 0
-            return scored
-        except BrokenProcessPool:  # no process had a call when they died, so no call is the cause
-            return await self._score_chunk(calls, score, lost)
-        except TimeoutError:
-            failure = reward_process.timed_out(loaded.where, self._config)
-        except ProcessExpired as death:
-            cause = f"died with exit code {death.exitcode}"
-            if death.exitcode == -TOO_MANY_PROCESSES:
-                cause = f"started more than child_process_limit = {self._config.child_process_limit} processes"
-            text = f"{loaded.where}: the process of the reward {cause}"
-            failure = RewardOutcome(None, "raised", text)
-        if len(calls) == 1:
-            return [reward_process.failed(failure, *calls[0])]
-        lost = lost or _LostGroups({}, self._config.world_size)
-        return list(await asyncio.gather(*(self._score_alone(call, lost) for call in calls)))
-
-    async def _score_alone(self, call: Call, lost: _LostGroups) -> list[RewardOutcome]:
-        """The outcomes of one call, unless an equal call or one of its group has failed meanwhile."""
-        async with lost.one_each:
-            failure = lost.failure(call)
-            if failure is not None:
-                return reward_process.failed(failure, *call)
-            [outcomes] = await self._score_chunk([call])
-            failed = next((outcome for outcome in outcomes if outcome.reason is not None), None)
-            if failed is not None:
-                lost.add(call, failed)
             return outcomes
+        except BrokenProcessPool:  # no process had a call when they died, so no call is the cause
+            return await self._call(calls, score)
+        except TimeoutError:
+            return _Lost(reward_process.timed_out(loaded.where, self._config), may_succeed=False)
+        except ProcessExpired as death:
+            exceeded = {
+                -TOO_MANY_PROCESSES: f"started more than child_process_limit = {self._config.child_process_limit} "
+                "processes",
+                -TOO_MUCH_MEMORY: "takes, with what it has started, more than process_memory_limit_mb = "
+                f"{self._config.process_memory_limit_mb} MiB of memory",
+            }.get(death.exitcode)
+            cause = exceeded or f"died with exit code {death.exitcode}"
+            text = f"{loaded.where}: the process of the reward {cause}"
+            return _Lost(RewardOutcome(None, "raised", text), may_succeed=exceeded is None)
+
+    def _turn(self) -> _Turns:
+        """Those of the current asyncio loop."""
+        loop = asyncio.get_running_loop()
+        if self._turns is None or self._turns.loop is not loop:
+            processes = self._config.world_size
+            self._turns = _Turns(loop, asyncio.Semaphore(processes), asyncio.Semaphore(processes))
+        return self._turns
 
     def _restart(self) -> None:
         """Replaces a broken pool; pebble breaks when a process dies while no process has a call.
@@ -264,33 +318,29 @@ class RewardPool:
         return future
 
 
-class _LostGroups:
-    """Groups with a response that cannot be scored, and the calls that failed: the rest of them need not be scored.
+@dataclass(frozen=True)
+class _Lost:
+    """No outcomes: the calls passed their deadline, or their process died.
 
-    A group is dropped whole, and a response that hangs does so each time it is scored.
+    Attributes:
+        failure: why.
+        may_succeed: when they are made again, since the cause may be outside of them.
     """
 
-    def __init__(self, groups: Mapping[int, int], processes: int) -> None:
-        """`groups` has the number of the group of each call by the `id` of the call."""
-        self._groups = groups
-        self.one_each = asyncio.Semaphore(processes)
-        self._failed_groups: dict[int, RewardOutcome] = {}
-        self._failed_calls: dict[tuple[object, ...], RewardOutcome] = {}
-
-    def add(self, call: Call, failure: RewardOutcome) -> None:
-        """A call failed."""
-        self._failed_calls[_key(call)] = failure
-        if id(call) in self._groups:
-            self._failed_groups[self._groups[id(call)]] = failure
-
-    def failure(self, call: Call) -> RewardOutcome | None:
-        """The failure of an equal call, or of one of the same group; None where there is none."""
-        return self._failed_calls.get(_key(call)) or self._failed_groups.get(self._groups.get(id(call), -1))
+    failure: RewardOutcome
+    may_succeed: bool
 
 
-def _key(call: Call) -> tuple[object, ...]:
-    request, index = call
-    return request.responses, index, request.ground_truth, request.id, request.tag
+@dataclass(frozen=True)
+class _Turns:
+    """How many chunks and single calls are made at a time, over all `score` calls of a pool.
+
+    A chunk keeps its turn until each of its calls has outcomes: the next chunk starts when it is known which hang.
+    """
+
+    loop: asyncio.AbstractEventLoop
+    of_chunks: asyncio.Semaphore
+    of_single_calls: asyncio.Semaphore
 
 
 def _calls(request: RewardRequest, loaded: LoadedReward) -> list[Call]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import Any
 
@@ -44,6 +46,7 @@ class LoadedReward:
         is_async: as of `RewardFunction`.
         per_group: as of `RewardFunction`.
         sees_group: as of `RewardFunction`.
+        reads: as of `RewardFunction`.
     """
 
     error: str | None = None
@@ -53,6 +56,7 @@ class LoadedReward:
     is_async: bool = False
     per_group: bool = False
     sees_group: bool = False
+    reads: frozenset[str] = frozenset()
 
 
 class _Process:
@@ -65,13 +69,21 @@ class _Process:
     """One loop for all calls of a coroutine function, so that its connections outlive a call."""
 
 
-def start(config: RewardConfig) -> None:
+def start(config: RewardConfig, output: Connection[Any, Any]) -> None:
     """Initializes a reward process: imports the function and calls `warm_up` of its module.
 
     An error is kept for `probe`, because the pool would start processes forever if the initializer raised.
+
+    Args:
+        config: of the reward.
+        output: a pipe that gets what the process prints.
     """
-    contain(config.child_process_limit if built_in_of(config.function) is None else None)
-    _limit_memory(config.process_memory_limit_mb * 2**20)
+    os.dup2(output.fileno(), 2)
+    output.close()
+    memory_bytes = config.process_memory_limit_mb * 2**20
+    is_own = built_in_of(config.function) is None  # the built-in rewards limit what they start themselves
+    contain(config.child_process_limit if is_own else None, memory_bytes if is_own else None)
+    _limit_memory(memory_bytes)
     start_user_process(at_end=kill_descendants)
     _Process.config = config
     try:
@@ -85,6 +97,7 @@ def start(config: RewardConfig) -> None:
             is_async=function.is_async,
             per_group=function.per_group,
             sees_group=function.sees_group,
+            reads=function.reads,
         )
     except UserCodeError as error:
         _Process.loaded = LoadedReward(str(error), error.missing)
@@ -95,10 +108,13 @@ def start(config: RewardConfig) -> None:
 
 
 def _limit_memory(num_bytes: int) -> None:
-    """Lets this process and its children fail to allocate more, before they take the memory of the run."""
+    """Lets this process and each of its children fail to allocate more; shared mappings are not counted.
+
+    Only a privileged process may raise the limit again.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    soft = num_bytes if hard == resource.RLIM_INFINITY else min(num_bytes, hard)
-    resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+    limit = num_bytes if hard == resource.RLIM_INFINITY else min(num_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
 def _warm_up(module: ModuleType) -> None:

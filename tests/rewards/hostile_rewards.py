@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from roll.rewards.containment import COUNT_INTERVAL_S
+
 HOUR = 3600.0
 
 
@@ -102,6 +104,11 @@ DEEDS: dict[str, Callable[[], Any]] = {
     "ignore signals and fork without end": lambda: (_ignore_signals(), [_child() for _ in range(10**6)]),
     "start a program and hang": lambda: (_program(), time.sleep(HOUR)),
     "daemon and hang": lambda: (_child(leave_session=True), time.sleep(HOUR)),
+    "daemon, wait and be killed": lambda: (
+        _child(leave_session=True),
+        time.sleep(4 * COUNT_INTERVAL_S),
+        os.kill(os.getpid(), signal.SIGKILL),
+    ),
     "start a program and die": lambda: (_program(), os._exit(7)),
     "fork and be killed": lambda: (_child(), os.kill(os.getpid(), signal.SIGKILL)),
     "nan": lambda: float("nan"),
@@ -114,6 +121,7 @@ DEEDS: dict[str, Callable[[], Any]] = {
     "a dictionary without a score": lambda: {"grade": 1.0},
     "a score that is a text": lambda: {"score": "1"},
     "an object": object,
+    "say hello": lambda: os.write(1, b"hello\n") and 1.0,
     "flood stdout": lambda: os.write(1, b"x" * 10**6) and 1.0,
     "flood stderr": lambda: sys.stderr.write("x" * 10**6) and 1.0,
     "leave a child": lambda: _child() or 1.0,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
 import os
+import resource
+import signal
 import time
 from typing import Any
 
@@ -44,6 +47,40 @@ def note_and_hang(response: str, ground_truth: str) -> float:
 def allocate(response: str) -> float:
     """Takes as many MiB of memory as the response says."""
     return float(len(bytearray(int(response) * 2**20)) > 0)
+
+
+def take_memory(response: str) -> float:
+    """Takes memory that RLIMIT_DATA does not count, until it is killed; or the hard limit in MiB."""
+    if response == "limit":
+        return resource.getrlimit(resource.RLIMIT_DATA)[1] / 2**20
+    if response == "shared":
+        fill(320)
+    elif response == "in children":
+        for _ in range(4):
+            if os.fork() == 0:
+                fill(80)
+                time.sleep(60)
+    time.sleep(60)
+    return 0.0
+
+
+def fill(mebibytes: int) -> None:
+    """Writes to every page of a shared mapping, which stays."""
+    mapped = mmap.mmap(-1, mebibytes * 2**20)
+    for offset in range(0, len(mapped), mmap.PAGESIZE):
+        mapped[offset] = 1
+    kept.append(mapped)
+
+
+kept: list[mmap.mmap] = []
+
+
+def be_killed_once(response: str, ground_truth: str) -> float:
+    """Is killed by its first call; the ground truth names a file that the first call makes."""
+    if not os.path.exists(ground_truth):
+        open(ground_truth, "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 1.0
 
 
 def rank(responses: list[str]) -> list[float]:

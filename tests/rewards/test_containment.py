@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ import pytest
 
 from roll.configs.rewards import RewardConfig
 from roll.rewards.calling import RewardOutcome, RewardRequest
-from roll.rewards.containment import COUNT_INTERVAL_S
+from roll.rewards.containment import COUNT_INTERVAL_S, takes_more_than
 from roll.rewards.pool import RewardPool
 
 FUNCTION = "tests.rewards.hostile_rewards:score"
@@ -136,6 +137,27 @@ def test_code_that_ignores_the_signal_is_killed(nothing_is_left: Callable[[], No
     many, sound = asyncio.run(scored(response, SOUND, timeout_s=60, child_process_limit=20))
     assert many.reason == "raised" and many.detail and sound == RewardOutcome(0.5)
     nothing_is_left()
+
+
+def test_a_daemon_does_not_outlive_a_process_that_was_killed(nothing_is_left: Callable[[], None]) -> None:
+    [killed] = asyncio.run(scored("daemon, wait and be killed"))
+    assert killed.reason == "raised" and "exit code -9" in (killed.detail or "")
+    nothing_is_left()
+
+
+def test_memory_that_processes_share_counts_once() -> None:
+    held = b"x" * (256 * 2**20)
+    limit = psutil.Process().memory_full_info().uss + len(held) // 2
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        assert not takes_more_than([os.getpid(), child], limit)
+        assert takes_more_than([os.getpid(), child], len(held) // 2)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_as_many_processes_as_are_allowed_may_run(tmp_path: Path, nothing_is_left: Callable[[], None]) -> None:

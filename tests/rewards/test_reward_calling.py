@@ -11,7 +11,7 @@ import pytest
 
 from roll.configs.rewards import RewardConfig
 from roll.datasets.prompts import Question
-from roll.rewards.calling import RewardFunction, RewardFunctionError, RewardOutcome, RewardRequest
+from roll.rewards.calling import ALL, READS, RewardFunction, RewardFunctionError, RewardOutcome, RewardRequest
 
 MESSAGES = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+3="})
 ROW = {"prompt": "2+3=", "answer": "5", "data_source": "sums", "extra_info": {"split": "train"}}
@@ -42,6 +42,31 @@ def test_any_other_parameter_is_a_column_or_keeps_its_default():
     assert called(lambda response, answer, unit="cm": (answer, unit)) == ("5", "cm")
     rest = called(lambda response, answer, **columns: columns)
     assert rest == {name: value for name, value in ROW.items() if name != "answer"}
+
+
+def trl_by_id(completions: Any, id: Any) -> None:
+    """A reward in TRL's form, for which `id` may be a column."""
+
+
+@pytest.mark.parametrize(
+    ("function", "reads"),
+    [
+        (lambda response, ground_truth, config: None, set()),
+        (lambda response, prompt: None, {"question"}),
+        (lambda response, tag, id: None, {"tag", "id"}),
+        (lambda response, answer: None, {"row"}),
+        (lambda response, **columns: None, {"row"}),
+        (lambda data_source, solution_str, ground_truth, extra_info=None: None, {"row", "tag"}),
+        (lambda args, sample: None, {"question", "row"}),
+        (trl_by_id, {"question", "row", "id"}),
+    ],
+)
+def test_the_parameters_of_a_function_say_what_it_reads(function, reads):
+    assert RewardFunction(function, RewardConfig()).reads == reads
+
+
+def test_every_parameter_says_what_it_reads():
+    assert READS.keys() == ALL.keys()
 
 
 def test_functions_of_other_systems_are_called_by_their_parameters():

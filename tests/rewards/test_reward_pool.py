@@ -281,18 +281,35 @@ def test_calls_in_the_queue_of_a_pool_that_broke_are_made_again():
 
 
 def test_a_response_that_hangs_is_tried_once_more_however_often_it_occurs(tmp_path):
-    """First with the chunk it is in, of which there are at most four here, then alone by each process."""
+    """Each process tries it with a chunk and then alone, once for all groups and for later calls of the pool."""
     notes = tmp_path / "notes"
     config = RewardConfig(function="tests.rewards.odd_rewards:note_and_hang", timeout_s=0.4, world_size=2)
 
     async def run():
         async with RewardPool(config) as pool:
             requests = [RewardRequest(("hang",) * 4, str(notes), id=f"prompt {number}") for number in range(8)]
-            return await pool.score([*requests, RewardRequest(("fine",), str(notes))])
+            groups = await pool.score([*requests, RewardRequest(("fine",), str(notes))])
+            later = await asyncio.gather(*(pool.score([request]) for request in requests))
+            return [*(group for [group] in later), *groups]
 
     *hanging, [fine] = asyncio.run(run())
-    assert [outcome.reason for group in hanging for outcome in group] == ["timeout"] * 32 and fine.score == 1.0
-    assert notes.read_text().splitlines().count("hang") <= 8 + 8 * config.world_size
+    assert [outcome.reason for group in hanging for outcome in group] == ["timeout"] * 64 and fine.score == 1.0
+    assert notes.read_text().splitlines().count("hang") <= 2 * config.world_size
+
+
+def test_a_response_that_hangs_is_tried_once_more_in_calls_made_at_the_same_time(tmp_path):
+    notes = tmp_path / "notes"
+    config = RewardConfig(function="tests.rewards.odd_rewards:note_and_hang", timeout_s=0.4, world_size=1)
+
+    async def run():
+        async with RewardPool(config) as pool:
+            requests = [RewardRequest(("hang",) * 4, str(notes), id=f"prompt {number}") for number in range(4)]
+            requests.append(RewardRequest(("fine",), str(notes)))
+            return await asyncio.gather(*(pool.score([request]) for request in requests))
+
+    *hanging, [[fine]] = asyncio.run(run())
+    assert {outcome.reason for [group] in hanging for outcome in group} == {"timeout"} and fine.score == 1.0
+    assert notes.read_text().splitlines().count("hang") == 2
 
 
 def test_a_group_that_has_lost_a_response_is_not_scored_to_its_end(tmp_path):
@@ -320,3 +337,49 @@ def test_a_call_beyond_the_memory_limit_fails_and_the_next_one_is_scored():
     [[first], [large], [last]] = asyncio.run(run())
     assert (first.score, last.score) == (1.0, 1.0)
     assert large.reason == "raised" and "MemoryError" in str(large.detail)
+
+
+def test_a_call_whose_process_is_killed_is_made_again(tmp_path):
+    async def run():
+        async with RewardPool(RewardConfig(function="tests.rewards.odd_rewards:be_killed_once")) as pool:
+            return await pool.score([RewardRequest(("1",), str(tmp_path / "called"))])
+
+    [[outcome]] = asyncio.run(run())
+    assert outcome.score == 1.0
+
+
+def test_shared_memory_and_that_of_children_count_for_the_limit():
+    config = RewardConfig(
+        function="tests.rewards.odd_rewards:take_memory", process_memory_limit_mb=256, timeout_s=30, world_size=2
+    )
+
+    async def run():
+        async with RewardPool(config) as pool:
+            return await pool.score([RewardRequest((text,), "") for text in ("shared", "in children", "limit")])
+
+    [[shared], [in_children], [limit]] = asyncio.run(run())
+    text = "with what it has started, more than process_memory_limit_mb = 256 MiB"
+    for outcome in (shared, in_children):
+        assert outcome.reason == "raised" and text in outcome.detail
+    assert limit.score == 256, "the hard limit is the soft one"
+
+
+class BrokenAtFirst(RewardPool):
+    """Its processes die while the first call is scheduled."""
+
+    broken = True
+
+    def _schedule(self, *args):
+        if self.broken:
+            self.broken = False
+            raise BrokenProcessPool("the processes of the pool died")
+        return super()._schedule(*args)
+
+
+def test_processes_that_die_while_they_are_started_are_replaced():
+    async def run():
+        async with BrokenAtFirst(RewardConfig(function=ODD)) as pool:
+            return await pool.score([RewardRequest(("0.5",), "")])
+
+    [[outcome]] = asyncio.run(run())
+    assert outcome.score == 0.5
