@@ -31,7 +31,7 @@ from benchmarks.common import at_least, at_most, write_report
 from examples.tiny_math.prepare import prepare
 from roll.datasets.math_problems import write_problems
 from roll.distributed.events import EVENTS_FILE
-from roll.distributed.leftovers import MARK, RAY_FOLDER, SHARED_MEMORY
+from roll.distributed.leftovers import MARK, SHARED_MEMORY, ray_folder
 from roll.pipeline.checkpoint import MARKER
 from roll.trackers.files import read_metrics
 from tests.integration.faults import FAULTS_FILE, SIGNALS, process_of, spoil, workers_of
@@ -225,7 +225,7 @@ def play(number: int, model: Path, seed: int) -> Round:
         each.problems += accounting(folder, each)
     each.problems += [f"process left: {name}" for name in still_running(folder, 15.0)]
     each.problems += [f"left in {SHARED_MEMORY}: {name}" for name in sorted(shared_files() - before)]
-    each.problems += [f"Ray session left: {path.parent}" for path in RAY_FOLDER.glob(f"session_*_{run.pid}/{MARK}")]
+    each.problems += [f"Ray session left: {path.parent}" for path in ray_folder().glob(f"session_*_{run.pid}/{MARK}")]
     log = folder / "run" / EVENTS_FILE
     each.events = [json.loads(line)["event"] for line in log.read_text().splitlines()] if log.exists() else []
     each.seconds = round(time.monotonic() - began, 1)
