@@ -14,6 +14,9 @@ logger = logging.getLogger(__name__)
 
 EVENTS_FILE = "events.jsonl"
 
+REPLACEMENT_INTERVAL_S = 60.0
+"""Least time between two events about the processes of one reward, or those of environments: many may hang."""
+
 
 class EventLog:
     """Appends events to output_dir/events.jsonl and logs each in one line.

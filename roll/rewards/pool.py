@@ -67,9 +67,14 @@ class RewardPool:
     first: import heavy modules inside functions there.
     """
 
-    def __init__(self, config: RewardConfig) -> None:
-        """Starts no process; processes start with `launch`, `start` or the first `score`."""
-        self._config = config
+    def __init__(self, config: RewardConfig, replaced: Callable[[str], None] | None = None) -> None:
+        """Starts no process; processes start with `launch`, `start` or the first `score`.
+
+        Args:
+            config: of the reward.
+            replaced: called with the cause when a process is replaced, which is logged otherwise.
+        """
+        self._config, self._replaced = config, replaced
         self._pool = self._make_pool()
         self._restarts = 0
         self._closed = False
@@ -213,6 +218,8 @@ class RewardPool:
                 cause = f"started more than child_process_limit = {self._config.child_process_limit} processes"
             text = f"{loaded.where}: the process of the reward {cause}"
             failure = RewardOutcome(None, "raised", text)
+        if self._replaced is not None:
+            self._replaced(failure.detail or "")
         if len(calls) == 1:
             return [reward_process.failed(failure, *calls[0])]
         lost = lost or _LostGroups({}, self._config.world_size)
@@ -240,7 +247,11 @@ class RewardPool:
         name = self._config.function
         if self._restarts > MAX_RESTARTS:
             raise RewardFunctionError(f"reward function {name!r}: its processes died {self._restarts} times in a row")
-        logger.warning("reward function %r: its processes died without a call; starting them again", name)
+        cause = "its processes died without a call; starting them again"
+        if self._replaced is not None:
+            self._replaced(cause)
+        else:
+            logger.warning("reward function %r: %s", name, cause)
         broken, self._pool = self._pool, self._make_pool()
         broken.stop()  # type: ignore[no-untyped-call]
         broken.join()
