@@ -40,7 +40,8 @@ class Scorer:
         """
         self._rewards, self._tokenizer, self._models = rewards, tokenizer, models or {}
         self._pools: dict[str, RewardPool | ModelScorer] = {
-            name: self._models.get(name) or RewardPool(config, events and partial(_record_replaced, events, name))
+            name: self._models.get(name)
+            or RewardPool(config, None if events is None else partial(_record_replaced, events, name))
             for name, config in rewards.items()
         }
         self._filters = {name: QueryFilter.from_config(config.query_filter_config) for name, config in rewards.items()}
