@@ -2,9 +2,9 @@
 
     python -m benchmarks.faults --rounds 40 --json FILE [--seed 0]
 
-Each round is a run with a fault drawn at random, RLVR or agentic, at ratio 0, 1 or 3. It passes if the run ends by
-itself with every step (after a killed driver: once it is started again), every prompt is accounted for, and no process,
-shared memory or Ray session is left.
+Each round is a run with a fault drawn at random, RLVR or agentic, at ratio 0, 1 or 3. It passes if the fault happened,
+the run ends by itself with every step (after a killed driver: once it is started again), every prompt is accounted for
+and learned from at most once, and no process, shared memory or Ray session is left.
 """
 
 from __future__ import annotations
@@ -31,12 +31,26 @@ from benchmarks.common import at_least, at_most, write_report
 from examples.tiny_math.prepare import prepare
 from roll.datasets.math_problems import write_problems
 from roll.distributed.events import EVENTS_FILE
-from roll.distributed.leftovers import MARK, RAY_FOLDER, SHARED_MEMORY
+from roll.distributed.leftovers import MARK, SHARED_MEMORY, ray_folder
 from roll.pipeline.checkpoint import MARKER
 from roll.trackers.files import read_metrics
-from tests.integration.faults import FAULTS_FILE, SIGNALS, process_of, spoil, workers_of
+from tests.integration.faults import (
+    FAULTS_FILE,
+    HAPPENED_FILE,
+    SIGNALS,
+    process_of,
+    samples_learned,
+    spoil,
+    workers_of,
+)
 
 STEPS = 8
+GROUPS = 4
+"""Prompts of a step."""
+
+PROMPTS = 64
+"""In the data of RLVR, drawn in their order: more than a run submits, so that no prompt comes a second time."""
+
 SHORTER = 5.0
 """Steps of agents over those of RLVR, in which a fault must happen before the run ends."""
 
@@ -52,13 +66,16 @@ ENGINE, IN_UPDATE, TRAINER, ROLLOUTER, WORKER, DRIVER, CHECKPOINT = (
     "driver",
     "checkpoint",
 )
+STOPPED = (ENGINE, IN_UPDATE, TRAINER, ROLLOUTER)
+"""Faults that happen by a signal that stops the process, too."""
+
 FAULTS = (ENGINE, ENGINE, IN_UPDATE, TRAINER, ROLLOUTER, WORKER, DRIVER, CHECKPOINT)
 
 RLVR: dict[str, Any] = {
     "pipeline": "rlvr",
     "platform": "cpu",
     "track_with": [],
-    "rollout_batch_size": 4,
+    "rollout_batch_size": GROUPS,
     "num_return_sequences_in_group": 4,
     "prompt_length": 24,
     "response_length": 40,
@@ -102,7 +119,7 @@ def draw(chance: random.Random) -> Round:
     """A round; the rollout process exists at a ratio above 0 only."""
     fault = chance.choice(FAULTS)
     ratio = chance.choice((1, 3)) if fault == ROLLOUTER else chance.choice((0, 1, 3))
-    how = chance.choice(("kill", "stop")) if fault in (ENGINE, IN_UPDATE) else "kill"
+    how = chance.choice(("kill", "stop")) if fault in STOPPED else "kill"
     each = Round(
         pipeline=chance.choice(("rlvr", "agentic")),
         ratio=ratio,
@@ -123,14 +140,15 @@ def write_config(folder: Path, model: Path, each: Round) -> Path:
     tree: dict[str, Any] = dict(AGENTIC if each.pipeline == "agentic" else RLVR)
     if each.pipeline == "agentic":
         tree |= {"rollout_batch_size": 16, "sequence_length": 256, "max_tokens_per_step": 32}
-        tree["train_env_manager"] = {"group_size": 4, "num_env_groups": 4, "max_env_num_per_worker": 4}
+        tree["train_env_manager"] = {"group_size": 4, "num_env_groups": GROUPS, "max_env_num_per_worker": 4}
         tree["actor_infer"] = {
             "model_args": {"dtype": "fp32"},
             "generating_args": AGENTIC["actor_infer"]["generating_args"],
         }
     else:
-        write_problems(folder, seed=3, train=64, val=4, levels=(1,))
-        tree["actor_train"] = {**RLVR["actor_train"], "data_args": {"file_name": [f"{folder}/train.jsonl"]}}
+        write_problems(folder, seed=3, train=PROMPTS, val=4, levels=(1,))
+        data = {"file_name": [f"{folder}/train.jsonl"], "shuffle": False}
+        tree["actor_train"] = {**RLVR["actor_train"], "data_args": data}
     tree |= {
         "pretrain": str(model),
         "num_devices_per_node": 1 + each.engines,
@@ -193,6 +211,18 @@ def strike(run: subprocess.Popen[str], each: Round, output: Path) -> None:
         workers[0].send_signal(number)
 
 
+def cause_fault(run: subprocess.Popen[str], folder: Path, each: Round) -> list[str]:
+    """Waits for the step of the fault and carries it out; why it did not happen, if it did not."""
+    if not wait_for_step(run, folder, each.step):
+        return [f"the fault did not happen: the run had no step {each.step}"]
+    if each.fault != IN_UPDATE:
+        try:
+            strike(run, each, folder / "run")
+        except (LookupError, AssertionError, psutil.Error) as error:
+            return [f"the fault did not happen: {error!r}"]
+    return []
+
+
 def play(number: int, model: Path, seed: int) -> Round:
     """One round; its `problems` are empty if it passed."""
     chance = random.Random(seed * 1000 + number)
@@ -201,14 +231,10 @@ def play(number: int, model: Path, seed: int) -> Round:
     before = shared_files()
     config = write_config(folder, model, each)
     run = start(config)
-    if wait_for_step(run, folder, each.step):
-        try:
-            if each.fault != IN_UPDATE:
-                strike(run, each, folder / "run")
-        except (LookupError, AssertionError, psutil.Error) as error:
-            each.problems.append(f"the fault did not happen: {error!r}")
-    if each.fault in (DRIVER, CHECKPOINT):
-        run.wait()
+    each.problems += cause_fault(run, folder, each)
+    if each.fault in (DRIVER, CHECKPOINT) and not each.problems:
+        if run.wait() != -signal.SIGKILL:
+            each.problems.append("the fault did not happen: the run ended before the driver was killed")
         left = still_running(folder, 20.0)
         each.problems += [f"left by the killed driver: {name}" for name in left]
         if each.fault == CHECKPOINT:
@@ -219,13 +245,15 @@ def play(number: int, model: Path, seed: int) -> Round:
     except subprocess.TimeoutExpired:
         os.killpg(run.pid, signal.SIGKILL)
         code = -9
+    if each.fault == IN_UPDATE and not (folder / HAPPENED_FILE).exists():
+        each.problems.append("the fault did not happen: no weight update after that step")
     if code:
         each.problems.append(f"exit code {code}: " + (folder / "output.txt").read_text()[-1500:])
     else:
         each.problems += accounting(folder, each)
     each.problems += [f"process left: {name}" for name in still_running(folder, 15.0)]
     each.problems += [f"left in {SHARED_MEMORY}: {name}" for name in sorted(shared_files() - before)]
-    each.problems += [f"Ray session left: {path.parent}" for path in RAY_FOLDER.glob(f"session_*_{run.pid}/{MARK}")]
+    each.problems += [f"Ray session left: {path.parent}" for path in ray_folder().glob(f"session_*_{run.pid}/{MARK}")]
     log = folder / "run" / EVENTS_FILE
     each.events = [json.loads(line)["event"] for line in log.read_text().splitlines()] if log.exists() else []
     each.seconds = round(time.monotonic() - began, 1)
@@ -245,10 +273,46 @@ def accounting(folder: Path, each: Round) -> list[str]:
     for line in lines:
         dropped = sum(value for name, value in line.items() if name.startswith("ledger/dropped_"))
         kept = line["ledger/consumed"] + line["ledger/buffered"] + line["ledger/in_flight"]
-        if kept + dropped != line["ledger/submitted"] or line["ledger/consumed"] != 4 * line["step"]:
+        if kept + dropped != line["ledger/submitted"] or line["ledger/consumed"] != GROUPS * line["step"]:
             found.append(f"step {line['step']}: {line['ledger/submitted']} submitted, {kept} kept, {dropped} dropped")
         if line["staleness/max"] > each.ratio:
             found.append(f"step {line['step']}: staleness {line['staleness/max']}")
+    unlearned = sum(value for name, value in lines[-1].items() if name.startswith("ledger/dropped_"))
+    unlearned += lines[-1]["ledger/buffered"] + lines[-1]["ledger/in_flight"]
+    numbers = {step: prompt_numbers(folder, samples) for step, samples in samples_learned(folder).items()}
+    return found + history(numbers, int(lines[-1]["ledger/submitted"]), int(unlearned))
+
+
+def prompt_numbers(folder: Path, samples: list[str]) -> set[int]:
+    """The numbers of the prompts of samples: lines of the data in RLVR, in the names of the trajectories of agents."""
+    data = folder / "train.jsonl"
+    if not data.exists():
+        return {int(name.rsplit("-", 2)[1]) for name in samples}
+    lines = {json.loads(line)["id"]: number for number, line in enumerate(data.read_text().splitlines())}
+    return {lines[name] for name in samples}
+
+
+def history(numbers: dict[int, set[int]], submitted: int, unlearned: int) -> list[str]:
+    """What is wrong with the prompts that a run has learned from.
+
+    Args:
+        numbers: of the prompts of each step, as it was learned from last; the first prompt has number 0.
+        submitted: prompts.
+        unlearned: prompts that were dropped, or that no step has learned from yet.
+    """
+    found, steps = [], {number: list[int]() for number in range(submitted)}
+    for step, learned in sorted(numbers.items()):
+        if len(learned) != GROUPS:
+            found.append(f"step {step} learned from {len(learned)} prompts")
+        for number in sorted(learned):
+            steps.setdefault(number, []).append(step)
+    if sorted(numbers) != list(range(1, STEPS + 1)):
+        found.append(f"steps {sorted(numbers)} were learned from")
+    found += [f"prompt {number} was learned from in steps {at}" for number, at in steps.items() if len(at) > 1]
+    found += [f"prompt {number} was never submitted" for number in steps if number >= submitted]
+    lost = [number for number, at in steps.items() if not at]
+    if len(lost) != unlearned:
+        found.append(f"prompts {lost} were not learned from, and {unlearned} were dropped or remain")
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import is_dataclass
 from pathlib import Path
 
@@ -80,7 +80,7 @@ def _groups() -> dict[str, list[Key]]:
     """Every key once: those of a section under the name of the section, the others by the pipelines that have them."""
     keys = {key.path: key for root in PIPELINES.values() for key in known_keys(root) if section_of(key.hint)[0] is None}
     keys |= {key.path: key for key in known_keys(BaseConfig) if key.path == "pipeline"}  # the others allow one value
-    owners = {path: tuple(name for name, root in PIPELINES.items() if path in keys_by_path(root)) for path in keys}
+    owners = {path: tuple(name for name, root in PIPELINES.items() if path in _paths(root)) for path in keys}
     combinations = sorted(dict.fromkeys(owners.values()), key=len, reverse=True)
     groups: dict[str, list[Key]] = {f"Keys of {_all_or(names)}": [] for names in combinations}
     groups |= {f"`{role}`": [] for role in ROLES}
@@ -88,6 +88,10 @@ def _groups() -> dict[str, list[Key]]:
         section = path.partition(".")[0]
         groups.setdefault(f"`{section}`" if section != path else f"Keys of {_all_or(owners[path])}", []).append(key)
     return {title: group for title, group in groups.items() if group}
+
+
+def _paths(root: type) -> Collection[str]:
+    return keys_by_path(root)
 
 
 def _all_or(pipelines: tuple[str, ...]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,32 +14,81 @@ logger = logging.getLogger(__name__)
 
 EVENTS_FILE = "events.jsonl"
 
+REPLACEMENT_INTERVAL_S = 60.0
+"""Least time between two events about the processes of one reward, or those of environments: many may hang."""
+
 
 class EventLog:
-    """Appends events to output_dir/events.jsonl and logs each in one line."""
+    """Appends events to output_dir/events.jsonl and logs each in one line.
+
+    Every process of the run on the driver's machine may have its own; a line is one write.
+    """
 
     def __init__(self, output_dir: str | Path, clock: Callable[[], float] = time.time) -> None:
         """Writes nothing yet; `clock` gives seconds since 1970."""
         self._path, self._clock = Path(output_dir) / EVENTS_FILE, clock
+        self._last: dict[tuple[str, str], float] = {}
+        self._omitted: dict[tuple[str, str], int] = {}
 
     def record(
-        self, component: str, event: str, message: str, seconds: float | None = None, level: int = logging.WARNING
+        self,
+        component: str,
+        event: str,
+        message: str,
+        seconds: float | None = None,
+        level: int = logging.WARNING,
+        *,
+        steps_lost: int | None = None,
+        interval_s: float = 0.0,
     ) -> None:
         """Writes one event; a file that cannot be written is a warning, since the event is logged as well.
 
         Args:
             component: such as `actor_infer-0`.
             event: what happened in a word or two, such as `died` or `serving again`.
-            message: the same for people, in one line, with the cause.
+            message: the same for people, with the cause; written in one line.
             seconds: that it took or cost, where that is known.
             level: of the line in the log.
+            steps_lost: finished steps that are repeated.
+            interval_s: from the last equal event of the component; until then events are only counted, and the next
+                one that is written says how many.
         """
+        now, key = self._clock(), (component, event)
+        if now - self._last.get(key, -interval_s) < interval_s:
+            self._omitted[key] = self._omitted.get(key, 0) + 1
+            return
+        self._last[key] = now
+        message = " ".join(message.split())
+        if omitted := self._omitted.pop(key, 0):
+            message += f" (and {omitted} more since the last such event)"
         logger.log(level, "%s %s", component, message)
-        entry: dict[str, Any] = {"time": self._clock(), "component": component, "event": event, "message": message}
+        entry: dict[str, Any] = {"time": now, "component": component, "event": event, "message": message}
         if seconds is not None:
             entry["seconds"] = round(seconds, 3)
+        if steps_lost is not None:
+            entry["steps_lost"] = steps_lost
         try:
-            with self._path.open("a") as file:
-                file.write(json.dumps(entry) + "\n")
+            descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+            try:
+                append_line(descriptor, json.dumps(entry))
+            finally:
+                os.close(descriptor)
         except OSError as error:
             logger.warning("%s: not written: %s", self._path, error)
+
+
+def append_line(descriptor: int, text: str) -> None:
+    """Appends a line to a file that is open for reading and appending: the whole line or, on a full disk, nothing.
+
+    A last line without an end, which a process was killed in, is ended first, so that it does not spoil this one.
+    """
+    before = os.fstat(descriptor).st_size
+    line = text.encode() + b"\n"
+    if before and os.pread(descriptor, 1, before - 1) != b"\n":
+        line = b"\n" + line
+    try:
+        while line:
+            line = line[os.write(descriptor, line) :]
+    except OSError:
+        os.ftruncate(descriptor, before)
+        raise

@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-
-RAY_FOLDER = Path("/tmp/ray")
-"""Where Ray keeps its sessions, unless RAY_TMPDIR says otherwise."""
+from ray._common.utils import get_default_ray_temp_dir
 
 MARK = "started_by_roll"
 """File in the session folder of a run: the id of its driver, and what tells that process from others."""
@@ -49,8 +47,8 @@ def remove_sessions_of(process: int) -> None:
 
 
 def ray_folder() -> Path:
-    """Where Ray keeps its sessions."""
-    return Path(os.environ.get("RAY_TMPDIR", RAY_FOLDER.parent)) / RAY_FOLDER.name
+    """Where Ray keeps its sessions: below RAY_TMPDIR, TMPDIR or /tmp, as it decides itself."""
+    return Path(get_default_ray_temp_dir())  # type: ignore[no-untyped-call]
 
 
 def remove_leftovers(sessions: Path | None = None, shared: Path = SHARED_MEMORY, wait: bool = False) -> list[Path]:

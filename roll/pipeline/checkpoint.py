@@ -21,6 +21,7 @@ from typing import Any
 
 from roll.configs.errors import RunError
 from roll.configs.pipeline import BaseConfig
+from roll.distributed.events import EventLog
 from roll.pipeline.checksums import damage, write_checksums
 from roll.trackers.files import DiskFullError, free_bytes, is_disk_full, megabytes
 
@@ -47,10 +48,11 @@ class CheckpointManager:
     that ends before that leaves only the `.partial` folder.
     """
 
-    def __init__(self, folder: Path, max_to_keep: int) -> None:
-        """Manages checkpoints in `folder`; `max_to_keep` 0 keeps all of them."""
+    def __init__(self, folder: Path, max_to_keep: int, events: EventLog | None = None) -> None:
+        """Manages checkpoints in `folder`; `max_to_keep` 0 keeps all of them, and damaged ones are in `events`."""
         self._folder = folder
         self._max_to_keep = max_to_keep
+        self._events = events
         self._free: int | None = None
         """Bytes that were free before the last checkpoint was begun."""
 
@@ -159,13 +161,17 @@ class CheckpointManager:
         )
 
     def _newest_intact(self) -> Path | None:
-        """The newest checkpoint whose files are unchanged; newer ones are logged as damaged."""
+        """The newest checkpoint whose files are unchanged; a newer one is recorded as damaged."""
         damaged = ""
         for path in reversed(self.complete()):
             problem = damage(path, path / MARKER)
             if problem is None:
                 if damaged:
-                    logger.warning("continuing from %s, because %s", path, damaged)
+                    message = f"goes on from {path}, because {damaged}"
+                    if self._events is None:
+                        logger.warning("the run %s", message)
+                    else:
+                        self._events.record("driver", "checkpoint skipped", message)
                 return path
             damaged = damaged or f"{path} is damaged: {problem}"
         if damaged:
@@ -229,7 +235,8 @@ def must_fit(folder: Path) -> Iterator[None]:
 
 def checkpoints_of(config: BaseConfig) -> CheckpointManager:
     """The checkpoints of a run."""
-    return CheckpointManager(Path(config.checkpoint_dir or Path(config.output_dir) / FOLDER), config.max_ckpt_to_keep)
+    folder = Path(config.checkpoint_dir or Path(config.output_dir) / FOLDER)
+    return CheckpointManager(folder, config.max_ckpt_to_keep, EventLog(config.output_dir))
 
 
 def step_of(checkpoint: Path) -> int:

@@ -16,7 +16,7 @@ import psutil
 
 from roll.configs.errors import ConfigError, Problem, RunError, RunInterrupted
 from roll.configs.pipeline import BaseConfig
-from roll.trackers.files import FolderInUseError, locked, write_whole
+from roll.trackers.files import FolderInUseError, locked, write_in_place, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -58,9 +58,7 @@ class HealthFile:
         except RunError:
             if not self._path.exists():
                 raise
-            with self._path.open("r+") as file:
-                file.write(text)
-                file.truncate()
+            write_in_place(self._path, text)
 
     def begin(self, stage: str) -> None:
         """Replaces what an earlier run in this folder reported last."""
@@ -107,17 +105,22 @@ async def watched(
     logged; the run continues.
     """
     task = asyncio.create_task(_watch(read, monitor, interval_s))
-    status = "failed"
+    status = "finished"
     try:
         yield
-        status = "finished"
-    except (asyncio.CancelledError, KeyboardInterrupt, RunInterrupted):
-        status = "interrupted"
+    except BaseException as error:
+        status = ended_by(error)
         raise
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         _report(monitor, status, await read_in_time(read, interval_s))
+
+
+def ended_by(error: BaseException) -> str:
+    """The status of a run that this error ended."""
+    interrupted = isinstance(error, asyncio.CancelledError | KeyboardInterrupt | RunInterrupted)
+    return "interrupted" if interrupted else "failed"
 
 
 async def _watch(read: Callable[[], Awaitable[Health]], monitor: Monitor, interval_s: float) -> None:

@@ -14,6 +14,7 @@ from roll.configs.rewards import domain_of, may_lack_truth
 from roll.datasets.prompts import MixedSampler, PromptSampler, load_prompts
 from roll.datasets.records import prefix_errors
 from roll.datasets.templates import EncodedPrompt, encode_prompts
+from roll.distributed.events import EventLog
 from roll.distributed.protocol import DataProto
 from roll.pipeline.checkpoint import check_sampler
 from roll.pipeline.reward_batch import ScoringModels, model_scorers
@@ -239,7 +240,9 @@ class RLVRPipeline(RLPipeline[RLVRConfig]):
             )
         val = self._read("validation", config.validation.data_args.file_name) if config.eval_steps else []
         self._prompts: dict[Purpose, list[EncodedPrompt]] = {"train": train, "val": val}
-        self._scorer = scorer = Scorer(config.rewards, self._tokenizer, model_scorers(config))
+        self._scorer = scorer = Scorer(
+            config.rewards, self._tokenizer, model_scorers(config), EventLog(config.output_dir)
+        )
         for tag in sorted({prompt.tag for prompt in [*train, *val]}):
             scorer.rewards_of(tag)
         scorer.check([*train, *val])
@@ -290,6 +293,6 @@ def make_rlvr_worker(
     """The rollout worker; without a scorer it starts the rewards itself, and connects the models of the run."""
     if scorer is None:
         tokenizer = load_tokenizer(config.actor_train.model_args.model_name_or_path)
-        scorer = Scorer(config.rewards, tokenizer, model_scorers(config))
+        scorer = Scorer(config.rewards, tokenizer, model_scorers(config), EventLog(config.output_dir))
         scorer.connect(models)
     return RLVRWorker(config, prompts, sampling, engines, scorer)

@@ -24,7 +24,7 @@ from roll.distributed.engine_monitor import EnginesLostError
 from roll.distributed.env_pool.types import EnvWorkerError
 from roll.distributed.events import EventLog
 from roll.distributed.processes import gc_freeze, gc_unfreeze
-from roll.distributed.remote_errors import ClusterError, one_line
+from roll.distributed.remote_errors import ClusterError
 from roll.distributed.resources import RayStartError, ResourceError
 from roll.distributed.weight_sync.synchronizer import WeightUpdateError
 from roll.pipeline.agentic.agentic_pipeline import AgenticPipeline
@@ -32,7 +32,15 @@ from roll.pipeline.bottleneck_report import Split, bottleneck_report
 from roll.pipeline.checkpoint import CheckpointError, checkpoints_of
 from roll.pipeline.dpo_pipeline import DPOPipeline
 from roll.pipeline.extensions import load_extensions
-from roll.pipeline.health import INTERVAL_S, Health, HealthFile, PeakMemory, read_in_time, watched
+from roll.pipeline.health import HealthFile, PeakMemory, ended_by, watched
+from roll.pipeline.restarts import (
+    DRIVER,
+    RESTARTING,
+    RunningLoop,
+    record_killed_driver,
+    record_training_again,
+    start_again,
+)
 from roll.pipeline.reward_model_pipeline import RewardModelPipeline
 from roll.pipeline.rlvr_pipeline import RLVRPipeline
 from roll.pipeline.session import Session
@@ -41,7 +49,7 @@ from roll.pipeline.training_loop import HF_FOLDER, TrainingLoop
 from roll.rewards.calling import RewardFunctionError
 from roll.terminal import EXIT_INTERRUPTED, end_now, handle_interrupt, say
 from roll.trackers import TrackerGroup, make_trackers
-from roll.trackers.files import RUN_FILE, DiskFullError, is_disk_full, read_metrics
+from roll.trackers.files import RUN_FILE, DiskFullError, is_disk_full, read_metrics, replace_summary
 
 logger = logging.getLogger(__name__)
 
@@ -148,40 +156,47 @@ async def run(config: BaseConfig) -> RunSummary:
     """
     events, session, running = EventLog(config.output_dir), Session(config), RunningLoop()
     start, summary = time.perf_counter(), RunSummary()
+    monitor = (load_extensions(config).monitor or HealthFile)(config)
     with interrupts(config, running):
         try:
-            for restart in itertools.count(1):
-                session.may_start_again = restart <= config.max_restarts
+            async with watched(running.health, monitor):
                 try:
-                    await run_once(config, session, running, summary, start)
-                    return summary
-                except ClusterError as error:
-                    if not error.process_failed or not session.may_start_again or running.interrupted:
-                        raise
-                    saved = checkpoints_of(config).resume_path(True) if session.resumed else None
-                    events.record(
-                        f"{error.role}-{error.rank}",
-                        "run restarted",
-                        f"failed in {error.method}: {one_line(error)}; the run starts again "
-                        f"{_starting_point(config, session, saved)} (restart {restart} of {config.max_restarts})",
-                    )
-                    if saved is not None:
-                        config = replace(config, resume_from_checkpoint=str(saved))
-        finally:
-            session.end()
-    raise AssertionError("unreachable")
+                    await _start_until_finished(config, session, running, summary, start, events)
+                finally:
+                    session.end()
+        except BaseException as error:
+            _record_end(error, config, summary, start, events)
+            raise
+    return summary
 
 
-def _starting_point(config: BaseConfig, session: Session, checkpoint: Path | None) -> str:
-    if checkpoint is None and isinstance(config.resume_from_checkpoint, str):
-        point = f"from {config.resume_from_checkpoint} again, since it has no checkpoint of its own"
-    elif not session.resumed:
-        point = "as before, since it had not begun to train"
-    elif checkpoint is None:
-        point = "from the beginning, since it has no checkpoint"
-    else:
-        point = f"from {checkpoint}"
-    return f"{point} with the engines that run" if session.kept else point
+async def _start_until_finished(
+    config: BaseConfig, session: Session, running: RunningLoop, summary: RunSummary, start: float, events: EventLog
+) -> None:
+    while True:
+        session.may_start_again = running.restarts < config.max_restarts
+        try:
+            await run_once(config, session, running, summary, start)
+            return
+        except ClusterError as error:
+            if not running.starts_again_after(error, session):
+                raise
+            config = await start_again(config, session, running, error, events)
+
+
+def _record_end(error: BaseException, config: BaseConfig, summary: RunSummary, start: float, events: EventLog) -> None:
+    """Completes run.json where the run ended between two starts, and records a full disk and a start that failed."""
+    restarting = summary.status == RESTARTING
+    if restarting:
+        summary.status, summary.seconds = ended_by(error), time.perf_counter() - start
+        try:
+            replace_summary(Path(config.output_dir), vars(summary))
+        except (OSError, ValueError, RunError) as problem:
+            logger.warning("%s does not say that the run is %s: %s", RUN_FILE, summary.status, problem)
+    if is_disk_full(error):
+        events.record(DRIVER, "disk full", short_message(error, config), level=logging.DEBUG)
+    elif restarting and isinstance(error, CheckpointError):
+        events.record(DRIVER, "not restarted", short_message(error, config), level=logging.DEBUG)
 
 
 def short_message(error: BaseException, config: BaseConfig) -> str:
@@ -233,58 +248,22 @@ async def run_once(
         start: when the first one began, by `time.perf_counter`.
     """
     running.starting()
-    extensions = load_extensions(config)
-    checkpoint = checkpoints_of(config).resume_path(config.resume_from_checkpoint)
+    events, extensions = EventLog(config.output_dir), load_extensions(config)
+    checkpoint = await asyncio.to_thread(checkpoints_of(config).resume_path, config.resume_from_checkpoint)
     if checkpoint is not None:  # chosen once, so that all parts of the run continue from the same one
         config = replace(config, resume_from_checkpoint=str(checkpoint))
-    monitor = (extensions.monitor or HealthFile)(config)
-    async with watched(running.health, monitor):
-        pipeline = PIPELINES[type(config)](config)
-        try:
-            logger.info("reading tokenizer and data")
-            await pipeline.prepare()
-            metrics = extensions.metrics(config) if extensions.metrics else None
-            trackers = make_trackers(config, pipeline.plan, metrics)
-            async with recorded(trackers, summary, start):
-                await _train(config, session, pipeline, trackers, running, summary)
-        finally:
-            await pipeline.close()
-
-
-class RunningLoop:
-    """The training loop of a run, while it runs; before and after it nothing of it is called.
-
-    Attributes:
-        interrupted: whether the run was asked to end, so that it does not start again.
-    """
-
-    def __init__(self) -> None:
-        self.interrupted = False
-        self._loop: TrainingLoop | None = None
-        self._ended = False
-        self._last: Health = {"stage": "starting"}
-
-    def starting(self) -> None:
-        """The run starts, maybe again."""
-        self._loop, self._ended = None, False
-
-    def begin(self, loop: TrainingLoop) -> None:
-        self._loop = loop
-
-    async def end(self) -> None:
-        """Keeps the last health, since Ray would start again for a call after the run has ended it."""
-        if self._loop is not None:
-            self._last, self._loop, self._ended = await read_in_time(self._loop.health, INTERVAL_S), None, True
-
-    async def health(self) -> Health:
-        """The health of the loop."""
-        return self._last if self._loop is None else await self._loop.health()
-
-    def stop(self, task: asyncio.Task[Any]) -> None:
-        """Ends the run that `task` runs: after its step, before its first step at once; it may be ending already."""
-        self.interrupted = True
-        if not self._ended and (self._loop is None or not self._loop.stop()):
-            task.cancel()
+        if not running.restarts:
+            record_killed_driver(config, checkpoint, events)
+    pipeline = PIPELINES[type(config)](config)
+    try:
+        logger.info("reading tokenizer and data")
+        await pipeline.prepare()
+        metrics = extensions.metrics(config) if extensions.metrics else None
+        trackers = make_trackers(config, pipeline.plan, metrics)
+        async with recorded(trackers, summary, start, lambda error: running.starts_again_after(error, session)):
+            await _train(config, session, pipeline, trackers, running, summary)
+    finally:
+        await pipeline.close()
 
 
 @contextlib.contextmanager
@@ -312,15 +291,17 @@ def interrupts(config: BaseConfig, running: RunningLoop) -> Iterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def recorded(trackers: TrackerGroup, summary: RunSummary, start: float) -> AsyncIterator[None]:
+async def recorded(
+    trackers: TrackerGroup, summary: RunSummary, start: float, starts_again_after: Callable[[BaseException], bool]
+) -> AsyncIterator[None]:
     """Writes the summary of the run, whatever its end; an error in this does not replace that of the run."""
     failed = True
     with PeakMemory() as memory:
         try:
             yield
             failed = False
-        except (asyncio.CancelledError, KeyboardInterrupt, RunInterrupted):
-            summary.status = "interrupted"
+        except BaseException as error:
+            summary.status = RESTARTING if starts_again_after(error) else ended_by(error)
             raise
         finally:
             summary.seconds = time.perf_counter() - start
@@ -349,7 +330,9 @@ async def _train(
             trackers.resume(loop.state.step)
         try:
             gc_freeze()
+            loop.restarts = running.restarts
             running.begin(loop)
+            record_training_again(running, EventLog(config.output_dir))
             if "stdout" not in config.track_with:
                 logger.info(
                     "progress is in %s; track_with: [stdout] prints it here", Path(config.output_dir, METRICS_FILE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
@@ -11,6 +12,7 @@ from roll.configs.errors import RunError
 from roll.configs.rewards import RewardConfig, no_reward, rewards_of
 from roll.datasets.records import prefix_errors
 from roll.datasets.templates import EncodedPrompt
+from roll.distributed.events import REPLACEMENT_INTERVAL_S, EventLog
 from roll.pipeline.reward_batch import ModelScorer, ScoringModels
 from roll.rewards.calling import RewardOutcome, RewardRequest
 from roll.rewards.pool import RewardPool
@@ -26,6 +28,7 @@ class Scorer:
         rewards: dict[str, RewardConfig],
         tokenizer: PreTrainedTokenizerBase,
         models: Mapping[str, ModelScorer] | None = None,
+        events: EventLog | None = None,
     ) -> None:
         """Starts no process.
 
@@ -33,10 +36,13 @@ class Scorer:
             rewards: by name.
             tokenizer: of the policy.
             models: of the rewards that a model scores, by name; `connect` gives them the model.
+            events: log of the processes that are replaced.
         """
         self._rewards, self._tokenizer, self._models = rewards, tokenizer, models or {}
         self._pools: dict[str, RewardPool | ModelScorer] = {
-            name: self._models.get(name) or RewardPool(config) for name, config in rewards.items()
+            name: self._models.get(name)
+            or RewardPool(config, None if events is None else partial(_record_replaced, events, name))
+            for name, config in rewards.items()
         }
         self._filters = {name: QueryFilter.from_config(config.query_filter_config) for name, config in rewards.items()}
 
@@ -122,6 +128,12 @@ class Scorer:
         """Ends every pool."""
         for pool in self._pools.values():
             pool.close()
+
+
+def _record_replaced(events: EventLog, name: str, cause: str) -> None:
+    events.record(
+        f"rewards.{name}", "process replaced", f"replaces a process: {cause}", interval_s=REPLACEMENT_INTERVAL_S
+    )
 
 
 def _request(group: Group, prompt: EncodedPrompt) -> RewardRequest:

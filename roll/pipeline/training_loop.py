@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from roll.configs.errors import RunError, RunInterrupted
 from roll.configs.pipeline import BaseConfig
+from roll.distributed.remote_errors import ClusterError
 from roll.pipeline.checkpoint import PipelineState, checkpoints_of, must_fit, step_of, write_folder
 from roll.rollout.timers import StepClock
 
@@ -152,6 +153,7 @@ class TrainingLoop:
         state: counters, saved with every checkpoint.
         validation: validation metrics by the number of steps finished when they were taken.
         checkpoint: the last one that this run has written or resumed from.
+        restarts: of the run before this loop.
     """
 
     def __init__(
@@ -196,8 +198,11 @@ class TrainingLoop:
         self._stop = asyncio.Event()
         self._stopping: asyncio.Task[None] | None = None
         self.checkpoint: Path | None = None
+        self.restarts = 0
         self._completing: asyncio.Task[Path] | None = None
         """The checkpoint whose files are being written, read for their checksums and flushed to the disk."""
+        self._writing = False
+        """Whether its files are still being written by the learner."""
         self._waited = 0.0
         """Seconds that the learner waited for a checkpoint and that are not in a step's metrics yet."""
 
@@ -209,11 +214,13 @@ class TrainingLoop:
         """
         try:
             await self._run()
-        except BaseException:
+        except BaseException as error:
+            if self._trainer_failed(error):
+                await self._give_up_writing()
             try:
                 await self._complete_checkpoint()
-            except Exception as error:
-                logger.warning("the last checkpoint was not completed: %s", error)
+            except Exception as problem:
+                logger.warning("the last checkpoint was not completed: %s", problem)
             raise
         await self._complete_checkpoint()
 
@@ -382,7 +389,9 @@ class TrainingLoop:
 
     def _log(self, metrics: Mapping[str, float]) -> None:
         """One line of metrics.jsonl."""
-        self._trackers.log(self.state.step, {"step": self.state.step, "version": self.state.version, **metrics})
+        counts = {"step": self.state.step, "version": self.state.version}
+        restarts = {"faults/run_restarts": float(self.restarts)} if self.restarts else {}
+        self._trackers.log(self.state.step, {**counts, **metrics, **restarts})
 
     async def save(self) -> None:
         """Begins the checkpoint of the current step; it is written and completed while the run goes on."""
@@ -390,11 +399,29 @@ class TrainingLoop:
             await self._to_trainer()
             await self._write_weights()
         self.state.samples = await self._samples.state_dict()
+        self._writing = True
         complete = self._checkpoints.complete_step(self.state.step, replace(self.state).save, self._until_saved)
         self._completing = asyncio.create_task(complete)
 
     async def _until_saved(self) -> None:
         self._waited += await self._learner.saved()
+        self._writing = False
+
+    def _trainer_failed(self, error: BaseException | None) -> bool:
+        """Whether this error, or one that caused it, says that a process of a trained role died or does not answer."""
+        while error is not None:
+            if isinstance(error, ClusterError) and error.process_failed and error.role in self._config.trained_roles():
+                return True
+            error = error.__cause__
+        return False
+
+    async def _give_up_writing(self) -> None:
+        """Does not wait for weights that a failed trainer would have to write; files that are written are completed."""
+        if self._completing is not None and self._writing:
+            task, self._completing = self._completing, None
+            task.cancel()
+            await asyncio.wait([task])
+            logger.warning("the last checkpoint was not completed: the trainer failed while it was written")
 
     async def _complete_checkpoint(self) -> None:
         """Waits until the checkpoint that was written last is complete.

@@ -75,9 +75,14 @@ class RewardPool:
     first: import heavy modules inside functions there.
     """
 
-    def __init__(self, config: RewardConfig) -> None:
-        """Starts no process; processes start with `launch`, `start` or the first `score`."""
-        self._config = config
+    def __init__(self, config: RewardConfig, replaced: Callable[[str], None] | None = None) -> None:
+        """Starts no process; processes start with `launch`, `start` or the first `score`.
+
+        Args:
+            config: of the reward.
+            replaced: called with the cause when a process is replaced, which is logged otherwise.
+        """
+        self._config, self._replaced = config, replaced
         self._output = RewardOutput(config.function)
         self._pool = self._make_pool()
         self._restarts = 0
@@ -264,7 +269,7 @@ class RewardPool:
         except BrokenProcessPool:  # no process had a call when they died, so no call is the cause
             return await self._call(calls, score)
         except TimeoutError:
-            return _Lost(reward_process.timed_out(loaded.where, self._config), may_succeed=False)
+            lost = _Lost(reward_process.timed_out(loaded.where, self._config), may_succeed=False)
         except ProcessExpired as death:
             exceeded = {
                 -TOO_MANY_PROCESSES: f"started more than child_process_limit = {self._config.child_process_limit} "
@@ -274,7 +279,10 @@ class RewardPool:
             }.get(death.exitcode)
             cause = exceeded or f"died with exit code {death.exitcode}"
             text = f"{loaded.where}: the process of the reward {cause}"
-            return _Lost(RewardOutcome(None, "raised", text), may_succeed=exceeded is None)
+            lost = _Lost(RewardOutcome(None, "raised", text), may_succeed=exceeded is None)
+        if self._replaced is not None:
+            self._replaced(lost.failure.detail or "")
+        return lost
 
     def _turn(self) -> _Turns:
         """Those of the current asyncio loop."""
@@ -294,7 +302,11 @@ class RewardPool:
         name = self._config.function
         if self._restarts > MAX_RESTARTS:
             raise RewardFunctionError(f"reward function {name!r}: its processes died {self._restarts} times in a row")
-        logger.warning("reward function %r: its processes died without a call; starting them again", name)
+        cause = "its processes died without a call; starting them again"
+        if self._replaced is not None:
+            self._replaced(cause)
+        else:
+            logger.warning("reward function %r: %s", name, cause)
         broken, self._pool = self._pool, self._make_pool()
         broken.stop()  # type: ignore[no-untyped-call]
         broken.join()

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from roll.configs.errors import RunError
+from roll.distributed.events import append_line
 from roll.trackers.base import Tracker
 
 logger = logging.getLogger(__name__)
@@ -166,6 +167,24 @@ def write_whole(path: Path, write: Callable[[IO[str]], object], flush: bool = Fa
     return path
 
 
+def write_in_place(path: Path, text: str) -> None:
+    """Writes over a file where its disk has no space for another one; a reader may see a part of it for a moment.
+
+    Raises:
+        RunError: the file does not exist, or the text needs more space than there is; then nothing of it has changed.
+    """
+    content = text.encode()
+    with explain_write_errors(path), path.open("r+b") as file:
+        before = os.fstat(file.fileno()).st_size
+        try:
+            os.posix_fallocate(file.fileno(), 0, len(content))
+        except OSError:
+            file.truncate(before)
+            raise
+        file.write(content)
+        file.truncate()
+
+
 class JsonlTracker(Tracker):
     """Appends `{"step": 3, "actor/loss": ..., ...}` lines, with sorted names, so that equal runs write equal files.
 
@@ -190,7 +209,8 @@ class JsonlTracker(Tracker):
         if self._descriptor is None:
             self._descriptor = self._begin()
         rest = {name: _number(value) for name, value in sorted(metrics.items()) if name != "step"}
-        self._append(self._descriptor, (json.dumps({"step": step, **rest}) + "\n").encode())
+        with explain_write_errors(self._path):
+            append_line(self._descriptor, json.dumps({"step": step, **rest}))
 
     def close(self) -> None:
         """Flushes the file to disk."""
@@ -199,20 +219,9 @@ class JsonlTracker(Tracker):
             os.close(self._descriptor)
             self._descriptor = None
 
-    def _append(self, descriptor: int, line: bytes) -> None:
-        """Appends the whole line or, on a full disk, nothing."""
-        before = os.fstat(descriptor).st_size
-        with explain_write_errors(self._path):
-            try:
-                while line:
-                    line = line[os.write(descriptor, line) :]
-            except OSError:
-                os.ftruncate(descriptor, before)
-                raise
-
     def _begin(self) -> int:
         write_whole(self._path, lambda file: file.writelines(f"{line}\n" for line in self._kept))
-        return os.open(self._path, os.O_WRONLY | os.O_APPEND)
+        return os.open(self._path, os.O_RDWR | os.O_APPEND)
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
@@ -251,6 +260,9 @@ def _number(value: float) -> float | int | None:
 
 RUN_FILE = "run.json"
 
+SUMMARY_BYTES = 1 << 14
+"""Spaces at the end of run.json until the summary is known, which then fits there also on a full disk."""
+
 PRIVATE = 0o600
 """Mode of a file that its owner alone reads: a configuration may hold more secrets than names tell."""
 
@@ -262,7 +274,7 @@ def write_run_json(
     versions: Mapping[str, str] | None = None,
     summary: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Writes `folder`/run.json atomically and returns its path.
+    """Writes `folder`/run.json and returns its path: atomically or, with a summary on a full disk, in place.
 
     Args:
         folder: output folder of the run; created if missing.
@@ -281,7 +293,29 @@ def write_run_json(
         "summary": summary,
     }
     text = json.dumps(record, indent=2, default=plain) + "\n"
-    return write_whole(folder / RUN_FILE, lambda file: file.write(text), flush=True, mode=PRIVATE)
+    return _write_private(folder / RUN_FILE, text if summary is not None else text + " " * SUMMARY_BYTES)
+
+
+def _write_private(path: Path, text: str) -> Path:
+    try:
+        return write_whole(path, lambda file: file.write(text), flush=True, mode=PRIVATE)
+    except DiskFullError:
+        if not path.exists():
+            raise
+        write_in_place(path, text)
+        return path
+
+
+def replace_summary(folder: Path, summary: Mapping[str, Any]) -> None:
+    """Replaces the summary in `folder`/run.json.
+
+    Raises:
+        RunError: the file cannot be written.
+        OSError, ValueError: it cannot be read.
+    """
+    path = folder / RUN_FILE
+    record = json.loads(path.read_text()) | {"summary": summary}
+    _write_private(path, json.dumps(record, indent=2, default=plain) + "\n")
 
 
 @cache

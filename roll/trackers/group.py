@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +57,13 @@ class TrackerGroup:
                 tracker.log(step, metrics)
 
     def close(self, summary: Mapping[str, Any] | None = None) -> None:
-        """Closes all trackers and adds `summary` to run.json."""
-        for tracker in self._trackers:
-            tracker.stop()
-        for tracker in self._trackers:
-            tracker.close()
-        self._write_run_json(summary)
+        """Closes all trackers and adds `summary` to run.json; a failure does not keep the rest from being done."""
+        with ExitStack() as ends:
+            ends.callback(self._write_run_json, summary)
+            for tracker in reversed(self._trackers):
+                ends.callback(tracker.close)
+            for tracker in reversed(self._trackers):
+                ends.callback(tracker.stop)
 
     def _write_run_json(self, summary: Mapping[str, Any] | None) -> None:
         write_run_json(Path(self._config.output_dir), self._config, self._plan, summary=summary)

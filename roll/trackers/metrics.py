@@ -243,6 +243,9 @@ SYSTEM = (
     Metric("faults/engine_restarts", "restarts", "Engines restarted since the process started; see events.jsonl."),
     Metric("faults/engines_down", "engines", "Engines that do not serve at this weight update."),
     Metric("faults/engine_seconds_down", "seconds", "Time that engines did not serve, until each served again."),
+    Metric(
+        "faults/run_restarts", "restarts", "Times that the run started again after a process failed; absent before."
+    ),
     Metric("faults/rollouter_restarts", "restarts", "Replacements of the rollout process, after the first."),
     Metric("memory/<name>", "bytes", "Memory in use, by role and kind."),
     Metric("throughput/tokens_per_second", "tokens/s", "Tokens trained on, including prompts, per second and device."),

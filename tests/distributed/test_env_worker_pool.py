@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 
 from roll.distributed.env_pool.types import EnvWorkerError
 from roll.distributed.env_pool.workers import EnvWorkerPool
+from roll.distributed.events import EVENTS_FILE, EventLog
 from tests.distributed.env_workers import JumpingLoop
 
 EVENTS = ("start", "up", "up", "start_failed", "assign", "assign", "assign", "release", "hung", "died")
@@ -205,3 +208,30 @@ def test_a_worker_that_fails_to_start_is_replaced_only_when_one_is_needed() -> N
         model.pool.close()
 
     run(scenario())
+
+
+def test_a_worker_that_died_or_hangs_and_is_replaced_is_an_event(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        workers: list[Worker] = []
+
+        def launch() -> Worker:
+            workers.append(Worker(len(workers)))
+            workers[-1].started.set_result(None)
+            return workers[-1]
+
+        now = iter((0.0, 100.0))
+        pool = EnvWorkerPool(1, CAPACITY, 30.0, launch, EventLog(tmp_path, clock=lambda: next(now)))
+        await pool.assign(0)
+        pool.retire_worker_of(0)
+        await run_ready_tasks()
+        pool.died(1, "gone")
+        await run_ready_tasks()
+        assert len(workers) == 3
+        pool.close()
+
+    asyncio.run(scenario())
+    events = [json.loads(line) for line in (tmp_path / EVENTS_FILE).read_text().splitlines()]
+    assert [(event["component"], event["event"], event["message"]) for event in events] == [
+        ("environment worker", "replaced", "0 has a call that hangs; another one takes its place"),
+        ("environment worker", "replaced", "1 died: gone; another one takes its place"),
+    ]

@@ -67,6 +67,20 @@ def test_sessions_of_dead_runs_are_removed(tmp_path: Path, changed: dict[str, ob
     assert session.exists() is not removed and (tmp_path / "session_of_another_program").exists()
 
 
+@pytest.mark.parametrize("variable", ["TMPDIR", "RAY_TMPDIR"])
+def test_sessions_are_looked_for_where_ray_keeps_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setenv("TMPDIR", "/elsewhere")
+    monkeypatch.setenv(variable, str(tmp_path))
+    session = tmp_path / "ray" / "session_2026"
+    session.mkdir(parents=True)
+    protect_session(session)
+    (session / MARK).write_text(json.dumps(json.loads((session / MARK).read_text()) | {"process": 2**22 + 1}))
+    assert remove_leftovers(shared=tmp_path) == [session]
+
+
 def test_a_mark_that_cannot_be_read_leaves_the_session(tmp_path: Path) -> None:
     for number, text in enumerate(["", "[]", "1 2.0", "null", '{"process": 1}']):
         session = tmp_path / f"session_{number}"

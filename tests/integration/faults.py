@@ -1,11 +1,16 @@
-"""A hook of a run that kills or stops processes of it at the steps that a file names; each fault happens once."""
+"""A hook of a run that kills or stops processes of it at the steps that a file names; each fault happens once.
+
+It also writes down which samples each step learns from.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +23,12 @@ from roll.pipeline.training_loop import SampleBatch
 FAULTS_FILE = "faults.txt"
 """Beside the output folder of the run: a step and a fault in each line, such as `3 kill actor_infer-1 scheduler`,
 `4 kill reward_worker` or `5 spoil checkpoint`."""
+
+HAPPENED_FILE = "faults_that_happened.txt"
+"""Beside it: a line for each fault that was carried out."""
+
+LEARNED_FILE = "learned.jsonl"
+"""Beside it: `step` and `samples`, the ids of its samples, each time that a batch is learned from."""
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
@@ -68,6 +79,7 @@ class Killer:
         self._file = self._output.parent / FAULTS_FILE
 
     def before_learning(self, batch: SampleBatch, step: int) -> Mapping[str, float]:
+        self._write_samples(batch, step)
         lines = self._file.read_text().splitlines()
         self._file.write_text("\n".join(line for line in lines if int(line.split()[0]) != step))
         for line in lines:
@@ -79,20 +91,42 @@ class Killer:
                     driver = psutil.Process()
                     workers_of("rlvr", driver, process_of("rollouter"))[0].send_signal(SIGNALS[how])
                 elif "in_update" in where:
-                    in_next_update(SIGNALS[how], name, "scheduler" in where)
+                    in_next_update(partial(self._send, SIGNALS[how], name, "scheduler" in where, line))
+                    continue
                 else:
                     process_of(name, "scheduler" in where).send_signal(SIGNALS[how])
+                self._happened(line)
         return {}
 
+    def _send(self, number: signal.Signals, name: str, scheduler: bool, line: str) -> None:
+        process_of(name, scheduler).send_signal(number)
+        self._happened(line)
 
-def in_next_update(number: signal.Signals, name: str, scheduler: bool) -> None:
-    """Sends the signal when the next transfer of weights begins."""
+    def _happened(self, line: str) -> None:
+        with (self._output.parent / HAPPENED_FILE).open("a") as file:
+            file.write(f"{line}\n")
+
+    def _write_samples(self, batch: SampleBatch, step: int) -> None:
+        sampled = batch.data.batch["response_mask"].bool().any(-1).tolist()
+        samples = [str(name) for name, real in zip(batch.data.non_tensor_batch["id"], sampled, strict=True) if real]
+        with (self._output.parent / LEARNED_FILE).open("a") as file:
+            file.write(json.dumps({"step": step, "samples": samples}) + "\n")
+
+
+def samples_learned(folder: Path) -> dict[int, list[str]]:
+    """Ids of the samples of each step; a step that was repeated after a restart replaces the one before."""
+    lines = [json.loads(line) for line in (folder / LEARNED_FILE).read_text().splitlines()]
+    return {line["step"]: line["samples"] for line in lines}
+
+
+def in_next_update(strike: Callable[[], None]) -> None:
+    """Calls `strike` when the next transfer of weights begins."""
     originals = {cls: cls.transfer for cls in Transport.__subclasses__()}
 
     async def transfer(transport: Transport, checksums: bool) -> Any:
         for cls, original in originals.items():
             cls.transfer = original  # type: ignore[method-assign]
-        process_of(name, scheduler).send_signal(number)
+        strike()
         return await transport.transfer(checksums)
 
     for cls in originals:

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults import FAULTS_FILE
+from faults import FAULTS_FILE, HAPPENED_FILE
 from runs import assert_nothing_is_left, finish, inputs_in, lines, recipe, start
 from test_async_run import check_laws, check_weights_of_versions
 
 from roll.distributed.events import EVENTS_FILE
-from roll.distributed.leftovers import RAY_FOLDER
+from roll.distributed.leftovers import ray_folder
 from roll.pipeline.rollout_batch import read_samples
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
@@ -57,8 +57,8 @@ def run_with_faults(inputs: dict[str, Any], folder: Path, faults: list[str], **k
     (folder / OUTPUT).write_text(output)
     assert code == 0, output[-3000:]
     assert_nothing_is_left(folder)
-    assert not list(RAY_FOLDER.glob(f"session_*_{run.pid}"))
-    assert not (folder / FAULTS_FILE).read_text(), "a fault did not happen"
+    assert not list(ray_folder().glob(f"session_*_{run.pid}"))
+    assert sorted((folder / HAPPENED_FILE).read_text().splitlines()) == sorted(faults), "a fault did not happen"
     check_samples(folder)
     return lines(folder)
 
@@ -121,8 +121,12 @@ def test_a_dead_rollout_process_is_replaced_and_a_dead_trainer_starts_the_run_ag
     assert steps[-1]["ledger/submitted"] == 4 * STEPS, "a prompt was dropped"
     assert events(tmp_path) == [
         ("rollouter", "restarted"),
-        ("actor_train-0", "run restarted"),
+        ("actor_train-0", "failed"),
+        ("driver", "checkpoint skipped"),
+        ("driver", "run restarted"),
+        ("driver", "training again"),
         ("actor_infer-0", "serving again"),
     ]
+    assert steps[-1]["faults/run_restarts"] == 1
     assert "step-000003 with the engines that run (restart 1 of 3)" in output
     assert output.count("actor_infer on 1 device") == 1 and output.count("actor_train on 1 device") == 2

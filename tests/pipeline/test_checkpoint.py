@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from roll.configs.errors import RunError
+from roll.distributed.events import EVENTS_FILE, EventLog
 from roll.pipeline.checkpoint import MARKER, CheckpointManager
 from roll.trackers.files import DiskFullError, free_bytes
 
@@ -198,7 +200,7 @@ def test_a_damaged_checkpoint_is_named_and_the_newest_intact_one_is_taken(tmp_pa
     assert manager.resume_path(True) == newest
     problem = spoil(newest)
     assert manager.resume_path(True) == older
-    assert re.search(f"continuing from {older}, because {newest} is damaged: {problem}", caplog.text)
+    assert re.search(f"the run goes on from {older}, because {newest} is damaged: {problem}", caplog.text)
     with pytest.raises(
         RunError, match=f"{newest} is damaged: {problem}.*; the newest intact one in that folder is {older}"
     ):
@@ -206,6 +208,16 @@ def test_a_damaged_checkpoint_is_named_and_the_newest_intact_one_is_taken(tmp_pa
     spoil(older)
     with pytest.raises(RunError, match=f"{newest} is damaged: .* no older one is intact; set it to false"):
         manager.resume_path(True)
+
+
+def test_a_damaged_checkpoint_that_is_skipped_is_an_event(tmp_path):
+    manager = CheckpointManager(tmp_path, 0, EventLog(tmp_path))
+    older, newest = [save(manager, step, write_shards) for step in (1, 2)]
+    problem = remove(newest)
+    assert manager.resume_path(True) == older
+    (event,) = map(json.loads, (tmp_path / EVENTS_FILE).read_text().splitlines())
+    assert event["event"] == "checkpoint skipped"
+    assert event["message"] == f"goes on from {older}, because {newest} is damaged: {problem}"
 
 
 @pytest.mark.parametrize("marker", ["", "[]", "null", '{"files": 3}', '{"files": {"weights": "x"}}'])

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -107,6 +108,15 @@ def test_the_file_holds_the_last_report(tmp_path):
     watch(well, HealthFile(config))
     assert json.loads((tmp_path / "run" / "health.json").read_text())["status"] == "finished"
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["health.json"]
+
+
+def test_a_report_of_a_running_run_is_valid_for_half_a_minute(tmp_path):
+    health = HealthFile(RLVRConfig(output_dir=str(tmp_path)))
+    health.begin("importing")
+    report = json.loads((tmp_path / "health.json").read_text())
+    assert report["valid_until"] - report["time"] == 30 and abs(time.time() - report["time"]) < 10
+    health.end("failed")
+    assert "valid_until" not in json.loads((tmp_path / "health.json").read_text())
 
 
 def test_on_a_full_disk_the_last_report_is_written_over_the_one_before(small_disk):

@@ -6,6 +6,7 @@ import asyncio
 import json
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,13 @@ from roll.configs.pipeline import BaseConfig, SFTConfig
 from roll.distributed.events import EVENTS_FILE, EventLog
 from roll.distributed.remote_errors import PROCESS_DIED, TIMEOUT, ClusterError
 from roll.pipeline import run as module
-from roll.pipeline.checkpoint import CheckpointError, checkpoints_of
-from roll.pipeline.run import RunningLoop, RunSummary
+from roll.pipeline.checkpoint import CheckpointError, CheckpointManager, checkpoints_of
+from roll.pipeline.health import watched
+from roll.pipeline.restarts import RunningLoop, record_killed_driver, record_training_again
+from roll.pipeline.run import RunSummary
 from roll.pipeline.session import Session
+from roll.trackers import make_trackers
+from roll.trackers.files import RUN_FILE, DiskFullError, replace_summary
 
 
 class Runs:
@@ -28,13 +33,14 @@ class Runs:
         self.errors, self.resumed = list(errors), list[bool | str]()
         self.checkpoint_before: int | None = None
         self.interrupted_in: int | None = None
-        self.fails_before_training = 0
+        self.fails_before_training = self.steps = 0
 
     async def __call__(
         self, config: BaseConfig, session: Session, running: RunningLoop, summary: RunSummary, start: float
     ) -> None:
         summary.seconds = time.perf_counter() - start
         self.resumed.append(config.resume_from_checkpoint)
+        running.last_step = self.steps
         session.resumed = session.resumed or len(self.resumed) > self.fails_before_training
         if len(self.resumed) == self.interrupted_in:
             running.stop(asyncio.create_task(asyncio.sleep(0)))
@@ -66,6 +72,14 @@ def died(kind: str = PROCESS_DIED) -> ClusterError:
     return ClusterError("actor_train", "train_step", 1, kind, "gone\nstack", "gone")
 
 
+def events_in(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / EVENTS_FILE).read_text().splitlines()]
+
+
+def restarts_in(folder: Path) -> list[dict[str, Any]]:
+    return [event for event in events_in(folder) if event["event"] == "run restarted"]
+
+
 def play(runs: Runs, folder: Path, monkeypatch: pytest.MonkeyPatch, **keys: Any) -> RunSummary:
     monkeypatch.setattr(module, "run_once", runs)
     return asyncio.run(module.run(SFTConfig(output_dir=str(folder), **keys)))
@@ -79,10 +93,127 @@ def test_a_run_starts_again_from_its_newest_checkpoint(
     runs.checkpoint_before = 2
     assert play(runs, tmp_path, monkeypatch, max_restarts=3).status == "finished"
     assert runs.resumed == [False, False, *2 * [str(tmp_path / "checkpoints" / "step-000001")]]
-    lines = [json.loads(line) for line in (tmp_path / EVENTS_FILE).read_text().splitlines()]
-    assert [line["component"] for line in lines] == ["actor_train-1"] * 3
-    assert "from the beginning" in lines[0]["message"] and "step-000001 (restart 3 of 3)" in lines[2]["message"]
+    lines = events_in(tmp_path)
+    assert [line["component"] for line in lines] == ["actor_train-1", "driver"] * 3
+    assert [line["event"] for line in lines] == ["failed", "run restarted"] * 3
+    assert "from the beginning" in lines[1]["message"] and "step-000001 (restart 3 of 3)" in lines[5]["message"]
     assert all("stack" not in line["message"] for line in lines)
+
+
+def test_a_restart_says_how_many_finished_steps_are_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = Runs(died(), died())
+    runs.checkpoint_before, runs.steps = 2, 4
+    play(runs, tmp_path, monkeypatch, max_restarts=3)
+    assert [event["steps_lost"] for event in restarts_in(tmp_path)] == [4, 3]
+
+
+class Spoiling(Runs):
+    """Its checkpoints are damaged when a start fails."""
+
+    async def __call__(self, config: BaseConfig, *rest: Any) -> None:
+        try:
+            await super().__call__(config, *rest)
+        finally:
+            for file in Path(config.output_dir).glob("checkpoints/step-*/weights"):
+                file.write_text("spoilt")
+
+
+def test_where_all_checkpoints_are_damaged_the_failure_of_the_process_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = Spoiling(died())
+    runs.checkpoint_before = 1
+    message = r"^actor_train-1 failed in train_step: its process died; the run cannot start again: .* is damaged"
+    with pytest.raises(CheckpointError, match=message):
+        play(runs, tmp_path, monkeypatch, max_restarts=3)
+    events = events_in(tmp_path)
+    assert [(event["component"], event["event"]) for event in events] == [("actor_train-1", "failed")]
+    assert json.loads((tmp_path / "health.json").read_text())["status"] == "failed"
+
+
+class Recording(Runs):
+    """Writes run.json as a run does, and keeps what the files said between two starts."""
+
+    def __init__(self, *errors: Exception) -> None:
+        super().__init__(*errors)
+        self.between: list[tuple[Any, str, str]] = []
+
+    async def __call__(
+        self, config: BaseConfig, session: Session, running: RunningLoop, summary: RunSummary, start: float
+    ) -> None:
+        folder = Path(config.output_dir)
+        if self.resumed:
+            health = json.loads((folder / "health.json").read_text())
+            status = json.loads((folder / RUN_FILE).read_text())["summary"]["status"]
+            self.between.append((status, health["status"], health["stage"]))
+        again = partial(running.starts_again_after, session=session)
+        async with module.recorded(make_trackers(config), summary, start, again):
+            await super().__call__(config, session, running, summary, start)
+
+
+def slowly(self: CheckpointManager, choice: bool | str) -> None:
+    """As `resume_path` where checksums take a while."""
+    time.sleep(0.2)
+
+
+def test_between_two_starts_a_run_is_not_said_to_have_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Health is reported while checkpoints are read, too."""
+    monkeypatch.setattr(module, "watched", partial(watched, interval_s=0.02))
+    monkeypatch.setattr(CheckpointManager, "resume_path", slowly)
+    runs = Recording(died())
+    play(runs, tmp_path, monkeypatch, max_restarts=3)
+    assert runs.between == [("restarting", "running", "starting again")]
+    assert json.loads((tmp_path / RUN_FILE).read_text())["summary"]["status"] == "finished"
+    assert json.loads((tmp_path / "health.json").read_text())["status"] == "finished"
+
+
+def test_a_run_that_cannot_start_again_has_failed_in_its_summary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def damaged(self: CheckpointManager, choice: bool | str) -> None:
+        raise CheckpointError("all are damaged")
+
+    monkeypatch.setattr(CheckpointManager, "resume_path", damaged)
+    with pytest.raises(CheckpointError):
+        play(Recording(died()), tmp_path, monkeypatch, max_restarts=3)
+    assert json.loads((tmp_path / RUN_FILE).read_text())["summary"]["status"] == "failed"
+    assert [event["event"] for event in events_in(tmp_path)] == ["failed", "not restarted"]
+
+
+def test_a_full_disk_is_an_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DiskFullError):
+        play(Runs(DiskFullError(tmp_path / "step-000003")), tmp_path, monkeypatch)
+    (event,) = events_in(tmp_path)
+    assert event["event"] == "disk full" and "step-000003" in event["message"]
+
+
+@pytest.mark.parametrize(("summary", "events"), [(None, 1), ({"status": "restarting"}, 1), ({"status": "failed"}, 0)])
+def test_a_resume_after_a_killed_driver_is_an_event(
+    tmp_path: Path, summary: dict[str, str] | None, events: int
+) -> None:
+    config = SFTConfig(output_dir=str(tmp_path))
+    make_trackers(config).log(4, {"actor/loss": 1.0})
+    if summary is not None:
+        replace_summary(tmp_path, summary)
+    checkpoints = checkpoints_of(config)
+    asyncio.run(checkpoints.write(3, _write))
+    checkpoint = asyncio.run(checkpoints.complete_step(3))
+    record_killed_driver(config, checkpoint, EventLog(tmp_path))
+    record_killed_driver(config, tmp_path / "elsewhere" / "step-000001", EventLog(tmp_path))
+    found = events_in(tmp_path) if events else []
+    assert (tmp_path / EVENTS_FILE).exists() is bool(events)
+    assert [(event["event"], event["steps_lost"]) for event in found] == events * [("resumed after it was killed", 1)]
+
+
+def test_the_time_until_the_run_trains_again_is_recorded_once(tmp_path: Path) -> None:
+    running, events = RunningLoop(), EventLog(tmp_path)
+    record_training_again(running, events)
+    running.failed("actor_train-0 failed")
+    time.sleep(0.05)
+    record_training_again(running, events)
+    record_training_again(running, events)
+    (event,) = events_in(tmp_path)
+    assert event["event"] == "training again" and 0.05 <= event["seconds"] < 5
 
 
 def test_before_it_trains_it_starts_again_as_it_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +222,7 @@ def test_before_it_trains_it_starts_again_as_it_was_started(tmp_path: Path, monk
     runs.checkpoint_before, runs.fails_before_training = 1, 2
     play(runs, tmp_path, monkeypatch, max_restarts=3)
     assert runs.resumed == [*3 * [False], str(tmp_path / "checkpoints" / "step-000001")]
-    lines = [json.loads(line)["message"] for line in (tmp_path / EVENTS_FILE).read_text().splitlines()]
+    lines = [event["message"] for event in restarts_in(tmp_path)]
     assert ["as before, since it had not begun to train" in line for line in lines] == [True, True, False]
 
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from roll.configs.pipeline import RLVRConfig
 from roll.configs.rewards import BUILT_IN, FilterArguments, QueryFilterConfig, RewardConfig
 from roll.datasets.records import DatasetError
 from roll.datasets.templates import EncodedPrompt
+from roll.distributed.events import EVENTS_FILE, EventLog
 from roll.pipeline.rlvr_pipeline import RLVRWorker, make_sampler
 from roll.pipeline.scorer import Scorer
 from roll.rewards.calling import RewardOutcome, RewardRequest
@@ -280,3 +282,18 @@ def test_the_template_of_a_reward_model_is_tried_on_the_prompts_that_it_scores_a
         with pytest.raises(DatasetError, match="rewards.model.template.*needs a text") if count else nullcontext():
             scorer.check(PROMPTS)
         assert seen.pop() == count
+
+
+def test_a_process_of_a_reward_that_is_replaced_is_an_event(tmp_path: Path) -> None:
+    class OddScorer(Scorer):
+        def text(self, response_ids: list[int]) -> str:
+            return "die"
+
+    reward = RewardConfig(function="tests.rewards.odd_rewards:behave")
+    scorer = OddScorer({"odd": reward}, None, events=EventLog(tmp_path))  # type: ignore[arg-type]
+    [group] = generated(worker(1, scorer=scorer), 1)
+    scorer.close()
+    assert group.drop_reason == "reward_raised"
+    (event,) = map(json.loads, (tmp_path / EVENTS_FILE).read_text().splitlines())
+    assert (event["component"], event["event"]) == ("rewards.odd", "process replaced")
+    assert "died with exit code 7" in event["message"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from roll.configs.errors import RunError, RunInterrupted
 from roll.configs.pipeline import BaseConfig, RLVRConfig
 from roll.distributed.protocol import DataProto
+from roll.distributed.remote_errors import PROCESS_DIED, TIMEOUT, ClusterError
 from roll.distributed.weight_sync.report import UpdateReport
 from roll.pipeline.checkpoint import CheckpointManager
 from roll.pipeline.run import run as run_whole
@@ -449,6 +451,66 @@ def test_a_disk_that_fills_up_while_a_checkpoint_is_written_ends_the_run_with_it
     with pytest.raises(DiskFullError, match="checkpoints/step-000001: more than"):
         asyncio.run(TrainingLoop(config_in(small_disk, save_steps=1), parts, parts, parts, Lines()).run())
     assert list((small_disk / "checkpoints").iterdir()) == []
+
+
+class Failing(Counting):
+    """Its second step fails while the checkpoint of the first is being written, which takes `writes_s`."""
+
+    def __init__(self, error: Exception, writes_s: float) -> None:
+        super().__init__()
+        self.error, self.writes_s = error, writes_s
+
+    async def saved(self) -> float:
+        await asyncio.sleep(self.writes_s)
+        return 0.0
+
+    async def learn(self, batch: SampleBatch, step: int, clock: StepClock) -> dict[str, float]:
+        if step == 2:
+            await asyncio.sleep(0.02)
+            raise self.error
+        return await super().learn(batch, step, clock)
+
+
+def failed_update(role: str) -> RuntimeError:
+    """The error of a weight update whose last attempt failed for want of an answer of `role`."""
+    error = RuntimeError("weight update failed")
+    error.__cause__ = ClusterError(role, "fill_bucket", 0, TIMEOUT, "no answer")
+    return error
+
+
+@pytest.mark.parametrize(
+    "error", [ClusterError("actor_train", "train_step", 0, PROCESS_DIED, "gone"), failed_update("actor_train")]
+)
+def test_a_checkpoint_that_a_failed_trainer_would_have_to_write_is_not_waited_for(tmp_path, error, caplog):
+    parts, began = Failing(error, 60.0), time.monotonic()
+    with pytest.raises(type(error)):
+        asyncio.run(TrainingLoop(config_in(tmp_path, save_steps=1), parts, parts, parts, Lines()).run())
+    assert time.monotonic() - began < 30
+    assert "the last checkpoint was not completed: the trainer failed while it was written" in caplog.text
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000001.partial"]
+
+
+@pytest.mark.parametrize(
+    ("error", "writes_s"),
+    [
+        (ClusterError("actor_train", "train_step", 0, PROCESS_DIED, "gone"), 0.0),
+        (ClusterError("actor_train", "train_step", 0, "ValueError", "wrong"), 0.2),
+        (failed_update("actor_infer"), 0.2),
+    ],
+)
+def test_a_checkpoint_that_is_written_or_will_be_is_completed_after_a_failure(tmp_path, error, writes_s):
+    parts = Failing(error, writes_s)
+    with pytest.raises(type(error)):
+        asyncio.run(TrainingLoop(config_in(tmp_path, save_steps=1), parts, parts, parts, Lines()).run())
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
+
+
+def test_every_line_after_a_restart_of_the_run_counts_it(tmp_path):
+    parts, lines = Counting(), Lines()
+    loop = TrainingLoop(config_in(tmp_path, max_steps=2), parts, parts, parts, lines)
+    loop.restarts = 2
+    asyncio.run(loop.run())
+    assert [metrics["faults/run_restarts"] for _, metrics in lines.lines] == [2, 2]
 
 
 def test_every_checkpoint_has_the_model_as_a_hugging_face_folder(tmp_path):

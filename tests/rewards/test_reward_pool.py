@@ -239,6 +239,23 @@ def test_idle_processes_that_are_killed_are_replaced():
     assert asyncio.run(run()) == [[0.5, 0.25]] * 2
 
 
+def test_every_process_that_is_replaced_is_reported_with_the_cause():
+    """One hangs, one dies in a call, and one without a call."""
+    causes: list[str] = []
+
+    async def run():
+        async with RewardPool(RewardConfig(function=ODD, timeout_s=2.0), causes.append) as pool:
+            await pool.score([RewardRequest(("hang",), "")])
+            await pool.score([RewardRequest(("die",), "")])
+            await pool.score([RewardRequest(("0.5",), "")])
+            await kill_workers(pool)
+            await pool.score([RewardRequest(("0.5",), "")])
+
+    asyncio.run(run())
+    assert "the call took longer than timeout_s = 2" in causes[0] and "died with exit code 7" in causes[1]
+    assert causes[2:] == ["its processes died without a call; starting them again"]
+
+
 def test_calls_that_wait_while_all_processes_die_are_made_again():
     async def run():
         async with RewardPool(RewardConfig(function=ODD, timeout_s=5.0, world_size=1)) as pool:

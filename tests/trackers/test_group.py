@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from roll.configs.pipeline import RLVRConfig
-from roll.trackers import make_trackers
+from roll.trackers import Tracker, TrackerGroup, make_trackers
 from roll.trackers.base import register_tracker
-from roll.trackers.files import read_metrics
+from roll.trackers.files import free_bytes, read_metrics
 
 
 def test_run_json_is_written_at_the_start_and_completed_at_the_end(config: RLVRConfig) -> None:
@@ -24,6 +25,38 @@ def test_run_json_is_written_at_the_start_and_completed_at_the_end(config: RLVRC
     trackers.close({"seconds": 1.5})
     assert json.loads(path.read_text())["summary"] == {"seconds": 1.5}
     assert [file.name for file in path.parent.iterdir()] == ["run.json"]
+
+
+def test_run_json_is_closed_to_other_users_from_the_start(config: RLVRConfig) -> None:
+    trackers = make_trackers(config)
+    path = Path(config.output_dir) / "run.json"
+    assert path.stat().st_mode & 0o777 == 0o600
+    trackers.close({"status": "finished"})
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_on_a_full_disk_run_json_gets_its_summary(config: RLVRConfig, small_disk: Path) -> None:
+    trackers = make_trackers(replace(config, output_dir=str(small_disk)))
+    (small_disk / "filler").write_bytes(bytes(free_bytes(small_disk) or 0))
+    summary = {"status": "failed", "validation": {str(step): {"val/score": 0.5} for step in range(100)}}
+    trackers.close(summary)
+    path = small_disk / "run.json"
+    assert json.loads(path.read_text())["summary"] == summary
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_tracker_that_cannot_be_closed_does_not_keep_the_summary_from_run_json(config: RLVRConfig) -> None:
+    class Broken(Tracker):
+        def log(self, step: int, metrics: Mapping[str, float]) -> None:
+            """Nothing is logged."""
+
+        def close(self) -> None:
+            raise OSError("no space left")
+
+    trackers = TrackerGroup(config, [Broken()])
+    with pytest.raises(OSError, match="no space left"):
+        trackers.close({"status": "failed"})
+    assert json.loads((Path(config.output_dir) / "run.json").read_text())["summary"] == {"status": "failed"}
 
 
 def test_metrics_jsonl_has_every_step_for_any_logging_steps(config: RLVRConfig, capsys) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from roll.configs.errors import RunError
-from roll.trackers.files import DiskFullError, JsonlTracker, is_disk_full, read_metrics, write_whole
+from roll.trackers.files import DiskFullError, JsonlTracker, is_disk_full, read_metrics, write_in_place, write_whole
 
 
 @pytest.fixture
@@ -89,6 +89,14 @@ def test_a_file_that_does_not_fit_leaves_the_one_before(small_disk: Path) -> Non
     with pytest.raises(DiskFullError, match=f"{path}"):
         write_whole(path, lambda file: file.write("x" * 2**21))
     assert path.read_text() == "before" and [each.name for each in small_disk.iterdir()] == ["run.json"]
+
+
+def test_a_text_that_does_not_fit_in_the_place_of_another_changes_nothing(small_disk: Path) -> None:
+    path = small_disk / "run.json"
+    path.write_text("before")
+    with pytest.raises(DiskFullError, match=f"{path}"):
+        write_in_place(path, "x" * 2**21)
+    assert path.read_text() == "before"
 
 
 def test_a_file_that_cannot_be_written_is_explained(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from roll.distributed.env_pool.types import (
     StepResult,
 )
 from roll.distributed.env_pool.workers import EnvWorkerPool, RayEnvWorker
+from roll.distributed.events import EventLog
 
 CAPACITY = 256
 """Environments of one worker by default; each may need a thread."""
@@ -61,6 +62,7 @@ class EnvPool:
         log: str | None = None,
         variables: Mapping[str, str] | None = None,
         launch: Callable[[], EnvWorker] | None = None,
+        events: EventLog | None = None,
     ) -> None:
         """Starts no worker; workers start with `start` or the first `open`.
 
@@ -72,9 +74,10 @@ class EnvPool:
             log: file for what the workers print, or None.
             variables: environment variables of the workers.
             launch: starts a worker without waiting for it; None starts a Ray actor.
+            events: log of the workers that are replaced.
         """
         launch = launch or (lambda: RayEnvWorker(capacity, log, variables or {}))
-        self._workers = EnvWorkerPool(workers, capacity, start_timeout_s, launch)
+        self._workers = EnvWorkerPool(workers, capacity, start_timeout_s, launch, events)
         self._step_timeout_s = step_timeout_s
         self._keys = itertools.count()
         self._closing: dict[int, asyncio.Task[None]] = {}

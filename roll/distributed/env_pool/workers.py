@@ -17,6 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from roll.distributed.env_pool.server import EnvActor
 from roll.distributed.env_pool.types import EnvWorker, EnvWorkerError
+from roll.distributed.events import REPLACEMENT_INTERVAL_S, EventLog
 from roll.distributed.processes import END_TIMEOUT_S, descendants, end, thread_environment
 from roll.distributed.remote_errors import RAY_GUESSES
 from roll.distributed.rpc_batching import rpc_client
@@ -46,7 +47,14 @@ class EnvWorkerPool:
         closed: `close` was called; there are no workers and none will be started.
     """
 
-    def __init__(self, size: int, capacity: int, start_timeout_s: float, launch: Callable[[], EnvWorker]) -> None:
+    def __init__(
+        self,
+        size: int,
+        capacity: int,
+        start_timeout_s: float,
+        launch: Callable[[], EnvWorker],
+        events: EventLog | None = None,
+    ) -> None:
         """Starts no worker.
 
         Args:
@@ -54,7 +62,9 @@ class EnvWorkerPool:
             capacity: environments that one worker holds.
             start_timeout_s: deadline for the start of a worker, and for an environment to get a worker.
             launch: starts a worker without waiting for it.
+            events: log of the workers that are replaced, which are logged otherwise.
         """
+        self._events = events
         self._size, self._capacity, self._start_timeout_s, self._launch = size, capacity, start_timeout_s, launch
         self._states: dict[int, _WorkerState] = {}
         self._worker_of: dict[int, int] = {}
@@ -131,6 +141,7 @@ class EnvWorkerPool:
         if index is None:
             return
         self._states[index].phase = "retired"
+        self._record(f"{index} has a call that hangs; another one takes its place")
         self.release(key)
         self._launch_missing()
 
@@ -141,7 +152,7 @@ class EnvWorkerPool:
         """
         if index not in self._states:
             return
-        logger.error("environment worker %d died: %s", index, reason)
+        self._record(f"{index} died: {reason}; another one takes its place")
         for key in self._states[index].envs:
             del self._worker_of[key]
         if index in self._starting:
@@ -164,6 +175,13 @@ class EnvWorkerPool:
         """Raises RuntimeError after `close`."""
         if self.closed:
             raise RuntimeError("the pool of environments is closed")
+
+    def _record(self, message: str) -> None:
+        component = "environment worker"
+        if self._events is None:
+            logger.error("%s %s", component, message)
+        else:
+            self._events.record(component, "replaced", message, interval_s=REPLACEMENT_INTERVAL_S)
 
     def _launch_missing(self) -> None:
         present = sum(state.phase != "retired" for state in self._states.values())

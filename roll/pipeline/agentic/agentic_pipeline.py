@@ -9,6 +9,7 @@ from roll.configs.agentic import AgenticConfig
 from roll.datasets.templates import ConversationEncoder
 from roll.distributed.env_pool.pool import EnvPool
 from roll.distributed.env_pool.types import EnvSpec
+from roll.distributed.events import EventLog
 from roll.distributed.processes import log_file, process_environment
 from roll.envs import make_env
 from roll.pipeline.agentic.agentic_worker import AgenticWorker
@@ -71,6 +72,7 @@ def make_agentic_worker(
         capacity=max(manager.max_env_num_per_worker or manager.environments for manager in managers),
         log=log_file(config, "environments"),
         variables=process_environment(config, threads=1),
+        events=EventLog(config.output_dir),
     )
     runner = RolloutRunner(
         engines,

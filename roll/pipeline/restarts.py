@@ -1,0 +1,163 @@
+"""A run over all of its starts: its training loop while it runs, and what happens between two starts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from roll.configs.pipeline import BaseConfig
+from roll.configs.trackers import METRICS_FILE
+from roll.distributed.events import EventLog
+from roll.distributed.remote_errors import ClusterError, one_line
+from roll.pipeline.checkpoint import CheckpointError, checkpoints_of, step_of
+from roll.pipeline.health import INTERVAL_S, Health, read_in_time
+from roll.pipeline.session import Session
+from roll.pipeline.training_loop import TrainingLoop
+from roll.trackers.files import RUN_FILE, read_metrics
+
+DRIVER = "driver"
+"""Component of events about the whole run."""
+
+RESTARTING = "restarting"
+"""Status in run.json between two starts."""
+
+
+class RunningLoop:
+    """The training loop of a run, while it runs; before and after it nothing of it is called.
+
+    Attributes:
+        interrupted: whether the run was asked to end, so that it does not start again.
+        restarts: starts after the first.
+        first_step: finished steps when this start began to train.
+        last_step: finished steps when the training loop ended.
+    """
+
+    def __init__(self) -> None:
+        self.interrupted = False
+        self.restarts = self.first_step = self.last_step = 0
+        self._loop: TrainingLoop | None = None
+        self._ended = False
+        self._failed_at: float | None = None
+        self._last: Health = {"stage": "starting"}
+
+    def starting(self) -> None:
+        """The run starts, maybe again."""
+        self._loop, self._ended = None, False
+
+    def begin(self, loop: TrainingLoop) -> None:
+        """The loop trains from now on."""
+        self._loop = loop
+        self.first_step = self.last_step = loop.state.step
+
+    async def end(self) -> None:
+        """Keeps the last health, since Ray would start again for a call after the run has ended it."""
+        if self._loop is not None:
+            self.last_step = self._loop.state.step
+            self._last, self._loop, self._ended = await read_in_time(self._loop.health, INTERVAL_S), None, True
+
+    async def health(self) -> Health:
+        """The health of the loop."""
+        return self._last if self._loop is None else await self._loop.health()
+
+    def stop(self, task: asyncio.Task[Any]) -> None:
+        """Ends the run that `task` runs: after its step, before its first step at once; it may be ending already."""
+        self.interrupted = True
+        if not self._ended and (self._loop is None or not self._loop.stop()):
+            task.cancel()
+
+    def starts_again_after(self, error: BaseException, session: Session) -> bool:
+        """Whether the run starts again after this error."""
+        failed = isinstance(error, ClusterError) and error.process_failed
+        return failed and session.may_start_again and not self.interrupted
+
+    def failed(self, cause: str) -> None:
+        """A process of the run has failed, and the run will start again."""
+        self.starting()
+        self.restarts += 1
+        self._failed_at = time.monotonic()
+        self._last = {"stage": "starting again", "cause": cause}
+
+    def seconds_down(self) -> float | None:
+        """Seconds since that failure, once; None where there was none."""
+        failed_at, self._failed_at = self._failed_at, None
+        return None if failed_at is None else time.monotonic() - failed_at
+
+    def continue_at(self, step: int) -> int:
+        """The next start begins with so many finished steps; returns how many steps are repeated."""
+        repeated = max(0, self.last_step - step)
+        self.first_step = self.last_step = step
+        return repeated
+
+
+async def start_again(
+    config: BaseConfig, session: Session, running: RunningLoop, error: ClusterError, events: EventLog
+) -> BaseConfig:
+    """Records the failure of a process and chooses where the run goes on: the configuration of its next start.
+
+    Raises:
+        CheckpointError: all checkpoints are damaged; the message begins with the failure.
+    """
+    component = f"{error.role}-{error.rank}"
+    cause = f"failed in {error.method}: {one_line(error).removeprefix(f'{component}: ')}"
+    events.record(component, "failed", cause)
+    running.failed(f"{component} {cause}")
+    saved = None
+    if session.resumed:
+        try:  # on a thread, since checksums of large checkpoints take minutes
+            saved = await asyncio.to_thread(checkpoints_of(config).resume_path, True)
+        except CheckpointError as damaged:
+            message = f"{component} {cause}; the run cannot start again: {damaged}"
+            raise CheckpointError(message) from error
+    repeated = running.continue_at(running.first_step if saved is None else step_of(saved))
+    events.record(
+        DRIVER,
+        "run restarted",
+        f"starts the run again {_starting_point(config, session, saved)} "
+        f"(restart {running.restarts} of {config.max_restarts}); finished steps that are repeated: {repeated}",
+        steps_lost=repeated,
+    )
+    return config if saved is None else replace(config, resume_from_checkpoint=str(saved))
+
+
+def record_training_again(running: RunningLoop, events: EventLog) -> None:
+    """Records how long it took from the failure of a process until the run trains again; nothing in its first start."""
+    seconds = running.seconds_down()
+    if seconds is not None:
+        events.record(DRIVER, "training again", f"trains again after {seconds:.1f} s", seconds, logging.INFO)
+
+
+def record_killed_driver(config: BaseConfig, checkpoint: Path, events: EventLog) -> None:
+    """Records that the run goes on from a checkpoint of its own after its driver was killed.
+
+    Then run.json, which this start has not replaced yet, does not say how the run ended.
+    """
+    folder = Path(config.output_dir)
+    if checkpoint.resolve() not in [path.resolve() for path in checkpoints_of(config).complete()]:
+        return
+    try:
+        summary = json.loads((folder / RUN_FILE).read_text())["summary"]
+        if summary is not None and summary["status"] != RESTARTING:
+            return
+        finished = max((int(line["step"]) for line in read_metrics(folder / METRICS_FILE)), default=0)
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    repeated = max(0, finished - step_of(checkpoint))
+    message = f"goes on from {checkpoint}; the one before was killed; finished steps that are repeated: {repeated}"
+    events.record(DRIVER, "resumed after it was killed", message, steps_lost=repeated)
+
+
+def _starting_point(config: BaseConfig, session: Session, checkpoint: Path | None) -> str:
+    if checkpoint is None and isinstance(config.resume_from_checkpoint, str):
+        point = f"from {config.resume_from_checkpoint} again, since it has no checkpoint of its own"
+    elif not session.resumed:
+        point = "as before, since it had not begun to train"
+    elif checkpoint is None:
+        point = "from the beginning, since it has no checkpoint"
+    else:
+        point = f"from {checkpoint}"
+    return f"{point} with the engines that run" if session.kept else point
