@@ -20,6 +20,8 @@ from roll.rewards.calling import RewardOutcome, RewardRequest
 from roll.rewards.containment import COUNT_INTERVAL_S, takes_more_than
 from roll.rewards.pool import RewardPool
 
+pytestmark = pytest.mark.slow
+
 FUNCTION = "tests.rewards.hostile_rewards:score"
 SOUND = "0.5"
 
