@@ -286,10 +286,10 @@ class WeightSynchronizer:
         await self._monitor.restart_dead()
         self._transport.engines = self._alive(before)
         then = await self._clean_up("disconnect", self._transport.disconnect, causes)
-        if then is not None and self._trainer_failed(then):
+        if then is not None and self._trainer_died(then):
+            raise then
+        if then is not None and self._trainer_failed(then) and not self._trainer_failed(error):
             error = then
-        if self._trainer_died(error):
-            raise error
         await self._monitor.restart_unresponsive(min(self._config.sync_timeout_s, self._config.health_check_timeout_s))
         self._transport.engines = self._alive(before)
         return self._monitor.failures > failures or {*self._transport.engines} != before, error
