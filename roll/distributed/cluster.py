@@ -34,7 +34,7 @@ from roll.distributed.processes import (
     print_to,
     process_environment,
 )
-from roll.distributed.remote_call import RemoteCall, ShardsClient, check_length
+from roll.distributed.remote_call import RemoteCall, ShardsClient, check_length, retrieve_error
 from roll.distributed.remote_errors import PROCESS_DIED, CallContext, ClusterError, Failure
 from roll.distributed.rpc_batching import ClusterClient, RpcActor, RpcServer
 from roll.distributed.worker import Worker, WorkerRank, registered_methods
@@ -112,7 +112,7 @@ class Cluster(Generic[WorkerT]):
             [self._start(rank, node) for node in range(len(slots))] for rank, slots in enumerate(self._slots)
         ]
         self._actors = [actors[0] for actors in self._processes]
-        self._local: list[psutil.Process] = []
+        self._local: dict[tuple[int, int], psutil.Process] = {}
         self._process_ids: list[int] = []
         self._built = self._ended = False
 
@@ -207,22 +207,24 @@ class Cluster(Generic[WorkerT]):
             NodeLostError: there is no node to start it on.
         """
         await asyncio.to_thread(self._require_nodes, rank)
-        old, actor = self._process_ids[rank], self._actors[rank]
-        children = [child for process in self._local if process.pid == old for child in descendants(process)]
+        old, actor, local = self._process_ids[rank], self._actors[rank], self._local.get((rank, 0))
+        children = [] if local is None else descendants(local)
         if responsive:
             closing = asyncio.wrap_future(actor.call.remote("close", False).future())
+            closing.add_done_callback(retrieve_error)
             await asyncio.wait([closing], timeout=CLOSE_TIMEOUT_S)
-        if children:
-            kill(old)  # Ray starts the process again by itself
-        else:
+        if local is None:
             self._kill_on_its_node(rank, old)
+        else:
+            with contextlib.suppress(psutil.NoSuchProcess):  # also where another process has its id by now
+                local.kill()  # Ray starts the process again by itself
         await asyncio.to_thread(end, children)
         until = time.monotonic() + self._pipeline_config.start_timeout_s
         while (started := await self._restarted_process(rank, until)) == old:
             await asyncio.sleep(RESTART_POLL_S)
         self._process_ids[rank] = started
-        if children:
-            self._local = [process for process in self._local if process.pid != old] + [psutil.Process(started)]
+        if local is not None:
+            self._local[rank, 0] = psutil.Process(started)
         port = self.ranks[0].master_port
         known = self._worker_rank(rank, 0, port)
         built = actor.build.remote(self._worker_cls, known.environment(), known, self.config, self._pipeline_config)
@@ -297,6 +299,11 @@ class Cluster(Generic[WorkerT]):
         return self.shards_client().call_ranks(name, dict.fromkeys(ranks, arguments), ranks, keywords)
 
     @property
+    def local_processes(self) -> dict[int, psutil.Process]:
+        """The process of each rank that is on this node, once the workers were made."""
+        return {rank: process for (rank, node_rank), process in self._local.items() if node_rank == 0}
+
+    @property
     def platform(self) -> str:
         """Name of the platform its devices are on."""
         return self._resources.platform_name
@@ -312,12 +319,12 @@ class Cluster(Generic[WorkerT]):
         timeout_s = self._pipeline_config.start_timeout_s
         started = self._call_all_processes("start", lambda actor, *_: actor.process_id.remote())
         self._process_ids = [processes[0] for processes in started]
-        self._local = [
-            psutil.Process(process)
-            for slots, processes in zip(self._slots, started, strict=True)
-            for slot, process in zip(slots, processes, strict=True)
-            if self._resources.nodes[slot.node].node_id == self._resources.this_node
-        ]
+        self._local = {
+            (rank, node): psutil.Process(process)
+            for rank, processes in enumerate(started)
+            for node, process in enumerate(processes)
+            if self._resources.nodes[self._slots[rank][node].node].node_id == self._resources.this_node
+        }
         address = self._resources.nodes[self._slots[0][0].node].address
         held = RemoteCall(self._context("hold_port", 0), [self._actors[0].hold_port.remote(address)], list, timeout_s)
         port: int = held.get()[0]
@@ -385,6 +392,10 @@ class Cluster(Generic[WorkerT]):
         plural = "s" if len(slots) > 1 else ""
         return f"node{plural} {nodes}, devices {spans(devices)}, log{plural} {' and '.join(logs)}"
 
+    def died(self, rank: int, text: str) -> ClusterError:
+        """The error of a rank whose process was found dead, without a call that failed."""
+        return self._context("watch", rank).died(rank, text)
+
     def client(self) -> ClusterClient[WorkerT]:
         """A picklable client with which other processes call single ranks."""
         self._build()
@@ -403,7 +414,7 @@ class Cluster(Generic[WorkerT]):
         if self._ended:
             return
         self._ended = True
-        children = [child for process in self._local for child in descendants(process)]
+        children = [child for process in self._local.values() for child in descendants(process)]
         actors = [actor for row in self._processes for actor in row]
         closing = [actor.call.remote("close", False) for actor in actors] if self._built else []
         if closing:

@@ -212,6 +212,14 @@ class EngineMonitor:
         """
         await self._wait(lambda: bool(self.started))
 
+    async def wait_until_lost(self) -> None:
+        """Waits until no engine serves and none will.
+
+        Raises:
+            EnginesLostError: that is so.
+        """
+        await self._wait(lambda: False)
+
     async def _wait(self, reached: Callable[[], bool]) -> None:
         async with self._changed:
             await self._changed.wait_for(lambda: reached() or self._all_lost)
@@ -258,21 +266,23 @@ class EngineMonitor:
         interval_s, timeout_s = self._config.health_check_interval_s, self._config.health_check_timeout_s
         while True:
             try:
-                if engine in self._running:
-                    await self._check(engine, timeout_s, watch_s=interval_s)
-                    await asyncio.sleep(0)
+                if engine in self._running and await self._check(engine, timeout_s, watch_s=interval_s):
+                    await asyncio.sleep(0)  # the check has lasted for the interval
                     continue
             except Exception as error:
                 logger.warning("%s: its health could not be checked: %s", self._name(engine), one_line(error))
             await self._sleep(interval_s)
 
-    async def _check(self, engine: int, timeout_s: float | None, watch_s: float = 0.0) -> None:
+    async def _check(self, engine: int, timeout_s: float | None, watch_s: float = 0.0) -> bool:
         """Restarts an engine that died, that is stopped, or that does not answer in time.
 
         Args:
             engine: to check.
             timeout_s: for its answer; None waits for none.
             watch_s: for so long after the answer its death is noticed at once.
+
+        Returns:
+            Whether it passed the check.
         """
         updates = self._updates
         try:
@@ -282,6 +292,8 @@ class EngineMonitor:
             died = error.kind in (PROCESS_DIED, EngineNotRunningError.__name__)
             if died or not (self._updating or updates != self._updates):
                 await self.failed(engine, one_line(error), responsive=not error.process_failed)
+            return False
+        return True
 
     async def _restart(self, engine: int, responsive: bool) -> None:
         """Restarts an engine until it has started, or no restart is left."""

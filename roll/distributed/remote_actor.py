@@ -27,7 +27,11 @@ CONCURRENT_CALLS = 100
 
 
 class RemoteActor(Generic[ObjectT]):
-    """Runs `make(*args)` on the driver's node; coroutines of the object are called by reference, concurrently."""
+    """Runs `make(*args)` on the driver's node; coroutines of the object are called by reference, concurrently.
+
+    Attributes:
+        process: in which the object is.
+    """
 
     def __init__(
         self,
@@ -55,7 +59,10 @@ class RemoteActor(Generic[ObjectT]):
         self._log = log_file(config, name)
         self._actor = self._start()
         started: RemoteCall[int] = self._remote_call("start", self._actor.process_id.remote(), config.start_timeout_s)
-        self._process = psutil.Process(started.get())
+        try:
+            self.process = psutil.Process(started.get())
+        except psutil.NoSuchProcess as error:
+            raise self._context("start").died(0, "the process died as soon as it had started") from error
         self._built: RemoteCall[None] = self._remote_call(
             "build", self._actor.build.remote(make, {}, *args, **kwargs), config.start_timeout_s
         )
@@ -93,11 +100,13 @@ class RemoteActor(Generic[ObjectT]):
         if self._ended:
             return
         self._ended = True
-        processes = descendants(self._process)
+        processes = descendants(self.process)
         ray.wait([self._actor.call.remote("close", False)], timeout=CLOSE_TIMEOUT_S)
         ray.kill(self._actor)
         end(processes)
 
     def _remote_call(self, method: str, answer: ray.ObjectRef[Any], timeout_s: float) -> RemoteCall[Any]:
-        context = CallContext(self._name, method, {0: f"log {self._log}"})
-        return RemoteCall(context, [answer], lambda answers: answers[0], timeout_s)
+        return RemoteCall(self._context(method), [answer], lambda answers: answers[0], timeout_s)
+
+    def _context(self, method: str) -> CallContext:
+        return CallContext(self._name, method, {0: f"log {self._log}"})

@@ -142,7 +142,7 @@ class RemoteCall(Generic[T]):
     async def _wait(self) -> T:
         waits = {rank: asyncio.wrap_future(_future(ref)) for rank, ref in self._refs.items()}
         for wait in waits.values():
-            wait.add_done_callback(_read)
+            wait.add_done_callback(retrieve_error)
         answers: dict[int, Any] = {}
         while len(answers) < len(waits):
             open_ranks = [rank for rank in waits if rank not in answers]
@@ -176,7 +176,7 @@ def _future(ref: ray.ObjectRef[Any]) -> Future[Any]:
     return ref.future()
 
 
-def _read(wait: asyncio.Future[Any]) -> None:
+def retrieve_error(wait: asyncio.Future[Any]) -> None:
     """Retrieves the error of a call, also if its caller was cancelled: asyncio logs an error that is not retrieved."""
     if not wait.cancelled():
         wait.exception()

@@ -68,6 +68,7 @@ def ray_failure(rank: int, error: BaseException) -> Failure:
     died = isinstance(error, ray.exceptions.RayActorError)
     kind = PROCESS_DIED if died else type(error).__name__
     text = RAY_GUESSES.split(str(error))[0].rstrip() if died else str(error)
+    text = text or kind
     return Failure(rank, time.time(), kind, text.splitlines()[0], text)
 
 
@@ -125,6 +126,10 @@ class CallContext:
         lines.extend(f"then rank {f.rank}: {f.kind}: {f.message}" for f in others)
         cause = " ".join(first.message.split())
         return ClusterError(self.role, self.method, first.rank, first.kind, "\n".join(lines), cause)
+
+    def died(self, rank: int, text: str) -> ClusterError:
+        """The error of a process that was found dead, without a call that failed."""
+        return self.failed([Failure(rank, time.time(), PROCESS_DIED, text, text)])
 
     def timed_out(self, ranks: Sequence[int], seconds: float) -> ClusterError:
         """The error of a call that these ranks did not answer in time."""

@@ -37,6 +37,11 @@ from tests.configs.samples import refusal, rlvr
         (["async_training.max_queue_size=7"], "async_training.max_queue_size: 7 samples cannot hold 1 batch(es)"),
         (["async_training.batch_deadline_s=5"], "async_training.batch_deadline_s: 5 ends the run before"),
         (
+            ["health_check_interval_s=900", "rpc_timeout_s=600"],
+            "health_check_interval_s: 900 s is the duration of a health check, which rpc_timeout_s 600 s would end as "
+            "if the engine did not answer; use less than 600, such as 2",
+        ),
+        (
             ["rewards.math_rule.query_filter_config.type=mean_filter"],
             "query_filter_config.type: mean_filter without thresholds drops nothing; give filter_args",
         ),
@@ -70,6 +75,13 @@ def test_contradicting_bounds_are_refused(tmp_path: Path, overrides: list[str], 
 def test_a_drain_that_may_exceed_the_sync_timeout_is_a_warning(tmp_path: Path) -> None:
     warnings = check(rlvr(tmp_path, "in_flight_policy=drain")).warnings
     assert any("drain first waits for requests of up to" in str(warning) for warning in warnings)
+
+
+def test_a_health_check_that_a_shorter_timeout_ends_is_a_warning(tmp_path: Path) -> None:
+    message = "health_check_timeout_s: 120 s and health_check_interval_s 2 s are longer than rpc_timeout_s 100 s"
+    [warning] = [str(each) for each in check(rlvr(tmp_path, "rpc_timeout_s=100")).warnings if message in str(each)]
+    assert "use at most 98, or a higher rpc_timeout_s" in warning
+    assert "health_check" not in str(check(rlvr(tmp_path, "rpc_timeout_s=122")).warnings)
 
 
 def test_submission_interval_without_background_generation_is_a_warning(tmp_path: Path) -> None:

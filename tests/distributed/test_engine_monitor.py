@@ -220,6 +220,27 @@ def test_a_late_answer_during_a_weight_update_is_no_failure_but_a_death_is(tmp_p
     asyncio.run(scenario())
 
 
+def test_an_engine_whose_check_fails_during_a_weight_update_is_checked_again_after_the_interval(tmp_path: Path) -> None:
+    engines = FailingEngines(1)
+    engines.fail(0, "check_health", "EngineError", "busy")
+    waits: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        await asyncio.sleep(60 if len(waits) == 3 else 0)
+
+    monitor = monitor_of(engines, tmp_path, sleep=sleep)
+
+    async def scenario() -> None:
+        with monitor.updating():
+            monitor.start()
+            await run_tasks()
+        await monitor.close()
+
+    asyncio.run(scenario())
+    assert len(waits) == 3 and not engines.restarts
+
+
 def test_a_restart_that_fails_is_repeated_until_the_limit_and_the_run_ends_with_the_first_cause(tmp_path: Path) -> None:
     engines = FailingEngines(1)
     engines.fail(0, "start_again", "EngineError", "out of memory")

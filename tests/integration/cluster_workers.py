@@ -72,6 +72,11 @@ class AsyncEcho(Worker):
     """Calls that run concurrently."""
 
     concurrent = True
+    restartable = True
+
+    @register()
+    async def spawn(self) -> int:
+        return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
 
     @register()
     async def meet(self, name: str) -> float:

@@ -21,7 +21,8 @@ from roll.configs.parallel_layout import ParallelLayout
 from roll.configs.pipeline import BaseConfig
 from roll.configs.roles import RoleConfig
 from roll.distributed.cluster import Cluster
-from roll.distributed.remote_errors import ClusterError, deadline_scope
+from roll.distributed.remote_actor import RemoteActor
+from roll.distributed.remote_errors import PROCESS_DIED, ClusterError, deadline_scope
 from roll.distributed.resources import ResourceError, ResourceManager, start_ray, stop_ray
 
 pytestmark = pytest.mark.integration
@@ -129,9 +130,37 @@ def test_a_dead_rank_is_named_and_shutdown_leaves_no_process(config: BaseConfig,
     own = cluster.call_all(Echo.process_id).get()
     with pytest.raises(ClusterError) as caught:
         cluster.call_all(Echo.die, 3).get()
-    assert (caught.value.rank, caught.value.kind) == (3, "ProcessDied")
+    assert (caught.value.rank, caught.value.kind) == (3, PROCESS_DIED)
     cluster.shutdown()
     assert not [pid for pid in own + children if psutil.pid_exists(pid)]
+
+
+def test_the_process_that_replaces_a_dead_one_is_ended_with_its_children(
+    config: BaseConfig, resources: ResourceManager
+) -> None:
+    cluster = Cluster("side", AsyncEcho, RoleConfig(device_mapping=[4]), config, resources, ParallelLayout())
+    cluster.initialize().get()
+    first = cluster.local_processes[0]
+    first.kill()
+    first.wait(10)
+    for responsive in (False, True):
+        asyncio.run(cluster.restart(0, responsive))
+        [child] = cluster.call_all(AsyncEcho.spawn).get()
+        assert cluster.local_processes[0].pid == psutil.Process(child).ppid()
+    cluster.shutdown()
+    assert not psutil.pid_exists(child)
+
+
+def test_a_remote_actor_that_dies_as_soon_as_it_has_started_is_a_dead_process(
+    config: BaseConfig, resources: ResourceManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(process_id: int) -> Any:
+        raise psutil.NoSuchProcess(process_id)
+
+    monkeypatch.setattr(psutil, "Process", gone)
+    with pytest.raises(ClusterError, match="died as soon as it had started") as caught:
+        RemoteActor("rollouter", config, {}, list)
+    assert caught.value.kind == PROCESS_DIED
 
 
 def test_devices_that_do_not_fit_fail_at_once_with_the_table(resources: ResourceManager) -> None:

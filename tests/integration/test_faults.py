@@ -108,9 +108,9 @@ def test_the_only_engine_of_a_synchronous_run_dies_and_is_waited_for(inputs, tmp
     assert kinds == ["failed", "restarted", "serving again"] * 2
 
 
-def test_a_dead_rollout_process_is_replaced_and_a_dead_trainer_starts_the_run_again(inputs, tmp_path):
+def test_a_dead_rollout_process_is_replaced_and_a_dead_or_stopped_trainer_starts_the_run_again(inputs, tmp_path):
     """The checkpoint of step 6 is damaged before the trainer dies, so the run goes on from that of step 3."""
-    faults = ["5 kill rollouter", "9 spoil checkpoint", "9 kill actor_train-0 in_update"]
+    faults = ["5 kill rollouter", "9 spoil checkpoint", "9 kill actor_train-0 in_update", "11 stop actor_train-0"]
     steps = run_with_faults(
         inputs, tmp_path, faults, async_generation_ratio=1, actor_infer__device_mapping=[1], save_steps=3
     )
@@ -126,7 +126,10 @@ def test_a_dead_rollout_process_is_replaced_and_a_dead_trainer_starts_the_run_ag
         ("driver", "run restarted"),
         ("driver", "training again"),
         ("actor_infer-0", "serving again"),
+        ("actor_train-0", "killed"),
+        ("actor_train-0", "run restarted"),
+        ("actor_infer-0", "serving again"),
     ]
     assert steps[-1]["faults/run_restarts"] == 1
     assert "step-000003 with the engines that run (restart 1 of 3)" in output
-    assert output.count("actor_infer on 1 device") == 1 and output.count("actor_train on 1 device") == 2
+    assert output.count("actor_infer on 1 device") == 1 and output.count("actor_train on 1 device") == 3

@@ -22,6 +22,7 @@ def check_asynchronous(config: RLConfig, report: Report) -> None:
     _check_repeatable(config, report)
     _check_queue(config, report)
     _check_waits(config, report)
+    _check_health_checks(config, report)
     if isinstance(config, RLVRConfig):
         for name, reward in config.rewards.items():
             path = f"rewards.{name}.query_filter_config"
@@ -102,6 +103,23 @@ def _check_waits(config: RLConfig, report: Report) -> None:
             "sync_timeout_s",
             f"{config.sync_timeout_s:g} s limits a weight update, and in_flight_policy drain first waits for "
             f"requests of up to actor_infer.generation_timeout_s {longest:g} s; use at least that",
+        )
+
+
+def _check_health_checks(config: RLConfig, report: Report) -> None:
+    interval, timeout, limit = config.health_check_interval_s, config.health_check_timeout_s, config.rpc_timeout_s
+    if interval >= limit:
+        report.error(
+            "health_check_interval_s",
+            f"{interval:g} s is the duration of a health check, which rpc_timeout_s {limit:g} s would end as if the "
+            f"engine did not answer; use less than {limit:g}, such as {min(2.0, limit / 2):g}",
+        )
+    elif interval + timeout > limit:
+        report.warn(
+            "health_check_timeout_s",
+            f"{timeout:g} s and health_check_interval_s {interval:g} s are longer than rpc_timeout_s {limit:g} s, "
+            f"which ends a health check: an engine has less time to answer; use at most {limit - interval:g}, or a "
+            "higher rpc_timeout_s",
         )
 
 

@@ -7,6 +7,9 @@ that still do not answer. The next attempt begins the transaction again with the
 none, it waits until one has been restarted. An engine whose restart takes longer gets the weights in the next update,
 or earlier from `while_idle`, while the trainer is idle.
 
+The weights are lost with a training rank that died, and out of reach where one does not answer until the attempts are
+used up: the update ends with the error of that rank, so that the run starts again with new ones.
+
 The training ranks' side of each call is in `sender.py`, the engines' side in `receiver.py`.
 """
 
@@ -60,7 +63,11 @@ class WeightUpdateError(RuntimeError):
 
 
 class VerificationError(RuntimeError):
-    """The weights of an engine differ from the weights that were sent."""
+    """The weights of `engines` differ from the weights that were sent."""
+
+    def __init__(self, message: str, engines: Sequence[int]) -> None:
+        super().__init__(message)
+        self.engines = engines
 
 
 class WeightSynchronizer:
@@ -82,6 +89,7 @@ class WeightSynchronizer:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         devices: SharedDevices | None = None,
         monitor: EngineMonitor | None = None,
+        ends: Sequence[Callable[[], Coroutine[Any, Any, None]]] = (),
     ) -> None:
         """Connects nothing yet.
 
@@ -93,7 +101,9 @@ class WeightSynchronizer:
             sleep: waits between attempts; replaced in tests.
             devices: on which training ranks and engines take turns.
             monitor: of the engines; by default one that restarts dead engines when an attempt fails.
+            ends: each waits until a part of the run has failed for good, and raises its error; see `while_idle`.
         """
+        self._ends = ends
         self._devices = devices
         self._monitor = monitor or EngineMonitor(infer, config, EventLog(config.output_dir))
         self._version: int | None = None
@@ -127,12 +137,13 @@ class WeightSynchronizer:
 
         Raises:
             WeightUpdateError: every attempt failed; the message contains each cause.
-            ClusterError: a training rank died, and the weights with it.
+            ClusterError: a training rank died, or did not answer in the last attempt.
             EnginesLostError: no engine runs, and none is restarted.
         """
         start = time.perf_counter()
         causes: list[str] = []
         failed = 0
+        last: Exception
         while True:
             engines = await self._running_engines()
             restarted = not {*engines}.isdisjoint(self._monitor.started)
@@ -143,14 +154,13 @@ class WeightSynchronizer:
             except Exception as error:
                 if self._trainer_died(error):
                     raise
-                last = error
                 self._failures += 1
                 causes.append(f"attempt {len(causes) + 1}: {type(error).__name__}: {error}")
                 logger.warning("weight update to version %d: attempt %d: %s", version, len(causes), one_line(error))
-                engine_died = await self._recover_from_failed_attempt(causes)
+                engine_died, last = await self._recover_from_failed_attempt(error, causes)
                 if not engine_died:
                     failed += 1
-                if failed > self._config.max_sync_retries:
+                if failed > self._config.max_sync_retries and not await self._leave_out_unverified(last, engines):
                     break
                 await self._sleep(self._config.sync_retry_delay_s)
             else:
@@ -170,6 +180,8 @@ class WeightSynchronizer:
                 )
         abort = partial(self._infer.call_some, InferWorker.abort_update, self._transport.engines)
         await self._clean_up("abort", abort, causes)
+        if self._trainer_failed(last):
+            raise last
         state = "the engines are paused and not serving" if self.stale_weights else "no weights were sent"
         raise WeightUpdateError(
             f"weight update to version {version} failed in {len(causes)} attempt(s) (max_sync_retries); {state}\n"
@@ -180,8 +192,27 @@ class WeightSynchronizer:
         """The result of `work`, during which the trainer is idle; meanwhile restarted engines get the weights.
 
         Raises:
-            EnginesLostError: no engine runs, and none is restarted.
+            EnginesLostError: no engine of a role runs, and none is restarted.
+            ClusterError: a training rank died, or did not answer a weight update.
         """
+        return await self._unless_ended(self._with_updates(work))
+
+    async def _unless_ended(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`; earlier the error of a part of the run that has failed for good."""
+        task, ends = asyncio.ensure_future(work), [asyncio.ensure_future(end()) for end in self._ends]
+        try:
+            await asyncio.wait([task, *ends], return_when=asyncio.FIRST_COMPLETED)
+            for end in ends:
+                if end.done():
+                    end.result()
+            return await task
+        finally:
+            for each in (task, *ends):
+                each.cancel()
+            await asyncio.gather(task, *ends, return_exceptions=True)
+
+    async def _with_updates(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`; restarted engines get the weights meanwhile."""
         task = asyncio.ensure_future(work)
         try:
             while not task.done():
@@ -216,8 +247,10 @@ class WeightSynchronizer:
             self._failures += 1
             causes = [f"{type(error).__name__}: {error}"]
             logger.warning("restarted engines did not get the weights: %s", one_line(error))
-            engine_died = await self._recover_from_failed_attempt(causes)
+            engine_died, last = await self._recover_from_failed_attempt(error, causes)
             if not engine_died:
+                if self._trainer_failed(last):
+                    raise last from None
                 cause = f"it did not get the current weights: {one_line(error)}"
                 for engine in engines:
                     await self._monitor.failed(engine, cause)
@@ -225,26 +258,49 @@ class WeightSynchronizer:
             await self._monitor.updated(engines)
 
     async def _running_engines(self) -> list[int]:
-        await self._monitor.wait_for_engine()
+        await self._unless_ended(self._monitor.wait_for_engine())
         return sorted([*self._monitor.serving, *self._monitor.started])
 
     def _trainer_died(self, error: Exception) -> bool:
         """Whether the process of a training rank is dead, which no further attempt changes."""
-        train, infer = self._train.role, self._infer.role
-        return isinstance(error, ClusterError) and error.kind == PROCESS_DIED and error.role == train != infer
+        return isinstance(error, ClusterError) and self._trainer_failed(error) and error.kind == PROCESS_DIED
 
-    async def _recover_from_failed_attempt(self, causes: list[str]) -> bool:
-        """Restarts dead engines, leaves them out, and disconnects the transport; whether engines of the attempt died.
+    def _trainer_failed(self, error: Exception) -> bool:
+        """Whether a training rank died or does not answer."""
+        train, infer = self._train.role, self._infer.role
+        return isinstance(error, ClusterError) and error.process_failed and error.role == train != infer
+
+    async def _recover_from_failed_attempt(self, error: Exception, causes: list[str]) -> tuple[bool, Exception]:
+        """Restarts dead engines, leaves them out, and disconnects the transport.
 
         An engine may be blocked by a transfer until the transport is disconnected, so only then it has to answer.
+
+        Returns:
+            Whether engines of the attempt died; and the error of the attempt, or that of a training rank that did not
+            answer while the transport was disconnected.
+
+        Raises:
+            ClusterError: a training rank died.
         """
         before, failures = {*self._transport.engines}, self._monitor.failures
         await self._monitor.restart_dead()
         self._transport.engines = self._alive(before)
-        await self._clean_up("disconnect", self._transport.disconnect, causes)
+        then = await self._clean_up("disconnect", self._transport.disconnect, causes)
+        if then is not None and self._trainer_died(then):
+            raise then
+        if then is not None and self._trainer_failed(then) and not self._trainer_failed(error):
+            error = then
         await self._monitor.restart_unresponsive(min(self._config.sync_timeout_s, self._config.health_check_timeout_s))
         self._transport.engines = self._alive(before)
-        return self._monitor.failures > failures or {*self._transport.engines} != before
+        return self._monitor.failures > failures or {*self._transport.engines} != before, error
+
+    async def _leave_out_unverified(self, error: Exception, engines: list[int]) -> bool:
+        """Restarts the engines whose weights differ in the last attempt; whether others remain that have them right."""
+        if not isinstance(error, VerificationError) or not {*error.engines} < {*engines}:
+            return False
+        for engine in error.engines:
+            await self._monitor.failed(engine, one_line(error))
+        return True
 
     def _alive(self, engines: set[int]) -> list[int]:
         return sorted(engines & {*self._monitor.serving, *self._monitor.started})
@@ -298,11 +354,15 @@ class WeightSynchronizer:
             VerificationError: they differ.
         """
         held = await self._infer.call_some(InferWorker.checksums, engines)
+        wrong: dict[int, str] = {}
         for engine, found in zip(engines, held, strict=True):
-            wrong = checksum_differences(checksums, found)
-            if wrong:
-                more = f"; and {len(wrong) - SHOWN_DIFFERENCES} more" if len(wrong) > SHOWN_DIFFERENCES else ""
-                raise VerificationError(f"engine {engine}: {'; '.join(wrong[:SHOWN_DIFFERENCES])}{more}")
+            differences = checksum_differences(checksums, found)
+            if differences:
+                count = len(differences) - SHOWN_DIFFERENCES
+                shown = "; ".join(differences[:SHOWN_DIFFERENCES])
+                wrong[engine] = f"engine {engine}: {shown}" + (f"; and {count} more" if count > 0 else "")
+        if wrong:
+            raise VerificationError("; ".join(wrong.values()), list(wrong))
 
     async def _step(self, deadline: float, name: str, answer: Awaitable[T]) -> T:
         """Awaits one step of the transaction.
@@ -316,14 +376,16 @@ class WeightSynchronizer:
             timeout_s = self._config.sync_timeout_s
             raise WeightUpdateError(f"{name} was not done {timeout_s:g} s (sync_timeout_s) after the start") from error
 
-    async def _clean_up(self, name: str, call: Callable[[], Awaitable[object]], causes: list[str]) -> None:
-        """Runs a step after a failure; its own failure is added to the last cause."""
+    async def _clean_up(self, name: str, call: Callable[[], Awaitable[object]], causes: list[str]) -> Exception | None:
+        """Runs a step after a failure; its own failure is added to the last cause, and returned."""
         deadline = time.monotonic() + self._config.sync_timeout_s
         try:
             with deadline_scope(deadline):
                 await self._step(deadline, name, call())
         except Exception as error:
             causes[-1] += f"\nand then {name}: {type(error).__name__}: {error}"
+            return error
+        return None
 
 
 def choose_transport(train: Cluster[TrainWorker], infer: Cluster[InferWorker]) -> type[Transport]:
@@ -427,10 +489,17 @@ class BroadcastTransport(Transport):
         return _total([result for result in sent if result is not None])
 
     async def disconnect(self) -> None:
-        """Leaves the groups, source ranks first, which frees engines that wait for them."""
-        await self._train.call_all(TrainWorker.leave_broadcast_group)
+        """Leaves the groups, source ranks first, which frees engines that wait for them; engines leave in any case."""
         groups, self._groups = self._groups, []
-        await asyncio.gather(*(self._leave(engine, groups) for engine in self._members))
+        try:
+            await self._train.call_all(TrainWorker.leave_broadcast_group)
+        finally:
+            left = await asyncio.gather(
+                *(self._leave(engine, groups) for engine in self._members), return_exceptions=True
+            )
+        for error in left:
+            if error is not None:
+                raise error
 
     async def _leave(self, engine: int, groups: list[BroadcastGroup]) -> None:
         try:

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import given, settings
@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from roll.distributed.engine_monitor import EngineMonitor, EnginesLostError
 from roll.distributed.events import EVENTS_FILE, EventLog
 from roll.distributed.process_groups import BroadcastGroup
-from roll.distributed.remote_errors import PROCESS_DIED, ClusterError, seconds_left
+from roll.distributed.remote_errors import PROCESS_DIED, TIMEOUT, ClusterError, seconds_left
 from roll.distributed.weight_sync.report import Transfer, UpdateReport
 from roll.distributed.weight_sync.sender import StageSource
 from roll.distributed.weight_sync.synchronizer import (
@@ -67,7 +67,7 @@ class World:
         if fault is not None and fault[0] == name:
             if fault[1] == "hang":
                 await asyncio.sleep(60)
-            raise VerificationError(f"{name} broke")
+            raise VerificationError(f"{name} broke", self.engines)
 
     async def call_some(self, method: Callable[..., Any], ranks: list[int], *args: Any) -> list[Any]:
         if method.__name__ == "check_health":
@@ -290,23 +290,39 @@ class Restarting(World):
         return await super().call_some(method, ranks, *args)
 
 
+SETTINGS: Any = SimpleNamespace(
+    sync_timeout_s=5,
+    max_sync_retries=0,
+    sync_retry_delay_s=0,
+    verify_weights="first",
+    in_flight_policy="retract",
+    max_engine_restarts=2,
+    engine_restart_delay_s=0,
+    health_check_timeout_s=5,
+    health_check_interval_s=0.01,
+)
+"""Of a run in which two restarts of an engine are allowed."""
+
+WorldT = TypeVar("WorldT", bound=World)
+
+
 def restarting(engines: int, tmp_path: Path) -> tuple[Restarting, WeightSynchronizer, EngineMonitor]:
-    """Engines, with the synchronizer and the monitor of a run in which two restarts are allowed."""
+    """Engines, with the synchronizer and the monitor of a run."""
     world = Restarting(engines)
-    settings: Any = SimpleNamespace(
-        sync_timeout_s=5,
-        max_sync_retries=0,
-        sync_retry_delay_s=0,
-        verify_weights="first",
-        in_flight_policy="retract",
-        max_engine_restarts=2,
-        engine_restart_delay_s=0,
-        health_check_timeout_s=5,
-        health_check_interval_s=0.01,
-    )
     cluster: Any = world
+    monitor = EngineMonitor(cluster, SETTINGS, EventLog(tmp_path))
+    return world, WeightSynchronizer(cluster, cluster, SETTINGS, cluster.transport, monitor=monitor), monitor
+
+
+def with_trainer(
+    world: WorldT, tmp_path: Path, max_sync_retries: int = 0
+) -> tuple[WorldT, WeightSynchronizer, EngineMonitor]:
+    """As `restarting`, with training ranks of another role than the engines."""
+    settings: Any = SimpleNamespace(**{**vars(SETTINGS), "max_sync_retries": max_sync_retries})
+    cluster: Any = world
+    train: Any = Trainer()
     monitor = EngineMonitor(cluster, settings, EventLog(tmp_path))
-    return world, WeightSynchronizer(cluster, cluster, settings, cluster.transport, monitor=monitor), monitor
+    return world, WeightSynchronizer(train, cluster, settings, cluster.transport, monitor=monitor), monitor
 
 
 def test_a_restarted_engine_gets_verified_weights_by_itself_while_the_trainer_waits(
@@ -371,3 +387,168 @@ def test_an_error_of_the_wait_is_raised_and_the_wait_ends_where_no_engine_is_lef
             await asyncio.wait_for(synchronizer.while_idle(never()), 5)
 
     asyncio.run(scenario())
+
+
+class Trainer:
+    """Training ranks that only have a role."""
+
+    role = "actor_train"
+
+
+def trainer_error(kind: str, method: str) -> ClusterError:
+    return ClusterError("actor_train", method, 0, kind, f"{method}: the rank is gone")
+
+
+@pytest.mark.parametrize("update", ["update_weights", "while_idle"])
+def test_a_trainer_found_dead_while_it_is_disconnected_ends_the_update_at_once(tmp_path: Path, update: str) -> None:
+    """The attempt fails with an error of the engine, which is then awaited only if the trainer lives."""
+
+    class Disconnected(Restarting):
+        async def disconnect(self) -> None:
+            if self.dead:
+                raise trainer_error(PROCESS_DIED, "release_buckets")
+
+    world = Disconnected(1)
+    _, synchronizer, monitor = with_trainer(world, tmp_path)
+
+    async def scenario() -> None:
+        await synchronizer.update_weights(0)
+        if update == "update_weights":
+            work: Any = synchronizer.update_weights(1)
+        else:
+            await monitor.failed(0, "broken")
+            work = synchronizer.while_idle(asyncio.sleep(60))
+        world.during = {"transfer": lambda: world.dead.add(0)}
+        with pytest.raises(ClusterError, match="release_buckets: the rank is gone"):
+            await asyncio.wait_for(work, 5)
+        await monitor.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("step", ["transfer", "disconnect"])
+def test_a_trainer_that_does_not_answer_in_the_last_attempt_is_the_error_of_the_update(
+    tmp_path: Path, step: str
+) -> None:
+    class Silent(Restarting):
+        async def transfer(self, checksums: bool) -> Transfer:
+            await self.step("transfer")
+            raise trainer_error(TIMEOUT, "fill_bucket") if step == "transfer" else RuntimeError("the peer is gone")
+
+        async def disconnect(self) -> None:
+            await self.step("disconnect")
+            if step == "disconnect":
+                raise trainer_error(TIMEOUT, "release_buckets")
+
+    world, synchronizer, _ = with_trainer(Silent(1), tmp_path, max_sync_retries=2)
+    with pytest.raises(ClusterError, match="the rank is gone") as caught:
+        asyncio.run(synchronizer.update_weights(0))
+    assert caught.value.process_failed and world.steps.count("transfer") == 3
+    assert world.steps[-1] == "abort" and not world.restarted
+
+
+def test_restarted_engines_are_not_blamed_for_a_trainer_that_does_not_answer(tmp_path: Path) -> None:
+    class Silent(Restarting):
+        async def transfer(self, checksums: bool) -> Transfer:
+            if self.restarted:
+                raise trainer_error(TIMEOUT, "fill_bucket")
+            return await super().transfer(checksums)
+
+    world, synchronizer, monitor = with_trainer(Silent(1), tmp_path)
+
+    async def scenario() -> None:
+        await synchronizer.update_weights(0)
+        await monitor.failed(0, "broken")
+        with pytest.raises(ClusterError, match="fill_bucket: the rank is gone"):
+            await asyncio.wait_for(synchronizer.while_idle(asyncio.sleep(60)), 5)
+
+    asyncio.run(scenario())
+    assert world.restarted == [0] and monitor.failures == 1
+
+
+@pytest.mark.parametrize("waiting", ["for a batch", "for an engine"])
+def test_a_part_of_the_run_that_has_failed_for_good_ends_the_wait(tmp_path: Path, waiting: str) -> None:
+    """The judge has no engine left, while a batch waits for its scores or actor_infer for a restart."""
+    world, _, monitor = restarting(1, tmp_path)
+    judge: Any = World()
+    judge.role = "judge"
+    lost = EngineMonitor(judge, SETTINGS, EventLog(tmp_path), needs_weights=False, restarts=False)
+    cluster: Any = world
+    synchronizer = WeightSynchronizer(
+        cluster, cluster, SETTINGS, cluster.transport, monitor=monitor, ends=[lost.wait_until_lost]
+    )
+
+    async def never(rank: int, responsive: bool) -> None:
+        await asyncio.sleep(60)
+
+    world.restart = never  # type: ignore[method-assign]
+
+    async def scenario() -> None:
+        await synchronizer.update_weights(0)
+        await monitor.failed(0, "broken")
+        if waiting == "for a batch":
+            work: Any = synchronizer.while_idle(asyncio.sleep(60))
+        else:
+            work = synchronizer.update_weights(1)
+        wait = asyncio.create_task(asyncio.wait_for(work, 5))
+        await asyncio.sleep(0.05)
+        await lost.failed(0, "out of memory")
+        with pytest.raises(EnginesLostError, match="judge has no engine left.* judge-0: out of memory"):
+            await wait
+        await monitor.close()
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_never_holds_the_weights_that_were_sent_is_restarted_where_others_do(tmp_path: Path) -> None:
+    class Damaged(Restarting):
+        async def call_some(self, method: Callable[..., Any], ranks: list[int], *args: Any) -> list[Any]:
+            answers = await super().call_some(method, ranks, *args)
+            if method.__name__ == "checksums" and not self.restarted:
+                answers = [{"w": "2"} if rank == 1 else answer for rank, answer in zip(ranks, answers, strict=True)]
+            return answers
+
+    world, synchronizer, monitor = with_trainer(Damaged(3), tmp_path, max_sync_retries=1)
+
+    async def scenario() -> UpdateReport:
+        report = await asyncio.wait_for(synchronizer.update_weights(0), 5)
+        await monitor.close()
+        return report
+
+    assert asyncio.run(scenario()).attempts == 3 and world.restarted == [1]
+    [first, *_] = [json.loads(line) for line in (tmp_path / EVENTS_FILE).read_text().splitlines()]
+    assert first["component"] == "actor_infer-1" and "engine 1: w differs" in first["message"]
+
+
+def test_engines_leave_a_broadcast_group_whose_trainer_does_not_and_the_next_attempt_has_a_new_one() -> None:
+    calls: list[tuple[str, tuple[str, ...]]] = []
+
+    class Members:
+        platform, world_size, layout = "cpu", 1, SimpleNamespace(tensor=1)
+
+        def __init__(self, device: int) -> None:
+            self.config = SimpleNamespace(device_mapping=[device])
+
+        async def call_all(self, method: Any, *args: Any) -> list[int]:
+            if method.__name__ == "leave_broadcast_group":
+                raise trainer_error(TIMEOUT, "leave_broadcast_group")
+            return [5555]
+
+        async def call_some(self, method: Any, ranks: list[int], groups: list[BroadcastGroup], *args: Any) -> None:
+            calls.append((method.__name__, tuple(group.name for group in groups)))
+
+    async def scenario() -> None:
+        config: Any = SimpleNamespace(sync_timeout_s=1, model_update_buffer_size_mb=1)
+        train: Any = Members(0)
+        infer: Any = Members(1)
+        transport = BroadcastTransport(train, infer, config)
+        transport.sources = [StageSource(0, [], "10.0.0.1")]
+        await transport.connect()
+        with pytest.raises(ClusterError, match="leave_broadcast_group"):
+            await transport.disconnect()
+        await transport.connect()
+
+    asyncio.run(scenario())
+    (joined, first), (left, same), (again, second) = calls
+    assert (joined, left, again) == ("join_broadcast_groups", "leave_broadcast_groups", "join_broadcast_groups")
+    assert first == same != second

@@ -1,0 +1,129 @@
+"""Watches processes of this node that nobody calls at the moment, or that do not answer because they are stopped.
+
+A call of a rank fails at once when its process dies, so the watch tells of a death only those who wait for something
+else, such as a batch. A process that is stopped by a signal fails no call before its deadline, which may be an hour: it
+is killed, and from then on it is a dead process for everyone. Processes of other nodes are not watched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import psutil
+
+from roll.distributed.cluster import Cluster
+
+if TYPE_CHECKING:
+    from roll.distributed.events import EventLog
+    from roll.distributed.remote_errors import ClusterError
+    from roll.distributed.worker import Worker
+
+INTERVAL_S = 1.0
+"""Seconds between two looks, each of which reads two small files for every process."""
+
+STOPPED_GRACE_S = 10.0
+"""How long a process may be stopped: what stops one for a moment, such as a snapshot of its stack, is done by then."""
+
+GAP_S = 5.0
+"""More seconds than this between two looks mean that the driver was stopped too, as Ctrl-Z does with a whole run."""
+
+ENDED = (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE)
+"""Statuses of a process that has ended."""
+
+
+class StopTimes:
+    """How long each process has been stopped; counts anew after the watch itself did not run."""
+
+    def __init__(self, grace_s: float = STOPPED_GRACE_S, gap_s: float = GAP_S) -> None:
+        self._grace_s, self._gap_s = grace_s, gap_s
+        self._since: dict[str, float] = {}
+        self._last = 0.0
+
+    def overdue(self, now: float, stopped: Collection[str]) -> list[str]:
+        """Names of the processes that have been stopped longer than the grace, of those that are stopped `now`."""
+        known = self._since if now - self._last <= self._gap_s else {}
+        self._last = now
+        self._since = {name: known.get(name, now) for name in stopped}
+        return [name for name, since in self._since.items() if now - since >= self._grace_s]
+
+
+class ProcessWatch:
+    """Looks at the processes of training ranks, and of remote actors, about once a second."""
+
+    def __init__(
+        self,
+        clusters: Sequence[Cluster[Worker]],
+        events: EventLog,
+        others: Callable[[], Mapping[str, psutil.Process]] = dict,
+        clock: Callable[[], float] = time.monotonic,
+        stop_times: StopTimes | None = None,
+    ) -> None:
+        """Watches nothing before `start`.
+
+        Args:
+            clusters: whose ranks have started; the death of one is an error for who waits in `wait_for_death`.
+            events: log of killed processes.
+            others: processes by name at the moment, whose death their callers notice.
+            clock: seconds.
+            stop_times: decides when a stopped process is killed.
+        """
+        self._clusters, self._events, self._others = clusters, events, others
+        self._clock, self._stop_times = clock, stop_times or StopTimes()
+        self._died: asyncio.Future[ClusterError] = asyncio.get_running_loop().create_future()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begins to look."""
+        self._task = asyncio.create_task(self._watch())
+
+    async def close(self) -> None:
+        """Looks no more."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def wait_for_death(self) -> None:
+        """Waits until the process of a training rank is dead.
+
+        Raises:
+            ClusterError: it is, of kind PROCESS_DIED.
+        """
+        raise await asyncio.shield(self._died)
+
+    async def _watch(self) -> None:
+        while True:
+            self.look()
+            await asyncio.sleep(INTERVAL_S)
+
+    def look(self) -> None:
+        """Tells of a dead training rank, and kills processes that have been stopped for too long."""
+        ranks = {
+            f"{cluster.role}-{rank}": (cluster, rank, process)
+            for cluster in self._clusters
+            for rank, process in cluster.local_processes.items()
+        }
+        processes = {**self._others(), **{name: process for name, (_, _, process) in ranks.items()}}
+        found = {name: status_of(process) for name, process in processes.items()}
+        dead = {name: "its process died" for name, status in found.items() if status in ENDED}
+        stopped = [name for name, status in found.items() if status == psutil.STATUS_STOPPED]
+        for name in self._stop_times.overdue(self._clock(), stopped):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                processes[name].kill()
+            dead[name] = f"was stopped by a signal for {STOPPED_GRACE_S:g} s, answering nobody, and was killed"
+            self._events.record(name, "killed", dead[name])
+        for name in dead:
+            if name in ranks and not self._died.done():
+                cluster, rank, _ = ranks[name]
+                self._died.set_result(cluster.died(rank, f"{name}: {dead[name]}"))
+
+
+def status_of(process: psutil.Process) -> str:
+    """Status of a process as psutil names it, STATUS_DEAD where it is gone; a debugger does not make it stopped."""
+    try:
+        return str(process.status() if process.is_running() else psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return str(psutil.STATUS_DEAD)
