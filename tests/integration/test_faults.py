@@ -127,9 +127,11 @@ def test_a_dead_rollout_process_is_replaced_and_a_dead_or_stopped_trainer_starts
         ("driver", "training again"),
         ("actor_infer-0", "serving again"),
         ("actor_train-0", "killed"),
-        ("actor_train-0", "run restarted"),
+        ("actor_train-0", "failed"),
+        ("driver", "run restarted"),
+        ("driver", "training again"),
         ("actor_infer-0", "serving again"),
     ]
-    assert steps[-1]["faults/run_restarts"] == 1
+    assert steps[-1]["faults/run_restarts"] == 2
     assert "step-000003 with the engines that run (restart 1 of 3)" in output
     assert output.count("actor_infer on 1 device") == 1 and output.count("actor_train on 1 device") == 3
