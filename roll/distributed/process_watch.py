@@ -1,8 +1,8 @@
-"""Watches processes of this node that nobody calls at the moment, or that do not answer because they are stopped.
+"""Watches processes of this node that no call is waiting for, or that do not answer because they are stopped.
 
-A call of a rank fails at once when its process dies, so the watch tells of a death only those who wait for something
-else, such as a batch. A process that is stopped by a signal fails no call before its deadline, which may be an hour: it
-is killed, and from then on it is a dead process for everyone. Processes of other nodes are not watched.
+A call of a rank fails at once when its process dies, so a death is reported only to code that waits for something else,
+such as a batch. A call of a process that is stopped by a signal does not fail before its deadline, which may be an
+hour: the process is killed, and its calls fail as those of a dead one. Processes of other nodes are not watched.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class StopTimes:
         self._last = 0.0
 
     def overdue(self, now: float, stopped: Collection[str]) -> list[str]:
-        """Names of the processes that have been stopped longer than the grace, of those that are stopped `now`."""
+        """Names of the processes that have been stopped longer than the grace; `stopped` are those stopped at `now`."""
         known = self._since if now - self._last <= self._gap_s else {}
         self._last = now
         self._since = {name: known.get(name, now) for name in stopped}
@@ -65,7 +65,7 @@ class ProcessWatch:
         """Watches nothing before `start`.
 
         Args:
-            clusters: whose ranks have started; the death of one is an error for who waits in `wait_for_death`.
+            clusters: whose ranks have started; the death of one is the error of `wait_for_death`.
             events: log of killed processes.
             others: processes by name at the moment, whose death their callers notice.
             clock: seconds.
@@ -113,7 +113,7 @@ class ProcessWatch:
         for name in self._stop_times.overdue(self._clock(), stopped):
             with contextlib.suppress(psutil.NoSuchProcess):
                 processes[name].kill()
-            dead[name] = f"was stopped by a signal for {STOPPED_GRACE_S:g} s, answering nobody, and was killed"
+            dead[name] = f"was stopped by a signal for {STOPPED_GRACE_S:g} s, and was killed"
             self._events.record(name, "killed", dead[name])
         for name in dead:
             if name in ranks and not self._died.done():

@@ -30,6 +30,7 @@ class RemoteActor(Generic[ObjectT]):
     """Runs `make(*args)` on the driver's node; coroutines of the object are called by reference, concurrently.
 
     Attributes:
+        name: for messages and the log file.
         process: in which the object is.
     """
 
@@ -55,7 +56,7 @@ class RemoteActor(Generic[ObjectT]):
         Raises:
             ClusterError: the process did not start.
         """
-        self._name, self._config, self._deadlines, self._ended = name, config, deadlines, False
+        self.name, self._config, self._deadlines, self._ended = name, config, deadlines, False
         self._log = log_file(config, name)
         self._actor = self._start()
         started: RemoteCall[int] = self._remote_call("start", self._actor.process_id.remote(), config.start_timeout_s)
@@ -77,7 +78,7 @@ class RemoteActor(Generic[ObjectT]):
             max_concurrency=CONCURRENT_CALLS,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
             runtime_env={"env_vars": process_environment(self._config, threads=1)},
-        ).remote(self._name, 0, cores, self._log)
+        ).remote(self.name, 0, cores, self._log)
 
     async def ready(self) -> None:
         """Waits until the object is made.
@@ -109,4 +110,4 @@ class RemoteActor(Generic[ObjectT]):
         return RemoteCall(self._context(method), [answer], lambda answers: answers[0], timeout_s)
 
     def _context(self, method: str) -> CallContext:
-        return CallContext(self._name, method, {0: f"log {self._log}"})
+        return CallContext(self.name, method, {0: f"log {self._log}"})

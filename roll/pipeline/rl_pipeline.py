@@ -8,14 +8,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Generic, TypeVar
 
-from psutil import Process
-
 from roll.configs.pipeline import RLConfig
 from roll.configs.plan import make_plan
 from roll.distributed.engine_monitor import EngineMonitor
 from roll.distributed.events import EventLog
 from roll.distributed.infer_worker import EngineClient
-from roll.distributed.process_watch import ProcessWatch
 from roll.distributed.remote_actor import RemoteActor
 from roll.distributed.weight_sync.synchronizer import WeightSynchronizer
 from roll.pipeline.extensions import load_extensions
@@ -48,8 +45,6 @@ class RLPipeline(ABC, Generic[ConfigT]):
     def __init__(self, config: ConfigT) -> None:
         self._config = config
         self.plan = make_plan(config)
-        self._remote: dict[str, RemoteActor[Rollouter]] = {}
-        """The rollout process by its name, where there is one; a new one replaces it."""
 
     async def prepare(self) -> None:
         """Reads the tokenizer and checks the sampling parameters.
@@ -85,7 +80,7 @@ class RLPipeline(ABC, Generic[ConfigT]):
         await session.ready()
         logger.info("connecting trainer and engines for weight updates")
         devices, infer = session.shared_devices, session.infer_clusters["actor_infer"]
-        monitors, watch = self._watch_engines(session), self._watch_processes(session)
+        monitors, watch = self._watch_engines(session), session.watch_processes()
         monitor = monitors.pop("actor_infer")
         ends = [watch.wait_for_death, *(other.wait_until_lost for other in monitors.values())]
         synchronizer = WeightSynchronizer(actor, infer, config, devices=devices, monitor=monitor, ends=ends)
@@ -113,18 +108,6 @@ class RLPipeline(ABC, Generic[ConfigT]):
         session.monitors = {**monitors}
         return monitors
 
-    def _watch_processes(self, session: Session) -> ProcessWatch:
-        """Starts to watch training ranks, and the rollout process where there is one."""
-        events, remote = EventLog(self._config.output_dir), self._remote
-
-        def others() -> dict[str, Process]:
-            return {name: actor.process for name, actor in remote.items()}
-
-        watch = ProcessWatch([*session.train_clusters.values()], events, others)
-        watch.start()
-        session.close_first(watch.close)
-        return watch
-
     def _start_rollouter(self, session: Session) -> SampleSource:
         """The rollouter in this process, or the client of one in a separate process."""
         config, engines = self._config, EngineClient(session.infer_clusters["actor_infer"].client())
@@ -138,9 +121,7 @@ class RLPipeline(ABC, Generic[ConfigT]):
         deadlines = {Rollouter.next_batch_and_state.__name__: deadline}
 
         def start() -> RemoteActor[Rollouter]:
-            actor = session.start_remote_actor("rollouter", deadlines, make_rollouter, config, factory, engines)
-            self._remote["rollouter"] = actor
-            return actor
+            return session.start_remote_actor("rollouter", deadlines, make_rollouter, config, factory, engines)
 
         events, earlier = EventLog(config.output_dir), session.rollout_client
         session.rollout_client = RolloutClient(start, session.cancel_requests, events, config.max_restarts, earlier)

@@ -9,12 +9,16 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+from psutil import Process
+
 from roll.configs.pipeline import BaseConfig, RLConfig
 from roll.configs.roles import MegatronRoleConfig
 from roll.distributed.cluster import Cluster
 from roll.distributed.engine_monitor import EngineMonitor
+from roll.distributed.events import EventLog
 from roll.distributed.infer_worker import InferWorker
 from roll.distributed.model_download import fetch_on_nodes
+from roll.distributed.process_watch import ProcessWatch
 from roll.distributed.remote_actor import RemoteActor
 from roll.distributed.remote_errors import ClusterError, deadline_scope, one_line
 from roll.distributed.resources import ResourceManager, start_ray, stop_ray
@@ -169,6 +173,18 @@ class Session:
                 await self.shared_devices.engines_may_start()
         for remote_actor in self._remote_actors:
             await remote_actor.ready()
+
+    def watch_processes(self) -> ProcessWatch:
+        """Watches training ranks and remote actors, which are ready, until the block is left."""
+
+        def remote_actors() -> dict[str, Process]:
+            return {actor.name: actor.process for actor in self._remote_actors}
+
+        events, clusters = EventLog(self._config.output_dir), [*self.train_clusters.values()]
+        watch = ProcessWatch(clusters, events, remote_actors)
+        watch.start()
+        self.close_first(watch.close)
+        return watch
 
     def _start_order(self) -> list[list[Cluster[Worker]]]:
         """Clusters that may start at the same time, one list after the other.

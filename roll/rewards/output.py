@@ -21,7 +21,7 @@ READ_BYTES = 2**16
 """Bytes that are read at once: all that a pipe of Linux holds."""
 
 JOIN_S = 1.0
-"""Deadline to show what was printed last; stderr may be a pipe that nobody reads."""
+"""Deadline to show what was printed last; stderr may be a pipe that is not read."""
 
 
 class OutputLimit:

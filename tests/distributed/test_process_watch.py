@@ -1,4 +1,4 @@
-"""Dead and stopped processes are noticed while nobody calls them; the processes here are real and do nothing."""
+"""Dead and stopped processes are noticed without a call; the processes here are real and do nothing."""
 
 from __future__ import annotations
 

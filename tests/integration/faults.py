@@ -25,10 +25,10 @@ FAULTS_FILE = "faults.txt"
 `4 kill reward_worker` or `5 spoil checkpoint`."""
 
 HAPPENED_FILE = "faults_that_happened.txt"
-"""Beside it: a line for each fault that was carried out."""
+"""In the same folder: a line for each fault that was carried out."""
 
 LEARNED_FILE = "learned.jsonl"
-"""Beside it: `step` and `samples`, the ids of its samples, each time that a batch is learned from."""
+"""In the same folder: `step` and `samples`, the ids of its samples, each time that a batch is learned from."""
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
