@@ -81,6 +81,7 @@ class EngineMonitor:
 
     Attributes:
         states: of each engine.
+        events: log of failures and restarts.
         failures: of engines so far.
         restarts: of all engines so far.
         seconds_down: that engines did not serve, added up over engines that serve again.
@@ -111,7 +112,7 @@ class EngineMonitor:
             clock: seconds.
             sleep: waits; replaced in tests.
         """
-        self._infer, self._config, self._events, self._needs_weights = infer, config, events, needs_weights
+        self._infer, self._config, self.events, self._needs_weights = infer, config, events, needs_weights
         self._clock, self._sleep = clock, sleep
         count = infer.world_size
         self.states = [EngineState.SERVING if waiting_since is None else EngineState.STARTED] * count
@@ -250,7 +251,7 @@ class EngineMonitor:
 
     def _record(self, engine: int, event: str, message: str, seconds: float | None = None) -> None:
         level = logging.INFO if event == "serving again" else logging.WARNING
-        self._events.record(self._name(engine), event, message, seconds, level)
+        self.events.record(self._name(engine), event, message, seconds, level)
 
     async def _set(self, engine: int, state: EngineState) -> None:
         async with self._changed:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -49,7 +48,6 @@ if TYPE_CHECKING:
     from roll.distributed.shared_devices import SharedDevices
 
 T = TypeVar("T")
-logger = logging.getLogger(__name__)
 
 STEP_GRACE_S = 1.0
 """What a step gets beyond the deadline of its remote calls, so that they can report which rank did not answer."""
@@ -156,7 +154,8 @@ class WeightSynchronizer:
                     raise
                 self._failures += 1
                 causes.append(f"attempt {len(causes) + 1}: {type(error).__name__}: {error}")
-                logger.warning("weight update to version %d: attempt %d: %s", version, len(causes), one_line(error))
+                message = f"to version {version}: attempt {len(causes)} failed: {one_line(error)}"
+                self._monitor.events.record("weight update", "attempt failed", message)
                 engine_died, last = await self._recover_from_failed_attempt(error, causes)
                 if not engine_died:
                     failed += 1
@@ -246,7 +245,8 @@ class WeightSynchronizer:
                 raise
             self._failures += 1
             causes = [f"{type(error).__name__}: {error}"]
-            logger.warning("restarted engines did not get the weights: %s", one_line(error))
+            message = f"of restarted engines failed: {one_line(error)}"
+            self._monitor.events.record("weight update", "attempt failed", message)
             engine_died, last = await self._recover_from_failed_attempt(error, causes)
             if not engine_died:
                 if self._trainer_failed(last):
