@@ -86,9 +86,11 @@ def append_line(descriptor: int, text: str) -> None:
     line = text.encode() + b"\n"
     if before and os.pread(descriptor, 1, before - 1) != b"\n":
         line = b"\n" + line
+    written = 0
     try:
-        while line:
-            line = line[os.write(descriptor, line) :]
+        while written < len(line):
+            written += os.write(descriptor, line[written:])
     except OSError:
-        os.ftruncate(descriptor, before)
+        if written and os.fstat(descriptor).st_size == before + written:  # no other process has appended a line
+            os.ftruncate(descriptor, before)
         raise

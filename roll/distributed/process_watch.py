@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from roll.distributed.events import EventLog
     from roll.distributed.remote_errors import ClusterError
     from roll.distributed.worker import Worker
+
+logger = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
 """Seconds between two looks, each of which reads two small files for every process."""
@@ -96,11 +99,14 @@ class ProcessWatch:
 
     async def _watch(self) -> None:
         while True:
-            self.look()
+            try:
+                self.look()
+            except (OSError, psutil.Error) as error:
+                logger.warning("processes could not be looked at: %s", error)
             await asyncio.sleep(INTERVAL_S)
 
     def look(self) -> None:
-        """Tells of a dead training rank, and kills processes that have been stopped for too long."""
+        """Reports a dead training rank, and kills processes that have been stopped for too long."""
         ranks = {
             f"{cluster.role}-{rank}": (cluster, rank, process)
             for cluster in self._clusters

@@ -82,8 +82,8 @@ class RLPipeline(ABC, Generic[ConfigT]):
         devices, infer = session.shared_devices, session.infer_clusters["actor_infer"]
         monitors, watch = self._watch_engines(session), session.watch_processes()
         monitor = monitors.pop("actor_infer")
-        ends = [watch.wait_for_death, *(other.wait_until_lost for other in monitors.values())]
-        synchronizer = WeightSynchronizer(actor, infer, config, devices=devices, monitor=monitor, ends=ends)
+        failures = [watch.wait_for_death, *(other.wait_until_lost for other in monitors.values())]
+        synchronizer = WeightSynchronizer(actor, infer, config, devices=devices, monitor=monitor, fatal_errors=failures)
         await synchronizer.setup()
         extensions = load_extensions(config)
         reference, critic = (session.train_clusters.get(role) for role in ("reference", "critic"))

@@ -151,14 +151,16 @@ class Recording(Runs):
             await super().__call__(config, session, running, summary, start)
 
 
-def slowly(self: CheckpointManager, choice: bool | str) -> None:
-    """As `resume_path` where checksums take a while."""
-    time.sleep(0.2)
-
-
 def test_between_two_starts_a_run_is_not_said_to_have_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Health is reported while checkpoints are read, too."""
     monkeypatch.setattr(module, "watched", partial(watched, interval_s=0.02))
+
+    def slowly(self: CheckpointManager, choice: bool | str) -> None:
+        """As `resume_path` where checksums take a while: until health was reported."""
+        until = time.monotonic() + 10
+        while "starting again" not in (tmp_path / "health.json").read_text() and time.monotonic() < until:
+            time.sleep(0.02)
+
     monkeypatch.setattr(CheckpointManager, "resume_path", slowly)
     runs = Recording(died())
     play(runs, tmp_path, monkeypatch, max_restarts=3)

@@ -141,7 +141,7 @@ class EnvWorkerPool:
         if index is None:
             return
         self._states[index].phase = "retired"
-        self._record(f"{index} has a call that hangs; another one takes its place")
+        self._record("hung", f"{index} has a call that hangs; another one takes its place")
         self.release(key)
         self._launch_missing()
 
@@ -152,7 +152,7 @@ class EnvWorkerPool:
         """
         if index not in self._states:
             return
-        self._record(f"{index} died: {reason}; another one takes its place")
+        self._record("died", f"{index} died: {reason}; another one takes its place")
         for key in self._states[index].envs:
             del self._worker_of[key]
         if index in self._starting:
@@ -176,12 +176,12 @@ class EnvWorkerPool:
         if self.closed:
             raise RuntimeError("the pool of environments is closed")
 
-    def _record(self, message: str) -> None:
+    def _record(self, event: str, message: str) -> None:
         component = "environment worker"
         if self._events is None:
             logger.error("%s %s", component, message)
         else:
-            self._events.record(component, "replaced", message, interval_s=REPLACEMENT_INTERVAL_S)
+            self._events.record(component, event, message, interval_s=REPLACEMENT_INTERVAL_S)
 
     def _launch_missing(self) -> None:
         present = sum(state.phase != "retired" for state in self._states.values())

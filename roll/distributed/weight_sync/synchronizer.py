@@ -87,7 +87,7 @@ class WeightSynchronizer:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         devices: SharedDevices | None = None,
         monitor: EngineMonitor | None = None,
-        ends: Sequence[Callable[[], Coroutine[Any, Any, None]]] = (),
+        fatal_errors: Sequence[Callable[[], Coroutine[Any, Any, None]]] = (),
     ) -> None:
         """Connects nothing yet.
 
@@ -99,9 +99,9 @@ class WeightSynchronizer:
             sleep: waits between attempts; replaced in tests.
             devices: on which training ranks and engines take turns.
             monitor: of the engines; by default one that restarts dead engines when an attempt fails.
-            ends: each waits until a part of the run has failed for good, and raises its error; see `while_idle`.
+            fatal_errors: each waits until a part of the run has failed for good, and raises its error.
         """
-        self._ends = ends
+        self._fatal_errors = fatal_errors
         self._devices = devices
         self._monitor = monitor or EngineMonitor(infer, config, EventLog(config.output_dir))
         self._version: int | None = None
@@ -111,6 +111,8 @@ class WeightSynchronizer:
         """Updates that are verified with `verify_weights: first`: the first that there is, and that engines which have
         forgotten their weights get."""
         self._failures = 0
+        self._unanswered = 0
+        """Updates of restarted engines, one after the other, in which a training rank did not answer."""
         self.stale_weights = False
 
     async def setup(self) -> None:
@@ -180,7 +182,7 @@ class WeightSynchronizer:
         abort = partial(self._infer.call_some, InferWorker.abort_update, self._transport.engines)
         await self._clean_up("abort", abort, causes)
         if self._trainer_failed(last):
-            raise last
+            raise last from WeightUpdateError("\n".join(causes))
         state = "the engines are paused and not serving" if self.stale_weights else "no weights were sent"
         raise WeightUpdateError(
             f"weight update to version {version} failed in {len(causes)} attempt(s) (max_sync_retries); {state}\n"
@@ -194,21 +196,21 @@ class WeightSynchronizer:
             EnginesLostError: no engine of a role runs, and none is restarted.
             ClusterError: a training rank died, or did not answer a weight update.
         """
-        return await self._unless_ended(self._with_updates(work))
+        return await self._unless_failed(self._with_updates(work))
 
-    async def _unless_ended(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`; earlier the error of a part of the run that has failed for good."""
-        task, ends = asyncio.ensure_future(work), [asyncio.ensure_future(end()) for end in self._ends]
+    async def _unless_failed(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`, or the error of a part of the run that fails for good meanwhile."""
+        task, failures = asyncio.ensure_future(work), [asyncio.ensure_future(wait()) for wait in self._fatal_errors]
         try:
-            await asyncio.wait([task, *ends], return_when=asyncio.FIRST_COMPLETED)
-            for end in ends:
-                if end.done():
-                    end.result()
+            await asyncio.wait([task, *failures], return_when=asyncio.FIRST_COMPLETED)
+            for failure in failures:
+                if failure.done():
+                    failure.result()
             return await task
         finally:
-            for each in (task, *ends):
+            for each in (task, *failures):
                 each.cancel()
-            await asyncio.gather(task, *ends, return_exceptions=True)
+            await asyncio.gather(task, *failures, return_exceptions=True)
 
     async def _with_updates(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`; restarted engines get the weights meanwhile."""
@@ -248,17 +250,21 @@ class WeightSynchronizer:
             message = f"of restarted engines failed: {one_line(error)}"
             self._monitor.events.record("weight update", "attempt failed", message)
             engine_died, last = await self._recover_from_failed_attempt(error, causes)
-            if not engine_died:
-                if self._trainer_failed(last):
-                    raise last from None
+            if self._trainer_failed(last):
+                self._unanswered += 1
+                if self._unanswered > self._config.max_sync_retries:
+                    raise last from WeightUpdateError(causes[0])
+                await self._sleep(self._config.sync_retry_delay_s)  # the engines still wait for weights
+            elif not engine_died:
                 cause = f"it did not get the current weights: {one_line(error)}"
                 for engine in engines:
                     await self._monitor.failed(engine, cause)
         else:
+            self._unanswered = 0
             await self._monitor.updated(engines)
 
     async def _running_engines(self) -> list[int]:
-        await self._unless_ended(self._monitor.wait_for_engine())
+        await self._unless_failed(self._monitor.wait_for_engine())
         return sorted([*self._monitor.serving, *self._monitor.started])
 
     def _trainer_died(self, error: Exception) -> bool:
@@ -371,7 +377,8 @@ class WeightSynchronizer:
             WeightUpdateError: it was not done by the deadline.
         """
         try:
-            return await asyncio.wait_for(answer, max(0.0, deadline - time.monotonic()) + STEP_GRACE_S)
+            async with asyncio.timeout(max(0.0, deadline - time.monotonic()) + STEP_GRACE_S):  # unlike wait_for of
+                return await answer  # Python 3.11, it never swallows a cancellation
         except TimeoutError as error:
             timeout_s = self._config.sync_timeout_s
             raise WeightUpdateError(f"{name} was not done {timeout_s:g} s (sync_timeout_s) after the start") from error

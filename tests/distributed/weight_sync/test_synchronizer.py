@@ -466,6 +466,32 @@ def test_restarted_engines_are_not_blamed_for_a_trainer_that_does_not_answer(tmp
     assert world.restarted == [0] and monitor.failures == 1
 
 
+def test_one_late_answer_of_a_trainer_while_a_restarted_engine_gets_the_weights_is_repeated(tmp_path: Path) -> None:
+    class Late(Restarting):
+        answers = 0
+
+        async def transfer(self, checksums: bool) -> Transfer:
+            if self.restarted:
+                self.answers += 1
+                if self.answers == 1:
+                    raise trainer_error(TIMEOUT, "fill_bucket")
+            return await super().transfer(checksums)
+
+    world, synchronizer, monitor = with_trainer(Late(1), tmp_path, max_sync_retries=1)
+
+    async def until_it_serves_again() -> None:
+        while not (world.restarted and monitor.serving):
+            await asyncio.sleep(0.01)
+
+    async def scenario() -> None:
+        await synchronizer.update_weights(0)
+        await monitor.failed(0, "broken")
+        await asyncio.wait_for(synchronizer.while_idle(until_it_serves_again()), 5)
+
+    asyncio.run(scenario())
+    assert world.answers == 2 and world.restarted == [0] and monitor.failures == 1
+
+
 @pytest.mark.parametrize("waiting", ["for a batch", "for an engine"])
 def test_a_part_of_the_run_that_has_failed_for_good_ends_the_wait(tmp_path: Path, waiting: str) -> None:
     """The judge has no engine left, while a batch waits for its scores or actor_infer for a restart."""
@@ -475,7 +501,7 @@ def test_a_part_of_the_run_that_has_failed_for_good_ends_the_wait(tmp_path: Path
     lost = EngineMonitor(judge, SETTINGS, EventLog(tmp_path), needs_weights=False, restarts=False)
     cluster: Any = world
     synchronizer = WeightSynchronizer(
-        cluster, cluster, SETTINGS, cluster.transport, monitor=monitor, ends=[lost.wait_until_lost]
+        cluster, cluster, SETTINGS, cluster.transport, monitor=monitor, fatal_errors=[lost.wait_until_lost]
     )
 
     async def never(rank: int, responsive: bool) -> None:
