@@ -14,6 +14,9 @@ logger = logging.getLogger(__name__)
 
 EVENTS_FILE = "events.jsonl"
 
+DRIVER = "driver"
+"""Component of events about the whole run."""
+
 REPLACEMENT_INTERVAL_S = 60.0
 """Least time between two events about the processes of one reward, or those of environments: many may hang."""
 

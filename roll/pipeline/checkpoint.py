@@ -21,7 +21,7 @@ from typing import Any
 
 from roll.configs.errors import RunError
 from roll.configs.pipeline import BaseConfig
-from roll.distributed.events import EventLog
+from roll.distributed.events import DRIVER, EventLog
 from roll.pipeline.checksums import damage, write_checksums
 from roll.trackers.files import DiskFullError, free_bytes, is_disk_full, megabytes
 
@@ -171,7 +171,7 @@ class CheckpointManager:
                     if self._events is None:
                         logger.warning("the run %s", message)
                     else:
-                        self._events.record("driver", "checkpoint skipped", message)
+                        self._events.record(DRIVER, "checkpoint skipped", message)
                 return path
             damaged = damaged or f"{path} is damaged: {problem}"
         if damaged:

@@ -12,16 +12,13 @@ from typing import Any
 
 from roll.configs.pipeline import BaseConfig
 from roll.configs.trackers import METRICS_FILE
-from roll.distributed.events import EventLog
+from roll.distributed.events import DRIVER, EventLog
 from roll.distributed.remote_errors import ClusterError, one_line
 from roll.pipeline.checkpoint import CheckpointError, checkpoints_of, step_of
 from roll.pipeline.health import INTERVAL_S, Health, read_in_time
 from roll.pipeline.session import Session
 from roll.pipeline.training_loop import TrainingLoop
 from roll.trackers.files import RUN_FILE, read_metrics
-
-DRIVER = "driver"
-"""Component of events about the whole run."""
 
 RESTARTING = "restarting"
 """Status in run.json between two starts."""

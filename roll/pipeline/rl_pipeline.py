@@ -17,7 +17,7 @@ from roll.distributed.remote_actor import RemoteActor
 from roll.distributed.weight_sync.synchronizer import WeightSynchronizer
 from roll.pipeline.extensions import load_extensions
 from roll.pipeline.learner import RLLearner
-from roll.pipeline.rollout_client import RolloutClient
+from roll.pipeline.rollout_client import NAME, RolloutClient
 from roll.pipeline.rollout_worker import Purpose, RolloutWorker
 from roll.pipeline.rollouter import Rollouter, admission_settings, rollout_options
 from roll.pipeline.session import Session
@@ -121,7 +121,7 @@ class RLPipeline(ABC, Generic[ConfigT]):
         deadlines = {Rollouter.next_batch_and_state.__name__: deadline}
 
         def start() -> RemoteActor[Rollouter]:
-            return session.start_remote_actor("rollouter", deadlines, make_rollouter, config, factory, engines)
+            return session.start_remote_actor(NAME, deadlines, make_rollouter, config, factory, engines)
 
         events, earlier = EventLog(config.output_dir), session.rollout_client
         session.rollout_client = RolloutClient(start, session.cancel_requests, events, config.max_restarts, earlier)

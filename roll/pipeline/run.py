@@ -22,7 +22,7 @@ from roll.configs.trackers import METRICS_FILE
 from roll.datasets.records import DatasetError
 from roll.distributed.engine_monitor import EnginesLostError
 from roll.distributed.env_pool.types import EnvWorkerError
-from roll.distributed.events import EventLog
+from roll.distributed.events import DRIVER, EventLog
 from roll.distributed.processes import gc_freeze, gc_unfreeze
 from roll.distributed.remote_errors import ClusterError
 from roll.distributed.resources import RayStartError, ResourceError
@@ -34,7 +34,6 @@ from roll.pipeline.dpo_pipeline import DPOPipeline
 from roll.pipeline.extensions import load_extensions
 from roll.pipeline.health import HealthFile, PeakMemory, ended_by, watched
 from roll.pipeline.restarts import (
-    DRIVER,
     RESTARTING,
     RunningLoop,
     record_killed_driver,

@@ -157,8 +157,8 @@ def test_between_two_starts_a_run_is_not_said_to_have_failed(tmp_path: Path, mon
 
     def slowly(self: CheckpointManager, choice: bool | str) -> None:
         """As `resume_path` where checksums take a while: until health was reported."""
-        until = time.monotonic() + 10
-        while "starting again" not in (tmp_path / "health.json").read_text() and time.monotonic() < until:
+        health, until = tmp_path / "health.json", time.monotonic() + 10
+        while not (health.exists() and "starting again" in health.read_text()) and time.monotonic() < until:
             time.sleep(0.02)
 
     monkeypatch.setattr(CheckpointManager, "resume_path", slowly)
