@@ -32,12 +32,12 @@ from examples.tiny_math.prepare import prepare
 from roll.datasets.math_problems import write_problems
 from roll.distributed.events import EVENTS_FILE
 from roll.distributed.leftovers import MARK, SHARED_MEMORY, ray_folder
-from roll.pipeline.checkpoint import MARKER
 from roll.trackers.files import read_metrics
 from tests.integration.faults import (
     FAULTS_FILE,
     HAPPENED_FILE,
     SIGNALS,
+    complete_checkpoints,
     process_of,
     samples_learned,
     spoil,
@@ -193,7 +193,7 @@ def wait_for_step(run: subprocess.Popen[str], folder: Path, step: int) -> bool:
 def strike(run: subprocess.Popen[str], each: Round, output: Path) -> None:
     """Carries out the fault; one in a weight update is left to the hook of the run."""
     time.sleep(each.delay_s)
-    while each.fault == CHECKPOINT and len(list(output.rglob(MARKER))) < 2 and run.poll() is None:
+    while each.fault == CHECKPOINT and len(complete_checkpoints(output)) < 2 and run.poll() is None:
         time.sleep(0.01)  # the run is to go on from the one before
     driver, number = psutil.Process(run.pid), SIGNALS[each.how]
     if each.fault == ENGINE:
@@ -256,6 +256,8 @@ def play(number: int, model: Path, seed: int) -> Round:
     each.problems += [f"Ray session left: {path.parent}" for path in ray_folder().glob(f"session_*_{run.pid}/{MARK}")]
     log = folder / "run" / EVENTS_FILE
     each.events = [json.loads(line)["event"] for line in log.read_text().splitlines()] if log.exists() else []
+    if each.fault == CHECKPOINT and "checkpoint skipped" not in each.events:
+        each.problems.append("the run did not notice the damaged checkpoint")
     each.seconds = round(time.monotonic() - began, 1)
     if not each.problems:
         shutil.rmtree(folder)

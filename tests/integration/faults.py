@@ -58,9 +58,14 @@ def workers_of(pipeline: str, driver: psutil.Process, owner: psutil.Process) -> 
     return [child for child in owner.children() if "spawn_main" in " ".join(child.cmdline())]
 
 
+def complete_checkpoints(output: Path) -> list[Path]:
+    """The checkpoints of a run, oldest first; one that is about to be renamed has its marker and is not among them."""
+    return sorted(marker.parent for marker in output.rglob(MARKER) if not marker.parent.suffix)
+
+
 def spoil(output: Path, chance: random.Random) -> None:
     """Damages a file of the newest checkpoint: cut short, or overwritten in the middle."""
-    newest = max(marker.parent for marker in output.rglob(MARKER))
+    newest = complete_checkpoints(output)[-1]
     file = chance.choice([path for path in newest.rglob("*") if path.is_file() and path.stat().st_size > 100])
     size = file.stat().st_size
     with file.open("r+b") as opened:
