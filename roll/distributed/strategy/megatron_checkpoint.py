@@ -51,13 +51,13 @@ class InProcessSave(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # Mega
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
         """Keeps what `write` writes."""
-        tensors, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
-        self._state, self._folder = mcore_to_pyt_state_dict(tensors, False), checkpoint_dir
+        state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
+        self._state, self._folder = state, checkpoint_dir
 
     def write(self, group: ProcessGroup) -> None:
         """Writes this rank's tensors; collective over the group of all ranks."""
         save_distributed(
-            self._state,
+            mcore_to_pyt_state_dict(self._state, False),
             storage_writer=FileSystemWriter(self._folder, thread_count=self.thread_count, sync_files=False),
             planner=MCoreSavePlanner(
                 dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
@@ -79,11 +79,12 @@ def begin_save(
         folder.mkdir(parents=True, exist_ok=True)
     torch.distributed.barrier()
     written_as = _format(optimizer)
-    state = _sharded_state(wrapped, optimizer, written_as, loading=False)
+    models = _models(wrapped)
     pieces: list[Piece] | None = None
     if written_as == PIECES:
         (part,) = parts(optimizer)
-        pieces = pieces_of(list(held_states(part)), _models(wrapped))
+        pieces = pieces_of(list(held_states(part)), models)
+    state = _sharded_state(models, optimizer, written_as, loading=False)
     state |= {"random": _random_state(), "optimizer_steps": optimizer_steps, "layout": _layout(wrapped)}
     strategy = InProcessSave(backend="torch_dist", version=1, thread_count=1)
     dist_checkpointing.save(state, str(folder), sharded_strategy=strategy, content_metadata=written_as)
@@ -132,7 +133,7 @@ def _load(folder: Path, wrapped: Sequence[DistributedDataParallel], optimizer: M
     if {key: written.get(key) for key in fixed} != {key: ours.get(key) for key in fixed}:
         raise ValueError(f"{folder}: written with {written}, this run has {ours}; resume with the same")
     _allocate_optimizer_state(optimizer)
-    wanted = _sharded_state(wrapped, optimizer, written_as, loading=True)
+    wanted = _sharded_state(_models(wrapped), optimizer, written_as, loading=True)
     if written == ours:
         wanted["random"] = _random_state()
     state = dist_checkpointing.load(wanted, str(folder))
@@ -187,13 +188,9 @@ def _load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any], written
 
 
 def _sharded_state(
-    wrapped: Sequence[DistributedDataParallel],
-    optimizer: MegatronOptimizer,
-    optimizer_format: dict[str, str],
-    loading: bool,
+    models: dict[str, Any], optimizer: MegatronOptimizer, optimizer_format: dict[str, str], loading: bool
 ) -> dict[str, Any]:
     metadata = dict(optimizer_format)  # Megatron adds the data-parallel group of this moment to it
-    models = _models(wrapped)
     if optimizer_format == PIECES:
         (part,) = parts(optimizer)
         return {**models, "optimizer": part.state_dict()}
