@@ -4,7 +4,7 @@
 
 A cold start is that of one engine with nothing beside it, to its first token after a weight update. Then its scheduler
 is killed, and its worker's process. Last, one of two engines is killed while both generate: the throughput until it
-serves again, over that before.
+serves again, over that before; the median of three times, since it depends on which processes share a core.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import asyncio
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from benchmarks.common import Measurement, at_least, at_most, main
+from benchmarks.common import Measurement, at_least, at_most, main, median
 from benchmarks.weight_sync import TINY
 
 TOKENS = 64
@@ -28,7 +28,9 @@ TOKENS = 64
 RUNNING = 32
 """Requests at a time, for each engine."""
 WINDOW_S = 20.0
-"""Over which throughput is measured before the death."""
+"""Over which throughput is measured before a death."""
+VICTIMS = (1, 0, 1)
+"""Engines that are killed while both generate, one after the other."""
 
 
 def measure() -> Measurement:
@@ -40,11 +42,11 @@ def measure() -> Measurement:
         raw["worker_killed_s"] = asyncio.run(recover(world, scheduler=False))
     with tempfile.TemporaryDirectory() as root, engines(Path(root), 2) as world:
         raw["tokens_per_second"] = asyncio.run(throughput(world))
-    speed = raw["tokens_per_second"]
+    kept = median([speed["meanwhile"] / speed["before"] for speed in raw["tokens_per_second"]])
     return raw, [
         at_most("recovery: killed scheduler, over a cold start", raw["scheduler_killed_s"] / raw["cold_start_s"], 1.3),
         at_most("recovery: killed worker, over a cold start", raw["worker_killed_s"] / raw["cold_start_s"], 1.3),
-        at_least("recovery: throughput with one of two engines", speed["meanwhile"] / speed["before"], 0.5),
+        at_least("recovery: throughput with one of two engines", kept, 0.5),
     ]
 
 
@@ -167,9 +169,8 @@ async def recover(world: World, scheduler: bool) -> float:
     return seconds
 
 
-async def throughput(world: World) -> dict[str, float]:
-    """Tokens per second of two engines before one dies, and from then until it serves again."""
-    _, child = await asyncio.to_thread(processes, world, 1)
+async def throughput(world: World) -> list[dict[str, float]]:
+    """For each of VICTIMS tokens per second of two engines before it dies, and from then until it serves again."""
     pool, done, stop = pool_of(world), [0], asyncio.Event()
 
     async def stream(number: int) -> None:
@@ -179,19 +180,24 @@ async def throughput(world: World) -> dict[str, float]:
             [[answer]] = await pool.generate([[request(f"{number}-{index}", TOKENS)]])
             done[0] += len(answer.response_ids)
 
-    async def load() -> dict[str, float]:
+    async def rate_until(end: Awaitable[None]) -> float:
+        tokens, start = done[0], time.monotonic()
+        await end
+        return (done[0] - tokens) / (time.monotonic() - start)
+
+    async def death(scheduler: psutil.Process, restarts: int) -> None:
+        scheduler.send_signal(signal.SIGKILL)
+        while monitor.restarts < restarts or monitor.serving != [0, 1]:
+            await asyncio.sleep(0.05)
+
+    async def load() -> list[dict[str, float]]:
         streams = [asyncio.create_task(stream(number)) for number in range(2 * RUNNING)]
-        await asyncio.sleep(3.0)
-        rates = {}
-        for name in ("before", "meanwhile"):
-            tokens, start = done[0], time.monotonic()
-            if name == "before":
-                await asyncio.sleep(WINDOW_S)
-            else:
-                child.send_signal(signal.SIGKILL)
-                while not monitor.restarts or monitor.serving != [0, 1]:
-                    await asyncio.sleep(0.05)
-            rates[name] = (done[0] - tokens) / (time.monotonic() - start)
+        rates = []
+        for restarts, victim in enumerate(VICTIMS, 1):
+            _, scheduler = await asyncio.to_thread(processes, world, victim)
+            await asyncio.sleep(3.0)
+            before = await rate_until(asyncio.sleep(WINDOW_S))
+            rates.append({"before": before, "meanwhile": await rate_until(death(scheduler, restarts))})
         stop.set()
         await asyncio.gather(*streams)
         return rates
@@ -199,7 +205,7 @@ async def throughput(world: World) -> dict[str, float]:
     with watched(world) as (synchronizer, monitor):
         await synchronizer.setup()
         await synchronizer.update_weights(1)
-        rates: dict[str, float] = await synchronizer.while_idle(load())
+        rates: list[dict[str, float]] = await synchronizer.while_idle(load())
         await monitor.close()
     return rates
 
