@@ -130,11 +130,21 @@ def test_a_value_that_nothing_can_work_with_is_refused(tmp_path: Path, override:
     assert message in text
 
 
-def test_an_unusual_number_is_a_warning(tmp_path: Path) -> None:
-    warnings = check(rlvr(tmp_path, "actor_train.training_args.learning_rate=1e12")).warnings
-    assert ["1e+12 is unusual: usual values are between 1e-10 and 1" for _ in range(1)] == [
-        problem.message for problem in warnings if problem.path.endswith("learning_rate")
-    ]
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("actor_train.training_args.learning_rate=1e12", "1e+12 is unusual: usual values are between 1e-10 and 1"),
+        ("engine_restart_delay_s=1000", "1000 is unusual: usual values are between 0 and 60"),
+        ("start_timeout_s=0.5", "0.5 is unusual: usual values are between 10 and "),
+    ],
+)
+def test_an_unusual_number_is_a_warning(tmp_path: Path, override: str, message: str) -> None:
+    path = override.partition("=")[0]
+    [warning] = [each for each in check(rlvr(tmp_path, override)).warnings if each.path.endswith(path)]
+    assert warning.message.startswith(message)
+
+
+def test_usual_values_are_ranges() -> None:
     assert all(least <= largest for least, largest in USUAL.values())
     assert SHORTEST_TIMEOUT_S < YEAR_S and MAX_PROCESSES > 1
 

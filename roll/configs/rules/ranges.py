@@ -61,6 +61,8 @@ USUAL: dict[str, tuple[float, float]] = {
     "max_generation_retries": (0, 1000),
     "max_engine_restarts": (0, 1000),
     "max_restarts": (0, 1000),
+    "engine_restart_delay_s": (0.0, 60.0),
+    "start_timeout_s": (10.0, YEAR_S),
     "max_retries": (0, 1000),
     "max_resample_factor": (0.1, 1e4),
     "max_concurrent_calls": (1, 1e5),
