@@ -107,7 +107,7 @@ def test_the_only_engine_of_a_synchronous_run_dies_and_is_waited_for(inputs, tmp
     happened = events(tmp_path)
     of_engine = [event for component, event in happened if component == "actor_infer-0"]
     assert of_engine == ["failed", "restarted", "serving again"] * 2
-    assert happened.count(("weight update", "attempt failed")) == 1
+    assert ("weight update", "attempt failed") in happened
 
 
 def test_a_dead_rollout_process_is_replaced_and_a_dead_or_stopped_trainer_starts_the_run_again(inputs, tmp_path):
@@ -121,7 +121,7 @@ def test_a_dead_rollout_process_is_replaced_and_a_dead_or_stopped_trainer_starts
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
     check_laws(steps, 1)
     assert steps[-1]["ledger/submitted"] == 4 * STEPS, "a prompt was dropped"
-    assert events(tmp_path) == [
+    assert [event for event in events(tmp_path) if event[0] != "weight update"] == [
         ("rollouter", "restarted"),
         ("actor_train-0", "failed"),
         ("driver", "checkpoint skipped"),
