@@ -42,7 +42,7 @@ demo-agentic: setup ## train an agent on FrozenLake, over many turns
 test: lint test-fast ## run lint and every test
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "integration or slow"
 
-test-fast: setup ## run the tests that start no engine and take no seconds
+test-fast: setup ## run the tests that start no engine and are not marked slow
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not integration and not slow" --ignore tests/integration
 
 lint: setup ## run ruff and mypy
