@@ -224,7 +224,7 @@ class Cluster(Generic[WorkerT]):
             await asyncio.sleep(RESTART_POLL_S)
         self._process_ids[rank] = started
         if local is not None:
-            self._local[rank, 0] = psutil.Process(started)
+            self._local[rank, 0] = self._process(rank, started)
         port = self.ranks[0].master_port
         known = self._worker_rank(rank, 0, port)
         built = actor.build.remote(self._worker_cls, known.environment(), known, self.config, self._pipeline_config)
@@ -320,7 +320,7 @@ class Cluster(Generic[WorkerT]):
         started = self._call_all_processes("start", lambda actor, *_: actor.process_id.remote())
         self._process_ids = [processes[0] for processes in started]
         self._local = {
-            (rank, node): psutil.Process(process)
+            (rank, node): self._process(rank, process)
             for rank, processes in enumerate(started)
             for node, process in enumerate(processes)
             if self._resources.nodes[self._slots[rank][node].node].node_id == self._resources.this_node
@@ -329,6 +329,17 @@ class Cluster(Generic[WorkerT]):
         held = RemoteCall(self._context("hold_port", 0), [self._actors[0].hold_port.remote(address)], list, timeout_s)
         port: int = held.get()[0]
         return [self._worker_rank(rank, 0, port) for rank in range(self.world_size)]
+
+    def _process(self, rank: int, process_id: int) -> psutil.Process:
+        """The process of a rank on this node.
+
+        Raises:
+            ClusterError: it has died.
+        """
+        try:
+            return psutil.Process(process_id)
+        except psutil.NoSuchProcess as error:
+            raise self._context("start", rank).died(rank, "the process died as soon as it had started") from error
 
     def _worker_rank(self, rank: int, node_rank: int, port: int) -> WorkerRank:
         nodes, slot = self._resources.nodes, self._slots[rank][node_rank]

@@ -297,15 +297,20 @@ class EngineMonitor:
         return True
 
     async def _restart(self, engine: int, responsive: bool) -> None:
-        """Restarts an engine until it has started, or no restart is left."""
-        limit = self._limits[engine]
+        """Restarts an engine until it has started, or no restart is left.
+
+        Where its worker answers, the first attempt is in the worker's process, which has imported SGLang already: that
+        takes half the processor time. Every other attempt is in a new process.
+        """
+        limit, new_process = self._limits[engine], not responsive
         while (delay_s := limit.next_delay(self._clock())) is not None:
             await self._sleep(delay_s)
             start = self._clock()
-            again = InferWorker.start_again if self._needs_weights else InferWorker.initialize
             try:
-                await self._infer.restart(engine, responsive)
-                await self._infer.call_some(again, [engine])
+                if new_process:
+                    await self._infer.restart(engine, responsive)
+                new_process = True
+                await self._infer.call_some(InferWorker.start_again, [engine], self._needs_weights)
             except NodeLostError as error:
                 await self._lose(engine, f"is not restarted: {error}")
                 return

@@ -38,7 +38,8 @@ class EngineNode(Worker):
             EngineError: SGLang failed, with its reason, or was not ready within `timeout_s`.
         """
         await self.stop()
-        self._engine = make_engine(self.rank, self.config, self.pipeline_config)
+        if self._engine is None:  # only the first time: it shares out the cores that this process was given
+            self._engine = make_engine(self.rank, self.config, self.pipeline_config)
         self._starting = asyncio.create_task(self._engine.start({"dist_init_addr": address}, timeout_s))
         await self._starting
 
@@ -53,7 +54,9 @@ class EngineNode(Worker):
         if self._starting is not None:
             self._starting.cancel()
             await asyncio.wait([self._starting])
-        self.close()
+        if self._engine is not None:
+            self._engine.died("the engine was stopped")
+            self._engine.end()
 
     def close(self) -> None:
         """Ends the ranks; may be called twice."""

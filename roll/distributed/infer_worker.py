@@ -84,7 +84,8 @@ class InferWorker(WeightReceiver):
             EngineError: it did not start, or did not answer, with SGLang's reason.
         """
         config = self.config
-        self._engine = make_engine(self.rank, config, self.pipeline_config)
+        if self._engine is None:  # only the first time: it shares out the cores that this process was given
+            self._engine = make_engine(self.rank, config, self.pipeline_config)
         self._further_nodes = FurtherNodes(self.rank, self._engine.died)
         self._generation = Generation(
             self._engine,
@@ -106,14 +107,22 @@ class InferWorker(WeightReceiver):
         await self._engine.manager.freeze_gc()  # in the scheduler's processes too
 
     @register(deadline="start_timeout_s")
-    async def start_again(self) -> None:
-        """Starts the engine in place of one that died; requests wait until a weight update has updated it.
+    async def start_again(self, needs_weights: bool) -> None:
+        """Starts an engine in place of the one that died, in this process or in a new one; requests are refused.
+
+        Args:
+            needs_weights: whether requests are refused until a weight update has updated the engine.
 
         Raises:
-            EngineError: as in `initialize`.
+            EngineError: as in `initialize`, or a process of the earlier engine did not end.
         """
-        self.stale_weights = "it was restarted and has received no weights yet"
-        self._updated.clear()
+        if self._further_nodes is not None:
+            self._further_nodes.stop_watching()
+        if self._engine is not None:
+            self._engine.died("it is started again")
+            self._engine.end()
+        self._forget_engine("it was restarted and has received no weights yet" if needs_weights else "")
+        self._released.clear()
         await self.initialize()
 
     @register(deadline="sync_timeout_s")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from roll.distributed.infer_worker import InferWorker
+from roll.distributed.strategy.sglang_engine import EngineError
 from roll.distributed.weight_sync.receiver import StaleWeightsError
 from roll.distributed.worker import WorkerRank
 
@@ -20,7 +21,9 @@ class Echo:
 
 
 class EngineWithoutProcesses(InferWorker):
-    """An engine whose update session cannot fail."""
+    """An engine whose start and update session cannot fail."""
+
+    async def initialize(self) -> None: ...
 
     async def _open_session(self) -> None: ...
 
@@ -60,5 +63,34 @@ def test_requests_are_refused_after_an_aborted_update() -> None:
         await engine.begin_update(4)
         await engine.commit_update()
         assert await engine.generate(requests) == requests
+
+    asyncio.run(run())
+
+
+def test_the_end_of_an_update_that_began_before_a_restart_does_not_make_the_engine_serve() -> None:
+    async def run() -> None:
+        engine, requests = worker(), REQUESTS
+        await engine.begin_update(3)
+        answer = asyncio.create_task(engine.generate(requests))
+        await asyncio.sleep(0.01)
+        await engine.start_again(needs_weights=True)
+        with pytest.raises(StaleWeightsError, match="actor_infer-0 is not serving: it was restarted"):
+            await answer
+        with pytest.raises(EngineError, match="actor_infer-0: it was restarted within the weight update"):
+            await engine.commit_update()
+        with pytest.raises(StaleWeightsError, match="it was restarted"):
+            await engine.generate(requests)
+        await engine.begin_update(4)
+        await engine.commit_update()
+        assert await engine.generate(requests) == requests
+
+    asyncio.run(run())
+
+
+def test_a_restarted_engine_without_weight_updates_serves_at_once() -> None:
+    async def run() -> None:
+        engine = worker()
+        await engine.start_again(needs_weights=False)
+        assert await engine.generate(REQUESTS) == REQUESTS
 
     asyncio.run(run())

@@ -151,16 +151,22 @@ def test_the_process_that_replaces_a_dead_one_is_ended_with_its_children(
     assert not psutil.pid_exists(child)
 
 
-def test_a_remote_actor_that_dies_as_soon_as_it_has_started_is_a_dead_process(
+def test_a_process_that_dies_as_soon_as_it_has_started_is_named(
     config: BaseConfig, resources: ResourceManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def gone(process_id: int) -> Any:
         raise psutil.NoSuchProcess(process_id)
 
+    cluster = make(config, resources)
     monkeypatch.setattr(psutil, "Process", gone)
     with pytest.raises(ClusterError, match="died as soon as it had started") as caught:
         RemoteActor("rollouter", config, {}, list)
     assert caught.value.kind == PROCESS_DIED
+    with pytest.raises(ClusterError, match=r"echo.start failed on rank 0 .*\nthe process died as soon") as of_a_rank:
+        cluster.initialize()
+    assert of_a_rank.value.kind == PROCESS_DIED
+    monkeypatch.undo()
+    cluster.shutdown()
 
 
 def test_devices_that_do_not_fit_fail_at_once_with_the_table(resources: ResourceManager) -> None:

@@ -272,6 +272,33 @@ def test_an_engine_gets_its_weights_from_the_rank_on_its_own_device(world: World
     check_three_updates(world, "tp2", "tp2 own rank")
 
 
+def test_an_engine_is_started_again_in_the_process_of_its_worker(world: World) -> None:
+    """It knows nothing of the one that died, a late end of an earlier update included, and leaves nothing open."""
+    update(world, "tp2 shared")
+    used = []
+    for _ in range(3):
+        [numbers] = world.engine.call_all(InferWorker.process_ids).get()
+        world.engine.call_all(InferWorker.begin_update, world.version).get()
+        waiting = world.engine.call_each(InferWorker.generate, [requests_of(world, 1.0)])
+        for number in numbers[1:]:
+            psutil.Process(number).kill()
+        world.engine.call_all(InferWorker.start_again, True).get()
+        with pytest.raises(ClusterError, match="restarted and has received no weights yet"):
+            waiting.get()
+        with pytest.raises(ClusterError, match="it was restarted within the weight update"):
+            world.engine.call_all(InferWorker.commit_update).get()
+        assert not any(world.engine.call_all(InferWorker.is_serving).get())
+        for path in ("tp2", "tp2 shared"):
+            update(world, path)
+            assert disagreement(world, "tp2", 1.0) < 1e-4
+        [restarted] = world.engine.call_all(InferWorker.process_ids).get()
+        assert restarted[0] == numbers[0] and not {*restarted[1:]} & {*numbers[1:]}
+        assert len(restarted) == len(numbers)
+        worker = psutil.Process(restarted[0])
+        used.append((worker.num_fds(), worker.num_threads()))
+    assert used[2][0] <= used[0][0] + 4 and used[2][1] <= used[0][1], used  # Python keeps pipes of dead processes
+
+
 def test_an_engine_ends_with_the_worker_that_owns_it(world: World) -> None:
     [engine] = world.engine.call_all(InferWorker.process_ids).get()
     processes = [psutil.Process(process) for process in engine]

@@ -211,6 +211,8 @@ class Engine:
         if self._engine is not None and self._engine.tokenizer_manager is not None:
             for task in self._engine.tokenizer_manager.asyncio_tasks:
                 task.cancel()
+        if self._engine is not None:
+            _close_sockets(self._engine)
         self._engine = None
         self._kill()
 
@@ -234,6 +236,16 @@ def _discard(start: asyncio.Future[Any]) -> None:
         for process_id in start.result().get_all_child_pids():
             with contextlib.suppress(psutil.NoSuchProcess):
                 psutil.Process(process_id).kill()
+
+
+def _close_sockets(engine: Any) -> None:
+    """Closes the sockets to the engine's processes, which SGLang leaves open, and ends their contexts' threads."""
+    import zmq
+
+    owners = [owner for owner in (engine, engine.tokenizer_manager) if owner is not None]
+    held = [each for owner in owners for each in vars(owner).values()]
+    for context in {id(each.context): each.context for each in held if isinstance(each, zmq.Socket)}.values():
+        context.destroy(linger=0)
 
 
 def _shared_files(process_id: int) -> set[Path]:

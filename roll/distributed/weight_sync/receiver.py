@@ -46,8 +46,21 @@ class WeightReceiver(Worker):
         self._updated = asyncio.Event()
         self._updated.set()
         self._session_open = False
+        self._begun = False
         self._joined: set[str] = set()
         self._parameters: set[str] = set()
+
+    def _forget_engine(self, stale_weights: str) -> None:
+        """Forgets what the engine that died had received; the next one is in no group and no update.
+
+        Args:
+            stale_weights: why the next one must not serve yet; empty where it may.
+        """
+        self.stale_weights = stale_weights
+        self._session_open = self._begun = False
+        self._joined.clear()
+        self._parameters.clear()
+        self._updated.set()  # requests that waited for the end of an update are refused, or served
 
     @property
     def engine(self) -> Engine:
@@ -115,6 +128,7 @@ class WeightReceiver(Worker):
     async def begin_update(self, version: int) -> None:
         """Opens an update session; closes one that a failed update left open. The weights are stale from here on."""
         self.stale_weights = f"weight update v{version} incomplete"
+        self._begun = True
         self._updated.clear()
         await self._open_session()
 
@@ -214,8 +228,14 @@ class WeightReceiver(Worker):
 
     @register(deadline="sync_timeout_s")
     async def commit_update(self) -> None:
-        """Declares the weights a whole version: the engine serves again."""
-        self.stale_weights = ""
+        """Declares the weights a whole version: the engine serves again.
+
+        Raises:
+            EngineError: the engine has received none, for it was restarted since the update began.
+        """
+        if not self._begun:
+            raise EngineError(f"{self.rank.name}: it was restarted within the weight update")
+        self.stale_weights, self._begun = "", False
         self._updated.set()
 
     @register(deadline="sync_timeout_s")

@@ -281,11 +281,12 @@ class Restarting(World):
         self.restarted: list[int] = []
 
     async def restart(self, rank: int, responsive: bool) -> None:
-        self.restarted.append(rank)
-        self.dead.discard(rank)
+        """Starts a new process; in it, or in the one that there is, `start_again` starts the engine."""
 
     async def call_some(self, method: Callable[..., Any], ranks: list[int], *args: Any) -> list[Any]:
         if method.__name__ == "start_again":
+            self.restarted += ranks
+            self.dead.difference_update(ranks)
             return [None]
         return await super().call_some(method, ranks, *args)
 
@@ -511,7 +512,7 @@ def test_a_part_of_the_run_that_has_failed_for_good_ends_the_wait(tmp_path: Path
 
     async def scenario() -> None:
         await synchronizer.update_weights(0)
-        await monitor.failed(0, "broken")
+        await monitor.failed(0, "broken", responsive=False)
         if waiting == "for a batch":
             work: Any = synchronizer.while_idle(asyncio.sleep(60))
         else:
