@@ -235,7 +235,7 @@ def play(number: int, model: Path, seed: int) -> Round:
     if each.fault in (DRIVER, CHECKPOINT) and not each.problems:
         if run.wait() != -signal.SIGKILL:
             each.problems.append("the fault did not happen: the run ended before the driver was killed")
-        left = still_running(folder, 20.0)
+        left = still_running(folder, run.pid, 20.0)
         each.problems += [f"left by the killed driver: {name}" for name in left]
         if each.fault == CHECKPOINT:
             spoil(folder / "run", chance)
@@ -251,7 +251,7 @@ def play(number: int, model: Path, seed: int) -> Round:
         each.problems.append(f"exit code {code}: " + (folder / "output.txt").read_text()[-1500:])
     else:
         each.problems += accounting(folder, each)
-    each.problems += [f"process left: {name}" for name in still_running(folder, 15.0)]
+    each.problems += [f"process left: {name}" for name in still_running(folder, run.pid, 15.0)]
     each.problems += [f"left in {SHARED_MEMORY}: {name}" for name in sorted(shared_files() - before)]
     each.problems += [f"Ray session left: {path.parent}" for path in ray_folder().glob(f"session_*_{run.pid}/{MARK}")]
     log = folder / "run" / EVENTS_FILE
@@ -318,14 +318,21 @@ def history(numbers: dict[int, set[int]], submitted: int, unlearned: int) -> lis
     return found
 
 
-def still_running(folder: Path, within_s: float) -> list[str]:
-    """Processes that know the folder of the run, after waiting for their end."""
+def still_running(folder: Path, session: int, within_s: float) -> list[str]:
+    """Processes of the run's session, or that know its folder, after waiting for their end."""
     until = time.monotonic() + within_s
     while True:
-        found = [process for process in psutil.process_iter() if _knows(process, str(folder))]
+        found = [each for each in psutil.process_iter() if _belongs(each, session) or _knows(each, str(folder))]
         if not found or time.monotonic() > until:
             return [f"{process.pid} {process.name()}" for process in found]
         time.sleep(0.2)
+
+
+def _belongs(process: psutil.Process, session: int) -> bool:
+    try:
+        return os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE
+    except (psutil.Error, OSError):
+        return False
 
 
 def _knows(process: psutil.Process, folder: str) -> bool:

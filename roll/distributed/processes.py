@@ -11,6 +11,7 @@ import faulthandler
 import gc
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -99,6 +100,23 @@ def kill(process_id: int) -> None:
     """Kills a process, if it exists."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(process_id, signal.SIGKILL)
+
+
+class ProcessGroup:
+    """A group of processes that is killed as soon as this process ends, however it ends, or by `end`.
+
+    Signals to the group of this process, such as those of `timeout` or of a terminal, do not reach it. Its first
+    process is a shell that waits for the end of a pipe, so the group's id is not used again while the shell waits.
+    """
+
+    def __init__(self) -> None:
+        command = ["/bin/sh", "-c", "trap '' HUP INT TERM; read line; kill -9 0"]
+        self._shell = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, process_group=0)
+        self.id = self._shell.pid
+
+    def end(self) -> None:
+        """Kills what is left of the group; may be called twice."""
+        self._shell.communicate()
 
 
 def end(processes: list[psutil.Process]) -> None:

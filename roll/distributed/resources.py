@@ -22,6 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from roll.configs.parallel_layout import by_node, spans
 from roll.distributed.core_pinning import Topology, cores_of, read_topology, threads_of
 from roll.distributed.leftovers import protect_session, remove_leftovers, remove_session, remove_sessions_of
+from roll.distributed.processes import ProcessGroup
 from roll.distributed.remote_errors import RAY_GUESSES
 from roll.platforms.platform import LOOPBACK
 
@@ -39,6 +40,8 @@ NODE_TIMEOUT_S = 60.0
 """For the first process on a node, which imports this package."""
 _session: Path | None = None
 """Folder of the Ray session that this process has started."""
+_group: ProcessGroup | None = None
+"""Ray's processes of that session, and those of all workers."""
 CONNECT_TIMEOUT_S = 5.0
 """A running Ray accepts a connection at once."""
 
@@ -146,7 +149,7 @@ def start_ray(config: BaseConfig, platform_name: str, num_devices: int) -> None:
     Raises:
         RayStartError: with the reason, at once.
     """
-    global _session
+    global _session, _group
     if ray.is_initialized():
         return
     remove_leftovers()
@@ -167,12 +170,13 @@ def start_ray(config: BaseConfig, platform_name: str, num_devices: int) -> None:
         if address:
             ray.init(**options)
         else:
-            with on_loopback():
+            _group = ProcessGroup()
+            with on_loopback(), in_group(_group.id):
                 context: Any = ray.init(**options, _node_ip_address=LOOPBACK)
             _session = Path(context.address_info["session_dir"])
             protect_session(_session)
     except Exception as error:  # Ray raises Exception itself where a process of its own does not start in time
-        ray.shutdown()
+        stop_ray()
         if not address:
             remove_sessions_of(os.getpid())
         where = f"join the Ray at RAY_ADDRESS={address}" if address else "start Ray on this machine"
@@ -215,11 +219,29 @@ def on_loopback() -> Iterator[None]:
         services.resolve_ip_for_localhost = replaced
 
 
+@contextlib.contextmanager
+def in_group(group: int) -> Iterator[None]:
+    """Lets Ray start its processes in this process group, for which it has no option."""
+
+    class InGroup(services.ConsolePopen):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, process_group=group, **kwargs)
+
+    replaced = services.ConsolePopen
+    services.ConsolePopen = InGroup  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        services.ConsolePopen = replaced  # type: ignore[misc]
+
+
 def stop_ray() -> None:
     """Ends the processes that `start_ray` started, if any, and removes the files of their session."""
-    global _session
+    global _session, _group
     ray.shutdown()
-    session, _session = _session, None
+    if _group is not None:
+        _group.end()
+    session, _session, _group = _session, None, None
     if session is not None:
         remove_session(session)
         remove_leftovers(wait=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -28,8 +29,6 @@ from roll.distributed.resources import ResourceError, ResourceManager, start_ray
 pytestmark = pytest.mark.integration
 
 
-RAY_AGENTS = ("ray::RuntimeEnvAgent", "ray::DashboardAgent")
-"""Two small processes of Ray's own that end by themselves a minute after the rest; the test does not wait for them."""
 LAYOUT = ParallelLayout(tensor=2, data=2, pipeline=1)
 
 
@@ -214,32 +213,60 @@ def test_another_ray_on_this_machine_is_not_joined() -> None:
     assert run.returncode == 0, run.stderr
 
 
-def test_no_process_outlives_a_driver_that_was_killed(tmp_path: Path) -> None:
-    driver = tmp_path / "driver.py"
-    driver.write_text(
-        textwrap.dedent(f"""
-        import sys, time
-        sys.path.insert(0, {str(Path(__file__).parent)!r})
-        from test_cluster import LAYOUT, BaseConfig, Cluster, Echo, ResourceManager, RoleConfig, start_ray
-        if __name__ == "__main__":
-            config = BaseConfig(output_dir={str(tmp_path)!r}, system_envs={{"MINE": "orphan-{tmp_path.name}"}})
-            start_ray(config, "cpu", 4)
-            resources = ResourceManager("cpu", 4, {{"echo": [0, 1, 2, 3]}})
-            cluster = Cluster("echo", Echo, RoleConfig(device_mapping=[0, 1, 2, 3]), config, resources, LAYOUT)
-            cluster.call_all(Echo.same, 1).get()
-            print("ready", flush=True)
-            cluster.call_all(Echo.sleep, 0, 600.0)
-            time.sleep(600)
-        """)
+DRIVER = f"""
+import signal, sys, time
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_cluster import LAYOUT, BaseConfig, Cluster, Echo, ResourceManager, RoleConfig, start_ray, stop_ray
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+    config = BaseConfig(output_dir=sys.argv[1])
+    start_ray(config, "cpu", 4)
+    resources = ResourceManager("cpu", 4, {{"echo": [0, 1, 2, 3]}})
+    cluster = Cluster("echo", Echo, RoleConfig(device_mapping=[0, 1, 2, 3]), config, resources, LAYOUT)
+    cluster.call_all(Echo.same, 1).get()
+    print("ready", flush=True)
+    sleeping = cluster.call_all(Echo.sleep, 0, 600.0)
+    try:
+        time.sleep(600)
+    finally:
+        cluster.shutdown()
+        resources.release()
+        stop_ray()
+"""
+
+
+@pytest.fixture
+def driver(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
+    """A driver with a cluster, in a process group of its own, and the processes that it has started."""
+    (tmp_path / "driver.py").write_text(DRIVER)
+    run = subprocess.Popen(
+        [sys.executable, str(tmp_path / "driver.py"), str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        process_group=0,
     )
-    process = subprocess.Popen([sys.executable, str(driver)], stdout=subprocess.PIPE, text=True, cwd=Path.cwd())
-    assert process.stdout is not None and "ready" in process.stdout.readline()
-    family = psutil.Process(process.pid).children(recursive=True)
-    assert len(family) > 4
-    process.kill()
-    process.wait()
-    _, alive = psutil.wait_procs(family, timeout=20)
-    slow = [member for member in alive if member.cmdline()[0].strip() in RAY_AGENTS]
-    for agent in slow:
-        agent.kill()
-    assert alive == slow, [member.cmdline() for member in alive]
+    assert run.stdout is not None and "ready" in run.stdout.readline()
+    started = psutil.Process(run.pid).children(recursive=True)
+    assert len(started) > 4
+    yield run, started
+    run.kill()
+
+
+def test_no_process_outlives_a_driver_that_was_killed(
+    driver: tuple[subprocess.Popen[str], list[psutil.Process]],
+) -> None:
+    run, started = driver
+    run.kill()
+    run.wait()
+    _, alive = psutil.wait_procs(started, timeout=20)
+    assert not alive, [process.cmdline() for process in alive]
+
+
+def test_a_signal_to_the_group_of_a_driver_leaves_ray_to_it(
+    driver: tuple[subprocess.Popen[str], list[psutil.Process]],
+) -> None:
+    """As `timeout` sends it: the driver then ends its processes in order, for which it needs Ray."""
+    run, started = driver
+    os.killpg(run.pid, signal.SIGTERM)
+    assert run.wait(30) == 7
+    assert not psutil.wait_procs(started, timeout=20)[1]
