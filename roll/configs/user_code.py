@@ -211,8 +211,12 @@ def _at(file: str, line: int, message: str) -> str:
 def _not_found(name: str, missing: str) -> str:
     folders = user_folders()
     files = [Path(folder, entry) for folder in folders for entry in sorted(os.listdir(folder)) if entry.endswith(".py")]
-    like = nearest(missing.rpartition(".")[2], [file.stem for file in files])
+    package, _, last = missing.rpartition(".")
+    like = nearest(last, [file.stem for file in files])
     hint = f"; did you mean {like}?" if like else ""
+    hiding = next((file for file in files if file.stem == package and file.with_suffix("").is_dir()), None)
+    if hiding is not None:
+        hint = f"; {shown_path(str(hiding))} hides the folder of the same name"
     return f"{name!r}: there is no module {missing}{hint} (searched {', '.join(folders)}, and installed packages)"
 
 

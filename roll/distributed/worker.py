@@ -105,6 +105,11 @@ class WorkerRank:
         """Role and rank, such as `actor_train-0`."""
         return f"{self.role}-{self.rank}"
 
+    @property
+    def process_name(self) -> str:
+        """Name of the process and of its log; on a further node of the worker it ends in the node's index."""
+        return self.name + (f"-node-{self.node}" if self.node_rank else "")
+
     def environment(self) -> dict[str, str]:
         """The environment variables that torch's process group reads."""
         return {

@@ -81,6 +81,13 @@ def test_a_missing_module_is_reported_with_the_nearest_file(folder: Path) -> Non
     assert str(folder) in str(error)
 
 
+def test_a_module_that_hides_a_folder_is_named(folder: Path) -> None:
+    write(folder, "mine_envs.py", "")
+    (folder / "mine_envs").mkdir()
+    write(folder, "mine_envs/guess.py", "def score(): ...")
+    assert "mine_envs.py hides the folder of the same name (searched " in str(refusal("mine_envs.guess:score"))
+
+
 def test_a_module_that_another_imports_is_reported_with_the_line(folder: Path) -> None:
     write(folder, "mine_b.py", "import os\nimport sandbox_of_nobody\n")
     error = refusal("mine_b:score")

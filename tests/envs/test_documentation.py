@@ -27,14 +27,11 @@ def blocks(language: str) -> list[str]:
 def guess(tmp_path, monkeypatch):
     """The environment of the example, made from its file and its YAML."""
     (code,) = blocks("python")
-    (tmp_path / "my_envs").mkdir()
-    (tmp_path / "my_envs" / "guess.py").write_text(code, encoding="utf-8")
+    (tmp_path / "guess_env.py").write_text(code, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
-    for module in ("my_envs.guess", "my_envs"):  # a reader may have one of this name
-        sys.modules.pop(module, None)
+    sys.modules.pop("guess_env", None)  # a reader may have one of this name
     yield make_env(**yaml.safe_load(blocks("yaml")[1]))
-    for module in ("my_envs.guess", "my_envs"):
-        sys.modules.pop(module, None)
+    sys.modules.pop("guess_env", None)
 
 
 def test_the_example_is_one_short_file():

@@ -215,7 +215,8 @@ def test_a_run_that_ended_with_its_engine_goes_on_with_what_was_buffered_and_run
     code, output = finish(run)
     assert code == 1
     assert "Traceback" not in output
-    assert f"first cause: actor_infer-0: process {scheduler.pid} of the engine died" in " ".join(output.split())
+    died = f"first cause: actor_infer-0: process {scheduler.pid} of the engine died, killed by SIGKILL"
+    assert died in " ".join(output.split())
     assert_nothing_is_left(tmp_path)
     last = lines(tmp_path)[-1]["step"] + 3
     code, output = shared_runs.run(config, "resume_from_checkpoint=true", f"max_steps={last}")

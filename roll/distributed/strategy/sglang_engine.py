@@ -6,11 +6,13 @@ import asyncio
 import atexit
 import contextlib
 import ctypes
+import multiprocessing
 import os
 import signal
 import socket
 from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +24,7 @@ from roll.configs.model_config import read_positions
 from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig, role_seed
 from roll.configs.roles import TORCH_DTYPES, EngineRoleConfig, JudgeConfig
 from roll.distributed.core_pinning import read_topology
+from roll.distributed.processes import log_file
 from roll.distributed.worker import WorkerRank
 from roll.platforms import get_platform
 
@@ -59,21 +62,24 @@ class Engine:
     thread that lives as long as this object: they always end with the owning process.
     """
 
-    def __init__(self, name: str, arguments: dict[str, Any], environment: dict[str, str]) -> None:
+    def __init__(self, name: str, arguments: dict[str, Any], environment: dict[str, str], log: str) -> None:
         """Starts nothing: `start` does.
 
         Args:
             name: of the engine in errors, such as `actor_infer-0`.
             arguments: SGLang's ServerArgs.
             environment: variables of the engine's processes; they remain set in this process.
+            log: path of the log of this process and the engine's, for errors.
         """
         self.name = name
+        self._log = log
         self.arguments = arguments
         self._environment = environment
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sglang-owner")
         self._engine: Any = None
         self._processes: list[psutil.Process] = []
         self._schedulers: list[int] = []
+        self._children: dict[int | None, BaseProcess] = {}
         self._shared_files: set[Path] = set()
         self._death: asyncio.Future[str] | None = None
         self._watcher: asyncio.Task[None] | None = None
@@ -115,6 +121,7 @@ class Engine:
                 start.add_done_callback(_discard)
                 self._kill()
         self._schedulers = self._engine.get_all_child_pids()
+        self._children = {child.pid: child for child in multiprocessing.active_children()}
         self._death = loop.create_future()
         self._watcher = asyncio.create_task(self._watch())
 
@@ -187,7 +194,8 @@ class Engine:
             if dead:
                 if "nnodes" in self.arguments and not self.arguments["node_rank"]:
                     await asyncio.sleep(FURTHER_NODE_GRACE_S)
-                return self.died(f"process {dead[0]} of the engine died; see the worker's log")
+                how = _ending(self._children.get(dead[0]))
+                return self.died(f"process {dead[0]} of the engine died{how}; its log is {self._log}")
             await asyncio.sleep(WATCH_INTERVAL_S)
 
     def stop(self) -> None:
@@ -270,6 +278,17 @@ def _engine_class() -> Any:
     return TokenEngine
 
 
+def _ending(child: BaseProcess | None) -> str:
+    """How a child process has ended, to be appended to a sentence; empty where that is not known."""
+    code = None if child is None else child.exitcode
+    if code is None:
+        return ""
+    if code >= 0:
+        return f" with exit code {code}"
+    system = ", as by a system without free memory" if -code == signal.SIGKILL else ""
+    return f", killed by {signal.Signals(-code).name}{system}"
+
+
 def _is_stopped(process_id: int) -> bool:
     try:
         return bool(psutil.Process(process_id).status() == psutil.STATUS_STOPPED)
@@ -328,7 +347,7 @@ def make_engine(rank: WorkerRank, config: EngineRoleConfig, pipeline: RLConfig) 
     if rank.nnodes > 1:
         arguments |= {"nnodes": rank.nnodes, "node_rank": rank.node_rank}
         environment["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"
-    return Engine(rank.name, arguments, environment)
+    return Engine(rank.name, arguments, environment, log_file(pipeline, rank.process_name))
 
 
 def engine_arguments(
