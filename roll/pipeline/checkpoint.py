@@ -233,10 +233,14 @@ def must_fit(folder: Path) -> Iterator[None]:
         raise CheckpointError(f"resume_from_checkpoint: {folder} does not fit this run: {cause}") from error
 
 
+def checkpoint_folder(config: BaseConfig) -> Path:
+    """The folder with the checkpoints of a run."""
+    return Path(config.checkpoint_dir or Path(config.output_dir) / FOLDER)
+
+
 def checkpoints_of(config: BaseConfig) -> CheckpointManager:
     """The checkpoints of a run."""
-    folder = Path(config.checkpoint_dir or Path(config.output_dir) / FOLDER)
-    return CheckpointManager(folder, config.max_ckpt_to_keep, EventLog(config.output_dir))
+    return CheckpointManager(checkpoint_folder(config), config.max_ckpt_to_keep, EventLog(config.output_dir))
 
 
 def step_of(checkpoint: Path) -> int:

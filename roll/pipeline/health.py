@@ -16,6 +16,7 @@ import psutil
 
 from roll.configs.errors import ConfigError, Problem, RunError, RunInterrupted
 from roll.configs.pipeline import BaseConfig
+from roll.pipeline.checkpoint import checkpoint_folder
 from roll.trackers.files import FolderInUseError, locked, write_in_place, write_whole
 
 logger = logging.getLogger(__name__)
@@ -76,22 +77,25 @@ class HealthFile:
 
 
 @contextmanager
-def hold_output_dir(config: BaseConfig) -> Iterator[None]:
-    """Keeps other runs out of output_dir while the block runs; see `locked`.
+def hold_folders(config: BaseConfig) -> Iterator[None]:
+    """Keeps other runs out of output_dir and of the folder of checkpoints while the block runs; see `locked`.
 
     Raises:
-        ConfigError: a run that is alive writes there, or the folder cannot be written.
+        ConfigError: a run that is alive writes there, or a folder cannot be written.
     """
-    folder = Path(config.output_dir)
+    folders = {"output_dir": Path(config.output_dir)}
+    if checkpoint_folder(config).resolve() != folders["output_dir"].resolve():
+        folders["checkpoint_dir"] = checkpoint_folder(config)
     with ExitStack() as held:
-        try:
-            held.enter_context(locked(folder))
-        except FolderInUseError as error:
-            message = f"{folder} is that of a run which is alive, process {error.process}; wait until it ends, or use "
-            raise ConfigError([Problem("output_dir", f"{message}another output_dir")], config.source.file) from None
-        except OSError as error:
-            message = f"{folder} cannot be written: {error.strerror or error}; use another folder"
-            raise ConfigError([Problem("output_dir", message)], config.source.file) from None
+        for key, folder in folders.items():
+            try:
+                held.enter_context(locked(folder))
+            except FolderInUseError as error:
+                message = f"{folder} is that of a run which is alive, process {error.process}; wait until it ends, or "
+                raise ConfigError([Problem(key, f"{message}use another {key}")], config.source.file) from None
+            except OSError as error:
+                message = f"{folder} cannot be written: {error.strerror or error}; use another folder"
+                raise ConfigError([Problem(key, message)], config.source.file) from None
         yield
 
 
