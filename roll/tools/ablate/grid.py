@@ -22,6 +22,7 @@ GRID_KEYS = {
     "seed": "use --seeds",
     "output_dir": "use --out",
     "logging_dir": "logs are written to the folder of each trial",
+    "checkpoint_dir": "checkpoints are written to the folder of each trial",
     "resume_from_checkpoint": "interrupted trials resume automatically",
 }
 """Keys that the grid sets for each trial, and what to use instead of overriding them."""
@@ -50,6 +51,7 @@ class Trial:
             f"seed={self.seed}",
             f"output_dir={json.dumps(str(folder))}",
             f"logging_dir={json.dumps(str(folder / 'logs'))}",
+            "checkpoint_dir=null",
         ]
 
 

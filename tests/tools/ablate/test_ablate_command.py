@@ -13,6 +13,7 @@ import pytest
 
 from roll.cli import main
 from roll.configs.errors import ConfigError
+from roll.pipeline.checkpoint import checkpoint_folder
 from roll.tools.ablate.command import Ablation
 from roll.tools.ablate.grid import Trial, check_grid, make_grid
 from roll.tools.ablate.process import lock_folder
@@ -83,6 +84,7 @@ def test_a_finished_trial_with_data_given_by_name_is_not_run_again(config, tmp_p
             "pg_clip_low=banana",
             "pg_clip_low: belongs to ppo or decoupled_ppo or clip_cov, none of which is in",
         ),
+        ("checkpoint_dir=elsewhere", "checkpoint_dir: is set by the grid: checkpoints are written to the folder of"),
         ("eval_steps=0", "eval_steps: 0 disables validation"),
         ("tis_lower_bound=2", "tis_lower_bound: 2 is above the upper bound 1; swap them"),
     ],
@@ -91,6 +93,14 @@ def test_problem_of_all_trials_is_reported_once(config, tmp_path, override, erro
     with pytest.raises(ConfigError) as caught:
         check_grid(config, make_grid(["tis"], [0, 1], [1, 2]), tmp_path, [override])
     assert error in str(caught.value) and len(caught.value.problems) == 1 and "(in" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["checkpoint_dir: {}", "checkpoint_config: {{output_dir: {}}}"])
+def test_every_trial_has_a_folder_of_its_own_for_checkpoints(config, tmp_path, key):
+    config.write_text(config.read_text() + key.format(tmp_path / "shared"))
+    configs, _ = check_grid(config, make_grid(["ppo"], [0], [1, 2]), tmp_path / "out")
+    folders = [checkpoint_folder(each) for each in configs.values()]
+    assert folders == [tmp_path / "out" / name / "checkpoints" for name in ("ppo-ratio0-seed1", "ppo-ratio0-seed2")]
 
 
 @pytest.mark.parametrize(
