@@ -26,7 +26,7 @@ def damage(folder: Path, marker: Path) -> str | None:
         if not text:
             return f"{marker.name} is empty"
         {name: (int(size), int(checksum)) for name, (size, checksum) in json.loads(text)["files"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         return f"{marker.name} cannot be read: {error}"
     try:
         state = tuple((str(path), *_stat(path)) for path in _paths(folder))
@@ -39,7 +39,7 @@ def damage(folder: Path, marker: Path) -> str | None:
 def _compare(folder: Path, marker: str, text: str, state: tuple[tuple[str, int, int], ...]) -> str | None:
     """Reads the files; not again while sizes and times of all are as in `state`."""
     expected = json.loads(text)["files"]
-    sizes = {str(Path(name).relative_to(folder)): size for name, size, _ in state}
+    sizes = {str(Path(name).relative_to(folder)): size for name, size, _ in state if name != str(folder / marker)}
     for name, (size, _) in sorted(expected.items()):
         if name not in sizes:
             return f"{name} is missing"
