@@ -124,7 +124,8 @@ class CheckpointManager:
         """
         own = resumed is not None and resumed.resolve() in [path.resolve() for path in self.complete()]
         for unfinished in self._folder.glob("step-*.partial"):
-            shutil.rmtree(unfinished, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                _remove(unfinished)
         others = [path for path in self.complete() if not (own and resumed and step_of(path) <= step_of(resumed))]
         moved = []
         for path in others:
@@ -199,9 +200,18 @@ class CheckpointManager:
         raise CheckpointError(f"resume_from_checkpoint: {path} is damaged: {problem}; {hint}")
 
     def _prune(self) -> None:
-        if self._max_to_keep:
-            for path in self.complete()[: -self._max_to_keep]:
-                shutil.rmtree(path)
+        """Deletes the oldest beyond `max_to_keep`; one that cannot be deleted is a warning.
+
+        Each is renamed first, so that what is left of it if the run is killed meanwhile is deleted by the next start.
+        """
+        if not self._max_to_keep:
+            return
+        for path in self.complete()[: -self._max_to_keep]:
+            try:
+                _remove(_partial(path))
+                _remove(path.rename(_partial(path)))
+            except OSError as error:
+                logger.warning("could not delete the old checkpoint %s: %s", path, error.strerror or error)
 
 
 def check_sampler(config: BaseConfig, load: Callable[[dict[str, Any]], None]) -> None:
@@ -268,7 +278,8 @@ def _partial(final: Path) -> Path:
 async def _partial_folder(final: Path) -> AsyncIterator[Path]:
     """A new folder to write to; an error removes it."""
     partial = _partial(final)
-    shutil.rmtree(partial, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        _remove(partial)
     with _explained(final, partial, free_bytes(final)) as folder:
         folder.mkdir(parents=True)
         yield folder
@@ -288,9 +299,16 @@ def _explained(final: Path, partial: Path, free: int | None) -> Iterator[Path]:
 
 
 def _replace(final: Path) -> None:
-    if final.exists():
-        shutil.rmtree(final)
+    _remove(final)
     os.rename(_partial(final), final)
+
+
+def _remove(path: Path) -> None:
+    """Deletes a folder, a file, or a link but not what it points to; nothing where the path does not exist."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def folder_bytes(folders: Iterable[Path]) -> int:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 import re
+import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -63,6 +66,71 @@ def test_only_the_newest_are_kept(tmp_path):
     for step in (1, 2, 10, 9):
         save(manager, step)
     assert [path.name for path in manager.complete()] == ["step-000009", "step-000010"]
+
+
+def linked(manager: CheckpointManager, step: int, elsewhere: Path) -> Path:
+    """A checkpoint that was moved elsewhere, with a link in its place."""
+    folder = save(manager, step)
+    folder.rename(elsewhere)
+    folder.symlink_to(elsewhere)
+    return folder
+
+
+def test_of_a_checkpoint_that_is_a_link_only_the_link_is_deleted(tmp_path):
+    manager = CheckpointManager(tmp_path / "run", max_to_keep=1)
+    linked(manager, 1, tmp_path / "elsewhere")
+    newest = save(manager, 2)
+    assert list((tmp_path / "run").iterdir()) == [newest]
+    assert (tmp_path / "elsewhere" / "weights").exists()
+
+
+def test_a_saved_checkpoint_replaces_a_link_of_its_name(tmp_path):
+    manager = CheckpointManager(tmp_path / "run", max_to_keep=0)
+    link = linked(manager, 1, tmp_path / "elsewhere")
+    for _ in range(2):
+        assert save(manager, 1) == link and not link.is_symlink()
+        assert (tmp_path / "elsewhere" / "weights").exists()
+        shutil.rmtree(link)
+        link.symlink_to(tmp_path / "gone")
+
+
+@pytest.mark.parametrize("name", ["step-000001", "step-000001.partial"])
+def test_a_file_in_place_of_a_checkpoint_is_replaced(tmp_path, name):
+    (tmp_path / name).touch()
+    manager = CheckpointManager(tmp_path, max_to_keep=0)
+    assert manager.resume_path(True) is None
+    folder = save(manager, 1)
+    assert manager.resume_path(True) == folder and list(tmp_path.iterdir()) == [folder]
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(tmp_path, monkeypatch, caplog):
+    manager = CheckpointManager(tmp_path, max_to_keep=1)
+    old = save(manager, 1)
+
+    def refuse(*args: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(Path, "rename", refuse)  # root may rename everything
+    newest = save(manager, 2)
+    assert manager.resume_path(True) == newest
+    assert f"could not delete the old checkpoint {old}: Permission denied" in caplog.text
+
+
+def test_what_a_run_left_that_was_killed_while_it_deleted_a_checkpoint_is_deleted_by_the_next(tmp_path, monkeypatch):
+    manager = CheckpointManager(tmp_path, max_to_keep=1)
+    save(manager, 1)
+
+    def die(folder: Path) -> None:
+        (folder / MARKER).unlink()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", die)
+    with pytest.raises(KeyboardInterrupt):
+        save(manager, 2)
+    monkeypatch.undo()
+    assert len(list(tmp_path.iterdir())) == 2
+    manager.set_aside_others(manager.resume_path(True))
+    assert list(tmp_path.iterdir()) == [tmp_path / "step-000002"]
 
 
 def test_newest_means_the_largest_step_beyond_six_digits(tmp_path):
@@ -220,7 +288,19 @@ def test_a_damaged_checkpoint_that_is_skipped_is_an_event(tmp_path):
     assert event["message"] == f"goes on from {older}, because {newest} is damaged: {problem}"
 
 
-@pytest.mark.parametrize("marker", ["", "[]", "null", '{"files": 3}', '{"files": {"weights": "x"}}'])
+@pytest.mark.parametrize(
+    "marker",
+    [
+        "",
+        "[]",
+        "null",
+        '{"files": 3}',
+        '{"files": {"weights": "x"}}',
+        pytest.param('{"files": {"weights": [1e999, 0]}}', id="infinite size"),
+        pytest.param('{"files": {"COMPLETE": [32, 0]}}', id="marker itself"),
+        pytest.param("[" * 100_000, id="deep"),
+    ],
+)
 def test_a_marker_of_another_shape_is_damage(tmp_path, marker):
     manager = CheckpointManager(tmp_path, max_to_keep=0)
     older, newest = save(manager, 1), save(manager, 2)
