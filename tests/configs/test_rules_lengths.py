@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from roll.configs.errors import ConfigError
 from roll.configs.plan import make_plan
+from roll.configs.rules.lengths import SAMPLED_ROWS
 from tests.configs.samples import LAPTOP, SERVER, agentic, rlvr, write
 
 
@@ -33,6 +35,19 @@ def test_a_prompt_length_that_drops_most_prompts_is_reported_with_one_that_fits(
         warning == "prompt_length: 12 drops 3 of the first 4 prompts, whose median is 16 tokens; use 16 to keep 95 % "
         "of them"
     )
+
+
+def test_a_prompt_length_that_drops_all_prompts_of_the_data_is_refused(tmp_path: Path, tiny_model_dir: Path) -> None:
+    texts = ["1+2+3+4+5+6+7=", "1+2+3+4+5+6+7+8="]
+    message = "prompt_length: 12 drops all 2 prompts, which have 14 to 16 tokens; use 14 to keep 95 % of them"
+    with pytest.raises(ConfigError, match=message):
+        prompts(tmp_path, tiny_model_dir, *texts)
+    (warning,) = prompts(tmp_path, tiny_model_dir, *texts * SAMPLED_ROWS)
+    assert f"drops {SAMPLED_ROWS} of the first {SAMPLED_ROWS} prompts" in warning, "later ones may be shorter"
+    messages = [{"role": "user", "content": text} for text in texts]
+    for prompt in (messages, json.dumps(messages)):
+        (warning,) = prompts(tmp_path, tiny_model_dir, prompt)
+        assert "drops 1 of the first 1 prompts" in warning, "a template may leave a part of messages out"
 
 
 @pytest.mark.parametrize("texts", [["1+2="], ["1+2=", "1+2+3+4+5+6+7+8="], [7, None]])

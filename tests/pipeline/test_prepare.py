@@ -43,7 +43,7 @@ def test_a_stop_string_of_several_tokens_is_reported_with_its_role(tmp_path: Pat
 
 
 def test_prompts_of_which_none_fits_are_reported_with_role_and_file(tmp_path: Path, model: Path) -> None:
-    file = jsonl(tmp_path, row(1, prompt="1" * 30))
+    file = jsonl(tmp_path, row(1, prompt=[{"role": "user", "content": "1" * 30}]))
     with pytest.raises(DatasetError) as caught:
         prepared(rlvr(tmp_path, f"pretrain={model}", f"actor_train.data_args.file_name={file}", "prompt_length=24"))
     assert str(caught.value).startswith(f"actor_train ({file}): prompt_length: all 1 prompts are longer than 24 tokens")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import Report
 from roll.configs.hub.names import local_file, local_model
-from roll.configs.pipeline import BaseConfig
+from roll.configs.pipeline import BaseConfig, RLVRConfig
 from roll.configs.roles import DataArguments
 
 if TYPE_CHECKING:
@@ -35,14 +35,22 @@ CountTokens = Callable[[str], int]
 
 
 def check_prompt_lengths(config: BaseConfig, report: Report) -> None:
-    """Most prompts fit prompt_length, without counting the template; longer ones are dropped."""
+    """Most prompts fit prompt_length, without counting the template; longer ones are dropped, but not all of them."""
     count = token_counter(config.actor_train.model_args.model_name_or_path)
     if isinstance(config, AgenticConfig) or count is None:
         return
     args = config.actor_train.data_args
-    lengths = sorted(count(text) for name in args.file_name for text in prompts_in(local_file(name), args))
+    files = [local_file(name) for name in args.file_name]
+    lengths = sorted(count(text) for file in files for text in prompts_in(file, args))
     longer = sum(length > config.prompt_length for length in lengths)
-    if lengths and 2 * longer > len(lengths):
+    all_longer = 0 < longer == len(lengths) and isinstance(config, RLVRConfig)
+    if all_longer and all(has_only_longer_texts(file, args, count, config.prompt_length) for file in files):
+        report.error(
+            "prompt_length",
+            f"{config.prompt_length} drops all {longer} prompts, which have {lengths[0]} to {lengths[-1]} tokens; use "
+            f"{lengths[int(0.95 * (len(lengths) - 1))]} to keep 95 % of them",
+        )
+    elif lengths and 2 * longer > len(lengths):
         report.warn(
             "prompt_length",
             f"{config.prompt_length} drops {longer} of the first {len(lengths)} prompts, whose median is "
@@ -95,6 +103,11 @@ def read_tokenizer(model: str | None) -> Tokenizer | None:
 
 def prompts_in(file: Path, args: DataArguments) -> Iterator[str]:
     """Texts of the first prompts of a JSONL file; rows that cannot be read are skipped."""
+    return (text for row in rows_in(file) if (text := prompt_text(row, args)) is not None)
+
+
+def rows_in(file: Path) -> Iterator[dict[str, Any]]:
+    """The first rows of a JSONL file; those that cannot be read are skipped."""
     if file.suffix != ".jsonl" or not file.is_file():
         return
     with file.open(encoding="utf-8", errors="replace") as lines:
@@ -103,9 +116,23 @@ def prompts_in(file: Path, args: DataArguments) -> Iterator[str]:
                 row = json.loads(line)
             except ValueError:
                 continue
-            text = prompt_text(row, args) if isinstance(row, dict) else None
-            if text is not None:
-                yield text
+            if isinstance(row, dict):
+                yield row
+
+
+def has_only_longer_texts(file: Path, args: DataArguments, count: CountTokens, prompt_length: int) -> bool:
+    """Whether every row of a JSONL file was looked at, and is a text with more tokens whatever the template.
+
+    Of messages, which may be JSON in a text, a template may leave a part out.
+    """
+    if file.suffix != ".jsonl" or not file.is_file():
+        return False
+    with file.open("rb") as lines:
+        if next(islice(lines, SAMPLED_ROWS, None), None) is not None:
+            return False
+    texts = [row.get(args.prompt) if row.get(args.messages) is None else None for row in rows_in(file)]
+    stripped = [text.strip() if isinstance(text, str) else "" for text in texts]
+    return all(not text.startswith("[") and count(text) > prompt_length for text in stripped)
 
 
 def prompt_text(row: dict[str, Any], args: DataArguments) -> str | None:
