@@ -16,7 +16,7 @@ from roll.configs.rules import check
 from roll.configs.rules.ranges import MAX_PROCESSES, SHORTEST_TIMEOUT_S, USUAL, YEAR_S
 from roll.configs.schema import Key, known_keys
 from roll.configs.yaml_files import MAX_CHARACTERS, parse_yaml
-from tests.configs.samples import refusal, rlvr
+from tests.configs.samples import refusal, rlvr, sft
 
 pytestmark = pytest.mark.slow
 
@@ -136,12 +136,30 @@ def test_a_value_that_nothing_can_work_with_is_refused(tmp_path: Path, override:
         ("actor_train.training_args.learning_rate=1e12", "1e+12 is unusual: usual values are between 1e-10 and 1"),
         ("engine_restart_delay_s=1000", "1000 is unusual: usual values are between 0 and 60"),
         ("start_timeout_s=0.5", "0.5 is unusual: usual values are between 10 and "),
+        ("sync_timeout_s=1e7", "1e+07 is unusual: usual values are between 0.1 and 86400"),
+        ("sync_retry_delay_s=1000", "1000 is unusual: usual values are between 0 and 300"),
+        ("health_check_interval_s=0.0001", "0.0001 is unusual: usual values are between 0.05 and 3600"),
+        ("max_grad_norm=1e-20", "1e-20 is unusual: usual values are between 1e-06 and 10000"),
+        ("kl_cov_coef=1e12 actor_train.pg_variant=kl_cov ppo_epochs=2", "1e+12 is unusual: usual values are between"),
+        ("dppo_kl_threshold=1e-12 actor_train.pg_variant=dppo_kl", "1e-12 is unusual: usual values are between 1e-06"),
+        ("sapo_tau_positive=1e-9 actor_train.pg_variant=sapo", "1e-09 is unusual: usual values are between 0.001"),
     ],
 )
 def test_an_unusual_number_is_a_warning(tmp_path: Path, override: str, message: str) -> None:
     path = override.partition("=")[0]
-    [warning] = [each for each in check(rlvr(tmp_path, override)).warnings if each.path.endswith(path)]
+    [warning] = [each for each in check(rlvr(tmp_path, *override.split())).warnings if each.path.endswith(path)]
     assert warning.message.startswith(message)
+
+
+def test_an_unusual_loss_to_end_at_is_a_warning(tmp_path: Path) -> None:
+    data = "validation.data_args.file_name=a.jsonl"
+    [warning] = check(sft(tmp_path, "target_loss=1e9", "eval_steps=5", data)).warnings
+    assert str(warning) == "target_loss: 1e+09 is unusual: usual values are between 1e-06 and 20"
+
+
+@pytest.mark.parametrize("key", ["max_grad_norm", "entropy_loss_coef", "kl_loss_coef", "init_kl_coef"])
+def test_zero_is_not_unusual_where_it_turns_something_off(tmp_path: Path, key: str) -> None:
+    assert check(rlvr(tmp_path, f"{key}=0")).warnings == []
 
 
 def test_usual_values_are_ranges() -> None:

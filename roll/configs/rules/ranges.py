@@ -26,7 +26,7 @@ USUAL: dict[str, tuple[float, float]] = {
     "adam_beta2": (0.5, 0.999999),
     "adam_epsilon": (1e-20, 1e-2),
     "warmup_steps": (0, 1e6),
-    "max_grad_norm": (0.0, 1e4),
+    "max_grad_norm": (1e-6, 1e4),
     "per_device_train_batch_size": (1, 1e5),
     "gradient_accumulation_steps": (1, 1e6),
     "infer_batch_size": (1, 1e5),
@@ -63,6 +63,9 @@ USUAL: dict[str, tuple[float, float]] = {
     "max_restarts": (0, 1000),
     "engine_restart_delay_s": (0.0, 60.0),
     "start_timeout_s": (10.0, YEAR_S),
+    "sync_timeout_s": (0.1, 86400.0),
+    "sync_retry_delay_s": (0.0, 300.0),
+    "health_check_interval_s": (0.05, 3600.0),
     "max_retries": (0, 1000),
     "max_resample_factor": (0.1, 1e4),
     "max_concurrent_calls": (1, 1e5),
@@ -71,14 +74,25 @@ USUAL: dict[str, tuple[float, float]] = {
     "process_memory_limit_mb": (256, 1e6),
     "child_process_limit": (0, 1e5),
     "output_limit_kb": (1, 1e6),
-    "kl_loss_coef": (0.0, 100.0),
-    "init_kl_coef": (0.0, 100.0),
+    "kl_loss_coef": (1e-8, 100.0),
+    "init_kl_coef": (1e-8, 100.0),
     "target_kl": (1e-6, 1000.0),
-    "entropy_loss_coef": (0.0, 10.0),
+    "entropy_loss_coef": (1e-8, 10.0),
     "opd_kl_coef": (1e-6, 100.0),
-    "sft_loss_coef": (0.0, 1000.0),
+    "target_loss": (1e-6, 20.0),
+    "sft_loss_coef": (1e-8, 1000.0),
     "beta": (1e-4, 100.0),
+    "pg_clip_low": (1e-6, 1.0),
     "pg_clip_high": (1e-6, 100.0),
+    "gspo_clip_low": (1e-8, 1.0),
+    "gspo_clip_high": (1e-8, 100.0),
+    "geo_mean_clip_low": (1e-6, 100.0),
+    "geo_mean_clip_high": (1e-6, 100.0),
+    "sapo_tau_positive": (1e-3, 1000.0),
+    "sapo_tau_negative": (1e-3, 1000.0),
+    "dppo_tv_threshold": (1e-6, 1.0),
+    "dppo_kl_threshold": (1e-6, 100.0),
+    "kl_cov_coef": (1e-6, 1e4),
     "dual_clip_c": (1.0, 1000.0),
     "upper": (0.0, 1e6),
     "tis_upper_bound": (1e-3, 1e4),
@@ -105,6 +119,9 @@ USUAL: dict[str, tuple[float, float]] = {
 }
 """Least and largest usual value by the name of a key."""
 
+OFF_AT_ZERO = ("max_grad_norm", "kl_loss_coef", "init_kl_coef", "entropy_loss_coef", "sft_loss_coef")
+"""Keys of them that 0 turns off."""
+
 LEAST_RATIO = 0.01
 """Smallest `async_generation_ratio` above 0 that is not warned of."""
 
@@ -128,7 +145,7 @@ def check_ranges(config: BaseConfig, report: Report) -> None:
             report.error(path, f"{value} processes are too many for one machine; use at most {MAX_PROCESSES}")
         elif name == "async_generation_ratio" and 0 < value < LEAST_RATIO:
             report.warn(path, f"{value:g} lets almost nothing be generated ahead; use 0, or at least {LEAST_RATIO}")
-        elif name in USUAL:
+        elif name in USUAL and not (value == 0 and name in OFF_AT_ZERO):
             least, largest = USUAL[name]
             if not least <= value <= largest:
                 report.warn(path, f"{value:g} is unusual: usual values are between {least:g} and {largest:g}")
