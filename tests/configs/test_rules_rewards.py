@@ -94,6 +94,41 @@ def test_a_name_that_is_almost_that_of_a_built_in_reward_is_a_warning(
     assert [("so math_rule scores; write function: " in warning) for warning in warnings] == [True] * warned
 
 
+@pytest.mark.parametrize(
+    ("reward", "warned"),
+    [
+        ("math_rule={correct_score: -1, wrong_score: 1}", True),
+        ("math_rule={correct_score: -1, wrong_score: 1, weight: -1}", False),
+        ("regex={function: regex, pattern: sorry, correct_score: -1}", False),
+    ],
+)
+def test_scores_that_reward_wrong_answers_are_a_warning(tmp_path: Path, reward: str, warned: bool) -> None:
+    tagged = reward.replace("}", ", tag_included: [math]}")
+    found = [str(problem) for problem in check(rlvr(tmp_path, f"rewards.{tagged}")).warnings]
+    message = "rewards.math_rule.correct_score: -1 is below wrong_score 1, so the policy learns to answer wrongly"
+    assert any(message in each for each in found) == warned
+
+
+STD_FILTER = "query_filter_config: {type: std_filter, filter_args: {std_threshold: %s}}"
+
+
+@pytest.mark.parametrize(
+    ("reward", "warned"),
+    [
+        (STD_FILTER % 100, True),
+        (STD_FILTER % 0.5, True),
+        (STD_FILTER % 0.49, False),
+        (f"correct_score: 200, {STD_FILTER % 99}", False),
+        (f"weight: 0.1, {STD_FILTER % 0.1}", True),
+        (f"function: tests.rewards.odd_rewards:nothing, {STD_FILTER % 100}", False),
+    ],
+)
+def test_a_filter_that_drops_every_group_is_a_warning(tmp_path: Path, reward: str, warned: bool) -> None:
+    found = [str(problem) for problem in check(rlvr(tmp_path, f"rewards.math_rule={{{reward}}}")).warnings]
+    message = "drops every group: the scores of prompts whose tag no reward names have a standard deviation of at most"
+    assert any(message in each for each in found) == warned
+
+
 def test_a_plan_names_the_built_in_reward_that_is_probably_meant(tmp_path: Path) -> None:
     plan = make_plan(rlvr(tmp_path, "rewards={multiple_choise: {}}"))
     assert any(

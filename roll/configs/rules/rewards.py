@@ -18,6 +18,9 @@ from roll.configs.suggestions import nearest
 TEMPLATE_FIELDS = ("prompt", "response", "ground_truth")
 """Names in braces that `prompt_template` of a judge may have."""
 
+PENALTIES = ("regex", "reward_model")
+"""Built-in rewards that may lower a score on purpose: what they find may be unwanted."""
+
 
 def check_rewards(config: RLConfig, report: Report) -> None:
     """Every reward scores some samples, and names of classes and functions have the form `module:name`."""
@@ -64,6 +67,7 @@ def _check_sums(config: RLVRConfig, report: Report) -> None:
         tagged = f"prompts tagged {', '.join(own)}" if own else "prompts whose tag no reward names"
         if not any(rewards[name].weight for name in names):
             report.error(f"rewards.{names[0]}.weight", f"0 gives {tagged} a score of 0; give a reward another weight")
+        _check_spread(names, config, tagged, report)
         if len(names) == 1:
             continue
         filters = [name for name in names if rewards[name].query_filter_config.type != "no_filter"]
@@ -78,6 +82,23 @@ def _check_sums(config: RLVRConfig, report: Report) -> None:
                 f"rewards.{names[-1]}.tag_included",
                 f"{tagged} are scored by {_all(names)}: their score is the sum; write weight: 1 to one of them if "
                 "this is meant, or remove the tags from one",
+            )
+
+
+def _check_spread(names: Collection[str], config: RLVRConfig, tagged: str, report: Report) -> None:
+    """Scores of a group can differ by more than `std_threshold`: at most, half are the lowest and half the highest."""
+    rewards = [config.rewards[name] for name in names]
+    if any(built_in_of(reward.function) in (None, "reward_model") for reward in rewards):
+        return
+    largest = sum(abs(reward.weight * (reward.correct_score - reward.wrong_score)) for reward in rewards) / 2
+    for name in names:
+        filters = config.rewards[name].query_filter_config
+        threshold = filters.filter_args.std_threshold
+        if filters.type == "std_filter" and threshold is not None and threshold >= largest > 0:
+            report.warn(
+                f"rewards.{name}.query_filter_config.filter_args.std_threshold",
+                f"{threshold:g} drops every group: the scores of {tagged} have a standard deviation of at most "
+                f"{largest:g}; use less",
             )
 
 
@@ -157,6 +178,12 @@ def _check_reward(path: str, reward: RewardConfig, config: RLVRConfig, report: R
             f"{path}.correct_score",
             f"{reward.correct_score:g} equals wrong_score, so every answer has the same score and nothing is learned; "
             "use two scores",
+        )
+    if built_in not in (None, *PENALTIES) and reward.correct_score < reward.wrong_score and reward.weight > 0:
+        report.warn(
+            f"{path}.correct_score",
+            f"{reward.correct_score:g} is below wrong_score {reward.wrong_score:g}, so the policy learns to answer "
+            "wrongly; swap them",
         )
     if built_in == "llm_judge":
         _check_judge(path, reward, bool(judge.device_mapping), report)
