@@ -42,6 +42,12 @@ def lines(plan: Plan) -> dict[str, int | float | str]:
     return {line.name: line.value for line in plan.batch}
 
 
+def test_label_smoothing_leaves_a_preference(tmp_path: Path) -> None:
+    message = "label_smoothing: 0.5 takes half of all pairs for swapped, so no preference is learned; use less"
+    assert message in refusal(tmp_path, "label_smoothing=0.5", text=DPO)
+    assert check(load(tmp_path, "label_smoothing=0.4", text=DPO)).errors == []
+
+
 @pytest.mark.parametrize("text", [REWARD_MODEL, DPO], ids=["reward_model", "dpo"])
 def test_batches_are_counted_in_pairs_of_two_sequences(tmp_path: Path, text: str) -> None:
     found = lines(make_plan(load(tmp_path, text=text), SERVER))

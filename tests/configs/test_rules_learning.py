@@ -82,6 +82,9 @@ REFUSED = {
     "correction.renormalize=true": "correction.renormalize: has no effect: nothing is rejected",
     "correction.renormalize=true correction.veto_threshold=0.1 old_log_probs_source=behavior": "true needs to know the "
     "kept tokens before",
+    "difficulty_mask=true difficulty_low_threshold=0.8 difficulty_high_threshold=0.2": "difficulty_low_threshold: no "
+    "mean score lies between 0.8 and difficulty_high_threshold 0.2, so every group is left out",
+    "difficulty_mask=true difficulty_low_threshold=1": "no mean score lies between 1 and difficulty_high_threshold 1",
     f"{WEIGHTS}.level=word": "correction.weights.level: 'word' is not one of token, sequence, geometric, "
     "segment or null",
     f"{WEIGHTS}.uper=3": "correction.weights.uper: unknown key; did you mean correction.weights.upper?",
@@ -102,6 +105,12 @@ WARNED = {
     "correction.rejections.a={statistic: k3, lower: 0.1}": "correction.rejections.a: also rejects on-policy samples",
     f"{REJECTION}.statistic=k3 {REJECTION}.lower=0.1": "also rejects on-policy samples: k3 of equal policies is 0",
     f"{TOKENS} {WEIGHTS}.mode=mask {WEIGHTS}.lower=1.1": "mask also leaves out on-policy samples",
+    f"{TOKENS} {WEIGHTS}.upper=0.0001": "correction.weights: clamp also changes the weight of on-policy samples, "
+    "from 1 to 0.0001; use bounds with 1 between them",
+    f"{TOKENS} {WEIGHTS}.lower=1.5": "clamp also changes the weight of on-policy samples, from 1 to 1.5",
+    "p99_logprob_mismatch=0.5 max_logprob_mismatch=0.1": "p99_logprob_mismatch: 0.5 is never reached: "
+    "max_logprob_mismatch 0.1 ends the run first; use at most that, or raise that too",
+    "mean_logprob_mismatch=0.5 max_logprob_mismatch=0.1": "mean_logprob_mismatch: 0.5 is never reached",
     "correction.veto_threshold=5": "correction.veto_threshold: 5 also rejects on-policy samples: their ratio is 1",
     "adv_estimator=lite_ppo": "loss_agg_mode: seq-mean-token-mean is not the aggregation of lite_ppo; use token-mean",
     "adv_estimator=gdpo": "adv_estimator: gdpo normalises each reward of a response, but no tag has several: with",

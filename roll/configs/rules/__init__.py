@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import Report
-from roll.configs.pipeline import BaseConfig, RLConfig
+from roll.configs.pipeline import BaseConfig, DPOConfig, RLConfig
 from roll.configs.rules import agentic, devices, files, generation, learning, ranges, rewards
 from roll.configs.schema import keys_along, value_at
 
@@ -30,6 +30,8 @@ def check(config: BaseConfig) -> Report:
         learning.check_policy(config, report)
         learning.check_sampling(config, report)
         rewards.check_rewards(config, report)
+    if isinstance(config, DPOConfig):
+        learning.check_preferences(config, report)
     if isinstance(config, AgenticConfig):
         agentic.check_groups(config, report)
         agentic.check_agentic(config, report)

@@ -1,4 +1,4 @@
-"""The policy gradient: estimators, losses, KL terms, corrections and sampling that exist and fit together."""
+"""What is learned: estimators, losses, KL terms, corrections, sampling and preferences that exist and fit together."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from roll.configs.advantages import ADV_ESTIMATORS, GROUP_ESTIMATORS, RESPONSE_ESTIMATORS, TURN_ESTIMATORS
 from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import Report
-from roll.configs.pipeline import RLConfig, RLVRConfig
+from roll.configs.pipeline import DPOConfig, RLConfig, RLVRConfig
 from roll.configs.policy import COVARIANCE_VARIANTS, VARIANT_TRAITS, losses_of, traits_of
 from roll.configs.roles import LONGEST_SAMPLING_MASK
 from roll.configs.schema import value_at
@@ -112,7 +112,19 @@ def check_algorithm(config: RLConfig, report: Report) -> None:
             f"with {config.adv_estimator} the KL of a response is summed and counts for all its tokens alike; "
             "use_kl_loss keeps it per token",
         )
+    _check_difficulty(config, report)
     _check_old_log_probs(config, report)
+    _check_mismatch(config, report)
+
+
+def _check_difficulty(config: RLConfig, report: Report) -> None:
+    low, high = config.difficulty_low_threshold, config.difficulty_high_threshold
+    if config.difficulty_mask and low >= high:
+        report.error(
+            "difficulty_low_threshold",
+            f"no mean score lies between {low:g} and difficulty_high_threshold {high:g}, so every group is left out of "
+            "the loss; the low one must be the smaller",
+        )
 
 
 def _check_teacher(config: RLConfig, report: Report) -> None:
@@ -151,6 +163,19 @@ def _check_old_log_probs(config: RLConfig, report: Report) -> None:
         "behavior in synchronous training uses the engine's log-probs instead of the trainer's, so the first ratio "
         "is not exactly 1; auto recomputes them",
     )
+
+
+def _check_mismatch(config: RLConfig, report: Report) -> None:
+    """A bound on the mean or on 99 % of differences is below that on the largest, which ends the run first."""
+    largest = config.max_logprob_mismatch
+    for key in ("mean_logprob_mismatch", "p99_logprob_mismatch"):
+        bound = getattr(config, key)
+        if key in config.source.given and largest is not None and bound is not None and bound > largest:
+            report.warn(
+                key,
+                f"{bound:g} is never reached: max_logprob_mismatch {largest:g} ends the run first; use at most that, "
+                "or raise that too",
+            )
 
 
 def check_policy(config: RLConfig, report: Report) -> None:
@@ -259,8 +284,16 @@ def _check_rejection(config: RLConfig, report: Report) -> None:
             "correction.veto_threshold", f"{veto:g} also rejects on-policy samples: their ratio is 1; use less than 1"
         )
     weights = config.correction.weights
-    if config.correction.weighted and weights.mode == "mask" and not _inside(1.0, weights.lower, weights.upper):
-        report.warn("correction.weights", "mask also leaves out on-policy samples: their weight is 1")
+    if config.correction.weighted and weights.lower <= weights.upper and not _inside(1.0, weights.lower, weights.upper):
+        if weights.mode == "mask":
+            report.warn("correction.weights", "mask also leaves out on-policy samples: their weight is 1")
+        else:
+            bound = min(max(1.0, weights.lower), weights.upper)
+            report.warn(
+                "correction.weights",
+                f"clamp also changes the weight of on-policy samples, from 1 to {bound:g}; use bounds with 1 between "
+                "them",
+            )
 
 
 def _inside(value: float, lower: float | None, upper: float | None) -> bool:
@@ -309,6 +342,15 @@ def _check_corrected(config: RLConfig, report: Report) -> None:
             path,
             f"{message}; leave it out, or correct with actor_train.pg_variant: decoupled_ppo or "
             "correction.weights.level: token, or set allow_uncorrected_off_policy: true",
+        )
+
+
+def check_preferences(config: DPOConfig, report: Report) -> None:
+    """The loss prefers one of the two responses of a pair."""
+    if config.dpo_loss_type == "sigmoid" and config.label_smoothing == 0.5:
+        report.error(
+            "label_smoothing",
+            "0.5 takes half of all pairs for swapped, so no preference is learned; use less, such as 0.1",
         )
 
 
