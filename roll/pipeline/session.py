@@ -94,13 +94,14 @@ class Session:
 
         An error in this is raised, unless the run has failed before: then it is logged, since it is not the cause.
         """
-        logger.info("ending the processes of the run")
+        engines_may_stay = self._engines_may_stay(error)
+        logger.info("ending the %s of the run", "training processes" if engines_may_stay else "processes")
         try:
             await self._close(error)
         finally:
             self._close_first.clear()
             self.kept, self.kept_since = set(), time.monotonic()
-            if self._engines_may_stay(error):
+            if engines_may_stay:
                 self._end_training()
                 self.kept = await self._keep_engines()
             if not self.kept:
