@@ -13,7 +13,6 @@ import inspect
 import os
 import sys
 import time
-import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
@@ -35,7 +34,7 @@ from roll.distributed.processes import (
     process_environment,
 )
 from roll.distributed.remote_call import RemoteCall, ShardsClient, check_length, retrieve_error
-from roll.distributed.remote_errors import PROCESS_DIED, CallContext, ClusterError, Failure
+from roll.distributed.remote_errors import PROCESS_DIED, CallContext, ClusterError, Failure, failure_of
 from roll.distributed.rpc_batching import ClusterClient, RpcActor, RpcServer
 from roll.distributed.worker import Worker, WorkerRank, registered_methods
 from roll.platforms import get_platform
@@ -485,9 +484,9 @@ class WorkerActor:
         return result if keep else None
 
     def _failure(self, error: Exception) -> Failure:
-        text = "".join(traceback.format_exception(error))
-        print(f"{self._name} failed:\n{text}", file=sys.stderr, flush=True)
-        return Failure(self._rank, time.time(), type(error).__name__, str(error), text)
+        failure = failure_of(self._rank, error)
+        print(f"{self._name} failed:\n{failure.traceback}", file=sys.stderr, flush=True)
+        return failure
 
 
 class ConcurrentWorkerActor(RpcActor, WorkerActor):

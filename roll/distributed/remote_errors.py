@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 import time
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -50,6 +51,7 @@ class Failure:
         kind: name of the exception's class.
         message: text of the exception.
         traceback: as Python prints it.
+        inner: the exception itself where it is a ClusterError: a call failed that the worker made.
     """
 
     rank: int
@@ -57,6 +59,14 @@ class Failure:
     kind: str
     message: str
     traceback: str
+    inner: ClusterError | None = None
+
+
+def failure_of(rank: int, error: Exception) -> Failure:
+    """An exception that the worker of this rank raised."""
+    text = "".join(traceback.format_exception(error))
+    inner = error if isinstance(error, ClusterError) else None
+    return Failure(rank, time.time(), type(error).__name__, str(error), text, inner)
 
 
 RAY_GUESSES = re.compile(r"There are some potential root causes|Some common causes")
@@ -116,9 +126,14 @@ class CallContext:
     locations: Mapping[int, str]
 
     def failed(self, failures: Sequence[Failure]) -> ClusterError:
-        """The error of a call that failed on these ranks; a dead process comes first, then the earliest failure."""
-        ordered = sorted(failures, key=lambda f: (f.kind != PROCESS_DIED, f.time))
+        """The error of a call that failed on these ranks; a dead process comes first, then the earliest failure.
+
+        Where the first to fail had made a call that failed, the error is that call's, as if the caller had made it.
+        """
+        ordered = sorted(failures, key=lambda f: ((f.inner or f).kind != PROCESS_DIED, f.time))
         first, others = ordered[0], ordered[1:]
+        if first.inner is not None:
+            return first.inner
         lines = [f"{self.role}.{self.method} failed on rank {first.rank} ({self.locations[first.rank]})"]
         if len(failures) < len(self.locations):
             lines[0] += f"; {len(self.locations) - len(failures)} of {len(self.locations)} ranks did not fail"

@@ -95,14 +95,15 @@ class RolloutClient:
         """The answer of the rollouter, or of the one that replaces it.
 
         Raises:
-            ClusterError: it failed, did not answer in time, or died after its last restart.
+            ClusterError: it failed, did not answer in time, or died after its last restart; or a call that it made
+                failed.
         """
         while True:
             remote = self._remote
             try:
                 return await remote.call(method, *args, **kwargs)
             except ClusterError as error:
-                if error.kind != PROCESS_DIED:
+                if not _died(error):
                     raise
                 async with self._restarting:
                     if self._remote is remote:
@@ -121,7 +122,7 @@ class RolloutClient:
                 dead = remote = await asyncio.to_thread(self._start)
                 await self._restore(remote)
             except ClusterError as failure:
-                if failure.kind != PROCESS_DIED:
+                if not _died(failure):
                     raise
                 error = failure
                 self._events.record(NAME, "restart failed", f"{cause}; the new process died too ({count})")
@@ -140,3 +141,8 @@ class RolloutClient:
             await remote.call(Rollouter.load_state_dict, pickle.loads(self._state))
         if self._version is not None:
             await remote.call(Rollouter.advance, self._version)
+
+
+def _died(error: ClusterError) -> bool:
+    """Whether the rollout process died, and not a process that it had called."""
+    return error.role == NAME and error.kind == PROCESS_DIED

@@ -10,6 +10,7 @@ import sys
 import time
 from typing import Any
 
+from roll.distributed.remote_errors import PROCESS_DIED, ClusterError
 from roll.distributed.worker import Worker, register
 
 
@@ -46,6 +47,10 @@ class Echo(Worker):
             raise KeyError(f"rank {rank} lost its key")
         time.sleep(0.2)
         raise RuntimeError("the peer went away")
+
+    @register()
+    def call_dead_rank(self) -> None:
+        raise ClusterError("reward", "score", 2, PROCESS_DIED, "reward.score failed on rank 2", "it died")
 
     @register()
     def sleep(self, rank: int, seconds: float) -> None:

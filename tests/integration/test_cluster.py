@@ -103,6 +103,12 @@ def test_the_traceback_of_the_first_rank_that_raised_comes_first(echo: Cluster[E
     assert (caught.value.rank, caught.value.kind, caught.value.method) == (2, "KeyError", "stumble")
 
 
+def test_a_call_that_failed_within_a_call_fails_as_that_call(echo: Cluster[Echo]) -> None:
+    with pytest.raises(ClusterError, match="^reward.score failed on rank 2$") as caught:
+        echo.call_all(Echo.call_dead_rank).get()
+    assert (caught.value.role, caught.value.rank, caught.value.process_failed) == ("reward", 2, True)
+
+
 @pytest.mark.parametrize("waits", ["get", "await"])
 def test_a_call_past_its_deadline_names_the_rank_without_an_answer(echo: Cluster[Echo], waits: str) -> None:
     with deadline_scope(time.monotonic() + 0.3):

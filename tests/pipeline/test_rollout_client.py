@@ -183,3 +183,19 @@ def test_only_death_is_answered_by_a_restart_and_health_never_fails(tmp_path):
         assert len(processes.started) == 1
 
     asyncio.run(run())
+
+
+def test_the_death_of_a_process_that_it_had_called_does_not_replace_it(tmp_path):
+    async def run() -> None:
+        processes = Processes(1.0, [1], {})
+        client = client_of(processes, tmp_path)
+
+        async def reward_died(*_: Any) -> None:
+            raise ClusterError("reward", "compute_values", 0, PROCESS_DIED, "gone")
+
+        processes.started[0].call = reward_died  # type: ignore[method-assign]
+        with pytest.raises(ClusterError) as caught:
+            await asyncio.wait_for(client.next_batch(), 5)
+        assert (caught.value.role, len(processes.started)) == ("reward", 1)
+
+    asyncio.run(run())
