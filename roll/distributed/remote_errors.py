@@ -17,6 +17,8 @@ from typing import Any
 
 import ray
 
+from roll.configs.errors import RunError
+
 PROCESS_DIED = "ProcessDied"
 """Kind of the failure of a process that died, or that was started again and has no worker yet."""
 
@@ -51,6 +53,7 @@ class Failure:
         kind: name of the exception's class.
         message: text of the exception.
         traceback: as Python prints it.
+        is_run_error: whether it is a RunError, whose message says all that a user needs.
         inner: the exception itself where it is a ClusterError: a call failed that the worker made.
     """
 
@@ -59,6 +62,7 @@ class Failure:
     kind: str
     message: str
     traceback: str
+    is_run_error: bool = False
     inner: ClusterError | None = None
 
 
@@ -66,7 +70,7 @@ def failure_of(rank: int, error: Exception) -> Failure:
     """An exception that the worker of this rank raised."""
     text = "".join(traceback.format_exception(error))
     inner = error if isinstance(error, ClusterError) else None
-    return Failure(rank, time.time(), type(error).__name__, str(error), text, inner)
+    return Failure(rank, time.time(), type(error).__name__, str(error), text, isinstance(error, RunError), inner)
 
 
 RAY_GUESSES = re.compile(r"There are some potential root causes|Some common causes")
@@ -128,18 +132,21 @@ class CallContext:
     def failed(self, failures: Sequence[Failure]) -> ClusterError:
         """The error of a call that failed on these ranks; a dead process comes first, then the earliest failure.
 
-        Where the first to fail had made a call that failed, the error is that call's, as if the caller had made it.
+        Where the first to fail had made a call that failed, the error is that call's, as if the caller had made it. A
+        RunError is told by its sentence alone; its traceback is in the log of the rank.
         """
         ordered = sorted(failures, key=lambda f: ((f.inner or f).kind != PROCESS_DIED, f.time))
         first, others = ordered[0], ordered[1:]
         if first.inner is not None:
             return first.inner
+        cause = " ".join(first.message.split())
+        if first.is_run_error:
+            return ClusterError(self.role, self.method, first.rank, first.kind, first.message, cause)
         lines = [f"{self.role}.{self.method} failed on rank {first.rank} ({self.locations[first.rank]})"]
         if len(failures) < len(self.locations):
             lines[0] += f"; {len(self.locations) - len(failures)} of {len(self.locations)} ranks did not fail"
         lines.append(first.traceback.rstrip())
         lines.extend(f"then rank {f.rank}: {f.kind}: {f.message}" for f in others)
-        cause = " ".join(first.message.split())
         return ClusterError(self.role, self.method, first.rank, first.kind, "\n".join(lines), cause)
 
     def died(self, rank: int, text: str) -> ClusterError:

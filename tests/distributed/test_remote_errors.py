@@ -6,7 +6,17 @@ import pickle
 
 import pytest
 
-from roll.distributed.remote_errors import PROCESS_DIED, TIMEOUT, CallContext, ClusterError, Failure, failure_of
+from roll.configs.errors import RunError
+from roll.distributed.remote_errors import (
+    PROCESS_DIED,
+    TIMEOUT,
+    CallContext,
+    ClusterError,
+    Failure,
+    failure_of,
+    one_line,
+)
+from roll.pipeline.checkpoint import CheckpointError
 
 
 def received(*failures: Failure) -> ClusterError:
@@ -40,3 +50,10 @@ def test_a_bug_keeps_its_traceback() -> None:
     error = received(raised(KeyError("lost")))
     assert (error.role, error.rank, error.kind) == ("rollouter", 0, "KeyError")
     assert "log rollouter.log" in str(error) and "in raised" in str(error) and error.cause == "'lost'"
+
+
+def test_an_error_for_the_user_is_its_sentence_alone() -> None:
+    sentence = "9 prompts failed, more than max_failure_rate 0 allows"
+    error = received(raised(CheckpointError(sentence)), raised(RunError("of another rank"), rank=1))
+    assert (str(error), error.cause, error.kind) == (sentence, sentence, "CheckpointError")
+    assert one_line(error) == f"rollouter-0: {sentence}" and not error.process_failed

@@ -10,6 +10,7 @@ import sys
 import time
 from typing import Any
 
+from roll.configs.errors import RunError
 from roll.distributed.remote_errors import PROCESS_DIED, ClusterError
 from roll.distributed.worker import Worker, register
 
@@ -51,6 +52,10 @@ class Echo(Worker):
     @register()
     def call_dead_rank(self) -> None:
         raise ClusterError("reward", "score", 2, PROCESS_DIED, "reward.score failed on rank 2", "it died")
+
+    @register()
+    def refuse(self) -> None:
+        raise RunError("pretrain: is not a folder; give one")
 
     @register()
     def sleep(self, rank: int, seconds: float) -> None:

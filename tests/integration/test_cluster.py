@@ -22,6 +22,7 @@ from roll.configs.parallel_layout import ParallelLayout
 from roll.configs.pipeline import BaseConfig
 from roll.configs.roles import RoleConfig
 from roll.distributed.cluster import Cluster
+from roll.distributed.processes import log_file
 from roll.distributed.remote_actor import RemoteActor
 from roll.distributed.remote_errors import PROCESS_DIED, ClusterError, deadline_scope
 from roll.distributed.resources import ResourceError, ResourceManager, start_ray, stop_ray
@@ -107,6 +108,14 @@ def test_a_call_that_failed_within_a_call_fails_as_that_call(echo: Cluster[Echo]
     with pytest.raises(ClusterError, match="^reward.score failed on rank 2$") as caught:
         echo.call_all(Echo.call_dead_rank).get()
     assert (caught.value.role, caught.value.rank, caught.value.process_failed) == ("reward", 2, True)
+
+
+def test_an_error_for_the_user_arrives_as_its_sentence_and_its_traceback_is_in_the_log(
+    config: BaseConfig, echo: Cluster[Echo]
+) -> None:
+    with pytest.raises(ClusterError, match="^pretrain: is not a folder; give one$"):
+        echo.call_all(Echo.refuse).get()
+    assert "Traceback" in Path(log_file(config, "echo-0")).read_text()
 
 
 @pytest.mark.parametrize("waits", ["get", "await"])
