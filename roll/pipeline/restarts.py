@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from roll.configs.errors import RunError
 from roll.configs.pipeline import BaseConfig
 from roll.configs.trackers import METRICS_FILE
 from roll.distributed.events import DRIVER, EventLog
@@ -91,6 +92,14 @@ class RunningLoop:
         return repeated
 
 
+def failure_in_one_line(error: BaseException) -> tuple[str, str]:
+    """The component that failed, a process or else the driver, and the cause; for events.jsonl."""
+    if isinstance(error, ClusterError):
+        component = f"{error.role}-{error.rank}"
+        return component, f"failed in {error.method}: {one_line(error).removeprefix(f'{component}: ')}"
+    return DRIVER, " ".join(str(error).split()) if isinstance(error, RunError) else one_line(error)
+
+
 async def start_again(
     config: BaseConfig, session: Session, running: RunningLoop, error: ClusterError, events: EventLog
 ) -> BaseConfig:
@@ -99,8 +108,7 @@ async def start_again(
     Raises:
         CheckpointError: all checkpoints are damaged; the message begins with the failure.
     """
-    component = f"{error.role}-{error.rank}"
-    cause = f"failed in {error.method}: {one_line(error).removeprefix(f'{component}: ')}"
+    component, cause = failure_in_one_line(error)
     events.record(component, "failed", cause)
     running.failed(f"{component} {cause}")
     saved = None

@@ -36,6 +36,7 @@ from roll.pipeline.health import HealthFile, PeakMemory, ended_by, watched
 from roll.pipeline.restarts import (
     RESTARTING,
     RunningLoop,
+    failure_in_one_line,
     record_killed_driver,
     record_training_again,
     start_again,
@@ -184,7 +185,7 @@ async def _start_until_finished(
 
 
 def _record_end(error: BaseException, config: BaseConfig, summary: RunSummary, start: float, events: EventLog) -> None:
-    """Completes run.json where the run ended between two starts, and records a full disk and a start that failed."""
+    """Completes run.json where the run ended between two starts, and records the failure, which the console shows."""
     restarting = summary.status == RESTARTING
     if restarting:
         summary.status, summary.seconds = ended_by(error), time.perf_counter() - start
@@ -192,10 +193,14 @@ def _record_end(error: BaseException, config: BaseConfig, summary: RunSummary, s
             replace_summary(Path(config.output_dir), vars(summary))
         except (OSError, ValueError, RunError) as problem:
             logger.warning("%s does not say that the run is %s: %s", RUN_FILE, summary.status, problem)
+    if ended_by(error) != "failed":
+        return
+    event, (component, cause) = "failed", failure_in_one_line(error)
     if is_disk_full(error):
-        events.record(DRIVER, "disk full", short_message(error, config), level=logging.DEBUG)
-    elif restarting and isinstance(error, CheckpointError):
-        events.record(DRIVER, "not restarted", short_message(error, config), level=logging.DEBUG)
+        component, event, cause = DRIVER, "disk full", short_message(error, config)
+    elif isinstance(error.__cause__, ClusterError) and isinstance(error, CheckpointError):
+        event = "not restarted"
+    events.record(component, event, cause, level=logging.DEBUG)
 
 
 def short_message(error: BaseException, config: BaseConfig) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from roll.configs.errors import RunError
+from roll.configs.errors import RunError, RunInterrupted
 from roll.configs.pipeline import BaseConfig, SFTConfig
 from roll.distributed.events import EVENTS_FILE, EventLog
 from roll.distributed.remote_errors import PROCESS_DIED, TIMEOUT, ClusterError
@@ -127,7 +127,10 @@ def test_where_all_checkpoints_are_damaged_the_failure_of_the_process_comes_firs
     with pytest.raises(CheckpointError, match=message):
         play(runs, tmp_path, monkeypatch, max_restarts=3)
     events = events_in(tmp_path)
-    assert [(event["component"], event["event"]) for event in events] == [("actor_train-1", "failed")]
+    assert [(event["component"], event["event"]) for event in events] == [
+        ("actor_train-1", "failed"),
+        ("driver", "not restarted"),
+    ]
     assert json.loads((tmp_path / "health.json").read_text())["status"] == "failed"
 
 
@@ -278,16 +281,40 @@ def test_after_the_last_restart_the_error_is_raised(tmp_path: Path, monkeypatch:
     with pytest.raises(ClusterError):
         play(runs, tmp_path, monkeypatch, max_restarts=1)
     assert len(runs.resumed) == 2
+    happened = [(event["component"], event["event"]) for event in events_in(tmp_path)]
+    assert happened == [("actor_train-1", "failed"), ("driver", "run restarted"), ("actor_train-1", "failed")]
 
 
-@pytest.mark.parametrize("error", [died("ValueError"), RunError("a filter starves the batch"), KeyboardInterrupt()])
-def test_an_error_that_would_come_again_is_raised_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+@pytest.mark.parametrize(
+    ("error", "component", "message"),
+    [
+        (died("ValueError"), "actor_train-1", "failed in train_step: gone"),
+        (RunError("a filter starves\nthe batch"), "driver", "a filter starves the batch"),
+        (KeyError("lost"), "driver", "KeyError: 'lost'"),
+    ],
+)
+def test_an_error_that_would_come_again_ends_the_run_at_once_and_is_an_event(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+    component: str,
+    message: str,
 ) -> None:
     runs = Runs(error)
-    with pytest.raises(type(error)):
+    with caplog.at_level("INFO"), pytest.raises(type(error)):
         play(runs, tmp_path, monkeypatch, max_restarts=3)
-    assert len(runs.resumed) == 1 and not (tmp_path / EVENTS_FILE).exists()
+    assert len(runs.resumed) == 1
+    (event,) = events_in(tmp_path)
+    assert (event["component"], event["event"], event["message"]) == (component, "failed", message)
+    assert message not in caplog.text, "run_pipeline shows it"
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt(), RunInterrupted(None)])
+def test_an_interrupt_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: Any) -> None:
+    with pytest.raises(type(end)):
+        play(Runs(end), tmp_path, monkeypatch, max_restarts=3)
+    assert not (tmp_path / EVENTS_FILE).exists()
 
 
 @pytest.mark.parametrize(
