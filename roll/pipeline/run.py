@@ -97,10 +97,21 @@ PIPELINES: dict[type[BaseConfig], Callable[[Any], Pipeline]] = {
 
 @dataclass
 class RunSummary:
-    """The end of a run, in `run.json`; `bottleneck` is the report on the split of devices."""
+    """The end of a run, in `run.json`.
+
+    Attributes:
+        status: finished, interrupted or failed.
+        steps: that are finished, with those before the run was resumed.
+        resumed_at_step: finished steps when it was resumed; 0 if it was not.
+        seconds: since then, with its start.
+        peak_memory_bytes: of all processes together, in that time.
+        validation: metrics by the finished steps at which they were taken, since the last start.
+        bottleneck: the report on the split of devices.
+    """
 
     status: str = "failed"
     steps: int = 0
+    resumed_at_step: int = 0
     seconds: float = 0.0
     peak_memory_bytes: int = 0
     validation: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -221,10 +232,20 @@ def continuation(checkpoint: Path, command: str) -> str:
     return f"{checkpoint} is complete; continue with: {command} resume_from_checkpoint=true"
 
 
+def finished_steps(summary: RunSummary) -> str:
+    """How many steps took how long; those before the run was resumed are not in its seconds."""
+    resumed_at, seconds = summary.resumed_at_step, f"{summary.seconds:.0f} s"
+    if not resumed_at:
+        return f"finished {summary.steps} steps in {seconds}"
+    new = summary.steps - resumed_at
+    steps = f"{new} step{'' if new == 1 else 's'}"
+    return f"finished step {summary.steps} ({steps} in {seconds} since it was resumed at step {resumed_at})"
+
+
 def next_steps(config: BaseConfig, summary: RunSummary, command: str) -> list[str]:
     """How the run ended, where its results are, and commands that show or continue it."""
     folder, saved = Path(config.output_dir), newest_complete(config)
-    lines = [f"finished {summary.steps} steps in {summary.seconds:.0f} s"]
+    lines = [finished_steps(summary)]
     rows = {"results": f"{folder}/  ({METRICS_FILE}, {RUN_FILE}, logs)"}
     if isinstance(config, RLConfig) and config.rollout_dump_steps != 0:
         rows["samples"] = f"roll show {folder}"
@@ -329,6 +350,8 @@ async def _train(
     async with session:
         loop = await pipeline.build(session, trackers)
         await loop.resume()
+        if not session.resumed:
+            summary.resumed_at_step = loop.state.step
         session.resumed = True
         if loop.state.step:
             trackers.resume(loop.state.step)

@@ -68,5 +68,6 @@ def test_a_run_learns_and_one_resumed_from_it_goes_on_without_a_seam_to_its_targ
     checkpoint = f"resume_from_checkpoint={whole}/run/checkpoints/step-000002"
     summary = sft(shared_runs, tmp_path / "data", tiny_model_dir, resumed, checkpoint, f"target_loss={between}")
     assert (summary["status"], summary["steps"]) == ("finished", 4), "40 pairs in batches of 16 end in mid-batch"
+    assert summary["resumed_at_step"] == 2
     assert lines(resumed) == steps[3:5]
     AutoModelForCausalLM.from_pretrained(resumed / "run" / "hf_model")

@@ -17,8 +17,8 @@ from roll.configs.pipeline import BaseConfig, SFTConfig
 from roll.distributed.events import EVENTS_FILE, EventLog
 from roll.distributed.remote_errors import PROCESS_DIED, TIMEOUT, ClusterError
 from roll.pipeline import run as module
-from roll.pipeline.checkpoint import CheckpointError, CheckpointManager, checkpoints_of
-from roll.pipeline.health import watched
+from roll.pipeline.checkpoint import CheckpointError, CheckpointManager, PipelineState, checkpoints_of
+from roll.pipeline.health import Health, watched
 from roll.pipeline.restarts import RunningLoop, record_killed_driver, record_training_again
 from roll.pipeline.run import RunSummary
 from roll.pipeline.session import Session
@@ -247,6 +247,67 @@ def test_the_summary_counts_from_the_first_start(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(module, "EventLog", Slow)
     assert play(Runs(died(), died()), tmp_path, monkeypatch, max_restarts=2).seconds > 0.1
+
+
+class Loop:
+    """A training loop that was resumed at `step`, and trains one step."""
+
+    def __init__(self, step: int) -> None:
+        self.state, self.validation = PipelineState(step=step), dict[str, Any]()
+
+    async def build(self, *_: Any) -> Loop:
+        return self
+
+    async def resume(self) -> None:
+        """It was."""
+
+    async def run(self) -> None:
+        self.state.step += 1
+
+    async def health(self) -> Health:
+        return {}
+
+
+class Processes:
+    """In place of the session: no process is started."""
+
+    resumed = False
+
+    async def __aenter__(self) -> None:
+        """Starts nothing."""
+
+    async def __aexit__(self, *error: object) -> None:
+        """Ends nothing."""
+
+
+def test_the_summary_says_at_which_step_it_was_resumed_also_when_it_starts_again(tmp_path: Path) -> None:
+    config = SFTConfig(output_dir=str(tmp_path))
+    session: Any = Processes()
+    summary, running, trackers = RunSummary(), RunningLoop(), make_trackers(config)
+    for step in (90, 85):
+        loop: Any = Loop(step)
+        asyncio.run(module._train(config, session, loop, trackers, running, summary))
+    assert (summary.resumed_at_step, summary.steps) == (90, 86)
+
+
+@pytest.mark.parametrize(
+    ("summary", "line"),
+    [
+        (RunSummary(steps=100, seconds=480), "finished 100 steps in 480 s"),
+        (
+            RunSummary(steps=100, resumed_at_step=90, seconds=48.2),
+            "finished step 100 (10 steps in 48 s since it was resumed at step 90)",
+        ),
+        (
+            RunSummary(steps=100, resumed_at_step=99, seconds=5),
+            "finished step 100 (1 step in 5 s since it was resumed at step 99)",
+        ),
+    ],
+)
+def test_the_end_of_a_run_says_how_many_steps_its_seconds_are_for(
+    tmp_path: Path, summary: RunSummary, line: str
+) -> None:
+    assert module.next_steps(SFTConfig(output_dir=str(tmp_path)), summary, "roll run CONFIG")[0] == line
 
 
 def test_a_run_that_fails_while_it_ends_by_ctrl_c_does_not_start_again(
