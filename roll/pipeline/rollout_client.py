@@ -50,6 +50,7 @@ class RolloutClient:
         self._remote = start()
         self._state: bytes | None = None
         self._version: int | None = None
+        self._stopped = False
         self._restarts: int = 0 if earlier is None else earlier._restarts
         self._restarting = asyncio.Lock()
 
@@ -62,6 +63,7 @@ class RolloutClient:
 
     async def stop(self) -> None:
         """No batch is taken from now on."""
+        self._stopped = True
         await self._call(Rollouter.stop)
 
     async def advance(self, version: int) -> None:
@@ -135,10 +137,12 @@ class RolloutClient:
         raise error
 
     async def _restore(self, remote: RemoteActor[Rollouter]) -> None:
-        """Gives a new process the state of the last batch, and the version of the engines' weights."""
+        """Gives a new process the state of the last batch, the version of the engines' weights, and a stop."""
         await remote.ready()
         if self._state is not None:
             await remote.call(Rollouter.load_state_dict, pickle.loads(self._state))
+        if self._stopped:
+            await remote.call(Rollouter.stop)
         if self._version is not None:
             await remote.call(Rollouter.advance, self._version)
 

@@ -199,3 +199,18 @@ def test_the_death_of_a_process_that_it_had_called_does_not_replace_it(tmp_path)
         assert (caught.value.role, len(processes.started)) == ("reward", 1)
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("death", [BEFORE, AFTER])
+def test_after_a_stop_the_process_that_replaces_a_dead_one_gives_no_batch(tmp_path, death):
+    async def run() -> None:
+        processes = Processes(1.0, [1], {3: death})
+        client = client_of(processes, tmp_path)
+        await client.advance(0)
+        first = await client.next_batch()
+        await client.stop()
+        assert first is not None and await client.next_batch() is None
+        assert len(processes.started) == 2
+        assert processes.started[-1].rollouter.admission.ledger.consumed == BATCH
+
+    asyncio.run(run())
