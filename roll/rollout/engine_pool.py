@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
 from roll.rollout.types import GenerateRequest, GenerateResult
+
+logger = logging.getLogger(__name__)
 
 QUEUED = 2
 """Requests sent to an engine, in multiples of those it runs at a time: enough that it never waits for work."""
@@ -177,7 +180,16 @@ class EnginePool:
             poll.cancel()
 
     async def _wait_until_back(self, engine: int) -> None:
-        while not await self._engines.is_serving(engine):
+        """Asks an engine until it serves; an error of the question, which is logged once, is no answer."""
+        failed = False
+        while True:
+            try:
+                if await self._engines.is_serving(engine):
+                    break
+            except Exception:
+                if not failed:
+                    logger.warning("engine %d is asked again whether it serves, after:", engine, exc_info=True)
+                failed = True
             await asyncio.sleep(POLL_S)
         for balancer in (self._balancer, self._sessions):
             balancer.set_available(engine, True)

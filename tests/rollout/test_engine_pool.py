@@ -203,6 +203,27 @@ def test_the_death_of_an_engine_that_is_not_restarted_is_an_error():
         asyncio.run(EnginePool(DyingEngines(2, {(0, 1)}), 3, max_running=4).generate(groups_of([2, 2])))
 
 
+def test_an_engine_that_could_not_be_asked_is_asked_again(monkeypatch, caplog):
+    monkeypatch.setattr(engine_pool, "POLL_S", 0)
+    engines = DyingEngines(1, {(0, 1)})
+
+    async def asked(rank: int, answer=engines.is_serving) -> bool:
+        serving = await answer(rank)
+        if engines.asked[rank] < 3:
+            raise RuntimeError("half of an answer")
+        return serving
+
+    monkeypatch.setattr(engines, "is_serving", asked)
+
+    async def run() -> list[list[GenerateResult]]:
+        pool = EnginePool(engines, 0, max_running=4, restarted=True)
+        return await asyncio.wait_for(pool.generate(groups_of([2])), 5)
+
+    (group,) = asyncio.run(run())
+    assert [answer.finish_reason for answer in group] == ["stop", "stop"]
+    assert caplog.text.count("RuntimeError: half of an answer") == 1, "it is logged once"
+
+
 def test_a_conversation_whose_engine_died_goes_on_with_another(monkeypatch):
     engines = DyingEngines(2, {(0, 1)})
 
