@@ -101,8 +101,10 @@ class ProcessWatch:
         while True:
             try:
                 self.look()
-            except (OSError, psutil.Error) as error:
-                logger.warning("processes could not be looked at: %s", error)
+            except Exception as error:  # the next look may succeed, and without a watch a death is not noticed
+                expected = isinstance(error, OSError | psutil.Error)
+                name = type(error).__name__
+                logger.warning("processes could not be looked at: %s: %s", name, error, exc_info=not expected)
             await asyncio.sleep(INTERVAL_S)
 
     def look(self) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from roll.distributed import process_watch
 from roll.distributed.events import EVENTS_FILE, EventLog
 from roll.distributed.process_watch import ProcessWatch, StopTimes
 from roll.distributed.remote_errors import PROCESS_DIED, CallContext, ClusterError
@@ -127,3 +128,27 @@ def test_another_process_that_stays_stopped_is_killed_and_its_death_is_left_to_i
 
     asyncio.run(scenario())
     assert "rollouter" in (tmp_path / EVENTS_FILE).read_text()
+
+
+def test_a_look_that_fails_for_any_reason_is_logged_and_the_watch_goes_on(
+    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(process_watch, "INTERVAL_S", 0.01)
+    failures: list[Exception] = [ValueError("half a line of /proc"), OSError("too many open files")]
+
+    def others() -> dict[str, psutil.Process]:
+        if failures:
+            raise failures.pop()
+        return {}
+
+    async def scenario() -> None:
+        watch = ProcessWatch([cluster], EventLog(tmp_path), others)
+        watch.start()
+        cluster.children[0].kill()
+        with pytest.raises(ClusterError, match="actor_train-0: its process died"):
+            await asyncio.wait_for(watch.wait_for_death(), 5)
+        await watch.close()
+
+    asyncio.run(scenario())
+    assert "ValueError: half a line of /proc" in caplog.text and "OSError: too many open files" in caplog.text
+    assert caplog.text.count("Traceback") == 1, "that of the error that nobody expects"
