@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from roll.configs.errors import unreachable
+from roll.configs.errors import RunError, unreachable
 from roll.configs.hub.names import local_file
 from roll.configs.hub.splits import READABLE
 
@@ -26,7 +26,7 @@ PARQUET_BATCH = 8192
 ResultT = TypeVar("ResultT")
 
 
-class DatasetError(ValueError):
+class DatasetError(RunError, ValueError):
     """A data file is missing, empty or has invalid content; the message names file, line and column."""
 
 

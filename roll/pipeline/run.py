@@ -19,9 +19,7 @@ from roll.configs.errors import RunError, RunInterrupted
 from roll.configs.pipeline import BaseConfig, DPOConfig, RewardModelConfig, RLConfig, RLVRConfig, SFTConfig
 from roll.configs.plan import Plan
 from roll.configs.trackers import METRICS_FILE
-from roll.datasets.records import DatasetError
 from roll.distributed.engine_monitor import EnginesLostError
-from roll.distributed.env_pool.types import EnvWorkerError
 from roll.distributed.events import DRIVER, EventLog
 from roll.distributed.processes import gc_freeze, gc_unfreeze
 from roll.distributed.remote_errors import ClusterError
@@ -46,7 +44,6 @@ from roll.pipeline.rlvr_pipeline import RLVRPipeline
 from roll.pipeline.session import Session
 from roll.pipeline.sft_pipeline import SFTPipeline
 from roll.pipeline.training_loop import HF_FOLDER, TrainingLoop
-from roll.rewards.calling import RewardFunctionError
 from roll.terminal import EXIT_INTERRUPTED, end_now, handle_interrupt, say
 from roll.trackers import TrackerGroup, make_trackers
 from roll.trackers.files import RUN_FILE, DiskFullError, is_disk_full, read_metrics, replace_summary
@@ -55,14 +52,11 @@ logger = logging.getLogger(__name__)
 
 USER_ERRORS = (
     RunError,
-    DatasetError,
-    RewardFunctionError,
     RayStartError,
     ResourceError,
     ClusterError,
     EnginesLostError,
     WeightUpdateError,
-    EnvWorkerError,
 )
 """Errors that the console shows as a message; all others are bugs and keep their traceback."""
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Literal
 
+from roll.configs.errors import RunError
 from roll.configs.rewards import RewardConfig
 from roll.configs.suggestions import nearest
 from roll.configs.user_code import definition_of
@@ -167,7 +168,7 @@ def without_reasoning(response: str) -> str:
     return response.rpartition(THINK_END)[2]
 
 
-class RewardFunctionError(ValueError):
+class RewardFunctionError(RunError, ValueError):
     """The configured reward function does not exist or cannot be called."""
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from roll.configs.errors import RunError
 from roll.envs.base import Aggregation
 
 Reason = Literal["env_raised", "env_hung", "env_died"]
@@ -71,7 +72,7 @@ class EnvFailure(RuntimeError):
         return EnvFailure, (self.reason, str(self))
 
 
-class EnvWorkerError(RuntimeError):
+class EnvWorkerError(RunError):
     """No worker can take an environment: none started before the deadline, or all are full."""
 
 
