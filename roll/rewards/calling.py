@@ -176,6 +176,7 @@ class RewardFunction:
     """A user's reward function with the arguments that it asks for.
 
     Attributes:
+        function: as it was given.
         name: of the function.
         where: `file:line` of its definition.
         is_async: it is a coroutine function, so that several calls run at the same time.
@@ -190,7 +191,7 @@ class RewardFunction:
         Raises:
             RewardFunctionError: it takes no response, or a parameter that cannot be passed by name.
         """
-        self._function, self._config = function, config
+        self.function, self._config = function, config
         self.name = getattr(function, "__name__", type(function).__name__)
         self.where = definition_of(function)
         method = getattr(type(function), "__call__")  # noqa: B004 B009 (of an object that is called)
@@ -227,7 +228,7 @@ class RewardFunction:
         Raises:
             RewardFunctionError: it asks for a column that the data does not have.
         """
-        return self._function(**self._arguments(_Call(request, index or 0, self._config)))
+        return self.function(**self._arguments(_Call(request, index or 0, self._config)))
 
     def _arguments(self, call: _Call) -> dict[str, Any]:
         arguments: dict[str, Any] = {}

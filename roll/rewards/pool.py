@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar, TypeVarTuple
 
 from pebble import ProcessExpired, ProcessPool
+from pebble.common.types import RemoteTraceback
 from pebble.pool.base_pool import PoolStatus
 
 from roll.configs.rewards import DEFAULT_CONCURRENCY, RewardConfig
@@ -21,7 +22,7 @@ from roll.rewards.calling import RewardFunctionError, RewardOutcome, RewardReque
 from roll.rewards.containment import TOO_MANY_PROCESSES, TOO_MUCH_MEMORY
 from roll.rewards.lost_calls import HungCalls, LostGroups
 from roll.rewards.output import RewardOutput
-from roll.rewards.reward_process import Call, LoadedReward, score_chunk
+from roll.rewards.reward_process import Call, LoadedReward, SpentProcess, score_chunk
 from roll.terminal import block_interrupts
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ MAX_RESTARTS = 3
 OTHER_ANSWER = "I do not know."
 """A response with which a reward is tried; it holds no answer."""
 
-_Score = Callable[[Sequence[Call]], list[list[RewardOutcome]]]
+_Score = Callable[[Sequence[Call]], list[list[RewardOutcome]] | SpentProcess]
 
 ArgsT = TypeVarTuple("ArgsT")
 ResultT = TypeVar("ResultT")
@@ -64,9 +65,10 @@ class RewardPool:
 
     Calls are sent in chunks, one to each process at a time. When a chunk passes the deadline or its process dies, the
     process is killed and the calls are made again one by one, each with its own deadline, so that only the failing call
-    fails. A call whose process dies while it is alone, as by the kernel where memory is short, is made once more, but
-    not after its deadline or a limit of the reward ended the process. Every failure is an outcome with a reason, never
-    a score. Processes that die without a call are replaced, and calls that waited for them are made again.
+    fails; so they are where an exception ends them all (see `score_chunk`). A call whose process dies while it is
+    alone, as by the kernel where memory is short, or that ends so alone, is made once more, but not after its deadline
+    or a limit of the reward ended the process. Every failure is an outcome with a reason, never a score. Processes that
+    die without a call are replaced, and calls that waited for them are made again.
 
     The rest of a group that has lost a response is not scored, and a response that hung alone is not tried again soon:
     see `HungCalls`. What the processes print goes to stderr, up to the limit of `RewardOutput`.
@@ -86,6 +88,7 @@ class RewardPool:
         self._output = RewardOutput(config.function)
         self._pool = self._make_pool()
         self._restarts = 0
+        self._spent: set[int] = set()
         self._closed = False
         self._pending: set[Future[Any]] = set()
         self._probing: Future[LoadedReward] | None = None
@@ -265,12 +268,18 @@ class RewardPool:
         try:
             outcomes = await asyncio.wrap_future(self._schedule(timeout_s, score, calls))
             self._restarts = 0
-            return outcomes
+            if not isinstance(outcomes, SpentProcess):
+                return outcomes
+            self._spent.add(outcomes.process)
+            lost = _Lost(outcomes.failure, may_succeed=True)
         except BrokenProcessPool:  # no process had a call when they died, so no call is the cause
             return await self._call(calls, score)
         except TimeoutError:
             lost = _Lost(reward_process.timed_out(loaded.where, self._config), may_succeed=False)
         except ProcessExpired as death:
+            if death.pid in self._spent:  # it ended before it made the calls
+                self._spent.remove(death.pid)
+                return await self._call(calls, score)
             exceeded = {
                 -TOO_MANY_PROCESSES: f"started more than child_process_limit = {self._config.child_process_limit} "
                 "processes",
@@ -280,6 +289,11 @@ class RewardPool:
             cause = exceeded or f"died with exit code {death.exitcode}"
             text = f"{loaded.where}: the process of the reward {cause}"
             lost = _Lost(RewardOutcome(None, "raised", text), may_succeed=exceeded is None)
+        except BaseException as error:
+            if not isinstance(error.__cause__, RemoteTraceback):  # raised here, not in the process
+                raise
+            text = f"{loaded.where}: an exception left the process of the reward: {type(error).__name__}"
+            lost = _Lost(RewardOutcome(None, "raised", text), may_succeed=True)
         if self._replaced is not None:
             self._replaced(lost.failure.detail or "")
         return lost
@@ -308,6 +322,7 @@ class RewardPool:
         else:
             logger.warning("reward function %r: %s", name, cause)
         broken, self._pool = self._pool, self._make_pool()
+        self._spent.clear()
         broken.stop()  # type: ignore[no-untyped-call]
         broken.join()
         for future in tuple(self._pending):  # pebble fails only the calls that it had sent to a process
@@ -332,7 +347,7 @@ class RewardPool:
 
 @dataclass(frozen=True)
 class _Lost:
-    """No outcomes: the calls passed their deadline, or their process died.
+    """No outcomes: the calls passed their deadline, their process died, or an exception ended them all.
 
     Attributes:
         failure: why.

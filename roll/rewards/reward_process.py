@@ -59,6 +59,19 @@ class LoadedReward:
     reads: frozenset[str] = frozenset()
 
 
+@dataclass(frozen=True)
+class SpentProcess:
+    """In place of outcomes: an exception has left the calls, and their process ends when it gets the next ones.
+
+    Attributes:
+        failure: of all calls.
+        process: its id.
+    """
+
+    failure: RewardOutcome
+    process: int
+
+
 class _Process:
     """The reward function of this process; `loaded.error` is set if it could not be loaded."""
 
@@ -67,6 +80,7 @@ class _Process:
     loaded: LoadedReward
     loop: asyncio.Runner | None = None
     """One loop for all calls of a coroutine function, so that its connections outlive a call."""
+    is_spent: bool = False
 
 
 def start(config: RewardConfig, output: Connection[Any, Any]) -> None:
@@ -169,8 +183,24 @@ def load_reward_function(config: RewardConfig) -> tuple[ModuleType, RewardFuncti
     return module, RewardFunction(function, config)
 
 
-def score_chunk(calls: Sequence[Call]) -> list[list[RewardOutcome]]:
-    """The outcomes of each call, in order. An exception affects only its own call."""
+def score_chunk(calls: Sequence[Call]) -> list[list[RewardOutcome]] | SpentProcess:
+    """The outcomes of each call, in order. An exception in a call affects only that call.
+
+    One that is raised beside the calls ends them all: a SystemExit or KeyboardInterrupt in a task that a coroutine
+    function has started ends the loop, and so does `loop.stop()`. Nothing is raised then either, because the driver
+    would raise it again. What is left in this process, such as other tasks, could end later calls too, so it ends.
+    """
+    if _Process.is_spent:
+        kill_descendants()
+        os._exit(1)
+    try:
+        return _outcomes(calls)
+    except BaseException as error:
+        _Process.is_spent = True
+        return SpentProcess(RewardOutcome(None, "raised", _text(error)), os.getpid())
+
+
+def _outcomes(calls: Sequence[Call]) -> list[list[RewardOutcome]]:
     if not _Process.loaded.is_async:
         return [_score(request, index) for request, index in calls]
     if _Process.loop is None:
@@ -178,7 +208,7 @@ def score_chunk(calls: Sequence[Call]) -> list[list[RewardOutcome]]:
     return _Process.loop.run(_score_together(calls))
 
 
-def try_chunk(calls: Sequence[Call]) -> list[list[RewardOutcome]]:
+def try_chunk(calls: Sequence[Call]) -> list[list[RewardOutcome]] | SpentProcess:
     """As `score_chunk`; prints where a call is that takes long."""
     with report_if_slow(f"a call of {_Process.config.function}"):
         return score_chunk(calls)
@@ -205,11 +235,11 @@ async def _score_within_deadline(request: RewardRequest, index: int | None) -> l
     try:
         async with deadline:
             value = await _Process.function.call(request, index)
+        return _Process.function.outcomes(value, _count(request, index))
     except BaseException as error:  # extensions in Rust raise panics that are no Exception
         if deadline.expired():
             return failed(timed_out(_Process.loaded.where, _Process.config), request, index)
         return failed(RewardOutcome(None, "raised", _text(error)), request, index)
-    return _Process.function.outcomes(value, _count(request, index))
 
 
 def _score(request: RewardRequest, index: int | None) -> list[RewardOutcome]:
@@ -244,4 +274,4 @@ def _count(request: RewardRequest, index: int | None) -> int | None:
 
 
 def _text(error: BaseException) -> str:
-    return str(error) if isinstance(error, RewardFunctionError) else failure_text(error)
+    return str(error) if isinstance(error, RewardFunctionError) else failure_text(error, _Process.function.function)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
+import inspect
 import os
 import resource
 import signal
@@ -10,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any
 
 from roll.rewards.containment import COUNT_INTERVAL_S
@@ -134,3 +136,73 @@ DEEDS: dict[str, Callable[[], Any]] = {
 def score(response: str) -> Any:
     """A number is its own score."""
     return DEEDS[response]() if response in DEEDS else float(response)
+
+
+class Unreadable:
+    """An array without dimensions that has no number."""
+
+    ndim = 0
+
+    def item(self) -> float:
+        raise RuntimeError("no number here")
+
+
+class Locked(Mapping[str, Any]):
+    """A dictionary that gives nothing."""
+
+    def __getitem__(self, key: str) -> Any:
+        raise RuntimeError(f"{key} is locked")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["score"])
+
+    def __len__(self) -> int:
+        return 1
+
+
+async def _exit() -> None:
+    sys.exit(3)
+
+
+async def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+async def _wait_for(work: Coroutine[Any, Any, None]) -> float:
+    await asyncio.create_task(work)
+    return 1.0
+
+
+async def _exit_later() -> None:
+    await asyncio.sleep(0.2)
+    sys.exit(3)
+
+
+async def _leave(work: Coroutine[Any, Any, None]) -> float:
+    """The task runs on when the call has its score."""
+    tasks.append(asyncio.create_task(work))
+    return 1.0
+
+
+tasks: list[asyncio.Task[None]] = []
+
+ASYNC_DEEDS: dict[str, Callable[[], Any]] = {
+    "exit": lambda: sys.exit(3),
+    "raise a KeyboardInterrupt": lambda: _raise(KeyboardInterrupt()),
+    "exit in a task": lambda: _wait_for(_exit()),
+    "raise a KeyboardInterrupt in a task": lambda: _wait_for(_interrupt()),
+    "exit in a callback": lambda: asyncio.get_running_loop().call_soon(sys.exit, 3) and asyncio.sleep(1, 1.0),
+    "stop the loop": lambda: asyncio.get_running_loop().stop() or asyncio.sleep(1, 1.0),
+    "cancel every task": lambda: [task.cancel() for task in asyncio.all_tasks()] and asyncio.sleep(1, 1.0),
+    "return an unreadable number": Unreadable,
+    "return a locked dictionary": Locked,
+    "leave a task that exits": lambda: _leave(_exit()),
+    "leave a task that exits later": lambda: _leave(_exit_later()),
+    "wait": lambda: asyncio.sleep(1, 1.0),
+}
+
+
+async def score_async(response: str) -> Any:
+    """A number is its own score."""
+    found = ASYNC_DEEDS[response]() if response in ASYNC_DEEDS else float(response)
+    return await found if inspect.isawaitable(found) else found

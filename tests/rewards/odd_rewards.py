@@ -94,4 +94,9 @@ async def slow(response: str) -> dict[str, float]:
     return {"score": float(response), "loop": float(id(asyncio.get_running_loop()))}
 
 
+def leak(calls: Any) -> None:
+    """In place of `score_chunk`: lets an exception out of the reward process."""
+    raise SystemExit("beyond the calls")
+
+
 NOT_A_FUNCTION = 3

@@ -23,6 +23,7 @@ from roll.rewards.pool import RewardPool
 pytestmark = pytest.mark.slow
 
 FUNCTION = "tests.rewards.hostile_rewards:score"
+ASYNC_FUNCTION = "tests.rewards.hostile_rewards:score_async"
 SOUND = "0.5"
 
 FAILURES = {
@@ -60,6 +61,20 @@ FAILURES = {
     "an object": "wrong_type",
 }
 """Response -> the reason why it has no score; hostile_rewards.py does what it says."""
+
+ASYNC_FAILURES = (
+    "exit",
+    "raise a KeyboardInterrupt",
+    "exit in a task",
+    "raise a KeyboardInterrupt in a task",
+    "exit in a callback",
+    "stop the loop",
+    "cancel every task",
+    "return an unreadable number",
+    "return a locked dictionary",
+    "leave a task that exits",
+)
+"""Responses to which a coroutine function raises, or ends the loop of all calls."""
 
 SCORED = ("flood stdout", "flood stderr", "leave a child", "leave a daemon", "leave threads", "change the folder")
 """Responses whose score is 1, whatever else is done."""
@@ -125,6 +140,33 @@ def test_every_kind_of_hostile_code_fails_alone(nothing_is_left: Callable[[], No
     assert all(outcome.score is None and outcome.detail for outcome in outcomes.values())
     assert sound == RewardOutcome(0.5)
     nothing_is_left()
+
+
+@pytest.mark.parametrize("response", ASYNC_FAILURES)
+def test_what_ends_the_loop_of_coroutines_fails_alone(response: str, nothing_is_left: Callable[[], None]) -> None:
+    async def run() -> list[RewardOutcome]:
+        async with RewardPool(RewardConfig(function=ASYNC_FUNCTION, timeout_s=30.0)) as pool:
+            together = await pool.score([RewardRequest((each,), "") for each in (SOUND, response, SOUND)])
+            later = await pool.score([RewardRequest((SOUND,), "")])
+        return [outcome for (outcome,) in [*together, *later]]
+
+    first, hostile, *others = asyncio.run(run())
+    assert hostile.reason == "raised" and hostile.detail.startswith("tests/rewards/hostile_rewards.py:")
+    assert [each.score for each in (first, *others)] == [0.5] * 3
+    nothing_is_left()
+
+
+def test_a_task_that_ends_the_loop_later_costs_no_other_sample() -> None:
+    causes: list[str] = []
+
+    async def run() -> list[RewardOutcome]:
+        async with RewardPool(RewardConfig(function=ASYNC_FUNCTION, timeout_s=30.0), causes.append) as pool:
+            responses = ("leave a task that exits later", "wait", SOUND)
+            return [(await pool.score([RewardRequest((response,), "")]))[0][0] for response in responses]
+
+    assert [outcome.score for outcome in asyncio.run(run())] == [1.0, 1.0, 0.5]
+    [cause] = causes
+    assert "SystemExit: 3\n    sys.exit(3)" in cause
 
 
 def test_a_function_that_starts_too_many_processes_fails_with_the_limit(nothing_is_left: Callable[[], None]) -> None:

@@ -18,7 +18,8 @@ from roll.configs.rewards import RewardConfig
 from roll.configs.user_code import UserCodeError
 from roll.rewards.calling import RewardFunctionError, RewardRequest
 from roll.rewards.pool import RewardPool, RewardSelfTestError
-from roll.rewards.reward_process import load_reward_function, self_test_of
+from roll.rewards.reward_process import load_reward_function, score_chunk, self_test_of
+from tests.rewards.odd_rewards import leak
 
 pytestmark = pytest.mark.slow
 
@@ -403,3 +404,27 @@ def test_processes_that_die_while_they_are_started_are_replaced():
 
     [[outcome]] = asyncio.run(run())
     assert outcome.score == 0.5
+
+
+class Leaking(RewardPool):
+    """An exception leaves its process, or this one, in place of the outcomes of a call."""
+
+    fails_here = False
+
+    def _schedule(self, timeout_s, function, *args):
+        if function is score_chunk and self.fails_here:
+            raise LookupError("a defect of the driver")
+        return super()._schedule(timeout_s, leak if function is score_chunk else function, *args)
+
+
+def test_an_exception_that_leaves_a_process_fails_its_calls_and_one_of_the_driver_is_raised():
+    async def run():
+        async with Leaking(RewardConfig(function=ODD)) as pool:
+            [outcomes] = await pool.score([RewardRequest(("0.5", "1"), "")])
+            pool.fails_here = True
+            with pytest.raises(LookupError, match="a defect of the driver"):
+                await pool.score([RewardRequest(("0.5",), "")])
+            return outcomes
+
+    text = "an exception left the process of the reward: SystemExit"
+    assert [(each.reason, each.detail.endswith(text)) for each in asyncio.run(run())] == [("raised", True)] * 2
