@@ -50,6 +50,14 @@ Tests compare this table with 3 (`tests/tools/rehearse/test_rehearse_inputs.py`)
 DEFAULT_CONCURRENCY = 128
 """`max_concurrent_calls` of a coroutine function of the user, as many as one process is sent at a time."""
 
+LARGEST_REWARD = 1e18
+"""Rewards of a larger size are failures: training adds up squares over a batch in float32, which ends at 3e38."""
+
+
+def is_trainable(reward: float) -> bool:
+    """Whether a reward is finite and not beyond LARGEST_REWARD."""
+    return -LARGEST_REWARD <= reward <= LARGEST_REWARD
+
 
 def built_in_of(function: str) -> str | None:
     """Name of the built-in reward with this `module:function`; None for a function of the user."""

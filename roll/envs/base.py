@@ -15,6 +15,7 @@ from gymnasium.error import ResetNeeded
 from gymnasium.spaces import Text
 
 from roll.configs.errors import ConfigError, Problem
+from roll.configs.rewards import LARGEST_REWARD, is_trainable
 from roll.configs.schema import Converter, declared, option
 from roll.configs.suggestions import nearest, unknown
 from roll.configs.user_code import definition_of
@@ -47,7 +48,7 @@ class Turn:
 
     Attributes:
         observation: text that the model reads next. It never repeats the model's text, which may hold control tokens.
-        reward: of this action alone; finite.
+        reward: of this action alone; finite. It and the sum over an episode are at most LARGEST_REWARD in size.
         terminated: the episode ended by its rules. Truncation after `max_steps` is not decided here.
         metrics: a value for each name in the environment's METRICS.
     """
@@ -88,6 +89,7 @@ class TextEnv(gymnasium.Env[str, str]):
         self.observation_space = FreeText()
         self.action_space = FreeText()
         self.steps = 0
+        self._sum = 0.0
         self._running = False
 
     @abstractmethod
@@ -119,6 +121,7 @@ class TextEnv(gymnasium.Env[str, str]):
         """
         super().reset(seed=seed)
         self.steps = 0
+        self._sum = 0.0
         self._running = True
         return self.begin(), {}
 
@@ -139,6 +142,7 @@ class TextEnv(gymnasium.Env[str, str]):
             raise TypeError(f"{type(self).__name__}.step: the action is {type(action).__name__}, not text")
         self.steps += 1
         turn = self._checked(self.act(action))
+        self._sum += float(turn.reward)
         truncated = not turn.terminated and self.steps >= self.config.max_steps
         self._running = not (turn.terminated or truncated)
         return turn.observation, float(turn.reward), bool(turn.terminated), truncated, {"metrics": dict(turn.metrics)}
@@ -154,6 +158,10 @@ class TextEnv(gymnasium.Env[str, str]):
             raise TypeError(self._blamed(f"the reward is {type(turn.reward).__name__}, not a number"))
         if not math.isfinite(turn.reward):
             raise ValueError(self._blamed(f"the reward is {turn.reward}, it must be finite"))
+        for what, value in (("reward is", turn.reward), ("rewards of the episode add up to", self._sum + turn.reward)):
+            if not is_trainable(value):
+                problem = f"the {what} {float(value):g}, it must be at most {LARGEST_REWARD:g} in size"
+                raise ValueError(self._blamed(problem))
         if turn.metrics.keys() != self.METRICS.keys():
             declared_names = sorted(self.METRICS)
             raise ValueError(self._blamed(f"the metrics are {sorted(turn.metrics)}, METRICS declares {declared_names}"))

@@ -9,7 +9,7 @@ from functools import partial
 from transformers import PreTrainedTokenizerBase
 
 from roll.configs.errors import RunError
-from roll.configs.rewards import RewardConfig, no_reward, rewards_of
+from roll.configs.rewards import LARGEST_REWARD, RewardConfig, is_trainable, no_reward, rewards_of
 from roll.datasets.records import prefix_errors
 from roll.datasets.templates import EncodedPrompt
 from roll.distributed.events import REPLACEMENT_INTERVAL_S, EventLog
@@ -85,7 +85,8 @@ class Scorer:
         """Sets reward, its parts and metrics of every trajectory, or drops the group with a reason.
 
         The reward is the sum of weight times score over the rewards of the tag, which run at the same time. Where there
-        are several, each score is the metric `<name>`, and the numbers that a reward reports are `<name>/<metric>`.
+        are several, each score is the metric `<name>`, and the numbers that a reward reports are `<name>/<metric>`. A
+        group with a sum beyond LARGEST_REWARD is dropped as `not_finite`.
 
         Args:
             groups: each with its prompt.
@@ -109,6 +110,10 @@ class Scorer:
                 weighted = (self._rewards[name].weight * score for name, score in trajectory.reward_parts.items())
                 trajectory.turns[0].reward = sum(weighted)
                 trajectory.metrics = _metrics_of(of_sample)
+            too_large = next((score for score in group.scores if not is_trainable(score)), None)
+            if too_large is not None:
+                cause = f"the weighted sum of {', '.join(parts)} is {too_large:g}, beyond {LARGEST_REWARD:g} in size"
+                group.drop("reward_not_finite", cause)
 
     async def _score(self, name: str, groups: Sequence[tuple[Group, EncodedPrompt]]) -> dict[int, list[RewardOutcome]]:
         """Outcomes of one reward by the index of the groups that it scores."""

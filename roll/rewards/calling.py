@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from roll.configs.errors import RunError
-from roll.configs.rewards import RewardConfig
+from roll.configs.rewards import LARGEST_REWARD, RewardConfig, is_trainable
 from roll.configs.suggestions import nearest
 from roll.configs.user_code import definition_of
 from roll.datasets.prompts import Message, Question
@@ -63,8 +63,9 @@ class RewardOutcome:
     Attributes:
         score: the reward, or None.
         reason: None if there is a score. `raised`: the function raised or its process died; `timeout`: it passed its
-            deadline; `not_finite`: it returned NaN or infinity; `wrong_type`: it did not return one number, or a list
-            of another length; `too_long`: prompt and response are longer than a reward model reads.
+            deadline; `not_finite`: it returned NaN, infinity or a number beyond LARGEST_REWARD; `wrong_type`: it did
+            not return one number, or a list of another length; `too_long`: prompt and response are longer than a reward
+            model reads.
         detail: for the log; it begins with the user's file and line.
         metrics: other numbers that the function returned.
     """
@@ -275,7 +276,7 @@ class RewardFunction:
                 text = f"returned a dictionary without the key {SCORE!r}; its keys are {keys}"
                 return RewardOutcome(None, "wrong_type", self._located(text))
             others = {str(name): _plain(item) for name, item in value.items() if name != SCORE}
-            metrics = {name: float(item) for name, item in others.items() if _is_finite(item)}
+            metrics = {name: float(item) for name, item in others.items() if _is_finite(item) and is_trainable(item)}
             value = value[SCORE]
         value = _plain(value)
         if not isinstance(value, numbers.Real):
@@ -283,6 +284,9 @@ class RewardFunction:
         if not _is_finite(value):
             shown = "a number too large for a float" if isinstance(value, int) else float(value)
             return RewardOutcome(None, "not_finite", self._located(f"returned {shown}; return a finite number"))
+        if not is_trainable(float(value)):
+            text = f"returned {float(value):g}; return a number of at most {LARGEST_REWARD:g} in size"
+            return RewardOutcome(None, "not_finite", self._located(text))
         return RewardOutcome(float(value), metrics=metrics)
 
     def _wrong(self, value: Any, wanted: str) -> RewardOutcome:

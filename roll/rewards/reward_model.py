@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from roll.configs.rewards import is_trainable
 from roll.datasets.prompts import Question
 from roll.datasets.templates import PromptEncoder
 from roll.rewards.calling import RewardOutcome, RewardRequest
@@ -93,7 +93,7 @@ class RewardModelScorer:
             text = f"{len(sequence)} tokens of prompt and response; the reward model reads {self._max_tokens}"
             return RewardOutcome(None, "too_long", text)
         score = next(scores)
-        if not math.isfinite(score):
+        if not is_trainable(score):
             return RewardOutcome(None, "not_finite", f"the reward model gave {score}")
         return RewardOutcome(score)
 

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.distributed.env_pool.pool import EnvHandle, EnvPool
-from roll.distributed.env_pool.types import EnvFailure, EnvSpec, EnvWorkerError, StepResult
+from roll.distributed.env_pool.server import EnvServer
+from roll.distributed.env_pool.types import EnvError, EnvFailure, EnvSpec, EnvWorkerError, StepResult
 from tests.distributed.env_workers import FakeWorker, JumpingLoop, Workers
 
 STEP_TIMEOUT_S = 10.0
@@ -321,6 +322,14 @@ def test_closing_the_pool_fails_running_calls_and_new_ones() -> None:
         assert not pool.failures
 
     run(scenario())
+
+
+def test_a_reward_that_training_cannot_hold_fails_where_an_environment_has_a_step_of_its_own() -> None:
+    server = EnvServer()
+    server.open(0, "tests.envs.broken_envs:BadStep", {}, 0)
+    failure = server.step(0, "go")
+    assert isinstance(failure, EnvError) and len(server) == 0
+    assert failure.error == "ValueError: BadStep.step: the reward is 1e+39, it must be at most 1e+18 in size"
 
 
 def test_a_failure_can_be_pickled() -> None:

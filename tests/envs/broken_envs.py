@@ -37,6 +37,11 @@ class BadReward(Good):
         return Turn("x", "1")  # type: ignore[arg-type]
 
 
+class BadStep(Good):
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return "x", 1e39, True, False, {"metrics": {}}
+
+
 class NoText(Good):
     def begin(self) -> Any:
         return 3

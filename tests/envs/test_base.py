@@ -173,6 +173,10 @@ class Broken(TextEnv):
     ("turn", "message"),
     [
         (Turn("ok", math.nan, metrics={"success": 0.0}), "Broken.act: the reward is nan"),
+        (
+            Turn("ok", 1e39, metrics={"success": 0.0}),
+            r"Broken.act: the reward is 1e\+39, it must be at most 1e\+18",
+        ),
         (Turn("ok", 0.0), r"Broken.act: the metrics are \[\], METRICS declares \['success'\]"),
         (Turn(None, 0.0, metrics={"success": 0.0}), "Broken.act: the observation is NoneType, not text"),
     ],

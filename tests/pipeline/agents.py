@@ -28,7 +28,10 @@ TRAJECTORY_TIMEOUT_S = 100.0
 
 
 class Steps(TextEnv):
-    """`gold` gives reward 1 and terminates, `fall` terminates, `boom` raises, anything else gives a small reward."""
+    """`gold` gives reward 1 and terminates, `fall` terminates, `boom` raises, anything else gives a small reward.
+
+    Two `treasure` are more than training can hold.
+    """
 
     config_class = EnvConfig
     METRICS = {"letters": "sum", "gold": "last"}
@@ -44,6 +47,8 @@ class Steps(TextEnv):
             raise ArithmeticError("the ground gave way")
         gold = "gold" in text
         metrics = {"letters": float(len(text)), "gold": float(gold)}
+        if "treasure" in text:
+            return Turn("saw too much", 0.6e18, metrics=metrics)
         return Turn(f"saw {text}", 1.0 if gold else 0.125, gold or "fall" in text, metrics)
 
 

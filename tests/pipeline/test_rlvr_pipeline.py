@@ -244,6 +244,14 @@ def test_a_failure_of_any_part_fails_the_group_with_its_reason():
     assert (group.drop_reason, group.failure) == ("reward_timeout", "reward digit: timeout too slow")
 
 
+def test_a_weighted_sum_that_training_cannot_hold_fails_the_group():
+    rewards = two_rewards()
+    rewards["length"].weight = 1e38
+    [group] = generated(worker(2, Engines(one_of("120")), SumScorer(rewards)), 1)
+    assert (group.drop_reason, group.trajectories) == ("reward_not_finite", [])
+    assert group.failure == "the weighted sum of length, digit is 3e+38, beyond 1e+18 in size"
+
+
 def test_the_filter_of_one_part_reads_the_sum():
     options = QueryFilterConfig("mean_filter", FilterArguments(threshold_up=3.0))
     scorer = SumScorer(two_rewards(query_filter_config=options))

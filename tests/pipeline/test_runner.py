@@ -155,6 +155,8 @@ def test_lockstep_keeps_the_first_successful_episodes():
     [
         (None, "generation_failed", "out of memory"),
         ("boom", "env_raised", "turn 1: ArithmeticError: the ground gave way"),
+        ("treasure", "env_raised", "turn 2: ValueError: tests/pipeline/agents.py:"),
+        ("treasure", "env_raised", "Steps.act: the rewards of the episode add up to 1.2e+18, it must be at most 1e+18"),
         ("hang", "env_hung", "turn 1: no answer within step_timeout_s = 10"),
     ],
 )

@@ -133,7 +133,7 @@ def test_one_number_is_a_score(value):
 
 
 def test_other_numbers_of_a_dictionary_are_metrics():
-    value = {"score": 0.5, "acc": True, "length": np.array(12), "pred": "5", "odd": math.nan}
+    value = {"score": 0.5, "acc": True, "length": np.array(12), "pred": "5", "odd": math.nan, "vast": 1e300}
     assert outcome(value) == RewardOutcome(0.5, metrics={"acc": 1.0, "length": 12.0})
 
 
@@ -145,6 +145,9 @@ def test_other_numbers_of_a_dictionary_are_metrics():
         ([1.0], "wrong_type", "returned a list of length 1"),
         (math.nan, "not_finite", "returned nan; return a finite number"),
         (10**400, "not_finite", "returned a number too large for a float; return a finite number"),
+        (1e39, "not_finite", "returned 1e+39; return a number of at most 1e+18 in size"),
+        (-np.float32(2e18), "not_finite", "returned -2e+18; return a number of at most 1e+18 in size"),
+        ({"score": 1e39}, "not_finite", "returned 1e+39"),
         ({"reward": 1}, "wrong_type", "returned a dictionary without the key 'score'; its keys are reward"),
         ({"score": None}, "wrong_type", "returned None"),
         (np.array([1.0]), "wrong_type", "return one number, or a dictionary with 'score', for example with .item()"),

@@ -82,10 +82,11 @@ def test_responses_that_arrive_meanwhile_are_scored_together_in_the_next_call() 
     assert outcomes == [[[RewardOutcome(2.0 + count)]] for count in range(1, 9)]
 
 
-def test_a_score_that_is_no_number_and_a_text_too_long_are_failures_of_their_sample_alone() -> None:
+@pytest.mark.parametrize("bad", [math.nan, -1e20])
+def test_a_score_that_is_no_number_and_a_text_too_long_are_failures_of_their_sample_alone(bad: float) -> None:
     async def score(sequences: Sequence[Sequence[int]]) -> list[float]:
         assert all(len(sequence) <= 5 for sequence in sequences)
-        return [math.nan if 110 in sequence else 1.0 for sequence in sequences]
+        return [bad if 110 in sequence else 1.0 for sequence in sequences]
 
     [[good, nan], [long, other]] = asyncio.run(
         scorer(score, max_tokens=5).score([request("a", "b", "n"), request("a", "bcde", "bcd")])

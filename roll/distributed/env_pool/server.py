@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import sys
 import traceback
@@ -11,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from roll.configs.rewards import LARGEST_REWARD, is_trainable
 from roll.configs.user_code import users_frame
 from roll.distributed.env_pool.types import EnvError, ResetResult, StepResult
 from roll.distributed.processes import end_with_parent, print_to
@@ -99,8 +99,9 @@ class EnvActor(RpcActor):
 
 def _step(env: TextEnv, text: str) -> StepResult:
     observation, reward, terminated, truncated, info = env.step(text)
-    if not math.isfinite(reward):
-        raise ValueError(f"{type(env).__name__}.step: the reward is {reward}, it must be finite")
+    if not is_trainable(reward):
+        limit = f"at most {LARGEST_REWARD:g} in size"
+        raise ValueError(f"{type(env).__name__}.step: the reward is {reward}, it must be {limit}")
     metrics = {name: float(value) for name, value in info["metrics"].items()}
     return StepResult(_text(observation, "observation"), float(reward), bool(terminated), bool(truncated), metrics)
 
