@@ -20,6 +20,7 @@ from roll.configs.user_code import (
     report_if_slow,
     shown_path,
     start_user_process,
+    users_frame,
 )
 from roll.rewards.calling import RewardFunction, RewardFunctionError, RewardOutcome, RewardRequest
 from roll.rewards.containment import contain, kill_descendants
@@ -238,7 +239,7 @@ async def _score_within_deadline(request: RewardRequest, index: int | None) -> l
         return _Process.function.outcomes(value, _count(request, index))
     except BaseException as error:  # extensions in Rust raise panics that are no Exception
         if deadline.expired():
-            return failed(timed_out(_Process.loaded.where, _Process.config), request, index)
+            return failed(timed_out(_Process.loaded.where, _Process.config, error), request, index)
         return failed(RewardOutcome(None, "raised", _text(error)), request, index)
 
 
@@ -256,11 +257,20 @@ async def _awaited(value: Any) -> Any:
     return await value
 
 
-def timed_out(where: str, config: RewardConfig) -> RewardOutcome:
-    """The outcome of a call that passed its deadline."""
-    text = (
-        f"{where}: the call took longer than timeout_s = {config.timeout_s:g}; what is slow once belongs in warm_up()"
-    )
+def timed_out(where: str, config: RewardConfig, error: BaseException | None = None) -> RewardOutcome:
+    """The outcome of a call that passed its deadline.
+
+    Args:
+        where: `file:line` of the function; empty if it is not known.
+        config: of the reward.
+        error: as asyncio raised it, which knows where the call waited. Nothing knows it of a process that was killed.
+    """
+    frame = users_frame(error.__cause__) if error is not None and error.__cause__ is not None else None
+    if frame is not None:
+        where, call = f"{shown_path(frame.filename)}:{frame.lineno}", "the call, which waited here,"
+    else:
+        call = "a call of the function that begins here" if where else "the call"
+    text = f"{where}: {call} took longer than timeout_s = {config.timeout_s:g}; what is slow once belongs in warm_up()"
     return RewardOutcome(None, "timeout", text.removeprefix(": "))
 
 

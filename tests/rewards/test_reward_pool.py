@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import linecache
 import os
 import re
 import signal
@@ -19,7 +20,7 @@ from roll.configs.user_code import UserCodeError
 from roll.rewards.calling import RewardFunctionError, RewardRequest
 from roll.rewards.pool import RewardPool, RewardSelfTestError
 from roll.rewards.reward_process import load_reward_function, score_chunk, self_test_of
-from tests.rewards.odd_rewards import leak
+from tests.rewards import odd_rewards
 
 pytestmark = pytest.mark.slow
 
@@ -165,6 +166,8 @@ def test_coroutines_run_at_the_same_time_in_one_loop_and_have_their_own_deadline
 
     first, second, seconds = asyncio.run(run())
     assert [outcome.score for outcome in first[:19]] == [0.5] * 19 and first[19].reason == "timeout"
+    line = linecache.getlines(odd_rewards.__file__).index("    await asyncio.sleep(float(response))\n") + 1
+    assert first[19].detail.startswith(f"tests/rewards/odd_rewards.py:{line}: the call, which waited here, took longer")
     assert second[0][0].score == 0 and seconds < 5
     assert {outcome.metrics["loop"] for outcome in first[:19]} == {second[0][0].metrics["loop"]}
 
@@ -174,7 +177,10 @@ def test_coroutines_run_at_the_same_time_in_one_loop_and_have_their_own_deadline
     [
         ("divide", r"^tests/rewards/odd_rewards.py:\d+: ZeroDivisionError: .*\n    return 1 / 0"),
         ("forget", r"^tests/rewards/odd_rewards.py:\d+: forget returned None; return one number"),
-        ("sleep", r"^tests/rewards/odd_rewards.py:\d+: the call took longer than timeout_s = 0.5"),
+        (
+            "sleep",
+            r"^tests/rewards/odd_rewards.py:\d+: a call of the function that begins here took longer than timeout",
+        ),
         ("ask", r"asks for reference, which is neither a column of the data \(level\) nor one of response, "),
         ("short", r"^tests/rewards/odd_rewards.py:\d+: short returned 1 scores for 2 responses; return one for each"),
     ],
@@ -255,7 +261,7 @@ def test_every_process_that_is_replaced_is_reported_with_the_cause():
             await pool.score([RewardRequest(("0.5",), "")])
 
     asyncio.run(run())
-    assert "the call took longer than timeout_s = 2" in causes[0]
+    assert "a call of the function that begins here took longer than timeout_s = 2" in causes[0]
     assert all("died with exit code 7" in cause for cause in causes[1:3])
     assert causes[3:] == ["its processes died without a call; starting them again"]
 
@@ -414,7 +420,7 @@ class Leaking(RewardPool):
     def _schedule(self, timeout_s, function, *args):
         if function is score_chunk and self.fails_here:
             raise LookupError("a defect of the driver")
-        return super()._schedule(timeout_s, leak if function is score_chunk else function, *args)
+        return super()._schedule(timeout_s, odd_rewards.leak if function is score_chunk else function, *args)
 
 
 def test_an_exception_that_leaves_a_process_fails_its_calls_and_one_of_the_driver_is_raised():
