@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import multiprocessing
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures.process import BrokenProcessPool
@@ -37,6 +38,12 @@ chunk of a coroutine function has DEFAULT_CONCURRENCY samples, which are scored 
 
 START_TIMEOUT_S = 120.0
 """Deadline for a process to import the reward function; importing math-verify on a busy machine takes seconds."""
+
+WATCH_S = 0.5
+"""How often a call that waits for its answer checks that the pool can give it."""
+
+CALLS_AHEAD = 2
+"""Calls of a process that another call may wait for: of a chunk, and of a call that is made alone."""
 
 MAX_RESTARTS = 3
 """Times in a row that the processes may die without a call before the reward fails."""
@@ -123,7 +130,7 @@ class RewardPool:
             self.launch()
             assert self._probing is not None
             async with asyncio.timeout(START_TIMEOUT_S):  # unlike wait_for it never swallows a cancellation
-                loaded = await asyncio.wrap_future(self._probing)
+                loaded = await self._answer(self._probing, START_TIMEOUT_S)
         except BrokenProcessPool:
             self._probing = None
             return await self.start()
@@ -266,7 +273,7 @@ class RewardPool:
         if loaded.is_async:
             timeout_s = timeout_s * -(-len(calls) // reward_process.concurrency(self._config)) + ASYNC_GRACE_S
         try:
-            outcomes = await asyncio.wrap_future(self._schedule(timeout_s, score, calls))
+            outcomes = await self._answer(self._schedule(timeout_s, score, calls), timeout_s)
             self._restarts = 0
             if not isinstance(outcomes, SpentProcess):
                 return outcomes
@@ -297,6 +304,23 @@ class RewardPool:
         if self._replaced is not None:
             self._replaced(lost.failure.detail or "")
         return lost
+
+    async def _answer(self, call: Future[ResultT], timeout_s: float) -> ResultT:
+        """The answer of a call that was scheduled with this deadline.
+
+        Pebble does not notice a call that waits in the queue of a pool that has broken, or whose process died after it
+        had taken the call and before it said so: then the pool is replaced, and its calls fail with BrokenProcessPool.
+        """
+        answer = asyncio.wrap_future(call)
+        lost_at = time.monotonic() + CALLS_AHEAD * (timeout_s + START_TIMEOUT_S)
+        try:
+            while not (await asyncio.wait([answer], timeout=WATCH_S))[0]:
+                waits = not (call.running() or call.done() or self._closed)
+                if waits and (not self._pool.active or time.monotonic() > lost_at):
+                    self._restart()
+            return answer.result()
+        finally:
+            answer.cancel()
 
     def _turn(self) -> _Turns:
         """Those of the current asyncio loop."""

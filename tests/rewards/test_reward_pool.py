@@ -14,6 +14,7 @@ from types import ModuleType
 
 import psutil
 import pytest
+from pebble.pool.base_pool import PoolStatus
 
 from roll.configs.rewards import RewardConfig
 from roll.configs.user_code import UserCodeError
@@ -273,6 +274,34 @@ def test_calls_that_wait_while_all_processes_die_are_made_again():
             for worker in workers:
                 worker.kill()
             outcomes = await pool.score([RewardRequest(("0.5",), "")] * 3)
+            return [outcome.score for [outcome] in outcomes]
+
+    assert asyncio.run(run()) == [0.5] * 3
+
+
+@pytest.mark.parametrize("broken", [True, False])
+def test_a_call_that_no_process_will_answer_is_made_again(broken, monkeypatch):
+    """It is in the queue of a pool that broke, or its process died between taking it and saying so."""
+    monkeypatch.setattr("roll.rewards.pool.WATCH_S", 0.05)
+    if not broken:
+        monkeypatch.setattr("roll.rewards.pool.CALLS_AHEAD", 0.05)
+
+    async def run():
+        async with RewardPool(RewardConfig(function=ODD, timeout_s=5.0, world_size=1)) as pool:
+            schedule = pool._pool.schedule
+            unanswered = []
+
+            def lose_the_first(*args, **kwargs):
+                if unanswered:
+                    return schedule(*args, **kwargs)
+                unanswered.append(Future())
+                if broken:
+                    pool._pool._context.status = PoolStatus.ERROR
+                return unanswered[0]
+
+            monkeypatch.setattr(pool._pool, "schedule", lose_the_first)
+            outcomes = await asyncio.wait_for(pool.score([RewardRequest(("0.5",), "")] * 3), 60)
+            assert unanswered[0].done()
             return [outcome.score for [outcome] in outcomes]
 
     assert asyncio.run(run()) == [0.5] * 3
