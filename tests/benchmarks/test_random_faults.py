@@ -44,7 +44,7 @@ def test_a_round_whose_fault_did_not_happen_does_not_pass(
 ) -> None:
     """A run that ends before the step of its fault."""
     monkeypatch.setattr(faults.tempfile, "mkdtemp", lambda prefix: str(tmp_path))
-    monkeypatch.setattr(faults, "still_running", lambda folder, within_s: [])
+    monkeypatch.setattr(faults, "still_running", lambda folder, session, within_s: [])
     monkeypatch.setattr(
         faults, "start", lambda *_: subprocess.Popen([sys.executable, "-c", f"raise SystemExit({code})"], text=True)
     )
