@@ -131,14 +131,14 @@ def run(config: str | Path, overrides: Sequence[str], pipeline: str | None = Non
         from roll.configs.hardware import prepare_run
         from roll.configs.hub.inputs import fetch_inputs, look_up
         from roll.configs.load import load_config
-        from roll.pipeline.health import HealthFile, hold_folders
+        from roll.pipeline.health import HealthFile, lock_folders
 
         loaded = load_config(config, overrides, pipeline)
         problems = look_up(loaded).problems
         if problems:
             raise ConfigError(problems, loaded.source.file)
         warnings = prepare_run(loaded)
-        held.enter_context(hold_folders(loaded))
+        held.enter_context(lock_folders(loaded))
         configure_logging(loaded)
         report = HealthFile(loaded)
         report.begin("importing")

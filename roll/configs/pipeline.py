@@ -148,7 +148,9 @@ class BaseConfig:
     )
     max_grad_norm: float = option(1.0, "Gradient clipping by global norm; 0 turns it off.", ge=0)
     rpc_timeout_s: float = option(
-        3600.0, "Maximum wait for a worker; after it the run ends with an error that names the call.", gt=0
+        3600.0,
+        "Maximum wait for a worker; after it the call fails with an error that names it, as if the worker had died.",
+        gt=0,
     )
     max_restarts: int = option(
         3,

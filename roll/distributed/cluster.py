@@ -36,7 +36,7 @@ from roll.distributed.processes import (
 from roll.distributed.remote_call import RemoteCall, ShardsClient, check_length, retrieve_error
 from roll.distributed.remote_errors import PROCESS_DIED, CallContext, ClusterError, Failure, failure_of
 from roll.distributed.rpc_batching import ClusterClient, RpcActor, RpcServer
-from roll.distributed.worker import Worker, WorkerRank, registered_methods
+from roll.distributed.worker import Worker, WorkerRank, process_name, registered_methods
 from roll.platforms import get_platform
 
 if TYPE_CHECKING:
@@ -140,8 +140,7 @@ class Cluster(Generic[WorkerT]):
         ).remote(name, rank, cores, log_file(self._pipeline_config, name))
 
     def _name(self, rank: int, node_rank: int) -> str:
-        """Name of a process and of its log; on a further node it ends in the node's index."""
-        return f"{self.role}-{rank}" + (f"-node-{self._slots[rank][node_rank].node}" if node_rank else "")
+        return process_name(self.role, rank, self._slots[rank][node_rank].node, node_rank)
 
     def initialize(self) -> RemoteCall[list[None]]:
         """Starts the engines of all workers."""

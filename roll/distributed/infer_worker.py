@@ -119,11 +119,13 @@ class InferWorker(WeightReceiver):
         if self._further_nodes is not None:
             self._further_nodes.stop_watching()
         if self._engine is not None:
-            self._engine.died("it is started again")
+            self._engine.died("it is started again")  # every request that it has, or that waits for it, fails
             self._engine.end()
-        self._forget_engine("it was restarted and has received no weights yet" if needs_weights else "")
+        self._forget_engine("it was restarted and has received no weights yet")
         self._released.clear()
         await self.initialize()
+        if not needs_weights:
+            self.stale_weights = ""
 
     @register(deadline="sync_timeout_s")
     async def leave_trainer(self, needs_weights: bool) -> None:
@@ -188,8 +190,13 @@ class InferWorker(WeightReceiver):
             StaleWeightsError: the engine holds no whole version of the weights, and no update is in progress.
             EngineNotRunningError: the engine died.
         """
-        await self.wait_until_serving()
-        return await self.generation.generate(requests)
+        engine = self.engine
+
+        async def answers() -> list[GenerateResult]:
+            await self.wait_until_serving()
+            return await self.generation.generate(requests)
+
+        return await engine.guard(answers(), "generate", None)  # also where requests wait for the end of a pause
 
     @register(deadline="sync_timeout_s")
     async def pause(self, mode: InFlightPolicy) -> None:

@@ -32,7 +32,7 @@ STOPPED_GRACE_S = 10.0
 """How long a process may be stopped: what stops one for a moment, such as a snapshot of its stack, is done by then."""
 
 GAP_S = 5.0
-"""More seconds than this between two looks mean that the driver was stopped too, as Ctrl-Z does with a whole run."""
+"""More seconds than this between two looks mean that the driver was stopped too, as by Ctrl-Z."""
 
 ENDED = (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE)
 """Statuses of a process that has ended."""

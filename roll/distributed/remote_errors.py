@@ -1,6 +1,6 @@
 """Failures of remote calls as values, the errors made of them, and the deadline of calls made together.
 
-Every error names the rank, its node, devices and log.
+Every error names the rank, its node, devices and log, except where a RunError says all that a user needs.
 """
 
 from __future__ import annotations

@@ -107,8 +107,8 @@ class WorkerRank:
 
     @property
     def process_name(self) -> str:
-        """Name of the process and of its log; on a further node of the worker it ends in the node's index."""
-        return self.name + (f"-node-{self.node}" if self.node_rank else "")
+        """Name of the process and of its log; see `process_name`."""
+        return process_name(self.role, self.rank, self.node, self.node_rank)
 
     def environment(self) -> dict[str, str]:
         """The environment variables that torch's process group reads."""
@@ -119,6 +119,11 @@ class WorkerRank:
             "WORLD_SIZE": str(self.world_size),
             "LOCAL_RANK": str(self.device),
         }
+
+
+def process_name(role: str, rank: int, node: int, node_rank: int) -> str:
+    """Name of a process and of its log, such as `actor_infer-0`; on a further node it ends in the node's index."""
+    return f"{role}-{rank}" + (f"-node-{node}" if node_rank else "")
 
 
 class Worker:

@@ -89,7 +89,7 @@ class TextEnv(gymnasium.Env[str, str]):
         self.observation_space = FreeText()
         self.action_space = FreeText()
         self.steps = 0
-        self._sum = 0.0
+        self._episode_reward_sum = 0.0
         self._running = False
 
     @abstractmethod
@@ -121,7 +121,7 @@ class TextEnv(gymnasium.Env[str, str]):
         """
         super().reset(seed=seed)
         self.steps = 0
-        self._sum = 0.0
+        self._episode_reward_sum = 0.0
         self._running = True
         return self.begin(), {}
 
@@ -142,7 +142,7 @@ class TextEnv(gymnasium.Env[str, str]):
             raise TypeError(f"{type(self).__name__}.step: the action is {type(action).__name__}, not text")
         self.steps += 1
         turn = self._checked(self.act(action))
-        self._sum += float(turn.reward)
+        self._episode_reward_sum += float(turn.reward)
         truncated = not turn.terminated and self.steps >= self.config.max_steps
         self._running = not (turn.terminated or truncated)
         return turn.observation, float(turn.reward), bool(turn.terminated), truncated, {"metrics": dict(turn.metrics)}
@@ -158,7 +158,10 @@ class TextEnv(gymnasium.Env[str, str]):
             raise TypeError(self._blamed(f"the reward is {type(turn.reward).__name__}, not a number"))
         if not math.isfinite(turn.reward):
             raise ValueError(self._blamed(f"the reward is {turn.reward}, it must be finite"))
-        for what, value in (("reward is", turn.reward), ("rewards of the episode add up to", self._sum + turn.reward)):
+        for what, value in (
+            ("reward is", turn.reward),
+            ("rewards of the episode add up to", self._episode_reward_sum + turn.reward),
+        ):
             if not is_trainable(value):
                 problem = f"the {what} {float(value):g}, it must be at most {LARGEST_REWARD:g} in size"
                 raise ValueError(self._blamed(problem))

@@ -77,7 +77,7 @@ class HealthFile:
 
 
 @contextmanager
-def hold_folders(config: BaseConfig) -> Iterator[None]:
+def lock_folders(config: BaseConfig) -> Iterator[None]:
     """Keeps other runs out of output_dir and of the folder of checkpoints while the block runs; see `locked`.
 
     Raises:

@@ -94,14 +94,13 @@ class Session:
 
         An error in this is raised, unless the run has failed before: then it is logged, since it is not the cause.
         """
-        engines_may_stay = self._engines_may_stay(error)
-        logger.info("ending the %s of the run", "training processes" if engines_may_stay else "processes")
+        logger.info("ending the processes of the run")
         try:
             await self._close(error)
         finally:
             self._close_first.clear()
             self.kept, self.kept_since = set(), time.monotonic()
-            if engines_may_stay:
+            if self._engines_may_stay(error):
                 self._end_training()
                 self.kept = await self._keep_engines()
             if not self.kept:

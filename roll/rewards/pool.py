@@ -23,7 +23,7 @@ from roll.rewards.calling import RewardFunctionError, RewardOutcome, RewardReque
 from roll.rewards.containment import TOO_MANY_PROCESSES, TOO_MUCH_MEMORY
 from roll.rewards.lost_calls import HungCalls, LostGroups
 from roll.rewards.output import RewardOutput
-from roll.rewards.reward_process import Call, LoadedReward, SpentProcess, score_chunk
+from roll.rewards.reward_process import Call, LoadedReward, RetiredProcess, score_chunk
 from roll.terminal import block_interrupts
 
 logger = logging.getLogger(__name__)
@@ -39,11 +39,14 @@ chunk of a coroutine function has DEFAULT_CONCURRENCY samples, which are scored 
 START_TIMEOUT_S = 120.0
 """Deadline for a process to import the reward function; importing math-verify on a busy machine takes seconds."""
 
-WATCH_S = 0.5
+POLL_S = 0.5
 """How often a call that waits for its answer checks that the pool can give it."""
 
 CALLS_AHEAD = 2
 """Calls of a process that another call may wait for: of a chunk, and of a call that is made alone."""
+
+DIED_IDLE = "its processes died without a call; starting them again"
+"""Cause of the usual restart of a pool."""
 
 MAX_RESTARTS = 3
 """Times in a row that the processes may die without a call before the reward fails."""
@@ -51,7 +54,7 @@ MAX_RESTARTS = 3
 OTHER_ANSWER = "I do not know."
 """A response with which a reward is tried; it holds no answer."""
 
-_Score = Callable[[Sequence[Call]], list[list[RewardOutcome]] | SpentProcess]
+_Score = Callable[[Sequence[Call]], list[list[RewardOutcome]] | RetiredProcess]
 
 ArgsT = TypeVarTuple("ArgsT")
 ResultT = TypeVar("ResultT")
@@ -95,9 +98,10 @@ class RewardPool:
         self._output = RewardOutput(config.function)
         self._pool = self._make_pool()
         self._restarts = 0
-        self._spent: set[int] = set()
+        self._retired: set[int] = set()
         self._closed = False
-        self._pending: set[Future[Any]] = set()
+        self._pending: dict[Future[Any], float] = {}
+        """Calls without an answer, with their deadlines in seconds."""
         self._probing: Future[LoadedReward] | None = None
         self._loaded: LoadedReward | None = None
         self._hung = HungCalls(frozenset())
@@ -130,7 +134,7 @@ class RewardPool:
             self.launch()
             assert self._probing is not None
             async with asyncio.timeout(START_TIMEOUT_S):  # unlike wait_for it never swallows a cancellation
-                loaded = await self._answer(self._probing, START_TIMEOUT_S)
+                loaded = await self._answer(self._probing)
         except BrokenProcessPool:
             self._probing = None
             return await self.start()
@@ -273,19 +277,19 @@ class RewardPool:
         if loaded.is_async:
             timeout_s = timeout_s * -(-len(calls) // reward_process.concurrency(self._config)) + ASYNC_GRACE_S
         try:
-            outcomes = await self._answer(self._schedule(timeout_s, score, calls), timeout_s)
+            outcomes = await self._answer(self._schedule(timeout_s, score, calls))
             self._restarts = 0
-            if not isinstance(outcomes, SpentProcess):
+            if not isinstance(outcomes, RetiredProcess):
                 return outcomes
-            self._spent.add(outcomes.process)
+            self._retired.add(outcomes.process)
             lost = _Lost(outcomes.failure, may_succeed=True)
         except BrokenProcessPool:  # no process had a call when they died, so no call is the cause
             return await self._call(calls, score)
         except TimeoutError:
             lost = _Lost(reward_process.timed_out(loaded.where, self._config), may_succeed=False)
         except ProcessExpired as death:
-            if death.pid in self._spent:  # it ended before it made the calls
-                self._spent.remove(death.pid)
+            if death.pid in self._retired:  # it ended before it made the calls
+                self._retired.remove(death.pid)
                 return await self._call(calls, score)
             exceeded = {
                 -TOO_MANY_PROCESSES: f"started more than child_process_limit = {self._config.child_process_limit} "
@@ -305,19 +309,23 @@ class RewardPool:
             self._replaced(lost.failure.detail or "")
         return lost
 
-    async def _answer(self, call: Future[ResultT], timeout_s: float) -> ResultT:
-        """The answer of a call that was scheduled with this deadline.
+    async def _answer(self, call: Future[ResultT]) -> ResultT:
+        """The answer of a call that was scheduled.
 
         Pebble does not notice a call that waits in the queue of a pool that has broken, or whose process died after it
         had taken the call and before it said so: then the pool is replaced, and its calls fail with BrokenProcessPool.
         """
         answer = asyncio.wrap_future(call)
-        lost_at = time.monotonic() + CALLS_AHEAD * (timeout_s + START_TIMEOUT_S)
+        since = time.monotonic()
         try:
-            while not (await asyncio.wait([answer], timeout=WATCH_S))[0]:
-                waits = not (call.running() or call.done() or self._closed)
-                if waits and (not self._pool.active or time.monotonic() > lost_at):
-                    self._restart()
+            while not (await asyncio.wait([answer], timeout=POLL_S))[0]:
+                if call.running() or call.done() or self._closed:
+                    continue
+                longest_s = CALLS_AHEAD * (max(self._pending.values(), default=0.0) + START_TIMEOUT_S)
+                if not self._pool.active:
+                    self._restart(DIED_IDLE)
+                elif time.monotonic() - since > longest_s:
+                    self._restart(f"no process has taken a call for {longest_s:g} s; starting them again")
             return answer.result()
         finally:
             answer.cancel()
@@ -330,7 +338,7 @@ class RewardPool:
             self._turns = _Turns(loop, asyncio.Semaphore(processes), asyncio.Semaphore(processes))
         return self._turns
 
-    def _restart(self) -> None:
+    def _restart(self, cause: str) -> None:
         """Replaces a broken pool; pebble breaks when a process dies while no process has a call.
 
         Raises:
@@ -340,13 +348,12 @@ class RewardPool:
         name = self._config.function
         if self._restarts > MAX_RESTARTS:
             raise RewardFunctionError(f"reward function {name!r}: its processes died {self._restarts} times in a row")
-        cause = "its processes died without a call; starting them again"
         if self._replaced is not None:
             self._replaced(cause)
         else:
             logger.warning("reward function %r: %s", name, cause)
         broken, self._pool = self._pool, self._make_pool()
-        self._spent.clear()
+        self._retired.clear()
         broken.stop()  # type: ignore[no-untyped-call]
         broken.join()
         for future in tuple(self._pending):  # pebble fails only the calls that it had sent to a process
@@ -357,15 +364,15 @@ class RewardPool:
 
     def _schedule(self, timeout_s: float, function: Callable[[*ArgsT], ResultT], *args: *ArgsT) -> Future[ResultT]:
         if not self._closed and self._pool._context.status is not PoolStatus.CREATED and not self._pool.active:
-            self._restart()
+            self._restart(DIED_IDLE)
         try:
             future: Future[ResultT] = self._pool.schedule(function, args=args, timeout=timeout_s)
         except RuntimeError as error:
             if self._closed:
                 raise
             raise BrokenProcessPool(str(error)) from error
-        self._pending.add(future)
-        future.add_done_callback(self._pending.discard)
+        self._pending[future] = timeout_s
+        future.add_done_callback(lambda done: self._pending.pop(done, None))
         return future
 
 

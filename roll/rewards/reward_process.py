@@ -61,7 +61,7 @@ class LoadedReward:
 
 
 @dataclass(frozen=True)
-class SpentProcess:
+class RetiredProcess:
     """In place of outcomes: an exception has left the calls, and their process ends when it gets the next ones.
 
     Attributes:
@@ -81,7 +81,7 @@ class _Process:
     loaded: LoadedReward
     loop: asyncio.Runner | None = None
     """One loop for all calls of a coroutine function, so that its connections outlive a call."""
-    is_spent: bool = False
+    is_retired: bool = False
 
 
 def start(config: RewardConfig, output: Connection[Any, Any]) -> None:
@@ -184,21 +184,21 @@ def load_reward_function(config: RewardConfig) -> tuple[ModuleType, RewardFuncti
     return module, RewardFunction(function, config)
 
 
-def score_chunk(calls: Sequence[Call]) -> list[list[RewardOutcome]] | SpentProcess:
+def score_chunk(calls: Sequence[Call]) -> list[list[RewardOutcome]] | RetiredProcess:
     """The outcomes of each call, in order. An exception in a call affects only that call.
 
-    One that is raised beside the calls ends them all: a SystemExit or KeyboardInterrupt in a task that a coroutine
-    function has started ends the loop, and so does `loop.stop()`. Nothing is raised then either, because the driver
-    would raise it again. What is left in this process, such as other tasks, could end later calls too, so it ends.
+    An exception outside a call, such as a SystemExit in a task that a coroutine has started, stops the event loop and
+    fails all calls of the chunk; so does `loop.stop()`. Nothing is raised then either, because the driver would raise
+    it again. What is left in this process, such as other tasks, could fail later calls too, so the process is retired.
     """
-    if _Process.is_spent:
+    if _Process.is_retired:
         kill_descendants()
         os._exit(1)
     try:
         return _outcomes(calls)
     except BaseException as error:
-        _Process.is_spent = True
-        return SpentProcess(RewardOutcome(None, "raised", _text(error)), os.getpid())
+        _Process.is_retired = True
+        return RetiredProcess(RewardOutcome(None, "raised", _text(error)), os.getpid())
 
 
 def _outcomes(calls: Sequence[Call]) -> list[list[RewardOutcome]]:
@@ -209,7 +209,7 @@ def _outcomes(calls: Sequence[Call]) -> list[list[RewardOutcome]]:
     return _Process.loop.run(_score_together(calls))
 
 
-def try_chunk(calls: Sequence[Call]) -> list[list[RewardOutcome]] | SpentProcess:
+def try_chunk(calls: Sequence[Call]) -> list[list[RewardOutcome]] | RetiredProcess:
     """As `score_chunk`; prints where a call is that takes long."""
     with report_if_slow(f"a call of {_Process.config.function}"):
         return score_chunk(calls)

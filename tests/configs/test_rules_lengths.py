@@ -32,14 +32,16 @@ def test_a_prompt_length_that_drops_most_prompts_is_reported_with_one_that_fits(
     messages = [{"role": "user", "content": long}]
     (warning,) = prompts(tmp_path, tiny_model_dir, "1+2=", long, long, messages)
     assert (
-        warning == "prompt_length: 12 drops 3 of the first 4 prompts, whose median is 16 tokens; use 16 to keep 95 % "
-        "of them"
+        warning == "prompt_length: 12 drops 3 of the first 4 prompts, whose median is 16 tokens; use 16 plus the "
+        "template's tokens to keep 95 % of them"
     )
 
 
 def test_a_prompt_length_that_drops_all_prompts_of_the_data_is_refused(tmp_path: Path, tiny_model_dir: Path) -> None:
     texts = ["1+2+3+4+5+6+7=", "1+2+3+4+5+6+7+8="]
-    message = "prompt_length: 12 drops all 2 prompts, which have 14 to 16 tokens; use 14 to keep 95 % of them"
+    message = (
+        "prompt_length: 12 drops all 2 prompts, which have 14 to 16 tokens; use 16 plus the template's tokens to keep"
+    )
     with pytest.raises(ConfigError, match=message):
         prompts(tmp_path, tiny_model_dir, *texts)
     (warning,) = prompts(tmp_path, tiny_model_dir, *texts * SAMPLED_ROWS)

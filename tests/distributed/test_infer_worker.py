@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from roll.distributed.infer_worker import InferWorker
-from roll.distributed.strategy.sglang_engine import EngineError
+from roll.distributed.strategy.sglang_engine import Engine, EngineError, EngineNotRunningError
+from roll.distributed.strategy.sglang_generation import Generation
 from roll.distributed.weight_sync.receiver import StaleWeightsError
 from roll.distributed.worker import WorkerRank
 
@@ -23,7 +24,11 @@ class Echo:
 class EngineWithoutProcesses(InferWorker):
     """An engine whose start and update session cannot fail."""
 
-    async def initialize(self) -> None: ...
+    async def initialize(self) -> None:
+        self._engine = self._engine or Engine(self.rank.name, {}, {}, "actor_infer-0.log")
+        self._engine._death = asyncio.get_running_loop().create_future()
+        echo: Any = Echo()
+        self._generation = echo
 
     async def _open_session(self) -> None: ...
 
@@ -31,17 +36,16 @@ class EngineWithoutProcesses(InferWorker):
 REQUESTS: Any = ["request"]
 
 
-def worker() -> InferWorker:
+async def worker() -> InferWorker:
     unused: Any = None
     made = EngineWithoutProcesses(WorkerRank.single("actor_infer"), unused, unused)
-    echo: Any = Echo()
-    made._generation = echo
+    await made.initialize()
     return made
 
 
 def test_requests_that_arrive_during_an_update_wait_for_its_end() -> None:
     async def run() -> None:
-        engine, requests = worker(), REQUESTS
+        engine, requests = await worker(), REQUESTS
         await engine.begin_update(3)
         answer = asyncio.create_task(engine.generate(requests))
         await asyncio.sleep(0.01)
@@ -54,7 +58,7 @@ def test_requests_that_arrive_during_an_update_wait_for_its_end() -> None:
 
 def test_requests_are_refused_after_an_aborted_update() -> None:
     async def run() -> None:
-        engine, requests = worker(), REQUESTS
+        engine, requests = await worker(), REQUESTS
         await engine.begin_update(3)
         answer = asyncio.create_task(engine.generate(requests))
         await engine.abort_update()
@@ -69,12 +73,12 @@ def test_requests_are_refused_after_an_aborted_update() -> None:
 
 def test_the_end_of_an_update_that_began_before_a_restart_does_not_make_the_engine_serve() -> None:
     async def run() -> None:
-        engine, requests = worker(), REQUESTS
+        engine, requests = await worker(), REQUESTS
         await engine.begin_update(3)
         answer = asyncio.create_task(engine.generate(requests))
         await asyncio.sleep(0.01)
         await engine.start_again(needs_weights=True)
-        with pytest.raises(StaleWeightsError, match="actor_infer-0 is not serving: it was restarted"):
+        with pytest.raises((EngineNotRunningError, StaleWeightsError)):
             await answer
         with pytest.raises(EngineError, match="actor_infer-0: it was restarted within the weight update"):
             await engine.commit_update()
@@ -87,10 +91,41 @@ def test_the_end_of_an_update_that_began_before_a_restart_does_not_make_the_engi
     asyncio.run(run())
 
 
-def test_a_restarted_engine_without_weight_updates_serves_at_once() -> None:
+@pytest.mark.parametrize("cause", ["death", "restart"])
+def test_requests_that_wait_in_a_paused_engine_fail_with_it(cause: str) -> None:
+    """Whether they are queued, between two parts of a response, or before their first."""
+
     async def run() -> None:
-        engine = worker()
+        engine = await worker()
+        engine._generation = Generation(engine.engine, 60, deterministic=False, running=1, version=lambda: 0)
+        engine._generation._not_paused.clear()
+        answers = [asyncio.create_task(engine.generate(REQUESTS * 3)) for _ in range(2)]
+        await asyncio.sleep(0.01)
+        if cause == "death":
+            engine.engine.died("process 7 of the engine died")
+        else:
+            await engine.start_again(needs_weights=True)
+        for answer in answers:
+            with pytest.raises(EngineNotRunningError):
+                await asyncio.wait_for(answer, 1)
+
+    asyncio.run(run())
+
+
+def test_a_restarted_engine_without_weight_updates_serves_once_it_has_started() -> None:
+    class Starting(EngineWithoutProcesses):
+        async def initialize(self) -> None:
+            await super().initialize()
+            served.append(await self.is_serving())
+
+    served: list[bool] = []
+
+    async def run() -> None:
+        unused: Any = None
+        engine = Starting(WorkerRank.single("judge"), unused, unused)
+        await engine.initialize()
         await engine.start_again(needs_weights=False)
         assert await engine.generate(REQUESTS) == REQUESTS
+        assert served == [True, False] and await engine.is_serving()
 
     asyncio.run(run())

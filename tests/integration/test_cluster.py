@@ -260,11 +260,14 @@ def driver(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[psutil.
         text=True,
         process_group=0,
     )
-    assert run.stdout is not None and "ready" in run.stdout.readline()
-    started = psutil.Process(run.pid).children(recursive=True)
-    assert len(started) > 4
-    yield run, started
-    run.kill()
+    with run:
+        try:
+            assert run.stdout is not None and "ready" in run.stdout.readline()
+            started = psutil.Process(run.pid).children(recursive=True)
+            assert len(started) > 4
+            yield run, started
+        finally:
+            run.kill()
 
 
 def test_no_process_outlives_a_driver_that_was_killed(

@@ -25,7 +25,7 @@ from roll.configs.roles import (
     TrainModelArguments,
 )
 from roll.distributed.cluster import Cluster
-from roll.distributed.infer_worker import InferWorker
+from roll.distributed.infer_worker import DOWN, InferWorker
 from roll.distributed.protocol import DataProto
 from roll.distributed.remote_errors import ClusterError
 from roll.distributed.resources import ResourceManager, start_ray, stop_ray
@@ -283,8 +283,9 @@ def test_an_engine_is_started_again_in_the_process_of_its_worker(world: World) -
         for number in numbers[1:]:
             psutil.Process(number).kill()
         world.engine.call_all(InferWorker.start_again, True).get()
-        with pytest.raises(ClusterError, match="restarted and has received no weights yet"):
+        with pytest.raises(ClusterError) as caught:
             waiting.get()
+        assert caught.value.kind in DOWN
         with pytest.raises(ClusterError, match="it was restarted within the weight update"):
             world.engine.call_all(InferWorker.commit_update).get()
         assert not any(world.engine.call_all(InferWorker.is_serving).get())

@@ -15,50 +15,50 @@ import pytest
 
 from roll.configs.errors import ConfigError, RunInterrupted
 from roll.configs.pipeline import RLVRConfig
-from roll.pipeline.health import HealthFile, hold_folders, watched
+from roll.pipeline.health import HealthFile, lock_folders, watched
 from roll.trackers.files import free_bytes
 from tests.pipeline.my_parts import Listening
 
 
 def test_a_run_keeps_others_out_of_its_folder_until_it_ends(tmp_path):
     config = RLVRConfig(output_dir=str(tmp_path / "run"))
-    with hold_folders(config):
+    with lock_folders(config):
         message = rf"output_dir: .*run is that of a run which is alive, process {os.getpid()}; wait until it ends"
-        with pytest.raises(ConfigError, match=message), hold_folders(config):
+        with pytest.raises(ConfigError, match=message), lock_folders(config):
             pass
-    with hold_folders(config):
+    with lock_folders(config):
         holder = subprocess.run([sys.executable, "-c", HOLD, str(tmp_path / "other")], capture_output=True, text=True)
     assert holder.returncode == -signal.SIGKILL
-    with hold_folders(RLVRConfig(output_dir=str(tmp_path / "other"))):
+    with lock_folders(RLVRConfig(output_dir=str(tmp_path / "other"))):
         pass
 
 
 def test_a_run_keeps_others_out_of_the_folder_of_its_checkpoints(tmp_path):
     shared = str(tmp_path / "shared")
     first, second = (RLVRConfig(output_dir=str(tmp_path / name), checkpoint_dir=shared) for name in ("a", "b"))
-    with hold_folders(first):
+    with lock_folders(first):
         message = rf"checkpoint_dir: {shared} is that of a run which is alive, process {os.getpid()}; .* checkpoint_dir"
-        with pytest.raises(ConfigError, match=message), hold_folders(second):
+        with pytest.raises(ConfigError, match=message), lock_folders(second):
             pass
-    with hold_folders(second):
+    with lock_folders(second):
         pass
-    with hold_folders(RLVRConfig(output_dir=str(tmp_path / "c"))):
+    with lock_folders(RLVRConfig(output_dir=str(tmp_path / "c"))):
         other = RLVRConfig(output_dir=str(tmp_path / "d"), checkpoint_dir=str(tmp_path / "c" / "checkpoints"))
-        with pytest.raises(ConfigError, match="checkpoint_dir: .*/c/checkpoints is that of a run"), hold_folders(other):
+        with pytest.raises(ConfigError, match="checkpoint_dir: .*/c/checkpoints is that of a run"), lock_folders(other):
             pass
 
 
 def test_checkpoints_may_be_in_output_dir_itself(tmp_path):
     (tmp_path / "linked").symlink_to(tmp_path)
-    with hold_folders(RLVRConfig(output_dir=str(tmp_path), checkpoint_dir=str(tmp_path / "linked"))):
+    with lock_folders(RLVRConfig(output_dir=str(tmp_path), checkpoint_dir=str(tmp_path / "linked"))):
         assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["linked"]
 
 
 HOLD = """
 import os, sys
 from roll.configs.pipeline import RLVRConfig
-from roll.pipeline.health import hold_folders
-with hold_folders(RLVRConfig(output_dir=sys.argv[1])):
+from roll.pipeline.health import lock_folders
+with lock_folders(RLVRConfig(output_dir=sys.argv[1])):
     os.kill(os.getpid(), 9)
 """
 """A run that is killed."""

@@ -282,7 +282,7 @@ def test_calls_that_wait_while_all_processes_die_are_made_again():
 @pytest.mark.parametrize("broken", [True, False])
 def test_a_call_that_no_process_will_answer_is_made_again(broken, monkeypatch):
     """It is in the queue of a pool that broke, or its process died between taking it and saying so."""
-    monkeypatch.setattr("roll.rewards.pool.WATCH_S", 0.05)
+    monkeypatch.setattr("roll.rewards.pool.POLL_S", 0.05)
     if not broken:
         monkeypatch.setattr("roll.rewards.pool.CALLS_AHEAD", 0.05)
 
@@ -313,7 +313,7 @@ def test_processes_that_die_again_and_again_are_an_error(monkeypatch):
     async def run():
         async with RewardPool(RewardConfig(function=ODD, timeout_s=5.0, world_size=1)) as pool:
             await kill_workers(pool)
-            pool._restart()
+            pool._restart("broken")
             pool._schedule(1.0, len, [])
             await kill_workers(pool)
             await pool.score([RewardRequest(("0.5",), "")])
@@ -329,7 +329,7 @@ def test_calls_in_the_queue_of_a_pool_that_broke_are_made_again():
         async with RewardPool(RewardConfig(function=ODD, timeout_s=5.0, world_size=1)) as pool:
             await kill_workers(pool)
             lost: Future[None] = Future()
-            pool._pending.add(lost)
+            pool._pending[lost] = 5.0
             await pool.score([RewardRequest(("0.5",), "")])
             return lost.exception(timeout=0)
 

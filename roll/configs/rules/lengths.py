@@ -6,6 +6,7 @@ These rules give hints: what they cannot read is left to the rules about files a
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from itertools import islice
@@ -48,14 +49,20 @@ def check_prompt_lengths(config: BaseConfig, report: Report) -> None:
         report.error(
             "prompt_length",
             f"{config.prompt_length} drops all {longer} prompts, which have {lengths[0]} to {lengths[-1]} tokens; use "
-            f"{lengths[int(0.95 * (len(lengths) - 1))]} to keep 95 % of them",
+            f"{fitting_95_percent(lengths)} plus the template's tokens to keep 95 % of them",
         )
     elif lengths and 2 * longer > len(lengths):
         report.warn(
             "prompt_length",
             f"{config.prompt_length} drops {longer} of the first {len(lengths)} prompts, whose median is "
-            f"{median(lengths):.0f} tokens; use {lengths[int(0.95 * (len(lengths) - 1))]} to keep 95 % of them",
+            f"{median(lengths):.0f} tokens; use {fitting_95_percent(lengths)} plus the template's tokens to keep "
+            "95 % of them",
         )
+
+
+def fitting_95_percent(lengths: list[int]) -> int:
+    """The length that at least 95 % of these ascending lengths do not exceed."""
+    return lengths[math.ceil(0.95 * len(lengths)) - 1]
 
 
 def check_episode_lengths(config: AgenticConfig, report: Report) -> None:

@@ -120,7 +120,7 @@ USUAL: dict[str, tuple[float, float]] = {
 """Least and largest usual value by the name of a key."""
 
 OFF_AT_ZERO = ("max_grad_norm", "kl_loss_coef", "init_kl_coef", "entropy_loss_coef", "sft_loss_coef")
-"""Keys of them that 0 turns off."""
+"""Keys of USUAL whose feature the value 0 turns off."""
 
 LEAST_RATIO = 0.01
 """Smallest `async_generation_ratio` above 0 that is not warned of."""

@@ -194,7 +194,7 @@ class Engine:
             if dead:
                 if "nnodes" in self.arguments and not self.arguments["node_rank"]:
                     await asyncio.sleep(FURTHER_NODE_GRACE_S)
-                how = _ending(self._children.get(dead[0]))
+                how = _exit_reason(self._children.get(dead[0]))
                 return self.died(f"process {dead[0]} of the engine died{how}; its log is {self._log}")
             await asyncio.sleep(WATCH_INTERVAL_S)
 
@@ -278,15 +278,16 @@ def _engine_class() -> Any:
     return TokenEngine
 
 
-def _ending(child: BaseProcess | None) -> str:
+def _exit_reason(child: BaseProcess | None) -> str:
     """How a child process has ended, to be appended to a sentence; empty where that is not known."""
     code = None if child is None else child.exitcode
     if code is None:
         return ""
     if code >= 0:
         return f" with exit code {code}"
-    system = ", as by a system without free memory" if -code == signal.SIGKILL else ""
-    return f", killed by {signal.Signals(-code).name}{system}"
+    names = {each.value: each.name for each in signal.Signals}
+    killer = ", possibly by the kernel's out-of-memory killer" if -code == signal.SIGKILL else ""
+    return f", killed by {names.get(-code, f'signal {-code}')}{killer}"
 
 
 def _is_stopped(process_id: int) -> bool:

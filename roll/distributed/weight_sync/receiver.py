@@ -46,7 +46,7 @@ class WeightReceiver(Worker):
         self._updated = asyncio.Event()
         self._updated.set()
         self._session_open = False
-        self._begun = False
+        self._update_begun = False
         self._joined: set[str] = set()
         self._parameters: set[str] = set()
 
@@ -54,13 +54,13 @@ class WeightReceiver(Worker):
         """Forgets what the engine that died had received; the next one is in no group and no update.
 
         Args:
-            stale_weights: why the next one must not serve yet; empty where it may.
+            stale_weights: why the next one must not serve yet.
         """
         self.stale_weights = stale_weights
-        self._session_open = self._begun = False
+        self._session_open = self._update_begun = False
         self._joined.clear()
         self._parameters.clear()
-        self._updated.set()  # requests that waited for the end of an update are refused, or served
+        self._updated.set()
 
     @property
     def engine(self) -> Engine:
@@ -128,7 +128,7 @@ class WeightReceiver(Worker):
     async def begin_update(self, version: int) -> None:
         """Opens an update session; closes one that a failed update left open. The weights are stale from here on."""
         self.stale_weights = f"weight update v{version} incomplete"
-        self._begun = True
+        self._update_begun = True
         self._updated.clear()
         await self._open_session()
 
@@ -233,14 +233,15 @@ class WeightReceiver(Worker):
         Raises:
             EngineError: the engine has received none, for it was restarted since the update began.
         """
-        if not self._begun:
+        if not self._update_begun:
             raise EngineError(f"{self.rank.name}: it was restarted within the weight update")
-        self.stale_weights, self._begun = "", False
+        self.stale_weights, self._update_begun = "", False
         self._updated.set()
 
     @register(deadline="sync_timeout_s")
     async def abort_update(self) -> None:
         """Ends an update that will not be retried: an engine with stale weights refuses waiting requests."""
+        self._update_begun = False
         self._updated.set()
 
     async def _control(self, method: str, message: object, what: str) -> None:

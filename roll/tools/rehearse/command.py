@@ -20,7 +20,6 @@ from roll.configs.hardware import prepare_run
 from roll.configs.load import build_config, load_config
 from roll.configs.model_config import UnsupportedModel
 from roll.configs.pipeline import BaseConfig
-from roll.datasets.records import DatasetError
 from roll.terminal import make_console
 from roll.tools.processes import CONSOLE_LOG
 from roll.tools.show.command import tokenizer_decode
@@ -87,7 +86,7 @@ class Rehearser:
         try:
             rehearsal, small = self.shrink(recipe)
             return self.report(recipe, small, rehearsal, self.start(small, rehearsal))
-        except (RunError, DatasetError, UnsupportedModel) as error:
+        except (RunError, UnsupportedModel) as error:
             print(error, file=sys.stderr)
             return 1
 
