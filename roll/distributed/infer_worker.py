@@ -196,7 +196,11 @@ class InferWorker(WeightReceiver):
             await self.wait_until_serving()
             return await self.generation.generate(requests)
 
-        return await engine.guard(answers(), "generate", None)  # also where requests wait for the end of a pause
+        answering = asyncio.ensure_future(answers())
+        try:
+            return await engine.guard(answering, "generate", None)  # also where requests wait for the end of a pause
+        finally:
+            answering.cancel()  # where the call was cancelled
 
     @register(deadline="sync_timeout_s")
     async def pause(self, mode: InFlightPolicy) -> None:

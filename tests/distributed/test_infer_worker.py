@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -87,6 +87,30 @@ def test_the_end_of_an_update_that_began_before_a_restart_does_not_make_the_engi
         await engine.begin_update(4)
         await engine.commit_update()
         assert await engine.generate(requests) == requests
+
+    asyncio.run(run())
+
+
+def test_a_cancelled_call_cancels_its_requests() -> None:
+    class Endless:
+        async def generate(self, requests: list[Any]) -> None:
+            try:
+                await asyncio.sleep(60)
+            finally:
+                ended.append(requests)
+
+    ended: list[list[Any]] = []
+
+    async def run() -> None:
+        engine, endless = await worker(), cast(Any, Endless())
+        engine._generation = endless
+        answer = asyncio.create_task(engine.generate(REQUESTS))
+        await asyncio.sleep(0.01)
+        answer.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await answer
+        await asyncio.sleep(0)
+        assert ended == [REQUESTS]
 
     asyncio.run(run())
 

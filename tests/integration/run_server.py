@@ -170,8 +170,8 @@ class KeptEngine(Engine):
 
     left: dict[str, KeptEngine] = {}
 
-    def __init__(self, name: str, arguments: dict[str, Any], environment: dict[str, str]) -> None:
-        super().__init__(name, arguments | LARGEST, environment)
+    def __init__(self, name: str, arguments: dict[str, Any], environment: dict[str, str], log: str) -> None:
+        super().__init__(name, arguments | LARGEST, environment, log)
 
     async def start(self, arguments: dict[str, Any], timeout_s: float) -> None:
         """Nothing that the earlier run did is left in the scheduler but its weights, which count as none."""
@@ -180,6 +180,7 @@ class KeptEngine(Engine):
             return await super().start(arguments, timeout_s)
         self._engine, self._processes, self._thread = before._engine, before._processes, before._thread
         self._schedulers, self._shared_files = before._schedulers, before._shared_files
+        self._children = before._children
         self._death = asyncio.get_running_loop().create_future()
         self._watcher = asyncio.create_task(self._watch())
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
