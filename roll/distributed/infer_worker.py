@@ -121,7 +121,7 @@ class InferWorker(WeightReceiver):
         if self._engine is not None:
             self._engine.died("it is started again")  # every request that it has, or that waits for it, fails
             self._engine.end()
-        self._forget_engine("it was restarted and has received no weights yet")
+        self._forget_engine()
         self._released.clear()
         await self.initialize()
         if not needs_weights:

@@ -116,6 +116,8 @@ class ProcessGroup:
 
     def end(self) -> None:
         """Kills what is left of the group; may be called twice."""
+        if self._shell.poll() is None:
+            os.killpg(self.id, signal.SIGKILL)
         self._shell.communicate()
 
 

@@ -50,13 +50,9 @@ class WeightReceiver(Worker):
         self._joined: set[str] = set()
         self._parameters: set[str] = set()
 
-    def _forget_engine(self, stale_weights: str) -> None:
-        """Forgets what the engine that died had received; the next one is in no group and no update.
-
-        Args:
-            stale_weights: why the next one must not serve yet.
-        """
-        self.stale_weights = stale_weights
+    def _forget_engine(self) -> None:
+        """Forgets what the engine that died had received; the next one does not serve, and is in no group or update."""
+        self.stale_weights = "it was restarted and has received no weights yet"
         self._session_open = self._update_begun = False
         self._joined.clear()
         self._parameters.clear()
