@@ -133,7 +133,7 @@ class CallContext:
         """The error of a call that failed on these ranks; a dead process comes first, then the earliest failure.
 
         Where the first to fail had made a call that failed, the error is that call's, as if the caller had made it. A
-        RunError is told by its sentence alone; its traceback is in the log of the rank.
+        RunError has its message alone; its traceback is in the log of the rank.
         """
         ordered = sorted(failures, key=lambda f: ((f.inner or f).kind != PROCESS_DIED, f.time))
         first, others = ordered[0], ordered[1:]

@@ -151,4 +151,4 @@ def test_a_look_that_fails_for_any_reason_is_logged_and_the_watch_goes_on(
 
     asyncio.run(scenario())
     assert "ValueError: half a line of /proc" in caplog.text and "OSError: too many open files" in caplog.text
-    assert caplog.text.count("Traceback") == 1, "that of the error that nobody expects"
+    assert caplog.text.count("Traceback") == 1, "only the unexpected error has one"

@@ -114,7 +114,7 @@ def prompts_in(file: Path, args: DataArguments) -> Iterator[str]:
 
 
 def rows_in(file: Path) -> Iterator[dict[str, Any]]:
-    """The first rows of a JSONL file; those that cannot be read are skipped."""
+    """The first rows of a JSONL file; invalid rows are skipped."""
     if file.suffix != ".jsonl" or not file.is_file():
         return
     with file.open(encoding="utf-8", errors="replace") as lines:
