@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import time
 from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.process import BaseProcess
@@ -42,6 +43,9 @@ SHARED_PREFIXES = ("sgl_shm_", "sglang_loads_")
 FURTHER_NODE_GRACE_S = 5.0
 """How long a process of an engine over several nodes may be dead before it is the cause: where a whole node is lost,
 the processes of others die of it before Ray knows."""
+
+EXIT_CODE_S = 5.0
+"""Longest wait for the exit code of a process that is dead: its other threads may take a moment to end."""
 
 STOP_TIMEOUT_S = 20.0
 """Time killed processes get to disappear; a process with much memory needs seconds."""
@@ -194,7 +198,7 @@ class Engine:
             if dead:
                 if "nnodes" in self.arguments and not self.arguments["node_rank"]:
                     await asyncio.sleep(FURTHER_NODE_GRACE_S)
-                how = _exit_reason(self._children.get(dead[0]))
+                how = await _exit_reason(self._children.get(dead[0]))
                 return self.died(f"process {dead[0]} of the engine died{how}; its log is {self._log}")
             await asyncio.sleep(WATCH_INTERVAL_S)
 
@@ -278,8 +282,14 @@ def _engine_class() -> Any:
     return TokenEngine
 
 
-def _exit_reason(child: BaseProcess | None) -> str:
-    """How a child process has ended, to be appended to a sentence; empty where that is not known."""
+async def _exit_reason(child: BaseProcess | None) -> str:
+    """How a child process has ended, to be appended to a sentence; empty where that is not known.
+
+    A process counts as dead when its main thread is; it has an exit code only when its other threads have ended too.
+    """
+    deadline = time.monotonic() + EXIT_CODE_S
+    while child is not None and child.exitcode is None and time.monotonic() < deadline:
+        await asyncio.sleep(WATCH_INTERVAL_S / 20)
     code = None if child is None else child.exitcode
     if code is None:
         return ""
