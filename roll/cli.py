@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from roll.configs.errors import ConfigError, RunError
 from roll.configs.user_code import search_modules_beside
+from roll.distributed.processes import gc_paused
 from roll.terminal import EXIT_INTERRUPTED, configure_logging, end_now, handle_interrupt, log_to_console
 
 if TYPE_CHECKING:
@@ -156,7 +157,8 @@ def run(config: str | Path, overrides: Sequence[str], pipeline: str | None = Non
             report.end("failed")
             raise
         logger.info("importing torch, transformers and Ray")
-        from roll.pipeline.run import run_pipeline
+        with gc_paused():
+            from roll.pipeline.run import run_pipeline
 
         given = [text for text in overrides if not text.startswith("resume_from_checkpoint=")]
         return run_pipeline(loaded, shlex.join(["roll", "run", str(config), *given]))

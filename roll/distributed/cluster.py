@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import inspect
 import os
 import sys
@@ -406,8 +407,7 @@ class Cluster(Generic[WorkerT]):
         return self._context("watch", rank).died(rank, text)
 
     def client(self) -> ClusterClient[WorkerT]:
-        """A picklable client with which other processes call single ranks."""
-        self._build()
+        """A picklable client with which other processes call single ranks, once `initialize` was called."""
         return ClusterClient(self.role, tuple(self._actors), self._locations(), self._deadlines)
 
     def shards_client(self) -> ShardsClient[WorkerT]:
@@ -449,7 +449,11 @@ class WorkerActor:
     """The Ray actor that runs one worker in its own process; one call at a time, in the main thread."""
 
     def __init__(self, name: str, rank: int, cores: tuple[int, ...], log_file: str) -> None:
-        """Pins the process to its cores and redirects its output to its log file."""
+        """Pins the process to its cores and redirects its output to its log file.
+
+        The arguments of `build` import the worker's modules; garbage is collected once that is done.
+        """
+        gc.disable()
         self._name, self._rank = name, rank
         self._worker: object = _NoWorker(rank)
         end_with_parent()

@@ -148,7 +148,7 @@ class InferWorker(WeightReceiver):
     async def check_health(self, timeout_s: float | None, watch_s: float = 0.0) -> None:
         """Checks that the engine's processes run and, unless `timeout_s` is None, that its scheduler answers in time.
 
-        Returns after `watch_s` more seconds in which the engine did not die.
+        Returns after `watch_s` more seconds in which the engine did not die, or when it is stopped meanwhile.
 
         Raises:
             EngineNotRunningError: it died, with the cause.
@@ -160,7 +160,8 @@ class InferWorker(WeightReceiver):
                 await self.engine.guard(self.engine.manager.get_internal_state(), "health check", timeout_s)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.engine.death(), watch_s)
-        self.engine.check_running()
+        if not self.engine.is_stopped:
+            self.engine.check_running()
 
     async def _start(self, engine: Engine, further_nodes: FurtherNodes) -> None:
         """Starts the engine on a free port; tries another one if the port is taken before the engine binds it."""

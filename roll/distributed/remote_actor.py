@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
@@ -13,7 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from roll.distributed.cluster import CLOSE_TIMEOUT_S, ConcurrentWorkerActor
 from roll.distributed.processes import descendants, end, log_file, process_environment
 from roll.distributed.remote_call import RemoteCall
-from roll.distributed.remote_errors import CallContext
+from roll.distributed.remote_errors import CallContext, ClusterError
 
 if TYPE_CHECKING:
     from roll.configs.pipeline import BaseConfig
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 ObjectT = TypeVar("ObjectT", covariant=True)
 P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
+
+PROCESS_ID_S = 1.0
+"""Time for an object that is not ready to answer which process it is in, so that its child processes are ended too."""
 
 CONCURRENT_CALLS = 100
 """Calls one remote actor holds at a time."""
@@ -31,7 +35,6 @@ class RemoteActor(Generic[ObjectT]):
 
     Attributes:
         name: for messages and the log file.
-        process: in which the object is.
     """
 
     def __init__(
@@ -43,7 +46,7 @@ class RemoteActor(Generic[ObjectT]):
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> None:
-        """Starts the process, in which the object is then made; `ready` waits for it.
+        """Starts the process, in which the object is then made, without waiting; `ready` waits for both.
 
         Args:
             name: for messages and the log file.
@@ -52,18 +55,14 @@ class RemoteActor(Generic[ObjectT]):
             make: gives the object, which has a coroutine `close`.
             args: of `make`.
             kwargs: of `make`.
-
-        Raises:
-            ClusterError: the process did not start.
         """
         self.name, self._config, self._deadlines, self._ended = name, config, deadlines, False
         self._log = log_file(config, name)
         self._actor = self._start()
-        started: RemoteCall[int] = self._remote_call("start", self._actor.process_id.remote(), config.start_timeout_s)
-        try:
-            self.process = psutil.Process(started.get())
-        except psutil.NoSuchProcess as error:
-            raise self._context("start").died(0, "the process died as soon as it had started") from error
+        self._process: psutil.Process | None = None
+        self._started: RemoteCall[int] = self._remote_call(
+            "start", self._actor.process_id.remote(), config.start_timeout_s
+        )
         self._built: RemoteCall[None] = self._remote_call(
             "build", self._actor.build.remote(make, {}, *args, **kwargs), config.start_timeout_s
         )
@@ -81,12 +80,22 @@ class RemoteActor(Generic[ObjectT]):
         ).remote(self.name, 0, cores, self._log)
 
     async def ready(self) -> None:
-        """Waits until the object is made.
+        """Waits until the process has started and the object is made.
 
         Raises:
-            ClusterError: making it failed.
+            ClusterError: one of them failed.
         """
+        try:
+            self._process = psutil.Process(await self._started)
+        except psutil.NoSuchProcess as error:
+            raise self._context("start").died(0, "the process died as soon as it had started") from error
         await self._built
+
+    @property
+    def process(self) -> psutil.Process:
+        """The process in which the object is, once it is ready."""
+        assert self._process is not None, f"{self.name} is not ready"
+        return self._process
 
     def call(
         self, method: Callable[Concatenate[ObjectT, P], Awaitable[ResultT]], /, *args: P.args, **kwargs: P.kwargs
@@ -101,8 +110,13 @@ class RemoteActor(Generic[ObjectT]):
         if self._ended:
             return
         self._ended = True
-        processes = descendants(self.process)
         ray.wait([self._actor.call.remote("close", False)], timeout=CLOSE_TIMEOUT_S)
+        processes: list[psutil.Process] = []
+        with contextlib.suppress(ClusterError, psutil.NoSuchProcess):
+            if self._process is None:
+                asked = self._actor.process_id.remote()
+                self._process = psutil.Process(self._remote_call("shutdown", asked, PROCESS_ID_S).get())
+            processes = descendants(self._process)
         ray.kill(self._actor)
         end(processes)
 

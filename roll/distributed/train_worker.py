@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from roll.configs.roles import MegatronRoleConfig
-from roll.distributed.processes import gc_freeze
+from roll.distributed.processes import gc_freeze, gc_paused
 from roll.distributed.protocol import DataProto
 from roll.distributed.weight_sync.sender import WeightSender
 from roll.distributed.worker import WorkerRank, register
@@ -63,11 +63,8 @@ class TrainWorker(WeightSender):
         platform.setup_process(self.rank.cores, self.rank.threads)
         warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
         platform.prepare_megatron()
-        # On a CPU Megatron must be patched before its first import.
-        from roll.distributed.strategy.megatron_strategy import (
-            MegatronInferStrategy,
-            MegatronTrainStrategy,
-        )
+        with gc_paused():  # on a CPU Megatron must be patched before its first import
+            from roll.distributed.strategy.megatron_strategy import MegatronInferStrategy, MegatronTrainStrategy
 
         layout, rank = self.config.layout, self.rank
         if self.config.strategy_args.strategy_name == "megatron_train":

@@ -136,6 +136,23 @@ def test_requests_that_wait_in_a_paused_engine_fail_with_it(cause: str) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("cause", ["stop", "death"])
+def test_only_an_engine_that_was_not_stopped_on_purpose_fails_its_health_check(cause: str) -> None:
+    async def run() -> None:
+        engine = await worker()
+        check = asyncio.create_task(engine.check_health(None, 60))
+        await asyncio.sleep(0.01)
+        if cause == "death":
+            engine.engine.died("process 7 of the engine died")
+            with pytest.raises(EngineNotRunningError, match="process 7"):
+                await check
+        else:
+            engine.close()
+            await check
+
+    asyncio.run(run())
+
+
 def test_a_restarted_engine_without_weight_updates_serves_once_it_has_started() -> None:
     class Starting(EngineWithoutProcesses):
         async def initialize(self) -> None:

@@ -174,7 +174,7 @@ def test_a_process_that_dies_as_soon_as_it_has_started_is_named(
     cluster = make(config, resources)
     monkeypatch.setattr(psutil, "Process", gone)
     with pytest.raises(ClusterError, match="died as soon as it had started") as caught:
-        RemoteActor("rollouter", config, {}, list)
+        asyncio.run(RemoteActor("rollouter", config, {}, list).ready())
     assert caught.value.kind == PROCESS_DIED
     with pytest.raises(ClusterError, match=r"echo.start failed on rank 0 .*\nthe process died as soon") as of_a_rank:
         cluster.initialize()

@@ -6,12 +6,13 @@ import asyncio
 import atexit
 import contextlib
 import ctypes
+import gc
 import multiprocessing
 import os
 import signal
 import socket
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -25,7 +26,7 @@ from roll.configs.model_config import read_positions
 from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig, role_seed
 from roll.configs.roles import TORCH_DTYPES, EngineRoleConfig, JudgeConfig
 from roll.distributed.core_pinning import read_topology
-from roll.distributed.processes import log_file
+from roll.distributed.processes import gc_paused, log_file
 from roll.distributed.worker import WorkerRank
 from roll.platforms import get_platform
 
@@ -64,6 +65,9 @@ class Engine:
 
     SGLang asks the kernel to kill its processes when the thread that started them ends, so they are started by a
     thread that lives as long as this object: they always end with the owning process.
+
+    Attributes:
+        is_stopped: whether `stop` was called: the engine has not failed.
     """
 
     def __init__(self, name: str, arguments: dict[str, Any], environment: dict[str, str], log: str) -> None:
@@ -86,6 +90,7 @@ class Engine:
         self._children: dict[int | None, BaseProcess] = {}
         self._shared_files: set[Path] = set()
         self._death: asyncio.Future[str] | None = None
+        self.is_stopped = False
         self._watcher: asyncio.Task[None] | None = None
 
     @property
@@ -132,7 +137,9 @@ class Engine:
     def _launch(self, arguments: dict[str, Any]) -> Any:
         os.environ.update(self._environment)
         _ignore_quit_signal()
-        engine = _engine_class()(**arguments)
+        with gc_paused():
+            engine_class = _engine_class()
+        engine = engine_class(**arguments)
         atexit.unregister(engine.shutdown)  # it would kill every child of this process
         if engine.tokenizer_manager is not None and engine.tokenizer_manager._subprocess_watchdog is not None:
             engine.tokenizer_manager._subprocess_watchdog.stop()  # `_watch` replaces it
@@ -208,6 +215,7 @@ class Engine:
         Raises:
             EngineError: a process did not end.
         """
+        self.is_stopped = True
         self.died("the engine was stopped")
         self.end()
         self._thread.shutdown(wait=False)
@@ -275,11 +283,35 @@ def _engine_class() -> Any:
     from sglang.srt.entrypoints.engine import Engine as SGLangEngine
 
     class TokenEngine(SGLangEngine):  # type: ignore[misc]  # SGLang is not typed
+        run_scheduler_process_func = SchedulerProcess()
+
         @classmethod
         def _launch_detokenizer_subprocesses(cls, *_: Any, **__: Any) -> tuple[list[Any], list[str]]:
             return [], []
 
     return TokenEngine
+
+
+class SchedulerProcess:
+    """SGLang's `run_scheduler_process`; its process collects no garbage until SGLang is imported there.
+
+    A new process unpickles this before the arguments, whose classes import SGLang.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Runs the scheduler to its end."""
+        from sglang.srt.managers.scheduler import run_scheduler_process
+
+        gc.enable()
+        run_scheduler_process(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Callable[[], SchedulerProcess], tuple[()]]:
+        return _without_gc, ()
+
+
+def _without_gc() -> SchedulerProcess:
+    gc.disable()
+    return SchedulerProcess()
 
 
 async def _exit_reason(child: BaseProcess | None) -> str:

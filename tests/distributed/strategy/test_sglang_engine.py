@@ -90,9 +90,9 @@ def test_more_ranks_than_cores_share_them(monkeypatch):
     assert engine_threads(2) == {"OMP_NUM_THREADS": "1", "SGLANG_CPU_OMP_THREADS_BIND": "3|3"}
 
 
-def _die_slowly():
+def _die_slowly(told):
     def kill():
-        time.sleep(0.5)
+        told.recv()
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=kill).start()
@@ -100,10 +100,12 @@ def _die_slowly():
 
 
 def test_how_a_process_died_is_known_once_its_last_thread_has_ended():
-    child = multiprocessing.get_context("fork").Process(target=_die_slowly)
+    told, teller = multiprocessing.Pipe(duplex=False)
+    child = multiprocessing.get_context("fork").Process(target=_die_slowly, args=(told,))
     child.start()
     while psutil.Process(child.pid).status() != psutil.STATUS_ZOMBIE:
         time.sleep(0.01)
     assert child.exitcode is None
+    teller.send("die")
     assert asyncio.run(_exit_reason(child)).startswith(", killed by SIGKILL")
     assert asyncio.run(_exit_reason(None)) == ""

@@ -1,0 +1,65 @@
+"""Garbage collection during start-up, and how processes end."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from roll.distributed.processes import END_TIMEOUT_S, end, gc_paused, has_ended
+
+DIES_WITH_A_THREAD_LEFT = """
+import ctypes, sys, threading
+threading.Thread(target=sys.stdin.read).start()
+ctypes.CDLL(None).pthread_exit(None)
+"""
+
+
+def status_of(process: psutil.Process) -> str | None:
+    return process.status() if process.is_running() else None
+
+
+def test_garbage_collection_is_as_before_after_a_pause() -> None:
+    with gc_paused():
+        assert not gc.isenabled()
+        with gc_paused():
+            pass
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with pytest.raises(ImportError), gc_paused():
+        import no_such_module  # type: ignore[import-not-found]  # noqa: F401
+    assert gc.isenabled()
+
+
+def test_a_dead_process_is_not_waited_for_until_its_parent_asks_for_its_exit_code() -> None:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    process = psutil.Process(child.pid)
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    start = time.monotonic()
+    end([process])
+    assert time.monotonic() - start < END_TIMEOUT_S / 2
+    assert status_of(process) == psutil.STATUS_ZOMBIE and has_ended(process)
+    assert child.wait() == 0
+    assert has_ended(process)
+
+
+def test_a_process_whose_main_thread_has_ended_is_waited_for() -> None:
+    child = subprocess.Popen([sys.executable, "-c", DIES_WITH_A_THREAD_LEFT], stdin=subprocess.PIPE)
+    process = psutil.Process(child.pid)
+    while status_of(process) != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+    assert not has_ended(process)
+    child.communicate(timeout=60)
+    assert has_ended(process)
+
+
+def test_a_process_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("roll.distributed.processes.END_TIMEOUT_S", 0.2)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    end([psutil.Process(child.pid)])
+    assert child.wait() == -9
