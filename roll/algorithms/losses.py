@@ -1,9 +1,12 @@
-"""Losses of a training step by name, as the training worker's `train_step` calls them for every micro-batch.
+"""Losses of a training step by name, as `MegatronTrainStrategy.train_step` calls them for every micro-batch.
+
+The learner of a pipeline names its loss in `meta_info["loss"]` of the batch; that of RL names `policy`, which computes
+the `pg_variant` of `roll.algorithms.policy_losses`.
 
 A loss is `loss(log_probs, entropy, micro, scale, config) -> (loss, metrics)`; that of a critic or reward model is given
-its values and no entropy. Every term is divided by counts over the
-global batch, so the losses of all micro-batches on all data-parallel ranks sum to the loss of the batch. A metric
-whose name ends in `_max` is reduced by max, every other one by sum.
+its values and no entropy. Every term is divided by counts over the global batch, so the losses of all micro-batches on
+all data-parallel ranks sum to the loss of the batch. A metric whose name ends in `_max` is reduced by max, every other
+one by sum.
 """
 
 from __future__ import annotations

@@ -42,8 +42,10 @@ FAMILIES = {
 3. `roll/models/factory.py` (settings of Megatron) and `roll/models/local_spec.py` (its layers in plain torch);
 4. `roll/distributed/strategy/sglang_checksums.py`: how an engine fuses and splits tensors of new names;
 5. `roll/models/tiny.py`: sizes that its config class needs beside `TINY_SHAPE`;
-6. `roll/tools/rehearse/model.py`: `FAMILY_NAMES`, `NATIVE_TEMPLATE`, and `END_OF_TURN` where it is not that of ChatML;
-7. its case in `FAMILIES` of `tests/integration/test_megatron_strategy.py`, which compares it with transformers.
+6. `roll/tools/rehearse/model.py`: `FAMILY_NAMES`, `NATIVE_TEMPLATE` (a chat template of `BUILT_IN` in
+   `roll/datasets/templates.py`), and `END_OF_TURN` where it is not that of ChatML;
+7. its case in `FAMILIES` of `tests/integration/test_megatron_strategy.py`, which compares it with transformers;
+8. its name in README.md.
 
 `tests/models/test_families.py` compares this table with 2, 4, 5 and 6."""
 

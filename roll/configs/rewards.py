@@ -35,14 +35,17 @@ BUILT_IN = {
     "llm_judge": BuiltIn("roll.rewards.llm_judge:judge_reward", timeout_s=120.0, max_concurrent_calls=16),
     "reward_model": BuiltIn("roll.rewards.reward_model:RewardModelScorer"),
 }
-"""Rewards by the name that an entry of `rewards`, or its `function`, may have. To add one, `mine`:
+"""Rewards by the name that an entry of `rewards`, or its `function`, may have.
+
+A function of the user needs no entry here: `function: module:name` names it (docs/rewards.md). To add a built-in reward
+`mine`:
 
 1. its entry here, and the keys that only it reads in `RewardConfig` below, with `only_for=belongs_to("mine")`;
 2. its function in `roll/rewards`, in a module whose SELF_TEST has samples of it that are scored before every run;
 3. `STAND_IN_TRUTHS` in `roll/tools/rehearse/data.py`, unless its ground truth may be a number;
 4. `roll/configs/rules/rewards.py`: what its keys have to fulfil together;
 5. `roll/configs/compat`: the classes and keys of other frameworks that mean it, such as `WORKERS` of `roll_rewards.py`;
-6. its row in docs/rewards.md, and `make docs` for docs/configuration.md.
+6. its row in docs/rewards.md, its mention in README.md, and `make docs` for docs/configuration.md.
 
 Tests compare this table with 3 (`tests/tools/rehearse/test_rehearse_inputs.py`) and 6
 (`tests/rewards/test_reward_documentation.py`)."""

@@ -27,14 +27,18 @@ BUILT_IN = {
     "sokoban": BuiltIn("roll/Sokoban-v0", "roll.envs.sokoban:Sokoban"),
     "calculator": BuiltIn("roll/Calculator-v0", "roll.envs.calculator:Calculator"),
 }
-"""The built-in environments by `env_type`. To add one:
+"""The built-in environments by `env_type`.
+
+An environment of the user needs no entry here: its `env_type` is `module:Class` (docs/environments.md). To add a
+built-in one:
 
 1. its class, a subclass of `TextEnv` (of `MoveEnv` for a grid game), and its options, a subclass of `EnvConfig`, in a
    file of this folder;
 2. its entry here;
-3. its options in `OPTIONS` of `tests/envs/playing.py`, with which `tests/envs/test_base.py` plays it, valid actions in
-   `texts` there, and a test file of its own;
-4. docs/environments.md: `tests/envs/test_documentation.py` demands its name, id, options and metrics;
+3. its options in `OPTIONS` of `tests/envs/playing.py`, with which `tests/envs/test_base.py` runs episodes of it, valid
+   actions in `texts` of the same file, and a test file of its own;
+4. docs/environments.md, of which `tests/envs/test_documentation.py` requires its name, id, options and metrics, and its
+   mention in README.md;
 5. its names in recipes of ROLL, if it has any, in `roll/configs/compat/environments.py`."""
 
 for _built_in in BUILT_IN.values():

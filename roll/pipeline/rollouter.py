@@ -328,7 +328,7 @@ class Rollouter:
         """Ledger, buffer, groups in flight and position in the data, all of one moment; JSON-able."""
         again = {group.number: group for group in self._to_regenerate}
         return {
-            "policy": self.admission.state_dict(Group.state_dict),
+            "policy": self.admission.state_dict(Group.state_dict),  # the name in checkpoints; not the trained policy
             "in_flight": [group.state_dict() for group in {**self._in_flight, **again}.values()],
             "worker": self._worker.state_dict(),
         }
