@@ -191,7 +191,7 @@ def optimal_token_baseline(batch: RewardBatch, config: AdvantageConfig) -> tuple
     gradients up to t with respect to the logits, where pi_s is the probability of the sampled token and w_s its
     correction weight. So the baseline of each token has the least variance, if gradients of logits stand for those of
     weights. Tokens of a trajectory are counted over all of its turns. A token that only the longest response has gets
-    the baseline of the last place that two responses have. Source: Li et al. 2026, "The Optimal Token Baseline".
+    the baseline of the last position that two responses have. Source: Li et al. 2026, "The Optimal Token Baseline".
 
     Raises:
         ValueError: the batch has no sums of squared probabilities.
@@ -217,7 +217,7 @@ def optimal_token_baseline(batch: RewardBatch, config: AdvantageConfig) -> tuple
 
 
 def token_baselines(returns: Tensor, weights: Tensor, present: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
-    """The weighted mean of returns at each place of a group, and whether all of its returns there equal one's own.
+    """The weighted mean of a group's returns at each position, and whether all of them equal the response's own one.
 
     Args:
         returns: [E, L], token t of each response at column t.
@@ -226,8 +226,8 @@ def token_baselines(returns: Tensor, weights: Tensor, present: Tensor, groups: T
         groups: [E] group numbers from 0.
 
     Returns:
-        Both [E, L]. Places that fewer than two responses of the group have take those of the last place that two have;
-        a group of one has its own returns.
+        Both [E, L]. A position that fewer than two responses of the group have takes those of the last one that two
+        have; a group of one has its own returns.
     """
 
     def over_group(values: Tensor) -> Tensor:
@@ -241,9 +241,9 @@ def token_baselines(returns: Tensor, weights: Tensor, present: Tensor, groups: T
     highest = extreme.scatter_reduce(0, index, returns.masked_fill(~exists, -torch.inf), "amax")
     lowest = -extreme.scatter_reduce(0, index, (-returns).masked_fill(~exists, -torch.inf), "amax")
     last_shared = (over_group(present) >= 2).sum(-1) - 1
-    place = torch.arange(returns.shape[1], device=returns.device)
-    place = torch.minimum(place.expand(size, -1), last_shared.clamp(min=0)[:, None])
-    means, highest, lowest = (table.gather(1, place)[groups] for table in (means, highest, lowest))
+    position = torch.arange(returns.shape[1], device=returns.device)
+    position = torch.minimum(position.expand(size, -1), last_shared.clamp(min=0)[:, None])
+    means, highest, lowest = (table.gather(1, position)[groups] for table in (means, highest, lowest))
     equal = ((highest == lowest) & (returns == highest)) | (last_shared < 0)[groups][:, None]
     return means, equal
 

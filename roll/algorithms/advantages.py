@@ -73,7 +73,7 @@ REWARD_PARTS = "reward_parts"
 """Name of the batch tensor [B, R] with the score of each of R rewards, NaN where a reward does not score a sample."""
 
 SUM_PI_SQUARED = "sum_pi_squared"
-"""Name of the batch tensor [B, T] with the sum of the squared probabilities of all tokens at the place of token t."""
+"""Name of the batch tensor [B, T] with the sum of the squared probabilities of all tokens at the position of t."""
 
 
 def read_greedy(batch: Mapping[str, Tensor]) -> GreedyResponses | None:

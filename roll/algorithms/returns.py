@@ -105,10 +105,10 @@ def along_tokens(
     order = of_token.argsort(stable=True)
     rows, columns, of_token = rows[order], columns[order], of_token[order]
     counts = torch.bincount(of_token)
-    place = torch.arange(len(rows), device=mask.device) - (counts.cumsum(0) - counts)[of_token]
+    position = torch.arange(len(rows), device=mask.device) - (counts.cumsum(0) - counts)[of_token]
     shape = (len(counts), int(counts.max()) if len(counts) else 0)
-    compact = [table.new_zeros(shape).index_put_((of_token, place), table[rows, columns]) for table in tables]
-    return torch.zeros_like(tables[0]).index_put_((rows, columns), function(*compact)[of_token, place])
+    compact = [table.new_zeros(shape).index_put_((of_token, position), table[rows, columns]) for table in tables]
+    return torch.zeros_like(tables[0]).index_put_((rows, columns), function(*compact)[of_token, position])
 
 
 def discounted_sum(values: Tensor, factor: float) -> Tensor:
@@ -123,12 +123,12 @@ def discounted_sum(values: Tensor, factor: float) -> Tensor:
     size = min(BLOCK, length)
     if length == 0 or factor == 0.0:
         return values
-    place = torch.arange(size, device=values.device, dtype=torch.float64)
-    distance = place[:, None] - place
+    position = torch.arange(size, device=values.device, dtype=torch.float64)
+    distance = position[:, None] - position
     powers = torch.where(distance >= 0, factor ** distance.clamp(min=0), 0.0).to(values.dtype)
     blocks = F.pad(values, (0, -length % size)).view(count, -1, size)
     sums = blocks @ powers
     if blocks.shape[1] > 1:
         following = F.pad(discounted_sum(sums[:, :, 0], factor**size)[:, 1:], (0, 1))
-        sums = torch.addcmul(sums, following[:, :, None], (factor ** (size - place)).to(values.dtype))
+        sums = torch.addcmul(sums, following[:, :, None], (factor ** (size - position)).to(values.dtype))
     return sums.reshape(count, -1)[:, :length]

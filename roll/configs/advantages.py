@@ -30,7 +30,7 @@ ADV_ESTIMATORS = (
 """Values of `adv_estimator`; the registry of roll.algorithms agrees with it."""
 
 TOKEN_ESTIMATORS = ("optimal_token_baseline",)
-"""Estimators that compare a token with those at its place in the other responses to the prompt."""
+"""Estimators that compare a token with those at the same position of the other responses to the prompt."""
 
 GROUP_ESTIMATORS = (
     "grpo",

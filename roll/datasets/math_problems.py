@@ -113,8 +113,8 @@ def _never_negative(expression: Expression) -> bool:
 
 NAMES = ("Ada", "Bo", "Cem", "Dia", "Eli", "Fay", "Gus", "Hana", "Ivo", "June")
 THINGS = ("apples", "books", "cards", "coins", "eggs", "marbles", "pens", "plates", "shells", "stamps")
-GAINS = ("finds {}", "buys {}", "is given {}", "wins {}")
-LOSSES = ("loses {}", "gives away {}", "sells {}", "breaks {}")
+GAIN_VERBS = ("finds {}", "buys {}", "is given {}", "wins {}")
+LOSS_VERBS = ("loses {}", "gives away {}", "sells {}", "breaks {}")
 
 
 def word_problem(expression: Expression, source: random.Random) -> str:
@@ -122,7 +122,9 @@ def word_problem(expression: Expression, source: random.Random) -> str:
     name, things = source.choice(NAMES), source.choice(THINGS)
     first, *rest = expression.terms
     sentences = [f"{name} has {_amount(first, things)}."]
-    sentences += [f"{name} {source.choice(LOSSES if term.sign < 0 else GAINS).format(_more(term))}." for term in rest]
+    for term in rest:
+        verbs = LOSS_VERBS if term.sign < 0 else GAIN_VERBS
+        sentences.append(f"{name} {source.choice(verbs).format(_more(term))}.")
     ending = f"How many {things} does {name} have{' now' if rest else ''}?"
     return " ".join([*sentences, ending])
 

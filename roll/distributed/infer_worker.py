@@ -157,7 +157,7 @@ class InferWorker(WeightReceiver):
         self.engine.check_running()
         if timeout_s is not None:
             with contextlib.suppress(EngineNotRunningError):  # it is raised below, with the cause alone
-                await self.engine.guard(self.engine.manager.get_internal_state(), "health check", timeout_s)
+                await self.engine.wait_for(self.engine.manager.get_internal_state(), "health check", timeout_s)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.engine.death(), watch_s)
         if not self.engine.is_stopped:
@@ -199,7 +199,7 @@ class InferWorker(WeightReceiver):
 
         answering = asyncio.ensure_future(answers())
         try:
-            return await engine.guard(answering, "generate", None)  # also where requests wait for the end of a pause
+            return await engine.wait_for(answering, "generate", None)  # also where requests wait for the end of a pause
         finally:
             answering.cancel()  # where the call was cancelled
 
@@ -241,7 +241,7 @@ class InferWorker(WeightReceiver):
             if tags:
                 self._released.update(tags)  # also if the answer is late: SGLang takes messages in order
                 answer = self.engine.manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags))
-                await self.engine.guard(answer, f"release {' and '.join(tags)}", self.pipeline_config.rpc_timeout_s)
+                await self.engine.wait_for(answer, f"release {' and '.join(tags)}", self.pipeline_config.rpc_timeout_s)
 
     @register()
     async def resume_memory(self, tags: list[str]) -> None:
@@ -254,7 +254,7 @@ class InferWorker(WeightReceiver):
                 self._released.difference_update(tags)
                 answer = self.engine.manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags))
                 what = f"take memory for {' and '.join(tags)}"
-                await self.engine.guard(answer, what, self.pipeline_config.rpc_timeout_s)
+                await self.engine.wait_for(answer, what, self.pipeline_config.rpc_timeout_s)
 
     @register()
     async def process_ids(self) -> list[int]:

@@ -44,11 +44,11 @@ class Phase(Enum):
 
 
 class SharedDevices:
-    """Hands devices from phase to phase.
+    """Moves states on and off the devices when the phase changes.
 
-    A call that fails may have been done by some ranks and not by others. So two things are known: what is surely on
-    the devices, and what may be. What may be there is taken off, and what is not surely there is put on; ranks and
-    engines do nothing twice.
+    After a call that failed, some ranks may have done it and others not. So this class tracks which states are
+    certainly on the devices and which are possibly on them. It offloads what is possibly there and not needed, and
+    loads what is needed and not certainly there; ranks and engines ignore a call that changes nothing.
     """
 
     def __init__(
@@ -72,12 +72,12 @@ class SharedDevices:
         self._mode: InFlightPolicy = "abort_resume" if in_flight_policy == "in_place" else in_flight_policy
         self._infer = infer
         self._clusters = {"trained": [train], "critic": [] if critic is None else [critic], "frozen": frozen}
-        self._surely = self._possibly = Phase.TRAINER.value
+        self._certain = self._possible = Phase.TRAINER.value
 
     async def engines_may_start(self) -> None:
-        """Takes everything off the devices; afterwards the engines start, which puts theirs there."""
+        """Offloads all states; the engines, which start afterwards, load theirs."""
         await self._offload(Held())
-        self._surely = self._possibly = Phase.ENGINES.value
+        self._certain = self._possible = Phase.ENGINES.value
 
     async def to_trainer(self, finish_requests: bool = True) -> None:
         """The trainer computes next; the engines are paused until a weight update resumes them.
@@ -96,17 +96,17 @@ class SharedDevices:
 
     async def _to(self, phase: Phase, mode: InFlightPolicy) -> None:
         target = phase.value
-        if self._surely == self._possibly == target:
+        if self._certain == self._possible == target:
             return
-        if CACHE in self._possibly.engines - target.engines:
+        if CACHE in self._possible.engines - target.engines:
             await self._infer.call_all(InferWorker.pause, mode)
         await self._offload(target)
         await self._load(target)
 
     async def _offload(self, target: Held) -> None:
-        """Takes off what `target` does not have."""
-        sure, held = self._surely, self._possibly
-        self._surely = sure & target
+        """Offloads the states that are not in `target`."""
+        certain, held = self._certain, self._possible
+        self._certain = certain & target
         calls: list[Awaitable[object]] = []
         for name, clusters in self._clusters.items():
             if leaving := getattr(held, name) - getattr(target, name):
@@ -114,11 +114,11 @@ class SharedDevices:
         if freed := held.engines - target.engines:
             calls.append(self._infer.call_all(InferWorker.release_memory, sorted(freed)))
         await _all(calls)
-        self._possibly = held & target
+        self._possible = held & target
 
     async def _load(self, target: Held) -> None:
-        """Puts on what `target` has more."""
-        held, self._possibly = self._surely, target
+        """Loads the states of `target` that are not certainly on the devices."""
+        held, self._possible = self._certain, target
         calls: list[Awaitable[object]] = []
         for name, clusters in self._clusters.items():
             if coming := getattr(target, name) - getattr(held, name):
@@ -126,7 +126,7 @@ class SharedDevices:
         if taken := target.engines - held.engines:
             calls.append(self._infer.call_all(InferWorker.resume_memory, sorted(taken)))
         await _all(calls)
-        self._surely = target
+        self._certain = target
 
 
 async def _all(calls: list[Awaitable[object]]) -> None:

@@ -134,7 +134,7 @@ class Rollouter:
             for timer in self._timers.values():
                 timer.interval(self._clock())
             if self._options.background:
-                self._start(self._submit_always)
+                self._start(self._submit_in_background)
 
     async def next_batch(self) -> SampleBatch | None:
         """The next batch, earliest deadline first; None once `stop` was called, also to a call that is waiting.
@@ -185,8 +185,8 @@ class Rollouter:
                 raise RunError(f"no batch can be made: {self._state()}")
             await self._generate(groups)
 
-    async def _submit_always(self) -> None:
-        """Submits whatever is admitted, until closed."""
+    async def _submit_in_background(self) -> None:
+        """Submits prompts whenever admission allows, until `close`."""
         last = -self._options.interval_s
         while True:
             async with self._changed:

@@ -69,7 +69,7 @@ def without(file: Path, *names: str) -> Path:
     return file
 
 
-def check_laws(steps: list[dict[str, Any]], ratio: float) -> None:
+def check_invariants(steps: list[dict[str, Any]], ratio: float) -> None:
     """The ledger adds up and staleness keeps its bound, in groups."""
     for line in steps:
         dropped = sum(value for name, value in line.items() if name.startswith("ledger/dropped_"))
@@ -146,7 +146,7 @@ def test_trajectories_run_ahead_and_environments_that_fail_are_not_learned_from(
     assert code == 0, output
     steps = lines(tmp_path)
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
-    check_laws(steps, 1)
+    check_invariants(steps, 1)
     assert max(line["staleness/max"] for line in steps) == 1, "nothing ran ahead"
     assert any(line["actor/ratio_deviation_max"] > 1e-3 for line in steps[1:]), "nothing was corrected"
     assert steps[0]["actor/ratio_deviation_max"] < 1e-4
@@ -184,7 +184,7 @@ def test_a_sequence_that_is_full_in_the_first_turn_ends_it_and_validation_beside
     code, output = shared_runs.run(config)
     assert code == 0, output
     first, *steps = lines(tmp_path)
-    check_laws(steps, 1)
+    check_invariants(steps, 1)
     rows = [row for step in (1, 2) for row in read_samples(tmp_path / "samples", step)]
     end = AutoTokenizer.from_pretrained(inputs["pretrain"]).eos_token_id
     cut = [row for row in rows if row["response_ids"][-1] != end]
@@ -229,7 +229,7 @@ def test_a_run_ended_by_ctrl_c_saves_a_checkpoint_and_goes_on_as_if_it_had_not_b
     assert code == 0, output
     assert lines(broken) == lines(whole)
     steps = lines(whole)
-    check_laws(steps[1:], 0)
+    check_invariants(steps[1:], 0)
     assert [("val/Lake/success" in line) for line in steps] == [True, False, True, False, True]
     assert steps[1]["correction/log_prob_diff_max"] < 1e-4
     assert json.loads((whole / "run" / "run.json").read_text())["summary"]["status"] == "finished"

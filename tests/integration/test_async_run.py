@@ -56,7 +56,7 @@ def asynchronous(inputs: dict[str, Any], folder: Path, ratio: float, **keys: Any
     )
 
 
-def check_laws(steps: list[dict[str, Any]], ratio: float) -> None:
+def check_invariants(steps: list[dict[str, Any]], ratio: float) -> None:
     """What every asynchronous run must show at every step."""
     for line in steps:
         dropped = sum(value for name, value in line.items() if name.startswith("ledger/dropped_"))
@@ -101,7 +101,7 @@ def test_staleness_is_bounded_and_every_sample_accounted_for(shared_runs, inputs
     assert code == 0, output
     steps = lines(tmp_path)[1:]
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
-    check_laws(steps, ratio)
+    check_invariants(steps, ratio)
     assert steps[0]["staleness/max"] == 0
     assert max(line["staleness/max"] for line in steps) > 0, "nothing ran ahead"
     assert any(line["actor/ratio_deviation_max"] > 1e-3 for line in steps[1:]), "nothing was corrected"
@@ -223,7 +223,7 @@ def test_a_run_that_ended_with_its_engine_goes_on_with_what_was_buffered_and_run
     assert code == 0, output
     steps = lines(tmp_path)
     assert [line["step"] for line in steps] == list(range(1, last + 1))
-    check_laws(steps, 2)
+    check_invariants(steps, 2)
     assert steps[-1]["ledger/submitted"] == 4 * last, "a prompt was lost or drawn twice"
     assert steps[-1]["ledger/in_flight"] == steps[-1]["ledger/buffered"] == 0
 
@@ -253,5 +253,5 @@ def test_a_run_goes_on_at_another_layout_ratio_and_number_of_engines(shared_runs
     assert code == 0, output
     steps = lines(tmp_path)
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
-    check_laws(steps[2:], 2)  # what was in flight at the higher ratio keeps its deadline
+    check_invariants(steps[2:], 2)  # what was in flight at the higher ratio keeps its deadline
     assert steps[-1]["ledger/submitted"] == 4 * STEPS, "a prompt was lost or drawn twice"

@@ -14,7 +14,7 @@ import pytest
 from cluster_workers import Echo
 from doctor_workers import MatmulSlowOnNodeOne
 from ray.cluster_utils import Cluster as RayNodes
-from test_async_run import check_laws
+from test_async_run import check_invariants
 
 from roll.cli import main
 from roll.configs.errors import RunError
@@ -223,6 +223,6 @@ def test_a_lost_node_with_an_engine_is_survived(two_nodes: RayNodes, tiny_model_
     finally:
         two_nodes.add_node(**NODE)
         two_nodes.wait_for_nodes()
-    check_laws(lines(tmp_path), 1)
+    check_invariants(lines(tmp_path), 1)
     assert lines(tmp_path)[-1]["faults/engines_down"] == 1
     assert_nothing_is_left(tmp_path)

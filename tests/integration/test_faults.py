@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from faults import FAULTS_FILE, HAPPENED_FILE
 from runs import assert_nothing_is_left, finish, inputs_in, lines, recipe, start
-from test_async_run import check_laws, check_weights_of_versions
+from test_async_run import check_invariants, check_weights_of_versions
 
 from roll.distributed.events import EVENTS_FILE
 from roll.distributed.leftovers import ray_folder
@@ -88,7 +88,7 @@ def test_engines_die_or_stop_at_any_moment_and_the_run_goes_on(inputs, tmp_path)
         inputs, tmp_path, faults, async_generation_ratio=2, actor_infer__device_mapping=[1, 2], max_engine_restarts=9
     )
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
-    check_laws(steps, 2)
+    check_invariants(steps, 2)
     assert steps[-1]["ledger/submitted"] == 4 * STEPS, "a prompt was dropped"
     assert [component for component, event in events(tmp_path) if event == "failed"][:2] == [
         "actor_infer-1",
@@ -102,7 +102,7 @@ def test_engines_die_or_stop_at_any_moment_and_the_run_goes_on(inputs, tmp_path)
 def test_the_only_engine_of_a_synchronous_run_dies_and_is_waited_for(inputs, tmp_path):
     faults = ["2 kill actor_infer-0 scheduler", "4 kill actor_infer-0 in_update"]
     steps = run_with_faults(inputs, tmp_path, faults, async_generation_ratio=0, actor_infer__device_mapping=[1])
-    check_laws(steps, 0)
+    check_invariants(steps, 0)
     assert steps[-1]["faults/engine_restarts"] == 2 and steps[-1]["faults/engines_down"] == 0
     happened = events(tmp_path)
     of_engine = [event for component, event in happened if component == "actor_infer-0"]
@@ -119,7 +119,7 @@ def test_a_dead_rollout_process_is_replaced_and_a_dead_or_stopped_trainer_starts
     assert "step-000003, because " in (output := (tmp_path / OUTPUT).read_text())
     assert "step-000006 is damaged: " in output
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
-    check_laws(steps, 1)
+    check_invariants(steps, 1)
     assert steps[-1]["ledger/submitted"] == 4 * STEPS, "a prompt was dropped"
     assert [event for event in events(tmp_path) if event[0] != "weight update"] == [
         ("rollouter", "restarted"),

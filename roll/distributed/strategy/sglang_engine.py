@@ -145,7 +145,7 @@ class Engine:
             engine.tokenizer_manager._subprocess_watchdog.stop()  # `_watch` replaces it
         return engine
 
-    async def guard(self, answer: Awaitable[T], what: str, timeout_s: float | None) -> T:
+    async def wait_for(self, answer: Awaitable[T], what: str, timeout_s: float | None) -> T:
         """Awaits the engine's `answer` until the engine dies or `timeout_s` seconds have passed (None: no limit).
 
         Raises:

@@ -96,7 +96,9 @@ class Generation:
             if mode in ("abort_resume", "drain"):
                 await self.flush_cache()  # an engine that pauses before its last steps have ended never becomes idle
             message = PauseGenerationReqInput(mode="retract" if mode == "retract" else "in_place")
-            await self._engine.guard(self._engine.manager.pause_generation(message), f"pause {mode}", CONTROL_TIMEOUT_S)
+            await self._engine.wait_for(
+                self._engine.manager.pause_generation(message), f"pause {mode}", CONTROL_TIMEOUT_S
+            )
             self._paused_since = self._paused_since or time.monotonic()
 
     async def resume(self) -> None:
@@ -104,7 +106,7 @@ class Generation:
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
         message = ContinueGenerationReqInput(torch_empty_cache=False)
-        await self._engine.guard(self._engine.manager.continue_generation(message), "resume", CONTROL_TIMEOUT_S)
+        await self._engine.wait_for(self._engine.manager.continue_generation(message), "resume", CONTROL_TIMEOUT_S)
         if self._paused_since is not None:
             self._paused_s += time.monotonic() - self._paused_since
             self._paused_since = None
@@ -118,7 +120,7 @@ class Generation:
         """
         for idle_s in (None, IDLE_TIMEOUT_S):  # SGLang ignores retracted requests in the first form only
             answer = self._engine.manager.flush_cache(idle_s)
-            if (await self._engine.guard(answer, "flush_cache", CONTROL_TIMEOUT_S)).success:
+            if (await self._engine.wait_for(answer, "flush_cache", CONTROL_TIMEOUT_S)).success:
                 return
         raise EngineError(f"{self._engine.name}: the prefix cache cannot be emptied while requests run")
 
@@ -157,7 +159,7 @@ class Generation:
         ]
         try:
             arrived = self._arrival(dict(zip(names, tasks, strict=True)))
-            await self._engine.guard(arrived, "enqueueing requests", CONTROL_TIMEOUT_S)
+            await self._engine.wait_for(arrived, "enqueueing requests", CONTROL_TIMEOUT_S)
         except BaseException:
             for task in tasks:
                 task.cancel()

@@ -200,7 +200,7 @@ class WeightReceiver(Worker):
         await self._close_session()
         message = UpdateWeightVersionReqInput(new_version=str(version), abort_all_requests=False)
         answer = self.engine.manager.update_weight_version(message)
-        await self.engine.guard(answer, f"set weight version {version}", self.pipeline_config.sync_timeout_s)
+        await self.engine.wait_for(answer, f"set weight version {version}", self.pipeline_config.sync_timeout_s)
         self.version = version
 
     @register(deadline="sync_timeout_s")
@@ -213,7 +213,7 @@ class WeightReceiver(Worker):
         from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
         answer = self.engine.manager.check_weights(CheckWeightsReqInput(action="checksum"))
-        success, reason, ranks, _ = await self.engine.guard(answer, "checksums", self.pipeline_config.sync_timeout_s)
+        success, reason, ranks, _ = await self.engine.wait_for(answer, "checksums", self.pipeline_config.sync_timeout_s)
         if not success:
             raise EngineError(f"{self.engine.name}: checksums: {reason}")
         return {
@@ -247,6 +247,6 @@ class WeightReceiver(Worker):
             EngineError: the engine refused, with its reason, died, or did not answer in time.
         """
         answer: Any = getattr(self.engine.manager, method)(message, None)
-        success, reason = await self.engine.guard(answer, what, self.pipeline_config.sync_timeout_s)
+        success, reason = await self.engine.wait_for(answer, what, self.pipeline_config.sync_timeout_s)
         if not success:
             raise EngineError(f"{self.engine.name}: {what}: {reason}")

@@ -49,7 +49,7 @@ class AgenticWorker(RolloutWorker):
         self._agentic, self._tasks, self._sampling = config, tasks, sampling
         self._runner, self._environments = runner, environments
         self._train_tags, self._val_tags = TagCycle(config.train_env_manager), TagCycle(config.val_env_manager)
-        self._train_places = self._places(config.train_env_manager, 1)
+        self._train_slots = self._slots(config.train_env_manager, 1)
 
     def draw(self, requests: Sequence[PromptRequest]) -> list[Group]:
         """An environment for each request; tag and seed depend only on the number of the request."""
@@ -67,10 +67,10 @@ class AgenticWorker(RolloutWorker):
     async def generate(self, groups: Sequence[Group], purpose: Purpose, timer: Timer) -> None:
         """Runs the groups' episodes, at most `num_env_groups` groups at a time over all concurrent calls."""
         if purpose == "train":
-            manager, places = self._agentic.train_env_manager, self._train_places
+            manager, slots = self._agentic.train_env_manager, self._train_slots
         else:
             manager = self._agentic.val_env_manager
-            places = self._places(manager, len(groups))
+            slots = self._slots(manager, len(groups))
         count, seed = manager.group_size + manager.group_size_redundancy, self._agentic.seed
         runs = [
             (group, self._runner.episodes(group, purpose, self._tasks[group.tag], count, seed, self._sampling[purpose]))
@@ -78,19 +78,19 @@ class AgenticWorker(RolloutWorker):
         ]
         if self._agentic.deterministic:
             at_a_time = manager.num_env_groups or len(runs)
-            async with places:
+            async with slots:
                 for first in range(0, len(runs), at_a_time):
                     await self._runner.run_lockstep(runs[first : first + at_a_time], manager.group_size, timer)
             return
 
         async def run(group: Group, episodes: list[Episode]) -> None:
-            async with places:
+            async with slots:
                 await self._runner.run_group(group, episodes, manager.group_size, timer)
 
         await run_all(run(group, episodes) for group, episodes in runs)
 
-    def _places(self, manager: EnvManagerConfig, groups: int) -> asyncio.Semaphore:
-        """One place for each group that may run at a time; in lockstep one place for all of them."""
+    def _slots(self, manager: EnvManagerConfig, groups: int) -> asyncio.Semaphore:
+        """One slot for each group that may run at a time; in lockstep one slot for all of them."""
         return asyncio.Semaphore(1 if self._agentic.deterministic else manager.num_env_groups or groups)
 
     def validation_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
@@ -138,12 +138,12 @@ class TagCycle:
     """
 
     def __init__(self, manager: EnvManagerConfig) -> None:
-        places = [
+        positions = [
             ((2 * index + 1) / (2 * count), tag)
             for tag, count in zip(manager.tags, manager.num_groups_partition, strict=True)
             for index in range(count)
         ]
-        self.order = [tag for _, tag in sorted(places, key=lambda item: item[0])]
+        self.order = [tag for _, tag in sorted(positions, key=lambda item: item[0])]
 
     def tag(self, number: int) -> str:
         """The tag of group `number`."""
