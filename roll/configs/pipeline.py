@@ -65,7 +65,7 @@ class Source:
     unset: list[tuple[str, str]] = field(default_factory=list)
     tree: dict[str, Any] = field(default_factory=dict)
 
-    def made_moot(self, path: str, causes: Sequence[str]) -> bool:
+    def unused_by_override(self, path: str, causes: Sequence[str]) -> bool:
         """Whether a key of the file has no effect only because an override changed one of `causes`."""
         return path not in self.overridden and any(cause in self.overridden for cause in causes)
 

@@ -100,13 +100,13 @@ def test_the_innermost_condition_is_reported(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_key_of_the_file_that_an_override_makes_moot_is_a_warning(
+def test_a_key_of_the_file_that_an_override_makes_unused_is_a_warning(
     tmp_path: Path, text: str, overrides: list[str], message: str
 ) -> None:
     assert any(message in warning for warning in warnings(rlvr(tmp_path, *overrides, text=text)))
 
 
-def test_a_target_that_an_override_makes_moot_is_a_warning(tmp_path: Path) -> None:
+def test_a_target_that_an_override_makes_unused_is_a_warning(tmp_path: Path) -> None:
     text = SFT + "eval_steps: 5\ntarget_loss: 0.1\nvalidation: {data_args: {file_name: a.jsonl}}\n"
     from roll.configs.load import load_config
 

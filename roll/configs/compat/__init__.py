@@ -1,8 +1,8 @@
 """Spellings of other frameworks, one table each, and `apply`, which reads files that use them.
 
-A table has any of: `NAMES` (refused keys, with their names here), `RENAMED_KEYS` and `MOVED_KEYS` (other spellings that
-take effect), `RENAMED_VALUES`, and `UNSUPPORTED_KEYS` (keys without a counterpart). To support another spelling, add it
-to the table of its framework.
+A table has any of: `NAMES` (refused keys, with their names in this project), `RENAMED_KEYS` and `MOVED_KEYS` (other
+spellings that take effect), `RENAMED_VALUES`, and `UNSUPPORTED_KEYS` (keys without a counterpart). To support another
+spelling, add it to the table of its framework.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TRAINING = "actor_train.training_args"
 SAMPLING = "actor_infer.generating_args"
 
 Names = dict[str, str | tuple[str, ...]]
-"""Name elsewhere -> key or keys here. A name is the end of a path; `.*` is any key of a section."""
+"""Name in another framework -> key or keys of this project. A name is the end of a path; `.*` is any key."""
 
 
 def two_spellings(path: str, ours: str) -> Problem:

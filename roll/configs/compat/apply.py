@@ -37,25 +37,25 @@ MIGRATION: dict[str, tuple[str, ...]] = {
     for table in (verl.NAMES, slime.NAMES, trl.NAMES, SHORT_NAMES)
     for name, ours in table.items()
 }
-"""Name elsewhere -> keys here; docs/coming_from.md has the same tables."""
+"""Name in another framework -> keys of this project; docs/coming_from.md has the same tables."""
 
 RENAMED_KEYS = roll.RENAMED_KEYS | async_trainers.RENAMED_KEYS
-"""Other spelling -> key here, at any depth."""
+"""Other spelling -> key of this project, at any depth."""
 
 MOVED_KEYS = async_trainers.MOVED_KEYS | verl.MOVED_KEYS | roll.MOVED_KEYS
-"""Path elsewhere -> path here."""
+"""Path in another framework -> path in this project."""
 
 MOVED_VALUES = verl.MOVED_VALUES
-"""Path of `MOVED_KEYS` -> its values -> values of the path here, where they differ."""
+"""Path of `MOVED_KEYS` -> its values -> values of the path in this project, where they differ."""
 
 RENAMED_VALUES: dict[str, dict[Any, Any]] = {**verl.RENAMED_VALUES, **vllm.RENAMED_VALUES, **roll.RENAMED_VALUES}
-"""Key -> value elsewhere -> value here with the same meaning."""
+"""Key -> value in another framework -> value of this project with the same meaning."""
 
 UNSUPPORTED_KEYS: tuple[UnsupportedKey, ...] = (*verl.UNSUPPORTED_KEYS, *roll.UNSUPPORTED_KEYS)
 """Keys without a counterpart; the first matching pattern applies."""
 
 STUDENT_ROLE, PURE_OPD_KIND = "student_train", "pure_opd_pipeline_type"
-"""The role that learns from a teacher alone in recipes of ROLL, and the key whose default is rlvr there."""
+"""The role that learns from a teacher alone in recipes of ROLL, and the key whose default in ROLL is rlvr."""
 
 SFT_ROLE = "sft_train"
 """The role that is trained in recipes of ROLL for supervised fine-tuning."""
@@ -68,7 +68,7 @@ AMBIGUOUS_WORDS = ("n", "name", "path")
 
 
 def migration(path: str) -> tuple[str, ...]:
-    """The keys here for an unknown path of another framework, or for the end of it; empty if no table has it."""
+    """This project's keys for an unknown path of another framework, or for its end; empty if no table has it."""
     for end in _ends(path):
         if end in MIGRATION:
             return MIGRATION[end]
@@ -94,7 +94,7 @@ def _ends(path: str) -> list[str]:
 
 
 def normalize_aliases(tree: Mapping[str, Any], source: str, notes: list[Problem]) -> Tree:
-    """One file or all overrides in the spelling used here, so that an override wins in any spelling.
+    """One file or all overrides in the spelling of this project, so that an override wins in any spelling.
 
     Args:
         tree: as written.
@@ -132,7 +132,7 @@ def normalize_aliases(tree: Mapping[str, Any], source: str, notes: list[Problem]
 
 
 def _with_sft_role(tree: Tree, source: str) -> Tree:
-    """The tree with the role of supervised fine-tuning of ROLL under its name here; it names the pipeline too."""
+    """The tree with ROLL's role of supervised fine-tuning as `actor_train`; the role also selects the pipeline."""
     if SFT_ROLE not in tree:
         return tree
     if RENAMED_KEYS[SFT_ROLE] in tree:
@@ -150,7 +150,7 @@ def _moved_value(path: str, target: str, value: Any, source: str) -> tuple[Any, 
 
 
 def _renamed(value: Any, source: str, opaque: bool = False) -> Any:
-    """A value with the keys of `RENAMED_KEYS` under their names here; inside `${...}` those of `MOVED_KEYS` too.
+    """A value with the keys of `RENAMED_KEYS` renamed; inside `${...}` those of `MOVED_KEYS` too.
 
     Of a section of a user's class, which is `opaque`, only the references inside `${...}` are renamed.
     """
@@ -171,7 +171,7 @@ def _renamed(value: Any, source: str, opaque: bool = False) -> Any:
 
 
 def translate_values(tree: Tree, path: str = "") -> tuple[Tree, list[Problem]]:
-    """The tree with the values of `RENAMED_VALUES` in their spelling here, and a remark on each."""
+    """The tree with the values of `RENAMED_VALUES` in the spelling of this project, and a remark on each."""
     translated: Tree = {}
     notes: list[Problem] = []
     for key, value in tree.items():
@@ -225,7 +225,7 @@ def drop_unsupported_keys(tree: Tree, pipeline: str, path: str = "") -> tuple[Tr
 def read_systems(
     tree: Tree, pipeline: str, notes: Sequence[Problem], overridden: Collection[str]
 ) -> tuple[Tree, list[Problem], list[Problem]]:
-    """The tree with the keys of other systems that concern several keys here, remarks, and problems.
+    """The tree with the keys of other frameworks that concern several keys of this project, remarks, and problems.
 
     Args:
         tree: all files and overrides together, interpolated.
@@ -233,7 +233,7 @@ def read_systems(
         notes: remarks of `normalize_aliases`.
         overridden: paths that the command line sets.
     """
-    tree, buffer_remarks, buffer_problems = async_trainers.settle_buffer(tree, notes)
+    tree, buffer_remarks, buffer_problems = async_trainers.read_buffer_size(tree, notes)
     tree, pool_remarks, pool_problems = verl.place_pools(tree, pipeline, overridden)
     tree, correction_remarks, correction_problems = verl.read_rollout_correction(tree)
     remarks = buffer_remarks + pool_remarks + correction_remarks

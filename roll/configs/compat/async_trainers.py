@@ -69,13 +69,14 @@ def read_trainer_type(tree: Mapping[str, object], source: str, notes: list[Probl
     return set_at(read, RATIO, 0)
 
 
-def settle_buffer(tree: Tree, notes: Sequence[Problem]) -> tuple[Tree, list[Problem], list[Problem]]:
+def read_buffer_size(tree: Tree, notes: Sequence[Problem]) -> tuple[Tree, list[Problem], list[Problem]]:
     """All files and overrides together, where the smaller of `buffer_size` and `max_staleness` bounds generation.
 
-    There, samples that the buffer admits may be too stale to use. Here admission obeys the staleness, so that none is.
+    In those frameworks the buffer may admit samples that are too stale to use. In this project admission obeys the
+    staleness limit, so no sample is.
 
     Args:
-        tree: in the spelling used here.
+        tree: in the spelling of this project.
         notes: remarks on the keys that were read so far.
 
     Returns:

@@ -62,7 +62,7 @@ RENAMED_VALUES = {
         "inverse_sqrt": "cosine",
     },
 }
-"""Templates and schedules that the key here does not know -> the nearest that it does."""
+"""Templates and schedules of ROLL without a counterpart -> the nearest that this project has."""
 
 REWARD_ROLE_KEYS = (
     "model_args",
@@ -77,7 +77,7 @@ REWARD_ROLE_KEYS = (
     "system_envs",
     "name",
 )
-"""Keys of `rewards.<name>` that a role of workers has there; a rule here is a function."""
+"""Keys of `rewards.<name>` in ROLL, where a reward is a role of workers; in this project it is a function."""
 
 REWARD_KEYS = (
     "response_length_penalty_coef",
@@ -87,10 +87,10 @@ REWARD_KEYS = (
     "use_local",
     "reward_manager_config",
 )
-"""Options of the classes of rewards there; `roll_rewards` reads the others."""
+"""Options of ROLL's reward workers without a counterpart; `roll_rewards` reads the others."""
 
 ENVIRONMENTS = ("sokoban_sandbox", "sokoban_mcp")
-"""Values of `env_type` that are not misspelled names of environments here, although they are similar."""
+"""Environments of ROLL whose names look like misspelled names of built-in environments."""
 
 AGENT_KEYS = (
     UnsupportedKey(

@@ -24,7 +24,7 @@ INIT_KL_COEF = 0.2
 
 
 def read_old_log_probs(recipe: Recipe) -> None:
-    """Two switches choose whether the trainer computes old log-probs; with stale samples the engine's are taken."""
+    """Two switches choose whether the trainer computes old log-probs; with stale samples the engine's are used."""
     recompute = recipe.take_switch("enable_old_logprobs_recompute")
     keep = recipe.take_switch("force_disable_old_logprobs_recompute")
     if not recompute and not keep:
@@ -42,7 +42,7 @@ def read_old_log_probs(recipe: Recipe) -> None:
 
 
 def read_kl(recipe: Recipe) -> None:
-    """A term without a weight is off there; by default that in the reward has the weight 0.2."""
+    """In ROLL a KL term without a weight is off; the KL in the reward has the weight 0.2 by default."""
     if recipe.get("use_kl_loss") and not recipe.get("kl_loss_coef"):
         recipe.drop("use_kl_loss", "kl_loss_coef is 0")
     if recipe.get("add_token_level_kl"):
@@ -50,7 +50,7 @@ def read_kl(recipe: Recipe) -> None:
         if weight == 0:
             recipe.drop("add_token_level_kl", "init_kl_coef is 0")
         elif recipe.put_new("init_kl_coef", weight):
-            recipe.note("add_token_level_kl", f"has the weight {weight:g} there: init_kl_coef is {weight:g}")
+            recipe.note("add_token_level_kl", f"has the weight {weight:g} in ROLL: init_kl_coef is {weight:g}")
 
 
 def read_clipping(recipe: Recipe) -> None:
@@ -77,18 +77,18 @@ def read_clipping(recipe: Recipe) -> None:
 
 
 def read_dual_clip(recipe: Recipe, clip: float = PG_CLIP) -> None:
-    """The bound of `dual_clip_loss` follows from `pg_clip` there, whatever the bounds of the ratio are."""
+    """In ROLL the bound of `dual_clip_loss` follows from `pg_clip`, whatever the bounds of the ratio are."""
     variant = recipe.get("actor_train.pg_variant", "ppo")
     if recipe.get("dual_clip_loss") is True and variant in ("ppo", "decoupled_ppo"):
         bound = round(1 + 2 * clip, 6)
         if recipe.put_new("dual_clip_c", bound):
             recipe.note(
-                "dual_clip_loss", f"has the bound 1 + 2 pg_clip there: dual_clip_c is {bound:g}, not the default 3"
+                "dual_clip_loss", f"has the bound 1 + 2 pg_clip in ROLL: dual_clip_c is {bound:g}, not the default 3"
             )
 
 
 def _read_sequence_ratio(recipe: Recipe, clip: float) -> None:
-    """`seq` is gspo, clipped as ppo is there."""
+    """`seq` is gspo, with the clip bounds that ppo has in ROLL."""
     if recipe.take("importance_sampling") == "token":
         recipe.note("importance_sampling", "token is the default")
         return
@@ -110,7 +110,7 @@ REJECTION_LEVELS = {
     "geometric": "sequence-mean",
     "segment": "segment-mean",
 }
-"""Types of weights and filters of `train_infer_correction` -> levels here."""
+"""Types of weights and filters of `train_infer_correction` -> levels of `correction`."""
 
 
 def read_correction(recipe: Recipe) -> None:

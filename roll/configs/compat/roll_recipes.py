@@ -31,7 +31,7 @@ MARKS = ("hydra", "reward_pretrain", "value_clip", "checkpoint_config", "custom_
 """Top-level keys of which every complete recipe of ROLL has one."""
 
 FORWARD_ENGINES = ("hf_infer", "deepspeed_infer", "fsdp2_infer", "fsdp_infer", "vllm", "sglang")
-"""Engines that a reference may have there."""
+"""Engines that a reference may have in ROLL."""
 
 
 def is_roll_recipe(recipe: Recipe) -> bool:
@@ -57,7 +57,7 @@ READ_KEYS = (
     PURE_OPD_KIND,
     "teacher_pretrain",
 )
-"""Keys that only ROLL has and that are read here; the tables have the others."""
+"""Keys that only ROLL has and that functions of this file read; the tables have the others."""
 
 
 def read_roll_keys(recipe: Recipe) -> None:
@@ -68,7 +68,7 @@ def read_roll_keys(recipe: Recipe) -> None:
 
 
 def drop_nulls(recipe: Recipe, root: type, path: str = "") -> None:
-    """Takes keys that are null where null is no value here: such a key is not given."""
+    """Removes keys that are null where null is not a valid value: such a key counts as not given."""
     for name, value in list((recipe.section(path) if path else recipe.tree).items()):
         where = f"{path}.{name}" if path else str(name)
         keys = keys_along(root, where)
@@ -87,7 +87,7 @@ def read_roll_recipe(recipe: Recipe, pipeline: str) -> None:
         _read_critic,
         _read_sequence_parallel,
         _read_precision,
-        _read_moot_keys,
+        _drop_keys_without_effect,
         _read_devices,
         _read_trackers,
         _read_intervals,
@@ -120,7 +120,7 @@ def _read_reference(recipe: Recipe) -> None:
 
 
 def _read_distillation(recipe: Recipe) -> None:
-    """Learning from the teacher alone is an estimator here; roles of a student mean it unless another key says not."""
+    """Reads pure distillation as adv_estimator opd, also where only the roles of a student name it."""
     model = recipe.take("teacher_pretrain")
     if model is not None and recipe.put_new("reference.model_args.model_name_or_path", model):
         recipe.note("teacher_pretrain", "is read as reference.model_args.model_name_or_path")
@@ -134,11 +134,11 @@ def _read_distillation(recipe: Recipe) -> None:
 
 
 def _read_critic(recipe: Recipe) -> None:
-    """A critic is that of gae, which is the estimator there if none is given."""
+    """A critic belongs to gae, the default estimator of ROLL."""
     if not recipe.has("critic"):
         return
     if recipe.put_new("adv_estimator", "gae"):
-        recipe.note("critic", "is used there without adv_estimator: adv_estimator is gae")
+        recipe.note("critic", "is given without adv_estimator, whose default in ROLL is gae: adv_estimator is gae")
     elif recipe.get("adv_estimator") != "gae":
         recipe.drop("critic", f"adv_estimator {recipe.get('adv_estimator')} needs no critic")
 
@@ -167,8 +167,8 @@ def _read_precision(recipe: Recipe) -> None:
     )
 
 
-def _read_moot_keys(recipe: Recipe) -> None:
-    """Keys that have no effect there either, because of another key."""
+def _drop_keys_without_effect(recipe: Recipe) -> None:
+    """Drops keys that have no effect in ROLL either, because of another key."""
     if recipe.get("actor_train.training_args.warmup_steps"):
         recipe.drop("actor_train.training_args.warmup_ratio", "warmup_steps is given")
     for role in ("actor_train", "reference", "critic"):
@@ -231,7 +231,7 @@ def _move(recipe: Recipe, role: str, before: list[int], after: list[int], train:
 # Trackers
 
 UNAVAILABLE_TRACKERS = ("trackio", "ml_tracker", "none")
-"""Values of `track_with` in ROLL without a counterpart here."""
+"""Values of `track_with` in ROLL without a counterpart in this project."""
 
 
 def _read_trackers(recipe: Recipe) -> None:
@@ -300,7 +300,7 @@ def _read_folder(recipe: Recipe, path: str) -> None:
 
 
 def _read_intervals(recipe: Recipe) -> None:
-    """A negative number of steps is never, which is 0 here."""
+    """A negative number of steps means never, which is 0 in this project."""
     for key in ("eval_steps", "save_steps"):
         steps = recipe.get(key)
         if isinstance(steps, int) and steps < 0:
@@ -349,7 +349,7 @@ def read_pairs(recipe: Recipe) -> None:
 
 
 def _read_prompt_length(recipe: Recipe) -> None:
-    """Only `sequence_length` bounds a prompt there."""
+    """In ROLL only `sequence_length` bounds a prompt."""
     longest = recipe.get("sequence_length")
     if (
         isinstance(longest, int)
@@ -368,7 +368,7 @@ def _read_epochs(recipe: Recipe) -> None:
 
 
 def _read_validation(recipe: Recipe) -> None:
-    """Without files nothing is validated there, whatever `eval_steps` says."""
+    """Without validation files ROLL does not validate, whatever `eval_steps` is."""
     if recipe.get("eval_steps") and not recipe.get("validation.data_args.file_name"):
         recipe.drop("eval_steps", "validation has no files")
 
@@ -377,7 +377,7 @@ def _read_validation(recipe: Recipe) -> None:
 
 
 def _read_sampling(recipe: Recipe) -> None:
-    """Lengths and samples of a request follow from the pipeline's keys there, whatever generating_args says."""
+    """In ROLL the pipeline's keys decide the lengths and samples of a request, whatever generating_args has."""
     group, samples = recipe.get("num_return_sequences_in_group", 1), "actor_infer.generating_args.num_return_sequences"
     if recipe.get(samples) not in (None, group):
         recipe.drop(samples, f"num_return_sequences_in_group is {group}")

@@ -15,7 +15,7 @@ WORKERS = {
     "CrossThinkQARuleRewardWorker": "multiple_choice",
     "MultipleChoiceBoxedRuleRewardWorker": "multiple_choice",
 }
-"""Classes of rewards there whose counterpart is a built-in reward here."""
+"""Reward worker class of ROLL -> the built-in reward of this project that replaces it."""
 
 DIFFERENCES = {
     "GeneralRuleRewardWorker": ", without its penalty of repeated words",
@@ -24,13 +24,13 @@ DIFFERENCES = {
     "CodeSandboxRewardWorker": "; programs run in processes here, and tests of case_type text are not read",
     "LLMJudgeRewardWorker": ", with the question of prompt_template",
 }
-"""What a counterpart does differently, for the remark."""
+"""What the built-in reward does differently from the class of ROLL, for the remark."""
 
 TEXT_OPTIONS = {"judge_api_url": "base_url", "judge_model_name": "model"}
-"""Options of the judge there -> here."""
+"""Options of the judge in ROLL -> keys of a reward in this project."""
 
 KEPT_TYPES = ("strict", "soft")
-"""Values of `reward_type` there with the same meaning here, for the rewards that read it."""
+"""Values of `reward_type` that mean the same in ROLL and in this project, for the rewards that read it."""
 
 
 def read_rewards(recipe: Recipe) -> None:
@@ -63,18 +63,18 @@ ROLE_OPTIONS = {
     "num_gpus_per_worker": "num_gpus_per_worker",
     "system_envs": "system_envs",
 }
-"""Keys of a judge that is a role of workers there -> those of role judge here."""
+"""Keys of a judge that ROLL runs as a role of workers -> keys of role judge."""
 
 SAMPLING_OPTIONS = {
     "generating_args.max_new_tokens": "judge_max_tokens",
     "generating_args.temperature": "judge_temperature",
     "data_args.template": "template",
 }
-"""Keys of such a judge -> those of its reward here."""
+"""Keys of such a judge -> keys of the entry in `rewards`."""
 
 
 def _read_judge_model(recipe: Recipe, path: str) -> None:
-    """A model on devices of the run; with an endpoint it is the name of the model there."""
+    """Reads the model of a judge: one on devices of the run, or with an endpoint the name of the endpoint's model."""
     model = recipe.get(f"{path}.model_args.model_name_or_path")
     if recipe.has(f"{path}.base_url"):
         if isinstance(model, str) and recipe.put_new(f"{path}.model", model):

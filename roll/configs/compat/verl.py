@@ -113,7 +113,7 @@ NAMES: Names = {
 }
 
 VALUE_HINTS = {"loss_mode": "vanilla there is ppo here"}
-"""Last part of a name in `NAMES` -> which of its values has another name here."""
+"""Last part of a name in `NAMES` -> which of its values has another name in this project."""
 
 CORRECTION = "algorithm.rollout_correction"
 
@@ -255,21 +255,22 @@ def _with_mappings(
 
 
 REJECTION_LEVELS = {"token": "token", "seq_mean": "sequence-mean", "seq_sum": "sequence-sum", "seq_max": "sequence-max"}
-"""First part of an option of `rollout_rs` -> level here; the last part is the statistic."""
+"""First part of an option of `rollout_rs` -> `correction.rejection.level`; the last part is the statistic."""
 
 EARLIER_REJECTION = {"token": "token", "sequence": "sequence-sum", "geometric": "sequence-mean"}
-"""`rollout_rs` of verl before it had statistics -> level here, with k1; its bounds are those of the ratio."""
+"""`rollout_rs` of verl before it had statistics -> level, with k1; its bounds are those of the ratio."""
 
 
 UNSUPPORTED_CORRECTION = ((f"{CORRECTION}.loss_type", "ppo_clip", "for reinforce write actor_train.pg_variant: tis"),)
-"""Keys without a counterpart, the value that means what is done here, and the alternative."""
+"""Keys without a counterpart, the value that describes what this project does, and the alternative."""
 
 
 def read_rollout_correction(tree: Tree) -> tuple[Tree, list[Problem], list[Problem]]:
     """All files and overrides together, with `algorithm.rollout_correction` as `correction`; remarks and problems.
 
-    Its k1 is the negative log ratio, so its bounds `a_b` are those of 1 / ratio: here 1 / b and 1 / a. A single bound u
-    of k1 stands for 1 / u to u there. Tokens that it rejects leave the denominator of the loss as well.
+    Its k1 is the negative log ratio, so its bounds `a_b` are those of 1 / ratio; the bounds of the ratio
+    are 1 / b and 1 / a. A single bound u of k1 means 1 / u to u in verl. Tokens that verl rejects leave the denominator
+    of the loss as well.
     """
     names = (
         "rollout_is",

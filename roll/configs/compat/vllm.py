@@ -1,4 +1,4 @@
-"""Options of vLLM and spellings of other SGLang launchers, and what they are for the SGLang engine here."""
+"""Options of vLLM and spellings of other SGLang launchers, and the SGLang options that replace them."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def read_engine(recipe: Recipe) -> None:
 
 
 def _target(option: str, value: Any, engine: str) -> tuple[str | None, Any]:
-    """Key and value here of an option; no key if it has no effect. A key of the role begins with `actor_infer.`."""
+    """Key and value that an option is read as; no key without an effect. Keys of the role begin with `actor_infer.`."""
     known = server_options() or {}
     if engine == "sglang" and option in SGLANG_LAUNCH_OPTIONS and value in (None, False, 1):
         return None, None

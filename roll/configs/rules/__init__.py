@@ -49,7 +49,7 @@ def check(config: BaseConfig) -> Report:
 def check_unused_keys(config: BaseConfig, report: Report) -> None:
     """Reports keys with a value other than the default that have no effect, by the `only_for` of their declarations.
 
-    A key of the file that only an override has made moot is a warning.
+    A key of the file that has no effect only because of an override is a warning.
     """
     defaults = type(config)()
     for path in config.source.given:
@@ -61,6 +61,6 @@ def check_unused_keys(config: BaseConfig, report: Report) -> None:
             if unmet is None:
                 continue
             causes = [f"{head}{cause}".lstrip(".") if cause.startswith(".") else cause for cause in unmet.causes]
-            is_error = unmet.is_error and not config.source.made_moot(path, causes)
+            is_error = unmet.is_error and not config.source.unused_by_override(path, causes)
             report.unused(path, f"has no effect: {unmet.reason}", is_error)
             break

@@ -205,7 +205,7 @@ def _check_trackers(config: BaseConfig, report: Report) -> None:
     for name in config.tracker_kwargs:
         if name not in config.track_with:
             path, message = f"tracker_kwargs.{name}", f"track_with does not contain {name}; add it or remove this"
-            report.unused(path, message, is_error=not config.source.made_moot(path, ["track_with"]))
+            report.unused(path, message, is_error=not config.source.unused_by_override(path, ["track_with"]))
 
 
 def _check_precision(config: BaseConfig, report: Report) -> None:

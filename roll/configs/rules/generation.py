@@ -129,7 +129,7 @@ def _check_filter(path: str, config: QueryFilterConfig, group: int, source: Sour
         if getattr(arguments, name) is not None and name not in FILTER_ARGUMENTS[config.type]:
             owner = next(kind for kind, names in FILTER_ARGUMENTS.items() if name in names)
             where, message = f"{path}.filter_args.{name}", f"belongs to type {owner}, but type is {config.type}"
-            report.unused(where, message, is_error=not source.made_moot(where, [f"{path}.type"]))
+            report.unused(where, message, is_error=not source.unused_by_override(where, [f"{path}.type"]))
     low, high = arguments.threshold_down, arguments.threshold_up
     if config.type == "mean_filter" and low is None and high is None:
         report.error(
