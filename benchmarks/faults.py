@@ -194,7 +194,7 @@ def strike(run: subprocess.Popen[str], each: Round, output: Path) -> None:
     """Carries out the fault; one in a weight update is left to the hook of the run."""
     time.sleep(each.delay_s)
     while each.fault == CHECKPOINT and len(complete_checkpoints(output)) < 2 and run.poll() is None:
-        time.sleep(0.01)  # the run is to go on from the one before
+        time.sleep(0.01)  # the run is to continue from the one before
     driver, number = psutil.Process(run.pid), SIGNALS[each.how]
     if each.fault == ENGINE:
         process_of(f"actor_infer-{each.engines - 1}", True, driver).send_signal(number)

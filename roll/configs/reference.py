@@ -28,7 +28,7 @@ INTRODUCTION = """# Configuration
 Generated from `roll/configs` by `python -m roll.configs.reference`.
 
 A run is one YAML file. `${key}` repeats the value of another key; `defaults: [base.yaml]` includes other files,
-relative to the file, which overrides them, and null takes one of their `rewards` or `custom_envs` out; `key=value` on
+relative to the file, which overrides them, and null removes one of their `rewards` or `custom_envs`; `key=value` on
 the command line overrides all. For a key without effect, `roll plan FILE` gives the reason; an unknown key, a wrong
 type or sizes that do not divide are errors that name values that work.
 

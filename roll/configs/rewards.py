@@ -17,7 +17,7 @@ class BuiltIn:
     Attributes:
         function: its `module:function`.
         timeout_s: default of `timeout_s`, in seconds.
-        max_concurrent_calls: default of `max_concurrent_calls`; None for a function that is no coroutine.
+        max_concurrent_calls: default of `max_concurrent_calls`; None for a function that is not a coroutine.
     """
 
     function: str

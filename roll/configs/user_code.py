@@ -165,8 +165,8 @@ def shown_path(file: str) -> str:
 def start_user_process(at_end: Callable[[], None] = lambda: None) -> None:
     """Prepares a process that runs the user's code.
 
-    It ends with its parent, even while that code hangs, and what the code prints goes to stderr, since it is no output
-    of a command.
+    It ends with its parent, even while that code hangs, and what the code prints goes to stderr, since stdout has
+    the output of a command.
 
     Args:
         at_end: called before it ends with its parent.

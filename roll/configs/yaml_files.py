@@ -273,7 +273,7 @@ def _bases(defaults: Any, path: Path) -> list[_Base | None]:
 
 
 def _base(group: str, name: Any, path: Path) -> _Base | None:
-    """One entry of `defaults`: `group` is the name itself where there is no group. A null name is no file."""
+    """One entry of `defaults`: `group` is the name itself where there is no group. A null name means no file."""
     if name == "_self_":
         return None
     if name is None:

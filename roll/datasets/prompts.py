@@ -20,7 +20,7 @@ CHAT_ROLES = ("system", "user", "assistant", "tool")
 """Roles allowed in chat messages."""
 
 MESSAGES_AS_TEXT = re.compile(r"\s*\[\s*\{")
-"""How a text begins that may hold messages as JSON."""
+"""Beginning of a text that may contain messages as JSON."""
 
 Message = dict[str, str]
 """A chat message: `role` and `content`."""
@@ -115,7 +115,7 @@ def question(record: Record, data_args: DataArguments) -> Question:
 
 
 def _messages_in(value: Any) -> Any:
-    """The messages that a text holds as JSON, as data of ROLL does; any other value as it is."""
+    """The messages of a text that contains them as JSON, as in data of ROLL; any other value unchanged."""
     if not isinstance(value, str) or not MESSAGES_AS_TEXT.match(value):
         return value
     try:
@@ -258,8 +258,8 @@ class MixedSampler:
         if state.get("names") != self._names:
             before = state.get("names", ["files without domain_interleave_probs"])
             raise ValueError(
-                f"the prompts of {', '.join(self._names)} cannot be drawn from where those of {', '.join(before)} were "
-                "left; use the same domains"
+                f"the checkpoint was written with the domains {', '.join(before)} and cannot be resumed with "
+                f"{', '.join(self._names)}; use the same domains"
             )
         for sampler, own in zip(self._samplers, state["domains"], strict=True):
             sampler.load_state_dict(own)

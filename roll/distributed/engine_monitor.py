@@ -108,7 +108,7 @@ class EngineMonitor:
             needs_weights: whether a restarted engine serves only after a weight update.
             restarts: whether engines are restarted at all.
             waiting_since: when engines that an earlier trainer left began to wait for weights; None: they are new.
-            earlier: of the same engines before the run started again; its counts and limits go on.
+            earlier: of the same engines before the run started again; its counts and limits continue.
             clock: seconds.
             sleep: waits; replaced in tests.
         """

@@ -44,7 +44,7 @@ class EngineNode(Worker):
         await self._starting
 
     async def death(self) -> str:
-        """Waits until a rank dies; which one."""
+        """Waits until a rank dies; returns the node and the cause."""
         if self._engine is None:
             raise EngineError(f"{self.rank.name}: the engine is not running on node {self.rank.node}")
         return f"node {self.rank.node}: {await self._engine.death()}"
@@ -78,7 +78,7 @@ class FurtherNodes:
 
         Args:
             engine: the part on this node.
-            address: where ranks meet, as host:port of this node.
+            address: where ranks rendezvous, as host:port of this node.
             timeout_s: longest wait.
 
         Raises:

@@ -47,7 +47,7 @@ DOWN = {PROCESS_DIED, EngineNotRunningError.__name__, StaleWeightsError.__name__
 """Kinds of errors that another engine, or the same one after its restart, would not raise."""
 
 ANSWER_S = 10.0
-"""Longest wait for an engine that is asked whether it serves."""
+"""Longest wait for the answer of an engine to the check whether it serves."""
 
 
 class InferWorker(WeightReceiver):

@@ -1,4 +1,4 @@
-"""Fetches the models that a run gives by name to every node; the driver fetches them to its own before Ray starts."""
+"""Fetches the models that a run gives by name to the other nodes; the driver fetches its own before Ray starts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from roll.distributed.resources import Node, ResourceManager
 logger = logging.getLogger(__name__)
 
 PROGRESS_INTERVAL_S = 15.0
-"""Time between two lines about nodes that still fetch."""
+"""Interval between log lines about nodes that are still fetching."""
 
 
 async def fetch_on_nodes(config: BaseConfig, resources: ResourceManager) -> None:
@@ -73,7 +73,7 @@ async def _reply(call: Any) -> str:
 
 
 def _fetch(uris: Sequence[str]) -> str:
-    """In a process of the node: fetches the models; returns what kept it from doing so, or nothing."""
+    """Fetches the models in a process of the node; returns the error message, empty on success."""
     try:
         for uri in uris:
             name = hub_name(uri, "model")

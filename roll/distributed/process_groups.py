@@ -65,7 +65,7 @@ def bind_to_device(device: torch.device, world_size: int) -> None:
     """Lets the group of all ranks communicate once, which binds it to this rank's device.
 
     NCCL would otherwise guess the device of the first barrier from the rank, and every rank sees its own device as
-    device 0. `init_process_group(device_id=...)` is no alternative: groups made later would be split from this one,
+    device 0. `init_process_group(device_id=...)` is not an alternative: groups made later would be split from this one,
     and the engines, which join the groups of weight updates, have none to split.
 
     Raises:

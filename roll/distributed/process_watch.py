@@ -39,7 +39,7 @@ ENDED = (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE)
 
 
 class StopTimes:
-    """How long each process has been stopped; counts anew after the watch itself did not run."""
+    """How long each process has been stopped; counts from 0 again after the watch itself did not run."""
 
     def __init__(self, grace_s: float = STOPPED_GRACE_S, gap_s: float = GAP_S) -> None:
         self._grace_s, self._gap_s = grace_s, gap_s
@@ -104,7 +104,7 @@ class ProcessWatch:
             except Exception as error:  # the next look may succeed, and without a watch a death is not noticed
                 expected = isinstance(error, OSError | psutil.Error)
                 name = type(error).__name__
-                logger.warning("processes could not be looked at: %s: %s", name, error, exc_info=not expected)
+                logger.warning("processes could not be inspected: %s: %s", name, error, exc_info=not expected)
             await asyncio.sleep(INTERVAL_S)
 
     def look(self) -> None:

@@ -114,7 +114,7 @@ class TrainWorker(WeightSender):
 
     @register()
     def begin_checkpoint(self, folder: str) -> None:
-        """Begins to write the role's state, every rank its part, which goes on while the rank computes."""
+        """Begins to write the role's state, every rank its part, in the background while it computes."""
         self.train_strategy.begin_checkpoint(Path(folder))
 
     @register()

@@ -80,7 +80,7 @@ class CheckpointManager:
     ) -> Path:
         """Adds the last of a checkpoint, makes it visible, and deletes the oldest beyond `max_to_keep`.
 
-        Files are read for their checksums and flushed to the disk on a thread, while the event loop goes on.
+        Files are read for their checksums and flushed to the disk on a thread, while the event loop runs.
 
         Args:
             step: of the checkpoint.
@@ -168,7 +168,7 @@ class CheckpointManager:
             problem = damage(path, path / MARKER)
             if problem is None:
                 if damaged:
-                    message = f"goes on from {path}, because {damaged}"
+                    message = f"continues from {path}, because {damaged}"
                     if self._events is None:
                         logger.warning("the run %s", message)
                     else:

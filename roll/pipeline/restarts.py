@@ -103,7 +103,7 @@ def failure_in_one_line(error: BaseException) -> tuple[str, str]:
 async def start_again(
     config: BaseConfig, session: Session, running: RunningLoop, error: ClusterError, events: EventLog
 ) -> BaseConfig:
-    """Records the failure of a process and chooses where the run goes on: the configuration of its next start.
+    """Records the failure of a process and chooses where the run continues: the configuration of its next start.
 
     Raises:
         CheckpointError: all checkpoints are damaged; the message begins with the failure.
@@ -137,7 +137,7 @@ def record_training_again(running: RunningLoop, events: EventLog) -> None:
 
 
 def record_killed_driver(config: BaseConfig, checkpoint: Path, events: EventLog) -> None:
-    """Records that the run goes on from a checkpoint of its own after its driver was killed.
+    """Records that the run continues from a checkpoint of its own after its driver was killed.
 
     Then run.json, which this start has not replaced yet, does not say how the run ended.
     """
@@ -152,7 +152,7 @@ def record_killed_driver(config: BaseConfig, checkpoint: Path, events: EventLog)
     except (OSError, ValueError, KeyError, TypeError):
         return
     repeated = max(0, finished - step_of(checkpoint))
-    message = f"goes on from {checkpoint}; the one before was killed; finished steps that are repeated: {repeated}"
+    message = f"continues from {checkpoint}; the driver before was killed; finished steps that are repeated: {repeated}"
     events.record(DRIVER, "resumed after it was killed", message, steps_lost=repeated)
 
 

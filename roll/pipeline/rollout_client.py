@@ -1,4 +1,4 @@
-"""The rollouter in a process of its own, as the training loop calls it; a new process goes on where a dead one was."""
+"""The rollouter in a process of its own, as the training loop calls it; a new process continues after a dead one."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class RolloutClient:
             cancel_requests: ends the requests of a dead process in the engines.
             events: log of restarts.
             max_restarts: restarts of the process; its death after that ends the run.
-            earlier: the client before the run started again; its count goes on.
+            earlier: the client before the run started again; its count continues.
         """
         self._start, self._cancel_requests = start, cancel_requests
         self._events, self._max_restarts = events, max_restarts
@@ -131,7 +131,7 @@ class RolloutClient:
                 continue
             self._remote = remote
             seconds = time.monotonic() - began
-            message = f"{cause}; it goes on with the state of the last batch, after {seconds:.1f} s ({count})"
+            message = f"{cause}; it continues with the state of the last batch, after {seconds:.1f} s ({count})"
             self._events.record(NAME, "restarted", message, seconds)
             return
         raise error

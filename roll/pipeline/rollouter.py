@@ -168,7 +168,7 @@ class Rollouter:
         return SampleBatch(self._worker.batch(groups), metrics, seconds)
 
     async def next_batch_and_state(self) -> tuple[SampleBatch | None, bytes]:
-        """As `next_batch`, with the pickled `state_dict` after it, from which another process can go on."""
+        """As `next_batch`, with the pickled `state_dict` after it, from which another process can continue."""
         return await self.next_batch(), pickle.dumps(await self.state_dict())
 
     async def stop(self) -> None:

@@ -52,7 +52,7 @@ class Session:
 
     Entering the block starts the processes of the clusters, and `ready` waits until they can be used; remote actors
     started in between start at the same time. Leaving the block ends every process it started; only where
-    `may_start_again` and the trainer failed, engines that answer go on running, for the next block or until `end`.
+    `may_start_again` and the trainer failed, engines that answer keep running, for the next block or until `end`.
 
     Attributes:
         may_start_again: whether another block follows the failure of this one.
@@ -215,7 +215,7 @@ class Session:
         """Whether the run may start again and its trainer, not an engine or a node, is what failed.
 
         Engines that take turns with the trainer are ended too: the new training ranks need their memory. With a node
-        that Ray has lost everything ends, so that all devices are reserved anew.
+        that Ray has lost everything ends, so that all devices are reserved again.
         """
         if not isinstance(error, ClusterError) or not error.process_failed or error.role in self.infer_clusters:
             return False

@@ -93,7 +93,7 @@ class Learner(Protocol):
         """Waits for background work of `learn`, such as writing samples; `memory/...` of trained roles, in bytes."""
 
     async def save(self, folder: Path) -> None:
-        """Begins to write weights, optimizer, schedule and RNG of every trained role; it may go on until `saved`."""
+        """Begins to write weights, optimizer, schedule and RNG of every trained role; `saved` waits for the end."""
 
     async def saved(self) -> float:
         """Waits until what `save` began is written, or raises the error with which that ended.
@@ -394,7 +394,7 @@ class TrainingLoop:
         self._trackers.log(self.state.step, {**counts, **metrics, **restarts})
 
     async def save(self) -> None:
-        """Begins the checkpoint of the current step; it is written and completed while the run goes on."""
+        """Begins the checkpoint of the current step; it is written and completed while the run continues."""
         if self._written != self.state.step:
             await self._to_trainer()
             await self._write_weights()
@@ -453,7 +453,7 @@ class TrainingLoop:
         """Continues from the checkpoint that `resume_from_checkpoint` selects, if there is one.
 
         Raises:
-            CheckpointError: the path is no checkpoint, or the checkpoint does not fit this run.
+            CheckpointError: the path is not a checkpoint, or the checkpoint does not fit this run.
         """
         folder = self._checkpoints.resume_path(self._config.resume_from_checkpoint)
         if folder is None:

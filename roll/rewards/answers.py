@@ -19,7 +19,7 @@ SMALL_LETTER = re.compile(r"([a-z])(?:[).,:;*]|\s*$)")
 """A choice in lower case, which is not the article."""
 
 LETTER = re.compile(r"(?<![A-Za-z0-9'\u2019])([A-Za-z])(?![A-Za-z0-9'\u2019])")
-"""A letter that is no part of a word."""
+"""A letter that is not part of a word."""
 
 LATEX_TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
 """Text inside of LaTeX mathematics."""
@@ -135,7 +135,7 @@ def regex(response: str, ground_truth: str, config: RewardConfig) -> float:
         config: `pattern`, `correct_score` and `wrong_score` are used.
 
     Raises:
-        ValueError: the ground truth is no regular expression.
+        ValueError: the ground truth is not a regular expression.
     """
     expression = _compiled(config.pattern or ground_truth)
     if config.pattern is None or not expression.groups:

@@ -36,7 +36,7 @@ SCRIPTS = {
     "ur": ("ARABIC",),
     "zh": ("CJK",),
 }
-"""Language -> first words of the Unicode names of its letters; languages in Latin script are not told apart."""
+"""Language -> first words of the Unicode names of its letters; languages in Latin script cannot be distinguished."""
 
 SCRIPT_SHARE = 0.8
 """Least share of letters in the script of the language; names and formulas may be in another."""
@@ -86,7 +86,7 @@ def language(text: str, language: str) -> bool:
     """The letters are those of a language.
 
     Raises:
-        ValueError: the language is in Latin script, in which languages cannot be told apart by their letters.
+        ValueError: the language is in Latin script, whose letters do not identify a language.
     """
     if language not in SCRIPTS:
         raise ValueError(f"language {language!r} cannot be verified by its letters; known: {', '.join(SCRIPTS)}")

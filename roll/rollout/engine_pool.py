@@ -16,7 +16,7 @@ QUEUED = 2
 """Requests sent to an engine, in multiples of those it runs at a time: enough that it never waits for work."""
 
 POLL_S = 0.5
-"""Interval at which an engine that died is asked whether it serves again; a start takes many times as long."""
+"""Interval of the checks whether an engine that died serves again; a start takes many times as long."""
 
 
 class EngineDownError(RuntimeError):
@@ -170,7 +170,7 @@ class EnginePool:
         self._poll()
 
     def _poll(self) -> None:
-        """Asks every engine that is down, until it serves again or no request is left in this pool."""
+        """Starts to check every engine that is down, until it serves again or no request is left in this pool."""
         for engine in self._down - {*self._polls}:
             self._polls[engine] = asyncio.create_task(self._wait_until_back(engine))
 
@@ -180,7 +180,7 @@ class EnginePool:
             poll.cancel()
 
     async def _wait_until_back(self, engine: int) -> None:
-        """Asks an engine until it serves; an error of the question, which is logged once, is no answer."""
+        """Checks an engine until it serves. A check that raises is logged once, and repeated."""
         failed = False
         while True:
             try:
@@ -188,7 +188,9 @@ class EnginePool:
                     break
             except Exception:
                 if not failed:
-                    logger.warning("engine %d is asked again whether it serves, after:", engine, exc_info=True)
+                    logger.warning(
+                        "engine %d: the check whether it serves failed and is repeated:", engine, exc_info=True
+                    )
                 failed = True
             await asyncio.sleep(POLL_S)
         for balancer in (self._balancer, self._sessions):

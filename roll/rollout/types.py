@@ -99,7 +99,7 @@ class Trajectory:
         log_probs: one for each id; 0 where the token was not sampled.
         versions: weight version of each id; NOT_SAMPLED where it was not sampled.
         sampling_mask: for each id up to the last that was sampled, the ids it was sampled from, if `top_k` and `top_p`
-            truncated them and the engine told which; no ids where it was not sampled. Empty: nothing was truncated.
+            truncated them and the engine returned which; no ids where it was not sampled. Empty: nothing was truncated.
         turns: the responses in order; together they span exactly the sampled tokens.
         stop: why it ended; None while it is running.
         outcome: the last observation, after which no response was sampled; empty if there was none.
@@ -210,7 +210,7 @@ class Group:
         problem: which problem of that kind: index of the prompt in the data, or seed of the environment.
         name: id of the prompt, or tag and number of the environment; for messages and dumps.
         trajectories: the samples, which are learned from.
-        greedy: the response at temperature 0, whose score is a baseline; it is no sample. None if none was asked for.
+        greedy: the response at temperature 0, whose score is a baseline; it is not a sample. None if not requested.
         drop_reason: why it cannot be learned from; None while it can.
         failure: description of the cause, for messages.
         ground_truth: of the prompt, for dumps; None for environments.

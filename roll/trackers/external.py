@@ -167,7 +167,7 @@ class ExternalTracker(Tracker):
         if not self._reported:
             self._reported = True
             logger.warning(
-                "tracker %s: %s; the run goes on, and metrics.jsonl has every step (details: %s)",
+                "tracker %s: %s; the run continues, and metrics.jsonl has every step (details: %s)",
                 self._name,
                 reason,
                 self._log_path,

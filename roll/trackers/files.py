@@ -98,7 +98,7 @@ class DiskFullError(RunError):
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether an error, of this process or as told by another one, is that of a full disk."""
+    """Whether an error, raised in this process or reported by another one, is that of a full disk."""
     if isinstance(error, DiskFullError) or (isinstance(error, OSError) and error.errno in FULL_DISK):
         return True
     return any(text in str(error) for text in FULL_DISK_TEXTS)

@@ -162,4 +162,4 @@ def test_an_environment_that_is_not_here_stops_a_run_and_not_a_plan(tmp_path: Pa
     report = check(agentic(tmp_path, "custom_envs.Lake.env_type=bfcl"))
     assert not report.errors
     [problem] = [problem for problem in report.missing if problem.path == "custom_envs.Lake.env_type"]
-    assert problem.message.startswith("bfcl is an environment that is not here; known: frozen_lake, sokoban")
+    assert problem.message.startswith("bfcl is not an environment of this project; known: frozen_lake, sokoban")

@@ -112,7 +112,7 @@ def test_the_other_node_fetches_a_model_by_name_and_a_failure_names_it(two_nodes
         hub.status = 503
         config.system_envs["HF_HOME"] = str(tmp_path / "empty")
         (other,) = [node.address for node in resources.nodes if node.node_id != resources.this_node]
-        with pytest.raises(RunError, match=f"node {other}: tiny/any is no folder here .* answered 503"):
+        with pytest.raises(RunError, match=f"node {other}: tiny/any is not a folder here .* answered 503"):
             asyncio.run(fetch_on_nodes(config, resources))
         resources.release()
 

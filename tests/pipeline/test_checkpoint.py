@@ -268,7 +268,7 @@ def test_a_damaged_checkpoint_is_named_and_the_newest_intact_one_is_taken(tmp_pa
     assert manager.resume_path(True) == newest
     problem = spoil(newest)
     assert manager.resume_path(True) == older
-    assert re.search(f"the run goes on from {older}, because {newest} is damaged: {problem}", caplog.text)
+    assert re.search(f"the run continues from {older}, because {newest} is damaged: {problem}", caplog.text)
     with pytest.raises(
         RunError, match=f"{newest} is damaged: {problem}.*; the newest intact one in that folder is {older}"
     ):
@@ -285,7 +285,7 @@ def test_a_damaged_checkpoint_that_is_skipped_is_an_event(tmp_path):
     assert manager.resume_path(True) == older
     (event,) = map(json.loads, (tmp_path / EVENTS_FILE).read_text().splitlines())
     assert event["event"] == "checkpoint skipped"
-    assert event["message"] == f"goes on from {older}, because {newest} is damaged: {problem}"
+    assert event["message"] == f"continues from {older}, because {newest} is damaged: {problem}"
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ def test_a_step_that_is_accepted_late_is_reported_while_the_run_goes_on(
             tracker.log(step, {"actor/loss": 0.5})
         tracker.close()
     (record,) = caplog.records
-    assert "tracker wandb: it has not accepted step 1 within 0 s; the run goes on" in record.getMessage()
+    assert "tracker wandb: it has not accepted step 1 within 0 s; the run continues" in record.getMessage()
 
 
 def test_keys_are_not_shown(config: RLVRConfig) -> None:

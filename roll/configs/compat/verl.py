@@ -354,7 +354,7 @@ def _rejection(option: str, threshold: Any, lower: Any) -> Tree:
     """The rejection of one option.
 
     Raises:
-        ValueError: it is unknown, or its bound is no number.
+        ValueError: it is unknown, or its bound is not a number.
     """
     if option in EARLIER_REJECTION:
         upper = _positive(threshold, "rollout_rs_threshold")

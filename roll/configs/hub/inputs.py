@@ -249,7 +249,7 @@ def _listed_download(name: str, keys: list[str], listing: Listing, paths: Sequen
 def _explain(name: HubName, error: HubError, lacking: Sequence[str]) -> str:
     """Both readings of a name that is neither a path nor can be fetched, and what to place where."""
     thing = "folder" if name.kind == "model" else "file or folder"
-    message = f"{name} is no {thing} here (in {os.getcwd()}), and as a {name.kind} on the hub it cannot be had: {error}"
+    message = f"{name} is not a {thing} here (in {os.getcwd()}), and it cannot be fetched as a {name.kind}: {error}"
     if not isinstance(error, HubUnreachable):
         return message
     cache = f"the cache {cache_folder()} " + (

@@ -98,7 +98,7 @@ def _library_errors(name: HubName) -> Iterator[None]:
     """Turns every error of the library into one sentence; its versions differ in their classes."""
     if not installed():
         raise HubError(
-            f"{name} is to come from ModelScope, whose library is not installed: pip install modelscope; "
+            f"{name} is to be fetched from ModelScope, whose library is not installed: pip install modelscope; "
             "or unset USE_MODELSCOPE and model_download_type to fetch it from Hugging Face"
         )
     if offline():
@@ -108,7 +108,7 @@ def _library_errors(name: HubName) -> Iterator[None]:
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise HubError(
-            f"{name} is no folder here (in {os.getcwd()}), and as a model on ModelScope it cannot be had: {reason}. "
+            f"{name} is not a folder here (in {os.getcwd()}), and ModelScope does not provide it: {reason}. "
             f"Where there is a network, run `modelscope download {name.repo}` and copy it into MODELSCOPE_CACHE, or "
             "write the path of a folder with config.json, tokenizer.json and *.safetensors"
         ) from error

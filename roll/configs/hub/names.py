@@ -322,7 +322,7 @@ def hub_errors(name: HubName) -> Iterator[None]:
     except errors.RevisionNotFoundError as error:
         raise HubError(f"{endpoint()} has {name.repo}, but no revision {name.revision} of it") from error
     except errors.RepositoryNotFoundError as error:
-        private = "or it is private and HF_TOKEN is no token that may read it"
+        private = "or it is private and HF_TOKEN may not read it"
         raise HubError(f"{endpoint()} has no {name.kind} of this name, {private}") from error
     except errors.HfHubHTTPError as error:
         raise HubUnreachable(f"{endpoint()} answered {error.response.status_code}") from error

@@ -19,9 +19,9 @@ REGISTRY = "roll.envs.registry"
 def check_environments(config: AgenticConfig, report: Report) -> None:
     """Creates one environment of each entry, which is cheap, and reports its errors.
 
-    A name that is not similar to a known one is that of another environment, without which a plan can be made. A class
-    of the user's, `module:Class`, is left out: it is tried in a process of its own, which may hang or die
-    (`roll.envs.self_test`).
+    A name that is not similar to a known one is taken for an environment of another project: `roll plan` works without
+    it. A class of the user, `module:Class`, is not created here: it is tried in a process of its own, which may hang or
+    die (`roll.envs.self_test`).
     """
     if not config.custom_envs:
         report.error("custom_envs", "is empty, so there is no environment; describe one, such as Lake: {}")
@@ -34,8 +34,8 @@ def check_environments(config: AgenticConfig, report: Report) -> None:
         if not registry.is_known(entry.env_type) and not misspelled:
             report.missing_resource(
                 f"custom_envs.{tag}.env_type",
-                f"{entry.env_type} is an environment that is not here; known: {', '.join(registry.BUILT_IN)}, or write "
-                "env_type: module:Class, one of your own (docs/environments.md)",
+                f"{entry.env_type} is not an environment of this project; known: {', '.join(registry.BUILT_IN)}, or "
+                "write env_type: module:Class, one of your own (docs/environments.md)",
             )
             continue
         try:

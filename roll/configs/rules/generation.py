@@ -96,7 +96,7 @@ def _check_waits(config: RLConfig, report: Report) -> None:
         report.warn(
             "async_training.max_sample_age_s",
             f"{age:g} s is less than actor_infer.generation_timeout_s {longest:g} s, so a response that takes longer "
-            "is generated in vain; use at least that, or lower generation_timeout_s",
+            "is dropped; use at least that, or lower generation_timeout_s",
         )
     if config.in_flight_policy == "drain" and config.sync_timeout_s < longest:
         report.warn(

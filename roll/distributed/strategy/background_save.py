@@ -1,4 +1,4 @@
-"""Writing a checkpoint on a thread, while the rank goes on computing."""
+"""Writing a checkpoint on a thread, while the rank computes."""
 
 from __future__ import annotations
 

@@ -53,7 +53,9 @@ class HostCopies:
         """Raises a RuntimeError if one of these states is in host memory."""
         absent = [kind for kind in kinds if kind in self._emptied]
         if absent:
-            raise RuntimeError(f"{' and '.join(absent)} of this rank are in host memory; load_states brings them back")
+            raise RuntimeError(
+                f"{' and '.join(absent)} of this rank are in host memory; load_states moves them to the device"
+            )
 
     @torch.no_grad()
     def offload(self, kinds: Sequence[StateKind]) -> int:

@@ -313,7 +313,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
     def begin_checkpoint(self, folder: Path) -> None:
         """Begins to write weights, distributed optimizer, step count and random state; collective over all ranks.
 
-        They are written while this rank goes on; its next optimizer step waits until they are.
+        They are written while this rank computes; its next optimizer step waits until they are.
         """
         self.states.require(*ALL_STATES)
         self.saving.start(megatron_checkpoint.begin_save(folder, self.wrapped, self.optimizer, self.optimizer_steps))

@@ -47,7 +47,7 @@ def check_metadata(path: Path) -> None:
     """Reads torch's `.metadata` file without running any code that it names.
 
     Raises:
-        ValueError: it names other classes or functions than METADATA_CLASSES, or is no pickle.
+        ValueError: it names other classes or functions than METADATA_CLASSES, or is not a pickle.
     """
     try:
         with path.open("rb") as file:
@@ -62,7 +62,7 @@ def check_metadata(path: Path) -> None:
         ValueError,
         TypeError,
     ) as error:
-        raise ValueError(f"{path}: is no description of a checkpoint: {error}") from error
+        raise ValueError(f"{path}: is not the metadata of a checkpoint: {error}") from error
 
 
 @contextlib.contextmanager

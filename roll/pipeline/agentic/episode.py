@@ -138,7 +138,7 @@ class Episode:
         trajectory = self.trajectory
         turn = trajectory.add_response(request.prompt_ids, result, self._observation, text)
         if result.finish_reason == "length" and len(trajectory.ids) >= self._sequence_length:
-            trajectory.stop = "sequence_length"  # the response was cut off, so it is no action
+            trajectory.stop = "sequence_length"  # the response was cut off, so it is not an action
             if len(trajectory.turns) == 1:
                 trajectory.metrics = metrics_without_action(self._rules)
             return

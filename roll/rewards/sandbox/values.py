@@ -55,7 +55,7 @@ def _packed(value: Any, reference: Any, depth: int) -> Any:
     if kind.__module__ == "numpy" and hasattr(kind, "tolist"):
         return _packed(value.tolist(), reference, depth + 1)
     if reference is None:
-        raise NotPlain(f"a {kind.__name__} is no plain value")
+        raise NotPlain(f"a {kind.__name__} is not a plain value")
     return reference(value)
 
 

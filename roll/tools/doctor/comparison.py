@@ -92,8 +92,8 @@ def _ranks_by_node(nodes: Sequence[int]) -> list[list[int]]:
 def _ring_rounds(members: Sequence[int]) -> list[list[Pair]]:
     """Every pair of neighbours on a ring, in two or three rounds in which each member is in at most one pair.
 
-    A member whose own link is slow is slow with both neighbours. They are not, since each has another neighbour: so the
-    better of its pairs tells the speed of a member. Of two members the slow one cannot be told.
+    A member whose own link is slow is slow with both neighbours. Its neighbours are slow in only one of their pairs, so
+    the better pair of a member gives its speed. Of two members the slow one cannot be determined.
     """
     count = len(members)
     if count < 3:

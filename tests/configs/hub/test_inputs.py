@@ -109,8 +109,8 @@ def test_a_plan_without_a_network_says_what_it_could_not_know(tmp_path: Path, mo
     go_offline(monkeypatch)
     plan = planned(by_name(tmp_path))
     model, data, memory = plan.warnings
-    assert model.startswith(f"pretrain: {MODEL} is no folder here (in ") and "HF_HUB_OFFLINE is set" in model
-    assert data.startswith(f"actor_train.data_args.file_name: {DATA} is no file or folder here")
+    assert model.startswith(f"pretrain: {MODEL} is not a folder here (in ") and "HF_HUB_OFFLINE is set" in model
+    assert data.startswith(f"actor_train.data_args.file_name: {DATA} is not a file or folder here")
     assert memory.startswith("no memory estimate for actor_train, actor_infer")
     assert plan.batch and plan.memory == []
 
@@ -140,8 +140,8 @@ def test_a_model_of_which_the_cache_has_a_part_names_what_is_missing(
 def test_a_misspelt_name_is_answered_with_both_readings(hub: HubServer, tmp_path: Path) -> None:
     found = look_up(by_name(tmp_path, "pretrain=tiny/qwen3"))
     message = str(found.problems[0])
-    assert "pretrain: tiny/qwen3 is no folder here (in " in message
-    assert "as a model on the hub it cannot be had: http://127.0.0.1" in message
+    assert "pretrain: tiny/qwen3 is not a folder here (in " in message
+    assert "it cannot be fetched as a model: http://127.0.0.1" in message
     assert "has no model of this name" in message
 
 

@@ -45,7 +45,7 @@ def test_a_description_that_names_anything_else_or_is_damaged_is_refused(saved, 
     }
     saved.write_bytes(contents[payload])
     with pytest.raises(
-        ValueError, match="is no description of a checkpoint: " + ("it names posix.system" * (payload == "planted"))
+        ValueError, match="is not the metadata of a checkpoint: " + ("it names posix.system" * (payload == "planted"))
     ):
         check_metadata(saved)
     assert not file.exists()
