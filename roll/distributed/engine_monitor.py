@@ -169,7 +169,7 @@ class EngineMonitor:
             self._updating = False
 
     async def updated(self, engines: Sequence[int]) -> None:
-        """These engines have the current weights."""
+        """Records that these engines have the current weights."""
         for engine in engines:
             if self.states[engine] is EngineState.STARTED:
                 await self._set(engine, EngineState.SERVING)
@@ -186,7 +186,7 @@ class EngineMonitor:
         await asyncio.gather(*(self._check(engine, timeout_s) for engine in self._running))
 
     async def failed(self, engine: int, cause: str, responsive: bool = True) -> None:
-        """An engine is not to be used any more: restarts it if that is allowed."""
+        """Takes an engine out of use, and restarts it if that is allowed."""
         cause = cause.removeprefix(f"{self._name(engine)}: ")
         if engine not in self._running:
             return
@@ -201,7 +201,7 @@ class EngineMonitor:
         """Waits until an engine serves, or has started and waits for weights.
 
         Raises:
-            EnginesLostError: no engine will.
+            EnginesLostError: no engine serves or starts, and none may be restarted.
         """
         await self._wait(lambda: bool(self.serving or self.started))
 
@@ -209,15 +209,15 @@ class EngineMonitor:
         """Waits until a restarted engine waits for weights.
 
         Raises:
-            EnginesLostError: no engine serves, and none will.
+            EnginesLostError: no engine serves, and none may be restarted.
         """
         await self._wait(lambda: bool(self.started))
 
     async def wait_until_lost(self) -> None:
-        """Waits until no engine serves and none will.
+        """Waits until no engine serves and none may be restarted.
 
         Raises:
-            EnginesLostError: that is so.
+            EnginesLostError: always, with the first cause.
         """
         await self._wait(lambda: False)
 

@@ -44,11 +44,11 @@ class RunningLoop:
         self._last: Health = {"stage": "starting"}
 
     def starting(self) -> None:
-        """The run starts, maybe again."""
+        """Records that the run starts, for the first time or again."""
         self._loop, self._ended = None, False
 
     def begin(self, loop: TrainingLoop) -> None:
-        """The loop trains from now on."""
+        """Records that `loop` begins to train."""
         self._loop = loop
         self.first_step = self.last_step = loop.state.step
 
@@ -74,7 +74,7 @@ class RunningLoop:
         return failed and session.may_start_again and not self.interrupted
 
     def failed(self, cause: str) -> None:
-        """A process of the run has failed, and the run will start again."""
+        """Records that a process of the run has failed and the run will start again."""
         self.starting()
         self.restarts += 1
         self._failed_at = time.monotonic()
@@ -86,7 +86,7 @@ class RunningLoop:
         return None if failed_at is None else time.monotonic() - failed_at
 
     def continue_at(self, step: int) -> int:
-        """The next start begins with so many finished steps; returns how many steps are repeated."""
+        """Records that the next start begins with so many finished steps; returns how many steps are repeated."""
         repeated = max(0, self.last_step - step)
         self.first_step = self.last_step = step
         return repeated

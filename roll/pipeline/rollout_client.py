@@ -62,12 +62,12 @@ class RolloutClient:
         return batch
 
     async def stop(self) -> None:
-        """No batch is taken from now on."""
+        """Lets no further batch be taken."""
         self._stopped = True
         await self._call(Rollouter.stop)
 
     async def advance(self, version: int) -> None:
-        """The engines have the weights of `version`: generation may continue."""
+        """Tells the rollouter that the engines have the weights of `version`: generation may continue."""
         await self._call(Rollouter.advance, version)
         self._version = version
 

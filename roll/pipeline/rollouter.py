@@ -101,7 +101,7 @@ class Rollouter:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """Nothing is generated yet.
+        """Generates nothing before the first `advance`.
 
         Args:
             worker: generates and scores groups.
@@ -125,7 +125,7 @@ class Rollouter:
         self._last_progress = clock()
 
     async def advance(self, version: int) -> None:
-        """The engines have the weights of `version`. The first call starts the timers and background generation."""
+        """Records that the engines have the weights of `version`; the first call starts background generation."""
         async with self._changed:
             self.admission.advance(version)
             self._changed.notify_all()
@@ -172,7 +172,7 @@ class Rollouter:
         return await self.next_batch(), pickle.dumps(await self.state_dict())
 
     async def stop(self) -> None:
-        """No batch is taken from now on, so that `state_dict` is that of the steps that were learned from."""
+        """Lets no further batch be taken, so that `state_dict` is that of the steps that were learned from."""
         async with self._changed:
             self._stopped = True
             self._changed.notify_all()

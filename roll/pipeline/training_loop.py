@@ -65,10 +65,10 @@ class SampleSource(Protocol):
         """The next batch; None once `stop` was called, also to a call that is waiting."""
 
     async def stop(self) -> None:
-        """No batch is taken from now on, so that `state_dict` is that of the steps that were learned from."""
+        """Lets no further batch be taken, so that `state_dict` is that of the steps that were learned from."""
 
     async def advance(self, version: int) -> None:
-        """The engines have the weights of `version`, and a due validation of them is done: generation may continue."""
+        """Called once the engines have the weights of `version` and a due validation is done; generation may continue."""
 
     async def validate(self) -> dict[str, float]:
         """`val/...` of the current weights, with the same prompts and seeds every time."""

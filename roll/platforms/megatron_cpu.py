@@ -105,7 +105,7 @@ def _replace_streams_and_devices(cuda: Any) -> None:
 
 
 def _replace_random_state(cuda: Any) -> None:
-    """All random state is that of torch's CPU generator."""
+    """Replaces the random state of CUDA by that of torch's CPU generator."""
     cuda.manual_seed = lambda seed: torch.manual_seed(seed)
     cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)

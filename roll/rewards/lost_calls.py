@@ -28,7 +28,7 @@ class LostGroups:
         self._failures: dict[int, RewardOutcome] = {}
 
     def add(self, call: Call, failure: RewardOutcome) -> None:
-        """A call failed."""
+        """Records a call that failed."""
         self._failures[self._groups[id(call)]] = failure
 
     def failure(self, call: Call) -> RewardOutcome | None:
@@ -50,7 +50,7 @@ class HungCalls:
         self._hung: OrderedDict[bytes, tuple[float, RewardOutcome]] = OrderedDict()
 
     def add(self, call: Call, failure: RewardOutcome) -> None:
-        """A call hung while it was alone."""
+        """Records a call that hung while it was alone in its process."""
         key = self._key(call)
         self._hung[key] = self._clock(), failure
         self._hung.move_to_end(key)

@@ -7,7 +7,7 @@ and n the version whose weights learn from the next batch (the number of batches
 batch is being learned from).
 
 Admission: submitted - dropped <= floor((v + 1 + eta) * B), always. So generation is at most eta batches ahead of
-training. A dropped prompt frees its place for a new prompt with its own deadline.
+training. A dropped prompt does not count, so a new prompt with its own deadline may be submitted.
 
 Deadline: a prompt submitted at version u is learned from by version u + ceil(eta) at the latest.
 
@@ -33,7 +33,7 @@ is learned from. The limit `max_staleness` drops nothing in an unbroken run; it 
 with a smaller ratio than that under which its prompts were admitted.
 
 Freshness by time: with `max_age_s`, `expire` drops ready groups whose prompt was submitted longer ago. The caller calls
-it before it takes a batch, so no token learned from is older. What it drops frees places as any dropped prompt does.
+it before it takes a batch, so no token learned from is older. New prompts may replace those that it drops.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class Admission(Generic[T]):
     """
 
     def __init__(self, settings: AdmissionSettings, version: int = 0) -> None:
-        """No prompt is submitted yet.
+        """Starts with no prompt submitted.
 
         Args:
             settings: the bounds.
@@ -234,7 +234,7 @@ class Admission(Generic[T]):
         return requests
 
     def finish(self, number: int, group: T, oldest_version: int) -> None:
-        """A prompt in flight is generated and scored; it is buffered, or dropped as stale if it is too old already.
+        """Buffers a prompt in flight that is generated and scored, or drops it as stale if it is too old already.
 
         Raises:
             AdmissionError: that prompt is not in flight.
@@ -245,7 +245,7 @@ class Admission(Generic[T]):
         self._drop_stale()
 
     def drop(self, number: int, reason: str) -> None:
-        """A prompt in flight failed or was filtered; its place is free for a new prompt.
+        """Drops a prompt in flight that failed or was filtered, so that a new prompt may be submitted instead.
 
         Raises:
             AdmissionError: that prompt is not in flight.
@@ -255,7 +255,7 @@ class Admission(Generic[T]):
         self.ledger.drop(reason)
 
     def advance(self, version: int) -> None:
-        """The engines have the weights of `version`.
+        """Records that the engines have the weights of `version`, so that more prompts may be submitted.
 
         Raises:
             AdmissionError: the version is older than the current one, or newer than the batches taken so far allow.

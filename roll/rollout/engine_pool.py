@@ -68,7 +68,7 @@ class EnginePool:
         self._returned = asyncio.Event()
         self._down: set[int] = set()
         self._polls: dict[int, asyncio.Task[None]] = {}
-        self._one_is_back = asyncio.Event()
+        self._engine_returned = asyncio.Event()
         self.reissued = 0
         """Requests that were sent again since an engine died."""
 
@@ -122,7 +122,7 @@ class EnginePool:
     ) -> list[GenerateResult]:
         """One call for each engine; a part that has to be sent again does not wait for the other parts."""
         await self._wait_for_an_engine()
-        sent = _Sent(flat, self._balancer)
+        sent = _SentRequests(flat, self._balancer)
         chosen = iter(range(len(flat)))
         for group in groups:
             target = self._balancer.choose() if engine is None or not self._balancer.is_available(engine) else engine
@@ -137,7 +137,7 @@ class EnginePool:
             sent.end()
         return [sent.results[index] for index in range(len(flat))]
 
-    async def _answer(self, sent: _Sent, part: list[int]) -> None:
+    async def _answer(self, sent: _SentRequests, part: list[int]) -> None:
         """Generates the requests with these indices, which one engine has; sends again what failed or was lost."""
         attempt = 0
         while part:
@@ -162,24 +162,24 @@ class EnginePool:
                 sent.assign(index, target)
 
     def _set_down(self, engine: int) -> None:
-        """Sends an engine no requests until it serves again."""
+        """Marks an engine as down: it gets no requests until it serves again."""
         for balancer in (self._balancer, self._sessions):
             balancer.set_available(engine, False)
         self._down.add(engine)
-        self._one_is_back.clear()
+        self._engine_returned.clear()
         self._poll()
 
     def _poll(self) -> None:
         """Starts to check every engine that is down, until it serves again or no request is left in this pool."""
         for engine in self._down - {*self._polls}:
-            self._polls[engine] = asyncio.create_task(self._wait_until_back(engine))
+            self._polls[engine] = asyncio.create_task(self._wait_until_serving(engine))
 
     def _stop_polls(self) -> None:
         polls, self._polls = self._polls, {}
         for poll in polls.values():
             poll.cancel()
 
-    async def _wait_until_back(self, engine: int) -> None:
+    async def _wait_until_serving(self, engine: int) -> None:
         """Checks an engine until it serves. A check that raises is logged once, and repeated."""
         failed = False
         while True:
@@ -197,16 +197,16 @@ class EnginePool:
             balancer.set_available(engine, True)
         self._down.remove(engine)
         del self._polls[engine]
-        self._one_is_back.set()
+        self._engine_returned.set()
 
     async def _wait_for_an_engine(self) -> None:
         """Waits until at least one engine is not down."""
         while len(self._down) == self._engines.world_size:
-            await self._one_is_back.wait()
+            await self._engine_returned.wait()
 
 
-class _Sent:
-    """The requests of one call: the engine that each was sent to, whose load it is, and the results."""
+class _SentRequests:
+    """The requests of one call: the engine that each was sent to, which counts it as load, and the results."""
 
     def __init__(self, requests: list[GenerateRequest], balancer: Balancer) -> None:
         self.requests, self._balancer = requests, balancer
@@ -214,19 +214,19 @@ class _Sent:
         self._engines: dict[int, int] = {}
 
     def assign(self, index: int, engine: int) -> None:
-        """A request is sent to this engine, and no longer to the one it had."""
+        """Counts a request as load of this engine, and no longer of the one that had it."""
         self.finish({index})
         self._engines[index] = engine
         self._balancer.add(engine, _tokens(self.requests[index]))
 
     def finish(self, indices: Collection[int]) -> None:
-        """These requests are no load any more."""
+        """Removes these requests from the load of their engines."""
         for index in indices:
             if index in self._engines:
                 self._balancer.remove(self._engines.pop(index), _tokens(self.requests[index]))
 
     def end(self) -> None:
-        """None of the requests is a load any more."""
+        """Removes all requests from the load of their engines."""
         self.finish(list(self._engines))
 
     def engine_of(self, index: int) -> int:
@@ -250,7 +250,7 @@ class Balancer:
     """
 
     def __init__(self, engines: int) -> None:
-        """All engines are idle.
+        """Starts with idle engines.
 
         Raises:
             ValueError: fewer than one.
@@ -269,11 +269,11 @@ class Balancer:
         return self._winners[1]
 
     def add(self, engine: int, tokens: int) -> None:
-        """A request of so many tokens is sent to an engine."""
+        """Adds a request of so many tokens to the load of an engine."""
         self._set(engine, self._tokens[engine] + tokens)
 
     def remove(self, engine: int, tokens: int) -> None:
-        """A request of so many tokens ended.
+        """Removes a request of so many tokens, which ended, from the load of an engine.
 
         Raises:
             ValueError: the engine has fewer outstanding.
@@ -291,7 +291,7 @@ class Balancer:
         return not self._down[engine]
 
     def set_available(self, engine: int, available: bool) -> None:
-        """An engine may be chosen, or no longer."""
+        """Sets whether an engine may be chosen."""
         self._down[engine] = not available
         self._set(engine, self._tokens[engine])
 

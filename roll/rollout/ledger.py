@@ -205,19 +205,19 @@ class Deadlines:
         self._ready: Counter[int] = Counter()
 
     def submit(self, deadline: int, count: int = 1) -> None:
-        """Prompts start to run."""
+        """Records prompts that start to run."""
         self._outstanding[deadline] += count
 
     def finish(self, deadline: int) -> None:
-        """A running prompt became ready."""
+        """Records that a running prompt became ready."""
         self._ready[deadline] += 1
 
     def drop_running(self, deadline: int) -> None:
-        """A running prompt was dropped."""
+        """Records that a running prompt was dropped."""
         self._lower(self._outstanding, deadline)
 
     def remove_ready(self, deadline: int) -> None:
-        """A ready prompt was consumed, or dropped for its age."""
+        """Records that a ready prompt was consumed, or dropped for its age."""
         self._lower(self._outstanding, deadline)
         self._lower(self._ready, deadline)
 

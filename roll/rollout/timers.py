@@ -69,12 +69,12 @@ class BusyTimer:
         self._busy = self._interval_busy = 0.0
 
     def enter(self, now: float) -> None:
-        """One activity begins."""
+        """Records that one activity begins."""
         self._advance(now)
         self._active += 1
 
     def exit(self, now: float) -> None:
-        """One activity ends.
+        """Records that one activity ends.
 
         Raises:
             ValueError: no activity runs.

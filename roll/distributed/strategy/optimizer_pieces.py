@@ -192,7 +192,7 @@ class _Saving(SavePlanner):
         self._pieces = {(piece.name, piece.offsets): piece for piece in pieces}
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        """The pieces are given already."""
+        """Does nothing: the constructor has the pieces."""
 
     def create_local_plan(self) -> SavePlan:
         return SavePlan([_write_item(piece) for piece in self._pieces.values()])
@@ -259,4 +259,4 @@ class _Loading(LoadPlanner):
         return tensor
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """The tensor is the optimizer's own."""
+        """Does nothing: `tensor` is the optimizer's own, so it is read in place."""

@@ -67,7 +67,7 @@ def signal_at_parents_end(number: int) -> None:
 
 
 def end_with_parent() -> None:
-    """This process is killed when the one that forked it ends."""
+    """Lets the kernel kill this process when the one that forked it ends."""
     signal_at_parents_end(9)
 
 
