@@ -38,7 +38,7 @@ TIMEOUT_S = 1800.0
 """Seconds after which a benchmark is killed with all its processes."""
 
 LONGER = {"against_trl": 5400.0}
-"""Those of benchmarks that take longer; this one makes 27 runs."""
+"""Time limits of benchmarks that take longer; against_trl makes 27 runs."""
 
 
 def run(name: str, report: Path) -> tuple[list[Check], float]:

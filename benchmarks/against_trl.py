@@ -57,7 +57,7 @@ class Workload:
     steps: int
     targets: dict[int, float]
     shape: dict[str, Any] | None
-    """Of the random model; None is the warm-started one."""
+    """Shape of the random model; None for the warm-started model."""
     shared_cores: bool = False
     """Whether training has both cores at ratio 1 too, and shares them with the engine: for training that takes longer
     than generation."""

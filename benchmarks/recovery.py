@@ -24,7 +24,7 @@ from benchmarks.common import Measurement, at_least, at_most, main, median
 from benchmarks.weight_sync import TINY
 
 TOKENS = 64
-"""Of every answer."""
+"""Length of every answer."""
 RUNNING = 32
 """Requests at a time, for each engine."""
 WINDOW_S = 20.0

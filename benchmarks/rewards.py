@@ -22,7 +22,7 @@ from roll.rewards.pool import RewardPool
 
 REWARDS = 10_000
 FEWER = 2_400
-"""Of the domain beside one that hangs."""
+"""Samples of the domain that runs beside one that hangs."""
 
 PROCESSES = 2
 FRESH = 20

@@ -76,7 +76,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leaves what was imported so far out of garbage collections, of which thousands of tests cause hundreds."""
+    """Exempts the modules imported so far from garbage collection, which the tests trigger hundreds of times."""
     gc.collect()
     gc.freeze()
 

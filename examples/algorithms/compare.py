@@ -31,7 +31,7 @@ class Trial:
     seed: int
 
     def folder(self, out: Path) -> Path:
-        """Of its output."""
+        """Folder of the run's output."""
         return out / "runs" / f"{self.recipe}-ratio{self.ratio:g}-seed{self.seed}"
 
 

@@ -17,7 +17,7 @@ from examples import stages
 HERE = Path(__file__).parent
 SFT = HERE.parent / "tiny_math" / "sft_config.yaml"
 TRAIN_PROBLEMS, VALIDATION_PROBLEMS = 1200, 200
-"""Of each domain; four times as many questions for the judge."""
+"""Problems of each domain; the judge gets four times as many questions."""
 
 
 def demo(out: Path, seed: int, overrides: list[str]) -> dict[str, float]:

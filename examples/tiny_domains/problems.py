@@ -17,7 +17,7 @@ WORD = 4
 """Letters of a word."""
 
 HELD_OUT_ONE_IN = 10
-"""Of the prompts of every domain, the share that is held out for validation."""
+"""One in so many prompts of every domain is held out for validation."""
 
 
 def total(source: random.Random) -> tuple[str, str]:

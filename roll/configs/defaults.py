@@ -21,7 +21,7 @@ MISMATCH_HALF = {"mean_logprob_mismatch": 0.05, "p99_logprob_mismatch": 0.5, "ma
 """With 8 bits of mantissa a token's log-prob is off by some hundredths on average, and one of millions by anything."""
 
 SLOWEST_TOKENS_PER_S = 20.0
-"""Of one request on a GPU that is shared by many; slower ones are taken for stuck."""
+"""Speed of one request on a GPU that many share; slower requests are considered stuck."""
 
 OWN_MODEL_ROLES = ("reward", "judge")
 """Roles whose model is never that of `pretrain`."""

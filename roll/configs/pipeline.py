@@ -250,7 +250,7 @@ class BaseConfig:
         return {name: role for name, role in roles.items() if role.device_mapping}
 
     def trained_roles(self) -> dict[str, TrainedRoleConfig]:
-        """Those with an optimizer."""
+        """The roles with an optimizer."""
         return {"actor_train": self.actor_train}
 
 
@@ -416,7 +416,7 @@ class RLConfig(AsyncOptions, PolicyOptions, AdvantageOptions, CriticOptions, Sam
         return super().steps_per_batch(role) * self.ppo_epochs
 
     def trained_roles(self) -> dict[str, TrainedRoleConfig]:
-        """Those with an optimizer."""
+        """The roles with an optimizer."""
         return super().trained_roles() | ({"critic": self.critic} if self.uses_critic else {})
 
     def schedule_steps(self, role: TrainedRoleConfig) -> int:

@@ -148,7 +148,7 @@ def make_plan(config: BaseConfig, hardware: Hardware | None = None, hub: LookUp 
 
 
 def _folder(config: BaseConfig, role: str) -> Path:
-    """Of the model of a role."""
+    """Folder of the model of a role."""
     return local_model(config.device_roles()[role].model_args.model_name_or_path or "")
 
 

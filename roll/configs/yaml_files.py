@@ -44,7 +44,7 @@ MAX_VALUES = 20_000
 """Most values of a configuration, where an alias (*name) counts as all values of its anchor."""
 
 MAX_BITS = 10_000
-"""Of a whole number; Python prints none of more than about 14,000."""
+"""Most bits of a whole number; Python does not print one of more than about 14,000."""
 
 MAX_EXPANDED = 1024 * 1024
 """Longest text that `${...}` may stand for."""

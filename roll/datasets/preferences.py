@@ -34,7 +34,7 @@ class PreferencePair:
 
     @property
     def tokens(self) -> int:
-        """Of the longer of prompt with response."""
+        """Tokens of the prompt with the longer response."""
         return max(len(one.prompt_ids) + len(one.response_ids) for one in (self.chosen, self.rejected))
 
 

@@ -68,7 +68,12 @@ class FurtherNodes:
     """The further nodes of one engine."""
 
     def __init__(self, rank: WorkerRank, died: Callable[[str], None]) -> None:
-        """Of the engine of this rank; none where it is on one node. Calls `died` with the reason when one dies."""
+        """Finds the further nodes of this rank's engine, none if it is on one node.
+
+        Args:
+            rank: of the engine.
+            died: called with the reason when a node's part of the engine dies.
+        """
         self._rank, self._died = rank, died
         self._nodes = dict(rank.further_nodes)
         self._watches: list[asyncio.Task[None]] = []

@@ -81,7 +81,7 @@ class ValueModel(HiddenStateModel):
             self.value_head = ValueHead(config, value_bias)
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """That of any module: a language model's expects an output projection."""
+        """The state dict of a plain Megatron module: that of a language model expects an output projection."""
         state: dict[str, Any] = MegatronModule.sharded_state_dict(self, *args, **kwargs)
         return state
 

@@ -66,7 +66,7 @@ class Mismatch:
 
     @classmethod
     def between(cls, one: torch.Tensor, other: torch.Tensor, mask: torch.Tensor, p99: float | None) -> Mismatch:
-        """That of the log-probs `one` and `other` [B, T] over the tokens of `mask` [B, T]."""
+        """The mismatch of the log-probs `one` and `other` [B, T] over the tokens of `mask` [B, T]."""
         apart = (one - other)[mask.bool()].double().abs()
         if not len(apart):
             return cls(0.0, 0.0, 0.0)
@@ -75,7 +75,7 @@ class Mismatch:
 
     @classmethod
     def of_step(cls, metrics: Mapping[str, float]) -> Mismatch:
-        """That of the current policy and the base of its ratio, from the metrics of the policy loss."""
+        """The mismatch of the current policy and the base of its ratio, from the metrics of the policy loss."""
         beyond = metrics.get("log_ratio_beyond_p99", 0.0)
         return cls(metrics["log_ratio_abs_mean"], beyond, metrics["log_ratio_abs_max"])
 

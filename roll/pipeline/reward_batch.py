@@ -106,7 +106,7 @@ class ScoringModels:
 
     @classmethod
     def of(cls, session: Session, config: RLVRConfig) -> ScoringModels:
-        """Those of the running clusters."""
+        """The scoring models of the running clusters."""
         ranks, engines = session.train_clusters.get("reward"), session.infer_clusters.get("judge")
         return cls(
             None if ranks is None else RewardModel(ranks.shards_client(), config.reward),

@@ -68,11 +68,11 @@ class Session:
         self.train_clusters: dict[str, Cluster[TrainWorker]] = {}
         self.infer_clusters: dict[str, Cluster[InferWorker]] = {}
         self.shared_devices: SharedDevices | None = None
-        """Of a run whose trainer and engines take turns on their devices."""
+        """Set in a run whose trainer and engines take turns on their devices."""
         self.monitors: dict[str, EngineMonitor] = {}
-        """Of the engines of each role; the next block's monitors count on from them."""
+        """Monitor of the engines of each role; the monitors of the next block continue its counts."""
         self.rollout_client: RolloutClient | None = None
-        """Of the rollout process; the next block's client counts on from it."""
+        """Client of the rollout process; the client of the next block continues its counts."""
         self._remote_actors: list[RemoteActor[Any]] = []
         self._close_first: list[Callable[[], Awaitable[None]]] = []
         self._running = False

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 HF_FOLDER = "hf_model"
-"""Of the exported model, in the output folder and in checkpoints."""
+"""Folder of the exported model, in the output folder and in checkpoints."""
 
 TRAINER_WORK = ("time/old_log_probs", "time/train")
 """Times in which actor_train computes."""
@@ -68,7 +68,7 @@ class SampleSource(Protocol):
         """Lets no further batch be taken, so that `state_dict` is that of the steps that were learned from."""
 
     async def advance(self, version: int) -> None:
-        """Called once the engines have the weights of `version` and a due validation is done; generation may continue."""
+        """Called once the engines have the weights of `version` and a due validation is done: generation continues."""
 
     async def validate(self) -> dict[str, float]:
         """`val/...` of the current weights, with the same prompts and seeds every time."""

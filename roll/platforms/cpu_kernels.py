@@ -36,7 +36,7 @@ NATIVE = {"x86_64": "-march=native", "aarch64": "-mcpu=native"}
 
 BUILD_TIMEOUT_S = 120.0
 CACHE_DTYPES = (torch.float32, torch.bfloat16)
-"""Of the cache; queries of another type are converted to float32 and back."""
+"""Supported dtypes of the key-value cache; queries of another dtype are converted to float32 and back."""
 
 
 class BuildError(RuntimeError):

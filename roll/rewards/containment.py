@@ -41,14 +41,14 @@ PROPORTIONAL = ("Pss_Anon", "Pss_Shmem", "SwapPss", "Private_Hugetlb", "Shared_H
 
 
 def contain(process_limit: int | None = None, memory_bytes: int | None = None) -> None:
-    """Lets this process take along what it starts when it ends; call it before it has threads.
+    """Makes the descendants of this process end with it; call it before it has threads.
 
     With more than `process_limit` descendants at a time, it ends together with them by TOO_MANY_PROCESSES; if they and
     it take more than `memory_bytes`, by TOO_MUCH_MEMORY. Shared mappings count, mapped files do not. Both limits are
     checked every COUNT_INTERVAL_S seconds, so they may be exceeded for that long.
 
     Its descendants stay its own, since it adopts orphans, and are killed when it ends or gets SIGTERM. Where it is
-    killed, crashes or ignores that signal, a guardian, a child of it, kills the processes of its session, those with
+    killed, crashes or ignores that signal, a watchdog, a child of it, kills the processes of its session, those with
     its MARK, and the descendants that it saw when it last looked, with theirs. Only a forked process that left the
     session and lost its parent since then outlives a reward process that was killed.
     """
@@ -58,7 +58,7 @@ def contain(process_limit: int | None = None, memory_bytes: int | None = None) -
     process = os.getpid()
     if os.fork() == 0:
         with contextlib.suppress(BaseException):
-            _guard(process, process_limit, memory_bytes)
+            _watch(process, process_limit, memory_bytes)
         os._exit(0)
     signal.signal(signal.SIGTERM, _end)
     multiprocessing.util.Finalize(None, kill_descendants, exitpriority=0)
@@ -70,7 +70,7 @@ def _end(*_: Any) -> None:
 
 
 def kill_descendants() -> None:
-    """Kills everything that this process has started, the guardian too."""
+    """Kills everything that this process has started, the watchdog too."""
     for _ in range(ROUNDS):
         children = psutil.Process().children(recursive=True)
         alive = [child for child in children if _is_alive(child)]
@@ -89,7 +89,7 @@ def _is_alive(process: psutil.Process) -> bool:
         return False
 
 
-def _guard(process: int, process_limit: int | None, memory_bytes: int | None) -> None:
+def _watch(process: int, process_limit: int | None, memory_bytes: int | None) -> None:
     """Waits for the end of the reward process, or ends it for its descendants; then kills what it has left."""
     os.setsid()
     for ignored in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

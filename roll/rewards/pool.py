@@ -331,7 +331,7 @@ class RewardPool:
             answer.cancel()
 
     def _turn(self) -> _Turns:
-        """Those of the current asyncio loop."""
+        """The turns of the current asyncio loop."""
         loop = asyncio.get_running_loop()
         if self._turns is None or self._turns.loop is not loop:
             processes = self._config.world_size

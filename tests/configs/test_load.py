@@ -317,7 +317,7 @@ def test_a_value_that_is_missing_with_its_variable_names_the_variable(tmp_path: 
     assert message in refusal(tmp_path, text=RLVR + "max_steps: ${oc.env:NOT_SET_HERE}\n")
 
 
-def test_null_takes_a_reward_of_a_base_file_out(tmp_path: Path) -> None:
+def test_null_removes_a_reward_of_a_base_file(tmp_path: Path) -> None:
     write(tmp_path, RLVR + "rewards: {math_rule: {}, other: {tag_included: [x]}}\n", "base.yaml")
     text = "defaults: [base]\nrewards: {math_rule: null, mine: {function: 'mine:score'}, other: null}\n"
     assert list(rlvr(tmp_path, text=text).rewards) == ["mine"]

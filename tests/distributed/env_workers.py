@@ -42,7 +42,7 @@ class Workers:
 
 
 class FakeWorker:
-    """Its environments count their steps and do what the action says: raise, hang, exit, wait, or go.
+    """A worker whose environments count their steps and do what the action says: raise, hang, exit, wait, or go.
 
     An environment of type `not_reproducible` observes the number of its worker, so its episode cannot be replayed.
     """

@@ -96,7 +96,7 @@ def test_options_of_the_constructor_are_checked():
 
 
 class Walk(TextEnv):
-    """Its METRICS are set by the test."""
+    """An environment whose METRICS the test sets."""
 
     def rules(self) -> str:
         return "Walk."

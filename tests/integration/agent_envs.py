@@ -9,7 +9,7 @@ from roll.envs.base import Turn
 from roll.envs.frozen_lake import FrozenLake
 
 KINDS, RAISES, HANGS = 32, 9, 10
-"""Of every 32 seeds one raises and one hangs, in the second action, so that a part was played."""
+"""One of 32 seeds raises and one hangs, in the second action, so that the episode has begun."""
 
 
 class ThinIce(FrozenLake):
@@ -21,7 +21,7 @@ class ThinIce(FrozenLake):
         return super().reset(seed=seed, options=options)
 
     def act(self, text: str) -> Turn:
-        """Goes wrong in the second action where the seed says so; different characters are worth something.
+        """Raises or hangs in the second action for some seeds; a text with more distinct characters has a higher reward.
 
         An untrained model hardly ever names a move, and groups of equal scores would teach it nothing.
         """

@@ -46,7 +46,7 @@ class Trouble(TextEnv):
 
 
 class Irreproducible(Trouble):
-    """Its first observation is the process id."""
+    """An environment whose first observation is the process id."""
 
     def begin(self) -> str:
         return f"{os.getpid()}"

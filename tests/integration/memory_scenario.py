@@ -26,7 +26,7 @@ class KeptStorages:
         self._now = self.most = 0
 
     def pack(self, tensor: torch.Tensor) -> KeptTensor:
-        """Of `torch.autograd.graph.saved_tensors_hooks`."""
+        """The pack hook of `torch.autograd.graph.saved_tensors_hooks`."""
         kept, storage = KeptTensor(tensor), tensor.untyped_storage()
         pointer = storage.data_ptr()
         if pointer not in self._left_out:

@@ -148,7 +148,7 @@ def make_with_log(log: str, make: Callable[..., ObjectT], args: tuple[Any, ...],
 
 
 class KeptTrainWorker(TrainWorker):
-    """Frees its model and leaves its process group in `close`, since its process goes on."""
+    """Frees its model and leaves its process group in `close`, since its process continues."""
 
     def __init__(self, rank: WorkerRank, config: MegatronRoleConfig, pipeline_config: BaseConfig) -> None:
         print_to(log_file(pipeline_config, rank.name))

@@ -97,7 +97,7 @@ def check_samples(folder: Path, model: str) -> list[dict[str, Any]]:
             older.append(moved[~now].abs())
             rows.append(row)
     assert torch.cat(current).max() < 2e-5
-    assert (torch.cat(older) < 2e-5).float().mean() < 1e-2, "tokens marked older were drawn by the weights of now"
+    assert (torch.cat(older) < 2e-5).float().mean() < 1e-2, "tokens marked older were sampled by the current weights"
     return rows
 
 

@@ -57,7 +57,7 @@ def asynchronous(inputs: dict[str, Any], folder: Path, ratio: float, **keys: Any
 
 
 def check_invariants(steps: list[dict[str, Any]], ratio: float) -> None:
-    """What every asynchronous run must show at every step."""
+    """Checks the invariants of every step of an asynchronous run."""
     for line in steps:
         dropped = sum(value for name, value in line.items() if name.startswith("ledger/dropped_"))
         accounted = dropped + sum(
@@ -103,7 +103,7 @@ def test_staleness_is_bounded_and_every_sample_accounted_for(shared_runs, inputs
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
     check_invariants(steps, ratio)
     assert steps[0]["staleness/max"] == 0
-    assert max(line["staleness/max"] for line in steps) > 0, "nothing ran ahead"
+    assert max(line["staleness/max"] for line in steps) > 0, "no generation ran ahead"
     assert any(line["actor/ratio_deviation_max"] > 1e-3 for line in steps[1:]), "nothing was corrected"
     assert not any(line["correction/no_op"] for line in steps)
     assert ("ledger/dropped_filtered_zero_variance" in steps[-1]) == ("rewards__math_rule__query_filter_config" in keys)
@@ -125,12 +125,11 @@ def check_versions(folder: Path, steps: list[dict[str, Any]], policy: str) -> No
 
 
 def check_weights_of_versions(folder: Path) -> None:
-    """A token was drawn by the weights its version names, as the trainer's own log-probs show.
+    """A token was sampled by the weights that its version names, as the trainer's own log-probs show.
 
-    Before its update of step s the trainer has version s - 1 and computes every token anew: those marked with that
-    version must agree with what the engine drew them with, and those marked older must not, but for a few whose
-    probability hardly changed. Requests that run through an `in_place` weight update are left out, since their cache is
-    of older weights.
+    Before its update of step s the trainer has version s - 1 and recomputes all log-probs: those of tokens of that
+    version must agree with the engine's, and those of older tokens must not, but for a few whose probability hardly
+    changed. Requests that run through an `in_place` weight update are left out, since their cache is of older weights.
     """
     current, older = [], []
     for step in range(1, STEPS + 1):
@@ -140,7 +139,7 @@ def check_weights_of_versions(folder: Path) -> None:
             current.append(moved[now].abs())
             older.append(moved[~now].abs())
     assert torch.cat(current).max() < 2e-5
-    assert (torch.cat(older) < 2e-5).float().mean() < 5e-3, "tokens marked older were drawn by the weights of now"
+    assert (torch.cat(older) < 2e-5).float().mean() < 5e-3, "tokens marked older were sampled by the current weights"
 
 
 VARIANTS = ("vanilla", "ppo", "tis", "topr", "cispo", "kimi15")
@@ -206,7 +205,7 @@ def test_the_recipes_of_four_systems_run(shared_runs, inputs, tmp_path, name):
     assert max(line.get("staleness/max", 0) for line in steps) <= math.ceil(ratio)
 
 
-def test_a_run_that_ended_with_its_engine_goes_on_with_what_was_buffered_and_running(shared_runs, inputs, tmp_path):
+def test_a_run_that_ended_with_its_engine_resumes_with_buffered_and_running_prompts(shared_runs, inputs, tmp_path):
     config = asynchronous(inputs, tmp_path, 2, save_steps=1, eval_steps=0, max_engine_restarts=0)
     run = start(config, "max_steps=1000")
     wait_for_line(run, tmp_path, 2)
@@ -228,7 +227,7 @@ def test_a_run_that_ended_with_its_engine_goes_on_with_what_was_buffered_and_run
     assert steps[-1]["ledger/in_flight"] == steps[-1]["ledger/buffered"] == 0
 
 
-def test_requests_that_never_end_are_dropped_and_the_cause_is_told(shared_runs, inputs, tmp_path):
+def test_requests_that_never_end_are_dropped_and_the_cause_is_reported(shared_runs, inputs, tmp_path):
     config = asynchronous(
         inputs, tmp_path, 1, eval_steps=0, response_length=1000, actor_infer__generation_timeout_s=0.5
     )
@@ -238,7 +237,7 @@ def test_requests_that_never_end_are_dropped_and_the_cause_is_told(shared_runs, 
     assert "generation_failed" in said and "aborted after 0.5 s (generation_timeout_s)" in said
 
 
-def test_a_run_goes_on_at_another_layout_ratio_and_number_of_engines(shared_runs, inputs, tmp_path):
+def test_a_run_resumes_at_another_layout_ratio_and_number_of_engines(shared_runs, inputs, tmp_path):
     config = asynchronous(inputs, tmp_path, 2, save_steps=1, eval_steps=0, max_steps=2)
     assert shared_runs.run(config)[0] == 0
     other = [

@@ -1,4 +1,4 @@
-"""Preference training end to end: it learns which answers are right, resumes without a seam, and exports its model."""
+"""Preference training end to end: it learns which answers are right, resumes exactly, and exports its model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def dpo(shared_runs: SharedRuns, data: Path, model: Path, folder: Path, *overrid
     assert code == 0, output
 
 
-def test_a_run_learns_which_answers_are_better_and_resumes_without_a_seam(shared_runs, tmp_path, tiny_model_dir):
+def test_a_run_learns_which_answers_are_better_and_resumes_exactly(shared_runs, tmp_path, tiny_model_dir):
     from transformers import AutoModelForCausalLM
 
     write_problems(tmp_path / "data", seed=3, train=40, val=16, levels=(1,))

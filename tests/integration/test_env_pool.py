@@ -1,4 +1,4 @@
-"""Environments in real worker processes that raise, hang or die: what fails, what goes on, and what is left running."""
+"""Environments in real worker processes that raise, hang or die: failed calls, other calls, processes left behind."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.integration
 
 TROUBLE = EnvSpec("env_troubles:Trouble", {"max_steps": 100})
 STEP_TIMEOUT_S = 4.0
-"""Of a call; an environment that spins slows the others of its process down, the more the busier the machine is."""
+"""Deadline of a call, long because an environment that spins slows down the others of its process."""
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,4 +1,4 @@
-"""Processes of a run with several engines die or stop: it goes on by itself, no prompt is lost or learned twice.
+"""Processes of a run with several engines die or stop: the run continues by itself, no prompt is lost or learned twice.
 
 A killed driver is in test_rlvr_run.py, a killed environment worker in test_env_pool.py.
 """
@@ -111,7 +111,7 @@ def test_the_only_engine_of_a_synchronous_run_dies_and_is_waited_for(inputs, tmp
 
 
 def test_a_dead_rollout_process_is_replaced_and_a_dead_or_stopped_trainer_starts_the_run_again(inputs, tmp_path):
-    """The checkpoint of step 6 is damaged before the trainer dies, so the run goes on from that of step 3."""
+    """The checkpoint of step 6 is damaged before the trainer dies, so the run continues from that of step 3."""
     faults = ["5 kill rollouter", "9 spoil checkpoint", "9 kill actor_train-0 in_update", "11 stop actor_train-0"]
     steps = run_with_faults(
         inputs, tmp_path, faults, async_generation_ratio=1, actor_infer__device_mapping=[1], save_steps=3

@@ -28,7 +28,7 @@ LAYOUTS = {
     "pp2 x dp2": ParallelLayout(pipeline=2, data=2),
 }
 TOLERANCE = 1e-4
-"""Of a gradient's norm: fp32 sums in another order."""
+"""Relative to the norm of the gradient, since fp32 sums differ by their order."""
 
 Tensors = dict[str, torch.Tensor]
 

@@ -1,4 +1,4 @@
-"""Training of a reward model end to end: it learns which answers are right, resumes without a seam, and is exported."""
+"""Training of a reward model end to end: it learns which answers are right, resumes exactly, and is exported."""
 
 from __future__ import annotations
 
@@ -37,9 +37,7 @@ def train(shared_runs: SharedRuns, pairs: Path, model: Path, folder: Path, *over
     assert code == 0, output
 
 
-def test_a_run_learns_which_answers_are_right_resumes_without_a_seam_and_is_exported(
-    shared_runs, tmp_path, tiny_model_dir
-):
+def test_a_run_learns_which_answers_are_right_resumes_exactly_and_is_exported(shared_runs, tmp_path, tiny_model_dir):
     write_problems(tmp_path / "data", seed=3, train=16, val=16, levels=(1,))
     pairs = tmp_path / "pairs.jsonl"
     write_pairs(tmp_path / "data" / "train.jsonl", pairs, seed=1)

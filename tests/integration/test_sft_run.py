@@ -1,4 +1,4 @@
-"""Supervised fine-tuning end to end: it learns, resumes without a seam, ends at its target, and exports its model."""
+"""Supervised fine-tuning end to end: it learns, resumes exactly, ends at its target, and exports its model."""
 
 from __future__ import annotations
 
@@ -49,9 +49,7 @@ def inputs_by_name(model: Path, cache: Path) -> list[str]:
     return ["pretrain=tiny/math", f"system_envs.HF_HOME={cache}"]
 
 
-def test_a_run_learns_and_one_resumed_from_it_goes_on_without_a_seam_to_its_target(
-    shared_runs, tmp_path, tiny_model_dir
-):
+def test_a_run_learns_and_one_resumed_from_it_continues_exactly_to_its_target(shared_runs, tmp_path, tiny_model_dir):
     from transformers import AutoModelForCausalLM
 
     write_problems(tmp_path / "data", seed=3, train=40, val=16, levels=(1,))

@@ -180,7 +180,7 @@ def test_a_request_the_engine_refuses_comes_back_with_its_reason(engine):
 
 
 def test_a_sequence_may_end_at_the_last_position_of_the_model(engine):
-    """The harness's longest sequence is that; what goes on after a pause has prompts that end shortly before."""
+    """The harness limits sequences to this length; requests that continue after a pause are a little shorter."""
     longest = SHAPE["max_position_embeddings"]
     asked = [
         GenerateRequest(f"r{room}", [7] * (longest - room), SamplingParams(max_new_tokens=room), seed=room)
@@ -358,7 +358,7 @@ def test_cancelled_requests_leave_the_engine(engine):
 
 
 def test_an_engine_over_two_devices_from_dummy_weights_to_its_end(update, tmp_path_factory):
-    """Its port is taken, it refuses to serve dummy weights, gets real ones, and its scheduler and actor are killed."""
+    """The engine finds its port taken, refuses to serve dummy weights and gets real ones; then it is killed."""
     folder = write_tiny_model(tmp_path_factory.mktemp("qwen3"), "qwen3", **SHAPE)
     model = load(folder)
     engine = RemoteEngine(folder, tensor_parallel=2, load_format="dummy")

@@ -273,7 +273,7 @@ def test_an_engine_gets_its_weights_from_the_rank_on_its_own_device(world: World
 
 
 def test_an_engine_is_started_again_in_the_process_of_its_worker(world: World) -> None:
-    """It knows nothing of the one that died, a late end of an earlier update included, and leaves nothing open."""
+    """The new engine has no state of the dead one, refuses a late end of its update, and leaves nothing open."""
     update(world, "tp2 shared")
     used = []
     for _ in range(3):

@@ -28,7 +28,7 @@ class BigramCluster:
         self._rate = learning_rate
 
     def log_probs(self, ids: Tensor) -> Tensor:
-        """Of each token given the one before, [b, T]; 0 for the first."""
+        """Log-prob of each token given the one before, [b, T]; 0 for the first."""
         scores = self.table.log_softmax(-1)[ids[:, :-1], ids[:, 1:]]
         return torch.nn.functional.pad(scores, (1, 0))
 
@@ -127,7 +127,7 @@ class BigramCritic(BigramCluster):
         self.table = torch.zeros(WORDS).requires_grad_()
 
     def values(self, ids: Tensor) -> Tensor:
-        """Of each token, [b, T]; 0 for the first."""
+        """Value of each token, [b, T]; 0 for the first."""
         return torch.nn.functional.pad(self.table[ids[:, :-1]], (1, 0))
 
     def outputs(self, ids: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ def noise(like: torch.Tensor, deviation: float, outlier: float = 0.0, share: flo
 
 
 class NoisyTraining(BigramCluster):
-    """Its training pass rounds differently from its pass for old log-probs."""
+    """A cluster whose training pass rounds differently from its pass for old log-probs."""
 
     def __init__(self, *fault: float) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def first_step(folder: Path, cluster: BigramCluster, *overrides: str, engine=(0.
 
 
 ROUNDING = (0.03, 1.5, 0.002)
-"""Of bf16: 0.024 on average, and 2 of 1,000 tokens far off."""
+"""Noise like that of bf16: 0.024 on average, and 2 of 1,000 tokens far off."""
 
 
 @pytest.mark.parametrize("mode", ["", ASYNC])

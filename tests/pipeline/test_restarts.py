@@ -108,7 +108,7 @@ def test_a_restart_says_how_many_finished_steps_are_repeated(tmp_path: Path, mon
 
 
 class Spoiling(Runs):
-    """Its checkpoints are damaged when a start fails."""
+    """Runs whose checkpoints are damaged when a start fails."""
 
     async def __call__(self, config: BaseConfig, *rest: Any) -> None:
         try:
@@ -259,7 +259,7 @@ class Loop:
         return self
 
     async def resume(self) -> None:
-        """It was."""
+        """Does nothing: the constructor has set the step."""
 
     async def run(self) -> None:
         self.state.step += 1

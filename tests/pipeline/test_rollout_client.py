@@ -47,7 +47,7 @@ class Process:
         self.rollouter = rollouter(self.worker, processes.ratio, STEPS)
 
     async def ready(self) -> None:
-        """It is."""
+        """Ready at once."""
 
     async def call(self, method: Any, *args: Any) -> Any:
         death = self.processes.deaths.get(self.processes.calls)

@@ -454,7 +454,7 @@ def test_a_disk_that_fills_up_while_a_checkpoint_is_written_ends_the_run_with_it
 
 
 class Failing(Counting):
-    """Its second step fails while the checkpoint of the first is being written, which takes `writes_s`."""
+    """A learner whose second step fails while the checkpoint of the first is being written, which takes `writes_s`."""
 
     def __init__(self, error: Exception, writes_s: float) -> None:
         super().__init__()

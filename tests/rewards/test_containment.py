@@ -217,7 +217,7 @@ def test_as_many_processes_as_are_allowed_may_run(tmp_path: Path, nothing_is_lef
 
     running: list[int] = []
     assert asyncio.run(run()) == [RewardOutcome(1.0), RewardOutcome(0.5)]
-    assert running[0] == running[1] >= 3, "the child, the reward process and its guardian"
+    assert running[0] == running[1] >= 3, "the child, the reward process and its watchdog"
     nothing_is_left()
 
 
@@ -238,7 +238,7 @@ def test_nothing_outlives_a_driver_that_was_killed(
     driver = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment)
     assert driver.stdout is not None and driver.stdout.readline() == "ready\n"
     until = time.monotonic() + 10
-    while len(psutil.Process(driver.pid).children(recursive=True)) < 4:  # tracker, reward process, guardian, its child
+    while len(psutil.Process(driver.pid).children(recursive=True)) < 4:  # tracker, reward process, watchdog, its child
         assert time.monotonic() < until
         time.sleep(0.02)
     driver.kill()

@@ -281,7 +281,7 @@ def test_calls_that_wait_while_all_processes_die_are_made_again():
 
 @pytest.mark.parametrize("broken", [True, False])
 def test_a_call_that_no_process_will_answer_is_made_again(broken, monkeypatch):
-    """It is in the queue of a pool that broke, or its process died between taking it and saying so."""
+    """The call was queued when the pool broke, or its process died before it acknowledged the call."""
     monkeypatch.setattr("roll.rewards.pool.POLL_S", 0.05)
     if not broken:
         monkeypatch.setattr("roll.rewards.pool.CALLS_AHEAD", 0.05)
@@ -421,7 +421,7 @@ def test_shared_memory_and_that_of_children_count_for_the_limit():
 
 
 class BrokenAtFirst(RewardPool):
-    """Its processes die while the first call is scheduled."""
+    """A pool whose processes die while the first call is scheduled."""
 
     broken = True
 

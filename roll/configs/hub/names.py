@@ -137,7 +137,7 @@ class Listing:
         return self.name.storage / "snapshots" / self.commit
 
     def missing(self, paths: Collection[str]) -> list[RemoteFile]:
-        """Those of `paths` that the cache does not have."""
+        """The files of `paths` that the cache does not have."""
         blobs = self.name.storage / "blobs"
         wanted = [file for file in self.files if file.path in paths]
         return [

@@ -14,7 +14,7 @@ from roll.configs.schema import value_at
 from roll.configs.suggestions import nearest
 
 LOWEST_TEMPERATURE = 1e-3
-"""Of samples that are trained on; logits divided by less overflow."""
+"""Lowest sampling temperature of samples that are trained on; logits divided by less overflow."""
 
 BYTES_OF_KEPT_TOKEN = 36
 """Memory of one id in a list of Python."""

@@ -27,7 +27,7 @@ SAMPLED_ROWS = 200
 """Rows of a file whose prompts are measured: read and tokenized in a fraction of a second."""
 
 CHARACTERS_PER_TOKEN = 4
-"""Of English text with a large vocabulary; taken where there is no tokenizer, which underestimates other texts."""
+"""Average of English text with a large vocabulary, used without a tokenizer; other texts have more tokens."""
 
 ANSWER_SHARE = 0.5
 """Share of its limit that an answer is taken to have."""

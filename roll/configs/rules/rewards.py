@@ -42,7 +42,7 @@ def check_rewards(config: RLConfig, report: Report) -> None:
 
 
 def _check_catch_all(config: RLVRConfig, report: Report) -> None:
-    """Of the rewards without tags, only the first can score anything."""
+    """Only the first reward without `tag_included` can score anything."""
     first, *others = [name for name, reward in config.rewards.items() if not reward.tag_included] or [""]
     for name in others:
         report.error(

@@ -122,7 +122,7 @@ OWN_PIDS = -1
 
 
 OUTER_USER, OUTER_GROUP = os.geteuid(), os.getegid()
-"""Of the server before it enters its namespaces."""
+"""User and group of the server before it enters its namespaces."""
 
 
 def _write_own_maps() -> None:

@@ -1,4 +1,4 @@
-"""What a rank does while its checkpoint is written: it goes on, and waits before what is written changes."""
+"""What a rank does while its checkpoint is written: it computes, and waits before the written tensors change."""
 
 from __future__ import annotations
 

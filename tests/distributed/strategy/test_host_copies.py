@@ -31,7 +31,7 @@ class Rank:
         }[kind]
 
     def bytes(self) -> int:
-        """That the rank holds."""
+        """Bytes of the states that the rank has on its device."""
         held = (self.buffer, self.half, self.master, self.moment, self.gradients)
         return sum(tensor.untyped_storage().nbytes() for tensor in held)
 

@@ -302,7 +302,7 @@ SETTINGS: Any = SimpleNamespace(
     health_check_timeout_s=5,
     health_check_interval_s=0.01,
 )
-"""Of a run in which two restarts of an engine are allowed."""
+"""Configuration of a run in which two restarts of an engine are allowed."""
 
 WorldT = TypeVar("WorldT", bound=World)
 
