@@ -29,7 +29,7 @@ HEAD_KEPT_BYTES = 512 * 2**20
 """Probabilities up to this size are kept for the head's backward pass; larger ones are recomputed chunk by chunk."""
 
 STATE_LINES = ("weights", "gradients", "optimizer")
-"""Lines that a role needs all the time; the others exist while it computes."""
+"""Lines of memory that a role always needs; the others exist while it computes."""
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ class InferWorker(WeightReceiver):
         if self._engine is not None:
             self._engine.died("it is started again")  # every request that it has, or that waits for it, fails
             self._engine.end()
-        self._forget_engine()
+        self._reset_engine()
         self._released.clear()
         await self.initialize()
         if not needs_weights:
@@ -188,7 +188,7 @@ class InferWorker(WeightReceiver):
         the same results bit for bit.
 
         Raises:
-            StaleWeightsError: the engine holds no whole version of the weights, and no update is in progress.
+            StaleWeightsError: the engine has no complete version of the weights, and no update is in progress.
             EngineNotRunningError: the engine died.
         """
         engine = self.engine
@@ -230,9 +230,9 @@ class InferWorker(WeightReceiver):
 
     @register()
     async def release_memory(self, tags: list[str]) -> None:
-        """Frees memory of the paused engine: CACHE empties its cache, WEIGHTS forgets its weights.
+        """Frees memory of the paused engine: CACHE empties its cache, WEIGHTS discards its weights.
 
-        Without SGLang's memory saver, which needs a GPU, nothing is freed and nothing forgotten.
+        Without SGLang's memory saver, which needs a GPU, nothing is freed and nothing discarded.
         """
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 

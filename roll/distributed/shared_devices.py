@@ -4,8 +4,8 @@
     trainer       computes log-probs and gradients, with parameters, gradients and optimizer; so does a critic
     update        sends parameters to the engines' weights
 
-What the next phase does not use leaves the devices before anything else is loaded, so never more is on them than one
-phase needs. An engine forgets its weights when they leave: only a weight update makes it serve again.
+The states that the next phase does not use are offloaded before others are loaded, so the devices never hold more than
+one phase needs. An engine discards its weights instead: only a weight update makes it serve again.
 """
 
 from __future__ import annotations

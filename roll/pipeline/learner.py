@@ -60,7 +60,7 @@ NO_OP_TOLERANCE = 1e-6
 """Ratios this close to 1 over a whole batch correct nothing."""
 
 POLL_S, MAX_POLL_S = 0.02, 0.5
-"""First and longest pause between two questions whether a checkpoint is written."""
+"""First and longest interval between two checks whether a checkpoint is written."""
 
 LEARNER_STATE = "rl_learner.json"
 """File of a checkpoint: the state of a learner other than that of its roles."""
@@ -91,7 +91,7 @@ class ActorLearner:
             await cluster.call_all(TrainWorker.begin_checkpoint, str(folder / role))
 
     async def saved(self) -> float:
-        """Waits until what `save` began is written; asks again and again, since a rank answers between its calls.
+        """Waits until what `save` began is written; polls the ranks, since a rank answers only between its calls.
 
         Returns:
             Seconds that optimizer steps waited for it.
@@ -186,7 +186,7 @@ class RLLearner(ActorLearner):
         return metrics | self._check_correction(metrics, batch.metrics.get("staleness/max", 0.0))
 
     def _warn_of_equal_scores(self, metrics: Mapping[str, float], rollout: Mapping[str, float]) -> None:
-        """Says once that nothing is learned, where no token had an advantage for some steps."""
+        """Warns once that nothing is learned, where no token had an advantage for some steps."""
         learns = metrics["advantage/max"] != 0 or metrics["advantage/min"] != 0
         self._steps_without_advantage = 0 if learns else self._steps_without_advantage + 1
         if self._steps_without_advantage == STEPS_WITHOUT_ADVANTAGE:

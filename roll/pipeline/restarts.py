@@ -26,7 +26,7 @@ RESTARTING = "restarting"
 
 
 class RunningLoop:
-    """The training loop of a run, while it runs; before and after it nothing of it is called.
+    """Calls the training loop of a run only while the loop runs; keeps counts over all starts of the run.
 
     Attributes:
         interrupted: whether the run was asked to end, so that it does not start again.

@@ -210,7 +210,7 @@ class TrainingLoop:
         """Runs every remaining step. The first weight update is a handshake that tests the transfer before any work.
 
         Raises:
-            RunInterrupted: `stop` was called; the last step is whole, and saved unless the run saves no checkpoints.
+            RunInterrupted: `stop` was called; the last step is complete, and saved unless the run saves no checkpoints.
         """
         try:
             await self._run()

@@ -213,7 +213,7 @@ class CudaPlatform(Platform):
         }
 
     def wait_for_device(self, timeout_s: float) -> None:
-        """Asks again and again: a call that waits for a kernel that waits for a dead process would never return."""
+        """Polls the device: a blocking call would never return where a kernel waits for a dead process."""
         import torch
 
         done, deadline = torch.cuda.Event(), time.monotonic() + timeout_s

@@ -30,7 +30,7 @@ def activate() -> str | None:
 def sleep_while_paused() -> None:
     """Lets a paused engine wait for its next message, as `sleep_on_idle` does for an idle one.
 
-    SGLang's scheduler asks for messages all the time while it is paused. On a CPU that takes a core from the training
+    SGLang's scheduler polls for messages while it is paused. On a CPU that takes a core from the training
     ranks, which compute while engines that share their devices are paused.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType

@@ -39,30 +39,30 @@ class Ledger:
     dropped: Counter[str] = field(default_factory=Counter)
 
     def submit(self, count: int = 1) -> None:
-        """Prompts were sent to the engines."""
+        """Records prompts that are sent to the engines."""
         self.submitted += count
         self.in_flight += count
 
     def finish(self, count: int = 1) -> None:
-        """Prompts are generated and scored, and wait to be consumed."""
+        """Records prompts that are generated and scored, and wait to be consumed."""
         self.in_flight -= count
         self.buffered += count
         self.check()
 
     def drop(self, reason: str, count: int = 1) -> None:
-        """Prompts in flight are dropped."""
+        """Records that prompts in flight are dropped."""
         self.in_flight -= count
         self.dropped[reason] += count
         self.check()
 
     def discard(self, reason: str, count: int = 1) -> None:
-        """Buffered prompts are dropped."""
+        """Records that buffered prompts are dropped."""
         self.buffered -= count
         self.dropped[reason] += count
         self.check()
 
     def consume(self, count: int = 1) -> None:
-        """Buffered prompts became part of a batch."""
+        """Records that buffered prompts became part of a batch."""
         self.buffered -= count
         self.consumed += count
         self.check()

@@ -92,7 +92,7 @@ class Turn:
 
 @dataclass
 class Trajectory:
-    """One episode as token ids that only grow: prompt, response, observation, response, and so on.
+    """One episode as an append-only sequence of token ids: prompt, response, observation, response, and so on.
 
     Attributes:
         ids: of the whole sequence.

@@ -1,6 +1,6 @@
 """Files of a run: metrics.jsonl, one JSON object per step, and run.json, its configuration and result.
 
-A file is whole or absent, also when the disk is full; the error then names the file and the bytes.
+A file is complete or absent, also when the disk is full; the error then names the file and the bytes.
 """
 
 from __future__ import annotations

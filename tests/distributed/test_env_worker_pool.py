@@ -232,6 +232,6 @@ def test_a_worker_that_died_or_hangs_and_is_replaced_is_an_event(tmp_path: Path)
     asyncio.run(scenario())
     events = [json.loads(line) for line in (tmp_path / EVENTS_FILE).read_text().splitlines()]
     assert [(event["component"], event["event"], event["message"]) for event in events] == [
-        ("environment worker", "hung", "0 has a call that hangs; another one takes its place"),
-        ("environment worker", "died", "1 died: gone; another one takes its place"),
+        ("environment worker", "hung", "0 has a call that hangs; another one replaces it"),
+        ("environment worker", "died", "1 died: gone; another one replaces it"),
     ]

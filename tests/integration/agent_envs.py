@@ -21,7 +21,7 @@ class ThinIce(FrozenLake):
         return super().reset(seed=seed, options=options)
 
     def act(self, text: str) -> Turn:
-        """Raises or hangs in the second action for some seeds; a text with more distinct characters has a higher reward.
+        """Raises or hangs in the second action for some seeds; texts with more distinct characters score higher.
 
         An untrained model hardly ever names a move, and groups of equal scores would teach it nothing.
         """

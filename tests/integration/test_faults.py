@@ -70,7 +70,7 @@ def events(folder: Path) -> list[tuple[str, str]]:
 
 
 def check_samples(folder: Path) -> None:
-    """Every group that was learned from is whole."""
+    """Every group that was learned from is complete."""
     for step in range(1, STEPS + 1):
         rows = read_samples(folder / "samples", step)
         assert len(rows) == 16 and len({row["group"] for row in rows}) == 4

@@ -275,7 +275,7 @@ def test_a_group_stays_on_one_engine():
 
 
 def test_environments_cancelled_while_they_open_free_their_slot():
-    """Member 2 of the first group is still opening when the group is whole; the next group needs its place."""
+    """Member 2 of the first group is still opening when the group is complete; the next group needs its slot."""
 
     async def two_groups() -> list[Group]:
         groups, runner = [group(0), group(1)], setup.runner

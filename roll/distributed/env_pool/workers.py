@@ -141,7 +141,7 @@ class EnvWorkerPool:
         if index is None:
             return
         self._states[index].phase = "retired"
-        self._record("hung", f"{index} has a call that hangs; another one takes its place")
+        self._record("hung", f"{index} has a call that hangs; another one replaces it")
         self.release(key)
         self._launch_missing()
 
@@ -152,7 +152,7 @@ class EnvWorkerPool:
         """
         if index not in self._states:
             return
-        self._record("died", f"{index} died: {reason}; another one takes its place")
+        self._record("died", f"{index} died: {reason}; another one replaces it")
         for key in self._states[index].envs:
             del self._worker_of[key]
         if index in self._starting:

@@ -2,7 +2,7 @@
 
 SGLang's own `generate_request` costs several tasks, copies and one message for each request, which is most of the time
 of a short response. Here all requests of one iteration of the event loop are one message, and the parameters that they
-share are checked once. Answers and aborts take SGLang's way.
+share are checked once. Answers and aborts use SGLang's own code.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class RequestSender:
         return self._parameters[sampling]
 
     def _close(self, name: str, future: asyncio.Future[dict[str, Any]]) -> None:
-        """Forgets an answered request, and aborts a cancelled one; its state ends with the answer to the abort."""
+        """Removes an answered request, and aborts a cancelled one; its state ends with the answer to the abort."""
         self._open.discard(future)
         if not future.cancelled():
             return

@@ -39,7 +39,7 @@ class WeightReceiver(Worker):
     def __init__(self, rank: WorkerRank, config: EngineRoleConfig, pipeline_config: RLConfig) -> None:
         super().__init__(rank, config, pipeline_config)
         self.stale_weights = ""
-        """Why the engine must not serve; empty when its weights are a whole version."""
+        """Why the engine must not serve; empty when its weights are a complete version."""
         self.version = 0
         """Version of the weights; tokens sampled from now on carry it."""
         self._engine: Engine | None = None
@@ -50,8 +50,8 @@ class WeightReceiver(Worker):
         self._joined: set[str] = set()
         self._parameters: set[str] = set()
 
-    def _forget_engine(self) -> None:
-        """Forgets what the engine that died had received; the next one does not serve, and is in no group or update."""
+    def _reset_engine(self) -> None:
+        """Resets the state of an engine that died; the next one does not serve, and is in no group or update."""
         self.stale_weights = "it was restarted and has received no weights yet"
         self._session_open = self._update_begun = False
         self._joined.clear()
@@ -73,7 +73,7 @@ class WeightReceiver(Worker):
         """Waits for the end of a weight update in progress.
 
         Raises:
-            StaleWeightsError: the engine holds no whole version of the weights, and no update is in progress.
+            StaleWeightsError: the engine has no complete version of the weights, and no update is in progress.
         """
         await self._updated.wait()
         if self.stale_weights:
@@ -81,7 +81,7 @@ class WeightReceiver(Worker):
 
     @register()
     async def is_serving(self) -> bool:
-        """Whether the engine runs, and its weights are a whole version that is not being replaced."""
+        """Whether the engine runs, and its weights are a complete version that is not being replaced."""
         running = self._engine is not None and self._engine.is_running
         return running and self._updated.is_set() and not self.stale_weights
 
@@ -224,7 +224,7 @@ class WeightReceiver(Worker):
 
     @register(deadline="sync_timeout_s")
     async def commit_update(self) -> None:
-        """Declares the weights a whole version: the engine serves again.
+        """Marks the weights as a complete version: the engine serves again.
 
         Raises:
             EngineError: the engine has received none, for it was restarted since the update began.

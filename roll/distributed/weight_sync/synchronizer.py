@@ -99,7 +99,7 @@ class WeightSynchronizer:
             sleep: waits between attempts; replaced in tests.
             devices: on which training ranks and engines take turns.
             monitor: of the engines; by default one that restarts dead engines when an attempt fails.
-            fatal_errors: each waits until a part of the run has failed for good, and raises its error.
+            fatal_errors: each waits until a part of the run has failed and cannot be restarted, and raises its error.
         """
         self._fatal_errors = fatal_errors
         self._devices = devices
@@ -108,8 +108,8 @@ class WeightSynchronizer:
         self._train, self._infer, self._config, self._sleep = train, infer, config, sleep
         self._transport = (transport or choose_transport(train, infer))(train, infer, config)
         self._to_verify = 1 if devices is None else 2
-        """Updates that are verified with `verify_weights: first`: the first that there is, and that engines which have
-        forgotten their weights get."""
+        """Updates still to verify with `verify_weights: first`: the first one, and with shared devices also the second,
+        which is the first to engines that have discarded their weights."""
         self._failures = 0
         self._unanswered = 0
         """Updates of restarted engines, one after the other, in which a training rank did not answer."""
@@ -199,7 +199,7 @@ class WeightSynchronizer:
         return await self._unless_failed(self._with_updates(work))
 
     async def _unless_failed(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`, or the error of a part of the run that fails for good meanwhile."""
+        """The result of `work`, or the error of a part of the run that fails meanwhile and cannot be restarted."""
         task, failures = asyncio.ensure_future(work), [asyncio.ensure_future(wait()) for wait in self._fatal_errors]
         try:
             await asyncio.wait([task, *failures], return_when=asyncio.FIRST_COMPLETED)
@@ -325,7 +325,7 @@ class WeightSynchronizer:
         infer, transport = self._infer, self._transport
         transport.engines = engines
         if self._devices is not None:
-            self.stale_weights = True  # engines forget their weights when the trainer gets their devices
+            self.stale_weights = True  # engines discard their weights when the trainer gets their devices
             await self._devices.to_update()  # pauses the engines, and has the deadlines of its own calls
         deadline = time.monotonic() + self._config.sync_timeout_s
         step = partial(self._step, deadline)

@@ -29,7 +29,7 @@ BOOT = (
 
 START_TIMEOUT_S = 60.0
 GRACE_S = 5.0
-"""Seconds beyond the time of a job after which its server is taken for broken and killed."""
+"""Seconds beyond the time of a job after which its server is considered broken and killed."""
 
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1"}
 """Environment variables of programs; nothing is inherited."""

@@ -216,7 +216,7 @@ class Keeper:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
                 isolation.limit(self._memory, cpu_s)
                 isolation.drop_privileges(isolation.PROGRAM_ID if user is None else user, self._in_namespaces)
-                isolation.end_with_parent()  # a change of user forgets it
+                isolation.end_with_parent()  # the kernel clears it when the user changes
                 isolation.be_opaque()
                 status = run()
             finally:
