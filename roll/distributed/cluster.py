@@ -434,7 +434,7 @@ class Cluster(Generic[WorkerT]):
 
 
 class _NoWorker:
-    """In place of the worker of a process that was started again, until `build`."""
+    """Placeholder for the worker of a process that was started again, until `build`."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank

@@ -245,7 +245,7 @@ class InferWorker(WeightReceiver):
 
     @register()
     async def resume_memory(self, tags: list[str]) -> None:
-        """Takes released memory again; weights are those of no version until a weight update has sent them."""
+        """Allocates the released memory again; the weights are stale until a weight update has sent them."""
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
         async with self._memory_changes:
@@ -253,7 +253,7 @@ class InferWorker(WeightReceiver):
             if tags:
                 self._released.difference_update(tags)
                 answer = self.engine.manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags))
-                what = f"take memory for {' and '.join(tags)}"
+                what = f"allocate memory for {' and '.join(tags)}"
                 await self.engine.wait_for(answer, what, self.pipeline_config.rpc_timeout_s)
 
     @register()

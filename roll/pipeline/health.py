@@ -66,14 +66,14 @@ class HealthFile:
         self.report({"status": "running", "time": time.time(), "stage": stage})
 
     def end(self, status: str) -> None:
-        """Ends a report of a run that did not come to its own last one."""
+        """Writes the last report of a run that ended without one."""
         try:
             last = json.loads(self._path.read_text())
             if last["status"] == "running":
                 del last["valid_until"]
                 self.report({**last, "status": status, "time": time.time()})
         except (OSError, ValueError, KeyError, TypeError, RunError) as error:
-            logger.warning("%s does not say that the run is %s: %s", self._path, status, error)
+            logger.warning("could not write to %s that the run is %s: %s", self._path, status, error)
 
 
 @contextmanager

@@ -186,7 +186,7 @@ def _pad_columns(values: Sequence[Sequence[float]], width: int, fill: float) -> 
 
 
 def _describe_episode(row: Row) -> dict[str, Any]:
-    """The row's trajectory for people, as JSON; empty for padding."""
+    """The row's trajectory as JSON for dumps; empty for padding."""
     if row.group is None:
         return {}
     trajectory = row.trajectory

@@ -197,7 +197,7 @@ def _record_end(error: BaseException, config: BaseConfig, summary: RunSummary, s
         try:
             replace_summary(Path(config.output_dir), vars(summary))
         except (OSError, ValueError, RunError) as problem:
-            logger.warning("%s does not say that the run is %s: %s", RUN_FILE, summary.status, problem)
+            logger.warning("could not write to %s that the run is %s: %s", RUN_FILE, summary.status, problem)
     if ended_by(error) != "failed":
         return
     event, (component, cause) = "failed", failure_in_one_line(error)

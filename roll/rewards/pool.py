@@ -21,7 +21,7 @@ from roll.configs.rewards import DEFAULT_CONCURRENCY, RewardConfig
 from roll.rewards import reward_process
 from roll.rewards.calling import RewardFunctionError, RewardOutcome, RewardRequest
 from roll.rewards.containment import TOO_MANY_PROCESSES, TOO_MUCH_MEMORY
-from roll.rewards.lost_calls import HungCalls, LostGroups
+from roll.rewards.failed_calls import FailedGroups, HungCalls
 from roll.rewards.output import RewardOutput
 from roll.rewards.reward_process import Call, LoadedReward, RetiredProcess, score_chunk
 from roll.terminal import block_interrupts
@@ -80,7 +80,7 @@ class RewardPool:
     or a limit of the reward ended the process. Every failure is an outcome with a reason, never a score. Processes that
     die without a call are replaced, and calls that waited for them are made again.
 
-    The rest of a group that has lost a response is not scored, and a response that hung alone is not tried again soon:
+    The rest of a group with a failed response is not scored, and a response that hung alone is not tried again soon:
     see `HungCalls`. What the processes print goes to stderr, up to the limit of `RewardOutput`.
 
     Use a pool from one asyncio loop at a time. Processes are spawned, so each imports the main script of the driver
@@ -174,7 +174,7 @@ class RewardPool:
     async def _try(self, request: RewardRequest) -> None:
         for called, index in _calls(request, await self.start()):
             outcomes = await self._call_alone((called, index), reward_process.try_chunk)
-            if isinstance(outcomes, _Lost):
+            if isinstance(outcomes, _NoOutcomes):
                 outcomes = [outcomes.failure]
             failure = next((outcome for outcome in outcomes if outcome.reason is not None), None)
             if failure is not None:
@@ -200,8 +200,8 @@ class RewardPool:
             share = -(-len(calls) // self._config.world_size)
         size = max(1, min(DEFAULT_CONCURRENCY if loaded.is_async else CHUNK_SIZE, share))
         chunks = [calls[first : first + size] for first in range(0, len(calls), size)]
-        lost = LostGroups({id(call): number for number, group in enumerate(groups) for call in group})
-        scored = await asyncio.gather(*(self._score_chunk(chunk, lost) for chunk in chunks))
+        failed = FailedGroups({id(call): number for number, group in enumerate(groups) for call in group})
+        scored = await asyncio.gather(*(self._score_chunk(chunk, failed) for chunk in chunks))
         outcomes = iter([outcome for of_chunk in scored for of_call in of_chunk for outcome in of_call])
         return [[next(outcomes) for _ in request.responses] for request in requests]
 
@@ -225,53 +225,53 @@ class RewardPool:
     async def __aexit__(self, *_: object) -> None:
         self.close()
 
-    async def _score_chunk(self, calls: Sequence[Call], lost: LostGroups) -> list[list[RewardOutcome]]:
+    async def _score_chunk(self, calls: Sequence[Call], failed: FailedGroups) -> list[list[RewardOutcome]]:
         """The outcomes of each call; calls are made only where they are not known to fail."""
         async with self._turn().of_chunks:
-            failures = [self._known_failure(call, lost) for call in calls]
+            failures = [self._known_failure(call, failed) for call in calls]
             needed = [call for call, failure in zip(calls, failures, strict=True) if failure is None]
-            made = iter(await self._score_needed(needed, lost))
+            made = iter(await self._score_needed(needed, failed))
             return [
                 next(made) if failure is None else reward_process.failed(failure, *call)
                 for call, failure in zip(calls, failures, strict=True)
             ]
 
-    async def _score_needed(self, calls: Sequence[Call], lost: LostGroups) -> Iterable[list[RewardOutcome]]:
+    async def _score_needed(self, calls: Sequence[Call], failed: FailedGroups) -> Iterable[list[RewardOutcome]]:
         if len(calls) > 1:
             outcomes = await self._call(calls, score_chunk)
-            if not isinstance(outcomes, _Lost):
+            if not isinstance(outcomes, _NoOutcomes):
                 return outcomes
-        return await asyncio.gather(*(self._score_alone(call, lost) for call in calls))
+        return await asyncio.gather(*(self._score_alone(call, failed) for call in calls))
 
-    async def _score_alone(self, call: Call, lost: LostGroups) -> list[RewardOutcome]:
+    async def _score_alone(self, call: Call, failed: FailedGroups) -> list[RewardOutcome]:
         """The outcomes of one call, unless it is known meanwhile that it fails."""
         async with self._turn().of_single_calls:
-            failure = self._known_failure(call, lost)
+            failure = self._known_failure(call, failed)
             if failure is not None:
                 return reward_process.failed(failure, *call)
             outcomes = await self._call_alone(call, score_chunk)
-            if isinstance(outcomes, _Lost):
+            if isinstance(outcomes, _NoOutcomes):
                 if outcomes.failure.reason == "timeout":
                     self._hung.add(call, outcomes.failure)
                 outcomes = reward_process.failed(outcomes.failure, *call)
             failure = next((outcome for outcome in outcomes if outcome.reason is not None), None)
             if failure is not None:
-                lost.add(call, failure)
+                failed.add(call, failure)
             return outcomes
 
-    def _known_failure(self, call: Call, lost: LostGroups) -> RewardOutcome | None:
+    def _known_failure(self, call: Call, failed: FailedGroups) -> RewardOutcome | None:
         if self._closed:
             raise asyncio.CancelledError
-        return lost.failure(call) or self._hung.failure(call)
+        return failed.failure(call) or self._hung.failure(call)
 
-    async def _call_alone(self, call: Call, score: _Score) -> list[RewardOutcome] | _Lost:
+    async def _call_alone(self, call: Call, score: _Score) -> list[RewardOutcome] | _NoOutcomes:
         """The outcomes of one call, made again once where its process died."""
         outcomes = await self._call([call], score)
-        if isinstance(outcomes, _Lost) and outcomes.may_succeed:
+        if isinstance(outcomes, _NoOutcomes) and outcomes.may_succeed:
             outcomes = await self._call([call], score)
-        return outcomes if isinstance(outcomes, _Lost) else outcomes[0]
+        return outcomes if isinstance(outcomes, _NoOutcomes) else outcomes[0]
 
-    async def _call(self, calls: Sequence[Call], score: _Score) -> list[list[RewardOutcome]] | _Lost:
+    async def _call(self, calls: Sequence[Call], score: _Score) -> list[list[RewardOutcome]] | _NoOutcomes:
         loaded = await self.start()
         timeout_s = self._config.timeout_s
         if loaded.is_async:
@@ -282,11 +282,11 @@ class RewardPool:
             if not isinstance(outcomes, RetiredProcess):
                 return outcomes
             self._retired.add(outcomes.process)
-            lost = _Lost(outcomes.failure, may_succeed=True)
+            missing = _NoOutcomes(outcomes.failure, may_succeed=True)
         except BrokenProcessPool:  # no process had a call when they died, so no call is the cause
             return await self._call(calls, score)
         except TimeoutError:
-            lost = _Lost(reward_process.timed_out(loaded.where, self._config), may_succeed=False)
+            missing = _NoOutcomes(reward_process.timed_out(loaded.where, self._config), may_succeed=False)
         except ProcessExpired as death:
             if death.pid in self._retired:  # it ended before it made the calls
                 self._retired.remove(death.pid)
@@ -299,15 +299,15 @@ class RewardPool:
             }.get(death.exitcode)
             cause = exceeded or f"died with exit code {death.exitcode}"
             text = f"{loaded.where}: the process of the reward {cause}"
-            lost = _Lost(RewardOutcome(None, "raised", text), may_succeed=exceeded is None)
+            missing = _NoOutcomes(RewardOutcome(None, "raised", text), may_succeed=exceeded is None)
         except BaseException as error:
             if not isinstance(error.__cause__, RemoteTraceback):  # raised here, not in the process
                 raise
-            text = f"{loaded.where}: an exception left the process of the reward: {type(error).__name__}"
-            lost = _Lost(RewardOutcome(None, "raised", text), may_succeed=True)
+            text = f"{loaded.where}: an exception escaped in the process of the reward: {type(error).__name__}"
+            missing = _NoOutcomes(RewardOutcome(None, "raised", text), may_succeed=True)
         if self._replaced is not None:
-            self._replaced(lost.failure.detail or "")
-        return lost
+            self._replaced(missing.failure.detail or "")
+        return missing
 
     async def _answer(self, call: Future[ResultT]) -> ResultT:
         """The answer of a call that was scheduled.
@@ -377,7 +377,7 @@ class RewardPool:
 
 
 @dataclass(frozen=True)
-class _Lost:
+class _NoOutcomes:
     """No outcomes: the calls passed their deadline, their process died, or an exception ended them all.
 
     Attributes:

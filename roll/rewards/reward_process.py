@@ -62,7 +62,7 @@ class LoadedReward:
 
 @dataclass(frozen=True)
 class RetiredProcess:
-    """In place of outcomes: an exception has left the calls, and their process ends when it gets the next ones.
+    """Returned instead of outcomes: an exception escaped the calls, and their process ends when it gets the next ones.
 
     Attributes:
         failure: of all calls.
@@ -270,7 +270,7 @@ def timed_out(where: str, config: RewardConfig, error: BaseException | None = No
         where, call = f"{shown_path(frame.filename)}:{frame.lineno}", "the call, which waited here,"
     else:
         call = "a call of the function that begins here" if where else "the call"
-    text = f"{where}: {call} took longer than timeout_s = {config.timeout_s:g}; what is slow once belongs in warm_up()"
+    text = f"{where}: {call} took longer than timeout_s = {config.timeout_s:g}; put slow one-time work in warm_up()"
     return RewardOutcome(None, "timeout", text.removeprefix(": "))
 
 

@@ -368,7 +368,7 @@ def test_a_response_that_hangs_is_tried_once_more_in_calls_made_at_the_same_time
     assert notes.read_text().splitlines().count("hang") == 2
 
 
-def test_a_group_that_has_lost_a_response_is_not_scored_to_its_end(tmp_path):
+def test_the_rest_of_a_group_with_a_failed_response_is_not_scored(tmp_path):
     notes = tmp_path / "notes"
     config = RewardConfig(function="tests.rewards.odd_rewards:note_and_hang", timeout_s=0.4, world_size=1)
 
@@ -442,7 +442,7 @@ def test_processes_that_die_while_they_are_started_are_replaced():
 
 
 class Leaking(RewardPool):
-    """An exception leaves its process, or this one, in place of the outcomes of a call."""
+    """An exception escapes in its process, or in this one, instead of the outcomes of a call."""
 
     fails_here = False
 
@@ -452,7 +452,7 @@ class Leaking(RewardPool):
         return super()._schedule(timeout_s, odd_rewards.leak if function is score_chunk else function, *args)
 
 
-def test_an_exception_that_leaves_a_process_fails_its_calls_and_one_of_the_driver_is_raised():
+def test_an_exception_that_escapes_in_a_process_fails_its_calls_and_one_of_the_driver_is_raised():
     async def run():
         async with Leaking(RewardConfig(function=ODD)) as pool:
             [outcomes] = await pool.score([RewardRequest(("0.5", "1"), "")])
@@ -461,5 +461,5 @@ def test_an_exception_that_leaves_a_process_fails_its_calls_and_one_of_the_drive
                 await pool.score([RewardRequest(("0.5",), "")])
             return outcomes
 
-    text = "an exception left the process of the reward: SystemExit"
+    text = "an exception escaped in the process of the reward: SystemExit"
     assert [(each.reason, each.detail.endswith(text)) for each in asyncio.run(run())] == [("raised", True)] * 2

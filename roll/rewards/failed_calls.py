@@ -1,4 +1,4 @@
-"""Calls of a reward that need not be made: of a group that has lost a response, or equal to one that hung before."""
+"""Calls of a reward that are skipped: of a group with a failed response, or equal to one that hung before."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HUNG_S = 600.0
 """Seconds for which a call that hung is remembered: a cause outside the response, such as a slow disk, may end."""
 
 
-class LostGroups:
+class FailedGroups:
     """Groups with a response that cannot be scored; their other calls need not be made: a group is dropped whole."""
 
     def __init__(self, groups: Mapping[int, int]) -> None:
