@@ -255,7 +255,7 @@ def _squared_gradients(
 
 
 def overlong_penalty(lengths: Tensor, config: AdvantageConfig) -> Tensor:
-    """What responses of `lengths` [B] tokens lose of their score, [B]; 0 without `overlong_buffer_len`.
+    """Length penalty [B] of responses of `lengths` [B] tokens, subtracted from scores; 0 without `overlong_buffer_len`.
 
     It rises evenly from 0, `overlong_buffer_len` tokens before `response_length`, to `overlong_penalty_factor` there.
     Source: DAPO (arXiv 2503.14476) eq. 13, soft overlong punishment.

@@ -148,7 +148,7 @@ class AdvantageOptions:
     )
     overlong_buffer_len: int | None = option(
         None,
-        "Last tokens of response_length over which a response loses up to overlong_penalty_factor of its score (DAPO).",
+        "Last tokens of response_length over which the length penalty of a response rises from 0 (DAPO).",
         ge=1,
         only_for=(
             Condition(lambda config, _: config.pipeline == "rlvr", "it belongs to pipeline rlvr", ("pipeline",)),
@@ -157,7 +157,7 @@ class AdvantageOptions:
     )
     overlong_penalty_factor: float = option(
         1.0,
-        "That loss for a response of response_length.",
+        "Length penalty of a response of response_length tokens, subtracted from its score.",
         gt=0,
         only_for=needs("overlong_buffer_len", "overlong_buffer_len is null", accepts=lambda length: length is not None),
     )

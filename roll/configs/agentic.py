@@ -204,7 +204,7 @@ class CustomEnvConfig:
     env_type: str = option(
         "frozen_lake", "A name of docs/environments.md, an id of gymnasium's registry, or `module:Class`."
     )
-    env_config: dict[str, Any] = option(factory=dict, help="Its options.")
+    env_config: dict[str, Any] = option(factory=dict, help="Options of the environment.")
     max_steps: int | None = option(
         None, "Actions of one trajectory; default: env_config.max_steps, or max_actions_per_traj.", ge=1
     )

@@ -85,7 +85,7 @@ class AsyncTrainingConfig:
     max_staleness_allowed: int | None = option(
         None,
         "Versions; a group with an older token is dropped when a batch is taken. At least "
-        "ceil(async_generation_ratio); default: 5, or that where it is more.",
+        "ceil(async_generation_ratio); default: the larger of 5 and that.",
         ge=0,
         only_for=SAMPLES_AGE,
     )

@@ -54,7 +54,7 @@ class RejectionOptions:
     """Tokens or responses left out of the loss because the sampling policy was too far away."""
 
     statistic: Literal["k1", "k2", "k3"] | None = option(
-        None, "Of the log ratio l: k1 = l, k2 = l^2 / 2, k3 = e^l - 1 - l; null: nothing is rejected."
+        None, "Statistic of the log ratio l: k1 = l, k2 = l^2 / 2, k3 = e^l - 1 - l; null: nothing is rejected."
     )
     level: REJECTION_LEVELS = option(
         "token",

@@ -165,7 +165,10 @@ class BaseConfig:
         3, "Retries of a failed weight update before the run ends.", ge=0, only_for=ENGINE_RUNS
     )
     sync_retry_delay_s: float = option(
-        1.0, "Seconds between them.", ge=0, only_for=(ENGINE_RUNS, needs("max_sync_retries", "max_sync_retries is 0"))
+        1.0,
+        "Seconds between the retries of a weight update.",
+        ge=0,
+        only_for=(ENGINE_RUNS, needs("max_sync_retries", "max_sync_retries is 0")),
     )
     verify_weights: Literal["first", "always"] = option(
         "first", "Compare names and checksums of trainer and engine after a weight update.", only_for=ENGINE_RUNS
@@ -323,8 +326,8 @@ class RLConfig(AsyncOptions, PolicyOptions, AdvantageOptions, CriticOptions, Sam
     )
     rollout_dump_steps: int | None = option(
         10,
-        "Newest steps whose samples are kept there; null keeps all steps, 0 writes none. Default: all where "
-        "rollout_dump_dir is given.",
+        "Newest steps whose samples are kept in rollout_dump_dir; null keeps all steps, 0 writes none. Default: all "
+        "where rollout_dump_dir is given.",
         ge=0,
     )
     rollout_batch_size: int = option(64, "Prompts (rlvr) or trajectories (agentic) of one step.", ge=1)
@@ -338,10 +341,15 @@ class RLConfig(AsyncOptions, PolicyOptions, AdvantageOptions, CriticOptions, Sam
         gt=0,
     )
     p99_logprob_mismatch: float | None = option(
-        None, "The same on the difference of 99 % of tokens. Default: 1e-4 in fp32, 0.5 in half precision.", gt=0
+        None,
+        "As mean_logprob_mismatch, a bound on the difference of 99 % of tokens. Default: 1e-4 in fp32, 0.5 in half "
+        "precision.",
+        gt=0,
     )
     max_logprob_mismatch: float | None = option(
-        None, "The same on the largest difference. Default: 1e-3 in fp32, none in half precision.", gt=0
+        None,
+        "As mean_logprob_mismatch, a bound on the largest difference. Default: 1e-3 in fp32, none in half precision.",
+        gt=0,
     )
     is_offload_states: bool | None = option(
         None,
@@ -350,7 +358,7 @@ class RLConfig(AsyncOptions, PolicyOptions, AdvantageOptions, CriticOptions, Sam
     )
     on_truncated_sampling: Literal["replay", "warn", "refuse"] = option(
         "replay",
-        "What follows from a top_p or top_k that truncates the sampled distribution. `replay`: the engine returns "
+        "What to do about a top_p or top_k that truncates the sampled distribution. `replay`: the engine returns "
         "which tokens were kept, and all log-probs, those of the trainer too, are over these alone, so that ratios and "
         f"KL are those of the policy that sampled; needs a top_k from 2 to {LONGEST_SAMPLING_MASK}, else as `warn`.",
     )

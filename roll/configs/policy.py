@@ -167,21 +167,23 @@ class KLOptions:
     """KL to the reference, in the loss or in the token reward."""
 
     use_kl_loss: bool = option(False, "KL to the reference in the loss.")
-    kl_loss_coef: float = option(0.0, "Its weight.", ge=0, only_for=KL_LOSS)
+    kl_loss_coef: float = option(0.0, "Weight of the KL in the loss.", ge=0, only_for=KL_LOSS)
     kl_loss_type: Literal["k1", "k2", "k3", "abs"] = option(
-        "k3", "Its estimator; k1 is refused, because its gradient is 0 on average.", only_for=KL_LOSS
+        "k3", "Estimator of the KL in the loss; k1 is refused, because its gradient is 0 on average.", only_for=KL_LOSS
     )
     add_token_level_kl: bool = option(False, "KL to the reference in the token reward.")
-    init_kl_coef: float = option(0.0, "Its weight; with target_kl the first one.", ge=0, only_for=KL_REWARD)
+    init_kl_coef: float = option(
+        0.0, "Weight of the KL in the token reward; with target_kl its initial value.", ge=0, only_for=KL_REWARD
+    )
     target_kl: float | None = option(
         None,
-        "KL of the token reward in nats per token that its weight is steered to; null: a fixed weight.",
+        "Target of the KL in the token reward, in nats per token, for an adaptive weight; null: a fixed weight.",
         gt=0,
         only_for=KL_REWARD,
     )
     kl_horizon: int = option(
         10000,
-        "Samples over which that weight moves: the more, the slower.",
+        "Samples over which the adaptive weight of the KL moves: the more, the slower.",
         ge=1,
         only_for=needs(
             "target_kl",
@@ -191,7 +193,8 @@ class KLOptions:
     )
     kl_penalty: Literal["k1", "k2", "k3", "abs"] = option(
         "k1",
-        "Its estimator: the log ratio k1, its half square k2, the unbiased positive k3, or the absolute log ratio.",
+        "Estimator of the KL in the token reward: the log ratio k1, its half square k2, the unbiased positive k3, or "
+        "the absolute log ratio.",
         only_for=KL_REWARD,
     )
 
@@ -207,7 +210,7 @@ class PolicyOptions(KLOptions):
     )
     pg_ratio_base: Literal["auto", "behavior", "proximal"] = option(
         "auto",
-        f"What the ratio of the policy loss is taken against; auto is behavior for {_names('behavior')}, "
+        f"Denominator of the ratio of the policy loss; auto is behavior for {_names('behavior')}, "
         f"proximal for {_names('proximal')}, and follows old_log_probs_source for the others.",
     )
     correction: CorrectionOptions = option(
@@ -218,18 +221,23 @@ class PolicyOptions(KLOptions):
     pg_clip_high: float = option(0.2, "Ratio clip above 1.", gt=0, only_for=PPO)
     dual_clip_loss: bool = option(False, "Bound the loss of negative advantages.", only_for=PPO)
     dual_clip_c: float = option(
-        3.0, "That bound in multiples of |A|.", gt=1, only_for=(PPO, needs("dual_clip_loss", "dual_clip_loss is false"))
+        3.0,
+        "Bound of dual_clip_loss in multiples of |A|.",
+        gt=1,
+        only_for=(PPO, needs("dual_clip_loss", "dual_clip_loss is false")),
     )
     gspo_clip_low: float = option(3e-4, "Clip below 1 of the response's mean ratio.", gt=0, le=1, only_for=GSPO)
     gspo_clip_high: float = option(4e-4, "Clip above 1 of the response's mean ratio.", gt=0, only_for=GSPO)
     geo_mean_clip_low: float = option(
         0.4, "Largest decrease of a token's log-prob that counts where A < 0, in nats.", gt=0, only_for=GEO_MEAN
     )
-    geo_mean_clip_high: float = option(0.4, "Largest increase where A > 0, in nats.", gt=0, only_for=GEO_MEAN)
+    geo_mean_clip_high: float = option(
+        0.4, "Largest increase of a token's log-prob that counts where A > 0, in nats.", gt=0, only_for=GEO_MEAN
+    )
     sapo_tau_positive: float = option(
         1.0, "How fast the gradient falls with the distance of the ratio from 1 where A > 0.", gt=0, only_for=SAPO
     )
-    sapo_tau_negative: float = option(1.05, "The same where A <= 0.", gt=0, only_for=SAPO)
+    sapo_tau_negative: float = option(1.05, "As sapo_tau_positive, where A <= 0.", gt=0, only_for=SAPO)
     dppo_tv_threshold: float = option(
         0.15, "Largest change of a token's probability.", gt=0, le=1, only_for=pg_variants("dppo_tv")
     )
@@ -243,21 +251,23 @@ class PolicyOptions(KLOptions):
         2e-4, "Share of the response tokens that lose their gradient.", gt=0, le=1, only_for=CLIP_COV
     )
     clip_cov_lower: float = option(
-        1.0, "Smallest covariance of log-prob and advantage of the tokens that they are drawn from.", only_for=CLIP_COV
+        1.0, "Smallest covariance of log-prob and advantage of tokens that may lose their gradient.", only_for=CLIP_COV
     )
-    clip_cov_upper: float = option(5.0, "Largest covariance of them.", only_for=CLIP_COV)
+    clip_cov_upper: float = option(
+        5.0, "Largest covariance of log-prob and advantage of these tokens.", only_for=CLIP_COV
+    )
     kl_cov_ratio: float = option(
         2e-4,
-        "Share of the response tokens, those of the highest covariance, that are held back.",
+        "Share of the response tokens, those of the highest covariance, that get a KL penalty.",
         gt=0,
         le=1,
         only_for=KL_COV,
     )
-    kl_cov_coef: float = option(1.0, "Weight of the KL that holds them back.", gt=0, only_for=KL_COV)
+    kl_cov_coef: float = option(1.0, "Weight of the KL penalty of these tokens.", gt=0, only_for=KL_COV)
     tis_lower_bound: float = option(0.0, "Smallest weight.", ge=0, only_for=TIS)
     tis_upper_bound: float = option(1.0, "Largest weight.", gt=0, only_for=TIS)
     topr_positive_weight: float = option(1.0, "Weight of responses with a score above 0.", ge=0, only_for=TOPR)
-    topr_negative_weight: float = option(1.0, "Weight of the others.", ge=0, only_for=TOPR)
+    topr_negative_weight: float = option(1.0, "Weight of the other responses.", ge=0, only_for=TOPR)
     topr_level: Literal["token", "sequence"] = option(
         "token", "The ratio of a token, or of the whole response (the paper's form).", only_for=TOPR
     )

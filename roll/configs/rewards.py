@@ -198,7 +198,7 @@ class JudgeOptions:
     )
     prompt_template: str = option(
         DEFAULT_PROMPT_TEMPLATE,
-        "The question, with {prompt}, {response} and {ground_truth}, which stand for their texts.",
+        "The question, with the fields {prompt}, {response} and {ground_truth}.",
         only_for=JUDGE,
     )
     grade_pattern: str = option(
@@ -296,14 +296,15 @@ class RewardConfig(CodeOptions, JudgeOptions, ModelScoreOptions):
     )
     pattern: str | None = option(
         None,
-        "Regular expression that is searched in the response; the ground truth is that of its last match's first "
-        "group, if it has one. Null: the ground truth is the expression.",
+        "Regular expression that is searched in the response; the first group of its last match, if it has a group, "
+        "is compared with the ground truth. Null: the ground truth is the expression.",
         parse=regular_expression,
         only_for=belongs_to("regex"),
     )
     reward_type: Literal["strict", "soft"] = option(
         "strict",
-        "Right is a response that passes every test or follows every instruction, or each counts for its share.",
+        "strict: a response that passes every test or follows every instruction is right; soft: each counts for its "
+        "share.",
         only_for=belongs_to("ifeval", "code_sandbox"),
     )
     correct_score: float = option(1.0, "Score of a right answer.", only_for=SCORES_CHOSEN)

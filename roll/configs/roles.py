@@ -81,7 +81,7 @@ class TrainModelArguments(MegatronModelArguments):
     """A model that is trained."""
 
     disable_gradient_checkpointing: bool = option(
-        False, "If false, strategy_config.recompute_granularity applies; true refuses it."
+        False, "If false, strategy_config.recompute_granularity applies; true allows no recompute_granularity."
     )
 
 
@@ -201,9 +201,7 @@ class GeneratingArguments:
 
     max_new_tokens: int | None = option(None, "Longest response in tokens; default: response_length.", ge=1)
     temperature: float = option(1.0, "Sampling temperature; training logits are divided by the same value.", ge=0)
-    top_p: float = option(
-        1.0, "Nucleus mass; what follows from less than 1 is said by on_truncated_sampling.", gt=0, le=1
-    )
+    top_p: float = option(1.0, "Nucleus mass; on_truncated_sampling decides about a value below 1.", gt=0, le=1)
     top_k: int = option(0, "Most likely tokens to sample from; 0 means all.", ge=0)
     repetition_penalty: float = option(1.0, "1 is off; any other value biases every ratio.", gt=0)
     num_return_sequences: int | None = option(None, "Samples per prompt; default: num_return_sequences_in_group.", ge=1)
