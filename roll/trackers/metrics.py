@@ -56,7 +56,11 @@ TIME = (
     Metric("time/weight_update_pause", "s", "Part of the weight update during which the engines generated nothing."),
     Metric("time/val", "s", "Validation."),
     Metric("time/checkpoint", "s", "Beginning a checkpoint, which is then written during the next step."),
-    Metric("time/checkpoint_wait", "s", "Of `time/train`: the optimizer step waited until the checkpoint was written."),
+    Metric(
+        "time/checkpoint_wait",
+        "s",
+        "Part of `time/train` that waited until the checkpoint was written.",
+    ),
     Metric("time/sample_age_mean", "s", "Time from the submission of a group's prompt until it is trained on: mean."),
     Metric("time/sample_age_max", "s", "Time from the submission of a group's prompt until it is trained on: maximum."),
 )
@@ -137,10 +141,10 @@ ADVANTAGE = (
         "fraction",
         "Fraction of the samples that max_len_mask and difficulty_mask leave in the loss.",
     ),
-    Metric("advantage/overlong_penalty", "", "Mean of what responses lose of their score (overlong_buffer_len)."),
+    Metric("advantage/overlong_penalty", "", "Mean length penalty subtracted from the scores (overlong_buffer_len)."),
     Metric("advantage/teacher_kl", "nats", "Mean log-prob of the policy minus that of the teacher (opd, use_opd)."),
     Metric("advantage/token_kl", "nats", "Mean KL to the reference in the token reward (add_token_level_kl)."),
-    Metric("advantage/kl_coef", "", "Weight of that KL."),
+    Metric("advantage/kl_coef", "", "Weight of the KL in the token reward."),
 )
 
 ACTOR = (
