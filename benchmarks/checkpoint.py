@@ -1,4 +1,4 @@
-"""What checkpoints cost a run: the time the loop is held, memory, and the way back to the first step.
+"""What checkpoints cost a run: the time they block the loop, memory, and the time of a resume to its first step.
 
     python -m benchmarks.checkpoint --json FILE
 
@@ -41,7 +41,7 @@ BLOCK = 1 << 22
 """Bytes of one write."""
 
 HELD, PEAK, RESUMED = 0.1, 1.25, 2.0
-"""Targets: held time over a bare write, peak memory over that without checkpoints, resume over a cold start."""
+"""Targets: blocked time over a bare write, peak memory over that without checkpoints, resume over a cold start."""
 
 
 def measure() -> Measurement:

@@ -1,4 +1,4 @@
-"""Runs in which processes die or stop at random moments, or a checkpoint is spoilt: does every run come to its end?
+"""Runs in which processes die or stop at random moments, or a checkpoint is damaged: does every run finish?
 
     python -m benchmarks.faults --rounds 40 --json FILE [--seed 0]
 

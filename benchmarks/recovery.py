@@ -28,8 +28,8 @@ TOKENS = 64
 RUNNING = 32
 """Requests at a time, for each engine."""
 WINDOW_S = 20.0
-"""Over which throughput is measured before a death."""
-VICTIMS = (1, 0, 1)
+"""Time over which throughput is measured before an engine is killed."""
+KILLED_ENGINES = (1, 0, 1)
 """Engines that are killed while both generate, one after the other."""
 
 
@@ -170,7 +170,7 @@ async def recover(world: World, scheduler: bool) -> float:
 
 
 async def throughput(world: World) -> list[dict[str, float]]:
-    """For each of VICTIMS tokens per second of two engines before it dies, and from then until it serves again."""
+    """Tokens per second of two engines before one is killed, and until it serves again, for each of KILLED_ENGINES."""
     pool, done, stop = pool_of(world), [0], asyncio.Event()
 
     async def stream(number: int) -> None:
@@ -185,7 +185,7 @@ async def throughput(world: World) -> list[dict[str, float]]:
         await end
         return (done[0] - tokens) / (time.monotonic() - start)
 
-    async def death(scheduler: psutil.Process, restarts: int) -> None:
+    async def kill_and_recover(scheduler: psutil.Process, restarts: int) -> None:
         scheduler.send_signal(signal.SIGKILL)
         while monitor.restarts < restarts or monitor.serving != [0, 1]:
             await asyncio.sleep(0.05)
@@ -193,11 +193,11 @@ async def throughput(world: World) -> list[dict[str, float]]:
     async def load() -> list[dict[str, float]]:
         streams = [asyncio.create_task(stream(number)) for number in range(2 * RUNNING)]
         rates = []
-        for restarts, victim in enumerate(VICTIMS, 1):
-            _, scheduler = await asyncio.to_thread(processes, world, victim)
+        for restarts, engine in enumerate(KILLED_ENGINES, 1):
+            _, scheduler = await asyncio.to_thread(processes, world, engine)
             await asyncio.sleep(3.0)
             before = await rate_until(asyncio.sleep(WINDOW_S))
-            rates.append({"before": before, "meanwhile": await rate_until(death(scheduler, restarts))})
+            rates.append({"before": before, "meanwhile": await rate_until(kill_and_recover(scheduler, restarts))})
         stop.set()
         await asyncio.gather(*streams)
         return rates

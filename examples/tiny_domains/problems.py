@@ -1,7 +1,7 @@
 """Problems of four domains for a small model, and questions for its judge, each from a seed.
 
-A problem occurs in validation or in training, never in both: the hash of its prompt decides. Of a judge nothing is held
-out: it is to be right about every pair of answers, and there are few equal ones.
+A problem occurs in validation or in training, never in both: the hash of its prompt decides. The
+questions for the judge are not held out: the judge has to be right about every pair of answers, and few are equal.
 """
 
 from __future__ import annotations

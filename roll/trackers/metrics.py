@@ -56,11 +56,7 @@ TIME = (
     Metric("time/weight_update_pause", "s", "Part of the weight update during which the engines generated nothing."),
     Metric("time/val", "s", "Validation."),
     Metric("time/checkpoint", "s", "Beginning a checkpoint, which is then written during the next step."),
-    Metric(
-        "time/checkpoint_wait",
-        "s",
-        "Part of `time/train` that waited until the checkpoint was written.",
-    ),
+    Metric("time/checkpoint_wait", "s", "Part of `time/train` that waited until the checkpoint was written."),
     Metric("time/sample_age_mean", "s", "Time from the submission of a group's prompt until it is trained on: mean."),
     Metric("time/sample_age_max", "s", "Time from the submission of a group's prompt until it is trained on: maximum."),
 )
