@@ -1,18 +1,14 @@
-"""One SGLang engine: its arguments and ports, and its processes, which are started, watched and stopped here."""
+"""One SGLang engine: its arguments and ports, and when its processes are started, watched and stopped."""
 
 from __future__ import annotations
 
 import asyncio
 import atexit
 import contextlib
-import ctypes
-import gc
 import multiprocessing
 import os
-import signal
 import socket
-import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -27,6 +23,15 @@ from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig, role_seed
 from roll.configs.roles import TORCH_DTYPES, EngineRoleConfig, JudgeConfig
 from roll.distributed.core_pinning import read_topology
 from roll.distributed.processes import gc_paused, log_file
+from roll.distributed.strategy.sglang_processes import (
+    exit_reason,
+    ignore_quit_signal,
+    import_engine,
+    is_alive,
+    is_stopped,
+    shared_files,
+    start_fork_server,
+)
 from roll.distributed.worker import WorkerRank
 from roll.platforms import get_platform
 
@@ -38,15 +43,9 @@ WATCH_INTERVAL_S = 0.5
 STOPPED_S = 3.0
 """How long a process may be stopped by a signal, in a debugger's hands for example, before it counts as dead."""
 
-SHARED_PREFIXES = ("sgl_shm_", "sglang_loads_")
-"""Beginnings of the names of SGLang's files in shared memory."""
-
 FURTHER_NODE_GRACE_S = 5.0
 """How long a process of an engine over several nodes may be dead before it is the cause: where a whole node is lost,
 the processes of others die of it before Ray knows."""
-
-EXIT_CODE_S = 5.0
-"""Longest wait for the exit code of a process that is dead: its other threads may take a moment to end."""
 
 STOP_TIMEOUT_S = 20.0
 """Time killed processes get to disappear; a process with much memory needs seconds."""
@@ -83,6 +82,7 @@ class Engine:
         self._log = log
         self.arguments = arguments
         self._environment = environment
+        self._forks = arguments.get("device") == "cpu"
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sglang-owner")
         self._engine: Any = None
         self._processes: list[psutil.Process] = []
@@ -115,6 +115,7 @@ class Engine:
             EngineError: SGLang failed, with its reason, or was not ready within `timeout_s`.
         """
         loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._thread, self._prepare)
         before = set(psutil.Process().children(recursive=True))
         start = loop.run_in_executor(self._thread, self._launch, {**self.arguments, **arguments})
         try:
@@ -125,7 +126,7 @@ class Engine:
             raise EngineError(f"{self.name}: SGLang did not start: {error}") from error
         finally:
             self._processes = list(set(psutil.Process().children(recursive=True)) - before)
-            self._shared_files = {path for process in self._processes for path in _shared_files(process.pid)}
+            self._shared_files = {path for process in self._processes for path in shared_files(process.pid)}
             if self._engine is None:
                 start.add_done_callback(_discard)
                 self._kill()
@@ -134,11 +135,15 @@ class Engine:
         self._death = loop.create_future()
         self._watcher = asyncio.create_task(self._watch())
 
-    def _launch(self, arguments: dict[str, Any]) -> Any:
+    def _prepare(self) -> None:
         os.environ.update(self._environment)
-        _ignore_quit_signal()
+        ignore_quit_signal()
+        if self._forks:
+            start_fork_server()
+
+    def _launch(self, arguments: dict[str, Any]) -> Any:
         with gc_paused():
-            engine_class = _engine_class()
+            engine_class = import_engine(self._forks)
         engine = engine_class(**arguments)
         atexit.unregister(engine.shutdown)  # it would kill every child of this process
         if engine.tokenizer_manager is not None and engine.tokenizer_manager._subprocess_watchdog is not None:
@@ -189,7 +194,7 @@ class Engine:
 
     def processes(self) -> list[int]:
         """Ids of the engine's processes that still run."""
-        return [process.pid for process in self._processes if _alive(process)]
+        return [process.pid for process in self._processes if is_alive(process)]
 
     async def _watch(self) -> None:
         """Waits for the death of a scheduler; other processes, such as those of torch's compiler, end when idle.
@@ -199,13 +204,13 @@ class Engine:
         stopped: dict[int, int] = {}
         while True:
             dead = sorted({*self._schedulers} - {*self.processes()})
-            stopped = {process: stopped.get(process, 0) + 1 for process in self._schedulers if _is_stopped(process)}
+            stopped = {process: stopped.get(process, 0) + 1 for process in self._schedulers if is_stopped(process)}
             if any(times * WATCH_INTERVAL_S >= STOPPED_S for times in stopped.values()):
                 return self.died(f"process {min(stopped)} of the engine is stopped by a signal")
             if dead:
                 if "nnodes" in self.arguments and not self.arguments["node_rank"]:
                     await asyncio.sleep(FURTHER_NODE_GRACE_S)
-                how = await _exit_reason(self._children.get(dead[0]))
+                how = await exit_reason(self._children.get(dead[0]))
                 return self.died(f"process {dead[0]} of the engine died{how}; its log is {self._log}")
             await asyncio.sleep(WATCH_INTERVAL_S)
 
@@ -238,7 +243,7 @@ class Engine:
 
     def _kill(self) -> None:
         for process in self._processes:
-            if _alive(process):
+            if is_alive(process):
                 process.kill()
         _, alive = psutil.wait_procs(self._processes, timeout=STOP_TIMEOUT_S)
         if alive:
@@ -266,93 +271,6 @@ def _close_sockets(engine: Any) -> None:
     held = [each for owner in owners for each in vars(owner).values()]
     for context in {id(each.context): each.context for each in held if isinstance(each, zmq.Socket)}.values():
         context.destroy(linger=0)
-
-
-def _shared_files(process_id: int) -> set[Path]:
-    """Files in shared memory that SGLang made and that the process has mapped."""
-    try:
-        lines = Path(f"/proc/{process_id}/maps").read_text().splitlines()
-    except OSError:
-        return set()
-    names = {line.split(maxsplit=5)[-1].removesuffix(" (deleted)") for line in lines if "/dev/shm/" in line}
-    return {Path(name) for name in names if Path(name).name.startswith(SHARED_PREFIXES)}
-
-
-def _engine_class() -> Any:
-    """SGLang's engine without its detokenizer process, which is not needed for token ids."""
-    from sglang.srt.entrypoints.engine import Engine as SGLangEngine
-
-    class TokenEngine(SGLangEngine):  # type: ignore[misc]  # SGLang is not typed
-        run_scheduler_process_func = SchedulerProcess()
-
-        @classmethod
-        def _launch_detokenizer_subprocesses(cls, *_: Any, **__: Any) -> tuple[list[Any], list[str]]:
-            return [], []
-
-    return TokenEngine
-
-
-class SchedulerProcess:
-    """SGLang's `run_scheduler_process`; its process collects no garbage until SGLang is imported there.
-
-    A new process unpickles this before the arguments, whose classes import SGLang.
-    """
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Runs the scheduler to its end."""
-        from sglang.srt.managers.scheduler import run_scheduler_process
-
-        gc.enable()
-        run_scheduler_process(*args, **kwargs)
-
-    def __reduce__(self) -> tuple[Callable[[], SchedulerProcess], tuple[()]]:
-        return _without_gc, ()
-
-
-def _without_gc() -> SchedulerProcess:
-    gc.disable()
-    return SchedulerProcess()
-
-
-async def _exit_reason(child: BaseProcess | None) -> str:
-    """How a child process has ended, to be appended to a sentence; empty where that is not known.
-
-    A process counts as dead when its main thread is; it has an exit code only when its other threads have ended too.
-    """
-    deadline = time.monotonic() + EXIT_CODE_S
-    while child is not None and child.exitcode is None and time.monotonic() < deadline:
-        await asyncio.sleep(WATCH_INTERVAL_S / 20)
-    code = None if child is None else child.exitcode
-    if code is None:
-        return ""
-    if code >= 0:
-        return f" with exit code {code}"
-    names = {each.value: each.name for each in signal.Signals}
-    killer = ", possibly by the kernel's out-of-memory killer" if -code == signal.SIGKILL else ""
-    return f", killed by {names.get(-code, f'signal {-code}')}{killer}"
-
-
-def _is_stopped(process_id: int) -> bool:
-    try:
-        return bool(psutil.Process(process_id).status() == psutil.STATUS_STOPPED)
-    except psutil.NoSuchProcess:
-        return False
-
-
-def _alive(process: psutil.Process) -> bool:
-    try:
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
-
-
-def _ignore_quit_signal() -> None:
-    """Keeps this process alive when an engine process fails.
-
-    SGLang's processes report a failure by SIGQUIT to their parent, whose default is to die silently; and Python
-    installs handlers in the main thread only, where a Ray actor's code does not run.
-    """
-    ctypes.CDLL(None).signal(signal.SIGQUIT, ctypes.c_void_p(1))
 
 
 CONTEXT_MARGIN = 8

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import ctypes
-import multiprocessing
 import os
-import signal
 import socket
-import threading
-import time
 
-import psutil
 import pytest
 
 from roll.configs.agentic import AgenticConfig
@@ -20,7 +13,6 @@ from roll.configs.roles import ActorInferConfig
 from roll.distributed.strategy.sglang_engine import (
     CONTEXT_MARGIN,
     UNSHARED_PROMPT,
-    _exit_reason,
     engine_arguments,
     engine_threads,
     free_port,
@@ -88,24 +80,3 @@ def test_more_ranks_than_cores_share_them(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3})
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert engine_threads(2) == {"OMP_NUM_THREADS": "1", "SGLANG_CPU_OMP_THREADS_BIND": "3|3"}
-
-
-def _die_slowly(told):
-    def kill():
-        told.recv()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=kill).start()
-    ctypes.CDLL(None).pthread_exit(None)
-
-
-def test_how_a_process_died_is_known_once_its_last_thread_has_ended():
-    told, teller = multiprocessing.Pipe(duplex=False)
-    child = multiprocessing.get_context("fork").Process(target=_die_slowly, args=(told,))
-    child.start()
-    while psutil.Process(child.pid).status() != psutil.STATUS_ZOMBIE:
-        time.sleep(0.01)
-    assert child.exitcode is None
-    teller.send("die")
-    assert asyncio.run(_exit_reason(child)).startswith(", killed by SIGKILL")
-    assert asyncio.run(_exit_reason(None)) == ""

@@ -1,0 +1,18 @@
+"""Imports SGLang in the server process from which schedulers are forked (`sglang_processes.start_fork_server`).
+
+Python's fork server imports this module when it starts. What fails here is imported again by a scheduler, whose error
+says what is wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+
+from roll.distributed.processes import end_with_parent, gc_freeze, gc_paused
+
+end_with_parent()
+signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # a scheduler that fails sends it to its parent
+with contextlib.suppress(Exception), gc_paused():
+    import sglang.srt.managers.scheduler  # noqa: F401
+gc_freeze()

@@ -1,0 +1,151 @@
+"""The processes of an SGLang engine: how schedulers start, and how they have ended.
+
+On a CPU schedulers are forked from a server process that has imported SGLang. It imports it while the worker does, and
+stays, so an engine that is started again imports nothing:
+
+    worker --starts--> fork server --forks--> scheduler
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+SHARED_PREFIXES = ("sgl_shm_", "sglang_loads_")
+"""Beginnings of the names of SGLang's files in shared memory."""
+
+EXIT_CODE_S = 5.0
+"""Longest wait for the exit code of a process that is dead: its other threads may take a moment to end."""
+
+EXIT_CODE_POLL_S = 0.02
+
+PRELOADED = ("roll.distributed.strategy.sglang_preload", "ray")
+"""Modules that the server imports; Ray's worker is the main module of this process, which Python imports everywhere."""
+
+_server_thread = ThreadPoolExecutor(1, thread_name_prefix="sglang-fork-server")
+
+
+def import_engine(forks: bool) -> Any:
+    """SGLang's engine without its detokenizer process, which is not needed for token ids.
+
+    Args:
+        forks: fork the schedulers from the server of `start_fork_server`.
+    """
+    from sglang.srt.entrypoints import engine as module
+
+    if forks:
+        module.mp = _Forks()
+
+    class TokenEngine(module.Engine):  # type: ignore[misc]  # SGLang is not typed
+        run_scheduler_process_func = SchedulerProcess()
+
+        @classmethod
+        def _launch_detokenizer_subprocesses(cls, *_: Any, **__: Any) -> tuple[list[Any], list[str]]:
+            return [], []
+
+    return TokenEngine
+
+
+class SchedulerProcess:
+    """SGLang's `run_scheduler_process`, with the environment of the worker; collects no garbage until it is imported.
+
+    A new process unpickles this before the arguments, whose classes import SGLang.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Runs the scheduler to its end."""
+        from sglang.srt.managers.scheduler import run_scheduler_process
+
+        gc.enable()
+        run_scheduler_process(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Callable[..., SchedulerProcess], tuple[dict[str, str]]]:
+        return _in_new_process, ({**os.environ},)
+
+
+def _in_new_process(environment: dict[str, str]) -> SchedulerProcess:
+    gc.disable()
+    os.environ.update(environment)
+    return SchedulerProcess()
+
+
+class _Forks:
+    """Python's `multiprocessing` with processes from the fork server, whatever start method SGLang sets."""
+
+    Process = multiprocessing.get_context("forkserver").Process
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(multiprocessing, name)
+
+
+def start_fork_server() -> None:
+    """Starts the server unless it runs; its environment is that of this process now. It ends with this process.
+
+    The kernel kills it when the thread that has started it ends, and schedulers when the server ends.
+    """
+    multiprocessing.set_forkserver_preload([*PRELOADED])
+    _server_thread.submit(forkserver.ensure_running).result()
+
+
+async def exit_reason(child: BaseProcess | None) -> str:
+    """How a child process has ended, to be appended to a sentence; empty where that is not known.
+
+    A process counts as dead when its main thread is; it has an exit code only when its other threads have ended too.
+    """
+    until = time.monotonic() + EXIT_CODE_S
+    while child is not None and child.exitcode is None and time.monotonic() < until:
+        await asyncio.sleep(EXIT_CODE_POLL_S)
+    code = None if child is None else child.exitcode
+    if code is None:
+        return ""
+    if code >= 0:
+        return f" with exit code {code}"
+    names = {each.value: each.name for each in signal.Signals}
+    killer = ", possibly by the kernel's out-of-memory killer" if -code == signal.SIGKILL else ""
+    return f", killed by {names.get(-code, f'signal {-code}')}{killer}"
+
+
+def shared_files(process_id: int) -> set[Path]:
+    """Files in shared memory that SGLang made and that the process has mapped."""
+    try:
+        lines = Path(f"/proc/{process_id}/maps").read_text().splitlines()
+    except OSError:
+        return set()
+    names = {line.split(maxsplit=5)[-1].removesuffix(" (deleted)") for line in lines if "/dev/shm/" in line}
+    return {Path(name) for name in names if Path(name).name.startswith(SHARED_PREFIXES)}
+
+
+def is_stopped(process_id: int) -> bool:
+    try:
+        return bool(psutil.Process(process_id).status() == psutil.STATUS_STOPPED)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def ignore_quit_signal() -> None:
+    """Keeps this process alive when an engine process fails.
+
+    SGLang's processes report a failure by SIGQUIT to their parent, whose default is to die silently; and Python
+    installs handlers in the main thread only, where a Ray actor's code does not run.
+    """
+    ctypes.CDLL(None).signal(signal.SIGQUIT, ctypes.c_void_p(1))
