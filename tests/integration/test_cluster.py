@@ -22,7 +22,7 @@ from roll.configs.parallel_layout import ParallelLayout
 from roll.configs.pipeline import BaseConfig
 from roll.configs.roles import RoleConfig
 from roll.distributed.cluster import Cluster
-from roll.distributed.processes import log_file
+from roll.distributed.processes import has_ended, log_file
 from roll.distributed.remote_actor import RemoteActor
 from roll.distributed.remote_errors import PROCESS_DIED, ClusterError, deadline_scope
 from roll.distributed.resources import ResourceError, ResourceManager, start_ray, stop_ray
@@ -142,11 +142,12 @@ def test_a_dead_rank_is_named_and_shutdown_leaves_no_process(config: BaseConfig,
     cluster = make(config, resources)
     children = cluster.call_all(Echo.spawn).get()
     own = cluster.call_all(Echo.process_id).get()
+    processes = [psutil.Process(process) for process in own + children]
     with pytest.raises(ClusterError) as caught:
         cluster.call_all(Echo.die, 3).get()
     assert (caught.value.rank, caught.value.kind) == (3, PROCESS_DIED)
     cluster.shutdown()
-    assert not [pid for pid in own + children if psutil.pid_exists(pid)]
+    assert all(has_ended(process) for process in processes)
 
 
 def test_the_process_that_replaces_a_dead_one_is_ended_with_its_children(
@@ -160,9 +161,10 @@ def test_the_process_that_replaces_a_dead_one_is_ended_with_its_children(
     for responsive in (False, True):
         asyncio.run(cluster.restart(0, responsive))
         [child] = cluster.call_all(AsyncEcho.spawn).get()
-        assert cluster.local_processes[0].pid == psutil.Process(child).ppid()
+        started = psutil.Process(child)
+        assert cluster.local_processes[0].pid == started.ppid()
     cluster.shutdown()
-    assert not psutil.pid_exists(child)
+    assert has_ended(started)
 
 
 def test_a_process_that_dies_as_soon_as_it_has_started_is_named(

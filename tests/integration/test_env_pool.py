@@ -18,7 +18,7 @@ import ray
 from roll.configs.pipeline import BaseConfig
 from roll.distributed.env_pool.pool import EnvHandle, EnvPool
 from roll.distributed.env_pool.types import EnvFailure, EnvSpec
-from roll.distributed.processes import thread_environment
+from roll.distributed.processes import has_ended, thread_environment
 from roll.distributed.resources import start_ray, stop_ray
 from roll.envs import make_env
 
@@ -184,19 +184,20 @@ def test_no_environment_fails_when_a_process_dies_between_calls() -> None:
 
 
 def test_close_ends_the_workers_and_the_processes_that_environments_started() -> None:
-    async def play() -> list[int]:
+    async def play() -> list[psutil.Process]:
         async with started(2) as pool:
             envs = [(await pool.open(TROUBLE, seed))[0] for seed in range(3)]
             processes = [await process_of(env) for env in envs]
             child = int((await envs[0].step("child")).observation)
+            found = [psutil.Process(process) for process in (*processes, child)]
             call = asyncio.create_task(envs[1].step("sleep 600"))
             await asyncio.sleep(0.2)
             pool.close()
             with pytest.raises(EnvFailure, match="the pool was closed"):
                 await call
-            return [*processes, child]
+            return found
 
-    assert not [process for process in asyncio.run(play()) if psutil.pid_exists(process)]
+    assert all(has_ended(process) for process in asyncio.run(play()))
 
 
 class Owner:

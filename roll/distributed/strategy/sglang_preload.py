@@ -9,9 +9,12 @@ from __future__ import annotations
 import contextlib
 import signal
 
+from setproctitle import setproctitle
+
 from roll.distributed.processes import end_with_parent, gc_freeze, gc_paused
 
 end_with_parent()
+setproctitle("sglang::fork_server")  # schedulers could not set their titles if theirs were the first of this process
 signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # a scheduler that fails sends it to its parent
 with contextlib.suppress(Exception), gc_paused():
     import sglang.srt.managers.scheduler  # noqa: F401
