@@ -28,6 +28,7 @@ from roll.distributed.cluster import Cluster
 from roll.distributed.infer_worker import DOWN, InferWorker
 from roll.distributed.protocol import DataProto
 from roll.distributed.remote_errors import ClusterError
+from roll.distributed.processes import descendants
 from roll.distributed.resources import ResourceManager, start_ray, stop_ray
 from roll.distributed.weight_sync.report import Transfer, UpdateReport
 from roll.distributed.weight_sync.synchronizer import (
@@ -302,8 +303,8 @@ def test_an_engine_is_started_again_in_the_process_of_its_worker(world: World) -
 
 def test_an_engine_ends_with_the_worker_that_owns_it(world: World) -> None:
     [engine] = world.engine.call_all(InferWorker.process_ids).get()
-    processes = [psutil.Process(process) for process in engine]
-    assert len(processes) >= 3
+    processes = descendants(psutil.Process(engine[0]))
+    assert len(processes) >= 4, "the worker, the fork server, its scheduler, and what tracks Python's resources"
     processes[0].kill()
     assert not psutil.wait_procs(processes, timeout=20)[1]
     with pytest.raises(ClusterError) as caught:
