@@ -129,6 +129,7 @@ def shared_files(process_id: int) -> set[Path]:
 
 
 def is_stopped(process_id: int) -> bool:
+    """Whether a signal has stopped a process."""
     try:
         return bool(psutil.Process(process_id).status() == psutil.STATUS_STOPPED)
     except psutil.NoSuchProcess:
@@ -136,6 +137,7 @@ def is_stopped(process_id: int) -> bool:
 
 
 def is_alive(process: psutil.Process) -> bool:
+    """Whether a process runs; its last threads may still be ending where it does not."""
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
