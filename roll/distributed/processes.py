@@ -141,10 +141,10 @@ class ProcessGroup:
 
 def end(processes: list[psutil.Process]) -> None:
     """Waits for processes that are ending and kills any that have not ended after END_TIMEOUT_S."""
-    for process in _wait(processes):
+    for process in wait_for_end(processes, END_TIMEOUT_S):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    _wait(processes)
+    wait_for_end(processes, END_TIMEOUT_S)
 
 
 def has_ended(process: psutil.Process) -> bool:
@@ -155,9 +155,9 @@ def has_ended(process: psutil.Process) -> bool:
         return True
 
 
-def _wait(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Waits END_TIMEOUT_S for processes to end; those that have not."""
-    until = time.monotonic() + END_TIMEOUT_S
+def wait_for_end(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Waits `timeout_s` for processes to end; those that have not. Leaves exit codes to whoever started them."""
+    until = time.monotonic() + timeout_s
     while (alive := [process for process in processes if not has_ended(process)]) and time.monotonic() < until:
         time.sleep(END_POLL_S)
     return alive

@@ -22,7 +22,7 @@ from roll.configs.model_config import read_positions
 from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig, role_seed
 from roll.configs.roles import TORCH_DTYPES, EngineRoleConfig, JudgeConfig
 from roll.distributed.core_pinning import read_topology
-from roll.distributed.processes import gc_paused, log_file
+from roll.distributed.processes import gc_paused, log_file, wait_for_end
 from roll.distributed.strategy.sglang_processes import (
     exit_reason,
     ignore_quit_signal,
@@ -245,8 +245,7 @@ class Engine:
         for process in self._processes:
             if is_alive(process):
                 process.kill()
-        _, alive = psutil.wait_procs(self._processes, timeout=STOP_TIMEOUT_S)
-        if alive:
+        if alive := wait_for_end(self._processes, STOP_TIMEOUT_S):
             raise EngineError(
                 f"{self.name}: processes {[p.pid for p in alive]} are alive {STOP_TIMEOUT_S:g} s after SIGKILL"
             )

@@ -32,6 +32,9 @@ EXIT_CODE_S = 5.0
 
 EXIT_CODE_POLL_S = 0.02
 
+SERVER_DIED = 255
+"""Python's exit code of a forked process whose fork server died with it."""
+
 PRELOADED = ("roll.distributed.strategy.sglang_preload", "ray")
 """Modules that the server imports; Ray's worker is the main module of this process, which Python imports everywhere."""
 
@@ -111,6 +114,8 @@ async def exit_reason(child: BaseProcess | None) -> str:
     code = None if child is None else child.exitcode
     if code is None:
         return ""
+    if code == SERVER_DIED and isinstance(child, _Forks.Process):
+        return " with the server that had forked it"
     if code >= 0:
         return f" with exit code {code}"
     names = {each.value: each.name for each in signal.Signals}
