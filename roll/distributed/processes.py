@@ -73,7 +73,7 @@ def pin(cores: tuple[int, ...]) -> None:
 
 
 def end_with_parent() -> None:
-    """Asks the kernel to kill this process when the Ray daemon that started it ends."""
+    """Asks the kernel to kill this process when the thread that started it ends, such as that of a Ray daemon."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -156,7 +156,10 @@ def has_ended(process: psutil.Process) -> bool:
 
 
 def wait_for_end(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    """Waits `timeout_s` for processes to end; those that have not. Leaves exit codes to whoever started them."""
+    """Waits up to `timeout_s` for processes to end, and returns the processes that still run.
+
+    Their exit codes remain for the process that started them, which `psutil.wait_procs` would take.
+    """
     until = time.monotonic() + timeout_s
     while (alive := [process for process in processes if not has_ended(process)]) and time.monotonic() < until:
         time.sleep(END_POLL_S)

@@ -35,6 +35,7 @@ class RemoteActor(Generic[ObjectT]):
 
     Attributes:
         name: for messages and the log file.
+        process: in which the object is; None until `ready` has waited for it.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class RemoteActor(Generic[ObjectT]):
         self.name, self._config, self._deadlines, self._ended = name, config, deadlines, False
         self._log = log_file(config, name)
         self._actor = self._start()
-        self._process: psutil.Process | None = None
+        self.process: psutil.Process | None = None
         self._started: RemoteCall[int] = self._remote_call(
             "start", self._actor.process_id.remote(), config.start_timeout_s
         )
@@ -86,16 +87,10 @@ class RemoteActor(Generic[ObjectT]):
             ClusterError: one of them failed.
         """
         try:
-            self._process = psutil.Process(await self._started)
+            self.process = psutil.Process(await self._started)
         except psutil.NoSuchProcess as error:
             raise self._context("start").died(0, "the process died as soon as it had started") from error
         await self._built
-
-    @property
-    def process(self) -> psutil.Process:
-        """The process in which the object is, once it is ready."""
-        assert self._process is not None, f"{self.name} is not ready"
-        return self._process
 
     def call(
         self, method: Callable[Concatenate[ObjectT, P], Awaitable[ResultT]], /, *args: P.args, **kwargs: P.kwargs
@@ -113,10 +108,10 @@ class RemoteActor(Generic[ObjectT]):
         ray.wait([self._actor.call.remote("close", False)], timeout=CLOSE_TIMEOUT_S)
         processes: list[psutil.Process] = []
         with contextlib.suppress(ClusterError, psutil.NoSuchProcess):
-            if self._process is None:
+            if self.process is None:
                 asked = self._actor.process_id.remote()
-                self._process = psutil.Process(self._remote_call("shutdown", asked, PROCESS_ID_S).get())
-            processes = descendants(self._process)
+                self.process = psutil.Process(self._remote_call("shutdown", asked, PROCESS_ID_S).get())
+            processes = descendants(self.process)
         ray.kill(self._actor)
         end(processes)
 

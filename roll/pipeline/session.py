@@ -175,10 +175,10 @@ class Session:
             await remote_actor.ready()
 
     def watch_processes(self) -> ProcessWatch:
-        """Watches training ranks and remote actors, which are ready, until the block is left."""
+        """Watches training ranks and those remote actors that are ready, until the block is left."""
 
         def remote_actors() -> dict[str, Process]:
-            return {actor.name: actor.process for actor in self._remote_actors}
+            return {actor.name: actor.process for actor in self._remote_actors if actor.process is not None}
 
         events, clusters = EventLog(self._config.output_dir), [*self.train_clusters.values()]
         watch = ProcessWatch(clusters, events, remote_actors)

@@ -33,7 +33,7 @@ is learned from. The limit `max_staleness` drops nothing in an unbroken run; it 
 with a smaller ratio than that under which its prompts were admitted.
 
 Freshness by time: with `max_age_s`, `expire` drops ready groups whose prompt was submitted longer ago. The caller calls
-it before it takes a batch, so no token learned from is older. New prompts may replace those that it drops.
+it before it takes a batch, so no token learned from is older. New prompts may replace the dropped ones.
 """
 
 from __future__ import annotations

@@ -86,6 +86,7 @@ class Engine:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sglang-owner")
         self._engine: Any = None
         self._processes: list[psutil.Process] = []
+        self._other_children: set[psutil.Process] = set()
         self._schedulers: list[int] = []
         self._children: dict[int | None, BaseProcess] = {}
         self._shared_files: set[Path] = set()
@@ -115,8 +116,7 @@ class Engine:
             EngineError: SGLang failed, with its reason, or was not ready within `timeout_s`.
         """
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._thread, self._prepare)
-        before = set(psutil.Process().children(recursive=True))
+        self._other_children = _child_processes()
         start = loop.run_in_executor(self._thread, self._launch, {**self.arguments, **arguments})
         try:
             self._engine = await asyncio.wait_for(asyncio.shield(start), timeout_s)
@@ -125,7 +125,7 @@ class Engine:
         except Exception as error:
             raise EngineError(f"{self.name}: SGLang did not start: {error}") from error
         finally:
-            self._processes = list(set(psutil.Process().children(recursive=True)) - before)
+            self._processes = list(_child_processes() - self._other_children)
             self._shared_files = {path for process in self._processes for path in shared_files(process.pid)}
             if self._engine is None:
                 start.add_done_callback(_discard)
@@ -135,13 +135,12 @@ class Engine:
         self._death = loop.create_future()
         self._watcher = asyncio.create_task(self._watch())
 
-    def _prepare(self) -> None:
+    def _launch(self, arguments: dict[str, Any]) -> Any:
         os.environ.update(self._environment)
         ignore_quit_signal()
         if self._forks:
             start_fork_server()
-
-    def _launch(self, arguments: dict[str, Any]) -> Any:
+            self._other_children = _child_processes()  # the server is for later starts too
         with gc_paused():
             engine_class = import_engine(self._forks)
         engine = engine_class(**arguments)
@@ -260,6 +259,10 @@ def _discard(start: asyncio.Future[Any]) -> None:
         for process_id in start.result().get_all_child_pids():
             with contextlib.suppress(psutil.NoSuchProcess):
                 psutil.Process(process_id).kill()
+
+
+def _child_processes() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
 
 
 def _close_sockets(engine: Any) -> None:
