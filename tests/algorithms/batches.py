@@ -1,6 +1,9 @@
-"""Random batches, and functions that split and pad them."""
+"""Random batches, functions that split and pad them, and batches for formulas written as loops."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -46,3 +49,67 @@ def pad(batch: Batch, columns: int, fill: float = 123.0) -> Batch:
         return torch.cat([tensor, tensor.new_full((tensor.shape[0], columns), value)], dim=1)
 
     return {name: wider(name, tensor) for name, tensor in batch.items()}
+
+
+DRAWS = range(12)
+"""Seeds of `draw`."""
+
+DRAW_TOKENS = 7
+
+CLOSE = {"rel": 1e-6, "abs": 1e-6}
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A random batch; tables are [B, DRAW_TOKENS] float64 with NaN outside the mask."""
+
+    mask: Tensor
+    groups: list[int]
+    scores: list[float]
+    tables: dict[str, Tensor]
+
+    def response(self, sample: int, name: str) -> list[float]:
+        """The values of a response's tokens."""
+        return [float(x) for x in self.tables[name][sample][self.mask[sample]]]
+
+    @property
+    def samples(self) -> range:
+        return range(len(self.scores))
+
+    def tokens(self, per_response: Callable[[int], Sequence[float]]) -> list[float]:
+        """What a function of a sample gives for its tokens, of all samples."""
+        return [value for sample in self.samples for value in per_response(sample)]
+
+    def group(self, sample: int) -> list[int]:
+        """The samples of a sample's group."""
+        return [other for other in self.samples if self.groups[other] == self.groups[sample]]
+
+    def length(self, sample: int) -> int:
+        return int(self.mask[sample].sum())
+
+
+def draw(seed: int) -> Draw:
+    """Groups of 1 to 4 samples; the first has equal scores, the last is alone."""
+    random = torch.Generator().manual_seed(seed)
+    sizes = [3, *torch.randint(2, 5, (2,), generator=random).tolist(), 1]
+    groups = [number for number, size in enumerate(sizes) for _ in range(size)]
+    count, spread = len(groups), (0.02, 1.0, 30.0)[seed % 3]
+    lengths = torch.randint(0, DRAW_TOKENS, (count,), generator=random)
+    lengths[torch.randperm(count, generator=random)[:2]] = torch.tensor([0, 1])
+    starts = torch.randint(0, 2, (count,), generator=random)
+    position = torch.arange(DRAW_TOKENS)
+    mask = (position >= starts[:, None]) & (position < (starts + lengths)[:, None])
+    scores = torch.randn(count, generator=random).float()
+    scores[:3] = 0.3
+
+    def table(values: Tensor) -> Tensor:
+        return torch.where(mask, values, torch.nan)
+
+    def normal() -> Tensor:
+        return torch.randn(count, DRAW_TOKENS, generator=random, dtype=torch.float64)
+
+    log_probs = {name: table(-spread * normal().abs()) for name in ("log_probs", "base", "ref_log_probs")}
+    others = {"advantages": normal(), "values": normal().float(), "entropy": normal().abs()}
+    others |= {"sum_pi_squared": torch.rand(count, DRAW_TOKENS, generator=random, dtype=torch.float64)}
+    others |= {"high_covariance": (normal() > 0.5).double()}
+    return Draw(mask, groups, scores.tolist(), log_probs | {name: table(each) for name, each in others.items()})
