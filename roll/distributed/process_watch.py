@@ -1,8 +1,9 @@
 """Watches processes of this node that no call is waiting for, or that do not answer because they are stopped.
 
 A call of a rank fails at once when its process dies, so a death is reported only to code that waits for something else,
-such as a batch. A call of a process that is stopped by a signal does not fail before its deadline, which may be an
-hour: the process is killed, and its calls fail as those of a dead one. Processes of other nodes are not watched.
+such as a batch, or that got the error of another rank first. A call of a process that is stopped by a signal does not
+fail before its deadline, which may be an hour: the process is killed, and its calls fail as those of a dead one.
+Processes of other nodes are not watched.
 """
 
 from __future__ import annotations
@@ -11,16 +12,16 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import psutil
 
 from roll.distributed.cluster import Cluster
+from roll.distributed.remote_errors import ClusterError
 
 if TYPE_CHECKING:
     from roll.distributed.events import EventLog
-    from roll.distributed.remote_errors import ClusterError
     from roll.distributed.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class StopTimes:
 
 
 class ProcessWatch:
-    """Looks at the processes of training ranks, and of remote actors, about once a second."""
+    """Looks at the processes of training ranks, engines and remote actors about once a second."""
 
     def __init__(
         self,
@@ -127,6 +128,30 @@ class ProcessWatch:
             if name in ranks and not self._died.done():
                 cluster, rank, _ = ranks[name]
                 self._died.set_result(cluster.died(rank, f"{name}: {dead[name]}"))
+
+
+@contextlib.contextmanager
+def deaths_as_causes(clusters: Mapping[str, Cluster[Worker]]) -> Iterator[None]:
+    """Raises the death of a training rank instead of the error of a call, where a rank on this node is dead.
+
+    The ranks whose collective it broke fail with errors of their own, which may arrive before that of the dead one.
+
+    Args:
+        clusters: of training ranks, by role; read when a call has failed.
+
+    Raises:
+        ClusterError: of kind PROCESS_DIED.
+    """
+    try:
+        yield
+    except ClusterError as error:
+        if error.process_failed:
+            raise
+        for cluster in clusters.values():
+            for rank, process in cluster.local_processes.items():
+                if status_of(process) in ENDED:
+                    raise cluster.died(rank, f"{cluster.role}-{rank}: its process died") from error
+        raise
 
 
 def status_of(process: psutil.Process) -> str:

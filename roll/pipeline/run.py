@@ -21,6 +21,7 @@ from roll.configs.plan import Plan
 from roll.configs.trackers import METRICS_FILE
 from roll.distributed.engine_monitor import EnginesLostError
 from roll.distributed.events import DRIVER, EventLog
+from roll.distributed.process_watch import deaths_as_causes
 from roll.distributed.processes import gc_freeze, gc_unfreeze
 from roll.distributed.remote_errors import ClusterError
 from roll.distributed.resources import RayStartError, ResourceError
@@ -342,30 +343,31 @@ async def _train(
     summary: RunSummary,
 ) -> None:
     async with session:
-        loop = await pipeline.build(session, trackers)
-        await loop.resume()
-        if not session.resumed:
-            summary.resumed_at_step = loop.state.step
-        session.resumed = True
-        if loop.state.step:
-            trackers.resume(loop.state.step)
-        try:
-            gc_freeze()
-            loop.restarts = running.restarts
-            running.begin(loop)
-            record_training_again(running, EventLog(config.output_dir))
-            if "stdout" not in config.track_with:
-                logger.info(
-                    "progress is in %s; track_with: [stdout] prints it here", Path(config.output_dir, METRICS_FILE)
-                )
-            await loop.run()
-            summary.status = "finished"
-            summary.bottleneck = report_bottleneck(config)
-        finally:
-            await running.end()
-            gc_unfreeze()
-            summary.steps = loop.state.step
-            summary.validation = loop.validation
+        with deaths_as_causes(session.train_clusters):
+            loop = await pipeline.build(session, trackers)
+            await loop.resume()
+            if not session.resumed:
+                summary.resumed_at_step = loop.state.step
+            session.resumed = True
+            if loop.state.step:
+                trackers.resume(loop.state.step)
+            try:
+                gc_freeze()
+                loop.restarts = running.restarts
+                running.begin(loop)
+                record_training_again(running, EventLog(config.output_dir))
+                if "stdout" not in config.track_with:
+                    logger.info(
+                        "progress is in %s; track_with: [stdout] prints it here", Path(config.output_dir, METRICS_FILE)
+                    )
+                await loop.run()
+                summary.status = "finished"
+                summary.bottleneck = report_bottleneck(config)
+            finally:
+                await running.end()
+                gc_unfreeze()
+                summary.steps = loop.state.step
+                summary.validation = loop.validation
 
 
 def report_bottleneck(config: BaseConfig) -> str:

@@ -175,13 +175,18 @@ class Session:
             await remote_actor.ready()
 
     def watch_processes(self) -> ProcessWatch:
-        """Watches training ranks and those remote actors that are ready, until the block is left."""
+        """Watches training ranks, engines and those remote actors that are ready, until the block is left."""
 
-        def remote_actors() -> dict[str, Process]:
-            return {actor.name: actor.process for actor in self._remote_actors if actor.process is not None}
+        def others() -> dict[str, Process]:
+            engines = {
+                f"{cluster.role}-{rank}": process
+                for cluster in self.infer_clusters.values()
+                for rank, process in cluster.local_processes.items()
+            }
+            actors = {actor.name: actor.process for actor in self._remote_actors if actor.process is not None}
+            return engines | actors
 
-        events, clusters = EventLog(self._config.output_dir), [*self.train_clusters.values()]
-        watch = ProcessWatch(clusters, events, remote_actors)
+        watch = ProcessWatch([*self.train_clusters.values()], EventLog(self._config.output_dir), others)
         watch.start()
         self.close_first(watch.close)
         return watch

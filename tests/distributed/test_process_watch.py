@@ -16,8 +16,8 @@ import pytest
 
 from roll.distributed import process_watch
 from roll.distributed.events import EVENTS_FILE, EventLog
-from roll.distributed.process_watch import ProcessWatch, StopTimes
-from roll.distributed.remote_errors import PROCESS_DIED, CallContext, ClusterError
+from roll.distributed.process_watch import ProcessWatch, StopTimes, deaths_as_causes
+from roll.distributed.remote_errors import PROCESS_DIED, TIMEOUT, CallContext, ClusterError
 
 
 def test_a_process_is_overdue_once_it_was_stopped_for_the_grace_without_a_pause() -> None:
@@ -128,6 +128,24 @@ def test_another_process_that_stays_stopped_is_killed_and_its_death_is_left_to_i
 
     asyncio.run(scenario())
     assert "rollouter" in (tmp_path / EVENTS_FILE).read_text()
+
+
+def test_the_death_of_a_rank_is_the_cause_of_an_error_of_another_one(cluster: Any) -> None:
+    """Only of errors that do not name a dead process themselves, and only while a rank is dead."""
+
+    def raised(kind: str) -> ClusterError:
+        error = ClusterError("actor_train", "train_step", 0, kind, "connection closed by peer")
+        with pytest.raises(ClusterError) as caught, deaths_as_causes({"actor_train": cluster}):
+            raise error
+        assert caught.value is error or caught.value.__cause__ is error
+        return caught.value
+
+    assert raised("RuntimeError").kind == "RuntimeError", "all ranks are alive"
+    cluster.children[1].kill()
+    until(lambda: cluster.status(1) == psutil.STATUS_ZOMBIE)
+    death = raised("RuntimeError")
+    assert (death.rank, death.kind) == (1, PROCESS_DIED) and death.process_failed
+    assert raised(TIMEOUT).kind == TIMEOUT
 
 
 def test_a_look_that_fails_for_any_reason_is_logged_and_the_watch_goes_on(

@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+import ray
 import torch
 from weight_sync_workers import Fault, FaultySynchronizer, FaultyWorker, OwnRankTransport
 
@@ -276,17 +277,22 @@ def test_an_engine_gets_its_weights_from_the_rank_on_its_own_device(world: World
 def test_an_engine_is_started_again_in_the_process_of_its_worker(world: World) -> None:
     """The new engine has no state of the dead one, refuses a late end of its update, and leaves nothing open.
 
-    So it is where the process that forks its scheduler dies too, twice.
+    So it is where the process that forks its scheduler dies too, twice, or is stopped. Its socket is in a folder of
+    Ray's session, which is removed with it.
     """
     update(world, "tp2 shared")
     used = []
-    for dies in ("scheduler", "fork_server", "fork_server", "scheduler"):
+    for dies in ("scheduler", "fork_server", "fork_server", "stopped fork_server", "scheduler"):
         [numbers] = world.engine.call_all(InferWorker.process_ids).get()
         world.engine.call_all(InferWorker.begin_update, world.version).get()
         waiting = world.engine.call_each(InferWorker.generate, [requests_of(world, 1.0)])
         [server] = [
             child for child in psutil.Process(numbers[0]).children() if "fork_server" in "".join(child.cmdline())
         ]
+        [socket] = [found.laddr for found in server.net_connections("unix") if found.laddr]
+        assert str(socket).startswith(ray._private.worker._global_node.get_sockets_dir_path()), socket
+        if dies == "stopped fork_server":
+            server.suspend()
         for process in [server] if dies == "fork_server" else map(psutil.Process, numbers[1:]):
             process.kill()
         world.engine.call_all(InferWorker.start_again, True).get()

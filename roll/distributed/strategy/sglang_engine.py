@@ -22,7 +22,7 @@ from roll.configs.model_config import read_positions
 from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig, role_seed
 from roll.configs.roles import TORCH_DTYPES, EngineRoleConfig, JudgeConfig
 from roll.distributed.core_pinning import read_topology
-from roll.distributed.processes import gc_paused, log_file, wait_for_end
+from roll.distributed.processes import gc_paused, kill, log_file, wait_for_end
 from roll.distributed.strategy.sglang_processes import (
     exit_reason,
     ignore_quit_signal,
@@ -118,6 +118,7 @@ class Engine:
         loop = asyncio.get_running_loop()
         self._other_children = _child_processes()
         start = loop.run_in_executor(self._thread, self._launch, {**self.arguments, **arguments})
+        killer = asyncio.create_task(self._kill_stopped())
         try:
             self._engine = await asyncio.wait_for(asyncio.shield(start), timeout_s)
         except TimeoutError as error:
@@ -125,6 +126,7 @@ class Engine:
         except Exception as error:
             raise EngineError(f"{self.name}: SGLang did not start: {error}") from error
         finally:
+            killer.cancel()
             self._processes = list(_child_processes() - self._other_children)
             self._shared_files = {path for process in self._processes for path in shared_files(process.pid)}
             if self._engine is None:
@@ -194,6 +196,16 @@ class Engine:
     def processes(self) -> list[int]:
         """Ids of the engine's processes that still run."""
         return [process.pid for process in self._processes if is_alive(process)]
+
+    async def _kill_stopped(self) -> None:
+        """Kills processes that a signal has stopped for STOPPED_S while the engine starts: its start waits for them."""
+        stopped: dict[psutil.Process, int] = {}
+        while True:
+            stopped = {each: stopped.get(each, 0) + 1 for each in _child_processes() if is_stopped(each.pid)}
+            for process, times in stopped.items():
+                if times * WATCH_INTERVAL_S >= STOPPED_S:
+                    kill(process.pid)
+            await asyncio.sleep(WATCH_INTERVAL_S)
 
     async def _watch(self) -> None:
         """Waits for the death of a scheduler; other processes, such as those of torch's compiler, end when idle.

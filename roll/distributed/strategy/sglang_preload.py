@@ -7,11 +7,15 @@ says what is wrong.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 
 from setproctitle import setproctitle
 
 from roll.distributed.processes import end_with_parent, gc_freeze, gc_paused
+
+SERVER = os.getpid()
+"""Process id of the server, also in the schedulers."""
 
 end_with_parent()
 setproctitle("sglang::fork_server")  # schedulers could not set their titles if theirs were the first of this process

@@ -14,6 +14,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from roll.distributed.processes import end_with_parent, kill, wait_for_end
 
 SHARED_PREFIXES = ("sgl_shm_", "sglang_loads_")
 """Beginnings of the names of SGLang's files in shared memory."""
@@ -35,8 +38,13 @@ EXIT_CODE_POLL_S = 0.02
 SERVER_DIED = 255
 """Python's exit code of a forked process whose fork server died with it."""
 
-PRELOADED = ("roll.distributed.strategy.sglang_preload", "ray")
+PRELOAD = "roll.distributed.strategy.sglang_preload"
+
+PRELOADED = (PRELOAD, "ray")
 """Modules that the server imports; Ray's worker is the main module of this process, which Python imports everywhere."""
+
+SOCKET_PATH = 107
+"""Longest path of a Unix socket."""
 
 _server_thread = ThreadPoolExecutor(1, thread_name_prefix="sglang-fork-server")
 
@@ -81,6 +89,10 @@ class SchedulerProcess:
 
 def _in_new_process(environment: dict[str, str]) -> SchedulerProcess:
     gc.disable()
+    end_with_parent()
+    preload = sys.modules.get(PRELOAD)
+    if preload is not None and os.getppid() != preload.SERVER:  # the server died before the kernel was asked
+        os._exit(1)
     os.environ.update(environment)
     return SchedulerProcess()
 
@@ -97,10 +109,39 @@ class _Forks:
 def start_fork_server() -> None:
     """Starts the server unless it runs; its environment is that of this process now. It ends with this process.
 
-    The kernel kills it when the thread that has started it ends, and schedulers when the server ends.
+    The kernel kills it when the thread that has started it ends, and schedulers when the server ends. A server that is
+    stopped by a signal forks nothing: it is killed, and another one started.
     """
     multiprocessing.set_forkserver_preload([*PRELOADED])
-    _server_thread.submit(forkserver.ensure_running).result()
+    _server_thread.submit(_ensure_server).result()
+
+
+def _ensure_server() -> None:
+    server = _server_id()
+    if server is not None and is_stopped(server):
+        kill(server)
+        wait_for_end([psutil.Process(server)], EXIT_CODE_S)
+    _use_socket_folder_of_session()
+    forkserver.ensure_running()
+
+
+def _server_id() -> int | None:
+    """Process id of the fork server that this process has started last."""
+    server: int | None = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    return server
+
+
+def _use_socket_folder_of_session() -> None:
+    """Lets Python bind the server's socket where Ray's are, in a folder that is removed at the end of the run.
+
+    Python removes its own folder when the process ends in order, and a worker is killed.
+    """
+    from ray._private import worker
+
+    if worker._global_node is not None:
+        folder = worker._global_node.get_sockets_dir_path()
+        if len(f"{folder}/listener-12345678") <= SOCKET_PATH:
+            multiprocessing.current_process()._config.setdefault("tempdir", folder)
 
 
 async def exit_reason(child: BaseProcess | None) -> str:
@@ -112,10 +153,28 @@ async def exit_reason(child: BaseProcess | None) -> str:
     while child is not None and child.exitcode is None and time.monotonic() < until:
         await asyncio.sleep(EXIT_CODE_POLL_S)
     code = None if child is None else child.exitcode
+    if code == SERVER_DIED and isinstance(child, _Forks.Process):
+        return f" with the server that had forked it{_exit_of(_server_exit_code())}"
+    return _exit_of(code)
+
+
+def _server_exit_code() -> int | None:
+    """Exit code of the fork server, minus the signal that killed it; leaves it to Python, which starts another one."""
+    server = _server_id()
+    if server is None:
+        return None
+    try:
+        ended = os.waitid(os.P_PID, server, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return None
+    if ended is None:
+        return None
+    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+
+def _exit_of(code: int | None) -> str:
     if code is None:
         return ""
-    if code == SERVER_DIED and isinstance(child, _Forks.Process):
-        return " with the server that had forked it"
     if code >= 0:
         return f" with exit code {code}"
     names = {each.value: each.name for each in signal.Signals}

@@ -1,4 +1,4 @@
-"""How the processes of an engine have ended."""
+"""How the processes of an engine have ended, and the server that forks them; the server here imports nothing."""
 
 from __future__ import annotations
 
@@ -52,3 +52,48 @@ def test_how_a_process_died_is_known_once_its_last_thread_has_ended() -> None:
 
     assert asyncio.run(run()).startswith(", killed by SIGKILL")
     assert asyncio.run(exit_reason(None)) == ""
+
+
+SERVER = """
+import asyncio, os, signal, time
+import psutil
+from roll.distributed.strategy import sglang_processes
+from roll.distributed.strategy.sglang_processes import _Forks, _server_id, exit_reason, is_stopped, start_fork_server
+
+sglang_processes.PRELOADED = ()
+start_fork_server()
+first = _server_id()
+start_fork_server()
+assert _server_id() == first, "it runs"
+os.kill(first, signal.SIGSTOP)
+while not is_stopped(first):
+    time.sleep(0.01)
+start_fork_server()
+assert _server_id() != first and not psutil.pid_exists(first)
+child = _Forks.Process(target=time.sleep, args=(600,))
+child.start()
+os.kill(_server_id(), signal.SIGKILL)
+print(asyncio.run(exit_reason(child)))
+os.kill(child.pid, signal.SIGKILL)
+"""
+
+
+def test_a_stopped_fork_server_is_replaced_and_the_signal_that_killed_one_is_named() -> None:
+    done = subprocess.run([sys.executable, "-c", SERVER], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(" with the server that had forked it, killed by SIGKILL, possibly by")
+
+
+ORPHAN = """
+import os, sys, types
+from roll.distributed.strategy.sglang_processes import PRELOAD, _in_new_process
+
+sys.modules[PRELOAD] = types.SimpleNamespace(SERVER=os.getppid() + int(sys.argv[1]))
+_in_new_process({})
+sys.exit(7)
+"""
+
+
+def test_a_scheduler_whose_fork_server_has_died_ends_before_it_starts() -> None:
+    ended = [subprocess.run([sys.executable, "-c", ORPHAN, other], timeout=60).returncode for other in ("0", "1")]
+    assert ended == [7, 1]
