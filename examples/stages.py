@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from roll.terminal import make_console
+from roll.terminal import EXIT_INTERRUPTED, make_console
 
 if TYPE_CHECKING:
     from roll.pipeline.run import RunSummary
@@ -79,7 +79,11 @@ def main(
     parser.add_argument("--seed", type=int, default=42, help="random seed")
     parser.add_argument("overrides", nargs="*", help="overrides for the reinforcement learning stage")
     arguments = parser.parse_args()
-    summary = demo(arguments.out, arguments.seed, arguments.overrides)
+    try:
+        summary = demo(arguments.out, arguments.seed, arguments.overrides)
+    except KeyboardInterrupt:
+        console.print("interrupted")
+        sys.exit(EXIT_INTERRUPTED)
     figures = "(not validated)"
     if "val_after" in summary:
         figures = f"[bold]{summary['val_before']:.3f} -> {summary['val_after']:.3f}[/bold]"

@@ -157,6 +157,23 @@ def _check_gpus(config: BaseConfig, hardware: Hardware, report: Report) -> None:
         )
 
 
+def check_one_machine(config: BaseConfig, hardware: Hardware, report: Report) -> None:
+    """No device is on another machine than this one, unless Ray joins others."""
+    per_node = config.num_devices_per_node
+    if per_node is None or "RAY_ADDRESS" in os.environ:
+        return
+    for role, worker in config.device_roles().items():
+        highest = max(worker.device_mapping)
+        if highest >= per_node:
+            here = config.platform == "cpu" or highest < hardware.gpus
+            advice = f"set num_devices_per_node: {highest + 1} if it is on this one, or " if here else ""
+            report.missing_resource(
+                f"{role}.device_mapping",
+                f"device {highest} is on another machine, as num_devices_per_node is {per_node}: "
+                f"{advice}join a cluster with RAY_ADDRESS",
+            )
+
+
 def check_fits_machine(config: BaseConfig, hardware: Hardware, report: Report) -> None:
     """Devices exist here, unless Ray joins other machines; on cpu, more than the cores need `num_devices_per_node`."""
     if config.platform == "cuda" and "RAY_ADDRESS" not in os.environ:
@@ -166,15 +183,8 @@ def check_fits_machine(config: BaseConfig, hardware: Hardware, report: Report) -
             "num_devices_per_node", "is not set, and this machine has no GPUs to count; write the GPUs of one node"
         )
     per_node = config.num_devices_per_node
-    highest = max((max(worker.device_mapping) for worker in config.device_roles().values()), default=0)
-    fits = config.platform == "cpu" or (per_node or 0) <= hardware.gpus  # otherwise `_check_gpus` has said so
-    if per_node is not None and highest >= per_node and fits and "RAY_ADDRESS" not in os.environ:
-        here = config.platform == "cpu" or highest < hardware.gpus
-        advice = f"set {highest + 1} if it is on this one, or " if here else ""
-        report.missing_resource(
-            "num_devices_per_node",
-            f"{per_node}, so device {highest} is on another machine: {advice}join a cluster with RAY_ADDRESS",
-        )
+    if config.platform == "cpu" or (per_node or 0) <= hardware.gpus:  # otherwise `_check_gpus` has said so
+        check_one_machine(config, hardware, report)
     if per_node is not None or config.platform != "cpu":
         return
     for role, worker in config.device_roles().items():

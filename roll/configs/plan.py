@@ -13,7 +13,7 @@ from rich.table import Table
 
 from roll.configs.agentic import AgenticConfig, EnvManagerConfig
 from roll.configs.errors import ConfigError
-from roll.configs.hardware import Hardware, check_nodes, resolve_platform, this_machine
+from roll.configs.hardware import Hardware, check_nodes, check_one_machine, resolve_platform, this_machine
 from roll.configs.hub.inputs import Download, LookUp
 from roll.configs.hub.names import local_model
 from roll.configs.memory import STATE_LINES, MemoryPlan, gibibytes, memory_plans
@@ -114,6 +114,8 @@ def make_plan(config: BaseConfig, hardware: Hardware | None = None, hub: LookUp 
     report = check(config)
     platform, per_node = resolve_platform(config, hardware, report)
     check_nodes(config, platform, per_node, report)
+    if platform == "cpu":  # a plan for GPUs is often made on another machine
+        check_one_machine(config, hardware, report)
     check_prompt_lengths(config, report)
     if isinstance(config, AgenticConfig):
         check_episode_lengths(config, report)

@@ -326,7 +326,10 @@ class PromptSampler:
             raise ValueError("the checkpoint was written with domain_interleave_probs; use the same domains")
         changed = [key for key in ("size", "seed", "shuffle") if state[key] != current[key]]
         if changed:
-            changes = ", ".join(f"{key} was {state[key]} and is {current[key]}" for key in changed)
+            seeds = "seed is another one"  # not that of the run but one derived from it
+            changes = ", ".join(
+                seeds if key == "seed" else f"{key} was {state[key]} and is {current[key]}" for key in changed
+            )
             raise ValueError(f"the prompt sampler cannot be resumed: {changes}; use the data and seed of the first run")
         self._epoch, self._position = state["epoch"], state["position"]
         self._order = self._order_of(self._epoch)

@@ -35,7 +35,7 @@ from roll.distributed.processes import (
     process_environment,
 )
 from roll.distributed.remote_call import RemoteCall, ShardsClient, check_length, retrieve_error
-from roll.distributed.remote_errors import PROCESS_DIED, CallContext, ClusterError, Failure, failure_of
+from roll.distributed.remote_errors import PROCESS_DIED, WATCH, CallContext, ClusterError, Failure, failure_of
 from roll.distributed.rpc_batching import ClusterClient, RpcActor, RpcServer
 from roll.distributed.worker import Worker, WorkerRank, process_name, registered_methods
 from roll.platforms import get_platform
@@ -404,7 +404,7 @@ class Cluster(Generic[WorkerT]):
 
     def died(self, rank: int, text: str) -> ClusterError:
         """The error of a rank whose process was found dead, without a call that failed."""
-        return self._context("watch", rank).died(rank, text)
+        return self._context(WATCH, rank).died(rank, text)
 
     def client(self) -> ClusterClient[WorkerT]:
         """A picklable client with which other processes call single ranks, once `initialize` was called."""

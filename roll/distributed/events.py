@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -19,6 +20,13 @@ DRIVER = "driver"
 
 REPLACEMENT_INTERVAL_S = 60.0
 """Least time between two events about the processes of one reward, or those of environments: many may hang."""
+
+
+def set_aside_events(output_dir: str | Path) -> None:
+    """Renames the events of an earlier run in this folder to `events.jsonl.old`, in place of older ones."""
+    path = Path(output_dir) / EVENTS_FILE
+    with contextlib.suppress(OSError):
+        path.replace(path.with_suffix(".jsonl.old"))
 
 
 class EventLog:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from roll.distributed.cluster import Cluster
+from roll.distributed.engine_monitor import EnginesLostError
 from roll.distributed.remote_errors import ClusterError
 
 if TYPE_CHECKING:
@@ -132,9 +133,10 @@ class ProcessWatch:
 
 @contextlib.contextmanager
 def deaths_as_causes(clusters: Mapping[str, Cluster[Worker]]) -> Iterator[None]:
-    """Raises the death of a training rank instead of the error of a call, where a rank on this node is dead.
+    """Raises the death of a training rank instead of another error, where a rank on this node is dead.
 
     The ranks whose collective it broke fail with errors of their own, which may arrive before that of the dead one.
+    Where Ray loses this node, engines are lost before a call of a rank fails.
 
     Args:
         clusters: of training ranks, by role; read when a call has failed.
@@ -144,8 +146,8 @@ def deaths_as_causes(clusters: Mapping[str, Cluster[Worker]]) -> Iterator[None]:
     """
     try:
         yield
-    except ClusterError as error:
-        if error.process_failed:
+    except (ClusterError, EnginesLostError) as error:
+        if isinstance(error, ClusterError) and error.process_failed:
             raise
         for cluster in clusters.values():
             for rank, process in cluster.local_processes.items():

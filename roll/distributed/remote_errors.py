@@ -25,6 +25,9 @@ PROCESS_DIED = "ProcessDied"
 TIMEOUT = "Timeout"
 """Kind of a call without an answer at its deadline."""
 
+WATCH = "watch"
+"""Name of no method: of the error of a process that was found dead while no call was made of it."""
+
 _deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)
 
 

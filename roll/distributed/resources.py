@@ -180,7 +180,9 @@ def start_ray(config: BaseConfig, platform_name: str, num_devices: int) -> None:
         if not address:
             remove_sessions_of(os.getpid())
         where = f"join the Ray at RAY_ADDRESS={address}" if address else "start Ray on this machine"
-        raise RayStartError(f"cannot {where} for run {config.exp_name!r}: {type(error).__name__}: {error}") from error
+        advice = "; the machine may be too busy: try again" if "timed out" in str(error) else ""
+        cause = f"{type(error).__name__}: {error}{advice}"
+        raise RayStartError(f"cannot {where} for run {config.exp_name!r}: {cause}") from error
     _handle_sigterm(at_end)
     _print_no_guesses()
 

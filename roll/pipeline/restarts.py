@@ -14,7 +14,8 @@ from roll.configs.errors import RunError
 from roll.configs.pipeline import BaseConfig
 from roll.configs.trackers import METRICS_FILE
 from roll.distributed.events import DRIVER, EventLog
-from roll.distributed.remote_errors import ClusterError, one_line
+from roll.distributed.processes import log_file
+from roll.distributed.remote_errors import WATCH, ClusterError, one_line
 from roll.pipeline.checkpoint import CheckpointError, checkpoints_of, step_of
 from roll.pipeline.health import INTERVAL_S, Health, read_in_time
 from roll.pipeline.session import Session
@@ -96,7 +97,8 @@ def failure_in_one_line(error: BaseException) -> tuple[str, str]:
     """The component that failed, a process or else the driver, and the cause; for events.jsonl."""
     if isinstance(error, ClusterError):
         component = f"{error.role}-{error.rank}"
-        return component, f"failed in {error.method}: {one_line(error).removeprefix(f'{component}: ')}"
+        when = "between two calls" if error.method == WATCH else f"in {error.method}"
+        return component, f"failed {when}: {one_line(error).removeprefix(f'{component}: ')}"
     return DRIVER, " ".join(str(error).split()) if isinstance(error, RunError) else one_line(error)
 
 
@@ -109,7 +111,8 @@ async def start_again(
         CheckpointError: all checkpoints are damaged; the message begins with the failure.
     """
     component, cause = failure_in_one_line(error)
-    events.record(component, "failed", cause)
+    log = Path(log_file(config, component))
+    events.record(component, "failed", f"{cause}; its log is {log}" if log.is_file() else cause)
     running.failed(f"{component} {cause}")
     saved = None
     if session.resumed:

@@ -20,7 +20,7 @@ from roll.configs.pipeline import BaseConfig, DPOConfig, RewardModelConfig, RLCo
 from roll.configs.plan import Plan
 from roll.configs.trackers import METRICS_FILE
 from roll.distributed.engine_monitor import EnginesLostError
-from roll.distributed.events import DRIVER, EventLog
+from roll.distributed.events import DRIVER, EventLog, set_aside_events
 from roll.distributed.process_watch import deaths_as_causes
 from roll.distributed.processes import gc_freeze, gc_unfreeze
 from roll.distributed.remote_errors import ClusterError
@@ -124,6 +124,8 @@ def run_pipeline(config: BaseConfig, command: str = "roll run CONFIG") -> int:
         The exit code: 0, 1 after an error of USER_ERRORS, 130 when interrupted.
     """
     health = HealthFile(config)
+    if not config.resume_from_checkpoint:
+        set_aside_events(config.output_dir)
     try:
         summary = asyncio.run(run(config))
     except (KeyboardInterrupt, asyncio.CancelledError, RunInterrupted) as error:
@@ -135,8 +137,10 @@ def run_pipeline(config: BaseConfig, command: str = "roll run CONFIG") -> int:
         health.end("failed")
         if isinstance(error, OSError) and not is_disk_full(error):
             raise
-        logger.error("%s", short_message(error, config))
-        if not isinstance(error, CheckpointError) and (saved := newest_complete(config)) is not None:
+        message = short_message(error, config)
+        logger.error("%s", message)
+        refused = isinstance(error, CheckpointError) or message.startswith("resume_from_checkpoint:")
+        if not refused and (saved := newest_complete(config)) is not None:
             logger.info("%s", continuation(saved, command))
         return 1
     except BaseException:

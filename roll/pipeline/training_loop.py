@@ -255,7 +255,7 @@ class TrainingLoop:
         if not self._training:
             return False
         if not self._stop.is_set():
-            step = f"finishing step {self.state.step + 1}" if self._learning else f"after step {self.state.step}"
+            step = "finishing the step that is learned from" if self._learning else f"after step {self.state.step}"
             saving = "then saving it" if self._config.save_checkpoint else "without saving: save_checkpoint is false"
             logger.warning("interrupted: %s, %s", step, saving)
             self._stop.set()

@@ -348,8 +348,8 @@ class Admission(Generic[T]):
         """
         if state["batch_size"] != settings.batch_size:
             raise ValueError(
-                f"batch_size: {settings.batch_size} cannot continue from a checkpoint with batches of "
-                f"{state['batch_size']} prompts; use {state['batch_size']}"
+                f"rollout_batch_size: batches of {settings.batch_size} prompts cannot continue from a checkpoint with "
+                f"batches of {state['batch_size']}; use that size"
             )
         admission = cls(settings, state["start"])
         admission.version = state["version"]

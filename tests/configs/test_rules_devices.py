@@ -440,8 +440,10 @@ def test_gpus_of_a_node_cannot_be_counted_on_a_machine_without_any(
 
 def test_devices_of_a_second_node_need_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = rlvr(tmp_path, "platform=cpu", "num_devices_per_node=8")
-    with pytest.raises(ConfigError, match="num_devices_per_node: 8, so device 23 is on another machine: set 24 if it"):
+    message = "device 23 is on another machine, as num_devices_per_node is 8: set num_devices_per_node: 24 if it is on"
+    with pytest.raises(ConfigError, match=message):
         prepare_run(config, LAPTOP)
+    assert any(message in warning for warning in make_plan(config, LAPTOP).warnings)
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     with pytest.raises(ConfigError) as caught:
         prepare_run(config, LAPTOP)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from roll.distributed.events import EVENTS_FILE, EventLog
+from roll.distributed.events import EVENTS_FILE, EventLog, set_aside_events
 from roll.trackers.files import free_bytes
 
 
@@ -66,3 +66,12 @@ def test_frequent_events_are_counted_in_the_next_one_that_is_written(tmp_path: P
     messages = [event["message"] for event in events_in(tmp_path) if event["component"] == "reward math"]
     assert messages == ["hung", "hung (and 2 more since the last such event)", "hung"]
     assert len(events_in(tmp_path)) == 8
+
+
+def test_events_of_an_earlier_run_are_kept_beside_those_of_a_new_one(tmp_path: Path) -> None:
+    set_aside_events(tmp_path)
+    for cause in ("first", "second"):
+        EventLog(tmp_path).record("driver", "failed", cause)
+        set_aside_events(tmp_path)
+    assert not (tmp_path / EVENTS_FILE).exists()
+    assert "second" in (tmp_path / f"{EVENTS_FILE}.old").read_text()

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from roll.distributed import process_watch
+from roll.distributed.engine_monitor import EnginesLostError
 from roll.distributed.events import EVENTS_FILE, EventLog
 from roll.distributed.process_watch import ProcessWatch, StopTimes, deaths_as_causes
 from roll.distributed.remote_errors import PROCESS_DIED, TIMEOUT, CallContext, ClusterError
@@ -146,6 +147,8 @@ def test_the_death_of_a_rank_is_the_cause_of_an_error_of_another_one(cluster: An
     death = raised("RuntimeError")
     assert (death.rank, death.kind) == (1, PROCESS_DIED) and death.process_failed
     assert raised(TIMEOUT).kind == TIMEOUT
+    with pytest.raises(ClusterError, match="actor_train-1: its process died"), deaths_as_causes({"a": cluster}):
+        raise EnginesLostError("Ray has lost the node of all engines and ranks")
 
 
 def test_a_look_that_fails_for_any_reason_is_logged_and_the_watch_goes_on(

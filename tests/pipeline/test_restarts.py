@@ -8,7 +8,7 @@ import signal
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -272,6 +272,7 @@ class Processes:
     """In place of the session: no process is started."""
 
     resumed = False
+    train_clusters: ClassVar[dict[str, Any]] = {}
 
     async def __aenter__(self) -> None:
         """Starts nothing."""
@@ -380,7 +381,11 @@ def test_an_interrupt_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(
     ("error", "hint"),
-    [(RunError("a filter starves the batch"), True), (CheckpointError("step-000001 is damaged"), False)],
+    [
+        (RunError("a filter starves the batch"), True),
+        (CheckpointError("step-000001 is damaged"), False),
+        (RunError("resume_from_checkpoint: rollout_batch_size: batches of 8 prompts cannot continue"), False),
+    ],
 )
 def test_a_run_that_failed_says_how_to_continue_unless_its_checkpoint_is_the_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: RunError, hint: bool

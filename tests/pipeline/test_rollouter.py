@@ -182,7 +182,8 @@ def test_a_checkpoint_of_batches_of_another_size_is_refused_with_a_reason():
     async def run() -> None:
         state = await rollouter(Scripted([1]), 1.0, steps=6).state_dict()
         larger = Rollouter(Scripted([1]), AdmissionSettings(batch_size=2 * BATCH, ratio=1.0), OPTIONS)
-        with pytest.raises(RunError, match="resume_from_checkpoint: batch_size: 8 cannot continue from a checkpoint"):
+        message = "resume_from_checkpoint: rollout_batch_size: batches of 8 prompts cannot continue from a checkpoint"
+        with pytest.raises(RunError, match=message):
             await larger.load_state_dict(state)
 
     asyncio.run(run())
