@@ -20,7 +20,7 @@ from roll.algorithms.returns import (
     along_tokens,
     discounted_sum,
     generalized_advantages,
-    return_to_go,
+    response_returns,
     token_rewards,
     turn_token_rewards,
 )
@@ -43,7 +43,7 @@ class RewardBatch:
 
     Attributes:
         scores: R_i [B].
-        token_kl: [B, T] the KL penalty of each token (coefficient times KL), zeros without `add_token_level_kl`.
+        token_kl: [B, T] the KL penalty of each token (coefficient times KL); None without `add_token_level_kl`.
         groups: [B] int64, equal for the samples of one prompt, or of trajectories from one start state.
         response_mask: [B, T] bool.
         turns: of trajectories; None for single-turn responses.
@@ -59,7 +59,7 @@ class RewardBatch:
     """
 
     scores: Tensor
-    token_kl: Tensor
+    token_kl: Tensor | None
     groups: Tensor
     response_mask: Tensor
     turns: Turns | None = None
@@ -78,11 +78,14 @@ class RewardBatch:
     @property
     def episode_rewards(self) -> Tensor:
         """R [E]: the score of each episode minus the KL penalty of its tokens; one without a token has a score too."""
-        return self.episodes.per_episode(self.scores) - self.episode_kl
+        rewards = self.episodes.per_episode(self.scores)
+        return rewards if self.token_kl is None else rewards - self.episode_kl
 
     @property
     def episode_kl(self) -> Tensor:
         """[E] KL penalty of all tokens of each episode."""
+        if self.token_kl is None:
+            return torch.zeros_like(self.episodes.per_episode(self.scores))
         return self.episodes.sum_samples(masked(self.token_kl, self.response_mask).sum(-1))
 
     @property
@@ -348,7 +351,7 @@ def reinforce_plus_plus(batch: RewardBatch, config: AdvantageConfig) -> tuple[Te
     tokens from t on. Source: REINFORCE++ (arXiv 2501.03262).
     """
     mask = batch.response_mask
-    returns = return_to_go(token_rewards(batch.scores, batch.token_kl, mask), mask, config.gamma)
+    returns = response_returns(batch.scores, batch.token_kl, mask, config.gamma)
     return whiten(returns, mask), returns
 
 
@@ -362,7 +365,7 @@ def reinforce(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tens
     scores = normalize(
         episodes.per_episode(batch.scores), batch.episode_groups, config.norm_mean_type, config.norm_std_type
     )
-    returns = return_to_go(token_rewards(episodes.to_samples(scores), batch.token_kl, mask), mask, config.gamma)
+    returns = response_returns(episodes.to_samples(scores), batch.token_kl, mask, config.gamma)
     return returns, returns
 
 
@@ -414,6 +417,5 @@ def _centered(std_type: str | None) -> Callable[[Tensor, Tensor], Tensor]:
 def _by_response(batch: RewardBatch, advantage: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
     """Assigns f(R [E], groups [E]) of each episode to all its tokens; the returns are the undiscounted return to go."""
     mask = batch.response_mask
-    rewards = token_rewards(batch.scores, batch.token_kl, mask)
     per_sample = batch.episodes.to_samples(advantage(batch.episode_rewards, batch.episode_groups))
-    return masked(per_sample[:, None].expand_as(rewards), mask), return_to_go(rewards, mask, 1.0)
+    return masked(per_sample[:, None], mask), response_returns(batch.scores, batch.token_kl, mask, 1.0)

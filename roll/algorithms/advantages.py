@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from roll.algorithms.adv_estimators import ADV_ESTIMATORS, RewardBatch
-from roll.algorithms.aggregation import constant_group, masked, masked_max, masked_mean, masked_sum, whiten
+from roll.algorithms.aggregation import constant_group, masked, masked_mean, select_tokens, token_index, whiten
 from roll.algorithms.kl import kl_divergence
 from roll.algorithms.turn_advantages import Episodes, Turns, check_turns, episodes_of
 from roll.configs.advantages import AdvantageOptions, SampleMaskOptions
@@ -163,7 +163,7 @@ def compute_advantages(
     squared_gradients = _squared_gradients(mask, log_probs, sum_pi_squared, correction_weights)
     batch = RewardBatch(
         scores,
-        kl_coef * kl,
+        None if kl is None else kl_coef * kl,
         groups,
         mask,
         turns,
@@ -187,7 +187,7 @@ def compute_advantages(
     metrics = _metrics(advantages, returns, mask, batch, config)
     if config.overlong_buffer_len is not None:
         metrics["advantage/overlong_penalty"] = float(penalty.mean())
-    if config.add_token_level_kl:
+    if kl is not None:
         metrics |= {"advantage/token_kl": float(masked_mean(kl, mask)), "advantage/kl_coef": kl_coef}
     if teacher_kl is not None:
         metrics["advantage/teacher_kl"] = float(masked_mean(teacher_kl, mask))
@@ -223,9 +223,9 @@ def learned_samples(
 
 def _reference_kl(
     config: AdvantageConfig, mask: Tensor, log_probs: Tensor | None, ref_log_probs: Tensor | None
-) -> Tensor:
+) -> Tensor | None:
     if not config.add_token_level_kl:
-        return torch.zeros(mask.shape, device=mask.device)
+        return None
     if log_probs is None or ref_log_probs is None:
         raise ValueError("add_token_level_kl: true needs the log-probs of the policy and of the reference")
     return masked(kl_divergence(log_probs, ref_log_probs, config.kl_penalty).detach().float(), mask)
@@ -292,16 +292,17 @@ def _constant_episodes(batch: RewardBatch, config: AdvantageConfig) -> Tensor:
 def _metrics(
     advantages: Tensor, returns: Tensor, mask: Tensor, batch: RewardBatch, config: AdvantageConfig
 ) -> dict[str, float]:
-    groups = batch.episode_groups
-    mean = masked_mean(advantages, mask)
+    groups, index = batch.episode_groups, token_index(mask)
+    kept, kept_returns = (select_tokens(x, index) if len(index) else x.new_zeros(1) for x in (advantages, returns))
+    low, high = torch.aminmax(kept)
     constant = groups[_constant_episodes(batch, config)] if len(groups) else groups
     without_variance, total = len(set(constant.tolist())), len(set(groups.tolist()))
     return {
-        "advantage/mean": float(mean),
-        "advantage/std": float((masked_sum((advantages - mean) ** 2, mask) / mask.sum().clamp(min=1)).sqrt()),
-        "advantage/max": float(masked_max(advantages, mask)),
-        "advantage/min": -float(masked_max(-advantages, mask)),
-        "advantage/return_mean": float(masked_mean(returns, mask)),
+        "advantage/mean": float(kept.mean()),
+        "advantage/std": float(kept.std(correction=0)),
+        "advantage/max": float(high),
+        "advantage/min": float(low),
+        "advantage/return_mean": float(kept_returns.mean()),
         "advantage/zero_variance_groups": float(without_variance),
         "advantage/zero_variance_group_fraction": without_variance / max(total, 1),
     }

@@ -15,8 +15,24 @@ EPSILON = 1e-6
 
 
 def masked(values: Tensor, mask: Tensor) -> Tensor:
-    """`values` [B, T] where `mask` [B, T] is set, exactly 0 elsewhere (also where `values` is NaN or infinite)."""
+    """`values` where `mask` [B, T] is set, exactly 0 elsewhere (also where `values` is NaN or infinite).
+
+    `values` are [B, T], or [B, 1] for all tokens of a sample.
+    """
     return torch.where(mask.bool(), values, torch.zeros((), dtype=values.dtype, device=values.device))
+
+
+def token_index(mask: Tensor) -> Tensor:
+    """Positions [N] of the tokens of the mask [B, T] in a flattened tensor, for `select_tokens`."""
+    return mask.flatten().nonzero().squeeze(-1)
+
+
+def select_tokens(values: Tensor, index: Tensor) -> Tensor:
+    """The values [N] of some tokens, from values [B, T] and the index of these tokens.
+
+    Faster than `values[mask]`, forward and backward, and the index serves for several tensors.
+    """
+    return values.flatten().index_select(0, index)
 
 
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
@@ -52,7 +68,7 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
     The standard deviation is unbiased. Fewer than two values, or values that are all equal, give 0.
     """
     mask = mask.bool()
-    kept = values[mask]
+    kept = select_tokens(values, token_index(mask))
     if kept.numel() < 2 or bool(kept.max() == kept.min()):
         return torch.zeros_like(values)
     return masked((values - kept.mean()) / (kept.std() + EPSILON), mask)

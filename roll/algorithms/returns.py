@@ -23,16 +23,17 @@ BLOCK = 64
 """Columns that `discounted_sum` adds up by one matrix product."""
 
 
-def token_rewards(scores: Tensor, token_kl: Tensor, response_mask: Tensor) -> Tensor:
+def token_rewards(scores: Tensor, token_kl: Tensor | None, response_mask: Tensor) -> Tensor:
     """Rewards [B, T]: the score [B] on the last response token of each sample, minus the KL penalty of every token."""
     mask = response_mask.bool()
     positions = torch.arange(mask.shape[1], device=mask.device)
     last = torch.where(mask, positions, -1).amax(dim=1, keepdim=True)
-    return torch.where(mask & (positions == last), scores[:, None], 0.0) - masked(token_kl, mask)
+    given = torch.where(last >= 0, scores[:, None], 0.0)
+    return _minus_kl(given.new_zeros(mask.shape).scatter_(1, last.clamp(min=0), given), token_kl, mask)
 
 
 def turn_token_rewards(
-    scores: Tensor, token_kl: Tensor, response_mask: Tensor, turns: Turns, episodes: Episodes
+    scores: Tensor, token_kl: Tensor | None, response_mask: Tensor, turns: Turns, episodes: Episodes
 ) -> Tensor:
     """Rewards [B, T] of trajectories: each turn's on its last token, minus the KL penalty of every token.
 
@@ -44,14 +45,25 @@ def turn_token_rewards(
     last = torch.full_like(turns.state_ids, -1)
     last.scatter_reduce_(1, turns.turn_index.clamp(min=0), torch.where(mask, columns, -1), "amax")
     given = torch.where(last >= 0, turns.turn_rewards.float(), 0.0)
-    rewards = torch.zeros_like(token_kl).scatter_add_(1, last.clamp(min=0), given)
+    rewards = given.new_zeros(mask.shape).scatter_add_(1, last.clamp(min=0), given)
     live = episodes.of_row >= 0
     numbers = torch.arange(len(mask), device=mask.device)
     final = numbers.new_full((len(episodes.rows),), -1)
     final.scatter_reduce_(0, episodes.of_row[live], numbers[live], "amax")
     rest = episodes.per_episode(scores) - episodes.sum_samples(given.sum(-1))
     rewards[final, torch.where(mask, columns, -1).amax(-1)[final]] += rest
-    return rewards - masked(token_kl, mask)
+    return _minus_kl(rewards, token_kl, mask)
+
+
+def _minus_kl(rewards: Tensor, token_kl: Tensor | None, mask: Tensor) -> Tensor:
+    return rewards if token_kl is None else rewards - masked(token_kl, mask)
+
+
+def response_returns(scores: Tensor, token_kl: Tensor | None, response_mask: Tensor, gamma: float) -> Tensor:
+    """G_t [B, T] of responses whose score [B] is the reward of the last token."""
+    if gamma == 1.0 and token_kl is None:
+        return masked(scores[:, None], response_mask)
+    return return_to_go(token_rewards(scores, token_kl, response_mask), response_mask, gamma)
 
 
 def return_to_go(rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor:
@@ -97,7 +109,7 @@ def along_tokens(
         [B, T], 0 outside the mask.
     """
     mask = response_mask.bool()
-    gaps = (mask[:, 1:] & ~mask[:, :-1]).sum(-1) + mask[:, 0] > 1
+    gaps = (mask[:, 1:] > mask[:, :-1]).sum(-1) + mask[:, 0] > 1
     if sequences is None and not bool(gaps.any()):
         return masked(function(*(masked(table, mask) for table in tables)), mask)
     rows, columns = mask.nonzero(as_tuple=True)

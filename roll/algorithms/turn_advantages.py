@@ -191,9 +191,11 @@ class TurnList:
 
 def turn_rewards(batch: RewardBatch, turns: Turns, listed: TurnList) -> Tensor:
     """The reward r [N] of each turn minus the KL penalty of its tokens."""
-    penalties = torch.zeros_like(turns.turn_rewards, dtype=batch.token_kl.dtype)
-    penalties.scatter_add_(1, turns.turn_index.clamp(min=0), masked(batch.token_kl, batch.response_mask))
-    return (turns.turn_rewards.float() - penalties)[listed.rows, listed.columns]
+    rewards = turns.turn_rewards.float()
+    if batch.token_kl is not None:
+        kl = masked(batch.token_kl, batch.response_mask)
+        rewards = rewards.scatter_add(1, turns.turn_index.clamp(min=0), -kl)
+    return rewards[listed.rows, listed.columns]
 
 
 def to_tokens(values: Tensor, batch: RewardBatch, turns: Turns, listed: TurnList) -> Tensor:
