@@ -7,14 +7,15 @@ over them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from roll.algorithms.aggregation import masked
+from roll.algorithms.aggregation import masked, select_tokens, token_index
 
 if TYPE_CHECKING:
     from roll.algorithms.turn_advantages import Episodes, Turns
@@ -112,15 +113,21 @@ def along_tokens(
     gaps = (mask[:, 1:] > mask[:, :-1]).sum(-1) + mask[:, 0] > 1
     if sequences is None and not bool(gaps.any()):
         return masked(function(*(masked(table, mask) for table in tables)), mask)
-    rows, columns = mask.nonzero(as_tuple=True)
+    index = token_index(mask)
+    rows = index // mask.shape[1]
     of_token = rows if sequences is None else sequences[rows]
-    order = of_token.argsort(stable=True)
-    rows, columns, of_token = rows[order], columns[order], of_token[order]
-    counts = torch.bincount(of_token)
-    position = torch.arange(len(rows), device=mask.device) - (counts.cumsum(0) - counts)[of_token]
+    of_token, order = of_token.sort(stable=True)
+    index, counts = index[order], torch.bincount(of_token)
+    position = torch.arange(len(index), device=mask.device) - (counts.cumsum(0) - counts)[of_token]
     shape = (len(counts), int(counts.max()) if len(counts) else 0)
-    compact = [table.new_zeros(shape).index_put_((of_token, position), table[rows, columns]) for table in tables]
-    return torch.zeros_like(tables[0]).index_put_((rows, columns), function(*compact)[of_token, position])
+    target = of_token * shape[1] + position
+    compact = [_place(select_tokens(table, index), target, shape) for table in tables]
+    return _place(select_tokens(function(*compact), target), index, mask.shape)
+
+
+def _place(values: Tensor, index: Tensor, shape: Sequence[int]) -> Tensor:
+    """A tensor with the values [N] at positions `index` [N] of its flattened form, 0 elsewhere."""
+    return values.new_zeros(math.prod(shape)).index_copy_(0, index, values).view(shape)
 
 
 def discounted_sum(values: Tensor, factor: float) -> Tensor:
