@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +34,11 @@ def select_tokens(values: Tensor, index: Tensor) -> Tensor:
     Faster than `values[mask]`, forward and backward, and the index serves for several tensors.
     """
     return values.flatten().index_select(0, index)
+
+
+def place_tokens(values: Tensor, index: Tensor, shape: Sequence[int]) -> Tensor:
+    """A tensor of that shape with the values [N] at the index [N] of its flattened form, 0 elsewhere."""
+    return values.new_zeros(math.prod(shape)).index_copy_(0, index, values).view(shape)
 
 
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
@@ -67,11 +73,11 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
 
     The standard deviation is unbiased. Fewer than two values, or values that are all equal, give 0.
     """
-    mask = mask.bool()
-    kept = select_tokens(values, token_index(mask))
+    index = token_index(mask)
+    kept = select_tokens(values, index)
     if kept.numel() < 2 or bool(kept.max() == kept.min()):
         return torch.zeros_like(values)
-    return masked((values - kept.mean()) / (kept.std() + EPSILON), mask)
+    return place_tokens((kept - kept.mean()) / (kept.std() + EPSILON), index, values.shape)
 
 
 def group_mean(values: Tensor, groups: Tensor) -> Tensor:

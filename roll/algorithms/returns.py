@@ -7,15 +7,14 @@ over them.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from roll.algorithms.aggregation import masked, select_tokens, token_index
+from roll.algorithms.aggregation import masked, place_tokens, select_tokens, token_index
 
 if TYPE_CHECKING:
     from roll.algorithms.turn_advantages import Episodes, Turns
@@ -121,13 +120,8 @@ def along_tokens(
     position = torch.arange(len(index), device=mask.device) - (counts.cumsum(0) - counts)[of_token]
     shape = (len(counts), int(counts.max()) if len(counts) else 0)
     target = of_token * shape[1] + position
-    compact = [_place(select_tokens(table, index), target, shape) for table in tables]
-    return _place(select_tokens(function(*compact), target), index, mask.shape)
-
-
-def _place(values: Tensor, index: Tensor, shape: Sequence[int]) -> Tensor:
-    """A tensor with the values [N] at positions `index` [N] of its flattened form, 0 elsewhere."""
-    return values.new_zeros(math.prod(shape)).index_copy_(0, index, values).view(shape)
+    compact = [place_tokens(select_tokens(table, index), target, shape) for table in tables]
+    return place_tokens(select_tokens(function(*compact), target), index, mask.shape)
 
 
 def discounted_sum(values: Tensor, factor: float) -> Tensor:
