@@ -82,7 +82,6 @@ class EngineMonitor:
     Attributes:
         states: of each engine.
         events: log of failures and restarts.
-        failures: of engines so far.
         restarts: of all engines so far.
         seconds_down: that engines did not serve, added up over engines that serve again.
     """
@@ -116,18 +115,19 @@ class EngineMonitor:
         self._clock, self._sleep = clock, sleep
         count = infer.world_size
         self.states = [EngineState.SERVING if waiting_since is None else EngineState.STARTED] * count
-        self.failures = self.restarts = 0
+        self.restarts = 0
         self.seconds_down = 0.0
         self._restarts = config.max_engine_restarts if restarts else 0
         self._limits = [RestartLimit(self._restarts, config.engine_restart_delay_s) for _ in range(count)]
         if earlier is not None:
-            self.failures, self.restarts, self.seconds_down = earlier.failures, earlier.restarts, earlier.seconds_down
+            self.restarts, self.seconds_down = earlier.restarts, earlier.seconds_down
             self._limits = earlier._limits
         self._down_since = [waiting_since or 0.0] * count
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Condition()
         self._first_cause = ""
         self._updates, self._updating = 0, False
+        self._failed_since: set[int] = set()
 
     @property
     def serving(self) -> list[int]:
@@ -159,12 +159,15 @@ class EngineMonitor:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     @contextmanager
-    def updating(self) -> Iterator[None]:
-        """In this block engines are busy with a weight update: only death counts as a failure, not a late answer."""
+    def updating(self) -> Iterator[set[int]]:
+        """In this block engines are busy with a weight update: only death counts as a failure, not a late answer.
+
+        The set gets the engines that fail from here to the next block, also those that were restarted since.
+        """
         self._updates += 1
-        self._updating = True
+        self._updating, self._failed_since = True, set()
         try:
-            yield
+            yield self._failed_since
         finally:
             self._updating = False
 
@@ -192,7 +195,7 @@ class EngineMonitor:
             return
         self._first_cause = self._first_cause or f"{self._name(engine)}: {cause}"
         self._down_since[engine] = self._clock()
-        self.failures += 1
+        self._failed_since.add(engine)
         await self._set(engine, EngineState.RESTARTING)
         self._record(engine, "failed", f"failed: {cause}")
         self._run(self._restart(engine, responsive))

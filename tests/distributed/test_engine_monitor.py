@@ -89,7 +89,7 @@ def test_engines_that_a_new_trainer_finds_running_wait_for_its_weights(tmp_path:
         monitor = monitor_of(FailingEngines(2), tmp_path, waiting_since=3.0, clock=lambda: 5.0)
         assert monitor.started == [0, 1] and not monitor.serving
         await monitor.updated([0, 1])
-        assert monitor.serving == [0, 1] and monitor.restarts == monitor.failures == 0
+        assert monitor.serving == [0, 1] and monitor.restarts == 0
         assert monitor.seconds_down == 4.0
 
     asyncio.run(go())
@@ -104,7 +104,7 @@ def test_counts_and_limits_go_on_when_the_run_starts_again(tmp_path: Path) -> No
         await run_tasks()
         await earlier.updated([1])
         monitor = monitor_of(engines, tmp_path, restarts=1, waiting_since=0.0, earlier=earlier)
-        assert (monitor.restarts, monitor.failures, monitor.started) == (1, 1, [0, 1])
+        assert (monitor.restarts, monitor.started) == (1, [0, 1])
         await monitor.failed(1, "broken again")
         await run_tasks()
         assert monitor.states == [EngineState.STARTED, EngineState.LOST]
@@ -219,6 +219,22 @@ def test_a_late_answer_during_a_weight_update_is_no_failure_but_a_death_is(tmp_p
         await monitor.restart_unresponsive(1.0)
         await run_tasks()
         assert [each.value for each in monitor.states] == ["lost", "lost"]
+
+    asyncio.run(scenario())
+
+
+def test_engines_that_fail_from_the_begin_of_a_weight_update_to_the_next_are_known(tmp_path: Path) -> None:
+    monitor = monitor_of(FailingEngines(3), tmp_path)
+
+    async def scenario() -> None:
+        await monitor.failed(0, "before")
+        with monitor.updating() as failed:
+            await monitor.failed(1, "meanwhile")
+            await run_tasks()
+        await monitor.failed(2, "afterwards")
+        assert failed == {1, 2} and 1 in monitor.started
+        with monitor.updating() as failed:
+            assert not failed
 
     asyncio.run(scenario())
 

@@ -149,7 +149,7 @@ class WeightSynchronizer:
             restarted = not {*engines}.isdisjoint(self._monitor.started)
             verify = restarted or self._to_verify > 0 or self._config.verify_weights == "always"
             try:
-                with self._monitor.updating():
+                with self._monitor.updating() as died:
                     pause_seconds, sent = await self._attempt(version, verify, engines)
             except Exception as error:
                 if self._trainer_died(error):
@@ -158,8 +158,8 @@ class WeightSynchronizer:
                 causes.append(f"attempt {len(causes) + 1}: {type(error).__name__}: {error}")
                 message = f"to version {version}: attempt {len(causes)} failed: {one_line(error)}"
                 self._monitor.events.record("weight update", "attempt failed", message)
-                engine_died, last = await self._recover_from_failed_attempt(error, causes)
-                if not engine_died:
+                last = await self._recover_from_failed_attempt(error, causes)
+                if died.isdisjoint(engines):
                     failed += 1
                 if failed > self._config.max_sync_retries and not await self._leave_out_unverified(last, engines):
                     break
@@ -167,7 +167,7 @@ class WeightSynchronizer:
             else:
                 self._to_verify -= 1
                 self._version = version
-                await self._monitor.updated(engines)
+                await self._monitor.updated([engine for engine in engines if engine not in died])
                 return UpdateReport(
                     version,
                     time.perf_counter() - start,
@@ -240,7 +240,7 @@ class WeightSynchronizer:
         assert self._version is not None, "the engines got their first weights from update_weights"
         engines = self._monitor.started
         try:
-            with self._monitor.updating():
+            with self._monitor.updating() as died:
                 await self._attempt(self._version, True, engines, alone=True)
         except Exception as error:
             if self._trainer_died(error):
@@ -249,19 +249,19 @@ class WeightSynchronizer:
             causes = [f"{type(error).__name__}: {error}"]
             message = f"of restarted engines failed: {one_line(error)}"
             self._monitor.events.record("weight update", "attempt failed", message)
-            engine_died, last = await self._recover_from_failed_attempt(error, causes)
+            last = await self._recover_from_failed_attempt(error, causes)
             if self._trainer_failed(last):
                 self._unanswered += 1
                 if self._unanswered > self._config.max_sync_retries:
                     raise last from WeightUpdateError(causes[0])
                 await self._sleep(self._config.sync_retry_delay_s)  # the engines still wait for weights
-            elif not engine_died:
+            elif died.isdisjoint(engines):
                 cause = f"it did not get the current weights: {one_line(error)}"
                 for engine in engines:
                     await self._monitor.failed(engine, cause)
         else:
             self._unanswered = 0
-            await self._monitor.updated(engines)
+            await self._monitor.updated([engine for engine in engines if engine not in died])
 
     async def _running_engines(self) -> list[int]:
         await self._unless_failed(self._monitor.wait_for_engine())
@@ -276,19 +276,19 @@ class WeightSynchronizer:
         train, infer = self._train.role, self._infer.role
         return isinstance(error, ClusterError) and error.process_failed and error.role == train != infer
 
-    async def _recover_from_failed_attempt(self, error: Exception, causes: list[str]) -> tuple[bool, Exception]:
+    async def _recover_from_failed_attempt(self, error: Exception, causes: list[str]) -> Exception:
         """Restarts dead engines, leaves them out, and disconnects the transport.
 
         An engine may be blocked by a transfer until the transport is disconnected, so only then it has to answer.
 
         Returns:
-            Whether engines of the attempt died; and the error of the attempt, or that of a training rank that did not
-            answer while the transport was disconnected.
+            The error of the attempt, or that of a training rank that did not answer while the transport was
+            disconnected.
 
         Raises:
             ClusterError: a training rank died.
         """
-        before, failures = {*self._transport.engines}, self._monitor.failures
+        before = {*self._transport.engines}
         await self._monitor.restart_dead()
         self._transport.engines = self._alive(before)
         then = await self._clean_up("disconnect", self._transport.disconnect, causes)
@@ -298,7 +298,7 @@ class WeightSynchronizer:
             error = then
         await self._monitor.restart_unresponsive(min(self._config.sync_timeout_s, self._config.health_check_timeout_s))
         self._transport.engines = self._alive(before)
-        return self._monitor.failures > failures or {*self._transport.engines} != before, error
+        return error
 
     async def _leave_out_unverified(self, error: Exception, engines: list[int]) -> bool:
         """Restarts the engines whose weights differ in the last attempt; whether others remain that have them right."""
