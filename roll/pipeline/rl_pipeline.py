@@ -78,7 +78,7 @@ class RLPipeline(ABC, Generic[ConfigT]):
         config, actor = self._config, session.train_clusters["actor_train"]
         samples = self._start_rollouter(session)
         await session.ready()
-        logger.info("connecting trainer and engines for weight updates")
+        logger.info("reading which weights the trainer sends to the engines")
         devices, infer = session.shared_devices, session.infer_clusters["actor_infer"]
         monitors, watch = self._watch_engines(session), session.watch_processes()
         monitor = monitors.pop("actor_infer")

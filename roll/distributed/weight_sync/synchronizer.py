@@ -116,17 +116,18 @@ class WeightSynchronizer:
         self.stale_weights = False
 
     async def setup(self) -> None:
-        """Collects what every pipeline stage sends, checks it, and connects the transport.
+        """Collects what every pipeline stage sends, and checks it.
+
+        Each attempt of an update connects the transport itself, so that it can recover from the death of an engine.
 
         Raises:
             PlanError: two stages send the same tensor.
-            ClusterError: a broadcast group did not form.
+            ClusterError: a training rank failed.
         """
         described = await self._train.call_all(TrainWorker.describe_weights)
         sources = sorted((source for source in described if source is not None), key=lambda source: source.stage)
         check_stages([source.specs for source in sources])
         self._transport.sources = sources
-        await self._transport.connect()
 
     async def update_weights(self, version: int) -> UpdateReport:
         """Transfers the weights of `version` to all engines that run, in at most `1 + max_sync_retries` attempts.

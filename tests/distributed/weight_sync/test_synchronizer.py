@@ -21,6 +21,7 @@ from roll.distributed.engine_monitor import EngineMonitor, EnginesLostError
 from roll.distributed.events import EVENTS_FILE, EventLog
 from roll.distributed.process_groups import BroadcastGroup
 from roll.distributed.remote_errors import PROCESS_DIED, TIMEOUT, ClusterError, seconds_left
+from roll.distributed.weight_sync.plan import WeightSpec
 from roll.distributed.weight_sync.report import Transfer, UpdateReport
 from roll.distributed.weight_sync.sender import StageSource
 from roll.distributed.weight_sync.synchronizer import (
@@ -391,9 +392,12 @@ def test_an_error_of_the_wait_is_raised_and_the_wait_ends_where_no_engine_is_lef
 
 
 class Trainer:
-    """Training ranks that only have a role."""
+    """Training ranks that only have a role, and send one tensor."""
 
     role = "actor_train"
+
+    async def call_all(self, method: Any) -> list[StageSource]:
+        return [StageSource(0, [WeightSpec("w", (1,), "float32")], "127.0.0.1")]
 
 
 def trainer_error(kind: str, method: str) -> ClusterError:
@@ -465,6 +469,25 @@ def test_restarted_engines_are_not_blamed_for_a_trainer_that_does_not_answer(tmp
 
     asyncio.run(scenario())
     assert world.restarted == [0]
+
+
+def test_an_engine_that_dies_before_the_first_update_is_recovered(tmp_path: Path) -> None:
+    """The transport connects in the first attempt, which fails because the engine does not join the group."""
+
+    class Joining(Restarting):
+        async def connect(self) -> None:
+            await super().connect()
+            if self.dead:
+                raise ClusterError(self.role, "join_broadcast_groups", 0, "EngineNotRunningError", "process 7 died")
+
+    world, synchronizer, _ = with_trainer(Joining(1), tmp_path)
+    world.dead.add(0)
+
+    async def scenario() -> UpdateReport:
+        await synchronizer.setup()
+        return await synchronizer.update_weights(0)
+
+    assert asyncio.run(asyncio.wait_for(scenario(), 5)).attempts == 2 and world.restarted == [0]
 
 
 def test_one_late_answer_of_a_trainer_while_a_restarted_engine_gets_the_weights_is_repeated(tmp_path: Path) -> None:
