@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from roll.distributed.engine_node import EngineNode, FurtherNodes
+from roll.distributed.events import EventLog
 from roll.distributed.processes import gc_freeze
 from roll.distributed.remote_errors import PROCESS_DIED, ClusterError
 from roll.distributed.strategy.sglang_engine import (
@@ -80,31 +81,46 @@ class InferWorker(WeightReceiver):
     async def initialize(self) -> None:
         """Starts the engine and checks that it generates one token.
 
+        It is started once more where a signal, such as SIGKILL, has ended one of its processes.
+
         Raises:
             EngineError: it did not start, or did not answer, with SGLang's reason.
         """
-        config = self.config
+        until = time.monotonic() + self.pipeline_config.start_timeout_s
         if self._engine is None:  # only the first time: it shares out the cores that this process was given
-            self._engine = make_engine(self.rank, config, self.pipeline_config)
-        self._further_nodes = FurtherNodes(self.rank, self._engine.died)
+            self._engine = make_engine(self.rank, self.config, self.pipeline_config)
+        try:
+            await self._start_and_probe(self._engine, until)
+        except EngineError as error:
+            if not self._engine.killed:
+                raise
+            cause = str(error).removeprefix(f"{self.rank.name}: ")
+            events = EventLog(self.pipeline_config.output_dir)
+            events.record(self.rank.name, "start failed", f"is started once more: {cause}")
+            self._end_engine()
+            await self._start_and_probe(self._engine, until)
+        if self.config.strategy_args.strategy_config.get("load_format") == "dummy":
+            self.stale_weights = "it started on dummy weights and received no weight update yet"
+        gc_freeze()
+        await self._engine.manager.freeze_gc()  # in the scheduler's processes too
+
+    async def _start_and_probe(self, engine: Engine, until: float) -> None:
+        config = self.config
+        self._further_nodes = FurtherNodes(self.rank, engine.died)
         self._generation = Generation(
-            self._engine,
+            engine,
             config.generation_timeout_s,
             deterministic=self.pipeline_config.deterministic,
             running=config.max_running_requests,
             version=lambda: self.version,
         )
-        await self._start(self._engine, self._further_nodes)
+        await self._start(engine, self._further_nodes, until)
         probe = GenerateRequest("probe", [PROBE_TOKEN], SamplingParams(max_new_tokens=1), seed=0)
         [answer] = await self._generation.generate([probe])
         if answer.error is not None or len(answer.response_ids) != 1:
             self.close()
             raise EngineError(f"{self.rank.name}: the engine started but generates nothing: {answer.error}")
         await self.flush_cache()
-        if config.strategy_args.strategy_config.get("load_format") == "dummy":
-            self.stale_weights = "it started on dummy weights and received no weight update yet"
-        gc_freeze()
-        await self._engine.manager.freeze_gc()  # in the scheduler's processes too
 
     @register(deadline="start_timeout_s")
     async def start_again(self, needs_weights: bool) -> None:
@@ -116,11 +132,9 @@ class InferWorker(WeightReceiver):
         Raises:
             EngineError: as in `initialize`, or a process of the earlier engine did not end.
         """
-        if self._further_nodes is not None:
-            self._further_nodes.stop_watching()
         if self._engine is not None:
             self._engine.died("it is started again")  # every request that it has, or that waits for it, fails
-            self._engine.end()
+        self._end_engine()
         self._reset_engine()
         self._released.clear()
         await self.initialize()
@@ -163,9 +177,15 @@ class InferWorker(WeightReceiver):
         if not self.engine.is_stopped:
             self.engine.check_running()
 
-    async def _start(self, engine: Engine, further_nodes: FurtherNodes) -> None:
+    def _end_engine(self) -> None:
+        """Ends the processes of the engine, which may be started again."""
+        if self._further_nodes is not None:
+            self._further_nodes.stop_watching()
+        if self._engine is not None:
+            self._engine.end()
+
+    async def _start(self, engine: Engine, further_nodes: FurtherNodes, until: float) -> None:
         """Starts the engine on a free port; tries another one if the port is taken before the engine binds it."""
-        until = time.monotonic() + self.pipeline_config.start_timeout_s
         first = preferred_port(os.getpid())
         for attempt in range(PORT_ATTEMPTS):
             port, left_s = free_port(first), until - time.monotonic()

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from roll.configs.pipeline import RLVRConfig
+from roll.configs.roles import ActorInferConfig
+from roll.distributed.events import EVENTS_FILE
 from roll.distributed.infer_worker import InferWorker
 from roll.distributed.strategy.sglang_engine import Engine, EngineError, EngineNotRunningError
 from roll.distributed.strategy.sglang_generation import Generation
@@ -170,3 +176,46 @@ def test_a_restarted_engine_without_weight_updates_serves_once_it_has_started() 
         assert served == [True, False] and await engine.is_serving()
 
     asyncio.run(run())
+
+
+KILLED = "killed by SIGKILL"
+
+
+@pytest.mark.parametrize(
+    ("ends", "starts", "error"),
+    [([KILLED], 2, None), ([KILLED, KILLED], 2, "start 2"), ([KILLED, ""], 2, "start 2"), ([""], 1, "start 1")],
+)
+def test_an_engine_is_started_once_more_where_a_signal_ended_its_processes(
+    ends: list[str], starts: int, error: str | None, tmp_path: Path
+) -> None:
+    """Both starts have one deadline; every other failure is an error at once."""
+
+    class Started(Engine):
+        @property
+        def manager(self) -> Any:
+            return SimpleNamespace(freeze_gc=lambda: asyncio.sleep(0))
+
+    class Failing(InferWorker):
+        async def _start_and_probe(self, engine: Engine, until: float) -> None:
+            deadlines.append(until)
+            if len(deadlines) <= len(ends):
+                engine.killed = ends[len(deadlines) - 1]
+                raise EngineError(f"actor_infer-0: start {len(deadlines)}")
+
+    deadlines: list[float] = []
+
+    async def run() -> None:
+        made = Failing(WorkerRank.single("actor_infer"), ActorInferConfig(), RLVRConfig(output_dir=str(tmp_path)))
+        made._engine = Started("actor_infer-0", {}, {}, "actor_infer-0.log")
+        if error is None:
+            await made.initialize()
+        else:
+            with pytest.raises(EngineError, match=error):
+                await made.initialize()
+
+    asyncio.run(run())
+    assert len(deadlines) == starts and len({*deadlines}) == 1
+    file = tmp_path / EVENTS_FILE
+    events = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    expected = [("actor_infer-0", "start failed", "is started once more: start 1")][: starts - 1]
+    assert [(each["component"], each["event"], each["message"]) for each in events] == expected

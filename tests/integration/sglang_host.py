@@ -36,7 +36,9 @@ class EngineHost:
         worker = ActorInferConfig(num_gpus_per_worker=tensor_parallel, max_running_requests=32)
         worker.model_args.model_name_or_path, worker.model_args.dtype = folder, "fp32"
         worker.strategy_args.strategy_config = {"disable_radix_cache": False, **options}
-        pipeline = RLVRConfig(prompt_length=56, response_length=2000, deterministic=True, sync_timeout_s=30)
+        pipeline = RLVRConfig(
+            output_dir=folder, prompt_length=56, response_length=2000, deterministic=True, sync_timeout_s=30
+        )
         self.worker = InferWorker(WorkerRank.single("actor_infer"), worker, pipeline)
 
     async def call(self, method: str, *arguments: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import socket
 import threading
 import time
@@ -15,6 +16,7 @@ import torch
 from sglang_host import CALL_TIMEOUT_S, RemoteEngine, Sender, largest_difference, reference, requests
 
 from roll.configs.pipeline import BaseConfig
+from roll.distributed.events import EVENTS_FILE
 from roll.distributed.process_groups import BroadcastGroup, join_as_source
 from roll.distributed.resources import start_ray, stop_ray
 from roll.distributed.strategy.sglang_checksums import EngineChecksums
@@ -355,6 +357,36 @@ def test_cancelled_requests_leave_the_engine(engine):
     engine.pause("in_place")  # from here on no request ends by itself
     engine.flush_cache()  # possible without running requests only
     engine.resume()
+
+
+@pytest.mark.parametrize("killed", ["sglang::scheduler", "sglang::fork_server"])
+def test_an_engine_is_started_once_more_where_its_processes_are_killed_while_it_starts(killed, on_ray, tmp_path):
+    engine = RemoteEngine(write_tiny_model(tmp_path, "llama", **SHAPE))
+    [worker] = engine.process_ids()
+    starting = engine.actor.call.remote("initialize")
+
+    def children():
+        return {child.name()[: len(killed)]: child for child in psutil.Process(worker).children(recursive=True)}
+
+    while "sglang::scheduler" not in children():
+        time.sleep(0.05)
+    children()[killed].kill()
+    ray.get(starting, timeout=CALL_TIMEOUT_S)
+    assert [answer.error for answer in engine.generate(requests(2, 4))] == [None, None]
+    [event] = [json.loads(line) for line in (tmp_path / EVENTS_FILE).read_text().splitlines()]
+    assert event["event"] == "start failed" and "one of its processes was killed by SIGKILL" in event["message"]
+    engine.close()
+    ray.kill(engine.actor)
+
+
+def test_a_model_that_cannot_be_loaded_is_an_error_at_once(on_ray, tmp_path):
+    engine = RemoteEngine(write_tiny_model(tmp_path, "llama", **SHAPE))
+    for weights in tmp_path.glob("*.safetensors"):
+        weights.write_bytes(b"")
+    with pytest.raises(ray.exceptions.RayTaskError, match=r"did not start: Rank 0 scheduler died .*code: [01]\)"):
+        engine.initialize()
+    assert not (tmp_path / EVENTS_FILE).exists()
+    ray.kill(engine.actor)
 
 
 def test_an_engine_over_two_devices_from_dummy_weights_to_its_end(update, tmp_path_factory):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
-import multiprocessing
 import os
 import socket
 from collections.abc import Awaitable
@@ -29,6 +28,7 @@ from roll.distributed.strategy.sglang_processes import (
     import_engine,
     is_alive,
     is_stopped,
+    kill_reason,
     shared_files,
     start_fork_server,
 )
@@ -67,6 +67,7 @@ class Engine:
 
     Attributes:
         is_stopped: whether `stop` was called: the engine has not failed.
+        killed: how a signal has ended a process of the last start, so that another start may succeed; else empty.
     """
 
     def __init__(self, name: str, arguments: dict[str, Any], environment: dict[str, str], log: str) -> None:
@@ -88,10 +89,11 @@ class Engine:
         self._processes: list[psutil.Process] = []
         self._other_children: set[psutil.Process] = set()
         self._schedulers: list[int] = []
-        self._children: dict[int | None, BaseProcess] = {}
+        self._children: list[BaseProcess] = []
         self._shared_files: set[Path] = set()
         self._death: asyncio.Future[str] | None = None
         self.is_stopped = False
+        self.killed = ""
         self._watcher: asyncio.Task[None] | None = None
 
     @property
@@ -116,6 +118,7 @@ class Engine:
             EngineError: SGLang failed, with its reason, or was not ready within `timeout_s`.
         """
         loop = asyncio.get_running_loop()
+        self.killed, self._children = "", []
         self._other_children = _child_processes()
         start = loop.run_in_executor(self._thread, self._launch, {**self.arguments, **arguments})
         killer = asyncio.create_task(self._kill_stopped())
@@ -124,7 +127,9 @@ class Engine:
         except TimeoutError as error:
             raise EngineError(f"{self.name}: SGLang was not ready after {timeout_s:g} s (start_timeout_s)") from error
         except Exception as error:
-            raise EngineError(f"{self.name}: SGLang did not start: {error}") from error
+            self.killed = await kill_reason(self._children)
+            cause = f"one of its processes was {self.killed}; its log is {self._log}" if self.killed else error
+            raise EngineError(f"{self.name}: SGLang did not start: {cause}") from error
         finally:
             killer.cancel()
             self._processes = list(_child_processes() - self._other_children)
@@ -133,7 +138,6 @@ class Engine:
                 start.add_done_callback(_discard)
                 self._kill()
         self._schedulers = self._engine.get_all_child_pids()
-        self._children = {child.pid: child for child in multiprocessing.active_children()}
         self._death = loop.create_future()
         self._watcher = asyncio.create_task(self._watch())
 
@@ -144,7 +148,7 @@ class Engine:
             start_fork_server()
             self._other_children = _child_processes()  # the server is for later starts too
         with gc_paused():
-            engine_class = import_engine(self._forks)
+            engine_class = import_engine(self._forks, self._children)
         engine = engine_class(**arguments)
         atexit.unregister(engine.shutdown)  # it would kill every child of this process
         if engine.tokenizer_manager is not None and engine.tokenizer_manager._subprocess_watchdog is not None:
@@ -221,7 +225,8 @@ class Engine:
             if dead:
                 if "nnodes" in self.arguments and not self.arguments["node_rank"]:
                     await asyncio.sleep(FURTHER_NODE_GRACE_S)
-                how = await exit_reason(self._children.get(dead[0]))
+                how = await exit_reason({child.pid: child for child in self._children}.get(dead[0]))
+                self.killed = await kill_reason(self._children)
                 return self.died(f"process {dead[0]} of the engine died{how}; its log is {self._log}")
             await asyncio.sleep(WATCH_INTERVAL_S)
 

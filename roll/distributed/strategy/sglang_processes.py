@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
@@ -35,6 +35,9 @@ EXIT_CODE_S = 5.0
 
 EXIT_CODE_POLL_S = 0.02
 
+SERVER_END_S = 1.0
+"""Longest wait for the end of a fork server that has closed its pipes."""
+
 SERVER_DIED = 255
 """Python's exit code of a forked process whose fork server died with it."""
 
@@ -49,11 +52,12 @@ SOCKET_PATH = 107
 _server_thread = ThreadPoolExecutor(1, thread_name_prefix="sglang-fork-server")
 
 
-def import_engine(forks: bool) -> Any:
+def import_engine(forks: bool, schedulers: list[BaseProcess]) -> Any:
     """SGLang's engine without its detokenizer process, which is not needed for token ids.
 
     Args:
         forks: fork the schedulers from the server of `start_fork_server`.
+        schedulers: gets the processes that the engine starts.
     """
     from sglang.srt.entrypoints import engine as module
 
@@ -62,6 +66,12 @@ def import_engine(forks: bool) -> Any:
 
     class TokenEngine(module.Engine):  # type: ignore[misc]  # SGLang is not typed
         run_scheduler_process_func = SchedulerProcess()
+
+        @classmethod
+        def _launch_scheduler_processes(cls, *args: Any, **options: Any) -> Any:
+            launched = super()._launch_scheduler_processes(*args, **options)
+            schedulers.extend(launched[1])
+            return launched
 
         @classmethod
         def _launch_detokenizer_subprocesses(cls, *_: Any, **__: Any) -> tuple[list[Any], list[str]]:
@@ -156,6 +166,22 @@ async def exit_reason(child: BaseProcess | None) -> str:
     if code == SERVER_DIED and isinstance(child, _Forks.Process):
         return f" with the server that had forked it{_exit_of(_server_exit_code())}"
     return _exit_of(code)
+
+
+async def kill_reason(schedulers: Sequence[BaseProcess]) -> str:
+    """How a signal has ended one of these processes, or the server that forks them; empty where none has.
+
+    SIGABRT does not count: a process sends it to itself after an error.
+    """
+    until = time.monotonic() + SERVER_END_S
+    while True:
+        codes = [scheduler.exitcode for scheduler in schedulers]
+        for code in [*codes, _server_exit_code()]:
+            if code is not None and code < 0 and code != -signal.SIGABRT:
+                return _exit_of(code).removeprefix(", ")
+        if (codes and SERVER_DIED not in codes) or time.monotonic() > until:
+            return ""
+        await asyncio.sleep(EXIT_CODE_POLL_S)
 
 
 def _server_exit_code() -> int | None:

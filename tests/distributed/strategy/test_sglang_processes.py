@@ -9,8 +9,9 @@ import time
 from multiprocessing.process import BaseProcess
 
 import psutil
+import pytest
 
-from roll.distributed.strategy.sglang_processes import exit_reason, is_alive
+from roll.distributed.strategy.sglang_processes import exit_reason, is_alive, kill_reason
 
 DIES_SLOWLY = """
 import ctypes, os, signal, sys, threading
@@ -82,6 +83,46 @@ def test_a_stopped_fork_server_is_replaced_and_the_signal_that_killed_one_is_nam
     done = subprocess.run([sys.executable, "-c", SERVER], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(" with the server that had forked it, killed by SIGKILL, possibly by")
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        ("os.kill(os.getpid(), signal.SIGTERM)", "killed by SIGTERM"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL, possibly by the kernel's out-of-memory killer"),
+        ("os.abort()", ""),
+        ("sys.exit(1)", ""),
+        ("", ""),
+    ],
+)
+def test_only_a_signal_from_outside_counts_as_killed(end: str, reason: str) -> None:
+    script = f"import os, signal, sys\n{end}"
+    scheduler, other = (subprocess.Popen([sys.executable, "-c", code]) for code in (script, ""))
+    scheduler.wait(), other.wait()
+    assert asyncio.run(kill_reason([Child(other), Child(scheduler)])) == reason
+
+
+SERVER_DIES_FIRST = """
+import asyncio, os, signal, threading, time
+from roll.distributed.strategy import sglang_processes
+from roll.distributed.strategy.sglang_processes import _Forks, _server_id, kill_reason, start_fork_server
+
+sglang_processes.PRELOADED = ()
+start_fork_server()
+assert asyncio.run(kill_reason([])) == ""
+server = _server_id()
+os.kill(server, signal.SIGSTOP)  # as one that still imports
+threading.Timer(1.0, os.kill, (server, signal.SIGKILL)).start()
+try:
+    _Forks.Process(target=time.sleep, args=(600,)).start()
+except EOFError:
+    print(asyncio.run(kill_reason([])))
+"""
+
+
+def test_a_fork_server_that_was_killed_before_it_forked_is_the_cause() -> None:
+    done = subprocess.run([sys.executable, "-c", SERVER_DIES_FIRST], capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("killed by SIGKILL"), done.stderr
 
 
 ORPHAN = """
