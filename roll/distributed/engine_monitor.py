@@ -107,7 +107,7 @@ class EngineMonitor:
             needs_weights: whether a restarted engine serves only after a weight update.
             restarts: whether engines are restarted at all.
             waiting_since: when engines that an earlier trainer left began to wait for weights; None: they are new.
-            earlier: of the same engines before the run started again; its counts and limits continue.
+            earlier: of the same engines before the run started again; its counts, limits and first cause continue.
             clock: seconds.
             sleep: waits; replaced in tests.
         """
@@ -119,13 +119,13 @@ class EngineMonitor:
         self.seconds_down = 0.0
         self._restarts = config.max_engine_restarts if restarts else 0
         self._limits = [RestartLimit(self._restarts, config.engine_restart_delay_s) for _ in range(count)]
+        self._first_cause = ""
         if earlier is not None:
             self.restarts, self.seconds_down = earlier.restarts, earlier.seconds_down
-            self._limits = earlier._limits
+            self._limits, self._first_cause = earlier._limits, earlier._first_cause
         self._down_since = [waiting_since or 0.0] * count
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Condition()
-        self._first_cause = ""
         self._updates, self._updating = 0, False
         self._failed_since: set[int] = set()
 

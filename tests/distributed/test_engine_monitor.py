@@ -108,6 +108,13 @@ def test_counts_and_limits_go_on_when_the_run_starts_again(tmp_path: Path) -> No
         await monitor.failed(1, "broken again")
         await run_tasks()
         assert monitor.states == [EngineState.STARTED, EngineState.LOST]
+        await monitor.updated([0])
+        for cause in ("broken too", "broken once more"):
+            await monitor.failed(0, cause)
+            await run_tasks()
+            await monitor.updated([0])
+        with pytest.raises(EnginesLostError, match="the first cause: actor_infer-1: broken$"):
+            await monitor.wait_until_lost()
 
     asyncio.run(go())
 
