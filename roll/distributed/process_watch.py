@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import psutil
@@ -20,6 +20,7 @@ import psutil
 from roll.distributed.cluster import Cluster
 from roll.distributed.engine_monitor import EnginesLostError
 from roll.distributed.remote_errors import ClusterError
+from roll.stopped_processes import INTERVAL_S, STOPPED_TOO_LONG, StopTimes, status_of
 
 if TYPE_CHECKING:
     from roll.distributed.events import EventLog
@@ -27,33 +28,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-INTERVAL_S = 1.0
-"""Seconds between two looks, each of which reads two small files for every process."""
-
-STOPPED_GRACE_S = 10.0
-"""How long a process may be stopped: what stops one for a moment, such as a snapshot of its stack, is done by then."""
-
-GAP_S = 5.0
-"""More seconds than this between two looks mean that the driver was stopped too, as by Ctrl-Z."""
-
 ENDED = (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE)
 """Statuses of a process that has ended."""
-
-
-class StopTimes:
-    """How long each process has been stopped; counts from 0 again after the watch itself did not run."""
-
-    def __init__(self, grace_s: float = STOPPED_GRACE_S, gap_s: float = GAP_S) -> None:
-        self._grace_s, self._gap_s = grace_s, gap_s
-        self._since: dict[str, float] = {}
-        self._last = 0.0
-
-    def overdue(self, now: float, stopped: Collection[str]) -> list[str]:
-        """Names of the processes that have been stopped longer than the grace; `stopped` are those stopped at `now`."""
-        known = self._since if now - self._last <= self._gap_s else {}
-        self._last = now
-        self._since = {name: known.get(name, now) for name in stopped}
-        return [name for name, since in self._since.items() if now - since >= self._grace_s]
 
 
 class ProcessWatch:
@@ -65,7 +41,7 @@ class ProcessWatch:
         events: EventLog,
         others: Callable[[], Mapping[str, psutil.Process]] = dict,
         clock: Callable[[], float] = time.monotonic,
-        stop_times: StopTimes | None = None,
+        stop_times: StopTimes[str] | None = None,
     ) -> None:
         """Watches nothing before `start`.
 
@@ -123,7 +99,7 @@ class ProcessWatch:
         for name in self._stop_times.overdue(self._clock(), stopped):
             with contextlib.suppress(psutil.NoSuchProcess):
                 processes[name].kill()
-            dead[name] = f"was stopped by a signal for {STOPPED_GRACE_S:g} s, and was killed"
+            dead[name] = STOPPED_TOO_LONG
             self._events.record(name, "killed", dead[name])
         for name in dead:
             if name in ranks and not self._died.done():
@@ -154,11 +130,3 @@ def deaths_as_causes(clusters: Mapping[str, Cluster[Worker]]) -> Iterator[None]:
                 if status_of(process) in ENDED:
                     raise cluster.died(rank, f"{cluster.role}-{rank}: its process died") from error
         raise
-
-
-def status_of(process: psutil.Process) -> str:
-    """Status of a process as psutil names it, STATUS_DEAD where it is gone; a debugger does not make it stopped."""
-    try:
-        return str(process.status() if process.is_running() else psutil.STATUS_DEAD)
-    except psutil.NoSuchProcess:
-        return str(psutil.STATUS_DEAD)

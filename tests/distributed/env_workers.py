@@ -51,7 +51,7 @@ class FakeWorker:
         self.number, self.before_exit = number, before_exit
         self.envs: dict[int, list[int]] = {}
         self.open_calls: list[tuple[asyncio.Future[Any], Any]] = []
-        self.ended = self.killed = self.joined = False
+        self.ended = self.killed = self.joined = self.stopped = False
         self.calls = 0
         self.workers = Workers()
 
@@ -70,7 +70,7 @@ class FakeWorker:
             self.before_exit(self)
             self.die()
             future.set_exception(Ended())
-        elif action == "hang" or (action == "wait" and not self.workers.waits_end) or method == "watch":
+        elif self.stopped or action == "hang" or (action == "wait" and not self.workers.waits_end) or method == "watch":
             answer = getattr(self, method)(*args) if action == "wait" else None
             self.open_calls.append((future, answer))
         else:
@@ -79,6 +79,9 @@ class FakeWorker:
 
     def exit_reason(self, error: BaseException) -> str | None:
         return "exit requested" if isinstance(error, Ended) else None
+
+    def is_stopped(self) -> bool:
+        return self.stopped and not self.ended
 
     def kill(self) -> None:
         self.killed = True
@@ -127,6 +130,10 @@ class FakeWorker:
 Workers.worker_class = FakeWorker
 
 
+LONGEST_S = 1e4
+"""What takes longer waits for something that does not happen, since a pool looks at its workers again and again."""
+
+
 class JumpingSelector(selectors.SelectSelector):
     """Advances the clock instead of waiting."""
 
@@ -135,7 +142,7 @@ class JumpingSelector(selectors.SelectSelector):
     def select(self, timeout: float | None = None) -> Any:
         ready = super().select(0)
         if not ready:
-            assert timeout is not None, "all tasks wait without a deadline"
+            assert timeout is not None and self.now < LONGEST_S, "all tasks wait without a deadline"
             self.now += max(0.0, timeout)
         return ready
 

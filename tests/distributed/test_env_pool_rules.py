@@ -199,6 +199,41 @@ def test_resets_that_were_running_in_a_process_that_ended_are_repeated() -> None
     run(scenario())
 
 
+@pytest.mark.parametrize(("step_timeout_s", "noticed_s"), [(60.0, 12.0), (4.0, 4.0)])
+def test_no_environment_fails_when_a_worker_is_stopped_by_a_signal(step_timeout_s: float, noticed_s: float) -> None:
+    """It is killed after 10 s, or at the first deadline, and its environments are replayed."""
+
+    async def scenario() -> None:
+        workers, clock = Workers(), asyncio.get_running_loop().time
+        pool = EnvPool(1, step_timeout_s, 30.0, launch=workers.launch)
+        (first, _), (second, _), (idle, _) = [await pool.open(PLAIN, seed) for seed in range(3)]
+        await idle.step("go")
+        workers.all[0].stopped, stopped_at = True, clock()
+        stepped = await asyncio.gather(first.step("go"), second.step("go"))
+        assert clock() - stopped_at <= noticed_s and workers.all[0].killed
+        assert [result.observation for result in stepped] == ["0 after 1 with go", "1 after 1 with go"]
+        assert (await idle.step("go")).observation == "2 after 2 with go"
+        assert not pool.failures
+        pool.close()
+
+    run(scenario())
+
+
+def test_a_worker_that_is_stopped_for_a_moment_keeps_its_environments() -> None:
+    async def scenario() -> None:
+        workers = Workers()
+        pool = EnvPool(1, 60.0, 30.0, launch=workers.launch)
+        env, _ = await pool.open(PLAIN, 1)
+        for stopped in (True, False) * 3:
+            workers.all[0].stopped = stopped
+            await asyncio.sleep(8.0)
+        await env.step("go")
+        assert len(workers.all) == 1
+        pool.close()
+
+    run(scenario())
+
+
 def test_an_episode_that_is_not_reproducible_fails_after_its_replay() -> None:
     async def scenario() -> None:
         workers = Workers()

@@ -41,6 +41,9 @@ class Worker:
     def exit_reason(self, error: BaseException) -> str | None:
         return str(error)
 
+    def is_stopped(self) -> bool:
+        return False
+
     def kill(self) -> None:
         assert not self.killed, "a worker is killed once"
         self.killed = True

@@ -17,25 +17,9 @@ import pytest
 from roll.distributed import process_watch
 from roll.distributed.engine_monitor import EnginesLostError
 from roll.distributed.events import EVENTS_FILE, EventLog
-from roll.distributed.process_watch import ProcessWatch, StopTimes, deaths_as_causes
+from roll.distributed.process_watch import ProcessWatch, deaths_as_causes
 from roll.distributed.remote_errors import PROCESS_DIED, TIMEOUT, CallContext, ClusterError
-
-
-def test_a_process_is_overdue_once_it_was_stopped_for_the_grace_without_a_pause() -> None:
-    times = StopTimes(grace_s=10.0, gap_s=5.0)
-    assert [times.overdue(now, ["a"]) for now in range(100, 110)] == [[]] * 10
-    assert times.overdue(110, ["a", "b"]) == ["a"]
-    assert times.overdue(111, ["b"]) == [], "it runs again"
-    assert [times.overdue(now, ["a", "b"]) for now in range(112, 120)] == [[]] * 8
-    assert times.overdue(120, ["a", "b"]) == ["b"]
-
-
-def test_time_in_which_the_driver_was_stopped_too_does_not_count() -> None:
-    """Ctrl-Z stops a whole run; when it goes on, the driver may look before the others run."""
-    times = StopTimes(grace_s=10.0, gap_s=5.0)
-    times.overdue(100, ["a"])
-    assert times.overdue(700, ["a"]) == []
-    assert [times.overdue(700 + seconds, ["a"]) for seconds in (4, 8, 12)] == [[], [], ["a"]]
+from roll.stopped_processes import StopTimes
 
 
 class Sleeping:

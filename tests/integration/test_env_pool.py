@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from signal import SIGSTOP
 from subprocess import PIPE, Popen
 from sys import executable
 from typing import Any
@@ -37,8 +38,10 @@ def started_ray() -> Iterator[None]:
 
 
 @asynccontextmanager
-async def started(workers: int, log: Path | None = None) -> AsyncIterator[EnvPool]:
-    pool = EnvPool(workers, STEP_TIMEOUT_S, 60.0, log=str(log) if log else None)
+async def started(
+    workers: int, log: Path | None = None, step_timeout_s: float = STEP_TIMEOUT_S
+) -> AsyncIterator[EnvPool]:
+    pool = EnvPool(workers, step_timeout_s, 60.0, log=str(log) if log else None)
     try:
         await pool.start()
         yield pool
@@ -178,6 +181,24 @@ def test_no_environment_fails_when_a_process_dies_between_calls() -> None:
             await ended(process)
             await asyncio.sleep(1.0)
             assert int((await env.step("count")).observation) == before + 1
+            assert not pool.failures
+
+    asyncio.run(play())
+
+
+def test_no_environment_fails_when_a_process_is_stopped_in_a_call_and_between_calls() -> None:
+    async def play() -> None:
+        async with started(1, step_timeout_s=120.0) as pool:
+            stepping, idle = [(await pool.open(TROUBLE, seed))[0] for seed in range(2)]
+            first, second = [int((await env.step("count")).observation) for env in (stepping, idle)]
+            call = asyncio.create_task(stepping.step("sleep 1"))
+            other, _ = await pool.open(TROUBLE, 4)
+            process = await process_of(other)
+            await other.close()
+            psutil.Process(process).send_signal(SIGSTOP)
+            assert int((await asyncio.wait_for(call, 60.0)).observation) == first + 1
+            assert not psutil.pid_exists(process)
+            assert int((await idle.step("count")).observation) == second + 1
             assert not pool.failures
 
     asyncio.run(play())

@@ -41,9 +41,10 @@ class EnvPool:
     - An environment that raises fails alone.
     - An environment that passes the deadline fails alone. Its worker is retired: it takes no new environments and is
       killed when the last of its other environments is closed.
-    - When a worker process dies, its environments are replayed on another worker before their next step: reset with
-      the same seed, then the same actions. A call that was running is repeated too, one such call at a time, since any
-      of them may have ended the process: an environment fails if its worker dies again in that call.
+    - When a worker process dies, or is killed because it stays stopped by a signal, its environments are replayed on
+      another worker before their next step: reset with the same seed, then the same actions. A call that was running is
+      repeated too, one such call at a time, since any of them may have ended the process: an environment fails if its
+      worker dies again in that call.
 
     Every failure is an `EnvFailure` with a reason, never a reward. Use a pool from one asyncio loop, after Ray was
     initialized. `close` kills the workers; they also end with the process that started them.
@@ -163,6 +164,9 @@ class EnvPool:
         done, _ = await asyncio.wait([answer], timeout=self._step_timeout_s)
         if not done:
             answer.add_done_callback(lambda late: late.cancelled() or late.exception())
+            if worker.is_stopped():  # so the environment is not what hangs
+                self._workers.died(index, "it is stopped by a signal")
+                raise _WorkerDiedError(f"{what}: worker {index} is stopped by a signal")
             self._workers.retire_worker_of(key)
             message = f"{what}: no answer within step_timeout_s = {self._step_timeout_s:g}; worker {index} is retired"
             raise self.failure("env_hung", message)

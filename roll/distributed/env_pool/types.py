@@ -88,6 +88,9 @@ class EnvWorker(Protocol):
     def exit_reason(self, error: BaseException) -> str | None:
         """How the process ended if `error`, raised by a call, means that it ended; else None."""
 
+    def is_stopped(self) -> bool:
+        """Whether a signal has stopped the process; False before `ready` has returned."""
+
     def kill(self) -> None:
         """Kills the process without waiting for its end; may be called twice."""
 

@@ -21,6 +21,7 @@ from roll.distributed.events import REPLACEMENT_INTERVAL_S, EventLog
 from roll.distributed.processes import END_TIMEOUT_S, descendants, end, thread_environment
 from roll.distributed.remote_errors import RAY_GUESSES
 from roll.distributed.rpc_batching import rpc_client
+from roll.stopped_processes import INTERVAL_S, STOPPED_TOO_LONG, StopTimes, is_stopped
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ class EnvWorkerPool:
     - A worker in which a call hangs is retired at once, because a thread cannot be stopped. A replacement is started,
       and the retired worker is killed when the last of its other environments is released.
     - A worker whose process died is replaced at once. Its environments have no worker until they are assigned again.
+    - A worker whose process has been stopped by a signal for STOPPED_GRACE_S is killed, and replaced as one that died.
     - A worker that fails to start is killed and not replaced before the next `start` or `assign`, so that a machine on
       which no worker can start is not kept busy by attempts.
 
@@ -72,6 +74,7 @@ class EnvWorkerPool:
         self._starting: dict[int, asyncio.Task[None]] = {}
         self._start_errors: list[str] = []
         self._killed: list[EnvWorker] = []
+        self._stop_watch: asyncio.Task[None] | None = None
         self.closed = False
 
     @property
@@ -163,6 +166,8 @@ class EnvWorkerPool:
     def close(self) -> None:
         """Kills all workers and waits for their end. Safe to call twice."""
         self.closed = True
+        if self._stop_watch is not None:
+            self._stop_watch.cancel()
         for task in self._starting.values():
             task.cancel()
         self._worker_of.clear()
@@ -184,6 +189,8 @@ class EnvWorkerPool:
             self._events.record(component, event, message, interval_s=REPLACEMENT_INTERVAL_S)
 
     def _launch_missing(self) -> None:
+        if self._stop_watch is None:
+            self._stop_watch = asyncio.create_task(self._kill_stopped())
         present = sum(state.phase != "retired" for state in self._states.values())
         for index in itertools.islice(self._indices, self._size - present):
             worker = self._launch()
@@ -229,6 +236,15 @@ class EnvWorkerPool:
         if not watch.cancelled():
             error = watch.exception()
             self.died(index, (error and worker.exit_reason(error)) or repr(error))
+
+    async def _kill_stopped(self) -> None:
+        """Replaces workers that stay stopped, since their calls would fail one by one at their deadlines."""
+        stop_times, clock = StopTimes[int](), asyncio.get_running_loop().time
+        while True:
+            await asyncio.sleep(INTERVAL_S)
+            stopped = [index for index, state in self._states.items() if state.worker.is_stopped()]
+            for index in stop_times.overdue(clock(), stopped):
+                self.died(index, f"it {STOPPED_TOO_LONG}")
 
     def _kill(self, index: int) -> None:
         worker = self._states.pop(index).worker
@@ -278,15 +294,20 @@ class RayEnvWorker:
         lines = [line.strip() for line in RAY_GUESSES.split(str(error))[0].splitlines() if line.strip()]
         return " ".join(lines[:1] + [line for line in lines[1:] if "exit detail" in line])
 
+    def is_stopped(self) -> bool:
+        """Whether a signal has stopped the process; False before `ready` has returned."""
+        return is_stopped(self._processes[0]) if self._processes else False
+
     def kill(self) -> None:
         """Kills the process and the processes that its environments started."""
+        stopped = self.is_stopped()
         if self._processes:
             self._processes = descendants(self._processes[0])
         if ray.is_initialized():
             ray.kill(self._actor)  # not a signal: Ray reports a process that a signal ended as an unexpected death
-        for child in (self._processes or [])[1:]:
+        for process in (self._processes or [])[0 if stopped else 1 :]:  # Ray waits 5 s for a stopped one to end itself
             with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
+                process.kill()
 
     def join(self) -> None:
         """Waits until a killed process has ended; one killed during its start may have started in the meantime."""
