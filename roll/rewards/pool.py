@@ -6,16 +6,21 @@ import asyncio
 import contextlib
 import logging
 import multiprocessing
+import os
+import signal
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, TypeVarTuple
 
+import psutil
 from pebble import ProcessExpired, ProcessPool
 from pebble.common.types import RemoteTraceback
 from pebble.pool.base_pool import PoolStatus
+from pebble.pool.process import dictionary_values
 
 from roll.configs.rewards import DEFAULT_CONCURRENCY, RewardConfig
 from roll.rewards import reward_process
@@ -24,6 +29,7 @@ from roll.rewards.containment import TOO_MANY_PROCESSES, TOO_MUCH_MEMORY
 from roll.rewards.failed_calls import FailedGroups, HungCalls
 from roll.rewards.output import RewardOutput
 from roll.rewards.reward_process import Call, LoadedReward, RetiredProcess, score_chunk
+from roll.stopped_processes import INTERVAL_S, STOPPED_TOO_LONG, StopTimes, is_stopped
 from roll.terminal import block_interrupts
 
 logger = logging.getLogger(__name__)
@@ -78,7 +84,9 @@ class RewardPool:
     fails; so they are where an exception ends them all (see `score_chunk`). A call whose process dies while it is
     alone, as by the kernel where memory is short, or that ends so alone, is made once more, but not after its deadline
     or a limit of the reward ended the process. Every failure is an outcome with a reason, never a score. Processes that
-    die without a call are replaced, and calls that waited for them are made again.
+    die without a call are replaced, and calls that waited for them are made again. A process that has been stopped by a
+    signal for STOPPED_GRACE_S while calls wait is killed, and a deadline that passed while it was stopped counts as its
+    death.
 
     The rest of a group with a failed response is not scored, and a response that hung alone is not tried again soon:
     see `HungCalls`. What the processes print goes to stderr, up to the limit of `RewardOutput`.
@@ -99,6 +107,12 @@ class RewardPool:
         self._pool = self._make_pool()
         self._restarts = 0
         self._retired: set[int] = set()
+        self._stop_times: StopTimes[int] = StopTimes()
+        self._looked_at = 0.0
+        self._killed: set[int] = set()
+        """Processes that were killed because they stayed stopped by a signal."""
+        self._seen_stopped: weakref.WeakSet[Future[Any]] = weakref.WeakSet()
+        """Calls whose process was seen stopped by a signal."""
         self._closed = False
         self._pending: dict[Future[Any], float] = {}
         """Calls without an answer, with their deadlines in seconds."""
@@ -276,21 +290,29 @@ class RewardPool:
         timeout_s = self._config.timeout_s
         if loaded.is_async:
             timeout_s = timeout_s * -(-len(calls) // reward_process.concurrency(self._config)) + ASYNC_GRACE_S
+        stopped = RewardOutcome(None, "raised", f"{loaded.where}: the process of the reward was stopped by a signal")
+        call = None
         try:
-            outcomes = await self._answer(self._schedule(timeout_s, score, calls))
+            call = self._schedule(timeout_s, score, calls)
+            outcomes = await self._answer(call)
             self._restarts = 0
             if not isinstance(outcomes, RetiredProcess):
-                return outcomes
+                late = any(outcome.reason == "timeout" for of_call in outcomes for outcome in of_call)
+                return _NoOutcomes(stopped, may_succeed=True) if late and call in self._seen_stopped else outcomes
             self._retired.add(outcomes.process)
             missing = _NoOutcomes(outcomes.failure, may_succeed=True)
         except BrokenProcessPool:  # no process had a call when they died, so no call is the cause
             return await self._call(calls, score)
         except TimeoutError:
             missing = _NoOutcomes(reward_process.timed_out(loaded.where, self._config), may_succeed=False)
+            if call in self._seen_stopped:
+                missing = _NoOutcomes(stopped, may_succeed=True)
         except ProcessExpired as death:
             if death.pid in self._retired:  # it ended before it made the calls
                 self._retired.remove(death.pid)
                 return await self._call(calls, score)
+            if death.pid in self._killed:  # it was reported then
+                return _NoOutcomes(stopped, may_succeed=True)
             exceeded = {
                 -TOO_MANY_PROCESSES: f"started more than child_process_limit = {self._config.child_process_limit} "
                 "processes",
@@ -317,8 +339,12 @@ class RewardPool:
         """
         answer = asyncio.wrap_future(call)
         since = time.monotonic()
+        self._kill_stopped()
         try:
             while not (await asyncio.wait([answer], timeout=POLL_S))[0]:
+                self._kill_stopped()
+                if call.running() and _is_stopped(self._process_of(call)):
+                    self._seen_stopped.add(call)
                 if call.running() or call.done() or self._closed:
                     continue
                 longest_s = CALLS_AHEAD * (max(self._pending.values(), default=0.0) + START_TIMEOUT_S)
@@ -329,6 +355,31 @@ class RewardPool:
             return answer.result()
         finally:
             answer.cancel()
+
+    def _kill_stopped(self) -> None:
+        """Kills processes that stay stopped by a signal: an idle one takes no call, and a call in one does not end."""
+        now = time.monotonic()
+        if now - self._looked_at < INTERVAL_S:
+            return
+        self._looked_at = now
+        processes = dictionary_values(self._pool._pool_manager.worker_manager.workers)
+        stopped = [process.pid for process in processes if _is_stopped(process.pid)]
+        for number in self._stop_times.overdue(now, stopped):
+            self._killed.add(number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
+            self._report(f"one of its processes {STOPPED_TOO_LONG}")
+
+    def _process_of(self, call: Future[Any]) -> int | None:
+        """Id of the process that makes a call."""
+        tasks = dictionary_values(self._pool._pool_manager.task_manager.tasks)
+        return next((task.worker_id for task in tasks if task.future is call), None)
+
+    def _report(self, cause: str) -> None:
+        if self._replaced is not None:
+            self._replaced(cause)
+        else:
+            logger.warning("reward function %r: %s", self._config.function, cause)
 
     def _turn(self) -> _Turns:
         """The turns of the current asyncio loop."""
@@ -348,12 +399,10 @@ class RewardPool:
         name = self._config.function
         if self._restarts > MAX_RESTARTS:
             raise RewardFunctionError(f"reward function {name!r}: its processes died {self._restarts} times in a row")
-        if self._replaced is not None:
-            self._replaced(cause)
-        else:
-            logger.warning("reward function %r: %s", name, cause)
+        self._report(cause)
         broken, self._pool = self._pool, self._make_pool()
         self._retired.clear()
+        self._killed.clear()
         broken.stop()  # type: ignore[no-untyped-call]
         broken.join()
         for future in tuple(self._pending):  # pebble fails only the calls that it had sent to a process
@@ -399,6 +448,13 @@ class _Turns:
     loop: asyncio.AbstractEventLoop
     of_chunks: asyncio.Semaphore
     of_single_calls: asyncio.Semaphore
+
+
+def _is_stopped(process: int | None) -> bool:
+    try:
+        return bool(process) and is_stopped(psutil.Process(process))
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _calls(request: RewardRequest, loaded: LoadedReward) -> list[Call]:

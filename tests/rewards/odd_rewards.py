@@ -7,6 +7,7 @@ import mmap
 import os
 import resource
 import signal
+import subprocess
 import time
 from typing import Any
 
@@ -73,6 +74,23 @@ def fill(mebibytes: int) -> None:
 
 
 kept: list[mmap.mmap] = []
+
+
+def be_stopped_once(response: str, ground_truth: str) -> float:
+    """Is stopped by a signal in its first call; the ground truth names a file that the first call makes."""
+    if not os.path.exists(ground_truth):
+        open(ground_truth, "w").close()
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return 1.0
+
+
+async def be_stopped_for_a_moment_once(response: str, ground_truth: str) -> float:
+    """As `be_stopped_once`, but goes on after 2 s."""
+    if not os.path.exists(ground_truth):
+        subprocess.Popen(["/bin/sh", "-c", f"sleep 2; kill -CONT {os.getpid()}"])
+    be_stopped_once(response, ground_truth)
+    await asyncio.sleep(0.1)
+    return 1.0
 
 
 def be_killed_once(response: str, ground_truth: str) -> float:

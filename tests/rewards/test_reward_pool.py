@@ -21,6 +21,7 @@ from roll.configs.user_code import UserCodeError
 from roll.rewards.calling import RewardFunctionError, RewardRequest
 from roll.rewards.pool import RewardPool, RewardSelfTestError
 from roll.rewards.reward_process import load_reward_function, score_chunk, self_test_of
+from roll.stopped_processes import StopTimes
 from tests.rewards import odd_rewards
 
 pytestmark = pytest.mark.slow
@@ -402,6 +403,46 @@ def test_a_call_whose_process_is_killed_is_made_again(tmp_path):
 
     [[outcome]] = asyncio.run(run())
     assert outcome.score == 1.0
+
+
+@pytest.mark.parametrize(
+    ("function", "timeout_s"),
+    [("be_stopped_once", 60.0), ("be_stopped_once", 1.0), ("be_stopped_for_a_moment_once", 1.0)],
+)
+def test_a_call_whose_process_is_stopped_by_a_signal_is_made_again(function, timeout_s, tmp_path, monkeypatch):
+    """Where the deadline is after the end of the grace, before it, and within the process."""
+    monkeypatch.setattr("roll.rewards.pool.StopTimes", lambda: StopTimes(4.0))
+    causes: list[str] = []
+
+    async def run():
+        config = RewardConfig(function=f"tests.rewards.odd_rewards:{function}", timeout_s=timeout_s)
+        async with RewardPool(config, causes.append) as pool:
+            return await pool.score([RewardRequest(("1",), str(tmp_path / "called"))])
+
+    start = time.monotonic()
+    [[outcome]] = asyncio.run(run())
+    assert outcome.score == 1.0, outcome
+    assert time.monotonic() - start < 50
+    assert all("stopped by a signal" in cause for cause in causes)
+    assert len(causes) == (function == "be_stopped_once")
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_idle_processes_that_are_stopped_by_a_signal_are_killed_and_delay_no_call_for_long(processes, monkeypatch):
+    monkeypatch.setattr("roll.rewards.pool.StopTimes", lambda: StopTimes(2.0))
+    causes: list[str] = []
+
+    async def run():
+        config = RewardConfig(function=ODD, timeout_s=5.0, world_size=processes)
+        async with RewardPool(config, causes.append) as pool:
+            await pool.score([RewardRequest(("0.5",), "")] * 8)
+            for number in list(pool._pool._pool_manager.worker_manager.workers):
+                os.kill(number, signal.SIGSTOP)
+            outcomes = await asyncio.wait_for(pool.score([RewardRequest(("0.25",), "")] * 3), 60)
+            return [outcome.score for [outcome] in outcomes]
+
+    assert asyncio.run(run()) == [0.25] * 3
+    assert causes[0] == "one of its processes was stopped by a signal for 10 s, and was killed"
 
 
 def test_shared_memory_and_that_of_children_count_for_the_limit():
