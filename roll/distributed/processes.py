@@ -125,6 +125,8 @@ class ProcessGroup:
 
     Signals to the group of this process, such as those of `timeout` or of a terminal, do not reach it. Its first
     process is a shell that waits for the end of a pipe, so the group's id is not used again while the shell waits.
+    Ray's own processes are in it. Its workers are not, since Ray gives each of them a group of its own: they end with
+    the raylet that started them, by `end_with_parent`.
     """
 
     def __init__(self) -> None:

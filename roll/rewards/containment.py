@@ -15,14 +15,17 @@ import psutil
 
 from roll.rewards.sandbox.isolation import adopt_orphans, signal_at_parents_end
 
-MARK = "ROLL_REWARD_PROCESS"
-"""Environment variable of a reward process and of the programs that it runs: its process id."""
+MARK = "ROLL_CONTAINED_PROCESS"
+"""Environment variable of a contained process and of the programs that it runs: its process id."""
 
 ROUNDS, PAUSE_S = 50, 0.02
 """Times that processes are looked for and killed, until none is left: new ones may start meanwhile."""
 
 COUNT_INTERVAL_S = 0.2
 """Interval at which descendants are counted and remembered, and their memory is added up."""
+
+WATCH_INTERVAL_S = 1.0
+"""Interval at which descendants are remembered where none are counted: each look reads a file for every thread."""
 
 MOST_PROCESSES = 4096
 """Descendants that are looked at where their number has no lower limit."""
@@ -41,7 +44,7 @@ PROPORTIONAL = ("Pss_Anon", "Pss_Shmem", "SwapPss", "Private_Hugetlb", "Shared_H
 
 
 def contain(process_limit: int | None = None, memory_bytes: int | None = None) -> None:
-    """Makes the descendants of this process end with it; call it before it has threads.
+    """Makes the descendants of this reward process end with it; call it before it has threads.
 
     With more than `process_limit` descendants at a time, it ends together with them by TOO_MANY_PROCESSES; if they and
     it take more than `memory_bytes`, by TOO_MUCH_MEMORY. Shared mappings count, mapped files do not. Both limits are
@@ -53,15 +56,26 @@ def contain(process_limit: int | None = None, memory_bytes: int | None = None) -
     session and lost its parent since then outlives a reward process that was killed.
     """
     os.setsid()
-    os.environ[MARK] = str(os.getpid())
     adopt_orphans()
-    process = os.getpid()
-    if os.fork() == 0:
-        with contextlib.suppress(BaseException):
-            _watch(process, process_limit, memory_bytes)
-        os._exit(0)
+    start_watchdog(process_limit, memory_bytes)
     signal.signal(signal.SIGTERM, _end)
     multiprocessing.util.Finalize(None, kill_descendants, exitpriority=0)
+
+
+def start_watchdog(
+    process_limit: int | None = None, memory_bytes: int | None = None, interval_s: float = COUNT_INTERVAL_S
+) -> None:
+    """Forks the watchdog of `contain`, for a process that keeps its session, signal handlers and threads.
+
+    Such a process adopts no orphans, since nothing would wait for their exit codes. So a forked process outlives it
+    that lost its parent, runs no program, and was not seen in the last `interval_s` seconds before that.
+    """
+    process = os.getpid()
+    os.environ[MARK] = str(process)
+    if os.fork() == 0:
+        with contextlib.suppress(BaseException):
+            _watch(process, process_limit, memory_bytes, interval_s)
+        os._exit(0)
 
 
 def _end(*_: Any) -> None:
@@ -89,8 +103,8 @@ def _is_alive(process: psutil.Process) -> bool:
         return False
 
 
-def _watch(process: int, process_limit: int | None, memory_bytes: int | None) -> None:
-    """Waits for the end of the reward process, or ends it for its descendants; then kills what it has left."""
+def _watch(process: int, process_limit: int | None, memory_bytes: int | None, interval_s: float) -> None:
+    """Waits for the end of the contained process, or ends it for its descendants; then kills what it has left."""
     os.setsid()
     for ignored in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
@@ -99,7 +113,9 @@ def _watch(process: int, process_limit: int | None, memory_bytes: int | None) ->
     signal_at_parents_end(signal.SIGUSR1)
     enough = MOST_PROCESSES if process_limit is None else process_limit
     seen, ended = dict[int, int](), False
-    while os.getppid() == process and signal.sigtimedwait({signal.SIGUSR1}, COUNT_INTERVAL_S) is None:
+    while os.getppid() == process:
+        if signal.sigtimedwait({signal.SIGUSR1}, interval_s) is not None:
+            continue  # the thread that forked this process has ended, maybe without its process
         started = _descendants([process, *_alive(seen)], enough)
         seen = _alive(seen) | _start_times(started)
         by = _exceeded(process, started, process_limit, memory_bytes)

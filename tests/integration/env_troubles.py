@@ -33,6 +33,13 @@ class Trouble(TextEnv):
             pass
         if text == "child":
             return self.turn(str(subprocess.Popen(["sleep", "600"]).pid))
+        if text == "children":  # of this process, of a session of its own, and of a parent that has ended
+            programs = [
+                subprocess.Popen(["sleep", "1000"]).pid,
+                subprocess.Popen(["sleep", "1000"], start_new_session=True).pid,
+                int(subprocess.check_output(["/bin/sh", "-c", "sleep 1000 >/dev/null & echo $!"])),
+            ]
+            return self.turn(" ".join(map(str, programs)))
         if text.startswith("sleep"):
             time.sleep(float(text.split()[1]))
         if text == "number":

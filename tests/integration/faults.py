@@ -54,7 +54,8 @@ def process_of(name: str, scheduler: bool = False, driver: psutil.Process | None
 def workers_of(pipeline: str, driver: psutil.Process, owner: psutil.Process) -> list[psutil.Process]:
     """Processes of environments, or of the rewards that belong to `owner`, the rollout process or the driver."""
     if pipeline == "agentic":
-        return [child for child in driver.children(recursive=True) if "EnvActor" in " ".join(child.cmdline())]
+        found = [child for child in driver.children(recursive=True) if "EnvActor" in " ".join(child.cmdline())]
+        return [child for child in found if child.parent() not in found]  # not the watchdog of each, a fork of it
     return [child for child in owner.children() if "spawn_main" in " ".join(child.cmdline())]
 
 

@@ -221,25 +221,47 @@ def test_close_ends_the_workers_and_the_processes_that_environments_started() ->
     assert all(has_ended(process) for process in asyncio.run(play()))
 
 
+def test_programs_that_an_environment_started_end_when_its_worker_is_killed_or_ends_itself() -> None:
+    async def play() -> None:
+        async with started(1) as pool:
+            for how in ("kill", "exit"):
+                env, _ = await pool.open(TROUBLE, 1)
+                process = await process_of(env)
+                programs = [int(number) for number in (await env.step("children")).observation.split()]
+                if how == "kill":
+                    psutil.Process(process).kill()
+                else:
+                    with pytest.raises(EnvFailure):
+                        await env.step("exit")
+                for number in (process, *programs):
+                    await ended(number)
+                await env.close()
+
+    asyncio.run(play())
+
+
 class Owner:
     """Owns a pool."""
 
-    async def open(self) -> int:
+    async def open(self) -> list[int]:
+        """Ids of the worker and of programs that its environment has started."""
         self.pool = EnvPool(1, STEP_TIMEOUT_S, 60.0)
         self.env, _ = await self.pool.open(TROUBLE, 1)
         process = await process_of(self.env)
+        programs = (await self.env.step("children")).observation.split()
         self.call = asyncio.create_task(self.env.step("spin"))
         await asyncio.sleep(0.2)
-        return process
+        return [process, *map(int, programs)]
 
 
 def test_workers_end_with_the_actor_that_owns_the_pool() -> None:
     variables = {"env_vars": thread_environment(threads=1)}
     owner: Any = ray.remote(Owner).options(num_cpus=0, runtime_env=variables).remote()
-    process = ray.get(owner.open.remote(), timeout=60)
-    assert psutil.pid_exists(process)
+    processes = ray.get(owner.open.remote(), timeout=60)
+    assert all(psutil.pid_exists(process) for process in processes)
     ray.kill(owner)
-    asyncio.run(ended(process))
+    for process in processes:
+        asyncio.run(ended(process))
 
 
 def test_workers_end_when_the_driver_is_killed(tmp_path: Path) -> None:
@@ -250,7 +272,7 @@ def test_workers_end_when_the_driver_is_killed(tmp_path: Path) -> None:
         sys.path.insert(0, {str(Path(__file__).parent)!r})
         from test_env_pool import BaseConfig, Owner, start_ray
         async def main():
-            print(await Owner().open(), flush=True)
+            print(*await Owner().open(), flush=True)
             await asyncio.sleep(600)
         if __name__ == "__main__":
             start_ray(BaseConfig(), "cpu", 1)
@@ -259,7 +281,8 @@ def test_workers_end_when_the_driver_is_killed(tmp_path: Path) -> None:
     )
     process = Popen([executable, str(driver)], stdout=PIPE, text=True, cwd=Path.cwd())
     assert process.stdout is not None
-    worker = int(process.stdout.readline())
+    started = [int(number) for number in process.stdout.readline().split()]
     process.kill()
     process.wait()
-    asyncio.run(ended(worker))
+    for number in started:
+        asyncio.run(ended(number))

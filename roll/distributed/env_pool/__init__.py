@@ -1,4 +1,5 @@
 """A pool of worker processes that run environments: `pool` is used by rollouts, `server` runs in each worker process.
 
-Imports roll.envs and roll.distributed. torch is not imported, because every worker process loads this package.
+Imports roll.envs, roll.distributed and roll.rewards.containment. torch is not imported, because every worker process
+loads this package.
 """

@@ -16,6 +16,7 @@ from roll.distributed.env_pool.types import EnvError, ResetResult, StepResult
 from roll.distributed.processes import end_with_parent, print_to
 from roll.distributed.rpc_batching import RpcActor, RpcServer
 from roll.envs import TextEnv, make_env
+from roll.rewards.containment import WATCH_INTERVAL_S, start_watchdog
 
 ResultT = TypeVar("ResultT")
 
@@ -79,8 +80,9 @@ class EnvActor(RpcActor):
     """Ray actor around an `EnvServer`. Each call runs in a thread, so an environment that hangs delays no other."""
 
     def __init__(self, capacity: int, log: str | None) -> None:
-        """Args as in `RayEnvWorker`. The process ends with the one that started it."""
+        """Args as in `RayEnvWorker`. The process ends with the one that started it, and what it starts with it."""
         end_with_parent()
+        start_watchdog(interval_s=WATCH_INTERVAL_S)
         if log is not None:
             print_to(log)
         self._env_server = EnvServer()
