@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from benchmarks import faults
 from benchmarks.faults import GROUPS, STEPS, draw, history, play
+from tests.integration.faults import workers_of
 
 
 def learned() -> dict[int, set[int]]:
@@ -22,6 +26,22 @@ def test_a_round_follows_from_its_seed_and_all_processes_are_stopped_in_some() -
     assert [draw(random.Random(seed)) for seed in range(20)] == [draw(random.Random(seed)) for seed in range(20)]
     drawn = {(each.fault, each.how) for each in (draw(random.Random(seed)) for seed in range(400))}
     assert drawn == {(fault, "kill") for fault in faults.FAULTS} | {(fault, "stop") for fault in faults.STOPPED}
+    assert {*faults.FAULTS} - {*faults.STOPPED} == {faults.DRIVER, faults.CHECKPOINT}, "the driver may be stopped"
+
+
+def test_the_watchdog_of_an_environment_worker_is_not_one_of_the_workers() -> None:
+    """It is a fork of the worker, with the same command line."""
+    code = "import os, time; child = os.fork(); print(child, flush=True) if child else None; time.sleep(600)"
+    worker = subprocess.Popen([sys.executable, "-c", code, "ray::EnvActor"], stdout=subprocess.PIPE, text=True)
+    assert worker.stdout is not None
+    watchdog = int(worker.stdout.readline())
+    try:
+        driver = psutil.Process()
+        assert [process.pid for process in workers_of("agentic", driver, driver)] == [worker.pid]
+    finally:
+        for number in (watchdog, worker.pid):
+            os.kill(number, signal.SIGKILL)
+        worker.communicate()
 
 
 def test_every_prompt_learned_from_once_is_no_problem() -> None:
