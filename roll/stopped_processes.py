@@ -49,9 +49,9 @@ def status_of(process: psutil.Process) -> str:
         return str(psutil.STATUS_DEAD)
 
 
-def is_stopped(process: psutil.Process) -> bool:
+def is_stopped(process_id: int) -> bool:
     """Whether a signal has stopped a process; False where its status cannot be read."""
     try:
-        return bool(status_of(process) == psutil.STATUS_STOPPED)
+        return bool(psutil.Process(process_id).status() == psutil.STATUS_STOPPED)
     except (OSError, psutil.Error):
         return False

@@ -5,8 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 
-import psutil
-
 from roll.stopped_processes import StopTimes, is_stopped
 
 
@@ -29,14 +27,13 @@ def test_time_in_which_the_driver_was_stopped_too_does_not_count() -> None:
 
 def test_a_process_is_stopped_between_the_signals_that_stop_and_continue_it() -> None:
     child = subprocess.Popen(["sleep", "600"])
-    process = psutil.Process(child.pid)
     try:
-        assert not is_stopped(process)
+        assert not is_stopped(child.pid)
         for number, stopped in ((signal.SIGSTOP, True), (signal.SIGCONT, False)):
             child.send_signal(number)
-            while is_stopped(process) != stopped:
+            while is_stopped(child.pid) != stopped:
                 pass
     finally:
         child.kill()
         child.wait()
-    assert not is_stopped(process)
+    assert not is_stopped(child.pid)

@@ -16,7 +16,6 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, TypeVarTuple
 
-import psutil
 from pebble import ProcessExpired, ProcessPool
 from pebble.common.types import RemoteTraceback
 from pebble.pool.base_pool import PoolStatus
@@ -343,7 +342,8 @@ class RewardPool:
         try:
             while not (await asyncio.wait([answer], timeout=POLL_S))[0]:
                 self._kill_stopped()
-                if call.running() and _is_stopped(self._process_of(call)):
+                process = self._process_of(call)
+                if call.running() and process is not None and is_stopped(process):
                     self._seen_stopped.add(call)
                 if call.running() or call.done() or self._closed:
                     continue
@@ -363,7 +363,7 @@ class RewardPool:
             return
         self._looked_at = now
         processes = dictionary_values(self._pool._pool_manager.worker_manager.workers)
-        stopped = [process.pid for process in processes if _is_stopped(process.pid)]
+        stopped = [process.pid for process in processes if is_stopped(process.pid)]
         for number in self._stop_times.overdue(now, stopped):
             self._killed.add(number)
             with contextlib.suppress(ProcessLookupError):
@@ -448,13 +448,6 @@ class _Turns:
     loop: asyncio.AbstractEventLoop
     of_chunks: asyncio.Semaphore
     of_single_calls: asyncio.Semaphore
-
-
-def _is_stopped(process: int | None) -> bool:
-    try:
-        return bool(process) and is_stopped(psutil.Process(process))
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _calls(request: RewardRequest, loaded: LoadedReward) -> list[Call]:

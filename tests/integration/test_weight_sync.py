@@ -311,7 +311,9 @@ def test_an_engine_is_started_again_in_the_process_of_its_worker(world: World) -
         worker = psutil.Process(restarted[0])
         used.append((worker.num_fds(), worker.num_threads()))
     kept = 2 * (len(used) - 1)  # Python keeps pipes of dead processes
-    assert used[-1][0] <= used[0][0] + kept and used[-1][1] <= used[0][1], used
+    descriptors, threads = zip(*used, strict=True)
+    assert descriptors[-1] <= descriptors[0] + kept, used
+    assert threads[-1] <= max(threads[:-1]), f"{used}: asyncio's own pool of threads may grow once, and then no more"
 
 
 def test_an_engine_ends_with_the_worker_that_owns_it(world: World) -> None:

@@ -296,7 +296,7 @@ class RayEnvWorker:
 
     def is_stopped(self) -> bool:
         """Whether a signal has stopped the process; False before `ready` has returned."""
-        return is_stopped(self._processes[0]) if self._processes else False
+        return is_stopped(self._processes[0].pid) if self._processes else False
 
     def kill(self) -> None:
         """Kills the process and the processes that its environments started."""

@@ -27,13 +27,13 @@ from roll.distributed.strategy.sglang_processes import (
     ignore_quit_signal,
     import_engine,
     is_alive,
-    is_stopped,
     kill_reason,
     shared_files,
     start_fork_server,
 )
 from roll.distributed.worker import WorkerRank
 from roll.platforms import get_platform
+from roll.stopped_processes import is_stopped
 
 T = TypeVar("T")
 

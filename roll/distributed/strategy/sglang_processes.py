@@ -26,6 +26,7 @@ from typing import Any
 import psutil
 
 from roll.distributed.processes import end_with_parent, kill, wait_for_end
+from roll.stopped_processes import is_stopped
 
 SHARED_PREFIXES = ("sgl_shm_", "sglang_loads_")
 """Beginnings of the names of SGLang's files in shared memory."""
@@ -216,14 +217,6 @@ def shared_files(process_id: int) -> set[Path]:
         return set()
     names = {line.split(maxsplit=5)[-1].removesuffix(" (deleted)") for line in lines if "/dev/shm/" in line}
     return {Path(name) for name in names if Path(name).name.startswith(SHARED_PREFIXES)}
-
-
-def is_stopped(process_id: int) -> bool:
-    """Whether a signal has stopped a process."""
-    try:
-        return bool(psutil.Process(process_id).status() == psutil.STATUS_STOPPED)
-    except psutil.NoSuchProcess:
-        return False
 
 
 def is_alive(process: psutil.Process) -> bool:

@@ -59,7 +59,8 @@ SERVER = """
 import asyncio, os, signal, time
 import psutil
 from roll.distributed.strategy import sglang_processes
-from roll.distributed.strategy.sglang_processes import _Forks, _server_id, exit_reason, is_stopped, start_fork_server
+from roll.distributed.strategy.sglang_processes import _Forks, _server_id, exit_reason, start_fork_server
+from roll.stopped_processes import is_stopped
 
 sglang_processes.PRELOADED = ()
 start_fork_server()
