@@ -342,8 +342,7 @@ class RewardPool:
         try:
             while not (await asyncio.wait([answer], timeout=POLL_S))[0]:
                 self._kill_stopped()
-                process = self._process_of(call)
-                if call.running() and process is not None and is_stopped(process):
+                if call.running() and (process := self._process_of(call)) is not None and is_stopped(process):
                     self._seen_stopped.add(call)
                 if call.running() or call.done() or self._closed:
                     continue
