@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,21 @@ from roll.pipeline.checkpoint import CheckpointError, checkpoints_of, step_of
 from roll.pipeline.health import INTERVAL_S, Health, read_in_time
 from roll.pipeline.session import Session
 from roll.pipeline.training_loop import TrainingLoop
-from roll.trackers.files import RUN_FILE, read_metrics
+from roll.trackers.files import RUN_FILE, read_metrics, without_secrets
+
+logger = logging.getLogger(__name__)
 
 RESTARTING = "restarting"
 """Status in run.json between two starts."""
+
+NOT_LEARNED_FROM = {
+    *("source", "resume_from_checkpoint", "max_steps", "exp_name", "output_dir", "logging_dir", "checkpoint_dir"),
+    *("track_with", "tracker_kwargs", "save_hf_model", "save_hf_checkpoints", "save_steps", "logging_steps"),
+}
+"""Keys whose change in a resumed run is what people do, and changes nothing that is learned."""
+
+SHOWN_CHANGES = 8
+"""Changed keys that a resumed run names."""
 
 
 class RunningLoop:
@@ -157,6 +169,39 @@ def record_killed_driver(config: BaseConfig, checkpoint: Path, events: EventLog)
     repeated = max(0, finished - step_of(checkpoint))
     message = f"continues from {checkpoint}; the driver before was killed; finished steps that are repeated: {repeated}"
     events.record(DRIVER, "resumed after it was killed", message, steps_lost=repeated)
+
+
+def warn_of_changes(config: BaseConfig, checkpoint: Path) -> None:
+    """Warns of keys that have other values than in the run that wrote the checkpoint, as far as its run.json is there.
+
+    Weights and optimizer come from the checkpoint, so some of them have no effect. Called before run.json is replaced.
+    """
+    own = checkpoint.resolve() in [path.resolve() for path in checkpoints_of(config).complete()]
+    folder = Path(config.output_dir) if own else checkpoint.parent.parent
+    try:
+        before = json.loads((folder / RUN_FILE).read_text())["config"]
+        changes = changed_values(before, without_secrets(config))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return
+    if changes:
+        shown = ", ".join(changes[:SHOWN_CHANGES])
+        more = f", and {len(changes) - SHOWN_CHANGES} more" if len(changes) > SHOWN_CHANGES else ""
+        logger.warning(
+            "changed since the run that wrote %s: %s%s; weights and optimizer come from the checkpoint",
+            checkpoint, shown, more,
+        )  # fmt: skip
+
+
+def changed_values(before: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> list[str]:
+    """`key: old -> new` for each key of two nested configurations with different values, in the order of `now`."""
+    changes = []
+    for name, value in now.items():
+        key, old = f"{path}{name}", before.get(name)
+        if isinstance(value, Mapping) and isinstance(old, Mapping):
+            changes += changed_values(old, value, f"{key}.")
+        elif value != old and key not in NOT_LEARNED_FROM:
+            changes.append(f"{key}: {old} -> {value}")
+    return changes
 
 
 def _starting_point(config: BaseConfig, session: Session, checkpoint: Path | None) -> str:

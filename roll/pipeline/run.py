@@ -39,6 +39,7 @@ from roll.pipeline.restarts import (
     record_killed_driver,
     record_training_again,
     start_again,
+    warn_of_changes,
 )
 from roll.pipeline.reward_model_pipeline import RewardModelPipeline
 from roll.pipeline.rlvr_pipeline import RLVRPipeline
@@ -278,6 +279,7 @@ async def run_once(
         config = replace(config, resume_from_checkpoint=str(checkpoint))
         if not running.restarts:
             record_killed_driver(config, checkpoint, events)
+            warn_of_changes(config, checkpoint)
     pipeline = PIPELINES[type(config)](config)
     try:
         logger.info("reading tokenizer and data")

@@ -19,7 +19,7 @@ from roll.distributed.remote_errors import PROCESS_DIED, TIMEOUT, ClusterError
 from roll.pipeline import run as module
 from roll.pipeline.checkpoint import CheckpointError, CheckpointManager, PipelineState, checkpoints_of
 from roll.pipeline.health import Health, watched
-from roll.pipeline.restarts import RunningLoop, record_killed_driver, record_training_again
+from roll.pipeline.restarts import RunningLoop, record_killed_driver, record_training_again, warn_of_changes
 from roll.pipeline.run import RunSummary
 from roll.pipeline.session import Session
 from roll.trackers import make_trackers
@@ -370,6 +370,22 @@ def test_an_error_that_would_come_again_ends_the_run_at_once_and_is_an_event(
     (event,) = events_in(tmp_path)
     assert (event["component"], event["event"], event["message"]) == (component, "failed", message)
     assert message not in caplog.text, "run_pipeline shows it"
+
+
+def test_a_resumed_run_names_the_keys_that_have_changed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    before, folder = SFTConfig(output_dir=str(tmp_path / "first"), pretrain="a"), tmp_path / "first"
+    folder.mkdir()
+    make_trackers(before).close({})
+    checkpoint = folder / "checkpoints" / "step-000002"
+    checkpoint.mkdir(parents=True)
+    after = SFTConfig(output_dir=str(tmp_path / "second"), pretrain="b", max_steps=7)
+    after.actor_train.training_args.learning_rate = 3e-4
+    warn_of_changes(after, checkpoint)
+    assert "pretrain: a -> b, actor_train.training_args.learning_rate: 1e-06 -> 0.0003; weights and" in caplog.text
+    caplog.clear()
+    warn_of_changes(before, checkpoint)
+    warn_of_changes(after, tmp_path / "without" / "run" / "step-000002")
+    assert not caplog.text
 
 
 @pytest.mark.parametrize("end", [KeyboardInterrupt(), RunInterrupted(None)])
