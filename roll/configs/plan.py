@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -127,7 +128,7 @@ def make_plan(config: BaseConfig, hardware: Hardware | None = None, hub: LookUp 
     missing = [f"{problem} (this stops a run, not a plan)" for problem in [*report.missing, *hub.problems]]
     unknown = [role for role in config.device_roles() if role not in shapes]
     if unknown:
-        here = [name for name in unknown if (_folder(config, name) / CONFIG_NAME).is_file()]
+        here = [name for name in unknown if os.path.isfile(_folder(config, name) / CONFIG_NAME)]
         away = [name for name in unknown if name not in here]
         for names, why in ((away, "config.json is not on this machine"), (here, "architecture is not known here")):
             if names:

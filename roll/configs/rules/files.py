@@ -183,7 +183,7 @@ def _check_own_model(role: str, path: str, name: str | None, report: Report) -> 
 def _check_judge_length(judge: JudgeConfig, name: str, report: Report) -> None:
     """Questions and answers of a judge are within the positions of its model."""
     positions, path = read_positions(local_model(name)), "judge.sequence_length"
-    if positions is None and judge.sequence_length is None and (local_model(name) / CONFIG_NAME).is_file():
+    if positions is None and judge.sequence_length is None and os.path.isfile(local_model(name) / CONFIG_NAME):
         report.error(path, f"is not set, and {name} does not say how many positions it has; set it, such as to 8192")
     if positions is not None and (judge.sequence_length or 0) > positions:
         report.error(

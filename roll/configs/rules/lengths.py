@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from itertools import islice
@@ -98,7 +99,7 @@ def token_counter(model: str | None) -> CountTokens | None:
 def read_tokenizer(model: str | None) -> Tokenizer | None:
     """The tokenizer.json of a model folder; None where there is none that can be read."""
     file = local_model(model or "") / "tokenizer.json"
-    if model is None or not file.is_file():
+    if model is None or not os.path.isfile(file):
         return None
     from tokenizers import Tokenizer
 
@@ -115,7 +116,7 @@ def prompts_in(file: Path, args: DataArguments) -> Iterator[str]:
 
 def rows_in(file: Path) -> Iterator[dict[str, Any]]:
     """The first rows of a JSONL file; invalid rows are skipped."""
-    if file.suffix != ".jsonl" or not file.is_file():
+    if file.suffix != ".jsonl" or not os.path.isfile(file):
         return
     with file.open(encoding="utf-8", errors="replace") as lines:
         for line in islice(lines, SAMPLED_ROWS):
@@ -132,7 +133,7 @@ def has_only_longer_texts(file: Path, args: DataArguments, count: CountTokens, p
 
     Of messages, which may be JSON in a text, a template may leave a part out.
     """
-    if file.suffix != ".jsonl" or not file.is_file():
+    if file.suffix != ".jsonl" or not os.path.isfile(file):
         return False
     with file.open("rb") as lines:
         if next(islice(lines, SAMPLED_ROWS, None), None) is not None:

@@ -111,7 +111,7 @@ USUAL: dict[str, tuple[float, float]] = {
     "max_ckpt_to_keep": (0, 1e4),
     "m2_threshold": (1e-6, 1e4),
     "opsm_delta": (0.0, 1e4),
-    "veto_threshold": (0.0, 1.0),
+    "veto_threshold": (0.0, 0.9),
     "mean_logprob_mismatch": (1e-8, 100.0),
     "p99_logprob_mismatch": (1e-8, 100.0),
     "max_logprob_mismatch": (1e-8, 1000.0),
