@@ -70,6 +70,9 @@ class Worker:
         await asyncio.sleep(self.pause(method, *args))
         return getattr(self.server, method)(*args)
 
+    def is_stopped(self) -> bool:
+        return False
+
     def exit_reason(self, error: BaseException) -> str | None:
         return None
 

@@ -288,7 +288,7 @@ def test_a_restored_admission_continues_where_it_stopped() -> None:
 
 def test_a_checkpoint_of_another_batch_size_is_refused() -> None:
     state = admission(1).state_dict(str)
-    with pytest.raises(ValueError, match="batch_size: 5 cannot continue from .* use 4"):
+    with pytest.raises(ValueError, match="rollout_batch_size: batches of 5 prompts cannot .* of 4; use that size"):
         Admission.restore(AdmissionSettings(5, 1), state, str)
 
 

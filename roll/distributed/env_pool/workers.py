@@ -25,6 +25,9 @@ from roll.stopped_processes import INTERVAL_S, STOPPED_TOO_LONG, StopTimes, is_s
 
 logger = logging.getLogger(__name__)
 
+STOP_WATCH = "watch for stopped environment workers"
+"""Name of the task that runs from the first start of a worker until `close`."""
+
 
 @dataclass
 class _WorkerState:
@@ -190,7 +193,7 @@ class EnvWorkerPool:
 
     def _launch_missing(self) -> None:
         if self._stop_watch is None:
-            self._stop_watch = asyncio.create_task(self._kill_stopped())
+            self._stop_watch = asyncio.create_task(self._kill_stopped(), name=STOP_WATCH)
         present = sum(state.phase != "retired" for state in self._states.values())
         for index in itertools.islice(self._indices, self._size - present):
             worker = self._launch()
