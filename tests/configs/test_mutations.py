@@ -159,6 +159,11 @@ def test_an_unusual_loss_to_end_at_is_a_warning(tmp_path: Path) -> None:
     assert str(warning) == "target_loss: 1e+09 is unusual: usual values are between 1e-06 and 20"
 
 
+@pytest.mark.parametrize("key", ["output_dir", "logging_dir", "checkpoint_dir", "rollout_dump_dir"])
+def test_the_root_folder_is_no_folder_for_output(tmp_path: Path, key: str) -> None:
+    assert f"{key}: / is the root folder; use a folder of its own" in refusal(tmp_path, f"{key}=/")
+
+
 @pytest.mark.parametrize("key", ["max_grad_norm", "entropy_loss_coef", "kl_loss_coef", "init_kl_coef"])
 def test_zero_is_not_unusual_where_it_turns_something_off(tmp_path: Path, key: str) -> None:
     assert check(rlvr(tmp_path, f"{key}=0")).warnings == []

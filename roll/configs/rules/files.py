@@ -94,6 +94,8 @@ def _check_folders(config: BaseConfig, report: Report) -> None:
         for option in ("log_dir", "logdir"):
             folders[f"tracker_kwargs.{tracker}.{option}"] = config.tracker_kwargs[tracker].get(option)
     for key, folder in folders.items():
+        if folder is not None and Path(folder).resolve() == Path("/"):
+            report.error(key, f"{folder} is the root folder; use a folder of its own")
         why = _obstacle(Path(folder)) if folder is not None else None
         if why is not None and why not in reported:
             report.missing_resource(key, f"{folder} {why}; use another")

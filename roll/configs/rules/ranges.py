@@ -80,6 +80,7 @@ USUAL: dict[str, tuple[float, float]] = {
     "entropy_loss_coef": (1e-8, 10.0),
     "opd_kl_coef": (1e-6, 100.0),
     "target_loss": (1e-6, 20.0),
+    "center_rewards_coefficient": (1e-6, 10.0),
     "sft_loss_coef": (1e-8, 1000.0),
     "beta": (1e-4, 100.0),
     "pg_clip_low": (1e-6, 1.0),
