@@ -162,7 +162,7 @@ class EngineMonitor:
     def updating(self) -> Iterator[set[int]]:
         """In this block engines are busy with a weight update: only death counts as a failure, not a late answer.
 
-        The set gets the engines that fail from here to the next block, also those that were restarted since.
+        The set gets the engines that fail from here to the next block, also engines that were restarted since.
         """
         self._updates += 1
         self._updating, self._failed_since = True, set()
