@@ -8,9 +8,10 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
-from roll.configs.pipeline import BaseConfig
+from roll.configs.pipeline import BaseConfig, SFTConfig
 from roll.distributed.remote_errors import PROCESS_DIED, TIMEOUT, ClusterError
 from roll.pipeline import session as module
 from roll.pipeline.session import Session
@@ -210,3 +211,19 @@ def test_kept_engines_do_not_start_again(log: list[str]) -> None:
     session.kept = {"actor_infer"}
     asyncio.run(session.ready())
     assert log == ["actor_train starts", "actor_train is ready"]
+
+
+def test_engines_and_remote_actors_that_are_ready_are_watched(tmp_path):
+    async def watched() -> dict[str, psutil.Process]:
+        session: Any = Session(SFTConfig(output_dir=str(tmp_path)))
+        session.infer_clusters["actor_infer"] = SimpleNamespace(role="actor_infer", local_processes={1: own})
+        session._remote_actors = [
+            SimpleNamespace(name="rollouter", process=own),
+            SimpleNamespace(name="b", process=None),
+        ]
+        watch = session.watch_processes()
+        await watch.close()
+        return watch._others()
+
+    own = psutil.Process()
+    assert asyncio.run(watched()) == {"actor_infer-1": own, "rollouter": own}
