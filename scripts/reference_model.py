@@ -17,7 +17,7 @@ from roll.configs.roles import TORCH_DTYPES
 from roll.distributed.protocol import DataProto
 
 LEARNING_RATE = 1e-4
-"""Of all optimizer steps that are compared."""
+"""Of the optimizer steps that are compared, where a check has no rate of its own."""
 
 LOGIT_STD = 6.0
 """Standard deviation of a random model's logits: like those of a trained model they reach 25."""
@@ -113,14 +113,21 @@ def write_random_model(folder: Path, shape: dict[str, Any], dtype: str) -> Path:
 
 
 class Reference:
-    """The model of a HF folder on the CPU in fp32, trained with torch's AdamW."""
+    """The model of a HF folder on the CPU, computed in fp32 and trained with torch's AdamW.
 
-    def __init__(self, folder: Path) -> None:
+    The optimizer has fp32 weights, and after a step the model has these rounded to the folder's dtype, as in training
+    in half precision: a step smaller than the spacing of bf16 changes few weights, and which ones is no rounding noise.
+    """
+
+    def __init__(self, folder: Path, learning_rate: float = LEARNING_RATE) -> None:
+        config = json.loads((folder / CONFIG_NAME).read_text())
+        self._dtype: torch.dtype = getattr(torch, config["dtype"])
         with torch.device("meta"):
-            self._model = Qwen2(json.loads((folder / CONFIG_NAME).read_text()))
+            self._model = Qwen2(config)
         weights = {key: value for file in folder.glob("*.safetensors") for key, value in load_file(file).items()}
         self._model.load_state_dict({key: value.float() for key, value in weights.items()}, assign=True)
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+        self._weights = [nn.Parameter(parameter.detach().clone()) for parameter in self._model.parameters()]
+        self._optimizer = torch.optim.AdamW(self._weights, lr=learning_rate, weight_decay=0.0)
 
     def log_probs(self, data: DataProto, temperature: float) -> Tensor:
         """Log-probs [B, T]; index t is the log-prob of token t, 0 at t = 0."""
@@ -133,10 +140,16 @@ class Reference:
         """One optimizer step on the responses of `data`; returns the loss before it."""
         mask = data.batch["response_mask"]
         loss = -(self.log_probs(data, 1.0) * mask).sum() / mask.sum()
-        self._optimizer.zero_grad()
+        self._model.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+        pairs = list(zip(self._weights, self._model.parameters(), strict=True))
+        for weight, parameter in pairs:
+            weight.grad = parameter.grad
         self._optimizer.step()
+        with torch.no_grad():
+            for weight, parameter in pairs:
+                parameter.copy_(weight.to(self._dtype))
         return loss.item()
 
 

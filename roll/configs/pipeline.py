@@ -337,18 +337,20 @@ class RLConfig(AsyncOptions, PolicyOptions, AdvantageOptions, CriticOptions, Sam
     mean_logprob_mismatch: float | None = option(
         None,
         "Bound in the first step, in which engine and trainer have the same weights, on the mean difference of their "
-        "log-probs; null leaves it out. Default: 1e-5 in fp32, 0.05 in half precision.",
+        "log-probs; null leaves it out. Default: in fp32 1e-5 where platform is cpu, 1e-4 elsewhere; 0.05 in half "
+        "precision.",
         gt=0,
     )
     p99_logprob_mismatch: float | None = option(
         None,
-        "As mean_logprob_mismatch, a bound on the difference of 99 % of tokens. Default: 1e-4 in fp32, 0.5 in half "
-        "precision.",
+        "As mean_logprob_mismatch, a bound on the difference of 99 % of tokens. Default: in fp32 1e-4 where platform "
+        "is cpu, 1e-3 elsewhere; 0.5 in half precision.",
         gt=0,
     )
     max_logprob_mismatch: float | None = option(
         None,
-        "As mean_logprob_mismatch, a bound on the largest difference. Default: 1e-3 in fp32, none in half precision.",
+        "As mean_logprob_mismatch, a bound on the largest difference. Default: in fp32 1e-3 where platform is cpu, "
+        "1e-2 elsewhere; none in half precision.",
         gt=0,
     )
     is_offload_states: bool | None = option(

@@ -89,13 +89,16 @@ class _FusedLinearLogprobs(torch.autograd.Function):
         for rows in _chunks(hidden, weight):
             of_rows = None if kept is None else kept[rows]
             part = _forward_chunk(hidden[rows], weight, targets[rows], spec, sum_pi_squared, of_rows)
-            parts.append(part if keep else replace(part, probabilities=None))
-            del part  # with the probabilities, before the next chunk needs that memory
+            parts.append(part if keep else replace(part, exponentials=None))
+            del part  # with the exponentials, before the next chunk needs that memory
         log_probs = torch.cat([part.log_probs for part in parts])
         entropy = torch.cat([part.entropy for part in parts])
         ctx.spec, ctx.entropy_gradient, ctx.kept = spec, entropy_gradient, kept
-        ctx.probabilities = [part.probabilities for part in parts]
-        ctx.save_for_backward(hidden, weight, targets, entropy)
+        ctx.exponentials = [part.exponentials for part in parts]
+        totals, log_normalizers = (
+            torch.cat([getattr(part, name) for part in parts]) for name in ("total", "log_normalizer")
+        )
+        ctx.save_for_backward(hidden, weight, targets, entropy, totals, log_normalizers)
         squares = torch.cat([part.squares for part in parts if part.squares is not None]) if sum_pi_squared else None
         without_gradient = [] if entropy_gradient else [entropy]
         ctx.mark_non_differentiable(*without_gradient, *([] if squares is None else [squares]))
@@ -103,19 +106,20 @@ class _FusedLinearLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, log_prob_gradient: torch.Tensor, entropy_gradient: torch.Tensor | None, _: Any) -> Any:
-        hidden, weight, targets, entropy = ctx.saved_tensors
+        hidden, weight, targets, entropy, totals, log_normalizers = ctx.saved_tensors
         spec: HeadSpec = ctx.spec
         hidden_gradient = torch.empty_like(hidden)
         weight_gradient = torch.zeros_like(weight, dtype=torch.float32)
         used = weight[: spec.tokens]
         for rows in _chunks(hidden, weight):
-            probabilities = ctx.probabilities.pop(0)
+            probabilities, total = ctx.exponentials.pop(0), totals[rows, None]
             if probabilities is None:
                 of_rows = None if ctx.kept is None else ctx.kept[rows]
-                probabilities = _forward_chunk(hidden[rows], weight, targets[rows], spec, kept=of_rows).probabilities
+                logits = _logits(hidden[rows], weight, targets[rows], spec, of_rows)
+                probabilities, total = logits.sub_(log_normalizers[rows, None]).exp_(), torch.ones_like(total)
             of_entropy = entropy_gradient[rows] if ctx.entropy_gradient and entropy_gradient is not None else None
             logits = _logit_gradient(
-                probabilities, targets[rows], entropy[rows], log_prob_gradient[rows], of_entropy, spec
+                probabilities, total, targets[rows], entropy[rows], log_prob_gradient[rows], of_entropy, spec
             ).to(hidden.dtype)
             torch.matmul(logits, used, out=hidden_gradient[rows])
             _add_product(weight_gradient[: spec.tokens], logits.t(), hidden[rows])
@@ -127,10 +131,26 @@ class _FusedLinearLogprobs(torch.autograd.Function):
 
 @dataclass
 class _ChunkResult:
+    """Results for n tokens, [n] each; `exponentials` / `total` are the probabilities of this rank's vocabulary."""
+
     log_probs: torch.Tensor
     entropy: torch.Tensor
-    probabilities: torch.Tensor | None
+    total: torch.Tensor
+    log_normalizer: torch.Tensor
+    exponentials: torch.Tensor | None
     squares: torch.Tensor | None
+
+
+def _logits(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, spec: HeadSpec, kept: torch.Tensor | None
+) -> torch.Tensor:
+    """Logits of n tokens over this rank's part of the vocabulary, [n, tokens] float32."""
+    logits = _product(hidden, weight[: spec.tokens].t())
+    if spec.temperature != 1.0:
+        logits.mul_(1.0 / spec.temperature)
+    if kept is not None:
+        logits.masked_fill_(_left_out(kept, targets, spec), torch.finfo(logits.dtype).min)
+    return logits
 
 
 def _forward_chunk(
@@ -141,12 +161,7 @@ def _forward_chunk(
     sum_pi_squared: bool = False,
     kept: torch.Tensor | None = None,
 ) -> _ChunkResult:
-    """Results for n tokens; `probabilities` cover this rank's part of the vocabulary, [n, tokens] float32."""
-    logits = _product(hidden, weight[: spec.tokens].t())
-    if spec.temperature != 1.0:
-        logits.mul_(1.0 / spec.temperature)
-    if kept is not None:
-        logits.masked_fill_(_left_out(kept, targets, spec), torch.finfo(logits.dtype).min)
+    logits = _logits(hidden, weight, targets, spec, kept)
     highest = logits.amax(dim=-1)
     if spec.group is not None:
         dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=spec.group)
@@ -165,26 +180,33 @@ def _forward_chunk(
     return _ChunkResult(
         log_probs=target_logits - log_total,
         entropy=log_total - weighted / total,
-        probabilities=exponentials.div_(total[:, None]),
+        total=total,
+        log_normalizer=log_total + highest,
+        exponentials=exponentials,
         squares=squares[0] / total.square() if sum_pi_squared else None,
     )
 
 
 def _logit_gradient(
-    probabilities: torch.Tensor,
+    exponentials: torch.Tensor,
+    total: torch.Tensor,
     targets: torch.Tensor,
     entropy: torch.Tensor,
     of_log_prob: torch.Tensor,
     of_entropy: torch.Tensor | None,
     spec: HeadSpec,
 ) -> torch.Tensor:
-    """d/dz of g log p_target + h H: g (1[target] - p) - h p (log p + H), divided by the temperature; overwrites p."""
+    """d/dz of g log p_target + h H: g (1[target] - p) - h p (log p + H), divided by the temperature.
+
+    p is `exponentials` [n, tokens] / `total` [n, 1]; the exponentials are overwritten.
+    """
     of_log_prob = of_log_prob / spec.temperature
     local, own = _own_targets(targets, spec)
     if of_entropy is None:
-        gradient = probabilities.mul_(-of_log_prob[:, None])
+        gradient = exponentials.mul_(-of_log_prob[:, None] / total)
     else:
         of_entropy = of_entropy / spec.temperature
+        probabilities = exponentials.div_(total)
         surprise = probabilities.clamp(min=torch.finfo(torch.float32).tiny).log_().add_(entropy[:, None])
         gradient = probabilities.mul_(surprise.mul_(-of_entropy[:, None]).sub_(of_log_prob[:, None]))
     column = local[:, None]  # one of each row, so nothing is added twice, in whatever order

@@ -205,7 +205,8 @@ def test_long_responses_have_more_time(tmp_path: Path, overrides: str, seconds: 
 @pytest.mark.parametrize(
     ("overrides", "bounds"),
     [
-        ("actor_train.model_args.dtype=fp32 actor_infer.model_args.dtype=fp32", (1e-5, 1e-4, 1e-3)),
+        ("platform=cpu actor_train.model_args.dtype=fp32 actor_infer.model_args.dtype=fp32", (1e-5, 1e-4, 1e-3)),
+        ("platform=cuda actor_train.model_args.dtype=fp32 actor_infer.model_args.dtype=fp32", (1e-4, 1e-3, 1e-2)),
         ("actor_train.model_args.dtype=fp32", (0.05, 0.5, None)),
         ("max_logprob_mismatch=2 p99_logprob_mismatch=~", (0.05, None, 2)),
     ],

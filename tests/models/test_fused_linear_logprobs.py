@@ -132,16 +132,22 @@ def test_probabilities_that_are_not_kept_are_freed_before_the_next_chunk(gradien
     earlier = []
 
     def forward_chunk(*arguments, **keywords):
-        assert all(probabilities() is None for probabilities in earlier)
         part = whole(*arguments, **keywords)
-        earlier.append(weakref.ref(part.probabilities))
+        earlier.append(weakref.ref(part.exponentials))
         return part
 
-    whole = fused_linear_logprobs_module._forward_chunk
+    def of_chunk(*arguments, **keywords):
+        assert all(large() is None for large in earlier)
+        logits = product(*arguments, **keywords)
+        earlier.append(weakref.ref(logits))
+        return logits
+
+    whole, product = fused_linear_logprobs_module._forward_chunk, fused_linear_logprobs_module._logits
     monkeypatch.setattr(f"{module}._forward_chunk", forward_chunk)
+    monkeypatch.setattr(f"{module}._logits", of_chunk)
     hidden, weight, targets, tokens = inputs()
     with torch.set_grad_enabled(gradient):
         log_probs, _ = fused_linear_logprobs(hidden, weight, targets, HeadSpec(0, tokens))
     if gradient:
         log_probs.sum().backward()
-    assert len(earlier) == (8 if gradient else 4)
+    assert len(earlier) == (12 if gradient else 8)

@@ -14,6 +14,7 @@ from roll.pipeline.logprob_checks import Mismatch
 from tests.pipeline.bigram import BigramCluster
 from tests.pipeline.test_learner import ASYNC, learn, learner
 
+CPU = "platform=cpu"
 BF16 = ("actor_train.model_args.dtype=bf16", "actor_infer.model_args.dtype=bf16")
 ENGINE = "check that both load the same weights, temperature and dtype"
 PASSES = "the two do not compute the same model"
@@ -95,15 +96,23 @@ def test_an_engine_of_another_temperature_is_found_in_the_first_step(tmp_path, m
 
 def test_in_fp32_every_token_must_agree(tmp_path):
     with pytest.raises(RunError, match="by 0.01 at most, more than max_logprob_mismatch 0.001"):
-        first_step(tmp_path, BigramCluster(), engine=(1e-6, 0.01, 1e-3))
+        first_step(tmp_path, BigramCluster(), CPU, engine=(1e-6, 0.01, 1e-3))
 
 
 def test_in_fp32_the_passes_of_the_trainer_agree_more_closely_than_with_the_engine(tmp_path):
-    first_step(tmp_path, NoisyTraining(1e-7, 0.0, 0.0))
+    first_step(tmp_path, NoisyTraining(1e-7, 0.0, 0.0), CPU)
     off = (0.0, 1e-4, 1e-3)
-    first_step(tmp_path, BigramCluster(), engine=off)
+    first_step(tmp_path, BigramCluster(), CPU, engine=off)
     with pytest.raises(RunError, match=f"by 0.0001 at most, more than 1e-05.*{PASSES}"):
-        first_step(tmp_path, NoisyTraining(*off))
+        first_step(tmp_path, NoisyTraining(*off), CPU)
+
+
+def test_on_gpus_bounds_in_fp32_leave_room_for_kernels_chosen_by_the_shape(tmp_path):
+    first_step(tmp_path, NoisyTraining(6e-6, 4e-5, 1e-3), "platform=cuda", engine=(2e-5, 0.0, 0.0))
+    with pytest.raises(RunError, match=f"by 0.0002 at most, more than 0.0001.*{PASSES}"):
+        first_step(tmp_path, NoisyTraining(0.0, 2e-4, 1e-3), "platform=cuda")
+    with pytest.raises(RunError, match="more than max_logprob_mismatch 0.01"):
+        first_step(tmp_path, BigramCluster(), "platform=cuda", engine=(1e-6, 0.02, 1e-3))
 
 
 def test_bounds_can_be_set_and_left_out(tmp_path):

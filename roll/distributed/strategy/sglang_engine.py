@@ -28,7 +28,9 @@ from roll.distributed.strategy.sglang_processes import (
     import_engine,
     is_alive,
     kill_reason,
+    last_exception,
     shared_files,
+    size_of,
     start_fork_server,
 )
 from roll.distributed.worker import WorkerRank
@@ -122,13 +124,18 @@ class Engine:
         self._other_children = _child_processes()
         start = loop.run_in_executor(self._thread, self._launch, {**self.arguments, **arguments})
         killer = asyncio.create_task(self._kill_stopped())
+        logged = size_of(self._log)
         try:
             self._engine = await asyncio.wait_for(asyncio.shield(start), timeout_s)
         except TimeoutError as error:
             raise EngineError(f"{self.name}: SGLang was not ready after {timeout_s:g} s (start_timeout_s)") from error
         except Exception as error:
             self.killed = await kill_reason(self._children)
-            cause = f"one of its processes was {self.killed}; its log is {self._log}" if self.killed else error
+            cause: object = error
+            if self.killed:
+                cause = f"one of its processes was {self.killed}; its log is {self._log}"
+            elif exception := last_exception(self._log, logged):
+                cause = f"{exception}; {error}; its log is {self._log}"
             raise EngineError(f"{self.name}: SGLang did not start: {cause}") from error
         finally:
             killer.cancel()

@@ -13,6 +13,7 @@ import ctypes
 import gc
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import time
@@ -49,6 +50,12 @@ PRELOADED = (PRELOAD, "ray")
 
 SOCKET_PATH = 107
 """Longest path of a Unix socket."""
+
+LOG_TAIL_BYTES = 1 << 18
+"""How much of the end of a log is searched for an exception."""
+
+TRACEBACK = re.compile(r"Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*(\S.*)")
+"""A traceback; its group is the line after the indented ones, which names the exception."""
 
 _server_thread = ThreadPoolExecutor(1, thread_name_prefix="sglang-fork-server")
 
@@ -207,6 +214,31 @@ def _exit_of(code: int | None) -> str:
     names = {each.value: each.name for each in signal.Signals}
     killer = ", possibly by the kernel's out-of-memory killer" if -code == signal.SIGKILL else ""
     return f", killed by {names.get(-code, f'signal {-code}')}{killer}"
+
+
+def size_of(log: str) -> int:
+    """Bytes that a log has; 0 if there is none."""
+    try:
+        return Path(log).stat().st_size
+    except OSError:
+        return 0
+
+
+def last_exception(log: str, start: int) -> str:
+    """The exception that ends the last traceback of a log, such as `ImportError: No module named 'x'`; empty if none.
+
+    Args:
+        log: path; it need not exist.
+        start: byte from which the log is read.
+    """
+    try:
+        with open(log, "rb") as file:
+            file.seek(max(start, size_of(log) - LOG_TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    found = TRACEBACK.findall(text)
+    return found[-1].strip() if found else ""
 
 
 def shared_files(process_id: int) -> set[Path]:

@@ -11,7 +11,7 @@ from multiprocessing.process import BaseProcess
 import psutil
 import pytest
 
-from roll.distributed.strategy.sglang_processes import exit_reason, is_alive, kill_reason
+from roll.distributed.strategy.sglang_processes import exit_reason, is_alive, kill_reason, last_exception, size_of
 
 DIES_SLOWLY = """
 import ctypes, os, signal, sys, threading
@@ -139,3 +139,38 @@ sys.exit(7)
 def test_a_scheduler_whose_fork_server_has_died_ends_before_it_starts() -> None:
     ended = [subprocess.run([sys.executable, "-c", ORPHAN, other], timeout=60).returncode for other in ("0", "1")]
     assert ended == [7, 1]
+
+
+LOG = """loading weights
+[2026-11-26 17:14:53] Scheduler hit an exception: Traceback (most recent call last):
+  File "model.py", line 27, in forward
+    output = norm(x)
+             ^^^^^^^
+RuntimeError: input must be a tensor
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File "runner.py", line 492, in __init__
+    raise Exception(
+
+Exception: capture failed: input must be a tensor
+Possible solutions:
+1. a smaller value
+"""
+
+
+def test_the_last_exception_of_a_start_is_found_in_its_log(tmp_path):
+    log = tmp_path / "actor_infer-0.log"
+    assert (size_of(str(log)), last_exception(str(log), 0)) == (0, "")
+    log.write_text(LOG)
+    assert last_exception(str(log), 0) == "Exception: capture failed: input must be a tensor"
+    before = size_of(str(log))
+    assert last_exception(str(log), before) == ""
+    with log.open("a") as file:
+        file.write("x" * (1 << 19))
+        file.write("\nTraceback (most recent call last):\n  File\nImportError: No module named 'gguf'\n")
+    assert last_exception(str(log), before) == "ImportError: No module named 'gguf'"
+    with log.open("ab") as file:
+        file.write(b"\xff Traceback (most recent call last):\n  File")
+    assert last_exception(str(log), before) == "ImportError: No module named 'gguf'"
