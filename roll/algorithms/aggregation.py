@@ -91,9 +91,10 @@ def group_mean(values: Tensor, groups: Tensor) -> Tensor:
 def group_std(values: Tensor, groups: Tensor) -> Tensor:
     """Unbiased standard deviation of each sample's group, [B]; 0 for a group of one."""
     size = int(groups.max()) + 1
-    squares = values.new_zeros(size).index_add_(0, groups, (values - group_mean(values, groups)) ** 2)
-    counts = values.new_zeros(size).index_add_(0, groups, torch.ones_like(values))
-    return (squares / (counts - 1).clamp(min=1)).sqrt()[groups]
+    apart = (values - group_mean(values, groups)).double()  # squares of the largest rewards are too large for float32
+    squares = apart.new_zeros(size).index_add_(0, groups, apart**2)
+    counts = apart.new_zeros(size).index_add_(0, groups, torch.ones_like(apart))
+    return (squares / (counts - 1).clamp(min=1)).sqrt()[groups].to(values.dtype)
 
 
 def constant_group(values: Tensor, groups: Tensor) -> Tensor:

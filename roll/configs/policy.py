@@ -82,6 +82,8 @@ def parse_pg_variant(value: Any) -> str:
     """
     if isinstance(value, Mapping):
         for name, weight in value.items():
+            if not re.fullmatch(r"[A-Za-z_]\w*", str(name)):
+                raise ValueError(f"{name!r} is not the name of a loss")
             if isinstance(weight, bool) or not isinstance(weight, int | float) or not 1e-6 <= weight <= 1e6:
                 raise ValueError(f"weight {weight!r} of {name} is not a number from 1e-6 to 1e6")
         if not value:

@@ -354,7 +354,9 @@ class RLLearner(ActorLearner):
         config = self._config
         whole, data = data, data.select(*self._training_keys(data))
         data.meta_info |= {"loss": "policy", "loss_config": self._loss_config}
-        counted = data.batch["correction_kept"] if config.correction.renormalize else None
+        counted = None
+        if config.correction.renormalize:
+            counted = data.batch["correction_kept"] & data.batch["response_mask"].bool()
         steps: list[dict[str, float]] = []
         for _ in range(config.ppo_epochs):
             for plan in training_plans(data, config.actor_train):

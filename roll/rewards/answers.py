@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
+from collections.abc import Iterator
 from functools import cache
 
 from roll.configs.rewards import RewardConfig, built_in_of
@@ -15,13 +16,16 @@ from roll.rewards.reward_process import SelfTest
 STATED = re.compile(r"(?i)\banswer\b[^\w\n:=]{0,4}(?:\b(?:is|would be|should be)\b|:|=)[^\w\n]{0,4}")
 """Words before an answer, such as "answer is" or "Answer:", with the marks after them."""
 
-SMALL_LETTER = re.compile(r"([a-z])(?:[).,:;*]|\s*$)")
-"""A choice in lower case, which is not the article."""
+STATED_LETTER = re.compile(r"([A-Za-z])(?:[).,:;*]|\s*$)")
+"""A choice directly after such words, which is neither the article nor the pronoun I."""
 
 LETTER = re.compile(r"(?<![A-Za-z0-9'\u2019])([A-Za-z])(?![A-Za-z0-9'\u2019])")
 """A letter that is not part of a word."""
 
-LATEX_TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
+SEVERAL = re.compile(r"(?i)[A-Z]\)?\s*(?:,|/|&|\bor\b|\band\b)\s*\(?[A-Z](?![A-Za-z0-9])")
+"""Two choices at once."""
+
+LATEX_TEXT = re.compile(r"\\(?:text|math)[a-z]*\s*\{([^{}]*)\}")
 """Text inside of LaTeX mathematics."""
 
 QUOTES_AND_STOPS = " \t\n\"'`*_.,;:!\u201c\u201d\u2018\u2019"
@@ -32,9 +36,10 @@ def multiple_choice(response: str, ground_truth: str, config: RewardConfig) -> f
     r"""`correct_score` if the response chooses the letter of the ground truth, else `wrong_score`.
 
     The choice of the response is, in this order: the letter in the last `\boxed{}`; the first letter after the last
-    "answer is" or "Answer:", in lower case only directly after it; the last capital letter that stands alone, except
-    the pronoun I. A response without one is
-    wrong, and so is a box that holds something else. What precedes `</think>` does not count.
+    "answer is" or "Answer:", in lower case only directly after it; the last capital letter that stands alone. I counts
+    in the box, directly after these words and in parentheses, and is the pronoun elsewhere. A response without a
+    letter is wrong, and so is a box that holds something else or several letters. What precedes `</think>` does not
+    count.
 
     Args:
         response: the decoded response.
@@ -53,18 +58,24 @@ def multiple_choice(response: str, ground_truth: str, config: RewardConfig) -> f
 
 def choice(response: str) -> str | None:
     """The letter that a response chooses, in upper case; None if it chooses none. See `multiple_choice`."""
-    text = without_reasoning(response)
+    text = unicodedata.normalize("NFKC", without_reasoning(response))
     in_box = boxed(text)
     if in_box is not None:
-        letter = LETTER.match(LATEX_TEXT.sub(r"\1", in_box).strip().lstrip("([").strip())
+        content = LATEX_TEXT.sub(r"\1", in_box).strip().lstrip("([").strip()
+        letter = None if SEVERAL.match(content) else LETTER.match(content)
         return letter[1].upper() if letter else None
-    for stated in reversed(_statements(text)):
-        small = SMALL_LETTER.match(stated)
-        capital = [letter for letter in LETTER.findall(stated) if letter.isupper() and letter != "I"]
-        if small or capital:
-            return small[1].upper() if small else str(capital[0])
-    standalone = [letter for letter in LETTER.findall(text) if letter.isupper() and letter != "I"]
+    for stated in _statements(text):
+        direct, capitals = STATED_LETTER.match(stated), _capitals(stated)
+        if direct or capitals:
+            return direct[1].upper() if direct else capitals[0]
+    standalone = _capitals(text)
     return standalone[-1] if standalone else None
+
+
+def _capitals(text: str) -> list[str]:
+    """Capital letters that stand alone, without the pronoun I."""
+    found = (match for match in LETTER.finditer(text) if match[1].isupper())
+    return [match[1] for match in found if match[1] != "I" or text[match.start() - 1 : match.end() + 1] == "(I)"]
 
 
 def exact_match(response: str, ground_truth: str, config: RewardConfig) -> float:
@@ -94,14 +105,16 @@ def stated_answer(response: str) -> str:
     in_box = boxed(text)
     if in_box is not None:
         return LATEX_TEXT.sub(r"\1", in_box)
-    stated = _statements(text)
-    return stated[-1] if stated else text
+    return next(_statements(text), text)
 
 
-def _statements(text: str) -> list[str]:
-    """The rest of the line after every STATED."""
-    rests = (text[match.end() :].partition("\n")[0] for match in STATED.finditer(text))
-    return [LATEX_TEXT.sub(r"\1", rest) for rest in rests]
+def _statements(text: str) -> Iterator[str]:
+    """What follows every STATED in its line, up to the next one; the last first."""
+    next_start = len(text)
+    for match in reversed(list(STATED.finditer(text))):
+        line_end = text.find("\n", match.end(), next_start)
+        yield LATEX_TEXT.sub(r"\1", text[match.end() : next_start if line_end < 0 else line_end])
+        next_start = match.start()
 
 
 def normalized(text: str) -> str:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from typing import Any
 
 from roll.configs.rewards import RewardConfig
@@ -32,6 +33,11 @@ COLUMNS = ("test_cases", "input_output", "public_test_cases", "test_list", "test
 
 TOLERANCE = 1e-6
 """Relative difference of two numbers with decimals that counts as equal."""
+
+DECIMALS = re.compile(r"[-+]?(?:\d+\.\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?\d+[eE]-\d+")
+"""A number that may have been rounded."""
+
+NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 
 
 @dataclass(frozen=True)
@@ -149,8 +155,8 @@ def _counted(tests: Tests, results: list[dict[str, Any]]) -> tuple[int, int]:
 def same_output(printed: str, expected: str) -> bool:
     """Whether two outputs have the same lines.
 
-    Spaces at the ends of lines and empty lines at both ends do not count. Numbers with decimals differ by TOLERANCE
-    at most.
+    Spaces at the ends of lines and empty lines at both ends do not count. A number that is expected with decimals may
+    differ by TOLERANCE, and an expected integer may be printed with decimals that are zero.
     """
     ours, theirs = ([line.strip() for line in text.strip().splitlines()] for text in (printed, expected))
     if ours == theirs:
@@ -164,12 +170,12 @@ def same_output(printed: str, expected: str) -> bool:
 def _same_word(one: str, other: str) -> bool:
     if one == other:
         return True
-    if not re.search(r"\d[.eE]|[.]\d", one + " " + other):
+    if not (NUMBER.fullmatch(one) and NUMBER.fullmatch(other)):
         return False
-    try:
-        return math.isclose(float(one), float(other), rel_tol=TOLERANCE, abs_tol=1e-9)
-    except ValueError:
-        return False
+    if DECIMALS.fullmatch(other):
+        found, wanted = float(one), float(other)
+        return math.isfinite(wanted) and math.isclose(found, wanted, rel_tol=TOLERANCE, abs_tol=1e-9)
+    return "." in one and Decimal(one) == Decimal(other)
 
 
 def _same_result(text: str, expected: Any) -> bool:
@@ -179,7 +185,7 @@ def _same_result(text: str, expected: Any) -> bool:
         return _equal(value, expected) or (
             isinstance(expected, list) and len(expected) == 1 and _equal(value, expected[0])
         )
-    except (NotPlain, RecursionError):
+    except (NotPlain, RecursionError, OverflowError):
         return False
 
 
@@ -189,7 +195,8 @@ def _equal(value: Any, expected: Any) -> bool:
     if isinstance(value, dict) and isinstance(expected, dict):
         named = {str(key): item for key, item in value.items()}
         wanted = {str(key): item for key, item in expected.items()}
-        return named.keys() == wanted.keys() and all(_equal(named[key], wanted[key]) for key in wanted)
+        same_keys = len(named) == len(value) and named.keys() == wanted.keys()
+        return same_keys and all(_equal(named[key], wanted[key]) for key in wanted)
     if isinstance(value, float) and isinstance(expected, int | float) and not isinstance(expected, bool):
         return value == expected or math.isclose(value, expected, rel_tol=TOLERANCE, abs_tol=1e-9)
     return bool(value == expected)
@@ -239,7 +246,7 @@ def _read(given: Any, row: Mapping[str, Any]) -> Tests | None:
         if "inputs" not in given:
             return None
         name = given.get("fn_name") or row.get("fn_name") or ""
-        return _pairs(list(given["inputs"]), list(given["outputs"]), name)
+        return _pairs(_items(given["inputs"]), _items(given["outputs"]), name)
     if not isinstance(given, list) or not given:
         return None
     if all(isinstance(item, str) for item in given):
@@ -259,20 +266,40 @@ def _read(given: Any, row: Mapping[str, Any]) -> Tests | None:
     return _pairs([item["input"] for item in given], [item["output"] for item in given], name)
 
 
-def _asserts(units: list[str], row: Mapping[str, Any]) -> Tests:
+def _items(given: Any) -> list[Any]:
+    """The items of a list, a tuple or an array.
+
+    Raises:
+        TypeError: it is something else, whose items are no tests.
+    """
+    given = given.tolist() if hasattr(given, "tolist") else given
+    if not isinstance(given, list | tuple):
+        raise TypeError(f"a list is needed, and not {str(given)[:50]!r}")
+    return list(given)
+
+
+def _asserts(units: list[Any], row: Mapping[str, Any]) -> Tests:
     """Code of tests, with the function that they check."""
+    if not all(isinstance(unit, str) for unit in units):
+        raise TypeError("code is needed for an assertion")
     entry = row.get("entry_point") or row.get("test_case_function") or ""
     setup = row.get("test_setup_code") or ""
     return Tests("asserts", units=units, prefix=str(setup), entry_point=str(entry))
 
 
 def _pairs(inputs: list[Any], outputs: list[Any], name: str) -> Tests:
-    """Inputs with expected outputs: of a program, or of the function `name`."""
+    """Inputs with expected outputs: of a program, or of the function `name`.
+
+    Arguments of a function that are written as text have outputs written as text; as values, outputs are values too.
+    """
     if len(inputs) != len(outputs):
         raise ValueError(f"{len(inputs)} inputs have {len(outputs)} outputs")
+    if not isinstance(name, str):
+        raise TypeError(f"{name!r} is no name of a function")
     if not name:
         return Tests("stdio", [_text(item) for item in outputs], inputs=[_text(item) for item in inputs])
-    values = [_value(item) if isinstance(item, str) else item for item in outputs]
+    written = any(isinstance(item, str) for item in inputs)
+    values = [_value(item) if written and isinstance(item, str) else item for item in outputs]
     arguments = [
         [_value(line) for line in item.splitlines() if line.strip()] if isinstance(item, str) else list(item)
         for item in inputs
@@ -282,6 +309,8 @@ def _pairs(inputs: list[Any], outputs: list[Any], name: str) -> Tests:
 
 def _text(item: Any) -> str:
     """Text of a standard stream; lists are its lines."""
+    if item is None:
+        raise TypeError("a text is needed, and not null")
     return "\n".join(map(str, item)) if isinstance(item, list) else str(item)
 
 
@@ -289,7 +318,7 @@ def _value(text: str) -> Any:
     """A value as JSON; text that is none stays text."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 

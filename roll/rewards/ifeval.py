@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from roll.configs.rewards import RewardConfig
@@ -85,6 +86,9 @@ def _of_ifeval(item: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
         arguments = _from_json(arguments, KWARGS_COLUMN)
     if isinstance(arguments, Mapping):
         arguments = [arguments]
+    for given in (names, arguments):
+        if given is not None and not isinstance(given, Iterable):
+            raise ValueError(f"the instructions {dict(item)!r} need a list of names and one of arguments")
     names = list(names) if names is not None else []
     arguments = list(arguments) if arguments is not None else [{}] * len(names)
     if len(names) != len(arguments) or not all(isinstance(each, Mapping | None) for each in arguments):
@@ -104,6 +108,26 @@ def _from_json(text: str, where: str) -> Any:
         raise ValueError(f"{where} {text[:100]!r} is not JSON with instructions of IFEval or ROLL") from None
 
 
+def _checked(name: str, value: Any, check: Callable[..., bool]) -> Any:
+    """An argument as its annotation says; JSON may write a whole number as 2.0.
+
+    Raises:
+        TypeError: it is of another kind, or an empty text.
+    """
+    kind = check.__annotations__[name]
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if kind == "Sequence[str]":
+        is_list = isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(x, str) for x in value)
+        if not is_list:
+            raise TypeError(f"{name} is {value!r}, and a list of texts is needed")
+    elif kind == "str":
+        if not isinstance(value, str) or not value:
+            raise TypeError(f"{name} is {value!r}, and a text is needed")
+    elif isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise TypeError(f"{name} is {value!r}, and a number is needed")
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def _follows(text: str, name: str, arguments: dict[str, Any]) -> bool:
     """Whether a text follows an instruction.
 
@@ -117,6 +141,7 @@ def _follows(text: str, name: str, arguments: dict[str, Any]) -> bool:
     code = check.__code__
     wanted = set(code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount])
     try:
-        return bool(check(text, **{key: value for key, value in arguments.items() if key in wanted}))
-    except (TypeError, re.error, AttributeError) as error:
+        given = {key: _checked(key, value, check) for key, value in arguments.items() if key in wanted}
+        return bool(check(text, **given))
+    except (TypeError, ValueError, re.error, AttributeError) as error:
         raise ValueError(f"the instruction {name} cannot be checked with {arguments}: {error}") from error

@@ -12,12 +12,25 @@ BOXED = re.compile(r"\\f?boxed\s*\{")
 NUMBER = re.compile(
     r"""
     (?:(?<![\w)\].])[-+\u2212])?               # a sign, unless it is the minus of a difference such as 12-5
-    (?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)           # digits, with or without thousands separators
-    (?:\.\d+)?                                 # decimals, but not the full stop of a sentence
-    (?:/\d+(?:\.\d+)?)?                        # a fraction
+    (?:
+        (?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)       # digits, with or without thousands separators
+        (?:\.\d+)?                             # decimals, but not the full stop of a sentence
+      | (?<![\w.])\.\d+                        # decimals without a leading zero
+    )
+    (?:[eE][-+]?\d{1,3}(?!\w))?                # a power of ten
+    (?:/(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?)?  # a fraction
     """,
     re.VERBOSE,
 )
+SCIENTIFIC = re.compile(r"([-+]?[\d.]+[eE][-+]?\d+)")
+
+BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
+
+LONGEST_ANSWER = 2_000
+"""Characters of an answer that is compared with math-verify."""
+
+DEEPEST_ANSWER = 12
+"""Brackets inside of each other in an answer that math-verify compares: its time doubles with each fraction."""
 
 
 def boxed(text: str) -> str | None:
@@ -25,20 +38,32 @@ def boxed(text: str) -> str | None:
 
     An incomplete box is skipped. Of nested boxes, the innermost counts as the last.
     """
-    for match in reversed(list(BOXED.finditer(text))):
-        content = _balanced(text, match.end())
-        if content is not None:
-            return content.strip()
-    return None
+    boxes = {match.end() for match in BOXED.finditer(text)}
+    if not boxes:
+        return None
+    opened: list[int] = []
+    last: tuple[int, int] | None = None
+    for match in BRACES.finditer(text):
+        if match[0] == "{":
+            opened.append(match.end())
+        elif match[0] == "}" and opened:
+            start = opened.pop()
+            if start in boxes and (last is None or start > last[0]):
+                last = start, match.start()
+    return text[slice(*last)].strip() if last else None
 
 
 def last_number(text: str) -> str | None:
     """The last number as written, without thousands separators; None if there is none.
 
-    "1,234.50." gives 1234.50, "12-5=7" gives 7, "x = -3" gives -3, "about 3/4" gives 3/4.
+    "1,234.50." gives 1234.50, "12-5=7" gives 7, "x = -3" gives -3, "about 3/4" gives 3/4, "-.5" gives -.5 and "1.5e3"
+    gives 1500.
     """
     numbers = NUMBER.findall(text)
-    return numbers[-1].replace(",", "").replace("\u2212", "-").lstrip("+") if numbers else None
+    if not numbers:
+        return None
+    number = numbers[-1].replace(",", "").replace("\u2212", "-").lstrip("+")
+    return SCIENTIFIC.sub(lambda match: f"{Decimal(match[1]).normalize():f}", number)
 
 
 def extract_answer(text: str, pattern: str) -> str | None:
@@ -59,21 +84,6 @@ def extract_answer(text: str, pattern: str) -> str | None:
         content = boxed(text)
         return last_number(text) if content is None else content
     raise ValueError(f"answer_pattern: {pattern!r} is not one of boxed, last_number, boxed_or_last_number")
-
-
-def _balanced(text: str, start: int) -> str | None:
-    """Text from `start` to the brace that closes the one before `start`, ignoring escaped braces; None if none does."""
-    depth, position = 1, start
-    while position < len(text):
-        character = text[position]
-        if character == "\\":
-            position += 2
-            continue
-        depth += (character == "{") - (character == "}")
-        if depth == 0:
-            return text[start:position]
-        position += 1
-    return None
 
 
 PLAIN_INTEGER = re.compile(r"[-+]?(?:\d+|\d{1,3}(?:,\d{3})+)")
@@ -120,6 +130,8 @@ def equal(answer: str, expected: str) -> bool:
         return True
     if PLAIN_INTEGER.fullmatch(answer) and PLAIN_INTEGER.fullmatch(expected):
         return _integer(answer) == _integer(expected)
+    if len(answer) > max(LONGEST_ANSWER, len(expected)) or _depth(answer) > max(DEEPEST_ANSWER, _depth(expected)):
+        return False
     return _verify(answer, expected)
 
 
@@ -127,6 +139,18 @@ def warm_up() -> None:
     """Loads math-verify, which takes seconds that must not count towards the deadline of a sample."""
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     _verify("0.5", r"\frac{1}{2}")
+
+
+def _depth(text: str) -> int:
+    """The most brackets that are open at one place."""
+    depth = deepest = 0
+    for character in text:
+        if character in "([{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif character in ")]}":
+            depth -= 1
+    return deepest
 
 
 def _integer(text: str) -> Decimal:

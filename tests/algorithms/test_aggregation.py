@@ -80,3 +80,9 @@ def test_samples_without_response_tokens_do_not_count():
 def test_an_empty_batch_aggregates_to_zero(mode):
     empty = torch.zeros_like(MASK)
     assert aggregate(VALUES, empty, mode, LossScale.of(empty, 5)).item() == 0.0
+
+
+def test_the_deviation_of_the_largest_rewards_is_finite():
+    values = torch.tensor([1e18, -1e18] * 512)
+    deviation = group_std(values, torch.zeros(1024, dtype=torch.long))
+    assert deviation.dtype == torch.float32 and deviation[0].item() == pytest.approx(1e18, rel=1e-3)

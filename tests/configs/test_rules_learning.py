@@ -75,6 +75,7 @@ REFUSED = {
     "correction.rejections.a={statistic: k1, lower: 3, upper: 2}": "correction.rejections.a.lower: 3 is above the",
     "correction.rejections.a={statistic: k2}": "correction.rejections.a.statistic: k2 without bounds rejects nothing",
     "correction.rejections.a={upper: 2}": "correction.rejections.a.upper: has no effect: its statistic is null",
+    "correction.difference.level=token": "correction.difference.level: token without bounds rejects nothing; give",
     f"{REJECTION}.statistic=k1": "k1 without bounds rejects nothing; give some, such as lower: 0.5, upper: 2.0",
     f"{VARIANT}=topr topr_positive_weight=0 topr_negative_weight=0": "nothing is learned; give one a weight",
     f"{WEIGHTS}.upper=3": "correction.weights.upper: has no effect: correction.weights.level is null",

@@ -62,6 +62,7 @@ def test_an_entry_with_another_name_is_the_math_rule(tmp_path: Path) -> None:
         ("{llm_judge: {prompt_template: '{response'}}", "prompt_template: cannot be filled in"),
         ("{llm_judge: {grade_pattern: 'yes|no'}}", "grade_pattern: 'yes|no' has no group for the grade"),
         ("{a: {}, b: {}}", "rewards.b: scores nothing: rewards.a already scores every tag that no reward names"),
+        ("{a: {tag_included: [x], weight: 1.0e30}}", "a.weight: prompts tagged x have a score of up to 1e+30; use"),
         ("{a: {tag_included: [x], weight: 0}}", "a.weight: 0 gives prompts tagged x a score of 0"),
         ("{a: {weight: 0}}", "a.weight: 0 gives prompts whose tag no reward names a score of 0"),
         ("{a: {tag_included: [x], weight: nan}}", "a.weight: nan is not a finite number"),

@@ -448,3 +448,15 @@ def test_rejection_is_a_correction_if_it_leaves_tokens_out(tmp_path, lower, no_o
     metrics, _ = stale_step(tmp_path, *rejection)
     assert (metrics["correction/masked_fraction"] > 0) == (no_op == 0)
     assert metrics["actor/ratio_deviation_max"] == 0 and metrics["correction/no_op"] == no_op
+
+
+def test_samples_that_are_left_out_do_not_count_where_the_loss_is_renormalized(tmp_path):
+    cut, steps = [False] * 4 + [True] * 4, []
+    for renormalize in ("false", "true"):
+        options = ("max_len_mask=true", "adv_estimator=reinforce", "loss_agg_mode=token-mean", "max_grad_norm=1e9")
+        parts = learner(tmp_path, *options, "correction.veto_threshold=1e-30", f"correction.renormalize={renormalize}")
+        before = parts[1].table.detach().clone()
+        metrics = learn(parts, with_masks(parts[1].sample(1), cut))
+        assert metrics["correction/masked_fraction"] == 0
+        steps.append(parts[1].table.detach() - before)
+    torch.testing.assert_close(*steps)

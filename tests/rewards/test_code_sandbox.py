@@ -185,3 +185,51 @@ def test_a_pool_of_processes_passes_the_self_test(reward_type, code_from):
     known, [[outcome]] = asyncio.run(run())
     assert known == 7 and outcome.score is None and outcome.reason == "raised"
     assert "code_sandbox.py" in outcome.detail or "holds no tests" in outcome.detail
+
+
+@pytest.mark.parametrize(
+    ("printed", "expected", "same"),
+    [
+        ("0e5", "0e7", False),
+        ("1e999", "2e999", False),
+        ("1_0.0", "10", False),
+        ("1000000999.0", "1000000000", False),
+        ("3.0", "3", True),
+        ("2", "2.0", True),
+        ("1e-06", "0.000001", True),
+        ("nan", "nan.", False),
+    ],
+)
+def test_only_what_is_expected_with_decimals_may_differ(printed, expected, same):
+    assert same_output(printed, expected) == same
+
+
+@pytest.mark.parametrize(
+    ("body", "inputs", "output", "share"),
+    [
+        ("'12'", [["a"]], "12", 1.0),
+        ("12", [["a"]], "12", 0.0),
+        ("12", ['"a"'], "12", 1.0),
+        ("1.5", [[1]], 10**400, 0.0),
+        ("{1: 'x', '1': 'y'}", [[1]], {"1": "y"}, 0.0),
+        ("{1: 'x'}", [[1]], {"1": "x"}, 1.0),
+    ],
+)
+def test_values_are_compared_as_they_are_given(body, inputs, output, share):
+    tests = json.dumps({"fn_name": "f", "inputs": inputs, "outputs": [output]})
+    assert scored(f"def f(x):\n    return {body}", tests)["passed"] == share
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        [{"assert_code": 5}],
+        {"fn_name": 5, "inputs": [[1]], "outputs": [1]},
+        [{"stdin": "a", "expected_stdout": None}],
+        {"inputs": "ab", "outputs": "cd"},
+        {"inputs": {"a": 1}, "outputs": {"b": 2}},
+    ],
+)
+def test_tests_of_another_kind_are_an_error(tests):
+    with pytest.raises(ValueError, match="tests that cannot be read"):
+        read_tests(json.dumps(tests), {})

@@ -142,3 +142,25 @@ def test_several_instructions_in_a_list():
 def test_the_self_test_holds(config):
     for response, truth, right in SELF_TEST:
         assert ifeval_reward(response, truth, {}, config)["score"] == float(right)
+
+
+@pytest.mark.parametrize(
+    ("instruction", "problem"),
+    [
+        ({"instruction_id_list": ["keywords:existence"], "kwargs": [{"keywords": "abc"}]}, "keywords is 'abc'"),
+        ({"func_name": "verify_keywords", "keyword_list": "abc"}, "keyword_list is 'abc'"),
+        ({"func_name": "validate_paragraphs", "N": "2", "first_word": "a", "i": 1}, "N is '2', and a number"),
+        ({"func_name": "verify_postscript", "postscript_marker": ""}, "postscript_marker is ''"),
+        ({"func_name": "validate_sections", "N": 1, "section_splitter": ""}, "section_splitter is ''"),
+        ({"func_name": "verify_paragraph_count", "N": float("nan")}, "N is nan"),
+        ({"instruction_id_list": 5}, "a list of names"),
+    ],
+)
+def test_arguments_of_another_kind_are_an_error(instruction, problem):
+    with pytest.raises(ValueError, match=problem):
+        ifeval_reward("a b\n\nc", json.dumps(instruction), {}, RewardConfig(function="ifeval"))
+
+
+def test_a_whole_number_may_be_written_with_decimals():
+    instruction = {"func_name": "validate_paragraphs", "N": 2.0, "first_word": "c", "i": 2.0}
+    assert ifeval_reward("a b\n\nc", json.dumps(instruction), {}, RewardConfig(function="ifeval"))["score"] == 1

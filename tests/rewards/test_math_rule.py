@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -110,3 +111,34 @@ def test_answer_patterns():
     assert extract_answer("just 6", "boxed_or_last_number") == "6"
     with pytest.raises(ValueError, match="answer_pattern: 'first' is not one of"):
         extract_answer(text, "first")
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("is .5", ".5"),
+        ("is -.5", "-.5"),
+        ("is 1.5e-3", "0.0015"),
+        ("is 1.5e3", "1500"),
+        ("is 2E10.", "20000000000"),
+        ("is 1,000/2,000", "1000/2000"),
+        ("a 3e b", "3"),
+        ("version 1.2.3", "3"),
+    ],
+)
+def test_numbers_without_a_leading_zero_and_with_a_power_of_ten(text, number):
+    assert last_number(text) == number
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["(" * 3000 + "1" + ")" * 3000, r"\frac{" * 40 + "1" + "}{2}" * 40, "1+" * 3000 + "1", r"\boxed{" * 20_000],
+)
+def test_a_degenerate_answer_is_wrong_and_takes_no_time(answer):
+    start = time.perf_counter()
+    assert math_reward(r"\boxed{" + answer + "}", "7", RewardConfig()) == 0
+    assert time.perf_counter() - start < 5  # math-verify doubles its time with each fraction inside of another
+
+
+def test_a_deep_answer_counts_where_the_ground_truth_is_as_deep():
+    assert math_reward(r"\boxed{" + "(" * 13 + "7" + ")" * 13 + "}", "(" * 13 + "7" + ")" * 13, RewardConfig()) == 1

@@ -278,6 +278,12 @@ def _check_rejection(config: RLConfig, report: Report) -> None:
     for name, rejection in config.correction.rejections.items():
         if rejection.statistic is None:
             report.warn(f"correction.rejections.{name}", "has no effect: its statistic is null; set it to k1, k2 or k3")
+    difference = config.correction.difference
+    if difference.level is not None and difference.lower is None and difference.upper is None:
+        report.error(
+            "correction.difference.level",
+            f"{difference.level} without bounds rejects nothing; give correction.difference.upper, .lower or both",
+        )
     veto = config.correction.veto_threshold
     if veto is not None and veto > 1:
         report.warn(

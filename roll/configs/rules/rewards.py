@@ -10,7 +10,7 @@ from dataclasses import fields
 
 from roll.configs.errors import Report
 from roll.configs.pipeline import RLConfig, RLVRConfig
-from roll.configs.rewards import BUILT_IN, RewardConfig, built_in_of, rewards_of, scoring_role
+from roll.configs.rewards import BUILT_IN, LARGEST_REWARD, RewardConfig, built_in_of, rewards_of, scoring_role
 from roll.configs.roles import TEMPLATES
 from roll.configs.rules.learning import check_name
 from roll.configs.suggestions import nearest
@@ -67,6 +67,16 @@ def _check_sums(config: RLVRConfig, report: Report) -> None:
         tagged = f"prompts tagged {', '.join(own)}" if own else "prompts whose tag no reward names"
         if not any(rewards[name].weight for name in names):
             report.error(f"rewards.{names[0]}.weight", f"0 gives {tagged} a score of 0; give a reward another weight")
+        largest = sum(
+            abs(reward.weight) * max(abs(reward.correct_score), abs(reward.wrong_score))
+            for reward in (rewards[name] for name in names)
+        )
+        if largest > LARGEST_REWARD:
+            report.error(
+                f"rewards.{names[0]}.weight",
+                f"{tagged} have a score of up to {largest:g}; use weights and scores with a sum of {LARGEST_REWARD:g} "
+                "at most, since training squares them",
+            )
         _check_spread(names, config, tagged, report)
         if len(names) == 1:
             continue
