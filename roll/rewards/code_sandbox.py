@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
@@ -20,8 +20,8 @@ from roll.rewards.reward_process import SelfTest
 from roll.rewards.sandbox.client import Job, Limits, Sandbox
 from roll.rewards.sandbox.values import NotPlain, decode, encode
 
-BLOCK = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
-"""A block of code; its first group is the language."""
+FENCE = re.compile(r"[ \t]*```[ \t]*([\w+-]*)")
+"""The line before or after a block of code; its group is the language."""
 
 LANGUAGES = ("", "python", "python3", "py", "py3")
 
@@ -126,8 +126,24 @@ def program_in(response: str, config: RewardConfig) -> str | None:
     text = without_reasoning(response)
     if config.code_from == "whole":
         return text if text.strip() else None
-    blocks = [code for language, code in BLOCK.findall(text) if language.lower() in LANGUAGES]
+    blocks = [code for language, code in _blocks(text) if language.lower() in LANGUAGES]
     return blocks[-1] if blocks else None
+
+
+def _blocks(text: str) -> Iterator[tuple[str, str]]:
+    """Language and code of the blocks between marks; one that is not closed is none."""
+    language: str | None = None
+    code: list[str] = []
+    for line in text.splitlines(keepends=True):
+        fence = FENCE.match(line)
+        if language is None:
+            if fence:
+                language, code = fence[1], []
+        elif fence and not line[fence.end() :].strip() and not fence[1]:
+            yield language, "".join(code)
+            language = None
+        else:
+            code.append(line)
 
 
 def _counted(tests: Tests, results: list[dict[str, Any]]) -> tuple[int, int]:

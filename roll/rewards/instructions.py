@@ -117,7 +117,8 @@ def two_responses(text: str) -> bool:
 
 def title(text: str) -> bool:
     """There is a title in double angular brackets."""
-    return any(found.strip(" <>") for found in re.findall(r"<<([^\n]+)>>", text))
+    lines = (line.partition("<<")[2].rpartition(">>")[0] for line in text.split("\n"))
+    return any(line.strip(" <>") for line in lines)
 
 
 def no_comma(text: str) -> bool:
@@ -178,18 +179,18 @@ def nth_paragraph_first_word(text: str, num_paragraphs: float, nth_paragraph: in
 
 
 def number_placeholders(text: str, num_placeholders: float) -> bool:
-    return len(re.findall(r"\[.*?\]", text)) >= num_placeholders
+    return len(re.findall(r"\[[^\[\]\n]*\]", text)) >= num_placeholders
 
 
 def postscript(text: str, postscript_marker: str) -> bool:
     """A line begins with the marker of a postscript, in any case and with or without spaces between its letters."""
     letters = [re.escape(part) for part in postscript_marker.lower().replace(" ", "").rstrip(".").split(".")]
-    return re.search(r"^\s*" + r"\.\s?".join(letters), text.lower(), re.MULTILINE) is not None
+    return re.search(r"^[^\S\n]*" + r"\.\s?".join(letters), text.lower(), re.MULTILINE) is not None
 
 
 def number_bullets(text: str, num_bullets: float) -> bool:
     """There are exactly so many items of a list, with `*` or `-`."""
-    return len(re.findall(r"^\s*(?:\*[^*\n]|-).*$", text, re.MULTILINE)) == num_bullets
+    return len(re.findall(r"^[^\S\n]*(?:\*[^*\n]|-).*$", text, re.MULTILINE)) == num_bullets
 
 
 def constrained_response(text: str) -> bool:

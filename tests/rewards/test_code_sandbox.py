@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -233,3 +234,10 @@ def test_values_are_compared_as_they_are_given(body, inputs, output, share):
 def test_tests_of_another_kind_are_an_error(tests):
     with pytest.raises(ValueError, match="tests that cannot be read"):
         read_tests(json.dumps(tests), {})
+
+
+def test_blocks_that_are_not_closed_take_no_time():
+    start = time.perf_counter()
+    assert program_in("```python\n" * 50_000, CONFIG) is None
+    assert program_in("```python\nx\n```python\ny\n  ``` \nz", CONFIG) == "x\n```python\ny\n"
+    assert time.perf_counter() - start < 5  # quadratic time would be minutes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
@@ -164,3 +165,26 @@ def test_arguments_of_another_kind_are_an_error(instruction, problem):
 def test_a_whole_number_may_be_written_with_decimals():
     instruction = {"func_name": "validate_paragraphs", "N": 2.0, "first_word": "c", "i": 2.0}
     assert ifeval_reward("a b\n\nc", json.dumps(instruction), {}, RewardConfig(function="ifeval"))["score"] == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "instruction", "followed"),
+    [
+        ("<<A title>> and text", {"func_name": "validate_title"}, True),
+        ("text\n<< a < b >>", {"func_name": "validate_title"}, True),
+        ("<< >>", {"func_name": "validate_title"}, False),
+        ("<" * 100_000, {"func_name": "validate_title"}, False),
+        ("[" * 100_000 + "a] [b]", {"func_name": "validate_placeholders", "N": 2}, True),
+        ("- a" + "\n" * 100_000 + "* b", {"func_name": "verify_bullet_points", "N": 2}, True),
+    ],
+)
+def test_long_texts_are_checked_in_time(text, instruction, followed):
+    start = time.perf_counter()
+    score = ifeval_reward(text, json.dumps(instruction), {}, RewardConfig(function="ifeval"))["score"]
+    assert score == followed and time.perf_counter() - start < 5  # quadratic time would be minutes
+
+
+def test_bullets_of_ifeval_are_lines():
+    text = "- a" + "\n" * 100_000 + "  * b\n**c**"
+    names = {"instruction_id_list": ["detectable_format:number_bullet_lists"], "kwargs": [{"num_bullets": 2}]}
+    assert ifeval_reward(text, json.dumps(names), {}, RewardConfig(function="ifeval"))["score"] == 1
