@@ -86,6 +86,8 @@ SUMMED = not_estimators(
     *PER_REWARD_ESTIMATORS, reason="adv_estimator gdpo normalises the score of each reward, and does not read their sum"
 )
 
+SINGLE_TURN = Condition(lambda config, _: config.pipeline == "rlvr", "it belongs to pipeline rlvr", ("pipeline",))
+
 CRITIC = estimators(*VALUE_ESTIMATORS, reason="adv_estimator is not gae, so there is no critic")
 
 
@@ -150,16 +152,28 @@ class AdvantageOptions:
         None,
         "Last tokens of response_length over which the length penalty of a response rises from 0 (DAPO).",
         ge=1,
-        only_for=(
-            Condition(lambda config, _: config.pipeline == "rlvr", "it belongs to pipeline rlvr", ("pipeline",)),
-            SCORED,
-        ),
+        only_for=(SINGLE_TURN, SCORED),
     )
     overlong_penalty_factor: float = option(
         1.0,
         "Length penalty of a response of response_length tokens, subtracted from its score.",
         gt=0,
         only_for=needs("overlong_buffer_len", "overlong_buffer_len is null", accepts=lambda length: length is not None),
+    )
+    length_penalty_per_token: float = option(
+        0.0, "Subtracted from the score of a response for each of its tokens.", ge=0, only_for=(SINGLE_TURN, SCORED)
+    )
+    length_reward_coef: float = option(
+        0.0,
+        "Weight of the reward of short responses, 0.5 for the shortest to a prompt and -0.5 for the longest, where a "
+        "wrong one gains nothing (Kimi k1.5).",
+        ge=0,
+        only_for=(SINGLE_TURN, SCORED),
+    )
+    length_reward_threshold: float = option(
+        0.0,
+        "A response with a raw score above this is a correct one for length_reward_coef.",
+        only_for=needs("length_reward_coef", "length_reward_coef is 0"),
     )
     reward_clip: float | None = option(None, "Clip scores to +- this.", gt=0, only_for=(SCORED, SUMMED))
     advantage_clip: float | None = option(None, "Clip advantages to +- this.", gt=0)

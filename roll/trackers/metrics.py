@@ -138,6 +138,10 @@ ADVANTAGE = (
         "Fraction of the samples that max_len_mask and difficulty_mask leave in the loss.",
     ),
     Metric("advantage/overlong_penalty", "", "Mean length penalty subtracted from the scores (overlong_buffer_len)."),
+    Metric("advantage/length_penalty", "", "Mean of what scores lose for their tokens (length_penalty_per_token)."),
+    Metric(
+        "advantage/length_reward", "", "Mean of what scores gain or lose among those to a prompt (length_reward_coef)."
+    ),
     Metric("advantage/teacher_kl", "nats", "Mean log-prob of the policy minus that of the teacher (opd, use_opd)."),
     Metric("advantage/token_kl", "nats", "Mean KL to the reference in the token reward (add_token_level_kl)."),
     Metric("advantage/kl_coef", "", "Weight of the KL in the token reward."),

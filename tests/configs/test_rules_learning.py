@@ -116,6 +116,9 @@ WARNED = {
     "adv_estimator=gdpo": "adv_estimator: gdpo normalises each reward of a response, but no tag has several: with",
     "adv_estimator=gdpo reward_clip=2": "reward_clip: has no effect: adv_estimator gdpo normalises the score of each",
     "adv_estimator=gdpo whiten_rewards=true": "whiten_rewards: has no effect: adv_estimator gdpo normalises the score",
+    "length_reward_threshold=0.5": "length_reward_threshold: has no effect: length_reward_coef is 0",
+    "adv_estimator=reinforce num_return_sequences_in_group=1 rollout_batch_size=512 length_reward_coef=0.1": ""
+    "length_reward_coef: has no effect: num_return_sequences_in_group is 1",
     "adv_estimator=gdpo whiten_advantages=true": "whiten_advantages: has no effect",
     "adv_estimator=remax gamma=0.9": "gamma: has no effect: this adv_estimator gives every token",
     "adv_estimator=rloo gamma=0.9": "gamma: has no effect: this adv_estimator gives every token",

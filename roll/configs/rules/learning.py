@@ -91,6 +91,12 @@ def check_algorithm(config: RLConfig, report: Report) -> None:
     buffer, longest = config.overlong_buffer_len, config.response_length
     if buffer is not None and longest is not None and buffer > longest:
         report.error("overlong_buffer_len", f"{buffer} is above response_length {longest}; use at most that")
+    if config.length_reward_coef and group == 1 and isinstance(config, RLVRConfig):
+        report.warn(
+            "length_reward_coef",
+            "has no effect: num_return_sequences_in_group is 1, and it compares the lengths of the responses to a "
+            "prompt; use length_penalty_per_token",
+        )
     if config.adv_estimator == "lite_ppo" and config.loss_agg_mode != "token-mean":
         report.warn("loss_agg_mode", f"{config.loss_agg_mode} is not the aggregation of lite_ppo; use token-mean")
     if not config.is_num_return_sequences_expand and group > 1:

@@ -1,0 +1,127 @@
+"""From raw scores to those that an estimator reads: length penalties, clipping, whitening.
+
+Statistics count every trajectory once, and no padding (`Episodes`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from roll.algorithms.aggregation import whiten
+from roll.algorithms.turn_advantages import Episodes
+
+if TYPE_CHECKING:
+    from roll.algorithms.advantages import AdvantageConfig
+
+
+# Length penalties
+
+
+@dataclass(frozen=True)
+class LengthPenalties:
+    """What the scores of a batch lose by the lengths of its responses.
+
+    Attributes:
+        total: [B] float32, subtracted from the scores; negative where a short response gains.
+        metrics: to log.
+    """
+
+    total: Tensor
+    metrics: dict[str, float]
+
+
+def length_penalties(
+    scores: Tensor, lengths: Tensor, groups: Tensor, episodes: Episodes, config: AdvantageConfig
+) -> LengthPenalties:
+    """The sum of `overlong_buffer_len`, `length_penalty_per_token` and `length_reward_coef`.
+
+    Args:
+        scores: [B] raw rewards, which say whether a response is correct.
+        lengths: [B] int64, response tokens.
+        groups: [B] int64 group numbers.
+        episodes: of the batch.
+        config: the keys.
+    """
+    total = overlong_penalty(lengths, config)
+    metrics: dict[str, float] = {}
+    if config.overlong_buffer_len is not None:
+        metrics["advantage/overlong_penalty"] = float(total.mean())
+    if config.length_penalty_per_token:
+        cost = token_penalty(lengths, config)
+        total = total + cost
+        metrics["advantage/length_penalty"] = _mean(cost, episodes)
+    if config.length_reward_coef:
+        reward = length_reward(
+            episodes.sum_samples(lengths),
+            episodes.per_episode(scores) > config.length_reward_threshold,
+            episodes.group_numbers(groups),
+        )
+        gain = episodes.to_samples(config.length_reward_coef * reward)
+        total = total - gain
+        metrics["advantage/length_reward"] = _mean(gain, episodes)
+    return LengthPenalties(total, metrics)
+
+
+def overlong_penalty(lengths: Tensor, config: AdvantageConfig) -> Tensor:
+    """Length penalty [B] of responses of `lengths` [B] tokens, subtracted from scores; 0 without `overlong_buffer_len`.
+
+    It rises evenly from 0, `overlong_buffer_len` tokens before `response_length`, to `overlong_penalty_factor` there.
+    Source: DAPO (arXiv 2503.14476) eq. 13, soft overlong punishment.
+    """
+    if config.overlong_buffer_len is None or config.response_length is None:
+        return torch.zeros_like(lengths, dtype=torch.float32)
+    beyond = lengths - (config.response_length - config.overlong_buffer_len)
+    return config.overlong_penalty_factor * (beyond / config.overlong_buffer_len).clamp(0, 1)
+
+
+def token_penalty(lengths: Tensor, config: AdvantageConfig) -> Tensor:
+    """`length_penalty_per_token` times the number of response tokens, [B] float32 from lengths [B]."""
+    return config.length_penalty_per_token * lengths.float()
+
+
+def length_reward(lengths: Tensor, correct: Tensor, groups: Tensor) -> Tensor:
+    """Reward of short responses among those to the same prompt, [E] float32 from -0.5 to 0.5.
+
+    l = 0.5 - (length - shortest) / (longest - shortest) over the group; a correct response gets l, another one
+    min(0, l), so that a wrong answer gains nothing by being short. 0 where all lengths of a group are equal. Source:
+    Kimi k1.5 (arXiv 2501.12599) section 2.3.3.
+
+    Args:
+        lengths: [E] int64, response tokens.
+        correct: [E] bool.
+        groups: [E] int64 group numbers from 0.
+    """
+    tokens = lengths.float()
+    size = int(groups.max()) + 1 if groups.numel() else 0
+    longest = tokens.new_full((size,), -torch.inf).scatter_reduce_(0, groups, tokens, "amax")[groups]
+    shortest = tokens.new_full((size,), torch.inf).scatter_reduce_(0, groups, tokens, "amin")[groups]
+    reward = 0.5 - (tokens - shortest) / (longest - shortest).clamp(min=1)
+    reward = torch.where(correct, reward, reward.clamp(max=0))
+    return torch.where(longest == shortest, 0.0, reward)
+
+
+def _mean(values: Tensor, episodes: Episodes) -> float:
+    """Mean of values [B] over the episodes; 0 without one."""
+    kept = episodes.per_episode(values)
+    return float(kept.mean()) if len(kept) else 0.0
+
+
+# Clipping and whitening
+
+
+def clip_scores(scores: Tensor, config: AdvantageConfig) -> Tensor:
+    """The scores [B], clipped to +- `reward_clip`."""
+    return scores if config.reward_clip is None else scores.clamp(-config.reward_clip, config.reward_clip)
+
+
+def shape_scores(scores: Tensor, episodes: Episodes, config: AdvantageConfig) -> Tensor:
+    """The scores [B] after `reward_clip` and `whiten_rewards`."""
+    scores = clip_scores(scores, config)
+    if config.whiten_rewards:
+        per_episode = episodes.per_episode(scores)
+        scores = episodes.to_samples(whiten(per_episode, torch.ones_like(per_episode, dtype=torch.bool)))
+    return scores

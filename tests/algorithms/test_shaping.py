@@ -1,0 +1,112 @@
+"""Length penalties in closed form, and that they depend neither on padding nor on the order of samples."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from roll.algorithms.advantages import AdvantageConfig, GreedyResponses, compute_advantages
+from roll.algorithms.shaping import length_reward
+from roll.configs.agentic import AgenticConfig
+from roll.configs.pipeline import RLVRConfig
+from tests.algorithms.trajectories import single_turns
+
+PLAIN = AdvantageConfig(adv_estimator="reinforce")
+"""Advantages are the shaped scores."""
+
+
+def responses(*lengths: int, columns: int = 12) -> torch.Tensor:
+    """A response mask [B, columns] with these numbers of tokens, after one of the prompt."""
+    position = torch.arange(columns)
+    return torch.stack([(position >= 1) & (position <= length) for length in lengths])
+
+
+def shaped(scores, groups, mask, config=PLAIN, **more):
+    """The score of each sample after shaping, and the metrics."""
+    result = compute_advantages(torch.tensor(scores), torch.tensor(groups), mask, config, **more)
+    return result.advantages[:, 1].tolist(), result.metrics
+
+
+def test_every_token_costs_the_same():
+    config = replace(PLAIN, length_penalty_per_token=0.01)
+    scores, metrics = shaped([1.0, 0.0, 1.0], [0, 0, 1], responses(2, 10, 5), config)
+    assert scores == pytest.approx([0.98, -0.1, 0.95])
+    assert metrics["advantage/length_penalty"] == pytest.approx(0.17 / 3)
+
+
+def test_the_shortest_correct_response_gains_most_and_wrong_ones_gain_nothing():
+    lengths, groups = torch.tensor([10, 20, 30, 10, 20, 30]), torch.zeros(6, dtype=torch.int64)
+    correct = torch.tensor([True, True, True, False, False, False])
+    assert length_reward(lengths, correct, groups).tolist() == [0.5, 0.0, -0.5, 0.0, 0.0, -0.5]
+
+
+def test_lengths_are_compared_within_a_prompt():
+    lengths, groups = torch.tensor([10, 1000, 20, 3000]), torch.tensor([0, 1, 0, 1])
+    assert length_reward(lengths, torch.ones(4, dtype=torch.bool), groups).tolist() == [0.5, 0.5, -0.5, -0.5]
+
+
+@pytest.mark.parametrize("lengths", [[7], [7, 7, 7], [0, 0]])
+def test_equal_lengths_have_no_length_reward(lengths):
+    count = len(lengths)
+    reward = length_reward(torch.tensor(lengths), torch.ones(count).bool(), torch.zeros(count).long())
+    assert reward.tolist() == [0.0] * count
+
+
+def test_the_length_reward_is_added_to_the_score_with_its_weight():
+    config = replace(PLAIN, length_reward_coef=0.2)
+    scores, metrics = shaped([1.0, 1.0, 0.0, 0.0], [0, 0, 0, 0], responses(2, 10, 2, 6), config)
+    assert scores == pytest.approx([1.1, 0.9, 0.0, 0.0])
+    assert metrics["advantage/length_reward"] == pytest.approx(0.0, abs=1e-7)
+
+
+def test_a_response_is_correct_above_the_threshold():
+    config = replace(PLAIN, length_reward_coef=1.0, length_reward_threshold=0.5)
+    scores, _ = shaped([0.5, 0.6, 0.0], [0, 0, 0], responses(2, 2, 10), config)
+    assert scores == pytest.approx([0.5, 1.1, -0.5])
+
+
+def test_length_penalties_add_up_and_come_before_the_clip_of_scores():
+    config = replace(PLAIN, response_length=10, overlong_buffer_len=4, length_penalty_per_token=0.1, reward_clip=0.9)
+    scores, metrics = shaped([1.0, 1.0], [0, 0], responses(8, 2), config)
+    assert scores == pytest.approx([1 - 0.5 - 0.8, 0.8])
+    assert metrics["advantage/overlong_penalty"] == pytest.approx(0.25)
+    both = replace(config, length_reward_coef=1.0)
+    assert shaped([1.0, 1.0], [0, 0], responses(8, 2), both)[0] == pytest.approx([-0.8, 0.9])
+
+
+@pytest.mark.parametrize("keys", [{"length_penalty_per_token": 0.1}, {"length_reward_coef": 0.5}])
+def test_neither_padding_nor_the_order_of_samples_changes_a_length_penalty(keys):
+    config, scores, groups = replace(PLAIN, **keys), [1.0, 0.0, 1.0, 1.0, 0.0], [0, 0, 0, 1, 1]
+    plain, metrics = shaped(scores, groups, responses(2, 5, 9, 1, 4), config)
+    order = [4, 1, 3, 0, 2]
+    moved = responses(4, 5, 1, 2, 9, columns=20)
+    other, _ = shaped([scores[i] for i in order], [groups[i] for i in order], moved, config)
+    assert other == [plain[i] for i in order]
+    padded = responses(2, 5, 9, 1, 4, 0, 0)
+    turns = single_turns(torch.tensor([*scores, 0.0, 0.0]), padded)
+    more, with_padding = shaped([*scores, 0.0, 0.0], [*groups, 2, 3], padded, config, turns=turns)
+    assert more[:5] == plain and more[5:] == [0.0, 0.0]
+    name = next(name for name in metrics if "length" in name)
+    assert with_padding[name] == metrics[name]
+
+
+def test_a_greedy_response_pays_for_its_own_tokens():
+    config = AdvantageConfig(adv_estimator="remax", length_penalty_per_token=0.1)
+    greedy = GreedyResponses(torch.tensor([1.0]), torch.tensor([4]))
+    assert shaped([1.0], [0], responses(2), config, greedy=greedy)[0] == pytest.approx([0.8 - 0.6])
+
+
+def test_gdpo_subtracts_length_penalties_in_their_own_unit():
+    config = AdvantageConfig(adv_estimator="gdpo", reward_weights=(1.0,), length_penalty_per_token=0.5)
+    parts = torch.tensor([[1.0], [1.0]])
+    longer, shorter = shaped([1.0, 1.0], [0, 0], responses(4, 2), config, reward_parts=parts)[0]
+    assert (longer, shorter) == pytest.approx((-(2**-0.5), 2**-0.5), abs=1e-4)
+
+
+def test_turns_of_agents_have_no_length_penalty():
+    keys = {"length_penalty_per_token": 0.1, "length_reward_coef": 0.5}
+    agents, responses_of = (AdvantageConfig.from_config(cls(**keys)) for cls in (AgenticConfig, RLVRConfig))
+    assert (agents.length_penalty_per_token, agents.length_reward_coef) == (0.0, 0.0)
+    assert (responses_of.length_penalty_per_token, responses_of.length_reward_coef) == (0.1, 0.5)
