@@ -18,7 +18,14 @@ from torch import Tensor
 from roll.algorithms.adv_estimators import ADV_ESTIMATORS, RewardBatch
 from roll.algorithms.aggregation import constant_group, masked, masked_mean, select_tokens, token_index, whiten
 from roll.algorithms.kl import kl_divergence
-from roll.algorithms.shaping import clip_scores, length_penalties, overlong_penalty, shape_scores, token_penalty
+from roll.algorithms.shaping import (
+    clip_scores,
+    difficulty_weights,
+    length_penalties,
+    overlong_penalty,
+    shape_scores,
+    token_penalty,
+)
 from roll.algorithms.turn_advantages import Turns, check_turns, episodes_of
 from roll.configs.advantages import AdvantageOptions, SampleMaskOptions
 from roll.configs.agentic import AgenticOptions, RewardNormalization
@@ -120,7 +127,7 @@ def compute_advantages(
     """Advantages and returns of one global batch.
 
     Applies, in this order: length penalties, reward_clip, whiten_rewards, token KL, the estimator,
-    the teacher of `use_opd`, whiten_advantages, advantage_clip.
+    the teacher of `use_opd`, whiten_advantages, difficulty_loss_weight, advantage_clip.
 
     Args:
         scores: [B] raw rewards.
@@ -159,7 +166,7 @@ def compute_advantages(
         check_turns(turns, scores, groups, mask)
     episodes = episodes_of(mask, turns)
     penalties = length_penalties(scores, mask.sum(-1), groups, episodes, config)
-    penalty = penalties.total
+    penalty, raw = penalties.total, scores
     scores = shape_scores(scores - penalty, episodes, config)
     baselines = None
     if greedy is not None:
@@ -187,10 +194,14 @@ def compute_advantages(
         advantages, returns = masked(advantages, mask), masked(returns, mask)
     if config.whiten_advantages:
         advantages = whiten(advantages, mask)
+    weighted: dict[str, float] = {}
+    if config.difficulty_loss_weight:
+        weights, weighted = difficulty_weights(raw, groups, learned, episodes, config)
+        advantages = advantages * weights[:, None]
     if config.advantage_clip is not None:
         advantages = advantages.clamp(-config.advantage_clip, config.advantage_clip)
     metrics = _metrics(advantages, returns, mask, batch, config)
-    metrics |= penalties.metrics
+    metrics |= penalties.metrics | weighted
     if kl is not None:
         metrics |= {"advantage/token_kl": float(masked_mean(kl, mask)), "advantage/kl_coef": kl_coef}
     if teacher_kl is not None:

@@ -1,4 +1,4 @@
-"""From raw scores to those that an estimator reads: length penalties, clipping, whitening.
+"""From raw scores to those that an estimator reads (length penalties, clipping, whitening), and weights of prompts.
 
 Statistics count every trajectory once, and no padding (`Episodes`).
 """
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from roll.algorithms.aggregation import whiten
+from roll.algorithms.aggregation import group_mean, whiten
 from roll.algorithms.turn_advantages import Episodes
 
 if TYPE_CHECKING:
@@ -125,3 +125,37 @@ def shape_scores(scores: Tensor, episodes: Episodes, config: AdvantageConfig) ->
         per_episode = episodes.per_episode(scores)
         scores = episodes.to_samples(whiten(per_episode, torch.ones_like(per_episode, dtype=torch.bool)))
     return scores
+
+
+# Weights of prompts
+
+
+def difficulty_weights(
+    scores: Tensor, groups: Tensor, learned: Tensor | None, episodes: Episodes, config: AdvantageConfig
+) -> tuple[Tensor, dict[str, float]]:
+    """Factors [B] of the advantages by the difficulty of each sample's prompt, and metrics.
+
+    w = easy + (hard - easy) d with d = 1 - clip(mean score of the group, 0, 1), divided by the mean of w over the
+    episodes that stay in the loss, so that the size of an update does not depend on how difficult a batch is. Without
+    a weight above 0 among these, all are 0. Padding has weight 0.
+
+    Args:
+        scores: [B] raw rewards.
+        groups: [B] int64 group numbers.
+        learned: [B] bool, samples that stay in the loss; None: all.
+        episodes: of the batch.
+        config: `difficulty_weight_easy` and `difficulty_weight_hard`.
+    """
+    means = group_mean(episodes.per_episode(scores), episodes.group_numbers(groups))
+    difficulty = 1 - means.clamp(0, 1)
+    easy, hard = config.difficulty_weight_easy, config.difficulty_weight_hard
+    weights = easy + (hard - easy) * difficulty
+    kept = weights if learned is None else weights[episodes.per_episode(learned)]
+    mean = float(kept.mean()) if len(kept) else 0.0
+    weights = weights / mean if mean > 0 else torch.zeros_like(weights)
+    low, high = (float(bound) for bound in torch.aminmax(weights)) if len(weights) else (0.0, 0.0)
+    return episodes.to_samples(weights), {
+        "advantage/difficulty": float(difficulty.mean()) if len(difficulty) else 0.0,
+        "advantage/difficulty_weight_min": low,
+        "advantage/difficulty_weight_max": high,
+    }

@@ -91,6 +91,9 @@ SINGLE_TURN = Condition(lambda config, _: config.pipeline == "rlvr", "it belongs
 CRITIC = estimators(*VALUE_ESTIMATORS, reason="adv_estimator is not gae, so there is no critic")
 
 
+DIFFICULTY_WEIGHT = needs("difficulty_loss_weight", "difficulty_loss_weight is false; set it to true")
+
+
 @dataclass
 class CriticOptions:
     """How the critic of `adv_estimator: gae` is trained; its model, devices and optimizer are in `critic`."""
@@ -184,6 +187,18 @@ class AdvantageOptions:
         False,
         "Zero mean and unit variance of advantages over the batch's tokens.",
         only_for=not_estimators(*WHITENING_ESTIMATORS, reason="this adv_estimator always whitens its advantages"),
+    )
+    difficulty_loss_weight: bool = option(
+        False,
+        "Multiply the advantages of a prompt's samples by a weight that rises with its difficulty, which is 1 minus "
+        "their mean score, between 0 and 1; the weights of a batch are divided by their mean.",
+        only_for=SCORED,
+    )
+    difficulty_weight_easy: float = option(
+        0.5, "Weight of a prompt with a mean score of 1 or more.", ge=0, only_for=DIFFICULTY_WEIGHT
+    )
+    difficulty_weight_hard: float = option(
+        2.0, "Weight of a prompt with a mean score of 0 or less.", ge=0, only_for=DIFFICULTY_WEIGHT
     )
     use_opd: bool = option(
         False,

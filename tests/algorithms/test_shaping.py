@@ -1,4 +1,4 @@
-"""Length penalties in closed form, and that they depend neither on padding nor on the order of samples."""
+"""Length penalties and weights by difficulty in closed form; neither padding nor the order of samples changes them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from roll.algorithms.advantages import AdvantageConfig, GreedyResponses, compute_advantages
-from roll.algorithms.shaping import length_reward
+from roll.algorithms.shaping import difficulty_weights, length_reward
+from roll.algorithms.turn_advantages import episodes_of
 from roll.configs.agentic import AgenticConfig
 from roll.configs.pipeline import RLVRConfig
 from tests.algorithms.trajectories import single_turns
@@ -110,3 +111,81 @@ def test_turns_of_agents_have_no_length_penalty():
     agents, responses_of = (AdvantageConfig.from_config(cls(**keys)) for cls in (AgenticConfig, RLVRConfig))
     assert (agents.length_penalty_per_token, agents.length_reward_coef) == (0.0, 0.0)
     assert (responses_of.length_penalty_per_token, responses_of.length_reward_coef) == (0.1, 0.5)
+
+
+WEIGHTED = replace(PLAIN, difficulty_loss_weight=True)
+
+
+def weights_of(scores, groups, learned=None, config=WEIGHTED):
+    mask = responses(*[3] * len(scores))
+    kept = None if learned is None else torch.tensor(learned)
+    return difficulty_weights(torch.tensor(scores), torch.tensor(groups), kept, episodes_of(mask, None), config)
+
+
+def test_the_weight_of_a_prompt_falls_evenly_with_its_mean_score():
+    weights, metrics = weights_of([1.0, 1.0, 1.0, 0.0, 0.0, 0.0], [0, 0, 1, 1, 2, 2])
+    assert weights.tolist() == pytest.approx([0.4, 0.4, 1.0, 1.0, 1.6, 1.6])
+    assert metrics["advantage/difficulty"] == pytest.approx(0.5)
+    assert metrics["advantage/difficulty_weight_min"] == pytest.approx(0.4)
+    assert metrics["advantage/difficulty_weight_max"] == pytest.approx(1.6)
+
+
+def test_mean_scores_beyond_0_and_1_are_cut():
+    weights, _ = weights_of([5.0, -3.0], [0, 1])
+    assert weights.tolist() == pytest.approx([0.4, 1.6])
+
+
+def test_the_weights_of_samples_that_stay_in_the_loss_have_mean_1():
+    weights, _ = weights_of([1.0, 1.0, 0.0, 0.0], [0, 0, 1, 1], [True, False, True, True])
+    assert float(weights[[0, 2, 3]].mean()) == pytest.approx(1.0)
+    assert weights.tolist() == pytest.approx([1 / 3, 1 / 3, 4 / 3, 4 / 3])
+
+
+@pytest.mark.parametrize("learned", [None, [False, False]])
+def test_a_batch_without_a_weight_is_not_learned_from(learned):
+    config = replace(WEIGHTED, difficulty_weight_easy=0.0)
+    assert weights_of([1.0, 1.0], [0, 0], learned, config)[0].tolist() == [0.0, 0.0]
+
+
+def test_advantages_are_weighted_after_they_are_whitened_and_before_they_are_clipped():
+    scores, groups, mask = [1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 1.0, 1.0], [0] * 4 + [1] * 4, responses(*[3] * 8)
+    config = AdvantageConfig(adv_estimator="grpo", whiten_advantages=True)
+    plain, _ = shaped(scores, groups, mask, config)
+    weights, _ = weights_of(scores, groups)
+    weighted, metrics = shaped(scores, groups, mask, replace(config, difficulty_loss_weight=True))
+    assert weighted == pytest.approx([a * w for a, w in zip(plain, weights.tolist(), strict=True)])
+    assert metrics["advantage/difficulty"] == pytest.approx(0.375)
+    clipped, _ = shaped(scores, groups, mask, replace(config, difficulty_loss_weight=True, advantage_clip=0.5))
+    assert clipped == pytest.approx([min(max(a, -0.5), 0.5) for a in weighted])
+
+
+def test_the_difficulty_is_that_of_raw_scores():
+    shorter = replace(WEIGHTED, length_penalty_per_token=0.1, reward_clip=0.5)
+    assert shaped([1.0, 0.0], [0, 1], responses(3, 3), shorter)[0] == pytest.approx([0.5 * 0.4, -0.3 * 1.6])
+
+
+def test_neither_padding_nor_the_order_of_samples_changes_a_weight():
+    scores, groups, mask = [1.0, 0.0, 1.0, 1.0, 0.0], [0, 0, 0, 1, 1], responses(2, 5, 9, 1, 4, 0, 0)
+    plain, metrics = shaped(scores, groups, mask[:5], WEIGHTED)
+    order = [4, 1, 3, 0, 2]
+    moved, _ = shaped([scores[i] for i in order], [groups[i] for i in order], mask[order], WEIGHTED)
+    assert moved == pytest.approx([plain[i] for i in order])
+    turns = single_turns(torch.tensor([*scores, 0.0, 0.0]), mask)
+    padded, with_padding = shaped([*scores, 0.0, 0.0], [*groups, 2, 3], mask, WEIGHTED, turns=turns)
+    assert padded == [*plain, 0.0, 0.0] and with_padding["advantage/difficulty"] == metrics["advantage/difficulty"]
+
+
+def test_a_trajectory_counts_once_in_the_difficulty_whatever_its_turns_are():
+    """The first trajectory is split into two samples."""
+    mask, scores = responses(3, 3, 3), torch.tensor([1.0, 1.0, 0.0])
+    turns = replace(single_turns(scores, mask), trajectory_ids=torch.tensor([0, 0, 1]))
+    groups = torch.tensor([0, 0, 1])
+    weights, metrics = difficulty_weights(scores, groups, None, episodes_of(mask, turns), WEIGHTED)
+    assert weights.tolist() == pytest.approx([0.4, 0.4, 1.6])
+    assert metrics["advantage/difficulty"] == 0.5
+
+
+def test_returns_have_no_weight():
+    tensors = torch.tensor([1.0, 0.0]), torch.tensor([0, 1]), responses(3, 3)
+    weighted, plain = (compute_advantages(*tensors, config) for config in (WEIGHTED, PLAIN))
+    assert torch.equal(weighted.returns, plain.returns)

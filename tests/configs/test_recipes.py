@@ -162,6 +162,20 @@ def test_the_kl_of_a_reward_is_k1_unless_the_recipe_says_otherwise() -> None:
         assert (config.kl_penalty, config.init_kl_coef) == (penalty, 0.2)
 
 
+def test_a_weight_by_difficulty_is_read_with_a_remark_on_what_difficulty_is() -> None:
+    config = load("rlvr_five_domains", "difficulty_loss_weight=true")
+    assert isinstance(config, RLConfig)
+    assert (config.difficulty_loss_weight, config.difficulty_weight_easy, config.difficulty_weight_hard) == (
+        True,
+        0.5,
+        2,
+    )
+    assert "difficulty_loss_weight: weights a prompt by the mean score of its samples, not by the column" in notes(
+        config
+    )
+    assert "difficulty_loss_weight" not in notes(load("rlvr_five_domains"))
+
+
 def test_columns_of_a_recipe_for_sft() -> None:
     data = load("sft_alpaca").actor_train.data_args
     assert (data.prompt, data.query, data.response, data.system) == ("instruction", "input", "output", "system")

@@ -85,6 +85,8 @@ REFUSED = {
     "difficulty_mask=true difficulty_low_threshold=0.8 difficulty_high_threshold=0.2": "difficulty_low_threshold: no "
     "mean score lies between 0.8 and difficulty_high_threshold 0.2, so every group is left out",
     "difficulty_mask=true difficulty_low_threshold=1": "no mean score lies between 1 and difficulty_high_threshold 1",
+    "difficulty_loss_weight=true difficulty_weight_hard=0.5": "difficulty_loss_weight: true has no effect: "
+    "difficulty_weight_easy and difficulty_weight_hard are both 0.5; use two weights",
     f"{WEIGHTS}.level=word": "correction.weights.level: 'word' is not one of token, sequence, geometric, "
     "segment or null",
     f"{WEIGHTS}.uper=3": "correction.weights.uper: unknown key; did you mean correction.weights.upper?",
@@ -116,6 +118,11 @@ WARNED = {
     "adv_estimator=gdpo": "adv_estimator: gdpo normalises each reward of a response, but no tag has several: with",
     "adv_estimator=gdpo reward_clip=2": "reward_clip: has no effect: adv_estimator gdpo normalises the score of each",
     "adv_estimator=gdpo whiten_rewards=true": "whiten_rewards: has no effect: adv_estimator gdpo normalises the score",
+    "difficulty_weight_hard=3": "difficulty_weight_hard: has no effect: difficulty_loss_weight is false",
+    "difficulty_loss_weight=true rewards.math_rule.wrong_score=-1": "difficulty_loss_weight: measures difficulty by "
+    "mean scores from 0 to 1, and those of rewards.math_rule are from -1 to 1",
+    "difficulty_loss_weight=true adv_estimator=reinforce num_return_sequences_in_group=1 rollout_batch_size=512": ""
+    "difficulty_loss_weight: takes the only sample of a prompt for its difficulty",
     "length_reward_threshold=0.5": "length_reward_threshold: has no effect: length_reward_coef is 0",
     "adv_estimator=reinforce num_return_sequences_in_group=1 rollout_batch_size=512 length_reward_coef=0.1": ""
     "length_reward_coef: has no effect: num_return_sequences_in_group is 1",

@@ -219,3 +219,12 @@ def read_reward_normalization(recipe: Recipe) -> None:
     recipe.note(
         path, f"{name} is read as adv_estimator: reinforce, norm_mean_type: {mean}, norm_std_type: {std}{by_tag}"
     )
+
+
+def read_difficulty(recipe: Recipe) -> None:
+    """In ROLL the difficulty that weights the loss is a column of the data, here it is measured."""
+    if recipe.get("difficulty_loss_weight") is True:
+        recipe.note(
+            "difficulty_loss_weight",
+            "weights a prompt by the mean score of its samples, not by the column difficulty of the data",
+        )

@@ -9,6 +9,7 @@ from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import Report
 from roll.configs.pipeline import DPOConfig, RLConfig, RLVRConfig
 from roll.configs.policy import COVARIANCE_VARIANTS, VARIANT_TRAITS, losses_of, traits_of
+from roll.configs.rewards import scoring_role
 from roll.configs.roles import LONGEST_SAMPLING_MASK
 from roll.configs.schema import value_at
 from roll.configs.suggestions import nearest
@@ -124,6 +125,7 @@ def check_algorithm(config: RLConfig, report: Report) -> None:
 
 
 def _check_difficulty(config: RLConfig, report: Report) -> None:
+    """Some groups stay in the loss, and weights by difficulty differ."""
     low, high = config.difficulty_low_threshold, config.difficulty_high_threshold
     if config.difficulty_mask and low >= high:
         report.error(
@@ -131,6 +133,28 @@ def _check_difficulty(config: RLConfig, report: Report) -> None:
             f"no mean score lies between {low:g} and difficulty_high_threshold {high:g}, so every group is left out of "
             "the loss; the low one must be the smaller",
         )
+    if not config.difficulty_loss_weight:
+        return
+    if config.difficulty_weight_easy == config.difficulty_weight_hard:
+        report.error(
+            "difficulty_loss_weight",
+            f"true has no effect: difficulty_weight_easy and difficulty_weight_hard are both "
+            f"{config.difficulty_weight_easy:g}; use two weights, or set it to false",
+        )
+    if config.num_return_sequences_in_group == 1:
+        report.warn(
+            "difficulty_loss_weight",
+            "takes the only sample of a prompt for its difficulty, so it weights right and wrong answers differently; "
+            "use at least 2 samples, or set it to false",
+        )
+    for name, reward in config.rewards.items() if isinstance(config, RLVRConfig) else ():
+        bounds = reward.weight * reward.wrong_score, reward.weight * reward.correct_score
+        if scoring_role(reward) != "reward" and not 0 <= min(bounds) <= max(bounds) <= 1:
+            report.warn(
+                "difficulty_loss_weight",
+                f"measures difficulty by mean scores from 0 to 1, and those of rewards.{name} are from "
+                f"{min(bounds):g} to {max(bounds):g}: beyond 0 and 1 all prompts have the same weight",
+            )
 
 
 def _check_teacher(config: RLConfig, report: Report) -> None:

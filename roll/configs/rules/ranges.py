@@ -108,6 +108,8 @@ USUAL: dict[str, tuple[float, float]] = {
     "overlong_penalty_factor": (1e-6, 1e4),
     "length_reward_coef": (1e-6, 1e4),
     "length_penalty_per_token": (1e-9, 1.0),
+    "difficulty_weight_easy": (0.0, 1e4),
+    "difficulty_weight_hard": (0.0, 1e4),
     "weight": (-1e4, 1e4),
     "correct_score": (-1e6, 1e6),
     "wrong_score": (-1e6, 1e6),
