@@ -10,7 +10,7 @@ trajectories R is that of the trajectory, which counts once in all statistics ev
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
@@ -19,9 +19,12 @@ from roll.algorithms.adv_estimators import ADV_ESTIMATORS, RewardBatch
 from roll.algorithms.aggregation import constant_group, masked, masked_mean, select_tokens, token_index, whiten
 from roll.algorithms.kl import kl_divergence
 from roll.algorithms.shaping import (
+    ScoreStatistics,
+    apply_norm,
     clip_scores,
     difficulty_weights,
     length_penalties,
+    norm_types,
     overlong_penalty,
     shape_scores,
     token_penalty,
@@ -100,11 +103,13 @@ class Advantages:
         advantages: [B, T] float32, 0 outside the response mask.
         returns: [B, T] float32, the return to go before any normalization of advantages; the target of a critic.
         metrics: to log.
+        statistics: of the scores of the run including this batch, where they are normalised by them.
     """
 
     advantages: Tensor
     returns: Tensor
     metrics: dict[str, float]
+    statistics: ScoreStatistics = field(default_factory=ScoreStatistics)
 
 
 def compute_advantages(
@@ -123,11 +128,12 @@ def compute_advantages(
     reward_parts: Tensor | None = None,
     sum_pi_squared: Tensor | None = None,
     correction_weights: Tensor | None = None,
+    statistics: ScoreStatistics | None = None,
 ) -> Advantages:
     """Advantages and returns of one global batch.
 
-    Applies, in this order: length penalties, reward_clip, whiten_rewards, token KL, the estimator,
-    the teacher of `use_opd`, whiten_advantages, difficulty_loss_weight, advantage_clip.
+    Applies, in this order: length penalties, reward_clip, whiten_rewards, norm_mean_type and norm_std_type, token KL,
+    the estimator, the teacher of `use_opd`, whiten_advantages, difficulty_loss_weight, advantage_clip.
 
     Args:
         scores: [B] raw rewards.
@@ -149,6 +155,7 @@ def compute_advantages(
         sum_pi_squared: [B, T], the sum of the squared probabilities of all tokens under the policy of `log_probs`;
             needed with `adv_estimator: optimal_token_baseline`.
         correction_weights: [B, T] factors of the loss of each token, which that estimator reads; None: all are 1.
+        statistics: of the scores of the run before this batch, for `running`; None: this is the first one.
 
     Raises:
         ValueError: a score is not finite, there is no token, `add_token_level_kl` or a teacher lacks its log-probs, or
@@ -168,6 +175,8 @@ def compute_advantages(
     penalties = length_penalties(scores, mask.sum(-1), groups, episodes, config)
     penalty, raw = penalties.total, scores
     scores = shape_scores(scores - penalty, episodes, config)
+    tags = None if turns is None else turns.tag_ids
+    scores, statistics, normalised = apply_norm(scores, groups, tags, episodes, config, statistics or ScoreStatistics())
     baselines = None
     if greedy is not None:
         own = overlong_penalty(greedy.greedy_lengths, config) + token_penalty(greedy.greedy_lengths, config)
@@ -186,7 +195,8 @@ def compute_advantages(
         penalty,
         squared_gradients,
     )
-    advantages, returns = ADV_ESTIMATORS[config.adv_estimator](batch, config)
+    rest = config if norm_types(config) == (None, None) else replace(config, norm_mean_type=None, norm_std_type=None)
+    advantages, returns = ADV_ESTIMATORS[config.adv_estimator](batch, rest)
     if config.use_opd and teacher_kl is not None:
         advantages = advantages - config.opd_kl_coef * teacher_kl
     if learned is not None:
@@ -201,12 +211,12 @@ def compute_advantages(
     if config.advantage_clip is not None:
         advantages = advantages.clamp(-config.advantage_clip, config.advantage_clip)
     metrics = _metrics(advantages, returns, mask, batch, config)
-    metrics |= penalties.metrics | weighted
+    metrics |= penalties.metrics | normalised | weighted
     if kl is not None:
         metrics |= {"advantage/token_kl": float(masked_mean(kl, mask)), "advantage/kl_coef": kl_coef}
     if teacher_kl is not None:
         metrics["advantage/teacher_kl"] = float(masked_mean(teacher_kl, mask))
-    return Advantages(advantages, returns, metrics)
+    return Advantages(advantages, returns, metrics, statistics)
 
 
 def learned_samples(

@@ -1,18 +1,20 @@
-"""From raw scores to those that an estimator reads (length penalties, clipping, whitening), and weights of prompts.
+"""From raw scores to those that an estimator reads (length penalties, clipping, normalisation), and weights of prompts.
 
 Statistics count every trajectory once, and no padding (`Episodes`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from roll.algorithms.aggregation import group_mean, whiten
+from roll.algorithms.aggregation import EPSILON, constant_group, group_mean, group_std, whiten
 from roll.algorithms.turn_advantages import Episodes
+from roll.configs.advantages import RUNNING
 
 if TYPE_CHECKING:
     from roll.algorithms.advantages import AdvantageConfig
@@ -125,6 +127,119 @@ def shape_scores(scores: Tensor, episodes: Episodes, config: AdvantageConfig) ->
         per_episode = episodes.per_episode(scores)
         scores = episodes.to_samples(whiten(per_episode, torch.ones_like(per_episode, dtype=torch.bool)))
     return scores
+
+
+# Normalisation by tag and by statistics over the run
+
+
+@dataclass(frozen=True)
+class ScoreStatistics:
+    """Number and mean of scores, and the sum of their squared distances from the mean.
+
+    `merged` adds those of another set, so the statistics of a run need no score of earlier batches.
+    """
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    @classmethod
+    def of(cls, scores: Tensor) -> ScoreStatistics:
+        """Those of scores [n], in float64."""
+        if not scores.numel():
+            return cls()
+        values = scores.double()
+        return cls(values.numel(), float(values.mean()), float((values - values.mean()).square().sum()))
+
+    def merged(self, other: ScoreStatistics) -> ScoreStatistics:
+        """Those of both sets together. Source: Chan, Golub and LeVeque 1983, for two sets at once."""
+        count = self.count + other.count
+        if not self.count or not other.count:
+            return self if self.count else other
+        distance, share = other.mean - self.mean, other.count / count
+        squares = self.squares + other.squares + distance**2 * self.count * share
+        return ScoreStatistics(count, self.mean + distance * share, squares)
+
+    @property
+    def std(self) -> float:
+        """Unbiased standard deviation; 0 for fewer than two scores."""
+        return (self.squares / (self.count - 1)) ** 0.5 if self.count > 1 else 0.0
+
+
+def norm_types(config: AdvantageConfig) -> tuple[str | None, str | None]:
+    """`norm_mean_type` and `norm_std_type` where `normalize_scores` applies them; twice None where it has no effect.
+
+    The estimator itself applies `batch` and `group` alone.
+    """
+    types = config.norm_mean_type, config.norm_std_type
+    if config.adv_estimator == "reinforce":
+        return types if {"tag", RUNNING} & set(types) else (None, None)
+    if not config.uses_running_statistics:
+        return None, None
+    return types[0] if types[0] == RUNNING else None, types[1] if types[1] == RUNNING else None
+
+
+def normalize_scores(
+    scores: Tensor,
+    sets: Mapping[str, Tensor],
+    types: tuple[str | None, str | None],
+    statistics: ScoreStatistics,
+) -> Tensor:
+    """(x - mean) / (std + EPSILON), [E] from scores [E]; exactly 0 where one of the sets has equal scores only.
+
+    Args:
+        scores: [E] of each episode.
+        sets: numbers [E] of the set of each score, by the name of the type: `batch`, `group`, `tag`.
+        types: the set whose mean is subtracted and the one whose unbiased standard deviation divides, one of `sets` or
+            `running`; None leaves that out.
+        statistics: of the run, for `running`. A deviation of at most EPSILON counts as that of equal scores.
+    """
+    mean_type, std_type = types
+    result = scores
+    if mean_type is not None:
+        result = result - (statistics.mean if mean_type == RUNNING else group_mean(scores, sets[mean_type]))
+    if std_type is not None and len(scores):
+        std = scores.new_tensor(statistics.std) if std_type == RUNNING else group_std(scores, sets[std_type])
+        result = result / (std + EPSILON)
+    equal = torch.zeros_like(scores, dtype=torch.bool)
+    for kind in types:
+        if kind == RUNNING:
+            equal |= statistics.std <= EPSILON
+        elif kind is not None:
+            equal |= constant_group(scores, sets[kind])
+    return torch.where(equal, 0.0, result)
+
+
+def apply_norm(
+    scores: Tensor,
+    groups: Tensor,
+    tags: Tensor | None,
+    episodes: Episodes,
+    config: AdvantageConfig,
+    before: ScoreStatistics,
+) -> tuple[Tensor, ScoreStatistics, dict[str, float]]:
+    """Scores [B] after `norm_types`, the statistics of the run with this batch, and metrics.
+
+    The batch counts in the statistics that normalise it, so the first batch of a run has some.
+
+    Raises:
+        ValueError: scores are to be normalised by tag, and the tags [B] are not known.
+    """
+    types = norm_types(config)
+    if types == (None, None):
+        return scores, before, {}
+    values = episodes.per_episode(scores)
+    sets = {"batch": torch.zeros_like(episodes.rows), "group": episodes.group_numbers(groups)}
+    if tags is not None:
+        sets["tag"] = episodes.group_numbers(tags)
+    elif "tag" in types:
+        raise ValueError("norm_mean_type and norm_std_type tag need the tag of each sample, which this batch lacks")
+    metrics: dict[str, float] = {}
+    after = before
+    if RUNNING in types:
+        after = before.merged(ScoreStatistics.of(values))
+        metrics = {"advantage/running_score_mean": after.mean, "advantage/running_score_std": after.std}
+    return episodes.to_samples(normalize_scores(values, sets, types, after)), after, metrics
 
 
 # Weights of prompts

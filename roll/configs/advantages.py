@@ -74,10 +74,20 @@ def not_estimators(*names: str, reason: str) -> Condition:
     return Condition(lambda config, _: config.adv_estimator not in names, reason, ("adv_estimator",))
 
 
-NORMALISED = estimators(
-    "reinforce",
-    reason="only adv_estimator reinforce reads it; the others define their own normalisation",
-)
+RUNNING = "running"
+"""The value of `norm_mean_type` and `norm_std_type` for statistics over the run."""
+
+
+def normalised_by(key: str) -> Condition:
+    """The condition of `norm_mean_type` or `norm_std_type`; a critic needs returns of one scale, that of the run."""
+    return Condition(
+        lambda config, _: (
+            config.adv_estimator == "reinforce"
+            or (config.adv_estimator in VALUE_ESTIMATORS and getattr(config, key) == RUNNING)
+        ),
+        "only adv_estimator reinforce reads it, and gae if it is running; the others define their own normalisation",
+        ("adv_estimator",),
+    )
 
 
 SCORED = not_estimators(*TEACHER_ESTIMATORS, reason="the advantages of adv_estimator opd do not depend on scores")
@@ -109,6 +119,9 @@ class CriticOptions:
     )
 
 
+NormType = Literal["batch", "group", "tag", "running"]
+
+
 @dataclass
 class AdvantageOptions:
     """The keys of the advantages."""
@@ -125,11 +138,16 @@ class AdvantageOptions:
         ge=1,
         only_for=estimators("pass_at_k", reason="adv_estimator is not pass_at_k"),
     )
-    norm_mean_type: Literal["batch", "group"] | None = option(
-        None, "Subtract this mean from scores (reinforce).", only_for=NORMALISED
+    norm_mean_type: NormType | None = option(
+        None,
+        "Subtract the mean of this set from scores: the batch, the group of the sample, those of its tag in the batch, "
+        "or all samples of the run so far (reinforce; gae: running).",
+        only_for=normalised_by("norm_mean_type"),
     )
-    norm_std_type: Literal["batch", "group"] | None = option(
-        None, "Divide scores by this deviation (reinforce).", only_for=NORMALISED
+    norm_std_type: NormType | None = option(
+        None,
+        "Divide scores by the standard deviation of this set, as for norm_mean_type.",
+        only_for=normalised_by("norm_std_type"),
     )
     gamma: float = option(
         1.0,
@@ -226,6 +244,12 @@ class AdvantageOptions:
     def uses_sum_pi_squared(self) -> bool:
         """Whether the advantages need the sum of the squared probabilities at each token."""
         return self.adv_estimator in TOKEN_ESTIMATORS
+
+    @property
+    def uses_running_statistics(self) -> bool:
+        """Whether scores are normalised by statistics over the run."""
+        reads = self.adv_estimator == "reinforce" or self.adv_estimator in VALUE_ESTIMATORS
+        return reads and RUNNING in (self.norm_mean_type, self.norm_std_type)
 
     @property
     def uses_reward_parts(self) -> bool:

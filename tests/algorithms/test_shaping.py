@@ -1,14 +1,15 @@
-"""Length penalties and weights by difficulty in closed form; neither padding nor the order of samples changes them."""
+"""Length penalties, normalisation and weights in closed form; neither padding nor the order of samples changes them."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
+from itertools import pairwise
 
 import pytest
 import torch
 
 from roll.algorithms.advantages import AdvantageConfig, GreedyResponses, compute_advantages
-from roll.algorithms.shaping import difficulty_weights, length_reward
+from roll.algorithms.shaping import ScoreStatistics, difficulty_weights, length_reward
 from roll.algorithms.turn_advantages import episodes_of
 from roll.configs.agentic import AgenticConfig
 from roll.configs.pipeline import RLVRConfig
@@ -189,3 +190,137 @@ def test_returns_have_no_weight():
     tensors = torch.tensor([1.0, 0.0]), torch.tensor([0, 1]), responses(3, 3)
     weighted, plain = (compute_advantages(*tensors, config) for config in (WEIGHTED, PLAIN))
     assert torch.equal(weighted.returns, plain.returns)
+
+
+def normalised(mean, std, scores, groups, tags=None, statistics=None, **more):
+    config = replace(PLAIN, norm_mean_type=mean, norm_std_type=std, **more)
+    mask = responses(*[3] * len(scores))
+    turns = single_turns(torch.tensor(scores), mask)
+    if tags is not None:
+        turns = replace(turns, tag_ids=torch.tensor(tags))
+    tensors = torch.tensor(scores), torch.tensor(groups), mask
+    return compute_advantages(*tensors, config, turns=turns, statistics=statistics)
+
+
+def values(result):
+    return result.advantages[:, 1].tolist()
+
+
+SCORES, GROUPS, TAGS = [1.0, 3.0, 10.0, 30.0, 20.0], [0, 0, 1, 1, 2], [0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("mean", "std", "expected"),
+    [
+        ("tag", None, [-1.0, 1.0, -10.0, 10.0, 0.0]),
+        ("tag", "tag", [-(2**-0.5), 2**-0.5, -1.0, 1.0, 0.0]),
+        (None, "tag", [2**-0.5, 3 * 2**-0.5, 1.0, 3.0, 2.0]),
+        ("group", "tag", [-(2**-0.5), 2**-0.5, -1.0, 1.0, 0.0]),
+    ],
+)
+def test_scores_are_normalised_within_a_tag(mean, std, expected):
+    assert values(normalised(mean, std, SCORES, GROUPS, TAGS)) == pytest.approx(expected, abs=1e-5)
+
+
+def test_one_tag_is_the_batch():
+    for mean, std in (("tag", "tag"), ("tag", None), (None, "tag")):
+        batch = ("batch" if kind else None for kind in (mean, std))
+        torch.testing.assert_close(
+            normalised(mean, std, SCORES, GROUPS).advantages, normalised(*batch, SCORES, GROUPS).advantages
+        )
+
+
+def test_a_tag_with_equal_scores_has_no_advantage():
+    assert values(normalised(None, "tag", [2.0, 2.0, 1.0, 3.0], [0, 0, 1, 1], [0, 0, 1, 1]))[:2] == [0.0, 0.0]
+
+
+def test_scores_without_tags_cannot_be_normalised_by_tag():
+    with pytest.raises(ValueError, match="need the tag of each sample"):
+        shaped([1.0, 0.0], [0, 0], responses(3, 3), replace(PLAIN, norm_mean_type="tag"))
+
+
+@pytest.mark.parametrize(("mean", "std"), [("running", "running"), ("running", None), (None, "running")])
+@pytest.mark.parametrize("estimator", ["reinforce", "gae"])
+def test_scores_are_normalised_by_all_scores_of_the_run_so_far(mean, std, estimator):
+    seen, statistics = [], ScoreStatistics()
+    for scores in ([1.0, 0.0, 5.0], [2.0, 2.0], [0.0, 7.0, 3.0, 1.0]):
+        tensors = torch.tensor(scores), torch.zeros(len(scores)).long(), responses(*[3] * len(scores))
+        config = replace(PLAIN, adv_estimator=estimator, lambd=1.0, norm_mean_type=mean, norm_std_type=std)
+        result = compute_advantages(*tensors, config, statistics=statistics, values=torch.zeros(len(scores), 12))
+        statistics = result.statistics
+        seen += scores
+        run = torch.tensor(seen, dtype=torch.float64)
+        expected = (tensors[0] - (run.mean() if mean else 0)) / (run.std() + 1e-6 if std else 1)
+        assert values(result) == pytest.approx(expected.tolist(), rel=1e-5)
+        assert result.metrics["advantage/running_score_mean"] == pytest.approx(float(run.mean()))
+        assert result.metrics["advantage/running_score_std"] == pytest.approx(float(run.std()))
+
+
+@pytest.mark.parametrize("bounds", [(0, 1, 2, 1000), (0, 500, 500, 1000), (0, 999, 1000), tuple(range(0, 1001, 50))])
+@pytest.mark.parametrize("offset", [0.0, 1e4])
+def test_statistics_do_not_depend_on_how_the_scores_are_split(bounds, offset):
+    scores = torch.randn(1000, generator=torch.Generator().manual_seed(3)) + offset
+    merged = ScoreStatistics()
+    for start, end in pairwise(bounds):
+        merged = merged.merged(ScoreStatistics.of(scores[start:end]))
+    assert merged.count == 1000
+    assert merged.mean == pytest.approx(float(scores.double().mean()), rel=1e-12, abs=1e-12)
+    assert merged.std == pytest.approx(float(scores.double().std()), rel=1e-9)
+
+
+def test_statistics_of_no_score_or_one_have_no_deviation():
+    empty, one = ScoreStatistics.of(torch.zeros(0)), ScoreStatistics.of(torch.tensor([3.0]))
+    assert (empty.std, one.std, empty.merged(empty), empty.merged(one), one.merged(empty)) == (0, 0, empty, one, one)
+    assert ScoreStatistics(**asdict(one)) == one
+
+
+@pytest.mark.parametrize(("mean", "std"), [("running", "running"), (None, "running"), ("running", None)])
+def test_a_run_with_equal_scores_so_far_has_no_advantage(mean, std):
+    assert values(normalised(mean, std, [0.1] * 3, [0, 0, 1])) == [0.0] * 3
+
+
+def test_statistics_are_of_clipped_scores_and_mix_with_those_of_other_sets():
+    result = normalised("group", "running", [1.0, 9.0, 0.0], [0, 0, 1], reward_clip=3.0)
+    run = torch.tensor([1.0, 3.0, 0.0])
+    assert result.statistics == ScoreStatistics.of(run)
+    expected = torch.tensor([-1.0, 1.0, 0.0]) / (run.std() + 1e-6)
+    assert values(result) == pytest.approx(expected.tolist(), rel=1e-5)
+
+
+@pytest.mark.parametrize(("mean", "std"), [("running", "running"), ("tag", "tag")])
+def test_neither_padding_nor_the_order_of_samples_changes_a_normalised_score(mean, std):
+    before = ScoreStatistics(4, 2.0, 8.0)
+    plain = normalised(mean, std, SCORES, GROUPS, TAGS, before)
+    order = [4, 1, 3, 0, 2]
+    moved = normalised(mean, std, *([each[i] for i in order] for each in (SCORES, GROUPS, TAGS)), before)
+    assert values(moved) == pytest.approx([values(plain)[i] for i in order])
+    assert asdict(moved.statistics) == pytest.approx(asdict(plain.statistics))
+    mask = responses(*[3] * 5, 0, 0)
+    scores = torch.tensor([*SCORES, 99.0, 99.0])
+    turns = replace(single_turns(scores, mask), tag_ids=torch.tensor([*TAGS, 2, 2]))
+    config = replace(PLAIN, norm_mean_type=mean, norm_std_type=std)
+    groups = torch.tensor([*GROUPS, 3, 4])
+    padded = compute_advantages(scores, groups, mask, config, turns=turns, statistics=before)
+    assert values(padded)[:5] == values(plain) and padded.statistics == plain.statistics
+
+
+def test_statistics_count_a_trajectory_once():
+    """The first trajectory is split into two samples."""
+    mask, scores = responses(3, 3, 3), torch.tensor([1.0, 1.0, 4.0])
+    turns = replace(single_turns(scores, mask), trajectory_ids=torch.tensor([0, 0, 1]))
+    config = replace(PLAIN, norm_mean_type="running")
+    result = compute_advantages(scores, torch.tensor([0, 0, 1]), mask, config, turns=turns)
+    assert result.statistics == ScoreStatistics.of(torch.tensor([1.0, 4.0]))
+    assert values(result) == [-1.5, -1.5, 1.5]
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "remax", "reinforce_plus_plus"])
+def test_estimators_with_their_own_normalisation_read_no_other(estimator):
+    config = AdvantageConfig(adv_estimator=estimator)
+    greedy = GreedyResponses(torch.tensor([0.5, 0.5, 0.5]), torch.tensor([1, 1, 1]))
+    tensors = torch.tensor([1.0, 0.0, 1.0]), torch.tensor([0, 0, 0]), responses(3, 3, 3)
+    plain, other = (
+        compute_advantages(*tensors, each, greedy=greedy)
+        for each in (config, replace(config, norm_mean_type="running", norm_std_type="tag"))
+    )
+    assert torch.equal(plain.advantages, other.advantages) and other.statistics.count == 0

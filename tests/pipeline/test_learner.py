@@ -18,7 +18,7 @@ from roll.configs.errors import RunError
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.policy import VARIANT_TRAITS
 from roll.distributed.protocol import DataProto
-from roll.pipeline.learner import RLLearner, corrects_nothing
+from roll.pipeline.learner import LEARNER_STATE, RLLearner, corrects_nothing
 from roll.pipeline.rollout_batch import dumped_steps, read_samples
 from roll.pipeline.shards import training_plans
 from roll.pipeline.training_loop import SampleBatch
@@ -205,6 +205,34 @@ def test_the_number_of_steps_without_a_gradient_is_restored(tmp_path):
     asyncio.run(first.save(tmp_path))
     asyncio.run(second.load(tmp_path))
     assert second._steps_without_gradient == 3
+
+
+def test_statistics_of_scores_go_on_after_a_resume(tmp_path):
+    settings = ("adv_estimator=reinforce", "norm_mean_type=running", "norm_std_type=running")
+    names = ("advantage/running_score_mean", "advantage/running_score_std", "advantage/mean", "advantage/max")
+
+    def run(parts, *seeds):
+        metrics = [learn(parts, BigramCluster().sample(seed)) for seed in seeds]
+        return {name: metrics[-1][name] for name in names}
+
+    whole, first, second, anew = (learner(tmp_path, *settings) for _ in range(4))
+    expected = run(whole, 1, 2, 3)
+    run(first, 1, 2)
+    asyncio.run(first[0].save(tmp_path))
+    asyncio.run(second[0].load(tmp_path))
+    assert run(second, 3) == expected
+    assert run(anew, 3) != expected
+
+
+def test_statistics_of_scores_begin_anew_from_a_checkpoint_without_them(tmp_path):
+    plain, _ = learner(tmp_path)
+    asyncio.run(plain.save(tmp_path))
+    assert "score_statistics" not in (tmp_path / LEARNER_STATE).read_text()
+    running = learner(tmp_path, "adv_estimator=reinforce", "norm_std_type=running")
+    asyncio.run(running[0].load(tmp_path))
+    batch = running[1].sample(1)
+    scores = batch.batch["scores"]
+    assert learn(running, batch)["advantage/running_score_std"] == pytest.approx(float(scores.double().std()))
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from roll.configs.advantages import ADV_ESTIMATORS, GROUP_ESTIMATORS, RESPONSE_ESTIMATORS, TURN_ESTIMATORS
+from roll.configs.advantages import ADV_ESTIMATORS, GROUP_ESTIMATORS, RESPONSE_ESTIMATORS, RUNNING, TURN_ESTIMATORS
 from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import Report
 from roll.configs.pipeline import DPOConfig, RLConfig, RLVRConfig
@@ -76,6 +76,8 @@ def check_algorithm(config: RLConfig, report: Report) -> None:
             "true would scale the score of a trajectory but not the rewards of its turns, which gae adds up; set it to "
             "false, or use whiten_advantages",
         )
+    if config.uses_running_statistics:
+        _check_running(config, report)
     if config.uses_greedy_responses and config.whiten_rewards:
         report.error(
             "whiten_rewards",
@@ -122,6 +124,23 @@ def check_algorithm(config: RLConfig, report: Report) -> None:
     _check_difficulty(config, report)
     _check_old_log_probs(config, report)
     _check_mismatch(config, report)
+
+
+def _check_running(config: RLConfig, report: Report) -> None:
+    """Statistics over the run change the score that is learned from, and see it as the rewards gave it."""
+    keys = [key for key in ("norm_mean_type", "norm_std_type") if getattr(config, key) == RUNNING]
+    if config.uses_critic and isinstance(config, AgenticConfig):
+        report.error(
+            keys[0],
+            "running would scale the score of a trajectory but not the rewards of its turns, which gae adds up; leave "
+            "it out, or use whiten_advantages",
+        )
+    elif config.whiten_rewards:
+        report.warn(
+            keys[0],
+            "running has no effect with whiten_rewards: true, which gives the scores of every batch mean 0 and "
+            "variance 1; leave one of them out",
+        )
 
 
 def _check_difficulty(config: RLConfig, report: Report) -> None:
