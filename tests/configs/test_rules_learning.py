@@ -85,8 +85,6 @@ REFUSED = {
     "difficulty_mask=true difficulty_low_threshold=0.8 difficulty_high_threshold=0.2": "difficulty_low_threshold: no "
     "mean score lies between 0.8 and difficulty_high_threshold 0.2, so every group is left out",
     "difficulty_mask=true difficulty_low_threshold=1": "no mean score lies between 1 and difficulty_high_threshold 1",
-    "difficulty_loss_weight=true difficulty_weight_hard=0.5": "difficulty_loss_weight: true has no effect: "
-    "difficulty_weight_easy and difficulty_weight_hard are both 0.5; use two weights",
     f"{WEIGHTS}.level=word": "correction.weights.level: 'word' is not one of token, sequence, geometric, "
     "segment or null",
     f"{WEIGHTS}.uper=3": "correction.weights.uper: unknown key; did you mean correction.weights.upper?",
@@ -118,18 +116,6 @@ WARNED = {
     "adv_estimator=gdpo": "adv_estimator: gdpo normalises each reward of a response, but no tag has several: with",
     "adv_estimator=gdpo reward_clip=2": "reward_clip: has no effect: adv_estimator gdpo normalises the score of each",
     "adv_estimator=gdpo whiten_rewards=true": "whiten_rewards: has no effect: adv_estimator gdpo normalises the score",
-    "adv_estimator=reinforce norm_std_type=running whiten_rewards=true": "norm_std_type: running has no effect with "
-    "whiten_rewards: true",
-    "norm_std_type=running": "norm_std_type: has no effect: only adv_estimator reinforce reads it, and gae if it is",
-    "adv_estimator=gae critic.device_mapping=0-15 norm_std_type=tag": "norm_std_type: has no effect: only adv_esti",
-    "difficulty_weight_hard=3": "difficulty_weight_hard: has no effect: difficulty_loss_weight is false",
-    "difficulty_loss_weight=true rewards.math_rule.wrong_score=-1": "difficulty_loss_weight: measures difficulty by "
-    "mean scores from 0 to 1, and those of rewards.math_rule are from -1 to 1",
-    "difficulty_loss_weight=true adv_estimator=reinforce num_return_sequences_in_group=1 rollout_batch_size=512": ""
-    "difficulty_loss_weight: takes the only sample of a prompt for its difficulty",
-    "length_reward_threshold=0.5": "length_reward_threshold: has no effect: length_reward_coef is 0",
-    "adv_estimator=reinforce num_return_sequences_in_group=1 rollout_batch_size=512 length_reward_coef=0.1": ""
-    "length_reward_coef: has no effect: num_return_sequences_in_group is 1",
     "adv_estimator=gdpo whiten_advantages=true": "whiten_advantages: has no effect",
     "adv_estimator=remax gamma=0.9": "gamma: has no effect: this adv_estimator gives every token",
     "adv_estimator=rloo gamma=0.9": "gamma: has no effect: this adv_estimator gives every token",
@@ -186,17 +172,6 @@ def test_k1_in_the_loss_is_refused_where_it_is_read(tmp_path: Path) -> None:
     loss = ("use_kl_loss=true", "kl_loss_coef=0.1", "reference.device_mapping=0-15", "kl_loss_type=kl")
     assert "kl_loss_type: k1 in a loss has a gradient of 0 on average" in refusal(tmp_path, *loss)
     assert check(rlvr(tmp_path, "kl_loss_type=kl")).errors == []
-
-
-@pytest.mark.parametrize("key", ["norm_mean_type", "norm_std_type"])
-def test_statistics_over_the_run_serve_a_critic_and_those_of_a_batch_do_not(tmp_path: Path, key: str) -> None:
-    critic = ("adv_estimator=gae", "critic.device_mapping=0-15")
-    paths = {
-        kind: [warning.path for warning in check(rlvr(tmp_path, *critic, f"{key}={kind}")).warnings]
-        for kind in ("running", "batch", "group", "tag")
-    }
-    assert key not in paths.pop("running")
-    assert all(key in warned for warned in paths.values())
 
 
 def test_the_buffer_of_overlong_responses_fits_into_the_response(tmp_path: Path) -> None:

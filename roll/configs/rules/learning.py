@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from roll.configs.advantages import ADV_ESTIMATORS, GROUP_ESTIMATORS, RESPONSE_ESTIMATORS, RUNNING, TURN_ESTIMATORS
+from roll.configs.advantages import ADV_ESTIMATORS, GROUP_ESTIMATORS, RESPONSE_ESTIMATORS, TURN_ESTIMATORS
 from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import Report
 from roll.configs.pipeline import DPOConfig, RLConfig, RLVRConfig
 from roll.configs.policy import COVARIANCE_VARIANTS, VARIANT_TRAITS, losses_of, traits_of
-from roll.configs.rewards import scoring_role
 from roll.configs.roles import LONGEST_SAMPLING_MASK
 from roll.configs.schema import value_at
 from roll.configs.suggestions import nearest
@@ -76,8 +75,6 @@ def check_algorithm(config: RLConfig, report: Report) -> None:
             "true would scale the score of a trajectory but not the rewards of its turns, which gae adds up; set it to "
             "false, or use whiten_advantages",
         )
-    if config.uses_running_statistics:
-        _check_running(config, report)
     if config.uses_greedy_responses and config.whiten_rewards:
         report.error(
             "whiten_rewards",
@@ -94,12 +91,6 @@ def check_algorithm(config: RLConfig, report: Report) -> None:
     buffer, longest = config.overlong_buffer_len, config.response_length
     if buffer is not None and longest is not None and buffer > longest:
         report.error("overlong_buffer_len", f"{buffer} is above response_length {longest}; use at most that")
-    if config.length_reward_coef and group == 1 and isinstance(config, RLVRConfig):
-        report.warn(
-            "length_reward_coef",
-            "has no effect: num_return_sequences_in_group is 1, and it compares the lengths of the responses to a "
-            "prompt; use length_penalty_per_token",
-        )
     if config.adv_estimator == "lite_ppo" and config.loss_agg_mode != "token-mean":
         report.warn("loss_agg_mode", f"{config.loss_agg_mode} is not the aggregation of lite_ppo; use token-mean")
     if not config.is_num_return_sequences_expand and group > 1:
@@ -126,25 +117,7 @@ def check_algorithm(config: RLConfig, report: Report) -> None:
     _check_mismatch(config, report)
 
 
-def _check_running(config: RLConfig, report: Report) -> None:
-    """Statistics over the run change the score that is learned from, and see it as the rewards gave it."""
-    keys = [key for key in ("norm_mean_type", "norm_std_type") if getattr(config, key) == RUNNING]
-    if config.uses_critic and isinstance(config, AgenticConfig):
-        report.error(
-            keys[0],
-            "running would scale the score of a trajectory but not the rewards of its turns, which gae adds up; leave "
-            "it out, or use whiten_advantages",
-        )
-    elif config.whiten_rewards:
-        report.warn(
-            keys[0],
-            "running has no effect with whiten_rewards: true, which gives the scores of every batch mean 0 and "
-            "variance 1; leave one of them out",
-        )
-
-
 def _check_difficulty(config: RLConfig, report: Report) -> None:
-    """Some groups stay in the loss, and weights by difficulty differ."""
     low, high = config.difficulty_low_threshold, config.difficulty_high_threshold
     if config.difficulty_mask and low >= high:
         report.error(
@@ -152,28 +125,6 @@ def _check_difficulty(config: RLConfig, report: Report) -> None:
             f"no mean score lies between {low:g} and difficulty_high_threshold {high:g}, so every group is left out of "
             "the loss; the low one must be the smaller",
         )
-    if not config.difficulty_loss_weight:
-        return
-    if config.difficulty_weight_easy == config.difficulty_weight_hard:
-        report.error(
-            "difficulty_loss_weight",
-            f"true has no effect: difficulty_weight_easy and difficulty_weight_hard are both "
-            f"{config.difficulty_weight_easy:g}; use two weights, or set it to false",
-        )
-    if config.num_return_sequences_in_group == 1:
-        report.warn(
-            "difficulty_loss_weight",
-            "takes the only sample of a prompt for its difficulty, so it weights right and wrong answers differently; "
-            "use at least 2 samples, or set it to false",
-        )
-    for name, reward in config.rewards.items() if isinstance(config, RLVRConfig) else ():
-        bounds = reward.weight * reward.wrong_score, reward.weight * reward.correct_score
-        if scoring_role(reward) != "reward" and not 0 <= min(bounds) <= max(bounds) <= 1:
-            report.warn(
-                "difficulty_loss_weight",
-                f"measures difficulty by mean scores from 0 to 1, and those of rewards.{name} are from "
-                f"{min(bounds):g} to {max(bounds):g}: beyond 0 and 1 all prompts have the same weight",
-            )
 
 
 def _check_teacher(config: RLConfig, report: Report) -> None:
