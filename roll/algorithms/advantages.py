@@ -1,7 +1,7 @@
 """From scores to advantages, computed over the global batch.
 
-`compute_advantages` clips and whitens the scores, calls the estimator (`roll.algorithms.adv_estimators`), and whitens
-and clips its advantages.
+`compute_advantages` shapes the scores (`roll.algorithms.shaping`), calls the estimator
+(`roll.algorithms.adv_estimators`), and whitens and clips its advantages.
 
 R is the sum of a response's token rewards: its score, minus the KL penalty of its tokens if there is one. For
 trajectories R is that of the trajectory, which counts once in all statistics even if it is split into several samples.
@@ -10,7 +10,7 @@ trajectories R is that of the trajectory, which counts once in all statistics ev
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
@@ -18,7 +18,18 @@ from torch import Tensor
 from roll.algorithms.adv_estimators import ADV_ESTIMATORS, RewardBatch
 from roll.algorithms.aggregation import constant_group, masked, masked_mean, select_tokens, token_index, whiten
 from roll.algorithms.kl import kl_divergence
-from roll.algorithms.turn_advantages import Episodes, Turns, check_turns, episodes_of
+from roll.algorithms.shaping import (
+    ScoreStatistics,
+    apply_norm,
+    clip_scores,
+    difficulty_weights,
+    length_penalties,
+    norm_types,
+    overlong_penalty,
+    shape_scores,
+    token_penalty,
+)
+from roll.algorithms.turn_advantages import Turns, check_turns, episodes_of
 from roll.configs.advantages import AdvantageOptions, SampleMaskOptions
 from roll.configs.agentic import AgenticOptions, RewardNormalization
 from roll.configs.pipeline import RLConfig, RLVRConfig
@@ -43,10 +54,11 @@ class AdvantageConfig(AdvantageOptions):
 
     @classmethod
     def from_config(cls, config: RLConfig) -> AdvantageConfig:
-        """The settings of a run; keys of turns have their defaults without turns, and overlong_buffer_len with them."""
+        """The settings of a run; keys of turns have their defaults without turns, and length penalties with them."""
         options = options_of(cls, config)
         if config.pipeline != "rlvr":
-            options["overlong_buffer_len"] = None  # `response_length` of agents is that of one turn
+            # `response_length` of agents is that of one turn, and a trajectory has several
+            options |= {"overlong_buffer_len": None, "length_reward_coef": 0.0, "length_penalty_per_token": 0.0}
         if isinstance(config, RLVRConfig) and config.uses_reward_parts:
             options["reward_weights"] = tuple(reward.weight for reward in config.rewards.values())
         return cls(**options)
@@ -91,11 +103,13 @@ class Advantages:
         advantages: [B, T] float32, 0 outside the response mask.
         returns: [B, T] float32, the return to go before any normalization of advantages; the target of a critic.
         metrics: to log.
+        statistics: of the scores of the run including this batch, where they are normalised by them.
     """
 
     advantages: Tensor
     returns: Tensor
     metrics: dict[str, float]
+    statistics: ScoreStatistics = field(default_factory=ScoreStatistics)
 
 
 def compute_advantages(
@@ -114,11 +128,12 @@ def compute_advantages(
     reward_parts: Tensor | None = None,
     sum_pi_squared: Tensor | None = None,
     correction_weights: Tensor | None = None,
+    statistics: ScoreStatistics | None = None,
 ) -> Advantages:
     """Advantages and returns of one global batch.
 
-    Applies, in this order: the overlong penalty, reward_clip, whiten_rewards, token KL, the estimator,
-    the teacher of `use_opd`, whiten_advantages, advantage_clip.
+    Applies, in this order: length penalties, reward_clip, whiten_rewards, norm_mean_type and norm_std_type, token KL,
+    the estimator, the teacher of `use_opd`, whiten_advantages, difficulty_loss_weight, advantage_clip.
 
     Args:
         scores: [B] raw rewards.
@@ -140,6 +155,7 @@ def compute_advantages(
         sum_pi_squared: [B, T], the sum of the squared probabilities of all tokens under the policy of `log_probs`;
             needed with `adv_estimator: optimal_token_baseline`.
         correction_weights: [B, T] factors of the loss of each token, which that estimator reads; None: all are 1.
+        statistics: of the scores of the run before this batch, for `running`; None: this is the first one.
 
     Raises:
         ValueError: a score is not finite, there is no token, `add_token_level_kl` or a teacher lacks its log-probs, or
@@ -155,11 +171,16 @@ def compute_advantages(
     teacher_kl = _teacher_kl(config, mask, log_probs, ref_log_probs)
     if turns is not None:
         check_turns(turns, scores, groups, mask)
-    penalty = overlong_penalty(mask.sum(-1), config)
-    scores = _shape_scores(scores - penalty, episodes_of(mask, turns), config)
+    episodes = episodes_of(mask, turns)
+    penalties = length_penalties(scores, mask.sum(-1), groups, episodes, config)
+    penalty, raw = penalties.total, scores
+    scores = shape_scores(scores - penalty, episodes, config)
+    tags = None if turns is None else turns.tag_ids
+    scores, statistics, normalised = apply_norm(scores, groups, tags, episodes, config, statistics or ScoreStatistics())
     baselines = None
     if greedy is not None:
-        baselines = _clip(greedy.greedy_scores.float() - overlong_penalty(greedy.greedy_lengths, config), config)
+        own = overlong_penalty(greedy.greedy_lengths, config) + token_penalty(greedy.greedy_lengths, config)
+        baselines = clip_scores(greedy.greedy_scores.float() - own, config)
     squared_gradients = _squared_gradients(mask, log_probs, sum_pi_squared, correction_weights)
     batch = RewardBatch(
         scores,
@@ -174,7 +195,8 @@ def compute_advantages(
         penalty,
         squared_gradients,
     )
-    advantages, returns = ADV_ESTIMATORS[config.adv_estimator](batch, config)
+    rest = config if norm_types(config) == (None, None) else replace(config, norm_mean_type=None, norm_std_type=None)
+    advantages, returns = ADV_ESTIMATORS[config.adv_estimator](batch, rest)
     if config.use_opd and teacher_kl is not None:
         advantages = advantages - config.opd_kl_coef * teacher_kl
     if learned is not None:
@@ -182,16 +204,19 @@ def compute_advantages(
         advantages, returns = masked(advantages, mask), masked(returns, mask)
     if config.whiten_advantages:
         advantages = whiten(advantages, mask)
+    weighted: dict[str, float] = {}
+    if config.difficulty_loss_weight:
+        weights, weighted = difficulty_weights(raw, groups, learned, episodes, config)
+        advantages = advantages * weights[:, None]
     if config.advantage_clip is not None:
         advantages = advantages.clamp(-config.advantage_clip, config.advantage_clip)
     metrics = _metrics(advantages, returns, mask, batch, config)
-    if config.overlong_buffer_len is not None:
-        metrics["advantage/overlong_penalty"] = float(penalty.mean())
+    metrics |= penalties.metrics | normalised | weighted
     if kl is not None:
         metrics |= {"advantage/token_kl": float(masked_mean(kl, mask)), "advantage/kl_coef": kl_coef}
     if teacher_kl is not None:
         metrics["advantage/teacher_kl"] = float(masked_mean(teacher_kl, mask))
-    return Advantages(advantages, returns, metrics)
+    return Advantages(advantages, returns, metrics, statistics)
 
 
 def learned_samples(
@@ -252,30 +277,6 @@ def _squared_gradients(
     if weights is not None:
         squares = squares * weights.double() ** 2
     return masked(squares.clamp(min=0), mask)
-
-
-def overlong_penalty(lengths: Tensor, config: AdvantageConfig) -> Tensor:
-    """Length penalty [B] of responses of `lengths` [B] tokens, subtracted from scores; 0 without `overlong_buffer_len`.
-
-    It rises evenly from 0, `overlong_buffer_len` tokens before `response_length`, to `overlong_penalty_factor` there.
-    Source: DAPO (arXiv 2503.14476) eq. 13, soft overlong punishment.
-    """
-    if config.overlong_buffer_len is None or config.response_length is None:
-        return torch.zeros_like(lengths, dtype=torch.float32)
-    beyond = lengths - (config.response_length - config.overlong_buffer_len)
-    return config.overlong_penalty_factor * (beyond / config.overlong_buffer_len).clamp(0, 1)
-
-
-def _clip(scores: Tensor, config: AdvantageConfig) -> Tensor:
-    return scores if config.reward_clip is None else scores.clamp(-config.reward_clip, config.reward_clip)
-
-
-def _shape_scores(scores: Tensor, episodes: Episodes, config: AdvantageConfig) -> Tensor:
-    scores = _clip(scores, config)
-    if config.whiten_rewards:
-        per_episode = episodes.per_episode(scores)
-        scores = episodes.to_samples(whiten(per_episode, torch.ones_like(per_episode, dtype=torch.bool)))
-    return scores
 
 
 def _constant_episodes(batch: RewardBatch, config: AdvantageConfig) -> Tensor:

@@ -74,10 +74,20 @@ def not_estimators(*names: str, reason: str) -> Condition:
     return Condition(lambda config, _: config.adv_estimator not in names, reason, ("adv_estimator",))
 
 
-NORMALISED = estimators(
-    "reinforce",
-    reason="only adv_estimator reinforce reads it; the others define their own normalisation",
-)
+RUNNING = "running"
+"""The value of `norm_mean_type` and `norm_std_type` for statistics over the run."""
+
+
+def normalised_by(key: str) -> Condition:
+    """The condition of `norm_mean_type` or `norm_std_type`; a critic needs returns of one scale, that of the run."""
+    return Condition(
+        lambda config, _: (
+            config.adv_estimator == "reinforce"
+            or (config.adv_estimator in VALUE_ESTIMATORS and getattr(config, key) == RUNNING)
+        ),
+        "only adv_estimator reinforce reads it, and gae if it is running; the others define their own normalisation",
+        ("adv_estimator",),
+    )
 
 
 SCORED = not_estimators(*TEACHER_ESTIMATORS, reason="the advantages of adv_estimator opd do not depend on scores")
@@ -86,7 +96,12 @@ SUMMED = not_estimators(
     *PER_REWARD_ESTIMATORS, reason="adv_estimator gdpo normalises the score of each reward, and does not read their sum"
 )
 
+SINGLE_TURN = Condition(lambda config, _: config.pipeline == "rlvr", "it belongs to pipeline rlvr", ("pipeline",))
+
 CRITIC = estimators(*VALUE_ESTIMATORS, reason="adv_estimator is not gae, so there is no critic")
+
+
+DIFFICULTY_WEIGHT = needs("difficulty_loss_weight", "difficulty_loss_weight is false; set it to true")
 
 
 @dataclass
@@ -102,6 +117,9 @@ class CriticOptions:
     critic_warmup: int = option(
         0, "First steps, in which the critic learns and the policy does not.", ge=0, only_for=CRITIC
     )
+
+
+NormType = Literal["batch", "group", "tag", "running"]
 
 
 @dataclass
@@ -120,11 +138,16 @@ class AdvantageOptions:
         ge=1,
         only_for=estimators("pass_at_k", reason="adv_estimator is not pass_at_k"),
     )
-    norm_mean_type: Literal["batch", "group"] | None = option(
-        None, "Subtract this mean from scores (reinforce).", only_for=NORMALISED
+    norm_mean_type: NormType | None = option(
+        None,
+        "Subtract the mean of this set from scores: the batch, the group of the sample, those of its tag in the batch, "
+        "or all samples of the run so far (reinforce; gae: running).",
+        only_for=normalised_by("norm_mean_type"),
     )
-    norm_std_type: Literal["batch", "group"] | None = option(
-        None, "Divide scores by this deviation (reinforce).", only_for=NORMALISED
+    norm_std_type: NormType | None = option(
+        None,
+        "Divide scores by the standard deviation of this set, as for norm_mean_type.",
+        only_for=normalised_by("norm_std_type"),
     )
     gamma: float = option(
         1.0,
@@ -150,16 +173,28 @@ class AdvantageOptions:
         None,
         "Last tokens of response_length over which the length penalty of a response rises from 0 (DAPO).",
         ge=1,
-        only_for=(
-            Condition(lambda config, _: config.pipeline == "rlvr", "it belongs to pipeline rlvr", ("pipeline",)),
-            SCORED,
-        ),
+        only_for=(SINGLE_TURN, SCORED),
     )
     overlong_penalty_factor: float = option(
         1.0,
         "Length penalty of a response of response_length tokens, subtracted from its score.",
         gt=0,
         only_for=needs("overlong_buffer_len", "overlong_buffer_len is null", accepts=lambda length: length is not None),
+    )
+    length_penalty_per_token: float = option(
+        0.0, "Subtracted from the score of a response for each of its tokens.", ge=0, only_for=(SINGLE_TURN, SCORED)
+    )
+    length_reward_coef: float = option(
+        0.0,
+        "Weight of the reward of short responses, 0.5 for the shortest to a prompt and -0.5 for the longest, where a "
+        "wrong one gains nothing (Kimi k1.5).",
+        ge=0,
+        only_for=(SINGLE_TURN, SCORED),
+    )
+    length_reward_threshold: float = option(
+        0.0,
+        "A response with a raw score above this is a correct one for length_reward_coef.",
+        only_for=needs("length_reward_coef", "length_reward_coef is 0"),
     )
     reward_clip: float | None = option(None, "Clip scores to +- this.", gt=0, only_for=(SCORED, SUMMED))
     advantage_clip: float | None = option(None, "Clip advantages to +- this.", gt=0)
@@ -170,6 +205,18 @@ class AdvantageOptions:
         False,
         "Zero mean and unit variance of advantages over the batch's tokens.",
         only_for=not_estimators(*WHITENING_ESTIMATORS, reason="this adv_estimator always whitens its advantages"),
+    )
+    difficulty_loss_weight: bool = option(
+        False,
+        "Multiply the advantages of a prompt's samples by a weight that rises with its difficulty, which is 1 minus "
+        "their mean score, between 0 and 1; the weights of a batch are divided by their mean.",
+        only_for=SCORED,
+    )
+    difficulty_weight_easy: float = option(
+        0.5, "Weight of a prompt with a mean score of 1 or more.", ge=0, only_for=DIFFICULTY_WEIGHT
+    )
+    difficulty_weight_hard: float = option(
+        2.0, "Weight of a prompt with a mean score of 0 or less.", ge=0, only_for=DIFFICULTY_WEIGHT
     )
     use_opd: bool = option(
         False,
@@ -197,6 +244,12 @@ class AdvantageOptions:
     def uses_sum_pi_squared(self) -> bool:
         """Whether the advantages need the sum of the squared probabilities at each token."""
         return self.adv_estimator in TOKEN_ESTIMATORS
+
+    @property
+    def uses_running_statistics(self) -> bool:
+        """Whether scores are normalised by statistics over the run."""
+        reads = self.adv_estimator == "reinforce" or self.adv_estimator in VALUE_ESTIMATORS
+        return reads and RUNNING in (self.norm_mean_type, self.norm_std_type)
 
     @property
     def uses_reward_parts(self) -> bool:

@@ -9,9 +9,9 @@ import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -38,6 +38,7 @@ from roll.algorithms.covariance import high_covariance
 from roll.algorithms.kl import kl_controller
 from roll.algorithms.losses import ValueLossConfig
 from roll.algorithms.policy_losses import PolicyLossConfig
+from roll.algorithms.shaping import ScoreStatistics
 from roll.algorithms.turn_advantages import TURN_KEYS, read_turns
 from roll.configs.pipeline import RLConfig, role_seed
 from roll.configs.policy import takes_one_pass, traits_of
@@ -144,6 +145,7 @@ class RLLearner(ActorLearner):
         self._value_loss_config = ValueLossConfig(config.value_clip, config.loss_agg_mode)
         self._advantage_config = AdvantageConfig.from_config(config)
         self._kl = kl_controller(config.init_kl_coef, config.target_kl, config.kl_horizon)
+        self._statistics = ScoreStatistics()
         self._separate_pass = type(self) is not RLLearner
         self._dumping: Awaitable[None] | None = None
         self._updated = False
@@ -322,7 +324,9 @@ class RLLearner(ActorLearner):
             reward_parts=data.batch.get(REWARD_PARTS, None),
             sum_pi_squared=data.batch.get(SUM_PI_SQUARED, None),
             correction_weights=data.batch.get("correction_weights", None) if options.weighted else None,
+            statistics=self._statistics,
         )
+        self._statistics = result.statistics
         if self._config.add_token_level_kl:
             samples = int(data.batch["response_mask"].bool().any(-1).sum())
             self._kl.update(result.metrics["advantage/token_kl"], samples)
@@ -423,24 +427,28 @@ class RLLearner(ActorLearner):
     # Checkpoints
 
     async def save(self, folder: Path) -> None:
-        """Begins to write actor_train; writes the KL coefficient and the number of latest steps without a gradient."""
+        """Begins to write actor_train; writes the KL coefficient, statistics of scores and steps without a gradient."""
         await super().save(folder)
-        state = {
+        state: dict[str, Any] = {
             "kl_coefficient": self._kl.coefficient,
             "steps_without_gradient": self._steps_without_gradient,
             "updated": self._updated,
         }
+        if self._config.uses_running_statistics:
+            state["score_statistics"] = asdict(self._statistics)
         (folder / LEARNER_STATE).write_text(json.dumps(state), encoding="utf-8")
 
     async def load(self, folder: Path) -> None:
         """Restores what `save` wrote; after an update of the policy there are no checks of a first step.
 
-        A fixed KL coefficient is that of the configuration, which may have changed.
+        A fixed KL coefficient is that of the configuration, which may have changed. Statistics of scores begin anew
+        where the run that saved the checkpoint had none.
         """
         await super().load(folder)
         state = json.loads((folder / LEARNER_STATE).read_text(encoding="utf-8"))
         if self._config.target_kl is not None:
             self._kl.coefficient = float(state["kl_coefficient"])
+        self._statistics = ScoreStatistics(**state.get("score_statistics", {}))
         self._steps_without_gradient = int(state["steps_without_gradient"])
         self._updated = bool(state.get("updated", True))
 

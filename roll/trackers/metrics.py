@@ -138,6 +138,17 @@ ADVANTAGE = (
         "Fraction of the samples that max_len_mask and difficulty_mask leave in the loss.",
     ),
     Metric("advantage/overlong_penalty", "", "Mean length penalty subtracted from the scores (overlong_buffer_len)."),
+    Metric("advantage/length_penalty", "", "Mean of what scores lose for their tokens (length_penalty_per_token)."),
+    Metric(
+        "advantage/length_reward", "", "Mean of what scores gain or lose among those to a prompt (length_reward_coef)."
+    ),
+    Metric(
+        "advantage/difficulty", "", "Mean difficulty of the samples' prompts, from 0 to 1 (difficulty_loss_weight)."
+    ),
+    Metric("advantage/difficulty_weight_min", "", "Weight of the easiest prompt of the batch."),
+    Metric("advantage/difficulty_weight_max", "", "Weight of the most difficult prompt of the batch."),
+    Metric("advantage/running_score_mean", "score", "Mean score of the run so far (norm_mean_type, norm_std_type)."),
+    Metric("advantage/running_score_std", "score", "Standard deviation of the scores of the run so far."),
     Metric("advantage/teacher_kl", "nats", "Mean log-prob of the policy minus that of the teacher (opd, use_opd)."),
     Metric("advantage/token_kl", "nats", "Mean KL to the reference in the token reward (add_token_level_kl)."),
     Metric("advantage/kl_coef", "", "Weight of the KL in the token reward."),

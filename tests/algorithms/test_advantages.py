@@ -13,10 +13,10 @@ from roll.algorithms.advantages import (
     GreedyResponses,
     compute_advantages,
     learned_samples,
-    overlong_penalty,
     read_greedy,
 )
 from roll.algorithms.returns import return_to_go, token_rewards
+from roll.algorithms.shaping import overlong_penalty
 from roll.configs.advantages import (
     GREEDY_ESTIMATORS,
     TEACHER_ESTIMATORS,

@@ -162,6 +162,20 @@ def test_the_kl_of_a_reward_is_k1_unless_the_recipe_says_otherwise() -> None:
         assert (config.kl_penalty, config.init_kl_coef) == (penalty, 0.2)
 
 
+def test_a_weight_by_difficulty_is_read_with_a_remark_on_what_difficulty_is() -> None:
+    config = load("rlvr_five_domains", "difficulty_loss_weight=true")
+    assert isinstance(config, RLConfig)
+    assert (config.difficulty_loss_weight, config.difficulty_weight_easy, config.difficulty_weight_hard) == (
+        True,
+        0.5,
+        2,
+    )
+    assert "difficulty_loss_weight: weights a prompt by the mean score of its samples, not by the column" in notes(
+        config
+    )
+    assert "difficulty_loss_weight" not in notes(load("rlvr_five_domains"))
+
+
 def test_columns_of_a_recipe_for_sft() -> None:
     data = load("sft_alpaca").actor_train.data_args
     assert (data.prompt, data.query, data.response, data.system) == ("instruction", "input", "output", "system")
@@ -203,7 +217,7 @@ def test_every_ratio_of_the_filters_of_roll_is_read_and_one_difference() -> None
         ("train_infer_correction.is_weight.weight_type=[token]", "weight_type: ['token'] is not one of token"),
         ("enable_old_logprobs_recompute='no'", "enable_old_logprobs_recompute: 'no' is not true or false"),
         ("use_pg_clip_range=1", "use_pg_clip_range: 1 is not true or false"),
-        ("reward_norm=true", "reward_norm: True is not batch, group or null"),
+        ("reward_norm=true", "reward_norm: True is not batch, group, running or null"),
         ("batch_adjust_mode=[copy]", "batch_adjust_mode: "),
     ],
 )
@@ -233,6 +247,18 @@ def test_normalization_of_rewards_decides_about_grpo() -> None:
     config = load("agentic_frozen_lake_async")
     assert isinstance(config, RLConfig)
     assert (config.adv_estimator, config.grpo_norm_by_std) == ("grpo", True)
+
+
+def test_normalization_by_tag_is_read() -> None:
+    config = load("agentic_two_nodes_fp16", "reward_normalization={grouping: tags, method: mean_std}")
+    assert isinstance(config, RLConfig)
+    assert (config.adv_estimator, config.norm_mean_type, config.norm_std_type) == ("reinforce", "tag", "tag")
+
+
+def test_normalization_by_running_statistics_is_read() -> None:
+    config = load("rlvr_five_domains", "reward_norm=running")
+    assert isinstance(config, RLConfig)
+    assert (config.norm_mean_type, config.norm_std_type) == ("running", "running")
 
 
 def test_a_variable_of_the_environment_that_is_not_set_stops_a_run_only() -> None:

@@ -186,7 +186,6 @@ MISLEADING = {
     "actor_train.pg_variant={clip_cov: 1, kl_cov: 1}": "clip_cov and kl_cov cannot be mixed with each other; keep one",
     'actor_train.pg_variant={"ppo + 0.5 topr": 0.5}': "'ppo + 0.5 topr' is not the name of a loss",
     "actor_train.pg_variant={ppo: -1}": "actor_train.pg_variant: weight -1 of ppo is not a number from 1e-6 to 1e6",
-    "difficulty_loss_weight=true": "difficulty_loss_weight: True is not available: the loss is not weighted by",
 }
 
 REWARD = "rewards.math_rule"

@@ -18,7 +18,7 @@ from roll.configs.errors import RunError
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.policy import VARIANT_TRAITS
 from roll.distributed.protocol import DataProto
-from roll.pipeline.learner import RLLearner, corrects_nothing
+from roll.pipeline.learner import LEARNER_STATE, RLLearner, corrects_nothing
 from roll.pipeline.rollout_batch import dumped_steps, read_samples
 from roll.pipeline.shards import training_plans
 from roll.pipeline.training_loop import SampleBatch
@@ -207,6 +207,34 @@ def test_the_number_of_steps_without_a_gradient_is_restored(tmp_path):
     assert second._steps_without_gradient == 3
 
 
+def test_statistics_of_scores_go_on_after_a_resume(tmp_path):
+    settings = ("adv_estimator=reinforce", "norm_mean_type=running", "norm_std_type=running")
+    names = ("advantage/running_score_mean", "advantage/running_score_std", "advantage/mean", "advantage/max")
+
+    def run(parts, *seeds):
+        metrics = [learn(parts, BigramCluster().sample(seed)) for seed in seeds]
+        return {name: metrics[-1][name] for name in names}
+
+    whole, first, second, anew = (learner(tmp_path, *settings) for _ in range(4))
+    expected = run(whole, 1, 2, 3)
+    run(first, 1, 2)
+    asyncio.run(first[0].save(tmp_path))
+    asyncio.run(second[0].load(tmp_path))
+    assert run(second, 3) == expected
+    assert run(anew, 3) != expected
+
+
+def test_statistics_of_scores_begin_anew_from_a_checkpoint_without_them(tmp_path):
+    plain, _ = learner(tmp_path)
+    asyncio.run(plain.save(tmp_path))
+    assert "score_statistics" not in (tmp_path / LEARNER_STATE).read_text()
+    running = learner(tmp_path, "adv_estimator=reinforce", "norm_std_type=running")
+    asyncio.run(running[0].load(tmp_path))
+    batch = running[1].sample(1)
+    scores = batch.batch["scores"]
+    assert learn(running, batch)["advantage/running_score_std"] == pytest.approx(float(scores.double().std()))
+
+
 @dataclass
 class Agent(AgenticOptions, RLVRConfig):
     """A run whose samples have turns."""
@@ -220,10 +248,13 @@ class RecordingCluster(BigramCluster):
         return await super().train_step(shards)
 
 
-def learn_trajectories(folder: Path, padding: int = 0, **settings) -> tuple[dict[str, float], RecordingCluster]:
-    """One step on samples of two turns, followed by `padding` samples that are masked out."""
+def learn_trajectories(
+    folder: Path, padding: int = 0, lift: float = 0.0, **settings
+) -> tuple[dict[str, float], RecordingCluster]:
+    """One step on samples of two turns, then `padding` samples that are masked out; `lift` is added to scores."""
     cluster = RecordingCluster()
     data = cluster.sample(1)
+    data.batch["scores"] += lift
     mask = data.batch["response_mask"].bool()
     turn = (mask.cumsum(-1) > 2).long()
     more = {
@@ -268,6 +299,39 @@ def test_padding_changes_nothing_of_an_update(tmp_path, estimator):
     assert padded == pytest.approx(plain, abs=1e-5)
     torch.testing.assert_close(other.table, cluster.table)
     assert SUM_PI_SQUARED not in cluster.seen
+
+
+SHAPING = {
+    "length": {"length_penalty_per_token": 0.05, "length_reward_coef": 0.5},
+    "difficulty": {"difficulty_loss_weight": True},
+    "tag": {"adv_estimator": "reinforce", "norm_mean_type": "tag", "norm_std_type": "tag"},
+    "running": {"adv_estimator": "reinforce", "norm_mean_type": "running", "norm_std_type": "running"},
+}
+
+
+@pytest.mark.parametrize("keys", SHAPING.values(), ids=SHAPING)
+def test_padding_changes_nothing_of_an_update_with_shaped_scores(tmp_path, keys):
+    plain, cluster = learn_trajectories(tmp_path, lift=1.0, **keys)
+    padded, other = learn_trajectories(tmp_path, padding=2, lift=1.0, **keys)
+    assert padded == pytest.approx(plain, abs=1e-5)
+    torch.testing.assert_close(other.table, cluster.table)
+    unshaped = learn_trajectories(tmp_path, lift=1.0, adv_estimator=keys.get("adv_estimator", "grpo"))[1]
+    assert not torch.allclose(unshaped.table, cluster.table)
+
+
+@pytest.mark.parametrize("keys", [keys for name, keys in SHAPING.items() if name != "tag"])
+def test_micro_batches_change_nothing_of_an_update_with_shaped_scores(tmp_path, keys):
+    args, overrides = "actor_train.training_args", [f"{key}={str(value).lower()}" for key, value in keys.items()]
+    tables = []
+    for size, steps in ((1, 4), (2, 2), (4, 1)):
+        split = (f"{args}.per_device_train_batch_size={size}", f"{args}.gradient_accumulation_steps={steps}")
+        parts = learner(tmp_path, *overrides, *split)
+        data = parts[1].sample(1)
+        data.batch["scores"] += 1
+        learn(parts, data)
+        tables.append(parts[1].table.detach())
+    torch.testing.assert_close(tables[1], tables[0])
+    torch.testing.assert_close(tables[2], tables[0])
 
 
 def test_the_optimal_token_baseline_reads_the_weights_of_the_correction_and_probabilities_of_the_trainer(tmp_path):

@@ -80,7 +80,6 @@ REWARD_ROLE_KEYS = (
 """Keys of `rewards.<name>` in ROLL, where a reward is a role of workers; in this project it is a function."""
 
 REWARD_KEYS = (
-    "response_length_penalty_coef",
     "format_pattern",
     "judge_model_type",
     "code_url",
@@ -321,8 +320,7 @@ RUN_KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "l2": (always, "weight_decay is the penalty of large weights"),
     "use_reward_scaling": (if_off, "reward_clip, norm_mean_type and norm_std_type change scores"),
     "use_reward_norm": (if_off, "norm_mean_type and norm_std_type normalize scores"),
-    "add_len_reward": (if_off, "scores do not depend on the length"),
-    "difficulty_loss_weight": (if_off, "the loss is not weighted by difficulty; set it to false"),
+    "add_len_reward": (if_off, "length_reward_coef and length_penalty_per_token change scores by length"),
     "length_loss_weight": (if_off, "the loss is not weighted by length; choose loss_agg_mode instead"),
     "error_max_len_clip": (if_off, "wrong answers are trained on whatever their length; set it to false"),
     "error_max_len_threshold": (always, "wrong answers are trained on whatever their length"),
@@ -368,6 +366,9 @@ UNSUPPORTED_KEYS: tuple[UnsupportedKey, ...] = (
     ),
     UnsupportedKey("reward_pretrain", always, "environments give the rewards", ("agentic",)),
     *(UnsupportedKey(key, harmless, reason) for key, (harmless, reason) in RUN_KEYS.items()),
+    UnsupportedKey(
+        "difficulty_loss_weight", if_off, "this pipeline scores no response", ("sft", "dpo", "reward_model")
+    ),
     UnsupportedKey("is_offload_states", always, "there is no engine to share devices with", pipelines=("sft",)),
     *AGENT_KEYS,
     *(UnsupportedKey(f"<role>.{key}", harmless, reason) for key, (harmless, reason) in ROLE_KEYS.items()),
@@ -391,6 +392,12 @@ UNSUPPORTED_KEYS: tuple[UnsupportedKey, ...] = (
             "a reward is a function, or the model of role reward or judge, without these options",
         )
         for key in (*REWARD_ROLE_KEYS, *REWARD_KEYS)
+    ),
+    UnsupportedKey(
+        "rewards.*.response_length_penalty_coef",
+        always,
+        "in ROLL one class reads it, and for the length of the padded response, which is the same for all; "
+        "length_reward_coef and length_penalty_per_token change scores by length",
     ),
 )
 """Keys without a counterpart; the first matching pattern applies."""

@@ -175,7 +175,7 @@ def read_normalization(recipe: Recipe) -> None:
     if kind in (None, "None", "none", False):
         return
     if not isinstance(kind, str):
-        recipe.refuse("reward_norm", kind, "batch, group or null")
+        recipe.refuse("reward_norm", kind, "batch, group, running or null")
         return
     types = {
         "norm_mean_type": None if scale and not shift else kind,
@@ -210,12 +210,19 @@ def read_reward_normalization(recipe: Recipe) -> None:
         recipe.note(path, f"describes grpo, with grpo_norm_by_std: {str(std == 'group').lower()}")
         return
     if grouping != "traj_group_id":
-        mean, std = ("batch" if kind == "group" else kind for kind in (mean, std))
+        group = "tag" if grouping == "tags" else "batch"
+        mean, std = (group if kind == "group" else kind for kind in (mean, std))
     recipe.put("adv_estimator", "reinforce")
     recipe.put_new("norm_mean_type", mean)
     recipe.put_new("norm_std_type", std)
     name = f"{estimator} with these keys" if estimator == "grpo" else "it"
-    by_tag = " (over the batch, not by tag)" if grouping == "tags" and (mean or std) else ""
-    recipe.note(
-        path, f"{name} is read as adv_estimator: reinforce, norm_mean_type: {mean}, norm_std_type: {std}{by_tag}"
-    )
+    recipe.note(path, f"{name} is read as adv_estimator: reinforce, norm_mean_type: {mean}, norm_std_type: {std}")
+
+
+def read_difficulty(recipe: Recipe) -> None:
+    """In ROLL the difficulty that weights the loss is a column of the data, here it is measured."""
+    if recipe.get("difficulty_loss_weight") is True:
+        recipe.note(
+            "difficulty_loss_weight",
+            "weights a prompt by the mean score of its samples, not by the column difficulty of the data",
+        )

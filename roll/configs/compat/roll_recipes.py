@@ -15,6 +15,7 @@ from roll.configs.compat.recipe import Recipe
 from roll.configs.compat.roll_losses import (
     read_clipping,
     read_correction,
+    read_difficulty,
     read_dual_clip,
     read_kl,
     read_normalization,
@@ -93,6 +94,7 @@ def read_roll_recipe(recipe: Recipe, pipeline: str) -> None:
         _read_intervals,
         read_kl,
         read_dual_clip,
+        read_difficulty,
     ]
     if pipeline == "agentic":
         readers += [_read_agentic_lengths, _read_adjustment, read_reward_normalization]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import Report
 from roll.configs.pipeline import BaseConfig, DPOConfig, RLConfig
-from roll.configs.rules import agentic, devices, files, generation, learning, ranges, rewards
+from roll.configs.rules import agentic, devices, files, generation, learning, ranges, rewards, shaping
 from roll.configs.schema import keys_along, value_at
 
 
@@ -28,6 +28,7 @@ def check(config: BaseConfig) -> Report:
         learning.check_algorithm(config, report)
         generation.check_asynchronous(config, report)
         learning.check_policy(config, report)
+        shaping.check_shaping(config, report)
         learning.check_sampling(config, report)
         rewards.check_rewards(config, report)
     if isinstance(config, DPOConfig):

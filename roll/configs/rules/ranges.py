@@ -106,6 +106,10 @@ USUAL: dict[str, tuple[float, float]] = {
     "reward_clip": (1e-6, 1e6),
     "advantage_clip": (1e-6, 1e6),
     "overlong_penalty_factor": (1e-6, 1e4),
+    "length_reward_coef": (1e-6, 1e4),
+    "length_penalty_per_token": (1e-9, 1.0),
+    "difficulty_weight_easy": (0.0, 1e4),
+    "difficulty_weight_hard": (0.0, 1e4),
     "weight": (-1e4, 1e4),
     "correct_score": (-1e6, 1e6),
     "wrong_score": (-1e6, 1e6),
@@ -120,7 +124,15 @@ USUAL: dict[str, tuple[float, float]] = {
 }
 """Least and largest usual value by the name of a key."""
 
-OFF_AT_ZERO = ("max_grad_norm", "kl_loss_coef", "init_kl_coef", "entropy_loss_coef", "sft_loss_coef")
+OFF_AT_ZERO = (
+    "max_grad_norm",
+    "kl_loss_coef",
+    "init_kl_coef",
+    "entropy_loss_coef",
+    "sft_loss_coef",
+    "length_reward_coef",
+    "length_penalty_per_token",
+)
 """Keys of USUAL whose feature the value 0 turns off."""
 
 LEAST_RATIO = 0.01

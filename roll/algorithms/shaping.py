@@ -1,0 +1,276 @@
+"""From raw scores to those that an estimator reads (length penalties, clipping, normalisation), and weights of prompts.
+
+Statistics count every trajectory once, and no padding (`Episodes`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from roll.algorithms.aggregation import EPSILON, constant_group, group_mean, group_std, whiten
+from roll.algorithms.turn_advantages import Episodes
+from roll.configs.advantages import RUNNING
+
+if TYPE_CHECKING:
+    from roll.algorithms.advantages import AdvantageConfig
+
+
+# Length penalties
+
+
+@dataclass(frozen=True)
+class LengthPenalties:
+    """What the scores of a batch lose by the lengths of its responses.
+
+    Attributes:
+        total: [B] float32, subtracted from the scores; negative where a short response gains.
+        metrics: to log.
+    """
+
+    total: Tensor
+    metrics: dict[str, float]
+
+
+def length_penalties(
+    scores: Tensor, lengths: Tensor, groups: Tensor, episodes: Episodes, config: AdvantageConfig
+) -> LengthPenalties:
+    """The sum of `overlong_buffer_len`, `length_penalty_per_token` and `length_reward_coef`.
+
+    Args:
+        scores: [B] raw rewards, which say whether a response is correct.
+        lengths: [B] int64, response tokens.
+        groups: [B] int64 group numbers.
+        episodes: of the batch.
+        config: the keys.
+    """
+    total = overlong_penalty(lengths, config)
+    metrics: dict[str, float] = {}
+    if config.overlong_buffer_len is not None:
+        metrics["advantage/overlong_penalty"] = float(total.mean())
+    if config.length_penalty_per_token:
+        cost = token_penalty(lengths, config)
+        total = total + cost
+        metrics["advantage/length_penalty"] = _mean(cost, episodes)
+    if config.length_reward_coef:
+        reward = length_reward(
+            episodes.sum_samples(lengths),
+            episodes.per_episode(scores) > config.length_reward_threshold,
+            episodes.group_numbers(groups),
+        )
+        gain = episodes.to_samples(config.length_reward_coef * reward)
+        total = total - gain
+        metrics["advantage/length_reward"] = _mean(gain, episodes)
+    return LengthPenalties(total, metrics)
+
+
+def overlong_penalty(lengths: Tensor, config: AdvantageConfig) -> Tensor:
+    """Length penalty [B] of responses of `lengths` [B] tokens, subtracted from scores; 0 without `overlong_buffer_len`.
+
+    It rises evenly from 0, `overlong_buffer_len` tokens before `response_length`, to `overlong_penalty_factor` there.
+    Source: DAPO (arXiv 2503.14476) eq. 13, soft overlong punishment.
+    """
+    if config.overlong_buffer_len is None or config.response_length is None:
+        return torch.zeros_like(lengths, dtype=torch.float32)
+    beyond = lengths - (config.response_length - config.overlong_buffer_len)
+    return config.overlong_penalty_factor * (beyond / config.overlong_buffer_len).clamp(0, 1)
+
+
+def token_penalty(lengths: Tensor, config: AdvantageConfig) -> Tensor:
+    """`length_penalty_per_token` times the number of response tokens, [B] float32 from lengths [B]."""
+    return config.length_penalty_per_token * lengths.float()
+
+
+def length_reward(lengths: Tensor, correct: Tensor, groups: Tensor) -> Tensor:
+    """Reward of short responses among those to the same prompt, [E] float32 from -0.5 to 0.5.
+
+    l = 0.5 - (length - shortest) / (longest - shortest) over the group; a correct response gets l, another one
+    min(0, l), so that a wrong answer gains nothing by being short. 0 where all lengths of a group are equal. Source:
+    Kimi k1.5 (arXiv 2501.12599) section 2.3.3.
+
+    Args:
+        lengths: [E] int64, response tokens.
+        correct: [E] bool.
+        groups: [E] int64 group numbers from 0.
+    """
+    tokens = lengths.float()
+    size = int(groups.max()) + 1 if groups.numel() else 0
+    longest = tokens.new_full((size,), -torch.inf).scatter_reduce_(0, groups, tokens, "amax")[groups]
+    shortest = tokens.new_full((size,), torch.inf).scatter_reduce_(0, groups, tokens, "amin")[groups]
+    reward = 0.5 - (tokens - shortest) / (longest - shortest).clamp(min=1)
+    reward = torch.where(correct, reward, reward.clamp(max=0))
+    return torch.where(longest == shortest, 0.0, reward)
+
+
+def _mean(values: Tensor, episodes: Episodes) -> float:
+    """Mean of values [B] over the episodes; 0 without one."""
+    kept = episodes.per_episode(values)
+    return float(kept.mean()) if len(kept) else 0.0
+
+
+# Clipping and whitening
+
+
+def clip_scores(scores: Tensor, config: AdvantageConfig) -> Tensor:
+    """The scores [B], clipped to +- `reward_clip`."""
+    return scores if config.reward_clip is None else scores.clamp(-config.reward_clip, config.reward_clip)
+
+
+def shape_scores(scores: Tensor, episodes: Episodes, config: AdvantageConfig) -> Tensor:
+    """The scores [B] after `reward_clip` and `whiten_rewards`."""
+    scores = clip_scores(scores, config)
+    if config.whiten_rewards:
+        per_episode = episodes.per_episode(scores)
+        scores = episodes.to_samples(whiten(per_episode, torch.ones_like(per_episode, dtype=torch.bool)))
+    return scores
+
+
+# Normalisation by tag and by statistics over the run
+
+
+@dataclass(frozen=True)
+class ScoreStatistics:
+    """Number and mean of scores, and the sum of their squared distances from the mean.
+
+    `merged` adds those of another set, so the statistics of a run need no score of earlier batches.
+    """
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    @classmethod
+    def of(cls, scores: Tensor) -> ScoreStatistics:
+        """Those of scores [n], in float64."""
+        if not scores.numel():
+            return cls()
+        values = scores.double()
+        return cls(values.numel(), float(values.mean()), float((values - values.mean()).square().sum()))
+
+    def merged(self, other: ScoreStatistics) -> ScoreStatistics:
+        """Those of both sets together. Source: Chan, Golub and LeVeque 1983, for two sets at once."""
+        count = self.count + other.count
+        if not self.count or not other.count:
+            return self if self.count else other
+        distance, share = other.mean - self.mean, other.count / count
+        squares = self.squares + other.squares + distance**2 * self.count * share
+        return ScoreStatistics(count, self.mean + distance * share, squares)
+
+    @property
+    def std(self) -> float:
+        """Unbiased standard deviation; 0 for fewer than two scores."""
+        return (self.squares / (self.count - 1)) ** 0.5 if self.count > 1 else 0.0
+
+
+def norm_types(config: AdvantageConfig) -> tuple[str | None, str | None]:
+    """`norm_mean_type` and `norm_std_type` where `normalize_scores` applies them; twice None where it has no effect.
+
+    The estimator itself applies `batch` and `group` alone.
+    """
+    types = config.norm_mean_type, config.norm_std_type
+    if config.adv_estimator == "reinforce":
+        return types if {"tag", RUNNING} & set(types) else (None, None)
+    if not config.uses_running_statistics:
+        return None, None
+    return types[0] if types[0] == RUNNING else None, types[1] if types[1] == RUNNING else None
+
+
+def normalize_scores(
+    scores: Tensor,
+    sets: Mapping[str, Tensor],
+    types: tuple[str | None, str | None],
+    statistics: ScoreStatistics,
+) -> Tensor:
+    """(x - mean) / (std + EPSILON), [E] from scores [E]; exactly 0 where one of the sets has equal scores only.
+
+    Args:
+        scores: [E] of each episode.
+        sets: numbers [E] of the set of each score, by the name of the type: `batch`, `group`, `tag`.
+        types: the set whose mean is subtracted and the one whose unbiased standard deviation divides, one of `sets` or
+            `running`; None leaves that out.
+        statistics: of the run, for `running`. A deviation of at most EPSILON counts as that of equal scores.
+    """
+    mean_type, std_type = types
+    result = scores
+    if mean_type is not None:
+        result = result - (statistics.mean if mean_type == RUNNING else group_mean(scores, sets[mean_type]))
+    if std_type is not None and len(scores):
+        std = scores.new_tensor(statistics.std) if std_type == RUNNING else group_std(scores, sets[std_type])
+        result = result / (std + EPSILON)
+    equal = torch.zeros_like(scores, dtype=torch.bool)
+    for kind in types:
+        if kind == RUNNING:
+            equal |= statistics.std <= EPSILON
+        elif kind is not None:
+            equal |= constant_group(scores, sets[kind])
+    return torch.where(equal, 0.0, result)
+
+
+def apply_norm(
+    scores: Tensor,
+    groups: Tensor,
+    tags: Tensor | None,
+    episodes: Episodes,
+    config: AdvantageConfig,
+    before: ScoreStatistics,
+) -> tuple[Tensor, ScoreStatistics, dict[str, float]]:
+    """Scores [B] after `norm_types`, the statistics of the run with this batch, and metrics.
+
+    The batch counts in the statistics that normalise it, so the first batch of a run has some.
+
+    Raises:
+        ValueError: scores are to be normalised by tag, and the tags [B] are not known.
+    """
+    types = norm_types(config)
+    if types == (None, None):
+        return scores, before, {}
+    values = episodes.per_episode(scores)
+    sets = {"batch": torch.zeros_like(episodes.rows), "group": episodes.group_numbers(groups)}
+    if tags is not None:
+        sets["tag"] = episodes.group_numbers(tags)
+    elif "tag" in types:
+        raise ValueError("norm_mean_type and norm_std_type tag need the tag of each sample, which this batch lacks")
+    metrics: dict[str, float] = {}
+    after = before
+    if RUNNING in types:
+        after = before.merged(ScoreStatistics.of(values))
+        metrics = {"advantage/running_score_mean": after.mean, "advantage/running_score_std": after.std}
+    return episodes.to_samples(normalize_scores(values, sets, types, after)), after, metrics
+
+
+# Weights of prompts
+
+
+def difficulty_weights(
+    scores: Tensor, groups: Tensor, learned: Tensor | None, episodes: Episodes, config: AdvantageConfig
+) -> tuple[Tensor, dict[str, float]]:
+    """Factors [B] of the advantages by the difficulty of each sample's prompt, and metrics.
+
+    w = easy + (hard - easy) d with d = 1 - clip(mean score of the group, 0, 1), divided by the mean of w over the
+    episodes that stay in the loss, so that the size of an update does not depend on how difficult a batch is. Without
+    a weight above 0 among these, all are 0. Padding has weight 0.
+
+    Args:
+        scores: [B] raw rewards.
+        groups: [B] int64 group numbers.
+        learned: [B] bool, samples that stay in the loss; None: all.
+        episodes: of the batch.
+        config: `difficulty_weight_easy` and `difficulty_weight_hard`.
+    """
+    means = group_mean(episodes.per_episode(scores), episodes.group_numbers(groups))
+    difficulty = 1 - means.clamp(0, 1)
+    easy, hard = config.difficulty_weight_easy, config.difficulty_weight_hard
+    weights = easy + (hard - easy) * difficulty
+    kept = weights if learned is None else weights[episodes.per_episode(learned)]
+    mean = float(kept.mean()) if len(kept) else 0.0
+    weights = weights / mean if mean > 0 else torch.zeros_like(weights)
+    low, high = (float(bound) for bound in torch.aminmax(weights)) if len(weights) else (0.0, 0.0)
+    return episodes.to_samples(weights), {
+        "advantage/difficulty": float(difficulty.mean()) if len(difficulty) else 0.0,
+        "advantage/difficulty_weight_min": low,
+        "advantage/difficulty_weight_max": high,
+    }

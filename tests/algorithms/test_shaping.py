@@ -1,0 +1,326 @@
+"""Length penalties, normalisation and weights in closed form; neither padding nor the order of samples changes them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+from roll.algorithms.advantages import AdvantageConfig, GreedyResponses, compute_advantages
+from roll.algorithms.shaping import ScoreStatistics, difficulty_weights, length_reward
+from roll.algorithms.turn_advantages import episodes_of
+from roll.configs.agentic import AgenticConfig
+from roll.configs.pipeline import RLVRConfig
+from tests.algorithms.trajectories import single_turns
+
+PLAIN = AdvantageConfig(adv_estimator="reinforce")
+"""Advantages are the shaped scores."""
+
+
+def responses(*lengths: int, columns: int = 12) -> torch.Tensor:
+    """A response mask [B, columns] with these numbers of tokens, after one of the prompt."""
+    position = torch.arange(columns)
+    return torch.stack([(position >= 1) & (position <= length) for length in lengths])
+
+
+def shaped(scores, groups, mask, config=PLAIN, **more):
+    """The score of each sample after shaping, and the metrics."""
+    result = compute_advantages(torch.tensor(scores), torch.tensor(groups), mask, config, **more)
+    return result.advantages[:, 1].tolist(), result.metrics
+
+
+def test_every_token_costs_the_same():
+    config = replace(PLAIN, length_penalty_per_token=0.01)
+    scores, metrics = shaped([1.0, 0.0, 1.0], [0, 0, 1], responses(2, 10, 5), config)
+    assert scores == pytest.approx([0.98, -0.1, 0.95])
+    assert metrics["advantage/length_penalty"] == pytest.approx(0.17 / 3)
+
+
+def test_the_shortest_correct_response_gains_most_and_wrong_ones_gain_nothing():
+    lengths, groups = torch.tensor([10, 20, 30, 10, 20, 30]), torch.zeros(6, dtype=torch.int64)
+    correct = torch.tensor([True, True, True, False, False, False])
+    assert length_reward(lengths, correct, groups).tolist() == [0.5, 0.0, -0.5, 0.0, 0.0, -0.5]
+
+
+def test_lengths_are_compared_within_a_prompt():
+    lengths, groups = torch.tensor([10, 1000, 20, 3000]), torch.tensor([0, 1, 0, 1])
+    assert length_reward(lengths, torch.ones(4, dtype=torch.bool), groups).tolist() == [0.5, 0.5, -0.5, -0.5]
+
+
+@pytest.mark.parametrize("lengths", [[7], [7, 7, 7], [0, 0]])
+def test_equal_lengths_have_no_length_reward(lengths):
+    count = len(lengths)
+    reward = length_reward(torch.tensor(lengths), torch.ones(count).bool(), torch.zeros(count).long())
+    assert reward.tolist() == [0.0] * count
+
+
+def test_the_length_reward_is_added_to_the_score_with_its_weight():
+    config = replace(PLAIN, length_reward_coef=0.2)
+    scores, metrics = shaped([1.0, 1.0, 0.0, 0.0], [0, 0, 0, 0], responses(2, 10, 2, 6), config)
+    assert scores == pytest.approx([1.1, 0.9, 0.0, 0.0])
+    assert metrics["advantage/length_reward"] == pytest.approx(0.0, abs=1e-7)
+
+
+def test_a_response_is_correct_above_the_threshold():
+    config = replace(PLAIN, length_reward_coef=1.0, length_reward_threshold=0.5)
+    scores, _ = shaped([0.5, 0.6, 0.0], [0, 0, 0], responses(2, 2, 10), config)
+    assert scores == pytest.approx([0.5, 1.1, -0.5])
+
+
+def test_length_penalties_add_up_and_come_before_the_clip_of_scores():
+    config = replace(PLAIN, response_length=10, overlong_buffer_len=4, length_penalty_per_token=0.1, reward_clip=0.9)
+    scores, metrics = shaped([1.0, 1.0], [0, 0], responses(8, 2), config)
+    assert scores == pytest.approx([1 - 0.5 - 0.8, 0.8])
+    assert metrics["advantage/overlong_penalty"] == pytest.approx(0.25)
+    both = replace(config, length_reward_coef=1.0)
+    assert shaped([1.0, 1.0], [0, 0], responses(8, 2), both)[0] == pytest.approx([-0.8, 0.9])
+
+
+@pytest.mark.parametrize("keys", [{"length_penalty_per_token": 0.1}, {"length_reward_coef": 0.5}])
+def test_neither_padding_nor_the_order_of_samples_changes_a_length_penalty(keys):
+    config, scores, groups = replace(PLAIN, **keys), [1.0, 0.0, 1.0, 1.0, 0.0], [0, 0, 0, 1, 1]
+    plain, metrics = shaped(scores, groups, responses(2, 5, 9, 1, 4), config)
+    order = [4, 1, 3, 0, 2]
+    moved = responses(4, 5, 1, 2, 9, columns=20)
+    other, _ = shaped([scores[i] for i in order], [groups[i] for i in order], moved, config)
+    assert other == [plain[i] for i in order]
+    padded = responses(2, 5, 9, 1, 4, 0, 0)
+    turns = single_turns(torch.tensor([*scores, 0.0, 0.0]), padded)
+    more, with_padding = shaped([*scores, 0.0, 0.0], [*groups, 2, 3], padded, config, turns=turns)
+    assert more[:5] == plain and more[5:] == [0.0, 0.0]
+    name = next(name for name in metrics if "length" in name)
+    assert with_padding[name] == metrics[name]
+
+
+def test_a_greedy_response_pays_for_its_own_tokens():
+    config = AdvantageConfig(adv_estimator="remax", length_penalty_per_token=0.1)
+    greedy = GreedyResponses(torch.tensor([1.0]), torch.tensor([4]))
+    assert shaped([1.0], [0], responses(2), config, greedy=greedy)[0] == pytest.approx([0.8 - 0.6])
+
+
+def test_gdpo_subtracts_length_penalties_in_their_own_unit():
+    config = AdvantageConfig(adv_estimator="gdpo", reward_weights=(1.0,), length_penalty_per_token=0.5)
+    parts = torch.tensor([[1.0], [1.0]])
+    longer, shorter = shaped([1.0, 1.0], [0, 0], responses(4, 2), config, reward_parts=parts)[0]
+    assert (longer, shorter) == pytest.approx((-(2**-0.5), 2**-0.5), abs=1e-4)
+
+
+def test_turns_of_agents_have_no_length_penalty():
+    keys = {"length_penalty_per_token": 0.1, "length_reward_coef": 0.5}
+    agents, responses_of = (AdvantageConfig.from_config(cls(**keys)) for cls in (AgenticConfig, RLVRConfig))
+    assert (agents.length_penalty_per_token, agents.length_reward_coef) == (0.0, 0.0)
+    assert (responses_of.length_penalty_per_token, responses_of.length_reward_coef) == (0.1, 0.5)
+
+
+WEIGHTED = replace(PLAIN, difficulty_loss_weight=True)
+
+
+def weights_of(scores, groups, learned=None, config=WEIGHTED):
+    mask = responses(*[3] * len(scores))
+    kept = None if learned is None else torch.tensor(learned)
+    return difficulty_weights(torch.tensor(scores), torch.tensor(groups), kept, episodes_of(mask, None), config)
+
+
+def test_the_weight_of_a_prompt_falls_evenly_with_its_mean_score():
+    weights, metrics = weights_of([1.0, 1.0, 1.0, 0.0, 0.0, 0.0], [0, 0, 1, 1, 2, 2])
+    assert weights.tolist() == pytest.approx([0.4, 0.4, 1.0, 1.0, 1.6, 1.6])
+    assert metrics["advantage/difficulty"] == pytest.approx(0.5)
+    assert metrics["advantage/difficulty_weight_min"] == pytest.approx(0.4)
+    assert metrics["advantage/difficulty_weight_max"] == pytest.approx(1.6)
+
+
+def test_mean_scores_beyond_0_and_1_are_cut():
+    weights, _ = weights_of([5.0, -3.0], [0, 1])
+    assert weights.tolist() == pytest.approx([0.4, 1.6])
+
+
+def test_the_weights_of_samples_that_stay_in_the_loss_have_mean_1():
+    weights, _ = weights_of([1.0, 1.0, 0.0, 0.0], [0, 0, 1, 1], [True, False, True, True])
+    assert float(weights[[0, 2, 3]].mean()) == pytest.approx(1.0)
+    assert weights.tolist() == pytest.approx([1 / 3, 1 / 3, 4 / 3, 4 / 3])
+
+
+@pytest.mark.parametrize("learned", [None, [False, False]])
+def test_a_batch_without_a_weight_is_not_learned_from(learned):
+    config = replace(WEIGHTED, difficulty_weight_easy=0.0)
+    assert weights_of([1.0, 1.0], [0, 0], learned, config)[0].tolist() == [0.0, 0.0]
+
+
+def test_advantages_are_weighted_after_they_are_whitened_and_before_they_are_clipped():
+    scores, groups, mask = [1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 1.0, 1.0], [0] * 4 + [1] * 4, responses(*[3] * 8)
+    config = AdvantageConfig(adv_estimator="grpo", whiten_advantages=True)
+    plain, _ = shaped(scores, groups, mask, config)
+    weights, _ = weights_of(scores, groups)
+    weighted, metrics = shaped(scores, groups, mask, replace(config, difficulty_loss_weight=True))
+    assert weighted == pytest.approx([a * w for a, w in zip(plain, weights.tolist(), strict=True)])
+    assert metrics["advantage/difficulty"] == pytest.approx(0.375)
+    clipped, _ = shaped(scores, groups, mask, replace(config, difficulty_loss_weight=True, advantage_clip=0.5))
+    assert clipped == pytest.approx([min(max(a, -0.5), 0.5) for a in weighted])
+
+
+def test_the_difficulty_is_that_of_raw_scores():
+    shorter = replace(WEIGHTED, length_penalty_per_token=0.1, reward_clip=0.5)
+    assert shaped([1.0, 0.0], [0, 1], responses(3, 3), shorter)[0] == pytest.approx([0.5 * 0.4, -0.3 * 1.6])
+
+
+def test_neither_padding_nor_the_order_of_samples_changes_a_weight():
+    scores, groups, mask = [1.0, 0.0, 1.0, 1.0, 0.0], [0, 0, 0, 1, 1], responses(2, 5, 9, 1, 4, 0, 0)
+    plain, metrics = shaped(scores, groups, mask[:5], WEIGHTED)
+    order = [4, 1, 3, 0, 2]
+    moved, _ = shaped([scores[i] for i in order], [groups[i] for i in order], mask[order], WEIGHTED)
+    assert moved == pytest.approx([plain[i] for i in order])
+    turns = single_turns(torch.tensor([*scores, 0.0, 0.0]), mask)
+    padded, with_padding = shaped([*scores, 0.0, 0.0], [*groups, 2, 3], mask, WEIGHTED, turns=turns)
+    assert padded == [*plain, 0.0, 0.0] and with_padding["advantage/difficulty"] == metrics["advantage/difficulty"]
+
+
+def test_a_trajectory_counts_once_in_the_difficulty_whatever_its_turns_are():
+    """The first trajectory is split into two samples."""
+    mask, scores = responses(3, 3, 3), torch.tensor([1.0, 1.0, 0.0])
+    turns = replace(single_turns(scores, mask), trajectory_ids=torch.tensor([0, 0, 1]))
+    groups = torch.tensor([0, 0, 1])
+    weights, metrics = difficulty_weights(scores, groups, None, episodes_of(mask, turns), WEIGHTED)
+    assert weights.tolist() == pytest.approx([0.4, 0.4, 1.6])
+    assert metrics["advantage/difficulty"] == 0.5
+
+
+def test_returns_have_no_weight():
+    tensors = torch.tensor([1.0, 0.0]), torch.tensor([0, 1]), responses(3, 3)
+    weighted, plain = (compute_advantages(*tensors, config) for config in (WEIGHTED, PLAIN))
+    assert torch.equal(weighted.returns, plain.returns)
+
+
+def normalised(mean, std, scores, groups, tags=None, statistics=None, **more):
+    config = replace(PLAIN, norm_mean_type=mean, norm_std_type=std, **more)
+    mask = responses(*[3] * len(scores))
+    turns = single_turns(torch.tensor(scores), mask)
+    if tags is not None:
+        turns = replace(turns, tag_ids=torch.tensor(tags))
+    tensors = torch.tensor(scores), torch.tensor(groups), mask
+    return compute_advantages(*tensors, config, turns=turns, statistics=statistics)
+
+
+def values(result):
+    return result.advantages[:, 1].tolist()
+
+
+SCORES, GROUPS, TAGS = [1.0, 3.0, 10.0, 30.0, 20.0], [0, 0, 1, 1, 2], [0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("mean", "std", "expected"),
+    [
+        ("tag", None, [-1.0, 1.0, -10.0, 10.0, 0.0]),
+        ("tag", "tag", [-(2**-0.5), 2**-0.5, -1.0, 1.0, 0.0]),
+        (None, "tag", [2**-0.5, 3 * 2**-0.5, 1.0, 3.0, 2.0]),
+        ("group", "tag", [-(2**-0.5), 2**-0.5, -1.0, 1.0, 0.0]),
+    ],
+)
+def test_scores_are_normalised_within_a_tag(mean, std, expected):
+    assert values(normalised(mean, std, SCORES, GROUPS, TAGS)) == pytest.approx(expected, abs=1e-5)
+
+
+def test_one_tag_is_the_batch():
+    for mean, std in (("tag", "tag"), ("tag", None), (None, "tag")):
+        batch = ("batch" if kind else None for kind in (mean, std))
+        torch.testing.assert_close(
+            normalised(mean, std, SCORES, GROUPS).advantages, normalised(*batch, SCORES, GROUPS).advantages
+        )
+
+
+def test_a_tag_with_equal_scores_has_no_advantage():
+    assert values(normalised(None, "tag", [2.0, 2.0, 1.0, 3.0], [0, 0, 1, 1], [0, 0, 1, 1]))[:2] == [0.0, 0.0]
+
+
+def test_scores_without_tags_cannot_be_normalised_by_tag():
+    with pytest.raises(ValueError, match="need the tag of each sample"):
+        shaped([1.0, 0.0], [0, 0], responses(3, 3), replace(PLAIN, norm_mean_type="tag"))
+
+
+@pytest.mark.parametrize(("mean", "std"), [("running", "running"), ("running", None), (None, "running")])
+@pytest.mark.parametrize("estimator", ["reinforce", "gae"])
+def test_scores_are_normalised_by_all_scores_of_the_run_so_far(mean, std, estimator):
+    seen, statistics = [], ScoreStatistics()
+    for scores in ([1.0, 0.0, 5.0], [2.0, 2.0], [0.0, 7.0, 3.0, 1.0]):
+        tensors = torch.tensor(scores), torch.zeros(len(scores)).long(), responses(*[3] * len(scores))
+        config = replace(PLAIN, adv_estimator=estimator, lambd=1.0, norm_mean_type=mean, norm_std_type=std)
+        result = compute_advantages(*tensors, config, statistics=statistics, values=torch.zeros(len(scores), 12))
+        statistics = result.statistics
+        seen += scores
+        run = torch.tensor(seen, dtype=torch.float64)
+        expected = (tensors[0] - (run.mean() if mean else 0)) / (run.std() + 1e-6 if std else 1)
+        assert values(result) == pytest.approx(expected.tolist(), rel=1e-5)
+        assert result.metrics["advantage/running_score_mean"] == pytest.approx(float(run.mean()))
+        assert result.metrics["advantage/running_score_std"] == pytest.approx(float(run.std()))
+
+
+@pytest.mark.parametrize("bounds", [(0, 1, 2, 1000), (0, 500, 500, 1000), (0, 999, 1000), tuple(range(0, 1001, 50))])
+@pytest.mark.parametrize("offset", [0.0, 1e4])
+def test_statistics_do_not_depend_on_how_the_scores_are_split(bounds, offset):
+    scores = torch.randn(1000, generator=torch.Generator().manual_seed(3)) + offset
+    merged = ScoreStatistics()
+    for start, end in pairwise(bounds):
+        merged = merged.merged(ScoreStatistics.of(scores[start:end]))
+    assert merged.count == 1000
+    assert merged.mean == pytest.approx(float(scores.double().mean()), rel=1e-12, abs=1e-12)
+    assert merged.std == pytest.approx(float(scores.double().std()), rel=1e-9)
+
+
+def test_statistics_of_no_score_or_one_have_no_deviation():
+    empty, one = ScoreStatistics.of(torch.zeros(0)), ScoreStatistics.of(torch.tensor([3.0]))
+    assert (empty.std, one.std, empty.merged(empty), empty.merged(one), one.merged(empty)) == (0, 0, empty, one, one)
+    assert ScoreStatistics(**asdict(one)) == one
+
+
+@pytest.mark.parametrize(("mean", "std"), [("running", "running"), (None, "running"), ("running", None)])
+def test_a_run_with_equal_scores_so_far_has_no_advantage(mean, std):
+    assert values(normalised(mean, std, [0.1] * 3, [0, 0, 1])) == [0.0] * 3
+
+
+def test_statistics_are_of_clipped_scores_and_mix_with_those_of_other_sets():
+    result = normalised("group", "running", [1.0, 9.0, 0.0], [0, 0, 1], reward_clip=3.0)
+    run = torch.tensor([1.0, 3.0, 0.0])
+    assert result.statistics == ScoreStatistics.of(run)
+    expected = torch.tensor([-1.0, 1.0, 0.0]) / (run.std() + 1e-6)
+    assert values(result) == pytest.approx(expected.tolist(), rel=1e-5)
+
+
+@pytest.mark.parametrize(("mean", "std"), [("running", "running"), ("tag", "tag")])
+def test_neither_padding_nor_the_order_of_samples_changes_a_normalised_score(mean, std):
+    before = ScoreStatistics(4, 2.0, 8.0)
+    plain = normalised(mean, std, SCORES, GROUPS, TAGS, before)
+    order = [4, 1, 3, 0, 2]
+    moved = normalised(mean, std, *([each[i] for i in order] for each in (SCORES, GROUPS, TAGS)), before)
+    assert values(moved) == pytest.approx([values(plain)[i] for i in order])
+    assert asdict(moved.statistics) == pytest.approx(asdict(plain.statistics))
+    mask = responses(*[3] * 5, 0, 0)
+    scores = torch.tensor([*SCORES, 99.0, 99.0])
+    turns = replace(single_turns(scores, mask), tag_ids=torch.tensor([*TAGS, 2, 2]))
+    config = replace(PLAIN, norm_mean_type=mean, norm_std_type=std)
+    groups = torch.tensor([*GROUPS, 3, 4])
+    padded = compute_advantages(scores, groups, mask, config, turns=turns, statistics=before)
+    assert values(padded)[:5] == values(plain) and padded.statistics == plain.statistics
+
+
+def test_statistics_count_a_trajectory_once():
+    """The first trajectory is split into two samples."""
+    mask, scores = responses(3, 3, 3), torch.tensor([1.0, 1.0, 4.0])
+    turns = replace(single_turns(scores, mask), trajectory_ids=torch.tensor([0, 0, 1]))
+    config = replace(PLAIN, norm_mean_type="running")
+    result = compute_advantages(scores, torch.tensor([0, 0, 1]), mask, config, turns=turns)
+    assert result.statistics == ScoreStatistics.of(torch.tensor([1.0, 4.0]))
+    assert values(result) == [-1.5, -1.5, 1.5]
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "remax", "reinforce_plus_plus"])
+def test_estimators_with_their_own_normalisation_read_no_other(estimator):
+    config = AdvantageConfig(adv_estimator=estimator)
+    greedy = GreedyResponses(torch.tensor([0.5, 0.5, 0.5]), torch.tensor([1, 1, 1]))
+    tensors = torch.tensor([1.0, 0.0, 1.0]), torch.tensor([0, 0, 0]), responses(3, 3, 3)
+    plain, other = (
+        compute_advantages(*tensors, each, greedy=greedy)
+        for each in (config, replace(config, norm_mean_type="running", norm_std_type="tag"))
+    )
+    assert torch.equal(plain.advantages, other.advantages) and other.statistics.count == 0
