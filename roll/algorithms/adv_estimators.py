@@ -53,7 +53,7 @@ class RewardBatch:
         teacher_kl: [B, T] log-prob of the policy minus that of the teacher for each sampled token; None without one.
         reward_parts: [B, R] score of each reward before its weight, without `reward_clip` and `whiten_rewards`; NaN
             where a reward does not score the sample. None if only their sum is known.
-        overlong: [B] what the scores have lost by `overlong_buffer_len`; None: nothing.
+        overlong: [B] what the scores have lost by `overlong_buffer_len` and the penalties of lengths; None: nothing.
         squared_gradients: [B, T] square of the gradient of a token's log-prob with respect to the logits, times that of
             its weight in the loss; None where the probabilities of all tokens are not known.
     """
@@ -316,7 +316,7 @@ def gdpo(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
     """A = sum_k w_k (r_k - mean_group) / (std_group + EPSILON) over the rewards k, whitened over the batch's samples.
 
     A reward with equal scores in a group, or of a single sample, adds 0 there. Penalties (the KL of the tokens,
-    `overlong_buffer_len`) are subtracted minus their group mean and in their own unit, so that their coefficients keep
+    `overlong_buffer_len`, lengths) are subtracted minus their group mean and in their own unit, so that their coefficients keep
     a meaning. Samples without a token do not count in the whitening, and rewards that cancel out leave no rounding
     for it to enlarge: it is computed in float64. Source: Liu et al. 2026 (arXiv 2601.05242), GDPO.
     Like there and in TRL (`normalize_then_sum`) every sample counts once in the whitening; in verl every token does.
