@@ -317,8 +317,8 @@ def gdpo(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
 
     A reward with equal scores in a group, or of a single sample, adds 0 there. Penalties (the KL of the tokens,
     `overlong_buffer_len`, lengths) are subtracted minus their group mean and in their own unit, so that their
-    coefficients keep a meaning. Samples without a token do not count in the whitening, and rewards that cancel out leave no rounding
-    for it to enlarge: it is computed in float64. Source: Liu et al. 2026 (arXiv 2601.05242), GDPO.
+    coefficients keep a meaning. Samples without a token do not count in the whitening, and rewards that cancel out
+    leave no rounding for it to enlarge: it is computed in float64. Source: Liu et al. 2026 (arXiv 2601.05242), GDPO.
     Like there and in TRL (`normalize_then_sum`) every sample counts once in the whitening; in verl every token does.
 
     Raises:
