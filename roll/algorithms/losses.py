@@ -211,14 +211,19 @@ def dpo(
     A response gains s = sum_t log pi - log ref, or the mean with `length_normalized`; m = s_better - s_worse. f is
     -(1 - e) log sigmoid(beta m) - e log sigmoid(-beta m) with e = `label_smoothing` (`sigmoid`; DPO, arXiv 2305.18290,
     and its conservative form), max(0, 1 - beta m) (`hinge`; SLiC, arXiv 2305.10425), or (m - 1 / (2 beta))^2 (`ipo`;
-    arXiv 2310.12036). `sft_loss_coef` adds the negative log-likelihood of a token of the better responses (RPO, arXiv
+    arXiv 2310.12036).
+
+    `kto_pair` (KTO, arXiv 2402.01306, for pairs, as TRL had it) does not read m. With K = `pair_kl`, it is the mean
+    over both responses of a pair of 1 - sigmoid(beta (s_better - K)) and 1 - sigmoid(beta (K - s_worse)).
+
+    `sft_loss_coef` adds the negative log-likelihood of a token of the better responses (RPO, arXiv
     2404.19733).
 
     Args:
         log_probs: log pi [2 P, T] with gradient; rows 2 i and 2 i + 1 are the better and the worse response of a pair.
             A last row without a partner is ignored.
         entropy: [2 P, T], reported; or None.
-        micro: `response_mask`, `ref_log_probs` [2 P, T].
+        micro: `response_mask`, `ref_log_probs` [2 P, T]; with `kto_pair` also `pair_kl` [2 P], see that function.
         scale: counts over the global batch; its `sequences` are twice the pairs.
         config: f and its coefficients.
 
@@ -227,14 +232,15 @@ def dpo(
         `rejected_reward` (beta s), means over pairs, and `entropy` (mean over tokens) if it was given.
     """
     pairs, mask = max(scale.sequences / 2, 1.0), micro["response_mask"]
-    log_ratio = masked(log_probs - micro["ref_log_probs"], mask)
-    gains = masked_mean(log_ratio, mask, dim=-1) if config.length_normalized else log_ratio.sum(-1)
-    better, worse = _better_and_worse(gains)
+    better, worse = _better_and_worse(_gains(log_probs, micro, config))
     margin, beta, smoothing = better - worse, config.beta, config.label_smoothing
     if config.dpo_loss_type == "hinge":
         losses = (1 - beta * margin).clamp(min=0)
     elif config.dpo_loss_type == "ipo":
         losses = (margin - 1 / (2 * beta)) ** 2
+    elif config.dpo_loss_type == "kto_pair":
+        kl_of_worse, kl_of_better = _better_and_worse(micro["pair_kl"])
+        losses = 1 - (F.sigmoid(beta * (better - kl_of_worse)) + F.sigmoid(beta * (kl_of_better - worse))) / 2
     else:
         losses = -(1 - smoothing) * F.logsigmoid(beta * margin) - smoothing * F.logsigmoid(-beta * margin)
     loss = losses.sum() / pairs
@@ -245,6 +251,28 @@ def dpo(
     if entropy is not None:
         metrics["entropy"] = _token_mean(entropy, mask, scale)
     return loss, metrics
+
+
+def pair_kl(log_probs: Tensor, batch: Mapping[str, Tensor], config: DPOLossConfig) -> Tensor:
+    """The estimate of the KL divergence to the reference with which `kto_pair` compares each row, [2 P].
+
+    For a better response it is the mean gain of the worse responses, for a worse one that of the better ones, each at
+    least 0 (arXiv 2402.01306, as in TRL's `kto_pair`). It has no gradient.
+
+    Args:
+        log_probs: [2 P, T] of the policy, for all pairs of an optimizer step: the means are over these rows.
+        batch: `response_mask`, `ref_log_probs` [2 P, T].
+        config: of the loss.
+    """
+    better, worse = (gains.mean().clamp(min=0) for gains in _better_and_worse(_gains(log_probs, batch, config)))
+    return torch.stack([worse, better]).detach().repeat(len(log_probs) // 2)
+
+
+def _gains(log_probs: Tensor, batch: Mapping[str, Tensor], config: DPOLossConfig) -> Tensor:
+    """How much more likely each response is than under the reference, s [B]: in total, or per token."""
+    mask = batch["response_mask"]
+    log_ratio = masked(log_probs - batch["ref_log_probs"], mask)
+    return masked_mean(log_ratio, mask, dim=-1) if config.length_normalized else log_ratio.sum(-1)
 
 
 @dataclass
