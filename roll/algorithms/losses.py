@@ -21,6 +21,12 @@ from torch import Tensor
 
 from roll.algorithms.aggregation import LossScale, aggregate, masked, masked_max, masked_mean
 from roll.algorithms.correction import Correction, off_policy_correction, off_policy_sequences, partial_sums
+from roll.algorithms.distillation import (
+    POLICY_TOP_LOG_PROBS,
+    TEACHER_TOP_IDS,
+    TEACHER_TOP_LOG_PROBS,
+    top_k_divergence,
+)
 from roll.algorithms.kl import k3, kl_divergence
 from roll.algorithms.policy_losses import PolicyLossConfig, PolicyTokens, token_losses
 from roll.algorithms.registry import Registry
@@ -58,6 +64,8 @@ def policy(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss pg + kl_loss_coef KL(pi || ref) - entropy_loss_coef H, each term aggregated by `loss_agg_mode`.
 
+    With `opd_top_k`, opd_kl_coef times the divergence to a teacher over its most likely tokens is added.
+
     Correction weights multiply the policy term pg. Rejected tokens have no term at all and no part in the ratio of
     their response or turn, but still count in the denominators unless `renormalize` is set (then `scale` must count
     only the kept tokens).
@@ -67,9 +75,10 @@ def policy(
         entropy: [b, T], with gradient if `entropy_loss_coef` is not 0; otherwise only reported, and may be None.
         micro: tensors [b, T] unless stated otherwise: `response_mask`, `advantages`, and the base of the ratio
             (`old_log_probs` or `behavior_log_probs`, see `pg_ratio_base`; none with `one_pass`, where log p is log pi);
-            `ref_log_probs` with `use_kl_loss`; `scores` [b] for the variants that use them; `turn_index` with
-            `ratio_type: segment`; with a correction `correction_weights` and `correction_kept`, or in bypass mode and
-            with `one_pass` `behavior_log_probs`, from which they are computed here.
+            `ref_log_probs` with `use_kl_loss`; the three tensors [b, T, K] of `roll.algorithms.distillation` with
+            `opd_top_k`; `scores` [b] for the variants that use them; `turn_index` with `ratio_type: segment`; with a
+            correction `correction_weights` and `correction_kept`, or in bypass mode and with `one_pass`
+            `behavior_log_probs`, from which they are computed here.
         scale: counts over the global batch.
         config: the variant and the coefficients.
 
@@ -78,8 +87,10 @@ def policy(
         `entropy` (mean over tokens), `ratio_mean`, `ratio_max`, `ratio_deviation_max` (largest |r - 1|),
         `clip_fraction` (of tokens), `policy_kl` (k3 of log pi - log base), `log_ratio_abs_mean` and
         `log_ratio_abs_max` (|log pi - log base| of tokens), `log_ratio_beyond_p99` (share of tokens for which it is
-        above `p99_logprob_mismatch`, if that is set), `opsm_fraction` (tokens left out by `opsm_delta`); in bypass mode
-        and with `one_pass` also the partial sums of the correction metrics.
+        above `p99_logprob_mismatch`, if that is set), `opsm_fraction` (tokens left out by `opsm_delta`); with
+        `opd_top_k` `opd_loss` (aggregated like the loss, without its coefficient) and `teacher_top_k_mass` (mean
+        probability of the teacher's tokens); in bypass mode and with `one_pass` also the partial sums of the correction
+        metrics.
 
     Raises:
         ValueError: `entropy_loss_coef` is set without an entropy, or `ratio_type: segment` without `turn_index`.
@@ -140,6 +151,12 @@ def policy(
         kl = term(divergence)
         loss = loss + config.kl_loss_coef * kl
         metrics["kl_loss"] = kl.detach()
+    if config.opd_top_k is not None:
+        teacher, known = micro[TEACHER_TOP_LOG_PROBS], micro[TEACHER_TOP_IDS] >= 0
+        distance = term(top_k_divergence(micro[POLICY_TOP_LOG_PROBS], teacher, known, config.opd_divergence))
+        loss = loss + config.opd_kl_coef * distance
+        mass = torch.where(known, teacher.exp(), 0.0).sum(-1)
+        metrics |= {"opd_loss": distance.detach(), "teacher_top_k_mass": _token_mean(mass, counted, scale)}
     if entropy is not None:
         metrics["entropy"] = _token_mean(entropy, counted, scale)
     if config.entropy_loss_coef:
