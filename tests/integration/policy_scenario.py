@@ -15,8 +15,8 @@ RATE = 1.0
 def one_step_of_each_variant(context: RankContext) -> None:
     """`arguments`: model, batch (tensors by name), loss_configs, teachers (by variant), temperature, top_k.
 
-    A teacher is more tensors of the batch. Every step starts from the weights of `model`. With an Adam epsilon of 1 the first step subtracts
-    RATE g / (|g| + 1), so the weights after it tell the gradient g of each parameter.
+    A teacher is more tensors of the batch. Every step starts from the weights of `model`. With an Adam epsilon of 1 the
+    first step subtracts RATE g / (|g| + 1), so the weights after it tell the gradient g of each parameter.
     """
     arguments = context.arguments
     for variant, loss_config in arguments["loss_configs"].items():
