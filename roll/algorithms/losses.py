@@ -21,6 +21,12 @@ from torch import Tensor
 
 from roll.algorithms.aggregation import LossScale, aggregate, masked, masked_max, masked_mean
 from roll.algorithms.correction import Correction, off_policy_correction, off_policy_sequences, partial_sums
+from roll.algorithms.distillation import (
+    POLICY_TOP_LOG_PROBS,
+    TEACHER_TOP_IDS,
+    TEACHER_TOP_LOG_PROBS,
+    top_k_divergence,
+)
 from roll.algorithms.kl import k3, kl_divergence
 from roll.algorithms.policy_losses import PolicyLossConfig, PolicyTokens, token_losses
 from roll.algorithms.registry import Registry
@@ -58,6 +64,8 @@ def policy(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss pg + kl_loss_coef KL(pi || ref) - entropy_loss_coef H, each term aggregated by `loss_agg_mode`.
 
+    With `opd_top_k`, opd_kl_coef times the divergence to a teacher over its most likely tokens is added.
+
     Correction weights multiply the policy term pg. Rejected tokens have no term at all and no part in the ratio of
     their response or turn, but still count in the denominators unless `renormalize` is set (then `scale` must count
     only the kept tokens).
@@ -67,9 +75,10 @@ def policy(
         entropy: [b, T], with gradient if `entropy_loss_coef` is not 0; otherwise only reported, and may be None.
         micro: tensors [b, T] unless stated otherwise: `response_mask`, `advantages`, and the base of the ratio
             (`old_log_probs` or `behavior_log_probs`, see `pg_ratio_base`; none with `one_pass`, where log p is log pi);
-            `ref_log_probs` with `use_kl_loss`; `scores` [b] for the variants that use them; `turn_index` with
-            `ratio_type: segment`; with a correction `correction_weights` and `correction_kept`, or in bypass mode and
-            with `one_pass` `behavior_log_probs`, from which they are computed here.
+            `ref_log_probs` with `use_kl_loss`; the three tensors [b, T, K] of `roll.algorithms.distillation` with
+            `opd_top_k`; `scores` [b] for the variants that use them; `turn_index` with `ratio_type: segment`; with a
+            correction `correction_weights` and `correction_kept`, or in bypass mode and with `one_pass`
+            `behavior_log_probs`, from which they are computed here.
         scale: counts over the global batch.
         config: the variant and the coefficients.
 
@@ -78,8 +87,10 @@ def policy(
         `entropy` (mean over tokens), `ratio_mean`, `ratio_max`, `ratio_deviation_max` (largest |r - 1|),
         `clip_fraction` (of tokens), `policy_kl` (k3 of log pi - log base), `log_ratio_abs_mean` and
         `log_ratio_abs_max` (|log pi - log base| of tokens), `log_ratio_beyond_p99` (share of tokens for which it is
-        above `p99_logprob_mismatch`, if that is set), `opsm_fraction` (tokens left out by `opsm_delta`); in bypass mode
-        and with `one_pass` also the partial sums of the correction metrics.
+        above `p99_logprob_mismatch`, if that is set), `opsm_fraction` (tokens left out by `opsm_delta`); with
+        `opd_top_k` `opd_loss` (aggregated like the loss, without its coefficient) and `teacher_top_k_mass` (mean
+        probability of the teacher's tokens); in bypass mode and with `one_pass` also the partial sums of the correction
+        metrics.
 
     Raises:
         ValueError: `entropy_loss_coef` is set without an entropy, or `ratio_type: segment` without `turn_index`.
@@ -140,6 +151,12 @@ def policy(
         kl = term(divergence)
         loss = loss + config.kl_loss_coef * kl
         metrics["kl_loss"] = kl.detach()
+    if config.opd_top_k is not None:
+        teacher, known = micro[TEACHER_TOP_LOG_PROBS], micro[TEACHER_TOP_IDS] >= 0
+        distance = term(top_k_divergence(micro[POLICY_TOP_LOG_PROBS], teacher, known, config.opd_divergence))
+        loss = loss + config.opd_kl_coef * distance
+        mass = torch.where(known, teacher.exp(), 0.0).sum(-1)
+        metrics |= {"opd_loss": distance.detach(), "teacher_top_k_mass": _token_mean(mass, counted, scale)}
     if entropy is not None:
         metrics["entropy"] = _token_mean(entropy, counted, scale)
     if config.entropy_loss_coef:
@@ -211,14 +228,19 @@ def dpo(
     A response gains s = sum_t log pi - log ref, or the mean with `length_normalized`; m = s_better - s_worse. f is
     -(1 - e) log sigmoid(beta m) - e log sigmoid(-beta m) with e = `label_smoothing` (`sigmoid`; DPO, arXiv 2305.18290,
     and its conservative form), max(0, 1 - beta m) (`hinge`; SLiC, arXiv 2305.10425), or (m - 1 / (2 beta))^2 (`ipo`;
-    arXiv 2310.12036). `sft_loss_coef` adds the negative log-likelihood of a token of the better responses (RPO, arXiv
+    arXiv 2310.12036).
+
+    `kto_pair` (KTO, arXiv 2402.01306, for pairs, as TRL had it) does not read m. With K = `pair_kl`, it is the mean
+    over both responses of a pair of 1 - sigmoid(beta (s_better - K)) and 1 - sigmoid(beta (K - s_worse)).
+
+    `sft_loss_coef` adds the negative log-likelihood of a token of the better responses (RPO, arXiv
     2404.19733).
 
     Args:
         log_probs: log pi [2 P, T] with gradient; rows 2 i and 2 i + 1 are the better and the worse response of a pair.
             A last row without a partner is ignored.
         entropy: [2 P, T], reported; or None.
-        micro: `response_mask`, `ref_log_probs` [2 P, T].
+        micro: `response_mask`, `ref_log_probs` [2 P, T]; with `kto_pair` also `pair_kl` [2 P], see that function.
         scale: counts over the global batch; its `sequences` are twice the pairs.
         config: f and its coefficients.
 
@@ -227,14 +249,15 @@ def dpo(
         `rejected_reward` (beta s), means over pairs, and `entropy` (mean over tokens) if it was given.
     """
     pairs, mask = max(scale.sequences / 2, 1.0), micro["response_mask"]
-    log_ratio = masked(log_probs - micro["ref_log_probs"], mask)
-    gains = masked_mean(log_ratio, mask, dim=-1) if config.length_normalized else log_ratio.sum(-1)
-    better, worse = _better_and_worse(gains)
+    better, worse = _better_and_worse(_gains(log_probs, micro, config))
     margin, beta, smoothing = better - worse, config.beta, config.label_smoothing
     if config.dpo_loss_type == "hinge":
         losses = (1 - beta * margin).clamp(min=0)
     elif config.dpo_loss_type == "ipo":
         losses = (margin - 1 / (2 * beta)) ** 2
+    elif config.dpo_loss_type == "kto_pair":
+        kl_of_worse, kl_of_better = _better_and_worse(micro["pair_kl"])
+        losses = 1 - (F.sigmoid(beta * (better - kl_of_worse)) + F.sigmoid(beta * (kl_of_better - worse))) / 2
     else:
         losses = -(1 - smoothing) * F.logsigmoid(beta * margin) - smoothing * F.logsigmoid(-beta * margin)
     loss = losses.sum() / pairs
@@ -245,6 +268,28 @@ def dpo(
     if entropy is not None:
         metrics["entropy"] = _token_mean(entropy, mask, scale)
     return loss, metrics
+
+
+def pair_kl(log_probs: Tensor, batch: Mapping[str, Tensor], config: DPOLossConfig) -> Tensor:
+    """The estimate of the KL divergence to the reference with which `kto_pair` compares each row, [2 P].
+
+    For a better response it is the mean gain of the worse responses, for a worse one that of the better ones, each at
+    least 0 (arXiv 2402.01306, as in TRL's `kto_pair`). It has no gradient.
+
+    Args:
+        log_probs: [2 P, T] of the policy, for all pairs of an optimizer step: the means are over these rows.
+        batch: `response_mask`, `ref_log_probs` [2 P, T].
+        config: of the loss.
+    """
+    better, worse = (gains.mean().clamp(min=0) for gains in _better_and_worse(_gains(log_probs, batch, config)))
+    return torch.stack([worse, better]).detach().repeat(len(log_probs) // 2)
+
+
+def _gains(log_probs: Tensor, batch: Mapping[str, Tensor], config: DPOLossConfig) -> Tensor:
+    """How much more likely each response is than under the reference, s [B]: in total, or per token."""
+    mask = batch["response_mask"]
+    log_ratio = masked(log_probs - batch["ref_log_probs"], mask)
+    return masked_mean(log_ratio, mask, dim=-1) if config.length_normalized else log_ratio.sum(-1)
 
 
 @dataclass

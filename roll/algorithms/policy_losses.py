@@ -25,7 +25,7 @@ from roll.configs.policy import PolicyOptions, losses_of, options_of, proximal_s
 
 @dataclass
 class PolicyLossConfig(PolicyOptions):
-    """Settings of the `policy` loss: the YAML keys of `PolicyOptions`, with every `auto` resolved, and three more.
+    """Settings of the `policy` loss: the YAML keys of `PolicyOptions`, with every `auto` resolved, and some more.
 
     The driver sends it to every training rank, so it must be picklable.
 
@@ -33,6 +33,9 @@ class PolicyLossConfig(PolicyOptions):
         pg_variant: key of actor_train, a name of PG_VARIANTS or a mixture of several.
         ratio_type: key of agentic runs; other runs use the default.
         p99_logprob_mismatch: key of RL runs; tokens whose log ratio is larger are counted in a metric.
+        opd_top_k: key of the advantages; None where no divergence to a teacher is part of the loss.
+        opd_kl_coef: weight of that divergence.
+        opd_divergence: which one it is.
         one_pass: the batch is one optimizer step, so that log p is log pi itself and was not computed before.
     """
 
@@ -41,6 +44,9 @@ class PolicyLossConfig(PolicyOptions):
     pg_variant: str = field(kw_only=True)
     ratio_type: Literal["token", "segment", "sequence"] = AgenticOptions.ratio_type
     p99_logprob_mismatch: float | None = None
+    opd_top_k: int | None = None
+    opd_kl_coef: float = 1.0
+    opd_divergence: Literal["reverse", "forward"] = "reverse"
     one_pass: bool = False
 
     @classmethod

@@ -98,6 +98,18 @@ SUMMED = not_estimators(
 
 SINGLE_TURN = Condition(lambda config, _: config.pipeline == "rlvr", "it belongs to pipeline rlvr", ("pipeline",))
 
+TEACHER = Condition(
+    lambda config, _: config.uses_teacher,
+    "there is no teacher: use_opd is false and adv_estimator is not opd",
+    ("use_opd", "adv_estimator"),
+)
+
+HAS_ADVANTAGES = Condition(
+    lambda config, _: config.opd_top_k is None or config.adv_estimator not in TEACHER_ESTIMATORS,
+    "with adv_estimator opd and opd_top_k all advantages are 0",
+    ("opd_top_k", "adv_estimator"),
+)
+
 CRITIC = estimators(*VALUE_ESTIMATORS, reason="adv_estimator is not gae, so there is no critic")
 
 
@@ -197,14 +209,17 @@ class AdvantageOptions:
         only_for=needs("length_reward_coef", "length_reward_coef is 0"),
     )
     reward_clip: float | None = option(None, "Clip scores to +- this.", gt=0, only_for=(SCORED, SUMMED))
-    advantage_clip: float | None = option(None, "Clip advantages to +- this.", gt=0)
+    advantage_clip: float | None = option(None, "Clip advantages to +- this.", gt=0, only_for=HAS_ADVANTAGES)
     whiten_rewards: bool = option(
         False, "Zero mean and unit variance of scores over the batch.", only_for=(SCORED, SUMMED)
     )
     whiten_advantages: bool = option(
         False,
         "Zero mean and unit variance of advantages over the batch's tokens.",
-        only_for=not_estimators(*WHITENING_ESTIMATORS, reason="this adv_estimator always whitens its advantages"),
+        only_for=(
+            not_estimators(*WHITENING_ESTIMATORS, reason="this adv_estimator always whitens its advantages"),
+            HAS_ADVANTAGES,
+        ),
     )
     difficulty_loss_weight: bool = option(
         False,
@@ -228,11 +243,20 @@ class AdvantageOptions:
         1.0,
         "Weight of the teacher.",
         gt=0,
-        only_for=Condition(
-            lambda config, _: config.uses_teacher,
-            "there is no teacher: use_opd is false and adv_estimator is not opd",
-            ("use_opd", "adv_estimator"),
-        ),
+        only_for=TEACHER,
+    )
+    opd_top_k: int | None = option(
+        None,
+        "The teacher's most likely tokens at each position: opd_kl_coef x the KL divergence over them, and one outcome "
+        "for all others, is a term of the loss instead of the advantage. At least the vocabulary: over all tokens. "
+        "null: the sampled token alone.",
+        ge=1,
+        only_for=TEACHER,
+    )
+    opd_divergence: Literal["reverse", "forward"] = option(
+        "reverse",
+        "KL divergence of opd_top_k: of the policy from the teacher (reverse), or of the teacher from the policy.",
+        only_for=needs("opd_top_k", "opd_top_k is null, so only sampled tokens are compared", lambda k: k is not None),
     )
 
     @property

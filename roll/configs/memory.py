@@ -28,6 +28,10 @@ that fit into caches are fast on a CPU; larger ones keep a GPU busy and need few
 HEAD_KEPT_BYTES = 512 * 2**20
 """Probabilities up to this size are kept for the head's backward pass; larger ones are recomputed chunk by chunk."""
 
+TOP_TOKEN_BYTES = 48
+"""Memory of one of the teacher's `opd_top_k` tokens in a training micro-batch: twelve fp32 values of it, its id, its
+log-probs and probabilities, and what the backward pass of the divergence keeps."""
+
 STATE_LINES = ("weights", "gradients", "optimizer")
 """Lines of memory that a role always needs; the others exist while it computes."""
 
@@ -102,6 +106,7 @@ def _training_stage(
     elif last:
         training += [_head(tokens, shape, layout.tensor, size, platform, keep=True)]
         training += [_head_gradient(tokens, shape, layout.tensor, size, platform)]
+        training += _teacher_tokens(config, tokens, shape)
     passes = [training]
     if isinstance(config, RLConfig) and OLD_LOG_PROBS.holds(config, worker):
         passes += [_forward_lines(config, worker, shape, platform, last and not critic)]
@@ -250,6 +255,15 @@ def _head_gradient(tokens: int, shape: ModelShape, tensor: int, size: int, platf
     states = f"hidden states and gradients 2 x {tokens:,} x {shape.hidden:,} x {size} B"
     total = columns * shape.hidden * each + 2 * tokens * shape.hidden * size
     return MemoryLine("head gradient", total, f"{summed}; {states}")
+
+
+def _teacher_tokens(config: BaseConfig, tokens: int, shape: ModelShape) -> list[MemoryLine]:
+    """The most likely tokens of a teacher and the policy's log-probs of them, with `opd_top_k`."""
+    if not isinstance(config, RLConfig) or config.opd_top_k is None:
+        return []
+    count = min(config.opd_top_k, shape.vocabulary)
+    formula = f"{tokens:,} tokens x {count:,} of the teacher x {TOP_TOKEN_BYTES} B"
+    return [MemoryLine("teacher's tokens", tokens * count * TOP_TOKEN_BYTES, formula)]
 
 
 def _training_tokens(config: BaseConfig, worker: TrainedRoleConfig) -> int:

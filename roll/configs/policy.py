@@ -294,8 +294,8 @@ class DPOOptions:
     beta: float = option(
         0.1, "Penalty of the distance to the reference: a smaller value lets the policy move further.", gt=0
     )
-    dpo_loss_type: Literal["sigmoid", "hinge", "ipo"] = option(
-        "sigmoid", "Loss of the margin between the responses of a pair; see docs/algorithms.md."
+    dpo_loss_type: Literal["sigmoid", "hinge", "ipo", "kto_pair"] = option(
+        "sigmoid", "Loss of a pair of responses; see docs/algorithms.md. kto_pair needs one more forward pass per step."
     )
     label_smoothing: float = option(
         0.0,

@@ -47,6 +47,7 @@ def fused_linear_logprobs(
     entropy_gradient: bool = False,
     sum_pi_squared: bool = False,
     kept: torch.Tensor | None = None,
+    chosen: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Log-prob log softmax(hidden W^T / temperature)[target], and the entropy of the same distribution.
 
@@ -59,17 +60,52 @@ def fused_linear_logprobs(
         sum_pi_squared: whether the sum of the squared probabilities of all tokens is computed too, without gradient.
         kept: [N, K] ids of the tokens that the softmax is over, filled with -1; rows of -1 alone, and None, mean all
             tokens. The target is always among them.
+        chosen: [N, K] ids of more tokens whose log-probs are wanted, different ones in a row; -1 for none.
 
     Returns:
-        Log-probs and entropies in nats, and with `sum_pi_squared` that sum, [N] float32 each.
+        Log-probs and entropies in nats, and with `sum_pi_squared` that sum, [N] float32 each; with `chosen` also the
+        log-probs of these tokens [N, K], differentiable; values at -1 mean nothing.
     """
-    if hidden.dtype != torch.float32 and not _has_fp32_output(hidden):
-        hidden, weight = hidden.float(), weight.float()
+    hidden, weight = _multiplied(hidden, weight)
     keep = torch.is_grad_enabled() and hidden.shape[0] * weight.shape[0] * 4 <= HEAD_KEPT_BYTES
     results = _FusedLinearLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets, spec, entropy_gradient, sum_pi_squared, keep, kept
+        hidden, weight, targets, spec, entropy_gradient, sum_pi_squared, keep, kept, chosen
     )
-    return tuple(results) if sum_pi_squared else tuple(results[:2])
+    return tuple(result for result in results if result is not None)
+
+
+@torch.no_grad()
+def top_log_probs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    spec: HeadSpec,
+    count: int,
+    kept: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Log-probs and entropies as `fused_linear_logprobs`, and the most likely tokens with theirs; without gradient.
+
+    Args:
+        hidden: see `fused_linear_logprobs`, as `weight`, `targets`, `spec` and `kept`.
+        weight: see there.
+        targets: see there.
+        spec: see there.
+        count: of the most likely tokens, K; at most the vocabulary of all ranks.
+        kept: see there; tokens that the softmax leaves out are not among the most likely.
+
+    Returns:
+        Log-probs and entropies [N]; ids of the K most likely tokens [N, K] int32, the most likely first, -1 where there
+        are fewer; and their log-probs [N, K] float32, 0 at -1.
+    """
+    hidden, weight = _multiplied(hidden, weight)
+    parts: list[tuple[torch.Tensor, ...]] = []
+    for rows in _chunks(hidden, weight):
+        of_rows = None if kept is None else kept[rows]
+        part = _forward_chunk(hidden[rows], weight, targets[rows], spec, kept=of_rows, top=count)
+        assert part.most_likely is not None
+        parts.append((part.log_probs, part.entropy, *part.most_likely))
+        del part  # with the exponentials, before the next chunk needs that memory
+    return tuple(map(torch.cat, zip(*parts, strict=True)))
 
 
 class _FusedLinearLogprobs(torch.autograd.Function):
@@ -84,16 +120,18 @@ class _FusedLinearLogprobs(torch.autograd.Function):
         sum_pi_squared: bool,
         keep: bool,
         kept: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        chosen: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         parts = []
         for rows in _chunks(hidden, weight):
             of_rows = None if kept is None else kept[rows]
-            part = _forward_chunk(hidden[rows], weight, targets[rows], spec, sum_pi_squared, of_rows)
+            more = None if chosen is None else chosen[rows]
+            part = _forward_chunk(hidden[rows], weight, targets[rows], spec, sum_pi_squared, of_rows, more)
             parts.append(part if keep else replace(part, exponentials=None))
             del part  # with the exponentials, before the next chunk needs that memory
         log_probs = torch.cat([part.log_probs for part in parts])
         entropy = torch.cat([part.entropy for part in parts])
-        ctx.spec, ctx.entropy_gradient, ctx.kept = spec, entropy_gradient, kept
+        ctx.spec, ctx.entropy_gradient, ctx.kept, ctx.chosen = spec, entropy_gradient, kept, chosen
         ctx.exponentials = [part.exponentials for part in parts]
         totals, log_normalizers = (
             torch.cat([getattr(part, name) for part in parts]) for name in ("total", "log_normalizer")
@@ -102,10 +140,19 @@ class _FusedLinearLogprobs(torch.autograd.Function):
         squares = torch.cat([part.squares for part in parts if part.squares is not None]) if sum_pi_squared else None
         without_gradient = [] if entropy_gradient else [entropy]
         ctx.mark_non_differentiable(*without_gradient, *([] if squares is None else [squares]))
-        return log_probs, entropy, squares
+        of_chosen = (
+            torch.cat([part.chosen for part in parts if part.chosen is not None]) if chosen is not None else None
+        )
+        return log_probs, entropy, squares, of_chosen
 
     @staticmethod
-    def backward(ctx: Any, log_prob_gradient: torch.Tensor, entropy_gradient: torch.Tensor | None, _: Any) -> Any:
+    def backward(
+        ctx: Any,
+        log_prob_gradient: torch.Tensor,
+        entropy_gradient: torch.Tensor | None,
+        _: Any,
+        chosen_gradient: torch.Tensor | None,
+    ) -> Any:
         hidden, weight, targets, entropy, totals, log_normalizers = ctx.saved_tensors
         spec: HeadSpec = ctx.spec
         hidden_gradient = torch.empty_like(hidden)
@@ -118,20 +165,24 @@ class _FusedLinearLogprobs(torch.autograd.Function):
                 logits = _logits(hidden[rows], weight, targets[rows], spec, of_rows)
                 probabilities, total = logits.sub_(log_normalizers[rows, None]).exp_(), torch.ones_like(total)
             of_entropy = entropy_gradient[rows] if ctx.entropy_gradient and entropy_gradient is not None else None
+            of_chosen = None if chosen_gradient is None else (ctx.chosen[rows], chosen_gradient[rows])
             logits = _logit_gradient(
-                probabilities, total, targets[rows], entropy[rows], log_prob_gradient[rows], of_entropy, spec
+                probabilities, total, targets[rows], entropy[rows], log_prob_gradient[rows], of_entropy, spec, of_chosen
             ).to(hidden.dtype)
             torch.matmul(logits, used, out=hidden_gradient[rows])
             _add_product(weight_gradient[: spec.tokens], logits.t(), hidden[rows])
             del probabilities, logits  # before the next chunk needs that memory
         if spec.group is not None and spec.reduce_hidden_gradient:
             dist.all_reduce(hidden_gradient, group=spec.group)
-        return hidden_gradient, weight_gradient.to(weight.dtype), None, None, None, None, None, None
+        return hidden_gradient, weight_gradient.to(weight.dtype), None, None, None, None, None, None, None
 
 
 @dataclass
 class _ChunkResult:
-    """Results for n tokens, [n] each; `exponentials` / `total` are the probabilities of this rank's vocabulary."""
+    """Results for n tokens, [n] each; `exponentials` / `total` are the probabilities of this rank's vocabulary.
+
+    `chosen` are the log-probs [n, K] of chosen tokens, `most_likely` ids and log-probs [n, K] of the most likely ones.
+    """
 
     log_probs: torch.Tensor
     entropy: torch.Tensor
@@ -139,6 +190,15 @@ class _ChunkResult:
     log_normalizer: torch.Tensor
     exponentials: torch.Tensor | None
     squares: torch.Tensor | None
+    chosen: torch.Tensor | None = None
+    most_likely: tuple[torch.Tensor, torch.Tensor] | None = None
+
+
+def _multiplied(hidden: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states and weights in a precision that the device multiplies into fp32."""
+    if hidden.dtype != torch.float32 and not _has_fp32_output(hidden):
+        return hidden.float(), weight.float()
+    return hidden, weight
 
 
 def _logits(
@@ -160,6 +220,8 @@ def _forward_chunk(
     spec: HeadSpec,
     sum_pi_squared: bool = False,
     kept: torch.Tensor | None = None,
+    chosen: torch.Tensor | None = None,
+    top: int = 0,
 ) -> _ChunkResult:
     logits = _logits(hidden, weight, targets, spec, kept)
     highest = logits.amax(dim=-1)
@@ -169,6 +231,8 @@ def _forward_chunk(
     exponentials = logits.exp()
     local, own = _own_targets(targets, spec)
     target_logits = logits.gather(1, local[:, None]).squeeze(1) * own
+    chosen_logits = None if chosen is None else _chosen_logits(logits, chosen, spec)
+    most_likely = _top_logits(logits, weight.shape[0], spec, top) if top else None
     parts = [exponentials.sum(-1), target_logits, logits.mul_(exponentials).sum(-1)]
     if sum_pi_squared:
         parts.append(torch.linalg.vector_norm(exponentials, dim=-1).square())
@@ -184,7 +248,49 @@ def _forward_chunk(
         log_normalizer=log_total + highest,
         exponentials=exponentials,
         squares=squares[0] / total.square() if sum_pi_squared else None,
+        chosen=None if chosen_logits is None else chosen_logits - log_total[:, None],
+        most_likely=None if most_likely is None else _normalized(*most_likely, log_total),
     )
+
+
+def _chosen_logits(logits: torch.Tensor, chosen: torch.Tensor, spec: HeadSpec) -> torch.Tensor:
+    """Logits [n, K] of the chosen tokens of all ranks; 0 at -1."""
+    local, own = _own_targets(chosen.long(), spec)
+    found = logits.gather(1, local) * own
+    if spec.group is not None:
+        dist.all_reduce(found, group=spec.group)
+    return found
+
+
+def _top_logits(logits: torch.Tensor, rows: int, spec: HeadSpec, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids [n, K] int32 and logits [n, K] of the largest logits of all ranks; -1 for tokens that are left out.
+
+    Every rank offers its own, with padding where its part of the vocabulary, of `rows` rows, has fewer tokens.
+    """
+    lowest, offered = torch.finfo(logits.dtype).min, min(count, rows)
+    values, ids = logits.topk(min(offered, spec.tokens), dim=-1)
+    ids = torch.where(values > lowest / 2, ids + spec.first_token, -1)
+    missing = (0, offered - values.shape[1])
+    values, ids = (
+        torch.nn.functional.pad(values, missing, value=lowest),
+        torch.nn.functional.pad(ids, missing, value=-1),
+    )
+    if spec.group is not None:
+        values, ids = (_gathered(each, spec.group) for each in (values, ids))
+    values, places = values.topk(min(count, values.shape[1]), dim=-1)
+    return ids.gather(1, places).int(), values
+
+
+def _normalized(ids: torch.Tensor, logits: torch.Tensor, log_total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ids, and their log-probs [n, K], 0 at -1."""
+    return ids, torch.where(ids < 0, 0.0, logits - log_total[:, None])
+
+
+def _gathered(own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The columns of all ranks, [n, ranks K]."""
+    parts = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(parts, own.contiguous(), group=group)
+    return torch.cat(parts, dim=1)
 
 
 def _logit_gradient(
@@ -195,22 +301,33 @@ def _logit_gradient(
     of_log_prob: torch.Tensor,
     of_entropy: torch.Tensor | None,
     spec: HeadSpec,
+    of_chosen: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """d/dz of g log p_target + h H: g (1[target] - p) - h p (log p + H), divided by the temperature.
 
-    p is `exponentials` [n, tokens] / `total` [n, 1]; the exponentials are overwritten.
+    `of_chosen` has ids [n, K] of more tokens k and the gradients g_k of their log-probs: g_k (1[k] - p) is added for
+    each. p is `exponentials` [n, tokens] / `total` [n, 1]; the exponentials are overwritten.
     """
     of_log_prob = of_log_prob / spec.temperature
+    of_all = of_log_prob
+    if of_chosen is not None:
+        chosen = of_chosen[0].long()
+        of_each = of_chosen[1] * (chosen >= 0) / spec.temperature
+        of_all = of_log_prob + of_each.sum(-1)
     local, own = _own_targets(targets, spec)
     if of_entropy is None:
-        gradient = exponentials.mul_(-of_log_prob[:, None] / total)
+        gradient = exponentials.mul_(-of_all[:, None] / total)
     else:
         of_entropy = of_entropy / spec.temperature
         probabilities = exponentials.div_(total)
         surprise = probabilities.clamp(min=torch.finfo(torch.float32).tiny).log_().add_(entropy[:, None])
-        gradient = probabilities.mul_(surprise.mul_(-of_entropy[:, None]).sub_(of_log_prob[:, None]))
+        gradient = probabilities.mul_(surprise.mul_(-of_entropy[:, None]).sub_(of_all[:, None]))
     column = local[:, None]  # one of each row, so nothing is added twice, in whatever order
-    return gradient.scatter_(1, column, gradient.gather(1, column) + (of_log_prob * own)[:, None])
+    gradient.scatter_(1, column, gradient.gather(1, column) + (of_log_prob * own)[:, None])
+    if of_chosen is not None:
+        local, own = _own_targets(chosen, spec)
+        gradient.scatter_add_(1, local, of_each * own)  # what is added to a column more than once is 0
+    return gradient
 
 
 def _left_out(kept: torch.Tensor, targets: torch.Tensor, spec: HeadSpec) -> torch.Tensor:

@@ -35,6 +35,7 @@ from roll.algorithms.correction import (
     off_policy_correction,
 )
 from roll.algorithms.covariance import high_covariance
+from roll.algorithms.distillation import TEACHER_TOP_IDS, TEACHER_TOP_LOG_PROBS
 from roll.algorithms.kl import kl_controller
 from roll.algorithms.losses import ValueLossConfig
 from roll.algorithms.policy_losses import PolicyLossConfig
@@ -144,6 +145,8 @@ class RLLearner(ActorLearner):
         self._loss_config = PolicyLossConfig.from_config(config)
         self._value_loss_config = ValueLossConfig(config.value_clip, config.loss_agg_mode)
         self._advantage_config = AdvantageConfig.from_config(config)
+        if config.opd_top_k is not None:  # the teacher is a term of the loss, not of the advantages
+            self._advantage_config = replace(self._advantage_config, opd_kl_coef=0.0)
         self._kl = kl_controller(config.init_kl_coef, config.target_kl, config.kl_horizon)
         self._statistics = ScoreStatistics()
         self._separate_pass = type(self) is not RLLearner
@@ -189,7 +192,7 @@ class RLLearner(ActorLearner):
 
     def _warn_of_equal_scores(self, metrics: Mapping[str, float], rollout: Mapping[str, float]) -> None:
         """Warns once that nothing is learned, where no token had an advantage for some steps."""
-        learns = metrics["advantage/max"] != 0 or metrics["advantage/min"] != 0
+        learns = metrics["advantage/max"] != 0 or metrics["advantage/min"] != 0 or self._config.opd_top_k is not None
         self._steps_without_advantage = 0 if learns else self._steps_without_advantage + 1
         if self._steps_without_advantage == STEPS_WITHOUT_ADVANTAGE:
             logger.warning(
@@ -239,7 +242,10 @@ class RLLearner(ActorLearner):
         return one_step and self._updated and not self._separate_pass and takes_one_pass(self._config)
 
     async def _add_log_probs(self, data: DataProto, clock: StepClock) -> dict[str, float]:
-        """Adds `old_log_probs` [B, T] (log p) and, where a KL term is on, `ref_log_probs` [B, T]; no metrics."""
+        """Adds `old_log_probs` [B, T] (log p) and, where a KL term is on, `ref_log_probs` [B, T]; no metrics.
+
+        With `opd_top_k` also the teacher's most likely tokens, see `roll.algorithms.distillation`.
+        """
         mask = data.batch["response_mask"]
         with clock.measure("old_log_probs"):
             if self._loss_config.one_pass:
@@ -253,8 +259,12 @@ class RLLearner(ActorLearner):
                 if squares:
                     data.batch[SUM_PI_SQUARED] = answer.batch[SUM_PI_SQUARED] * mask
             if self._reference is not None:
-                answer = await cluster_log_probs(self._reference, data, self._config.reference)
+                top_k = self._config.opd_top_k or 0
+                answer = await cluster_log_probs(self._reference, data, self._config.reference, top_k=top_k)
                 data.batch["ref_log_probs"] = answer.batch["log_probs"] * mask
+                if top_k:
+                    data.batch[TEACHER_TOP_IDS] = answer.batch["top_ids"]
+                    data.batch[TEACHER_TOP_LOG_PROBS] = answer.batch["top_log_probs"]
             check_finite(data)
         return {}
 

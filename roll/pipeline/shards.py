@@ -22,13 +22,19 @@ LOG_PROB_KEYS = ("input_ids", "attention_mask", "position_ids", "response_mask")
 
 
 async def cluster_log_probs(
-    cluster: Cluster[TrainWorker], data: DataProto, config: MegatronRoleConfig, sum_pi_squared: bool = False
+    cluster: Cluster[TrainWorker],
+    data: DataProto,
+    config: MegatronRoleConfig,
+    sum_pi_squared: bool = False,
+    top_k: int = 0,
 ) -> DataProto:
     """`log_probs` and `entropy` [B, T] of `data` under the weights of actor_train or reference; see `forward`.
 
-    With `sum_pi_squared`, a tensor of that name too; see `MegatronInferStrategy.compute_log_probs`.
+    With `sum_pi_squared`, a tensor of that name too, and with `top_k`, the most likely tokens; see
+    `MegatronInferStrategy.compute_log_probs`.
     """
-    return await forward(cluster, TrainWorker.compute_log_probs, data, config, sum_pi_squared=sum_pi_squared)
+    options = {"sum_pi_squared": sum_pi_squared, "top_k": top_k}
+    return await forward(cluster, TrainWorker.compute_log_probs, data, config, **options)
 
 
 async def forward(
@@ -36,7 +42,7 @@ async def forward(
     method: Callable[[TrainWorker, DataProto], DataProto],
     data: DataProto,
     config: MegatronRoleConfig,
-    **options: bool,
+    **options: bool | int,
 ) -> DataProto:
     """What a forward pass of a cluster gives for every sample, in the order of `data`.
 

@@ -158,6 +158,8 @@ ACTOR = (
     Metric("actor/loss", "", "Loss minimized by the optimizer."),
     Metric("actor/pg_loss", "", "Policy term of the loss."),
     Metric("actor/kl_loss", "nats", "KL to the reference in the loss, before its coefficient."),
+    Metric("actor/opd_loss", "nats", "KL divergence to the teacher in the loss (opd_top_k), before its coefficient."),
+    Metric("actor/teacher_top_k_mass", "", "Mean probability that the teacher gives to its opd_top_k tokens."),
     Metric("actor/entropy", "nats", "Mean entropy of the next-token distribution."),
     Metric("actor/policy_kl", "nats", "KL estimate (k3) between the current policy and pg_ratio_base."),
     Metric("actor/ratio_mean", "ratio", "Mean ratio of the policy to pg_ratio_base; 1 before the first update."),

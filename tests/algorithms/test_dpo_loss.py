@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from roll.algorithms.aggregation import LossScale
-from roll.algorithms.losses import LOSSES, DPOLossConfig
+from roll.algorithms.losses import LOSSES, DPOLossConfig, pair_kl
 from tests.algorithms.batches import pad, random_batch, rows
 
 PLAIN = DPOLossConfig(beta=0.5)
@@ -18,12 +18,23 @@ CONFIGS = {
     "smoothed": replace(PLAIN, label_smoothing=0.2),
     "hinge": replace(PLAIN, dpo_loss_type="hinge"),
     "ipo": replace(PLAIN, dpo_loss_type="ipo"),
+    "kto_pair": replace(PLAIN, dpo_loss_type="kto_pair"),
+    "kto_pair by token": replace(PLAIN, dpo_loss_type="kto_pair", length_normalized=True),
     "by token": replace(PLAIN, length_normalized=True),
     "with likelihood": replace(PLAIN, sft_loss_coef=0.3),
 }
 
 
+def with_pair_kl(batch, config):
+    return batch | {"pair_kl": pair_kl(batch["log_probs"], batch, config)}
+
+
+def sigmoid(value):
+    return 1 / (1 + math.exp(-value))
+
+
 def dpo(batch, config, scale=None):
+    batch = batch if "pair_kl" in batch else with_pair_kl(batch, config)
     log_probs = batch["log_probs"].clone().requires_grad_()
     scale = scale or LossScale.of(batch["response_mask"], 16)
     loss, metrics = LOSSES["dpo"](log_probs, None, batch, scale, config)
@@ -46,6 +57,7 @@ def one_pair(better, worse):
         ("smoothed", 0.8 * math.log1p(math.exp(-0.45)) + 0.2 * math.log1p(math.exp(0.45))),
         ("hinge", 1 - 0.45),
         ("ipo", (0.9 - 1.0) ** 2),
+        ("kto_pair", 1 - (sigmoid(0.5 * 0.7) + sigmoid(0.5 * (0.7 + 0.2))) / 2),
         ("by token", math.log1p(math.exp(-0.5 * 0.45))),
         ("with likelihood", math.log1p(math.exp(-0.45)) - 0.3 * (-1 + 0.35)),
     ],
@@ -70,7 +82,8 @@ def test_at_the_reference_the_loss_is_log_2_and_pushes_the_responses_apart():
 @pytest.mark.parametrize("split", [[[0, 1, 2, 3], [4, 5, 6, 7]], [[6, 7], [0, 1], [4, 5, 2, 3]]])
 @pytest.mark.parametrize("padding", [0, 5])
 def test_the_gradient_does_not_depend_on_how_the_pairs_are_split_or_padded(name, split, padding):
-    batch, config = random_batch(), CONFIGS[name]
+    config = CONFIGS[name]
+    batch = with_pair_kl(random_batch(), config)
     scale = LossScale.of(batch["response_mask"], 16)
     loss, gradient, metrics = dpo(batch, config, scale)
     total, sums, width = 0.0, dict.fromkeys(metrics, 0.0), gradient.shape[1]
@@ -85,7 +98,7 @@ def test_the_gradient_does_not_depend_on_how_the_pairs_are_split_or_padded(name,
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_gradient_by_finite_differences(name):
-    batch = random_batch(samples=4, tokens=5)
+    batch = with_pair_kl(random_batch(samples=4, tokens=5), CONFIGS[name])
     scale = LossScale.of(batch["response_mask"], 16)
     assert torch.autograd.gradcheck(
         lambda log_probs: LOSSES["dpo"](log_probs, None, batch, scale, CONFIGS[name])[0],
@@ -107,3 +120,27 @@ def test_every_setting_changes_the_loss(name):
     batch = random_batch()
     assert dpo(batch, CONFIGS[name])[0] != pytest.approx(dpo(batch, PLAIN)[0])
     assert dpo(batch, replace(CONFIGS[name], beta=0.1))[0] != pytest.approx(dpo(batch, CONFIGS[name])[0])
+
+
+def test_kto_pair_compares_with_the_mean_gain_of_the_other_responses_of_the_step():
+    """As TRL computed it: means of the chosen and of the rejected log ratios, at least 0, each used for the other."""
+    batch = random_batch()
+    gains = ((batch["log_probs"] - batch["ref_log_probs"]) * batch["response_mask"]).sum(-1)
+    gains[1::2] += 1.0 - gains[1::2].mean()  # so that one mean is above 0 and the other is not
+    gains[0::2] -= 0.5 + gains[0::2].mean()
+    lengths = batch["response_mask"].sum(-1, keepdim=True)
+    batch["log_probs"] = batch["ref_log_probs"] + gains[:, None] / lengths
+    chosen_kl, rejected_kl = gains[0::2].mean().clamp(min=0), gains[1::2].mean().clamp(min=0)
+    assert chosen_kl == 0 and rejected_kl == pytest.approx(1.0)
+    losses = [
+        1 - torch.sigmoid(0.5 * (gains[0::2] - rejected_kl)),
+        1 - torch.sigmoid(0.5 * (chosen_kl - gains[1::2])),
+    ]
+    config = CONFIGS["kto_pair"]
+    assert dpo(batch, config)[0] == pytest.approx(torch.cat(losses).mean().item())
+    assert not pair_kl(batch["log_probs"].requires_grad_(), batch, config).requires_grad
+
+
+def test_kto_pair_without_the_means_of_its_step_is_refused():
+    with pytest.raises(KeyError, match="pair_kl"):
+        LOSSES["dpo"](random_batch()["log_probs"], None, random_batch(), LossScale(1, 8, 16), CONFIGS["kto_pair"])

@@ -337,6 +337,18 @@ def test_the_head_has_larger_chunks_on_gpus_and_fp32_weights_on_a_cpu(tmp_path: 
     assert bytes_of(on_cpu, "actor_train", "head gradient") == weights * 4 + states
 
 
+def test_the_tokens_of_a_teacher_count_with_the_training_pass(tmp_path: Path) -> None:
+    teacher = (
+        "adv_estimator=opd",
+        "reference.device_mapping=0-15",
+        "reference.model_args.model_name_or_path=a/teacher",
+    )
+    plain, distilled = (make_plan(rlvr(tmp_path, *teacher, *more), SERVER) for more in ((), ("opd_top_k=64",)))
+    assert bytes_of(distilled, "actor_train", "teacher's tokens") == 3072 * 64 * 48
+    names = [line.name for each in plain.memory if each.role == "actor_train" for line in each.lines]
+    assert "output head" in names and "teacher's tokens" not in names
+
+
 def test_kv_cache_of_the_requests_one_engine_runs(tmp_path: Path) -> None:
     plan = make_plan(rlvr(tmp_path), SERVER)
     assert bytes_of(plan, "actor_infer", "KV cache") == 64 * 3072 * 2 * 28 * 4 * 128 * 2

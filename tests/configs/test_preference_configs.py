@@ -48,6 +48,15 @@ def test_label_smoothing_leaves_a_preference(tmp_path: Path) -> None:
     assert check(load(tmp_path, "label_smoothing=0.4", text=DPO)).errors == []
 
 
+def test_kto_pair_with_one_pair_in_a_step_is_warned_of(tmp_path: Path) -> None:
+    training = "actor_train.training_args"
+    one = [f"{training}.per_device_train_batch_size=1", f"{training}.gradient_accumulation_steps=1"]
+    devices = ["actor_train.device_mapping=[0]", "reference.device_mapping=[0]"]
+    config = load(tmp_path, "dpo_loss_type=kto_pair", *one, *devices, text=DPO)
+    assert "kto_pair compares a response with the mean over the pairs" in str(check(config).warnings)
+    assert check(load(tmp_path, "dpo_loss_type=kto_pair", text=DPO)).warnings == []
+
+
 @pytest.mark.parametrize("text", [REWARD_MODEL, DPO], ids=["reward_model", "dpo"])
 def test_batches_are_counted_in_pairs_of_two_sequences(tmp_path: Path, text: str) -> None:
     found = lines(make_plan(load(tmp_path, text=text), SERVER))

@@ -10,7 +10,7 @@ from roll.algorithms.policy_losses import PolicyLossConfig
 from roll.configs.advantages import GROUP_ESTIMATORS
 from roll.configs.policy import VARIANT_KEYS, VARIANT_TRAITS
 from roll.configs.rules import check
-from tests.configs.samples import refusal, rlvr
+from tests.configs.samples import MODEL, refusal, rlvr
 
 VARIANT, ASYNC = "actor_train.pg_variant", "async_generation_ratio=1"
 WEIGHTS, REJECTION = "correction.weights", "correction.rejection"
@@ -257,3 +257,39 @@ def test_keys_of_scores_have_no_effect_where_a_teacher_alone_teaches(tmp_path: P
         assert f"{key}: has no effect: the advantages of adv_estimator opd do not depend on scores" in text
     config = rlvr(tmp_path, "opd_kl_coef=0.5")
     assert "opd_kl_coef: has no effect: there is no teacher" in "\n".join(map(str, check(config).warnings))
+
+
+def test_keys_of_a_divergence_to_a_teacher_have_no_effect_without_one(tmp_path: Path) -> None:
+    warnings = "\n".join(map(str, check(rlvr(tmp_path, "opd_top_k=8")).warnings))
+    assert "opd_top_k: has no effect: there is no teacher" in warnings
+    warnings = "\n".join(map(str, check(rlvr(tmp_path, "use_opd=true", "opd_divergence=forward", *TEACHER)).warnings))
+    assert "opd_divergence: has no effect: opd_top_k is null, so only sampled tokens are compared" in warnings
+
+
+@pytest.mark.parametrize("key", ["whiten_advantages=true", "advantage_clip=2"])
+def test_keys_of_advantages_have_no_effect_where_a_teacher_alone_teaches_in_the_loss(tmp_path: Path, key: str) -> None:
+    message = f"{key.split('=')[0]}: has no effect: with adv_estimator opd and opd_top_k all advantages are 0"
+    for more, expected in ((("opd_top_k=8",), True), ((), False)):
+        config = rlvr(tmp_path, "adv_estimator=opd", key, *more, *TEACHER)
+        assert (message in "\n".join(map(str, check(config).warnings))) == expected
+    config = rlvr(tmp_path, "use_opd=true", "opd_top_k=8", key, *TEACHER)
+    assert message not in "\n".join(map(str, check(config).warnings))
+
+
+LARGE_TEACHER = (
+    "pretrain=a/policy",
+    "adv_estimator=opd",
+    "reference.device_mapping=0-15",
+    f"reference.model_args.model_name_or_path={MODEL}",
+)
+
+
+def test_the_tokens_of_a_teacher_fit_into_memory(tmp_path: Path) -> None:
+    few, many = (
+        [str(each) for each in check(rlvr(tmp_path, f"opd_top_k={top_k}", *LARGE_TEACHER)).warnings]
+        for top_k in (64, 1000)
+    )
+    message = "opd_top_k: 1000 for 512 samples of up to 3072 tokens are 12 GiB of ids and log-probs in the driver; use"
+    assert any(each.startswith(message) for each in many) and not any("opd_top_k" in each for each in few)
+    message = "opd_top_k: 152064, the whole vocabulary, for 512 samples of up to 3072 tokens are 1,782 GiB of ids and"
+    assert message in refusal(tmp_path, "opd_top_k=1000000", *LARGE_TEACHER)

@@ -55,13 +55,14 @@ def test_a_run_learns_which_answers_are_better_and_resumes_exactly(shared_runs, 
     assert lines(resumed) == steps[-2:]
 
 
-def test_pairs_are_split_over_pipeline_and_data_parallel_ranks(shared_runs, tmp_path, tiny_model_dir):
-    """One step gives the metrics of one rank, whatever the layout."""
+@pytest.mark.parametrize("loss", ["sigmoid", "kto_pair"])
+def test_pairs_are_split_over_pipeline_and_data_parallel_ranks(shared_runs, tmp_path, tiny_model_dir, loss):
+    """Steps give the metrics of one rank, whatever the layout; kto_pair has means over all of them."""
     write_problems(tmp_path / "data", seed=3, train=32, val=16, levels=(1,))
     write_pairs(tmp_path / "data" / "train.jsonl", tmp_path / "data" / "pairs-train.jsonl", seed=1)
     options = "actor_train.strategy_args.strategy_config"
     sizes = f"{options}={{tensor_model_parallel_size: 1, sequence_parallel: false, pipeline_model_parallel_size: "
-    common = ["max_steps=2", "eval_steps=0", "save_hf_model=false"]
+    common = ["max_steps=2", "eval_steps=0", "save_hf_model=false", f"dpo_loss_type={loss}"]
     found = []
     for name, devices, stages, batch in (("one", "[0]", 1, 16), ("four", "[0,1,2,3]", 2, 4)):
         dpo(

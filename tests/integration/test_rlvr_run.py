@@ -165,8 +165,8 @@ def check_baselines(samples: Path, model: str) -> None:
     assert moved > 0, "every sample is the greedy response"
 
 
-def test_a_student_comes_closer_to_a_teacher_of_another_layout(shared_runs, inputs, tmp_path):
-    """The teacher is the student with sharper probabilities; the student is one version behind what it learns from."""
+def distill(shared_runs, inputs, tmp_path, **keys):
+    """Runs it on samples one version old; returns the teacher, which is the student with sharper probabilities."""
     from transformers import AutoModelForCausalLM
 
     teacher = AutoModelForCausalLM.from_pretrained(inputs["pretrain"])
@@ -180,22 +180,37 @@ def test_a_student_comes_closer_to_a_teacher_of_another_layout(shared_runs, inpu
         tmp_path,
         deterministic=False,
         async_generation_ratio=1,
-        max_steps=18,
         eval_steps=0,
         adv_estimator="opd",
         opd_kl_coef=0.5,
-        whiten_advantages=True,
-        rollout_batch_size=512,
         num_return_sequences_in_group=1,
-        actor_train__training_args={"learning_rate": 5e-4, "per_device_train_batch_size": 256},
         reference={
             "model_args": {"dtype": "fp32", "model_name_or_path": str(folder)},
             "strategy_args": {"strategy_name": "megatron_infer"},
             "device_mapping": [0, 1],
         },
+        **keys,
     )
     code, output = shared_runs.run(config)
     assert code == 0, output
+    return teacher
+
+
+def test_a_student_learns_the_distribution_of_a_teacher(shared_runs, inputs, tmp_path):
+    training = {"learning_rate": 1e-3, "per_device_train_batch_size": 32}
+    keys = {"opd_top_k": 8, "max_steps": 6, "rollout_batch_size": 64, "actor_train__training_args": training}
+    distill(shared_runs, inputs, tmp_path, **keys)
+    steps = [line for line in lines(tmp_path) if "actor/opd_loss" in line]
+    assert len(steps) == 6 and all(step["actor/pg_loss"] == 0 for step in steps)
+    assert steps[0]["actor/loss"] == pytest.approx(0.5 * steps[0]["actor/opd_loss"], rel=1e-5)
+    assert all(0 < step["actor/teacher_top_k_mass"] < 1 for step in steps)
+    assert steps[-1]["actor/opd_loss"] < 0.8 * steps[0]["actor/opd_loss"], steps
+
+
+def test_a_student_comes_closer_to_a_teacher_of_another_layout(shared_runs, inputs, tmp_path):
+    training = {"learning_rate": 5e-4, "per_device_train_batch_size": 256}
+    keys = {"max_steps": 18, "rollout_batch_size": 512, "actor_train__training_args": training}
+    teacher = distill(shared_runs, inputs, tmp_path, whiten_advantages=True, **keys)
     divergence = [line["advantage/teacher_kl"] for line in lines(tmp_path)]
     assert statistics.fmean(divergence[-3:]) < 0.85 * statistics.fmean(divergence[:2]), divergence
     ratios, advantages = [], []

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import roll.models.fused_linear_logprobs as fused_linear_logprobs_module
-from roll.models.fused_linear_logprobs import HeadSpec, fused_linear_logprobs
+from roll.models.fused_linear_logprobs import HeadSpec, fused_linear_logprobs, top_log_probs
 
 
 def reference(hidden, weight, targets, tokens, temperature):
@@ -109,6 +109,82 @@ def test_sums_of_squared_probabilities_match_a_full_softmax(memory, monkeypatch)
     assert found[0].requires_grad and not found[2].requires_grad
     plain = fused_linear_logprobs(hidden, weight, targets, HeadSpec(0, tokens, 0.7))
     assert torch.equal(found[0], plain[0]) and torch.equal(found[1], plain[1])
+
+
+def in_chunks(monkeypatch):
+    monkeypatch.setattr("roll.models.fused_linear_logprobs.HEAD_KEPT_BYTES", 0)
+    monkeypatch.setattr("roll.models.fused_linear_logprobs.HEAD_CHUNK_BYTES", {"cpu": 4 * 16 * 3})
+
+
+def truncated_log_softmax(hidden, weight, mask, targets, tokens):
+    """Log-probs [N, tokens] over the ids of `mask` and the target where it has any, else over all."""
+    left_out = torch.zeros(len(targets), tokens, dtype=torch.bool)
+    for row, kept in enumerate([] if mask is None else mask.tolist()):
+        ids = [token for token in kept if token >= 0]
+        left_out[row, list(set(range(tokens)) - {*ids, int(targets[row])}) if ids else []] = True
+    return (hidden @ weight[:tokens].t() / 0.7).masked_fill(left_out, -1e30).log_softmax(-1)
+
+
+MASKS = {"all tokens": None, "truncated": torch.tensor([[0, 3, 5], [-1, -1, -1], [1, -1, -1]] * 2 + [[9, 10, 2]])}
+
+
+@pytest.mark.parametrize("memory", ["kept", "recomputed in chunks"])
+@pytest.mark.parametrize("sampled_from", MASKS)
+def test_log_probs_of_chosen_tokens_and_their_gradients_match_a_full_softmax(memory, sampled_from, monkeypatch):
+    if memory != "kept":
+        in_chunks(monkeypatch)
+    hidden, weight, targets, tokens = inputs()
+    mask = MASKS[sampled_from]
+    expected = truncated_log_softmax(hidden, weight, mask, targets, tokens)
+    chosen = expected.topk(3).indices.int()
+    chosen[1, 2] = -1
+    spec = HeadSpec(0, tokens, 0.7)
+    log_probs, entropy, found = fused_linear_logprobs(
+        hidden, weight, targets, spec, entropy_gradient=True, kept=mask, chosen=chosen
+    )
+    there = (chosen >= 0) & (expected.gather(1, chosen.clamp(min=0).long()) > -1e20)
+    of_chosen = expected.gather(1, chosen.clamp(min=0).long())
+    torch.testing.assert_close(found[there], of_chosen[there])
+    picked, h = expected.gather(1, targets[:, None])[:, 0], -(expected.exp() * expected).sum(-1)
+    by_token = torch.linspace(-1, 2, chosen.numel()).view(chosen.shape)
+    weights = torch.linspace(1, 2, len(targets))
+
+    def total(log_probs, entropy, of_chosen):
+        probabilities = torch.where(there, of_chosen, 0.0).exp() * there * by_token
+        return (weights * log_probs + 0.5 * weights * entropy).sum() + probabilities.sum()
+
+    ours = torch.autograd.grad(total(log_probs, entropy, found), (hidden, weight))
+    theirs = torch.autograd.grad(total(picked, h, of_chosen), (hidden, weight))
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+def test_chosen_tokens_change_nothing_else():
+    hidden, weight, targets, tokens = inputs()
+    gradients, values = [], []
+    for chosen in (None, torch.tensor([[1, 4, -1]] * len(targets))):
+        found = fused_linear_logprobs(hidden, weight, targets, HeadSpec(0, tokens), chosen=chosen)
+        values.append(found[:2])
+        gradients.append(torch.autograd.grad(found[0].sum(), (hidden, weight)))
+    for one, other in zip((*values[0], *gradients[0]), (*values[1], *gradients[1]), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("memory", ["whole", "in chunks"])
+@pytest.mark.parametrize("sampled_from", MASKS)
+@pytest.mark.parametrize("count", [1, 4, 11])
+def test_the_most_likely_tokens_are_those_of_a_full_softmax(memory, sampled_from, count, monkeypatch):
+    if memory != "whole":
+        in_chunks(monkeypatch)
+    hidden, weight, targets, tokens = inputs()
+    mask = MASKS[sampled_from]
+    expected = truncated_log_softmax(hidden, weight, mask, targets, tokens).detach().topk(count)
+    log_probs, entropy, ids, found = top_log_probs(hidden, weight, targets, HeadSpec(0, tokens, 0.7), count, mask)
+    there = expected.values > -1e20
+    assert torch.equal(ids, torch.where(there, expected.indices, -1).int()) and not found.requires_grad
+    torch.testing.assert_close(found, torch.where(there, expected.values, 0.0))
+    plain = fused_linear_logprobs(hidden, weight, targets, HeadSpec(0, tokens, 0.7), kept=mask)
+    assert torch.equal(log_probs, plain[0]) and torch.equal(entropy, plain[1])
 
 
 def test_entropy_has_no_gradient_by_default():

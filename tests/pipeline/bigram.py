@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from roll.algorithms.distillation import POLICY_TOP_LOG_PROBS, TEACHER_TOP_IDS
 from roll.algorithms.losses import LOSSES, LossScale
 from roll.configs.parallel_layout import ParallelLayout
 from roll.datasets.collate import collate_samples
@@ -32,6 +33,10 @@ class BigramCluster:
         scores = self.table.log_softmax(-1)[ids[:, :-1], ids[:, 1:]]
         return torch.nn.functional.pad(scores, (1, 0))
 
+    def all_log_probs(self, ids: Tensor) -> Tensor:
+        """Log-probs of all words in place of each token, [b, T, WORDS]; 0 for the first."""
+        return torch.nn.functional.pad(self.table.log_softmax(-1)[ids[:, :-1]], (0, 0, 1, 0))
+
     async def call_shards(self, method: Callable[..., Any], shards: list[DataProto]) -> list[Any]:
         """Calls the method of this class with the name of the worker's method."""
         result: list[Any] = await getattr(self, method.__name__)(shards)
@@ -50,6 +55,9 @@ class BigramCluster:
                 if shard.meta_info.get("sum_pi_squared"):
                     squares = self.table.softmax(-1).square().sum(-1)[ids[:, :-1]]
                     scores["sum_pi_squared"] = torch.nn.functional.pad(squares, (1, 0))
+                if shard.meta_info.get("top_k"):
+                    top = self.all_log_probs(ids).topk(min(shard.meta_info["top_k"], WORDS))
+                    scores |= {"top_ids": top.indices.int(), "top_log_probs": top.values}
                 answers.append(DataProto.from_dict(scores))
         return answers
 
@@ -66,6 +74,9 @@ class BigramCluster:
                 micro = shard.batch[torch.tensor(indices)]
                 config: Any = shard.meta_info["loss_config"]
                 output = self.outputs(micro["input_ids"])
+                if TEACHER_TOP_IDS in micro.keys():
+                    all_words = self.all_log_probs(micro["input_ids"])
+                    micro[POLICY_TOP_LOG_PROBS] = all_words.gather(-1, micro[TEACHER_TOP_IDS].long())
                 loss, metrics = LOSSES[shard.meta_info["loss"]](output, None, micro, scale, config)
                 loss.backward()
                 rows.append({"loss": loss.detach(), **metrics})

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from roll.algorithms.advantages import GREEDY_KEYS, REWARD_PARTS, SUM_PI_SQUARED, compute_advantages
 from roll.algorithms.turn_advantages import TURN_KEYS
@@ -524,3 +525,62 @@ def test_samples_that_are_left_out_do_not_count_where_the_loss_is_renormalized(t
         assert metrics["correction/masked_fraction"] == 0
         steps.append(parts[1].table.detach() - before)
     torch.testing.assert_close(*steps)
+
+
+TEACHER = ("adv_estimator=opd", "reference.device_mapping=[0,1]", "reference.model_args.model_name_or_path=a/teacher")
+
+
+def distilled(folder: Path, *overrides: str, steps: int = 1) -> tuple[list[dict[str, float]], BigramCluster, Tensor]:
+    """Metrics of the steps, the policy after them, and the table of the teacher."""
+    config: RLVRConfig = rlvr(folder, *SMALL, f"output_dir={folder}", *TEACHER, *overrides, text=RLVR)
+    policy, teacher = BigramCluster(), BigramCluster()
+    teacher.table = torch.randn(teacher.table.shape, generator=torch.Generator().manual_seed(9)).requires_grad_()
+    parts = RLLearner(config, policy, teacher), policy  # type: ignore[arg-type]
+    metrics = [learn(parts, policy.sample(step)) for step in range(steps)]
+    return metrics, policy, teacher.table.detach()
+
+
+@pytest.mark.parametrize("top_k", [2, 5])
+@pytest.mark.parametrize("divergence", ["reverse", "forward"])
+@pytest.mark.parametrize("mode", [[], [ASYNC]])
+def test_a_policy_distilled_over_the_tokens_of_a_teacher_comes_to_agree_with_it(
+    tmp_path, top_k, divergence, mode, caplog
+):
+    keys = (f"opd_top_k={top_k}", f"opd_divergence={divergence}", "loss_agg_mode=token-mean", *mode)
+    metrics, policy, teacher = distilled(tmp_path, *keys, steps=40)
+    assert metrics[0]["advantage/max"] == metrics[0]["advantage/min"] == metrics[0]["actor/pg_loss"] == 0
+    assert metrics[0]["actor/loss"] == pytest.approx(metrics[0]["actor/opd_loss"])
+    assert metrics[-1]["actor/opd_loss"] < 0.4 * metrics[0]["actor/opd_loss"]
+    assert "so nothing was learned" not in caplog.text
+    if top_k == 5:
+        assert metrics[0]["actor/teacher_top_k_mass"] == pytest.approx(1, abs=1e-5)
+        before, after = (table.log_softmax(-1) for table in (BigramCluster().table.detach(), policy.table.detach()))
+        distances = [(teacher.softmax(-1) * (teacher.log_softmax(-1) - one)).sum() for one in (before, after)]
+        assert distances[1] < 0.6 * distances[0]
+    else:
+        assert 0.3 < metrics[0]["actor/teacher_top_k_mass"] < 1
+
+
+def test_one_step_over_all_words_follows_the_gradient_of_the_kl_divergence(tmp_path):
+    _, policy, teacher = distilled(tmp_path, "opd_top_k=5", "opd_kl_coef=0.5", "loss_agg_mode=token-mean")
+    start = BigramCluster()
+    data = start.sample(0)
+    mask, before = data.batch["response_mask"][:, 1:], data.batch["input_ids"][:, :-1]
+    log_probs, of_teacher = start.table.log_softmax(-1)[before][mask], teacher.log_softmax(-1)[before][mask]
+    loss = 0.5 * (log_probs.exp() * (log_probs - of_teacher)).sum(-1).mean()
+    loss.backward()
+    torch.testing.assert_close(start.table - policy.table.detach(), 0.5 * start.table.grad, atol=1e-6, rtol=1e-4)
+
+
+def test_a_divergence_to_a_teacher_is_added_to_the_loss_of_scores(tmp_path):
+    keys = ("adv_estimator=grpo", "use_opd=true")
+    changes = []
+    for more in ((), ("opd_top_k=5",), ("opd_top_k=5", "opd_kl_coef=3")):
+        metrics, policy, _ = distilled(tmp_path, *keys, *more)
+        changes.append(policy.table.detach())
+        if more:
+            assert metrics[0]["advantage/max"] > 0 and metrics[0]["advantage/teacher_kl"] != 0
+            coefficient = 3 if len(more) > 1 else 1
+            total = metrics[0]["actor/pg_loss"] + coefficient * metrics[0]["actor/opd_loss"]
+            assert metrics[0]["actor/loss"] == pytest.approx(total, abs=1e-6)
+    assert not torch.allclose(changes[0], changes[1]) and not torch.allclose(changes[1], changes[2])

@@ -31,8 +31,8 @@ def role(devices=2, kind=ActorTrainConfig, **keys):
     return kind(training_args=training, device_mapping=list(range(devices)), **keys)
 
 
-def dpo_learner():
-    config = DPOConfig(response_length=8, beta=1.0, actor_train=role(), eval_steps=1)
+def dpo_learner(**keys):
+    config = DPOConfig(response_length=8, beta=1.0, actor_train=role(), eval_steps=1, **keys)
     return DPOLearner(config, BigramCluster(), BigramCluster())  # type: ignore[arg-type]
 
 
@@ -80,6 +80,21 @@ def test_the_policy_comes_to_prefer_the_better_responses_and_the_reference_stays
     assert after["val/accuracy"] == 1 and after["val/margin"] > 0.5 and after["val/loss"] < before["val/loss"]
     assert metrics["actor/accuracy"] == 1 and metrics["actor/chosen_reward"] > metrics["actor/rejected_reward"]
     assert torch.equal(reference.table.detach(), frozen)
+
+
+def test_kto_pair_takes_its_means_over_the_pairs_of_all_ranks_before_the_update():
+    words = [SFTExample("a", [0], [1, word, 3]) for word in range(5)]
+    pairs = [PreferencePair(words[number % 5], words[(2 * number + 1) % 5]) for number in range(8)]
+    learner = dpo_learner(dpo_loss_type="kto_pair")
+    data = learner.collate(pairs)
+    asyncio.run(learner.learn(SampleBatch(data), 1, StepClock()))  # away from the reference
+    log_probs = asyncio.run(learner.outputs(data))
+    expected = asyncio.run(learner.validate(learner.collate(pairs)))
+    metrics = asyncio.run(learner.learn(SampleBatch(data), 2, StepClock()))
+    gains = ((log_probs - data.batch["ref_log_probs"]) * data.batch["response_mask"]).sum(-1)
+    means = [float(gains[row::2].mean().clamp(min=0)) for row in (0, 1)]
+    assert means[0] > 0 and data.batch["pair_kl"].tolist() == pytest.approx([means[1], means[0]] * 8)
+    assert metrics["actor/loss"] == pytest.approx(expected["val/loss"])
 
 
 def test_the_reward_of_a_sequence_is_the_value_after_its_last_token():

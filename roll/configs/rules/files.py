@@ -22,12 +22,18 @@ from roll.configs.model_config import (
     read_model_shape,
     read_positions,
 )
-from roll.configs.pipeline import BaseConfig
+from roll.configs.pipeline import BaseConfig, RLConfig
 from roll.configs.roles import TEMPLATES, JudgeConfig, MegatronRoleConfig, RoleConfig
 from roll.configs.rules.learning import check_name
 from roll.configs.rules.lengths import read_tokenizer
 from roll.configs.schema import MAX_EXPLAINED
 from roll.configs.trackers import METRICS_FILE
+
+TOP_K_BYTES = 8
+"""Memory of one of the teacher's `opd_top_k` tokens of a batch: its id and its log-prob."""
+
+LARGE_TOP_K_BYTES, MAX_TOP_K_BYTES = 4 * 2**30, 64 * 2**30
+"""Memory for these tokens that is warned of, and that is refused: the driver holds them and sends them to the ranks."""
 
 
 def check_files(config: BaseConfig, report: Report) -> None:
@@ -160,9 +166,24 @@ def check_models(config: BaseConfig, report: Report) -> None:
             report.missing_resource(path, _model_absence(name))
         if shape is not None:
             _check_splits(role, worker, shape, report)
+            if role == "reference" and isinstance(config, RLConfig) and config.opd_top_k is not None:
+                _check_top_k(config, config.opd_top_k, shape, report)
             if name not in seen and role not in OWN_MODEL_ROLES:  # their tokens are others; longer texts have no score
                 _check_positions(config, path, shape, report)
         seen.add(name)
+
+
+def _check_top_k(config: RLConfig, top_k: int, shape: ModelShape, report: Report) -> None:
+    """The teacher's most likely tokens of a batch fit into the driver's memory."""
+    count, length = min(top_k, shape.vocabulary), config.sequence_length or 0
+    size = config.samples_per_batch * length * count * TOP_K_BYTES
+    if size > LARGE_TOP_K_BYTES:
+        whole = ", the whole vocabulary," if count < top_k or count == shape.vocabulary else ""
+        message = (
+            f"{count}{whole} for {config.samples_per_batch} samples of up to {length} tokens are "
+            f"{size / 2**30:,.0f} GiB of ids and log-probs in the driver; use less, such as 64, or a smaller batch"
+        )
+        (report.error if size > MAX_TOP_K_BYTES else report.warn)("opd_top_k", message)
 
 
 def _check_own_model(role: str, path: str, name: str | None, report: Report) -> None:

@@ -358,6 +358,12 @@ def check_preferences(config: DPOConfig, report: Report) -> None:
             "label_smoothing",
             "0.5 takes half of all pairs for swapped, so no preference is learned; use less, such as 0.1",
         )
+    if config.dpo_loss_type == "kto_pair" and config.actor_train.samples_per_optimizer_step == 1:
+        report.warn(
+            "dpo_loss_type",
+            "kto_pair compares a response with the mean over the pairs of an optimizer step, and this one has 1 pair; "
+            "use more, such as actor_train.training_args.gradient_accumulation_steps 8",
+        )
 
 
 def check_sampling(config: RLConfig, report: Report) -> None:

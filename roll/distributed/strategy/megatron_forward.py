@@ -17,9 +17,10 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from tensordict import TensorDict
 
+from roll.algorithms.distillation import POLICY_TOP_LOG_PROBS, TEACHER_TOP_IDS
 from roll.distributed.strategy.micro_batch import MicroBatch, make_micro_batch
 from roll.models.factory import HiddenStateModel
-from roll.models.fused_linear_logprobs import HeadSpec, fused_linear_logprobs
+from roll.models.fused_linear_logprobs import HeadSpec, fused_linear_logprobs, top_log_probs
 from roll.models.hf_config import DecoderConfig
 from roll.models.local_spec import PackedSamples
 
@@ -27,7 +28,8 @@ LossFunction = Callable[[torch.Tensor, torch.Tensor | None, TensorDict], tuple[t
 """(log_probs [b, T], entropy [b, T], samples) -> (loss, metrics) of one micro-batch; values and None of a critic."""
 
 Scores = tuple[torch.Tensor, ...]
-"""Log-probs and entropies of tokens, and sums of squared probabilities if asked for; or the values of a critic."""
+"""Log-probs and entropies of tokens; sums of squared probabilities, or ids and log-probs of the most likely tokens, if
+asked for; log-probs of chosen tokens, if a micro-batch has such; or the values of a critic."""
 
 
 @dataclass
@@ -51,18 +53,26 @@ class ForwardPass:
         micro_batches: Sequence[Sequence[int]],
         temperature: float,
         sum_pi_squared: bool = False,
+        top_k: int = 0,
     ) -> Scores | None:
-        """Scores [B, T] float32 in the order of `batch`; None on all but the last stage."""
+        """Scores [B, T] float32 in the order of `batch`; None on all but the last stage.
+
+        With `top_k` also the ids [B, T, K] int32 and log-probs [B, T, K] of the most likely tokens, at most all.
+        """
 
         def scores(hidden: torch.Tensor, micro: MicroBatch, **_: Any) -> Scores:
-            found = self._scores(hidden, micro, temperature, entropy_gradient=False, sum_pi_squared=sum_pi_squared)
+            found = self._scores(hidden, micro, temperature, False, sum_pi_squared, top_k)
             return tuple(map(micro.to_columns, found))
 
         with torch.no_grad():
             rows = self._schedule(batch, micro_batches, scores, forward_only=True)
         if not parallel_state.is_pipeline_last_stage():
             return None
-        outputs = tuple(torch.zeros(batch["input_ids"].shape, dtype=torch.float32) for _ in rows[0])
+        shape = batch["input_ids"].shape
+        outputs = tuple(
+            torch.zeros((*shape, *part.shape[2:]), dtype=torch.float32 if part.is_floating_point() else part.dtype)
+            for part in rows[0]
+        )
         for indices, parts in zip(micro_batches, rows, strict=True):
             for output, part in zip(outputs, parts, strict=True):
                 output[torch.as_tensor(list(indices)), : part.shape[1]] = part.cpu()
@@ -83,7 +93,11 @@ class ForwardPass:
         """
 
         def loss_of(hidden: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+            if micro.chosen is not None:
+                self._leave_out_unknown(micro)
             scored, *entropy = map(micro.to_columns, self._scores(hidden, micro, temperature, entropy_gradient))
+            if micro.chosen is not None:
+                micro.batch[POLICY_TOP_LOG_PROBS] = entropy.pop()
             value, metrics = loss(scored, entropy[0] if entropy else None, micro.batch)
             reported = {"loss": value.detach().clone(), **{name: each.detach() for name, each in metrics.items()}}
             no_tokens = torch.zeros((), dtype=torch.int, device=value.device)
@@ -135,6 +149,13 @@ class ForwardPass:
         )
         return results[: len(micro_batches)]
 
+    def _leave_out_unknown(self, micro: MicroBatch) -> None:
+        """Sets ids of a teacher that are beyond this model's vocabulary, such as padding of its head, to -1."""
+        assert micro.chosen is not None
+        micro.chosen, micro.batch[TEACHER_TOP_IDS] = (
+            ids.masked_fill(ids >= self.model.vocabulary, -1) for ids in (micro.chosen, micro.batch[TEACHER_TOP_IDS])
+        )
+
     def _scores(
         self,
         hidden: torch.Tensor,
@@ -142,6 +163,7 @@ class ForwardPass:
         temperature: float,
         entropy_gradient: bool,
         sum_pi_squared: bool = False,
+        top_k: int = 0,
     ) -> Scores:
         """Scores [N] each of the micro-batch's scored tokens from the last hidden states."""
         sequence_parallel = self.stages[-1].config.sequence_parallel
@@ -159,7 +181,12 @@ class ForwardPass:
             reduce_hidden_gradient=not sequence_parallel,
         )
         rows = hidden.flatten(0, 1).index_select(0, micro.hidden_rows)
-        return fused_linear_logprobs(rows, weight, micro.targets, spec, entropy_gradient, sum_pi_squared, micro.kept)
+        if top_k:
+            count = min(top_k, self.model.vocabulary)
+            return top_log_probs(rows, weight, micro.targets, spec, count, micro.kept)
+        return fused_linear_logprobs(
+            rows, weight, micro.targets, spec, entropy_gradient, sum_pi_squared, micro.kept, micro.chosen
+        )
 
 
 class ValuePass(ForwardPass):
@@ -172,6 +199,7 @@ class ValuePass(ForwardPass):
         temperature: float,
         entropy_gradient: bool,
         sum_pi_squared: bool = False,
+        top_k: int = 0,
     ) -> Scores:
         """Values [N] of the micro-batch's scored tokens; there are no logits for the temperature to divide.
 

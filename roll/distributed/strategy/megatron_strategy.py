@@ -144,9 +144,11 @@ class MegatronInferStrategy:
             `log_probs` and `entropy` [B, T] float32 in the order of `data`, index t for token t (0 at t = 0),
             on every tensor-parallel rank of the last pipeline stage; no samples elsewhere. With
             `meta_info["sum_pi_squared"]` also `sum_pi_squared` [B, T], the sum of the squared probabilities of all
-            tokens that could have been token t.
+            tokens that could have been token t. With `meta_info["top_k"]` instead `top_ids` [B, T, K] int32, the most
+            likely tokens in place of token t, -1 for none, and `top_log_probs` [B, T, K]; K is at most the vocabulary.
         """
-        return self._score(data, ("log_probs", "entropy", "sum_pi_squared"))
+        more = ("top_ids", "top_log_probs") if data.meta_info.get("top_k") else ("sum_pi_squared",)
+        return self._score(data, ("log_probs", "entropy", *more))
 
     def compute_values(self, data: DataProto) -> DataProto:
         """Values of the states before given tokens; arguments and shapes as for `compute_log_probs`.
@@ -162,7 +164,8 @@ class MegatronInferStrategy:
         self.states.require("parameters")
         meta = data.meta_info
         squares = bool(meta.get("sum_pi_squared"))
-        outputs = self.forward.scores(data.batch, meta["micro_batches"], meta["temperature"], squares)
+        top_k = int(meta.get("top_k", 0))
+        outputs = self.forward.scores(data.batch, meta["micro_batches"], meta["temperature"], squares, top_k)
         if outputs is None:
             return DataProto(TensorDict({}, batch_size=[0]))
         return DataProto.from_dict(dict(zip(names, outputs, strict=False)))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 import torch
 from tensordict import TensorDict
 
+from roll.algorithms.distillation import TEACHER_TOP_IDS
 from roll.datasets.collate import SAMPLING_MASK, SAMPLING_MASK_SIZES
 
 
@@ -18,7 +19,8 @@ class MicroBatch:
     `batch` keeps the caller's columns (T of them, trailing padding cut), `input_ids` [b, S] are right padded with S
     rounded up for sequence parallel. Token n to score is `targets`[n] at (`samples`[n], `columns`[n]) of the caller's
     columns, and the hidden state before it is row `hidden_rows`[n] of [S * b, H]. `kept`[n] are the ids that it was
-    sampled from, [N, K] filled with -1, where the batch has sampling masks; -1 alone means all.
+    sampled from, [N, K] filled with -1, where the batch has sampling masks; -1 alone means all. `chosen`[n] are the
+    ids of the teacher's most likely tokens, where the batch has them; the batch keeps them too.
 
     A packed one has b = 1 in `input_ids`: samples follow each other. `bounds` [samples + 1] int32 has the first token
     of each and the end of the last, which has the padding of S, `positions` [S] count within each sample, and
@@ -32,13 +34,14 @@ class MicroBatch:
     columns: torch.Tensor
     hidden_rows: torch.Tensor
     kept: torch.Tensor | None = None
+    chosen: torch.Tensor | None = None
     bounds: torch.Tensor | None = None
     positions: torch.Tensor | None = None
     lengths: Sequence[int] = ()
 
     def to_columns(self, values: torch.Tensor) -> torch.Tensor:
-        """[N] values of the scored tokens as [b, T], 0 elsewhere; keeps the gradient."""
-        shape = (self.batch.batch_size[0], self.batch["attention_mask"].shape[1])
+        """Values [N, ...] of the scored tokens as [b, T, ...], 0 elsewhere; keeps the gradient."""
+        shape = (self.batch.batch_size[0], self.batch["attention_mask"].shape[1], *values.shape[1:])
         return values.new_zeros(shape).index_put((self.samples, self.columns), values)
 
 
@@ -81,16 +84,17 @@ def make_micro_batch(
     targets = chosen["input_ids"][samples, columns]
     before = columns - first[samples] - 1
     kept = None if masks is None else _kept(*masks, samples, columns)
+    chosen_ids = chosen[TEACHER_TOP_IDS][samples, columns] if TEACHER_TOP_IDS in chosen.keys() else None
     if packed:
         ids, bounds = _pack(chosen["input_ids"], mask, lengths, multiple)
         hidden_rows = bounds[samples] + before
         packed_lengths = bounds.diff().tolist()
         positions = torch.cat([torch.arange(length) for length in packed_lengths])
         packing = bounds.int(), positions, packed_lengths
-        micro = MicroBatch(chosen, ids, targets, samples, columns, hidden_rows, kept, *packing)
+        micro = MicroBatch(chosen, ids, targets, samples, columns, hidden_rows, kept, chosen_ids, *packing)
     else:
         ids = _compact(chosen["input_ids"], first, int(lengths.max()), multiple)
-        micro = MicroBatch(chosen, ids, targets, samples, columns, before * len(rows) + samples, kept)
+        micro = MicroBatch(chosen, ids, targets, samples, columns, before * len(rows) + samples, kept, chosen_ids)
     return _to(micro, device)
 
 

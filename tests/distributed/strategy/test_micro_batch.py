@@ -44,6 +44,18 @@ def test_each_scored_token_has_the_ids_of_its_sampling_mask(packed, rows):
     assert make_micro_batch(batch(), rows).kept is None
 
 
+@pytest.mark.parametrize("packed", [True, False])
+def test_each_scored_token_has_the_tokens_of_the_teacher_at_its_position(packed):
+    ids = torch.arange(36).view(3, 6, 2)
+    micro = make_micro_batch(batch(teacher_top_ids=ids), [0, 2], packed=packed)
+    assert micro.chosen.tolist() == ids[[0, 0, 2, 2], [1, 2, 4, 5]].tolist()
+    assert make_micro_batch(batch(), [0]).chosen is None
+    narrow = make_micro_batch(batch(teacher_top_ids=ids), [0, 1], packed=packed)
+    assert torch.equal(narrow.batch["teacher_top_ids"], ids[:2, :4])
+    columns = narrow.to_columns(narrow.chosen)
+    assert torch.equal(columns[0, 1:3], ids[0, 1:3]) and columns.shape == (2, 4, 2)
+
+
 def test_left_padding_is_moved_to_the_right_and_scores_go_back_to_their_columns():
     micro = make_micro_batch(batch(), [2])
     assert micro.input_ids.tolist() == [[8, 9, 10]]

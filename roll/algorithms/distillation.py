@@ -1,0 +1,47 @@
+"""On-policy distillation over the most likely tokens of a teacher: the divergence of two next-token distributions.
+
+The teacher gives the K most likely tokens at each position of a response with their log-probs; the policy's training
+pass gives its own log-probs of the same tokens, with gradient. All other tokens together are one more outcome.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+TEACHER_TOP_IDS, TEACHER_TOP_LOG_PROBS = "teacher_top_ids", "teacher_top_log_probs"
+"""Tensors [B, T, K] of a batch: the teacher's most likely tokens (int32, -1 for none), and their log-probs."""
+
+POLICY_TOP_LOG_PROBS = "policy_top_log_probs"
+"""Tensor [b, T, K] of a micro-batch, added by the training pass: the policy's log-probs of these tokens."""
+
+REST_FLOOR = 1e-6
+"""Smallest probability of the other tokens: below it, 1 minus the sum of the others is rounding of fp32."""
+
+
+def top_k_divergence(policy: Tensor, teacher: Tensor, known: Tensor, divergence: str) -> Tensor:
+    """KL divergence at each position between policy pi and teacher q over K tokens and the rest.
+
+    With the rest r = max(1 - sum_k p_k, REST_FLOOR) of either distribution, `reverse` is
+
+        KL(pi || q) = sum_k pi_k (log pi_k - log q_k) + r_pi (log r_pi - log r_q)
+
+    and `forward` is KL(q || pi), the same with both exchanged. Merging tokens to one outcome never increases a KL
+    divergence, so it is a lower bound of that over all tokens, and equal to it if K tokens are all. Source: the
+    divergences of GKD (arXiv 2306.13649, section 3) with one outcome for the tokens that the teacher leaves out.
+
+    Args:
+        policy: log pi [..., K] of the tokens, with gradient.
+        teacher: log q [..., K], without gradient.
+        known: bool [..., K], false where there is no token; its values are ignored.
+        divergence: `reverse` or `forward`.
+
+    Returns:
+        [...], with gradient in `policy`.
+    """
+    policy, teacher = (x.masked_fill(~known, 0.0) for x in (policy, teacher.to(policy.dtype)))
+    p, q = (torch.where(known, x.exp(), 0.0) for x in (policy, teacher))
+    rest_p, rest_q = ((1 - x.sum(-1)).clamp(min=REST_FLOOR) for x in (p, q))
+    if divergence == "forward":
+        return (q * (teacher - policy)).sum(-1) + rest_q * (rest_q.log() - rest_p.log())
+    return (p * (policy - teacher)).sum(-1) + rest_p * (rest_p.log() - rest_q.log())
