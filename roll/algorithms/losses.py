@@ -101,7 +101,7 @@ def policy(
     base = log_probs.detach() if own else micro[config.base_key]
     log_probs, base, advantages = (masked(x, mask) for x in (log_probs, base, micro["advantages"]))
     correction = _correction(log_probs, micro, config)
-    kept = mask if correction is None else correction.kept & mask.bool()
+    kept = mask if correction is None else correction.kept
     dropped = None
     if config.correction.opsm_delta is not None:
         behavior, delta = micro["behavior_log_probs"], config.correction.opsm_delta

@@ -368,9 +368,7 @@ class RLLearner(ActorLearner):
         config = self._config
         whole, data = data, data.select(*self._training_keys(data))
         data.meta_info |= {"loss": "policy", "loss_config": self._loss_config}
-        counted = None
-        if config.correction.renormalize:
-            counted = data.batch["correction_kept"] & data.batch["response_mask"].bool()
+        counted = data.batch["correction_kept"] if config.correction.renormalize else None
         steps: list[dict[str, float]] = []
         for _ in range(config.ppo_epochs):
             for plan in training_plans(data, config.actor_train):
@@ -474,6 +472,8 @@ def _learned(data: DataProto) -> DataProto:
         return data
     batch = data.batch.clone(recurse=False)
     batch["response_mask"] = batch["response_mask"] & batch["learned"][:, None]
+    if "correction_kept" in batch.keys():  # the correction counts all tokens, the loss those that stay in it
+        batch["correction_kept"] = batch["correction_kept"] & batch["response_mask"]
     return DataProto(batch, data.non_tensor_batch, data.meta_info)
 
 

@@ -522,7 +522,7 @@ def test_samples_that_are_left_out_do_not_count_where_the_loss_is_renormalized(t
         parts = learner(tmp_path, *options, "correction.veto_threshold=1e-30", f"correction.renormalize={renormalize}")
         before = parts[1].table.detach().clone()
         metrics = learn(parts, with_masks(parts[1].sample(1), cut))
-        assert metrics["correction/masked_fraction"] == 0
+        assert metrics["correction/masked_fraction"] == 0 and metrics["actor/ratio_mean"] == pytest.approx(1)
         steps.append(parts[1].table.detach() - before)
     torch.testing.assert_close(*steps)
 
