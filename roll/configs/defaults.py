@@ -17,9 +17,9 @@ from roll.configs.roles import DEVICE_ROLES, TrainedRoleConfig
 MISMATCH_FP32 = {"mean_logprob_mismatch": 1e-5, "p99_logprob_mismatch": 1e-4, "max_logprob_mismatch": 1e-3}
 """Both engines compute the same sums in another order: differences of a few 1e-6 are usual, 1e-3 means a fault."""
 
-MISMATCH_FP32_GPU = {"mean_logprob_mismatch": 1e-4, "p99_logprob_mismatch": 1e-3, "max_logprob_mismatch": 1e-2}
-"""A GPU's libraries choose a kernel by the shape: on an H100 two micro-batch sizes of one pass, over 24 layers with
-logits up to 25, differed by 5e-6 on average and 3e-5 at most."""
+FP32_ON_GPU = 10.0
+"""Factor of the bounds in fp32 on a GPU, whose libraries choose a kernel by the shape: on an H100 two micro-batch sizes
+of one pass, over 24 layers with logits up to 25, differed by 5e-6 on average and 3e-5 at most."""
 
 MISMATCH_HALF = {"mean_logprob_mismatch": 0.05, "p99_logprob_mismatch": 0.5, "max_logprob_mismatch": None}
 """With 8 bits of mantissa a token's log-prob is off by some hundredths on average, and one of millions by anything."""
@@ -116,7 +116,7 @@ def _fill_in_rl(config: RLConfig) -> None:
         config.async_training.max_staleness_allowed = config.default_max_staleness
     _fill_in_policy(config)
     _fill_in_critic(config)
-    _fill_in_mismatch(config)
+    fill_in_mismatch(config)
     _fill_in_timeout(config)
 
 
@@ -153,13 +153,18 @@ def _fill_in_timeout(config: RLConfig) -> None:
     config.actor_infer.generation_timeout_s = min(max(config.actor_infer.generation_timeout_s, seconds), whole)
 
 
-def _fill_in_mismatch(config: RLConfig) -> None:
-    """Sets the bounds that are not given; null leaves a bound out."""
+def fill_in_mismatch(config: RLConfig) -> None:
+    """Sets the bounds that are not given; null leaves a bound out. Where platform is auto, those of a GPU."""
     dtypes = {config.actor_train.model_args.dtype, config.actor_infer.model_args.dtype}
-    in_fp32 = MISMATCH_FP32 if config.platform == "cpu" else MISMATCH_FP32_GPU
+    in_fp32 = {key: bound * fp32_factor(config) for key, bound in MISMATCH_FP32.items()}
     for key, bound in (in_fp32 if dtypes == {"fp32"} else MISMATCH_HALF).items():
         if key not in config.source.given:
             setattr(config, key, bound)
+
+
+def fp32_factor(config: RLConfig) -> float:
+    """How much larger bounds in fp32 are than on a CPU."""
+    return 1.0 if config.platform == "cpu" else FP32_ON_GPU
 
 
 def _fill_in_policy(config: RLConfig) -> None:

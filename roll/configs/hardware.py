@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from roll.configs.defaults import fill_in_mismatch
 from roll.configs.errors import ConfigError, Report
 from roll.configs.parallel_layout import by_node, spans
 from roll.configs.pipeline import BaseConfig, RLConfig
@@ -78,6 +79,8 @@ def prepare_devices(config: BaseConfig, hardware: Hardware | None = None) -> Non
 def _resolve_auto(config: BaseConfig, hardware: Hardware) -> None:
     if config.platform == "auto":
         config.platform = "cuda" if hardware.gpus else "cpu"
+        if isinstance(config, RLConfig):
+            fill_in_mismatch(config)
 
 
 def resolve_platform(config: BaseConfig, hardware: Hardware, report: Report) -> tuple[str, int]:

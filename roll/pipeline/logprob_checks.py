@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from roll.algorithms.policy_losses import PolicyLossConfig
+from roll.configs.defaults import fp32_factor
 from roll.configs.errors import RunError
 from roll.configs.pipeline import RLConfig
 from roll.distributed.protocol import DataProto
@@ -21,10 +22,7 @@ BEYOND = 0.01
 """Share of tokens that may be above `p99_logprob_mismatch`."""
 
 SAME_ENGINE_FP32 = 1e-5
-"""Largest difference in fp32 between the two passes of the trainer, which are one implementation; on a CPU."""
-
-SAME_ENGINE_FP32_GPU = 1e-4
-"""The same where a library chooses its kernel by the shape of a micro-batch."""
+"""Largest difference in fp32 between the two passes of the trainer, which are one implementation; see `fp32_factor`."""
 
 
 SOURCES = {
@@ -111,7 +109,7 @@ def check_engine(mismatch: Mismatch, config: RLConfig) -> None:
 
 def same_engine_fp32(config: RLConfig) -> float:
     """The bound of the largest difference in fp32 between two passes of the trainer."""
-    return SAME_ENGINE_FP32 if config.platform == "cpu" else SAME_ENGINE_FP32_GPU
+    return SAME_ENGINE_FP32 * fp32_factor(config)
 
 
 def check_first_update(step: Mapping[str, float], loss: PolicyLossConfig, config: RLConfig) -> None:

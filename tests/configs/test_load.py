@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from roll.configs.errors import ConfigError
+from roll.configs.hardware import Hardware, prepare_devices
 from roll.configs.load import load_config
 from roll.configs.pipeline import RLVRConfig, SFTConfig
 from tests.configs.samples import RLVR, refusal, rlvr, sft, write
@@ -328,3 +329,11 @@ def test_a_variable_that_is_not_set_leaves_its_name(tmp_path: Path) -> None:
     config = rlvr(tmp_path, text=RLVR + "output_dir: ${oc.env:NOT_SET_HERE}/runs\n")
     assert config.output_dir == "$NOT_SET_HERE/runs"
     assert config.source.unset[0][0] == "output_dir"
+
+
+def test_an_automatic_platform_has_the_bounds_of_what_it_turns_out_to_be(tmp_path: Path) -> None:
+    fp32 = ("actor_train.model_args.dtype=fp32", "actor_infer.model_args.dtype=fp32", "platform=auto")
+    for options, mean in ((fp32, 1e-5), ((*fp32, "mean_logprob_mismatch=0.3"), 0.3)):
+        config = rlvr(tmp_path, *options)
+        prepare_devices(config, Hardware(gpus=0, cores=64))
+        assert (config.platform, config.mean_logprob_mismatch, config.p99_logprob_mismatch) == ("cpu", mean, 1e-4)
