@@ -1,4 +1,4 @@
-"""From raw scores to those that an estimator reads (length penalties, clipping, normalisation), and weights of prompts.
+"""Shapes scores before the advantage estimator (length penalties, clipping, normalisation), and weights prompts.
 
 Statistics count every trajectory once, and no padding (`Episodes`).
 """

@@ -141,4 +141,5 @@ def test_a_degenerate_answer_is_wrong_and_takes_no_time(answer):
 
 
 def test_a_deep_answer_counts_where_the_ground_truth_is_as_deep():
-    assert math_reward(r"\boxed{" + "(" * 13 + "7" + ")" * 13 + "}", "(" * 13 + "7" + ")" * 13, RewardConfig()) == 1
+    answer, expected = (r"\frac{" * 13 + number + "}{1}" * 13 for number in ("7", "7.0"))
+    assert math_reward(r"\boxed{" + answer + "}", expected, RewardConfig()) == 1
