@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -167,7 +168,7 @@ def _policy(context: RankContext, name: str, model: Path, options: dict[str, Any
 
 def _resume(context: RankContext, name: str, model: Path, options: dict[str, Any]) -> None:
     """Three steps, two more while a checkpoint is written; then a new strategy loads it and repeats the two."""
-    from roll.distributed.strategy import megatron_checkpoint
+    from roll.distributed.strategy import background_save, megatron_checkpoint
 
     size, written_as = options.pop("micro_batch_size"), options.pop("written_as", None)
     folder = context.folder / f"checkpoint_{name}"
@@ -180,10 +181,13 @@ def _resume(context: RankContext, name: str, model: Path, options: dict[str, Any
     written = (
         {megatron_checkpoint.FORMAT_KEY: written_as} if written_as else megatron_checkpoint._format(strategy.optimizer)
     )
+    stepping = threading.Event()
+    save_pieces, write = megatron_checkpoint.save_pieces, megatron_checkpoint.InProcessSave.write
     with (
         patch.object(megatron_checkpoint, "_format", lambda optimizer: written),
-        patch.object(megatron_checkpoint, "save_pieces", _slowly(megatron_checkpoint.save_pieces)),
-        patch.object(megatron_checkpoint.InProcessSave, "write", _slowly(megatron_checkpoint.InProcessSave.write)),
+        patch.object(megatron_checkpoint, "save_pieces", _after(stepping, save_pieces)),
+        patch.object(megatron_checkpoint.InProcessSave, "write", _after(stepping, write)),
+        patch.object(background_save, "wait", _telling(stepping, background_save.wait)),
     ):
         strategy.begin_checkpoint(folder)
         unbroken = [strategy.train_step(data) for _ in range(2)]
@@ -203,14 +207,25 @@ def _resume(context: RankContext, name: str, model: Path, options: dict[str, Any
     strategy.shutdown()
 
 
-def _slowly(write: Callable[..., None]) -> Callable[..., None]:
-    """As `write`, after a while in which an optimizer step would change what it writes."""
+def _after(stepping: threading.Event, write: Callable[..., None]) -> Callable[..., None]:
+    """As `write`, once the optimizer step that would change what it writes is waiting for it."""
 
     def written(*arguments: Any) -> None:
-        time.sleep(0.3)
+        if not stepping.wait(60):
+            raise TimeoutError("no optimizer step waited for the checkpoint")
         write(*arguments)
 
     return written
+
+
+def _telling(stepping: threading.Event, wait: Callable[..., Any]) -> Callable[..., Any]:
+    """As `wait`, after it has set `stepping`."""
+
+    def waited(*arguments: Any) -> Any:
+        stepping.set()
+        return wait(*arguments)
+
+    return waited
 
 
 def _hand_over(strategy: Any) -> int:

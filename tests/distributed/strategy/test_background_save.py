@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from roll.distributed.strategy import background_save
 from roll.distributed.strategy.background_save import BackgroundSave
 
 
@@ -27,22 +30,25 @@ def saving(one_rank: None) -> BackgroundSave:
     return BackgroundSave(torch.device("cpu"), 10.0)
 
 
-def test_the_rank_goes_on_until_it_waits(saving, tmp_path: Path):
+def test_the_rank_goes_on_until_it_waits(saving, tmp_path: Path, monkeypatch):
     assert saving.seconds_waited() == 0.0, "nothing was saved yet"
     go, file = threading.Event(), tmp_path / "weights"
 
     def write(group: dist.ProcessGroup) -> None:
         go.wait()
-        time.sleep(0.2)
         dist.barrier(group)
         file.write_text("all")
 
+    def wait(*arguments: Any) -> Any:
+        go.set()
+        return concurrent.futures.wait(*arguments)
+
+    monkeypatch.setattr(background_save, "wait", wait)
     saving.start(write)
     assert saving.seconds_waited() is None and not file.exists()
-    go.set()
     saving.wait()
     waited = saving.seconds_waited()
-    assert file.exists() and waited is not None and waited > 0.1
+    assert file.exists() and waited is not None and waited > 0
     saving.wait()
     assert saving.seconds_waited() == waited, "there was nothing to wait for"
 
