@@ -253,6 +253,8 @@ def _rank_main(
     listener: socket.socket,
     result: Path,
 ) -> None:
+    import torch
+
     from roll.distributed.process_groups import hold_port
     from roll.platforms import get_platform
 
@@ -266,6 +268,7 @@ def _rank_main(
     outcome = job(layout, rank, folder, work)
     if rank == 0:
         result.write_bytes(pickle.dumps(outcome))
+    torch.distributed.destroy_process_group()  # threads of a group that outlive Python's end abort the process
 
 
 if __name__ == "__main__":

@@ -360,12 +360,15 @@ def _has_fp32_output(matrix: torch.Tensor) -> bool:
 
 def _product(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """The product in fp32, of matrices in any precision."""
-    return one @ other if one.dtype == torch.float32 else torch.mm(one, other, out_dtype=torch.float32)
+    return torch.matmul(one, other) if one.dtype == torch.float32 else torch.mm(one, other, out_dtype=torch.float32)
 
 
 def _add_product(total: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> None:
-    """Adds the product to `total` in fp32; for half precision by slices, since the product is a matrix of its own."""
-    if one.dtype == torch.float32:
+    """Adds the product to `total` in fp32; by slices where the product is a matrix of its own.
+
+    That is so in half precision, and on a CPU, where `torch.matmul` may be faster than torch's `addmm_`.
+    """
+    if one.dtype == torch.float32 and one.device.type != "cpu":
         total.addmm_(one, other)
         return
     for rows in range(0, len(total), PRODUCT_ROWS):

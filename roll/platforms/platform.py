@@ -166,12 +166,14 @@ class CpuPlatform(Platform):
         }
 
     def prepare_megatron(self) -> None:
-        """Patches torch, so that Megatron-Core runs without CUDA."""
+        """Patches torch, so that Megatron-Core runs without CUDA, with the faster of two matrix products."""
         super().prepare_megatron()
+        from roll.platforms import cpu_matmul
         from roll.platforms.megatron_cpu import patch_megatron_for_cpu
 
         never_compile()
         patch_megatron_for_cpu()
+        cpu_matmul.install()
 
 
 class CudaPlatform(Platform):

@@ -24,14 +24,19 @@ def install(kernels: CpuKernels) -> None:
     from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 
     def rms_norm(
-        op: Any, x: torch.Tensor, residual: torch.Tensor | None = None, *further: Any, **options: Any
+        op: Any,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        post_residual_addition: torch.Tensor | None = None,
+        quant_linear: Any = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """SGLang passes the linear that follows as `quant_linear`, for kernels that also round its input to FP8."""
         tensors = (x, op.weight, x if residual is None else residual)
-        plain = op.variance_size_override is None and x.shape[-1] == op.hidden_size
-        plain = plain and all(option is None for option in (*further, *options.values()))
+        plain = op.variance_size_override is None and op.override_orig_dtype is None
+        plain = plain and x.shape[-1] == op.hidden_size and post_residual_addition is None
         if not plain or any(tensor.dtype != torch.float32 for tensor in tensors):
             native: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-            native = op.forward_native(x, residual, *further, **options)
+            native = op.forward_native(x, residual, post_residual_addition, quant_linear)
             return native
         out, total = kernels.rms_norm(x, op.weight, op.variance_epsilon, residual)
         return out if total is None else (out, total)

@@ -15,7 +15,7 @@ import torch
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
-from roll.platforms import shared_memory
+from roll.platforms import cpu_matmul, shared_memory
 
 ATTENTION_VARIABLE = "ROLL_CPU_ATTENTION"
 ATTENTION_CHOICES = ("kernel", "batched", "stock")
@@ -72,6 +72,7 @@ class SglangCpuPlatform(SRTPlatform):  # type: ignore[misc]  # SGLang is not typ
         if choice not in ATTENTION_CHOICES:
             raise ValueError(f"{ATTENTION_VARIABLE}={choice!r}: use one of {', '.join(ATTENTION_CHOICES)}")
         if choice != "stock":
+            cpu_matmul.install()
             from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
             from roll.platforms.sglang_cpu_attention import BatchedTorchAttention, attention_backend

@@ -112,3 +112,35 @@ def test_only_short_extensions_use_the_kernel(backends):
         backend = make()
         extend(backend, problem([3, 0], [length, length], 4, 2))
         assert (backend._plan is not None) == (plan or backend._kernels is None)
+
+
+def test_norms_of_a_layer_are_one_call_of_the_kernel(monkeypatch):
+    from sglang.kernels.fused_op import BaseFusedOp
+    from sglang.srt.layers.layernorm import RMSNorm
+
+    from roll.platforms import sglang_cpu_ops
+    from roll.platforms.cpu_kernels import CpuKernels
+
+    class Counted(CpuKernels):
+        calls = 0
+
+        def rms_norm(self, *arguments):
+            self.calls += 1
+            return super().rms_norm(*arguments)
+
+    kernels = Counted(16)
+    monkeypatch.setattr(BaseFusedOp, "_oot_forward_registry", {})
+    sglang_cpu_ops.install(kernels)
+    forward = BaseFusedOp._oot_forward_registry[sglang_cpu_ops.PLATFORM_KEY][RMSNorm]
+    norm, linear = RMSNorm(100), torch.nn.Linear(100, 4)
+    x, residual = torch.randn(2, 7, 100, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        norm.weight.uniform_(0.5, 2.0)
+        for further in ({}, {"quant_linear": linear}):  # decoder layers pass the linear that follows
+            for given in ((x,), (x, residual)):
+                expected = norm.forward_native(*given)
+                torch.testing.assert_close(forward(norm, *given, **further), expected, atol=1e-6, rtol=1e-5)
+        assert kernels.calls == 4
+        forward(norm, x, residual, residual)
+        forward(norm, x.bfloat16())
+    assert kernels.calls == 4, "what the kernel does not take is computed by SGLang"

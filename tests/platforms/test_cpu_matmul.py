@@ -1,0 +1,140 @@
+"""Products by oneDNN: the same values as torch's, only where it is faster, and never where a gradient is recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from roll.platforms import cpu_matmul
+
+ROWS, DEPTH, COLUMNS = 256, 96, 128
+AMD = "vendor_id\t: AuthenticAMD\nflags\t\t: fpu avx2 avx512f avx512bw\n"
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
+    """Installs oneDNN's products for one test; the shapes of the inputs that they got."""
+    found: list[tuple[int, ...]] = []
+    multiply = cpu_matmul.multiply
+
+    def counted(x, weight, bias=None):
+        found.append(tuple(x.shape))
+        return multiply(x, weight, bias)
+
+    for owner, name in ((torch, "matmul"), (torch.Tensor, "matmul"), (torch.nn.functional, "linear")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # put back at the end
+    monkeypatch.setattr(cpu_matmul, "multiply", counted)
+    monkeypatch.setattr(cpu_matmul, "INSTALLED", {})
+    monkeypatch.setenv(cpu_matmul.VARIABLE, "onednn")
+    assert cpu_matmul.install() and cpu_matmul.install()
+    yield found
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
+
+
+PRODUCTS = {
+    "into a part of a tensor": lambda x, w, g: (
+        torch.matmul(x, w.t(), out=torch.empty(2 * ROWS, COLUMNS)[ROWS:]),
+        x.double() @ w.double().t(),
+    ),
+    "forward": lambda x, w, g: (torch.matmul(x, w.t()), x.double() @ w.double().t()),
+    "gradient of the input": lambda x, w, g: (g.matmul(w), g.double() @ w.double()),
+    "gradient of the weight": lambda x, w, g: (g.t().matmul(x), g.double().t() @ x.double()),
+    "linear": lambda x, w, g: (
+        torch.nn.functional.linear(x, w, w[:, 0]),
+        x.double() @ w.double().t() + w[:, 0].double(),
+    ),
+    "three dimensions": lambda x, w, g: (
+        torch.matmul(x[:, None], w.t()),
+        (x.double() @ w.double().t())[:, None],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", PRODUCTS)
+def test_products_are_those_of_float64_up_to_rounding(calls, kind: str):
+    product, exact = PRODUCTS[kind](drawn(ROWS, DEPTH), drawn(COLUMNS, DEPTH), drawn(ROWS, COLUMNS))
+    assert len(calls) == 1 and product.dtype == torch.float32 and product.shape == exact.shape
+    assert (product - exact).abs().max() < 1e-5 * exact.abs().max()
+
+
+MEMORY = {
+    "part of the columns": lambda x: torch.cat([x, x], 1)[:, : x.shape[1]],
+    "every second row": lambda x: x.repeat_interleave(2, 0)[::2],
+    "every second column": lambda x: x.repeat_interleave(2, 1)[:, ::2],
+    "transposed": lambda x: x.t().contiguous().t(),
+    "one row for all": lambda x: x[:1].expand_as(x),
+    "one column for all": lambda x: x[:, :1].expand_as(x),
+}
+
+
+@pytest.mark.parametrize("kind", MEMORY)
+def test_tensors_may_lie_in_memory_in_any_way(calls, kind: str):
+    x, weight = MEMORY[kind](drawn(ROWS, DEPTH)), MEMORY[kind](drawn(COLUMNS, DEPTH))
+    for bias in (None, weight[:, 1], weight[:1, 0].expand(COLUMNS)):
+        exact = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+        for one, other in ((x, weight), (x.contiguous(), weight), (x, weight.contiguous())):
+            assert torch.allclose(torch.nn.functional.linear(one, other, bias).double(), exact, atol=1e-4)
+    assert len(calls) == 9
+
+
+OTHERS = {
+    "small": lambda: torch.matmul(drawn(16, 32), drawn(32, 16)),
+    "bfloat16": lambda: torch.nn.functional.linear(drawn(ROWS, DEPTH).bfloat16(), drawn(COLUMNS, DEPTH).bfloat16()),
+    "batched": lambda: torch.matmul(drawn(8, ROWS, DEPTH), drawn(8, DEPTH, COLUMNS)),
+    "a vector": lambda: torch.matmul(drawn(1 << 20), drawn(1 << 20, 2)),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_everything_else_is_left_to_torch(calls, kind: str):
+    assert OTHERS[kind]().isfinite().all() and not calls
+
+
+def test_a_gradient_is_recorded_by_torch(calls):
+    weight = drawn(COLUMNS, DEPTH).requires_grad_()
+    for product in (
+        torch.matmul(drawn(ROWS, DEPTH), weight.t()),
+        torch.nn.functional.linear(drawn(ROWS, DEPTH), weight),
+    ):
+        (gradient,) = torch.autograd.grad(product.sum(), weight)
+        assert torch.allclose(gradient, drawn(ROWS, DEPTH).sum(0).expand_as(gradient), atol=1e-4)
+    assert not calls
+    with torch.no_grad():
+        torch.nn.functional.linear(drawn(ROWS, DEPTH), weight)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "slow"),
+    [
+        (AMD, True),
+        (AMD.replace("AuthenticAMD", "GenuineIntel"), False),
+        (AMD.replace("avx512f ", ""), False),
+        ("CPU part\t: 0xd0c\n", False),
+        ("", False),
+    ],
+)
+def test_mkl_is_slow_with_avx512_on_other_processors_than_intels(tmp_path, monkeypatch, cpuinfo: str, slow: bool):
+    file = tmp_path / "cpuinfo"
+    file.write_text(cpuinfo)
+    monkeypatch.setattr(cpu_matmul, "CPUINFO", file)
+    assert cpu_matmul.mkl_is_slow() is slow
+
+
+def test_without_a_file_about_the_processor_torch_multiplies(tmp_path, monkeypatch):
+    monkeypatch.setattr(cpu_matmul, "CPUINFO", tmp_path / "none")
+    assert not cpu_matmul.mkl_is_slow()
+
+
+def test_the_variable_decides_and_a_wrong_value_is_an_error(monkeypatch):
+    matmul = torch.matmul
+    monkeypatch.setenv(cpu_matmul.VARIABLE, "mkl")
+    assert not cpu_matmul.install() and torch.matmul is matmul
+    monkeypatch.setenv(cpu_matmul.VARIABLE, "openblas")
+    with pytest.raises(ValueError, match="ROLL_CPU_MATMUL='openblas': use one of auto, onednn, mkl"):
+        cpu_matmul.install()
