@@ -9,7 +9,7 @@ trajectories R is that of the trajectory, which counts once in all statistics ev
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 import torch
@@ -19,13 +19,13 @@ from roll.algorithms.adv_estimators import ADV_ESTIMATORS, RewardBatch
 from roll.algorithms.aggregation import constant_group, masked, masked_mean, select_tokens, token_index, whiten
 from roll.algorithms.kl import kl_divergence
 from roll.algorithms.shaping import (
-    ScoreStatistics,
+    RunStatistics,
     apply_norm,
     clip_scores,
-    difficulty_weights,
     length_penalties,
     norm_types,
     overlong_penalty,
+    sample_weights,
     shape_scores,
     token_penalty,
 )
@@ -54,11 +54,12 @@ class AdvantageConfig(AdvantageOptions):
 
     @classmethod
     def from_config(cls, config: RLConfig) -> AdvantageConfig:
-        """The settings of a run; keys of turns have their defaults without turns, and length penalties with them."""
+        """The settings of a run; keys of turns have their defaults without turns, and those of lengths with them."""
         options = options_of(cls, config)
         if config.pipeline != "rlvr":
             # `response_length` of agents is that of one turn, and a trajectory has several
             options |= {"overlong_buffer_len": None, "length_reward_coef": 0.0, "length_penalty_per_token": 0.0}
+            options["length_loss_weight"] = False
         if isinstance(config, RLVRConfig) and config.uses_reward_parts:
             options["reward_weights"] = tuple(reward.weight for reward in config.rewards.values())
         return cls(**options)
@@ -109,7 +110,7 @@ class Advantages:
     advantages: Tensor
     returns: Tensor
     metrics: dict[str, float]
-    statistics: ScoreStatistics = field(default_factory=ScoreStatistics)
+    statistics: RunStatistics = field(default_factory=RunStatistics)
 
 
 def compute_advantages(
@@ -128,12 +129,14 @@ def compute_advantages(
     reward_parts: Tensor | None = None,
     sum_pi_squared: Tensor | None = None,
     correction_weights: Tensor | None = None,
-    statistics: ScoreStatistics | None = None,
+    statistics: RunStatistics | None = None,
+    tag_names: Sequence[str] | None = None,
 ) -> Advantages:
     """Advantages and returns of one global batch.
 
     Applies, in this order: length penalties, reward_clip, whiten_rewards, norm_mean_type and norm_std_type, token KL,
-    the estimator, the teacher of `use_opd`, whiten_advantages, difficulty_loss_weight, advantage_clip.
+    the estimator, the teacher of `use_opd`, whiten_advantages, difficulty_loss_weight and length_loss_weight,
+    advantage_clip.
 
     Args:
         scores: [B] raw rewards.
@@ -155,7 +158,10 @@ def compute_advantages(
         sum_pi_squared: [B, T], the sum of the squared probabilities of all tokens under the policy of `log_probs`;
             needed with `adv_estimator: optimal_token_baseline`.
         correction_weights: [B, T] factors of the loss of each token, which that estimator reads; None: all are 1.
-        statistics: of the scores of the run before this batch, for `running`; None: this is the first one.
+        statistics: of the scores of the run before this batch, for `running` and `running_tag`; None: this is the
+            first one.
+        tag_names: [B] name of the tag of each sample, needed for `running_tag`: the numbers of `turns` are those of
+            this batch alone.
 
     Raises:
         ValueError: a score is not finite, there is no token, `add_token_level_kl` or a teacher lacks its log-probs, or
@@ -172,11 +178,14 @@ def compute_advantages(
     if turns is not None:
         check_turns(turns, scores, groups, mask)
     episodes = episodes_of(mask, turns)
-    penalties = length_penalties(scores, mask.sum(-1), groups, episodes, config)
+    lengths = mask.sum(-1)
+    penalties = length_penalties(scores, lengths, groups, episodes, config)
     penalty, raw = penalties.total, scores
     scores = shape_scores(scores - penalty, episodes, config)
     tags = None if turns is None else turns.tag_ids
-    scores, statistics, normalised = apply_norm(scores, groups, tags, episodes, config, statistics or ScoreStatistics())
+    scores, statistics, normalised = apply_norm(
+        scores, groups, tags, episodes, config, statistics or RunStatistics(), tag_names
+    )
     baselines = None
     if greedy is not None:
         own = overlong_penalty(greedy.greedy_lengths, config) + token_penalty(greedy.greedy_lengths, config)
@@ -204,9 +213,8 @@ def compute_advantages(
         advantages, returns = masked(advantages, mask), masked(returns, mask)
     if config.whiten_advantages:
         advantages = whiten(advantages, mask)
-    weighted: dict[str, float] = {}
-    if config.difficulty_loss_weight:
-        weights, weighted = difficulty_weights(raw, groups, learned, episodes, config)
+    weights, weighted = sample_weights(raw, groups, lengths, learned, episodes, config)
+    if weights is not None:
         advantages = advantages * weights[:, None]
     if config.advantage_clip is not None:
         advantages = advantages.clamp(-config.advantage_clip, config.advantage_clip)

@@ -6,6 +6,8 @@ pass gives its own log-probs of the same tokens, with gradient. All other tokens
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -19,22 +21,28 @@ REST_FLOOR = 1e-6
 """Smallest probability of the other tokens: below it, 1 minus the sum of the others is rounding of fp32."""
 
 
-def top_k_divergence(policy: Tensor, teacher: Tensor, known: Tensor, divergence: str) -> Tensor:
-    """KL divergence at each position between policy pi and teacher q over K tokens and the rest.
+def top_k_divergence(policy: Tensor, teacher: Tensor, known: Tensor, divergence: str, beta: float = 0.5) -> Tensor:
+    """Divergence at each position between policy pi and teacher q over K tokens and the rest.
 
     With the rest r = max(1 - sum_k p_k, REST_FLOOR) of either distribution, `reverse` is
 
         KL(pi || q) = sum_k pi_k (log pi_k - log q_k) + r_pi (log r_pi - log r_q)
 
-    and `forward` is KL(q || pi), the same with both exchanged. Merging tokens to one outcome never increases a KL
-    divergence, so it is a lower bound of that over all tokens, and equal to it if K tokens are all. Source: the
-    divergences of GKD (arXiv 2306.13649, section 3) with one outcome for the tokens that the teacher leaves out.
+    and `forward` is KL(q || pi), the same with both exchanged. With the mixture m = beta q + (1 - beta) pi, `jsd` is
+
+        beta KL(q || m) + (1 - beta) KL(pi || m)
+
+    It is at most -beta log beta - (1 - beta) log(1 - beta); divided by beta it tends to `forward` as beta falls to 0,
+    and divided by 1 - beta to `reverse` as beta rises to 1. Merging tokens to one outcome never increases one of these
+    divergences, so it is a lower bound of that over all tokens, and equal to it if K tokens are all. Source: the
+    divergences of GKD (arXiv 2306.13649, eq. 1 for `jsd`) with one outcome for the tokens that the teacher leaves out.
 
     Args:
         policy: log pi [..., K] of the tokens, with gradient.
         teacher: log q [..., K], without gradient.
         known: bool [..., K], false where there is no token; its values are ignored.
-        divergence: `reverse` or `forward`.
+        divergence: `reverse`, `forward` or `jsd`.
+        beta: of `jsd`, above 0 and below 1.
 
     Returns:
         [...], with gradient in `policy`.
@@ -42,6 +50,13 @@ def top_k_divergence(policy: Tensor, teacher: Tensor, known: Tensor, divergence:
     policy, teacher = (x.masked_fill(~known, 0.0) for x in (policy, teacher.to(policy.dtype)))
     p, q = (torch.where(known, x.exp(), 0.0) for x in (policy, teacher))
     rest_p, rest_q = ((1 - x.sum(-1)).clamp(min=REST_FLOOR) for x in (p, q))
+    if divergence == "jsd":
+        p, q = torch.cat([p, rest_p[..., None]], -1), torch.cat([q, rest_q[..., None]], -1)
+        apart = torch.cat([policy - teacher, (rest_p.log() - rest_q.log())[..., None]], -1)
+        # log q - log m and log p - log m from log p - log q, since both are small where the logs themselves are large
+        to_teacher = -torch.logaddexp(apart.new_tensor(math.log(beta)), math.log1p(-beta) + apart)
+        to_policy = -torch.logaddexp(apart.new_tensor(math.log1p(-beta)), math.log(beta) - apart)
+        return (beta * q * to_teacher + (1 - beta) * p * to_policy).sum(-1)
     if divergence == "forward":
         return (q * (teacher - policy)).sum(-1) + rest_q * (rest_q.log() - rest_p.log())
     return (p * (policy - teacher)).sum(-1) + rest_p * (rest_p.log() - rest_q.log())

@@ -153,7 +153,8 @@ def policy(
         metrics["kl_loss"] = kl.detach()
     if config.opd_top_k is not None:
         teacher, known = micro[TEACHER_TOP_LOG_PROBS], micro[TEACHER_TOP_IDS] >= 0
-        distance = term(top_k_divergence(micro[POLICY_TOP_LOG_PROBS], teacher, known, config.opd_divergence))
+        policy_top, beta = micro[POLICY_TOP_LOG_PROBS], config.opd_jsd_beta
+        distance = term(top_k_divergence(policy_top, teacher, known, config.opd_divergence, beta))
         loss = loss + config.opd_kl_coef * distance
         mass = torch.where(known, teacher.exp(), 0.0).sum(-1)
         metrics |= {"opd_loss": distance.detach(), "teacher_top_k_mass": _token_mean(mass, counted, scale)}

@@ -18,6 +18,7 @@ from torch import Tensor
 from roll.algorithms.aggregation import masked, masked_mean, masked_sum, unit_mean
 from roll.algorithms.kl import LOG_RATIO_CLAMP
 from roll.algorithms.registry import Registry
+from roll.configs.advantages import Divergence
 from roll.configs.agentic import AgenticOptions
 from roll.configs.pipeline import RLConfig
 from roll.configs.policy import PolicyOptions, losses_of, options_of, proximal_source, ratio_base, traits_of
@@ -36,6 +37,7 @@ class PolicyLossConfig(PolicyOptions):
         opd_top_k: key of the advantages; None where no divergence to a teacher is part of the loss.
         opd_kl_coef: weight of that divergence.
         opd_divergence: which one it is.
+        opd_jsd_beta: the weight of `opd_divergence: jsd`.
         one_pass: the batch is one optimizer step, so that log p is log pi itself and was not computed before.
     """
 
@@ -46,7 +48,8 @@ class PolicyLossConfig(PolicyOptions):
     p99_logprob_mismatch: float | None = None
     opd_top_k: int | None = None
     opd_kl_coef: float = 1.0
-    opd_divergence: Literal["reverse", "forward"] = "reverse"
+    opd_divergence: Divergence = "reverse"
+    opd_jsd_beta: float = 0.5
     one_pass: bool = False
 
     @classmethod

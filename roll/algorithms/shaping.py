@@ -1,20 +1,20 @@
-"""Shapes scores before the advantage estimator (length penalties, clipping, normalisation), and weights prompts.
+"""Shapes scores before the advantage estimator (length penalties, clipping, normalisation), and weights samples.
 
 Statistics count every trajectory once, and no padding (`Episodes`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from roll.algorithms.aggregation import EPSILON, constant_group, group_mean, group_std, whiten
 from roll.algorithms.turn_advantages import Episodes
-from roll.configs.advantages import RUNNING
+from roll.configs.advantages import RUNNING, RUNNING_TAG, RUNNING_TYPES
 
 if TYPE_CHECKING:
     from roll.algorithms.advantages import AdvantageConfig
@@ -166,6 +166,30 @@ class ScoreStatistics:
         return (self.squares / (self.count - 1)) ** 0.5 if self.count > 1 else 0.0
 
 
+@dataclass(frozen=True)
+class RunStatistics:
+    """Statistics of the scores of a run so far; those that the configuration does not read stay empty.
+
+    Attributes:
+        all_tags: of all scores, for `running`.
+        by_tag: of the scores of each tag, by its name, for `running_tag`; a tag that had no score yet is missing.
+    """
+
+    all_tags: ScoreStatistics = field(default_factory=ScoreStatistics)
+    by_tag: Mapping[str, ScoreStatistics] = field(default_factory=dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Both, JSON-able."""
+        by_tag = {tag: asdict(statistics) for tag, statistics in self.by_tag.items()}
+        return {"score_statistics": asdict(self.all_tags), "tag_score_statistics": by_tag}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> RunStatistics:
+        """Those of `state_dict`; empty ones for an entry that is missing."""
+        by_tag = {tag: ScoreStatistics(**each) for tag, each in state.get("tag_score_statistics", {}).items()}
+        return cls(ScoreStatistics(**state.get("score_statistics", {})), by_tag)
+
+
 def norm_types(config: AdvantageConfig) -> tuple[str | None, str | None]:
     """`norm_mean_type` and `norm_std_type` where `normalize_scores` applies them; twice None where it has no effect.
 
@@ -173,38 +197,45 @@ def norm_types(config: AdvantageConfig) -> tuple[str | None, str | None]:
     """
     types = config.norm_mean_type, config.norm_std_type
     if config.adv_estimator == "reinforce":
-        return types if {"tag", RUNNING} & set(types) else (None, None)
+        return types if {"tag", *RUNNING_TYPES} & set(types) else (None, None)
     if not config.uses_running_statistics:
         return None, None
-    return types[0] if types[0] == RUNNING else None, types[1] if types[1] == RUNNING else None
+    return types[0] if types[0] in RUNNING_TYPES else None, types[1] if types[1] in RUNNING_TYPES else None
 
 
 def normalize_scores(
     scores: Tensor,
     sets: Mapping[str, Tensor],
     types: tuple[str | None, str | None],
-    statistics: ScoreStatistics,
+    running: Mapping[str, Sequence[ScoreStatistics]],
 ) -> Tensor:
     """(x - mean) / (std + EPSILON), [E] from scores [E]; exactly 0 where one of the sets has equal scores only.
 
     Args:
         scores: [E] of each episode.
-        sets: numbers [E] of the set of each score, by the name of the type: `batch`, `group`, `tag`.
-        types: the set whose mean is subtracted and the one whose unbiased standard deviation divides, one of `sets` or
-            `running`; None leaves that out.
-        statistics: of the run, for `running`. A deviation of at most EPSILON counts as that of equal scores.
+        sets: numbers [E] of the set of each score, by the name of the type.
+        types: the set whose mean is subtracted and the one whose unbiased standard deviation divides, two of `sets`;
+            None leaves that out.
+        running: of the types that have statistics of the run, those of each set by its number. A deviation of at most
+            EPSILON counts as that of equal scores.
     """
     mean_type, std_type = types
+    if not len(scores):
+        return scores
+    known = {
+        kind: scores.new_tensor([[each.mean, each.std] for each in statistics])[sets[kind]].unbind(-1)
+        for kind, statistics in running.items()
+    }
     result = scores
     if mean_type is not None:
-        result = result - (statistics.mean if mean_type == RUNNING else group_mean(scores, sets[mean_type]))
-    if std_type is not None and len(scores):
-        std = scores.new_tensor(statistics.std) if std_type == RUNNING else group_std(scores, sets[std_type])
+        result = result - (known[mean_type][0] if mean_type in known else group_mean(scores, sets[mean_type]))
+    if std_type is not None:
+        std = known[std_type][1] if std_type in known else group_std(scores, sets[std_type])
         result = result / (std + EPSILON)
     equal = torch.zeros_like(scores, dtype=torch.bool)
     for kind in types:
-        if kind == RUNNING:
-            equal |= statistics.std <= EPSILON
+        if kind in known:
+            equal |= known[kind][1] <= EPSILON
         elif kind is not None:
             equal |= constant_group(scores, sets[kind])
     return torch.where(equal, 0.0, result)
@@ -216,33 +247,97 @@ def apply_norm(
     tags: Tensor | None,
     episodes: Episodes,
     config: AdvantageConfig,
-    before: ScoreStatistics,
-) -> tuple[Tensor, ScoreStatistics, dict[str, float]]:
+    before: RunStatistics,
+    tag_names: Sequence[str] | None = None,
+) -> tuple[Tensor, RunStatistics, dict[str, float]]:
     """Scores [B] after `norm_types`, the statistics of the run with this batch, and metrics.
 
-    The batch counts in the statistics that normalise it, so the first batch of a run has some.
+    The batch counts in the statistics that normalise it, so the first batch of a run, or of a tag, has some.
 
     Raises:
-        ValueError: scores are to be normalised by tag, and the tags [B] are not known.
+        ValueError: scores are to be normalised by tag, and the tags [B] or, with `running_tag`, their names [B] are
+            not known.
     """
     types = norm_types(config)
     if types == (None, None):
         return scores, before, {}
     values = episodes.per_episode(scores)
-    sets = {"batch": torch.zeros_like(episodes.rows), "group": episodes.group_numbers(groups)}
+    whole = torch.zeros_like(episodes.rows)
+    sets = {"batch": whole, "group": episodes.group_numbers(groups), RUNNING: whole}
     if tags is not None:
-        sets["tag"] = episodes.group_numbers(tags)
-    elif "tag" in types:
-        raise ValueError("norm_mean_type and norm_std_type tag need the tag of each sample, which this batch lacks")
+        sets["tag"] = sets[RUNNING_TAG] = episodes.group_numbers(tags)
+    missing = "tag" in types and tags is None
+    if missing or (RUNNING_TAG in types and (tags is None or tag_names is None)):
+        raise ValueError(
+            "norm_mean_type and norm_std_type tag and running_tag need the tag of each sample, which this batch lacks"
+        )
     metrics: dict[str, float] = {}
-    after = before
+    running: dict[str, Sequence[ScoreStatistics]] = {}
+    all_tags, by_tag = before.all_tags, dict(before.by_tag)
     if RUNNING in types:
-        after = before.merged(ScoreStatistics.of(values))
-        metrics = {"advantage/running_score_mean": after.mean, "advantage/running_score_std": after.std}
-    return episodes.to_samples(normalize_scores(values, sets, types, after)), after, metrics
+        all_tags = all_tags.merged(ScoreStatistics.of(values))
+        running[RUNNING] = [all_tags]
+        metrics |= {"advantage/running_score_mean": all_tags.mean, "advantage/running_score_std": all_tags.std}
+    if RUNNING_TAG in types and tag_names is not None:
+        rows = dict(zip(sets["tag"].tolist(), episodes.rows.tolist(), strict=True))
+        names = [tag_names[rows[number]] for number in range(len(rows))]
+        for number, name in enumerate(names):
+            scores_of_tag = ScoreStatistics.of(values[sets["tag"] == number])
+            by_tag[name] = by_tag.get(name, ScoreStatistics()).merged(scores_of_tag)
+        running[RUNNING_TAG] = [by_tag[name] for name in names]
+        for name, each in by_tag.items():
+            metrics[f"advantage/running_score_mean/{name}"] = each.mean
+            metrics[f"advantage/running_score_std/{name}"] = each.std
+    normalised = normalize_scores(values, sets, types, running)
+    return episodes.to_samples(normalised), RunStatistics(all_tags, by_tag), metrics
 
 
-# Weights of prompts
+# Weights of samples
+
+
+def sample_weights(
+    scores: Tensor, groups: Tensor, lengths: Tensor, learned: Tensor | None, episodes: Episodes, config: AdvantageConfig
+) -> tuple[Tensor | None, dict[str, float]]:
+    """Factors [B] of the advantages after `difficulty_loss_weight` and `length_loss_weight`, and metrics.
+
+    With both on, a factor is the product of the two, divided by its mean over the episodes that stay in the loss. None
+    with both off.
+
+    Args:
+        scores: [B] raw rewards.
+        groups: [B] int64 group numbers.
+        lengths: [B] int64, response tokens.
+        learned: [B] bool, samples that stay in the loss; None: all.
+        episodes: of the batch.
+        config: the keys.
+    """
+    found: list[Tensor] = []
+    metrics: dict[str, float] = {}
+    if config.difficulty_loss_weight:
+        weights, of_difficulty = difficulty_weights(scores, groups, learned, episodes, config)
+        found.append(weights)
+        metrics |= of_difficulty
+    if config.length_loss_weight:
+        weights, of_length = length_weights(lengths, learned, episodes, config)
+        found.append(weights)
+        metrics |= of_length
+    if len(found) < 2:
+        return (found[0] if found else None), metrics
+    product = episodes.per_episode(found[0] * found[1])
+    return episodes.to_samples(_with_mean_1(product, learned, episodes)), metrics
+
+
+def _with_mean_1(weights: Tensor, learned: Tensor | None, episodes: Episodes) -> Tensor:
+    """Weights [E] divided by their mean over the episodes that stay in the loss; all 0 if that is 0."""
+    kept = weights if learned is None else weights[episodes.per_episode(learned)]
+    mean = float(kept.mean()) if len(kept) else 0.0
+    return weights / mean if mean > 0 else torch.zeros_like(weights)
+
+
+def _bounds(weights: Tensor) -> tuple[float, float]:
+    """The least and the largest of the weights [E]; twice 0 without one."""
+    low, high = (float(bound) for bound in torch.aminmax(weights)) if len(weights) else (0.0, 0.0)
+    return low, high
 
 
 def difficulty_weights(
@@ -265,12 +360,38 @@ def difficulty_weights(
     difficulty = 1 - means.clamp(0, 1)
     easy, hard = config.difficulty_weight_easy, config.difficulty_weight_hard
     weights = easy + (hard - easy) * difficulty
-    kept = weights if learned is None else weights[episodes.per_episode(learned)]
-    mean = float(kept.mean()) if len(kept) else 0.0
-    weights = weights / mean if mean > 0 else torch.zeros_like(weights)
-    low, high = (float(bound) for bound in torch.aminmax(weights)) if len(weights) else (0.0, 0.0)
+    weights = _with_mean_1(weights, learned, episodes)
+    low, high = _bounds(weights)
     return episodes.to_samples(weights), {
         "advantage/difficulty": float(difficulty.mean()) if len(difficulty) else 0.0,
         "advantage/difficulty_weight_min": low,
         "advantage/difficulty_weight_max": high,
+    }
+
+
+def length_weights(
+    lengths: Tensor, learned: Tensor | None, episodes: Episodes, config: AdvantageConfig
+) -> tuple[Tensor, dict[str, float]]:
+    """Factors [B] of the advantages by the length of each sample's response, and metrics.
+
+    w = short + (long - short) p with p = (length - shortest) / (longest - shortest) over the episodes that stay in the
+    loss, divided by the mean of w over these. Where they have one length, all weights are 1. Padding has weight 0.
+
+    Args:
+        lengths: [B] int64, response tokens.
+        learned: [B] bool, samples that stay in the loss, cut to the range of whose lengths the others are; None: all.
+        episodes: of the batch.
+        config: `length_weight_short` and `length_weight_long`.
+    """
+    tokens = episodes.sum_samples(lengths).float()
+    kept = tokens if learned is None else tokens[episodes.per_episode(learned)]
+    shortest, longest = torch.aminmax(kept) if len(kept) else (tokens.new_zeros(()), tokens.new_zeros(()))
+    place = ((tokens - shortest) / (longest - shortest).clamp(min=1)).clamp(0, 1)
+    place = torch.where(longest == shortest, 0.5, place)
+    short, long = config.length_weight_short, config.length_weight_long
+    weights = _with_mean_1(short + (long - short) * place, learned, episodes)
+    low, high = _bounds(weights)
+    return episodes.to_samples(weights), {
+        "advantage/length_weight_min": low,
+        "advantage/length_weight_max": high,
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from roll.configs.schema import Condition, needs, option
 
@@ -74,8 +74,10 @@ def not_estimators(*names: str, reason: str) -> Condition:
     return Condition(lambda config, _: config.adv_estimator not in names, reason, ("adv_estimator",))
 
 
-RUNNING = "running"
-"""The value of `norm_mean_type` and `norm_std_type` for statistics over the run."""
+RUNNING, RUNNING_TAG = "running", "running_tag"
+"""Values of `norm_mean_type` and `norm_std_type` for statistics over the run: of all scores, or of those of a tag."""
+
+RUNNING_TYPES = (RUNNING, RUNNING_TAG)
 
 
 def normalised_by(key: str) -> Condition:
@@ -83,9 +85,10 @@ def normalised_by(key: str) -> Condition:
     return Condition(
         lambda config, _: (
             config.adv_estimator == "reinforce"
-            or (config.adv_estimator in VALUE_ESTIMATORS and getattr(config, key) == RUNNING)
+            or (config.adv_estimator in VALUE_ESTIMATORS and getattr(config, key) in RUNNING_TYPES)
         ),
-        "only adv_estimator reinforce reads it, and gae if it is running; the others define their own normalisation",
+        "only adv_estimator reinforce reads it, and gae if it is running or running_tag; the others define their own "
+        "normalisation",
         ("adv_estimator",),
     )
 
@@ -115,6 +118,8 @@ CRITIC = estimators(*VALUE_ESTIMATORS, reason="adv_estimator is not gae, so ther
 
 DIFFICULTY_WEIGHT = needs("difficulty_loss_weight", "difficulty_loss_weight is false; set it to true")
 
+LENGTH_WEIGHT = needs("length_loss_weight", "length_loss_weight is false; set it to true")
+
 
 @dataclass
 class CriticOptions:
@@ -131,7 +136,26 @@ class CriticOptions:
     )
 
 
-NormType = Literal["batch", "group", "tag", "running"]
+NormType = Literal["batch", "group", "tag", "running", "running_tag"]
+
+
+def jsd_beta(value: Any) -> Any:
+    """The weight, unchanged.
+
+    Raises:
+        ValueError: it is 0 or 1, where the divergence is 0 whatever the policy does.
+    """
+    limits = {0.0: "forward", 1.0: "reverse"}
+    limit = None if isinstance(value, bool) else limits.get(value)
+    if limit is not None:
+        raise ValueError(
+            f"at {value:g} the divergence is always 0; use opd_divergence: {limit}, which is its limit there"
+        )
+    return value
+
+
+Divergence = Literal["reverse", "forward", "jsd"]
+"""A divergence of the policy from a teacher; see `roll.algorithms.distillation`."""
 
 
 @dataclass
@@ -153,7 +177,8 @@ class AdvantageOptions:
     norm_mean_type: NormType | None = option(
         None,
         "Subtract the mean of this set from scores: the batch, the group of the sample, those of its tag in the batch, "
-        "or all samples of the run so far (reinforce; gae: running).",
+        "all samples of the run so far (running), or those of its tag in the run so far (running_tag). For reinforce; "
+        "gae reads the last two.",
         only_for=normalised_by("norm_mean_type"),
     )
     norm_std_type: NormType | None = option(
@@ -233,6 +258,14 @@ class AdvantageOptions:
     difficulty_weight_hard: float = option(
         2.0, "Weight of a prompt with a mean score of 0 or less.", ge=0, only_for=DIFFICULTY_WEIGHT
     )
+    length_loss_weight: bool = option(
+        False,
+        "Multiply the advantages of a response by a weight that falls with its length, from that of the shortest of "
+        "the batch to that of the longest; the weights of a batch are divided by their mean.",
+        only_for=(SINGLE_TURN, HAS_ADVANTAGES),
+    )
+    length_weight_short: float = option(1.5, "Weight of the shortest response.", ge=0, only_for=LENGTH_WEIGHT)
+    length_weight_long: float = option(0.5, "Weight of the longest response.", ge=0, only_for=LENGTH_WEIGHT)
     use_opd: bool = option(
         False,
         "On-policy distillation beside the scores: subtract opd_kl_coef x (log-prob of the policy - log-prob of the "
@@ -247,16 +280,26 @@ class AdvantageOptions:
     )
     opd_top_k: int | None = option(
         None,
-        "The teacher's most likely tokens at each position: opd_kl_coef x the KL divergence over them, and one outcome "
+        "The teacher's most likely tokens at each position: opd_kl_coef x the divergence over them, and one outcome "
         "for all others, is a term of the loss instead of the advantage. At least the vocabulary: over all tokens. "
         "null: the sampled token alone.",
         ge=1,
         only_for=TEACHER,
     )
-    opd_divergence: Literal["reverse", "forward"] = option(
+    opd_divergence: Divergence = option(
         "reverse",
-        "KL divergence of opd_top_k: of the policy from the teacher (reverse), or of the teacher from the policy.",
+        "Divergence of opd_top_k: KL of the policy from the teacher (reverse), KL of the teacher from the policy "
+        "(forward), or the generalised Jensen-Shannon divergence of GKD (jsd).",
         only_for=needs("opd_top_k", "opd_top_k is null, so only sampled tokens are compared", lambda k: k is not None),
+    )
+    opd_jsd_beta: float = option(
+        0.5,
+        "Weight of the teacher in the mixture that jsd compares both with, above 0 and below 1: small ones learn as "
+        "forward does, large ones as reverse.",
+        gt=0,
+        lt=1,
+        parse=jsd_beta,
+        only_for=needs("opd_divergence", "opd_divergence is not jsd", lambda divergence: divergence == "jsd"),
     )
 
     @property
@@ -273,7 +316,7 @@ class AdvantageOptions:
     def uses_running_statistics(self) -> bool:
         """Whether scores are normalised by statistics over the run."""
         reads = self.adv_estimator == "reinforce" or self.adv_estimator in VALUE_ESTIMATORS
-        return reads and RUNNING in (self.norm_mean_type, self.norm_std_type)
+        return reads and not {self.norm_mean_type, self.norm_std_type}.isdisjoint(RUNNING_TYPES)
 
     @property
     def uses_reward_parts(self) -> bool:

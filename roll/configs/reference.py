@@ -105,7 +105,7 @@ def _pipelines(pipelines: tuple[str, ...]) -> str:
 def _row(key: Key) -> tuple[str, str, str, str]:
     metadata = key.field.metadata
     variants = [name for condition in metadata["only_for"] for name in condition.variants]
-    labels = {"ge": "at least", "gt": "above", "le": "at most"}
+    labels = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
     bounds = " and ".join(f"{label} {metadata[name]:g}" for name, label in labels.items() if metadata[name] is not None)
     allowed = describe(key.hint) + (f", {bounds}" if bounds else "")
     default = "a section" if is_dataclass(key.default) else f"`{json.dumps(key.default)}`"

@@ -52,6 +52,7 @@ def option(
     ge: float | None = None,
     gt: float | None = None,
     le: float | None = None,
+    lt: float | None = None,
     parse: Callable[[Any], Any] | None = None,
     only_for: Condition | Sequence[Condition] = (),
     decides_section: bool = False,
@@ -65,6 +66,7 @@ def option(
         ge: smallest allowed value.
         gt: exclusive lower bound.
         le: largest allowed value.
+        lt: exclusive upper bound.
         parse: converts the YAML value to the field's type, raises ValueError with a reason.
         only_for: conditions without which the key, or any key of the section, has no effect.
         decides_section: while this key is wrong, the other keys of its section are not checked.
@@ -74,6 +76,7 @@ def option(
         "ge": ge,
         "gt": gt,
         "le": le,
+        "lt": lt,
         "parse": parse,
         "only_for": (only_for,) if isinstance(only_for, Condition) else tuple(only_for),
         "decides_section": decides_section,
@@ -344,7 +347,7 @@ class Converter:
     def _check_bounds(self, value: Any, key: Key, path: str) -> None:
         if isinstance(value, bool) or not isinstance(value, int | float):
             return
-        least, above, most = (key.field.metadata.get(name) for name in ("ge", "gt", "le"))
+        least, above, most, below = (key.field.metadata.get(name) for name in ("ge", "gt", "le", "lt"))
         if isinstance(value, int) and abs(value) > LARGEST:
             self._add(path, TOO_LARGE.format(reprlib.repr(value)))
         elif not math.isfinite(value):
@@ -355,6 +358,8 @@ class Converter:
             self._add(path, f"{value} is too small; it must be above {above}")
         elif most is not None and value > most:
             self._add(path, f"{value} is too large; the most allowed is {most}")
+        elif below is not None and value >= below:
+            self._add(path, f"{value} is too large; it must be below {below}")
 
     def _fail(self, path: str, value: Any, expected: str) -> None:
         self._add(path, f"{'null' if value is None else repr(value)} is not {expected}")

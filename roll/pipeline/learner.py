@@ -9,7 +9,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,14 +39,14 @@ from roll.algorithms.distillation import TEACHER_TOP_IDS, TEACHER_TOP_LOG_PROBS
 from roll.algorithms.kl import kl_controller
 from roll.algorithms.losses import ValueLossConfig
 from roll.algorithms.policy_losses import PolicyLossConfig
-from roll.algorithms.shaping import ScoreStatistics
+from roll.algorithms.shaping import RunStatistics
 from roll.algorithms.turn_advantages import TURN_KEYS, read_turns
 from roll.configs.pipeline import RLConfig, role_seed
 from roll.configs.policy import takes_one_pass, traits_of
 from roll.distributed.protocol import DataProto
 from roll.distributed.train_worker import TrainWorker
 from roll.pipeline.logprob_checks import Mismatch, check_engine, check_finite, check_first_update
-from roll.pipeline.rollout_batch import dump_samples
+from roll.pipeline.rollout_batch import TAG, dump_samples
 from roll.pipeline.shards import LOG_PROB_KEYS, cluster_log_probs, forward, training_plans, training_shards
 from roll.pipeline.training_loop import SampleBatch
 from roll.rollout.timers import StepClock
@@ -148,7 +148,7 @@ class RLLearner(ActorLearner):
         if config.opd_top_k is not None:  # the teacher is a term of the loss, not of the advantages
             self._advantage_config = replace(self._advantage_config, opd_kl_coef=0.0)
         self._kl = kl_controller(config.init_kl_coef, config.target_kl, config.kl_horizon)
-        self._statistics = ScoreStatistics()
+        self._statistics = RunStatistics()
         self._separate_pass = type(self) is not RLLearner
         self._dumping: Awaitable[None] | None = None
         self._updated = False
@@ -335,6 +335,7 @@ class RLLearner(ActorLearner):
             sum_pi_squared=data.batch.get(SUM_PI_SQUARED, None),
             correction_weights=data.batch.get("correction_weights", None) if options.weighted else None,
             statistics=self._statistics,
+            tag_names=data.non_tensor_batch[TAG].tolist() if TAG in data.non_tensor_batch else None,
         )
         self._statistics = result.statistics
         if self._config.add_token_level_kl:
@@ -443,7 +444,7 @@ class RLLearner(ActorLearner):
             "updated": self._updated,
         }
         if self._config.uses_running_statistics:
-            state["score_statistics"] = asdict(self._statistics)
+            state |= self._statistics.state_dict()
         (folder / LEARNER_STATE).write_text(json.dumps(state), encoding="utf-8")
 
     async def load(self, folder: Path) -> None:
@@ -456,7 +457,7 @@ class RLLearner(ActorLearner):
         state = json.loads((folder / LEARNER_STATE).read_text(encoding="utf-8"))
         if self._config.target_kl is not None:
             self._kl.coefficient = float(state["kl_coefficient"])
-        self._statistics = ScoreStatistics(**state.get("score_statistics", {}))
+        self._statistics = RunStatistics.from_state(state)
         self._steps_without_gradient = int(state["steps_without_gradient"])
         self._updated = bool(state.get("updated", True))
 

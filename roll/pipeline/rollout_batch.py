@@ -23,6 +23,9 @@ from roll.trackers.files import write_whole
 NO_TURN = -1
 """`turn_index` of a token that no policy sampled, and `state_ids` behind the last turn of a row."""
 
+TAG = "tag"
+"""Name of the column with the tag of each sample; empty for padding."""
+
 PADDING = Trajectory(ids=[0, 0], log_probs=[0.0, 0.0], versions=[NOT_SAMPLED, NOT_SAMPLED])
 """A row without a trained token; it fills a batch up to whole optimizer steps."""
 
@@ -80,8 +83,8 @@ def batch_of_groups(
         `tag_ids` [B]; `truncated` [B] bool, whether the trajectory was cut at its length. Where every group has a
         greedy response: `greedy_scores` [B] float32, its score, and `greedy_lengths` [B] int64, its tokens. With
         `rewards`, R of them: `reward_parts` [B, R] float32, the score of each before its weight, NaN where a reward
-        does not score the sample. With truncated sampling also the tensors of `sampling_masks`. The columns `id`,
-        `prompt_id`, `ground_truth` and `episode` are for dumps.
+        does not score the sample. With truncated sampling also the tensors of `sampling_masks`. The column `tag` has
+        the name of each tag; the columns `id`, `prompt_id`, `ground_truth` and `episode` are for dumps.
     """
     rows = _pad_rows(list(_rows(groups, sample_by)), multiple)
     tensors = collate_samples([_sample(row) for row in rows])
@@ -111,6 +114,7 @@ def batch_of_groups(
         parts = [[row.trajectory.reward_parts.get(name, math.nan) for name in rewards] for row in rows]
         tensors[REWARD_PARTS] = torch.tensor(parts, dtype=torch.float32)
     columns: dict[str, list[Any]] = {
+        TAG: tags,
         "id": [row.name if episodes or row.group is None else row.group.name for row in rows],
         "prompt_id": ["" if row.group is None else _prompt_id(row.group, episodes) for row in rows],
         "ground_truth": [None if row.group is None else row.group.ground_truth for row in rows],

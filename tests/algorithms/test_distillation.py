@@ -16,6 +16,8 @@ from roll.algorithms.policy_losses import PolicyLossConfig
 from tests.algorithms.batches import pad, random_batch, rows
 
 VOCABULARY, K = 7, 3
+DIVERGENCES = ("reverse", "forward", "jsd")
+BETAS = (0.1, 0.5, 0.9)
 
 
 def distributions(*shape, seed=0):
@@ -30,6 +32,18 @@ def merged(log_probs, ids):
     return torch.cat([log_probs.gather(-1, ids), (1 - log_probs.exp().gather(-1, ids).sum(-1, keepdim=True)).log()], -1)
 
 
+def of_torch(ours, theirs, divergence, beta=0.5):
+    """The divergence [...] of two log-distributions [..., n]: GKD's formulas with the KL divergence of torch."""
+
+    def kl(one, other):
+        return F.kl_div(other, one, log_target=True, reduction="none").sum(-1)
+
+    if divergence == "jsd":
+        mixture = (beta * theirs.exp() + (1 - beta) * ours.exp()).log()
+        return beta * kl(theirs, mixture) + (1 - beta) * kl(ours, mixture)
+    return kl(ours, theirs) if divergence == "reverse" else kl(theirs, ours)
+
+
 def everywhere(ids):
     return torch.ones_like(ids, dtype=torch.bool)
 
@@ -41,37 +55,74 @@ def test_closed_form_of_one_position():
     known = torch.tensor([True, True])
     assert top_k_divergence(policy, teacher, known, "reverse").item() == pytest.approx(reverse, rel=1e-5)
     assert top_k_divergence(policy, teacher, known, "forward").item() == pytest.approx(forward, rel=1e-5)
+    mixture = (0.25 * 0.6 + 0.75 * 0.5, 0.25 * 0.3 + 0.75 * 0.2, 0.25 * 0.1 + 0.75 * 0.3)
+    jsd = sum(
+        0.25 * q * math.log(q / m) + 0.75 * p * math.log(p / m)
+        for p, q, m in zip((0.5, 0.2, 0.3), (0.6, 0.3, 0.1), mixture, strict=True)
+    )
+    assert top_k_divergence(policy, teacher, known, "jsd", 0.25).item() == pytest.approx(jsd, rel=1e-4)
+    assert jsd != pytest.approx(top_k_divergence(policy, teacher, known, "jsd", 0.75).item(), rel=1e-2)
 
 
-@pytest.mark.parametrize("divergence", ["reverse", "forward"])
+@pytest.mark.parametrize("divergence", DIVERGENCES)
 @pytest.mark.parametrize("count", [1, K, VOCABULARY])
-def test_it_is_the_kl_divergence_of_torch_with_its_gradient(divergence, count):
+def test_it_is_the_divergence_of_torch_with_its_gradient(divergence, count):
     policy, teacher = distributions(5)
     ids, logits = teacher.topk(count).indices, policy.clone().requires_grad_()
     ours, theirs = logits.log_softmax(-1), logits.log_softmax(-1)
     found = top_k_divergence(ours.gather(-1, ids), teacher.gather(-1, ids), everywhere(ids), divergence)
     one, other = (theirs, teacher) if count == VOCABULARY else (merged(theirs, ids), merged(teacher, ids))
-    target, given = (one, other) if divergence == "reverse" else (other, one)
-    expected = F.kl_div(given, target, log_target=True, reduction="none").sum(-1)
+    expected = of_torch(one, other, divergence)
     torch.testing.assert_close(found, expected)
     weights = torch.linspace(1, 2, 5, dtype=torch.float64)
     (gradient,) = torch.autograd.grad((found * weights).sum(), logits)
     torch.testing.assert_close(gradient, torch.autograd.grad((expected * weights).sum(), logits)[0])
 
 
-@pytest.mark.parametrize("divergence", ["reverse", "forward"])
+@pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_gradient_by_finite_differences(divergence):
     policy, teacher = distributions(4)
     ids = teacher.topk(K).indices
 
-    def total(logits):
+    def total(logits, beta):
         of_ids = logits.log_softmax(-1).gather(-1, ids)
-        return top_k_divergence(of_ids, teacher.gather(-1, ids), everywhere(ids), divergence).sum()
+        return top_k_divergence(of_ids, teacher.gather(-1, ids), everywhere(ids), divergence, beta).sum()
 
-    assert torch.autograd.gradcheck(total, (policy.clone().requires_grad_(),))
+    for beta in BETAS if divergence == "jsd" else (0.5,):
+        assert torch.autograd.gradcheck(total, (policy.clone().requires_grad_(), beta))
 
 
-@pytest.mark.parametrize("divergence", ["reverse", "forward"])
+def with_gradient(divergence, beta=0.5, scale=1.0):
+    """`scale` times the divergence of all positions, and its gradient in the logits of the policy."""
+    policy, teacher = distributions(20)
+    ids, logits = teacher.topk(K).indices, policy.clone().requires_grad_()
+    of_ids = logits.log_softmax(-1).gather(-1, ids)
+    found = scale * top_k_divergence(of_ids, teacher.gather(-1, ids), everywhere(ids), divergence, beta)
+    return found.detach(), torch.autograd.grad(found.sum(), logits)[0]
+
+
+@pytest.mark.parametrize(("beta", "limit"), [(1e-8, "forward"), (1 - 1e-8, "reverse")])
+def test_at_either_end_of_beta_jsd_over_the_smaller_weight_is_a_kl_divergence(beta, limit):
+    scaled, expected = with_gradient("jsd", beta, 1 / min(beta, 1 - beta)), with_gradient(limit)
+    torch.testing.assert_close(scaled, expected, rtol=1e-3, atol=1e-4)
+    other = with_gradient("reverse" if limit == "forward" else "forward")
+    assert not torch.allclose(scaled[0], other[0], rtol=0.1) and not torch.allclose(scaled[1], other[1], rtol=0.1)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_jsd_exchanges_policy_and_teacher_with_the_weights_and_is_bounded(beta):
+    policy, teacher = distributions(50)
+    ids = torch.arange(VOCABULARY).expand(50, VOCABULARY)
+    one = top_k_divergence(policy, teacher, everywhere(ids), "jsd", beta)
+    torch.testing.assert_close(one, top_k_divergence(teacher, policy, everywhere(ids), "jsd", 1 - beta))
+    apart = torch.tensor([[0.0, -80.0], [-80.0, 0.0]], dtype=torch.float64)
+    largest = -beta * math.log(beta) - (1 - beta) * math.log(1 - beta)
+    assert (one >= 0).all() and (one <= largest).all()
+    found = top_k_divergence(apart, apart.flip(0), everywhere(apart), "jsd", beta)
+    assert found.tolist() == pytest.approx([largest] * 2, abs=1e-4)
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_it_grows_with_k_up_to_the_divergence_over_all_tokens_and_is_0_for_equal_ones(divergence):
     policy, teacher = distributions(50)
     order = teacher.argsort(descending=True)
@@ -81,10 +132,10 @@ def test_it_grows_with_k_up_to_the_divergence_over_all_tokens_and_is_0_for_equal
     ]
     assert all((more >= fewer - 1e-5).all() for fewer, more in zip(found[:-1], found[1:], strict=True))
     equal = top_k_divergence(teacher.gather(-1, order), teacher.gather(-1, order), everywhere(order), divergence)
-    assert equal.abs().max() == 0
+    assert equal.abs().max() <= (1e-12 if divergence == "jsd" else 0)
 
 
-@pytest.mark.parametrize("divergence", ["reverse", "forward"])
+@pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_places_without_a_token_do_not_count_whatever_they_hold(divergence):
     policy, teacher = distributions(4)
     ids = teacher.topk(K).indices
@@ -97,7 +148,7 @@ def test_places_without_a_token_do_not_count_whatever_they_hold(divergence):
     assert more[0].grad.isfinite().all() and (more[0].grad[:, K:] == 0).all()
 
 
-@pytest.mark.parametrize("divergence", ["reverse", "forward"])
+@pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_in_fp32_certain_distributions_have_a_finite_divergence_and_gradient(divergence):
     logits = torch.tensor([[80.0, 0, 0, 0], [0, 80.0, 0, 0], [80.0, 0, 0, 0]], requires_grad=True)
     teacher = torch.tensor([[0.0, 80, 0, 0], [0, 80.0, 0, 0], [0, 0, 0, 0]]).log_softmax(-1)
@@ -113,6 +164,7 @@ CONFIG = PolicyLossConfig(pg_variant="ppo", opd_top_k=K, opd_kl_coef=0.5)
 CONFIGS = {
     "reverse": CONFIG,
     "forward": replace(CONFIG, opd_divergence="forward"),
+    "jsd": replace(CONFIG, opd_divergence="jsd", opd_jsd_beta=0.2),
     "token mean": replace(CONFIG, loss_agg_mode="token-mean"),
 }
 
@@ -147,8 +199,15 @@ def test_the_policy_loss_adds_the_divergence_of_the_response_tokens(name):
     loss, gradients, metrics = policy_loss(batch, config, scale)
     ids = batch[TEACHER_TOP_IDS]
     each = top_k_divergence(
-        batch[POLICY_TOP_LOG_PROBS], batch[TEACHER_TOP_LOG_PROBS], everywhere(ids), config.opd_divergence
+        batch[POLICY_TOP_LOG_PROBS],
+        batch[TEACHER_TOP_LOG_PROBS],
+        everywhere(ids),
+        config.opd_divergence,
+        config.opd_jsd_beta,
     )
+    if name == "jsd":
+        standard = replace(config, opd_jsd_beta=0.5)
+        assert metrics["opd_loss"] < 0.9 * policy_loss(batch, standard, scale)[2]["opd_loss"]
     total = (each * mask).sum(-1)
     expected = total.sum() / mask.sum() if name == "token mean" else (total / mask.sum(-1)).mean()
     assert metrics["opd_loss"] == pytest.approx(expected.item())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, replace
 from itertools import pairwise
 
@@ -9,7 +10,14 @@ import pytest
 import torch
 
 from roll.algorithms.advantages import AdvantageConfig, GreedyResponses, compute_advantages
-from roll.algorithms.shaping import ScoreStatistics, difficulty_weights, length_reward
+from roll.algorithms.shaping import (
+    RunStatistics,
+    ScoreStatistics,
+    difficulty_weights,
+    length_reward,
+    length_weights,
+    sample_weights,
+)
 from roll.algorithms.turn_advantages import episodes_of
 from roll.configs.agentic import AgenticConfig
 from roll.configs.pipeline import RLVRConfig
@@ -192,14 +200,93 @@ def test_returns_have_no_weight():
     assert torch.equal(weighted.returns, plain.returns)
 
 
-def normalised(mean, std, scores, groups, tags=None, statistics=None, **more):
+BY_LENGTH = replace(PLAIN, length_loss_weight=True)
+
+
+def weights_by_length(lengths, learned=None, config=BY_LENGTH):
+    kept = None if learned is None else torch.tensor(learned)
+    episodes = episodes_of(responses(*lengths), None)
+    weights, metrics = length_weights(torch.tensor(lengths), kept, episodes, config)
+    return weights.tolist(), metrics
+
+
+def test_the_weight_of_a_response_falls_evenly_with_its_length():
+    weights, metrics = weights_by_length([2, 10, 6, 2])
+    assert weights == pytest.approx([each / 1.125 for each in (1.5, 0.5, 1.0, 1.5)])
+    assert metrics["advantage/length_weight_min"] == pytest.approx(0.5 / 1.125)
+    assert metrics["advantage/length_weight_max"] == pytest.approx(1.5 / 1.125)
+
+
+def test_long_responses_may_have_the_larger_weight():
+    config = replace(BY_LENGTH, length_weight_short=0.0, length_weight_long=3.0)
+    assert weights_by_length([2, 6, 10], config=config)[0] == pytest.approx([0.0, 1.0, 2.0])
+
+
+@pytest.mark.parametrize(("short", "long"), [(1.5, 0.5), (0.0, 1.0), (1.0, 0.0)])
+@pytest.mark.parametrize("lengths", [[4], [4, 4, 4]])
+def test_responses_of_one_length_have_weight_1(short, long, lengths):
+    config = replace(BY_LENGTH, length_weight_short=short, length_weight_long=long)
+    assert weights_by_length(lengths, config=config)[0] == [1.0] * len(lengths)
+
+
+def test_lengths_are_compared_among_the_samples_that_stay_in_the_loss_and_their_weights_have_mean_1():
+    weights, _ = weights_by_length([2, 4, 6, 12], [True, True, True, False])
+    assert weights == pytest.approx([1.5, 1.0, 0.5, 0.5])
+    assert weights_by_length([2, 4], [False, False])[0] == [0.0, 0.0]
+
+
+def test_weights_by_difficulty_and_length_are_multiplied_and_have_mean_1():
+    scores, groups, lengths = [1.0, 1.0, 0.0, 0.0], [0, 0, 1, 1], (2, 10, 2, 10)
+    both = replace(BY_LENGTH, difficulty_loss_weight=True)
+    mask, learned = responses(*lengths), torch.tensor([True, True, True, False])
+    tensors = torch.tensor(scores), torch.tensor(groups), mask.sum(-1), learned, episodes_of(mask, None)
+    weights, metrics = sample_weights(*tensors, both)
+    products = [0.5 * 1.5, 0.5 * 0.5, 2.0 * 1.5, 2.0 * 0.5]
+    mean = sum(products[:3]) / 3
+    assert weights.tolist() == pytest.approx([product / mean for product in products])
+    assert "advantage/difficulty_weight_min" in metrics and "advantage/length_weight_min" in metrics
+    assert sample_weights(*tensors, PLAIN) == (None, {})
+
+
+def test_weights_by_length_come_after_whitening_and_before_the_clip_and_returns_have_none():
+    scores, groups, mask = [1.0, 0.0, 0.0, 1.0], [0, 0, 1, 1], responses(2, 10, 6, 6)
+    config = AdvantageConfig(adv_estimator="grpo", whiten_advantages=True)
+    weighted = replace(config, length_loss_weight=True)
+    plain, _ = shaped(scores, groups, mask, config)
+    expected = [a * w for a, w in zip(plain, (1.5, 0.5, 1.0, 1.0), strict=True)]
+    assert shaped(scores, groups, mask, weighted)[0] == pytest.approx(expected)
+    clipped = [min(max(each, -0.6), 0.6) for each in expected]
+    assert shaped(scores, groups, mask, replace(weighted, advantage_clip=0.6))[0] == pytest.approx(clipped)
+    tensors = torch.tensor(scores), torch.tensor(groups), mask
+    assert torch.equal(compute_advantages(*tensors, config).returns, compute_advantages(*tensors, weighted).returns)
+
+
+def test_neither_padding_nor_the_order_of_samples_changes_a_weight_by_length():
+    scores, groups, mask = [1.0, 0.0, 1.0, 1.0, 0.5], [0, 0, 0, 1, 1], responses(2, 5, 9, 1, 4, 0, 0)
+    plain, metrics = shaped(scores, groups, mask[:5], BY_LENGTH)
+    order = [4, 1, 3, 0, 2]
+    moved, _ = shaped([scores[i] for i in order], [groups[i] for i in order], mask[order], BY_LENGTH)
+    assert moved == pytest.approx([plain[i] for i in order])
+    turns = single_turns(torch.tensor([*scores, 0.0, 0.0]), mask)
+    padded, with_padding = shaped([*scores, 0.0, 0.0], [*groups, 2, 3], mask, BY_LENGTH, turns=turns)
+    assert padded == [*plain, 0.0, 0.0]
+    name = "advantage/length_weight_max"
+    assert with_padding[name] == metrics[name]
+
+
+def test_trajectories_of_agents_have_no_weight_by_length():
+    assert not AdvantageConfig.from_config(AgenticConfig(length_loss_weight=True)).length_loss_weight
+    assert AdvantageConfig.from_config(RLVRConfig(length_loss_weight=True)).length_loss_weight
+
+
+def normalised(mean, std, scores, groups, tags=None, statistics=None, names=None, **more):
     config = replace(PLAIN, norm_mean_type=mean, norm_std_type=std, **more)
     mask = responses(*[3] * len(scores))
     turns = single_turns(torch.tensor(scores), mask)
     if tags is not None:
         turns = replace(turns, tag_ids=torch.tensor(tags))
     tensors = torch.tensor(scores), torch.tensor(groups), mask
-    return compute_advantages(*tensors, config, turns=turns, statistics=statistics)
+    return compute_advantages(*tensors, config, turns=turns, statistics=statistics, tag_names=names)
 
 
 def values(result):
@@ -242,7 +329,7 @@ def test_scores_without_tags_cannot_be_normalised_by_tag():
 @pytest.mark.parametrize(("mean", "std"), [("running", "running"), ("running", None), (None, "running")])
 @pytest.mark.parametrize("estimator", ["reinforce", "gae"])
 def test_scores_are_normalised_by_all_scores_of_the_run_so_far(mean, std, estimator):
-    seen, statistics = [], ScoreStatistics()
+    seen, statistics = [], RunStatistics()
     for scores in ([1.0, 0.0, 5.0], [2.0, 2.0], [0.0, 7.0, 3.0, 1.0]):
         tensors = torch.tensor(scores), torch.zeros(len(scores)).long(), responses(*[3] * len(scores))
         config = replace(PLAIN, adv_estimator=estimator, lambd=1.0, norm_mean_type=mean, norm_std_type=std)
@@ -282,25 +369,105 @@ def test_a_run_with_equal_scores_so_far_has_no_advantage(mean, std):
 def test_statistics_are_of_clipped_scores_and_mix_with_those_of_other_sets():
     result = normalised("group", "running", [1.0, 9.0, 0.0], [0, 0, 1], reward_clip=3.0)
     run = torch.tensor([1.0, 3.0, 0.0])
-    assert result.statistics == ScoreStatistics.of(run)
+    assert result.statistics.all_tags == ScoreStatistics.of(run)
     expected = torch.tensor([-1.0, 1.0, 0.0]) / (run.std() + 1e-6)
     assert values(result) == pytest.approx(expected.tolist(), rel=1e-5)
 
 
-@pytest.mark.parametrize(("mean", "std"), [("running", "running"), ("tag", "tag")])
+def of_tags(result):
+    """The numbers of the statistics of each tag over the run."""
+    by_tag = result.statistics.by_tag
+    return {f"{tag} {name}": value for tag, each in by_tag.items() for name, value in asdict(each).items()}
+
+
+@pytest.mark.parametrize(
+    ("mean", "std"), [("running_tag", "running_tag"), ("running_tag", None), (None, "running_tag")]
+)
+@pytest.mark.parametrize("estimator", ["reinforce", "gae"])
+def test_scores_are_normalised_by_those_of_their_tag_in_the_run_so_far(mean, std, estimator):
+    """Tags are numbered anew in each batch, `code` begins in the second one and is missing in the third."""
+    seen, statistics = {"math": [], "code": []}, RunStatistics()
+    batches = [
+        ([1.0, 0.0, 5.0], ["math"] * 3),
+        ([200.0, 2.0, 500.0], ["code", "math", "code"]),
+        ([0.0, 7.0, 3.0, 1.0], ["math"] * 4),
+        ([4.0, 300.0], ["math", "code"]),
+    ]
+    for scores, names in batches:
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        mask = responses(*[3] * len(scores))
+        turns = replace(
+            single_turns(torch.tensor(scores), mask), tag_ids=torch.tensor([numbers[name] for name in names])
+        )
+        config = replace(PLAIN, adv_estimator=estimator, lambd=1.0, norm_mean_type=mean, norm_std_type=std)
+        tensors = torch.tensor(scores), torch.arange(len(scores)), mask
+        more = {"values": torch.zeros(len(scores), 12), "turns": turns, "tag_names": names}
+        result = compute_advantages(*tensors, config, statistics=statistics, **more)
+        statistics = result.statistics
+        for score, name in zip(scores, names, strict=True):
+            seen[name].append(score)
+        run = {name: torch.tensor(each, dtype=torch.float64) for name, each in seen.items() if each}
+        expected = [
+            (score - (float(run[name].mean()) if mean else 0)) / (float(run[name].std()) + 1e-6 if std else 1)
+            for score, name in zip(scores, names, strict=True)
+        ]
+        assert values(result) == pytest.approx(expected, rel=1e-5, abs=1e-4)
+        for name, each in run.items():
+            assert result.metrics[f"advantage/running_score_mean/{name}"] == pytest.approx(float(each.mean()))
+            assert result.metrics[f"advantage/running_score_std/{name}"] == pytest.approx(float(each.std()))
+        assert result.statistics.by_tag.keys() == run.keys() and result.statistics.all_tags == ScoreStatistics()
+
+
+def test_one_tag_over_the_run_is_all_of_the_run_and_the_two_sets_mix():
+    names, before = ["math"] * 5, ScoreStatistics(4, 2.0, 8.0)
+    known = RunStatistics(before, {"math": before})
+    both = [
+        normalised(*types, SCORES, GROUPS, [0] * 5, known, names)
+        for types in (("running",) * 2, ("running_tag",) * 2, ("running", "running_tag"), ("running_tag", "running"))
+    ]
+    for result in both[1:]:
+        assert values(result) == values(both[0])
+    assert both[2].statistics.all_tags == both[2].statistics.by_tag["math"] == both[0].statistics.all_tags
+
+
+@pytest.mark.parametrize(("mean", "std"), [("running_tag", None), (None, "running_tag")])
+def test_a_tag_with_equal_scores_in_the_run_has_no_advantage(mean, std):
+    result = normalised(mean, std, [2.0, 2.0, 1.0, 3.0], GROUPS[:4], TAGS[:4], names=["a", "a", "b", "b"])
+    assert values(result)[:2] == [0.0, 0.0] and values(result)[2] != values(result)[3]
+
+
+def test_scores_of_a_run_cannot_be_normalised_by_tags_without_names():
+    with pytest.raises(ValueError, match="need the tag of each sample"):
+        normalised("running_tag", None, SCORES, GROUPS, TAGS)
+
+
+def test_statistics_of_tags_are_restored_and_those_of_an_older_checkpoint_begin_anew():
+    one = ScoreStatistics.of(torch.tensor([1.0, 2.0, 4.0]))
+    known = RunStatistics(one, {"math": one, "code": ScoreStatistics(2, 0.5, 0.5)})
+    assert RunStatistics.from_state(json.loads(json.dumps(known.state_dict()))) == known
+    assert RunStatistics.from_state({"score_statistics": asdict(one)}) == RunStatistics(one)
+    assert RunStatistics.from_state({}) == RunStatistics()
+
+
+@pytest.mark.parametrize(("mean", "std"), [("running", "running"), ("tag", "tag"), ("running_tag", "running_tag")])
 def test_neither_padding_nor_the_order_of_samples_changes_a_normalised_score(mean, std):
-    before = ScoreStatistics(4, 2.0, 8.0)
-    plain = normalised(mean, std, SCORES, GROUPS, TAGS, before)
+    statistics, names = ScoreStatistics(4, 2.0, 8.0), [f"tag {number}" for number in TAGS]
+    before = RunStatistics(statistics, {"tag 1": statistics, "another": statistics})
+    plain = normalised(mean, std, SCORES, GROUPS, TAGS, before, names)
     order = [4, 1, 3, 0, 2]
-    moved = normalised(mean, std, *([each[i] for i in order] for each in (SCORES, GROUPS, TAGS)), before)
+    moved = normalised(
+        mean, std, *([each[i] for i in order] for each in (SCORES, GROUPS, TAGS)), before, [names[i] for i in order]
+    )
     assert values(moved) == pytest.approx([values(plain)[i] for i in order])
-    assert asdict(moved.statistics) == pytest.approx(asdict(plain.statistics))
+    assert asdict(moved.statistics.all_tags) == pytest.approx(asdict(plain.statistics.all_tags))
+    assert of_tags(moved) == pytest.approx(of_tags(plain))
     mask = responses(*[3] * 5, 0, 0)
     scores = torch.tensor([*SCORES, 99.0, 99.0])
     turns = replace(single_turns(scores, mask), tag_ids=torch.tensor([*TAGS, 2, 2]))
     config = replace(PLAIN, norm_mean_type=mean, norm_std_type=std)
     groups = torch.tensor([*GROUPS, 3, 4])
-    padded = compute_advantages(scores, groups, mask, config, turns=turns, statistics=before)
+    names = [*names, "", ""]
+    padded = compute_advantages(scores, groups, mask, config, turns=turns, statistics=before, tag_names=names)
     assert values(padded)[:5] == values(plain) and padded.statistics == plain.statistics
 
 
@@ -310,7 +477,7 @@ def test_statistics_count_a_trajectory_once():
     turns = replace(single_turns(scores, mask), trajectory_ids=torch.tensor([0, 0, 1]))
     config = replace(PLAIN, norm_mean_type="running")
     result = compute_advantages(scores, torch.tensor([0, 0, 1]), mask, config, turns=turns)
-    assert result.statistics == ScoreStatistics.of(torch.tensor([1.0, 4.0]))
+    assert result.statistics.all_tags == ScoreStatistics.of(torch.tensor([1.0, 4.0]))
     assert values(result) == [-1.5, -1.5, 1.5]
 
 
@@ -323,4 +490,4 @@ def test_estimators_with_their_own_normalisation_read_no_other(estimator):
         compute_advantages(*tensors, each, greedy=greedy)
         for each in (config, replace(config, norm_mean_type="running", norm_std_type="tag"))
     )
-    assert torch.equal(plain.advantages, other.advantages) and other.statistics.count == 0
+    assert torch.equal(plain.advantages, other.advantages) and other.statistics == RunStatistics()

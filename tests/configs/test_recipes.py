@@ -176,6 +176,14 @@ def test_a_weight_by_difficulty_is_read_with_a_remark_on_what_difficulty_is() ->
     assert "difficulty_loss_weight" not in notes(load("rlvr_five_domains"))
 
 
+def test_a_weight_by_length_is_read_with_a_remark_on_which_lengths_are_compared() -> None:
+    config = load("rlvr_five_domains", "length_loss_weight=true")
+    assert isinstance(config, RLConfig)
+    assert (config.length_loss_weight, config.length_weight_short, config.length_weight_long) == (True, 1.5, 0.5)
+    assert "length_loss_weight: compares the lengths of the whole batch, not those of a micro-batch" in notes(config)
+    assert "length_loss_weight" not in notes(load("rlvr_five_domains"))
+
+
 def test_columns_of_a_recipe_for_sft() -> None:
     data = load("sft_alpaca").actor_train.data_args
     assert (data.prompt, data.query, data.response, data.system) == ("instruction", "input", "output", "system")

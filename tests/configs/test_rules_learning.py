@@ -264,6 +264,30 @@ def test_keys_of_a_divergence_to_a_teacher_have_no_effect_without_one(tmp_path: 
     assert "opd_top_k: has no effect: there is no teacher" in warnings
     warnings = "\n".join(map(str, check(rlvr(tmp_path, "use_opd=true", "opd_divergence=forward", *TEACHER)).warnings))
     assert "opd_divergence: has no effect: opd_top_k is null, so only sampled tokens are compared" in warnings
+    keys = ("use_opd=true", "opd_top_k=8", "opd_jsd_beta=0.3", *TEACHER)
+    assert "opd_jsd_beta: has no effect: opd_divergence is not jsd" in "\n".join(
+        map(str, check(rlvr(tmp_path, *keys)).warnings)
+    )
+    config = rlvr(tmp_path, *keys, "opd_divergence=jsd")
+    assert not any("opd_" in str(warning) for warning in check(config).warnings)
+    assert (PolicyLossConfig.from_config(config).opd_divergence, config.opd_jsd_beta) == ("jsd", 0.3)
+    assert PolicyLossConfig.from_config(config).opd_jsd_beta == 0.3
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("0", "opd_jsd_beta: at 0 the divergence is always 0; use opd_divergence: forward"),
+        ("1.0", "opd_jsd_beta: at 1 the divergence is always 0; use opd_divergence: reverse"),
+        ("-0.1", "opd_jsd_beta: -0.1 is too small; it must be above 0"),
+        ("1.5", "opd_jsd_beta: 1.5 is too large; it must be below 1"),
+        ("half", "opd_jsd_beta: 'half' is not a number"),
+        ("true", "opd_jsd_beta: True is not a number"),
+    ],
+)
+def test_the_weight_of_a_mixture_lies_between_its_limits(tmp_path: Path, value: str, message: str) -> None:
+    keys = ("use_opd=true", "opd_top_k=8", "opd_divergence=jsd", f"opd_jsd_beta={value}", *TEACHER)
+    assert message in refusal(tmp_path, *keys)
 
 
 @pytest.mark.parametrize("key", ["whiten_advantages=true", "advantage_clip=2"])

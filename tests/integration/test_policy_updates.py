@@ -51,11 +51,15 @@ def variant_losses(log_probs: torch.Tensor, batch: Tensors) -> Tensors:
 
 VARIANTS = ("vanilla", "ppo", "tis", "topr", "cispo", "kimi15")
 
-TEACHERS = {"ppo, teacher's 8 tokens": ("reverse", 8), "ppo, all tokens of a teacher": ("forward", 101)}
+TEACHERS = {
+    "ppo, teacher's 8 tokens": ("reverse", 8),
+    "ppo, all tokens of a teacher": ("forward", 101),
+    "ppo, mixture with a teacher": ("jsd", 8),
+}
 """Steps of ppo with a divergence to a teacher, and how many of its tokens."""
 
 STEPS = (*VARIANTS, *TEACHERS)
-TEACHER_COEF = 2.0
+TEACHER_COEF, JSD_BETA = 2.0, 0.3
 TOP_K = 8
 
 
@@ -83,15 +87,21 @@ def log_probs_of(model: Any, batch: Tensors) -> torch.Tensor:
 
 
 def divergence_to(teacher: Tensors, log_probs: torch.Tensor, divergence: str) -> torch.Tensor:
-    """KL divergence [b, T] over the teacher's tokens and all others together, of torch."""
+    """The divergence [b, T] over the teacher's tokens and all others together, of torch."""
     ids, known = teacher["teacher_top_ids"].long(), teacher["teacher_top_ids"] >= 0
     policy = torch.where(known, log_probs.gather(2, ids.clamp(min=0)), -1e30)
     ours, theirs = (
         torch.cat([each, (1 - each.exp().sum(-1, keepdim=True)).clamp(min=1e-6).log()], -1)
         for each in (policy, torch.where(known, teacher["teacher_top_log_probs"], -1e30))
     )
-    target, given = (ours, theirs) if divergence == "reverse" else (theirs, ours)
-    return torch.nn.functional.kl_div(given, target, log_target=True, reduction="none").sum(-1)
+
+    def kl(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.kl_div(other, one, log_target=True, reduction="none").sum(-1)
+
+    if divergence == "jsd":
+        mixture = (JSD_BETA * theirs.exp() + (1 - JSD_BETA) * ours.exp()).clamp(min=1e-30).log()
+        return JSD_BETA * kl(theirs, mixture) + (1 - JSD_BETA) * kl(ours, mixture)
+    return kl(ours, theirs) if divergence == "reverse" else kl(theirs, ours)
 
 
 def truncated(ids: torch.Tensor, vocabulary: int) -> Tensors:
@@ -195,7 +205,12 @@ def steps(
         for variant in VARIANTS
     }
     for step, (divergence, count) in TEACHERS.items():
-        teaching = {"opd_top_k": count, "opd_kl_coef": TEACHER_COEF, "opd_divergence": divergence}
+        teaching = {
+            "opd_top_k": count,
+            "opd_kl_coef": TEACHER_COEF,
+            "opd_divergence": divergence,
+            "opd_jsd_beta": JSD_BETA,
+        }
         configs[step] = replace(configs["ppo"], **teaching)
     arguments = {"model": model_folder, "batch": batch, "loss_configs": configs, "temperature": TEMPERATURE}
     arguments |= {"teachers": teachers, "top_k": TOP_K}

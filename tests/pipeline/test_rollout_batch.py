@@ -122,6 +122,8 @@ def test_a_row_of_a_trajectory_is_all_of_it():
     assert batch["group_ids"].tolist() == [0, 0, 1, 1]
     assert batch["trajectory_ids"].tolist() == [0, 1, 2, 3]
     assert batch["tag_ids"].tolist() == [0, 0, 1, 1]
+    padded = batch_of_groups(groups_of(SCRIPT), "traj", multiple=3).non_tensor_batch["tag"]
+    assert sorted(padded) == ["", "", "Lake", "Lake", "Room", "Room"]
     assert (first["tag"], first["stop"], first["outcome"], first["metrics"]) == (
         "Room",
         "terminated",
@@ -180,6 +182,7 @@ def test_padding_rows_belong_to_no_group_and_are_spread_evenly(script, sample_by
     for name in ("group_ids", "trajectory_ids"):
         fresh = batch[name][extra].tolist()
         assert len(set(fresh)) == len(fresh) and not set(fresh) & set(batch[name][~extra].tolist())
+    assert all((name == "") == row for name, row in zip(filled.non_tensor_batch["tag"], extra.tolist(), strict=True))
     ids = filled.non_tensor_batch["id"]
     assert len(set(ids[~extra.numpy()])) == rows and set(ids[extra.numpy()]) <= {"padding"}
     assert all(description == {} for description in filled.non_tensor_batch["episode"][extra.numpy()])

@@ -321,7 +321,6 @@ RUN_KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "use_reward_scaling": (if_off, "reward_clip, norm_mean_type and norm_std_type change scores"),
     "use_reward_norm": (if_off, "norm_mean_type and norm_std_type normalize scores"),
     "add_len_reward": (if_off, "length_reward_coef and length_penalty_per_token change scores by length"),
-    "length_loss_weight": (if_off, "the loss is not weighted by length; choose loss_agg_mode instead"),
     "error_max_len_clip": (if_off, "wrong answers are trained on whatever their length; set it to false"),
     "error_max_len_threshold": (always, "wrong answers are trained on whatever their length"),
     "rl_loss_coef": (lambda value: value == 1, "the policy loss has weight 1"),
@@ -369,6 +368,7 @@ UNSUPPORTED_KEYS: tuple[UnsupportedKey, ...] = (
     UnsupportedKey(
         "difficulty_loss_weight", if_off, "this pipeline scores no response", ("sft", "dpo", "reward_model")
     ),
+    UnsupportedKey("length_loss_weight", if_off, "this pipeline generates no response", ("sft", "dpo", "reward_model")),
     UnsupportedKey("is_offload_states", always, "there is no engine to share devices with", pipelines=("sft",)),
     *AGENT_KEYS,
     *(UnsupportedKey(f"<role>.{key}", harmless, reason) for key, (harmless, reason) in ROLE_KEYS.items()),

@@ -226,3 +226,9 @@ def read_difficulty(recipe: Recipe) -> None:
             "difficulty_loss_weight",
             "weights a prompt by the mean score of its samples, not by the column difficulty of the data",
         )
+
+
+def read_length_weight(recipe: Recipe) -> None:
+    """In ROLL the lengths that weight the loss are compared within a micro-batch, here over the batch."""
+    if recipe.get("length_loss_weight") is True:
+        recipe.note("length_loss_weight", "compares the lengths of the whole batch, not those of a micro-batch")

@@ -18,6 +18,7 @@ from roll.configs.compat.roll_losses import (
     read_difficulty,
     read_dual_clip,
     read_kl,
+    read_length_weight,
     read_normalization,
     read_old_log_probs,
     read_reward_normalization,
@@ -101,7 +102,7 @@ def read_roll_recipe(recipe: Recipe, pipeline: str) -> None:
     else:
         readers += [_read_validation]
     if pipeline == "rlvr":
-        readers += [_read_sampling]
+        readers += [_read_sampling, read_length_weight]
     if pipeline in ("sft", "dpo"):
         readers += [_read_epochs, _read_prompt_length]
     if pipeline == "dpo":

@@ -1,8 +1,8 @@
-"""Shaping of scores: length penalties, statistics over the run and weights of prompts have the effect they are for."""
+"""Shaping of scores: length penalties, statistics over the run and weights of samples have the effect they are for."""
 
 from __future__ import annotations
 
-from roll.configs.advantages import RUNNING
+from roll.configs.advantages import RUNNING, RUNNING_TAG, RUNNING_TYPES
 from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import Report
 from roll.configs.pipeline import RLConfig, RLVRConfig
@@ -17,6 +17,8 @@ def check_shaping(config: RLConfig, report: Report) -> None:
         _check_running(config, report)
     if config.difficulty_loss_weight:
         _check_difficulty_weights(config, report)
+    if config.length_loss_weight and isinstance(config, RLVRConfig):
+        _check_length_weights(config, report)
 
 
 def _check_length_reward(config: RLVRConfig, report: Report) -> None:
@@ -39,18 +41,27 @@ def _check_length_reward(config: RLVRConfig, report: Report) -> None:
 
 def _check_running(config: RLConfig, report: Report) -> None:
     """Statistics over the run change the score that is learned from, and see it as the rewards gave it."""
-    keys = [key for key in ("norm_mean_type", "norm_std_type") if getattr(config, key) == RUNNING]
+    types = {key: getattr(config, key) for key in ("norm_mean_type", "norm_std_type")}
+    running = {key: kind for key, kind in types.items() if kind in RUNNING_TYPES}
+    key, kind = next(iter(running.items()))
     if config.uses_critic and isinstance(config, AgenticConfig):
         report.error(
-            keys[0],
-            "running would scale the score of a trajectory but not the rewards of its turns, which gae adds up; leave "
+            key,
+            f"{kind} would scale the score of a trajectory but not the rewards of its turns, which gae adds up; leave "
             "it out, or use whiten_advantages",
+        )
+    elif config.whiten_rewards and RUNNING in running.values():
+        key = next(key for key, kind in running.items() if kind == RUNNING)
+        report.warn(
+            key,
+            "running has no effect with whiten_rewards: true, which gives the scores of every batch mean 0 and "
+            "variance 1; leave one of them out",
         )
     elif config.whiten_rewards:
         report.warn(
-            keys[0],
-            "running has no effect with whiten_rewards: true, which gives the scores of every batch mean 0 and "
-            "variance 1; leave one of them out",
+            key,
+            f"{RUNNING_TAG} keeps statistics of scores that whiten_rewards: true has scaled by those of their batch, "
+            "which differ from batch to batch; set whiten_rewards to false",
         )
 
 
@@ -77,6 +88,18 @@ def _check_difficulty_weights(config: RLConfig, report: Report) -> None:
                 f"measures difficulty by mean scores from 0 to 1, and those of rewards.{name} are from {low:g} to "
                 f"{high:g}: beyond 0 and 1 all prompts have the same weight",
             )
+
+
+def _check_length_weights(config: RLVRConfig, report: Report) -> None:
+    path, short, long = "length_loss_weight", config.length_weight_short, config.length_weight_long
+    if short == long:
+        report.error(
+            path,
+            f"true has no effect: length_weight_short and length_weight_long are both {short:g}; use two weights, or "
+            "set it to false",
+        )
+    elif config.samples_per_batch == 1:
+        report.warn(path, "has no effect: a batch of one response has no lengths to compare")
 
 
 def _sole_rewards(config: RLVRConfig) -> dict[str, RewardConfig]:
