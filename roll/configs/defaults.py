@@ -12,7 +12,7 @@ from roll.configs.errors import Problem
 from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig
 from roll.configs.policy import proximal_source, ratio_base, traits_of
 from roll.configs.rewards import BUILT_IN, built_in_of, scoring_role
-from roll.configs.roles import DEVICE_ROLES, TrainedRoleConfig
+from roll.configs.roles import DEVICE_ROLES, MegatronRoleConfig, TrainedRoleConfig
 
 MISMATCH_FP32 = {"mean_logprob_mismatch": 1e-5, "p99_logprob_mismatch": 1e-4, "max_logprob_mismatch": 1e-3}
 """Both engines compute the same sums in another order: differences of a few 1e-6 are usual, 1e-3 means a fault."""
@@ -137,7 +137,7 @@ def _fill_in_forward_sizes(config: BaseConfig) -> None:
     """A forward pass takes as many samples as a training pass, which needs more memory for each of them."""
     for role in ("actor_train", "reference", "critic", "reward"):
         section = getattr(config, role, None)
-        if section is not None and f"{role}.infer_batch_size" not in config.source.given:
+        if isinstance(section, MegatronRoleConfig) and f"{role}.infer_batch_size" not in config.source.given:
             trained = section if isinstance(section, TrainedRoleConfig) else config.actor_train
             size = trained.training_args.per_device_train_batch_size
             section.infer_batch_size = max(section.infer_batch_size, size)

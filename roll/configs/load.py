@@ -30,9 +30,9 @@ from roll.configs.compat.roll_recipes import (
 from roll.configs.compat.vllm import read_engine
 from roll.configs.defaults import fill_in_defaults
 from roll.configs.errors import ConfigError, Problem
-from roll.configs.pipeline import DPOConfig, RewardModelConfig, RLVRConfig, SFTConfig, Source
+from roll.configs.pipeline import DPOConfig, RewardModelConfig, RLVRConfig, RLVREngineRewardConfig, SFTConfig, Source
 from roll.configs.rules import check
-from roll.configs.schema import Converter, declared
+from roll.configs.schema import Converter, declared, value_at
 from roll.configs.suggestions import drop_keys_of_other_roles, nearest, suggest_for
 from roll.configs.trackers import TRACKER_OPTIONS, nest_tracker_kwargs
 from roll.configs.yaml_files import interpolate, leaves, merge, override_tree, read_tree, referenced
@@ -48,6 +48,9 @@ PIPELINES: dict[str, type[AnyConfig]] = {
     "reward_model": RewardModelConfig,
 }
 """Values of the key `pipeline`."""
+
+ENGINE_REWARD = ("reward.strategy_args.strategy_name", "sglang")
+"""Key and value that make the ranks of a reward model engines, which have other keys."""
 
 SPELLINGS = {path for path in (*RENAMED_KEYS, *MOVED_KEYS, WEIGHT_SWITCH, WEIGHT_RANGE) if "." not in path}
 """Top-level keys that take effect under another name; a value may refer to them too."""
@@ -140,8 +143,10 @@ def build_config(
     tree, weight_notes, weight_problems = expand_importance_sampling(tree)
     tree, translations = translate_values(tree)
     tree, tracker_notes, tracker_problems = nest_tracker_kwargs(tree)
+    if kind == "rlvr" and value_at(tree, ENGINE_REWARD[0]) == ENGINE_REWARD[1]:
+        root = RLVREngineRewardConfig
     tree, role_notes, role_problems = drop_keys_of_other_roles(tree, root)
-    converter = Converter(suggest_for(root, PIPELINES), overridden)
+    converter = Converter(suggest_for(root, PIPELINES | {kind: root}), overridden)
     config = converter.overlay(tree, root())
     for name, options in TRACKER_OPTIONS.items():
         if name in config.tracker_kwargs:

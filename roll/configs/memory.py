@@ -16,8 +16,8 @@ from roll.configs.roles import (
     DTYPE_BYTES,
     OLD_LOG_PROBS,
     EngineRoleConfig,
-    JudgeConfig,
     MegatronRoleConfig,
+    ScoringEngineConfig,
     TrainedRoleConfig,
 )
 
@@ -318,7 +318,7 @@ def _generation(config: RLConfig, role: str, worker: EngineRoleConfig, shape: Mo
     count = shape.stage_parameters(0, [shape.layers], tensor, repeats_kv=True)
     per_token = 2 * shape.layers * shape.kv_width(tensor) * size
     requests, length = min(worker.max_running_requests, config.requests_per_engine), config.sequence_length or 0
-    if isinstance(worker, JudgeConfig):
+    if isinstance(worker, ScoringEngineConfig):
         requests, length = worker.max_running_requests, worker.sequence_length or shape.max_positions or 0
     tokens = requests * length
     share = worker.strategy_args.strategy_config.get("mem_fraction_static")

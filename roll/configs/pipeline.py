@@ -27,6 +27,7 @@ from roll.configs.roles import (
     CriticConfig,
     JudgeConfig,
     ReferenceConfig,
+    RewardEngineConfig,
     RewardModelRoleConfig,
     RewardModelTrainConfig,
     RoleConfig,
@@ -486,6 +487,13 @@ class RLConfig(AsyncOptions, PolicyOptions, AdvantageOptions, CriticOptions, Sam
         return max(DEFAULT_MAX_STALENESS, versions_ahead(self.async_generation_ratio))
 
 
+REWARD_MODEL_USED = Condition(
+    lambda config, _: config.uses_reward_model or bool(config.reward.device_mapping),
+    "no reward is a reward_model, so there is no such model",
+    ("rewards",),
+)
+
+
 @dataclass
 class RLVRConfig(RLConfig):
     """Reinforcement learning with verifiable rewards."""
@@ -498,11 +506,7 @@ class RLVRConfig(RLConfig):
     reward: RewardModelRoleConfig = option(
         factory=RewardModelRoleConfig,
         help="The frozen model of a reward whose function is reward_model.",
-        only_for=Condition(
-            lambda config, _: config.uses_reward_model or bool(config.reward.device_mapping),
-            "no reward is a reward_model, so there is no such model",
-            ("rewards",),
-        ),
+        only_for=REWARD_MODEL_USED,
     )
     judge: JudgeConfig = option(
         factory=JudgeConfig,
@@ -523,3 +527,14 @@ class RLVRConfig(RLConfig):
     def uses_judge(self) -> bool:
         """Whether a reward is the grade of the model of role `judge`."""
         return any(scoring_role(reward) == "judge" for reward in self.rewards.values())
+
+
+@dataclass
+class RLVREngineRewardConfig(RLVRConfig):
+    """Pipeline rlvr where `reward.strategy_args.strategy_name` is sglang: engines score with the reward model."""
+
+    reward: RewardEngineConfig = option(  # type: ignore[assignment]  # what reads either kind reads its common keys
+        factory=RewardEngineConfig,
+        help="The engines of a reward whose function is reward_model.",
+        only_for=REWARD_MODEL_USED,
+    )

@@ -13,7 +13,7 @@ from roll.configs.advantages import ADV_ESTIMATORS
 from roll.configs.compat.apply import MOVED_KEYS, MOVED_VALUES, RENAMED_KEYS, RENAMED_VALUES, UNSUPPORTED_KEYS
 from roll.configs.load import PIPELINES
 from roll.configs.model_config import ARCHITECTURES
-from roll.configs.pipeline import BaseConfig
+from roll.configs.pipeline import BaseConfig, RLVREngineRewardConfig
 from roll.configs.policy import VARIANT_TRAITS
 from roll.configs.roles import ROLES, TEMPLATES
 from roll.configs.schema import Key, describe, keys_by_path, known_keys, section_of
@@ -83,7 +83,14 @@ def _groups() -> dict[str, list[Key]]:
     owners = {path: tuple(name for name, root in PIPELINES.items() if path in _paths(root)) for path in keys}
     combinations = sorted(dict.fromkeys(owners.values()), key=len, reverse=True)
     groups: dict[str, list[Key]] = {f"Keys of {_all_or(names)}": [] for names in combinations}
-    groups |= {f"`{role}`": [] for role in ROLES}
+    for role in ROLES:
+        groups[f"`{role}`"] = []
+        if role == "reward":
+            groups["`reward` with `strategy_name: sglang`"] = [
+                key
+                for key in known_keys(RLVREngineRewardConfig)
+                if key.path not in keys and section_of(key.hint)[0] is None
+            ]
     for path, key in keys.items():
         section = path.partition(".")[0]
         groups.setdefault(f"`{section}`" if section != path else f"Keys of {_all_or(owners[path])}", []).append(key)

@@ -211,16 +211,17 @@ class GeneratingArguments:
     )
 
 
-def _engine_of(role: str, engine: str) -> Callable[[Any], Any]:
-    """A parser of `strategy_name` that accepts the one engine of a role."""
+def _engine_of(role: str, engine: str, *others: str) -> Callable[[Any], Any]:
+    """A parser of `strategy_name` that accepts one engine of a role; errors name the `others` that it can have."""
+    allowed = " or ".join((engine, *others))
 
     def parse(value: Any) -> Any:
         if value == engine:
             return value
         if isinstance(value, str) and value in ENGINES:
-            raise ValueError(f"{value} cannot run {role}; use {engine}")
+            raise ValueError(f"{value} cannot run {role}; use {allowed}")
         shown = "null" if value is None else repr(value)
-        raise ValueError(f"{shown} is not one of {', '.join(ENGINES)}; use {engine}")
+        raise ValueError(f"{shown} is not one of {', '.join(ENGINES)}; use {allowed}")
 
     return parse
 
@@ -452,14 +453,28 @@ class ReferenceConfig(MegatronRoleConfig):
     strategy_args: MegatronInferArguments = option(factory=MegatronInferArguments, help="The role's engine.")
 
 
+REWARD_MODEL = (
+    "Folder of a HF model with one output, a ...ForSequenceClassification or ...ForTokenClassification, or its name on "
+    "the hub; needed."
+)
+
+
 @dataclass
 class RewardModelArguments(MegatronModelArguments):
-    """A reward model."""
+    """A reward model that Megatron runs."""
 
-    model_name_or_path: str | None = option(
-        None,
-        "Folder of a HF model with one output, a ...ForSequenceClassification or ...ForTokenClassification, or its "
-        "name on the hub; needed.",
+    model_name_or_path: str | None = option(None, REWARD_MODEL)
+
+
+@dataclass
+class RewardMegatronArguments(MegatronInferArguments):
+    """Megatron-Core for the forward passes of a reward model."""
+
+    strategy_name: Literal["megatron_infer"] = option(
+        "megatron_infer",
+        "The engine; with sglang the role has SGLang engines of its own, and other keys.",
+        parse=_engine_of("reward", "megatron_infer", "sglang"),
+        decides_section=True,
     )
 
 
@@ -478,7 +493,7 @@ class RewardModelRoleConfig(MegatronRoleConfig):
     }
 
     model_args: RewardModelArguments = option(factory=RewardModelArguments, help="The role's model.")
-    strategy_args: MegatronInferArguments = option(factory=MegatronInferArguments, help="The role's engine.")
+    strategy_args: RewardMegatronArguments = option(factory=RewardMegatronArguments, help="The role's engine.")
 
 
 OWN_BATCHES = AbsentKey("the engine forms its own batches; max_running_requests bounds them")
@@ -522,6 +537,47 @@ class ActorInferConfig(EngineRoleConfig):
 
 
 @dataclass
+class ScoringEngineConfig(EngineRoleConfig):
+    """A role whose engines score responses with a model and a tokenizer of their own."""
+
+    sequence_length: int | None = option(
+        None,
+        "Longest sequence in tokens, prompt and response or question and answer; longer ones are failures. Default: "
+        "max_position_embeddings of the model.",
+        ge=2,
+    )
+    generation_timeout_s: float = option(
+        120.0, "Seconds one request may take in an engine before it is aborted and sent to the next one.", gt=0
+    )
+
+
+@dataclass
+class RewardEngineModelArguments(ModelArguments):
+    """A reward model that SGLang runs."""
+
+    model_name_or_path: str | None = option(None, REWARD_MODEL)
+
+
+@dataclass
+class RewardEngineConfig(ScoringEngineConfig):
+    """`reward` where `strategy_name` is sglang: the engines of the built-in reward reward_model."""
+
+    value_head: ClassVar[bool] = True
+    absent_keys: ClassVar[dict[str, AbsentKey]] = {
+        "pg_variant": NO_POLICY_LOSS,
+        "training_args": NO_OPTIMIZER,
+        "data_args": AbsentKey("a reward has its template: rewards.<name>.template"),
+        "generating_args": AbsentKey("a reward model generates nothing", is_error=True),
+        "infer_batch_size": OWN_BATCHES,
+        "use_dynamic_batching_in_infer": OWN_BATCHES,
+        "max_tokens_per_microbatch_in_infer": OWN_BATCHES,
+        "model_args": OWN_KERNELS,
+    }
+
+    model_args: RewardEngineModelArguments = option(factory=RewardEngineModelArguments, help="The role's model.")
+
+
+@dataclass
 class JudgeModelArguments(ModelArguments):
     """The model of a judge."""
 
@@ -529,7 +585,7 @@ class JudgeModelArguments(ModelArguments):
 
 
 @dataclass
-class JudgeConfig(EngineRoleConfig):
+class JudgeConfig(ScoringEngineConfig):
     """`judge`: the engines of the built-in reward llm_judge, with a model and a tokenizer of their own."""
 
     absent_keys: ClassVar[dict[str, AbsentKey]] = {
@@ -542,12 +598,6 @@ class JudgeConfig(EngineRoleConfig):
     }
 
     model_args: JudgeModelArguments = option(factory=JudgeModelArguments, help="The role's model.")
-    sequence_length: int | None = option(
-        None,
-        "Longest question with its answer in tokens; longer ones are failures. Default: max_position_embeddings of the "
-        "model.",
-        ge=2,
-    )
 
 
 @dataclass

@@ -20,6 +20,7 @@ OWNED = {
     "model_path": "set model_args.model_name_or_path",
     "tokenizer_path": "the tokenizer is the model's",
     "skip_tokenizer_init": "token ids go in and come out",
+    "is_embedding": "the engines of a reward model have it",
     "dtype": "set model_args.dtype",
     "tp_size": "set num_gpus_per_worker",
     "tensor_parallel_size": "set num_gpus_per_worker",

@@ -79,7 +79,7 @@ class InferWorker(WeightReceiver):
 
     @register(deadline="start_timeout_s")
     async def initialize(self) -> None:
-        """Starts the engine and checks that it generates one token.
+        """Starts the engine and checks that it answers a request of one token.
 
         It is started once more where a signal, such as SIGKILL, has ended one of its processes.
 
@@ -115,12 +115,20 @@ class InferWorker(WeightReceiver):
             version=lambda: self.version,
         )
         await self._start(engine, self._further_nodes, until)
-        probe = GenerateRequest("probe", [PROBE_TOKEN], SamplingParams(max_new_tokens=1), seed=0)
-        [answer] = await self._generation.generate([probe])
+        await self.probe(engine)
+        await self.flush_cache()
+
+    async def probe(self, engine: Engine) -> None:
+        """Generates one token with the engine, which has started.
+
+        Raises:
+            EngineError: it does not.
+        """
+        request = GenerateRequest("probe", [PROBE_TOKEN], SamplingParams(max_new_tokens=1), seed=0)
+        [answer] = await self.generation.generate([request])
         if answer.error is not None or len(answer.response_ids) != 1:
             self.close()
             raise EngineError(f"{self.rank.name}: the engine started but generates nothing: {answer.error}")
-        await self.flush_cache()
 
     @register(deadline="start_timeout_s")
     async def start_again(self, needs_weights: bool) -> None:

@@ -13,13 +13,14 @@ from roll.configs.hub.names import local_model
 from roll.configs.model_config import read_model_shape
 from roll.configs.pipeline import RLVRConfig, role_seed
 from roll.configs.rewards import scoring_role
-from roll.configs.roles import RewardModelRoleConfig
+from roll.configs.roles import RewardEngineConfig, RewardModelRoleConfig, ScoringEngineConfig
 from roll.datasets.collate import collate_scored
 from roll.datasets.records import prefix_errors
 from roll.distributed.infer_worker import EngineClient
 from roll.distributed.protocol import DataProto
 from roll.distributed.remote_call import ShardsClient
-from roll.distributed.strategy.sglang_engine import judge_length
+from roll.distributed.score_worker import NOTHING_SAMPLED
+from roll.distributed.strategy.sglang_engine import scoring_length
 from roll.distributed.train_worker import TrainWorker
 from roll.pipeline.session import Session
 from roll.pipeline.shards import forward
@@ -58,6 +59,35 @@ class RewardModel:
         ends = torch.tensor([len(sequence) for sequence in sequences])
         scores: list[float] = values[torch.arange(len(sequences)), ends].tolist()
         return scores
+
+
+@dataclass
+class RewardEngines:
+    """The engines of role `reward`; can be pickled.
+
+    Attributes:
+        engines: calls them.
+        config: of the role.
+        retries: of a failed request.
+    """
+
+    engines: EngineClient
+    config: RewardEngineConfig
+    retries: int
+
+    @cached_property
+    def _pool(self) -> EnginePool:
+        return EnginePool(self.engines, self.retries, self.config.max_running_requests, restarted=True)
+
+    async def scores(self, sequences: Sequence[Sequence[int]]) -> list[float | str]:
+        """The value after the last token of each sequence of token ids, or the error by which no engine gave one.
+
+        Raises:
+            ClusterError: an engine failed or did not answer in time.
+        """
+        requests = [[GenerateRequest("score", [*ids], NOTHING_SAMPLED)] for ids in sequences]
+        results = await self._pool.generate(requests)
+        return [result.value if result.value is not None else str(result.error) for (result,) in results]
 
 
 @dataclass
@@ -101,17 +131,24 @@ class JudgeModel:
 class ScoringModels:
     """The models of the run that score responses; None where no reward needs one. Can be pickled."""
 
-    reward: RewardModel | None = None
+    reward: RewardModel | RewardEngines | None = None
     judge: JudgeModel | None = None
 
     @classmethod
     def of(cls, session: Session, config: RLVRConfig) -> ScoringModels:
         """The scoring models of the running clusters."""
-        ranks, engines = session.train_clusters.get("reward"), session.infer_clusters.get("judge")
-        return cls(
-            None if ranks is None else RewardModel(ranks.shards_client(), config.reward),
-            None if engines is None else JudgeModel(EngineClient(engines.client()), config, _stop_tokens(config)),
-        )
+        ranks, engines = session.train_clusters.get("reward"), session.infer_clusters
+        reward: RewardModel | RewardEngines | None = None
+        judge: JudgeModel | None = None
+        if ranks is not None:
+            reward = RewardModel(ranks.shards_client(), config.reward)
+        if "reward" in engines:
+            cluster = engines["reward"]
+            assert isinstance(cluster.config, RewardEngineConfig)
+            reward = RewardEngines(EngineClient(cluster.client()), cluster.config, config.max_generation_retries)
+        if "judge" in engines:
+            judge = JudgeModel(EngineClient(engines["judge"].client()), config, _stop_tokens(config))
+        return cls(reward, judge)
 
     def connect(self, scorer: ModelScorer) -> None:
         """Gives a scorer its model."""
@@ -145,14 +182,16 @@ def model_scorers(config: RLVRConfig) -> dict[str, ModelScorer]:
             assert reward.template is not None, "loading fills it in"
             tokenizer = load_tokenizer(folder)
             if role == "judge":
-                scorers[name] = JudgeModelScorer(tokenizer, reward, judge_length(config.judge))
+                scorers[name] = JudgeModelScorer(tokenizer, reward, scoring_length(config.judge))
             else:
                 scorers[name] = RewardModelScorer(tokenizer, reward.template, longest_sequence(config.reward))
     return scorers
 
 
-def longest_sequence(role: RewardModelRoleConfig) -> int | None:
-    """Most tokens of a sequence that the model can score, with one more for the padding after it; None: any number."""
+def longest_sequence(role: RewardModelRoleConfig | ScoringEngineConfig) -> int | None:
+    """Most tokens of a sequence that the model can score; None: any number. Megatron pads it by one more."""
+    if isinstance(role, ScoringEngineConfig):
+        return scoring_length(role)
     shape = read_model_shape(local_model(role.model_args.model_name_or_path or ""), role.value_head)
     limits = [shape.max_positions if shape is not None else None]
     if role.forward_token_limit is not None:

@@ -16,7 +16,15 @@ from typing import Any, Protocol
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import RunError, RunInterrupted
-from roll.configs.pipeline import BaseConfig, DPOConfig, RewardModelConfig, RLConfig, RLVRConfig, SFTConfig
+from roll.configs.pipeline import (
+    BaseConfig,
+    DPOConfig,
+    RewardModelConfig,
+    RLConfig,
+    RLVRConfig,
+    RLVREngineRewardConfig,
+    SFTConfig,
+)
 from roll.configs.plan import Plan
 from roll.configs.trackers import METRICS_FILE
 from roll.distributed.engine_monitor import EnginesLostError
@@ -85,6 +93,7 @@ class Pipeline(Protocol):
 PIPELINES: dict[type[BaseConfig], Callable[[Any], Pipeline]] = {
     AgenticConfig: AgenticPipeline,
     RLVRConfig: RLVRPipeline,
+    RLVREngineRewardConfig: RLVRPipeline,
     SFTConfig: SFTPipeline,
     DPOConfig: DPOPipeline,
     RewardModelConfig: RewardModelPipeline,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from psutil import Process
 
 from roll.configs.pipeline import BaseConfig, RLConfig
-from roll.configs.roles import MegatronRoleConfig
+from roll.configs.roles import MegatronRoleConfig, RewardEngineConfig
 from roll.distributed.cluster import Cluster
 from roll.distributed.engine_monitor import EngineMonitor
 from roll.distributed.events import EventLog
@@ -22,6 +22,7 @@ from roll.distributed.process_watch import ProcessWatch
 from roll.distributed.remote_actor import RemoteActor
 from roll.distributed.remote_errors import ClusterError, deadline_scope, one_line
 from roll.distributed.resources import ResourceManager, start_ray, stop_ray
+from roll.distributed.score_worker import ScoreWorker
 from roll.distributed.shared_devices import SharedDevices
 from roll.distributed.train_worker import TrainWorker
 from roll.distributed.worker import Worker
@@ -141,7 +142,8 @@ class Session:
             if isinstance(worker, MegatronRoleConfig):
                 self.train_clusters[role] = Cluster(role, TrainWorker, worker, config, resources, layout)
             else:
-                self.infer_clusters[role] = Cluster(role, InferWorker, worker, config, resources, layout)
+                engine = ScoreWorker if isinstance(worker, RewardEngineConfig) else InferWorker
+                self.infer_clusters[role] = Cluster(role, engine, worker, config, resources, layout)
         if isinstance(config, RLConfig) and config.takes_turns(self._platform.name):
             trained, infer = self.train_clusters["actor_train"], self.infer_clusters["actor_infer"]
             devices = {*infer.config.device_mapping}

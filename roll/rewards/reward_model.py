@@ -15,8 +15,8 @@ from roll.rewards.calling import RewardOutcome, RewardRequest
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ScoreSequences = Callable[[Sequence[Sequence[int]]], Awaitable[Sequence[float]]]
-"""The score of each sequence of token ids under the reward model."""
+ScoreSequences = Callable[[Sequence[Sequence[int]]], Awaitable[Sequence[float | str]]]
+"""The score of each sequence of token ids under the reward model, or the error by which an engine gave none."""
 
 
 class RewardModelScorer:
@@ -41,7 +41,7 @@ class RewardModelScorer:
         self._encoder, self._end = PromptEncoder(tokenizer, template), tokenizer.eos_token_id
         self._max_tokens = max_tokens
         self._model: ScoreSequences | None = None
-        self._waiting: list[tuple[list[list[int]], asyncio.Future[list[float]]]] = []
+        self._waiting: list[tuple[list[list[int]], asyncio.Future[list[float | str]]]] = []
         self._running: asyncio.Task[None] | None = None
 
     def connect(self, score: ScoreSequences) -> None:
@@ -88,17 +88,19 @@ class RewardModelScorer:
             for _ in request.responses
         ]
 
-    def _outcome(self, sequence: Sequence[int], scores: Iterator[float]) -> RewardOutcome:
+    def _outcome(self, sequence: Sequence[int], scores: Iterator[float | str]) -> RewardOutcome:
         if self._max_tokens is not None and len(sequence) > self._max_tokens:
             text = f"{len(sequence)} tokens of prompt and response; the reward model reads {self._max_tokens}"
             return RewardOutcome(None, "too_long", text)
         score = next(scores)
+        if isinstance(score, str):  # the engines have repeated the request already
+            return RewardOutcome(None, "raised", f"the reward model gave no score: {score}")
         if not is_trainable(score):
             return RewardOutcome(None, "not_finite", f"the reward model gave {score}")
         return RewardOutcome(score)
 
-    async def _scores(self, sequences: list[list[int]]) -> list[float]:
-        future: asyncio.Future[list[float]] = asyncio.get_running_loop().create_future()
+    async def _scores(self, sequences: list[list[int]]) -> list[float | str]:
+        future: asyncio.Future[list[float | str]] = asyncio.get_running_loop().create_future()
         self._waiting.append((sequences, future))
         if self._running is None or self._running.done():
             self._running = asyncio.create_task(self._score_waiting())

@@ -48,7 +48,8 @@ class GenerateResult:
     """One response: ids as sampled (the stop token included), and for each its log-prob and weight version.
 
     `finish_reason` is why it ended: a stop token, the length limit, or an abort (then it is not a sample).
-    `sampling_mask` has, for each token, the ids it was sampled from, if the request asked for them.
+    `sampling_mask` has, for each token, the ids it was sampled from, if the request asked for them. `value` is the
+    score of the prompt by an engine of role `reward`, which samples nothing.
     """
 
     request_id: str
@@ -59,6 +60,7 @@ class GenerateResult:
     cached_prompt_tokens: int = 0
     error: str | None = None
     sampling_mask: list[list[int]] = field(default_factory=list)
+    value: float | None = None
 
 
 class TrajectoryError(RuntimeError):

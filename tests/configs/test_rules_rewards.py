@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from roll.configs.errors import ConfigError
-from roll.configs.pipeline import RLVRConfig
+from roll.configs.pipeline import RLVRConfig, RLVREngineRewardConfig
 from roll.configs.plan import make_plan
 from roll.configs.rewards import BUILT_IN, RewardConfig, domain_of, may_lack_truth, rewards_of
 from roll.configs.rules import check
@@ -327,6 +327,80 @@ def test_keys_of_a_judge_without_effect_are_warned_of(
     tmp_path: Path, judge_model: Path, overrides: list[str], message: str
 ) -> None:
     assert any(message in str(problem) for problem in check(judged(tmp_path, judge_model, *overrides)).warnings)
+
+
+ENGINES = (MODEL_REWARD, "reward.device_mapping=[24]", "reward.strategy_args.strategy_name=sglang")
+
+
+def test_a_reward_model_on_engines_has_the_keys_of_an_engine(tmp_path: Path, reward_model: Path) -> None:
+    named = (*ENGINES, f"reward.model_args.model_name_or_path={reward_model}")
+    config = rlvr(tmp_path, *named, "reward.num_gpus_per_worker=1", "reward.max_running_requests=7")
+    assert isinstance(config, RLVREngineRewardConfig)
+    assert (config.reward.max_running_requests, config.reward.layout.data) == (7, 1)
+    assert config.uses_reward_model and "reward" in config.device_roles()
+    assert not [problem for problem in check(config).warnings if "reward" in problem.path]
+    megatron = rlvr(tmp_path, *ENGINES[:2], f"reward.model_args.model_name_or_path={reward_model}")
+    assert not isinstance(megatron, RLVREngineRewardConfig)
+    plan = make_plan(config, SERVER)
+    assert [(role.strategy, role.workers) for role in plan.roles if role.role == "reward"] == [("sglang", 1)]
+
+
+def test_batch_sizes_of_megatron_are_warned_of_where_engines_score(tmp_path: Path, reward_model: Path) -> None:
+    named = (*ENGINES, f"reward.model_args.model_name_or_path={reward_model}")
+    (warning,) = check(rlvr(tmp_path, *named, "reward.infer_batch_size=3")).warnings
+    assert str(warning).startswith("reward.infer_batch_size: has no effect: the engine forms its own batches")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["reward.sequence_length=40000"], "reward.sequence_length: 40000 is above max_position_embeddings 32768 of"),
+        (
+            ["reward.strategy_args.strategy_config.load_format=dummy"],
+            "load_format: dummy gives a reward model random weights",
+        ),
+        (["reward.strategy_args.strategy_config.json_model_override_args='{}'"], "the framework sets it for a reward"),
+        (["reward.strategy_args.strategy_config.is_embedding=true"], "is_embedding: True: the framework sets this"),
+        (["reward.strategy_args.strategy_config.tensor_model_parallel_size=2"], "set num_gpus_per_worker"),
+        (["reward.num_gpus_per_worker=2"], "reward.device_mapping: 1 devices cannot hold engines of num_gpus_per"),
+        (["reward.generating_args={temperature: 2}"], "reward.generating_args.temperature: has no effect: a reward"),
+        (["reward.device_mapping=[]"], "reward.device_mapping: is empty, but a reward_model in rewards needs the"),
+        (
+            ["reward.device_mapping=[16]", "async_generation_ratio=1"],
+            "reward.device_mapping: overlaps actor_infer.device_mapping in device 16, and with async_generation_ratio",
+        ),
+        (["reward.max_running=2"], "did you mean reward.max_running_requests?"),
+    ],
+)
+def test_engines_that_cannot_score_are_refused(
+    tmp_path: Path, reward_model: Path, overrides: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        rlvr(tmp_path, *ENGINES, f"reward.model_args.model_name_or_path={reward_model}", *overrides)
+    assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize("architecture", ["Gemma2ForSequenceClassification", "Qwen2ForRewardModel"])
+def test_a_reward_model_of_another_family_or_head_is_refused_on_engines_too(
+    tmp_path: Path, reward_model: Path, architecture: str
+) -> None:
+    file = reward_model / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": [architecture]}))
+    with pytest.raises(ConfigError, match=architecture):
+        rlvr(tmp_path, *ENGINES, f"reward.model_args.model_name_or_path={reward_model}")
+
+
+def test_engines_of_a_reward_model_on_the_devices_of_the_trainer_are_warned_of(
+    tmp_path: Path, reward_model: Path
+) -> None:
+    named = (*ENGINES, f"reward.model_args.model_name_or_path={reward_model}", "reward.device_mapping=[0]")
+    warnings = [str(each) for each in check(rlvr(tmp_path, *named)).warnings]
+    assert any("overlaps actor_train.device_mapping in device 0: a reward model stays" in each for each in warnings)
+
+
+def test_an_engine_that_no_reward_model_has_is_refused_with_those_that_it_can_have(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="megatron_train cannot run reward; use megatron_infer or sglang"):
+        rlvr(tmp_path, MODEL_REWARD, "reward.strategy_args.strategy_name=megatron_train")
 
 
 def test_a_reward_model_counts_tokens_with_its_own_tokenizer(tmp_path: Path, reward_model: Path) -> None:

@@ -228,8 +228,6 @@ def test_a_student_comes_closer_to_a_teacher_of_another_layout(shared_runs, inpu
 
 def test_scores_of_a_reward_model_are_those_of_transformers_and_rise(shared_runs, inputs, tmp_path):
     """The model has two data-parallel ranks on the trainer's devices; the rollouter calls it from its own process."""
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
     folder = score_model(inputs["pretrain"], tmp_path / "scores")
     config = recipe(
         inputs,
@@ -251,16 +249,44 @@ def test_scores_of_a_reward_model_are_those_of_transformers_and_rise(shared_runs
     held_out = [line["val/score"] for line in lines(tmp_path) if "val/score" in line]
     assert statistics.fmean(means[-3:]) > statistics.fmean(means[:2]), means
     assert len(held_out) == 2 and held_out[1] > held_out[0], held_out
-    scorer = AutoModelForSequenceClassification.from_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
     rows = read_samples(tmp_path / "run" / "samples", 10)
     assert len({row["score"] for row in rows}) > 20
-    for row in rows[:64]:
+    check_scores(rows[:64], folder, weight=2.0)
+
+
+def test_scores_of_a_reward_model_on_an_engine_of_the_run_are_those_of_transformers(shared_runs, inputs, tmp_path):
+    folder = score_model(inputs["pretrain"], tmp_path / "scores")
+    role = reward_role(folder) | {"strategy_args": {"strategy_name": "sglang"}, "device_mapping": [3]}
+    config = recipe(
+        inputs,
+        tmp_path,
+        deterministic=False,
+        num_devices_per_node=4,
+        async_generation_ratio=1,
+        max_steps=2,
+        eval_steps=2,
+        rewards={"reward_model": {"weight": 2.0}},
+        reward=role | {"max_running_requests": 16, "sequence_length": 256},
+    )
+    code, output = shared_runs.run(config)
+    assert code == 0, output
+    rows = read_samples(tmp_path / "run" / "samples", 2)
+    assert len({row["score"] for row in rows}) > 4
+    check_scores(rows, folder, weight=2.0)
+
+
+def check_scores(rows: list[dict[str, Any]], folder: Path, weight: float) -> None:
+    """Scores of samples are the values of transformers after prompt, response and end token."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    scorer = AutoModelForSequenceClassification.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for row in rows:
         text = tokenizer.decode(row["response_ids"], skip_special_tokens=True)
         ids = [*row["prompt_ids"], *tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
         with torch.no_grad():
             score = float(scorer.score(scorer.model(torch.tensor([ids])).last_hidden_state[0, -1]))
-        assert row["score"] == pytest.approx(2.0 * score, abs=1e-4)
+        assert row["score"] == pytest.approx(weight * score, abs=1e-4)
 
 
 def judge_model(model: str, folder: Path) -> Path:

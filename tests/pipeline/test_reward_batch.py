@@ -14,10 +14,15 @@ import torch
 from roll.configs.parallel_layout import ParallelLayout
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.rewards import BUILT_IN, RewardConfig
-from roll.configs.roles import RewardModelArguments, RewardModelRoleConfig
+from roll.configs.roles import (
+    RewardEngineConfig,
+    RewardEngineModelArguments,
+    RewardModelArguments,
+    RewardModelRoleConfig,
+)
 from roll.datasets.records import DatasetError
 from roll.distributed.protocol import DataProto
-from roll.pipeline.reward_batch import JudgeModel, RewardModel, longest_sequence, model_scorers
+from roll.pipeline.reward_batch import JudgeModel, RewardEngines, RewardModel, longest_sequence, model_scorers
 from roll.rewards.judge_model import JudgeAnswer, JudgeModelScorer, JudgeQuestion
 from roll.rollout.types import GenerateRequest, GenerateResult
 
@@ -128,3 +133,40 @@ def test_a_question_to_a_judge_has_the_same_seed_in_every_run_and_another_one_wh
     again = Engines()
     asyncio.run(JudgeModel(again, RLVRConfig(seed=5), (1,)).answers(questions[2:]))  # type: ignore[arg-type]
     assert again.requests[0].seed == seeds[(8,)]
+
+
+class ScoringEngines:
+    """Two engines whose value is the sum of a sequence; the first refuses what begins with 1, the second 2."""
+
+    world_size = 2
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+
+    async def generate(self, rank: int, requests: list[GenerateRequest]) -> list[GenerateResult]:
+        self.rows.append(len(requests))
+        return [self._result(each) if each.prompt_ids[0] != rank + 1 else self._failure(each) for each in requests]
+
+    def _result(self, request: GenerateRequest) -> GenerateResult:
+        return GenerateResult(request.request_id, [], [], [], "stop", value=float(sum(request.prompt_ids)))
+
+    def _failure(self, request: GenerateRequest) -> GenerateResult:
+        return GenerateResult(request.request_id, [], [], [], "abort", error="refused")
+
+
+def test_a_sequence_that_an_engine_refuses_is_scored_by_the_next_one() -> None:
+    engines = ScoringEngines()
+    sequences = [[first, *range(length)] for first in (1, 2, 3) for length in (1, 5, 9)]
+    model = RewardEngines(engines, RewardEngineConfig(), retries=1)  # type: ignore[arg-type]
+    assert asyncio.run(model.scores(sequences)) == [float(sum(each)) for each in sequences]
+    assert sum(engines.rows) > len(sequences)
+    model = RewardEngines(engines, RewardEngineConfig(), retries=0)  # type: ignore[arg-type]
+    assert asyncio.run(model.scores([[1], [3]])) == ["refused", 3.0]
+
+
+def test_engines_score_all_positions_of_the_model_or_as_many_as_are_given(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 128}))
+    config = RewardEngineConfig(model_args=RewardEngineModelArguments(model_name_or_path=str(tmp_path)))
+    assert longest_sequence(config) == 128
+    config.sequence_length = 64
+    assert longest_sequence(config) == 64

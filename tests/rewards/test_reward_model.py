@@ -29,7 +29,7 @@ class Tokenizer:
 
 
 def scorer(
-    score: Callable[[Sequence[Sequence[int]]], Awaitable[Sequence[float]]], max_tokens: int | None = None
+    score: Callable[[Sequence[Sequence[int]]], Awaitable[Sequence[float | str]]], max_tokens: int | None = None
 ) -> RewardModelScorer:
     made = RewardModelScorer(Tokenizer(), "none", max_tokens)  # type: ignore[arg-type]
     made.connect(score)
@@ -54,6 +54,15 @@ def test_the_model_reads_prompt_response_and_end_token() -> None:
     outcomes = asyncio.run(scorer(score).score([request("ab", "c", ""), request("d", "efg")]))
     assert seen == [[97, 98, 99, 0], [97, 98, 0], [100, 101, 102, 103, 0]]
     assert outcomes == [[RewardOutcome(4.0), RewardOutcome(3.0)], [RewardOutcome(5.0)]]
+
+
+def test_a_response_that_no_engine_scored_fails_with_the_error_and_the_others_have_scores() -> None:
+    async def score(sequences: Sequence[Sequence[int]]) -> list[float | str]:
+        return ["no answer within 1 s" if len(each) == 3 else 2.0 for each in sequences]
+
+    ((first, second),) = asyncio.run(scorer(score).score([request("a", "bc", "d")]))
+    assert first == RewardOutcome(2.0)
+    assert second == RewardOutcome(None, "raised", "the reward model gave no score: no answer within 1 s")
 
 
 def test_responses_that_arrive_meanwhile_are_scored_together_in_the_next_call() -> None:

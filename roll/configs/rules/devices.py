@@ -17,8 +17,10 @@ from roll.configs.roles import (
     OLD_LOG_PROBS,
     EngineRoleConfig,
     MegatronRoleConfig,
+    RewardEngineConfig,
     RewardModelRoleConfig,
     RoleConfig,
+    ScoringEngineConfig,
     TrainedRoleConfig,
     TrainingArguments,
 )
@@ -36,6 +38,9 @@ CUDA_ONLY = (
 )
 """Megatron options that need a GPU."""
 
+
+SCORING_MODELS = {"judge": "a judge", "reward": "a reward model"}
+"""What the engines of a scoring role run."""
 
 MAX_TRIES = 1_000_000
 """Numbers tried as divisors: all up to the square root of any realistic batch."""
@@ -99,7 +104,8 @@ def _check_owned(config: BaseConfig, report: Report) -> None:
         )
     ahead = f"async_generation_ratio {config.async_generation_ratio:g}"
     same = set(config.reward.device_mapping) == set(config.actor_infer.device_mapping)
-    if config.uses_reward_model and same and config.async_generation_ratio > 0:
+    is_megatron = isinstance(config.reward, MegatronRoleConfig)
+    if config.uses_reward_model and same and is_megatron and config.async_generation_ratio > 0:
         report.warn(
             "reward.device_mapping",
             f"is that of actor_infer, and with {ahead} engines and reward model compute there at the same time; give "
@@ -107,18 +113,19 @@ def _check_owned(config: BaseConfig, report: Report) -> None:
         )
     if config.reward.device_mapping and not config.uses_reward_model:
         report.warn("reward", "is configured but not used: no reward is a reward_model; it is not loaded")
-    _check_judge_devices(config, report)
-
-
-def _check_judge_devices(config: RLVRConfig, report: Report) -> None:
-    """A judge that shares devices keeps its memory there, and above ratio 0 computes at the same time as the others."""
-    devices = set(config.judge.device_mapping)
-    if devices and not config.uses_judge:
+    if config.judge.device_mapping and not config.uses_judge:
         report.warn("judge", "is configured but not used: no reward is an llm_judge without base_url; it is not loaded")
-        return
+    for role, worker in config.device_roles().items():
+        if isinstance(worker, ScoringEngineConfig):
+            _check_scoring_devices(config, role, report)
+
+
+def _check_scoring_devices(config: RLVRConfig, scoring: str, report: Report) -> None:
+    """Engines that score keep their memory on devices that they share, and above ratio 0 compute beside the others."""
+    devices, what = {*config.device_roles()[scoring].device_mapping}, SCORING_MODELS[scoring]
     for role, worker in config.device_roles().items():
         shared = sorted(devices & {*worker.device_mapping})
-        if role == "judge" or not shared:
+        if role == scoring or not shared:
             continue
         overlap = f"overlaps {role}.device_mapping in {_short(shared)}"
         if config.async_generation_ratio > 0:
@@ -126,14 +133,14 @@ def _check_judge_devices(config: RLVRConfig, report: Report) -> None:
             outside = spans(range(max(taken) + 1, max(taken) + 1 + len(devices)))
             ratio = f"async_generation_ratio {config.async_generation_ratio:g}"
             report.error(
-                "judge.device_mapping",
+                f"{scoring}.device_mapping",
                 f"{overlap}, and with {ratio} both compute there at the same time; write devices outside, such as "
                 f"{outside}",
             )
         else:
             report.warn(
-                "judge.device_mapping",
-                f"{overlap}: a judge stays in their memory, so set judge.strategy_args.strategy_config."
+                f"{scoring}.device_mapping",
+                f"{overlap}: {what} stays in their memory, so set {scoring}.strategy_args.strategy_config."
                 "mem_fraction_static to its share; or write other devices",
             )
         return
@@ -307,8 +314,13 @@ def _check_optimizer(worker: TrainedRoleConfig, path: str, report: Report) -> No
 
 def _check_sglang(role: str, worker: EngineRoleConfig, report: Report) -> None:
     path, options = f"{role}.strategy_args.strategy_config", worker.strategy_args.strategy_config
-    if role == "judge" and options.get("load_format") == "dummy":
-        report.error(f"{path}.load_format", "dummy gives a judge random weights, which nothing replaces; leave it out")
+    if isinstance(worker, ScoringEngineConfig) and options.get("load_format") == "dummy":
+        report.error(
+            f"{path}.load_format",
+            f"dummy gives {SCORING_MODELS[role]} random weights, which nothing replaces; leave it out",
+        )
+    if isinstance(worker, RewardEngineConfig) and "json_model_override_args" in options:
+        report.error(f"{path}.json_model_override_args", "the framework sets it for a reward model; leave it out")
     known = server_options()
     for name, value in options.items():
         if name in OWNED:

@@ -23,7 +23,7 @@ from roll.configs.model_config import (
     read_positions,
 )
 from roll.configs.pipeline import BaseConfig, RLConfig
-from roll.configs.roles import TEMPLATES, JudgeConfig, MegatronRoleConfig, RoleConfig
+from roll.configs.roles import TEMPLATES, JudgeConfig, MegatronRoleConfig, RoleConfig, ScoringEngineConfig
 from roll.configs.rules.learning import check_name
 from roll.configs.rules.lengths import read_tokenizer
 from roll.configs.schema import MAX_EXPLAINED
@@ -153,8 +153,8 @@ def check_models(config: BaseConfig, report: Report) -> None:
             seen.add("")
             continue
         path = "pretrain" if name == config.pretrain else path
-        if isinstance(worker, JudgeConfig):
-            _check_judge_length(worker, name, report)
+        if isinstance(worker, ScoringEngineConfig):
+            _check_scoring_length(role, worker, name, report)
         try:
             shape = read_model_shape(local_model(name), worker.value_head)
         except UnsupportedModel as error:
@@ -203,14 +203,14 @@ def _check_own_model(role: str, path: str, name: str | None, report: Report) -> 
             )
 
 
-def _check_judge_length(judge: JudgeConfig, name: str, report: Report) -> None:
-    """Questions and answers of a judge are within the positions of its model."""
-    positions, path = read_positions(local_model(name)), "judge.sequence_length"
-    if positions is None and judge.sequence_length is None and os.path.isfile(local_model(name) / CONFIG_NAME):
+def _check_scoring_length(role: str, worker: ScoringEngineConfig, name: str, report: Report) -> None:
+    """What a judge or a reward model on engines reads and writes is within the positions of its model."""
+    positions, path = read_positions(local_model(name)), f"{role}.sequence_length"
+    if positions is None and worker.sequence_length is None and os.path.isfile(local_model(name) / CONFIG_NAME):
         report.error(path, f"is not set, and {name} does not say how many positions it has; set it, such as to 8192")
-    if positions is not None and (judge.sequence_length or 0) > positions:
+    if positions is not None and (worker.sequence_length or 0) > positions:
         report.error(
-            path, f"{judge.sequence_length} is above max_position_embeddings {positions} of {name}; use at most that"
+            path, f"{worker.sequence_length} is above max_position_embeddings {positions} of {name}; use at most that"
         )
 
 

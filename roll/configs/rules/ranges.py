@@ -6,7 +6,7 @@ import re
 
 from roll.configs.errors import Report
 from roll.configs.pipeline import BaseConfig
-from roll.configs.roles import EngineRoleConfig, JudgeConfig
+from roll.configs.roles import EngineRoleConfig, ScoringEngineConfig
 from roll.configs.schema import value_at
 
 YEAR_S = 366 * 86400.0
@@ -183,7 +183,7 @@ def check_engine_lengths(config: BaseConfig, report: Report) -> None:
     for role, worker in config.device_roles().items():
         if not isinstance(worker, EngineRoleConfig):
             continue
-        longest = worker.sequence_length if isinstance(worker, JudgeConfig) else config.sequence_length
+        longest = worker.sequence_length if isinstance(worker, ScoringEngineConfig) else config.sequence_length
         for name, what in (("context_length", "the context"), ("max_total_tokens", "the key-value cache")):
             given = worker.strategy_args.strategy_config.get(name)
             if isinstance(given, int) and longest is not None and given < longest:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import json
 import os
 import socket
 from collections.abc import Awaitable
@@ -17,9 +18,9 @@ import psutil
 
 from roll.configs.errors import RunError
 from roll.configs.hub.names import local_model
-from roll.configs.model_config import read_positions
+from roll.configs.model_config import CONFIG_NAME, family_of, read_model_config, read_positions
 from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig, role_seed
-from roll.configs.roles import TORCH_DTYPES, EngineRoleConfig, JudgeConfig
+from roll.configs.roles import TORCH_DTYPES, EngineRoleConfig, JudgeConfig, RewardEngineConfig, ScoringEngineConfig
 from roll.distributed.core_pinning import read_topology
 from roll.distributed.processes import gc_paused, kill, log_file, wait_for_end
 from roll.distributed.strategy.sglang_processes import (
@@ -329,6 +330,8 @@ def make_engine(rank: WorkerRank, config: EngineRoleConfig, pipeline: RLConfig) 
     seed = role_seed(pipeline.seed, rank.role, rank.rank)  # each request has its own seed as well
     arguments = engine_arguments(config, pipeline, required, seed)
     environment = {**LONGER_CONTEXT, **platform.engine_environment(dtype), **config.system_envs}
+    if isinstance(config, RewardEngineConfig):
+        environment |= VALUE_MODELS
     if arguments.get("device") == "cpu":
         environment |= engine_threads(arguments["tp_size"], rank.nnodes)
     if rank.nnodes > 1:
@@ -342,14 +345,14 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """ServerArgs of one engine: from our keys, from the platform, and `strategy_config` unchanged, in rising priority.
 
-    The engine's context is the longest sequence, of a judge its own, plus CONTEXT_MARGIN, so that a sequence may end at
-    the model's last position. On a CPU the key-value pool is sized for `max_running_requests` sequences of that length,
-    because SGLang cannot measure device memory there; `strategy_config.max_total_tokens` overrides it. The prefix cache
-    is off on a CPU where prompts are short and no request continues another (see UNSHARED_PROMPT).
+    The engine's context is the longest sequence, of a scoring model its own, plus CONTEXT_MARGIN, so that a sequence
+    may end at the model's last position. On a CPU the key-value pool is sized for `max_running_requests` sequences of
+    that length, because SGLang cannot measure device memory there; `strategy_config.max_total_tokens` overrides it. The
+    prefix cache is off on a CPU where prompts are short and no request continues another (see UNSHARED_PROMPT).
     """
     options = worker.strategy_args.strategy_config
     model = worker.model_args.model_name_or_path or pipeline.pretrain
-    longest = judge_length(worker) if isinstance(worker, JudgeConfig) else pipeline.max_sequence_length
+    longest = scoring_length(worker) if isinstance(worker, ScoringEngineConfig) else pipeline.max_sequence_length
     arguments: dict[str, Any] = {
         "model_path": None if model is None else str(local_model(model)),
         "dtype": TORCH_DTYPES[worker.model_args.dtype],
@@ -362,24 +365,47 @@ def engine_arguments(
         "context_length": longest + CONTEXT_MARGIN,
         **platform_arguments,
     }
+    if isinstance(worker, RewardEngineConfig):
+        arguments |= value_model_arguments(arguments["model_path"], pipeline.deterministic)
     if arguments.get("device") == "cpu":
         arguments["max_total_tokens"] = worker.max_running_requests * arguments["context_length"]
         one_turn = isinstance(pipeline, RLVRConfig) and not isinstance(worker, JudgeConfig)
-        arguments["disable_radix_cache"] = one_turn and pipeline.prompt_length <= UNSHARED_PROMPT
+        short = one_turn and pipeline.prompt_length <= UNSHARED_PROMPT
+        arguments["disable_radix_cache"] = short or arguments.get("disable_radix_cache", False)
     return {**arguments, **options}
 
 
-def judge_length(role: JudgeConfig) -> int:
-    """Tokens of the longest question of a judge with its answer.
+def scoring_length(worker: ScoringEngineConfig) -> int:
+    """Tokens of the longest sequence of a judge, answer included, or of a reward model.
 
     Raises:
         RunError: it is not given, and the model does not say how many positions it has.
     """
-    name = role.model_args.model_name_or_path or ""
-    longest = role.sequence_length or read_positions(local_model(name))
+    name = worker.model_args.model_name_or_path or ""
+    longest = worker.sequence_length or read_positions(local_model(name))
     if longest is None:
-        raise RunError(f"judge.sequence_length: is not set, and {name} does not say how many positions it has; set it")
+        role = "judge" if isinstance(worker, JudgeConfig) else "reward"
+        raise RunError(f"{role}.sequence_length: is not set, and {name} does not say how many positions it has; set it")
     return longest
+
+
+VALUE_MODELS = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "roll.distributed.strategy.sglang_models"}
+"""Lets an engine find the classes of `sglang_models/value_models.py`."""
+
+
+def value_model_arguments(folder: str, deterministic: bool) -> dict[str, Any]:
+    """ServerArgs by which an engine gives one value for a sequence, for the model in `folder`.
+
+    The names of the classes are not those of SGLang, which has others for the same folders: a class that could not be
+    imported is an error. With `deterministic` a score depends on no cached prefix of another sequence.
+    """
+    family = family_of(read_model_config(Path(folder) / CONFIG_NAME, value_head=True)["architectures"][0])
+    overrides = {"architectures": [f"{family.name.capitalize()}ValueModel"]}
+    return {
+        "is_embedding": True,
+        "json_model_override_args": json.dumps(overrides),
+        "disable_radix_cache": deterministic,
+    }
 
 
 def preferred_port(process_id: int) -> int:

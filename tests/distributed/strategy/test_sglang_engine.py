@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 
@@ -9,7 +10,7 @@ import pytest
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.pipeline import RLVRConfig
-from roll.configs.roles import ActorInferConfig
+from roll.configs.roles import ActorInferConfig, RewardEngineConfig
 from roll.distributed.strategy.sglang_engine import (
     CONTEXT_MARGIN,
     UNSHARED_PROMPT,
@@ -50,6 +51,24 @@ def test_the_prefix_cache_is_off_on_cpu_where_prompts_are_short_and_stand_alone(
     assert off(RLVRConfig(**short | {"prompt_length": UNSHARED_PROMPT + 1})) is False
     assert off(AgenticConfig(**short)) is False
     assert off(RLVRConfig(**short), platform={"device": "cuda"}) is None
+
+
+@pytest.mark.parametrize("kind", ["Token", "Sequence"])
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
+def test_an_engine_of_a_reward_model_gives_one_value(tmp_path, family, kind):
+    shape = {"num_hidden_layers": 2, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    shape |= {"vocab_size": 9, "max_position_embeddings": 64, "architectures": [f"{family}For{kind}Classification"]}
+    (tmp_path / "config.json").write_text(json.dumps(shape | {"id2label": {"0": "score"}}))
+    worker, pipeline = RewardEngineConfig(max_running_requests=4), RLVRConfig(prompt_length=1000, response_length=9)
+    worker.model_args.model_name_or_path = str(tmp_path)
+    arguments = engine_arguments(worker, pipeline, {"device": "cpu"}, 0)
+    assert arguments["is_embedding"] is True and arguments["disable_radix_cache"] is False
+    overrides = json.loads(arguments["json_model_override_args"])
+    assert overrides == {"architectures": [f"{family}ValueModel"]}
+    assert arguments["context_length"] == 64 + CONTEXT_MARGIN, "its own positions, not those of the policy"
+    assert arguments["max_total_tokens"] == 4 * arguments["context_length"]
+    pipeline.deterministic = True
+    assert engine_arguments(worker, pipeline, {"device": "cpu"}, 0)["disable_radix_cache"] is True
 
 
 def test_a_configuration_without_lengths_is_refused_with_a_remedy():

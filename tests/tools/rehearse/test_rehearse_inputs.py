@@ -158,10 +158,12 @@ def test_an_environment_that_fails_is_named_with_its_line(tmp_path: Path, monkey
         make_inputs(config, tmp_path / "out", 2, lambda text: None)
 
 
-def test_the_stand_in_of_a_reward_model_gives_scores(tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", ["megatron_infer", "sglang"])
+def test_the_stand_in_of_a_reward_model_gives_scores(tmp_path: Path, engine: str) -> None:
     from transformers import AutoModelForSequenceClassification
 
     reward = {"device_mapping": [0], "model_args": {"model_name_or_path": "RLHFlow/Llama3-8B-rm"}}
+    reward |= {"strategy_args": {"strategy_name": engine}}
     tree = yaml.safe_load(RLVR) | {"rewards": {"reward_model": {"template": "llama3"}}, "reward": reward}
     config = build_config(tree)
     inputs = make_inputs(config, tmp_path / "out", 2, lambda text: None)
@@ -171,6 +173,7 @@ def test_the_stand_in_of_a_reward_model_gives_scores(tmp_path: Path) -> None:
     small = build_config(shrink(config, inputs, str(tmp_path / "run"), 2).tree)
     assert isinstance(small, RLVRConfig)
     assert small.reward.model_args.model_name_or_path == folder
+    assert small.reward.strategy_args.strategy_name == engine
     assert small.rewards["reward_model"].template == "native", "the stand-in has the tokenizer of the policy"
 
 
