@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 
 PAGES = [
     *sorted(ROOT.glob("*.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "examples").rglob("*.md")),
     ROOT / "Makefile",
     ROOT / "pyproject.toml",

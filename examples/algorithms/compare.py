@@ -17,22 +17,26 @@ from pathlib import Path
 from typing import Any
 
 from examples import stages
+from roll.configs.pipeline import BaseConfig, RLConfig
 
 HERE = Path(__file__).parent
 BASE = "base"
+ACCURACY = ("val/math_rule/math_rule", "val/FrozenLake/success", "val/accuracy", "val/score")
+"""Metrics that are the accuracy of a recipe; the first that a run has."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of a recipe."""
+    """One run of a recipe; `ratio` is None where nothing is generated."""
 
     recipe: str
-    ratio: float
+    ratio: float | None
     seed: int
 
     def folder(self, out: Path) -> Path:
         """Folder of the run's output."""
-        return out / "runs" / f"{self.recipe}-ratio{self.ratio:g}-seed{self.seed}"
+        ratio = "" if self.ratio is None else f"-ratio{self.ratio:g}"
+        return out / "runs" / f"{self.recipe}{ratio}-seed{self.seed}"
 
 
 def recipes() -> list[str]:
@@ -40,10 +44,18 @@ def recipes() -> list[str]:
     return sorted(file.stem for file in HERE.glob("*.yaml") if file.stem != BASE)
 
 
+def load(recipe: str, overrides: Sequence[str] = ()) -> BaseConfig:
+    """The configuration of a recipe."""
+    from roll.configs.load import load_config
+
+    return load_config(HERE / f"{recipe}.yaml", list(overrides))
+
+
 def accuracies(trial: Trial, out: Path) -> list[float] | None:
     """Validation accuracy of a finished run, in the order of its validations; None if it has not finished.
 
-    Where the score is the sum of several rewards, accuracy is that of `math_rule` alone.
+    Where the score is the sum of several rewards, accuracy is that of `math_rule` alone. For an agent it is the share
+    of episodes that reach the goal, for preferences the share of held-out pairs whose better response gained more.
     """
     from roll.trackers.files import RUN_FILE
 
@@ -53,7 +65,7 @@ def accuracies(trial: Trial, out: Path) -> list[float] | None:
     if summary.get("status") != "finished":
         return None
     scores = {
-        int(step): metrics.get("val/math_rule/math_rule", metrics["val/score"])
+        int(step): next(metrics[name] for name in ACCURACY if name in metrics)
         for step, metrics in summary["validation"].items()
     }
     return [scores[step] for step in sorted(scores)]
@@ -61,17 +73,14 @@ def accuracies(trial: Trial, out: Path) -> list[float] | None:
 
 def run_trials(trials: Sequence[Trial], out: Path, overrides: Sequence[str]) -> None:
     """Runs what is not finished; a trial that fails is reported and does not stop the others."""
-    from examples.tiny_math.demo import warm_start
     from roll.tools.processes import CONSOLE_LOG, run_process
 
-    starts: dict[int, list[str]] = {}
     for number, trial in enumerate(trials, 1):
         if accuracies(trial, out) is None:
-            start = out / f"warm-start-seed{trial.seed}"
-            if trial.seed not in starts:
-                starts[trial.seed] = inputs_of(start, trial.seed) or warm_start(start, trial.seed)[1]
             folder = trial.folder(out)
-            inputs = [f"output_dir={folder}", f"async_generation_ratio={trial.ratio:g}", *starts[trial.seed]]
+            inputs = [f"output_dir={folder}", *inputs_of(trial.recipe, out, trial.seed)]
+            if trial.ratio is not None:
+                inputs.append(f"async_generation_ratio={trial.ratio:g}")
             command = [sys.executable, "-m", "roll", "run", str(HERE / f"{trial.recipe}.yaml"), *inputs, *overrides]
             run_process(command, folder / CONSOLE_LOG)
         found = accuracies(trial, out)
@@ -80,16 +89,25 @@ def run_trials(trials: Sequence[Trial], out: Path, overrides: Sequence[str]) -> 
         write_results(trials, out)
 
 
-def inputs_of(start: Path, seed: int) -> list[str] | None:
-    """The overrides of a warm start that was made before; None if it was not."""
+def inputs_of(recipe: str, out: Path, seed: int) -> list[str]:
+    """The overrides of a recipe: its warm start, made below `out` unless it is there, and what else it begins with."""
+    from examples.tiny_distill.demo import make_teacher
+    from examples.tiny_dpo.demo import make_pairs
+    from examples.tiny_frozen_lake import demo as tiny_frozen_lake
+    from examples.tiny_math import demo as tiny_math
+
+    config = load(recipe)
+    agentic = config.pipeline == "agentic"
+    task = tiny_frozen_lake if agentic else tiny_math
+    start = out / f"{'lake-' if agentic else ''}warm-start-seed{seed}"
     if not (start / "sft" / "hf_model" / "config.json").is_file():
-        return None
-    return [
-        f"pretrain={start}/sft/hf_model",
-        f"actor_train.data_args.file_name=[{start}/data/train.jsonl]",
-        f"validation.data_args.file_name=[{start}/data/val.jsonl]",
-        f"seed={seed}",
-    ]
+        task.warm_start(start, seed)
+    inputs: list[str] = task.warm_inputs(start, seed)
+    if config.pipeline == "dpo":
+        return [inputs[0], inputs[-1], *make_pairs(start, seed)]
+    if isinstance(config, RLConfig) and config.uses_teacher:
+        return [*inputs, make_teacher(start, inputs)]
+    return inputs
 
 
 def show(found: Sequence[float]) -> str:
@@ -100,11 +118,16 @@ def show(found: Sequence[float]) -> str:
 def table(trials: Sequence[Trial], out: Path) -> Iterator[str]:
     """Lines of a markdown table: recipes by ratio and seed."""
     columns = list(dict.fromkeys((trial.ratio, trial.seed) for trial in trials))
-    yield "| recipe | " + " | ".join(f"ratio {ratio:g}, seed {seed}" for ratio, seed in columns) + " |"
+    yield "| recipe | " + " | ".join(heading(*column) for column in columns) + " |"
     yield "|---" * (len(columns) + 1) + "|"
     for recipe in dict.fromkeys(trial.recipe for trial in trials):
         cells = [accuracies(Trial(recipe, *column), out) for column in columns]
         yield f"| `{recipe}` | " + " | ".join("" if cell is None else show(cell) for cell in cells) + " |"
+
+
+def heading(ratio: float | None, seed: int) -> str:
+    """Heading of a column."""
+    return f"seed {seed}" if ratio is None else f"ratio {ratio:g}, seed {seed}"
 
 
 def write_results(trials: Sequence[Trial], out: Path) -> None:
@@ -126,9 +149,13 @@ def main() -> int:
     unknown = set(arguments.names) - set(recipes())
     if unknown:
         parser.error(f"no recipe {', '.join(sorted(unknown))}; there are {', '.join(recipes())}")
-    seeds, ratios = [int(part) for part in arguments.seeds.split(",")], map(float, arguments.ratios.split(","))
-    grid = [(ratio, seed) for ratio in ratios for seed in seeds]
-    trials = [Trial(name, *each) for name in arguments.names or recipes() for each in grid]
+    seeds, ratios = [int(part) for part in arguments.seeds.split(",")], list(map(float, arguments.ratios.split(",")))
+    trials = [
+        Trial(name, ratio, seed)
+        for name in arguments.names or recipes()
+        for ratio in (ratios if isinstance(load(name), RLConfig) else [None])
+        for seed in seeds
+    ]
     arguments.out.mkdir(parents=True, exist_ok=True)
     run_trials(trials, arguments.out, arguments.set)
     print("\n".join(table(trials, arguments.out)))

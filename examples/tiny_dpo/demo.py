@@ -32,16 +32,21 @@ def demo(out: Path, seed: int, overrides: list[str]) -> dict[str, float]:
     stages.heading("[bold]A small language model learns which answers are right")
     stages.heading("1/2  Warm start: supervised fine-tuning")
     warm, inputs = warm_start(out, seed)
-    for split in ("train", "val"):
-        write_pairs(out / "data" / f"{split}.jsonl", out / "data" / f"pairs-{split}.jsonl", seed)
+    files = make_pairs(out, seed)
     stages.heading("2/2  DPO")
-    files = [
-        f"actor_train.data_args.file_name=[{out}/data/pairs-train.jsonl]",
-        f"validation.data_args.file_name=[{out}/data/pairs-val.jsonl]",
-    ]
     places = [inputs[0], f"seed={seed}", f"output_dir={out}/dpo"]
     trained = stages.train(HERE / "dpo_config.yaml", [*places, *files, *overrides])
     return stages.summarise(out, seed, start, warm, trained, "val/accuracy")
+
+
+def make_pairs(out: Path, seed: int) -> list[str]:
+    """Writes pairs of the problems of `warm_start` below `out`; returns the overrides that name them."""
+    for split in ("train", "val"):
+        write_pairs(out / "data" / f"{split}.jsonl", out / "data" / f"pairs-{split}.jsonl", seed)
+    return [
+        f"actor_train.data_args.file_name=[{out}/data/pairs-train.jsonl]",
+        f"validation.data_args.file_name=[{out}/data/pairs-val.jsonl]",
+    ]
 
 
 def write_pairs(problems: Path, pairs: Path, seed: int) -> None:

@@ -10,8 +10,12 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from examples import stages
+
+if TYPE_CHECKING:
+    from roll.pipeline.run import RunSummary
 
 HERE = Path(__file__).parent
 
@@ -24,29 +28,42 @@ def demo(out: Path, seed: int, overrides: list[str]) -> dict[str, float]:
         seed: of the weights, the episodes, the maps and both runs.
         overrides: `key=value` for the reinforcement learning run.
     """
-    from examples.tiny_frozen_lake import play
-    from examples.tiny_math.prepare import prepare
     from roll.tools.show.command import Options, show
     from roll.trackers.curves import draw_curves
 
     start = time.perf_counter()
     stages.heading("[bold]A small language model learns to play FrozenLake")
-    base = prepare(out / "base", seed, play.WORDS)
-    sizes = play.TRAIN_EPISODES, play.VALIDATION_EPISODES, play.RANDOM_MOVES
-    data = play.write_play(out / "data", seed, *sizes)
     stages.heading("1/2  Warm start: supervised fine-tuning on episodes with random moves")
+    warm, inputs = warm_start(out, seed)
+    stages.heading("2/2  Reinforcement learning: Megatron-Core trains, SGLang plays")
+    rl = stages.train(HERE / "agentic_config.yaml", [f"output_dir={out}/agentic", *inputs, *overrides])
+    draw_curves(out / "agentic", out / "curves.png")
+    show(out / "agentic", Options(html=out / "last_step.html"))
+    return stages.summarise(out, seed, start, warm, rl, "val/FrozenLake/success")
+
+
+def warm_start(out: Path, seed: int) -> tuple[RunSummary, list[str]]:
+    """Makes the model and the episodes below `out`, and trains the model on them.
+
+    Returns:
+        Summary of the training, and the overrides that let another recipe begin with the result.
+    """
+    from examples.tiny_frozen_lake import play
+    from examples.tiny_math.prepare import prepare
+
+    base = prepare(out / "base", seed, play.WORDS)
+    data = play.write_play(out / "data", seed, play.TRAIN_EPISODES, play.VALIDATION_EPISODES, play.RANDOM_MOVES)
     files = [
         f"actor_train.data_args.file_name=[{data}/train.jsonl]",
         f"validation.data_args.file_name=[{data}/val.jsonl]",
     ]
     places = [f"pretrain={base}", f"output_dir={out}/sft", f"seed={seed}"]
-    warm = stages.train(HERE / "sft_config.yaml", [*places, *files])
-    stages.heading("2/2  Reinforcement learning: Megatron-Core trains, SGLang plays")
-    places = [f"pretrain={out}/sft/hf_model", f"output_dir={out}/agentic", f"seed={seed}"]
-    rl = stages.train(HERE / "agentic_config.yaml", [*places, *overrides])
-    draw_curves(out / "agentic", out / "curves.png")
-    show(out / "agentic", Options(html=out / "last_step.html"))
-    return stages.summarise(out, seed, start, warm, rl, "val/FrozenLake/success")
+    return stages.train(HERE / "sft_config.yaml", [*places, *files]), warm_inputs(out, seed)
+
+
+def warm_inputs(out: Path, seed: int) -> list[str]:
+    """The overrides that let a recipe begin with the model of `warm_start`."""
+    return [f"pretrain={out}/sft/hf_model", f"seed={seed}"]
 
 
 if __name__ == "__main__":

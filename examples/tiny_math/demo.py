@@ -52,13 +52,19 @@ def warm_start(out: Path, seed: int) -> tuple[RunSummary, list[str]]:
 
     base = prepare(out / "base", seed)
     write_problems(out / "data", seed=seed, train=TRAIN_PROBLEMS, val=VALIDATION_PROBLEMS, levels=LEVELS)
-    data = [
+    model, *data = warm_inputs(out, seed)
+    warm = stages.train(HERE / "sft_config.yaml", [f"pretrain={base}", f"output_dir={out}/sft", *data])
+    return warm, [model, *data]
+
+
+def warm_inputs(out: Path, seed: int) -> list[str]:
+    """The overrides that let a recipe begin with the model and the problems of `warm_start`; the model is the first."""
+    return [
+        f"pretrain={out}/sft/hf_model",
         f"actor_train.data_args.file_name=[{out}/data/train.jsonl]",
         f"validation.data_args.file_name=[{out}/data/val.jsonl]",
         f"seed={seed}",
     ]
-    warm = stages.train(HERE / "sft_config.yaml", [f"pretrain={base}", f"output_dir={out}/sft", *data])
-    return warm, [f"pretrain={out}/sft/hf_model", *data]
 
 
 if __name__ == "__main__":

@@ -58,11 +58,13 @@ VARIANT_TRAITS: dict[str, VariantTraits] = {
 3. its keys, if it has any: in `PolicyOptions` below with `only_for=pg_variants("mine")`; the function reads them from
    its `config`. `USUAL` in `roll/configs/rules/ranges.py` has the range outside of which a value is warned about;
 4. its row in the table of docs/algorithms.md, Policy loss;
-5. its recipe `mine.yaml` in `examples/algorithms`, the row of the recipe in the README.md of that folder, and its name
-   in the README.md of the project;
+5. its recipe `mine.yaml` in `examples/algorithms`, the row of the recipe in the README.md of that folder, its page
+   `mine.md` in `docs/recipes` and its runs in results.json of that folder, and its name in the README.md of the
+   project;
 6. its formula in `tests/algorithms/test_policy_losses.py`, and `make docs` for docs/configuration.md.
 
-`tests/algorithms/test_variants.py` compares 1, 2 and 4, and `tests/examples/test_algorithm_recipes.py` requires 5."""
+`tests/algorithms/test_variants.py` compares 1, 2 and 4, `tests/examples/test_algorithm_recipes.py` and
+`tests/examples/test_recipe_pages.py` require 5."""
 
 
 COVARIANCE_VARIANTS = ("clip_cov", "kl_cov")
