@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from roll.configs.errors import ConfigError
+from roll.configs.hardware import prepare_run
 from roll.configs.pipeline import RLVRConfig, RLVREngineRewardConfig
 from roll.configs.plan import make_plan
 from roll.configs.rewards import BUILT_IN, RewardConfig, domain_of, may_lack_truth, rewards_of
@@ -422,6 +423,8 @@ def test_an_engine_on_a_cpu_has_no_qwen2_whose_heads_have_a_size_of_their_own(
         message = "head_dim 24, which is not hidden_size 64 / num_attention_heads 4, and SGLang cannot load that on a"
         assert f"reward.model_args.model_name_or_path: {reward_model} is a {architecture}" in str(refusal.value)
         assert message in str(refusal.value)
+        with pytest.raises(ConfigError, match="SGLang cannot load that on a CPU"):
+            prepare_run(engine, SERVER)
 
 
 @pytest.mark.parametrize("architecture", ["Gemma2ForSequenceClassification", "Qwen2ForRewardModel"])
