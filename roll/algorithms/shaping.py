@@ -273,9 +273,9 @@ def apply_norm(
         )
     metrics: dict[str, float] = {}
     running: dict[str, Sequence[ScoreStatistics]] = {}
-    all_tags, by_tag = before.all_tags, dict(before.by_tag)
+    all_tags, by_tag = ScoreStatistics(), dict(before.by_tag if RUNNING_TAG in types else {})
     if RUNNING in types:
-        all_tags = all_tags.merged(ScoreStatistics.of(values))
+        all_tags = before.all_tags.merged(ScoreStatistics.of(values))
         running[RUNNING] = [all_tags]
         metrics |= {"advantage/running_score_mean": all_tags.mean, "advantage/running_score_std": all_tags.std}
     if RUNNING_TAG in types and tag_names is not None:

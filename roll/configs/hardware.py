@@ -13,6 +13,7 @@ from roll.configs.parallel_layout import by_node, spans
 from roll.configs.pipeline import BaseConfig, RLConfig
 from roll.configs.roles import EngineRoleConfig, MegatronRoleConfig
 from roll.configs.rules import check
+from roll.configs.rules.files import check_head_sizes
 
 GPUS_PER_NODE = 8
 """Assumed devices per node of a run on GPUs that is planned on a machine without any."""
@@ -55,6 +56,7 @@ def prepare_run(config: BaseConfig, hardware: Hardware | None = None) -> list[st
     per_node = config.num_devices_per_node or (hardware.cores if config.platform == "cpu" else hardware.gpus)
     if per_node and not report.errors:
         check_nodes(config, config.platform, per_node, report)
+    check_head_sizes(config, config.platform, report)
     problems = report.errors + report.missing
     if problems:
         raise ConfigError(problems, config.source.file)

@@ -24,6 +24,7 @@ from roll.configs.pipeline import BaseConfig, PreferenceConfig, RLConfig
 from roll.configs.policy import takes_one_pass
 from roll.configs.roles import ActorTrainConfig, MegatronRoleConfig, RoleConfig, TrainedRoleConfig
 from roll.configs.rules import check
+from roll.configs.rules.files import check_head_sizes
 from roll.configs.rules.lengths import check_episode_lengths, check_prompt_lengths
 from roll.terminal import make_console
 
@@ -115,6 +116,7 @@ def make_plan(config: BaseConfig, hardware: Hardware | None = None, hub: LookUp 
     report = check(config)
     platform, per_node = resolve_platform(config, hardware, report)
     check_nodes(config, platform, per_node, report)
+    check_head_sizes(config, platform, report)
     if platform == "cpu":  # a plan for GPUs is often made on another machine
         check_one_machine(config, hardware, report)
     check_prompt_lengths(config, report)

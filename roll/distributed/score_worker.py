@@ -82,9 +82,9 @@ class ScoreWorker(InferWorker):
                     _abort(engine, name)
             if error is None and len(values) != 1:
                 error = f"the model gives {len(values)} values for a sequence"
-            reason = "stop" if error is None else "abort"
-            value = values[0] if error is None else None
-            return GenerateResult(request.request_id, [], [], [], reason, error=error, value=value)  # type: ignore[arg-type]
+            if error is not None:
+                return GenerateResult(request.request_id, [], [], [], "abort", error=error)
+            return GenerateResult(request.request_id, [], [], [], "stop", value=values[0])
 
 
 async def _score(engine: Engine, name: str, ids: list[int]) -> list[float]:

@@ -157,7 +157,7 @@ class ScoringModels:
             scorer.connect(self.judge.answers)
         else:
             assert self.reward is not None, "a configuration with a reward_model has role reward"
-            scorer.connect(self.reward.scores)
+            scorer.connect(self.reward.scores, concurrent=isinstance(self.reward, RewardEngines))
 
 
 def _stop_tokens(config: RLVRConfig) -> tuple[int, ...]:

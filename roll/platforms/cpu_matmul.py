@@ -31,8 +31,9 @@ INSTALLED: dict[str, Any] = {}
 def install() -> bool:
     """Makes `matmul` and `linear` of this process use oneDNN where it is faster; a second call does nothing.
 
-    Products that need a gradient, and what is neither float32 nor on a CPU, stay with torch. Megatron's linears and
-    the log-prob operator multiply in autograd functions of their own, where no gradient is recorded.
+    Products that need a gradient, or whose tensors are not float32 on a CPU, stay with torch, and so do shapes that
+    do not fit, for torch's error. Megatron's linears and the log-prob operator multiply in autograd functions of their
+    own, where no gradient is recorded.
 
     Returns:
         Whether oneDNN is used.
@@ -52,18 +53,18 @@ def install() -> bool:
     INSTALLED.update({"torch.matmul": matmul, "torch.Tensor.matmul": method, "torch.nn.functional.linear": linear})
 
     def fast_matmul(input: torch.Tensor, other: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        if other.dim() == 2 and _takes(input, other.shape[1], other):
+        if other.dim() == 2 and _takes(input, other.t(), out=out):
             product = multiply(input, other.t())
             return product if out is None else out.copy_(product)
         return matmul(input, other) if out is None else matmul(input, other, out=out)
 
     def fast_method(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        if other.dim() == 2 and _takes(self, other.shape[1], other):
+        if other.dim() == 2 and _takes(self, other.t()):
             return multiply(self, other.t())
         return method(self, other)
 
     def fast_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if weight.dim() == 2 and _takes(input, weight.shape[0], weight, bias):
+        if weight.dim() == 2 and _takes(input, weight, bias):
             return multiply(input, weight, bias)
         return linear(input, weight, bias)
 
@@ -95,11 +96,22 @@ def mkl_is_slow() -> bool:
     return named.get("vendor_id", ["GenuineIntel"]) != ["GenuineIntel"] and "avx512f" in named.get("flags", [])
 
 
-def _takes(x: torch.Tensor, columns: int, *others: torch.Tensor | None) -> bool:
-    """Whether oneDNN multiplies these: large enough, float32 on a CPU, and without a gradient to record."""
-    tensors = (x, *(other for other in others if other is not None))
-    if x.dim() < 2 or x.numel() * columns < SMALLEST:
+def _takes(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+) -> bool:
+    """Whether oneDNN multiplies x [..., K] and weight [N, K], plus a bias [N], into out [..., N].
+
+    They are large enough, float32 on a CPU also under autocast, and without a gradient to record.
+    """
+    if x.dim() < 2 or x.numel() * weight.shape[0] < SMALLEST or x.shape[-1] != weight.shape[1]:
         return False
+    if bias is not None and bias.shape != weight.shape[:1]:
+        return False
+    if out is not None and out.shape != (*x.shape[:-1], weight.shape[0]):
+        return False
+    tensors = [tensor for tensor in (x, weight, bias, out) if tensor is not None]
     if any(each.dtype != torch.float32 or each.device.type != "cpu" for each in tensors):
+        return False
+    if torch.is_autocast_enabled("cpu"):
         return False
     return not (torch.is_grad_enabled() and any(each.requires_grad for each in tensors))

@@ -24,7 +24,8 @@ class RewardModelScorer:
 
     A prompt and a response are encoded as pipeline reward_model encodes them in training: by the tokenizer and the chat
     template of the reward model, with its end token, also where a response was cut at its longest. Responses that
-    arrive while the model computes are scored together in its next call. Use a scorer from one asyncio loop.
+    arrive while the model computes are scored together in its next call, or at once by a model that takes several calls
+    at a time. Use a scorer from one asyncio loop.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str, max_tokens: int | None = None) -> None:
@@ -42,19 +43,20 @@ class RewardModelScorer:
         self._max_tokens = max_tokens
         self._model: ScoreSequences | None = None
         self._waiting: list[tuple[list[list[int]], asyncio.Future[list[float | str]]]] = []
-        self._running: asyncio.Task[None] | None = None
+        self._concurrent = False
+        self._running: set[asyncio.Task[None]] = set()
 
-    def connect(self, score: ScoreSequences) -> None:
-        """Sets the function that calls the model."""
-        self._model = score
+    def connect(self, score: ScoreSequences, concurrent: bool = False) -> None:
+        """Sets the function that calls the model; with `concurrent` a call does not wait for the one before."""
+        self._model, self._concurrent = score, concurrent
 
     def launch(self) -> None:
         """Does nothing: the model runs already."""
 
     def close(self) -> None:
         """Cancels running `score` calls."""
-        if self._running is not None:
-            self._running.cancel()
+        for call in self._running:
+            call.cancel()
         for _, future in self._waiting:
             future.cancel()
 
@@ -102,8 +104,10 @@ class RewardModelScorer:
     async def _scores(self, sequences: list[list[int]]) -> list[float | str]:
         future: asyncio.Future[list[float | str]] = asyncio.get_running_loop().create_future()
         self._waiting.append((sequences, future))
-        if self._running is None or self._running.done():
-            self._running = asyncio.create_task(self._score_waiting())
+        if self._concurrent or all(call.done() for call in self._running):
+            call = asyncio.create_task(self._score_waiting())
+            self._running.add(call)
+            call.add_done_callback(self._running.discard)
         return await future
 
     async def _score_waiting(self) -> None:

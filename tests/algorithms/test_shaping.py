@@ -436,6 +436,14 @@ def test_a_tag_with_equal_scores_in_the_run_has_no_advantage(mean, std):
     assert values(result)[:2] == [0.0, 0.0] and values(result)[2] != values(result)[3]
 
 
+@pytest.mark.parametrize(("kind", "read"), [("running", "all_tags"), ("running_tag", "by_tag")])
+def test_statistics_that_a_run_does_not_read_are_not_kept_for_a_later_one(kind, read):
+    before = ScoreStatistics(4, 2.0, 8.0)
+    known = RunStatistics(before, {"math": before})
+    found = normalised(kind, kind, SCORES, GROUPS, [0] * 5, known, ["math"] * 5).statistics
+    assert {name for name in ("all_tags", "by_tag") if getattr(found, name) != getattr(RunStatistics(), name)} == {read}
+
+
 def test_scores_of_a_run_cannot_be_normalised_by_tags_without_names():
     with pytest.raises(ValueError, match="need the tag of each sample"):
         normalised("running_tag", None, SCORES, GROUPS, TAGS)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from roll.configs.errors import ConfigError
+from roll.configs.hardware import prepare_run
 from roll.configs.pipeline import RLVRConfig, RLVREngineRewardConfig
 from roll.configs.plan import make_plan
 from roll.configs.rewards import BUILT_IN, RewardConfig, domain_of, may_lack_truth, rewards_of
@@ -370,6 +372,15 @@ def test_batch_sizes_of_megatron_are_warned_of_where_engines_score(tmp_path: Pat
             "reward.device_mapping: overlaps actor_infer.device_mapping in device 16, and with async_generation_ratio",
         ),
         (["reward.max_running=2"], "did you mean reward.max_running_requests?"),
+        (
+            ["reward.strategy_args.strategy_config.max_total_tokens=4096"],
+            "the key-value cache of 4096 tokens is shorter than the longest sequence, 32768; use at least that, or "
+            "leave it out, or set reward.sequence_length to the longest it has to score",
+        ),
+        (
+            ["reward.strategy_args.strategy_config.context_length=99", "reward.sequence_length=100"],
+            "the context of 99 tokens is shorter than the longest sequence, 100;",
+        ),
     ],
 )
 def test_engines_that_cannot_score_are_refused(
@@ -378,6 +389,42 @@ def test_engines_that_cannot_score_are_refused(
     with pytest.raises(ConfigError) as refusal:
         rlvr(tmp_path, *ENGINES, f"reward.model_args.model_name_or_path={reward_model}", *overrides)
     assert message in str(refusal.value)
+
+
+def test_a_cache_shorter_than_the_positions_is_enough_for_the_sequences_it_has_to_score(
+    tmp_path: Path, reward_model: Path
+) -> None:
+    named = (*ENGINES, f"reward.model_args.model_name_or_path={reward_model}")
+    cache = "reward.strategy_args.strategy_config.max_total_tokens=4096"
+    assert check(rlvr(tmp_path, *named, cache, "reward.sequence_length=4096")).errors == []
+
+
+@pytest.mark.parametrize(
+    ("platform", "architecture", "head_dim", "refused"),
+    [
+        ("cpu", "Qwen2ForSequenceClassification", 24, True),
+        ("cpu", "Qwen2ForSequenceClassification", 16, False),
+        ("cpu", "Qwen2ForSequenceClassification", None, False),
+        ("cpu", "Qwen3ForSequenceClassification", 24, False),
+        ("cuda", "Qwen2ForSequenceClassification", 24, False),
+    ],
+)
+def test_an_engine_on_a_cpu_has_no_qwen2_whose_heads_have_a_size_of_their_own(
+    tmp_path: Path, reward_model: Path, platform: str, architecture: str, head_dim: int | None, refused: bool
+) -> None:
+    file = reward_model / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"head_dim": head_dim, "architectures": [architecture]}))
+    named = (f"reward.model_args.model_name_or_path={reward_model}", f"platform={platform}")
+    megatron, engine = (rlvr(tmp_path, *ENGINES[:count], *named) for count in (2, 3))
+    make_plan(megatron, SERVER)
+    with pytest.raises(ConfigError) if refused else nullcontext() as refusal:
+        make_plan(engine, SERVER)
+    if refused:
+        message = "head_dim 24, which is not hidden_size 64 / num_attention_heads 4, and SGLang cannot load that on a"
+        assert f"reward.model_args.model_name_or_path: {reward_model} is a {architecture}" in str(refusal.value)
+        assert message in str(refusal.value)
+        with pytest.raises(ConfigError, match="SGLang cannot load that on a CPU"):
+            prepare_run(engine, SERVER)
 
 
 @pytest.mark.parametrize("architecture", ["Gemma2ForSequenceClassification", "Qwen2ForRewardModel"])

@@ -87,12 +87,41 @@ OTHERS = {
     "bfloat16": lambda: torch.nn.functional.linear(drawn(ROWS, DEPTH).bfloat16(), drawn(COLUMNS, DEPTH).bfloat16()),
     "batched": lambda: torch.matmul(drawn(8, ROWS, DEPTH), drawn(8, DEPTH, COLUMNS)),
     "a vector": lambda: torch.matmul(drawn(1 << 20), drawn(1 << 20, 2)),
+    "a bias of one number": lambda: torch.nn.functional.linear(drawn(ROWS, DEPTH), drawn(COLUMNS, DEPTH), drawn(1)),
 }
 
 
 @pytest.mark.parametrize("kind", OTHERS)
 def test_everything_else_is_left_to_torch(calls, kind: str):
     assert OTHERS[kind]().isfinite().all() and not calls
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda: torch.matmul(drawn(ROWS, DEPTH), drawn(COLUMNS, COLUMNS)),
+        lambda: drawn(ROWS, DEPTH).matmul(drawn(COLUMNS, COLUMNS)),
+        lambda: torch.nn.functional.linear(drawn(ROWS, DEPTH), drawn(DEPTH, COLUMNS)),
+    ],
+)
+def test_shapes_that_do_not_fit_have_the_error_of_torch(calls, product):
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        product()
+    assert not calls
+
+
+def test_an_output_of_another_precision_or_shape_is_left_to_torch(calls):
+    x, other = drawn(ROWS, DEPTH), drawn(DEPTH, COLUMNS)
+    with pytest.raises(RuntimeError, match="dtype"):
+        torch.matmul(x, other, out=torch.empty(ROWS, COLUMNS, dtype=torch.float64))
+    torch.matmul(x, other, out=torch.empty(0))
+    assert not calls
+
+
+def test_autocast_chooses_the_precision(calls):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.matmul(drawn(ROWS, DEPTH), drawn(DEPTH, COLUMNS)).dtype == torch.bfloat16
+    assert not calls
 
 
 def test_a_gradient_is_recorded_by_torch(calls):

@@ -91,6 +91,36 @@ def test_responses_that_arrive_meanwhile_are_scored_together_in_the_next_call() 
     assert outcomes == [[[RewardOutcome(2.0 + count)]] for count in range(1, 9)]
 
 
+def test_a_model_that_takes_several_calls_lets_none_wait_for_a_slow_one() -> None:
+    async def scenario() -> None:
+        slow_runs, may_end = asyncio.Event(), asyncio.Event()
+
+        async def score(sequences: Sequence[Sequence[int]]) -> list[float]:
+            if 120 in sequences[0]:
+                slow_runs.set()
+                await may_end.wait()
+            return await lengths(sequences)
+
+        made = scorer(score)
+        made.connect(score, concurrent=True)
+        slow = asyncio.ensure_future(made.score([request("a", "x")]))
+        await slow_runs.wait()
+        assert await asyncio.wait_for(made.score([request("a", "bc")]), 60) == [[RewardOutcome(4.0)]]
+        assert not slow.done()
+        may_end.set()
+        assert await slow == [[RewardOutcome(3.0)]]
+        again = asyncio.ensure_future(made.score([request("a", "x")]))
+        slow_runs.clear()
+        may_end.clear()
+        await slow_runs.wait()
+        made.close()
+        with pytest.raises(asyncio.CancelledError):
+            await again
+        assert not made._waiting
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("bad", [math.nan, -1e20])
 def test_a_score_that_is_no_number_and_a_text_too_long_are_failures_of_their_sample_alone(bad: float) -> None:
     async def score(sequences: Sequence[Sequence[int]]) -> list[float]:
@@ -148,7 +178,7 @@ def test_closing_cancels_calls_that_run() -> None:
     async def scenario() -> None:
         made = scorer(score)
         running = asyncio.ensure_future(made.score([request("a", "b")]))
-        while made._running is None:
+        while not made._running:
             await asyncio.sleep(0.001)
         made.close()
         with pytest.raises(asyncio.CancelledError):

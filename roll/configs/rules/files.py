@@ -19,11 +19,19 @@ from roll.configs.model_config import (
     VALUE_ARCHITECTURES,
     ModelShape,
     UnsupportedModel,
+    family_of,
     read_model_shape,
     read_positions,
 )
 from roll.configs.pipeline import BaseConfig, RLConfig
-from roll.configs.roles import TEMPLATES, JudgeConfig, MegatronRoleConfig, RoleConfig, ScoringEngineConfig
+from roll.configs.roles import (
+    TEMPLATES,
+    EngineRoleConfig,
+    JudgeConfig,
+    MegatronRoleConfig,
+    RoleConfig,
+    ScoringEngineConfig,
+)
 from roll.configs.rules.learning import check_name
 from roll.configs.rules.lengths import read_tokenizer
 from roll.configs.schema import MAX_EXPLAINED
@@ -212,6 +220,26 @@ def _check_scoring_length(role: str, worker: ScoringEngineConfig, name: str, rep
         report.error(
             path, f"{worker.sequence_length} is above max_position_embeddings {positions} of {name}; use at most that"
         )
+
+
+def check_head_sizes(config: BaseConfig, platform: str, report: Report) -> None:
+    """On a CPU, SGLang reads no `head_dim` of a Qwen2: its engine would end where that is not hidden / heads."""
+    if platform != "cpu":
+        return
+    for role, worker in config.device_roles().items():
+        name, shape = worker.model_args.model_name_or_path, None
+        if name is not None and isinstance(worker, EngineRoleConfig):
+            with contextlib.suppress(UnsupportedModel):  # of a judge; `check_models` refuses that of another role
+                shape = read_model_shape(local_model(name), worker.value_head)
+        if shape is None or family_of(shape.architecture).name != "qwen2":
+            continue
+        if shape.head_dim != shape.hidden // shape.heads:
+            report.error(
+                "pretrain" if name == config.pretrain else f"{role}.model_args.model_name_or_path",
+                f"{name} is a {shape.architecture} with head_dim {shape.head_dim}, which is not hidden_size "
+                f"{shape.hidden} / num_attention_heads {shape.heads}, and SGLang cannot load that on a CPU; use "
+                "another model, or platform cuda",
+            )
 
 
 def check_tokenizers(config: BaseConfig, report: Report) -> None:

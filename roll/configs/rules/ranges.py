@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 
 from roll.configs.errors import Report
+from roll.configs.hub.names import local_model
+from roll.configs.model_config import read_positions
 from roll.configs.pipeline import BaseConfig
 from roll.configs.roles import EngineRoleConfig, ScoringEngineConfig
 from roll.configs.schema import value_at
@@ -179,16 +181,19 @@ def check_threads(config: BaseConfig, report: Report) -> None:
 
 
 def check_engine_lengths(config: BaseConfig, report: Report) -> None:
-    """An engine whose context and cache are set by hand has room for the longest sequence."""
+    """An engine whose context and cache are set by hand has room for the longest sequence, of a scoring one its own."""
     for role, worker in config.device_roles().items():
         if not isinstance(worker, EngineRoleConfig):
             continue
-        longest = worker.sequence_length if isinstance(worker, ScoringEngineConfig) else config.sequence_length
+        longest, advice = config.sequence_length, "use at least that, or leave it out"
+        if isinstance(worker, ScoringEngineConfig):
+            name = worker.model_args.model_name_or_path
+            longest = worker.sequence_length or (None if name is None else read_positions(local_model(name)))
+            advice += f", or set {role}.sequence_length to the longest it has to score"
         for name, what in (("context_length", "the context"), ("max_total_tokens", "the key-value cache")):
             given = worker.strategy_args.strategy_config.get(name)
             if isinstance(given, int) and longest is not None and given < longest:
                 report.error(
                     f"{role}.strategy_args.strategy_config.{name}",
-                    f"{what} of {given} tokens is shorter than the longest sequence, {longest}; use at least that, or "
-                    "leave it out",
+                    f"{what} of {given} tokens is shorter than the longest sequence, {longest}; {advice}",
                 )
