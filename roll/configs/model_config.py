@@ -45,7 +45,8 @@ FAMILIES = {
 6. `roll/tools/rehearse/model.py`: `FAMILY_NAMES`, `NATIVE_TEMPLATE` (a chat template of `BUILT_IN` in
    `roll/datasets/templates.py`), and `END_OF_TURN` where it is not that of ChatML;
 7. its case in `FAMILIES` of `tests/integration/test_megatron_strategy.py`, which compares it with transformers;
-8. its name in README.md.
+8. for reward models on SGLang engines a class in `roll/distributed/strategy/sglang_models/value_models.py`;
+9. its name in README.md; a chat template of its own also in `TEMPLATES` of `roll/configs/roles.py`.
 
 `tests/models/test_families.py` compares this table with 2, 4, 5 and 6."""
 

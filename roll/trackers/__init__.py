@@ -1,4 +1,4 @@
-"""Output of metrics: metrics.jsonl and run.json for every run, TensorBoard and console if configured, and plots.
+"""Output of metrics: metrics.jsonl and run.json for every run, other trackers and the console if configured.
 
 `metrics` describes every metric; `group` passes each step to all trackers; `files` writes metrics.jsonl and run.json;
 `curves` plots a run. May import all folders above it in the import order (tests/test_architecture.py), not pipelines.

@@ -5,8 +5,8 @@ One weight update, in order:
 1. `roll/pipeline/training_loop.py`: `TrainingLoop._update_weights` calls the synchronizer before the first step and
    after each.
 2. `synchronizer.py`: `WeightSynchronizer.update_weights` runs the update from the driver. `_attempt` has its steps:
-   connect, pause, begin, transfer, end, verify, commit, resume. A `Transport` sends the weights: `BroadcastTransport`
-   or `SharedMemoryTransport`.
+   connect, pause, begin, transfer, end, flush, verify, commit, resume. A `Transport` sends the weights:
+   `BroadcastTransport` or `SharedMemoryTransport`.
 3. `plan.py`: which tensors a stage sends (`WeightSpec`), the buckets they are sent in, and the checks of both.
 4. `roll/distributed/process_groups.py`: the broadcast groups, joined by `WeightSender.join_broadcast_group` and
    `WeightReceiver.join_broadcast_groups`. On a CPU training ranks open the memory of `shm_buckets.py` instead.
