@@ -59,7 +59,7 @@ def test_the_complete_file_is_accepted_without_remarks(tmp_path):
     file = tmp_path / "guess.yaml"
     file.write_text(blocks("yaml")[-1], encoding="utf-8")
     config = load_config(file)
-    assert config.custom_envs["Guess"].env_type == yaml.safe_load(blocks("yaml")[1])["custom_envs"]["guess"]["env_type"]
+    assert config.custom_envs["Guess"].env_type == yaml.safe_load(blocks("yaml")[1])["env_type"]
     assert check(config).errors == check(config).warnings == []
 
 
