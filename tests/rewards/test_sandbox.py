@@ -21,6 +21,8 @@ import pytest
 from roll.rewards.sandbox.client import Job, Limits, Sandbox, available_isolation
 from roll.rewards.sandbox.values import NotPlain, decode, encode
 
+pytestmark = pytest.mark.slow
+
 LIMITS = Limits(test_s=10.0, total_s=30.0, memory_bytes=256 * 2**20, output_bytes=2**16)
 SHORT = replace(LIMITS, test_s=0.1, total_s=0.5)
 """For programs that would not end on their own."""
