@@ -12,14 +12,8 @@ from fractions import Fraction
 from roll.configs.megatron import part_layers, stage_layers, virtual_stages
 from roll.configs.model_config import ModelShape
 from roll.configs.pipeline import BaseConfig, PreferenceConfig, RLConfig
-from roll.configs.roles import (
-    DTYPE_BYTES,
-    OLD_LOG_PROBS,
-    EngineRoleConfig,
-    MegatronRoleConfig,
-    ScoringEngineConfig,
-    TrainedRoleConfig,
-)
+from roll.configs.roles import DTYPE_BYTES, OLD_LOG_PROBS, EngineRoleConfig, MegatronRoleConfig, TrainedRoleConfig
+from roll.configs.scoring_roles import ScoringEngineConfig
 
 HEAD_CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
 """Size of the fp32 logits of one chunk of tokens on one rank: the output head never has those of all tokens. Chunks

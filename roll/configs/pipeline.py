@@ -25,10 +25,7 @@ from roll.configs.roles import (
     ActorInferConfig,
     ActorTrainConfig,
     CriticConfig,
-    JudgeConfig,
     ReferenceConfig,
-    RewardEngineConfig,
-    RewardModelRoleConfig,
     RewardModelTrainConfig,
     RoleConfig,
     TrainedRoleConfig,
@@ -36,6 +33,7 @@ from roll.configs.roles import (
     pipelines,
 )
 from roll.configs.schema import Condition, environment, internal, needs, one_or_many, option
+from roll.configs.scoring_roles import JudgeConfig, RewardEngineConfig, RewardModelRoleConfig
 from roll.configs.trackers import TrackerName
 
 

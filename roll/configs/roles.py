@@ -211,7 +211,7 @@ class GeneratingArguments:
     )
 
 
-def _engine_of(role: str, engine: str, *others: str) -> Callable[[Any], Any]:
+def engine_of(role: str, engine: str, *others: str) -> Callable[[Any], Any]:
     """A parser of `strategy_name` that accepts one engine of a role; errors name the `others` that it can have."""
     allowed = " or ".join((engine, *others))
 
@@ -238,7 +238,7 @@ class MegatronTrainArguments(StrategyArguments):
     """Megatron-Core with an optimizer."""
 
     strategy_name: Literal["megatron_train"] = option(
-        "megatron_train", "The engine.", parse=_engine_of("a trained role", "megatron_train"), decides_section=True
+        "megatron_train", "The engine.", parse=engine_of("a trained role", "megatron_train"), decides_section=True
     )
     strategy_config: MegatronTrainConfig = option(factory=MegatronTrainConfig, help="Options of Megatron.")
 
@@ -248,7 +248,7 @@ class MegatronInferArguments(StrategyArguments):
     """Megatron-Core for forward passes."""
 
     strategy_name: Literal["megatron_infer"] = option(
-        "megatron_infer", "The engine.", parse=_engine_of("reference", "megatron_infer"), decides_section=True
+        "megatron_infer", "The engine.", parse=engine_of("reference", "megatron_infer"), decides_section=True
     )
     strategy_config: MegatronConfig = option(factory=MegatronConfig, help="Options of Megatron.")
 
@@ -258,7 +258,7 @@ class SGLangArguments(StrategyArguments):
     """SGLang."""
 
     strategy_name: Literal["sglang"] = option(
-        "sglang", "The engine.", parse=_engine_of("a role that generates", "sglang"), decides_section=True
+        "sglang", "The engine.", parse=engine_of("a role that generates", "sglang"), decides_section=True
     )
     strategy_config: dict[str, Any] = option(
         factory=dict, help="Options of SGLang's ServerArgs, passed through by name."
@@ -453,49 +453,6 @@ class ReferenceConfig(MegatronRoleConfig):
     strategy_args: MegatronInferArguments = option(factory=MegatronInferArguments, help="The role's engine.")
 
 
-REWARD_MODEL = (
-    "Folder of a HF model with one output, a ...ForSequenceClassification or ...ForTokenClassification, or its name on "
-    "the hub; needed."
-)
-
-
-@dataclass
-class RewardModelArguments(MegatronModelArguments):
-    """A reward model that Megatron runs."""
-
-    model_name_or_path: str | None = option(None, REWARD_MODEL)
-
-
-@dataclass
-class RewardMegatronArguments(MegatronInferArguments):
-    """Megatron-Core for the forward passes of a reward model."""
-
-    strategy_name: Literal["megatron_infer"] = option(
-        "megatron_infer",
-        "The engine; with sglang the role has SGLang engines of its own, and other keys.",
-        parse=_engine_of("reward", "megatron_infer", "sglang"),
-        decides_section=True,
-    )
-
-
-@dataclass
-class RewardModelRoleConfig(MegatronRoleConfig):
-    """`reward`: the frozen model of the built-in reward reward_model, with its own tokenizer."""
-
-    value_head: ClassVar[bool] = True
-    absent_keys: ClassVar[dict[str, AbsentKey]] = {
-        "pg_variant": NO_POLICY_LOSS,
-        "training_args": NO_OPTIMIZER,
-        "num_gpus_per_worker": ONE_DEVICE_PER_RANK,
-        "data_args": AbsentKey("a reward has its template: rewards.<name>.template"),
-        "strategy_args": AbsentKey("the reward model is not trained"),
-        "model_args": AbsentKey("the reward model is not trained"),
-    }
-
-    model_args: RewardModelArguments = option(factory=RewardModelArguments, help="The role's model.")
-    strategy_args: RewardMegatronArguments = option(factory=RewardMegatronArguments, help="The role's engine.")
-
-
 OWN_BATCHES = AbsentKey("the engine forms its own batches; max_running_requests bounds them")
 OWN_KERNELS = AbsentKey("the engine chooses its own kernels")
 
@@ -534,70 +491,6 @@ class ActorInferConfig(EngineRoleConfig):
     }
 
     generating_args: GeneratingArguments = option(factory=GeneratingArguments, help="The sampling of training.")
-
-
-@dataclass
-class ScoringEngineConfig(EngineRoleConfig):
-    """A role whose engines score responses with a model and a tokenizer of their own."""
-
-    sequence_length: int | None = option(
-        None,
-        "Longest sequence in tokens, prompt and response or question and answer; longer ones are failures. Default: "
-        "max_position_embeddings of the model.",
-        ge=2,
-    )
-    generation_timeout_s: float = option(
-        120.0, "Seconds one request may take in an engine before it is aborted and sent to the next one.", gt=0
-    )
-
-
-@dataclass
-class RewardEngineModelArguments(ModelArguments):
-    """A reward model that SGLang runs."""
-
-    model_name_or_path: str | None = option(None, REWARD_MODEL)
-
-
-@dataclass
-class RewardEngineConfig(ScoringEngineConfig):
-    """`reward` where `strategy_name` is sglang: the engines of the built-in reward reward_model."""
-
-    value_head: ClassVar[bool] = True
-    absent_keys: ClassVar[dict[str, AbsentKey]] = {
-        "pg_variant": NO_POLICY_LOSS,
-        "training_args": NO_OPTIMIZER,
-        "data_args": AbsentKey("a reward has its template: rewards.<name>.template"),
-        "generating_args": AbsentKey("a reward model generates nothing", is_error=True),
-        "infer_batch_size": OWN_BATCHES,
-        "use_dynamic_batching_in_infer": OWN_BATCHES,
-        "max_tokens_per_microbatch_in_infer": OWN_BATCHES,
-        "model_args": OWN_KERNELS,
-    }
-
-    model_args: RewardEngineModelArguments = option(factory=RewardEngineModelArguments, help="The role's model.")
-
-
-@dataclass
-class JudgeModelArguments(ModelArguments):
-    """The model of a judge."""
-
-    model_name_or_path: str | None = option(None, "Folder of a HF model that grades, or its name on the hub; needed.")
-
-
-@dataclass
-class JudgeConfig(ScoringEngineConfig):
-    """`judge`: the engines of the built-in reward llm_judge, with a model and a tokenizer of their own."""
-
-    absent_keys: ClassVar[dict[str, AbsentKey]] = {
-        "pg_variant": NO_POLICY_LOSS,
-        "training_args": NO_OPTIMIZER,
-        "data_args": AbsentKey("a reward has its question and its chat template: rewards.<name>.prompt_template"),
-        "generating_args": AbsentKey("a reward has judge_temperature and judge_max_tokens", is_error=True),
-        "infer_batch_size": OWN_BATCHES,
-        "model_args": OWN_KERNELS,
-    }
-
-    model_args: JudgeModelArguments = option(factory=JudgeModelArguments, help="The role's model.")
 
 
 @dataclass

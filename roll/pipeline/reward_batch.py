@@ -13,7 +13,7 @@ from roll.configs.hub.names import local_model
 from roll.configs.model_config import read_model_shape
 from roll.configs.pipeline import RLVRConfig, role_seed
 from roll.configs.rewards import scoring_role
-from roll.configs.roles import RewardEngineConfig, RewardModelRoleConfig, ScoringEngineConfig
+from roll.configs.scoring_roles import RewardEngineConfig, RewardModelRoleConfig, ScoringEngineConfig
 from roll.datasets.collate import collate_scored
 from roll.datasets.records import prefix_errors
 from roll.distributed.infer_worker import EngineClient

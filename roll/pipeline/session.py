@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from psutil import Process
 
 from roll.configs.pipeline import BaseConfig, RLConfig
-from roll.configs.roles import MegatronRoleConfig, RewardEngineConfig
+from roll.configs.roles import MegatronRoleConfig
+from roll.configs.scoring_roles import RewardEngineConfig
 from roll.distributed.cluster import Cluster
 from roll.distributed.engine_monitor import EngineMonitor
 from roll.distributed.events import EventLog

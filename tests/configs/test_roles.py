@@ -13,16 +13,15 @@ from roll.configs.roles import (
     ActorInferConfig,
     ActorTrainConfig,
     CriticConfig,
-    JudgeConfig,
     MegatronInferArguments,
     MegatronTrainConfig,
     ReferenceConfig,
-    RewardModelRoleConfig,
     RoleConfig,
     ValidationConfig,
 )
 from roll.configs.rules import check
 from roll.configs.schema import declared, known_keys
+from roll.configs.scoring_roles import JudgeConfig, RewardModelRoleConfig
 from tests.configs.samples import SFT, refusal, rlvr, sft
 
 CLASSES = {

@@ -69,11 +69,11 @@ class RankContext:
             MegatronModelArguments,
             MegatronRoleConfig,
             MegatronTrainArguments,
-            RewardModelRoleConfig,
             RewardModelTrainConfig,
             TrainingArguments,
             TrainModelArguments,
         )
+        from roll.configs.scoring_roles import RewardModelRoleConfig
         from roll.platforms import get_platform
 
         get_platform("cpu").prepare_megatron()

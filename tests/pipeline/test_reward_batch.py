@@ -14,7 +14,7 @@ import torch
 from roll.configs.parallel_layout import ParallelLayout
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.rewards import BUILT_IN, RewardConfig
-from roll.configs.roles import (
+from roll.configs.scoring_roles import (
     RewardEngineConfig,
     RewardEngineModelArguments,
     RewardModelArguments,

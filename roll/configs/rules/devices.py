@@ -17,13 +17,11 @@ from roll.configs.roles import (
     OLD_LOG_PROBS,
     EngineRoleConfig,
     MegatronRoleConfig,
-    RewardEngineConfig,
-    RewardModelRoleConfig,
     RoleConfig,
-    ScoringEngineConfig,
     TrainedRoleConfig,
     TrainingArguments,
 )
+from roll.configs.scoring_roles import RewardEngineConfig, RewardModelRoleConfig, ScoringEngineConfig
 from roll.configs.sglang_options import OWNED, ServerOption, server_options
 from roll.configs.suggestions import nearest
 from roll.configs.trackers import missing_package

@@ -24,17 +24,11 @@ from roll.configs.model_config import (
     read_positions,
 )
 from roll.configs.pipeline import BaseConfig, RLConfig
-from roll.configs.roles import (
-    TEMPLATES,
-    EngineRoleConfig,
-    JudgeConfig,
-    MegatronRoleConfig,
-    RoleConfig,
-    ScoringEngineConfig,
-)
+from roll.configs.roles import TEMPLATES, EngineRoleConfig, MegatronRoleConfig, RoleConfig
 from roll.configs.rules.learning import check_name
 from roll.configs.rules.lengths import read_tokenizer
 from roll.configs.schema import MAX_EXPLAINED
+from roll.configs.scoring_roles import JudgeConfig, ScoringEngineConfig
 from roll.configs.trackers import METRICS_FILE
 
 TOP_K_BYTES = 8

@@ -8,8 +8,9 @@ from roll.configs.errors import Report
 from roll.configs.hub.names import local_model
 from roll.configs.model_config import read_positions
 from roll.configs.pipeline import BaseConfig
-from roll.configs.roles import EngineRoleConfig, ScoringEngineConfig
+from roll.configs.roles import EngineRoleConfig
 from roll.configs.schema import value_at
+from roll.configs.scoring_roles import ScoringEngineConfig
 
 YEAR_S = 366 * 86400.0
 """Longest time in seconds that is accepted; far longer ones overflow in the clocks of threads and sockets."""

@@ -20,7 +20,8 @@ from roll.configs.errors import RunError
 from roll.configs.hub.names import local_model
 from roll.configs.model_config import CONFIG_NAME, family_of, read_model_config, read_positions
 from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig, role_seed
-from roll.configs.roles import TORCH_DTYPES, EngineRoleConfig, JudgeConfig, RewardEngineConfig, ScoringEngineConfig
+from roll.configs.roles import TORCH_DTYPES, EngineRoleConfig
+from roll.configs.scoring_roles import JudgeConfig, RewardEngineConfig, ScoringEngineConfig
 from roll.distributed.core_pinning import read_topology
 from roll.distributed.processes import gc_paused, kill, log_file, wait_for_end
 from roll.distributed.strategy.sglang_processes import (

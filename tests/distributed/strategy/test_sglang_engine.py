@@ -10,7 +10,8 @@ import pytest
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.pipeline import RLVRConfig
-from roll.configs.roles import ActorInferConfig, RewardEngineConfig
+from roll.configs.roles import ActorInferConfig
+from roll.configs.scoring_roles import RewardEngineConfig
 from roll.distributed.strategy.sglang_engine import (
     CONTEXT_MARGIN,
     UNSHARED_PROMPT,
