@@ -27,7 +27,7 @@ TARGET_RATIO = 0.5
 TARGET_TINY_S = 0.3
 """Most seconds of a weight update of the tiny model."""
 REPEATS = 7
-RUNNING, RUNNING_TOKENS, RUNNING_UPDATES, RUNNING_GAP_S = 128, 96, 5, 1.5
+RUNNING, RUNNING_TOKENS, RUNNING_UPDATES, RUNNING_GAP_S = 128, 320, 5, 1.5
 """Requests that run during in-place weight updates, their tokens, the number of updates, and seconds between them."""
 TARGET_PAUSE_RATIO = 2.0
 """Most seconds of the engines' pause, as a multiple of those of the plain broadcast."""
