@@ -168,7 +168,7 @@ class ScoreStatistics:
 
 @dataclass(frozen=True)
 class RunStatistics:
-    """Statistics of the scores of a run so far; those that the configuration does not read stay empty.
+    """Statistics of the scores of a run so far; empty where the configuration does not read them.
 
     Attributes:
         all_tags: of all scores, for `running`.
@@ -386,10 +386,10 @@ def length_weights(
     tokens = episodes.sum_samples(lengths).float()
     kept = tokens if learned is None else tokens[episodes.per_episode(learned)]
     shortest, longest = torch.aminmax(kept) if len(kept) else (tokens.new_zeros(()), tokens.new_zeros(()))
-    place = ((tokens - shortest) / (longest - shortest).clamp(min=1)).clamp(0, 1)
-    place = torch.where(longest == shortest, 0.5, place)
+    fraction = ((tokens - shortest) / (longest - shortest).clamp(min=1)).clamp(0, 1)
+    fraction = torch.where(longest == shortest, 0.5, fraction)
     short, long = config.length_weight_short, config.length_weight_long
-    weights = _with_mean_1(short + (long - short) * place, learned, episodes)
+    weights = _with_mean_1(short + (long - short) * fraction, learned, episodes)
     low, high = _bounds(weights)
     return episodes.to_samples(weights), {
         "advantage/length_weight_min": low,

@@ -21,6 +21,8 @@ from roll.configs.roles import (
 )
 from roll.configs.schema import option
 
+OWN_TEMPLATE = AbsentKey("a reward has its template: rewards.<name>.template")
+
 REWARD_MODEL = (
     "Folder of a HF model with one output, a ...ForSequenceClassification or ...ForTokenClassification, or its name on "
     "the hub; needed."
@@ -55,7 +57,7 @@ class RewardModelRoleConfig(MegatronRoleConfig):
         "pg_variant": NO_POLICY_LOSS,
         "training_args": NO_OPTIMIZER,
         "num_gpus_per_worker": ONE_DEVICE_PER_RANK,
-        "data_args": AbsentKey("a reward has its template: rewards.<name>.template"),
+        "data_args": OWN_TEMPLATE,
         "strategy_args": AbsentKey("the reward model is not trained"),
         "model_args": AbsentKey("the reward model is not trained"),
     }
@@ -94,7 +96,7 @@ class RewardEngineConfig(ScoringEngineConfig):
     absent_keys: ClassVar[dict[str, AbsentKey]] = {
         "pg_variant": NO_POLICY_LOSS,
         "training_args": NO_OPTIMIZER,
-        "data_args": AbsentKey("a reward has its template: rewards.<name>.template"),
+        "data_args": OWN_TEMPLATE,
         "generating_args": AbsentKey("a reward model generates nothing", is_error=True),
         "infer_batch_size": OWN_BATCHES,
         "use_dynamic_batching_in_infer": OWN_BATCHES,

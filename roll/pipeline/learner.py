@@ -473,7 +473,7 @@ def _learned(data: DataProto) -> DataProto:
         return data
     batch = data.batch.clone(recurse=False)
     batch["response_mask"] = batch["response_mask"] & batch["learned"][:, None]
-    if "correction_kept" in batch.keys():  # the correction counts all tokens, the loss those that stay in it
+    if "correction_kept" in batch.keys():  # the correction counts all tokens, the loss only learned ones
         batch["correction_kept"] = batch["correction_kept"] & batch["response_mask"]
     return DataProto(batch, data.non_tensor_batch, data.meta_info)
 

@@ -101,7 +101,7 @@ def _takes(
 ) -> bool:
     """Whether oneDNN multiplies x [..., K] and weight [N, K], plus a bias [N], into out [..., N].
 
-    They are large enough, float32 on a CPU also under autocast, and without a gradient to record.
+    It does if they are large enough, float32 on a CPU, not under autocast, and without a gradient to record.
     """
     if x.dim() < 2 or x.numel() * weight.shape[0] < SMALLEST or x.shape[-1] != weight.shape[1]:
         return False

@@ -2,7 +2,7 @@
 
 `ROLL_CPU_ATTENTION` in the environment of an engine selects its attention: `kernel`, the default, a C++ kernel over the
 true lengths; `batched`, padded torch operators; `stock`, SGLang's loop over requests. benchmarks/generate.py compares
-them.
+them. All but `stock` multiply matrices as `cpu_matmul` says.
 """
 
 from __future__ import annotations

@@ -368,7 +368,7 @@ SHAPING = {
     "weights by length": {"length_loss_weight": True},
 }
 BY_TAG = ("tag", "running by tag")
-"""Of SHAPING, those that read the tags of samples."""
+"""The cases of SHAPING that read the tags of samples."""
 
 
 @pytest.mark.parametrize("keys", SHAPING.values(), ids=SHAPING)

@@ -67,13 +67,7 @@ def _check_running(config: RLConfig, report: Report) -> None:
 
 def _check_difficulty_weights(config: RLConfig, report: Report) -> None:
     path = "difficulty_loss_weight"
-    easy, hard = config.difficulty_weight_easy, config.difficulty_weight_hard
-    if easy == hard:
-        report.error(
-            path,
-            f"true has no effect: difficulty_weight_easy and difficulty_weight_hard are both {easy:g}; use two "
-            "weights, or set it to false",
-        )
+    _check_two_weights(config, path, "difficulty_weight_easy", "difficulty_weight_hard", report)
     if config.num_return_sequences_in_group == 1:
         report.warn(
             path,
@@ -91,15 +85,19 @@ def _check_difficulty_weights(config: RLConfig, report: Report) -> None:
 
 
 def _check_length_weights(config: RLVRConfig, report: Report) -> None:
-    path, short, long = "length_loss_weight", config.length_weight_short, config.length_weight_long
-    if short == long:
-        report.error(
-            path,
-            f"true has no effect: length_weight_short and length_weight_long are both {short:g}; use two weights, or "
-            "set it to false",
-        )
-    elif config.samples_per_batch == 1:
+    path = "length_loss_weight"
+    _check_two_weights(config, path, "length_weight_short", "length_weight_long", report)
+    if config.samples_per_batch == 1:
         report.warn(path, "has no effect: a batch of one response has no lengths to compare")
+
+
+def _check_two_weights(config: RLConfig, path: str, first: str, second: str, report: Report) -> None:
+    """Equal weights of both ends would weigh all samples alike."""
+    weight = getattr(config, first)
+    if weight == getattr(config, second):
+        report.error(
+            path, f"true has no effect: {first} and {second} are both {weight:g}; use two weights, or set it to false"
+        )
 
 
 def _sole_rewards(config: RLVRConfig) -> dict[str, RewardConfig]:
