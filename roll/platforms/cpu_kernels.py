@@ -1,51 +1,16 @@
-"""Builds and calls cpu_kernels.cpp, the kernels of a CPU engine; needs torch and a C++ compiler, not SGLang.
-
-The library is built at its first use, in about a second, and kept in a cache folder under a name that stands for the
-source, the compiler and the processor. Threads are those of torch: the library has no OpenMP runtime of its own and
-finds the functions of torch's.
-"""
+"""Calls of the C++ kernels of a CPU engine with torch's tensors; needs torch and a C++ compiler, not SGLang."""
 
 from __future__ import annotations
 
 import ctypes
-import functools
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-SOURCE = Path(__file__).with_suffix(".cpp")
+from roll.platforms.cpu_library import load_library
 
-COMPILERS = ("g++", "c++")
-"""Tried in this order, after the command in the environment variable CXX."""
-
-FLAGS = (
-    *("-std=c++17", "-O3", "-fPIC", "-fopenmp"),
-    *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math", "-freciprocal-math"),
-)
-"""Sums may be reordered, so that loops are vectorised. -ffast-math would also round denormals of torch to zero."""
-
-NATIVE = {"x86_64": "-march=native", "aarch64": "-mcpu=native"}
-"""Flag for all instructions of this processor, by machine."""
-
-BUILD_TIMEOUT_S = 120.0
 CACHE_DTYPES = (torch.float32, torch.bfloat16)
 """Supported dtypes of the key-value cache; queries of another dtype are converted to float32 and back."""
-
-
-class BuildError(RuntimeError):
-    """The library could not be built; the message says why."""
-
-
-def cache_folder() -> Path:
-    """Folder of built libraries: `$XDG_CACHE_HOME/roll/kernels`, by default below `~/.cache`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "roll" / "kernels"
 
 
 @dataclass(frozen=True)
@@ -62,7 +27,7 @@ class Requests:
 
 
 class CpuKernels:
-    """The kernels for heads of one size; see the functions of cpu_kernels.cpp."""
+    """The kernels for heads of one size; see the functions of cpp/kernels.cpp."""
 
     def __init__(self, head_dim: int) -> None:
         """Builds the library, or finds it built.
@@ -71,9 +36,7 @@ class CpuKernels:
             BuildError: there is no compiler, or it failed.
         """
         self.head_dim = head_dim
-        library = _load(head_dim)
-        self._attend, self._rms_norm = library.paged_attention, library.rms_norm
-        self._rotate, self._silu_multiply = library.rotate, library.silu_multiply
+        self.library = load_library(head_dim)
 
     @staticmethod
     def requests(
@@ -124,9 +87,22 @@ class CpuKernels:
         strides = (*k_cache.stride()[:2], *v_cache.stride()[:2])
         sizes = (ctypes.c_int64 * 8)(len(rows), query.shape[1], k_cache.shape[1], table.stride(0), *strides)
         addresses = (x.data_ptr() for x in (queries, result, k_cache, v_cache))
-        self._attend(*addresses, *requests.addresses, sizes, scale, k_cache.dtype == torch.bfloat16)
+        self.library.paged_attention(*addresses, *requests.addresses, sizes, scale, k_cache.dtype == torch.bfloat16)
         if result is not output:
             output.copy_(result)
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Float32 x [..., K] times the transposed weight [N, K], plus a bias [N].
+
+        A row's result has the same bits whatever the other rows are.
+        """
+        rows, weight = x.reshape(-1, x.shape[-1]), weight.contiguous()
+        rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+        bias = None if bias is None else bias.contiguous()
+        out = torch.empty(*x.shape[:-1], len(weight))
+        addresses = (rows.data_ptr(), weight.data_ptr(), _address(bias), out.data_ptr())
+        self.library.multiply_rows(*addresses, len(rows), *weight.shape, rows.stride(0))
+        return out
 
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, residual: torch.Tensor | None = None
@@ -138,7 +114,7 @@ class CpuKernels:
             residual, total = residual.contiguous(), torch.empty_like(x)
         hidden = x.shape[-1]
         inputs = (x.data_ptr(), _address(residual), _address(total), weight.data_ptr(), out.data_ptr())
-        self._rms_norm(*inputs, x.numel() // hidden, hidden, epsilon)
+        self.library.rms_norm(*inputs, x.numel() // hidden, hidden, epsilon)
         return out, total
 
     def rotate(self, x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
@@ -152,7 +128,7 @@ class CpuKernels:
         x = x if x.stride(-1) == 1 else x.contiguous()
         out = torch.empty(x.shape)
         heads = x.shape[1] // self.head_dim
-        self._rotate(
+        self.library.rotate(
             x.data_ptr(), out.data_ptr(), positions.data_ptr(), table.data_ptr(), len(x), heads, x.stride(0)
         )  # fmt: skip
         return out
@@ -161,105 +137,34 @@ class CpuKernels:
         """SiLU of the first half times the second half of float32 x [..., 2 F]."""
         x, size = x.contiguous(), x.shape[-1] // 2
         out = torch.empty(*x.shape[:-1], size)
-        self._silu_multiply(x.data_ptr(), out.data_ptr(), out.numel() // size, size)
+        self.library.silu_multiply(x.data_ptr(), out.data_ptr(), out.numel() // size, size)
         return out
+
+    def sample(
+        self, logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One token of softmax(logits / temperature) for each row, and its log-prob.
+
+        Both depend on the row, its seed and its position alone. The distribution and the uniform number are those of
+        `sglang_cpu_sampling`. A logit of -inf is not sampled.
+
+        Args:
+            logits: [B, V] float32.
+            temperatures: [B] or [B, 1] float32, positive.
+            seeds: [B] integers.
+            positions: [B] position of the token to sample.
+
+        Returns:
+            [B] int32 and [B] float32.
+        """
+        logits, temperatures = logits.contiguous(), temperatures.contiguous()
+        seeds, positions = seeds.to(torch.int64).contiguous(), positions.to(torch.int64).contiguous()
+        rows, vocabulary = logits.shape
+        tokens, log_probs = torch.empty(rows, dtype=torch.int32), torch.empty(rows)
+        inputs = (x.data_ptr() for x in (logits, temperatures, seeds, positions))
+        self.library.sample(*inputs, rows, vocabulary, tokens.data_ptr(), log_probs.data_ptr())
+        return tokens, log_probs
 
 
 def _address(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
-
-
-@functools.cache
-def _load(head_dim: int) -> ctypes.CDLL:
-    """The library for this head size, with the types of its functions' arguments."""
-    library = _open(build(head_dim, cache_folder()))
-    pointer, integer, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-    library.paged_attention.argtypes = [*[pointer] * 10, number, ctypes.c_int32]
-    library.rms_norm.argtypes = [*[pointer] * 5, integer, integer, number]
-    library.rotate.argtypes = [*[pointer] * 4, integer, integer, integer]
-    library.silu_multiply.argtypes = [pointer, pointer, integer, integer]
-    for function in (library.paged_attention, library.rms_norm, library.rotate, library.silu_multiply):
-        function.restype = None
-    return library
-
-
-def _open(path: Path) -> ctypes.CDLL:
-    """The library.
-
-    Raises:
-        BuildError: it cannot be loaded, such as one of a compiler that needs another OpenMP than torch's.
-    """
-    try:
-        return ctypes.CDLL(str(path))
-    except OSError as error:
-        raise BuildError(f"{path.name} cannot be loaded: {error}") from error
-
-
-def _read_source() -> str:
-    try:
-        return SOURCE.read_text()
-    except OSError as error:
-        raise BuildError(f"{SOURCE.name} cannot be read: {error}") from error
-
-
-def build(head_dim: int, folder: Path) -> Path:
-    """The library for this head size in `folder`; several processes may build it at once.
-
-    Raises:
-        BuildError: there is no compiler, or it failed, or the folder cannot be written.
-    """
-    compiler = find_compiler()
-    source = _read_source()
-    flags = [*FLAGS, *filter(None, [NATIVE.get(platform.machine())]), f"-DHEAD_DIM={head_dim}"]
-    key = hashlib.sha256("\0".join([source, *flags, _version(compiler), _processor()]).encode())
-    target = folder / f"cpu_kernels-{head_dim}-{key.hexdigest()[:16]}.so"
-    if target.exists():
-        return target
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            compiled, linked = Path(scratch, "kernel.o"), Path(scratch, "kernel.so")
-            _run([compiler, *flags, "-c", str(SOURCE), "-o", str(compiled)])
-            _run([compiler, "-shared", str(compiled), "-o", str(linked)])  # without OpenMP: torch has loaded it
-            _open(linked)
-            os.replace(linked, target)
-    except OSError as error:
-        raise BuildError(f"{folder} cannot be written: {error}") from error
-    return target
-
-
-def find_compiler() -> str:
-    """The C++ compiler.
-
-    Raises:
-        BuildError: there is none.
-    """
-    for command in (os.environ.get("CXX"), *COMPILERS):
-        if command and (found := shutil.which(command)):
-            return found
-    raise BuildError("no C++ compiler (c++ or g++) was found")
-
-
-def _version(compiler: str) -> str:
-    return _run([compiler, "--version"])
-
-
-def _processor() -> str:
-    """Names the processor and its instructions, as far as the system tells."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    wanted = ("model name", "flags", "Features", "CPU part")
-    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
-
-
-def _run(command: list[str]) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=True)
-    except subprocess.CalledProcessError as error:
-        lines = error.stderr.strip().splitlines()
-        raise BuildError(f"{command[0]} failed: {lines[0] if lines else error}") from error
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise BuildError(f"{command[0]} failed: {error}") from error
-    return done.stdout

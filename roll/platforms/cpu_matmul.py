@@ -4,16 +4,21 @@ torch multiplies float32 matrices with MKL, which uses half the width of a proce
 EPYC with AVX-512 does 105 GFLOP/s with it and 180 to 250 with oneDNN, which torch contains too. Both add in float32, in
 another order. oneDNN compiles a kernel for each new shape, in half a millisecond, and keeps the last 1,024.
 
-`ROLL_CPU_MATMUL` in the environment of a process is `auto`, the default, `onednn` or `mkl`.
+An engine multiplies with its own kernel, which is as fast, compiles nothing, and gives a row the same bits in every
+batch. `ROLL_CPU_MATMUL` in the environment of a process is `auto`, the default, `onednn` or `mkl`.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+
+Product = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]
+"""Input [..., K], weight [N, K], bias [N] or None -> [..., N]."""
 
 VARIABLE = "ROLL_CPU_MATMUL"
 CHOICES = ("auto", "onednn", "mkl")
@@ -28,15 +33,16 @@ INSTALLED: dict[str, Any] = {}
 """Full name of each replaced function -> torch's."""
 
 
-def install() -> bool:
+def install(own: Product | None = None) -> bool:
     """Makes `matmul` and `linear` of this process use oneDNN where it is faster; a second call does nothing.
 
-    Products that need a gradient, or whose tensors are not float32 on a CPU, stay with torch, and so do shapes that
-    do not fit, for torch's error. Megatron's linears and the log-prob operator multiply in autograd functions of their
-    own, where no gradient is recorded.
+    With a product of its own, a process uses that by default, on any processor and for all sizes. Products that need a
+    gradient, or whose tensors are not float32 on a CPU, stay with torch, and so do shapes that do not fit, for torch's
+    error. Megatron's linears and the log-prob operator multiply in autograd functions of their own, where no gradient
+    is recorded.
 
     Returns:
-        Whether oneDNN is used.
+        Whether torch's functions are replaced.
 
     Raises:
         ValueError: ROLL_CPU_MATMUL is none of CHOICES.
@@ -44,28 +50,31 @@ def install() -> bool:
     choice = os.environ.get(VARIABLE, CHOICES[0])
     if choice not in CHOICES:
         raise ValueError(f"{VARIABLE}={choice!r}: use one of {', '.join(CHOICES)}")
-    if choice == "mkl" or not available() or (choice == "auto" and not mkl_is_slow()):
+    own = own if choice == "auto" else None
+    onednn = available() and (choice == "onednn" or (choice == "auto" and mkl_is_slow()))
+    if own is None and not onednn:
         return False
     if INSTALLED:
         return True
+    product, smallest = (multiply, SMALLEST) if own is None else (own, 1)
     tensor, functional = torch.Tensor, torch.nn.functional
     matmul, method, linear = torch.matmul, tensor.matmul, functional.linear
     INSTALLED.update({"torch.matmul": matmul, "torch.Tensor.matmul": method, "torch.nn.functional.linear": linear})
 
     def fast_matmul(input: torch.Tensor, other: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        if other.dim() == 2 and _takes(input, other.t(), out=out):
-            product = multiply(input, other.t())
-            return product if out is None else out.copy_(product)
+        if other.dim() == 2 and _takes(smallest, input, other.t(), out=out):
+            result = product(input, other.t(), None)
+            return result if out is None else out.copy_(result)
         return matmul(input, other) if out is None else matmul(input, other, out=out)
 
     def fast_method(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        if other.dim() == 2 and _takes(self, other.t()):
-            return multiply(self, other.t())
+        if other.dim() == 2 and _takes(smallest, self, other.t()):
+            return product(self, other.t(), None)
         return method(self, other)
 
     def fast_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if weight.dim() == 2 and _takes(input, weight, bias):
-            return multiply(input, weight, bias)
+        if weight.dim() == 2 and _takes(smallest, input, weight, bias):
+            return product(input, weight, bias)
         return linear(input, weight, bias)
 
     torch.matmul, functional.linear = fast_matmul, fast_linear
@@ -97,13 +106,17 @@ def mkl_is_slow() -> bool:
 
 
 def _takes(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+    smallest: int,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> bool:
-    """Whether oneDNN multiplies x [..., K] and weight [N, K], plus a bias [N], into out [..., N].
+    """Whether to multiply x [..., K] and weight [N, K], plus a bias [N], into out [..., N] in another way than torch.
 
-    It does if they are large enough, float32 on a CPU, not under autocast, and without a gradient to record.
+    So if they have the smallest size or more, fit, are float32 on a CPU, not under autocast, and need no gradient.
     """
-    if x.dim() < 2 or x.numel() * weight.shape[0] < SMALLEST or x.shape[-1] != weight.shape[1]:
+    if x.dim() < 2 or x.numel() * weight.shape[0] < smallest or x.shape[-1] != weight.shape[1]:
         return False
     if bias is not None and bias.shape != weight.shape[:1]:
         return False

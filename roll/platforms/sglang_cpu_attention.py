@@ -1,10 +1,11 @@
 """Attention of SGLang's CPU engine: a C++ kernel over the true lengths, or one padded call for many requests.
 
 SGLang's torch backend loops over requests in Python, which takes most of a decode step of a small model. The kernel
-reads the keys of each request where they are in the cache, in decode and for short extensions. Padded calls serve long
-extensions, where matrix products are faster, and machines without a C++ compiler: requests of similar length share one
-masked `scaled_dot_product_attention`. Query heads that share a key head become additional queries, so keys and values
-are gathered once and not repeated per head.
+reads the keys of each request where they are in the cache, in decode and in extend. Padded calls serve machines without
+a C++ compiler: requests of similar length share one masked `scaled_dot_product_attention`. Query heads that share a key
+head become additional queries, so keys and values are gathered once and not repeated per head.
+
+For most models `sglang_cpu_model` runs all layers in one call, and this backend is not asked.
 
 Sliding windows, cross attention, encoders and non-causal layers use SGLang's loop.
 """
@@ -18,15 +19,12 @@ import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from torch.nn.functional import scaled_dot_product_attention
 
-from roll.platforms import sglang_cpu_ops
-from roll.platforms.cpu_kernels import BuildError, CpuKernels, Requests
+from roll.platforms import cpu_matmul, sglang_cpu_model, sglang_cpu_ops, sglang_cpu_sampling
+from roll.platforms.cpu_kernels import CpuKernels, Requests
+from roll.platforms.cpu_library import BuildError
 from roll.platforms.sglang_cpu_batches import MASK_ELEMENTS, AttentionBatch, build_batch, group_by_length
 
 logger = logging.getLogger(__name__)
-
-SHORT_EXTENSION = 32
-"""Mean number of new tokens up to which the kernel extends faster than padded matrix products do (measured with heads
-of 32, 64 and 128 on an AVX-512 processor: equal at 16 to 64)."""
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -36,7 +34,7 @@ class BatchedTorchAttention(TorchNativeAttnBackend):  # type: ignore[misc]  # SG
     """SGLang's torch attention backend with batched decode and extend; results are equal up to rounding."""
 
     def __init__(self, model_runner: Any, kernels: CpuKernels | None = None) -> None:
-        """Attends with `kernels` in decode and for short extensions, if there are any."""
+        """Attends with `kernels`, if there are any."""
         super().__init__(model_runner)
         self._kernels = kernels
         self._requests: Requests | None = None
@@ -106,8 +104,7 @@ class BatchedTorchAttention(TorchNativeAttnBackend):  # type: ignore[misc]  # SG
                 extend_seq_lens, encoder_lens, scaling, enable_gqa, causal, is_cross_attn, sliding_window_size,
             )  # fmt: skip
             return stock
-        short = len(query) <= SHORT_EXTENSION * len(seq_lens)
-        if short and self._attend_true_lengths(
+        if self._attend_true_lengths(
             query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, extend_seq_lens, scaling
         ):
             return output
@@ -153,8 +150,12 @@ def attention_backend(model_runner: Any) -> BatchedTorchAttention:
         kernels = CpuKernels(model_runner.model_config.head_dim)
     except BuildError as error:
         logger.warning("decoding runs on plain torch operators, at half the speed or less: %s", error)
+        cpu_matmul.install()
         return BatchedTorchAttention(model_runner)
+    cpu_matmul.install(kernels.linear)
     sglang_cpu_ops.install(kernels)
+    sglang_cpu_model.install(model_runner, kernels)
+    sglang_cpu_sampling.use_kernel(kernels)
     return BatchedTorchAttention(model_runner, kernels)
 
 

@@ -72,11 +72,12 @@ class SglangCpuPlatform(SRTPlatform):  # type: ignore[misc]  # SGLang is not typ
         if choice not in ATTENTION_CHOICES:
             raise ValueError(f"{ATTENTION_VARIABLE}={choice!r}: use one of {', '.join(ATTENTION_CHOICES)}")
         if choice != "stock":
-            cpu_matmul.install()
             from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
             from roll.platforms.sglang_cpu_attention import BatchedTorchAttention, attention_backend
 
+            if choice == "batched":
+                cpu_matmul.install()
             register_attention_backend("torch_native")(
                 attention_backend if choice == "kernel" else BatchedTorchAttention
             )

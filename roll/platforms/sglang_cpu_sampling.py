@@ -15,6 +15,8 @@ import torch
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
+    from roll.platforms.cpu_kernels import CpuKernels
+
 UNSEEDED = 0
 """Seed of a request without one; requests of this project always carry one."""
 
@@ -77,3 +79,41 @@ def install() -> None:
 
     SamplingBatchInfo.from_schedule_batch = staticmethod(from_schedule_batch)
     sampler.multinomial_with_seed = sample_with_seeds
+
+
+def use_kernel(kernels: CpuKernels) -> None:
+    """Samples in one call, with the log-probs, where no request of the batch asks for more than a temperature."""
+    from sglang.srt.layers.sampler import SGLANG_RETURN_ORIGINAL_LOGPROB, Sampler
+
+    original = Sampler.forward
+
+    def forward(
+        self: Any,
+        logits_output: Any,
+        sampling_info: Any,
+        return_logprob: bool,
+        top_logprobs_nums: list[int],
+        token_ids_logprobs: list[list[int] | None],
+        positions: torch.Tensor,
+    ) -> torch.Tensor:
+        logits = logits_output.next_token_logits
+        filtered = sampling_info.need_top_p_sampling or sampling_info.need_top_k_sampling
+        filtered = filtered or sampling_info.need_min_p_sampling or sampling_info.is_all_greedy
+        plain = not filtered and sampling_info.sampling_mask_batch_indices is None and logits.dtype == torch.float32
+        plain = plain and sampling_info.sampling_seed is not None and self.rl_on_policy_target is None
+        if return_logprob:
+            more = any(top_logprobs_nums) or any(ids is not None for ids in token_ids_logprobs)
+            plain = plain and not more and not SGLANG_RETURN_ORIGINAL_LOGPROB
+        if not plain:
+            result: torch.Tensor = original(
+                self, logits_output, sampling_info, return_logprob, top_logprobs_nums, token_ids_logprobs, positions
+            )
+            return result
+        logits = self._preprocess_logits(logits, sampling_info)
+        tokens, log_probs = kernels.sample(logits, sampling_info.temperatures, sampling_info.sampling_seed, positions)
+        if return_logprob:
+            logits_output.next_token_logprobs = log_probs
+        self._sync_token_ids_across_tp(tokens, sampling_info)
+        return tokens
+
+    Sampler.forward = forward

@@ -10,8 +10,10 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.platforms import cpu_kernels
-from roll.platforms.cpu_kernels import BuildError, CpuKernels, build
+from roll.platforms import cpu_library
+from roll.platforms.cpu_kernels import CpuKernels
+from roll.platforms.cpu_library import BuildError, build
+from roll.platforms.sglang_cpu_sampling import sample_with_seeds, uniform
 
 pytestmark = pytest.mark.slow
 
@@ -138,37 +140,105 @@ def test_silu_multiply(kernels, rows):
     torch.testing.assert_close(kernels[16].silu_multiply(x), F.silu(gate) * up, atol=1e-6, rtol=1e-5)
 
 
+@settings(deadline=None, max_examples=150)
+@given(
+    st.integers(0, 40), st.integers(1, 100), st.integers(1, 1100), st.booleans(), st.booleans(), st.integers(0, 2**31)
+)
+def test_linear_equals_that_of_torch_and_a_row_has_the_same_bits_alone(
+    kernels, rows, outputs, inputs, biased, apart, seed
+):
+    generator = torch.Generator().manual_seed(seed)
+    wide = torch.randn(rows, inputs + 5, generator=generator)
+    x = wide[:, :inputs] if apart else wide[:, :inputs].contiguous()
+    weight = torch.randn(outputs, inputs, generator=generator) / inputs**0.5
+    bias = torch.randn(outputs, generator=generator) if biased else None
+    out = kernels[16].linear(x, weight, bias)
+    torch.testing.assert_close(out, F.linear(x, weight, bias), atol=1e-5, rtol=1e-5)
+    for row in range(rows):
+        assert torch.equal(kernels[16].linear(x[row : row + 1], weight, bias), out[row : row + 1])
+
+
+def test_linear_of_more_dimensions_and_of_threads(kernels):
+    generator, threads, outputs = torch.Generator().manual_seed(0), torch.get_num_threads(), []
+    x, weight = torch.randn(3, 5, 700, generator=generator), torch.randn(200, 700, generator=generator)
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            outputs.append(kernels[16].linear(x, weight))
+    finally:
+        torch.set_num_threads(threads)
+    torch.testing.assert_close(outputs[0], F.linear(x, weight), atol=1e-3, rtol=1e-5)
+    assert torch.equal(*outputs)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(1, 300), st.floats(0.1, 3.0), st.integers(0, 2**31))
+def test_samples_and_log_probs_are_those_of_torch(kernels, vocabulary, temperature, seed):
+    generator = torch.Generator().manual_seed(seed)
+    logits = 4 * torch.randn(20, vocabulary, generator=generator)
+    if vocabulary > 2:
+        logits[:, 1] = float("-inf")
+    temperatures = torch.full((20, 1), temperature)
+    seeds = torch.randint(-(2**40), 2**40, (20,), generator=generator)
+    positions = torch.randint(0, 5000, (20,), generator=generator)
+    tokens, log_probs = kernels[16].sample(logits, temperatures, seeds, positions)
+    expected = torch.log_softmax(logits / temperatures, -1)
+    drawn = sample_with_seeds(expected, seeds, positions).squeeze(1)
+    close = expected.double().exp().cumsum(-1) - uniform(seeds, positions)[:, None]
+    unclear = (close.abs() < 1e-6).any(-1)  # the number is at the border of two tokens, up to rounding
+    assert ((tokens == drawn) | unclear).all()
+    assert tokens.dtype == torch.int32
+    torch.testing.assert_close(log_probs, expected.gather(1, tokens.long()[:, None])[:, 0], atol=1e-5, rtol=1e-5)
+    again, same = kernels[16].sample(logits[3:4], temperatures[3:4], seeds[3:4], positions[3:4])
+    assert torch.equal(again, tokens[3:4])
+    assert torch.equal(same, log_probs[3:4])
+
+
+def test_only_what_is_possible_is_sampled(kernels):
+    logits = torch.full((1000, 150), float("-inf"))
+    logits[:, 130] = -5.0
+    none, seeds = torch.zeros(1000, dtype=torch.int64), torch.arange(1000)
+    tokens, log_probs = kernels[16].sample(logits, torch.ones(1000), seeds, none)
+    assert (tokens == 130).all()
+    assert (log_probs == 0).all()
+    logits[:, 3] = float("nan")
+    assert kernels[16].sample(logits, torch.ones(1000), seeds, none)[1].isnan().all()
+
+
 def test_a_library_is_built_once_for_each_source_and_head_size(tmp_path, monkeypatch):
     first = build(16, tmp_path)
     written = first.stat().st_mtime_ns
     assert build(16, tmp_path) == first
     assert first.stat().st_mtime_ns == written
     assert build(24, tmp_path) != first
-    changed = tmp_path / "changed.cpp"
-    changed.write_text(cpu_kernels.SOURCE.read_text() + "// another version\n")
-    monkeypatch.setattr(cpu_kernels, "SOURCE", changed)
-    assert build(16, tmp_path) != first
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+    changed = tmp_path / "changed"
+    shutil.copytree(cpu_library.SOURCES, changed)
+    with (changed / "linear.h").open("a") as file:
+        file.write("// another version\n")
+    monkeypatch.setattr(cpu_library, "SOURCES", changed)
+    assert build(16, tmp_path / "cache") != first
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
 
 
 def test_a_library_that_cannot_be_loaded_is_not_kept(tmp_path, monkeypatch):
     """As that of a compiler whose code needs another OpenMP than torch's."""
-    source = tmp_path / "needs_more.cpp"
-    source.write_text('extern "C" void elsewhere(); extern "C" void here() { elsewhere(); }')
-    monkeypatch.setattr(cpu_kernels, "SOURCE", source)
+    (tmp_path / "kernels.cpp").write_text('extern "C" void elsewhere(); extern "C" void here() { elsewhere(); }')
+    monkeypatch.setattr(cpu_library, "SOURCES", tmp_path)
     with pytest.raises(BuildError, match="cannot be loaded"):
-        build(16, tmp_path / "cache")
-    assert list((tmp_path / "cache").iterdir()) == []
+        build(16, tmp_path.with_name("cache"))
+    assert list(tmp_path.with_name("cache").iterdir()) == []
 
 
 def test_why_a_library_cannot_be_built(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(BuildError, match="cannot be written"):
         build(16, tmp_path / "file")
-    broken = tmp_path / "broken.cpp"
-    broken.write_text("this is not C++")
-    monkeypatch.setattr(cpu_kernels, "SOURCE", broken)
-    with pytest.raises(BuildError, match=r"failed: .*broken\.cpp"):
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "kernels.cpp").write_text("this is not C++")
+    monkeypatch.setattr(cpu_library, "SOURCES", broken)
+    with pytest.raises(BuildError, match=r"failed: .*kernels\.cpp"):
         build(16, tmp_path)
     monkeypatch.setattr(shutil, "which", lambda command: None)
     with pytest.raises(BuildError, match="no C\\+\\+ compiler"):

@@ -167,3 +167,23 @@ def test_the_variable_decides_and_a_wrong_value_is_an_error(monkeypatch):
     monkeypatch.setenv(cpu_matmul.VARIABLE, "openblas")
     with pytest.raises(ValueError, match="ROLL_CPU_MATMUL='openblas': use one of auto, onednn, mkl"):
         cpu_matmul.install()
+
+
+def test_a_product_of_its_own_is_used_for_all_sizes_unless_the_variable_says_otherwise(calls, monkeypatch):
+    """`calls` puts torch's functions back at the end."""
+    asked: list[tuple[int, ...]] = []
+
+    def own(x, weight, bias):
+        asked.append(tuple(x.shape))
+        return torch.zeros(*x.shape[:-1], len(weight))
+
+    small, weight = torch.ones(2, 3), torch.ones(4, 3)
+    monkeypatch.setattr(cpu_matmul, "INSTALLED", {})
+    monkeypatch.setenv(cpu_matmul.VARIABLE, "auto")
+    monkeypatch.setattr(cpu_matmul, "mkl_is_slow", lambda: False)
+    assert cpu_matmul.install(own)
+    assert not torch.matmul(small, weight.t()).any() and not torch.nn.functional.linear(small, weight).any()
+    assert asked == [(2, 3), (2, 3)]
+    assert torch.matmul(small[:0], weight.t()).shape == (0, 4) and len(asked) == 2
+    monkeypatch.setenv(cpu_matmul.VARIABLE, "mkl")
+    assert not cpu_matmul.install(own)

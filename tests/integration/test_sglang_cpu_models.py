@@ -1,0 +1,84 @@
+"""Engines whose decoder layers are one call: parity for each family, and the same bits however a token was computed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from sglang_host import RemoteEngine, largest_difference, requests
+
+from roll.configs.pipeline import BaseConfig
+from roll.distributed.resources import start_ray, stop_ray
+from roll.models.tiny import write_tiny_model
+from roll.rollout.types import GenerateRequest, SamplingParams
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+SHAPE = {"max_position_embeddings": 2056, "eos_token_id": None, "vocab_size": 101}
+MODELS = {
+    "qwen2": {"head_dim": 16},
+    "qwen3": {"tie_word_embeddings": True},
+    "llama": {"rope_parameters": LLAMA3_ROPE, "attention_bias": True},
+}
+
+
+@pytest.fixture(scope="module")
+def on_ray(tmp_path_factory):
+    start_ray(BaseConfig(output_dir=str(tmp_path_factory.mktemp("run"))), "cpu", num_devices=2)
+    yield
+    stop_ray()
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def folder(request, tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp(request.param), request.param, **SHAPE | MODELS[request.param])
+
+
+@pytest.fixture(scope="module")
+def engine(on_ray, folder):
+    engine = RemoteEngine(folder, disable_radix_cache=True)
+    engine.initialize()
+    yield engine
+    engine.close()
+
+
+def group(prompt: list[int], samples: int, first_seed: int, tokens: int = 12) -> list[GenerateRequest]:
+    sampling = SamplingParams(tokens, 1.0)
+    return [GenerateRequest(f"g{first_seed + i}", prompt, sampling, seed=first_seed + i) for i in range(samples)]
+
+
+def test_log_probs_are_those_of_transformers(engine, folder):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    asked = [*requests(6, 24), *group(list(range(5, 90)), 3, 50)]
+    assert largest_difference(model, asked, engine.generate(asked)) < 1e-4
+
+
+def test_samples_of_one_prompt_are_computed_once_and_are_the_same_bits_alone(engine):
+    asked = [*group([7, 8, 9, 10], 5, 0), *requests(3, 12), *group(list(range(3, 60)), 4, 20)]
+    together = engine.generate([asked[i] for i in (5, 0, 8, 1, 9, 2, 6, 3, 10, 4, 11, 7)])
+    by_id = {answer.request_id: answer for answer in together}
+    for request in asked:
+        [alone] = engine.generate([request])
+        assert alone.response_ids == by_id[request.request_id].response_ids
+        assert alone.log_probs == by_id[request.request_id].log_probs
+
+
+def test_a_response_that_is_continued_has_the_bits_of_one_that_was_not_stopped(engine):
+    [request] = group(list(range(11, 31)), 1, 77, tokens=30)
+    [whole] = engine.generate([request])
+    beginning = whole.response_ids[:13]
+    rest = replace(request, prompt_ids=[*request.prompt_ids, *beginning], sampling=SamplingParams(17, 1.0))
+    [continued] = engine.generate([rest])
+    assert continued.response_ids == whole.response_ids[13:]
+    assert continued.log_probs == whole.log_probs[13:]
