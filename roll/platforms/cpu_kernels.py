@@ -91,18 +91,27 @@ class CpuKernels:
         if result is not output:
             output.copy_(result)
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Float32 x [..., K] times the transposed weight [N, K], plus a bias [N].
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Float32 x [..., K] times the transposed weight [N, K], plus a bias [N], into out [..., N] if there is one.
 
-        A row's result has the same bits whatever the other rows are.
+        A row's result has the same bits whatever the other rows are. Tensors may lie in memory in any way; it costs
+        nothing if rows or columns of the weight are contiguous, as those of a transposed one.
         """
-        rows, weight = x.reshape(-1, x.shape[-1]), weight.contiguous()
-        rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+        rows, weight = x.reshape(-1, x.shape[-1]), weight if 1 in weight.stride() else weight.contiguous()
         bias = None if bias is None else bias.contiguous()
-        out = torch.empty(*x.shape[:-1], len(weight))
-        addresses = (rows.data_ptr(), weight.data_ptr(), _address(bias), out.data_ptr())
-        self.library.multiply_rows(*addresses, len(rows), *weight.shape, rows.stride(0))
-        return out
+        result = torch.empty(len(rows), len(weight)) if out is None or not _has_rows(out) else out
+        addresses = (rows.data_ptr(), weight.data_ptr(), _address(bias), result.data_ptr())
+        strides = (ctypes.c_int64 * 5)(*rows.stride(), *weight.stride(), result.stride(0))
+        self.library.multiply_rows(*addresses, len(rows), *weight.shape, strides)
+        if out is None:
+            return result.view(*x.shape[:-1], len(weight))
+        return out if out is result else out.copy_(result.view(out.shape))
 
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, residual: torch.Tensor | None = None
@@ -164,6 +173,11 @@ class CpuKernels:
         inputs = (x.data_ptr() for x in (logits, temperatures, seeds, positions))
         self.library.sample(*inputs, rows, vocabulary, tokens.data_ptr(), log_probs.data_ptr())
         return tokens, log_probs
+
+
+def _has_rows(out: torch.Tensor) -> bool:
+    """Whether it is a matrix whose rows are contiguous and do not overlap."""
+    return out.dim() == 2 and out.stride(1) == 1 and out.stride(0) >= out.shape[1]
 
 
 def _address(tensor: torch.Tensor | None) -> int | None:

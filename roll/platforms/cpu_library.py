@@ -38,7 +38,7 @@ BUILD_TIMEOUT_S = 120.0
 _POINTER, _INTEGER, _NUMBER, _FLAG = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int32
 FUNCTIONS: dict[str, tuple[list[type], type | None]] = {
     "paged_attention": ([*[_POINTER] * 10, _NUMBER, _FLAG], None),
-    "multiply_rows": ([*[_POINTER] * 4, *[_INTEGER] * 4], None),
+    "multiply_rows": ([*[_POINTER] * 4, *[_INTEGER] * 3, _POINTER], None),
     "rms_norm": ([*[_POINTER] * 5, _INTEGER, _INTEGER, _NUMBER], None),
     "rotate": ([*[_POINTER] * 4, *[_INTEGER] * 3], None),
     "silu_multiply": ([_POINTER, _POINTER, _INTEGER, _INTEGER], None),

@@ -1,45 +1,55 @@
-"""Float32 matrix products by oneDNN, on processors for which torch's MKL has no AVX-512 code.
+"""Float32 matrix products of a CPU by a kernel of the project, where torch's are slow.
 
 torch multiplies float32 matrices with MKL, which uses half the width of a processor that is not Intel's: a core of an
-EPYC with AVX-512 does 105 GFLOP/s with it and 180 to 250 with oneDNN, which torch contains too. Both add in float32, in
-another order. oneDNN compiles a kernel for each new shape, in half a millisecond, and keeps the last 1,024.
+EPYC with AVX-512 does 105 GFLOP/s with it and 200 to 260 with `cpp/linear.h`. oneDNN, which torch contains too, is as
+fast for large matrices, but slower for gradients of weights, and compiles a kernel for each new shape, in half a
+millisecond: numbers of tokens are new in every batch.
 
-An engine multiplies with its own kernel, which is as fast, compiles nothing, and gives a row the same bits in every
-batch. `ROLL_CPU_MATMUL` in the environment of a process is `auto`, the default, `onednn` or `mkl`.
+`ROLL_CPU_MATMUL` in the environment of a process is `auto`, the default, `kernel` or `mkl`.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-Product = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]
-"""Input [..., K], weight [N, K], bias [N] or None -> [..., N]."""
+from roll.platforms.cpu_kernels import CpuKernels
+from roll.platforms.cpu_library import BuildError
+
+logger = logging.getLogger(__name__)
 
 VARIABLE = "ROLL_CPU_MATMUL"
-CHOICES = ("auto", "onednn", "mkl")
-
-SMALLEST = 1 << 20
-"""Multiplications of a product from which on oneDNN is faster; below it, its call takes longer than it saves."""
+CHOICES = ("auto", "kernel", "mkl")
 
 CPUINFO = Path("/proc/cpuinfo")
 """Where Linux describes the processor."""
+
+ANY_HEAD = 64
+"""The kernels are built for a size of heads; products do not depend on it."""
 
 INSTALLED: dict[str, Any] = {}
 """Full name of each replaced function -> torch's."""
 
 
-def install(own: Product | None = None) -> bool:
-    """Makes `matmul` and `linear` of this process use oneDNN where it is faster; a second call does nothing.
+class Product(Protocol):
+    """`CpuKernels.linear`."""
 
-    With a product of its own, a process uses that by default, on any processor and for all sizes. Products that need a
-    gradient, or whose tensors are not float32 on a CPU, stay with torch, and so do shapes that do not fit, for torch's
-    error. Megatron's linears and the log-prob operator multiply in autograd functions of their own, where no gradient
-    is recorded.
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Input [..., K], weight [N, K], bias [N] -> [..., N], into `out` if there is one."""
+
+
+def install(product: Product | None = None) -> bool:
+    """Makes `matmul` and `linear` of this process use the kernel where it is faster; a second call does nothing.
+
+    With a product, an engine's, that is used on any processor. Products that need a gradient, or whose tensors are not
+    float32 on a CPU, stay with torch, and so do shapes that do not fit, for torch's error. Megatron's linears and the
+    log-prob operator multiply in autograd functions of their own, where no gradient is recorded.
 
     Returns:
         Whether torch's functions are replaced.
@@ -50,48 +60,37 @@ def install(own: Product | None = None) -> bool:
     choice = os.environ.get(VARIABLE, CHOICES[0])
     if choice not in CHOICES:
         raise ValueError(f"{VARIABLE}={choice!r}: use one of {', '.join(CHOICES)}")
-    own = own if choice == "auto" else None
-    onednn = available() and (choice == "onednn" or (choice == "auto" and mkl_is_slow()))
-    if own is None and not onednn:
+    if choice == "mkl" or (product is None and choice == "auto" and not mkl_is_slow()):
         return False
     if INSTALLED:
         return True
-    product, smallest = (multiply, SMALLEST) if own is None else (own, 1)
+    try:
+        multiply: Product = product or CpuKernels(ANY_HEAD).linear
+    except BuildError as error:
+        logger.warning("matrices are multiplied by MKL, which is half as fast on this processor: %s", error)
+        return False
     tensor, functional = torch.Tensor, torch.nn.functional
     matmul, method, linear = torch.matmul, tensor.matmul, functional.linear
     INSTALLED.update({"torch.matmul": matmul, "torch.Tensor.matmul": method, "torch.nn.functional.linear": linear})
 
     def fast_matmul(input: torch.Tensor, other: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        if other.dim() == 2 and _takes(smallest, input, other.t(), out=out):
-            result = product(input, other.t(), None)
-            return result if out is None else out.copy_(result)
+        if other.dim() == 2 and _takes(input, other.t(), out=out):
+            return multiply(input, other.t(), None, out)
         return matmul(input, other) if out is None else matmul(input, other, out=out)
 
     def fast_method(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        if other.dim() == 2 and _takes(smallest, self, other.t()):
-            return product(self, other.t(), None)
+        if other.dim() == 2 and _takes(self, other.t()):
+            return multiply(self, other.t(), None)
         return method(self, other)
 
     def fast_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if weight.dim() == 2 and _takes(smallest, input, weight, bias):
-            return product(input, weight, bias)
+        if weight.dim() == 2 and _takes(input, weight, bias):
+            return multiply(input, weight, bias)
         return linear(input, weight, bias)
 
     torch.matmul, functional.linear = fast_matmul, fast_linear
     tensor.matmul = fast_method  # type: ignore[method-assign, assignment]
     return True
-
-
-def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Input [..., K] times the transposed weight [N, K], plus a bias [N], in float32 by oneDNN; without gradient."""
-    bias = None if bias is None else bias.contiguous()  # whose strides torch does not pass on
-    result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return result
-
-
-def available() -> bool:
-    """Whether torch has oneDNN's product."""
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def mkl_is_slow() -> bool:
@@ -106,17 +105,13 @@ def mkl_is_slow() -> bool:
 
 
 def _takes(
-    smallest: int,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
 ) -> bool:
-    """Whether to multiply x [..., K] and weight [N, K], plus a bias [N], into out [..., N] in another way than torch.
+    """Whether the kernel multiplies x [..., K] and weight [N, K], plus a bias [N], into out [..., N].
 
-    So if they have the smallest size or more, fit, are float32 on a CPU, not under autocast, and need no gradient.
+    It does if they fit and are not empty, float32 on a CPU, not under autocast, and without a gradient to record.
     """
-    if x.dim() < 2 or x.numel() * weight.shape[0] < smallest or x.shape[-1] != weight.shape[1]:
+    if x.dim() < 2 or x.shape[-1] != weight.shape[1] or not x.numel() or not weight.numel():
         return False
     if bias is not None and bias.shape != weight.shape[:1]:
         return False

@@ -150,7 +150,6 @@ def attention_backend(model_runner: Any) -> BatchedTorchAttention:
         kernels = CpuKernels(model_runner.model_config.head_dim)
     except BuildError as error:
         logger.warning("decoding runs on plain torch operators, at half the speed or less: %s", error)
-        cpu_matmul.install()
         return BatchedTorchAttention(model_runner)
     cpu_matmul.install(kernels.linear)
     sglang_cpu_ops.install(kernels)

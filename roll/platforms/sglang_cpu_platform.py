@@ -2,7 +2,7 @@
 
 `ROLL_CPU_ATTENTION` in the environment of an engine selects its attention: `kernel`, the default, a C++ kernel over the
 true lengths; `batched`, padded torch operators; `stock`, SGLang's loop over requests. benchmarks/generate.py compares
-them. All but `stock` multiply matrices as `cpu_matmul` says.
+them. With `kernel` matrices are multiplied as `cpu_matmul` says.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
-from roll.platforms import cpu_matmul, shared_memory
+from roll.platforms import shared_memory
 
 ATTENTION_VARIABLE = "ROLL_CPU_ATTENTION"
 ATTENTION_CHOICES = ("kernel", "batched", "stock")
@@ -76,8 +76,6 @@ class SglangCpuPlatform(SRTPlatform):  # type: ignore[misc]  # SGLang is not typ
 
             from roll.platforms.sglang_cpu_attention import BatchedTorchAttention, attention_backend
 
-            if choice == "batched":
-                cpu_matmul.install()
             register_attention_backend("torch_native")(
                 attention_backend if choice == "kernel" else BatchedTorchAttention
             )

@@ -140,17 +140,30 @@ def test_silu_multiply(kernels, rows):
     torch.testing.assert_close(kernels[16].silu_multiply(x), F.silu(gate) * up, atol=1e-6, rtol=1e-5)
 
 
-@settings(deadline=None, max_examples=150)
+LAYOUTS = {
+    "contiguous": lambda x: x,
+    "rows apart": lambda x: F.pad(x, (0, 5))[:, : x.shape[1]],
+    "transposed": lambda x: x.t().contiguous().t(),
+    "every second": lambda x: x.repeat_interleave(2, 1)[:, ::2],
+}
+
+
+@settings(deadline=None, max_examples=250)
 @given(
-    st.integers(0, 40), st.integers(1, 100), st.integers(1, 1100), st.booleans(), st.booleans(), st.integers(0, 2**31)
+    st.integers(0, 40),
+    st.integers(1, 100),
+    st.integers(1, 1100),
+    st.booleans(),
+    st.sampled_from(sorted(LAYOUTS)),
+    st.sampled_from(sorted(LAYOUTS)),
+    st.integers(0, 2**31),
 )
 def test_linear_equals_that_of_torch_and_a_row_has_the_same_bits_alone(
-    kernels, rows, outputs, inputs, biased, apart, seed
+    kernels, rows, outputs, inputs, biased, layout, weight_layout, seed
 ):
     generator = torch.Generator().manual_seed(seed)
-    wide = torch.randn(rows, inputs + 5, generator=generator)
-    x = wide[:, :inputs] if apart else wide[:, :inputs].contiguous()
-    weight = torch.randn(outputs, inputs, generator=generator) / inputs**0.5
+    x = LAYOUTS[layout](torch.randn(rows, inputs, generator=generator))
+    weight = LAYOUTS[weight_layout](torch.randn(outputs, inputs, generator=generator) / inputs**0.5)
     bias = torch.randn(outputs, generator=generator) if biased else None
     out = kernels[16].linear(x, weight, bias)
     torch.testing.assert_close(out, F.linear(x, weight, bias), atol=1e-5, rtol=1e-5)

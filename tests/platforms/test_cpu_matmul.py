@@ -1,4 +1,4 @@
-"""Products by oneDNN: the same values as torch's, only where it is faster, and never where a gradient is recorded."""
+"""Products by the kernel: the same values as torch's, and never where a gradient is recorded."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ import pytest
 import torch
 
 from roll.platforms import cpu_matmul
+from roll.platforms.cpu_kernels import CpuKernels
+from roll.platforms.cpu_library import BuildError
+
+pytestmark = pytest.mark.slow
 
 ROWS, DEPTH, COLUMNS = 256, 96, 128
 AMD = "vendor_id\t: AuthenticAMD\nflags\t\t: fpu avx2 avx512f avx512bw\n"
@@ -15,20 +19,18 @@ AMD = "vendor_id\t: AuthenticAMD\nflags\t\t: fpu avx2 avx512f avx512bw\n"
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
-    """Installs oneDNN's products for one test; the shapes of the inputs that they got."""
+    """Installs the kernel for one test; the shapes of the inputs that it got."""
     found: list[tuple[int, ...]] = []
-    multiply = cpu_matmul.multiply
+    kernels = CpuKernels(cpu_matmul.ANY_HEAD)
 
-    def counted(x, weight, bias=None):
+    def counted(x, weight, bias, out=None):
         found.append(tuple(x.shape))
-        return multiply(x, weight, bias)
+        return kernels.linear(x, weight, bias, out)
 
     for owner, name in ((torch, "matmul"), (torch.Tensor, "matmul"), (torch.nn.functional, "linear")):
         monkeypatch.setattr(owner, name, getattr(owner, name))  # put back at the end
-    monkeypatch.setattr(cpu_matmul, "multiply", counted)
     monkeypatch.setattr(cpu_matmul, "INSTALLED", {})
-    monkeypatch.setenv(cpu_matmul.VARIABLE, "onednn")
-    assert cpu_matmul.install() and cpu_matmul.install()
+    assert cpu_matmul.install(counted) and cpu_matmul.install(counted)
     yield found
 
 
@@ -37,6 +39,10 @@ def drawn(*shape: int) -> torch.Tensor:
 
 
 PRODUCTS = {
+    "into a transposed tensor": lambda x, w, g: (
+        torch.matmul(x, w.t(), out=torch.empty(COLUMNS, ROWS).t()),
+        x.double() @ w.double().t(),
+    ),
     "into a part of a tensor": lambda x, w, g: (
         torch.matmul(x, w.t(), out=torch.empty(2 * ROWS, COLUMNS)[ROWS:]),
         x.double() @ w.double().t(),
@@ -83,7 +89,7 @@ def test_tensors_may_lie_in_memory_in_any_way(calls, kind: str):
 
 
 OTHERS = {
-    "small": lambda: torch.matmul(drawn(16, 32), drawn(32, 16)),
+    "empty": lambda: torch.cat([torch.matmul(drawn(0, 32), drawn(32, 16)), torch.matmul(drawn(2, 0), drawn(0, 16))]),
     "bfloat16": lambda: torch.nn.functional.linear(drawn(ROWS, DEPTH).bfloat16(), drawn(COLUMNS, DEPTH).bfloat16()),
     "batched": lambda: torch.matmul(drawn(8, ROWS, DEPTH), drawn(8, DEPTH, COLUMNS)),
     "a vector": lambda: torch.matmul(drawn(1 << 20), drawn(1 << 20, 2)),
@@ -165,25 +171,31 @@ def test_the_variable_decides_and_a_wrong_value_is_an_error(monkeypatch):
     monkeypatch.setenv(cpu_matmul.VARIABLE, "mkl")
     assert not cpu_matmul.install() and torch.matmul is matmul
     monkeypatch.setenv(cpu_matmul.VARIABLE, "openblas")
-    with pytest.raises(ValueError, match="ROLL_CPU_MATMUL='openblas': use one of auto, onednn, mkl"):
+    with pytest.raises(ValueError, match="ROLL_CPU_MATMUL='openblas': use one of auto, kernel, mkl"):
         cpu_matmul.install()
 
 
-def test_a_product_of_its_own_is_used_for_all_sizes_unless_the_variable_says_otherwise(calls, monkeypatch):
+@pytest.mark.parametrize(
+    ("choice", "slow", "kernel"), [("auto", True, True), ("auto", False, False), ("kernel", False, True)]
+)
+def test_a_process_without_a_product_uses_the_kernel_where_mkl_is_slow(calls, monkeypatch, choice, slow, kernel):
     """`calls` puts torch's functions back at the end."""
-    asked: list[tuple[int, ...]] = []
-
-    def own(x, weight, bias):
-        asked.append(tuple(x.shape))
-        return torch.zeros(*x.shape[:-1], len(weight))
-
-    small, weight = torch.ones(2, 3), torch.ones(4, 3)
     monkeypatch.setattr(cpu_matmul, "INSTALLED", {})
-    monkeypatch.setenv(cpu_matmul.VARIABLE, "auto")
-    monkeypatch.setattr(cpu_matmul, "mkl_is_slow", lambda: False)
-    assert cpu_matmul.install(own)
-    assert not torch.matmul(small, weight.t()).any() and not torch.nn.functional.linear(small, weight).any()
-    assert asked == [(2, 3), (2, 3)]
-    assert torch.matmul(small[:0], weight.t()).shape == (0, 4) and len(asked) == 2
-    monkeypatch.setenv(cpu_matmul.VARIABLE, "mkl")
-    assert not cpu_matmul.install(own)
+    monkeypatch.setattr(cpu_matmul, "mkl_is_slow", lambda: slow)
+    monkeypatch.setenv(cpu_matmul.VARIABLE, choice)
+    before = torch.matmul
+    assert cpu_matmul.install() is kernel
+    assert (torch.matmul is not before) is kernel
+    x, weight = drawn(ROWS, DEPTH), drawn(COLUMNS, DEPTH)
+    torch.testing.assert_close(torch.matmul(x, weight.t()), (x.double() @ weight.double().t()).float())
+
+
+def test_without_a_compiler_torch_multiplies_and_a_line_says_so(monkeypatch, caplog):
+    def fail(head_dim):
+        raise BuildError("no C++ compiler (c++ or g++) was found")
+
+    monkeypatch.setattr(cpu_matmul, "INSTALLED", {})
+    monkeypatch.setattr(cpu_matmul, "CpuKernels", fail)
+    monkeypatch.setenv(cpu_matmul.VARIABLE, "kernel")
+    assert not cpu_matmul.install()
+    assert "half as fast on this processor: no C++ compiler" in caplog.text

@@ -130,7 +130,7 @@ void attend(const float* query, float* output, const T* key_cache, const T* valu
         const int64_t most = visible[R - 1];
         for (int64_t i = 0; i < most; i += PANEL) {
           vec sums[R][WIDE] = {};
-          multiply<R>(scaled[0], HEAD_DIM, panels + i * HEAD_DIM, HEAD_DIM, sums);
+          multiply<R>(Matrix{scaled[0], HEAD_DIM, 1}, 0, 0, panels + i * HEAD_DIM, HEAD_DIM, sums);
           for (int r = 0; r < R; r++)
             for (int c = 0; c < WIDE; c++) store(scores + r * room + i + c * LANES, sums[r][c]);
         }

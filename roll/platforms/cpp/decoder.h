@@ -68,7 +68,8 @@ void run_layers(const Model& m, const Layer* layers, const Sizes& sizes, float* 
     for (int64_t first = 0; first < tokens; first += BLOCK) {
       const int64_t count = tokens - first < BLOCK ? tokens - first : BLOCK;
       norm_rows(hidden + first * size, layer.norm, normed, count, size, m.epsilon);
-      linear(normed, size, layer.qkv, layer.qkv_bias, wide, projected_width, count, projected_width, size, false);
+      linear({normed, size, 1}, {layer.qkv, size, 1}, layer.qkv_bias, wide, projected_width, count, projected_width,
+             size, false);
       split_heads(m, layer, sizes, wide, positions + first, slots + first, queries + first * width, count);
     }
     attend(queries, attended, layer.keys, layer.values, slot_table, rows, key_lengths, query_lengths, query_starts,
@@ -76,15 +77,18 @@ void run_layers(const Model& m, const Layer* layers, const Sizes& sizes, float* 
     for (int64_t first = 0; first < tokens; first += BLOCK) {
       const int64_t count = tokens - first < BLOCK ? tokens - first : BLOCK;
       float* residual = hidden + first * size;
-      linear(attended + first * width, width, layer.out, layer.out_bias, residual, size, count, size, width, true);
+      linear({attended + first * width, width, 1}, {layer.out, width, 1}, layer.out_bias, residual, size, count, size,
+             width, true);
       norm_rows(residual, layer.mlp_norm, normed, count, size, m.epsilon);
-      linear(normed, size, layer.gate_up, nullptr, wide, 2 * m.intermediate, count, 2 * m.intermediate, size, false);
+      linear({normed, size, 1}, {layer.gate_up, size, 1}, nullptr, wide, 2 * m.intermediate, count, 2 * m.intermediate,
+             size, false);
 #pragma omp parallel for if (count * m.intermediate > 65536)
       for (int64_t t = 0; t < count; t++) {
         const float* gate = wide + 2 * t * m.intermediate;
         swiglu_row(gate, gate + m.intermediate, activated + t * m.intermediate, m.intermediate);
       }
-      linear(activated, m.intermediate, layer.down, nullptr, residual, size, count, size, m.intermediate, true);
+      linear({activated, m.intermediate, 1}, {layer.down, m.intermediate, 1}, nullptr, residual, size, count, size,
+             m.intermediate, true);
     }
   }
   norm_rows(hidden, m.norm, hidden, tokens, size, m.epsilon);

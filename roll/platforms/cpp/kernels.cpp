@@ -23,9 +23,11 @@ extern "C" void paged_attention(const float* query, float* output, const void* k
 }
 
 // out [rows, outputs] = x [rows, inputs] times the transposed weight [outputs, inputs], plus bias [outputs] or null.
+// strides: of rows and columns of x, then of the weight, of which one is 1, and of rows of out.
 extern "C" void multiply_rows(const float* x, const float* weight, const float* bias, float* out, int64_t rows,
-                              int64_t outputs, int64_t inputs, int64_t x_stride) {
-  linear(x, x_stride, weight, bias, out, outputs, rows, outputs, inputs, false);
+                              int64_t outputs, int64_t inputs, const int64_t* strides) {
+  linear({x, strides[0], strides[1]}, {weight, strides[2], strides[3]}, bias, out, strides[4], rows, outputs, inputs,
+         false);
 }
 
 // out [rows, hidden] = x / rms(x) * weight. With a residual, x + residual is normalised, and written to `sum`.

@@ -10,6 +10,7 @@ constexpr int64_t WIDE = 2;                     // vectors of a panel
 constexpr int64_t TILE_ROWS = LANES == 8 ? 6 : 12;  // with which the sums of a tile fit into 16 or 32 registers
 constexpr int64_t PANEL = WIDE * LANES;         // columns that are multiplied together
 constexpr int64_t DEPTH = 512;                  // inputs of a packed panel
+constexpr int64_t ROWS = 768;                   // that a thread multiplies with a panel
 
 // `count` <= PANEL rows of `depth` numbers, of which row(i) is the address, as panel [depth, PANEL]; zeros after them.
 template <typename Row>
@@ -23,14 +24,22 @@ inline void pack(Row row, int64_t count, int64_t depth, float* __restrict panel)
     }
 }
 
-// sums[r] += x[r] [depth] times the panel, for R rows that are `stride` apart.
+// A matrix whose element (i, j) is at data[i * rows + j * columns].
+struct Matrix {
+  const float* data;
+  int64_t rows, columns;
+};
+
+// sums[r] += row r of x, from its element `k` on, times the panel [depth, PANEL].
 template <int R>
-inline void multiply(const float* x, int64_t stride, const float* panel, int64_t depth, vec (&sums)[R][WIDE]) {
-  for (int64_t k = 0; k < depth; k++) {
+inline void multiply(const Matrix& x, int64_t row, int64_t k, const float* panel, int64_t depth, vec (&sums)[R][WIDE]) {
+  const float* from = x.data + row * x.rows + k * x.columns;
+  for (int64_t d = 0; d < depth; d++) {
     vec columns[WIDE];
-    for (int c = 0; c < WIDE; c++) columns[c] = load(panel + k * PANEL + c * LANES);
+    for (int c = 0; c < WIDE; c++) columns[c] = load(panel + d * PANEL + c * LANES);
     for (int r = 0; r < R; r++)
-      for (int c = 0; c < WIDE; c++) sums[r][c] = multiply_add(columns[c], x[r * stride + k], sums[r][c]);
+      for (int c = 0; c < WIDE; c++)
+        sums[r][c] = multiply_add(columns[c], from[r * x.rows + d * x.columns], sums[r][c]);
   }
 }
 
@@ -44,20 +53,28 @@ inline void for_tiles(int64_t rows, Function function) {
   for (; rows - row >= 1; row += 1) function(std::integral_constant<int, 1>{}, row);
 }
 
-// out [rows, outputs] = x [rows, inputs] times the transposed weight, plus the bias if there is one, plus `out` itself
-// with `add`. Rows of x and out may lie apart.
-void linear(const float* x, int64_t x_stride, const float* weight, const float* bias, float* out, int64_t out_stride,
-            int64_t rows, int64_t outputs, int64_t inputs, bool add) {
-  const int64_t panels = (outputs + PANEL - 1) / PANEL;
-#pragma omp parallel for schedule(static) if (panels > 1 && rows * outputs * inputs > 65536)
-  for (int64_t number = 0; number < panels; number++) {
+// out [rows, outputs] = x [rows, inputs] times the transposed weight [outputs, inputs], plus the bias if there is one,
+// plus `out` itself with `add`. Rows of out may lie apart.
+void linear(const Matrix& x, const Matrix& weight, const float* bias, float* out, int64_t out_stride, int64_t rows,
+            int64_t outputs, int64_t inputs, bool add) {
+  const int64_t panels = (outputs + PANEL - 1) / PANEL, parts = (rows + ROWS - 1) / ROWS;
+#pragma omp parallel for schedule(static) if (panels * parts > 1 && rows * outputs * inputs > 65536)
+  for (int64_t item = 0; item < panels * parts; item++) {
     alignas(64) float panel[DEPTH * PANEL];
-    const int64_t column = number * PANEL, count = outputs - column < PANEL ? outputs - column : PANEL;
+    const int64_t column = item % panels * PANEL, count = outputs - column < PANEL ? outputs - column : PANEL;
+    const int64_t start = item / panels * ROWS, height = rows - start < ROWS ? rows - start : ROWS;
     for (int64_t k = 0; k < inputs; k += DEPTH) {
       const int64_t depth = inputs - k < DEPTH ? inputs - k : DEPTH;
-      pack([&](int64_t i) { return weight + (column + i) * inputs + k; }, count, depth, panel);
-      for_tiles(rows, [&](auto width, int64_t row) {
+      const float* corner = weight.data + column * weight.rows + k * weight.columns;
+      if (weight.columns == 1)
+        pack([&](int64_t i) { return corner + i * weight.rows; }, count, depth, panel);
+      else
+        for (int64_t d = 0; d < depth; d++)
+          for (int64_t c = 0; c < PANEL; c += LANES)
+            store(panel + d * PANEL + c, load(corner + d * weight.columns + c, count - c));
+      for_tiles(height, [&](auto width, int64_t offset) {
         constexpr int R = decltype(width)::value;
+        const int64_t row = start + offset;
         vec sums[R][WIDE];
         float* to = out + row * out_stride + column;
         for (int r = 0; r < R; r++)
@@ -66,7 +83,7 @@ void linear(const float* x, int64_t x_stride, const float* weight, const float* 
             sums[r][c] = k || add ? load(to + r * out_stride + c * LANES, left) : vec{};
             if (bias && !k) sums[r][c] += load(bias + column + c * LANES, left);
           }
-        multiply<R>(x + row * x_stride + k, x_stride, panel, depth, sums);
+        multiply<R>(x, row, k, panel, depth, sums);
         for (int r = 0; r < R; r++)
           for (int c = 0; c < WIDE; c++) store(to + r * out_stride + c * LANES, sums[r][c], count - c * LANES);
       });
