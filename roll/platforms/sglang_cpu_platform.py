@@ -72,6 +72,7 @@ class SglangCpuPlatform(SRTPlatform):  # type: ignore[misc]  # SGLang is not typ
         if choice not in ATTENTION_CHOICES:
             raise ValueError(f"{ATTENTION_VARIABLE}={choice!r}: use one of {', '.join(ATTENTION_CHOICES)}")
         if choice != "stock":
+            os.environ.setdefault("SGLANG_EAGER_INPUT_NO_COPY", "1")  # a copy of each batch is for CUDA graphs
             from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
             from roll.platforms.sglang_cpu_attention import BatchedTorchAttention, attention_backend
