@@ -21,6 +21,7 @@ BENCHMARKS = (
     "generate",
     "weight_sync",
     "train_step",
+    "balance",
     "overhead",
     "async_overlap",
     "simulate",

@@ -9,13 +9,9 @@ with padding.
 
 from __future__ import annotations
 
-import os
-import pickle
 import random
-import socket
 import tempfile
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -23,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Measurement, at_least, main, median
+from benchmarks.ranks import spawn_ranks
 from roll.configs.parallel_layout import ParallelLayout
 
 IGNORED = -100
@@ -87,9 +84,9 @@ def measure(work: Work | None = None) -> Measurement:
 
     with tempfile.TemporaryDirectory() as root:
         folder = write_tiny_model(Path(root) / "model", "qwen2", **SHAPE)
-        one = _spawn(ParallelLayout(), _compare, folder, work)
-        two = {name: _spawn(layout, _megatron_alone, folder, work) for name, layout in LAYOUTS.items()}
-        tail = _spawn(ParallelLayout(), _compare, folder, LONG_TAIL)
+        one = spawn_ranks(ParallelLayout(), _compare, folder, work)
+        two = {name: spawn_ranks(layout, _megatron_alone, folder, work) for name, layout in LAYOUTS.items()}
+        tail = spawn_ranks(ParallelLayout(), _compare, folder, LONG_TAIL)
     speed = {name: work.tokens / median(seconds) for name, seconds in one.items()}
     ratio = speed["megatron"] / speed["transformers"]
     raw = {
@@ -229,46 +226,6 @@ def _megatron_steps(
         return strategy.train_step(data)["loss"]
 
     return partial(step, False), partial(step, True)
-
-
-def _spawn(layout: ParallelLayout, job: Callable[..., Any], folder: Path, work: Work) -> Any:
-    """Runs `job` on all ranks, each in its own process on its own core; returns the result of rank 0."""
-    from torch.multiprocessing.spawn import spawn
-
-    from roll.distributed.process_groups import open_port
-
-    result = folder / "result.pickle"
-    with open_port() as listener:
-        arguments = (layout, job, folder, work, listener, result)
-        spawn(_rank_main, arguments, nprocs=layout.world_size)
-    return pickle.loads(result.read_bytes())
-
-
-def _rank_main(
-    rank: int,
-    layout: ParallelLayout,
-    job: Callable[..., Any],
-    folder: Path,
-    work: Work,
-    listener: socket.socket,
-    result: Path,
-) -> None:
-    import torch
-
-    from roll.distributed.process_groups import hold_port
-    from roll.platforms import get_platform
-
-    warnings.filterwarnings("ignore")
-    cores = sorted(os.sched_getaffinity(0))
-    get_platform("cpu").setup_process([cores[rank % len(cores)]], threads=1)
-    port = listener.getsockname()[1]
-    if rank == 0:
-        hold_port(listener=listener)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    outcome = job(layout, rank, folder, work)
-    if rank == 0:
-        result.write_bytes(pickle.dumps(outcome))
-    torch.distributed.destroy_process_group()  # threads of a group that outlive Python's end abort the process
 
 
 if __name__ == "__main__":

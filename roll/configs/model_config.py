@@ -289,6 +289,17 @@ class ModelShape:
             count += self.hidden + head
         return count
 
+    def crossover_length(self, value_head: bool = False) -> float:
+        """Length in tokens of a sample whose attention takes as many operations as all matrices.
+
+        With P parameters in matrices, l layers and query heads of width q together, the forward pass of L tokens takes
+        2 P L operations for the matrices and 2 l q L^2 for the causal products of queries, keys and values. Both are
+        equal at P / (l q). A `value_head` takes nothing.
+        """
+        layer = self.hidden * (self.qkv_rows + self.query_width() + 3 * self.intermediate)
+        head = 0 if value_head else self.hidden * self.vocabulary
+        return (self.layers * layer + head) / (self.layers * self.query_width())
+
 
 def read_positions(folder: str | Path) -> int | None:
     """`max_position_embeddings` of any HF model, also of one that cannot be trained; None where it is not known."""

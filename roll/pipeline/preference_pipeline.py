@@ -26,7 +26,7 @@ from roll.distributed.train_worker import TrainWorker
 from roll.pipeline.learner import ActorLearner
 from roll.pipeline.session import Session
 from roll.pipeline.sft_pipeline import StoredSamples, warn_of_dropped
-from roll.pipeline.shards import sample_lengths, training_shards
+from roll.pipeline.shards import sample_costs, sample_lengths, training_shards
 from roll.pipeline.tokenizer import load_tokenizer
 from roll.pipeline.training_loop import SampleBatch, TrainingLoop
 from roll.rollout.timers import StepClock
@@ -148,10 +148,12 @@ def pair_plans(data: DataProto, role: TrainedRoleConfig) -> list[OptimizerStepPl
     rows = torch.tensor(sample_lengths(data)).view(-1, 2)
     limit, packed = role.training_token_limit, role.use_sequence_packing
     lengths = rows.sum(-1) if packed else 2 * rows.amax(-1)
+    costs = torch.tensor(sample_costs(rows.flatten().tolist(), role), dtype=torch.float64).view(-1, 2)
     plans = plan_optimizer_steps(
         lengths.tolist(),
         role.layout.data,
         samples_per_step=role.samples_per_optimizer_step,
+        costs=(costs.sum(-1) if packed else 2 * costs.amax(-1)).tolist(),
         micro_batch_size=role.training_args.per_device_train_batch_size if limit is None else None,
         max_tokens=limit,
         round_to=(1 if packed else 2) * role.layout.tensor,

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 
+from roll.configs.hub.names import local_model
+from roll.configs.model_config import read_model_shape
 from roll.configs.roles import MegatronRoleConfig, TrainedRoleConfig
 from roll.datasets.collate import SAMPLING_MASK, SAMPLING_MASK_SIZES
-from roll.datasets.micro_batches import OptimizerStepPlan, plan_forward, plan_optimizer_steps
+from roll.datasets.micro_batches import OptimizerStepPlan, plan_forward, plan_optimizer_steps, sample_cost
 from roll.distributed.protocol import DataProto
 from roll.distributed.train_worker import TrainWorker
 
@@ -55,9 +59,11 @@ async def forward(
     """
     limit = config.forward_token_limit
     masks = [key for key in (SAMPLING_MASK, SAMPLING_MASK_SIZES) if key in data]
+    lengths = sample_lengths(data)
     plan = plan_forward(
-        sample_lengths(data),
+        lengths,
         cluster.layout.data,
+        costs=sample_costs(lengths, config),
         micro_batch_size=config.infer_batch_size if limit is None else None,
         max_tokens=limit,
         round_to=cluster.layout.tensor,
@@ -79,13 +85,27 @@ def sample_lengths(data: DataProto) -> list[int]:
     return lengths
 
 
+def sample_costs(lengths: Sequence[int], role: MegatronRoleConfig) -> list[float]:
+    """Time to compute each sample with the role's model, see `sample_cost`."""
+    crossover = _crossover_length(role.model_args.model_name_or_path, role.value_head)
+    return [sample_cost(length, crossover) for length in lengths]
+
+
+@cache
+def _crossover_length(model: str | None, value_head: bool) -> float:
+    shape = None if model is None else read_model_shape(local_model(model), value_head)
+    return math.inf if shape is None else shape.crossover_length(value_head)
+
+
 def training_plans(data: DataProto, role: TrainedRoleConfig) -> list[OptimizerStepPlan]:
     """The optimizer steps of one pass over `data` by a trained role; those of padding alone are left out."""
     limit = role.training_token_limit
+    lengths = sample_lengths(data)
     plans = plan_optimizer_steps(
-        sample_lengths(data),
+        lengths,
         role.layout.data,
         samples_per_step=role.samples_per_optimizer_step,
+        costs=sample_costs(lengths, role),
         micro_batch_size=role.training_args.per_device_train_batch_size if limit is None else None,
         max_tokens=limit,
         round_to=role.layout.tensor,

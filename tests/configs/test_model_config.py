@@ -78,3 +78,16 @@ def test_parameter_count_equals_that_of_the_model_files(tmp_path: Path, family: 
     shape = read_model_shape(folder)
     counted = sum(tensor.numel() for tensor in load_file(folder / "model.safetensors").values())
     assert shape is not None and shape.stage_parameters(0, [shape.layers], 1) == counted
+
+
+def test_at_the_crossover_length_attention_takes_as_many_operations_as_the_matrices(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path, "llama", tie_word_embeddings=True, vocab_size=6 * TRAINED_VOCABULARY_MULTIPLE)
+    shape = read_model_shape(folder)
+    assert shape is not None
+    files = load_file(folder / "model.safetensors").values()
+    matrices = sum(tensor.numel() for tensor in files if tensor.dim() == 2)  # the tied embedding is the head
+    for value_head, parameters in ((False, matrices), (True, matrices - shape.vocabulary * shape.hidden)):
+        length = shape.crossover_length(value_head)
+        causal_pairs = length**2 / 2
+        products = 2 * shape.layers * shape.heads * shape.head_dim * causal_pairs  # with keys and with values
+        assert parameters * length == pytest.approx(products)

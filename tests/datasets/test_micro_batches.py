@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import math
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll.datasets.micro_batches import OptimizerStepPlan, plan_forward, plan_optimizer_steps
+from roll.datasets.micro_batches import OptimizerStepPlan, plan_forward, plan_optimizer_steps, sample_cost
 
 
 @st.composite
@@ -31,12 +34,25 @@ def packed_tokens(lengths, micro_batch, round_to=1) -> int:
     return -(-sum(lengths[index] for index in micro_batch) // round_to) * round_to
 
 
-@given(batches(), st.integers(1, 9))
-def test_with_micro_batch_size_every_sample_is_in_one_micro_batch_and_ranks_have_equally_many(batch, micro_batch_size):
+def rank_costs(plan: OptimizerStepPlan, costs, packed: bool) -> list[float]:
+    """Cost of each rank; with padding, every sample of a micro-batch costs what its most expensive one does."""
+    return [
+        sum(sum(costs[i] for i in micro) if packed else max(costs[i] for i in micro) * len(micro) for micro in micros)
+        for micros in groups(plan)
+    ]
+
+
+@given(batches(), st.integers(1, 9), st.booleans())
+def test_with_micro_batch_size_every_sample_is_in_one_micro_batch_and_ranks_have_equally_many(
+    batch, micro_batch_size, packed
+):
     lengths, ranks, samples_per_step = batch
-    plans = plan_optimizer_steps(lengths, ranks, samples_per_step=samples_per_step, micro_batch_size=micro_batch_size)
+    plans = plan_optimizer_steps(
+        lengths, ranks, samples_per_step=samples_per_step, micro_batch_size=micro_batch_size, packed=packed
+    )
     check_cover(plans, lengths, ranks, samples_per_step)
     for plan in plans:
+        assert {len(shard) for shard in plan.indices} == {samples_per_step // ranks}
         for micros in groups(plan):
             assert len(micros) == -(-(samples_per_step // ranks) // micro_batch_size)
             assert all(len(micro) <= micro_batch_size for micro in micros)
@@ -53,16 +69,34 @@ def test_with_max_tokens_no_micro_batch_exceeds_the_limit(batch, max_tokens, rou
     for plan in plans:
         for micros in groups(plan):
             assert all(tokens(lengths, micro, round_to) <= max_tokens for micro in micros)
+            sizes = [sum(lengths[i] for i in micro) if packed else max(lengths[i] for i in micro) for micro in micros]
+            assert sizes == sorted(sizes, reverse=True), "a step that does not fit in memory fails at once"
 
 
 def check_cover(plans, lengths, ranks, samples_per_step):
     for number, plan in enumerate(plans):
         assert sorted(plan.permutation) == list(range(number * samples_per_step, (number + 1) * samples_per_step))
-        assert {len(shard) for shard in plan.indices} == {samples_per_step // ranks}
         assert len({len(micros) for micros in plan.micro_batches}) == 1
         for shard, micros in zip(plan.indices, plan.micro_batches, strict=True):
-            assert sorted(position for micro in micros for position in micro) == list(range(len(shard)))
+            assert [position for micro in micros for position in micro] == list(range(len(shard)))
+            assert all(micros)
     assert len(plans) * samples_per_step == len(lengths)
+
+
+@given(batches(), st.integers(56, 200), st.booleans(), st.booleans(), st.sampled_from([5.0, 50.0, math.inf]))
+def test_no_step_costs_more_than_samples_in_the_order_they_came(batch, max_tokens, packed, limited, crossover):
+    lengths, ranks, samples_per_step = batch
+    costs = [sample_cost(length, crossover) for length in lengths]
+    size = {"max_tokens": max_tokens} if limited else {"micro_batch_size": 4}
+    share = samples_per_step // ranks
+    plans = plan_optimizer_steps(lengths, ranks, samples_per_step=samples_per_step, costs=costs, packed=packed, **size)
+    for number, plan in enumerate(plans):
+        in_order = []
+        for rank in range(ranks):
+            own = slice(number * samples_per_step + rank * share, number * samples_per_step + (rank + 1) * share)
+            alone = plan_forward(lengths[own], 1, costs=costs[own], packed=packed, **size)
+            in_order += rank_costs(alone, costs[own], packed)
+        assert max(rank_costs(plan, costs, packed)) <= max(in_order) * (1 + 1e-9)
 
 
 @given(st.integers(1, 4), st.lists(st.integers(1, 50), min_size=4, max_size=30), st.integers(1, 8))
@@ -90,6 +124,67 @@ def test_plans_are_reproducible_and_balance_the_ranks():
     assert max(work) - min(work) <= max(lengths)
 
 
+def test_no_rank_has_more_tokens_than_an_equal_number_of_the_longest_samples():
+    """Memory of activations is planned for that many."""
+    lengths = [100, 70, 70, 70]
+    squares = [length**2 for length in lengths]
+    (plan,) = plan_optimizer_steps(lengths, 2, samples_per_step=4, costs=squares, max_tokens=400, packed=True)
+    assert [sum(lengths[index] for index in shard) for shard in plan.indices] == [170, 140]  # not 100 and 210
+
+
+def test_by_tokens_one_long_sample_is_alone_on_its_rank():
+    lengths = [10, 10, 90, 10, 10, 10, 10, 10, 10, 10]
+    (plan,) = plan_optimizer_steps(lengths, 2, samples_per_step=10, max_tokens=100, packed=True)
+    assert plan.indices == [[2], [0, 1, 3, 4, 5, 6, 7, 8, 9]]
+    assert plan.micro_batches == [[[0]], [[0, 1, 2, 3, 4, 5, 6, 7, 8]]]
+
+
+def test_a_rank_with_too_few_samples_for_the_micro_batches_gets_others():
+    lengths = [100] + [10] * 15
+    (plan,) = plan_optimizer_steps(lengths, 2, samples_per_step=16, max_tokens=100, packed=True)
+    assert sorted(sum(lengths[index] for index in shard) for shard in plan.indices) == [120, 130]
+    assert [len(micros) for micros in plan.micro_batches] == [2, 2]
+
+
+def test_costs_decide_which_samples_go_together():
+    lengths = [80, 40, 40, 30, 30, 30]
+    arguments = {"samples_per_step": 6, "max_tokens": 300, "packed": True}
+    (by_tokens,) = plan_optimizer_steps(lengths, 2, **arguments)
+    assert [sum(lengths[index] for index in shard) for shard in by_tokens.indices] == [140, 110]
+    squares = [length**2 for length in lengths]
+    (by_square,) = plan_optimizer_steps(lengths, 2, costs=squares, **arguments)
+    assert by_square.indices == [[0], [1, 2, 3, 4, 5]]
+    assert rank_costs(by_square, squares, True) == [6400, 5900]
+
+
+def test_a_sample_as_long_as_the_crossover_costs_twice_its_tokens():
+    assert sample_cost(1000, 1000.0) == 2000
+    assert sample_cost(3000, 1000.0) == 12000
+    assert sample_cost(1000, math.inf) == 1000
+
+
+@pytest.mark.parametrize("size", [{"micro_batch_size": 4}, {"max_tokens": 4096}])
+def test_ranks_finish_within_two_percent_where_lengths_have_a_long_tail(size):
+    draw = random.Random(0)
+    lengths = [min(2048, int(64 * draw.paretovariate(1.3))) for _ in range(256)]
+    costs = [sample_cost(length, 4000.0) for length in lengths]
+    (plan,) = plan_optimizer_steps(lengths, 4, samples_per_step=256, costs=costs, packed=True, **size)
+    ranks = rank_costs(plan, costs, True)
+    assert max(ranks) <= 1.02 * sum(ranks) / len(ranks)
+
+
+def test_packed_micro_batches_of_a_rank_cost_about_the_same():
+    lengths = [400, 200, 200, *[100] * 4, *[50] * 8]
+    (plan,) = plan_optimizer_steps(lengths, 1, samples_per_step=15, max_tokens=640, packed=True)
+    assert [sum(lengths[index] for index in micro) for micro in groups(plan)[0]] == [550, 550, 500]
+
+
+def test_packed_samples_need_few_micro_batches():
+    lengths = [60, 60, 40, 40]
+    (plan,) = plan_optimizer_steps(lengths, 1, samples_per_step=4, max_tokens=100, packed=True)
+    assert groups(plan) == [[[0, 2], [1, 3]]]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -98,6 +193,8 @@ def test_plans_are_reproducible_and_balance_the_ranks():
         ({"samples_per_step": 4}, "give either micro_batch_size"),
         ({"samples_per_step": 4, "micro_batch_size": 1, "max_tokens": 9}, "give either micro_batch_size"),
         ({"samples_per_step": 4, "micro_batch_size": 0}, "micro_batch_size: 0 must be at least 1"),
+        ({"samples_per_step": 4, "micro_batch_size": 1, "costs": [1.0]}, "costs: 1 of 12 samples; give one above 0"),
+        ({"samples_per_step": 4, "micro_batch_size": 1, "costs": [0.0] * 12}, "costs: 12 of 12 samples; give one abo"),
         ({"samples_per_step": 4, "max_tokens": 11}, r"sample 7 has 12 tokens \(12 padded\), more than max_tokens 11"),
     ],
 )
