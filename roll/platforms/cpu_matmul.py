@@ -21,6 +21,9 @@ CHOICES = ("auto", "onednn", "mkl")
 SMALLEST = 1 << 20
 """Multiplications of a product from which on oneDNN is faster; below it, its call takes longer than it saves."""
 
+ROWS = 64
+"""Packed micro-batches are padded to a multiple of so many tokens: shapes repeat, and with them oneDNN's kernels."""
+
 CPUINFO = Path("/proc/cpuinfo")
 """Where Linux describes the processor."""
 

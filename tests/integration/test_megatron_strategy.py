@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from roll.configs.parallel_layout import ParallelLayout
 from roll.models.tiny import write_tiny_model
+from roll.platforms.cpu_matmul import ROWS
 from tests.integration.megatron_scenario import STEPS, TEMPERATURE, token_batch
 
 pytestmark = pytest.mark.integration
@@ -185,6 +186,13 @@ def test_log_probs_agree_with_transformers(run, expected, layout, family, side):
     if "packed" in side:
         for rank in ranks[-last_stage:]:
             torch.testing.assert_close(rank[f"sum_pi_squared/{family}/{side}"], squares, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("layout", SCORED)
+def test_packed_micro_batches_share_prefixes_and_have_numbers_of_tokens_that_repeat(run, layout):
+    ranks, _ = run(layout)
+    for rank in ranks:
+        assert rank["packed"] == [(ROWS, True), (ROWS, True), (ROWS, False)] * 2 * len(FAMILIES)
 
 
 @pytest.mark.parametrize("layout", SCORED)
