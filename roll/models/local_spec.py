@@ -26,7 +26,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from roll.models.operators import RotaryTable, rms_norm, swiglu
+from roll.models.operators import RotaryTable, rms_norm, swiglu, take_rows
 
 
 class RMSNorm(torch.nn.Module):
@@ -60,10 +60,16 @@ class NormColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc]  # M
 
 @dataclass
 class PackedSamples(PackedSeqParams):  # type: ignore[misc]  # Megatron is not typed
-    """A packed micro-batch: tokens of each sample on the host, and the position [S] of each token in its sample."""
+    """A packed micro-batch: tokens of each sample on the host, and the position [S] of each token in its sample.
+
+    With shared prefixes, attention reads E tokens of whole samples: token e is token `expand`[e] of S, and token s
+    takes the result of place `collapse`[s].
+    """
 
     lengths: Sequence[int] = ()
     positions: torch.Tensor | None = None
+    expand: torch.Tensor | None = None
+    collapse: torch.Tensor | None = None
 
 
 class CausalAttention(torch.nn.Module):
@@ -99,12 +105,17 @@ class CausalAttention(torch.nn.Module):
         if packed_seq_params is None:
             context = self._attend(self.rotary.rotate(query), self.rotary.rotate(key), value.permute(1, 2, 0, 3))
             return context.permute(2, 0, 1, 3).flatten(2)
+        positions, expand, collapse = (getattr(packed_seq_params, name) for name in ("positions", "expand", "collapse"))
+        if expand is not None:
+            query, key, value = (take_rows(x, expand) for x in (query, key, value))
+            positions = positions[expand]
         runs = [(length, len(list(same))) for length, same in groupby(packed_seq_params.lengths)]
-        rotated = [self.rotary.rotate(x[:, None], packed_seq_params.positions) for x in (query, key)]
+        rotated = [self.rotary.rotate(x[:, None], positions) for x in (query, key)]
         tensors = (*rotated, value[:, None].permute(1, 2, 0, 3))
         parts = [x.split([length * count for length, count in runs], dim=2) for x in tensors]
         contexts = [self._attend_run(count, *run) for (_, count), *run in zip(runs, *parts, strict=True)]
-        return torch.cat(contexts, dim=2).permute(2, 0, 1, 3).flatten(2)
+        context = torch.cat(contexts, dim=2).permute(2, 0, 1, 3).flatten(2)
+        return context if collapse is None else take_rows(context, collapse)
 
     def _attend_run(self, count: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """[1, heads, count * S, D] of `count` samples of S tokens that follow each other, in one call."""

@@ -1,4 +1,4 @@
-"""RMSNorm, SwiGLU and rotary embedding as torch operators, with hand-written backward passes that are faster on CPU."""
+"""Torch operators of a decoder with backward passes that are faster on CPU: norm, activation, rotation, rows."""
 
 from __future__ import annotations
 
@@ -124,6 +124,15 @@ def _rotate_into(
     out_first.addcmul_(second, sine, value=-direction)
     torch.mul(second, cosine, out=out_second)
     out_second.addcmul_(first, sine, value=direction)
+
+
+def take_rows(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """The rows [N] of [S, ...], as [N, ...]; a row that is taken several times adds up the gradients in fp32.
+
+    `F.embedding`, because on a CPU its gradient is faster than that of `index_select`, and adds in a fixed order.
+    """
+    taken = F.embedding(rows, x.flatten(1).float()).to(x.dtype)
+    return taken.view(-1, *x.shape[1:])
 
 
 def swiglu(x: torch.Tensor) -> torch.Tensor:

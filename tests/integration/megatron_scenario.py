@@ -20,13 +20,17 @@ STEPS = 20
 TEMPERATURE = 0.7
 SAMPLES, WIDTH = 8, 24
 LENGTHS = (24, 10, 15, 7, 20, 4, 12, 18)
+SHARED = {1: (0, 3), 3: (0, 5), 5: (0, 4), 4: (2, 9), 7: (2, 12)}
+"""Sample -> an earlier one, and the number of its first tokens that are equal."""
 PROMPT = 2
 
 
 def token_batch(side: str = "right", vocabulary: int = 101) -> dict[str, torch.Tensor]:
-    """The same samples in every process, padded on either side."""
+    """The same samples in every process, padded on either side; they share prefixes, and one is a prefix of another."""
     generator = torch.Generator().manual_seed(11)
     ids = torch.randint(0, vocabulary, (SAMPLES, WIDTH), generator=generator)
+    for row, (like, tokens) in SHARED.items():
+        ids[row, :tokens] = ids[like, :tokens]
     mask = torch.arange(WIDTH) < torch.tensor(LENGTHS)[:, None]
     if side == "left":
         mask = mask.flip(1)
@@ -92,6 +96,16 @@ def _join(context: RankContext) -> None:
 
 
 def _score_and_export(context: RankContext, family: str, model: Path) -> None:
+    from roll.distributed.strategy import megatron_forward
+
+    make = megatron_forward.make_micro_batch
+    shared = context.results.setdefault("shared", [])
+
+    def recorded(*arguments: Any) -> Any:
+        micro = make(*arguments)
+        shared.append(micro.expand is not None)
+        return micro
+
     strategy = context.strategy(model, megatron={"sequence_parallel": context.layout.tensor > 1}, infer=True)
     for side in ("right", "left"):
         data = DataProto.from_dict(token_batch(side))
@@ -100,7 +114,8 @@ def _score_and_export(context: RankContext, family: str, model: Path) -> None:
         context.results[f"log_probs/{family}/{side}"] = scored.batch["log_probs"].clone() if len(scored) else None
         strategy.forward.packed = True
         data.meta_info["sum_pi_squared"] = True
-        scored = strategy.compute_log_probs(data)
+        with patch.object(megatron_forward, "make_micro_batch", recorded):
+            scored = strategy.compute_log_probs(data)
         strategy.forward.packed = False
         for name in ("log_probs", "sum_pi_squared"):
             context.results[f"{name}/{family}/{side}/packed"] = scored.batch[name].clone() if len(scored) else None

@@ -188,6 +188,13 @@ def test_log_probs_agree_with_transformers(run, expected, layout, family, side):
 
 
 @pytest.mark.parametrize("layout", SCORED)
+def test_packed_micro_batches_share_prefixes(run, layout):
+    ranks, _ = run(layout)
+    for rank in ranks:
+        assert rank["shared"] == [True, True, False] * 2 * len(FAMILIES)
+
+
+@pytest.mark.parametrize("layout", SCORED)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_weights_return_to_hf_bit_for_bit(run, models, layout, family):
     _, folder = run(layout)

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from roll.models.hf_config import decoder_config
-from roll.models.operators import RotaryTable, rms_norm, rotary_frequencies, swiglu
+from roll.models.operators import RotaryTable, rms_norm, rotary_frequencies, swiglu, take_rows
 
 
 def test_rms_norm_and_its_gradient_equal_torch():
@@ -77,3 +77,13 @@ def test_swiglu_and_its_gradient_equal_silu_times_up():
     torch.testing.assert_close(swiglu(x), expected)
     ours, theirs = (torch.autograd.grad(each, x, upstream)[0] for each in (swiglu(x), expected))
     torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_are_taken_and_a_row_taken_often_adds_up_all_its_gradients(dtype):
+    x = torch.arange(6.0).view(3, 2, 1).to(dtype).requires_grad_()
+    taken = take_rows(x, torch.tensor([2, 0, *[1] * 1000]))
+    assert taken.shape == (1002, 2, 1) and taken.dtype == dtype
+    assert taken[:3].flatten().tolist() == [4, 5, 0, 1, 2, 3]
+    taken.sum().backward()
+    assert x.grad is not None and x.grad.flatten().tolist() == [1, 1, 1000, 1000, 1, 1]

@@ -23,6 +23,7 @@ from roll.models.factory import HiddenStateModel
 from roll.models.fused_linear_logprobs import HeadSpec, fused_linear_logprobs, top_log_probs
 from roll.models.hf_config import DecoderConfig
 from roll.models.local_spec import PackedSamples
+from roll.models.operators import take_rows
 
 LossFunction = Callable[[torch.Tensor, torch.Tensor | None, TensorDict], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """(log_probs [b, T], entropy [b, T], samples) -> (loss, metrics) of one micro-batch; values and None of a critic."""
@@ -46,6 +47,8 @@ class ForwardPass:
     device: torch.device
     packed: bool = False
     """Micro-batches are computed without padding, see `MicroBatch`."""
+    shared: bool = False
+    """Prefixes that samples of a packed micro-batch have in common are computed once; needs `local_spec`."""
 
     def scores(
         self,
@@ -122,7 +125,8 @@ class ForwardPass:
 
         def prepared() -> Iterator[tuple[bool, MicroBatch]]:
             for number, indices in enumerate(scheduled):
-                yield number < len(micro_batches), make_micro_batch(batch, indices, multiple, self.device, self.packed)
+                micro = make_micro_batch(batch, indices, multiple, self.device, self.packed, self.shared)
+                yield number < len(micro_batches), micro
 
         def step(
             iterator: Iterator[tuple[bool, MicroBatch]], module: torch.nn.Module
@@ -180,7 +184,7 @@ class ForwardPass:
             group=group if group.size() > 1 else None,
             reduce_hidden_gradient=not sequence_parallel,
         )
-        rows = hidden.flatten(0, 1).index_select(0, micro.hidden_rows)
+        rows = _scored_rows(hidden, micro)
         if top_k:
             count = min(top_k, self.model.vocabulary)
             return top_log_probs(rows, weight, micro.targets, spec, count, micro.kept)
@@ -213,7 +217,13 @@ class ValuePass(ForwardPass):
         head = self.stages[-1].value_head
         for parameter in head.parameters():
             _wait_for_gather(self.wrapped[-1], parameter)
-        return (head(hidden.flatten(0, 1).index_select(0, micro.hidden_rows)),)
+        return (head(_scored_rows(hidden, micro)),)
+
+
+def _scored_rows(hidden: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+    """The hidden states [N, H] before the scored tokens, of [S, b, H]; several tokens share one behind a prefix."""
+    flat = hidden.flatten(0, 1)
+    return flat.index_select(0, micro.hidden_rows) if micro.expand is None else take_rows(flat, micro.hidden_rows)
 
 
 def _wait_for_gather(wrapped: torch.nn.Module, weight: torch.Tensor) -> None:
@@ -235,6 +245,8 @@ def packed_parameters(micro: MicroBatch) -> PackedSamples | None:
         max_seqlen_kv=longest,
         lengths=micro.lengths,
         positions=micro.positions,
+        expand=micro.expand,
+        collapse=micro.collapse,
     )
 
 

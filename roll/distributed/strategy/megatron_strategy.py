@@ -196,7 +196,8 @@ class MegatronInferStrategy:
 
     def _forward_pass(self, wrapped: Sequence[torch.nn.Module]) -> ForwardPass:
         kind = ValuePass if self.worker_config.value_head else ForwardPass
-        return kind(wrapped, self.stages, self.model, self.device, self.worker_config.use_sequence_packing)
+        packed, on_cpu = self.worker_config.use_sequence_packing, self.device.type == "cpu"
+        return kind(wrapped, self.stages, self.model, self.device, packed, shared=on_cpu)
 
     def _with_defaults(self, megatron: MegatronConfig) -> MegatronConfig:
         on_gpu = self.device.type == "cuda"

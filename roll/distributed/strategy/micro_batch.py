@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from tensordict import TensorDict
 
 from roll.algorithms.distillation import TEACHER_TOP_IDS
 from roll.datasets.collate import SAMPLING_MASK, SAMPLING_MASK_SIZES
+
+SHARED_TOKENS = 0.05
+"""Fraction of a micro-batch's tokens that shared prefixes must save: below it, copies for attention may cost more."""
 
 
 @dataclass
@@ -25,6 +30,10 @@ class MicroBatch:
     A packed one has b = 1 in `input_ids`: samples follow each other. `bounds` [samples + 1] int32 has the first token
     of each and the end of the last, which has the padding of S, `positions` [S] count within each sample, and
     `lengths` are on the host.
+
+    With shared prefixes, `input_ids` has each distinct beginning of a sample once, see `_share_prefixes`. Attention
+    reads E tokens, whole samples that follow each other, which `bounds` and `lengths` describe: token e of these is
+    token `expand`[e] of S, and token s takes the result of place `collapse`[s].
     """
 
     batch: TensorDict
@@ -38,6 +47,8 @@ class MicroBatch:
     bounds: torch.Tensor | None = None
     positions: torch.Tensor | None = None
     lengths: Sequence[int] = ()
+    expand: torch.Tensor | None = None
+    collapse: torch.Tensor | None = None
 
     def to_columns(self, values: torch.Tensor) -> torch.Tensor:
         """Values [N, ...] of the scored tokens as [b, T, ...], 0 elsewhere; keeps the gradient."""
@@ -51,6 +62,7 @@ def make_micro_batch(
     multiple: int = 1,
     device: torch.device | str = "cpu",
     packed: bool = False,
+    shared: bool = False,
 ) -> MicroBatch:
     """The micro-batch of samples `indices` of `batch`.
 
@@ -64,6 +76,8 @@ def make_micro_batch(
         multiple: S is a multiple of this (the tensor-parallel size under sequence parallel).
         device: of the tensors.
         packed: samples follow each other without padding, instead of one sample in each row.
+        shared: tokens that samples of a packed micro-batch have in common at their beginning are computed once, where
+            that saves SHARED_TOKENS of them.
 
     Raises:
         ValueError: a sample is empty, or has padding between its tokens.
@@ -85,16 +99,20 @@ def make_micro_batch(
     before = columns - first[samples] - 1
     kept = None if masks is None else _kept(*masks, samples, columns)
     chosen_ids = chosen[TEACHER_TOP_IDS][samples, columns] if TEACHER_TOP_IDS in chosen.keys() else None
-    if packed:
+    shared_prefixes = _share_prefixes(chosen["input_ids"], first, lengths, multiple) if packed and shared else None
+    packing: dict[str, Any] = {}
+    if shared_prefixes is not None:
+        ids, tokens, packing = shared_prefixes
+        hidden_rows = tokens[samples, before]
+    elif packed:
         ids, bounds = _pack(chosen["input_ids"], mask, lengths, multiple)
-        hidden_rows = bounds[samples] + before
-        packed_lengths = bounds.diff().tolist()
+        hidden_rows, packed_lengths = bounds[samples] + before, bounds.diff().tolist()
         positions = torch.cat([torch.arange(length) for length in packed_lengths])
-        packing = bounds.int(), positions, packed_lengths
-        micro = MicroBatch(chosen, ids, targets, samples, columns, hidden_rows, kept, chosen_ids, *packing)
+        packing = {"bounds": bounds.int(), "positions": positions, "lengths": packed_lengths}
     else:
         ids = _compact(chosen["input_ids"], first, int(lengths.max()), multiple)
-        micro = MicroBatch(chosen, ids, targets, samples, columns, before * len(rows) + samples, kept, chosen_ids)
+        hidden_rows = before * len(rows) + samples
+    micro = MicroBatch(chosen, ids, targets, samples, columns, hidden_rows, kept, chosen_ids, **packing)
     return _to(micro, device)
 
 
@@ -129,7 +147,49 @@ def _pack(
     padding = -len(packed) % multiple
     bounds = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     bounds[-1] += padding
-    return torch.nn.functional.pad(packed, (0, padding))[None], bounds
+    return F.pad(packed, (0, padding))[None], bounds
+
+
+def _share_prefixes(
+    ids: torch.Tensor, first: torch.Tensor, lengths: torch.Tensor, multiple: int
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]] | None:
+    """The tokens of the samples in which beginnings that are equal occur once; None where that saves too few of them.
+
+    A hidden state depends on the tokens up to its own, so samples with the same beginning, as the responses to one
+    prompt, have the same hidden states there. Attention needs whole samples: it is given those that are no prefix of
+    another, the longest first.
+
+    Returns:
+        The distinct tokens [1, S]; their indices [b, longest] at the positions of each sample, arbitrary behind its
+        end; and the fields of `MicroBatch` that describe them.
+    """
+    longest = int(lengths.max())
+    columns = torch.arange(longest)
+    keys = torch.where(columns < lengths[:, None], _compact(ids, first, longest, 1) + 1, 0)
+    as_bytes = [row.tobytes() for row in keys.int().numpy()]
+    order = torch.tensor(sorted(range(len(keys)), key=as_bytes.__getitem__))
+    keys, ends = keys[order], lengths[order]
+    common = (keys[1:] == keys[:-1]).int().cumprod(1).sum(1)  # tokens shared with the sample before
+    distinct = (columns >= F.pad(common, (1, 0))[:, None]) & (columns < ends[:, None])
+    count = int(distinct.sum())
+    if count > (1 - SHARED_TOKENS) * int(lengths.sum()):
+        return None
+    numbers = distinct.flatten().cumsum(0).view_as(distinct) - 1
+    tokens = torch.where(distinct, numbers, 0).cummax(0).values  # of the last sample before with a token of its own
+    whole = torch.cat([common < ends[:-1], torch.ones(1, dtype=torch.bool)]).nonzero().squeeze(1)
+    whole = whole[ends[whole].argsort(descending=True, stable=True)]
+    expand = tokens[whole][columns < ends[whole, None]]
+    collapse = expand.new_full((count,), len(expand)).scatter_reduce_(0, expand, torch.arange(len(expand)), "amin")
+    by_token = (keys[distinct] - 1, columns.expand_as(distinct)[distinct], collapse)
+    packed, positions, collapse = (F.pad(each, (0, -count % multiple)) for each in by_token)
+    packing = {
+        "bounds": F.pad(ends[whole].cumsum(0), (1, 0)).int(),
+        "positions": positions,
+        "lengths": ends[whole].tolist(),
+        "expand": expand,
+        "collapse": collapse,
+    }
+    return packed[None], tokens[order.argsort()], packing
 
 
 def _check_padding(mask: torch.Tensor, first: torch.Tensor, lengths: torch.Tensor, rows: torch.Tensor) -> None:

@@ -102,3 +102,64 @@ def test_a_packed_micro_batch_is_padded_at_its_end_for_sequence_parallel():
     micro = make_micro_batch(batch(), [0, 2], multiple=4, packed=True)
     assert micro.input_ids.tolist() == [[1, 2, 3, 8, 9, 10, 0, 0]]
     assert micro.bounds is not None and micro.bounds.tolist() == [0, 3, 8] and micro.lengths == [3, 5]
+
+
+def prompts_of_groups(*rows):
+    """Samples of these ids, on the left of 0."""
+    width = max(map(len, rows))
+    ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+    return TensorDict({"input_ids": ids, "attention_mask": mask}, [len(rows)])
+
+
+def test_tokens_that_samples_share_at_their_beginning_are_computed_once():
+    samples = prompts_of_groups([7, 8, 1, 2], [7, 8, 3], [5, 8, 1], [7, 8], [7, 8, 3])
+    micro = make_micro_batch(samples, range(5), packed=True, shared=True)
+    assert micro.input_ids.tolist() == [[5, 8, 1, 7, 8, 1, 2, 3]]
+    assert micro.positions is not None and micro.positions.tolist() == [0, 1, 2, 0, 1, 2, 3, 2]
+    assert micro.hidden_rows.tolist() == [3, 4, 5, 3, 4, 0, 1, 3, 3, 4]
+    assert micro.targets.tolist() == [8, 1, 2, 8, 3, 8, 1, 8, 8, 3]
+
+
+def test_attention_is_given_whole_samples_the_longest_first_and_no_prefix_of_another():
+    samples = prompts_of_groups([7, 8, 1, 2], [7, 8, 3], [5, 8, 1], [7, 8], [7, 8, 3])
+    micro = make_micro_batch(samples, range(5), packed=True, shared=True)
+    assert micro.expand is not None and micro.collapse is not None and micro.bounds is not None
+    assert micro.input_ids[0, micro.expand].tolist() == [7, 8, 1, 2, 5, 8, 1, 7, 8, 3]
+    assert micro.lengths == [4, 3, 3] and micro.bounds.tolist() == [0, 4, 7, 10]
+    assert micro.expand[micro.collapse].tolist() == list(range(8))
+    assert micro.collapse.tolist() == [4, 5, 6, 0, 1, 2, 3, 9]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_hidden_state_has_seen_the_tokens_before_its_target(seed):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 3, (12, 7), generator=generator)  # three ids, so that many samples share some tokens
+    first, length = torch.randint(0, 3, (12, 1), generator=generator), torch.randint(1, 5, (12, 1), generator=generator)
+    columns = torch.arange(7)
+    mask = ((columns >= first) & (columns < first + length)).long()
+    samples = TensorDict({"input_ids": ids, "attention_mask": mask}, [12])
+    micro = make_micro_batch(samples, range(12), multiple=4, packed=True, shared=True)
+    assert micro.expand is not None and micro.collapse is not None and micro.bounds is not None
+    assert micro.positions is not None and micro.input_ids.shape[1] % 4 == 0
+    assert micro.bounds.diff().tolist() == list(micro.lengths) and micro.bounds[-1] == len(micro.expand)
+    for row, sample, column in zip(micro.hidden_rows, micro.samples, micro.columns, strict=True):
+        place = int(micro.collapse[row])
+        start = int(micro.bounds[micro.bounds <= place].max())
+        seen = micro.input_ids[0, micro.expand[start : place + 1]].tolist()
+        assert seen == ids[sample, int(first[sample]) : column].tolist()
+        assert micro.positions[micro.expand[start : place + 1]].tolist() == list(range(place + 1 - start))
+
+
+@pytest.mark.parametrize("rows", [[0, 1], [2]])
+def test_samples_with_little_in_common_are_packed_as_they_are(rows):
+    micro, plain = (make_micro_batch(batch(), rows, packed=True, shared=shared) for shared in (True, False))
+    assert micro.expand is None and micro.collapse is None
+    assert torch.equal(micro.input_ids, plain.input_ids) and micro.lengths == plain.lengths
+
+
+def test_the_tree_of_shared_prefixes_is_padded_without_attention():
+    samples = prompts_of_groups([7, 8, 1], [7, 8, 3])
+    micro = make_micro_batch(samples, [0, 1], multiple=8, packed=True, shared=True)
+    assert micro.input_ids.tolist() == [[7, 8, 1, 3, 0, 0, 0, 0]] and micro.lengths == [3, 3]
+    assert micro.collapse is not None and micro.collapse.tolist() == [0, 1, 2, 5, 0, 0, 0, 0]
