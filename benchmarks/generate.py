@@ -1,4 +1,4 @@
-"""Tokens per second of SGLang on CPU: the attention kernel and padded batches against SGLang's loop over requests.
+"""Tokens per second of SGLang on CPU: the project's kernels and padded batches against SGLang's loop over requests.
 
     python -m benchmarks.generate --json FILE
 

@@ -105,7 +105,7 @@ class CpuKernels:
         """
         rows, weight = x.reshape(-1, x.shape[-1]), weight if 1 in weight.stride() else weight.contiguous()
         bias = None if bias is None else bias.contiguous()
-        result = torch.empty(len(rows), len(weight)) if out is None or not _has_rows(out) else out
+        result = x.new_empty(len(rows), len(weight)) if out is None or not _has_rows(out) else out
         addresses = (rows.data_ptr(), weight.data_ptr(), _address(bias), result.data_ptr())
         strides = (ctypes.c_int64 * 5)(*rows.stride(), *weight.stride(), result.stride(0))
         self.library.multiply_rows(*addresses, len(rows), *weight.shape, strides)
@@ -133,19 +133,22 @@ class CpuKernels:
             x: rows may lie apart, such as those of a part of the projections of queries, keys and values.
             positions: [tokens] int64.
             table: [positions, D] float32: cosines, then sines.
+
+        Raises:
+            IndexError: a position is not in the table.
         """
         x = x if x.stride(-1) == 1 else x.contiguous()
-        out = torch.empty(x.shape)
+        out = x.new_empty(x.shape)
         heads = x.shape[1] // self.head_dim
-        self.library.rotate(
-            x.data_ptr(), out.data_ptr(), positions.data_ptr(), table.data_ptr(), len(x), heads, x.stride(0)
-        )  # fmt: skip
+        addresses = (x.data_ptr(), out.data_ptr(), positions.data_ptr(), table.data_ptr())
+        if self.library.rotate(*addresses, len(x), heads, x.stride(0), len(table)):
+            raise IndexError(f"a position of {positions.tolist()} is not in a rotary table of {len(table)}")
         return out
 
     def silu_multiply(self, x: torch.Tensor) -> torch.Tensor:
         """SiLU of the first half times the second half of float32 x [..., 2 F]."""
         x, size = x.contiguous(), x.shape[-1] // 2
-        out = torch.empty(*x.shape[:-1], size)
+        out = x.new_empty(*x.shape[:-1], size)
         self.library.silu_multiply(x.data_ptr(), out.data_ptr(), out.numel() // size, size)
         return out
 
@@ -169,7 +172,7 @@ class CpuKernels:
         logits, temperatures = logits.contiguous(), temperatures.contiguous()
         seeds, positions = seeds.to(torch.int64).contiguous(), positions.to(torch.int64).contiguous()
         rows, vocabulary = logits.shape
-        tokens, log_probs = torch.empty(rows, dtype=torch.int32), torch.empty(rows)
+        tokens, log_probs = logits.new_empty(rows, dtype=torch.int32), logits.new_empty(rows)
         inputs = (x.data_ptr() for x in (logits, temperatures, seeds, positions))
         self.library.sample(*inputs, rows, vocabulary, tokens.data_ptr(), log_probs.data_ptr())
         return tokens, log_probs

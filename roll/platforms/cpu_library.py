@@ -40,7 +40,7 @@ FUNCTIONS: dict[str, tuple[list[type], type | None]] = {
     "paged_attention": ([*[_POINTER] * 10, _NUMBER, _FLAG], None),
     "multiply_rows": ([*[_POINTER] * 4, *[_INTEGER] * 3, _POINTER], None),
     "rms_norm": ([*[_POINTER] * 5, _INTEGER, _INTEGER, _NUMBER], None),
-    "rotate": ([*[_POINTER] * 4, *[_INTEGER] * 3], None),
+    "rotate": ([*[_POINTER] * 4, *[_INTEGER] * 4], _FLAG),
     "silu_multiply": ([_POINTER, _POINTER, _INTEGER, _INTEGER], None),
     "decoder_room": ([_POINTER, _INTEGER], _INTEGER),
     "decoder_forward": ([*[_POINTER] * 6, _INTEGER, *[_POINTER] * 8, _NUMBER], _FLAG),
@@ -87,7 +87,7 @@ def _open(path: Path) -> ctypes.CDLL:
 
 def _read_sources() -> list[str]:
     try:
-        return [path.read_text() for path in sorted(SOURCES.iterdir())]
+        return [path.read_text() for path in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")])]
     except OSError as error:
         raise BuildError(f"{SOURCES} cannot be read: {error}") from error
 

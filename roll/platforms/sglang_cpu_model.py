@@ -79,7 +79,7 @@ class FusedForward:
         hidden = None
         if input_embeds is None and pp_proxy_tensors is None and self._takes(forward_batch):
             hidden = self._run(input_ids, positions, forward_batch)
-        if hidden is None:
+        if hidden is None:  # also of an id or position out of range, for SGLang's error
             return self._original(input_ids, positions, forward_batch, input_embeds, pp_proxy_tensors)
         return hidden
 
@@ -102,7 +102,7 @@ class FusedForward:
         if first == list(range(len(first))):
             requests = self._kernels.requests(table, rows, keys, lengths)
             return decoder.forward(tensors, ids, positions, slots, requests, self._scale)
-        computed, source = _tokens_once(first, lengths)
+        computed, source = tokens_once(first, lengths)
         chosen = torch.tensor(sorted(set(first)))
         requests = self._kernels.requests(table, rows[chosen], keys[chosen], lengths[chosen])
         hidden = decoder.forward(
@@ -132,8 +132,13 @@ def first_with_same_tokens(ids: torch.Tensor, lengths: Sequence[int], prefixes: 
     return first
 
 
-def _tokens_once(first: Sequence[int], lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens of the requests that are their own first, and for each token of all requests its place among those."""
+def tokens_once(first: Sequence[int], lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens of the requests that are their own first, and for each token of all requests its place among those.
+
+    Args:
+        first: [B], see `first_with_same_tokens`.
+        lengths: [B] tokens of each request.
+    """
     lengths = lengths.to(torch.int64)
     starts = torch.cumsum(lengths, 0) - lengths
     firsts = torch.tensor(first)
@@ -152,9 +157,10 @@ def _is_plain(model: Any, runner: Any) -> bool:
     from sglang.srt.models.qwen2 import Qwen2Model
     from sglang.srt.models.qwen3 import Qwen3Model
 
-    if type(model) not in (LlamaModel, Qwen2Model, Qwen3Model) or runner.server_args.enable_lora:
+    options = runner.server_args
+    if type(model) not in (LlamaModel, Qwen2Model, Qwen3Model) or options.tp_size != 1 or options.pp_size != 1:
         return False
-    if runner.server_args.tp_size != 1 or runner.server_args.pp_size != 1:
+    if options.enable_lora or options.forward_hooks or options.debug_tensor_dump_output_folder:
         return False
     pool = runner.token_to_kv_pool
     if type(pool) is not MHATokenToKVPool or pool.dtype != torch.float32 or pool.store_dtype != torch.float32:
@@ -186,8 +192,8 @@ def _is_plain_layer(layer: Any, model: Any) -> bool:
             if norm.variance_epsilon != epsilon or any(option is not None for option in options):
                 return False
     rope, attend = attention.rotary_emb, attention.attn
-    rotates = type(rope).forward_native is RotaryEmbedding.forward_native and rope.is_neox_style
-    rotates = rotates and rope.rotary_dim == rope.head_size == attention.head_dim
+    rotates = isinstance(rope, RotaryEmbedding) and type(rope).forward_native is RotaryEmbedding.forward_native
+    rotates = rotates and rope.is_neox_style and rope.rotary_dim == rope.head_size == attention.head_dim
     same = rope.cos_sin_cache is first.rotary_emb.cos_sin_cache and attention.scaling == first.scaling
     window = attend.sliding_window_size is None or attend.sliding_window_size < 0
     causal = attend.logit_cap == 0 and attend.k_scale is None and not attend.is_cross_attention

@@ -1,8 +1,8 @@
 """SGLang's platform class for a machine without GPUs, with torch operators instead of compiled kernels.
 
-`ROLL_CPU_ATTENTION` in the environment of an engine selects its attention: `kernel`, the default, a C++ kernel over the
-true lengths; `batched`, padded torch operators; `stock`, SGLang's loop over requests. benchmarks/generate.py compares
-them. With `kernel` matrices are multiplied as `cpu_matmul` says.
+`ROLL_CPU_ATTENTION` in the environment of an engine selects its operators: `kernel`, the default, those in C++, for
+attention over the true lengths and, for most models, all layers and sampling in one call each; `batched`, attention by
+padded torch operators; `stock`, SGLang as it is, which loops over requests. benchmarks/generate.py compares them.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 SGLang uses a request's `sampling_seed` only in its deterministic mode, whose kernels need a GPU. `install` replaces two
 functions so that it is used on CPU: the one that collects the seeds of a batch, and the one that samples with them. A
-sampled token depends only on the probabilities, the seed and its position, not on the other requests in the batch. One
-exception: where a request of the batch is greedy or truncated, SGLang sorts the tokens of all by probability first.
+sampled token depends only on the probabilities, the seed and its position, not on the other requests in the batch.
+Without the kernel of `use_kernel` there is one exception: where a request of the batch is greedy or truncated, SGLang
+sorts the tokens of all by probability first.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
     from roll.platforms.cpu_kernels import CpuKernels
+
+ALL_TOKENS = 1 << 30
+"""SGLang's `top_k` of a request that samples from all tokens."""
 
 UNSEEDED = 0
 """Seed of a request without one; requests of this project always carry one."""
@@ -82,7 +86,10 @@ def install() -> None:
 
 
 def use_kernel(kernels: CpuKernels) -> None:
-    """Samples in one call, with the log-probs, where no request of the batch asks for more than a temperature."""
+    """Samples requests that ask for no more than a temperature in one call, with their log-probs.
+
+    So their tokens do not depend on greedy or truncated requests of the batch, which SGLang samples.
+    """
     from sglang.srt.layers.sampler import SGLANG_RETURN_ORIGINAL_LOGPROB, Sampler
 
     original = Sampler.forward
@@ -97,23 +104,52 @@ def use_kernel(kernels: CpuKernels) -> None:
         positions: torch.Tensor,
     ) -> torch.Tensor:
         logits = logits_output.next_token_logits
-        filtered = sampling_info.need_top_p_sampling or sampling_info.need_top_k_sampling
-        filtered = filtered or sampling_info.need_min_p_sampling or sampling_info.is_all_greedy
-        plain = not filtered and sampling_info.sampling_mask_batch_indices is None and logits.dtype == torch.float32
-        plain = plain and sampling_info.sampling_seed is not None and self.rl_on_policy_target is None
-        if return_logprob:
-            more = any(top_logprobs_nums) or any(ids is not None for ids in token_ids_logprobs)
-            plain = plain and not more and not SGLANG_RETURN_ORIGINAL_LOGPROB
-        if not plain:
+        takes = logits.dtype == torch.float32 and not sampling_info.has_custom_logit_processor
+        takes = takes and self.rl_on_policy_target is None and not SGLANG_RETURN_ORIGINAL_LOGPROB
+        rows = plain_rows(sampling_info, len(logits)) if takes else []
+        if not rows:
             result: torch.Tensor = original(
                 self, logits_output, sampling_info, return_logprob, top_logprobs_nums, token_ids_logprobs, positions
             )
             return result
-        logits = self._preprocess_logits(logits, sampling_info)
-        tokens, log_probs = kernels.sample(logits, sampling_info.temperatures, sampling_info.sampling_seed, positions)
-        if return_logprob:
-            logits_output.next_token_logprobs = log_probs
+        more = return_logprob and (any(top_logprobs_nums) or any(ids is not None for ids in token_ids_logprobs))
+        everything = len(rows) == len(logits) and not more
+        if everything:
+            logits = self._preprocess_logits(logits, sampling_info)
+        chosen = slice(None) if everything else torch.tensor(rows)
+        inputs = (logits, sampling_info.temperatures, sampling_info.sampling_seed, positions)
+        drawn, log_probs = kernels.sample(*(each[chosen] for each in inputs))
+        if everything:
+            tokens = drawn
+            if return_logprob:
+                logits_output.next_token_logprobs = log_probs
+        else:
+            tokens = original(
+                self, logits_output, sampling_info, return_logprob, top_logprobs_nums, token_ids_logprobs, positions
+            )
+            tokens[chosen] = drawn.to(tokens.dtype)
+            if return_logprob:
+                logits_output.next_token_logprobs[chosen] = log_probs
         self._sync_token_ids_across_tp(tokens, sampling_info)
         return tokens
 
     Sampler.forward = forward
+
+
+def plain_rows(info: Any, count: int) -> list[int]:
+    """Rows of a batch that ask for no more than a temperature, and not for the tokens that they were sampled from.
+
+    Args:
+        info: SGLang's SamplingBatchInfo. It has a greedy request as one of the best token alone.
+        count: rows of the batch.
+    """
+    if info.sampling_seed is None or info.is_all_greedy:
+        return []
+    filtered = info.need_top_p_sampling or info.need_top_k_sampling or info.need_min_p_sampling
+    if not filtered and info.sampling_mask_batch_indices is None:
+        return list(range(count))
+    plain = (info.top_ks >= ALL_TOKENS) & (info.top_ps >= 1.0) & (info.min_ps <= 0.0)
+    if info.sampling_mask_batch_indices is not None:
+        plain[info.sampling_mask_batch_indices] = False
+    rows: list[int] = plain.nonzero().view(-1).tolist()
+    return rows

@@ -17,7 +17,7 @@ from roll.platforms.sglang_cpu_sampling import sample_with_seeds, uniform
 
 pytestmark = pytest.mark.slow
 
-HEAD_DIMS = (16, 24, 64)
+HEAD_DIMS = (8, 16, 24, 64, 80, 128)
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +130,10 @@ def test_rotate_reads_a_part_of_wider_rows(kernels, tokens):
     cosine, sine = (part[:, None] for part in table[positions].chunk(2, dim=-1))
     expected = torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
     torch.testing.assert_close(kernels[24].rotate(x, positions, table), expected.flatten(1), atol=1e-6, rtol=1e-5)
+    for wrong in (-1, 50):
+        positions[-1] = wrong
+        with pytest.raises(IndexError, match="rotary table of 50"):
+            kernels[24].rotate(x, positions, table)
 
 
 @pytest.mark.parametrize("rows", [1, 7, 900])
@@ -173,7 +177,7 @@ def test_linear_equals_that_of_torch_and_a_row_has_the_same_bits_alone(
 
 def test_linear_of_more_dimensions_and_of_threads(kernels):
     generator, threads, outputs = torch.Generator().manual_seed(0), torch.get_num_threads(), []
-    x, weight = torch.randn(3, 5, 700, generator=generator), torch.randn(200, 700, generator=generator)
+    x, weight = torch.randn(17, 50, 700, generator=generator), torch.randn(200, 700, generator=generator)
     try:
         for count in (1, 2):
             torch.set_num_threads(count)
@@ -230,6 +234,7 @@ def test_a_library_is_built_once_for_each_source_and_head_size(tmp_path, monkeyp
     with (changed / "linear.h").open("a") as file:
         file.write("// another version\n")
     monkeypatch.setattr(cpu_library, "SOURCES", changed)
+    (changed / ".linear.h.swp").write_bytes(b"\xff\xfe")  # as of an editor
     assert build(16, tmp_path / "cache") != first
     assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
 

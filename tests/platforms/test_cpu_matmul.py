@@ -91,6 +91,8 @@ def test_tensors_may_lie_in_memory_in_any_way(calls, kind: str):
 OTHERS = {
     "empty": lambda: torch.cat([torch.matmul(drawn(0, 32), drawn(32, 16)), torch.matmul(drawn(2, 0), drawn(0, 16))]),
     "bfloat16": lambda: torch.nn.functional.linear(drawn(ROWS, DEPTH).bfloat16(), drawn(COLUMNS, DEPTH).bfloat16()),
+    "a negative view": lambda: torch.matmul(torch.complex(drawn(4, 3), drawn(4, 3)).conj().imag, drawn(3, 4)),
+    "sparse": lambda: torch.matmul(drawn(4, 3).to_sparse(), drawn(3, 4)),
     "batched": lambda: torch.matmul(drawn(8, ROWS, DEPTH), drawn(8, DEPTH, COLUMNS)),
     "a vector": lambda: torch.matmul(drawn(1 << 20), drawn(1 << 20, 2)),
     "a bias of one number": lambda: torch.nn.functional.linear(drawn(ROWS, DEPTH), drawn(COLUMNS, DEPTH), drawn(1)),

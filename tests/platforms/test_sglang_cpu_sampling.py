@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pytest
 import torch
 
-from roll.platforms.sglang_cpu_sampling import sample_with_seeds, uniform
+from roll.platforms.sglang_cpu_sampling import ALL_TOKENS, plain_rows, sample_with_seeds, uniform
 
 DRAWS = 200_000
 
@@ -53,3 +56,32 @@ def test_a_row_with_one_possible_token_always_samples_it():
     rows = torch.full((1000, 5), float("-inf"))
     rows[:, 4] = 0
     assert (sample_with_seeds(rows, torch.arange(1000), torch.zeros(1000, dtype=torch.int64)) == 4).all()
+
+
+def batch_info(top_ks=(ALL_TOKENS,) * 4, top_ps=(1.0,) * 4, min_ps=(0.0,) * 4, masks=None, seeds=(1, 2, 3, 4)):
+    return SimpleNamespace(
+        top_ks=torch.tensor(top_ks),
+        top_ps=torch.tensor(top_ps),
+        min_ps=torch.tensor(min_ps),
+        need_top_k_sampling=set(top_ks) != {ALL_TOKENS},
+        need_top_p_sampling=set(top_ps) != {1.0},
+        need_min_p_sampling=set(min_ps) != {0.0},
+        is_all_greedy=set(top_ks) == {1},
+        sampling_mask_batch_indices=None if masks is None else torch.tensor(masks),
+        sampling_seed=None if seeds is None else torch.tensor(seeds),
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "rows"),
+    [
+        ({}, [0, 1, 2, 3]),
+        ({"top_ks": (ALL_TOKENS, 1, 40, ALL_TOKENS)}, [0, 3]),
+        ({"top_ps": (0.9, 1.0, 1.0, 1.0), "min_ps": (0.0, 0.0, 0.1, 0.0)}, [1, 3]),
+        ({"masks": [0, 2]}, [1, 3]),
+        ({"top_ks": (1, 1, 1, 1)}, []),
+        ({"seeds": None}, []),
+    ],
+)
+def test_rows_that_ask_for_no_more_than_a_temperature(options, rows):
+    assert plain_rows(batch_info(**options), 4) == rows

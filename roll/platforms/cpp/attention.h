@@ -8,10 +8,6 @@
 
 #include "linear.h"
 
-#ifndef HEAD_DIM
-#define HEAD_DIM 64
-#endif
-
 namespace {
 
 constexpr int64_t HEAD_VECTORS = (HEAD_DIM + LANES - 1) / LANES;

@@ -47,13 +47,16 @@ extern "C" void rms_norm(const float* x, const float* residual, float* sum, cons
 }
 
 // out [tokens, heads, HEAD_DIM] = x with its halves rotated by the token's position; x has rows of `stride` elements.
-// table [positions, HEAD_DIM]: cosines, then sines.
-extern "C" void rotate(const float* x, float* out, const int64_t* positions, const float* table, int64_t tokens,
-                       int64_t heads, int64_t stride) {
+// table [size, HEAD_DIM]: cosines, then sines. Returns 1, and has written nothing, where a position is out of range.
+extern "C" int32_t rotate(const float* x, float* out, const int64_t* positions, const float* table, int64_t tokens,
+                          int64_t heads, int64_t stride, int64_t size) {
+  for (int64_t t = 0; t < tokens; t++)
+    if (positions[t] < 0 || positions[t] >= size) return 1;
 #pragma omp parallel for if (tokens * heads * HEAD_DIM > 65536)
   for (int64_t t = 0; t < tokens; t++)
     for (int64_t h = 0; h < heads; h++)
       rotate_head(x + t * stride + h * HEAD_DIM, table + positions[t] * HEAD_DIM, out + (t * heads + h) * HEAD_DIM);
+  return 0;
 }
 
 // out [rows, size] = silu(first half of x) * second half; x [rows, 2 * size].

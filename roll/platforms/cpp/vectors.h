@@ -13,6 +13,10 @@
 #include <arm_neon.h>
 #endif
 
+#ifndef HEAD_DIM  // of the model's heads
+#define HEAD_DIM 64
+#endif
+
 namespace {
 
 #if defined(__AVX512F__)
