@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
 from sglang_host import RemoteEngine, largest_difference, requests
+from sglang_model_runner import which_models_are_taken
 
 from roll.configs.pipeline import BaseConfig
 from roll.distributed.resources import start_ray, stop_ray
@@ -82,3 +85,26 @@ def test_a_response_that_is_continued_has_the_bits_of_one_that_was_not_stopped(e
     [continued] = engine.generate([rest])
     assert continued.response_ids == whole.response_ids[13:]
     assert continued.log_probs == whole.log_probs[13:]
+
+
+def test_greedy_and_truncated_requests_of_a_batch_do_not_change_the_bits_of_others(engine):
+    plain = requests(6, 20)
+    [greedy] = [
+        replace(each, sampling=replace(each.sampling, temperature=0.0)) for each in requests(1, 20, first_seed=60)
+    ]
+    truncated = [
+        replace(each, request_id=f"t{i}", sampling=replace(each.sampling, top_p=0.7, top_k=5))
+        for i, each in enumerate(requests(3, 20, first_seed=70))
+    ]
+    greedy = replace(greedy, request_id="greedy")
+    alone = engine.generate(plain)
+    mixed = {answer.request_id: answer for answer in engine.generate([greedy, *plain, *truncated])}
+    for answer in alone:
+        assert answer.response_ids == mixed[answer.request_id].response_ids
+        assert answer.log_probs == mixed[answer.request_id].log_probs
+
+
+def test_which_models_run_as_one_call(folder):
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+        taken = process.submit(which_models_are_taken, str(folder)).result(timeout=300)
+    assert {name for name, yes in taken.items() if yes} == {"installed", "nothing"}
