@@ -172,6 +172,32 @@ def test_groups_that_do_not_divide_by_the_ranks_are_split_once():
     assert [len({prefixes[index] for index in shard}) for shard in plan.indices] == [2, 2]
 
 
+def test_no_rank_is_without_samples_where_one_group_is_all():
+    arguments = {"max_tokens": 400, "packed": True, "prefixes": [("only", 10)] * 4}
+    assert all(plan_forward([100, 10, 10, 10], 2, **arguments).indices)
+
+
+def test_a_group_that_fits_one_micro_batch_is_split_where_another_rank_needs_two():
+    lengths, costs = [60, 50] + [10] * 10, [100, 20] + [20] * 10
+    prefixes = [None, None] + [("group", 9)] * 10
+    arguments = {"samples_per_step": 12, "max_tokens": 100, "packed": True, "prefixes": prefixes}
+    (plan,) = plan_optimizer_steps(lengths, 2, costs=costs, **arguments)
+    assert sorted(len(shard) for shard in plan.indices) == [2, 10]
+    assert [len(micros) for micros in plan.micro_batches] == [2, 2]
+
+
+def test_of_plans_whose_slowest_ranks_cost_the_same_the_one_with_fewer_distinct_tokens_is_taken():
+    lengths, prefixes = [20, 20, 30, 30, 10, 20], [(group, 5) for group in (2, 1, 0, 2, 2, 2)]
+    plan = plan_forward(lengths, 2, max_tokens=60, packed=True, prefixes=prefixes)
+    assert tokens_of_ranks(plan, lengths, prefixes) == [65, 55], "whole groups give 65 and 60"
+
+
+def test_groups_larger_than_a_micro_batch_fill_whole_micro_batches():
+    lengths, prefixes = [30] * 48, [(index // 24, 20) for index in range(48)]
+    plan = plan_forward(lengths, 1, micro_batch_size=8, packed=True, prefixes=prefixes)
+    assert tokens_of_ranks(plan, lengths, prefixes) == [6 * (20 + 8 * 10)]
+
+
 @given(batches().flatmap(lambda batch: st.tuples(st.just(batch), prefixes_of(batch[0]))), st.integers(50, 200))
 def test_with_prefixes_limits_count_all_tokens_and_ranks_have_equally_many_micro_batches(batch_prefixes, max_tokens):
     (lengths, ranks, samples_per_step), prefixes = batch_prefixes
