@@ -185,8 +185,8 @@ def _measure_rank(
         data = _batch(work, step)
         plans = {
             BEFORE: in_order(sample_lengths(data), layout.data, work.max_tokens),
-            BY_TOKENS: training_plans(data, role(True))[0],
-            BY_COUNT: training_plans(data, role(False))[0],
+            BY_TOKENS: training_plans(data, role(True), "cpu")[0],
+            BY_COUNT: training_plans(data, role(False), "cpu")[0],
         }
         if step == 0:
             run(plans[BEFORE], data)

@@ -152,7 +152,7 @@ async def train(
 async def train_step(actor: Cluster[TrainWorker], config: RLVRConfig, data: DataProto) -> float:
     """One optimizer step on the responses of `data`; returns the loss before it."""
     learned = DataProto(data.batch, meta_info={"temperature": 1.0, "loss": "sft", "loss_config": None})
-    (plan,) = training_plans(learned, config.actor_train)
+    (plan,) = training_plans(learned, config.actor_train, actor.platform)
     return (await actor.call_shards(TrainWorker.train_step, training_shards(learned, plan)))[0]["loss"]
 
 

@@ -6,6 +6,10 @@ least cost so far (Graham 1969, longest processing time first). Where micro-batc
 different numbers of samples: one may have a few long ones and another many short ones. A training step has the same
 number of micro-batches on every rank in any case.
 
+Where packed samples share the tokens at their beginning (`prefixes`), the samples of a group cost less in one
+micro-batch than in several, so whole groups are dealt in the same way too, and the cheaper plan is taken. Token limits
+count every sample in full.
+
 Packed micro-batches of a rank are balanced by cost too, which keeps the stages of a pipeline busy. Samples that are
 padded are sorted by length instead, so that a micro-batch needs little padding. The largest micro-batch comes first, so
 that a step that does not fit in memory fails at once. A plan depends only on its arguments.
@@ -14,8 +18,11 @@ that a step that does not fit in memory fails at once. A plan depends only on it
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+
+Prefix = tuple[Hashable, int]
+"""(group of a sample, number of tokens that all samples of the group have in common at their beginning)."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +75,7 @@ def plan_optimizer_steps(
     max_tokens: int | None = None,
     round_to: int = 1,
     packed: bool = False,
+    prefixes: Sequence[Prefix | None] | None = None,
 ) -> list[OptimizerStepPlan]:
     """Splits a batch into optimizer steps, each of `samples_per_step` consecutive samples.
 
@@ -83,6 +91,8 @@ def plan_optimizer_steps(
             times its number of samples.
         round_to: sequence lengths are padded to multiples of this.
         packed: the samples of a micro-batch follow each other without padding, so its tokens are the sum of lengths.
+        prefixes: what each sample shares with others of the same packed micro-batch, where such tokens are computed
+            once; None for a sample that shares nothing. Costs are then in tokens, as those of `sample_cost`.
 
     Raises:
         ValueError: the batch is not divisible by the step, or the step by the ranks; or a sample exceeds `max_tokens`.
@@ -94,7 +104,7 @@ def plan_optimizer_steps(
         )
     if samples_per_step % data_parallel:
         raise ValueError(f"{samples_per_step} samples of an optimizer step do not divide over {data_parallel} ranks")
-    planner = _planner(lengths, costs, micro_batch_size, max_tokens, round_to, packed)
+    planner = _planner(lengths, costs, micro_batch_size, max_tokens, round_to, packed, prefixes, equal_counts=True)
     steps = (range(first, first + samples_per_step) for first in range(0, len(lengths), samples_per_step))
     return [planner.plan(step, data_parallel) for step in steps]
 
@@ -108,6 +118,7 @@ def plan_forward(
     max_tokens: int | None = None,
     round_to: int = 1,
     packed: bool = False,
+    prefixes: Sequence[Prefix | None] | None = None,
 ) -> OptimizerStepPlan:
     """Splits a batch for a forward pass without gradients; arguments as `plan_optimizer_steps`.
 
@@ -119,7 +130,7 @@ def plan_forward(
     """
     if len(lengths) < data_parallel:
         raise ValueError(f"{len(lengths)} samples are fewer than {data_parallel} data-parallel ranks")
-    planner = _planner(lengths, costs, micro_batch_size, max_tokens, round_to, packed)
+    planner = _planner(lengths, costs, micro_batch_size, max_tokens, round_to, packed, prefixes, equal_counts=False)
     return planner.plan(range(len(lengths)), data_parallel)
 
 
@@ -137,9 +148,14 @@ class _Planner:
     max_tokens: int | None
     round_to: int
     packed: bool
+    prefixes: Sequence[Prefix | None]
+    equal_counts: bool  # a training step needs as many micro-batches on every rank
 
     def plan(self, samples: range, data_parallel: int) -> OptimizerStepPlan:
-        """The plan whose slowest rank costs least, among a few; none costs more than the order of the batch."""
+        """The plan whose slowest rank costs least, among a few; where `equal_counts`, of those with equal counts.
+
+        Consecutive samples for each rank are one of them.
+        """
         self._check_lengths(samples)
         ranks = min(
             (self._micro_batches(shards) for shards in self._deals(samples, data_parallel)), key=self._preference
@@ -152,24 +168,39 @@ class _Planner:
         each, more = divmod(len(samples), ranks)
         counts = [each + (rank >= ranks - more) for rank in range(ranks)]
         if ranks > 1:
-            by_cost = sorted(samples, key=lambda index: -self.costs[index])
-            if self.max_tokens is not None:
-                shards = self._deal(by_cost, [len(samples)] * ranks)
-                if self._tokens_planned_for(shards, max(counts)):
-                    yield shards
-            yield self._deal(by_cost, counts)
+            for units in self._units(samples):
+                if self.max_tokens is not None and len(units) >= ranks:
+                    shards = self._deal(units, [len(samples)] * ranks)
+                    if self._tokens_planned_for(shards, max(counts)):
+                        yield shards
+                yield self._deal(units, counts)
         starts = [sum(counts[:rank]) for rank in range(ranks)]
         yield [[*samples[start : start + count]] for start, count in zip(starts, counts, strict=True)]
 
-    def _deal(self, by_cost: list[int], counts: list[int]) -> list[list[int]]:
-        """Gives each sample to the rank with the least cost that has fewer than its count."""
+    def _units(self, samples: Sequence[int]) -> list[list[list[int]]]:
+        """What to deal, the most expensive first: whole groups, where samples share prefixes; and single samples."""
+        by_cost = sorted(samples, key=lambda index: -self.costs[index])
+        groups: dict[Hashable, list[int]] = {}
+        for index in by_cost:
+            prefix = self.prefixes[index]
+            groups.setdefault(index if prefix is None else (prefix[0],), []).append(index)
+        singles = [[index] for index in by_cost]
+        if len(groups) == len(singles):
+            return [singles]
+        return [sorted(groups.values(), key=lambda group: -self._cost(group)), singles]
+
+    def _deal(self, units: list[list[int]], counts: list[int]) -> list[list[int]]:
+        """Gives each unit to the rank of least cost that has fewer samples than its count, the rest to the next one."""
         shards: list[list[int]] = [[] for _ in counts]
         loads = [(0.0, rank) for rank in range(len(counts))]
-        for index in by_cost:
-            cost, rank = heapq.heappop(loads)
-            shards[rank].append(index)
-            if len(shards[rank]) < counts[rank]:
-                heapq.heappush(loads, (cost + self.costs[index], rank))
+        for left in units:
+            while left:
+                cost, rank = heapq.heappop(loads)
+                room = counts[rank] - len(shards[rank])
+                part, left = left[:room], left[room:]
+                shards[rank] += part
+                if len(part) < room:
+                    heapq.heappush(loads, (cost + self._cost(part), rank))
         return shards
 
     def _tokens_planned_for(self, shards: list[list[int]], count: int) -> bool:
@@ -177,11 +208,13 @@ class _Planner:
         most = count * max(self.lengths[index] for shard in shards for index in shard)
         return all(sum(self.lengths[index] for index in shard) <= most for shard in shards)
 
-    def _preference(self, ranks: list[MicroBatches]) -> tuple[int, float, int]:
-        """Smaller is better: equal numbers of micro-batches, then cost of the slowest rank, then few micro-batches."""
+    def _preference(self, ranks: list[MicroBatches]) -> tuple[int, float, int, int]:
+        """Smaller is better: equal counts where needed, cost of the slowest rank, distinct tokens, micro-batches."""
         counts = [len(rank) for rank in ranks]
+        unequal = max(counts) - min(counts) if self.equal_counts else 0
         slowest = max(sum(self._cost(micro) for micro in rank) for rank in ranks)
-        return max(counts) - min(counts), slowest, max(counts)
+        shared = sum(self._shared(micro) for rank in ranks for micro in rank)
+        return unequal, slowest, -shared, max(counts)
 
     def _micro_batches(self, shards: list[list[int]]) -> list[MicroBatches]:
         """Equally many for each rank, the fewest possible; a rank with fewer samples than that has one for each."""
@@ -195,7 +228,7 @@ class _Planner:
         tokens: list[int] = []
         for index in longest_first:
             for at in range(len(tokens)):
-                if self._has_room(micro_batches[at], tokens[at], index):
+                if self._has_room(micro_batches[at], tokens[at] + self.lengths[index]):
                     break
             else:
                 at = len(tokens)
@@ -209,26 +242,38 @@ class _Planner:
         """`count` micro-batches of the same samples, balanced by cost where they are packed, the largest first."""
         if not self.packed:
             return self._split_until(micro_batches, count)
-        result = self._spread([index for micro in micro_batches for index in micro], count)
-        result = result or self._split_until(micro_batches, count)
+        ways = self._units([index for micro in micro_batches for index in micro])
+        spread = [self._spread([part for unit in units for part in self._fewest(unit)], count) for units in ways]
+        found = [self._split_until(way, count) for way in spread if way] or [self._split_until(micro_batches, count)]
+        result = min(found, key=lambda way: sum(map(self._cost, way)))
         return sorted(result, key=lambda micro: -sum(self.lengths[index] for index in micro))
 
-    def _spread(self, samples: list[int], count: int) -> MicroBatches | None:
-        """Gives each sample to the micro-batch with the least cost that has room; None where none has."""
+    def _spread(self, units: list[list[int]], count: int) -> MicroBatches | None:
+        """Gives each unit to the micro-batch with the least cost that has room, in halves where none has.
+
+        Returns:
+            At most `count` micro-batches; None where one sample finds no room.
+        """
         micro_batches: MicroBatches = [[] for _ in range(count)]
         loads = [(0.0, 0, at) for at in range(count)]  # cost, tokens, micro-batch
-        for index in sorted(samples, key=lambda index: -self.costs[index]):
-            full = []
-            while loads and not self._has_room(micro_batches[loads[0][2]], loads[0][1], index):
+        waiting = units[::-1]
+        while waiting:
+            unit, full = waiting.pop(), []
+            more = sum(self.lengths[index] for index in unit)
+            while loads and not self._has_room(micro_batches[loads[0][2]], loads[0][1] + more, len(unit)):
                 full.append(heapq.heappop(loads))
-            if not loads:
+            if loads:
+                cost, tokens, at = loads[0]
+                micro_batches[at] += unit
+                heapq.heapreplace(loads, (cost + self._cost(unit), tokens + more, at))
+            elif len(unit) == 1:
                 return None
-            cost, tokens, at = loads[0]
-            micro_batches[at].append(index)
-            heapq.heapreplace(loads, (cost + self.costs[index], tokens + self.lengths[index], at))
+            else:
+                middle = (len(unit) + 1) // 2
+                waiting += [unit[middle:], unit[:middle]]
             for each in full:
                 heapq.heappush(loads, each)
-        return micro_batches
+        return [micro for micro in micro_batches if micro]
 
     def _split_until(self, micro_batches: MicroBatches, count: int) -> MicroBatches:
         """Halves the micro-batch of most samples until there are `count`; halves need no more padding than it."""
@@ -240,17 +285,22 @@ class _Planner:
             result[largest : largest + 1] = [whole[:middle], whole[middle:]]
         return result
 
-    def _has_room(self, micro_batch: list[int], tokens: int, index: int) -> bool:
-        """Whether a micro-batch of so many tokens has room for a sample that is no longer than its first."""
+    def _has_room(self, micro_batch: list[int], tokens: int, more: int = 1) -> bool:
+        """Whether a micro-batch has room for so many more samples, no longer than its first, and `tokens` with them."""
         if self.max_tokens is None:
-            return len(micro_batch) < (self.micro_batch_size or 1)
+            return len(micro_batch) + more <= (self.micro_batch_size or 1)
         if self.packed:
-            return self._padded(tokens + self.lengths[index]) <= self.max_tokens
-        return self._padded(self.lengths[micro_batch[0]]) * (len(micro_batch) + 1) <= self.max_tokens
+            return self._padded(tokens) <= self.max_tokens
+        return self._padded(self.lengths[micro_batch[0]]) * (len(micro_batch) + more) <= self.max_tokens
 
     def _cost(self, micro_batch: list[int]) -> float:
         costs = [self.costs[index] for index in micro_batch]
-        return sum(costs) if self.packed else max(costs) * len(costs)
+        return sum(costs) - self._shared(micro_batch) if self.packed else max(costs) * len(costs)
+
+    def _shared(self, micro_batch: list[int]) -> int:
+        """Tokens that are not computed, because another sample of the micro-batch has the same prefix."""
+        prefixes = [prefix for index in micro_batch if (prefix := self.prefixes[index])]
+        return sum(tokens for _, tokens in prefixes) - sum(dict(prefixes).values())
 
     def _padded(self, length: int) -> int:
         return -(-length // self.round_to) * self.round_to
@@ -273,6 +323,8 @@ def _planner(
     max_tokens: int | None,
     round_to: int,
     packed: bool,
+    prefixes: Sequence[Prefix | None] | None,
+    equal_counts: bool,
 ) -> _Planner:
     if (micro_batch_size is None) == (max_tokens is None):
         raise ValueError(f"give either micro_batch_size ({micro_batch_size}) or max_tokens ({max_tokens})")
@@ -282,7 +334,12 @@ def _planner(
     costs = lengths if costs is None else costs
     if len(costs) != len(lengths) or min(costs, default=1) <= 0:
         raise ValueError(f"costs: {len(costs)} of {len(lengths)} samples; give one above 0 for each")
-    return _Planner(lengths, costs, micro_batch_size, max_tokens, round_to, packed)
+    prefixes = [None] * len(lengths) if prefixes is None else prefixes
+    if len(prefixes) != len(lengths):
+        raise ValueError(f"prefixes: {len(prefixes)} of {len(lengths)} samples; give one or None for each")
+    if not packed and any(prefixes):
+        raise ValueError("prefixes: only samples of packed micro-batches share tokens")
+    return _Planner(lengths, costs, micro_batch_size, max_tokens, round_to, packed, prefixes, equal_counts)
 
 
 def _positions(micro_batches: MicroBatches) -> MicroBatches:

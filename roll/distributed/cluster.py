@@ -413,7 +413,8 @@ class Cluster(Generic[WorkerT]):
     def shards_client(self) -> ShardsClient[WorkerT]:
         """A picklable client with which other processes call all ranks."""
         self._build()
-        return ShardsClient(self.role, tuple(self._actors), self._workers, self._locations(), self._deadlines)
+        locations, platform = self._locations(), self.platform
+        return ShardsClient(self.role, tuple(self._actors), self._workers, platform, locations, self._deadlines)
 
     def _locations(self) -> tuple[str, ...]:
         return tuple(self._location(rank) for rank in range(self.world_size))

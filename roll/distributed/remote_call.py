@@ -33,6 +33,7 @@ class ShardsClient(Generic[WorkerT]):
         role: name of the cluster.
         actors: handle of each rank.
         layout: of the ranks.
+        platform: name of the platform that its devices are on.
         locations: where each rank runs, for messages.
         deadlines: seconds by the method's name.
     """
@@ -40,6 +41,7 @@ class ShardsClient(Generic[WorkerT]):
     role: str
     actors: tuple[Any, ...]
     layout: ParallelLayout
+    platform: str
     locations: tuple[str, ...]
     deadlines: Mapping[str, float]
 

@@ -372,7 +372,7 @@ class RLLearner(ActorLearner):
         counted = data.batch["correction_kept"] if config.correction.renormalize else None
         steps: list[dict[str, float]] = []
         for _ in range(config.ppo_epochs):
-            for plan in training_plans(data, config.actor_train):
+            for plan in training_plans(whole, config.actor_train, self._actor.platform):
                 shards = training_shards(data, plan, counted)
                 if self._loss_config.one_pass:
                     answers = await self._actor.call_shards(TrainWorker.train_step_with_log_probs, shards)
@@ -389,12 +389,12 @@ class RLLearner(ActorLearner):
 
     async def _train_critic(self, data: DataProto, critic: Cluster[TrainWorker], clock: StepClock) -> dict[str, float]:
         """All optimizer steps of the critic on the batch; returns `critic/...`."""
-        data = data.select(*LOG_PROB_KEYS, "returns", "values")
+        whole, data = data, data.select(*LOG_PROB_KEYS, "returns", "values")
         data.meta_info |= {"loss": "value", "loss_config": self._value_loss_config}
         steps: list[dict[str, float]] = []
         with clock.measure("train_critic"):
             for _ in range(self._config.ppo_epochs):
-                for plan in training_plans(data, self._config.critic):
+                for plan in training_plans(whole, self._config.critic, critic.platform):
                     steps.append((await critic.call_shards(TrainWorker.train_step, training_shards(data, plan)))[0])
         return {f"critic/{name}": reduce_steps(name, [step[name] for step in steps]) for name in steps[0]}
 

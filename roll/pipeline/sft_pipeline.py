@@ -154,7 +154,7 @@ class SFTLearner(ActorLearner):
         """Returns `actor/loss` and the metrics of the optimizer."""
         data = batch.data
         data.meta_info |= {"temperature": 1.0, "loss": "sft", "loss_config": None}
-        (plan,) = training_plans(data, self._config.actor_train)
+        (plan,) = training_plans(data, self._config.actor_train, self._actor.platform)
         with clock.measure("train"):
             shards = training_shards(data, plan)
             metrics = (await self._actor.call_shards(TrainWorker.train_step, shards))[0]

@@ -13,7 +13,7 @@ from roll.configs.hub.names import local_model
 from roll.configs.model_config import read_model_shape
 from roll.configs.roles import MegatronRoleConfig, TrainedRoleConfig
 from roll.datasets.collate import SAMPLING_MASK, SAMPLING_MASK_SIZES
-from roll.datasets.micro_batches import OptimizerStepPlan, plan_forward, plan_optimizer_steps, sample_cost
+from roll.datasets.micro_batches import OptimizerStepPlan, Prefix, plan_forward, plan_optimizer_steps, sample_cost
 from roll.distributed.protocol import DataProto
 from roll.distributed.train_worker import TrainWorker
 
@@ -68,6 +68,7 @@ async def forward(
         max_tokens=limit,
         round_to=cluster.layout.tensor,
         packed=config.use_sequence_packing,
+        prefixes=shared_prefixes(data, config, cluster.platform),
     )
     inputs = data.select(*LOG_PROB_KEYS, *masks)
     shards = []
@@ -85,6 +86,34 @@ def sample_lengths(data: DataProto) -> list[int]:
     return lengths
 
 
+def shared_prefixes(data: DataProto, role: MegatronRoleConfig, platform: str) -> list[Prefix | None] | None:
+    """What each sample shares with its group in a micro-batch, as `plan_optimizer_steps` takes it.
+
+    Args:
+        data: a batch; the samples of a group are those of the same `group_ids`.
+        role: whose micro-batches they form.
+        platform: name of the platform that the role's ranks run on.
+
+    Returns:
+        None where the ranks compute every token of every sample (`MegatronInferStrategy` shares prefixes of packed
+        samples on a CPU), or the batch has no groups.
+    """
+    if platform != "cpu" or not role.use_sequence_packing or "group_ids" not in data:
+        return None
+    ids, mask = data.batch["input_ids"], data.batch["attention_mask"].bool()
+    groups: dict[int, list[int]] = {}
+    for index, group in enumerate(data.batch["group_ids"].tolist()):
+        groups.setdefault(group, []).append(index)
+    prefixes: list[Prefix | None] = [None] * len(data)
+    for group, rows in groups.items():
+        common = ((ids[rows] == ids[rows[0]]) & mask[rows]).all(0)
+        tokens = int(common.long().cumprod(0).sum())
+        if tokens and len(rows) > 1:
+            for index in rows:
+                prefixes[index] = group, tokens
+    return prefixes
+
+
 def sample_costs(lengths: Sequence[int], role: MegatronRoleConfig) -> list[float]:
     """Time to compute each sample with the role's model, see `sample_cost`."""
     crossover = _crossover_length(role.model_args.model_name_or_path, role.value_head)
@@ -97,8 +126,8 @@ def _crossover_length(model: str | None, value_head: bool) -> float:
     return math.inf if shape is None else shape.crossover_length(value_head)
 
 
-def training_plans(data: DataProto, role: TrainedRoleConfig) -> list[OptimizerStepPlan]:
-    """The optimizer steps of one pass over `data` by a trained role; those of padding alone are left out."""
+def training_plans(data: DataProto, role: TrainedRoleConfig, platform: str) -> list[OptimizerStepPlan]:
+    """The optimizer steps of one pass over `data` by a trained role on a platform; those of padding are left out."""
     limit = role.training_token_limit
     lengths = sample_lengths(data)
     plans = plan_optimizer_steps(
@@ -110,6 +139,7 @@ def training_plans(data: DataProto, role: TrainedRoleConfig) -> list[OptimizerSt
         max_tokens=limit,
         round_to=role.layout.tensor,
         packed=role.use_sequence_packing,
+        prefixes=shared_prefixes(data, role, platform),
     )
     live = data.batch["response_mask"].bool().any(-1)
     return [plan for plan in plans if bool(live[plan.permutation].any())] or plans[:1]

@@ -22,6 +22,7 @@ class BigramCluster:
     """Two data-parallel ranks that share one table; a training step is plain gradient descent."""
 
     layout = ParallelLayout(data=2)
+    platform = "cpu"
 
     def __init__(self, learning_rate: float = 0.5) -> None:
         generator = torch.Generator().manual_seed(0)

@@ -421,12 +421,12 @@ def test_optimizer_steps_of_padding_alone_are_not_made(tmp_path):
     data = cluster.sample(1, samples=24)
     role = made._config.actor_train
     per_step = role.samples_per_optimizer_step
-    assert len(training_plans(data, role)) == 24 // per_step > 2
+    assert len(training_plans(data, role, "cpu")) == 24 // per_step > 2
     data.batch["response_mask"][per_step + 1 :] = 0
-    kept = training_plans(data, role)
+    kept = training_plans(data, role, "cpu")
     assert len(kept) == 2
     data.batch["response_mask"][:] = 0
-    assert len(training_plans(data, role)) == 1
+    assert len(training_plans(data, role, "cpu")) == 1
 
 
 @pytest.mark.parametrize(

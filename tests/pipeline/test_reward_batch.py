@@ -30,6 +30,8 @@ from roll.rollout.types import GenerateRequest, GenerateResult
 class Client:
     """Ranks whose value before a token is the sum of the tokens before it; counts the rows of each call."""
 
+    platform = "cpu"
+
     def __init__(self, data: int) -> None:
         self.layout = ParallelLayout(data=data)
         self.rows: list[list[int]] = []

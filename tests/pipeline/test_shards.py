@@ -14,7 +14,7 @@ from roll.configs.roles import ActorTrainConfig, TrainingArguments, TrainModelAr
 from roll.distributed.protocol import DataProto
 from roll.distributed.train_worker import TrainWorker
 from roll.pipeline.preference_pipeline import pair_plans
-from roll.pipeline.shards import forward, sample_costs, training_plans
+from roll.pipeline.shards import forward, sample_costs, shared_prefixes, training_plans
 
 LENGTHS = [80, 40, 40, 30, 30, 30]
 MODEL = {
@@ -34,6 +34,7 @@ class Lengths:
     """Two data-parallel ranks; a forward pass gives each sample its length, and keeps the lengths of each shard."""
 
     layout = ParallelLayout(data=2)
+    platform = "cpu"
     shards: list[list[int]]
 
     async def call_shards(self, _, shards):
@@ -77,7 +78,7 @@ def test_a_sample_as_long_as_the_crossover_of_the_model_costs_twice_its_tokens(f
 
 
 def test_training_and_forward_passes_balance_the_square_of_lengths(folder):
-    (plan,) = training_plans(batch(LENGTHS), role(folder))
+    (plan,) = training_plans(batch(LENGTHS), role(folder), "cpu")
     assert plan.indices == [[0], [1, 2, 3, 4, 5]]
     cluster = Lengths()
     answer = asyncio.run(forward(cluster, TrainWorker.compute_log_probs, batch(LENGTHS), role(folder)))
@@ -86,7 +87,7 @@ def test_training_and_forward_passes_balance_the_square_of_lengths(folder):
 
 
 def test_without_a_model_tokens_are_balanced():
-    (plan,) = training_plans(batch(LENGTHS), role(None))
+    (plan,) = training_plans(batch(LENGTHS), role(None), "cpu")
     assert [sum(LENGTHS[index] for index in shard) for shard in plan.indices] == [140, 110]
 
 
@@ -97,3 +98,46 @@ def test_a_pair_costs_what_both_of_its_rows_cost(folder, packed):
     worker.use_sequence_packing = packed
     (plan,) = pair_plans(batch(pairs), worker)
     assert plan.indices[0] == [0, 1], "by tokens, its rank would have others too"
+
+
+def grouped() -> DataProto:
+    """Two groups of two, which alternate: they share 5 and 3 tokens; and a sample alone in its group."""
+    data = batch([8, 8, 6, 4, 9])
+    ids = torch.arange(data.batch["input_ids"].numel()).view(5, -1)
+    ids[2, :5], ids[3, :3] = ids[0, :5], ids[1, :3]
+    data.batch["input_ids"] = ids
+    data.batch["group_ids"] = torch.tensor([7, 3, 7, 3, 5])
+    return data
+
+
+def test_samples_of_a_group_share_the_tokens_before_the_first_that_differs():
+    assert shared_prefixes(grouped(), role(None), "cpu") == [(7, 5), (3, 3), (7, 5), (3, 3), None]
+
+
+def test_a_prefix_ends_before_padding_that_looks_like_a_token():
+    data = grouped()
+    data.batch["input_ids"][3] = data.batch["input_ids"][1]
+    assert shared_prefixes(data, role(None), "cpu")[1] == (3, 4)
+
+
+def test_nothing_is_shared_on_a_gpu_or_with_padding_or_without_groups():
+    padded = role(None)
+    padded.use_sequence_packing = False
+    assert shared_prefixes(grouped(), role(None), "cuda") is None
+    assert shared_prefixes(grouped(), padded, "cpu") is None
+    assert shared_prefixes(batch(LENGTHS), role(None), "cpu") is None
+
+
+def test_a_group_stays_on_one_rank_where_its_prompt_is_computed_once():
+    """Two prompts of 16 tokens, one with four responses of 8 tokens and one with four of 4."""
+    data = batch([24, 20] * 4)
+    prompts, responses = torch.arange(32).view(2, 16).repeat(4, 1), torch.arange(100, 164).view(8, 8)
+    data.batch["input_ids"] = torch.cat([prompts, responses], 1)
+    data.batch["group_ids"] = torch.arange(8) % 2
+    worker, cluster = role(None, samples=8), Lengths()
+    for platform, shards in {"cpu": [[24] * 4, [20] * 4], "cuda": [[24, 24, 20, 20]] * 2}.items():
+        (plan,) = training_plans(data, worker, platform)
+        assert [sorted(data.batch["attention_mask"].sum(-1)[shard].tolist())[::-1] for shard in plan.indices] == shards
+        cluster.platform = platform
+        asyncio.run(forward(cluster, TrainWorker.compute_log_probs, data, worker))
+        assert [sorted(shard)[::-1] for shard in cluster.shards] == shards
