@@ -192,8 +192,9 @@ def _is_plain_layer(layer: Any, model: Any) -> bool:
             if norm.variance_epsilon != epsilon or any(option is not None for option in options):
                 return False
     rope, attend = attention.rotary_emb, attention.attn
-    rotates = isinstance(rope, RotaryEmbedding) and type(rope).forward_native is RotaryEmbedding.forward_native
-    rotates = rotates and rope.is_neox_style and rope.rotary_dim == rope.head_size == attention.head_dim
+    if not isinstance(rope, RotaryEmbedding) or type(rope).forward_native is not RotaryEmbedding.forward_native:
+        return False
+    rotates = rope.is_neox_style and rope.rotary_dim == rope.head_size == attention.head_dim
     same = rope.cos_sin_cache is first.rotary_emb.cos_sin_cache and attention.scaling == first.scaling
     window = attend.sliding_window_size is None or attend.sliding_window_size < 0
     causal = attend.logit_cap == 0 and attend.k_scale is None and not attend.is_cross_attention
