@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from roll.distributed.engine_node import EngineNode, FurtherNodes
 from roll.distributed.events import EventLog
-from roll.distributed.processes import gc_freeze
+from roll.distributed.processes import gc_freeze, pin
 from roll.distributed.remote_errors import PROCESS_DIED, ClusterError
 from roll.distributed.strategy.sglang_engine import (
     Engine,
@@ -114,9 +114,20 @@ class InferWorker(WeightReceiver):
             running=config.max_running_requests,
             version=lambda: self.version,
         )
+        if self.rank.cores:
+            pin(self.rank.cores)  # which the engine's processes inherit
         await self._start(engine, self._further_nodes, until)
         await self.probe(engine)
         await self.flush_cache()
+        self._leave_cores()
+
+    def _leave_cores(self) -> None:
+        """On a CPU lets this process, which handles requests, run on any core of its node: the scheduler needs its own.
+
+        For 1,024 answers of 3 tokens it takes two thirds of the scheduler's time.
+        """
+        if self.rank.cores and self.rank.platform == "cpu":
+            pin(tuple(os.sched_getaffinity(os.getppid())))
 
     async def probe(self, engine: Engine) -> None:
         """Generates one token with the engine, which has started.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +37,12 @@ class EngineHost:
     def __init__(self, folder: str, tensor_parallel: int, options: dict[str, Any]) -> None:
         worker = ActorInferConfig(num_gpus_per_worker=tensor_parallel, max_running_requests=32)
         worker.model_args.model_name_or_path, worker.model_args.dtype = folder, "fp32"
+        rank = replace(WorkerRank.single("actor_infer"), cores=options.pop("cores", ()))
         worker.strategy_args.strategy_config = {"disable_radix_cache": False, **options}
         pipeline = RLVRConfig(
             output_dir=folder, prompt_length=56, response_length=2000, deterministic=True, sync_timeout_s=30
         )
-        self.worker = InferWorker(WorkerRank.single("actor_infer"), worker, pipeline)
+        self.worker = InferWorker(rank, worker, pipeline)
 
     async def call(self, method: str, *arguments: Any) -> Any:
         answer = getattr(self.worker, method)(*arguments)
@@ -59,6 +62,10 @@ class EngineHost:
 
     async def shared_files(self) -> set[Path]:
         return self.worker.engine._shared_files
+
+    async def affinities(self) -> tuple[set[int], list[set[int]]]:
+        """Cores of this process, and of the schedulers."""
+        return os.sched_getaffinity(0), [os.sched_getaffinity(pid) for pid in self.worker.engine._schedulers]
 
     async def scheduler_ids(self) -> list[int]:
         return self.worker.engine._schedulers
@@ -103,6 +110,9 @@ class RemoteEngine:
 
     def scheduler_ids(self) -> list[int]:
         return ray.get(self.actor.scheduler_ids.remote(), timeout=CALL_TIMEOUT_S)
+
+    def affinities(self) -> tuple[set[int], list[set[int]]]:
+        return ray.get(self.actor.affinities.remote(), timeout=CALL_TIMEOUT_S)
 
     def cpu_seconds(self, wall_s: float) -> float:
         return ray.get(self.actor.cpu_seconds.remote(wall_s), timeout=CALL_TIMEOUT_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
@@ -34,6 +35,10 @@ MODELS = {
 }
 
 
+CORES = (min(os.sched_getaffinity(0)),)
+"""Of the engine's processes."""
+
+
 @pytest.fixture(scope="module")
 def on_ray(tmp_path_factory):
     start_ray(BaseConfig(output_dir=str(tmp_path_factory.mktemp("run"))), "cpu", num_devices=2)
@@ -48,7 +53,7 @@ def folder(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(on_ray, folder):
-    engine = RemoteEngine(folder, disable_radix_cache=True)
+    engine = RemoteEngine(folder, disable_radix_cache=True, cores=CORES)
     engine.initialize()
     yield engine
     engine.close()
@@ -108,3 +113,9 @@ def test_which_models_run_as_one_call(folder):
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
         taken = process.submit(which_models_are_taken, str(folder)).result(timeout=300)
     assert {name for name, yes in taken.items() if yes} == {"installed", "nothing"}
+
+
+def test_the_process_that_handles_requests_leaves_the_cores_to_the_scheduler(engine):
+    own, schedulers = engine.affinities()
+    assert schedulers == [set(CORES)]
+    assert own == os.sched_getaffinity(0), "that of the node's other processes"
