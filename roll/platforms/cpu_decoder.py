@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from roll.platforms.cpu_kernels import CpuKernels, Requests
+from roll.platforms.cpu_kernels import CpuKernels, Requests, is_plain
 
 LAYER_WEIGHTS = (
     "input_norm",
@@ -48,7 +48,7 @@ class DecoderTensors:
         embedding: [vocabulary, hidden].
         angles: [positions, D], cosines, then sines of the rotary embedding.
         norm: [hidden], of the last norm.
-        layers: by layer, LAYER_WEIGHTS, None for those that the model lacks.
+        layers: by layer, LAYER_WEIGHTS, None where the model has no such weight.
         keys: by layer, cache [slots, key heads, D], heads of a slot together, all with the same strides.
         values: the same of values.
     """
@@ -61,7 +61,7 @@ class DecoderTensors:
     values: Sequence[torch.Tensor]
 
     def fit(self, sizes: DecoderSizes, head_dim: int) -> bool:
-        """Whether types, shapes and strides are those that the kernel reads."""
+        """Whether the kernel can read tensors of these types, shapes and strides."""
         width, projected = sizes.heads * head_dim, (sizes.heads + 2 * sizes.key_heads) * head_dim
         hidden, mlp = sizes.hidden, sizes.intermediate
         shapes: list[tuple[int, ...]] = [(hidden,), (projected, hidden), (projected,), (head_dim,), (head_dim,)]
@@ -79,11 +79,7 @@ class DecoderTensors:
         together = rows and {cache.stride()[1:] for cache in caches} == {(head_dim, 1)}
         same = len({cache.stride(0) for cache in caches}) == 1
         tensors = [tensor for tensor, _ in expected] + caches
-        return plain and together and same and all(_is_plain(tensor) for tensor in tensors)
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.dtype == torch.float32 and tensor.device.type == "cpu"
+        return plain and together and same and all(map(is_plain, tensors))
 
 
 class CpuDecoder:

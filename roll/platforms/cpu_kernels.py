@@ -178,6 +178,12 @@ class CpuKernels:
         return tokens, log_probs
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the memory at its address holds its float32 values."""
+    plain = (type(tensor) is torch.Tensor or isinstance(tensor, torch.nn.Parameter)) and tensor.layout == torch.strided
+    return plain and tensor.dtype == torch.float32 and tensor.device.type == "cpu" and not tensor.is_neg()
+
+
 def _has_rows(out: torch.Tensor) -> bool:
     """Whether it is a matrix whose rows are contiguous and do not overlap."""
     return out.dim() == 2 and out.stride(1) == 1 and out.stride(0) >= out.shape[1]

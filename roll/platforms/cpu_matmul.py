@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from roll.platforms.cpu_kernels import CpuKernels
+from roll.platforms.cpu_kernels import CpuKernels, is_plain
 from roll.platforms.cpu_library import BuildError
 
 logger = logging.getLogger(__name__)
@@ -118,14 +118,8 @@ def _takes(
     if out is not None and out.shape != (*x.shape[:-1], weight.shape[0]):
         return False
     tensors = [tensor for tensor in (x, weight, bias, out) if tensor is not None]
-    if not all(map(_is_plain, tensors)):
+    if not all(map(is_plain, tensors)):
         return False
     if torch.is_autocast_enabled("cpu"):
         return False
     return not (torch.is_grad_enabled() and any(each.requires_grad for each in tensors))
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the memory at its address holds its float32 values."""
-    plain = (type(tensor) is torch.Tensor or isinstance(tensor, torch.nn.Parameter)) and tensor.layout == torch.strided
-    return plain and tensor.dtype == torch.float32 and tensor.device.type == "cpu" and not tensor.is_neg()

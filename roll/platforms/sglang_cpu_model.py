@@ -144,7 +144,7 @@ def tokens_once(first: Sequence[int], lengths: torch.Tensor) -> tuple[torch.Tens
     firsts = torch.tensor(first)
     own = firsts == torch.arange(len(first))
     computed = own.repeat_interleave(lengths).nonzero().view(-1)
-    place = torch.cumsum(torch.where(own, lengths, 0), 0) - lengths  # of the first token of those that are computed
+    place = torch.cumsum(torch.where(own, lengths, 0), 0) - lengths  # of the first computed token
     offset = torch.arange(int(lengths.sum())) - starts.repeat_interleave(lengths)
     return computed, place[firsts].repeat_interleave(lengths) + offset
 

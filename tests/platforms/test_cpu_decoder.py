@@ -100,7 +100,7 @@ class Engine:
         self.table = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(1)).view(5, -1).int()
 
     def forward(self, ids: list[torch.Tensor], rows: list[int], known: list[int]) -> list[torch.Tensor]:
-        """Hidden states of new tokens of each request, after those that are known."""
+        """Hidden states of new tokens of each request, after the known ones."""
         lengths = torch.tensor([len(each) for each in ids])
         positions = torch.cat([torch.arange(start, start + len(each)) for start, each in zip(known, ids, strict=True)])
         slots = torch.cat(

@@ -156,8 +156,8 @@ def _share_prefixes(
     """The tokens of the samples in which beginnings that are equal occur once; None where that saves too few of them.
 
     A hidden state depends on the tokens up to its own, so samples with the same beginning, as the responses to one
-    prompt, have the same hidden states there. Attention needs whole samples: it is given those that are no prefix of
-    another, the longest first.
+    prompt, have the same hidden states there. Attention needs whole samples: it is given every sample that is
+    no prefix of another, the longest first.
 
     Returns:
         The distinct tokens [1, S]; their indices [b, longest] at the positions of each sample, arbitrary behind its
