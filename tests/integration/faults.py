@@ -19,6 +19,7 @@ import psutil
 from roll.distributed.weight_sync.synchronizer import Transport
 from roll.pipeline.checkpoint import MARKER
 from roll.pipeline.training_loop import SampleBatch
+from tests.processes import command_of
 
 FAULTS_FILE = "faults.txt"
 """Beside the output folder of the run: a step and a fault in each line, such as `3 kill actor_infer-1 scheduler`,
@@ -54,9 +55,9 @@ def process_of(name: str, scheduler: bool = False, driver: psutil.Process | None
 def workers_of(pipeline: str, driver: psutil.Process, owner: psutil.Process) -> list[psutil.Process]:
     """Processes of environments, or of the rewards that belong to `owner`, the rollout process or the driver."""
     if pipeline == "agentic":
-        found = [child for child in driver.children(recursive=True) if "EnvActor" in " ".join(child.cmdline())]
+        found = [child for child in driver.children(recursive=True) if "EnvActor" in command_of(child)]
         return [child for child in found if child.parent() not in found]  # not the watchdog of each, a fork of it
-    return [child for child in owner.children() if "spawn_main" in " ".join(child.cmdline())]
+    return [child for child in owner.children() if "spawn_main" in command_of(child)]
 
 
 def complete_checkpoints(output: Path) -> list[Path]:

@@ -114,20 +114,24 @@ def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable
 def assert_gone(mark: bytes) -> None:
     until = time.monotonic() + 5
     while left := processes_with(mark):
-        assert time.monotonic() < until, [(process.pid, process.cmdline()) for process in left]
+        assert time.monotonic() < until, left
         time.sleep(0.02)
 
 
-def processes_with(mark: bytes) -> list[psutil.Process]:
+def processes_with(mark: bytes) -> list[tuple[int, str]]:
+    """Ids and commands of living processes, but not of this one and Python's resource tracker."""
     found = []
     for process in psutil.process_iter():
         try:
+            if process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
+                continue
             environment = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
-            if mark in environment and process.status() != psutil.STATUS_ZOMBIE and process.pid != os.getpid():
-                found.append(process)
+            command = " ".join(process.cmdline())
         except (OSError, psutil.Error):
             continue
-    return [each for each in found if "resource_tracker" not in " ".join(each.cmdline())]
+        if mark in environment and "resource_tracker" not in command:
+            found.append((process.pid, command))
+    return found
 
 
 def test_every_kind_of_hostile_code_fails_alone(nothing_is_left: Callable[[], None]) -> None:

@@ -22,6 +22,7 @@ from roll.rewards.calling import RewardFunctionError, RewardRequest
 from roll.rewards.pool import RewardPool, RewardSelfTestError
 from roll.rewards.reward_process import load_reward_function, score_chunk, self_test_of
 from roll.stopped_processes import StopTimes
+from tests.processes import command_of
 from tests.rewards import odd_rewards
 
 pytestmark = pytest.mark.slow
@@ -32,7 +33,7 @@ ODD = "tests.rewards.odd_rewards:behave"
 def pool_processes(parent: int) -> list[psutil.Process]:
     """Descendants of a process, except Python's resource tracker, which ends with it."""
     children = psutil.Process(parent).children(recursive=True)
-    return [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
+    return [child for child in children if (command := command_of(child)) and "resource_tracker" not in command]
 
 
 def test_every_kind_of_failure_is_classified_and_affects_no_other_sample():
